@@ -1,8 +1,8 @@
 """Time per generated token of a served model: vLLM with the plug-in beside its own attention.
 
     python -m benchmarks.serving [--shape SHAPE] [--layers L] [--context N] [--batch B …] [--shared]
-        [--index SPEC] [--k K] [--written T] [--rounds R] [--stock-block TOKENS] [--plain]
-        [--without-check] --json OUT
+        [--index SPEC] [--k K] [--rows WHERE] [--written T] [--rounds R] [--stock-block TOKENS]
+        [--plain] [--without-check] --json OUT
 
 Each engine is a process of its own, with the same random weights of a model's shape (`plans`):
 `stock`, with the attention that vLLM chooses, and `kvindex`. First (`check`) a model of four such
@@ -13,7 +13,9 @@ times (`--shared`: they are one text up to their last 256 tokens, whose pages th
 that hold no more); a prompt that was read is found in the cache of prefixes again. Milliseconds
 between two tokens of the whole batch as the host gets them (`token_ms`), medians with quartiles and
 each round's; `ratio`: to `stock`; `prefill_s`: of the first reading, all sequences one after the
-other. `--plain`: no torch.compile, graphs of decoded tokens alone: starts sooner, for both engines.
+other. `--rows host`: rows in pinned memory, with a cache of 2,048 for each sequence, and as many
+blocks as the sequences take. `--plain`: no torch.compile, graphs of decoded tokens alone: starts
+sooner, for both engines.
 Runs on a GPU that vLLM 0.26 or newer serves.
 """
 
@@ -60,6 +62,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--shared", action="store_true", help="sequences share most pages")
     parser.add_argument("--index", default="pariskv:preset=fast")
     parser.add_argument("--k", type=int, default=100)
+    parser.add_argument("--rows", choices=("device", "host"), default="device")
     parser.add_argument("--written", type=int, default=128, help="tokens that are timed")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--stock-block", type=int, help="tokens of stock's pages")
@@ -136,7 +139,11 @@ def opened(given: argparse.Namespace, plan: str, folder: str, **options: Any) ->
         compilation |= dict(mode=0, cudagraph_mode="FULL_DECODE_ONLY")
     extra: dict[str, Any] = {}
     if plan == "kvindex":
-        extra = dict(block_size=BLOCK, additional_config={"kvindex": options})
+        if given.rows == "host":
+            cached = max(4096, 1 << (2048 * rows - 1).bit_length())
+            options |= dict(rows="host", cached_rows=cached)
+            extra = dict(num_gpu_blocks_override=rows * (-(-tokens // BLOCK) + 1) + 1)
+        extra |= dict(block_size=BLOCK, additional_config={"kvindex": options})
     elif given.stock_block:
         extra = dict(block_size=given.stock_block)
     made = LLM(

@@ -24,12 +24,19 @@ class RowCache:
 
     capacity: slots per group, a power of two from 4. tags: ids int32 `[groups, capacity]`, -1 for
     none; stamps: the step that used a slot last, int32 `[groups, capacity]`; clocks: steps so far,
-    int32 `[groups]`; counts: rows looked up and found, int32 `[groups, 2]`, which wrap around;
+    int32 `[groups]`, or one that is given, `[1]`, which several caches share and somebody else sets
+    (`paged_step`); counts: rows looked up and found, int32 `[groups, 2]`, which wrap around;
     data: uint8 `[groups, capacity, row_bytes]`. Raises ValueError for another size.
     """
 
     def __init__(
-        self, groups: int, row_bytes: int, device: torch.device, capacity: int = CAPACITY
+        self,
+        groups: int,
+        row_bytes: int,
+        device: torch.device,
+        capacity: int = CAPACITY,
+        *,
+        clock: Tensor | None = None,
     ) -> None:
         if check.at_least("capacity", capacity, WAYS) & (capacity - 1):
             raise ValueError(f"capacity: got {capacity}, allowed is a power of two from {WAYS}")
@@ -39,7 +46,8 @@ class RowCache:
             return torch.zeros(shape, dtype=torch.int32, device=device)
 
         self.tags, self.stamps = ints(groups, capacity) - 1, ints(groups, capacity)
-        self.clocks, self.counts = ints(groups), ints(groups, 2)
+        self.clocks = ints(groups) if clock is None else clock
+        self.counts = ints(groups, 2)
         self.data = torch.empty((groups, capacity, row_bytes), dtype=torch.uint8, device=device)
 
     def forget(self, groups: slice = slice(None)) -> None:

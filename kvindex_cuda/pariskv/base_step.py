@@ -60,7 +60,9 @@ class State:
     256]`; tiers: keys that bound each, int64 `[B, 6]`. Of an engine's pages alone (`paged_step`):
     sink: how many of a sequence's first tokens are resident where any token is searched; resident
     rows lie in the blocks of `rows` then, those of the window behind the `length` tokens searched,
-    and `resident_count` is `[B]`; head_bytes: from a KV head's rows of a block to the next one's.
+    and `resident_count` is `[B]`; head_bytes: from a KV head's rows of a block to the next one's;
+    segments: numbers of those blocks among all pages, int32 `[B, S]`, where the pages are on the
+    host: then `cache` has a group for each KV head, of all sequences' rows by their slots.
     """
 
     codes: Tensor
@@ -86,6 +88,7 @@ class State:
     found_sum: Tensor | None = None
     sink: int | None = None
     head_bytes: int | None = None
+    segments: Tensor | None = None
 
 
 class BaseStep:
@@ -202,7 +205,7 @@ class BaseStep:
 
     def _select_rows(self, state: State) -> None:
         """The best of the candidates."""
-        g, cache = self.geometry, state.cache
+        g, cache = self.geometry, None if state.segments is not None else state.cache
         launch(
             "step/select_rows.cu",
             "select_rows",
@@ -299,6 +302,7 @@ class BaseStep:
                 resident_mask=state.resident_mask,
                 resident_count=state.resident_count,
                 length=state.length,
+                segments=state.segments,
                 cache=cache.data if cache else None,
                 tags=cache.tags if cache else None,
                 stamps=cache.stamps if cache else None,
@@ -326,6 +330,6 @@ class BaseStep:
             overlap=hits is None,  # else what is resident may just be being written
             **(self._defines | self._capped | dict(DV=g.value_dim)),
             **dict(CODEC=NAMES.index(state.codec), GIVEN=given, NEAR=int(state.near is not None)),
-            PAGED=int(state.sink is not None),
+            PAGED=int(state.sink is not None) + int(state.segments is not None),
         )
         return self.output

@@ -155,11 +155,11 @@ class Encoder:
     ) -> None:
         """Write codes of whole segments of an engine's pages (`paged_step.Pages`).
 
-        rows: of one layer `[pages, G, tokens, 2 D]`, all of which are alike; due: int64 `[1 + n]`,
-        how many segments there are and which, counted over all pages, read on the device; bases:
-        int64 `[layers, 2]`; the rest in bytes, `parts` segments of a page.
+        rows: of one layer `[pages, G, tokens, 2 D]`, all of which are alike, wherever they lie;
+        due: int64 `[1 + n]`, how many segments there are and which, counted over all pages, read on
+        the device; bases: int64 `[layers, 2]`; the rest in bytes, `parts` segments of a page.
         """
-        D, device = self.layout.head_dim, rows.device
+        D, device = self.layout.head_dim, due.device
         keys = of_type("rows", rows, *CODES)[..., :D]
         begins = wide(keys)
         resident = _resident(D, keys.element_size(), begins)

@@ -5,6 +5,7 @@ layer's step is the fused one (`attend`), which can be captured in a graph: addr
 scales are read on the device, at places that stay. Nothing here waits for the device.
 
 A block that has become full is encoded before the model's next step, from the rows in its page.
+Pages of rows may lie in host memory: then rows that a step reads go through a cache of the layer.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from kvindex.pariskv.config import ParisKVConfig
 from kvindex.pariskv.encoding import Encoding
 from kvindex_cuda.memory.arena import Arena
 from kvindex_cuda.memory.layout import BLOCK, Layout
+from kvindex_cuda.memory.pages import Pages
+from kvindex_cuda.memory.row_cache import RowCache
 from kvindex_cuda.pariskv.base_step import State
 from kvindex_cuda.pariskv.dispatch import kind_of, layout_of, options_of, refusal
 from kvindex_cuda.pariskv.encode import Encoder, encoder_of
@@ -34,57 +37,6 @@ from kvindex_cuda.runtime.launch import launch
 
 WAVES = 8
 """Thread blocks of `read_pages` for each multiprocessor, as far as there is work."""
-
-
-@dataclass(frozen=True)
-class Pages:
-    """Where codes and rows of layers lie: an engine's two caches of each, of equal strides.
-
-    codes: of each layer uint8 `[pages, G, parts, bytes]`, records of 256 tokens; rows: of each
-    `[pages, G, tokens, 2 D]`, key before value, in any order in memory but that a row is in one
-    piece. Raises ValueError for layers that differ, or other shapes.
-    """
-
-    codes: Sequence[Tensor]
-    rows: Sequence[Tensor]
-
-    def __post_init__(self) -> None:
-        for name, parts in (("codes", self.codes), ("rows", self.rows)):
-            found = {(part.shape, part.stride(), part.dtype, part.device) for part in parts}
-            if len(found) != 1:
-                raise ValueError(f"{name}: got {len(found)} kinds of pages, allowed is one")
-        codes, rows = self.codes[0], self.rows[0]
-        tokens = rows.shape[2]
-        if tokens % BLOCK or codes.shape[:3] != (*rows.shape[:2], tokens // BLOCK):
-            raise ValueError(
-                f"pages: got codes {tuple(codes.shape)} and rows {tuple(rows.shape)}, allowed are "
-                f"[pages, G, tokens / {BLOCK}, bytes] and [pages, G, tokens, 2 D]"
-            )
-        if rows.stride(3) != 1 or codes.stride(3) != 1:
-            raise ValueError("pages: got rows or records with gaps, allowed are those in one piece")
-        size, places = rows.element_size(), [*self.codes, *self.rows]
-        steps = [step * size for step in rows.stride()[:3]] + [*codes.stride()[:3]]
-        if any(step % 16 for step in steps) or any(part.data_ptr() % 16 for part in places):
-            raise ValueError(f"pages: got strides {steps} bytes, allowed are multiples of 16")
-
-    @cached_property
-    def bases(self) -> Tensor:
-        """Addresses of codes and rows, int64 `[layers, 2]`."""
-        pairs = zip(self.codes, self.rows, strict=True)
-        places = [[codes.data_ptr(), rows.data_ptr()] for codes, rows in pairs]
-        return torch.tensor(places, dtype=torch.int64, device=self.rows[0].device)
-
-    @property
-    def strides(self) -> dict[str, int]:
-        """Bytes, as kernels name them."""
-        codes, rows = self.codes[0], self.rows[0]
-        size, part = rows.element_size(), codes.stride(2) if codes.shape[2] > 1 else 0
-        return dict(
-            codes_page=codes.stride(0),
-            codes_part=part,
-            rows_page=rows.stride(0) * size,
-            rows_part=BLOCK * rows.stride(2) * size,
-        )
 
 
 @dataclass(frozen=True)
@@ -122,7 +74,9 @@ class PagedSteps:
 
     geometry: of every layer; k, sink, local_window, dense_below: as the vLLM plug-in's options,
     local_window at least 1, so that a block is encoded before it is searched; tokens: the longest
-    sequence; new_tokens: the most that a step brings. Raises ValueError for what no kernel serves.
+    sequence; new_tokens: the most that a step brings; caches: where rows lie on the host, of each
+    layer one with a group for each KV head and a clock that all share, which forgets what
+    `write_pages` writes. Raises ValueError for what no kernel serves.
     """
 
     def __init__(
@@ -138,12 +92,14 @@ class PagedSteps:
         most_rows: int,
         tokens: int,
         new_tokens: int,
+        caches: Sequence[RowCache] | None = None,
     ) -> None:
         if why := unserved(config, geometry):
             raise ValueError(f"index: {why}")
         if local_window < 1:
             raise ValueError(f"local_window: got {local_window}, allowed is 1 or more")
         self._geometry, self._config, self._pages, self._k = geometry, config, pages, k
+        self._caches = [None] * len(pages.rows) if caches is None else list(caches)
         self._limits = dict(sink=sink, window=local_window, dense_below=dense_below)
         device, layers, G = geometry.device, len(pages.rows), geometry.kv_heads
         self._most_rows, blocks = most_rows, -(-tokens // BLOCK)
@@ -163,6 +119,10 @@ class PagedSteps:
             return torch.zeros(shape, dtype=dtype, device=device)
 
         self._codes, self._rows = (zeros(layers, most_rows, max(blocks, 1)) for _ in range(2))
+        self._segments: Tensor | None = None
+        if caches is not None:
+            _check_caches(self._caches, pages)
+            self._segments = zeros(most_rows, max(blocks, 1), dtype=torch.int32)
         self._length, self._resident_count = zeros(most_rows), zeros(most_rows)
         self._counted, self._wanted = (zeros(most_rows, dtype=torch.int32) for _ in range(2))
         self._scales = zeros(layers, most_rows, G, dtype=torch.float32)
@@ -209,6 +169,8 @@ class PagedSteps:
                 wanted=self._wanted,
                 weight_scale=self._scales,
                 due=self._due,
+                segments=self._segments,
+                clock=self._caches[0].clocks if self._caches[0] else None,
                 batch=rows,
                 room=self._most_rows,
                 row=self._codes.shape[2],
@@ -269,9 +231,30 @@ class PagedSteps:
             row_bytes=kept.stride(2) * kept.element_size(),
             head_bytes=(kept.stride(1) if g.kv_heads > 1 else 0) * kept.element_size(),
             sink=self._limits["sink"],
+            segments=self._segments,
         )
-        places = zip(self._codes, self._rows, self._scales, strict=True)
+        places = zip(self._codes, self._rows, self._scales, self._caches, strict=True)
         return step, [
-            State(codes=codes, rows=pages, weight_scale=scale, **common)
-            for codes, pages, scale in places
+            State(codes=codes, rows=pages, weight_scale=scale, cache=cache, **common)
+            for codes, pages, scale, cache in places
         ]
+
+
+def _check_caches(caches: Sequence[RowCache | None], pages: Pages) -> None:
+    """Raises ValueError for caches that do not fit pages of rows on the host."""
+    rows = pages.rows[0]
+    shape = rows.shape[1], rows.shape[3] * rows.element_size()
+    found = {
+        (len(one.tags), one.row_bytes, one.clocks.data_ptr(), one.clocks.numel())
+        for one in caches
+        if one is not None
+    }
+    if len(caches) != len(pages.rows) or {one[:2] for one in found} != {shape} or len(found) > 1:
+        raise ValueError(
+            f"caches: got {len(caches)} of {[one[:2] for one in found]}, allowed is one for each "
+            f"of {len(pages.rows)} layers, of {shape} (groups, bytes of a row), with one clock"
+        )
+    if pages.tokens * len(rows) >= 2**31:
+        raise ValueError(
+            f"pages: got {len(rows)} of {pages.tokens} tokens, allowed are fewer than 2^31 tokens"
+        )

@@ -53,7 +53,7 @@ CHUNK, PIECES, POINTS = table.CHUNK, table.PIECES, table.POINTS
 more than a key's votes can be."""
 
 STAGE_THREADS, UPDATE_THREADS, WRITE_THREADS = 128, 256, 256
-"""Of a block of `stage_token`, `update_state` (and `read_pages`) and `write_rows`."""
+"""Of a block of `stage_token`, `update_state` (and `read_pages`) and of what copies rows."""
 
 ENCODE_WARPS = 8
 """Of a block of `encode`."""
@@ -110,6 +110,8 @@ FILES: dict[str, dict[str, int]] = {
     "append/update_state.cu": dict(THREADS=UPDATE_THREADS),
     "append/read_pages.cu": dict(THREADS=UPDATE_THREADS),
     "append/write_rows.cu": dict(THREADS=WRITE_THREADS),
+    "append/write_pages.cu": dict(THREADS=WRITE_THREADS, WAYS=WAYS),
+    "append/gather_pages.cu": dict(THREADS=WRITE_THREADS),
     "append/encode.cu": dict(WARPS=ENCODE_WARPS, OCTAVES=codes.OCTAVES, LARGEST=int(check.LARGEST)),
     "ops/coarse.cu": dict(WIDE=0, FACTORS=0, TABLES=1),
     "ops/codes.cu": dict(THREADS=CODES_THREADS, MOST_BITS=MOST_BITS),

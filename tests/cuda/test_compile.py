@@ -81,6 +81,8 @@ DEFINES = {
         ATTEND | dict(GIVEN=2, NEAR=1),
         ATTEND | dict(PAGED=1),
         ATTEND | dict(PAGED=1, GIVEN=2),
+        ATTEND | dict(PAGED=2),
+        ATTEND | dict(PAGED=2, GIVEN=2),
         ATTEND | dict(CODEC=1, GIVEN=1, NEAR=1),
         ATTEND | dict(CODEC=1, GIVEN=1, D=256, DV=256, GROUP=2),
     ],
@@ -167,6 +169,8 @@ DEFINES = {
     "ops/fetch.cu": [dict(PIECE=1), dict(PIECE=16)],
     "append/update_state.cu": [{}],
     "append/read_pages.cu": [{}],
+    "append/write_pages.cu": [{}],
+    "append/gather_pages.cu": [{}],
     "step/stage_token.cu": [STEP | dict(DV=128), dict(D=80, DV=24, DTYPE=0, GROUP=3)],
     "append/write_rows.cu": [{}],
     "step/rerank.cu": [

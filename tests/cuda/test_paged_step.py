@@ -8,7 +8,8 @@ from kvindex_adapters.vllm import pages
 from kvindex_adapters.vllm.attention import PagedAttention, Sequence
 from kvindex_adapters.vllm.options import Options
 from kvindex_cuda.memory.layout import BLOCK
-from kvindex_cuda.pariskv.paged_step import PagedSteps, Pages, unserved
+from kvindex_cuda.memory.pages import Pages
+from kvindex_cuda.pariskv.paged_step import PagedSteps, unserved
 from tests.cuda.devices import on, on_devices
 
 H, G, D, LAYERS, PAGES = 4, 2, 16, 2, 16

@@ -28,6 +28,9 @@ class Attention(SearchingFlashAttention):
     searched = 0
     """Calls that searched, of all layers."""
 
+    copied = 0
+    """Sequences whose rows came from the host to be attended to whole, of all layers."""
+
     def __init__(self, *given, **named):
         from vllm.config import get_current_vllm_config
 
@@ -35,20 +38,25 @@ class Attention(SearchingFlashAttention):
         self.plain = PagedAttention.of(options_of(get_current_vllm_config()), self.geometry)
 
     def do_kv_cache_update(self, layer, key, value, kv_cache, slot_mapping):
+        if self.host is not None:
+            super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
+            return
         slots = slot_mapping.long()
         pages.write_rows(kv_cache, slots, key[: len(slots)], value[: len(slots)])
 
     def forward(self, layer, query, key, value, kv_cache, metadata, output, **more):
+        Attention.searched += metadata is not None and metadata.searching is not None
+        return super().forward(layer, query, key, value, kv_cache, metadata, output, **more)
+
+    def attend_whole(self, layer, query, key, value, kv_cache, metadata, output, *scales):
         if metadata is None:
             return output
-        if metadata.searching is not None:
-            Attention.searched += 1
-            return super().forward(layer, query, key, value, kv_cache, metadata, output, **more)
         starts, lengths = metadata.query_start_loc.tolist(), metadata.seq_lens.tolist()
         for number, length in enumerate(lengths):
             own = slice(starts[number], starts[number + 1])
             if own.start == own.stop:
                 continue
+            Attention.copied += self.host is not None
             sequence = Sequence(kv_cache, None, metadata.block_table[number], length)
             output[own] = self.plain.attend_dense(query[own], sequence)
         return output

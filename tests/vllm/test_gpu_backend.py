@@ -1,100 +1,30 @@
 """The plug-in's backend on a GPU, in vLLM's own classes: its kernels emulated on a CPU."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
 from kvindex.ops.attention import attend
 from kvindex_adapters.vllm import pages
 from tests.cuda import emulator
-from tests.vllm.conftest import answers, prompt, settings, tokens
+from tests.vllm.conftest import answers, prompt, tokens
+from tests.vllm.gpu_layers import (
+    BLOCKS,
+    EVERY,
+    LENGTHS,
+    D,
+    G,
+    H,
+    builder_of,
+    common,
+    entered,
+    layers_of,
+    slots_of,
+)
 
 pytest.importorskip("vllm")
 pytestmark = pytest.mark.skipif(not emulator.available(), reason="no g++ to emulate with")
 
-H, G, D, BLOCKS, LAYERS = 4, 2, 32, 12, 2
-
-LENGTHS = 700, 300, 5, 0
-"""Of sequences: the last one is a row of padding."""
-
-EVERY = {"index": "pariskv:preset=fast", "k": 1024, "dense_below": 400, "sink": 4}
-
-
-@pytest.fixture
-def entered(model):
-    """Enters the configuration of an engine on a GPU, and gives it."""
-    from vllm.config import set_current_vllm_config
-    from vllm.engine.arg_utils import EngineArgs
-    from vllm.plugins import load_general_plugins
-
-    load_general_plugins()
-    left = []
-
-    def enter(asked=EVERY, **options):
-        made = EngineArgs(**settings(model, asked, **options)).create_engine_config()
-        left.append(set_current_vllm_config(made))
-        left[-1].__enter__()
-        return made
-
-    with emulator.emulated():
-        yield enter
-    for one in left:
-        one.__exit__(None, None, None)
-
-
-def layers_of(config):
-    """Layers with caches, as vLLM binds them: tokens of a page before heads, as it lays them."""
-    from kvindex_adapters.vllm.gpu import SearchingFlashAttention
-
-    made = {}
-    for number in range(LAYERS):
-        impl = SearchingFlashAttention(H, D, D**-0.5, G, None, None, "auto")
-        impl.codes.kv_cache = torch.zeros(
-            impl.codes.get_kv_cache_spec(config).page_size_bytes * BLOCKS, dtype=torch.uint8
-        ).view(BLOCKS, G, 256, -1)
-        rows = torch.zeros(BLOCKS, 256, G, 2 * D).transpose(1, 2)
-        made[f"layers.{number}"] = SimpleNamespace(impl=impl, kv_cache=rows)
-    config.compilation_config.static_forward_context.update(made)
-    return made
-
-
-def builder_of(config, layers):
-    from vllm.v1.kv_cache_interface import FullAttentionSpec
-
-    from kvindex_adapters.vllm.gpu import SearchingFlashBackend
-
-    spec = FullAttentionSpec(block_size=256, num_kv_heads=G, head_size=D, dtype=torch.float32)
-    made = SearchingFlashBackend.get_builder_cls()
-    return made(spec, list(layers), config, torch.device("cpu"))
-
-
-def common(tables, lengths, counts, slots):
-    """What vLLM tells of a step that brings so many tokens of each sequence."""
-    from vllm.v1.attention.backend import CommonAttentionMetadata
-
-    starts = torch.tensor([0, *counts]).cumsum(0).int()
-    return CommonAttentionMetadata(
-        query_start_loc=starts,
-        query_start_loc_cpu=starts,
-        seq_lens=torch.tensor(lengths).int(),
-        num_reqs=len(lengths),
-        num_actual_tokens=int(starts[-1]),
-        max_query_len=max(counts),
-        max_seq_len=max(lengths),
-        block_table_tensor=tables,
-        slot_mapping=slots,
-        causal=True,
-    )
-
-
-def slots_of(tables, bounds):
-    """Slots of each sequence's tokens from and before, -1 for a row of padding."""
-    found = []
-    for table, (start, stop) in zip(tables, bounds, strict=True):
-        places = torch.arange(start, stop)
-        found.append(table.long()[places // 256] * 256 + places % 256)
-    return torch.cat([part if len(part) else torch.tensor([-1]) for part in found])
+__all__ = ["entered"]  # a fixture
 
 
 def test_prompts_are_flash_attentions_and_decoded_tokens_search(entered):

@@ -20,7 +20,7 @@ from vllm.v1.attention.backends.cpu_attn import (
 from kvindex_adapters.vllm import pages
 from kvindex_adapters.vllm.attention import PagedAttention, Sequence
 from kvindex_adapters.vllm.engine import CodesLayer, geometry_of, logger, options_of
-from kvindex_adapters.vllm.unsupported import refuse_dense_model
+from kvindex_adapters.vllm.unsupported import check_device, refuse_dense_model
 
 
 class SearchingBackend(CPUAttentionBackend):
@@ -101,6 +101,7 @@ class SearchingAttention(CPUAttentionBackendImpl):
             return
         options = options_of(config)
         assert options is not None  # or vLLM's own class would be here
+        check_device(options.rows)
         self.paged = PagedAttention.of(options, geometry)
         self.codes = CodesLayer(config, num_kv_heads, self.paged.layout.head_bytes)
         logger.info_once("kvindex: %s", self.paged.explain())

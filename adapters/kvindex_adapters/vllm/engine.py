@@ -6,6 +6,7 @@ What differs between versions of vLLM is here: 0.26 asks the backend for the sha
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -72,6 +73,27 @@ def geometry_of(
     )
 
 
+def spec_of_rows(spec: FullAttentionSpec, geometry: Geometry) -> FullAttentionSpec:
+    """Of pages with a layer's rows, as vLLM's attention expects it."""
+    g = geometry
+    sizes = dict(head_size=g.head_dim, head_size_v=g.value_dim, dtype=g.dtype)
+    return replace(spec, num_kv_heads=g.kv_heads, **sizes)
+
+
+def keep_no_rows(layer: Any) -> None:
+    """Have a layer's own pages hold next to nothing, a byte of a key for each token and one of a
+    value: its rows lie elsewhere, and its pages only bring it the block table.
+    """
+
+    def get_kv_cache_spec(vllm_config: VllmConfig) -> FullAttentionSpec:
+        block_size = vllm_config.cache_config.block_size
+        return FullAttentionSpec(
+            block_size=block_size, num_kv_heads=1, head_size=1, head_size_v=1, dtype=torch.uint8
+        )
+
+    layer.get_kv_cache_spec = get_kv_cache_spec
+
+
 class CodesLayer(AttentionLayerBase):
     """Pages of codes for one layer's rows: one record for each KV head and 256 tokens of a block.
 
@@ -86,6 +108,7 @@ class CodesLayer(AttentionLayerBase):
         self.kv_heads, self.record_bytes = kv_heads, record_bytes
         self.token_bytes = -(-record_bytes // BLOCK)
         self.kv_cache = torch.empty(0)
+        self.host: Any = None  # what all layers have in common whose rows lie on the host
 
     @property
     def records(self) -> Tensor:

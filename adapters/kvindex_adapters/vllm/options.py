@@ -14,6 +14,9 @@ from kvindex.pariskv.config import ParisKVConfig
 INDEX = "pariskv"
 """The index whose codes are a function of their block, which alone an engine can share."""
 
+ROWS = "device", "host"
+"""Where keys and values may lie."""
+
 
 @dataclass(frozen=True)
 class Options:
@@ -22,7 +25,9 @@ class Options:
     index: a line such as "pariskv:preset=paper"; k: rows per KV head that a decoded token
     retrieves; sink, local_window: tokens at either end of a sequence that are always attended to
     (with up to 255 more, as whole blocks are searched); dense_below: a shorter sequence is attended
-    to whole. Raises ValueError.
+    to whole; rows: where keys and values lie, "device", in vLLM's pages, or "host", in pinned
+    memory; cached_rows: of the latter alone, how many rows per KV head and layer stay on the
+    device, of all sequences together, a power of two. Raises ValueError.
     """
 
     index: str = INDEX
@@ -30,12 +35,19 @@ class Options:
     sink: int = 64
     local_window: int = 256
     dense_below: int = 2048
+    rows: str = "device"
+    cached_rows: int = 4096
 
     def __post_init__(self) -> None:
         check.wanted_rows(self.k)
         check.at_least("sink", self.sink, 0)
         check.at_least("local_window", self.local_window, 0)
         check.at_least("dense_below", self.dense_below, 0)
+        if self.rows not in ROWS:
+            raise ValueError(f"rows: got {self.rows!r}, allowed is one of {', '.join(ROWS)}")
+        cached = check.at_least("cached_rows", self.cached_rows, 4)
+        if cached & (cached - 1):
+            raise ValueError(f"cached_rows: got {cached}, allowed is a power of two from 4")
         self.layout(8)
 
     @staticmethod

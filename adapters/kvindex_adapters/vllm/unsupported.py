@@ -97,6 +97,42 @@ def check_searched(why: str | None, local_window: int) -> None:
     )
 
 
+def check_host(config: Any, sliding_window: int | None) -> None:
+    """Raises ValueError for a layer of an engine whose rows cannot lie on the host."""
+    cache, parallel = config.cache_config, config.parallel_config
+    unit = cache.prefix_match_unit
+    one = "None or the block size: a page that is copied inside vLLM would lack its rows"
+    _refuse(
+        (
+            "rows",
+            "host, and sliding layers",
+            sliding_window is None,
+            "device for a model with sliding layers: their pages would be of another size",
+        ),
+        ("prefix_match_unit", unit, unit in (None, cache.block_size), one),
+        ("use_ubatching", True, not parallel.use_ubatching, "False where rows lie on the host"),
+    )
+
+
+def check_device(rows: str) -> None:
+    """Raises ValueError for rows elsewhere than in vLLM's pages, where those are a CPU's."""
+    _refuse(("rows", rows, rows == "device", "'device' on a CPU: there is one memory"))
+
+
+def refuse_capture(captured: bool) -> None:
+    """Raises ValueError for a graph that would write no rows, as there are no pages yet."""
+    own = "vLLM's own splitting_ops, which write rows in no graph but that of a decoded token"
+    _refuse(("rows", "host, and a graph captured before there are pages", not captured, own))
+
+
+def refuse_memory(error: MemoryError) -> None:
+    """Raises ValueError for pages whose rows the host has no room for."""
+    raise ValueError(
+        f"kvindex: {error}; say num_gpu_blocks_override (--num-gpu-blocks-override), so that vLLM "
+        "makes fewer"
+    ) from error
+
+
 def refuse_latent(name: str) -> None:
     """Raises ValueError for multi-head latent attention."""
     _refuse(

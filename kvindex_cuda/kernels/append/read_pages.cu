@@ -4,6 +4,8 @@
 // A sequence is searched up to `window` tokens before its end, in whole segments, if it has `dense_below`
 // tokens and more than `sink` are left; else not at all, and all its tokens are resident. A row of the batch of
 // no tokens is resident nowhere; its first addresses are those of a page that is there.
+// Where rows are kept by their slots (`segments`), a sequence's segments are told by number, too, and a clock goes on:
+// stamps of a cache of rows that all sequences share (common/row_cache.cuh).
 // Grid: (any, R + 1, L), THREADS threads; rows 0 to R - 1 of the grid are the batch's, of a layer each; of the
 // last one a block alone looks through the slots. Reads 4 bytes per page of a sequence and 256 per segment that
 // is searched, layer and KV head; writes 16 per segment and layer. Limited by latency, at many tokens by memory.
@@ -26,6 +28,8 @@ struct Arguments {
     int* wanted;             // [room]: C
     float* weight_scale;     // [L, room, KV heads]: 0, of a row that is searched its scale
     i64* due;                // [1 + most]: how many segments have their last token among the slots, and which
+    int* segments;           // [room, row]: numbers of segments, page · parts + part, or null
+    int* clock;              // [1]: steps so far, or null
     i64 batch, room, row, table, pages, parts, kv_heads, count, most;
     i64 codes_page, codes_part, codes_head, weights, rows_page, rows_part;  // bytes
     i64 sink, window, dense_below;
@@ -50,7 +54,10 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 read_pages(const __grid_constant__ Arguments args) {
     i64 r = blockIdx.y, layer = blockIdx.z;
     if (r == args.batch) {
-        if (blockIdx.x == 0 && layer == 0) find_due(args);
+        if (blockIdx.x == 0 && layer == 0) {
+            if (args.clock && threadIdx.x == 0) args.clock[0] += 1;
+            find_due(args);
+        }
         return;
     }
     i64 tokens = min(i64(max(0, args.lengths[r])), args.row * TOKENS), place = layer * args.room + r;
@@ -71,6 +78,7 @@ read_pages(const __grid_constant__ Arguments args) {
     i64 codes = args.bases[2 * layer], rows = args.bases[2 * layer + 1], step = i64(gridDim.x);
     for (i64 s = blockIdx.x * THREADS + threadIdx.x; s < max(segments, i64(1)); s += step * THREADS) {
         i64 page = page_of(s), part = s % args.parts;
+        if (args.segments && layer == 0) args.segments[r * args.row + s] = int(page * args.parts + part);
         args.codes[place * args.row + s] = codes + page * args.codes_page + part * args.codes_part;
         args.rows[place * args.row + s] = rows + page * args.rows_page + part * args.rows_part;
     }

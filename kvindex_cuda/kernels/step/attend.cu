@@ -14,13 +14,17 @@
 // were drawn: a weight for all heads), NEAR (whether some blocks of rows are on the device, others on the host:
 // the cache keeps rows of the latter; a byte more is read of a row that it lacks, while that row is on its way), PAGED
 // (whether sink and window lie in the pages of `rows`, behind the tokens that are searched: a row of the batch has
-// `resident_count` of them, of which the first `sink` are the sequence's first, if any token is searched).
+// `resident_count` of them, of which the first `sink` are the sequence's first, if any token is searched; 2 where
+// those pages are on the host: then resident rows are cached, too, a KV head's cache is that of all sequences, and a
+// row's name in it is its slot; two sequences that ask for one slot at once may both fetch it, and keep it twice).
 #include "common/row_cache.cuh"
 #include "common/row_codes.cuh"
 
 constexpr int CHUNKS = ((D + DV) / 8 + 31) / 32;  // per lane
 constexpr int KEYS = (D / 8) / 32;                // of them, how many are parts of keys in all lanes
 constexpr int PARTIAL = DV + 2;                   // of a split: maximum, sum, output
+constexpr bool SLOTS = PAGED == 2;
+static_assert(!SLOTS || GIVEN != 1, "ids are those of tokens");
 constexpr int AT_ONCE = GROUP < HEADS_AT_ONCE ? GROUP : HEADS_AT_ONCE;  // heads whose warps are merged together
 static_assert(DV % 2 == 0, "sums are merged in pairs");
 
@@ -203,7 +207,9 @@ struct Arguments {
     const u8* resident_mask;    // [B, room]
     const i64* resident_count;  // [1], or PAGED: [B]: how many of them are there
     const i64* length;          // [B]: tokens that are searched; only if PAGED
-    char* cache;                // [BG, cached, row_bytes]: of `cached` rows as they are stored (row_cache.py; 0 for none)
+    const int* segments;        // [B, row]: numbers of blocks among all pages; only if PAGED is 2
+    char* cache;                // [BG, cached, row_bytes]: of `cached` rows as they are stored (row_cache.py; 0 for none);
+                                // if PAGED is 2, this and the next two are of KV heads, and clocks [1], of this step
     int* tags;                  // [BG, cached], aligned to 16 bytes
     int* stamps;                // [BG, cached], likewise
     int* clocks;                // [BG]
@@ -239,7 +245,8 @@ attend(const __grid_constant__ Arguments args) {
     int splits = gridDim.x, split = blockIdx.x, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     int own = split * 8 + warp, step = splits * 8, now = 0;
     i64 k = args.k, kv_heads = args.kv_heads;
-    cache += bg * args.cached * args.row_bytes, tags += bg * args.cached, stamps += bg * args.cached;
+    i64 held = SLOTS ? bg % kv_heads : bg;  // whose cache
+    cache += held * args.cached * args.row_bytes, tags += held * args.cached, stamps += held * args.cached;
     if (threadIdx.x < 2) looked_up[threadIdx.x] = 0;
     Running run;
 #pragma unroll
@@ -269,12 +276,23 @@ attend(const __grid_constant__ Arguments args) {
             let_next_begin();
         }
         // what does not wait for their number: the first, and which ones the next are
-        auto selected = [&](int i) { return phase && i < k ? int(args.ids[bg * k + i]) : 0; };
-        auto tag_of = [&](int id) { return phase && args.cached ? ::tag_of(id, tags, args.cached) : 0; };
+        auto selected = [&](int i) {
+#if PAGED == 2
+            if (!phase) return i < sinks ? i : later + i;
+#endif
+            return phase && i < k ? int(args.ids[bg * k + i]) : 0;
+        };
+        auto name_of = [&](int id) {  // in the cache; beyond the rows that were found an id is anything
+            if (!SLOTS) return id;
+            u32 segment = min(u32(id) / TOKENS, u32(args.row) - 1);
+            return args.segments[batch * args.row + segment] * TOKENS + int(u32(id) % TOKENS);
+        };
+        bool caches = args.cached && (phase || SLOTS);
+        auto tag_of = [&](int id) { return caches ? ::tag_of(name_of(id), tags, args.cached) : 0; };
         int first = selected(own), second = selected(own + step);
         int third = selected(own + 2 * step), fourth = selected(own + 3 * step);
-        int rows_here = phase ? args.found[bg] : int(args.resident_count[PAGED * batch]);
-        if (phase && args.cached) now = __ldcg(args.clocks + bg) + 1;
+        int rows_here = phase ? args.found[bg] : int(args.resident_count[(PAGED > 0) * batch]);
+        if (caches) now = SLOTS ? __ldcg(args.clocks) : __ldcg(args.clocks + bg) + 1;
         int first_tag = tag_of(first), second_tag = tag_of(second), third_tag = tag_of(third);
         auto stored = [&](int id) {
             return reinterpret_cast<const char*>(args.rows[batch * args.row + id / TOKENS]) +
@@ -293,10 +311,10 @@ attend(const __grid_constant__ Arguments args) {
             const char* from = nullptr;
             raw.slot = NOWHERE;
             raw.weight = 0;
-            if (!phase) from = resident(i);
+            if (!phase && !SLOTS) from = resident(i);
             else {
 #if GIVEN == 2
-                raw.weight = args.weights[bg * k + i];
+                if (phase) raw.weight = args.weights[bg * k + i];
 #elif GIVEN
                 if (id < 0) {
                     raw = Raw{};
@@ -306,7 +324,7 @@ attend(const __grid_constant__ Arguments args) {
                 }
                 if (args.weights && lane < GROUP) raw.weight = args.weights[(bg * GROUP + lane) * k + i];
 #endif
-                int slot = args.cached ? slot_of(id, tag, args.cached) : NOWHERE;
+                int slot = args.cached ? slot_of(name_of(id), tag, args.cached) : NOWHERE;
                 if (slot >= 0) {
                     if (lane == 0) raw.before = atomicExch(stamps + slot, now);
                     from = cache + slot * args.row_bytes;
@@ -321,12 +339,12 @@ attend(const __grid_constant__ Arguments args) {
         // while a row is on its way: whether it is the right one, or where it is to be kept
         auto settle = [&](Raw& raw, int i) {
             if (raw.slot == NOWHERE) return;
-            int id = int(args.ids[bg * k + i]);
+            int id = SLOTS ? selected(i) : int(args.ids[bg * k + i]);
             bool hit = raw.slot == CACHED && __shfl_sync(ALL, raw.before, 0) != now;
             int slot = NOWHERE;
             if (lane == 0) {
                 atomicAdd(looked_up + hit, 1);
-                if (raw.slot == MISSING) slot = take_slot(id, now, tags, stamps, args.cached);
+                if (raw.slot == MISSING) slot = take_slot(name_of(id), now, tags, stamps, args.cached);
             }
             if (raw.slot == CACHED && !hit) load(raw, stored(id), CODEC);
             raw.slot = __shfl_sync(ALL, slot, 0);
@@ -335,9 +353,9 @@ attend(const __grid_constant__ Arguments args) {
         begin(next, own, first, first_tag);
         begin(after, own + step, second, second_tag);
         for (int i = own; i < rows_here; i += step) {
-            if (phase && args.cached) settle(next, i);
+            if (caches) settle(next, i);
             Raw one = next;
-            if (phase && one.slot >= 0) write_row(one, cache + one.slot * args.row_bytes);
+            if ((phase || SLOTS) && one.slot >= 0) write_row(one, cache + one.slot * args.row_bytes);
             next = after;
             begin(after, i + 2 * step, third, third_tag);
             third = fourth, third_tag = tag_of(third);
@@ -351,12 +369,12 @@ attend(const __grid_constant__ Arguments args) {
 
     bool last = last_block(args.tickets + bg * APART, splits);
     if (args.cached && threadIdx.x < 2)
-        atomicAdd(args.lookups + 2 * bg + threadIdx.x, looked_up[1] + (threadIdx.x ? 0 : looked_up[0]));
+        atomicAdd(args.lookups + 2 * held + threadIdx.x, looked_up[1] + (threadIdx.x ? 0 : looked_up[0]));
     after_previous();
     if (!last) return;
     if (threadIdx.x == 0) {
         args.tickets[bg * APART] = 0;
-        if (args.cached) args.clocks[bg] = now;  // which all blocks have read
+        if (args.cached && !SLOTS) args.clocks[bg] = now;  // which all blocks have read
     }
     auto part_of = [&](int s, int h, int pair) {
         return s < splits ? __ldcg(reinterpret_cast<const float2*>(partial + (i64(s) * GROUP + h) * PARTIAL) + pair)

@@ -1,0 +1,202 @@
+"""What a batch is to layers on a GPU: `Searching`, which `SearchingFlashBuilder` makes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from vllm.config import VllmConfig
+from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
+from vllm.v1.attention.backends.flash_attn import (
+    FlashAttentionMetadata,
+    FlashAttentionMetadataBuilder,
+)
+
+from kvindex.core.guard import in_plain_torch
+from kvindex_adapters.vllm.engine import CodesLayer, logger, options_of, spec_of_rows
+from kvindex_adapters.vllm.gpu_layer import SearchingFlashAttention
+from kvindex_adapters.vllm.host import Part, single, split
+from kvindex_adapters.vllm.unsupported import refuse_dense_model, refuse_memory
+from kvindex_cuda.memory.pages import Pages
+from kvindex_cuda.pariskv.host_rows import HostRows
+from kvindex_cuda.pariskv.paged_step import PagedSteps
+
+
+class Searching:
+    """What a batch is to the layers of one builder: so many decoded tokens, and then prompts.
+
+    steps: of the layers, whose numbers are theirs by their codes; parts: of the other sequences,
+    where rows lie on the host, each with what FlashAttention is told; common: of the whole batch.
+    """
+
+    def __init__(
+        self,
+        steps: PagedSteps,
+        numbers: dict[CodesLayer, int],
+        rows: int,
+        parts: list[tuple[Part, FlashAttentionMetadata]],
+        common: CommonAttentionMetadata,
+    ) -> None:
+        self._steps, self._numbers, self._rows = steps, numbers, rows
+        self._parts, self._common = parts, common
+
+    def attend(
+        self,
+        impl: SearchingFlashAttention,
+        layer: Any,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        output: Tensor,
+    ) -> None:
+        """Attention of a layer's queries `[T, H, D]`, of which the first ones are the batch's."""
+        some = slice(0, self._rows)
+        if self._rows:
+            self._steps.attend(self._numbers[impl.codes], queries[some], output[some])
+        for part, metadata in self._parts:
+            assert impl.host is not None  # or there would be no parts
+            rows, own, common = part.sequences, part.tokens, self._common
+            copy = impl.host.gather(
+                impl.number,
+                tables=common.block_table_tensor[rows, : part.width],
+                lengths=common.seq_lens[rows],
+                starts=common.query_start_loc[rows.start : rows.stop + 1],
+                keys=keys,
+                values=values,
+            )
+            given = queries[own], keys[own], values[own], copy, metadata, output[own]
+            impl.attend_whole(layer, *given)
+
+
+class SearchingFlashBuilder(FlashAttentionMetadataBuilder):
+    """vLLM's own, which reads the engine's tables for the layers that search."""
+
+    def __init__(
+        self, kv_cache_spec: Any, layer_names: list[str], vllm_config: VllmConfig, device: Any
+    ) -> None:
+        self._options = options_of(vllm_config)
+        self._layers: list[Any] = []
+        self._caches: list[Tensor] = []
+        self._steps: PagedSteps | None = None
+        self._host: HostRows | None = None
+        context = vllm_config.compilation_config.static_forward_context
+        if self._options is not None:
+            if not any(isinstance(layer, CodesLayer) for layer in context.values()):
+                refuse_dense_model()
+            self._layers = [context[name] for name in layer_names]
+            self._layers = [layer for layer in self._layers if searches(layer.impl)]
+        if self._layers:
+            impl = self._layers[0].impl
+            self._host = impl.host
+            if self._host is not None:
+                kv_cache_spec = spec_of_rows(kv_cache_spec, impl.geometry)
+                self._layers.sort(key=lambda layer: layer.impl.number)
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        if self._layers:
+            self.supports_update_block_table = False  # of a step there is one plan, not a copy
+        if self._host is not None:
+            self.reorder_batch_threshold = 1  # decoded tokens first: they search in any batch
+
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config: VllmConfig, kv_cache_spec: Any) -> Any:
+        """As the base: batches of decoded tokens alone are one graph."""
+        if options_of(vllm_config) is None:
+            return super().get_cudagraph_support(vllm_config, kv_cache_spec)
+        return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+
+    def use_cascade_attention(self, *args: Any, **kwargs: Any) -> bool:
+        """As the base; not where layers search."""
+        return False if self._layers else super().use_cascade_attention(*args, **kwargs)
+
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
+    ) -> FlashAttentionMetadata:
+        """As the base."""
+        common = common_attn_metadata
+        rows, starts = 0, []
+        if self._layers and common.max_query_len == 1:
+            rows = common.num_reqs
+        elif self._host is not None:
+            starts = common.query_start_loc_cpu[: common.num_reqs + 1].tolist()
+            rows = single(starts)
+        alone = bool(rows) or self._host is not None  # vLLM's own plan is not asked for
+        metadata = super().build(common_prefix_len, common, fast_build or alone)
+        metadata.searching = None
+        if not self._layers:
+            return metadata
+        if common.causal is not True:
+            raise ValueError("kvindex: attention: got one that is not causal, allowed is causal")
+        steps = self._opened()
+        tables, slots = common.block_table_tensor, common.slot_mapping
+        steps.begin(tables, common.seq_lens, slots, rows=rows)
+        if alone:
+            numbers = {layer.impl.codes: i for i, layer in enumerate(self._layers)}
+            parts = self._parts(common, starts, rows) if starts else []
+            metadata.searching = Searching(steps, numbers, rows, parts, common)
+        return metadata
+
+    def _parts(
+        self, common: CommonAttentionMetadata, starts: list[int], first: int
+    ) -> list[tuple[Part, FlashAttentionMetadata]]:
+        """Sequences from `first` on, whose rows are copied from the host, and what is told of them.
+
+        A copy's room is that of the longest sequence.
+        """
+        host, lengths = self._host, common.seq_lens_cpu_upper_bound
+        assert host is not None  # or nothing would be copied
+        known = (common.seq_lens if lengths is None else lengths)[: common.num_reqs].tolist()
+        sizes = dict(page_tokens=host.scratch.shape[2], room=len(host.scratch))
+        found = []
+        for part in split(starts, known, first=first, **sizes):
+            told = part.of(
+                common, host.table(part.sequences.stop - part.sequences.start, part.width)
+            )
+            found.append((part, super().build(0, told, True)))
+        return found
+
+    @in_plain_torch
+    def _opened(self) -> PagedSteps:
+        """Steps over the caches that the layers have: vLLM may give them others."""
+        caches = [layer.kv_cache for layer in self._layers]
+        caches += [layer.impl.codes.kv_cache for layer in self._layers]
+        same = len(caches) == len(self._caches)
+        if same and all(new is old for new, old in zip(caches, self._caches, strict=True)):
+            assert self._steps is not None
+            return self._steps
+        config, options = self.vllm_config, self._options
+        assert options is not None  # or no layer would search
+        scheduler, compilation = config.scheduler_config, config.compilation_config
+        most_rows = max(scheduler.max_num_seqs, compilation.max_cudagraph_capture_size or 0)
+        geometries = {layer.impl.geometry for layer in self._layers}
+        if len(geometries) > 1:
+            raise ValueError(f"kvindex: model: got {geometries}, allowed are layers of one shape")
+        shared: dict[str, Any] = dict(
+            k=options.k,
+            sink=options.sink,
+            local_window=options.local_window,
+            dense_below=options.dense_below,
+            most_rows=most_rows,
+            new_tokens=max(scheduler.max_num_batched_tokens, most_rows),
+        )
+        codes = [layer.impl.codes.records for layer in self._layers]
+        if self._host is None:
+            shared |= dict(tokens=config.model_config.max_model_len)
+            pages = Pages(codes, caches[: len(self._layers)])
+            self._steps = PagedSteps(geometries.pop(), options.config, pages, **shared)
+        else:
+            try:
+                self._steps = self._host.open(options.config, codes, **shared)
+            except MemoryError as error:
+                refuse_memory(error)
+            logger.info_once("kvindex: %s", self._host.explain())
+        self._caches = caches
+        assert self._steps is not None
+        return self._steps
+
+
+def searches(impl: Any) -> bool:
+    """Whether a layer is one of full attention, and ours."""
+    return isinstance(impl, SearchingFlashAttention) and impl.geometry is not None

@@ -1,0 +1,176 @@
+"""`SearchingFlashAttention`: a layer of vLLM's on a GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.config import VllmConfig, get_current_vllm_config
+from vllm.model_executor.layers.attention import Attention
+from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl, FlashAttentionMetadata
+
+import kvindex_cuda
+from kvindex.core.geometry import Geometry
+from kvindex.core.guard import in_plain_torch
+from kvindex_adapters.vllm.engine import (
+    CodesLayer,
+    geometry_of,
+    keep_no_rows,
+    logger,
+    options_of,
+)
+from kvindex_adapters.vllm.options import Options
+from kvindex_adapters.vllm.unsupported import check_host, check_searched, refuse_capture
+from kvindex_cuda.pariskv.host_rows import HostRows
+from kvindex_cuda.pariskv.paged_step import unserved
+
+
+class SearchingFlashAttention(FlashAttentionImpl):
+    """One layer: vLLM's own but for decoded tokens of a full one."""
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int,
+        alibi_slopes: list[float] | None = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: str = "decoder",
+        kv_sharing_target_layer_name: str | None = None,
+        sinks: Tensor | None = None,
+        **others: Any,
+    ) -> None:
+        super().__init__(
+            num_heads,
+            head_size,
+            scale,
+            num_kv_heads,
+            alibi_slopes,
+            sliding_window,
+            kv_cache_dtype,
+            logits_soft_cap,
+            attn_type,
+            kv_sharing_target_layer_name,
+            sinks,
+            **others,
+        )
+        config = get_current_vllm_config()
+        self.host: HostRows | None = None
+        self.geometry = geometry_of(
+            config,
+            torch.device(config.device_config.device or "cuda"),
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_size=head_size,
+            scale=scale,
+            logits_soft_cap=logits_soft_cap,
+            sliding_window=sliding_window,
+            attn_type=attn_type,
+            alibi_slopes=alibi_slopes,
+            sinks=sinks,
+            kv_sharing_target_layer_name=kv_sharing_target_layer_name,
+            kv_cache_dtype=kv_cache_dtype,
+        )
+        options = options_of(config)
+        assert options is not None  # or vLLM's own class would be here
+        if options.rows == "host":
+            check_host(config, sliding_window)
+        if self.geometry is None:
+            return
+        kvindex_cuda.ready(self.geometry.device)
+        # vLLM makes layers with a model's dtype and device as torch's defaults
+        why = in_plain_torch(unserved)(options.config, self.geometry)
+        check_searched(why, options.local_window)
+        self.codes = CodesLayer(config, num_kv_heads, options.layout(head_size).head_bytes)
+        self.context = config.compilation_config.static_forward_context
+        if options.rows == "host":
+            self.host = self.codes.host = host_of(config, self.geometry, options)
+            self.number = self.host.add_layer()
+        logger.info_once("kvindex: %s", explain(options))
+
+    def forward(
+        self,
+        layer: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: FlashAttentionMetadata | None,
+        output: Tensor,
+        output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
+    ) -> Tensor:
+        """As the base: attention of queries `[T, H, D]` of all sequences."""
+        if attn_metadata is None or self.geometry is None or attn_metadata.searching is None:
+            given = layer, query, key, value, kv_cache, attn_metadata, output
+            return self.attend_whole(*given, output_scale, output_block_scale)
+        if output_scale is not None or output_block_scale is not None:
+            raise ValueError(
+                "kvindex: output_scale: got one, allowed is None: no fused quantization"
+            )
+        attn_metadata.searching.attend(self, layer, query, key, value, output)
+        return output
+
+    def attend_whole(self, *given: Any) -> Tensor:
+        """As `forward` of the base: attention to all that is before a token."""
+        return super().forward(*given)
+
+    def do_kv_cache_update(
+        self,
+        layer: torch.nn.Module,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        slot_mapping: Tensor,
+    ) -> None:
+        """As the base: write keys and values `[T, G, D]`, wherever rows lie."""
+        if self.host is None:
+            super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
+            return
+        if not self.host.opened:  # vLLM tries how much memory a batch takes: it has no slots
+            refuse_capture(key.is_cuda and torch.cuda.is_current_stream_capturing())
+            return
+        count = len(slot_mapping)
+        self.host.write(self.number, key[:count], value[:count], slot_mapping)
+
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        """As the base; vLLM asks for the sizes of pages after it."""
+        super().process_weights_after_loading(act_dtype)
+        if self.host is not None:
+            mine = (part for part in self.context.values() if isinstance(part, Attention))
+            keep_no_rows(next(layer for layer in mine if layer.impl is self))
+
+
+def host_of(config: VllmConfig, geometry: Geometry, options: Options) -> HostRows:
+    """What the layers of an engine have in common whose rows lie on the host: made by the first."""
+    for layer in config.compilation_config.static_forward_context.values():
+        if isinstance(layer, CodesLayer) and layer.host is not None:
+            layer.host.check_geometry(geometry)
+            found: HostRows = layer.host
+            return found
+    return HostRows(
+        geometry,
+        tokens=config.model_config.max_model_len,
+        page_tokens=config.cache_config.block_size,
+        cached=options.cached_rows,
+    )
+
+
+def explain(options: Options) -> str:
+    """What searches, and how, in words."""
+    others = "all other batches are FlashAttention's"
+    if options.rows == "host":
+        others = (
+            f"all other tokens are FlashAttention's, over copies of rows on the host, of which "
+            f"{options.cached_rows} per KV head and layer stay on the device"
+        )
+    return (
+        f"full-attention layers search by {options.index}: k={options.k} rows of sequences of at "
+        f"least {options.dense_below} tokens, beside {options.sink} first and "
+        f"{options.local_window} or more newest ones, in fused steps of batches of decoded tokens; "
+        f"{others}"
+    )

@@ -1,0 +1,79 @@
+"""An engine's pages of rows in pinned host memory, which kernels read and write."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from math import prod
+
+import torch
+from torch import Tensor
+
+from kvindex.core import check
+from kvindex.core.geometry import Geometry
+from kvindex_cuda.memory.budget import Budget, shared_budget
+from kvindex_cuda.memory.slab_cache import pinned
+from kvindex_cuda.memory.slab_pool import Allocator, DeviceAllocator, Slab
+
+
+class HostPages:
+    """Rows of layers, each `[pages, G, tokens, 2 D]`: `rows`, the host's, for kernels at `places`.
+
+    What they hold at first is anything. tokens: of a page; allocator: unless given, of pinned
+    memory, or of torch's where the device is a CPU; budget: unless given, the process's of pinned
+    memory. Freed by `close`, or when nobody holds them. Raises MemoryError with numbers where the
+    budget has no room, or the machine no memory; then nothing is kept.
+    """
+
+    def __init__(
+        self,
+        geometry: Geometry,
+        *,
+        layers: int,
+        pages: int,
+        tokens: int,
+        allocator: Allocator | None = None,
+        budget: Budget | None = None,
+    ) -> None:
+        check.at_least("layers", layers, 1)
+        check.at_least("pages", pages, 1)
+        device, size = geometry.device, torch.empty(0, dtype=geometry.dtype).element_size()
+        shape = pages, geometry.kv_heads, tokens, geometry.head_dim + geometry.value_dim
+        budget = shared_budget() if budget is None else budget
+        if allocator is None:
+            allocator = _allocator(device)
+        layer_bytes = prod(shape) * size
+        self.nbytes = layers * layer_bytes
+        if not budget.try_take(self.nbytes):
+            assert budget.limit_bytes is not None  # or there would have been room
+            room = budget.limit_bytes - budget.used_bytes
+            raise MemoryError(
+                f"rows on the host: got {pages} pages of {tokens} tokens for each of {layers} "
+                f"layers, which take {self.nbytes / 1e9:.1f} GB, allowed are the "
+                f"{room / 1e9:.1f} GB that may be pinned: {room // (self.nbytes // pages)} pages"
+            )
+        slabs: list[Slab] = []
+        self.close: Callable[[], object] = weakref.finalize(self, _free, slabs, budget, self.nbytes)
+        try:
+            for _ in range(layers):
+                slabs.append(allocator.allocate(layer_bytes))
+        except BaseException:
+            self.close()
+            raise
+        self.rows: list[Tensor] = [
+            slab.view(layer_bytes).view(geometry.dtype).view(shape) for slab in slabs
+        ]
+        self.places = [slab.device_address for slab in slabs]
+
+
+def _allocator(device: torch.device) -> Allocator:
+    if device.type != "cuda":
+        return DeviceAllocator(device)
+    number = torch.cuda.current_device() if device.index is None else device.index
+    return pinned(torch.device("cuda", number))
+
+
+def _free(slabs: list[Slab], budget: Budget, nbytes: int) -> None:
+    while slabs:
+        slabs.pop().free()
+    budget.give(nbytes)

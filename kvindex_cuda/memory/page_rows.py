@@ -1,0 +1,143 @@
+"""Rows to an engine's pages by their slots, and whole sequences from there: one kernel each."""
+
+from __future__ import annotations
+
+from math import prod
+
+import torch
+from torch import Tensor
+
+from kvindex_cuda.memory.pages import Pages
+from kvindex_cuda.memory.row_cache import RowCache
+from kvindex_cuda.memory.write_rows import MOST_BLOCKS, PIECE
+from kvindex_cuda.runtime.arguments import busy, of_shape, of_type, steps, wide
+from kvindex_cuda.runtime.constants import WRITE_THREADS
+from kvindex_cuda.runtime.launch import launch, load
+
+WRITE, GATHER = "append/write_pages.cu", "append/gather_pages.cu"
+
+
+def load_kernels(device: torch.device) -> None:
+    """Have both kernels on a device before the first rows come: none is compiled in a graph."""
+    load(WRITE, "write_pages", device)
+    load(GATHER, "gather_pages", device)
+
+
+def write_pages(
+    pages: Pages,
+    layer: int,
+    keys: Tensor,
+    values: Tensor,
+    slots: Tensor,
+    *,
+    cache: RowCache | None = None,
+) -> None:
+    """Put keys and values `[T, G, D]` of tokens into a layer's pages.
+
+    slots: int64 `[T]`, `page · tokens + offset` of each, below 0 for nowhere; cache: of those rows
+    by their slots, with a group for each KV head: it forgets what was there. May be captured.
+    Raises ValueError for other shapes or dtypes.
+    """
+    rows, given = pages.rows[layer], _pieces(pages, keys, values)
+    of_shape("slots", of_type("slots", slots, torch.int64), len(keys))
+    total = _counted(prod(keys.shape[:2]) * given["pieces"])
+    launch(
+        WRITE,
+        "write_pages",
+        (min(-(-total // WRITE_THREADS), MOST_BLOCKS),),
+        (WRITE_THREADS,),
+        arguments=dict(
+            keys=keys,
+            values=values,
+            slots=slots,
+            base=pages.bases[layer],
+            tags=cache.tags if cache else None,
+            count=len(slots),
+            kv_heads=keys.shape[1],
+            most=len(rows) * pages.tokens,
+            parts=pages.codes[layer].shape[2],
+            rows_page=pages.strides["rows_page"],
+            rows_part=pages.strides["rows_part"],
+            rows_head=steps(rows)[1] * rows.element_size(),
+            row_bytes=rows.stride(2) * rows.element_size(),
+            cached=cache.capacity if cache else 0,
+            **given,
+        ),
+    )
+
+
+def gather_pages(
+    pages: Pages,
+    layer: int,
+    copy: Tensor,
+    *,
+    tables: Tensor,
+    lengths: Tensor,
+    starts: Tensor,
+    keys: Tensor,
+    values: Tensor,
+) -> None:
+    """Put the rows of sequences side by side into `copy`, `[R, width, G, tokens, 2 D]`.
+
+    Pages of a sequence in order, its last one up to its last token; what lies beyond stays.
+    tables: int32 `[R, blocks]`, its pages; lengths: int32 `[R]`, with its new tokens; starts: int32
+    `[R + 1]`, where those begin among all and end, of which `keys` and `values` `[T, G, D]` have
+    the rows: those are not read from the pages. Pages are in one piece each. Raises ValueError for
+    others, other shapes or dtypes, and a copy elsewhere than on the device of the codes.
+    """
+    rows, given = pages.rows[layer], _pieces(pages, keys, values)
+    if not rows.is_contiguous():
+        raise ValueError(f"pages: got strides {rows.stride()}, allowed are pages in one piece")
+    count, width = copy.shape[:2]
+    of_shape("copy", of_type("copy", copy, rows.dtype), count, width, *rows.shape[1:])
+    of_shape("lengths", of_type("lengths", lengths, torch.int32), count)
+    of_shape("starts", of_type("starts", starts, torch.int32), count + 1)
+    if not copy.is_contiguous():
+        raise ValueError(f"copy: got strides {copy.stride()}, allowed is a contiguous one")
+    total = _counted(width * prod(rows.shape[1:3]) * given["pieces"])
+    launch(
+        GATHER,
+        "gather_pages",
+        (busy(copy.device, count, total, WRITE_THREADS), count),
+        (WRITE_THREADS,),
+        arguments=dict(
+            tables=of_type("tables", tables, torch.int32),
+            lengths=lengths,
+            starts=starts,
+            keys=keys,
+            values=values,
+            base=pages.bases[layer],
+            copy=copy,
+            width=width,
+            table=tables.stride(0),
+            pages=len(rows),
+            tokens=pages.tokens,
+            kv_heads=keys.shape[1],
+            key=given["width"],
+            **{name: step for name, step in given.items() if name != "width"},
+        ),
+    )
+
+
+def _counted(pieces: int) -> int:
+    """As kernels count them, in 32 bits."""
+    if pieces >= 2**31:
+        raise ValueError(f"rows: got {pieces} pieces of 16 bytes, allowed are fewer than 2^31")
+    return pieces
+
+
+def _pieces(pages: Pages, keys: Tensor, values: Tensor) -> dict[str, int]:
+    """How many pieces of 16 bytes keys and rows have, and strides. Raises ValueError."""
+    rows = pages.rows[0]
+    size = rows.element_size()
+    given: dict[str, int] = {}
+    for name, part in (("key", keys), ("value", values)):
+        of_type(f"{name}s", part, rows.dtype)
+        of_shape(f"{name}s", part, len(keys), rows.shape[1], rows.shape[3] // 2)
+        if not wide(part) or part.stride(2) != 1 or part.shape[2] * size % PIECE:
+            got = f"{tuple(part.shape)} with strides {part.stride()}"
+            raise ValueError(f"{name}s: got {got}, allowed are rows of whole pieces of 16 bytes")
+        token, head = (step * size // PIECE for step in steps(part)[:2])
+        given |= {f"{name}_token": token, f"{name}_head": head}
+    width = keys.shape[2] * size // PIECE
+    return dict(width=width, pieces=2 * width, **given)

@@ -1,0 +1,78 @@
+"""Where codes and rows of layers lie in an engine's pages: on the device, or rows on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from kvindex_cuda.memory.layout import BLOCK
+
+
+@dataclass(frozen=True)
+class Pages:
+    """An engine's two caches of each layer, of equal strides.
+
+    codes: of each layer uint8 `[pages, G, parts, bytes]`, records of 256 tokens; rows: of each
+    `[pages, G, tokens, 2 D]`, key before value, in any order in memory but that a row is in one
+    piece; places: where kernels find those rows, for pinned memory of the host, whose tensors are
+    the host's. Raises ValueError for layers that differ, or other shapes.
+    """
+
+    codes: Sequence[Tensor]
+    rows: Sequence[Tensor]
+    places: Sequence[int] | None = None
+
+    def __post_init__(self) -> None:
+        for name, parts in (("codes", self.codes), ("rows", self.rows)):
+            found = {(part.shape, part.stride(), part.dtype, part.device) for part in parts}
+            if len(found) != 1:
+                raise ValueError(f"{name}: got {len(found)} kinds of pages, allowed is one")
+        codes, rows = self.codes[0], self.rows[0]
+        tokens = rows.shape[2]
+        if tokens % BLOCK or codes.shape[:3] != (*rows.shape[:2], tokens // BLOCK):
+            raise ValueError(
+                f"pages: got codes {tuple(codes.shape)} and rows {tuple(rows.shape)}, allowed are "
+                f"[pages, G, tokens / {BLOCK}, bytes] and [pages, G, tokens, 2 D]"
+            )
+        if rows.stride(3) != 1 or codes.stride(3) != 1:
+            raise ValueError("pages: got rows or records with gaps, allowed are those in one piece")
+        if self.places is None and rows.device != codes.device:
+            raise ValueError(f"rows: got some on {rows.device}, allowed is {codes.device}")
+        size = rows.element_size()
+        places = [*(part.data_ptr() for part in self.codes), *self.row_places]
+        steps = [step * size for step in rows.stride()[:3]] + [*codes.stride()[:3]]
+        if any(step % 16 for step in steps) or any(place % 16 for place in places):
+            raise ValueError(f"pages: got strides {steps} bytes, allowed are multiples of 16")
+
+    @property
+    def tokens(self) -> int:
+        """Of a page."""
+        return self.rows[0].shape[2]
+
+    @property
+    def row_places(self) -> Sequence[int]:
+        """Where kernels find the rows of each layer."""
+        return [rows.data_ptr() for rows in self.rows] if self.places is None else self.places
+
+    @cached_property
+    def bases(self) -> Tensor:
+        """Addresses of codes and rows, int64 `[layers, 2]` on the device."""
+        pairs = zip(self.codes, self.row_places, strict=True)
+        places = [[codes.data_ptr(), rows] for codes, rows in pairs]
+        return torch.tensor(places, dtype=torch.int64, device=self.codes[0].device)
+
+    @cached_property
+    def strides(self) -> dict[str, int]:
+        """Bytes, as kernels name them."""
+        codes, rows = self.codes[0], self.rows[0]
+        size, part = rows.element_size(), codes.stride(2) if codes.shape[2] > 1 else 0
+        return dict(
+            codes_page=codes.stride(0),
+            codes_part=part,
+            rows_page=rows.stride(0) * size,
+            rows_part=BLOCK * rows.stride(2) * size,
+        )

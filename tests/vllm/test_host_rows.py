@@ -1,0 +1,140 @@
+"""Rows on the host, in vLLM's own classes and its engine: kernels emulated on a CPU."""
+
+import pytest
+import torch
+
+from kvindex.ops.attention import attend
+from kvindex_adapters.vllm import pages
+from tests.cuda import emulator
+from tests.vllm.conftest import answers, prompt, tokens
+from tests.vllm.gpu_layers import (
+    BLOCKS,
+    EVERY,
+    LAYERS,
+    LENGTHS,
+    D,
+    G,
+    H,
+    builder_of,
+    common,
+    entered,
+    layers_of,
+    slots_of,
+)
+
+pytest.importorskip("vllm")
+pytestmark = pytest.mark.skipif(not emulator.available(), reason="no g++ to emulate with")
+
+HOST = {**EVERY, "rows": "host", "cached_rows": 1024}
+
+__all__ = ["entered"]  # a fixture
+
+
+@pytest.fixture
+def on_a_cpu(stock):
+    """A CPU's backend is that of a GPU, kernels emulated."""
+    from vllm.v1.attention import selector
+    from vllm.v1.attention.backends import registry
+
+    own = registry.AttentionBackendEnum.CPU_ATTN
+    before = own.get_path()
+    registry.register_backend(own, "tests.vllm.on_a_cpu.Backend")
+    selector._cached_get_attn_backend.cache_clear()
+    with emulator.emulated():
+        yield
+    registry.register_backend(own, before)
+    selector._cached_get_attn_backend.cache_clear()
+
+
+def test_layers_say_pages_of_codes_alone(on_a_cpu, entered):
+    from vllm.model_executor.layers.attention import Attention
+
+    config = entered(HOST)
+    made = Attention(H, D, D**-0.5, G, prefix="layers.0", cache_config=config.cache_config)
+    before = made.get_kv_cache_spec(config).page_size_bytes
+    made.process_weights_after_loading(torch.float32)
+    after = made.get_kv_cache_spec(config).page_size_bytes
+    codes = made.impl.codes.get_kv_cache_spec(config).page_size_bytes
+    assert before == 256 * G * 2 * D * 4
+    assert after == 256 * 2
+    assert after + codes < 0.2 * before
+
+
+def test_a_batch_searches_for_first_tokens_and_copies_rows_of_others(entered):
+    from tests.vllm.on_a_cpu import Attention
+
+    config = entered(HOST)
+    layers = layers_of(config, Attention)
+    builder = builder_of(config, layers)
+    assert builder.reorder_batch_threshold == 1
+    assert (builder.num_heads_kv, builder.headdim) == (G, D)
+    tables = torch.tensor([[3, 7, 1], [4, 2, 0], [9, 0, 0], [5, 6, 8]]).int()
+    lengths = (*LENGTHS[:3], 600)
+    most = [(0, length - 1) for length in lengths[:3]] + [(0, 590)]
+    rest = [(length - 1, length) for length in lengths[:3]] + [(590, 600)]
+    for bounds in (most, rest):
+        slots = slots_of(tables, bounds)
+        counts, ends = [stop - start for start, stop in bounds], [stop for _, stop in bounds]
+        metadata = builder.build(0, common(tables, ends, counts, slots))
+        before = Attention.copied
+        for layer in layers.values():
+            keys, values = (torch.randn(len(slots), G, D) for _ in range(2))
+            layer.impl.do_kv_cache_update(layer, keys, values, layer.kv_cache, slots)
+            queries, output = torch.randn(len(slots), H, D), torch.full((len(slots), H, D), 9.0)
+            layer.impl.forward(layer, queries, keys, values, layer.kv_cache, metadata, output)
+            rows = layer.impl.host.pages.rows[layer.impl.number]
+            for b, last in enumerate(torch.tensor(counts).cumsum(0) - 1):
+                seen = pages.read_rows(rows, tables[b], 0, ends[b])
+                expected = attend(queries[last, None], seen.keys, seen.values, scale=D**-0.5)
+                torch.testing.assert_close(output[last, None], expected, rtol=1e-4, atol=1e-5)
+        assert Attention.copied - before == LAYERS * (4 if bounds is most else 1)
+    assert not any(layer.kv_cache.any() for layer in layers.values())
+
+
+@pytest.fixture
+def emulated_engine(on_a_cpu, engine, model):
+    return engine(model, {**HOST, "dense_below": 350, "local_window": 40})
+
+
+def test_the_engine_decodes_from_rows_on_the_host(emulated_engine, stock):
+    """Mixed lengths, blocks that fill, prefixes found again, sequences that are preempted."""
+    from tests.vllm.on_a_cpu import Attention
+
+    prompts = [prompt(length, seed) for seed, length in enumerate((700, 300, 20, 508))]
+    assert tokens(emulated_engine, prompts, 8) == tokens(stock, prompts, 8)
+    assert Attention.searched >= 2 * 4
+    start = prompt(600, seed=10)
+    for length in (5, 164):  # the second fills a block as it writes, and searches it
+        ids = [start + prompt(length, seed=11 + length)]
+        (outcome,) = answers(emulated_engine, ids, 46 if length > 5 else 4)
+        expected = tokens(stock, ids, 46 if length > 5 else 4)[0]
+        assert [list(outcome.outputs[0].token_ids)] == expected
+        assert outcome.num_cached_tokens == (512 if length > 5 else 0)
+    lengths = 1010, 1000, 750  # 11 blocks, which are all, and then one more for each
+    prompts = [prompt(length, seed=20 + length) for length in lengths]
+    expected = [tokens(stock, [ids], 20)[0] for ids in prompts]
+    assert tokens(emulated_engine, prompts, 20) == expected
+
+
+def test_more_pages_than_the_host_has_room_for_are_refused(entered, monkeypatch):
+    from kvindex_cuda.memory import host_pages
+    from kvindex_cuda.memory.budget import Budget
+
+    config = entered(HOST)
+    layers = layers_of(config)
+    builder = builder_of(config, layers)
+    monkeypatch.setattr(host_pages, "shared_budget", lambda: Budget(10**6))
+    slots = torch.tensor([256])
+    with pytest.raises(ValueError, match=f"got {BLOCKS} pages .*num_gpu_blocks_override"):
+        builder.build(0, common(torch.tensor([[1]]).int(), [1], [1], slots))
+
+
+def test_rows_that_come_before_there_are_pages_go_nowhere(entered):
+    layer = layers_of(entered(HOST))["layers.0"]
+    rows = torch.ones(2, 1, G, D)
+    layer.impl.do_kv_cache_update(layer, *rows, layer.kv_cache, torch.tensor([-1]))
+
+
+def test_the_cpu_backend_has_one_memory(engine, model):
+    with pytest.raises(ValueError, match="rows: got host, allowed is 'device' on a CPU"):
+        engine(model, {"rows": "host"})
