@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from datetime import timedelta
@@ -53,7 +54,12 @@ def join(device: str, timeout_s: float = TIMEOUT_S) -> str:
 
 
 def leave() -> None:
-    """Leave the group, at the end of a process that all ranks have reached."""
+    """Leave the group, at the end of a process that all ranks have reached.
+
+    Graphs that hold collectives, and that nothing refers to any more, go before: NCCL waits for
+    them.
+    """
+    gc.collect()
     if rank()[1] > 1:
         dist.barrier()
     if dist.is_available() and dist.is_initialized():
