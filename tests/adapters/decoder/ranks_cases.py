@@ -6,11 +6,13 @@ NCCL, in a CUDA graph.
 
 from __future__ import annotations
 
+import re
 from functools import partial
 
 import torch
 
 from kvindex_adapters.decoder import Decoder, Sampling
+from kvindex_adapters.hf import attach
 from kvindex_adapters.llama.heads import HeadRanks
 from tests.adapters.decoder.families import ids_of, model_of
 from tests.adapters.test_generation import Words
@@ -66,9 +68,29 @@ def tokens_are_one_graph():
         assert got.report.rows_read == want.report.rows_read
 
 
+def transformers_tokens_are_one_graph():
+    """The model's own forward, with what ranks say in it."""
+    with kernels():
+        model, found = model_of("llama", num_hidden_layers=2, head_dim=64).to(device()), []
+        more = {"index_options": {"backend": "cuda"}} if device() == "cpu" else {}
+        where, given = torch.device(device()).type, dict(do_sample=False, max_new_tokens=12)
+        for index in ("pariskv+sharded:block=16", "pariskv"):
+            with (
+                counted(where, *([WholeGraph] if where == "cpu" else [])),
+                attach(model, index=index, k=ALL, token_graph=True, **REGIONS, **more) as cache,
+            ):
+                given["past_key_values"] = cache
+                ids = ids_of(60)[None].to(device())
+                found.append(model.generate(input_ids=ids, pad_token_id=0, **given))
+                replays = re.search(r"(\d+) of 11 tokens were replays", str(cache.report()))
+                assert int(replays[1]) > 4
+        assert torch.equal(*found)
+
+
 def cases(ranks, every):
     """By name."""
     return {
         "heads": partial(heads_are_one_graph, "llama"),
         "tokens": tokens_are_one_graph,
+        "transformers": transformers_tokens_are_one_graph,
     }

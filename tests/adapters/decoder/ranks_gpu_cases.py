@@ -29,8 +29,8 @@ def logits_are_those_of_one_gpu(**how):
 
 def sums_in_one_kernel():
     """Over memory that both GPUs see, in a graph as well, or by NCCL where there is none."""
-    ranks = HeadRanks.of(device(), one_shot=True)
     torch.cuda.set_device(device())
+    ranks = HeadRanks.of(device(), one_shot=True)
     for dtype in (torch.bfloat16, torch.float32):
         for size in (8, 4096, 10_000, 2**17):
             part = torch.arange(size, device=device()).remainder(64).to(dtype)
