@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -100,10 +101,31 @@ def what_heads_over_ranks_lack_is_refused():
         pass
 
 
-def decoders(name, **options):
+def decoders(name, **how):
     """A decoder with all heads, and one with this rank's, of a tiny model."""
-    whole, ranks = model_of(name, **options), HeadRanks.of("cpu")
-    return Decoder.of(whole, Words()), Decoder.of(whole, Words(), ranks=ranks)
+    whole, ranks = model_of(name), HeadRanks.of("cpu")
+    return Decoder.of(whole, Words(), **how), Decoder.of(whole, Words(), ranks=ranks, **how)
+
+
+def same_logits(one, shared):
+    """Of tokens after a prompt, within rounding; gives both sessions."""
+    sessions = [decoder.session(index="exact", attach_options=REGIONS) for decoder in (one, shared)]
+    for decoder, session in zip((one, shared), sessions, strict=True):
+        decoder.read(ids_of(40), session)
+    for token in (5, 60, 7):
+        want, got = (session.step(torch.tensor([token])) for session in sessions)
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+    return sessions
+
+
+def decoder_shares_bytes():
+    """Scales of FP8 are those of whole rows, so that the numbers are one process's."""
+    if find_spec("triton") is not None:  # which rounds
+        one, shared = decoders("llama, biases, tied", weights="fp8")
+        whole, own = one.weights.layers[0].down, shared.weights.layers[0].down
+        assert own.weight.dtype == torch.float8_e4m3fn
+        assert torch.equal(own.scale, whole.scale)
+        same_logits(one, shared)
 
 
 def decoder_shares_heads(name):
@@ -123,13 +145,7 @@ def decoder_shares_heads(name):
             )
             for got, want in zip(mine, theirs, strict=True):
                 assert torch.equal(got.answer_ids, want.answer_ids)
-    sessions = [decoder.session(index="exact", attach_options=REGIONS) for decoder in (one, shared)]
-    both = zip((one, shared), sessions, strict=True)
-    for decoder, session in both:
-        decoder.read(prompts[0], session)
-    for token in (5, 60, 7):
-        want, got = (session.step(torch.tensor([token])) for session in sessions)
-        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+    sessions = same_logits(one, shared)
     assert "\nheads: those of rank " in sessions[1].explain()
     assert "heads" not in sessions[0].explain()
 
@@ -177,6 +193,7 @@ def cases(ranks, every):
         **{f"tokens, {rows}": partial(tokens_are_shared, rows) for rows in ("own", "best")},
         "refused": what_heads_over_ranks_lack_is_refused,
         **{f"decoder, {name}": partial(decoder_shares_heads, name) for name in DECODED},
+        "decoder, FP8": decoder_shares_bytes,
         "decoder, tokens": decoder_shares_tokens,
         "decoder, agreed": the_first_rank_chooses,
         "decoder, refused": what_a_decoder_of_heads_lacks_is_refused,
