@@ -59,6 +59,7 @@ TABLES: dict[str, Callable[[Result], str]] = {
     "prefill_decoder": tokens.prefill,
     "transformers_tokens": tokens.through,
     "serving": tokens.serving,
+    "ranks": tokens.ranks,
     "latents": gpu.latents,
     "hit_rate": gpu.hit_rate,
     "limits": gpu.limits,

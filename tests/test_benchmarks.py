@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks import answers, append, generation, latency, quality, report, serving
+from benchmarks import answers, append, generation, latency, quality, ranks, report, serving
 from benchmarks.common import (
     attached,
     correctness,
@@ -25,6 +25,7 @@ from benchmarks.common import (
     token,
     workload,
 )
+from benchmarks.common import ranks as measuring
 from benchmarks.comparing import fidelity, field
 from benchmarks.comparing.layers import Layer
 from benchmarks.comparing.measure import measure, truths
@@ -433,6 +434,31 @@ def test_a_decoders_tokens_are_timed_in_turns_and_wrong_ones_are_not(tiny_decode
     monkeypatch.setattr(Sampler, "choose", lambda self, logits: choose(self, torch.rand(2, 101)))
     with kept(WholeGraph), pytest.raises(SystemExit, match="tokens by graphs are"):
         generation.main()
+
+
+def test_ranks_are_timed_beside_one_and_wrong_ones_are_not(tiny_decoder, monkeypatch):
+    for name, value in dict(CHECKED=280, TRIED=5).items():
+        monkeypatch.setattr(measuring, name, value)
+    given = [*tiny_decoder]
+    given[given.index("--written") + 1] = 8
+    given = [*given[:-2], "--device", "cpu", "--index", "pariskv", "--block", 16, *given[-2:]]
+    with kept(WholeGraph) as graphs:
+        result = ran(ranks.main, given, monkeypatch)
+    assert graphs.replays > 50
+    found, result["machine"]["gpus"] = result["ranks"], 2
+    page = report.TABLES["ranks"](result)
+    assert f"| one GPU, 520 tokens | {found['one']['device_ms']:.2f} (" in page
+    assert "| the same, without sums (nonsense) | " in page
+    assert found["ratio"].keys() == {"tokens", "heads", "silent"}
+    assert found["check"].keys() == {"heads", "tokens"}
+    assert max(found["check"].values()) < 1e-3
+    assert len(ranks.shown(found)) == 6
+    monkeypatch.setattr(measuring, "CLOSE", 1e-9)
+    with (
+        kept(WholeGraph),
+        pytest.raises(SystemExit, match=r"heads: logits are .* nothing is timed"),
+    ):
+        ranks.main()
 
 
 # On a CPU

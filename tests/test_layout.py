@@ -65,6 +65,7 @@ LACKS = {
         "unpack",
         "weight_scale",
     },
+    "messages": {"empty_message", "message_parts"},
     "sampling": {"drawn_in_order", "inclusion"},
     "transform": {"rotation"},
 }
@@ -141,7 +142,8 @@ def test_the_package_exports_what_callers_need():
 
 def test_ops_are_listed_in_the_order_of_the_flow():
     flow = (
-        "transform codes coarse select rerank group units coverage sampling fetch attention kmeans"
+        "transform codes coarse select rerank group units coverage sampling fetch attention "
+        "messages kmeans"
     )
     assert kvindex.ops.__all__ == flow.split()
     assert {path.stem for path in (ROOT / "kvindex/ops").glob("[!_]*.py")} >= set(flow.split())

@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 
 import torch
@@ -103,18 +103,33 @@ class Nothing(Everything):
         return queries
 
 
+Draw = Callable[[Geometry, int, int, int], Iterator[tuple[Tensor, Tensor]]]
+"""Keys and values of a layer, as `workload.tokens_of`."""
+
+
 def indexed(
-    g: Geometry, spec: str, tokens: int, layers: int, room: int, batch: int = 1
+    g: Geometry,
+    spec: str,
+    tokens: int,
+    layers: int,
+    room: int,
+    batch: int = 1,
+    *,
+    k: int | None = None,
+    draw: Draw = workload.tokens_of,
 ) -> list[AttentionLayer]:
-    """Layers that hold so many tokens a row, in an index, a sink and a window; memory for more."""
+    """Layers that hold so many tokens a row, in an index, a sink and a window; memory for more.
+
+    k: rows that a step retrieves, `K`; draw: gives the tokens.
+    """
     made = []
     for number in range(layers):
         index = kvindex.create(spec, **g.options(), **default_placement(g.device, spec))
-        options = dict(sink=SINK, local_window=LOCAL, update_every=UPDATE, dense_below=0, k=K)
+        options = dict(sink=SINK, local_window=LOCAL, update_every=UPDATE, dense_below=0, k=k or K)
         layer = AttentionLayer(index, update_phase=number / layers, **options)
-        keys, values = next(workload.tokens_of(g, number, batch, first()))
+        keys, values = next(draw(g, number, batch, first()))
         layer.step(keys.repeat_interleave(g.group_size, dim=1), keys, values)
-        fill(layer, number, tokens, room)
+        fill(layer, number, tokens, room, draw)
         made.append(layer)
     settled()
     return made
@@ -125,13 +140,19 @@ def first() -> int:
     return LOCAL + max(UPDATE, SINK)
 
 
-def fill(layer: AttentionLayer, number: int, tokens: int, room: int) -> None:
+def fill(
+    layer: AttentionLayer,
+    number: int,
+    tokens: int,
+    room: int,
+    draw: Draw = workload.tokens_of,
+) -> None:
     """Let a layer of this number hold so many tokens a row; memory for more.
 
     It has read the `first` of them, which leave it a sink; the others go straight to its index.
     """
     index, read = layer.index, len(layer)
-    for keys, values in workload.tokens_of(index.geometry, number, layer.batch_size, tokens):
+    for keys, values in draw(index.geometry, number, layer.batch_size, tokens):
         index.append(keys[:, :, read:], values[:, :, read:])
         read = 0
     required(index, Reserves).reserve(tokens + room)
@@ -174,6 +195,21 @@ class Plan:
             self._graph.step()
             made.append(self._session.token[:, 0].tolist())
         return made
+
+    def logits(self, ids: Sequence[int]) -> Tensor:
+        """Logits `[n, V]` after each of some tokens of one sequence: what a graph holds, op by op,
+        where a token may be one.
+        """
+        session, made = self._session, []
+        for number in ids:
+            token = torch.full_like(session.token, number)
+            if session.prepare_replay() is None:
+                made.append(session.step(token[:, 0]))
+                continue
+            session.token.copy_(token)
+            made.append(session.captured_step().clone())
+            session.count_replay()
+        return torch.cat(made)
 
     def turn(self, count: int, before: Callable[[], None] | None = None) -> Figures:
         """Milliseconds of `count` tokens: of the device, and between two that the host reads.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from itertools import product
 
 from benchmarks.reporting.parts import Result, machine, stored_beside, table
@@ -20,6 +21,41 @@ THROUGH = {
     "token_graph": "transformers, a token as one graph",
     "layer_graphs": "transformers, a graph for each layer's step",
 }
+
+
+RANKS = {
+    "one": "one GPU, {context}",
+    "tokens": "{ranks} GPUs by tokens, {all}",
+    "heads": "{ranks} GPUs by heads, {context}",
+    "one_shot": "the same, sums in one kernel",
+    "silent": "the same, without sums (nonsense)",
+}
+
+
+def ranks(result: Result) -> str:
+    """Milliseconds a token of several GPUs beside one's, and what sums take."""
+    rows, found = [], result["ranks"]
+    sizes = dict(ranks=found["ranks"], context=f"{found['context']:,} tokens")
+    sizes["all"] = f"{found['ranks'] * found['context']:,} tokens"
+    for plan in (plan for plan in RANKS if plan in found):
+        ms, low, high = (found[plan][f"device_ms{part}"] for part in ("", "_low", "_high"))
+        ratio, rates = found["ratio"].get(plan), found["hit_rates"].get(plan)
+        cells = RANKS[plan].format(**sizes), f"{ms:.2f} ({low:.2f} to {high:.2f})"
+        over = "" if ratio is None else f"{ratio:.2f}"
+        rows.append((*cells, over, f"{statistics.median(rates):.2f}" if rates else ""))
+    head = ("", "ms a token", "of one GPU's", "rows in the cache")
+    about = (
+        f"Shape of {result['model']}, random weights, {result['dtype']}, `{result['index']}`, rows "
+        f"on the host, one sequence, every token one CUDA graph; k = {found['k']}, of each rank by "
+        "tokens. Medians (quartiles)."
+    )
+    ways = {"heads": "by NCCL", "one_shot": "in one kernel"}
+    sums = [f"{us:.1f} µs {ways[way]}" for way, us in found.get("sum_us", {}).items()]
+    last = (
+        f" A sum of one token's activations, of 64 in a graph: {', '.join(sums)}." if sums else ""
+    )
+    where = machine(result).removesuffix(".") + f", {result['machine']['gpus']} of one host."
+    return f"{about}\n\n{table(head, rows)}\n\n{where}{last}"
 
 
 def decoder_tokens(result: Result) -> str:

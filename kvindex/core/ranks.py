@@ -98,15 +98,46 @@ class Ranks:
         """
         if self._group is None:
             return [part[None] for part in parts]
-        sent = torch.cat([_bytes(part) for part in parts])
-        got = sent.new_empty(self.count * len(sent))
-        self._run(_all_gather(), got, sent, group=self._group)
-        every, start, found = got.view(self.count, -1), 0, []
+        every = self.gather_message(torch.cat([_bytes(part) for part in parts]))
+        start, found = 0, []
         for part in parts:
             raw = every[:, start : start + part.nbytes].view(part.dtype)
             found.append(raw.view(self.count, *part.shape))
             start += part.nbytes + -part.nbytes % WORD
         return found
+
+    def gather_message(self, message: Tensor) -> Tensor:
+        """Messages of all ranks, uint8 `[W, n]`, from this one's, uint8 `[n]`: one all-gather.
+
+        Raises RankError.
+        """
+        if self._group is None:
+            return message[None]
+        got = message.new_empty(self.count * len(message))
+        self._run(_all_gather(), got, message, group=self._group)
+        return got.view(self.count, -1)
+
+    @property
+    def group(self) -> Any:
+        """torch's group of several processes. Raises ValueError for one process alone."""
+        if self._group is None:
+            raise ValueError("group: got one process alone, allowed is a group of several")
+        return self._group
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """The sum of tensors of one shape, on all, in place of this one: one all-reduce.
+
+        Raises RankError.
+        """
+        if self._group is not None:
+            self._run(dist.all_reduce, tensor, group=self._group)
+        return tensor
+
+    def first(self, tensor: Tensor) -> Tensor:
+        """Rank 0's tensor, on all, in place of this one: one broadcast. Raises RankError."""
+        if self._group is not None:
+            self._run(dist.broadcast, tensor, group=self._group, group_src=0)
+        return tensor
 
     def add(self, tensor: Tensor) -> Tensor:
         """The sum of tensors that are not zero at the same place on two ranks: exact, on all.

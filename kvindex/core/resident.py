@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 
 import torch
 from torch import Tensor
@@ -91,6 +92,15 @@ class ResidentRows:
         if self._hides:
             self.mask.fill_(1)
             self._hides = False
+
+    def unseen(self) -> ResidentRows:
+        """The same rows, as many as the device counts of these, none of which is attended to.
+
+        For steps that a graph holds; the host's count is its own.
+        """
+        twin = copy(self)
+        twin.mask = torch.zeros_like(self.mask)
+        return twin
 
     def nbytes(self) -> int:
         """Bytes of the buffer."""

@@ -16,7 +16,7 @@ from kvindex.cpu import ahead, fetch, group, select, served, units
 from kvindex.cpu.executor import ParisKVExecutor
 from kvindex.cpu.store import CompiledStore
 from kvindex.cpu.tiers import TierExecutor
-from kvindex.ops import attention, coarse, codes, rerank, sampling, transform
+from kvindex.ops import attention, coarse, codes, messages, rerank, sampling, transform
 from kvindex.pariskv.config import ParisKVConfig
 
 __all__ = [
@@ -26,6 +26,7 @@ __all__ = [
     "codes",
     "fetch",
     "group",
+    "messages",
     "ready",
     "refusal",
     "rerank",

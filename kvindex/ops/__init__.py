@@ -1,7 +1,8 @@
 """Reference ops in plain torch, in the order data flows through them: the kernels' specification.
 
 keys -> `transform` -> `codes` -> `coarse` -> `select` -> `rerank` -> `group` -> (`units`,
-`coverage`, `sampling`) -> `fetch` -> `attention`; `kmeans` is for indexes that learn centroids.
+`coverage`, `sampling`) -> `fetch` -> `attention` -> (`messages`, of ranks); `kmeans` is for indexes
+that learn centroids.
 A mirror (`kvindex_cuda.ops`, `kvindex.cpu`) has the same names and signatures.
 """
 
@@ -18,6 +19,7 @@ from kvindex.ops import (
     sampling,
     fetch,
     attention,
+    messages,
     kmeans,
 )
 
@@ -33,5 +35,6 @@ __all__ = [
     "sampling",
     "fetch",
     "attention",
+    "messages",
     "kmeans",
 ]

@@ -7,6 +7,7 @@ that ranks need not agree on rows: one all-gather a step. What each way costs: d
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
@@ -20,12 +21,14 @@ from kvindex.core.protocol import (
     AppendsAsync,
     Attended,
     Attends,
+    CapturesStep,
     CountsTokens,
     ExpandsBatch,
     Hits,
     KVIndex,
     ObservesQueries,
     Rows,
+    RunsOps,
     SearchesShare,
     TellsCoverage,
     TellsRecipe,
@@ -88,6 +91,7 @@ class Sharded(Wrapper):
         self._ranks = Ranks.of(group, self.timeout_s)
         self._shard = Shard(self._ranks.rank, self._ranks.count, block)
         self._nothing: ResidentRows | None = None
+        self._step: _Step | None = None  # of a caller's graph
         self._ranks.check_same("sharded", self._facts())
         self._forget()
 
@@ -95,6 +99,10 @@ class Sharded(Wrapper):
     def ranks(self) -> int:
         """How many processes share the tokens."""
         return self._ranks.count
+
+    def first(self, tensor: Tensor) -> Tensor:
+        """Rank 0's tensor, on all, in place of this one: one broadcast."""
+        return self._ranks.first(tensor)
 
     def _facts(self) -> dict[str, Any]:
         """What all ranks must have alike."""
@@ -333,11 +341,11 @@ class Sharded(Wrapper):
         check.wanted_rows(k)
         self._check_queries(queries)
         resident = self._beside(resident)
-        attends = capability(self.inner, Attends)
+        seen, attends = len(resident) > 0, capability(self.inner, Attends)
         if not len(self.inner) or attends is None:
             hits = self.inner.search(queries, k=min(k, max(len(self.inner) * 2, 1)))
-            return self._merged(self._attended(queries, hits, resident), resident)
-        return self._merged(attends.attend(queries, resident, k=k), resident)
+            return self._merged(self._attended(queries, hits, resident), seen=seen)
+        return self._merged(attends.attend(queries, resident, k=k), seen=seen)
 
     def attend_hits(self, queries: Tensor, hits: Hits, resident: ResidentRows) -> Attended:
         """As `protocol.Attends.attend_hits`, each rank to its own of the rows: one all-gather."""
@@ -347,10 +355,10 @@ class Sharded(Wrapper):
             self._own_hits(self._checked_ids(hits), hits.log_weight),
             self._beside(resident),
         )
-        attends = capability(self.inner, Attends)
+        seen, attends = len(resident) > 0, capability(self.inner, Attends)
         if not len(self.inner) or attends is None:
-            return self._merged(self._attended(queries, own, resident), resident)
-        return self._merged(attends.attend_hits(queries, own, resident), resident)
+            return self._merged(self._attended(queries, own, resident), seen=seen)
+        return self._merged(attends.attend_hits(queries, own, resident), seen=seen)
 
     def _beside(self, resident: ResidentRows) -> ResidentRows:
         """What this rank attends to beside its rows: all that is resident, or nothing."""
@@ -376,14 +384,75 @@ class Sharded(Wrapper):
         output, lse = ops.attention.attend(queries.detach(), keys, values, **options)
         return Attended(output, lse, used.sum(-1, dtype=torch.int32))
 
-    def _merged(self, own: Attended, resident: ResidentRows) -> Attended:
-        """The attention of all ranks. A rank that sees no row says nothing."""
-        output, lse = own.output, own.lse
-        if not len(resident):
-            blind = (own.found == 0).repeat_interleave(self.geometry.group_size, dim=1)
-            output, lse = output.masked_fill(blind[..., None], 0), lse.masked_fill(blind, NEVER)
-        every = self._ranks.gather(output, lse, own.found)
-        return ops.attention.merge([Attended(*part) for part in zip(*every, strict=True)])
+    def _merged(
+        self, own: Attended, *, seen: bool, take: bool = False, total: Tensor | None = None
+    ) -> Attended:
+        """The attention of all ranks: one all-gather. seen, take, total: as of `ops.messages`.
+
+        A rank that sees no row says nothing.
+        """
+        messages = self._messages
+        every = self._ranks.gather_message(messages.pack(own, seen=seen, take=take))
+        merged: Attended = messages.merge_messages(every, own, total=total)
+        return merged
+
+    @property
+    def _messages(self) -> Any:
+        """`ops.messages`, as the inner index's backend has it."""
+        runs = capability(self.inner, RunsOps)
+        return (ops if runs is None else runs.ops).messages
+
+    # Steps of a caller's graph
+
+    def _offers(self, wanted: type) -> bool:
+        if wanted is CapturesStep:  # each rank its own rows, of which it has some
+            whole = self._length > (self._ranks.count - 1) * self.block
+            return self.rows == "own" and whole and super()._offers(wanted)
+        return super()._offers(wanted)
+
+    def prepare_replay(self, resident: ResidentRows, *, k: int) -> object:
+        """As `protocol.CapturesStep.prepare_replay`, on all ranks."""
+        check.at_least("len(index)", self._length, 1)
+        step = self._step
+        beside = step.beside if step is not None and step.resident is resident else None
+        if beside is None:
+            beside = resident if self._ranks.rank == 0 else resident.unseen()
+        reads = self._inner(CapturesStep).prepare_replay(beside, k=k)
+        if step is None or step.beside is not beside or step.reads is not reads:
+            g = self.geometry
+            shape = resident.batch, g.kv_heads
+            found = torch.zeros(shape, dtype=torch.int64, device=g.device)
+            step = self._step = _Step(resident, beside, reads, found)
+            self._load_messages(found)
+        return step
+
+    def _load_messages(self, found: Tensor) -> None:
+        """What makes and merges messages runs once: a capture has no room for loading kernels."""
+        g, (B, _) = self.geometry, found.shape
+        output = torch.zeros((B, g.q_heads, g.value_dim), dtype=g.dtype, device=g.device)
+        lse = torch.zeros(output.shape[:2], device=g.device)
+        own, messages = Attended(output, lse, found), self._messages
+        message = messages.pack(own, seen=True, take=True)
+        messages.merge_messages(message[None], own, total=found)
+
+    def captured_step(
+        self, queries: Tensor, token: Rows, resident: ResidentRows, *, k: int
+    ) -> Attended:
+        """As `protocol.CapturesStep.captured_step`: of each rank's own rows, merged.
+
+        The token comes to the resident rows of all ranks, and rank 0 attends to them. One
+        all-gather, which the graph holds.
+        """
+        step = self._step
+        if step is None or step.resident is not resident:
+            raise RuntimeError("graph: got a step before prepare_replay(), allowed is one after it")
+        own = self._inner(CapturesStep).captured_step(queries, token, step.beside, k=k)
+        merged = self._merged(own, seen=self._ranks.rank == 0, take=True, total=step.found)
+        return Attended(merged.output, merged.lse, step.found)
+
+    def _after_copy(self) -> None:
+        super()._after_copy()
+        self._step = None
 
     # What it does not do, and what it says of itself
 
@@ -420,6 +489,20 @@ class Sharded(Wrapper):
                 "reset() before"
             )
         super().load_state_dict(state)
+
+
+@dataclass(frozen=True, eq=False)
+class _Step:
+    """What a captured step reads and writes: for as long as it is the same, a graph may be.
+
+    resident: the caller's; beside: what this rank attends to of it; reads: of the inner index's
+    step; found: rows of all ranks that steps have found, int64 `[B, G]`.
+    """
+
+    resident: ResidentRows
+    beside: ResidentRows
+    reads: object
+    found: Tensor
 
 
 def _taken(tensor: Tensor, parts: list[slice], dim: int) -> Tensor:

@@ -30,7 +30,7 @@ from kvindex_cuda.pariskv.encode import Encoder, encoder_of
 from kvindex_cuda.pariskv.graph import Replay, Replays
 from kvindex_cuda.pariskv.hits import ordered_hits
 from kvindex_cuda.pariskv.shared_step import SharedStep, capturing, shared, with_headroom
-from kvindex_cuda.pariskv.stage_token import stage_token
+from kvindex_cuda.pariskv.stage_token import load_stage_token, stage_token
 from kvindex_cuda.pariskv.update_state import update_state
 
 
@@ -284,6 +284,7 @@ class ParisKVExecutor:
         shape = len(self.codes.table), self._geometry.kv_heads
         if self._found_sum is None or self._found_sum.shape != shape:
             self._found_sum = torch.zeros(shape, dtype=torch.int64, device=self._geometry.device)
+            load_stage_token(self._geometry)  # a capture has no room for it
         return self._reads(use, resident, wrong)
 
     def captured_step(

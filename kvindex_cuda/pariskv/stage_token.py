@@ -5,11 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kvindex.core.geometry import Geometry
 from kvindex.core.protocol import Rows
 from kvindex.core.resident import ResidentRows
 from kvindex_cuda.runtime.arguments import CODES, of_shape, of_type
 from kvindex_cuda.runtime.constants import STAGE_THREADS
-from kvindex_cuda.runtime.launch import launch
+from kvindex_cuda.runtime.launch import launch, load
 
 NAMES = "keys", "values", "window.keys", "window.values", "queries"
 
@@ -76,11 +77,18 @@ def stage_token(
             place=resident.claim(1) if ticket is None else 0,
         ),
         overlap=True,
-        D=D,
-        DV=wide - D,
-        DTYPE=CODES[rows.dtype],
-        GROUP=H // G,
+        **_defines(D, wide - D, rows.dtype, H // G),
     )
+
+
+def load_stage_token(g: Geometry) -> None:
+    """Have the kernel compiled and on the device, so that a capture can hold its first launch."""
+    defines = _defines(g.head_dim, g.value_dim, g.dtype, g.group_size)
+    load("step/stage_token.cu", "stage_token", g.device, **defines)
+
+
+def _defines(D: int, Dv: int, dtype: torch.dtype, group: int) -> dict[str, int]:
+    return dict(D=D, DV=Dv, DTYPE=CODES[dtype], GROUP=group)
 
 
 def _near_by(tensor: Tensor) -> Tensor:

@@ -37,18 +37,18 @@ def folder(tmp_path):
     return tmp_path
 
 
-def arguments(folder, index):
+def arguments(folder, index, *more):
     prompt = " ".join(f"w{3 + i * i % 97}" for i in range(60))
     options = ["--model", str(folder), "--prompt", prompt, "--index", index, "-k", "1000"]
     options += ["--sink", "3", "--local-window", "4", "--update-every", "5", "--dense-below", "0"]
-    return [*options, "--max-new-tokens", "8"]
+    return [*options, "--max-new-tokens", "8", *more]
 
 
-def printed(command, folder, index):
+def printed(command, folder, index, *more):
     paths = os.pathsep.join(str(processes.ROOT / part) for part in ("", "adapters"))
     environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [*command, *arguments(folder, index)],
+        [*command, *arguments(folder, index, *more)],
         env=environment,
         capture_output=True,
         text=True,
@@ -68,8 +68,17 @@ def test_the_command_prints_once_what_one_process_prints(folder, index):
     assert printed([*TORCHRUN, *COMMAND], folder, index) == alone.stdout
 
 
+@pytest.mark.parametrize(
+    "index", ["exact", pytest.param(parallel_cases.SHARDED, marks=pytest.mark.slow)]
+)
+def test_the_decoder_prints_once_what_one_process_prints(folder, index):
+    engine = ["--engine", "decoder"]
+    alone = CliRunner().invoke(app, ["generate", *arguments(folder, "exact", *engine)])
+    assert alone.exit_code == 0, alone.output
+    assert alone.stdout.strip()
+    assert printed([*TORCHRUN, *COMMAND], folder, index, *engine) == alone.stdout
+
+
 def test_what_processes_do_not_do_together_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="engine: got 'decoder' in torchrun, allowed is 'transf"):
-        common.check_alone("decoder", None, None)
     with pytest.raises(ValueError, match="save-cache, load-cache: got one in torchrun"):
-        common.check_alone(None, tmp_path, None)
+        common.check_alone(tmp_path, None)

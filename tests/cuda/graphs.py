@@ -82,6 +82,9 @@ class NotYet(TorchDispatchMode):
                 return result
             self._kept.append(partial(again, call, result))
             return result
+        if function.namespace == "c10d":  # a message between processes, which is sent now, too
+            self._kept.append(partial(waited_for, call))
+            return call()
         if function in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default):
             raise RuntimeError(f"{function}: got a question to the device while a graph is made")
         written = [
@@ -97,6 +100,11 @@ class NotYet(TorchDispatchMode):
             result.zero_()  # what is written there comes later, and may be an index
         self._kept.append(partial(again, call, result))
         return result
+
+
+def waited_for(call: Callable[[], Any]) -> None:
+    """A collective, and its end: gloo's own threads write where the next operation reads."""
+    call()[-1].wait()
 
 
 def storages(tensors: Any) -> set[int]:

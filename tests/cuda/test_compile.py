@@ -167,6 +167,10 @@ DEFINES = {
         ESTIMATE | dict(D=256, BLOCK=256, BITS=5),
     ],
     "ops/fetch.cu": [dict(PIECE=1), dict(PIECE=16)],
+    "ops/messages.cu": [
+        dict(DV=128, GROUP=4, DTYPE=2, WIDE=1),
+        dict(DV=24, GROUP=3, DTYPE=0, WIDE=0),
+    ],
     "append/update_state.cu": [{}],
     "append/read_pages.cu": [{}],
     "append/write_pages.cu": [{}],

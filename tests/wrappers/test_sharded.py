@@ -11,9 +11,15 @@ from kvindex.core.ranks import Ranks
 from kvindex.core.resident import ResidentRows
 from kvindex.core.shards import Shard
 from kvindex.wrappers import Sharded
+from tests.cuda import emulator
 from tests.support import ranks as processes
 from tests.support.helpers import Case, assert_same_hits
-from tests.wrappers import sharded_cases, sharded_gpu_cases
+from tests.wrappers import (
+    sharded_cases,
+    sharded_gpu_cases,
+    sharded_graph_cases,
+    sharded_graph_gpu_cases,
+)
 
 MODULE = sharded_cases.__name__
 TOGETHER = [(ranks, name) for ranks in (2, 3) for name in sharded_cases.cases(ranks, False)]
@@ -44,6 +50,18 @@ def test_the_whole_contract_of_every_index(ranks):
 @pytest.mark.parametrize("name", sharded_gpu_cases.cases(2, False))
 def test_two_gpus_together(name):
     agreed(2, name, module=sharded_gpu_cases.__name__)
+
+
+@pytest.mark.skipif(not emulator.available(), reason="no g++ to emulate with")
+@pytest.mark.parametrize("name", sharded_graph_cases.cases(2, False))
+def test_steps_in_a_graph(name):
+    agreed(2, name, module=sharded_graph_cases.__name__)
+
+
+@pytest.mark.gpu2
+@pytest.mark.parametrize("name", sharded_graph_gpu_cases.cases(2, False))
+def test_steps_in_a_graph_of_two_gpus(name):
+    agreed(2, name, module=sharded_graph_gpu_cases.__name__)
 
 
 @pytest.mark.parametrize("fault", ["dies", "hangs"])

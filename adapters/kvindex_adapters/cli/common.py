@@ -118,10 +118,8 @@ def check_questions(questions: Sequence[str] | None) -> list[str]:
     return [_not_blank("ask", question) for question in questions or ()]
 
 
-def check_alone(engine: str | None, save_cache: Path | None, load_cache: Path | None) -> None:
+def check_alone(save_cache: Path | None, load_cache: Path | None) -> None:
     """Raises ValueError for what several processes of torchrun do not do together."""
-    if engine == "decoder":
-        raise ValueError("engine: got 'decoder' in torchrun, allowed is 'transformers'")
     if save_cache or load_cache:
         raise ValueError("save-cache, load-cache: got one in torchrun, allowed is one process")
 

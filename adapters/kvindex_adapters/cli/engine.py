@@ -13,6 +13,7 @@ from kvindex_adapters.cli.progress import console
 from kvindex_adapters.decoder import Decoder, sampling_like
 from kvindex_adapters.decoder.quantized import PLAIN, check_weights
 from kvindex_adapters.hf.generate import ONE_ANSWER, Generation, generate
+from kvindex_adapters.llama.heads import HeadRanks
 
 ENGINES = ("decoder", "transformers")
 """Values of `--engine`."""
@@ -58,11 +59,12 @@ def choose(
     options: Mapping[str, Any],
     seed: int,
     weights: str = PLAIN,
+    ranks: HeadRanks | None = None,
 ) -> Engine:
     """The engine of a loaded model: unless one is named, the decoder on a GPU where it can.
 
-    options: as of `model.generate`; weights: as of `check_engine`. Raises ValueError where the
-    decoder was asked for and cannot.
+    options: as of `model.generate`; weights: as of `check_engine`; ranks: of the decoder, as of
+    `Decoder.of`. Raises ValueError where the decoder was asked for and cannot.
     """
     opened = partial(CacheDocument.opened, model, tokenizer)
     other = Engine("transformers", partial(generate, model, tokenizer, **options), opened)
@@ -72,7 +74,7 @@ def choose(
     try:
         given = {**model.generation_config.to_dict(), **ONE_ANSWER, **options}
         sampling = sampling_like(given, seed)
-        decoder = Decoder.of(model, tokenizer, weights=weights)
+        decoder = Decoder.of(model, tokenizer, weights=weights, ranks=ranks)
     except ValueError as error:
         if engine is not None:
             raise ValueError(f"engine: got 'decoder', which does not do it: {error}") from None

@@ -89,13 +89,15 @@ def generate(
     from kvindex_adapters.cli.progress import console
     from kvindex_adapters.evaluate.output_files import check_output, write_json
     from kvindex_adapters.hf import load_model, parallel
+    from kvindex_adapters.llama.heads import HeadRanks
 
     number = common.check_dtype(dtype)
     load_model.check_device(device)
     together = parallel.launched()
     if together:
-        common.check_alone(engine, save_cache, load_cache)
-        device, engine = parallel.join(device), "transformers"
+        common.check_alone(save_cache, load_cache)
+        device = parallel.join(device)
+        engine = engine or ("transformers" if weights == "plain" else "decoder")
         console.quiet = parallel.rank()[0] > 0
     regions = dict(
         sink=sink, local_window=local_window, update_every=update_every, dense_below=dense_below
@@ -130,13 +132,19 @@ def generate(
     text = common.prompt_of(prompt, prompt_file)
     console.print("loading the model")  # transformers shows bars of its own
     heads = together and "sharded" not in (part.partition(":")[0] for part in index.split("+"))
+    ranks = HeadRanks.of(device) if heads and engine == "decoder" else None
+    alone = ranks is None  # else each rank takes its share from the host's memory
     loaded, tokenizer = load_model.load(
-        model, gguf_file=gguf_file, dtype=number, device=device, heads=heads
+        model,
+        gguf_file=gguf_file,
+        dtype=number,
+        device=device if alone else "cpu",
+        heads=heads and alone,
     )
     torch.manual_seed(seed)
-    chosen = engines.choose(engine, loaded, tokenizer, request.options, seed, weights)
-    if weights != "plain":
-        loaded = None  # so that the matrices that were quantized are freed
+    chosen = engines.choose(engine, loaded, tokenizer, request.options, seed, weights, ranks)
+    if weights != "plain" or not alone:
+        loaded = None  # so that the matrices that were copied are freed
     result = answers.answer(tokenizer, text, questions, request, chosen)
     if json_file and parallel.rank()[0] == 0:
         told = answers.to_json(result, request, model, device, chosen.name)

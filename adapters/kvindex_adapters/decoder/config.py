@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -26,6 +26,10 @@ class DecoderConfig:
     vocabulary: int
     scale: float
 
+    def share(self, ranks: int) -> DecoderConfig:
+        """Sizes of a rank's share of the heads."""
+        return replace(self, q_heads=self.q_heads // ranks, kv_heads=self.kv_heads // ranks)
+
     @classmethod
     def of(cls, model: PreTrainedModel) -> DecoderConfig:
         """Sizes of a loaded model, which `check_model` has checked."""
@@ -39,6 +43,19 @@ class DecoderConfig:
             vocabulary=model.lm_head.out_features,
             scale=attention.scaling,
         )
+
+
+def check_share(config: DecoderConfig, inner: int, ranks: int) -> None:
+    """Raises UnsupportedError for a model that so many ranks do not share evenly.
+
+    inner: rows of its perceptron's matrices.
+    """
+    for name, size in {"KV heads": config.kv_heads, "rows of the perceptron": inner}.items():
+        if size % ranks:
+            raise UnsupportedError(
+                f"heads: got {ranks} ranks for {size} {name}, allowed are numbers of ranks that "
+                "divide them, or an index that shares tokens, as pariskv+sharded does"
+            )
 
 
 def check_model(model: Any) -> None:

@@ -19,7 +19,7 @@ from kvindex.core.protocol import RunsOps
 from kvindex.layer import AttentionLayer
 from kvindex_adapters.decoder.attentions import make_attentions
 from kvindex_adapters.decoder.batch import Prompts, encode, is_one, left_padded, prompts_of
-from kvindex_adapters.decoder.config import DecoderConfig, check_model
+from kvindex_adapters.decoder.config import DecoderConfig, check_model, check_share
 from kvindex_adapters.decoder.dense import DenseAttention
 from kvindex_adapters.decoder.open_session import OpenSession
 from kvindex_adapters.decoder.options import GREEDY, Options
@@ -31,12 +31,16 @@ from kvindex_adapters.decoder.session import Session
 from kvindex_adapters.hf.generate import INDEX, Generation, K, check_attach_options
 from kvindex_adapters.hf.layer_options import IndexFactory, LayerOptions, Ropes
 from kvindex_adapters.hf.load_model import load
+from kvindex_adapters.hf.parallel import BOTH_SHARED, is_sharded
 from kvindex_adapters.hf.prefill import Progress, Prompt
 from kvindex_adapters.hf.rotary import rotary_frequencies
 from kvindex_adapters.hf.token_timer import TokenTimer
 from kvindex_adapters.hf.tokenizer import punctuated
+from kvindex_adapters.hf.unsupported import UnsupportedError
 from kvindex_adapters.llama.fused import Fused
 from kvindex_adapters.llama.fused import refusal as fused_refusal
+from kvindex_adapters.llama.heads import HeadRanks
+from kvindex_adapters.llama.shares import share
 from kvindex_adapters.llama.weights import Weights, read_weights
 
 
@@ -44,7 +48,7 @@ class Decoder:
     """A model's weights and its tokenizer; each call of `generate` is a sequence of its own.
 
     Made by `of` or `from_pretrained`. The weights are the model's own, which must not move
-    meanwhile; of `weights="fp8"` the layers' matrices are copies.
+    meanwhile; of `weights="fp8"` the layers' matrices are copies, and of `ranks` all is.
     """
 
     def __init__(
@@ -62,14 +66,25 @@ class Decoder:
         self._ropes, self._model = ropes, model
 
     @classmethod
-    def of(cls, model: PreTrainedModel, tokenizer: Any = None, *, weights: str = PLAIN) -> Self:
+    def of(
+        cls,
+        model: PreTrainedModel,
+        tokenizer: Any = None,
+        *,
+        weights: str = PLAIN,
+        ranks: HeadRanks | None = None,
+    ) -> Self:
         """A decoder of a loaded model; tokenizer: None where prompts are ids.
 
         weights: "plain", as the model has them, or "fp8": the layers' matrices are copies, float8
         e4m3 with a scale for each row. The model stays as it is; its matrices are freed with it.
+        ranks: those that share the heads of the model, which is whole on each of them, wherever it
+        is; this decoder has copies of its own share, on the ranks' device. All ranks make the same
+        calls, and get the same tokens (docs/distributed.md).
 
         Raises TypeError for what is no transformers model, UnsupportedError (a ValueError) for one
-        that the decoder does not run, ValueError for weights of another kind, or without Triton.
+        that the decoder does not run, or that so many ranks do not share, ValueError for weights of
+        another kind, or without Triton, or where ranks have other models.
         """
         check_weights(weights)
         check_model(model)
@@ -80,6 +95,11 @@ class Decoder:
         read = read_weights(model)
         plain = weights == PLAIN
         made, own = (read, model) if plain else (quantize(read), None)
+        if ranks is not None:
+            check_share(config, len(made.layers[0].gate.weight), ranks.count)
+            ranks.check_same("heads", {**vars(config), "weights": weights})
+            made, own, config = share(made, ranks), None, config.share(ranks.count)
+            ropes = {n: None if r is None else r.to(ranks.device) for n, r in ropes.items()}
         return cls(made, config, ropes, own, tokenizer, ends)
 
     @classmethod
@@ -92,16 +112,19 @@ class Decoder:
         dtype: torch.dtype = torch.float32,
         device: str = "cpu",
         weights: str = PLAIN,
+        ranks: HeadRanks | None = None,
     ) -> Self:
         """A decoder of a folder with safetensors, a .gguf file, or a hub id.
 
-        gguf_file: its name inside the folder; lora: a low-rank addition to merge; weights: as of
-        `of`, where those that were quantized are freed. Raises FileNotFoundError for what is not
-        there, ValueError for what cannot be loaded, and what `of` raises.
+        gguf_file: its name inside the folder; lora: a low-rank addition to merge; weights, ranks:
+        as of `of`, where those that were quantized are freed, and ranks read the model into the
+        host's memory and keep their shares. Raises FileNotFoundError for what is not there,
+        ValueError for what cannot be loaded, and what `of` raises.
         """
         check_weights(weights)
-        loaded = load(model, gguf_file=gguf_file, lora=lora, dtype=dtype, device=device)
-        return cls.of(*loaded, weights=weights)
+        place = device if ranks is None else "cpu"
+        loaded = load(model, gguf_file=gguf_file, lora=lora, dtype=dtype, device=place)
+        return cls.of(*loaded, weights=weights, ranks=ranks)
 
     @property
     def device(self) -> torch.device:
@@ -305,7 +328,11 @@ class Decoder:
             check_attach_options(attach_options)
             given = {"graphs": graphs, **punctuated(index, self.tokenizer, attach_options)}
             options = LayerOptions(index=index, k=k, **given)
-        return make_attentions(self.config, self._ropes, self.weights.embedding, options)
+        made = make_attentions(self.config, self._ropes, self.weights.embedding, options)
+        indexed = [layer for layer in made if isinstance(layer, AttentionLayer)]
+        if self.weights.ranks is not None and any(is_sharded(layer.index) for layer in indexed):
+            raise UnsupportedError(BOTH_SHARED)
+        return made
 
     def _fused_for(self, batch: int, fused: bool) -> Fused | None:
         """What runs single tokens of so many sequences, or None for torch."""

@@ -78,4 +78,4 @@ class TokenGraph:
         self._reads = reads
 
     def _chosen(self, logits: Tensor) -> Tensor:
-        return self._sampler.choose(logits)[:, None]
+        return self._session.agreed(self._sampler.choose(logits))[:, None]

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from kvindex_adapters.llama.rotary import rotate
-from kvindex_adapters.llama.weights import LayerWeights, Linear, Norm, Weights
+from kvindex_adapters.llama.weights import LayerWeights, Linear, Norm, Weights, whole
 
 
 class Attention(Protocol):
@@ -60,7 +60,7 @@ def add_block(
 
 def logits(hidden: Tensor, weights: Weights) -> Tensor:
     """Logits `[B, V]` of hidden `[B, hidden]` after the last layer."""
-    return linear(normalize(hidden, weights.norm), weights.head)
+    return whole(linear(normalize(hidden, weights.norm), weights.head), weights)
 
 
 def attend(
@@ -78,7 +78,7 @@ def attend(
     output = attention.step(queries, keys, values, valid=valid)
     if valid is not None:
         output = output.masked_fill(~valid[:, None, :, None], 0)
-    return linear(output.transpose(1, 2).flatten(2), layer.output)
+    return summed(linear(output.transpose(1, 2).flatten(2), layer.output), layer)
 
 
 def heads(hidden: Tensor, projection: Linear, norm: Norm | None, head_dim: int) -> Tensor:
@@ -92,7 +92,12 @@ def heads(hidden: Tensor, projection: Linear, norm: Norm | None, head_dim: int) 
 def perceptron(hidden: Tensor, layer: LayerWeights) -> Tensor:
     """The gated perceptron (SwiGLU: Shazeer, 2020) of hidden `[B, T, hidden]`."""
     gate = functional.silu(linear(hidden, layer.gate))
-    return linear(gate.mul_(linear(hidden, layer.up)), layer.down)
+    return summed(linear(gate.mul_(linear(hidden, layer.up)), layer.down), layer)
+
+
+def summed(partial: Tensor, layer: LayerWeights) -> Tensor:
+    """What a layer adds to the residual, of all ranks, from this one's part."""
+    return partial if layer.ranks is None else layer.ranks.sum(partial)
 
 
 def normalize(hidden: Tensor, norm: Norm) -> Tensor:

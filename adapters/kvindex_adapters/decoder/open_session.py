@@ -126,6 +126,11 @@ class OpenSession(Session):
 
     def _saved_model(self) -> PreTrainedModel:
         """The model that a folder names. Raises ValueError where weights are copies."""
+        if self._weights.ranks is not None:
+            raise ValueError(
+                "session: got one of a model whose heads several ranks share, allowed for save and "
+                "load is one whose weights are whole: they tell which model it is"
+            )
         if self._model is None:
             raise ValueError(
                 "weights: got 'fp8', allowed is 'plain' to save or load a session: rows of other "

@@ -40,7 +40,7 @@ class Run:
         room = self.session.length + self.ids.shape[1] + self.max_new_tokens
         logits = self.session.read_prompt(self.ids, self.chunk, room, on_progress)
         token, ring = self.session.token, TokenRing(len(self.ids), self.ids.device)
-        token.copy_(sampler.choose(logits)[:, None])
+        token.copy_(self.session.agreed(sampler.choose(logits))[:, None])
         ring.put(token[:, 0])
         graph, left = TokenGraph(self.session, sampler, graphs=self.graphs), self.max_new_tokens - 1
         try:

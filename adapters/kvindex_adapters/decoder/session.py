@@ -17,6 +17,7 @@ from kvindex_adapters.decoder import layers
 from kvindex_adapters.decoder.config import DecoderConfig
 from kvindex_adapters.decoder.dense import DenseAttention
 from kvindex_adapters.decoder.prefill import read_by_layer
+from kvindex_adapters.hf.parallel import sharded
 from kvindex_adapters.hf.placement import expect, make_room
 from kvindex_adapters.hf.prefill import Progress, chunks
 from kvindex_adapters.hf.report import Report, sum_up
@@ -80,6 +81,8 @@ class Session:
         self._position = -torch.tensor(padding, device=device)[:, None]  # of the next token, [B, 1]
         self.token = torch.zeros_like(self._position)
         self.length = 0
+        first = next(iter(self._indexed()), None)
+        self._ranks = weights.ranks or (None if first is None else sharded(first.index))
 
     def read_prompt(
         self, ids: Tensor, chunk: int, room: int, report: Progress | None = None
@@ -117,6 +120,13 @@ class Session:
         logits = self._read(self.token)
         self._tell(tokens[:, None])
         return logits
+
+    def agreed(self, tokens: Tensor) -> Tensor:
+        """Tokens int64 `[B]` as the first of several ranks has chosen them; one alone: as they are.
+
+        A collective, which a graph may hold.
+        """
+        return tokens if self._ranks is None else self._ranks.first(tokens)
 
     # One token as a graph
 
@@ -186,11 +196,20 @@ class Session:
         lines = [
             f"weights: {'FP8 in the layers, else ' if weights.fp8 else ''}{dtype}",
             f"products: {products}",
+            *self._explained_ranks(),
             f"token: {'one graph' if apart is None else f'op by op ({apart})'}",
             f"attention: full in {layers - len(indexed)} layers, an index in {len(indexed)}",
         ]
         told = capability(indexed[0].index, Explains) if indexed else None
         return "\n".join(lines if told is None else [*lines, told.explain()])
+
+    def _explained_ranks(self) -> list[str]:
+        """Who has the other heads, in words, if there is somebody."""
+        ranks = self._weights.ranks
+        if ranks is None:
+            return []
+        how = "in one kernel" if ranks.one_shot else "by torch.distributed"
+        return [f"heads: those of rank {ranks.rank} of {ranks.count}; sums {how}"]
 
     def _graph_refusal(self) -> str | None:
         device = self.token.device.type

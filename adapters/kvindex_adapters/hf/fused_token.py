@@ -20,6 +20,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from kvindex.core.guard import in_plain_torch
 from kvindex.core.protocol import CapturesStep, KVIndex
 from kvindex.layer import AttentionLayer
+from kvindex.wrappers import Wrapper
 from kvindex_adapters.hf.llama_family import check_family, check_modules
 from kvindex_adapters.hf.module_state import ModuleState
 from kvindex_adapters.hf.token_graph import Forward, TokenGraph
@@ -201,7 +202,7 @@ def check_fused(
 def check_fused_indexes(indexes: Iterable[KVIndex]) -> None:
     """Raises UnsupportedError for an index that has no step for a graph."""
     for index in indexes:
-        if not isinstance(index, CapturesStep):
+        if isinstance(index, Wrapper) or not isinstance(index, CapturesStep):
             raise UnsupportedError(
                 f"index: got {type(index).__name__}, whose steps are no kernels that read the "
                 "device's counts; allowed with fused=True is one that has them"

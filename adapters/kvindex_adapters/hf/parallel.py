@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from datetime import timedelta
@@ -16,6 +17,11 @@ from kvindex.core.protocol import KVIndex
 from kvindex.core.ranks import TIMEOUT_S
 from kvindex.wrappers import Sharded, Wrapper
 from kvindex_adapters.hf.unsupported import UnsupportedError
+
+BOTH_SHARED = (
+    "index: got one whose tokens are sharded, of a model whose heads several ranks share, "
+    "allowed is one or the other: ranks that share tokens have the same heads"
+)
 
 
 def launched() -> bool:
@@ -48,7 +54,12 @@ def join(device: str, timeout_s: float = TIMEOUT_S) -> str:
 
 
 def leave() -> None:
-    """Leave the group, at the end of a process that all ranks have reached."""
+    """Leave the group, at the end of a process that all ranks have reached.
+
+    Graphs that hold collectives, and that nothing refers to any more, go before: NCCL waits for
+    them.
+    """
+    gc.collect()
     if rank()[1] > 1:
         dist.barrier()
     if dist.is_available() and dist.is_initialized():
@@ -93,16 +104,18 @@ def check_whole(decoder: nn.Module) -> None:
 def check_shards(model: nn.Module, index: KVIndex) -> None:
     """Raises UnsupportedError for shards of tokens whose ranks have other heads each."""
     if is_sharded(index) and shares_heads(model):
-        raise UnsupportedError(
-            "index: got one whose tokens are sharded, of a model whose heads several ranks share, "
-            "allowed is one or the other: ranks that share tokens have the same heads"
-        )
+        raise UnsupportedError(BOTH_SHARED)
 
 
 def is_sharded(index: KVIndex) -> bool:
     """Whether an index shares its tokens with other processes."""
+    return sharded(index) is not None
+
+
+def sharded(index: KVIndex) -> Sharded | None:
+    """The wrapper of an index that shares its tokens with other processes, or None."""
     while isinstance(index, Wrapper):
         if isinstance(index, Sharded) and index.ranks > 1:
-            return True
+            return index
         index = index.inner
-    return False
+    return None

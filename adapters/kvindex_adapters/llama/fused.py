@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kvindex_adapters.llama.weights import Body, Linear, Norm, Weights, adjacent
+from kvindex_adapters.llama.weights import Body, Linear, Norm, Weights, adjacent, whole
 
 if TYPE_CHECKING:
     from kvindex_cuda.triton import Matrix
@@ -89,6 +89,7 @@ class FusedBody:
         if overlap is None:
             overlap = device.type == "cuda" and torch.cuda.get_device_capability(device) >= OVERLAPS
         self._overlap, self._ahead = overlap, ahead
+        self._zeros: Tensor | None = None
         self._layers = [
             FusedLayer(
                 normed(layer.attention_norm),
@@ -112,6 +113,7 @@ class FusedBody:
         """
         run, batch, D = self._run, len(ids), head_dim
         tile = partial(run.tile_of, batch=batch, overlap=self._overlap)
+        after = partial(run.tile_of, batch=batch, overlap=self._after_sum)
         hidden = functional.embedding(ids[:, 0], self._weights.embedding)
         angles = self._weights.rotary.at(positions, hidden.dtype)
         cos, sin = (part.view(batch, D) for part in angles)
@@ -121,7 +123,7 @@ class FusedBody:
                 hidden,
                 layer.attention_norm,
                 layer.query_key_value,
-                tile=tile("norm_linear", layer.query_key_value),
+                tile=after("norm_linear", layer.query_key_value),
                 ahead=layer.output.weight if self._ahead else None,
             )
             H = layer.output.weight.shape[1] // D
@@ -141,21 +143,46 @@ class FusedBody:
                 overlap=self._overlap,
             )
             output = attention.step(queries[:, :, None], keys, values).reshape(batch, H * D)
-            hidden = run.linear_residual(
-                output, layer.output, hidden, tile=tile("linear_residual", layer.output)
+            hidden = self._summed(
+                run.linear_residual(
+                    output,
+                    layer.output,
+                    self._residual(hidden),
+                    tile=tile("linear_residual", layer.output),
+                )
             )
-            given = hidden, layer.mlp_norm, layer.gate_up
+            given, residual = (hidden, layer.mlp_norm, layer.gate_up), self._residual(hidden)
             if batch == 1:
-                gate_up = run.norm_linear(*given, tile=tile("norm_linear", layer.gate_up))
+                gate_up = run.norm_linear(*given, tile=after("norm_linear", layer.gate_up))
                 hidden = run.swiglu_linear(
-                    gate_up, layer.down, hidden, tile=tile("swiglu_linear", layer.down)
+                    gate_up, layer.down, residual, tile=tile("swiglu_linear", layer.down)
                 )
             else:
-                activated = run.norm_swiglu(*given, tile=tile("norm_swiglu", layer.gate_up))
+                activated = run.norm_swiglu(*given, tile=after("norm_swiglu", layer.gate_up))
                 hidden = run.linear_residual(
-                    activated, layer.down, hidden, tile=tile("linear_residual", layer.down)
+                    activated, layer.down, residual, tile=tile("linear_residual", layer.down)
                 )
+            hidden = self._summed(hidden)
         return hidden
+
+    @property
+    def _after_sum(self) -> bool:
+        """Whether a product's launch may overlap what gives it the residual: not a collective."""
+        return self._overlap and self._weights.ranks is None
+
+    def _residual(self, hidden: Tensor) -> Tensor:
+        """What a rank's product is added to: of several ranks the first alone has the residual."""
+        ranks = self._weights.ranks
+        if ranks is None or ranks.rank == 0:
+            return hidden
+        if self._zeros is None or self._zeros.shape != hidden.shape:
+            self._zeros = torch.zeros_like(hidden)
+        return self._zeros
+
+    def _summed(self, hidden: Tensor) -> Tensor:
+        """The residual after a product, from this rank's part."""
+        ranks = self._weights.ranks
+        return hidden if ranks is None else ranks.sum(hidden)
 
     def _together(self, *linears: Linear) -> Matrix:
         """The matrices one below the other: where they lie if they lie so, else a copy."""
@@ -180,11 +207,14 @@ class Fused(FusedBody):
     ) -> None:
         super().__init__(weights, overlap=overlap, ahead=ahead)
         self._norm, self._head = self._run.Norm(*weights.norm), self._together(weights.head)
+        self._whole = weights
 
     def forward(
         self, ids: Tensor, positions: Tensor, attentions: Sequence[Attention], head_dim: int
     ) -> Tensor:
         """Logits `[B, V]` after ids int64 `[B, 1]` at positions int64 `[B, 1]`."""
         hidden = self.read(ids, positions, attentions, head_dim)
-        tile = self._run.tile_of("norm_linear", self._head, batch=len(ids), overlap=self._overlap)
-        return self._run.norm_linear(hidden, self._norm, self._head, tile=tile)
+        how = dict(batch=len(ids), overlap=self._after_sum)
+        tile = self._run.tile_of("norm_linear", self._head, **how)
+        logits = self._run.norm_linear(hidden, self._norm, self._head, tile=tile)
+        return whole(logits, self._whole)

@@ -7,13 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from kvindex_adapters.llama.rotary import Rotary
+
+if TYPE_CHECKING:
+    from kvindex_adapters.llama.heads import HeadRanks
 
 
 class Linear(NamedTuple):
@@ -38,7 +41,8 @@ class Norm(NamedTuple):
 class LayerWeights:
     """One layer: attention, then a gated perceptron, each after a normalization.
 
-    query_norm, key_norm: of each head before rotation (Qwen3), or None.
+    query_norm, key_norm: of each head before rotation (Qwen3), or None; ranks: those that have the
+    layer's heads together, of which this is one's share, or None.
     """
 
     attention_norm: Norm
@@ -52,6 +56,7 @@ class LayerWeights:
     gate: Linear
     up: Linear
     down: Linear
+    ranks: HeadRanks | None = None
 
 
 @dataclass(frozen=True)
@@ -68,12 +73,25 @@ class Body:
         """Whether the layers' matrices are FP8."""
         return any(layer.query.scale is not None for layer in self.layers)
 
+    @property
+    def ranks(self) -> HeadRanks | None:
+        """Those that have the heads together, of which this is one's share; None: it is whole."""
+        return self.layers[0].ranks
+
 
 @dataclass(frozen=True)
 class Weights(Body):
-    """A whole model; head may be the embedding `[V, hidden]` itself (tied)."""
+    """A model; head may be the embedding `[V, hidden]` itself (tied), or a rank's rows of it."""
 
     head: Linear
+
+
+def whole(logits: Tensor, weights: Weights) -> Tensor:
+    """Logits `[B, V]` from what `head` gives: of all ranks, where each has some of its rows."""
+    ranks = weights.ranks
+    if ranks is None or len(weights.head.weight) == len(weights.embedding):
+        return logits
+    return ranks.gather_logits(logits)
 
 
 def read_body(body: Any) -> Body:

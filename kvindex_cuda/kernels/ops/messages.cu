@@ -1,0 +1,85 @@
+// What ranks tell each other of a step's attention, and what they make of it (ops.messages; Milakov
+// and Gimelshein, 2018): the attention of all ranks, each over rows of its own.
+//
+// Grid: (B G), 256 threads: a group's heads of a sequence. `pack_message` reads and writes GROUP DV
+// elements and GROUP + 1 words, `merge_messages` reads them of each rank and writes them once.
+// Sums are float32, in the order of ranks. The bound is latency.
+// Compile-time: DV, GROUP (query heads per KV head), DTYPE, WIDE (counts are int64, else int32).
+#include "common/common.cuh"
+
+#if DTYPE == 0
+typedef u32 Bits;
+#else
+typedef u16 Bits;
+#endif
+
+#if WIDE
+typedef i64 Count;
+#else
+typedef int Count;
+#endif
+
+struct PackArguments {
+    const Bits* output;      // [B, H, DV]
+    const float* lse;        // [B, H]
+    Count* found;            // [B, G]
+    Bits* to_output;         // the message: [B, H, DV]
+    float* to_lse;           // [B, H]
+    int* to_found;           // [B, G]
+    int seen;                // other rows were attended to: a head that found none is not blind
+    int take;                // found becomes 0
+};
+
+extern "C" __global__ void __launch_bounds__(256)
+pack_message(const __grid_constant__ PackArguments args) {
+    after_previous();
+    let_next_begin();
+    i64 group = blockIdx.x, first = group * GROUP;
+    Count count = args.found[group];
+    bool blind = !args.seen && count == 0;
+    for (int i = threadIdx.x; i < GROUP * DV; i += 256)
+        args.to_output[first * DV + i] = blind ? Bits(0) : args.output[first * DV + i];
+    for (int h = threadIdx.x; h < GROUP; h += 256)
+        args.to_lse[first + h] = blind ? NEVER : args.lse[first + h];
+    if (threadIdx.x == 0) args.to_found[group] = int(count);
+    __syncthreads();  // all have read the count
+    if (args.take && threadIdx.x == 0) args.found[group] = 0;
+}
+
+struct MergeArguments {
+    const Bits* outputs;     // [W, B, H, DV]
+    const float* lses;       // [W, B, H]
+    const int* founds;       // [W, B, G]
+    i64 output_rank, lse_rank, found_rank;  // strides in elements
+    void* output;            // [B, H, DV]
+    float* lse;              // [B, H]
+    int* found;              // [B, G]
+    i64* total;              // [B, G]: grows by what was found; or null
+    i64 ranks;               // W
+};
+
+extern "C" __global__ void __launch_bounds__(256)
+merge_messages(const __grid_constant__ MergeArguments args) {
+    after_previous();
+    let_next_begin();
+    i64 group = blockIdx.x, first = group * GROUP;
+    for (int i = threadIdx.x; i < GROUP * DV; i += 256) {
+        i64 head = first + i / DV;
+        float peak = NEVER;
+        for (i64 w = 0; w < args.ranks; w++) peak = fmaxf(peak, args.lses[w * args.lse_rank + head]);
+        float base = peak == NEVER ? 0.0f : peak, weights = 0.0f, sum = 0.0f;
+        for (i64 w = 0; w < args.ranks; w++) {
+            float weight = expf(args.lses[w * args.lse_rank + head] - base);
+            weights += weight;
+            sum += weight * element(args.outputs, w * args.output_rank + first * DV + i);
+        }
+        store(args.output, first * DV + i, weights > 0.0f ? sum / weights : 0.0f);
+        if (i % DV == 0) args.lse[head] = weights > 0.0f ? logf(weights) + base : NEVER;
+    }
+    if (threadIdx.x == 0) {
+        int found = 0;
+        for (i64 w = 0; w < args.ranks; w++) found += args.founds[w * args.found_rank + group];
+        args.found[group] = found;
+        if (args.total) args.total[group] += found;
+    }
+}

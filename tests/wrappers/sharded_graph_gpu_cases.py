@@ -1,0 +1,7 @@
+"""`sharded_graph_cases` on two GPUs of one host, by NCCL."""
+
+from tests.wrappers.sharded_graph_cases import cases
+
+BACKEND = "nccl"
+
+__all__ = ["BACKEND", "cases"]
