@@ -77,20 +77,24 @@ def decoder_tokens(result: Result) -> str:
 def serving(result: Result) -> str:
     """Milliseconds a token of a served model, beside vLLM's own attention."""
     rows, found = [], result["serving"]["settings"]
-    for batch in result["serving"]["batches"]:
-        for plan, words in {"stock": "FlashAttention", "kvindex": f"`{found['index']}`"}.items():
+    for one in stored_beside("serving", result):
+        about = one["serving"]["settings"]
+        names = {"stock": "FlashAttention", "kvindex": f"`{about['index']}`"}
+        for batch, (plan, words) in product(one["serving"]["batches"], names.items()):
             plans = batch["plans"][plan]
             ms, low, high = (plans[f"token_ms{part}"] for part in ("", "_low", "_high"))
+            where = about.get("rows", "device") if plan == "kvindex" else "device"
+            times = f"{ms:.2f} ({low:.2f} to {high:.2f})"
             ratio = f"{plans['ratio']:.3f}" if "ratio" in plans else ""
-            rows.append((str(batch["batch"]), words, f"{ms:.2f} ({low:.2f} to {high:.2f})", ratio))
+            rows.append((str(batch["batch"]), words, where, times, ratio))
     shared = ", which share all but their last pages" if found["shared"] else ""
-    about = (
+    words = (
         f"{found['shape']}, random weights, bfloat16, sequences of {found['context']:,} tokens"
-        f"{shared}; k = {found['k']}, rows in pages on the GPU; between two tokens of the batch "
-        "that the host gets. Medians (quartiles)."
+        f"{shared}; k = {found['k']}; between two tokens of the batch that the host gets. Medians "
+        "(quartiles); for each place of rows a run of its own."
     )
-    head = ("sequences", "attention", "ms a token", "over FlashAttention's")
-    return f"{about}\n\n{table(head, rows)}\n\n{machine(result)}"
+    head = ("sequences", "attention", "rows", "ms a token", "over FlashAttention's")
+    return f"{words}\n\n{table(head, rows)}\n\n{machine(result)}"
 
 
 def summary(result: Result) -> str:

@@ -205,7 +205,7 @@ def test_models_are_refused(family, says):
 
 
 def test_calls_are_refused(model):
-    inputs = torch.tensor(prompts(9))
+    inputs = torch.tensor(prompts(9), device=model.device)
     with kvhf.attach_batch(model, **EXACT):
         for call in (model, model.generate):
             with pytest.raises(kvhf.UnsupportedError, match="no step of continuous batching"):
