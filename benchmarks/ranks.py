@@ -24,7 +24,6 @@ graph of nothing else. Each rank pins its own rows: twice N tokens' in all, of `
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,6 +32,7 @@ from benchmarks.common import ranks, token
 from benchmarks.common.reading import write
 from benchmarks.common.shapes import SHAPES
 from kvindex_adapters.evaluate.machine import describe
+from kvindex_adapters.evaluate.output_files import output
 from kvindex_adapters.hf import parallel
 
 PARTS = ("heads", "tokens")
@@ -58,7 +58,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--hit-rate", type=float, default=0.93)
     parser.add_argument("--dtype", choices=("float32", "float16", "bfloat16"), default="bfloat16")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=output())
     found = parser.parse_args(given)
     for name, low in dict(context=token.LOCAL + 256, turn=8, written=found.turn, block=1).items():
         if getattr(found, name) < low:
