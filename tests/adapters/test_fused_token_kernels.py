@@ -121,7 +121,9 @@ def test_weights_are_held_once_and_turns_leave_no_memory_behind():
         del cache
         torch.cuda.empty_cache()
         held.append((torch.cuda.memory_allocated(), torch.cuda.memory_reserved()))
-    assert held[-1] <= held[2]
+    allocated, reserved = held[2]
+    assert held[-1][0] <= allocated
+    assert held[-1][1] <= reserved + 2**22  # a segment or two lie elsewhere
 
 
 @pytest.mark.gpu

@@ -425,9 +425,9 @@ def test_where_there_is_room_all_rows_are_on_the_device():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("share", [0.001, 0.5])
+@pytest.mark.parametrize("share", [0.001, pytest.param(0.5, marks=pytest.mark.slow)])
 def test_where_there_is_none_they_go_to_the_host(share):
-    """Because of the share; or because little of the device's memory is left."""
+    """Because of the share; or because little of the device's memory is left: to be run alone."""
     torch.cuda.empty_cache()
     left, full = torch.cuda.mem_get_info()[0], None
     if share == 0.5:
