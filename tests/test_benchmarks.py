@@ -414,6 +414,7 @@ def test_a_plans_tokens_are_one_graph_over_updates_of_all_layers(tiny_decoder):
     assert min(grown) > 2 * token.UPDATE  # by three updates, of which the first is a part
 
 
+@pytest.mark.slow
 def test_a_decoders_tokens_are_timed_in_turns_and_wrong_ones_are_not(tiny_decoder, monkeypatch):
     pytest.importorskip("triton")  # rounds to FP8
     given = ["--weights", "fp8", "--batch", 2, *tiny_decoder]

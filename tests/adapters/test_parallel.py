@@ -68,9 +68,8 @@ def test_the_command_prints_once_what_one_process_prints(folder, index):
     assert printed([*TORCHRUN, *COMMAND], folder, index) == alone.stdout
 
 
-@pytest.mark.parametrize(
-    "index", ["exact", pytest.param(parallel_cases.SHARDED, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("index", ["exact", parallel_cases.SHARDED])
 def test_the_decoder_prints_once_what_one_process_prints(folder, index):
     engine = ["--engine", "decoder"]
     alone = CliRunner().invoke(app, ["generate", *arguments(folder, "exact", *engine)])

@@ -40,7 +40,9 @@ def said(code, before=""):
     return done.stdout.strip()
 
 
-@pytest.mark.parametrize("line", ["pariskv", "pariskv:preset=paper", "pariskv:preset=drawn"])
+@pytest.mark.parametrize(
+    "line", ["pariskv", pytest.param("pariskv:preset=paper", marks=pytest.mark.slow)]
+)
 def test_one_to_sixteen_threads_find_the_same(line):
     code = f"""
 torch.set_num_threads(1)

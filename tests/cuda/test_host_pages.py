@@ -68,7 +68,7 @@ class HostEngine(Engine):
 
 
 @on_devices
-@pytest.mark.parametrize("tokens", [256, 512])
+@pytest.mark.parametrize("tokens", [pytest.param(256, marks=pytest.mark.slow), 512])
 def test_as_many_rows_as_there_are_give_full_attention(tokens, device):
     engine = HostEngine(device, tokens=tokens)
     engine.prefill()
@@ -79,8 +79,15 @@ def test_as_many_rows_as_there_are_give_full_attention(tokens, device):
 
 
 @on_devices
-@pytest.mark.parametrize("index", ["pariskv:preset=fast", "pariskv:signs=alone"])
-@pytest.mark.parametrize("cached", [4, 4096])
+@pytest.mark.parametrize(
+    ("index", "cached"),
+    [
+        ("pariskv:preset=fast", 4),
+        ("pariskv:signs=alone", 4096),
+        pytest.param("pariskv:preset=fast", 4096, marks=pytest.mark.slow),
+        pytest.param("pariskv:signs=alone", 4, marks=pytest.mark.slow),
+    ],
+)
 def test_few_rows_are_those_of_plain_torch_for_tokens_in_a_row(index, cached, device):
     engine = HostEngine(device, index=index, k=6, cached=cached)
     engine.prefill()
@@ -116,7 +123,10 @@ def test_a_slot_that_is_written_again_is_forgotten(device):
 
 
 @on_devices
-@pytest.mark.parametrize("order", ["forward", "backward", "random"])
+@pytest.mark.parametrize(
+    "order",
+    ["random", *(pytest.param(one, marks=pytest.mark.slow) for one in ("forward", "backward"))],
+)
 def test_sequences_that_share_pages_share_rows(order, device):
     engine = HostEngine(device, k=6, cached=64)
     engine.prefill()

@@ -150,7 +150,13 @@ def test_a_second_prompt_and_two_models_in_turn(device, graphs):
 FAILS = {"an update": (AttentionLayer, "_update"), "a replay": (Session, "count_replay")}
 
 
-@pytest.mark.parametrize("where", ["the consumer", *FAILS])
+@pytest.mark.parametrize(
+    "where",
+    [
+        "a replay",
+        *(pytest.param(one, marks=pytest.mark.slow) for one in ("an update", "the consumer")),
+    ],
+)
 def test_after_an_exception_the_next_prompt_is_as_ever(device, graphs, monkeypatch, where):
     decoder, options = decoder_of(device, layers=2), given(device, 16)
     want = decoder.generate(ids_of(60), graphs=False, **options)
