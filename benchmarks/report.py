@@ -28,6 +28,7 @@ SOURCES = {
     "answers_summary": "answers_lengths",
     "decode_presets": "decode_step_fast",
     "append_layers": "append",
+    "serving_summary": "serving",
     "cpu_summary": "cpu_steps",
     "cpu_tokens": "generation_cpu_4k",
 }
@@ -59,6 +60,7 @@ TABLES: dict[str, Callable[[Result], str]] = {
     "prefill_decoder": tokens.prefill,
     "transformers_tokens": tokens.through,
     "serving": tokens.serving,
+    "serving_summary": tokens.served,
     "ranks": tokens.ranks,
     "latents": gpu.latents,
     "hit_rate": gpu.hit_rate,

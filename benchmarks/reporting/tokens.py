@@ -97,6 +97,21 @@ def serving(result: Result) -> str:
     return f"{words}\n\n{table(head, rows)}\n\n{machine(result)}"
 
 
+def served(result: Result) -> str:
+    """The same in a sentence."""
+    parts = []
+    for one in stored_beside("serving", result):
+        about, found = one["serving"]["settings"], one["serving"]["batches"]
+        times = ", ".join(f"{b['plans']['kvindex']['ratio']:.2f} of {b['batch']}" for b in found)
+        place = "GPU" if about.get("rows", "device") == "device" else "host"
+        parts.append(f"{times} with rows in {place} memory")
+    context = result["serving"]["settings"]["context"]
+    return (
+        f"In [vLLM](docs/adapters/vllm.md#how-fast), a token of sequences of {context:,} tokens "
+        f"over the same with FlashAttention 3, by the number of sequences: {'; '.join(parts)}."
+    )
+
+
 def summary(result: Result) -> str:
     """The same for a reader in a hurry: weights as they are, one sequence."""
     rows = []

@@ -340,8 +340,8 @@ def of_the_contract():
 EVERY = dict(of_the_contract())
 CHECKED = len({name.partition(":")[2] for name in EVERY})
 SAMPLE = 8
-"""One in so many cases of the contract is run by 2 ranks, another by 3: each index meets an eighth of
-the checks, and each check an eighth of the indexes."""
+"""One in so many cases of the contract is run by 2 ranks, another by 3: each index meets an eighth
+of the checks, and each check an eighth of the indexes."""
 
 
 def cases(ranks, every):
