@@ -102,13 +102,13 @@ def served(result: Result) -> str:
     parts = []
     for one in stored_beside("serving", result):
         about, found = one["serving"]["settings"], one["serving"]["batches"]
-        times = ", ".join(f"{b['plans']['kvindex']['ratio']:.2f} of {b['batch']}" for b in found)
+        times = " and ".join(f"{b['plans']['kvindex']['ratio']:.2f} ({b['batch']})" for b in found)
         place = "GPU" if about.get("rows", "device") == "device" else "host"
         parts.append(f"{times} with rows in {place} memory")
     context = result["serving"]["settings"]["context"]
     return (
-        f"In [vLLM](docs/adapters/vllm.md#how-fast), a token of sequences of {context:,} tokens "
-        f"over the same with FlashAttention 3, by the number of sequences: {'; '.join(parts)}."
+        f"A token in [vLLM](docs/adapters/vllm.md#how-fast) over FlashAttention's, {context:,} "
+        f"tokens (by sequences): {', '.join(parts)}."
     )
 
 
