@@ -104,11 +104,11 @@ def served(result: Result) -> str:
         about, found = one["serving"]["settings"], one["serving"]["batches"]
         times = " and ".join(f"{b['plans']['kvindex']['ratio']:.2f} ({b['batch']})" for b in found)
         place = "GPU" if about.get("rows", "device") == "device" else "host"
-        parts.append(f"{times} with rows in {place} memory")
+        parts.append(f"{times}, rows on the {place}")
     context = result["serving"]["settings"]["context"]
     return (
-        f"A token in [vLLM](docs/adapters/vllm.md#how-fast) over FlashAttention's, {context:,} "
-        f"tokens (by sequences): {', '.join(parts)}."
+        f"In [vLLM](docs/adapters/vllm.md#how-fast), over FlashAttention at {context:,} tokens (by "
+        f"sequences): {'; '.join(parts)}."
     )
 
 

@@ -87,10 +87,10 @@ class HostRows:
             pages = Pages(codes, self._host.rows, self._host.places)
             options |= dict(tokens=self._tokens, caches=self.caches)
             made = PagedSteps(self._geometry, config, pages, **options)
+            load_kernels(self._geometry.device)
         except BaseException:
             self.close()
             raise
-        load_kernels(self._geometry.device)
         self._pages = pages
         return made
 

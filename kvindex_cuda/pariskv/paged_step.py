@@ -130,7 +130,7 @@ class PagedSteps:
         seen = torch.arange(max(blocks, 1) * BLOCK, device=device) >= sink
         self._valid = words_of(seen[None], max(blocks, 1)).expand(most_rows, -1, -1).contiguous()
         self._none = torch.empty(0, 0, 0, 0, device=device)
-        self._arena = Arena(device)
+        self._arena, self._reserved = Arena(device), 0
         self._steps: dict[int, tuple[Step, list[State]]] = {}
 
     def begin(self, tables: Tensor, lengths: Tensor, slots: Tensor, *, rows: int) -> None:
@@ -187,7 +187,8 @@ class PagedSteps:
             ),
         )
         if new:
-            self._steps[rows] = self._step_for(rows)
+            self._grow(rows)
+            self._steps[rows] = self._step_for(rows), self._states()
             g = self._geometry
             queries = torch.zeros(rows, g.q_heads, g.head_dim, dtype=g.dtype, device=g.device)
             self.attend(
@@ -213,13 +214,29 @@ class PagedSteps:
             **self._pages.strides,
         )
 
-    def _step_for(self, rows: int) -> tuple[Step, list[State]]:
-        """A step for so many sequences, and what it reads of each layer."""
-        g, kept = self._geometry, self._pages.rows[0]
+    def _grow(self, rows: int) -> None:
+        """Take memory for steps of so many sequences, or of twice as many as before.
+
+        What was too small stays with its steps, whose graphs have it: all of it is less than twice
+        what is taken last.
+        """
+        if rows <= self._reserved:
+            return
+        reserved = min(max(rows, 2 * self._reserved), self._most_rows)
+        self._step_for(reserved)
+        self._reserved = reserved
+
+    def _step_for(self, rows: int) -> Step:
+        """A step for so many sequences, whose buffers are those of all steps."""
+        g = self._geometry
         options = options_of("votes", self._config)
         options |= dict(batch=rows, k=self._k, most=self._most, ragged=True, arena=self._arena)
         options |= dict(blocks=self._codes.shape[2])
-        step = Step(g, self._layout, multiprocessors=multiprocessors(g.device), **options)
+        return Step(g, self._layout, multiprocessors=multiprocessors(g.device), **options)
+
+    def _states(self) -> list[State]:
+        """What steps read of each layer."""
+        g, kept = self._geometry, self._pages.rows[0]
         common: dict[str, Any] = dict(
             valid=self._valid,
             length=self._length,
@@ -234,7 +251,7 @@ class PagedSteps:
             segments=self._segments,
         )
         places = zip(self._codes, self._rows, self._scales, self._caches, strict=True)
-        return step, [
+        return [
             State(codes=codes, rows=pages, weight_scale=scale, cache=cache, **common)
             for codes, pages, scale, cache in places
         ]

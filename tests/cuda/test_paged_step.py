@@ -167,6 +167,17 @@ def test_batches_of_all_sizes_take_turns_in_the_same_buffers(index, device):
 
 
 @on_devices
+def test_memory_of_batches_that_grow_by_one_does_not_add_up(device):
+    engine, nowhere = Engine(device, k=6), torch.tensor([-1], device=device)
+    for count in (1, 2, 3, 4, 5, 6, 3):
+        engine.begin(nowhere, rows=count, lengths=[0] * count)
+    lists = [step._list.untyped_storage() for step, _ in engine.steps._steps.values()]
+    taken = {one.data_ptr(): one.nbytes() for one in lists}
+    single = min(taken.values())
+    assert sorted(size // single for size in taken.values()) == [1, 2, 4, 6]
+
+
+@on_devices
 @pytest.mark.parametrize("tokens", [256, 512])
 def test_full_blocks_have_the_codes_of_their_keys_and_others_none(tokens, device):
     engine = Engine(device, tokens=tokens)

@@ -64,8 +64,8 @@ def builder_of(config, layers):
     return made(spec, list(layers), config, torch.device("cpu"))
 
 
-def common(tables, lengths, counts, slots):
-    """What vLLM tells of a step that brings so many tokens of each sequence."""
+def common(tables, lengths, counts, slots, **more):
+    """What vLLM tells of a step that brings so many tokens of each sequence, and more."""
     from vllm.v1.attention.backend import CommonAttentionMetadata
 
     starts = torch.tensor([0, *counts]).cumsum(0).int()
@@ -80,6 +80,7 @@ def common(tables, lengths, counts, slots):
         block_table_tensor=tables,
         slot_mapping=slots,
         causal=True,
+        **more,
     )
 
 

@@ -17,6 +17,9 @@ def test_first_sequences_of_one_token():
     assert single([0, 3, 4]) == 0
     assert single([0, 1, 2]) == 2
     assert single([0]) == 0
+    assert single([0, 1, 2, 5], [False, True, True]) == 1
+    assert single([0, 1, 2], [False, False]) == 2
+    assert single([0, 1, 1], [False]) == 1  # the last one is of padding, of which nobody says
 
 
 @given(
@@ -45,19 +48,26 @@ def test_options():
         ({"rows": "disk"}, "rows: got 'disk', allowed is one of device, host"),
         ({"cached_rows": 100}, "cached_rows: got 100, allowed is a power of two from 4"),
         ({"cached_rows": 2}, "cached_rows: got 2"),
+        ({"cached_rows": 0}, "cached_rows: got 0"),
+        ({"cached_rows": -4}, "cached_rows: got -4"),
+        ({"cached_rows": "a"}, "cached_rows: got 'a'"),
+        ({"cached_rows": True}, "cached_rows: got True"),
+        ({"cached_rows": 4096.0}, "cached_rows: got 4096.0"),
+        ({"rows": None}, "rows: got None"),
     ):
         with pytest.raises(ValueError, match=said):
             Options.of(asked)
 
 
 def test_what_the_host_does_not_serve_is_refused():
-    fine = dict(prefix_match_unit=None, use_ubatching=False)
+    fine = dict(prefix_match_unit=None, use_ubatching=False, enable_sleep_mode=False)
     unsupported.check_host(engine(**fine), None)
     unsupported.check_host(engine(**{**fine, "prefix_match_unit": 256}), None)
     for other, window, said in (
         (fine, 128, "rows: got host, and sliding layers, allowed is device"),
         ({**fine, "prefix_match_unit": 64}, None, "prefix_match_unit: got 64"),
         ({**fine, "use_ubatching": True}, None, "use_ubatching: got True"),
+        ({**fine, "enable_sleep_mode": True}, None, "enable_sleep_mode: got True"),
     ):
         with pytest.raises(ValueError, match=f"kvindex: {said}"):
             unsupported.check_host(engine(**other), window)

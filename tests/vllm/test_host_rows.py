@@ -91,6 +91,30 @@ def test_a_batch_searches_for_first_tokens_and_copies_rows_of_others(entered):
     assert not any(layer.kv_cache.any() for layer in layers.values())
 
 
+def test_a_prompt_whose_prefix_comes_in_the_same_step_does_not_search(entered):
+    """vLLM lets it have blocks that the step is about to fill, all but its last token."""
+    from tests.vllm.on_a_cpu import Attention
+
+    config = entered({**HOST, "k": 1, "local_window": 2})
+    layers = layers_of(config, Attention)
+    builder = builder_of(config, layers)
+    tables = torch.tensor([[3, 7, 1], [3, 7, 5], [9, 0, 0]]).int()
+    bounds = (512, 513), (0, 513), (0, 7)  # the first finds the second's
+    slots, counts = slots_of(tables, bounds), [1, 513, 7]
+    told = dict(is_prefilling=torch.ones(3, dtype=torch.bool))
+    metadata = builder.build(0, common(tables, [513, 513, 7], counts, slots, **told))
+    for layer in layers.values():
+        keys, values = (torch.randn(len(slots), G, D) for _ in range(2))
+        layer.impl.do_kv_cache_update(layer, keys, values, layer.kv_cache, slots)
+        queries, output = torch.randn(len(slots), H, D), torch.full((len(slots), H, D), 9.0)
+        layer.impl.forward(layer, queries, keys, values, layer.kv_cache, metadata, output)
+        rows = layer.impl.host.pages.rows[layer.impl.number]
+        for b, (last, end) in enumerate(((0, 513), (513, 513), (520, 7))):
+            seen = pages.read_rows(rows, tables[b], 0, end)
+            expected = attend(queries[last, None], seen.keys, seen.values, scale=D**-0.5)
+            torch.testing.assert_close(output[last, None], expected, rtol=1e-4, atol=1e-5)
+
+
 @pytest.fixture
 def emulated_engine(on_a_cpu, engine, model):
     return engine(model, {**HOST, "dense_below": 350, "local_window": 40})

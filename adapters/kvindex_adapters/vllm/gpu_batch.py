@@ -121,7 +121,8 @@ class SearchingFlashBuilder(FlashAttentionMetadataBuilder):
             rows = common.num_reqs
         elif self._host is not None:
             starts = common.query_start_loc_cpu[: common.num_reqs + 1].tolist()
-            rows = single(starts)
+            reading = common.is_prefilling
+            rows = single(starts, None if reading is None else reading.tolist())
         alone = bool(rows) or self._host is not None  # vLLM's own plan is not asked for
         metadata = super().build(common_prefix_len, common, fast_build or alone)
         metadata.searching = None

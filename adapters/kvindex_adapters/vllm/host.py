@@ -47,10 +47,15 @@ class Part:
         )
 
 
-def single(starts: Sequence[int]) -> int:
-    """How many of a batch's first sequences bring one token each; starts: of each, and the end."""
+def single(starts: Sequence[int], prompts: Sequence[bool] | None = None) -> int:
+    """How many of a batch's first sequences decode: bring one token each, which is no prompt's.
+
+    starts: of each, and the end; prompts: of each whether its prompt is still being read, None
+    where nobody says. One that finds its prefix in a block which the same batch fills, vLLM starts
+    in that batch: no codes are there yet to search.
+    """
     for number, (start, stop) in enumerate(pairwise(starts)):
-        if stop - start != 1:
+        if stop - start != 1 or (prompts is not None and prompts[number]):
             return number
     return len(starts) - 1
 

@@ -100,6 +100,7 @@ def check_searched(why: str | None, local_window: int) -> None:
 def check_host(config: Any, sliding_window: int | None) -> None:
     """Raises ValueError for a layer of an engine whose rows cannot lie on the host."""
     cache, parallel = config.cache_config, config.parallel_config
+    sleeps = config.model_config.enable_sleep_mode
     unit = cache.prefix_match_unit
     one = "None or the block size: a page that is copied inside vLLM would lack its rows"
     _refuse(
@@ -111,6 +112,7 @@ def check_host(config: Any, sliding_window: int | None) -> None:
         ),
         ("prefix_match_unit", unit, unit in (None, cache.block_size), one),
         ("use_ubatching", True, not parallel.use_ubatching, "False where rows lie on the host"),
+        ("enable_sleep_mode", True, not sleeps, "False where rows lie on the host"),
     )
 
 
