@@ -98,17 +98,11 @@ def serving(result: Result) -> str:
 
 
 def served(result: Result) -> str:
-    """The same in a sentence."""
-    parts = []
-    for one in stored_beside("serving", result):
-        about, found = one["serving"]["settings"], one["serving"]["batches"]
-        times = " and ".join(f"{b['plans']['kvindex']['ratio']:.2f} ({b['batch']})" for b in found)
-        place = "GPU" if about.get("rows", "device") == "device" else "host"
-        parts.append(f"{times}, rows on the {place}")
-    context = result["serving"]["settings"]["context"]
+    """A sentence: one sequence, rows on the device."""
+    ratio = result["serving"]["batches"][0]["plans"]["kvindex"]["ratio"]
     return (
-        f"In [vLLM](docs/adapters/vllm.md#how-fast), over FlashAttention at {context:,} tokens (by "
-        f"sequences): {'; '.join(parts)}."
+        f"In vLLM a token at the first length takes {ratio:.2f} of its time with FlashAttention "
+        "([more](docs/adapters/vllm.md#how-fast))."
     )
 
 
