@@ -3,7 +3,8 @@
 Every rank makes the same calls in the same order. A rank that dies or hangs ends the others with a
 `RankError` that names it: those that are left sign in at the group's store, and who is missing
 there after the timeout is the one. With NCCL a collective is a kernel, which the host does not wait
-for: there torch's own watchdog ends a process after the same timeout (docs/distributed.md).
+for: there torch's own watchdog ends a process after the same timeout (docs/distributed.md). It does
+not see those of a graph, so whoever replays one waits by `Ranks.wait_for`.
 """
 
 from __future__ import annotations
@@ -24,6 +25,9 @@ more than the longest time between two layers of a prompt."""
 
 ASK_EVERY_S = 0.05
 """Seconds between two looks for who has signed in: nothing else is left to do."""
+
+LOOK_EVERY_S = 1e-4
+"""Seconds between two looks at an event: little of a token, of which some are launched ahead."""
 
 WORD = 8
 """Bytes to which parts of a message are aligned: of the widest number."""
@@ -136,7 +140,8 @@ class Ranks:
     def first(self, tensor: Tensor) -> Tensor:
         """Rank 0's tensor, on all, in place of this one: one broadcast. Raises RankError."""
         if self._group is not None:
-            self._run(dist.broadcast, tensor, group=self._group, group_src=0)
+            first = dist.get_global_rank(self._group, 0)  # torch before 2.6 knows no `group_src`
+            self._run(dist.broadcast, tensor, first, group=self._group)
         return tensor
 
     def add(self, tensor: Tensor) -> Tensor:
@@ -149,6 +154,20 @@ class Ranks:
         raw = _bytes(tensor)
         self._run(dist.all_reduce, raw, group=self._group)
         return raw[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+
+    def wait_for(self, event: Any) -> None:
+        """Until a device has come to an event of its own, after messages that a graph holds.
+
+        torch's watchdog does not see those. Raises RankError after the timeout.
+        """
+        end = time.monotonic() + self.timeout_s
+        while self._group is not None and not event.query():
+            if not self._lost and time.monotonic() > end:
+                self._lost = self._found("the device does not come to the end of a graph")
+            if self._lost:
+                raise RankError(self._lost)
+            time.sleep(LOOK_EVERY_S)
+        event.synchronize()
 
     def _run(self, collective: Any, *args: Any, **options: Any) -> None:
         if self._lost:

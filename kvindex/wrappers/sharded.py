@@ -104,6 +104,10 @@ class Sharded(Wrapper):
         """Rank 0's tensor, on all, in place of this one: one broadcast."""
         return self._ranks.first(tensor)
 
+    def wait_for(self, event: Any) -> None:
+        """As `Ranks.wait_for`."""
+        self._ranks.wait_for(event)
+
     def _facts(self) -> dict[str, Any]:
         """What all ranks must have alike."""
         tells = capability(self.inner, TellsRecipe)
@@ -421,7 +425,10 @@ class Sharded(Wrapper):
         if step is None or step.beside is not beside or step.reads is not reads:
             g = self.geometry
             shape = resident.batch, g.kv_heads
-            found = torch.zeros(shape, dtype=torch.int64, device=g.device)
+            if step is not None and step.found.shape == shape:
+                found = step.found  # whoever watches it goes on
+            else:
+                found = torch.zeros(shape, dtype=torch.int64, device=g.device)
             step = self._step = _Step(resident, beside, reads, found)
             self._load_messages(found)
         return step

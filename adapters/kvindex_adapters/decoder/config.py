@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -45,12 +46,13 @@ class DecoderConfig:
         )
 
 
-def check_share(config: DecoderConfig, inner: int, ranks: int) -> None:
+def check_share(config: DecoderConfig, inner: Sequence[int], ranks: int) -> None:
     """Raises UnsupportedError for a model that so many ranks do not share evenly.
 
-    inner: rows of its perceptron's matrices.
+    inner: rows of the perceptron's matrices of each layer.
     """
-    for name, size in {"KV heads": config.kv_heads, "rows of the perceptron": inner}.items():
+    sizes = [("KV heads", config.kv_heads), *(("rows of the perceptron", rows) for rows in inner)]
+    for name, size in sizes:
         if size % ranks:
             raise UnsupportedError(
                 f"heads: got {ranks} ranks for {size} {name}, allowed are numbers of ranks that "

@@ -48,7 +48,7 @@ class Decoder:
     """A model's weights and its tokenizer; each call of `generate` is a sequence of its own.
 
     Made by `of` or `from_pretrained`. The weights are the model's own, which must not move
-    meanwhile; of `weights="fp8"` the layers' matrices are copies, and of `ranks` all is.
+    meanwhile; of `weights="fp8"` and of `ranks` the layers' matrices are copies.
     """
 
     def __init__(
@@ -96,8 +96,10 @@ class Decoder:
         plain = weights == PLAIN
         made, own = (read, model) if plain else (quantize(read), None)
         if ranks is not None:
-            check_share(config, len(made.layers[0].gate.weight), ranks.count)
-            ranks.check_same("heads", {**vars(config), "weights": weights})
+            inner = [len(layer.gate.weight) for layer in made.layers]
+            own = {"inner": inner, "hidden": read.embedding.shape[1], "dtype": str(model.dtype)}
+            ranks.check_same("heads", {**vars(config), **own, "weights": weights})
+            check_share(config, inner, ranks.count)
             made, own, config = share(made, ranks), None, config.share(ranks.count)
             ropes = {n: None if r is None else r.to(ranks.device) for n, r in ropes.items()}
         return cls(made, config, ropes, own, tokenizer, ends)

@@ -30,14 +30,19 @@ class TokenGraph:
     def __init__(self, session: Session, sampler: Sampler, *, graphs: bool = True) -> None:
         self._session, self._sampler = session, sampler
         self._serves = graphs and session.token.device.type in GRAPHS
+        self._ahead = AHEAD if self._serves and session.ranks is not None else 0
         self._graph: Graph | None = None
         self._reads: list[object] = []  # what it was captured for
         self._warm = 0
 
     @property
     def ahead(self) -> int:
-        """Tokens that may be launched before one is read: more than 0 once a graph is replayed."""
-        return AHEAD if self._graph is not None else 0
+        """Tokens that may be launched before one is read: more than 0 once a graph is replayed.
+
+        Of several ranks from the first token on, whatever one of them captures: those that launched
+        more would wait for the others.
+        """
+        return AHEAD if self._graph is not None else self._ahead
 
     def step(self) -> None:
         """One more token: from `session.token` to the next, which takes its place."""

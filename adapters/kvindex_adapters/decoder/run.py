@@ -39,7 +39,9 @@ class Run:
         sampler, running = Sampler(self.sampling, self.ids.device), set(range(len(self.ids)))
         room = self.session.length + self.ids.shape[1] + self.max_new_tokens
         logits = self.session.read_prompt(self.ids, self.chunk, room, on_progress)
-        token, ring = self.session.token, TokenRing(len(self.ids), self.ids.device)
+        token, ranks = self.session.token, self.session.ranks
+        waits = {} if ranks is None else {"wait": ranks.wait_for}
+        ring = TokenRing(len(self.ids), self.ids.device, **waits)
         token.copy_(self.session.agreed(sampler.choose(logits))[:, None])
         ring.put(token[:, 0])
         graph, left = TokenGraph(self.session, sampler, graphs=self.graphs), self.max_new_tokens - 1

@@ -13,6 +13,7 @@ from kvindex.core.graphs import GRAPHS
 from kvindex.core.guard import in_plain_torch
 from kvindex.core.protocol import Explains, KVIndex
 from kvindex.layer import AttentionLayer
+from kvindex.wrappers import Sharded
 from kvindex_adapters.decoder import layers
 from kvindex_adapters.decoder.config import DecoderConfig
 from kvindex_adapters.decoder.dense import DenseAttention
@@ -22,6 +23,7 @@ from kvindex_adapters.hf.placement import expect, make_room
 from kvindex_adapters.hf.prefill import Progress, chunks
 from kvindex_adapters.hf.report import Report, sum_up
 from kvindex_adapters.llama.fused import Fused, refusal
+from kvindex_adapters.llama.heads import HeadRanks
 from kvindex_adapters.llama.weights import Weights
 
 
@@ -81,8 +83,6 @@ class Session:
         self._position = -torch.tensor(padding, device=device)[:, None]  # of the next token, [B, 1]
         self.token = torch.zeros_like(self._position)
         self.length = 0
-        first = next(iter(self._indexed()), None)
-        self._ranks = weights.ranks or (None if first is None else sharded(first.index))
 
     def read_prompt(
         self, ids: Tensor, chunk: int, room: int, report: Progress | None = None
@@ -126,7 +126,14 @@ class Session:
 
         A collective, which a graph may hold.
         """
-        return tokens if self._ranks is None else self._ranks.first(tokens)
+        ranks = self.ranks
+        return tokens if ranks is None else ranks.first(tokens)
+
+    @property
+    def ranks(self) -> HeadRanks | Sharded | None:
+        """Those that have the heads, or the tokens, together with this one; None: it has all."""
+        first = next(iter(self._indexed()), None)
+        return self._weights.ranks or (None if first is None else sharded(first.index))
 
     # One token as a graph
 

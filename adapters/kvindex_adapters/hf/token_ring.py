@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -14,10 +15,16 @@ AHEAD = 4
 class TokenRing:
     """Tokens on their way to the host, in the order that they were put in: `B` of them each time.
 
-    At most `AHEAD + 1` at once.
+    At most `AHEAD + 1` at once. wait: for an event of the device.
     """
 
-    def __init__(self, batch: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        batch: int,
+        device: torch.device,
+        wait: Callable[[torch.cuda.Event], None] = torch.cuda.Event.synchronize,
+    ) -> None:
+        self._wait_for = wait
         self._pinned = device.type == "cuda"
         shape = (AHEAD + 1, batch)
         self._slots = torch.empty(shape, dtype=torch.int64, pin_memory=self._pinned)
@@ -39,7 +46,7 @@ class TokenRing:
         """The oldest tokens int64 `[B]`, on the CPU, once they are there."""
         slot, event = self._coming.popleft()
         if event is not None:
-            event.synchronize()
+            self._wait_for(event)
         return self._slots[slot].clone()
 
     def wait(self) -> None:

@@ -89,7 +89,9 @@ class FusedBody:
         if overlap is None:
             overlap = device.type == "cuda" and torch.cuda.get_device_capability(device) >= OVERLAPS
         self._overlap, self._ahead = overlap, ahead
-        self._zeros: Tensor | None = None
+        self._no_residual: Tensor | None = None  # it stays: graphs read it
+        if weights.ranks is not None and weights.ranks.rank:
+            self._no_residual = weights.embedding.new_zeros(BATCH, weights.embedding.shape[1])
         self._layers = [
             FusedLayer(
                 normed(layer.attention_norm),
@@ -172,12 +174,7 @@ class FusedBody:
 
     def _residual(self, hidden: Tensor) -> Tensor:
         """What a rank's product is added to: of several ranks the first alone has the residual."""
-        ranks = self._weights.ranks
-        if ranks is None or ranks.rank == 0:
-            return hidden
-        if self._zeros is None or self._zeros.shape != hidden.shape:
-            self._zeros = torch.zeros_like(hidden)
-        return self._zeros
+        return hidden if self._no_residual is None else self._no_residual[: len(hidden)]
 
     def _summed(self, hidden: Tensor) -> Tensor:
         """The residual after a product, from this rank's part."""

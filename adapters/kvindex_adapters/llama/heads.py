@@ -39,9 +39,16 @@ class HeadRanks:
     ) -> HeadRanks:
         """The ranks of a process group, or of the default one. All of them call it.
 
-        Raises ValueError in a process of torchrun that has no group yet.
+        Raises ValueError in a process of torchrun that has no group yet, and for a GPU that is not
+        the current one, from which torch sends what is no tensor.
         """
-        return HeadRanks(Ranks.of(group, timeout_s), torch.device(device), one_shot=one_shot)
+        place = torch.device(device)
+        if place.type == "cuda" and place.index not in (None, torch.cuda.current_device()):
+            raise ValueError(
+                f"device: got {place}, allowed is the current one, "
+                f"cuda:{torch.cuda.current_device()}: call torch.cuda.set_device before"
+            )
+        return HeadRanks(Ranks.of(group, timeout_s), place, one_shot=one_shot)
 
     @property
     def one_shot(self) -> bool:
@@ -65,6 +72,10 @@ class HeadRanks:
     def first(self, tokens: Tensor) -> Tensor:
         """Rank 0's tokens, on all: one broadcast."""
         return self._ranks.first(tokens)
+
+    def wait_for(self, event: Any) -> None:
+        """As `Ranks.wait_for`."""
+        self._ranks.wait_for(event)
 
     def check_same(self, what: str, facts: dict[str, Any]) -> None:
         """As `Ranks.check_same`."""

@@ -15,16 +15,17 @@ from kvindex_adapters.llama.weights import LayerWeights, Linear, Norm, Weights
 def share(weights: Weights, ranks: HeadRanks) -> Weights:
     """This rank's share of a whole model, as copies on the ranks' device, layer by layer.
 
-    Consecutive heads; embedding and norms are whole, as is a head whose rows the ranks do not
-    divide. Scales of FP8 are those of the whole matrices, so that ranks together multiply by what
-    one process does.
+    Consecutive heads; embedding and norms are whole (the model's own, if it is on that device), as
+    is a head whose rows the ranks do not divide. Scales of FP8 are those of the whole matrices, so
+    that ranks together multiply by what one process does.
     """
     device, frequencies = ranks.device, weights.rotary.frequencies
     embedding, head = weights.embedding.to(device), weights.head
     tied = head.weight.data_ptr() == weights.embedding.data_ptr()
     if tied:
-        head = Linear(embedding, head.bias)
-    if not len(head.weight) % ranks.count:
+        head = Linear(embedding, None if head.bias is None else head.bias.to(device))
+    shared = not len(head.weight) % ranks.count
+    if shared:
         head = _rows(head, ranks)
     return Weights(
         embedding=embedding,
@@ -32,6 +33,7 @@ def share(weights: Weights, ranks: HeadRanks) -> Weights:
         layers=tuple(_layer(layer, ranks) for layer in weights.layers),
         norm=_norm(weights.norm, device),
         head=head if tied else _copied(head, device),
+        head_is_shared=shared,
     )
 
 

@@ -81,15 +81,19 @@ class Body:
 
 @dataclass(frozen=True)
 class Weights(Body):
-    """A model; head may be the embedding `[V, hidden]` itself (tied), or a rank's rows of it."""
+    """A model; head may be the embedding `[V, hidden]` itself (tied), or a rank's rows of it.
+
+    head_is_shared: whether it has the rows of a rank alone.
+    """
 
     head: Linear
+    head_is_shared: bool = False
 
 
 def whole(logits: Tensor, weights: Weights) -> Tensor:
     """Logits `[B, V]` from what `head` gives: of all ranks, where each has some of its rows."""
     ranks = weights.ranks
-    if ranks is None or len(weights.head.weight) == len(weights.embedding):
+    if ranks is None or not weights.head_is_shared:
         return logits
     return ranks.gather_logits(logits)
 

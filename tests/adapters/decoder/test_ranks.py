@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.adapters.decoder import ranks_cases, ranks_gpu_cases
+from tests.adapters.decoder import ranks_cases, ranks_gpu_cases, shares_cases
 from tests.cuda import emulator
 from tests.support import ranks as processes
 
@@ -17,6 +17,11 @@ def agreed(name, module):
 @pytest.mark.parametrize("name", ranks_cases.cases(2, False))
 def test_two_ranks_decode_together(name):
     agreed(name, ranks_cases)
+
+
+@pytest.mark.parametrize("name", shares_cases.cases(2, False))
+def test_two_ranks_agree(name):
+    agreed(name, shares_cases)
 
 
 @pytest.mark.gpu2
