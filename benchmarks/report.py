@@ -62,6 +62,7 @@ TABLES: dict[str, Callable[[Result], str]] = {
     "serving": tokens.serving,
     "serving_summary": tokens.served,
     "ranks": tokens.ranks,
+    "ranks_quality": quality.ranks,
     "latents": gpu.latents,
     "hit_rate": gpu.hit_rate,
     "limits": gpu.limits,
