@@ -4,8 +4,8 @@
 
 A table stands between `<!-- name:begin -->` and `<!-- name:end -->`. With --check nothing is
 written, and the exit status is 1 where a table is not what the results say. --draw writes
-docs/pictures/NAME.png as well: decode_step, decoder_tokens, recall, cpu_steps, and the answers_… of
-the tables.
+docs/pictures/NAME.png as well: decode_step, decoder_tokens, ranks, recall, cpu_steps, and the
+answers_… of the tables.
 """
 
 from __future__ import annotations
@@ -62,6 +62,7 @@ TABLES: dict[str, Callable[[Result], str]] = {
     "serving": tokens.serving,
     "serving_summary": tokens.served,
     "ranks": tokens.ranks,
+    "ranks_quality": quality.ranks,
     "latents": gpu.latents,
     "hit_rate": gpu.hit_rate,
     "limits": gpu.limits,

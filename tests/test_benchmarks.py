@@ -13,7 +13,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks import answers, append, generation, latency, quality, ranks, report, serving
+from benchmarks import (
+    answers,
+    append,
+    generation,
+    latency,
+    quality,
+    ranks,
+    ranks_quality,
+    report,
+    serving,
+)
 from benchmarks.common import (
     attached,
     correctness,
@@ -339,6 +349,18 @@ def test_tokens_are_timed_in_turns_and_what_differs_is_not(tiny, monkeypatch):
     monkeypatch.setattr(decoding.Decoding, "step", wrong)
     with pytest.raises(SystemExit, match="step 0 is not the same"):
         generation.main()
+
+
+def test_ways_to_share_tokens_are_the_same_in_one_process(tiny, monkeypatch):
+    texts, model = tiny
+    sizes = ["--tokens", 460, "--steps", 20, "-k", 4]
+    result = ran(ranks_quality.main, [*texts, *sizes, *model], monkeypatch)
+    for ways in result["indexes"].values():
+        assert ways["one"]["kl_mean"] > 0
+        for found in ways.values():
+            assert found["kl_texts"] == pytest.approx(ways["one"]["kl_texts"], rel=1e-3)
+    page = report.TABLES["ranks_quality"](result)
+    assert "| `exact` | 1 ranks, the 4 of all (`best`, k = 4) |" in page
 
 
 @pytest.fixture

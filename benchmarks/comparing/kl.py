@@ -37,16 +37,19 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-k", type=int, default=100)
 
 
-def ratio_interval(cells: list[tuple[Tensor, Tensor]], seed: int = 0) -> tuple[float, float, float]:
+def ratio_interval(
+    cells: list[tuple[Tensor, Tensor]], seed: int = 0, *, block: int = BLOCK
+) -> tuple[float, float, float]:
     """Geometric mean over cells of mean KL over `exact`'s, with its paired 95% interval.
 
-    cells: (KL of the index, KL of exact) per token, float64 `[T]` each.
+    cells: (KL of the index, KL of exact) per token, float64 `[T]` each; block: tokens that are
+    drawn together.
     """
     generator = torch.Generator().manual_seed(seed)
     logs, draws = [], []
     for ours, theirs in cells:
-        blocks = len(ours) // BLOCK
-        sums = [part[: blocks * BLOCK].view(blocks, BLOCK).sum(1) for part in (ours, theirs)]
+        blocks = len(ours) // block
+        sums = [part[: blocks * block].view(blocks, block).sum(1) for part in (ours, theirs)]
         chosen = torch.randint(blocks, (RESAMPLES, blocks), generator=generator)
         logs.append(math.log(float(sums[0].sum() / sums[1].sum())))
         draws.append((sums[0][chosen].sum(1) / sums[1][chosen].sum(1)).log())

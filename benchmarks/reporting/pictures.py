@@ -13,7 +13,7 @@ from benchmarks.common.shapes import SHAPES
 from benchmarks.reporting.along import along_lines, sampled
 from benchmarks.reporting.answers import DEFAULT, depth_cells
 from benchmarks.reporting.parts import Result, mean, some, stored, values
-from benchmarks.reporting.tokens import plain
+from benchmarks.reporting.tokens import plain, ranks_plans
 from kvindex_adapters.evaluate.compare.depths import PARTS
 from kvindex_adapters.evaluate.compare.lines import NAMED
 from kvindex_adapters.evaluate.compare.pictures import LIGHT, MARKS, picture
@@ -144,6 +144,28 @@ def decoder_tokens(result: Result) -> Any:
     return figure
 
 
+def ranks(result: Result) -> Any:
+    """A bar a plan: a token of several GPUs, in color, beside one's."""
+    found = result["ranks"]
+    plans = {plan: name for plan, name in ranks_plans(found).items() if plan != "silent"}
+    names = list(plans.values())
+    low, ms, high = (
+        [found[plan][f"device_ms{end}"] for plan in plans] for end in ("_low", "", "_high")
+    )
+    figure, axes = pyplot.subplots(figsize=(8, 0.9 + 0.45 * len(plans)))
+    colors = [LIGHT.gray if plan == "one" else "C0" for plan in plans]
+    axes.barh(names, ms, color=colors, height=0.6)
+    for row, time in enumerate(ms):
+        axes.annotate(f"  {time:.2f}", (high[row], row), va="center")
+    ends = [[a - b for a, b in zip(*pair, strict=True)] for pair in ((ms, low), (high, ms))]
+    axes.errorbar(ms, names, xerr=ends, fmt="none", ecolor="0.2")
+    axes.set(xlabel="ms per token", xlim=(0, 1.12 * max(ms)))
+    axes.invert_yaxis()
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.tight_layout()
+    return figure
+
+
 def recall(result: Result) -> Any:
     """Recall against β, and against bytes that a step reads per key, presets side by side."""
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 4), sharey=True)
@@ -224,7 +246,7 @@ def answers_along(result: Result) -> Any:
 
 PICTURES = {
     **dict(cpu_steps=cpu_steps, decode_step=decode_step, decoder_tokens=decoder_tokens),
-    **dict(recall=recall),
+    **dict(ranks=ranks, recall=recall),
     **dict(answers_lengths=picture, answers_rows=picture),
     **dict(answers_depth=answers_depth, answers_along=answers_along),
 }

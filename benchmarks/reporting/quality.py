@@ -103,6 +103,37 @@ def divergence(result: Result) -> str:
     )
 
 
+WAYS = {
+    "one": "one process, {k}",
+    "own": "{ranks} ranks, the {k} of each (`own`, k = {k})",
+    "own_part": "{ranks} ranks, the {part} of each (`own`, k = {part})",
+    "best": "{ranks} ranks, the {k} of all (`best`, k = {k})",
+}
+
+
+def ranks(result: Result) -> str:
+    """KL of each way to share tokens, beside the same index in one process."""
+    sizes = {"part": result["k"] // result["ranks"], **result}
+    rows = [
+        (
+            *(f"`{index}`", WAYS[way].format(**sizes), f"{found['kl_mean']:.4f}"),
+            *(f"{mean:.4f}" for mean in found["kl_texts"]),
+            ""
+            if way == "one"
+            else "{:.2f} ({:.2f} to {:.2f})".format(found["ratio"], *found["ratio_95"]),
+        )
+        for index, ways in result["indexes"].items()
+        for way, found in ways.items()
+    ]
+    head = ("index", "rows of a step", "mean KL, nats", *result["texts"], "of one process's (95%)")
+    about = (
+        f"{named(result['model'], result['lora'])}, {result['steps']} given tokens after a prompt "
+        f"of {result['tokens']:,}. The ratio is the geometric mean over texts; its interval a "
+        "paired bootstrap over tokens."
+    )
+    return f"{about}\n\n{table(head, rows)}\n\n{machine(result)}"
+
+
 def drawn(result: Result) -> str:
     """KL over that of exact search by length: of other models, and of other numbers of rows."""
     names = ("256", "qwen", "qwen_256")

@@ -32,15 +32,20 @@ RANKS = {
 }
 
 
+def ranks_plans(found: Result) -> dict[str, str]:
+    """What was measured, in words: GPUs, how they share and tokens."""
+    sizes = dict(ranks=found["ranks"], context=f"{found['context']:,} tokens")
+    sizes["all"] = f"{found['ranks'] * found['context']:,} tokens"
+    return {plan: words.format(**sizes) for plan, words in RANKS.items() if plan in found}
+
+
 def ranks(result: Result) -> str:
     """Milliseconds a token of several GPUs beside one's, and what sums take."""
     rows, found = [], result["ranks"]
-    sizes = dict(ranks=found["ranks"], context=f"{found['context']:,} tokens")
-    sizes["all"] = f"{found['ranks'] * found['context']:,} tokens"
-    for plan in (plan for plan in RANKS if plan in found):
+    for plan, words in ranks_plans(found).items():
         ms, low, high = (found[plan][f"device_ms{part}"] for part in ("", "_low", "_high"))
         ratio, rates = found["ratio"].get(plan), found["hit_rates"].get(plan)
-        cells = RANKS[plan].format(**sizes), f"{ms:.2f} ({low:.2f} to {high:.2f})"
+        cells = words, f"{ms:.2f} ({low:.2f} to {high:.2f})"
         over = "" if ratio is None else f"{ratio:.2f}"
         rows.append((*cells, over, f"{statistics.median(rates):.2f}" if rates else ""))
     head = ("", "ms a token", "of one GPU's", "rows in the cache")

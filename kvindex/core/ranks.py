@@ -84,8 +84,7 @@ class Ranks:
         """
         if self._group is None:
             return
-        every: list[Any] = [None] * self.count
-        self._run(dist.all_gather_object, every, dict(facts), group=self._group)
+        every = self.gather_object(dict(facts))
         for rank, others in enumerate(every):
             for name in dict.fromkeys([*every[0], *others]):
                 mine, theirs = every[0].get(name), others.get(name)
@@ -109,6 +108,13 @@ class Ranks:
             found.append(raw.view(self.count, *part.shape))
             start += part.nbytes + -part.nbytes % WORD
         return found
+
+    def gather_object(self, value: Any) -> list[Any]:
+        """Objects of all ranks, by rank; they are pickled. Raises RankError."""
+        every = [value] * self.count
+        if self._group is not None:
+            self._run(dist.all_gather_object, every, value, group=self._group)
+        return every
 
     def gather_message(self, message: Tensor) -> Tensor:
         """Messages of all ranks, uint8 `[W, n]`, from this one's, uint8 `[n]`: one all-gather.

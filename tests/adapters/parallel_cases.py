@@ -53,6 +53,7 @@ def is_as_one_process(whole, model, index):
     with attach(model, index=index, k=1000, **REGIONS) as cache:
         got = tiny.steps(model, cache, inputs, STEPS)
         report, index_of_layer = cache.report(), cache.indexes()[0]
+        together = cache.report(all_ranks=True)
         cache.reset()
         answer = greedy(model, inputs, cache)
     for mine, theirs in zip(got, want, strict=True):
@@ -66,6 +67,15 @@ def is_as_one_process(whole, model, index):
     dist.all_reduce(rows)
     assert int(rows) == one.nbytes["rows"], "ranks have the rows once"
     assert report.rows_read == one.rows_read
+    everywhere = [None] * dist.get_world_size()
+    dist.all_gather_object(everywhere, together)
+    assert everywhere == [together] * len(everywhere), "all ranks say the same"
+    assert together.nbytes["rows"] == one.nbytes["rows"]
+    assert together.placement == one.placement
+    assert (together.rows_read, together.rows_full) == (one.rows_read, one.rows_full)
+    assert (together.bytes_fetched, together.steps) == (one.bytes_fetched, one.steps)
+    assert f"memory of all {report.ranks}: " in str(together)
+    assert together.over_ranks() == together, "and nothing is summed twice"
     return index_of_layer.geometry
 
 
@@ -146,6 +156,8 @@ def decoder_shares_heads(name):
             for got, want in zip(mine, theirs, strict=True):
                 assert torch.equal(got.answer_ids, want.answer_ids)
     sessions = same_logits(one, shared)
+    together = sessions[1].report(all_ranks=True)
+    assert together.nbytes["rows"] == sessions[0].report().nbytes["rows"]
     assert "\nheads: those of rank " in sessions[1].explain()
     assert "heads" not in sessions[0].explain()
 

@@ -111,6 +111,7 @@ def test_report_counts_rows_bytes_and_memory(model):
     with kvhf.attach(model, **options) as cache:
         steps(model, cache, inputs, [50] + [1] * 10)
         report = cache.report()
+        assert cache.report(all_ranks=True) == report  # of one process
     assert (report.tokens, report.layers, report.steps) == (60, 2, 10)
     # 4 sink, 5 hits, 8 local and a buffer of 1 to 8 tokens: 50 tokens leave 8 local, then updates
     buffers = [1 + step % 8 for step in range(10)]

@@ -1,8 +1,10 @@
 """A model in two processes: heads over ranks (tensor parallelism), or tokens, as in one process."""
 
+import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer
@@ -62,10 +64,13 @@ def printed(command, folder, index, *more):
     "index", ["exact", pytest.param(parallel_cases.SHARDED, marks=pytest.mark.slow)]
 )
 def test_the_command_prints_once_what_one_process_prints(folder, index):
-    alone = CliRunner().invoke(app, ["generate", *arguments(folder, "exact")])
+    one, all_ranks = (["--json", str(folder / name)] for name in ("one.json", "all.json"))
+    alone = CliRunner().invoke(app, ["generate", *arguments(folder, "exact", *one)])
     assert alone.exit_code == 0, alone.output
     assert alone.stdout.strip()
-    assert printed([*TORCHRUN, *COMMAND], folder, index) == alone.stdout
+    assert printed([*TORCHRUN, *COMMAND], folder, index, *all_ranks) == alone.stdout
+    rows = [json.loads(Path(path).read_text())["nbytes"]["rows"] for _, path in (one, all_ranks)]
+    assert rows[0] == rows[1] > 0
 
 
 @pytest.mark.slow

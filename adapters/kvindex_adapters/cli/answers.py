@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -218,6 +218,8 @@ def _answer_one(
         on_progress=_callback(progress, name, heading),
         **options,
     )
+    if generation.report:  # all processes of torchrun are here, of which the first prints
+        generation = replace(generation, report=generation.report.over_ranks())
     console.print(
         f"{len(generation.prompt_ids)} tokens of {name} in {generation.prefill_s:.1f} s, then "
         f"{generation.token_s * 1000:.0f} ms per token. {generation.report or 'Full attention.'}"

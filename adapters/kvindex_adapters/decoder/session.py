@@ -182,12 +182,16 @@ class Session:
         """The indexes of the layers that hold tokens."""
         return [layer.index for layer in self._indexed() if len(layer)]
 
-    def report(self) -> Report:
-        """Rows and bytes that the searching steps have read so far, and memory of the layers."""
+    def report(self, *, all_ranks: bool = False) -> Report:
+        """Rows and bytes that the searching steps have read so far, and memory of the layers.
+
+        all_ranks: of all processes together, all of which call it (`Report.over_ranks`).
+        """
         dense = self._dense()
         other = sum(layer.nbytes for layer in dense) if dense else None
         indexed = self._indexed()
-        return sum_up([layer for layer in indexed if len(layer)], len(indexed), other)
+        report = sum_up([layer for layer in indexed if len(layer)], len(indexed), other)
+        return report.over_ranks() if all_ranks else report
 
     def explain(self, *, graphs: bool = True) -> str:
         """Which path the next token takes, and why, a line each; of attention the first index's.

@@ -132,13 +132,18 @@ class IndexCache(DynamicCache):
         """The indexes of those layers."""
         return [layer.index for layer in self.attention_layers()]
 
-    def report(self) -> Report:
-        """Rows and bytes that the searching steps have read so far, and memory of the cache."""
+    def report(self, *, all_ranks: bool = False) -> Report:
+        """Rows and bytes that the searching steps have read so far, and memory of the cache.
+
+        all_ranks: of all processes together, all of which call it (`Report.over_ranks`).
+        """
         others = [layer for layer in self.layers if not isinstance(layer, IndexedLayer)]
         rows = [getattr(layer, name, None) for layer in others for name in ("keys", "values")]
         other = sum(tensor.nbytes for tensor in rows if tensor is not None) if others else None
         report = sum_up(self.attention_layers(), len(self._indexed()), other)
-        return replace(report, graph=None if self.token_graph is None else self.token_graph.report)
+        graph = None if self.token_graph is None else self.token_graph.report
+        report = replace(report, graph=graph)
+        return report.over_ranks() if all_ranks else report
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the newest `-tokens_to_remove` tokens. Raises ValueError above 0.

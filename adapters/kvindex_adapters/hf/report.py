@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import reduce
 from operator import add
+from statistics import fmean
 
 from kvindex.core.capability import capability
 from kvindex.core.protocol import KVIndex, Placement, PlacesRows
+from kvindex.core.ranks import Ranks
 from kvindex.layer import AttentionLayer
-from kvindex_adapters.hf.parallel import rank
+from kvindex_adapters.hf.parallel import is_sharded, rank
 
 
 @dataclass(frozen=True)
@@ -27,10 +29,10 @@ class Report:
     tokens attention is dense; k: rows per KV head that a step asks for; placement: where the rows
     of all these layers are, and what the cache of rows had, or None where they are in one place
     that nobody caches (`kvindex.core.protocol.Placement`); rank, ranks: which of how many processes
-    this is. Each has its share of the heads, whose bytes fetched are its own, or of the tokens,
-    where rows and bytes are those of all; nbytes and placement are its own in any case; graph: how
-    many single tokens were replays of a CUDA graph, and why others were not, or None where
-    `attach` was not asked for one.
+    this is; None: what all of them have together (`over_ranks`). Each has its share of the heads,
+    whose bytes fetched are its own, or of the tokens (sharded), where rows and bytes are those of
+    all; nbytes and placement are its own in any case; graph: how many single tokens were replays of
+    a CUDA graph, and why others were not, or None where `attach` was not asked for one.
     """
 
     tokens: int
@@ -44,9 +46,36 @@ class Report:
     dense_below: int = 0
     k: int = 0
     placement: Placement | None = None
-    rank: int = 0
+    rank: int | None = 0
     ranks: int = 1
+    sharded: bool = False
     graph: str | None = None
+
+    def over_ranks(self) -> Report:
+        """What the ranks of the default process group report together, the same on each.
+
+        Bytes and rows that are there are summed, rows that a step reads are means, and `graph` is
+        rank 0's. A collective: all ranks call it, at the same place. Without a group, or of what is
+        summed already: this report. Raises `kvindex.core.ranks.RankError` where a rank does not
+        come within 60 s (torch's own error, where the ranks have met for nothing else), and
+        ValueError in a process of torchrun that has no group.
+        """
+        every: list[Report] = [self] if self.rank is None else Ranks.of().gather_object(self)
+        if len(every) == 1:
+            return self
+        first, coverage = every[0], [one.coverage for one in every if one.coverage is not None]
+        fetched = [one.bytes_fetched for one in every]
+        places = [one.placement for one in every if one.placement is not None]
+        return replace(
+            first,
+            rows_read=fmean(one.rows_read for one in every),
+            rows_full=fmean(one.rows_full for one in every),
+            bytes_fetched=fetched[0] if self.sharded else sum(fetched),
+            nbytes=_summed(one.nbytes for one in every),
+            coverage=fmean(coverage) if coverage else None,
+            placement=reduce(add, places) if places else None,
+            rank=None,
+        )
 
     @property
     def rows_read_fraction(self) -> float:
@@ -68,7 +97,8 @@ class Report:
 
     def __str__(self) -> str:
         tiers = ", ".join(f"{tier} {size / 2**20:.1f} MiB" for tier, size in self.nbytes.items())
-        of_rank = f" of rank {self.rank} of {self.ranks}" if self.ranks > 1 else ""
+        which = "all" if self.rank is None else f"rank {self.rank} of"
+        of_rank = f" of {which} {self.ranks}" if self.ranks > 1 else ""
         return (
             f"{self.tokens} tokens in {self.layers} indexed layers; {self.read}; "
             f"memory{of_rank}: {tiers or 'none'}"
@@ -87,10 +117,7 @@ def sum_up(layers: Sequence[AttentionLayer], indexed: int, other: int | None = N
     place, ranks = rank()
     steps = sum(part.steps for part in traffic)
     covered = steps > 0 and any(layer.coverage is not None for layer in layers)
-    nbytes: dict[str, int] = {}
-    for layer in layers:
-        for tier, size in layer.nbytes().items():
-            nbytes[tier] = nbytes.get(tier, 0) + size
+    nbytes = _summed(layer.nbytes() for layer in layers)
     if other is not None:
         nbytes["other"] = other
     return Report(
@@ -107,7 +134,17 @@ def sum_up(layers: Sequence[AttentionLayer], indexed: int, other: int | None = N
         placement=_together([layer.index for layer in layers]),
         rank=place,
         ranks=ranks,
+        sharded=any(is_sharded(layer.index) for layer in layers),
     )
+
+
+def _summed(parts: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    """Bytes by tier."""
+    sums: dict[str, int] = {}
+    for part in parts:
+        for tier, size in part.items():
+            sums[tier] = sums.get(tier, 0) + size
+    return sums
 
 
 def _together(indexes: Sequence[KVIndex]) -> Placement | None:
