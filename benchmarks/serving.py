@@ -2,7 +2,7 @@
 
     python -m benchmarks.serving [--shape SHAPE] [--layers L] [--context N] [--batch B …] [--shared]
         [--index SPEC] [--k K] [--rows WHERE] [--written T] [--rounds R] [--stock-block TOKENS]
-        [--plain] [--without-check] --json OUT
+        [--plain] [--arrivals PER_S --requests N] [--without-check] --json OUT
 
 Each engine is a process of its own, with the same random weights of a model's shape (`plans`):
 `stock`, with the attention that vLLM chooses, and `kvindex`. First (`check`) a model of four such
@@ -16,14 +16,20 @@ each round's; `ratio`: to `stock`; `prefill_s`: of the first reading, all sequen
 other. `--rows host`: rows in pinned memory, with a cache of 2,048 for each sequence, and as many
 blocks as the sequences take. `--plain`: no torch.compile, graphs of decoded tokens alone: starts
 sooner, for both engines.
+
+`--arrivals`: requests come one by one at random moments in place of batches, so many a second, the
+same for both engines, at most `--batch` at a time: milliseconds until a request's first token
+(`first_ms`) and between two tokens of one (`between_ms`), medians and 99th percentiles.
 Runs on a GPU that vLLM 0.26 or newer serves.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
+import random
 import statistics
 import subprocess
 import sys
@@ -67,15 +73,19 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--stock-block", type=int, help="tokens of stock's pages")
     parser.add_argument("--plain", action="store_true", help="no torch.compile")
+    parser.add_argument("--arrivals", type=float, help="requests a second, in place of batches")
+    parser.add_argument("--requests", type=int, default=32, help="that arrive")
     parser.add_argument("--without-check", action="store_true")
     parser.add_argument("--plans", nargs="+", choices=PLANS, default=[*PLANS])
     parser.add_argument("--worker", nargs=3, help=argparse.SUPPRESS)
     parser.add_argument("--json", type=output(), required=True)
     found = parser.parse_args(given)
-    least = dict(context=2 * TAIL, k=1, written=8, rounds=1)
+    least = dict(context=2 * TAIL, k=1, written=8, rounds=1, requests=2)
     for name, low in least.items():
         if getattr(found, name) < low:
             parser.error(f"{name}: got {getattr(found, name)}, allowed is at least {low}")
+    if found.arrivals is not None and not found.arrivals > 0:
+        parser.error(f"arrivals: got {found.arrivals}, allowed is more than 0")
     if min(found.batch) < 1:
         parser.error(f"batch: got {min(found.batch)}, allowed is at least 1")
     return found
@@ -208,13 +218,16 @@ def checked(given: argparse.Namespace, plan: str, folder: str) -> Any:
     )
 
 
-def timed(given: argparse.Namespace, plan: str, folder: str) -> Any:
-    """Milliseconds between tokens, by batch: of each round its own."""
-    options = dict(index=given.index, k=given.k)
+def large(given: argparse.Namespace, plan: str, folder: str) -> Any:
+    """The engine that is timed."""
     tokens = given.context + given.written + BLOCK
     sizes = dict(layers=given.layers, tokens=tokens, rows=max(given.batch))
-    engine = opened(given, plan, folder, **options, **sizes)
-    found = []
+    return opened(given, plan, folder, index=given.index, k=given.k, **sizes)
+
+
+def timed(given: argparse.Namespace, plan: str, folder: str) -> Any:
+    """Milliseconds between tokens, by batch: of each round its own."""
+    engine, found = large(given, plan, folder), []
     for batch in given.batch:
         ids, start = prompts(given, batch), time.perf_counter()
         for one in ids:
@@ -243,11 +256,51 @@ def written(engine: Any, ids: list[list[int]], count: int) -> list[float]:
     return [1e3 * (later - before) for later, before in pairs]
 
 
+def arrived(given: argparse.Namespace, plan: str, folder: str) -> Any:
+    """What requests waited for that came one by one."""
+    engine, ids = large(given, plan, folder), prompts(given, given.requests)
+    written(engine, [text(SHAPES[given.shape], 2 * TAIL, 1)], 8)  # compiles
+    draw = random.Random(0)
+    gaps = [0.0, *(draw.expovariate(given.arrivals) for _ in ids[1:])]
+    due = list(itertools.accumulate(gaps))
+    return arriving(engine.llm_engine, list(zip(due, ids, strict=True)), given.written)
+
+
+def arriving(core: Any, due: list[tuple[float, list[int]]], count: int) -> dict[str, list[float]]:
+    """Milliseconds until first tokens, and between two tokens of a request.
+
+    due: seconds at which requests come, rising, and their prompts; each writes so many tokens.
+    """
+    from vllm import SamplingParams
+
+    params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, detokenize=False)
+    came: dict[str, list[float]] = {}  # seconds at which a request came and had its tokens
+    start = time.perf_counter()
+    while len(came) < len(due) or core.has_unfinished_requests():
+        now = time.perf_counter() - start
+        while len(came) < len(due) and due[len(came)][0] <= now:
+            at, ids = due[len(came)]
+            name = f"{len(came)}"
+            came[name] = [at]
+            core.add_request(name, {"prompt_token_ids": ids}, params)
+        if not core.has_unfinished_requests():
+            time.sleep(due[len(came)][0] - now)
+            continue
+        outcomes, now = core.step(), time.perf_counter() - start
+        for outcome in outcomes:
+            seen = came[outcome.request_id.split("-")[0]]
+            if len(outcome.outputs[0].token_ids) >= len(seen):
+                seen.append(now)
+    waits = [[1e3 * (b - a) for a, b in itertools.pairwise(seen)] for seen in came.values()]
+    return dict(first_ms=[w[0] for w in waits], between_ms=[ms for w in waits for ms in w[1:]])
+
+
 def worker(given: argparse.Namespace) -> None:
-    """An engine's process: `check` or `time`, a plan, and the file that it writes."""
+    """An engine's process: `check`, `time` or `arrive`, a plan, and the file that it writes."""
     what, plan, to = given.worker
+    work = {"check": checked, "time": timed, "arrive": arrived}[what]
     with tempfile.TemporaryDirectory() as folder:
-        found = (checked if what == "check" else timed)(given, plan, folder)
+        found = work(given, plan, folder)
     Path(to).write_text(json.dumps(found), encoding="utf-8")
 
 
@@ -297,6 +350,16 @@ def summarized(found: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
     return batches
 
 
+def waits(found: dict[str, list[float]]) -> dict[str, float]:
+    """Of each kind of wait the median and the 99th percentile."""
+    shares = {"": 0.5, "_99": 0.99}
+    return {
+        f"{kind}{end}": float(torch.tensor(times).quantile(share))
+        for kind, times in found.items()
+        for end, share in shares.items()
+    }
+
+
 def main() -> None:
     """Check, measure, print, and write JSON."""
     given = arguments()
@@ -307,12 +370,16 @@ def main() -> None:
     if not given.without_check:
         check = compared(*(ran("check", plan) for plan in PLANS))
         print(f"check: {check['equal']} of {check['tokens']} tokens are equal", flush=True)
-    batches = summarized({plan: ran("time", plan) for plan in given.plans})
-    for row in batches:
-        for plan, figures in row["plans"].items():
-            print(row["batch"], plan, json.dumps(figures), flush=True)
     about = {name: value for name, value in vars(given).items() if name not in ("json", "worker")}
-    part = dict(settings=about, check=check, batches=batches)
+    part: dict[str, Any] = dict(settings=about, check=check)
+    if given.arrivals is None:
+        part["batches"] = summarized({plan: ran("time", plan) for plan in given.plans})
+        for row in part["batches"]:
+            for plan, figures in row["plans"].items():
+                print(row["batch"], plan, json.dumps(figures), flush=True)
+    else:
+        part["arrivals"] = {plan: waits(ran("arrive", plan)) for plan in given.plans}
+        print(json.dumps(part["arrivals"]), flush=True)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     write_json(given.json, {"machine": describe(device), "serving": part})
 

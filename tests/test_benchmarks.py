@@ -740,3 +740,35 @@ def test_a_served_models_configuration_is_the_shapes():
     assert float(model[0].weight.detach().std()) == pytest.approx(1 / 8, rel=0.1)
     assert (model[1].weight == 1).all()
     assert not model[0].bias.any()
+
+
+def test_requests_that_arrive_wait_for_tokens(monkeypatch):
+    class Core:
+        """Writes a token of each request a step."""
+
+        def __init__(self):
+            self.lengths, self.count = {}, 3
+
+        def add_request(self, name, given, params):
+            assert params["max_tokens"] == self.count
+            self.lengths[name] = 0
+
+        def has_unfinished_requests(self):
+            return any(length < self.count for length in self.lengths.values())
+
+        def step(self):
+            going = [name for name, length in self.lengths.items() if length < self.count]
+            for name in going:
+                self.lengths[name] += 1
+            answers = [SimpleNamespace(token_ids=[1] * self.lengths[name]) for name in going]
+            return [
+                SimpleNamespace(request_id=f"{name}-x", outputs=[answer])
+                for name, answer in zip(going, answers, strict=True)
+            ]
+
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(SamplingParams=dict))
+    found = serving.arriving(Core(), [(0.0, [1]), (0.02, [2])], 3)
+    assert [len(times) for times in found.values()] == [2, 4]
+    shown = serving.waits(found)
+    assert set(shown) == {"first_ms", "first_ms_99", "between_ms", "between_ms_99"}
+    assert 0 <= shown["first_ms"] <= shown["first_ms_99"]
