@@ -459,6 +459,7 @@ def test_a_decoders_tokens_are_timed_in_turns_and_wrong_ones_are_not(tiny_decode
         generation.main()
 
 
+@pytest.mark.slow
 def test_ranks_are_timed_beside_one_and_wrong_ones_are_not(tiny_decoder, monkeypatch):
     for name, value in dict(CHECKED=280, TRIED=5).items():
         monkeypatch.setattr(measuring, name, value)

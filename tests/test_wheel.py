@@ -47,6 +47,7 @@ def test_the_wheel_holds_the_packages_alone(wheel):
     assert any(name.endswith("LICENSE") for name in names)
 
 
+@pytest.mark.slow
 def test_it_searches_from_elsewhere(wheel, tmp_path):
     target = tmp_path / "installed"
     pip("install", "--no-deps", "--target", str(target), str(wheel))

@@ -14,6 +14,7 @@ def agreed(name, module):
 
 
 @pytest.mark.skipif(not emulator.available(), reason="no g++ to emulate with")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ranks_cases.cases(2, False))
 def test_two_ranks_decode_together(name):
     agreed(name, ranks_cases)
