@@ -259,7 +259,7 @@ def written(engine: Any, ids: list[list[int]], count: int) -> list[float]:
 def arrived(given: argparse.Namespace, plan: str, folder: str) -> Any:
     """What requests waited for that came one by one."""
     engine, ids = large(given, plan, folder), prompts(given, given.requests)
-    written(engine, [text(SHAPES[given.shape], 2 * TAIL, 1)], 8)  # compiles
+    written(engine, [text(SHAPES[given.shape], given.context, 1)], 8)  # compiles
     draw = random.Random(0)
     gaps = [0.0, *(draw.expovariate(given.arrivals) for _ in ids[1:])]
     due = list(itertools.accumulate(gaps))
