@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from queue import SimpleQueue
-from threading import Thread
+from threading import Lock, Thread
 from typing import TypeAlias
 
 import torch
@@ -18,6 +18,7 @@ Part: TypeAlias = Callable[[int, int], None]
 
 _work: SimpleQueue[tuple[Part, int, int, SimpleQueue[BaseException | None]]] = SimpleQueue()
 _threads: list[Thread] = []
+_lock = Lock()
 
 
 def parts_of(most: int) -> int:
@@ -31,9 +32,11 @@ def run(part: Part, most: int) -> None:
     if parts == 1:
         part(0, 1)
         return
-    while len(_threads) < parts - 1:
-        _threads.append(Thread(target=_serve, args=(_work,), name="kvindex-cpu", daemon=True))
-        _threads[-1].start()
+    with _lock:  # of callers at once each would begin the last thread of the list
+        while len(_threads) < parts - 1:
+            thread = Thread(target=_serve, args=(_work,), name="kvindex-cpu", daemon=True)
+            thread.start()
+            _threads.append(thread)
     done: SimpleQueue[BaseException | None] = SimpleQueue()
     for i in range(1, parts):
         _work.put((part, i, parts, done))
@@ -60,8 +63,8 @@ def _serve(work: SimpleQueue[tuple[Part, int, int, SimpleQueue[BaseException | N
 
 def _forget() -> None:
     """Threads stay behind where a process forks: the child begins its own."""
-    global _work
-    _work = SimpleQueue()
+    global _work, _lock
+    _work, _lock = SimpleQueue(), Lock()  # another thread of the parent may have held it
     _threads.clear()
 
 

@@ -3,7 +3,10 @@
 import os
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from queue import SimpleQueue
 
 import pytest
 import torch
@@ -11,6 +14,9 @@ import torch
 from kvindex.cpu import threads
 
 ROOT = Path(__file__).parents[2]
+
+HANGS_S = 600
+"""Seconds after which a process hangs: two minutes are what compiling takes on a busy machine."""
 
 SETUP = """
 import os, sys, threading, torch, kvindex
@@ -34,7 +40,13 @@ def said(code, before=""):
     command = [sys.executable, "-c", before + SETUP + code]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        command, capture_output=True, text=True, timeout=120, env=environment, cwd="/", check=False
+        command,
+        capture_output=True,
+        text=True,
+        timeout=HANGS_S,
+        env=environment,
+        cwd="/",
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
@@ -127,6 +139,22 @@ for caller in callers: caller.join()
 print(len(equal), all(equal))
 """
     assert said(code) == "120 True"
+
+
+def test_callers_at_once_begin_each_thread_once(monkeypatch):
+    class SlowThread(threads.Thread):
+        def __init__(self, **options):
+            time.sleep(0.05)  # the others meet the same list
+            super().__init__(**options)
+
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    monkeypatch.setattr(threads, "Thread", SlowThread)
+    monkeypatch.setattr(threads, "_threads", [])
+    monkeypatch.setattr(threads, "_work", SimpleQueue())
+    with ThreadPoolExecutor(4) as callers:
+        calls = [callers.submit(threads.run, lambda i, parts: None, 2) for _ in range(4)]
+        assert [call.exception() for call in calls] == [None] * 4
+    assert [thread.is_alive() for thread in threads._threads] == [True]
 
 
 def test_a_thread_that_fails_says_so_and_the_next_works():
