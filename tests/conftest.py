@@ -32,14 +32,15 @@ def pytest_collection_modifyitems(items):
                 item.add_marker(pytest.mark.skip(reason="needs two CUDA devices"))
     # most of its time is in processes of its own, for which the last file's worker would wait alone
     items.sort(key=lambda item: item.path.name != "test_sharded.py")
-    known = set(kvindex.names())
+    needs = {name: getattr(kvindex.get(name), "needs", None) for name in kvindex.names()}
+    missing = {
+        name: package for name, package in needs.items() if package and not find_spec(package)
+    }
     for item in items:
         given = getattr(item, "callspec", None)
         name = str(given.params.get("name", "")).partition(":")[0] if given else ""
-        if name in known:
-            package = getattr(kvindex.get(name), "needs", None)
-            if package and find_spec(package) is None:
-                item.add_marker(pytest.mark.skip(reason=f"needs the package {package}"))
+        if name in missing:
+            item.add_marker(pytest.mark.skip(reason=f"needs the package {missing[name]}"))
 
 
 def pytest_collection_finish():

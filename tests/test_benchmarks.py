@@ -379,6 +379,7 @@ def tiny_decoder(small, tmp_path, monkeypatch):
     return [*given, "--dtype", "float32", "--json", tmp_path / "out.json"]
 
 
+@pytest.mark.slow
 def test_tokens_of_transformers_are_timed_beside_the_decoders(tiny_decoder, monkeypatch):
     given = ["--through", "transformers", *tiny_decoder]
     given[given.index("--turn") + 1] = 16

@@ -35,7 +35,7 @@
 #define __host__
 #define __constant__ __attribute__((unused))
 #define __grid_constant__
-#define __forceinline__ inline __attribute__((always_inline))
+#define __forceinline__ inline  // as the compiler likes: copies of it take long to compile
 #define __noinline__ __attribute__((noinline))
 #define __align__(bytes) __attribute__((aligned(bytes)))
 #define __launch_bounds__(...)
@@ -509,7 +509,7 @@ UNDEFINED(add_overflow, "signed overflow", void*, void*)
 UNDEFINED(sub_overflow, "signed overflow", void*, void*)
 UNDEFINED(mul_overflow, "signed overflow", void*, void*)
 UNDEFINED(negate_overflow, "signed overflow", void*)
-UNDEFINED(type_mismatch_v1, "null pointer or misaligned address", void*)
+UNDEFINED(type_mismatch_v1, "misaligned address", void*)
 #undef UNDEFINED
 }
 

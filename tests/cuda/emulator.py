@@ -26,7 +26,7 @@ from kvindex_cuda.runtime.signature import Signature, signature
 
 HEADER = Path(__file__).with_name("emulator.h")
 ORDERS = ("forward", "backward", "random")
-CHECKS = "bounds,alignment,null,shift-exponent,integer-divide-by-zero,signed-integer-overflow"
+CHECKS = "bounds,alignment,shift-exponent,integer-divide-by-zero,signed-integer-overflow"
 FLAGS = (
     *("-std=c++17", "-Og", "-fPIC", "-w", "-fvisibility=hidden", "-fno-exceptions"),
     *("-fno-strict-aliasing", "-ffp-contract=off", "-fdata-sections", "-U_FORTIFY_SOURCE"),

@@ -323,10 +323,11 @@ MISTAKES = {
         else __shfl_xor_sync(0xffffffff, i, 1);""",
     "index out of bounds at text.cu:12, thread .6[0-3], 0, 0. of block .0, 0, 0.": """
         __shared__ int few[60]; few[i] = 1;""",
-    "null pointer or misaligned address at text.cu:12": """
+    "misaligned address at text.cu:12": """
         *(int2*)(out + 1) = make_int2(1, 2);""",
     "shift by too much": "out[0] = 1 << i;",
     "illegal address 0x[0-9a-f]+ in thread": "DYNAMIC_SHARED(memory); memory[5 * i] = 1;",
+    "illegal address .nil. in thread": "((int* volatile*)out)[0][0] = 1;",
     "illegal address .* in thread": "((volatile char*)out)[1ll << 50] = 1;",
     "atomicAdd: polls|__nanosleep: polls": "while (atomicAdd(out, 0) == 0) __nanosleep(100);",
 }
