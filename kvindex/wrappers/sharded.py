@@ -6,7 +6,7 @@ that ranks need not agree on rows: one all-gather a step. What each way costs: d
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -26,7 +26,6 @@ from kvindex.core.protocol import (
     ExpandsBatch,
     Hits,
     KVIndex,
-    ObservesQueries,
     Rows,
     RunsOps,
     SearchesShare,
@@ -36,18 +35,16 @@ from kvindex.core.protocol import (
 )
 from kvindex.core.ranks import TIMEOUT_S, Ranks
 from kvindex.core.resident import ResidentRows
-from kvindex.core.shards import Shard
 from kvindex.core.version import __version__
 from kvindex.ops import group as groups
-from kvindex.storage.columns import Valid
 from kvindex.storage.recipe import class_name
-from kvindex.wrappers.base import Wrapper
+from kvindex.wrappers.sharded_tokens import ShardedTokens
 
 ROWS = ("own", "best")
 NEVER = float("-inf")
 
 
-class Sharded(Wrapper):
+class Sharded(ShardedTokens):
     """Tokens go to the ranks of a process group in turn, `block` of them to each; ids are those of
     the sequence. All ranks make the same calls, with the same tensors, and get the same results.
 
@@ -65,13 +62,8 @@ class Sharded(Wrapper):
     has another version, index or option.
     """
 
-    statistics = ("_length", "_batch", "_valid")
     own = frozenset({Attends, CountsTokens, TellsCoverage})
     lacks = frozenset({AppendsAsync, ExpandsBatch})
-
-    _length: int
-    _batch: int | None
-    _valid: Valid  # of all tokens
 
     def __init__(
         self,
@@ -82,31 +74,13 @@ class Sharded(Wrapper):
         timeout_s: float = TIMEOUT_S,
         group: Any = None,
     ) -> None:
-        super().__init__(inner)
         self.block = check.at_least("block", block, 1)
         self.rows = check.one_of("rows", rows, ROWS)
         self.timeout_s, self.group = check.positive("timeout_s", timeout_s), group
-        if len(inner):
-            raise ValueError(f"inner: got one that holds {len(inner)} tokens, allowed is empty")
-        self._ranks = Ranks.of(group, self.timeout_s)
-        self._shard = Shard(self._ranks.rank, self._ranks.count, block)
+        super().__init__(inner, Ranks.of(group, self.timeout_s), block)
         self._nothing: ResidentRows | None = None
         self._step: _Step | None = None  # of a caller's graph
         self._ranks.check_same("sharded", self._facts())
-        self._forget()
-
-    @property
-    def ranks(self) -> int:
-        """How many processes share the tokens."""
-        return self._ranks.count
-
-    def first(self, tensor: Tensor) -> Tensor:
-        """Rank 0's tensor, on all, in place of this one: one broadcast."""
-        return self._ranks.first(tensor)
-
-    def wait_for(self, event: Any) -> None:
-        """As `Ranks.wait_for`."""
-        self._ranks.wait_for(event)
 
     def _facts(self) -> dict[str, Any]:
         """What all ranks must have alike."""
@@ -117,113 +91,6 @@ class Sharded(Wrapper):
 
     def _options(self) -> dict[str, Any]:
         return {**super()._options(), "group": None}  # whoever loads it has another
-
-    def _forget(self) -> None:
-        self._length, self._batch, self._valid = 0, None, Valid()
-
-    def _alone(self, name: str) -> bool:
-        return True  # two threads' collectives would meet
-
-    # Tokens
-
-    def append(self, keys: Tensor, values: Tensor, *, valid: Tensor | None = None) -> None:
-        """As every index does; each rank takes what is its own. No collective.
-
-        Raises on all ranks, as `BaseIndex.append`, but for memory that runs out on one.
-        """
-        self._check_tokens(keys, values, valid)
-        if not keys.numel():
-            return
-        start, count = self._length, keys.shape[2]
-        flags = self._valid.reserve(start, keys, valid)
-        parts = self._shard.parts(start, start + count)
-        if parts:
-            some = None if valid is None else _taken(valid, parts, 1)
-            self.inner.append(_taken(keys, parts, 2), _taken(values, parts, 2), valid=some)
-        self._valid.append(flags, all_real=valid is None)
-        self._batch, self._length = keys.shape[0], start + count
-
-    def _check_tokens(self, keys: Tensor, values: Tensor, valid: Tensor | None) -> None:
-        g = self.geometry
-        shape = {"B": self._batch, "G": g.kv_heads, "N": None, "D": g.head_dim}
-        check.tensor("keys", keys, shape, g.dtype, g.device)
-        sizes: dict[str, int | None] = {"B": keys.shape[0], "N": keys.shape[2]}
-        check.tensor("values", values, {**shape, **sizes, "D": g.value_dim}, g.dtype, g.device)
-        if valid is not None:
-            check.tensor("valid", valid, sizes, torch.bool, g.device)
-        if g.device.type != "cuda":  # there each rank looks at its own, and tells later
-            known = keys if valid is None else keys.masked_fill(~valid[:, None, :, None], 0)
-            check.finite("keys", known)
-            if g.value_in_key:
-                check.in_keys(values, keys)
-
-    def observe_queries(self, queries: Tensor, positions: Tensor) -> None:
-        """As the inner index does, of its newest token up to each position."""
-        if capability(self.inner, ObservesQueries) is not None:
-            self.inner.observe_queries(queries, self._shard.to_own_positions(positions))
-
-    def observe_tokens(self, tokens: Tensor, *, first: int) -> None:
-        """As the inner index does, of its tokens."""
-        parts = self._shard.parts(first, first + tokens.shape[-1])
-        if parts:
-            some = _taken(tokens, parts, tokens.ndim - 1)
-            self.inner.observe_tokens(some, first=self._shard.tokens(first))
-
-    def __len__(self) -> int:
-        return self._length
-
-    @property
-    def counts(self) -> Tensor:
-        """Valid tokens of each row of the batch, on all ranks, int64 `[B]`, on the CPU."""
-        if self._valid.flags is None:
-            return torch.full((self._batch or 0,), self._length)
-        return self._valid.flags.sum(1).cpu()
-
-    @property
-    def valid(self) -> Tensor | None:
-        """Which tokens are real, on all ranks, bool `[B, N]`, or None where all are."""
-        return self._valid.flags
-
-    def truncate(self, length: int) -> None:
-        """Forget the tokens with ids from `length` on. Raises ValueError below 0."""
-        if check.at_least("length", length, 0) < self._length:
-            self.inner.truncate(self._shard.tokens(length))
-            self._valid.truncate(length)
-            self._length = length
-
-    def reorder(self, batch_indices: Tensor) -> None:
-        """As the inner index does, on all ranks."""
-        check.rows("batch_indices", batch_indices, self._batch)
-        if self._batch is None:
-            return
-        valid = self._valid.reordered(batch_indices)
-        self.inner.reorder(batch_indices)
-        self._valid, self._batch = valid, len(batch_indices)
-
-    def reset(self) -> None:
-        """As the inner index does."""
-        super().reset()
-        self._forget()
-
-    def nbytes(self) -> dict[str, int]:
-        """Bytes in use per tier, of this rank."""
-        inner = self.inner.nbytes()
-        return {**inner, "codes": inner.get("codes", 0) + self._valid.nbytes()}
-
-    def reserve(self, tokens: int) -> None:
-        """As the inner index does, for its share of so many tokens."""
-        super().reserve(max(self._shard.tokens(check.at_least("tokens", tokens, 1)), 1))
-
-    def reserve_ahead(self, tokens: int, *, batch: int) -> None:
-        """As the inner index does, for its share of so many tokens."""
-        own = max(self._shard.tokens(check.at_least("tokens", tokens, 1)), 1)
-        super().reserve_ahead(own, batch=batch)
-
-    def warm_up(self, *, k: int, tokens: int) -> None:
-        """As the inner index does, where it holds a token, for its share of so many."""
-        own = max(self._shard.tokens(check.at_least("tokens", tokens, 1)), 1)
-        if len(self.inner):
-            super().warm_up(k=k, tokens=own)
 
     # Search and fetch
 
@@ -484,19 +351,6 @@ class Sharded(Wrapper):
             f"of a step: {ways[self.rows]}"
         )
 
-    def _whose(self) -> dict[str, Any]:
-        shard = self._shard
-        return {**super()._whose(), "rank": shard.rank, "ranks": shard.count, "block": shard.block}
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Become what the same rank of as many was. Raises as `BaseIndex.load_state_dict`."""
-        if self._batch is not None:
-            raise ValueError(
-                f"state: got an index that holds {self._length} tokens, allowed is a new one, or "
-                "reset() before"
-            )
-        super().load_state_dict(state)
-
 
 @dataclass(frozen=True, eq=False)
 class _Step:
@@ -510,12 +364,6 @@ class _Step:
     beside: ResidentRows
     reads: object
     found: Tensor
-
-
-def _taken(tensor: Tensor, parts: list[slice], dim: int) -> Tensor:
-    """Slices of a dimension one after the other; one alone is a view."""
-    some = [tensor.narrow(dim, part.start, part.stop - part.start) for part in parts]
-    return some[0] if len(some) == 1 else torch.cat(some, dim=dim)
 
 
 def _side_by_side(every: Tensor) -> Tensor:

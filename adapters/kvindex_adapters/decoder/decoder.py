@@ -112,19 +112,22 @@ class Decoder:
         gguf_file: str | None = None,
         lora: Path | None = None,
         dtype: torch.dtype = torch.float32,
-        device: str = "cpu",
+        device: str | None = None,
         weights: str = PLAIN,
         ranks: HeadRanks | None = None,
     ) -> Self:
         """A decoder of a folder with safetensors, a .gguf file, or a hub id.
 
-        gguf_file: its name inside the folder; lora: a low-rank addition to merge; weights, ranks:
-        as of `of`, where those that were quantized are freed, and ranks read the model into the
-        host's memory and keep their shares. Raises FileNotFoundError for what is not there,
-        ValueError for what cannot be loaded, and what `of` raises.
+        gguf_file: its name inside the folder; lora: a low-rank addition to merge; device: None for
+        that of `ranks`, or the CPU; weights, ranks: as of `of`, where those that were quantized are
+        freed, and ranks read the model into the host's memory and keep their shares. Raises
+        FileNotFoundError for what is not there, ValueError for what cannot be loaded or for another
+        device than that of `ranks`, and what `of` raises.
         """
         check_weights(weights)
-        place = device if ranks is None else "cpu"
+        if ranks is not None and device is not None and not ranks.on(torch.device(device)):
+            raise ValueError(f"device: got {device!r}, allowed is that of ranks, {ranks.device}")
+        place = "cpu" if device is None or ranks is not None else device
         loaded = load(model, gguf_file=gguf_file, lora=lora, dtype=dtype, device=place)
         return cls.of(*loaded, weights=weights, ranks=ranks)
 

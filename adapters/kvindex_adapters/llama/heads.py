@@ -55,6 +55,11 @@ class HeadRanks:
         """Whether sums of few bytes go through memory that all GPUs see."""
         return self._one_shot is not None
 
+    def on(self, device: torch.device) -> bool:
+        """Whether a device is this rank's; one without a number is the current one, as it is."""
+        same = {device.index, self.device.index} - {None}
+        return device.type == self.device.type and len(same) < 2
+
     def sum(self, partial: Tensor) -> Tensor:
         """The sum of all ranks' tensors of this shape, the same on all; this one is used up.
 

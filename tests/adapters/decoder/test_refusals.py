@@ -7,9 +7,11 @@ from torch.nn.utils import parametrizations
 from transformers import LlamaForCausalLM
 
 import kvindex_adapters.hf as kvhf
+from kvindex.core.ranks import Ranks
 from kvindex_adapters.decoder import Decoder, supports
 from kvindex_adapters.hf.load_model import load
 from kvindex_adapters.hf.unsupported import UnsupportedError
+from kvindex_adapters.llama.heads import HeadRanks
 from tests.adapters.decoder.families import FAMILIES, ids_of, model_of
 from tests.adapters.test_generation import Words
 from tests.adapters.tiny import build
@@ -170,6 +172,16 @@ def test_without_a_tokenizer_prompts_are_ids():
     assert decoder.generate(ids_of(9), max_new_tokens=2).text == ""
     with pytest.raises(ValueError, match="prompt: got str, allowed without a tokenizer are ids"):
         decoder.generate("10 11")
+
+
+def test_another_device_than_that_of_the_ranks_is_refused_before_anything_is_loaded():
+    ranks = HeadRanks.of("cpu")
+    with pytest.raises(ValueError, match=r"^device: got 'cuda', allowed is that of ranks, cpu$"):
+        Decoder.from_pretrained("nowhere", device="cuda", ranks=ranks)
+    assert ranks.on(torch.device("cpu"))
+    cards = HeadRanks(Ranks.of(), torch.device("cuda:1"))
+    said = [cards.on(torch.device(name)) for name in ("cuda", "cuda:1", "cuda:0", "cpu")]
+    assert said == [True, True, False, False]
 
 
 def test_from_a_folder(tmp_path, monkeypatch):
