@@ -47,7 +47,8 @@ class State:
     int64 `[1]`, how many of the `W` there are, or `[B]`, as of `length`; codec: of rows in
     blocks, "plain", "int8" or "fp8" (`storage/codecs.py`); regression: `Aᵀ`, of
     `regression.fit`, float16 `[B, G, D, D]`, where signs vote together. Of tiers
-    alone: histogram: keys per centroid, int64 `[B, G, M, 256]`; tiers: keys that bound each, int64 `[B, 6]`.
+    alone: histogram: keys per centroid, int64 `[B, G, M, 256]`; tiers: keys that bound
+    each, int64 `[B, 6]`.
     """
 
     codes: Tensor
