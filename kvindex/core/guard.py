@@ -30,7 +30,7 @@ READS = frozenset(
 ALONE = frozenset(
     {
         *("attend", "decode_step", "attend_hits", "warm_up", "reserve"),
-        *("prepare_replay", "captured_step", "batch_row"),
+        *("prepare_replay", "captured_step", "batch_row", "begin_decoding"),
     }
 )
 """Calls that use buffers, but change nothing that can be seen."""

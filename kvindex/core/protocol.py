@@ -484,7 +484,25 @@ class IndexBatch(Protocol):
     def attend(
         self, rows: Sequence[object], queries: Tensor, resident: ResidentRows, *, k: int
     ) -> Attended:
-        """As `Attends.attend` of each; resident: of a batch of as many."""
+        """As `Attends.attend` of each; resident: ragged, of a batch of as many."""
+        ...
+
+    def decode_step(
+        self,
+        rows: Sequence[object],
+        queries: Tensor,
+        token: Rows,
+        resident: ResidentRows,
+        *,
+        k: int,
+        graphs: bool = True,
+    ) -> Attended:
+        """As `attend`, once a token of each, keys `[B, G, 1, D]` and values `[B, G, 1, Dv]`, is
+        behind its resident rows, where the device counts it.
+
+        rows: None for an index that is empty, not for all. graphs: as of `DecodesStep.decode_step`.
+        Whoever filled the resident rows sees to it that there is room, and counts them, too.
+        """
         ...
 
 

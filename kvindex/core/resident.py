@@ -17,16 +17,17 @@ class ResidentRows:
     rows `[B, G, W, D + Dv]`: keys and values side by side, of the geometry's dtype; count: int64
     `[1]`, how many of the `W` there are; mask: uint8 `[B, W]`, which of them are attended to.
     All are on the compute device, to be read by a captured graph that is replayed as they change.
-    batch, room: `B` and `W`.
+    batch, room: `B` and `W`; ragged: whether each row of the batch has a count of its own, int64
+    `[B]`: such rows are filled one by one (`row`).
     """
 
-    def __init__(self, geometry: Geometry, batch: int, room: int) -> None:
+    def __init__(self, geometry: Geometry, batch: int, room: int, *, ragged: bool = False) -> None:
         g, device = geometry, geometry.device
         shape = (batch, g.kv_heads, room, g.head_dim + g.value_dim)
         self.rows = torch.zeros(shape, dtype=g.dtype, device=device)
         self.mask = torch.ones((batch, room), dtype=torch.uint8, device=device)
-        self.count = torch.zeros(1, dtype=torch.int64, device=device)
-        self.batch, self.room = batch, room
+        self.count = torch.zeros(batch if ragged else 1, dtype=torch.int64, device=device)
+        self.batch, self.room, self.ragged = batch, room, ragged
         self._count = 0
         self._masked: Tensor | float = 0.0
         self._hides = False  # whether `mask` was written to since it was all ones
@@ -34,6 +35,18 @@ class ResidentRows:
     def __len__(self) -> int:
         """Rows held."""
         return self._count
+
+    def row(self, b: int) -> ResidentRows:
+        """Row `b` of ragged ones by itself, in the same memory; it holds nothing yet."""
+        one, own = copy(self), slice(b, b + 1)
+        one.rows, one.mask, one.count = self.rows[own], self.mask[own], self.count[own]
+        one.batch, one.ragged, one._hides = 1, False, True  # as it was left
+        one._forget()
+        return one
+
+    def retire(self) -> None:
+        """The memory is for others from now on: here is no room for anybody."""
+        self.batch = self.room = 0
 
     @property
     def masked(self) -> Tensor | float:

@@ -42,6 +42,7 @@ from kvindex.layer.arguments import (
 )
 from kvindex.layer.chosen import attend_chosen, check_ids
 from kvindex.layer.dense import attend_densely
+from kvindex.layer.joined import JoinsSteps
 from kvindex.layer.retrieval import (
     Retrieved,
     attend_resident,
@@ -52,12 +53,11 @@ from kvindex.layer.retrieval import (
     search_and_attend,
 )
 from kvindex.layer.stats import Counts, Traffic
-from kvindex.layer.updates import WindowUpdates
 from kvindex.storage.recipe import Recipe, class_name
 from kvindex.storage.saved import save_folder
 
 
-class AttentionLayer(WindowUpdates):
+class AttentionLayer(JoinsSteps):
     """Attention over an index: append, attend, and let old tokens go into the index.
 
     index: empty; k: rows per KV head that a step retrieves; coverage: fewer, where fewer hold this
@@ -155,13 +155,12 @@ class AttentionLayer(WindowUpdates):
         CUDA device later), or a padded token after a real one; the layer stays as it was.
         """
         keys, values, valid = self._checked(queries, keys, values, valid)
-        if self._looked is not None:
-            self._update_due()
         before, T = len(self), queries.shape[2]
-        decoded = before > 0 and self.search_up_to >= T
-        if decoded and not self._sealed:
-            self.index.end_prompt()
-            self._sealed = True
+        decoded = self.decodes(T)
+        if decoded:
+            self._begin_decoding()
+        else:
+            self._update_due()
         if bias is not None:
             check_bias(bias, queries, before + T)
         sinks = self._sinks(sink_logits, queries)

@@ -224,6 +224,15 @@ class Regions(NamedState, Restorable):
         resident.claim(1)
         return resident
 
+    @property
+    def counted(self) -> int:
+        """What `uncount` goes back to."""
+        return self._counted
+
+    def uncount(self, counted: int) -> None:
+        """Forget the staged tokens since then: between, none has left, and none was truncated."""
+        self._counted, self._moved = counted, True  # the device may have counted more
+
     def _take_staged(self) -> None:
         """The window holds the rows that are staged: copied from where they lie."""
         held, resident = len(self._window), self._resident
@@ -318,7 +327,7 @@ class Regions(NamedState, Restorable):
             self._take_staged()
         if resident is None or resident.batch != self.batch_size or resident.room < held + count:
             self._take_staged()
-            room = max(held, self._sink_size) + max(count, self._room)
+            room = self.room(more)
             resident = self._resident = ResidentRows(self._geometry, self.batch_size, room)
         if self._moved or not len(resident):
             resident.replace(self._parts(indexed))
@@ -327,6 +336,20 @@ class Regions(NamedState, Restorable):
             resident.add(window.keys[:, :, new:], window.values[:, :, new:], seen)
         self._moved = False
         return resident
+
+    def room(self, more: int) -> int:
+        """Resident rows that there is to be room for, with so many tokens to come."""
+        return max(self._sink_width, self._sink_size) + max(len(self) + more, self._room)
+
+    def lies_in(self, resident: ResidentRows) -> bool:
+        """Whether these are the resident rows."""
+        return self._resident is resident
+
+    def lie_in(self, resident: ResidentRows | None) -> None:
+        """Have the resident rows there from now on, of a batch of as many; None: anywhere."""
+        if self._resident is not resident:
+            self._take_staged()
+            self._resident, self._moved = resident, True
 
     def _parts(self, indexed: int) -> list[tuple[Tensor, Tensor, Tensor | None]]:
         """Sink and window, as `ResidentRows.replace` takes them."""

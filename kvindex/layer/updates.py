@@ -90,6 +90,17 @@ class WindowUpdates(Guarded):
         if looked is not None and len(self) > looked:
             self._update_window(len(self) - looked)
 
+    def decodes(self, tokens: int) -> bool:
+        """Whether so many tokens are no piece of a prompt."""
+        return len(self) > 0 and tokens <= self.search_up_to
+
+    def _begin_decoding(self) -> None:
+        """What waits for tokens that are no piece of a prompt is done."""
+        self._update_due()
+        if not self._sealed:
+            self.index.end_prompt()
+            self._sealed = True
+
     def _update_window(self, decoded: int = 0) -> None:
         """When the buffer is full, all but the newest `local` tokens go into the index.
 

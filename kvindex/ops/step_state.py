@@ -44,10 +44,11 @@ class State:
     of each row of the batch; wanted, counted: int32 `[B]`, candidates `C` and valid keys;
     weight_scale: float32 `[B, G]`; resident: rows of sink and window `[B, G, W, D + Dv]`;
     resident_mask: uint8 `[B, W]`; resident_count:
-    int64 `[1]`, how many of the `W` there are; codec: of rows in blocks, "plain", "int8"
-    or "fp8" (`storage/codecs.py`); regression: `Aᵀ`, of `regression.fit`, float16 `[B, G, D, D]`,
-    where signs vote together. Of tiers alone: histogram: keys per centroid, int64 `[B, G, M,
-    256]`; tiers: keys that bound each, int64 `[B, 6]`.
+    int64 `[1]`, how many of the `W` there are, or `[B]`, as of `length`; codec: of rows in
+    blocks, "plain", "int8" or "fp8" (`storage/codecs.py`); regression: `Aᵀ`, of
+    `regression.fit`, float16 `[B, G, D, D]`, where signs vote together. Of tiers
+    alone: histogram: keys per centroid, int64 `[B, G, M, 256]`; tiers: keys that bound
+    each, int64 `[B, 6]`.
     """
 
     codes: Tensor
@@ -77,7 +78,7 @@ class State:
 
     def row(self, b: int) -> State:
         """Row `b` of the batch alone, of its own length."""
-        shared = ("length", "resident_count") if len(self.length) == 1 else ("resident_count",)
+        shared = [each for each in ("length", "resident_count") if len(vars(self)[each]) == 1]
         own: dict[str, Any] = {
             name: part[b : b + 1]
             for name, part in vars(self).items()

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from kvindex.core import check
 from kvindex.core.capability import capability
-from kvindex.core.protocol import Explains
+from kvindex.core.guard import in_plain_torch
+from kvindex.core.protocol import Explains, JoinsBatch
 from kvindex.layer.attention_layer import AttentionLayer
-from kvindex.pool.report import Report
-from kvindex.pool.sequences import Sequences, all_or_nothing, check_queries, check_tokens
+from kvindex.pool.report import LayersReport, Report
+from kvindex.pool.sequences import Sequences, check_queries, check_tokens, undone
+from kvindex.pool.together import LayersTogether
 
 
 class LayerPool(Sequences[AttentionLayer]):
@@ -23,37 +27,81 @@ class LayerPool(Sequences[AttentionLayer]):
     def __init__(self, layer: AttentionLayer) -> None:
         super().__init__(layer)
         self.geometry = self._like.index.geometry
+        self._together: LayersTogether | None = None
+        plain = type(layer).step is AttentionLayer.step and layer.coverage is None
+        if plain and capability(self._like.index, JoinsBatch) is not None:
+            self._together = LayersTogether(self._like, graphs=layer.graphs)
+        self._joined = self._alone = 0  # steps of sequences
 
+    @in_plain_torch
     def step(
         self, sequences: Sequence[int], queries: Tensor, keys: Tensor, values: Tensor
     ) -> Tensor:
         """Append `T` tokens to each and attend from them, causally: `[n, H, T, Dv]`.
 
         queries `[n, H, T, D]`, keys `[n, G, T, D]`, values `[n, G, T, Dv]`, row `i` of
-        `sequences[i]`. Raises as `AttentionLayer.step`, and ValueError for sequences that are not
-        open or come twice; then all are as they were.
+        `sequences[i]`. Those that search, or attend to a window alone, take one step together where
+        their index can (`explain`). Raises as `AttentionLayer.step`, and ValueError for sequences
+        that are not open or come twice; then all are as they were.
         """
         some, g = self._several(sequences), self.geometry
         check_tokens(keys, values, len(some), g)
-        check_queries(queries, len(some), g, keys.shape[2])
-        rows = [slice(i, i + 1) for i in range(len(some))]
-        with all_or_nothing(some):
-            outputs = [
-                layer.step(queries[row], keys[row], values[row])
-                for layer, row in zip(some, rows, strict=True)
-            ]
-        return torch.cat(outputs)
+        check_queries(queries, len(some), g, T := keys.shape[2])
+        check.at_least("queries.shape[2] (tokens)", T, 1)
+        given = queries.detach(), keys.detach(), values.detach()
+        ways_back = list[Callable[[], None]]()
+        with undone(ways_back):
+            joined = self._joining(some, T, ways_back)
+            outputs = dict[int, Tensor]()
+            for i in [i for i in range(len(some)) if i not in joined]:
+                layer = some[i]
+                ways_back.append(partial(layer.rollback, layer.checkpoint()))
+                outputs[i] = layer.step(*(part[i : i + 1] for part in given))
+            if joined and self._together is not None:
+                mine = given if not outputs else [part[joined] for part in given]
+                output = self._together.step([some[i] for i in joined], *mine)
+                outputs |= zip(joined, output.tensor_split(len(joined)), strict=True)
+        self._joined, self._alone = (
+            self._joined + len(joined),
+            self._alone + len(some) - len(joined),
+        )
+        if not joined or len(joined) < len(some):
+            return torch.cat([outputs[i] for i in range(len(some))])
+        return output
+
+    def _joining(
+        self, layers: list[AttentionLayer], tokens: int, ways_back: list[Callable[[], None]]
+    ) -> list[int]:
+        """Which of them take the next step together; ways_back: gets what undoes it."""
+        if self._together is None:
+            return []
+        decoding = [i for i, layer in enumerate(layers) if layer.decodes(tokens)]
+        if len(decoding) < 2:
+            return []
+        for i in decoding:
+            ways_back.append(layers[i].way_back(tokens))
+            layers[i].begin_decoding()
+        joining = [i for i in decoding if layers[i].k == self._like.k and layers[i].joins(tokens)]
+        several = len(joining) > 1 and any(len(layers[i].index) for i in joining)
+        return joining if several else []
 
     def explain(self) -> str:
         """How a list of sequences is stepped, and how each index runs, a line each."""
         explains = capability(self._like.index, Explains)
-        how = "sequences: one after the other, each by the graphs and kernels of its index"
-        return how + ("" if explains is None else f"\n{explains.explain()}")
+        how = "one after the other, each by the graphs and kernels of its index"
+        if self._together is not None:
+            how = (
+                "tokens that search, or have but a window, together, by kernels; prompts, and "
+                f"sequences that attend densely to an index, {how}"
+            )
+        return f"sequences: {how}" + ("" if explains is None else f"\n{explains.explain()}")
 
-    def report(self) -> Report:
-        """What the indexes of all sequences hold together, and what of it they share.
+    def report(self) -> LayersReport:
+        """What the indexes of all sequences hold together, what of it they share, and how many
+        steps of sequences were together or alone so far.
 
         tokens: in the indexes; sink and window are each sequence's own.
         """
         indexes = [layer.index for layer in self._open.values()]
-        return Report.of(indexes, sum(map(len, indexes)))
+        held = vars(Report.of(indexes, sum(map(len, indexes))))
+        return LayersReport(**held, together=self._joined, alone=self._alone)

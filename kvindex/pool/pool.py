@@ -43,6 +43,7 @@ class Pool(Sequences[KVIndex]):
         joins = capability(self._like, JoinsBatch)
         self._batch = None if joins is None else joins.new_batch()
         self._none = ResidentRows(self.geometry, 1, 1)  # there are no resident rows
+        self._nones = ResidentRows(self.geometry, 1, 1, ragged=True)
 
     def append(
         self,
@@ -105,10 +106,10 @@ class Pool(Sequences[KVIndex]):
         check_queries(queries, len(some), self.geometry, None)
         check.wanted_rows(k)
         if self._batch is not None and (rows := _rows(some, queries, k)):
-            if self._none.batch != len(some):
-                self._none = ResidentRows(self.geometry, len(some), 1)
+            if self._nones.batch != len(some):
+                self._nones = ResidentRows(self.geometry, len(some), 1, ragged=True)
             most = min(k, max(map(len, some)))
-            return self._batch.attend(rows, queries.detach(), self._none, k=most)
+            return self._batch.attend(rows, queries.detach(), self._nones, k=most)
         with all_or_nothing(some):
             each = [self._attend(index, queries[i : i + 1], k) for i, index in enumerate(some)]
         return Attended(

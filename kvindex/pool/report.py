@@ -45,3 +45,14 @@ class Report:
             held_bytes=sum(held.values()),
             separate_bytes=sum(sum(piece.values()) for piece in pieces),
         )
+
+
+@dataclass(frozen=True)
+class LayersReport(Report):
+    """What the sequences of a pool of layers hold, and how they were stepped.
+
+    together: steps of a sequence that were a row of a step with others, so far; alone: all others.
+    """
+
+    together: int = 0
+    alone: int = 0

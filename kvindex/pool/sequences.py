@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
+from functools import partial
 from typing import Generic, TypeVar
 
 from torch import Tensor
@@ -86,13 +87,20 @@ class Sequences(Generic[S]):
 @contextmanager
 def all_or_nothing(some: Sequence[object]) -> Iterator[None]:
     """Each of these, a `Restorable`, is as it was before, where anything raises."""
-    before = [(one, one.checkpoint()) for one in some if isinstance(one, Restorable)]
+    restorable = (one for one in some if isinstance(one, Restorable))
+    with undone([partial(one.rollback, one.checkpoint()) for one in restorable]):
+        yield
+
+
+@contextmanager
+def undone(ways_back: list[Callable[[], None]]) -> Iterator[None]:
+    """Where anything raises, all ways back are gone, the last one first; more may come."""
     try:
         yield
     except BaseException:  # an interrupt, too
         with ExitStack() as back:  # each, though one may fail
-            for one, checkpoint in before:
-                back.callback(one.rollback, checkpoint)
+            for way in ways_back:
+                back.callback(way)
         raise
 
 

@@ -47,6 +47,7 @@ class LatentAttention:
         lse: Tensor,
         far: bool = False,
         overlap: bool = False,
+        ragged: bool = False,
     ) -> None:
         """Write `output` `[B, H, Dv]` and `lse` `[B, H]`: as `BaseStep.attend`.
 
@@ -55,7 +56,7 @@ class LatentAttention:
         `[B, H, k]`, or `[B G, k]` for all heads of a group, or None; rows, row_bytes, codec: as of
         `State`, as are resident, resident_mask and resident_count; far: whether rows lie on the
         host: then each is read once, else by each part of the heads; overlap: whether the launch
-        may begin before the one before it ends. All contiguous.
+        may begin before the one before it ends; ragged: as of `BaseStep`. All contiguous.
         """
         g = self._geometry
         groups, k, room = len(queries) * g.kv_heads, ids.shape[-1], resident.shape[2]
@@ -78,6 +79,7 @@ class LatentAttention:
             DTYPE=CODES[g.dtype],
             SOFTCAP=int(g.softcap is not None),
             CODEC=NAMES.index(codec),
+            RAGGED=int(ragged),
         )
         launch(
             "step/attend_latents.cu",

@@ -49,7 +49,7 @@ class State:
     length: int64 `[1]`, tokens in the index, or `[B]`, in that of each row of the batch; wanted,
     counted: int32 `[B]`, candidates `C` and valid keys; weight_scale: float32 `[B, G]`; resident:
     rows of sink and window `[B, G, W, D + Dv]`; resident_mask: uint8 `[B, W]`; resident_count:
-    int64 `[1]`, how many of the `W` there are;
+    int64 `[1]`, how many of the `W` there are, or `[B]`, as of `length`;
     row_bytes: of a row in a block; codec: of those rows, a name of `kvindex.storage.codecs`; far:
     whether they lie on the host, which kernels over latents alone are told; near: which of those
     blocks are on the device, uint8 `[B, S]`, where they lie in two places; cache: of rows that were
@@ -59,8 +59,8 @@ class State:
     `[B, G]`, which no step reads. Of tiers alone: histogram: keys per centroid, int64 `[B, G, M,
     256]`; tiers: keys that bound each, int64 `[B, 6]`. Of an engine's pages alone (`paged_step`):
     sink: how many of a sequence's first tokens are resident where any token is searched; resident
-    rows lie in the blocks of `rows` then, those of the window behind the `length` tokens searched,
-    and `resident_count` is `[B]`; head_bytes: from a KV head's rows of a block to the next one's;
+    rows lie in the blocks of `rows` then, those of the window behind the `length` tokens searched;
+    head_bytes: from a KV head's rows of a block to the next one's;
     segments: numbers of those blocks among all pages, int32 `[B, S]`, where the pages are on the
     host: then `cache` has a group for each KV head, of all sequences' rows by their slots.
     """
@@ -99,8 +99,9 @@ class BaseStep:
     further int32 per group that a step has cleared, at a multiple of 16 bytes
     (`_counted`); policy: as `ParisKVConfig.group`; drawn: whether rows are drawn (`ops.priority`):
     there `weights` has the logarithm of how many keys each stands for, times `priority.temper` if
-    tempered; ragged: whether `State.length` is of each row of the batch; arena: whose memory its
-    buffers are, shared with steps of other batches that never run beside it.
+    tempered; ragged: whether `State.length` and `resident_count` are of each row of the batch;
+    arena: whose memory its buffers are, shared with steps of other batches that never run
+    beside it.
     Raises ValueError for what the kernels do not serve.
     """
 
@@ -285,6 +286,7 @@ class BaseStep:
                 lse=self.lse,
                 far=state.far,
                 overlap=hits is None,
+                ragged=bool(self._ragged["RAGGED"]),
             )
             return self.output
         launch(
@@ -330,6 +332,7 @@ class BaseStep:
             overlap=hits is None,  # else what is resident may just be being written
             **(self._defines | self._capped | dict(DV=g.value_dim)),
             **dict(CODEC=NAMES.index(state.codec), GIVEN=given, NEAR=int(state.near is not None)),
+            **self._ragged,
             PAGED=int(state.sink is not None) + int(state.segments is not None),
         )
         return self.output

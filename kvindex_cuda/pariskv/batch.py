@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kvindex.core.geometry import Geometry
-from kvindex.core.protocol import Attended, Hits
+from kvindex.core.protocol import Attended, Hits, Rows
 from kvindex.core.resident import ResidentRows
 from kvindex.pariskv.config import ParisKVConfig
 from kvindex_cuda.memory.layout import BLOCK, Layout
@@ -26,6 +26,7 @@ from kvindex_cuda.pariskv.dispatch import room_of
 from kvindex_cuda.pariskv.graph import Replays
 from kvindex_cuda.pariskv.hits import ordered_hits
 from kvindex_cuda.pariskv.shared_step import SharedStep, capturing, shared, with_headroom
+from kvindex_cuda.pariskv.stage_token import stage_token
 
 PER_BLOCK = "codes", "rows", "near", "valid"
 """Of a `State`, what has an entry for each block."""
@@ -51,6 +52,10 @@ class BatchRow:
     text: object
 
 
+EMPTY = object()
+"""Version and text of a row whose index is empty."""
+
+
 class ParisKVBatch:
     """A `kvindex.core.protocol.IndexBatch` of ParisKV, for one list of indexes after another.
 
@@ -69,6 +74,7 @@ class ParisKVBatch:
         self._texts: list[object] = []  # that the cache has rows of
         self._wrong: Tensor | None = None  # of the first row: it tells of all queries
         self._replays = Replays(geometry.device)
+        self._ticket = torch.zeros(1, dtype=torch.int32, device=geometry.device)  # of `stage_token`
         self._made_of: tuple[object, ...] = (None,) * 5  # what `_reads` has
         self._reads: State
 
@@ -83,33 +89,64 @@ class ParisKVBatch:
         self, rows: Sequence[object], queries: Tensor, resident: ResidentRows, *, k: int
     ) -> Attended:
         """As `IndexBatch.attend`; steps that read the same places are captured, and replayed."""
-        step, state = self._ready(cast(Sequence[BatchRow], rows), k)
+        return self._attend(rows, queries, None, resident, k, graphs=True)
+
+    def decode_step(
+        self,
+        rows: Sequence[object],
+        queries: Tensor,
+        token: Rows,
+        resident: ResidentRows,
+        *,
+        k: int,
+        graphs: bool = True,
+    ) -> Attended:
+        """As `IndexBatch.decode_step`."""
+        return self._attend(rows, queries, token, resident, k, graphs)
+
+    def _attend(
+        self,
+        rows: Sequence[object],
+        queries: Tensor,
+        token: Rows | None,
+        resident: ResidentRows,
+        k: int,
+        graphs: bool,
+    ) -> Attended:
+        """As `decode_step`, or `attend` without a token."""
+        step, state = self._ready(cast(Sequence[BatchRow | None], rows), k)
         reads = self._reads_of(step, state, resident)
-        if replay := self._replays.of(step, reads):
-            replay.asked.copy_(queries)
+        replay = self._replays.of(step, reads) if graphs else None
+        asked = None if replay is None else replay.asked
+        if token is not None:
+            stage_token(resident, token, None, queries, asked, ticket=self._ticket)
+        elif asked is not None:
+            asked.copy_(queries)
+        if replay is not None:
             return Attended(*replay())
         step.renew()
         output = step(queries.contiguous(), reads)
         return Attended(output, step.lse, step.found.view(len(queries), -1))
 
-    def _ready(self, rows: Sequence[BatchRow], k: int) -> tuple[SharedStep, State]:
+    def _ready(self, rows: Sequence[BatchRow | None], k: int) -> tuple[SharedStep, State]:
         """A step for these rows, its turn, and what it reads of them."""
         if capturing(self._geometry.device):
             raise RuntimeError(
                 "graph: got a step of a list of sequences, allowed is an index's own"
             )
-        candidates = [self._config.candidates(row.count, k) for row in rows]
-        need = room_of(self._kind, max(row.tokens for row in rows), max(candidates))
-        step = self._with_room(len(rows), rows[0].state.codes.shape[1], k, need)
+        some = [row for row in rows if row is not None]
+        candidates = [self._config.candidates(row.count, k) if row else 0 for row in rows]
+        need = room_of(self._kind, max(row.tokens for row in some), max(candidates))
+        step = self._with_room(len(rows), some[0].state.codes.shape[1], k, need)
         step.acquire()
-        state = self._with_rows(rows)
+        state = self._with_rows(rows, some[0].state)
         if self._asked != k:
-            put(state.length, [row.tokens for row in rows])
-            put(state.counted, [row.count for row in rows])
+            put(state.length, [row.tokens if row else 0 for row in rows])
+            put(state.counted, [row.count if row else 0 for row in rows])
             put(state.wanted, candidates)
             self._asked = k
-        self._with_cache(rows)
-        self._wrong = rows[0].state.wrong
+        self._with_cache(rows, some)
+        self._wrong = some[0].state.wrong
         return step, state
 
     def _reads_of(self, step: SharedStep, state: State, resident: ResidentRows) -> State:
@@ -127,15 +164,17 @@ class ParisKVBatch:
             )
         return self._reads
 
-    def _with_rows(self, rows: Sequence[BatchRow]) -> State:
+    def _with_rows(self, rows: Sequence[BatchRow | None], like: State) -> State:
         """The state, with what has changed of each row."""
         if self._state is None or len(rows) != len(self._held):
-            self._state, self._held, self._asked = _empty(rows), [None] * len(rows), 0
+            self._state, self._held, self._asked = _empty(like, len(rows)), [None] * len(rows), 0
         for b, row in enumerate(rows):
-            if self._held[b] is not row.version:
+            version = row.version if row else EMPTY
+            if self._held[b] is not version:
                 self._held[b], self._asked = None, 0  # until all of it is there
-                _copy(self._state, b, row)
-                self._held[b] = row.version
+                if row:
+                    _copy(self._state, b, row)
+                self._held[b] = version
         return self._state
 
     def _with_room(self, batch: int, blocks: int, k: int, need: int) -> SharedStep:
@@ -154,25 +193,25 @@ class ParisKVBatch:
             )
         return step
 
-    def _with_cache(self, rows: Sequence[BatchRow]) -> None:
+    def _with_cache(self, rows: Sequence[BatchRow | None], some: Sequence[BatchRow]) -> None:
         """Have a cache, where rows are on the host; it forgets those of texts that are gone."""
-        if not any(row.far for row in rows):
+        if not any(row.far for row in some):
             self._cache = None
             return
         heads = self._geometry.kv_heads
         if self._cache is None or len(self._texts) != len(rows):
-            groups, row_bytes = len(rows) * heads, rows[0].state.row_bytes
+            groups, row_bytes = len(rows) * heads, some[0].state.row_bytes
             self._cache = RowCache(groups, row_bytes, self._geometry.device)
             self._texts = [None] * len(rows)
         for b, row in enumerate(rows):
-            if self._texts[b] is not row.text:
+            text = row.text if row else EMPTY
+            if self._texts[b] is not text:
                 self._cache.forget(slice(b * heads, (b + 1) * heads))
-                self._texts[b] = row.text
+                self._texts[b] = text
 
 
-def _empty(rows: Sequence[BatchRow]) -> State:
+def _empty(like: State, batch: int) -> State:
     """A state for as many rows."""
-    like, batch = rows[0].state, len(rows)
 
     def tensor(part: Tensor | None) -> Tensor | None:
         return None if part is None else part.new_zeros((batch, *part.shape[1:]))

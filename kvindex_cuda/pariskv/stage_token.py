@@ -29,7 +29,8 @@ def stage_token(
     token: keys `[B, G, 1, D]` and values `[B, G, 1, Dv]`; window: places of that shape, strided, or
     None: none; queries: `[B, H, D]`, copied to graph_queries, contiguous, if given. All of one
     dtype. ticket: int32 `[1]`, 0 between launches: the token goes where `resident.count` says when
-    the kernel runs, and the caller tells `resident`; without it this does. Raises ValueError for
+    the kernel runs, and the caller tells `resident`, or its rows where those are ragged, which need
+    one; without it this does. Raises ValueError for
     other shapes or dtypes, before anything is written.
     """
     rows, keys, values = resident.rows, _near_by(token.keys), _near_by(token.values)
@@ -44,6 +45,8 @@ def stage_token(
             of_shape(name, of_type(name, tensor, rows.dtype), *shape)
     if ticket is not None:
         of_shape("ticket", of_type("ticket", ticket, torch.int32), 1)
+    elif resident.ragged:
+        raise ValueError("ticket: got None, allowed is a tensor where resident rows are ragged")
     elif len(resident) >= room:
         raise ValueError(
             f"resident: got {len(resident)} rows, allowed are fewer than its room of {room}"
@@ -75,6 +78,7 @@ def stage_token(
             queries_head=queries.stride(1),
             room=room,
             place=resident.claim(1) if ticket is None else 0,
+            ragged=int(resident.ragged),
         ),
         overlap=True,
         **_defines(D, wide - D, rows.dtype, H // G),

@@ -55,7 +55,7 @@ def joined(states):
         return torch.cat(parts)
 
     names = [name for name, part in vars(states[0]).items() if isinstance(part, torch.Tensor)]
-    parts = {name: together(name) for name in names if name != "resident_count"}
+    parts = {name: together(name) for name in names}
     return replace(states[0], **parts)
 
 

@@ -42,29 +42,35 @@ def attention_over(query, hits, rows, g):
     )
 
 
-class PoolMachine(RuleBasedStateMachine):
-    """A pool, and beside it an index of its own for each sequence.
+class SequencesMachine(RuleBasedStateMachine):
+    """A pool, and beside it one of its own for each sequence: they come, branch, are cut and go.
 
-    spec, case, options: of both; most: sequences that are open; compare: of scores; slack: of
-    attention; begins: lengths of sequences that there are at first.
+    most: sequences that are open; begins: lengths of sequences that there are at first.
     """
 
-    spec, case, options, most, slack = "exact", Case(q_heads=4), {}, 6, 1e-5
-    begins = ()
-    compare = staticmethod(equal)
+    most, begins = 6, ()
 
     def __init__(self):
         super().__init__()
-        self.pool = kvindex.Pool(self.made())
+        self.pool = self.pool_of(self.made())
         self.alone = {}
         for seed, count in enumerate(self.begins):
-            tokens = self.case.tokens(count, seed)
             self.alone[sequence := self.pool.open()] = self.made()
-            self.pool.append([sequence], *tokens)
-            self.alone[sequence].append(*tokens)
+            self.feed([sequence], count, seed)
+
+    def pool_of(self, like):
+        raise NotImplementedError
 
     def made(self):
-        return self.case.index(self.spec, **self.options)
+        raise NotImplementedError
+
+    def feed(self, some, count, seed):
+        """So many tokens for each, in the pool and in those of their own."""
+        raise NotImplementedError
+
+    def compare_with(self, some, seed, k):
+        """Each of these gives what its own one gives."""
+        raise NotImplementedError
 
     def some(self, data):
         """One or more of the sequences, in any order; all of them, if nothing else is drawn."""
@@ -90,15 +96,6 @@ class PoolMachine(RuleBasedStateMachine):
         self.alone[sequence] = separate(self.alone[source], self.made)
 
     @precondition(lambda self: self.alone)
-    @rule(data=st.data(), count=COUNTS, seed=seeds)
-    def append(self, data, count, seed):
-        some = self.some(data)
-        keys, values = self.case.tokens(count, seed, len(some))
-        self.pool.append(some, keys, values)
-        for i, sequence in enumerate(some):
-            self.alone[sequence].append(keys[i : i + 1], values[i : i + 1])
-
-    @precondition(lambda self: self.alone)
     @rule(data=st.data(), share=st.floats(0, 1))
     def truncate(self, data, share):
         sequence = self.one(data)
@@ -116,6 +113,58 @@ class PoolMachine(RuleBasedStateMachine):
         assert gone() is None  # at once, with all that it held alone
         with pytest.raises(ValueError, match="allowed is one that is open"):
             self.pool.close(sequence)
+
+    @invariant()
+    def sequences_are_those_that_are_open(self):
+        assert [*self.pool] == [*self.alone]
+        assert [len(self.pool[each]) for each in self.pool] == [*map(len, self.alone.values())]
+        report = self.pool.report()
+        assert report.sequences == len(self.alone)
+        assert report.tokens == sum(map(self.indexed, self.alone.values()))
+        assert report.held_bytes <= report.separate_bytes
+
+    def indexed(self, alone):
+        """Tokens of its index."""
+        return len(alone)
+
+    def teardown(self):
+        if self.alone:
+            self.compare_with([*self.alone], 0, 9)
+        for sequence in self.pool:
+            self.pool.close(sequence)
+        report = self.pool.report()
+        assert (report.blocks, report.held_bytes) == (0, 0)
+        self.no_leak()
+
+    def no_leak(self):
+        """What a machine knows beyond."""
+
+
+class PoolMachine(SequencesMachine):
+    """A pool of indexes.
+
+    spec, case, options: of both; compare: of scores; slack: of attention.
+    """
+
+    spec, case, options, slack = "exact", Case(q_heads=4), {}, 1e-5
+    compare = staticmethod(equal)
+
+    def pool_of(self, like):
+        return kvindex.Pool(like)
+
+    def made(self):
+        return self.case.index(self.spec, **self.options)
+
+    def feed(self, some, count, seed):
+        keys, values = self.case.tokens(count, seed, len(some))
+        self.pool.append(some, keys, values)
+        for i, sequence in enumerate(some):
+            self.alone[sequence].append(keys[i : i + 1], values[i : i + 1])
+
+    @precondition(lambda self: self.alone)
+    @rule(data=st.data(), count=COUNTS, seed=seeds)
+    def append(self, data, count, seed):
+        self.feed(self.some(data), count, seed)
 
     @precondition(lambda self: self.alone)
     @rule(data=st.data(), seed=seeds)
@@ -153,24 +202,3 @@ class PoolMachine(RuleBasedStateMachine):
         slack = dict(rtol=self.slack, atol=self.slack)
         torch.testing.assert_close(attended.output[i].double(), output, **slack)
         torch.testing.assert_close(attended.lse[i].double(), lse, **slack)
-
-    @invariant()
-    def sequences_are_those_that_are_open(self):
-        assert [*self.pool] == [*self.alone]
-        assert [len(self.pool[each]) for each in self.pool] == [*map(len, self.alone.values())]
-        report = self.pool.report()
-        assert report.sequences == len(self.alone)
-        assert report.tokens == sum(map(len, self.alone.values()))
-        assert report.held_bytes <= report.separate_bytes
-
-    def teardown(self):
-        if self.alone:
-            self.compare_with([*self.alone], 0, 9)
-        for sequence in self.pool:
-            self.pool.close(sequence)
-        report = self.pool.report()
-        assert (report.blocks, report.held_bytes) == (0, 0)
-        self.no_leak()
-
-    def no_leak(self):
-        """What a machine knows beyond."""

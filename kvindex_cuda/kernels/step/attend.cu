@@ -16,7 +16,8 @@
 // (whether sink and window lie in the pages of `rows`, behind the tokens that are searched: a row of the batch has
 // `resident_count` of them, of which the first `sink` are the sequence's first, if any token is searched; 2 where
 // those pages are on the host: then resident rows are cached, too, a KV head's cache is that of all sequences, and a
-// row's name in it is its slot; two sequences that ask for one slot at once may both fetch it, and keep it twice).
+// row's name in it is its slot; two sequences that ask for one slot at once may both fetch it, and keep it twice),
+// RAGGED (each row of the batch has a count of resident rows, as it always has if PAGED).
 #include "common/row_cache.cuh"
 #include "common/row_codes.cuh"
 
@@ -205,7 +206,7 @@ struct Arguments {
     const i64* rows;            // [B, row]: addresses of blocks of TOKENS rows, of KV head g at g · head_bytes
     const void* resident;       // DTYPE [BG, room, D + DV]
     const u8* resident_mask;    // [B, room]
-    const i64* resident_count;  // [1], or PAGED: [B]: how many of them are there
+    const i64* resident_count;  // [1], or RAGGED: [B]: how many of them are there
     const i64* length;          // [B]: tokens that are searched; only if PAGED
     const int* segments;        // [B, row]: numbers of blocks among all pages; only if PAGED is 2
     char* cache;                // [BG, cached, row_bytes]: of `cached` rows as they are stored (row_cache.py; 0 for none);
@@ -291,7 +292,7 @@ attend(const __grid_constant__ Arguments args) {
         auto tag_of = [&](int id) { return caches ? ::tag_of(name_of(id), tags, args.cached) : 0; };
         int first = selected(own), second = selected(own + step);
         int third = selected(own + 2 * step), fourth = selected(own + 3 * step);
-        int rows_here = phase ? args.found[bg] : int(args.resident_count[(PAGED > 0) * batch]);
+        int rows_here = phase ? args.found[bg] : int(args.resident_count[RAGGED * batch]);
         if (caches) now = SLOTS ? __ldcg(args.clocks) : __ldcg(args.clocks + bg) + 1;
         int first_tag = tag_of(first), second_tag = tag_of(second), third_tag = tag_of(third);
         auto stored = [&](int id) {

@@ -13,7 +13,7 @@
 // Resident rows do not wait for the kernel before, which selects: what it takes to attend to them, all but the writing,
 // runs beside it. float32 has no such unit: a thread has a head and a row, then a head and a column.
 // Compile-time: D, DV, GROUP, PART (a power of two times 16, up to 128), DTYPE, SOFTCAP, CODEC (of the rows selected:
-// 0 plain, 1 int8, 2 fp8).
+// 0 plain, 1 int8, 2 fp8), RAGGED (each row of the batch has a count of resident rows).
 #include "common/row_codes.cuh"
 
 constexpr int SLICES = DTYPE == 0 ? 1 : 128 / PART;       // of a sum over coordinates: eight warps for all heads
@@ -167,7 +167,7 @@ struct AttendArguments {
     const i64* rows;            // [B, row]: addresses of blocks of TOKENS rows, of KV head g at g · head_bytes
     const void* resident;       // DTYPE [BG, room, D + DV]
     const u8* resident_mask;    // [B, room]
-    const i64* resident_count;  // [1]: how many of them are there
+    const i64* resident_count;  // [1], or RAGGED: [B]: how many of them are there
     const float* weights;       // added to the logits of rows selected (−inf hides one), or null for zeros: of
                                 // group bg, head h and row i at (bg · weights_group + h · weights_head) + i
     float* partial;             // [BG, splits, GROUP, DV]
@@ -195,7 +195,7 @@ attend_latents(const __grid_constant__ AttendArguments args) {
     Queries part;
     if (DTYPE != 0) load(part, queries, head);
     for (int h = threadIdx.x; h < PART; h += 256) peaks[h] = NEVER, totals[h] = 0;
-    int count = int(__ldcg(args.resident_count)), near = (count + ROWS - 1) / ROWS, found = 0;
+    int count = int(__ldcg(args.resident_count + RAGGED * batch)), near = (count + ROWS - 1) / ROWS, found = 0;
     bool waited = false;
     auto wait_for_rows = [&] {
         if (waited) return;

@@ -1,6 +1,7 @@
 // Stage a decoded token where a step reads it: its key and value in the window and among the resident
-// rows, its queries in a graph's own. Where it goes is said by the host, or, in a caller's graph, by
-// the count of resident rows, which the last block to read it moves on.
+// rows, its queries in a graph's own. Where it goes is said by the host, or, in a caller's graph or for
+// rows of a batch that have counts of their own, by the count of resident rows, which the last block to
+// read it moves on.
 //
 // Grid: (G, B), 128 threads. Reads and writes 2 (D + DV) and GROUP · D elements per KV head;
 // limited by latency.
@@ -19,14 +20,14 @@ struct Arguments {
     Bits* window_keys;                 // [B, G, D]: the token's own places, or null: none
     Bits* window_values;               // [B, G, DV]
     Bits* resident;                    // [B, G, room, D + DV]: written at row `place`
-    i64* resident_count;               // [1]: becomes place + 1
+    i64* resident_count;               // [1], or [B] if `ragged`: becomes place + 1
     int* ticket;                       // [1]: 0 between launches; null: the place is the host's
     const Bits* queries;               // [B, H, D]
     Bits* graph_queries;               // [B, H, D], or null: there is no graph
     i64 keys_batch, keys_head, values_batch, values_head;
     i64 window_keys_batch, window_keys_head, window_values_batch, window_values_head;
     i64 queries_batch, queries_head;
-    i64 room, place;
+    i64 room, place, ragged;
 };
 
 // Strides are in elements, of the first two dimensions; neighbors lie side by side.
@@ -42,7 +43,7 @@ stage_token(const __grid_constant__ Arguments args) {
     after_previous();  // which may be what projected the token, or attention over the same rows
     let_next_begin();
     i64 g = blockIdx.x, b = blockIdx.y, bg = b * gridDim.x + g;
-    i64 place = args.ticket ? *args.resident_count : args.place;
+    i64 place = args.ticket ? args.resident_count[args.ragged * b] : args.place;
     if (place < args.room) {
         Bits* row = rows + (bg * args.room + place) * (D + DV);
         for (int i = threadIdx.x; i < D; i += THREADS) {
@@ -66,8 +67,10 @@ stage_token(const __grid_constant__ Arguments args) {
         if (bg == 0 && threadIdx.x == 0) *args.resident_count = place + 1;
         return;
     }
-    if (last_block(args.ticket, gridDim.x * gridDim.y) && threadIdx.x == 0) {  // all have read the count
-        *args.ticket = 0;
-        if (place < args.room) *args.resident_count = place + 1;
+    if (!last_block(args.ticket, gridDim.x * gridDim.y)) return;
+    if (threadIdx.x == 0) *args.ticket = 0;  // all have read the counts
+    for (i64 i = threadIdx.x; i < (args.ragged ? gridDim.y : 1); i += THREADS) {
+        i64 count = __ldcg(args.resident_count + i);
+        if (count < args.room) args.resident_count[i] = count + 1;
     }
 }

@@ -1,0 +1,186 @@
+"""Layers of any lengths in one step of kernels: each gets what it would get alone."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis.stateful import run_state_machine_as_test
+
+import kvindex
+from kvindex.layer import AttentionLayer
+from kvindex_cuda.memory.slab_pool import DeviceAllocator
+from tests.cuda.devices import DEVICES, on
+from tests.cuda.graphs import counted
+from tests.pool.layers import SIZES, LayersMachine, tokens
+from tests.support.helpers import Case
+
+CLOSE = dict(rtol=1e-5, atol=1e-5)
+
+
+@pytest.fixture(params=DEVICES)
+def device(request):
+    with on(request.param):
+        yield request.param
+
+
+def case_on(device):
+    return Case(q_heads=4, head_dim=32, value_dim=32, device=device)
+
+
+def made(case, spec="pariskv", *, store="device", **sizes):
+    index = case.index(spec, backend="cuda", store=store, check=True)
+    return AttentionLayer(index, k=7, **{**SIZES, **sizes})
+
+
+def pools(case, lengths, **options):
+    """A pool of sequences of so many tokens, and a layer of its own for each."""
+    pool, alone = kvindex.LayerPool(made(case, **options)), {}
+    for seed, length in enumerate(lengths):
+        alone[sequence := pool.open()] = made(case, **options)
+        if length:
+            given = tokens(case, length, seed, 1)
+            pool.step([sequence], *given)
+            alone[sequence].step(*given)
+    return pool, alone
+
+
+def step(pool, alone, some, case, count, seed):
+    """One of the pool, held to each of its own."""
+    given = tokens(case, count, 100 + seed, len(some))
+    got = pool.step(some, *given)
+    for i, sequence in enumerate(some):
+        want = alone[sequence].step(*(part[i : i + 1] for part in given))
+        torch.testing.assert_close(got[i : i + 1], want, **CLOSE)
+
+
+def test_any_interleaving_equals_separate_layers(device):
+    class Machine(LayersMachine):
+        spec, begins, most, slack = "pariskv", (300, 40, 2), 5, 1e-5
+        case = case_on(device)
+
+    Machine.options = dict(backend="cuda", store="host", check=True)
+    examples, steps = (4, 10) if device == "cpu" else (30, 60)
+    how = settings(max_examples=examples, stateful_step_count=steps, deadline=None)
+    run_state_machine_as_test(Machine, settings=settings(how, derandomize=True))
+
+
+@pytest.mark.parametrize("preset", ["paper", "fast"])
+@pytest.mark.parametrize("far", [False, True])
+def test_presets_and_rows_on_the_host(device, preset, far, monkeypatch):
+    if device == "cpu":
+        monkeypatch.setattr(DeviceAllocator, "far", far)
+    case = case_on(device)
+    options = dict(spec=f"pariskv:preset={preset}", store="host" if far else "device")
+    pool, alone = pools(case, [300, 2, 40], dense_below=0, **options)
+    for seed in range(8):
+        step(pool, alone, [*alone], case, 1, seed)
+    assert (pool.report().together, pool.report().alone) == (24, 3)
+    for sequence, layer in alone.items():
+        mine, want = pool[sequence].traffic, layer.traffic
+        assert (mine.steps, float(mine.rows_full)) == (want.steps, float(want.rows_full))
+        assert float(mine.rows_read) == float(want.rows_read)
+
+
+def test_lists_that_change_between_steps(device):
+    """Another order, one more or less, several tokens, a cut, and dense ones among them."""
+    case = case_on(device)
+    pool, alone = pools(case, [40, 30, 20, 0, 3])
+    a, b, c, new, short = alone
+    lists = [([a, b, c], 1), ([c, a, b], 1), ([c, a], 1), ([b, new, a, short], 1), ([b, c], 2)]
+    for seed, (some, count) in enumerate(lists):
+        step(pool, alone, some, case, count, seed)
+    for layers in (pool, alone[b]):
+        layers.truncate(*([b] if layers is pool else []), 28)
+    for seed, (some, count) in enumerate([([b, a], 9), ([a, b, c, new], 2), ([b, a, short], 1)]):
+        step(pool, alone, some, case, count, 10 + seed)
+    for sequence, layer in alone.items():
+        found, want = pool[sequence].state_dict(), layer.state_dict()
+        assert all(torch.equal(found[name], part) for name, part in want.items())
+
+
+def test_a_list_is_one_step_of_the_executor_and_is_replayed(device):
+    """Updates begin for one and not for the other."""
+    case = case_on(device)
+    with counted(device) as graphs:
+        pool, alone = pools(case, [30, 42], update_every=6, dense_below=0)
+        before = graphs.made
+        for seed in range(20):
+            step(pool, alone, [*alone], case, 1, seed)
+        assert graphs.made > before
+    report = pool.report()
+    assert (report.together, report.alone) == (40, 2)
+    assert pool.explain().startswith(
+        "sequences: tokens that search, or have but a window, together"
+    )
+
+
+def test_what_is_wrong_is_refused_and_changes_nothing(device):
+    case = case_on(device)
+    pool, alone = pools(case, [30, 20])
+    some = [*alone]
+    step(pool, alone, some, case, 1, 0)
+    queries, keys, values = tokens(case, 1, 1, 2)
+    with pytest.raises(ValueError, match="keys: got dtype"):
+        pool.step(some, queries, keys.half(), values)
+    with pytest.raises(ValueError, match=r"queries.shape\[2\] \(tokens\): got 0"):
+        pool.step(some, queries[:, :, :0], keys[:, :, :0], values[:, :, :0])
+    with pytest.raises(ValueError, match="each once"):
+        pool.step(some[:1] * 2, queries, keys, values)
+    if device == "cpu":
+        wrong = keys.clone()
+        wrong[1, 0, 0, 3] = math.nan
+        with pytest.raises(ValueError, match="keys: got"):
+            pool.step(some, queries, wrong, values)
+    assert [len(pool[each]) for each in some] == [31, 21]
+    step(pool, alone, some, case, 1, 2)
+
+
+def test_pools_of_whole_indexes_read_no_resident_rows(device):
+    """A pool of layers and one of indexes take turns in the same buffers."""
+    case = case_on(device)
+    pool, alone = pools(case, [30, 20])
+    other = kvindex.Pool(case.index("pariskv", backend="cuda", store="device"))
+    some = [other.open(), other.open()]
+    other.append(some, *case.tokens(30, 3, 2))
+    queries = case.queries(5, 2)
+    want = other.attend(some, queries, k=7)
+    step(pool, alone, [*alone], case, 1, 0)
+    got = other.attend(some, queries, k=7)
+    torch.testing.assert_close(got.output, want.output, **CLOSE)
+
+
+LONG = Case(32, 8, 128, 128, torch.bfloat16, device="cuda")
+
+
+@pytest.mark.gpu
+def test_a_token_of_long_sequences_equals_each_alone_and_takes_less_time():
+    lengths = [2**17, 300, 2**15 + 17, 5000]
+    pools_of = [kvindex.LayerPool(AttentionLayer(LONG.index("pariskv"))) for _ in range(2)]
+    some = [[pool.open() for _ in lengths] for pool in pools_of]
+    for i, length in enumerate(lengths):
+        for start in range(0, length, 2**13):
+            given = tokens(LONG, min(2**13, length - start), i + start, 1)
+            for pool, mine in zip(pools_of, some, strict=True):
+                pool.step([mine[i]], *given)
+    times = [[], []]
+    for seed in range(40):
+        given = tokens(LONG, 1, 10**6 + seed, len(lengths))
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        together = pools_of[0].step(some[0], *given)
+        end.record()
+        torch.cuda.synchronize()
+        times[0].append(begin.elapsed_time(end))
+        begin.record()
+        apart = [
+            pools_of[1].step([one], *(part[i : i + 1] for part in given))
+            for i, one in enumerate(some[1])
+        ]
+        end.record()
+        torch.cuda.synchronize()
+        times[1].append(begin.elapsed_time(end))
+        torch.testing.assert_close(together, torch.cat(apart), rtol=2e-2, atol=2e-2)
+    middle = [sorted(each)[20] for each in times]
+    print(f"lengths {lengths}: {middle[0]:.3f} ms together, {middle[1]:.3f} ms one by one (median)")
+    assert pools_of[0].report().together > 0

@@ -1,0 +1,145 @@
+"""A pool of layers beside a layer of its own for each sequence, for any interleaving of calls."""
+
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import strategies as st
+from hypothesis.stateful import precondition, rule
+
+import kvindex
+from kvindex.layer import AttentionLayer
+from kvindex.layer.joined import JoinsSteps
+from tests.pool.machine import SequencesMachine, seeds
+from tests.support.helpers import Case
+
+SIZES = dict(sink=3, local_window=4, update_every=5, dense_below=12, search_up_to=2)
+"""So small that sequences are dense, have no index or no sink yet, search, and update, in turn."""
+
+COUNTS = st.sampled_from([1, 1, 1, 1, 2, 9, 30])
+"""Tokens of a step: a decoded one, two that were speculated, pieces of a prompt."""
+
+DEEDS = st.sampled_from(["row_of_step", "count_joined", "end_joined"])
+
+
+def tokens(case, count, seed, batch):
+    """Queries, keys and values of so many tokens."""
+    queries = case.tensor(90 + seed, batch, case.q_heads, count, case.head_dim)
+    return queries, *case.tokens(count, seed, batch)
+
+
+class FailsAt:
+    """A method of a layer that raises when it is called for the `last` time of so many."""
+
+    def __init__(self, name, last):
+        self.method, self.left = getattr(JoinsSteps, name), last
+
+    def __get__(self, layer, kind):
+        def call(*given, **options):
+            self.left -= 1
+            result = self.method(layer, *given, **options)
+            if self.left == 0:
+                raise MemoryError("no more")
+            return result
+
+        return call
+
+
+class LayersMachine(SequencesMachine):
+    """A pool of layers.
+
+    spec, case, options: of the indexes; sizes: of the layers; slack: of attention, None for equal.
+    """
+
+    spec, case, options, sizes, slack = "exact", Case(q_heads=4), {}, SIZES, None
+
+    def pool_of(self, like):
+        return kvindex.LayerPool(like)
+
+    def made(self):
+        return AttentionLayer(self.case.index(self.spec, **self.options), k=7, **self.sizes)
+
+    def indexed(self, alone):
+        return len(alone.index)
+
+    def feed(self, some, count, seed):
+        given = tokens(self.case, count, seed, len(some))
+        got = self.pool.step(some, *given)
+        for i, sequence in enumerate(some):
+            want = self.alone[sequence].step(*(part[i : i + 1] for part in given))
+            self.same(got[i : i + 1], want)
+
+    def same(self, got, want):
+        if self.slack is None:
+            assert torch.equal(got, want)
+        else:
+            torch.testing.assert_close(got, want, rtol=self.slack, atol=self.slack)
+
+    @precondition(lambda self: self.alone)
+    @rule(data=st.data(), count=COUNTS, seed=seeds)
+    def step(self, data, count, seed):
+        self.feed(self.some(data), count, seed)
+
+    @precondition(lambda self: len(self.alone) > 1)
+    @rule(data=st.data(), count=st.integers(2, 12), seed=seeds)
+    def decode(self, data, count, seed):
+        """Token by token: updates fall due for some, then for others."""
+        some = data.draw(st.permutations([*self.alone]))
+        for t in range(count):
+            self.feed(some, 1, seed + t)
+
+    @precondition(lambda self: self.alone)
+    @rule(data=st.data(), count=COUNTS, seed=seeds, deed=DEEDS, last=st.integers(1, 8))
+    def step_fails(self, data, count, seed, deed, last):
+        """In the middle of a step together: all are as they were."""
+        some = self.some(data)
+        before = [len(self.pool[each]) for each in some]
+        given = tokens(self.case, count, seed, len(some))
+        with mock.patch.object(JoinsSteps, deed, failing := FailsAt(deed, last)):
+            try:
+                self.pool.step(some, *given)
+            except MemoryError:
+                assert [len(self.pool[each]) for each in some] == before
+                return
+        assert failing.left > 0  # it did not come to that
+        for i, sequence in enumerate(some):
+            self.alone[sequence].step(*(part[i : i + 1] for part in given))
+
+    @precondition(lambda self: self.alone)
+    @rule(data=st.data(), seed=seeds)
+    def one_goes_by_itself(self, data, seed):
+        """As whoever holds `pool[a]` may have it go, and go back."""
+        sequence = self.one(data)
+        given, layer = tokens(self.case, 1, seed, 1), self.pool[sequence]
+        self.same(layer.step(*given), self.alone[sequence].step(*given))
+        before = layer.checkpoint()
+        layer.step(*given)
+        layer.rollback(before)
+
+    @precondition(lambda self: self.alone)
+    @rule(data=st.data())
+    def one_comes_twice(self, data):
+        twice = [self.one(data)] * 2
+        with pytest.raises(ValueError, match="allowed are one or more, each once"):
+            self.pool.step(twice, *tokens(self.case, 1, 0, 2))
+
+    @precondition(lambda self: self.alone)
+    @rule(data=st.data())
+    def states_are_equal(self, data):
+        self.compare_state(self.one(data))
+
+    def compare_state(self, sequence):
+        """Codes, rows, window and sink, to the bit."""
+        mine, alone = self.pool[sequence], self.alone[sequence]
+        if not len(alone):
+            return
+        found, want = mine.state_dict(), alone.state_dict()
+        assert [*found] == [*want]
+        for name, part in want.items():
+            assert torch.equal(found[name], part), name
+
+    def compare_with(self, some, seed, k):
+        """All, after another token."""
+        self.feed(some, 1, seed)
+        for sequence in some:
+            self.compare_state(sequence)
