@@ -14,6 +14,9 @@ from kvindex.pariskv.config import ParisKVConfig
 INDEX = "pariskv"
 """The index whose codes are a function of their block, which alone an engine can share."""
 
+DEFAULT = f"{INDEX}:signs=alone"
+"""The default but for a matrix of each sequence, which pages have no place for on a GPU."""
+
 ROWS = "device", "host"
 """Where keys and values may lie."""
 
@@ -30,7 +33,7 @@ class Options:
     device, of all sequences together, a power of two. Raises ValueError.
     """
 
-    index: str = INDEX
+    index: str = DEFAULT
     k: int = 100
     sink: int = 64
     local_window: int = 256
