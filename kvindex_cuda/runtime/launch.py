@@ -8,19 +8,23 @@ pointer. Launchers check dtypes, strides and ranges; here names, types and the d
 from __future__ import annotations
 
 import ctypes
-import sys
+import hashlib
+import os
+import re
 import tempfile
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import cache, lru_cache
 from pathlib import Path
 from threading import Lock
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvindex.core.streams import raw_device, raw_stream
 from kvindex_cuda.runtime.constants import constants
+from kvindex_cuda.runtime.driver import Attribute, Config, driver
 from kvindex_cuda.runtime.signature import Signature, signature
 
 SOURCES = Path(__file__).parents[1] / "kernels"
@@ -60,6 +64,27 @@ _number, _address = Tensor.get_device, Tensor.data_ptr
 def source(file: str) -> str:
     """The text of `kernels/<file>`."""
     return (SOURCES / file).read_text(encoding="utf-8")
+
+
+def included(text: str) -> list[str]:
+    """The texts of what a source includes of `kernels/`, and of what these do."""
+    found = []
+    for name in re.findall(r'^#include "([\w/]+\.cuh)"', text, re.MULTILINE):
+        found += [source(name), *included(source(name))]
+    return found
+
+
+def keyed(file: str) -> str:
+    """The text of a file, at its end a digest of what it includes.
+
+    Machine code is kept on disk by text and options; CuPy does not look at what a text includes.
+    """
+    text = source(file)
+    return f"{text}\n// {_digest(*included(text))}\n"
+
+
+def _digest(*parts: str) -> str:
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
 
 
 def options(file: str, defines: tuple[tuple[str, int], ...]) -> tuple[str, ...]:
@@ -169,11 +194,27 @@ def _compiled(file: str, name: str, defines: tuple[tuple[str, int], ...], device
     with cupy.cuda.Device(device), tempfile.TemporaryDirectory() as folder:
         if dict(defines).get("WARPGROUPS"):
             path = Path(folder, "kernel.cubin")
-            path.write_bytes(_assembled(cupy.cuda.nvrtc, file, given))
+            path.write_bytes(_kept(cupy.cuda.nvrtc, file, given))
             module = cupy.RawModule(path=str(path))
         else:
-            module = cupy.RawModule(code=source(file), options=given)
+            module = cupy.RawModule(code=keyed(file), options=given)
         return _Kernel(_takes(file, name), module.get_function(name), device)
+
+
+def _kept(nvrtc: Any, file: str, given: tuple[str, ...]) -> bytes:
+    """As `_assembled`, once for all processes: beside the machine code that CuPy keeps."""
+    folder = os.environ.get("CUPY_CACHE_DIR") or os.path.expanduser("~/.cupy/kernel_cache")
+    key = _digest(keyed(file), *given, *ADDED, str(nvrtc.getVersion()))
+    path = Path(folder, f"kvindex-{key}.cubin")
+    with suppress(OSError):
+        return path.read_bytes()
+    made = _assembled(nvrtc, file, given)
+    with suppress(OSError):
+        os.makedirs(folder, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder) as scratch:
+            (part := Path(scratch, "part")).write_bytes(made)
+            part.replace(path)
+    return made
 
 
 def _assembled(nvrtc: Any, file: str, given: tuple[str, ...]) -> bytes:
@@ -203,9 +244,9 @@ class _Kernel:
         self._name, self._function, self._device = takes.kernel, function, device
         self._static, self._allowed = function.shared_size_bytes, 48 * 1024
         overlaps = torch.cuda.get_device_capability(device) >= OVERLAPS
-        self._attribute, self._attributes = _Attribute(6, 1), int(overlaps)
-        self._config = _Config(attributes=ctypes.pointer(self._attribute))
-        self._run: Any = _driver().cuLaunchKernelEx
+        self._attribute, self._attributes = Attribute(6, 1), int(overlaps)
+        self._config = Config(attributes=ctypes.pointer(self._attribute))
+        self._run: Any = driver().cuLaunchKernelEx
         self._fixed = ctypes.byref(self._config), ctypes.c_void_p(function.kernel.ptr)
         self._sizes: tuple[Grid, Grid, int] | None = None
         self._pack = takes.packing.pack_into
@@ -238,33 +279,6 @@ class _Kernel:
         config.gx, config.gy, config.gz = (*grid, 1, 1)[:3]
         config.bx, config.by, config.bz = (*block, 1, 1)[:3]
         config.shared_bytes = shared_bytes
-
-
-class _Attribute(ctypes.Structure):
-    """CUlaunchAttribute. 6, 1: CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION, allowed."""
-
-    _fields_: ClassVar = [
-        ("id", ctypes.c_longlong),  # an int and its padding
-        ("value", ctypes.c_int),
-        ("rest", ctypes.c_char * 60),
-    ]
-
-
-class _Config(ctypes.Structure):
-    """CUlaunchConfig: sizes of grid and block, and so on."""
-
-    _fields_: ClassVar = [
-        *((name, ctypes.c_uint) for name in ("gx", "gy", "gz", "bx", "by", "bz", "shared_bytes")),
-        ("stream", ctypes.c_void_p),
-        ("attributes", ctypes.POINTER(_Attribute)),
-        ("count", ctypes.c_uint),
-    ]
-
-
-@lru_cache
-def _driver() -> ctypes.CDLL:
-    """The CUDA driver, which CuPy does not pass launch attributes to."""
-    return ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
 
 
 LOADERS: dict[str, Loader] = {"cuda": _on_cuda}

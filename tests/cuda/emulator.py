@@ -8,7 +8,6 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import os
-import re
 import shutil
 import subprocess
 import tempfile
@@ -129,7 +128,7 @@ def _fields(takes: Signature) -> Iterator[str]:
 @cache
 def _built(program: str) -> Path:
     """The shared library of a program, compiled unless it has been before."""
-    key = _key(program, SCRIPT, *_included(program))
+    key = _key(program, SCRIPT, *launching.included(program))
     library = _folder() / f"{key}.so"
     if library.exists():
         return library
@@ -163,15 +162,6 @@ def _key(*parts: str) -> str:
     """A name for what the compiler makes of these, of `emulator.h` and of `FLAGS`."""
     whole = "\0".join([*parts, *FLAGS, _compiler(), HEADER.read_text()])
     return hashlib.sha256(whole.encode()).hexdigest()[:32]
-
-
-def _included(text: str) -> list[str]:
-    """The texts of what a source includes of `kernels/`, and of what these do."""
-    found = []
-    for name in re.findall(r'^#include "([\w/]+\.cuh)"', text, re.MULTILINE):
-        inner = launching.source(name)
-        found += [inner, *_included(inner)]
-    return found
 
 
 def _folder() -> Path:

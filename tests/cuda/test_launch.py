@@ -60,7 +60,7 @@ def driver(monkeypatch):
         noted.launches.append((sizes, config.stream, config.count, function.value, values))
         return noted.fails
 
-    monkeypatch.setattr(launching, "_driver", lambda: SimpleNamespace(cuLaunchKernelEx=run))
+    monkeypatch.setattr(launching, "driver", lambda: SimpleNamespace(cuLaunchKernelEx=run))
     monkeypatch.setattr(launching, "raw_stream", lambda device: 77)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     return noted
@@ -196,3 +196,37 @@ def test_a_driver_that_refuses_is_an_error(driver):
     run, driver.fails = kernel(NONE)[0], 209
     with pytest.raises(RuntimeError, match="some: the driver refuses to launch it, error 209"):
         run((1,), (1,), [], 0, False)
+
+
+@pytest.fixture
+def sources(tmp_path, monkeypatch):
+    """A kernel that includes a header, which includes another."""
+    (tmp_path / "common").mkdir()
+    for name, text in {"a.cu": "common/b", "common/b.cuh": "common/c", "common/c.cuh": ""}.items():
+        (tmp_path / name).write_text(f'#include "{text}.cuh"\n' if text else "// 1\n")
+    monkeypatch.setattr(launching, "SOURCES", tmp_path)
+    return tmp_path
+
+
+def test_another_header_is_another_text(sources):
+    before = launching.keyed("a.cu")
+    assert before.startswith(launching.source("a.cu"))
+    assert launching.keyed("a.cu") == before
+    (sources / "common/c.cuh").write_text("// 2\n")
+    assert launching.keyed("a.cu") != before
+
+
+def test_machine_code_is_kept_until_text_options_or_compiler_change(sources, monkeypatch):
+    kept, made = sources / "kept", []
+    monkeypatch.setenv("CUPY_CACHE_DIR", str(kept))
+    monkeypatch.setattr(
+        launching, "_assembled", lambda *_: made.append(1) or b"code %d" % len(made)
+    )
+    old, new = (SimpleNamespace(getVersion=lambda v=v: (13, v)) for v in (0, 1))
+    for number, (nvrtc, given) in enumerate([(old, ()), (old, ("-DD=8",)), (new, ())], start=1):
+        assert [launching._kept(nvrtc, "a.cu", given) for _ in "ab"] == [b"code %d" % number] * 2
+    (sources / "common/c.cuh").write_text("// 2\n")
+    assert launching._kept(old, "a.cu", ()) == b"code 4"
+    assert len(list(kept.iterdir())) == 4
+    monkeypatch.setenv("CUPY_CACHE_DIR", str(sources / "a.cu"))  # nothing can be kept
+    assert [launching._kept(old, "a.cu", ()) for _ in "ab"] == [b"code 5", b"code 6"]
