@@ -1,9 +1,13 @@
 """Ops that indexes share, compiled, against `kvindex.ops`: selection to the bit."""
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 
 from kvindex import cpu, ops
+from kvindex.cpu.kernels import compile
 
 INF = float("inf")
 
@@ -130,3 +134,14 @@ def test_units_are_laid_end_to_end(k):
     sizes = torch.randint(0, 6, (2, 3, 12), generator=torch.Generator().manual_seed(1))
     same(cpu.units.walk(sizes, k), ops.units.walk(sizes, k))
     same(cpu.units.walk(sizes[..., :0], k), ops.units.walk(sizes[..., :0], k))
+
+
+def test_kernels_are_named_after_every_file_that_they_have_a_part_of():
+    folder = Path(compile.__file__).parent
+    imports = re.compile(r"^from (kvindex[\w.]*) import ([\w, ]+|\()", re.MULTILINE)
+    files = set()
+    for path in folder.glob("*.py"):
+        for module, names in imports.findall(path.read_text()):
+            files |= {f"{module}.{names}"} if module == "kvindex.ops" else {module}
+    outer = {name for name in files if not name.startswith("kvindex.cpu.kernels")}
+    assert outer == {f"kvindex.ops.{name}" for name in compile.NUMBERS}

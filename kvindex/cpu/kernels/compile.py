@@ -30,15 +30,20 @@ Number: TypeAlias = Any
 REORDERED = {"reassoc", "contract", "nsz"}
 """Freedoms of float arithmetic that sums need to be vectorized: infinities and NaN stay."""
 
+_here = Path(__file__).parent
 
-SOURCES = sha256(b"".join(p.read_bytes() for p in sorted(Path(__file__).parent.glob("*.py"))))
+NUMBERS = "codes", "priority", "transform"
+"""Files of `kvindex/ops` whose constants become a part of kernels."""
+
+_files = [*sorted(_here.glob("*.py")), *(_here.parents[1] / "ops" / f"{n}.py" for n in NUMBERS)]
+SOURCES = sha256(b"".join(file.read_bytes() for file in _files))
 
 
 def kernel(function: Callable[..., Any]) -> Callable[..., Any]:
     """The function, compiled when it is called first.
 
-    Numba keeps code by a function's name and the date of its file; kernels of other files are part
-    of it, so that the name tells all of them.
+    Numba keeps code by a function's name and the date of its file; kernels of other files and
+    constants are part of it, so that the name tells all of them.
     """
     return _compiled(function)
 
