@@ -12,9 +12,11 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
+import kvindex
+from kvindex.core.ranks import Ranks
 from kvindex_adapters.decoder import Decoder, Sampling
 from kvindex_adapters.hf import attach
-from kvindex_adapters.hf.parallel import check_heads, heads_over_ranks
+from kvindex_adapters.hf.parallel import check_heads, heads_over_ranks, waiting
 from kvindex_adapters.hf.unsupported import UnsupportedError
 from kvindex_adapters.llama.heads import HeadRanks
 from tests.adapters import tiny
@@ -198,11 +200,20 @@ def what_a_decoder_of_heads_lacks_is_refused():
         session.save("nowhere")
 
 
+def a_token_is_waited_for_as_long_as_a_rank():
+    one, shared = (
+        kvindex.create(name, q_heads=4, kv_heads=2, head_dim=8) for name in ("exact", SHARDED)
+    )
+    assert waiting([one, shared]) == {"wait": shared.wait_for}
+    assert waiting([one]) == {"wait": Ranks.of().wait_for}
+
+
 def cases(ranks, every):
     """By name."""
     return {
         **{f"heads, {family}": partial(heads_are_shared, family) for family in FAMILIES},
         **{f"tokens, {rows}": partial(tokens_are_shared, rows) for rows in ("own", "best")},
+        "waits": a_token_is_waited_for_as_long_as_a_rank,
         "refused": what_heads_over_ranks_lack_is_refused,
         **{f"decoder, {name}": partial(decoder_shares_heads, name) for name in DECODED},
         "decoder, FP8": decoder_shares_bytes,

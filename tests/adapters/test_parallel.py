@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 from kvindex_adapters.cli import app, common
+from kvindex_adapters.hf.parallel import waiting
 from tests.adapters import parallel_cases, tiny
 from tests.support import ranks as processes
 
@@ -26,6 +27,10 @@ def test_two_ranks_are_as_one_process(name):
     for rank, said in enumerate(processes.results(parallel_cases.__name__, 2, False)):
         assert name in said, f"rank {rank} ended before: {said}"
         assert said[name] is None, f"rank {rank}: {said[name]}"
+
+
+def test_one_process_waits_for_nobody():
+    assert waiting([]) == {}
 
 
 @pytest.fixture

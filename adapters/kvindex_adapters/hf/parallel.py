@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from kvindex.core.protocol import KVIndex
-from kvindex.core.ranks import TIMEOUT_S
+from kvindex.core.ranks import TIMEOUT_S, Ranks
 from kvindex.wrappers import Sharded, Wrapper
 from kvindex_adapters.hf.unsupported import UnsupportedError
 
@@ -119,3 +120,14 @@ def sharded(index: KVIndex) -> Sharded | None:
             return index
         index = index.inner
     return None
+
+
+def waiting(indexes: Iterable[KVIndex]) -> dict[str, Callable[[Any], None]]:
+    """Keywords of `TokenRing`: among several processes it waits no longer than for a rank.
+
+    All of them call it. indexes: of the cache.
+    """
+    if rank()[1] < 2:
+        return {}
+    shared = next((one for one in map(sharded, indexes) if one is not None), None)
+    return {"wait": (Ranks.of() if shared is None else shared).wait_for}

@@ -18,6 +18,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from kvindex.core.restore import Restorable
 from kvindex_adapters.hf.cache import IndexCache
+from kvindex_adapters.hf.parallel import waiting
 from kvindex_adapters.hf.token_ring import AHEAD, TokenRing
 from kvindex_adapters.hf.unsupported import ASSISTED
 
@@ -98,13 +99,15 @@ class RunAhead:
 
         The same tokens for the same seed, which leave the same cache. stopping_criteria: look at
         ids alone, on the CPU; one is of the greatest length. Raises RuntimeError for probabilities
-        that are no numbers, and what model and streamer raise.
+        that are no numbers, RankError where another process is gone, and what model and streamer
+        raise.
         """
         sampled, device = bool(generation_config.do_sample), input_ids.device
         start, limit = input_ids.shape[1], stopping_criteria.max_length
         ids, seen = (_with_room(input_ids.to(at), limit) for at in (device, "cpu"))
         outputs = model._prefill(input_ids, generation_config, given)
-        ring, ahead = TokenRing(2 if sampled else 1, device), AHEAD if self._goes_back() else 0
+        ring = TokenRing(2 if sampled else 1, device, **waiting(self._cache.indexes()))
+        ahead = AHEAD if self._goes_back() else 0
         given, made, read, ended = _without_mask(given), start, start, False
         try:
             with model._optimize_model_for_decode():
