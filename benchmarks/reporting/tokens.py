@@ -91,14 +91,15 @@ def serving(result: Result) -> str:
             where = about.get("rows", "device") if plan == "kvindex" else "device"
             times = f"{ms:.2f} ({low:.2f} to {high:.2f})"
             ratio = f"{plans['ratio']:.3f}" if "ratio" in plans else ""
-            rows.append((str(batch["batch"]), words, where, times, ratio))
-    shared = ", which share all but their last pages" if found["shared"] else ""
+            lengths = f"{about['context']:,}" + (", shared" if about["shared"] else "")
+            rows.append((str(batch["batch"]), lengths, gpu(one), words, where, times, ratio))
     words = (
-        f"{found['shape']}, random weights, bfloat16, sequences of {found['context']:,} tokens"
-        f"{shared}; k = {found['k']}; between two tokens of the batch that the host gets. Medians "
-        "(quartiles); for each place of rows a run of its own."
+        f"{found['shape']}, random weights, bfloat16; k = {found['k']}; between two tokens of the "
+        "batch that the host gets. Medians (quartiles); for each place of rows a run of its own. "
+        "Shared: all of the tokens but those of a sequence's last pages."
     )
-    head = ("sequences", "attention", "rows", "ms a token", "over FlashAttention's")
+    head = ("sequences", "tokens of each", "GPU", "attention", "rows", "ms a token")
+    head = (*head, "over FlashAttention's")
     return f"{words}\n\n{table(head, rows)}\n\n{machine(result)}"
 
 
