@@ -115,7 +115,7 @@ def wrapper_options() -> dict[str, dict[str, Any]]:
     """The wrappers that may follow an index after a plus: name -> option -> default."""
     found = {}
     for name in sorted(module.name for module in pkgutil.iter_modules(wrappers.__path__)):
-        if name != "base":
+        if not name.endswith("base"):
             options = inspect.signature(_only(_module_of(wrappers, name), Wrapper)).parameters
             found[name] = {o: p.default for o, p in options.items() if o != "inner"}
     return found

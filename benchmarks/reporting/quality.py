@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from statistics import geometric_mean
 
-from benchmarks.reporting.parts import Result, machine, mean, named, some, stored, table, values
+from benchmarks.reporting.parts import (
+    Result,
+    machine,
+    mean,
+    named,
+    some,
+    stored,
+    stored_beside,
+    table,
+    values,
+)
 
 POOL = 4
 """Candidates past the paper are at least `POOL · k`."""
@@ -74,6 +84,48 @@ def row_scales(result: Result) -> str:
         "of a head's output, full attention over coded keys beside keys as they are, values as "
         "they are.\n\n" + table(head, rows) + f"\n\n{machine(result)}"
     )
+
+
+def row_codecs(result: Result) -> str:
+    """KL of indexes over coded rows, beside the same with rows as they are."""
+    found = result["indexes"]
+    rows = []
+    for spec, one in found.items():
+        plain = found[spec.partition(":row_codec=")[0]]
+        ratio = f"{one['kl_mean'] / plain['kl_mean']:.3f}"
+        rows.append((f"`{spec}`", f"{one['kl_mean']:.5f}", ratio))
+    lengths = ", ".join(f"{tokens:,}" for tokens in values(found["exact"]["cells"], "tokens"))
+    texts = ", ".join(values(found["exact"]["cells"], "text"))
+    words = (
+        f"{result['model']}, {lengths} tokens of {texts}, then {result['steps']} steps with given "
+        f"tokens; k = {result['k']}. KL from full attention over rows as they are."
+    )
+    head = ("index", "mean KL, nats", "over plain rows")
+    return f"{words}\n\n{table(head, rows)}\n\n{machine(result)}"
+
+
+def lists(result: Result) -> str:
+    """KL and recall of one list for all heads of a layer, and of several."""
+    rows = []
+    for one in stored_beside("lists", result):
+        texts = list(dict.fromkeys(cell["text"] for cell in one["cells"]))
+        shape = f"{one['model']}, {one['q_heads']} heads over {one['kv_heads']} KV heads"
+        for way in dict.fromkeys(cell["lists"] for cell in one["cells"]):
+            cells = [cell for cell in one["cells"] if cell["lists"] == way]
+            count = 1 if way == "one" else one["kv_heads"]
+            rows.append(
+                (
+                    *(shape, f"{count} of {cells[0]['k']}", str(count * cells[0]["k"])),
+                    *(", ".join(f"{cell['kl_mean']:.4f}" for cell in cells), ", ".join(texts)),
+                    f"{mean(cells, 'recall_at_k'):.2f}",
+                )
+            )
+    head = ("model", "lists", "rows that latents would read", "KL, nats", "texts")
+    words = (
+        f"Exact search, {result['tokens']:,} tokens of a text, then {result['steps']} steps with "
+        "given tokens. Recall is of each query head's own best rows, as many as its list has."
+    )
+    return f"{words}\n\n{table((*head, 'recall'), rows)}\n\n{machine(result)}"
 
 
 def divergence(result: Result) -> str:

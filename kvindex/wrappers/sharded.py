@@ -38,7 +38,7 @@ from kvindex.core.resident import ResidentRows
 from kvindex.core.version import __version__
 from kvindex.ops import group as groups
 from kvindex.storage.recipe import class_name
-from kvindex.wrappers.sharded_tokens import ShardedTokens
+from kvindex.wrappers.sharded_base import ShardedTokens
 
 ROWS = ("own", "best")
 NEVER = float("-inf")
