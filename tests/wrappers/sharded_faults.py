@@ -24,7 +24,7 @@ def main() -> None:
     if dist.get_rank() == dist.get_world_size() - 1:
         if fault == "dies":
             os._exit(1)
-        time.sleep(6 * TIMEOUT_S)  # hangs
+        time.sleep(4 * TIMEOUT_S)  # hangs
         os._exit(0)
     start, said = time.monotonic(), []
     for _ in range(2):
