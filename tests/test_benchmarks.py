@@ -36,7 +36,7 @@ from benchmarks.common import (
     workload,
 )
 from benchmarks.common import ranks as measuring
-from benchmarks.comparing import fidelity, field
+from benchmarks.comparing import fidelity, field, lists
 from benchmarks.comparing.layers import Layer
 from benchmarks.comparing.measure import measure, truths
 from benchmarks.comparing.truth import Setting
@@ -558,6 +558,14 @@ def test_fidelity_is_measured(tiny, monkeypatch):
         monkeypatch.setattr(fidelity, name, value)
     found = ran(quality.main, ["fidelity", "--index", "exact", *tiny[1]], monkeypatch)
     assert found["indexes"]["exact"]["kl_mean"] < 1e-6
+
+
+def test_one_list_of_all_rows_is_full_attention(tiny, monkeypatch):
+    texts, model = tiny
+    given = ["lists", *texts, "--tokens", 500, "--steps", 3, "-k", 2000, *model]
+    found = ran(quality.main, given, monkeypatch)
+    assert [cell["lists"] for cell in found["cells"]] == [*lists.WAYS] * 2
+    assert all(cell["kl_mean"] < 1e-6 for cell in found["cells"] if cell["k"] == 2000)
 
 
 SETTING = Setting(tokens=420, sink=4, local_window=32, generated=128, every=32)

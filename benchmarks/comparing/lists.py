@@ -37,6 +37,10 @@ class OneList(Exact):
         return Hits(*(part.expand(-1, g.kv_heads, -1).contiguous() for part in (ids, best)))
 
 
+WAYS = {"one": OneList, "several, as many rows": Exact, "several": Exact}
+"""To choose rows: a name, and the index that does it."""
+
+
 def add(parser: argparse.ArgumentParser) -> None:
     """Its options."""
     parser.add_argument("--text", nargs="+", type=Path, required=True)
@@ -49,11 +53,7 @@ def run(given: argparse.Namespace) -> None:
     """Measure, print and write."""
     model, tokenizer = loaded(given)
     heads = model.config.num_attention_heads, model.config.num_key_value_heads
-    ways = {
-        "one": (OneList, given.k),
-        "several, as many rows": (Exact, -(-given.k // heads[1])),
-        "several": (Exact, given.k),
-    }
+    sizes = {"one": given.k, "several, as many rows": -(-given.k // heads[1]), "several": given.k}
     about = dict(tokens=given.tokens, steps=given.steps, k=given.k)
     result: dict[str, Any] = {**described(given), **about, "cells": []}
     result |= dict(q_heads=heads[0], kv_heads=heads[1])
@@ -63,7 +63,8 @@ def run(given: argparse.Namespace) -> None:
             ids = ids_of(tokenizer, words, given.tokens + given.steps)
             prompt, rest = ids[: given.tokens], ids[given.tokens :]
             full = full_logits(model, prompt, rest)
-            for way, (index, k) in progress.track(ways.items(), description=text.stem):
+            for way, index in progress.track(WAYS.items(), description=text.stem):
+                k = sizes[way]
                 with attach(model, index=index, k=k, dense_below=0) as cache:
                     prefill(model, ids, cache, stop=len(prompt), chunk=1024)
                     found = followed(model, cache, rest.to(model.device), full)
