@@ -39,7 +39,7 @@ class JoinsSteps(WindowUpdates):
         or to the window alone.
         """
         index = self.index
-        if not self.decodes(tokens) or self.coverage is not None:
+        if not self.decodes(tokens) or self.coverage is not None or self._regions.batch_size != 1:
             return False
         if not len(index):
             return True

@@ -145,7 +145,7 @@ class Regions(NamedState, Restorable):
     def padded(self) -> Tensor | float:
         """Tokens that are not real, mean over the batch: the same object until there are others."""
         if self._padded is None:
-            flags = self.valid
+            flags = self._valid.flags  # staged tokens are real, and stay where they are
             self._padded = 0.0 if flags is None else (~flags).sum(1).float().mean()
         return self._padded
 

@@ -61,12 +61,12 @@ class LayerPool(Sequences[AttentionLayer]):
                 mine = given if not outputs else [part[joined] for part in given]
                 output = self._together.step([some[i] for i in joined], *mine)
                 outputs |= zip(joined, output.tensor_split(len(joined)), strict=True)
+            if len(joined) < len(some):
+                output = torch.cat([outputs[i] for i in range(len(some))])
         self._joined, self._alone = (
             self._joined + len(joined),
             self._alone + len(some) - len(joined),
         )
-        if not joined or len(joined) < len(some):
-            return torch.cat([outputs[i] for i in range(len(some))])
         return output
 
     def _joining(

@@ -39,6 +39,7 @@ class LayersTogether:
         T, outputs = queries.shape[2], []
         if self._geometry.device.type != "cuda":  # as a layer: a device would be waited for
             check.finite("keys", keys)
+            check.finite("queries", queries)
         self._place(layers, T)
         for t in range(T):
             one = slice(t, t + 1)
@@ -66,17 +67,17 @@ class LayersTogether:
     def _place(self, layers: Sequence[JoinsSteps], tokens: int) -> None:
         """Have row `i` of the buffer be that of `layers[i]`, with room for so many tokens."""
         room = max(layer.resident_room(tokens) for layer in layers)
-        if self._resident.batch != len(layers) or self._resident.room < room:
-            while self._places:
-                _leave(*self._places[-1])
-                self._places.pop()
+        if len(self._places) != len(layers) or self._resident.room < room:
+            left, self._places = self._places, []  # where what follows fails, the next list is new
+            for whose, place in left:
+                _leave(whose, place)
             self._resident = ResidentRows(self._geometry, len(layers), room, ragged=True)
             self._places = [
                 (weakref.ref(one), self._resident.row(i)) for i, one in enumerate(layers)
             ]
         for i, layer in enumerate(layers):
             whose, place = self._places[i]
-            if whose() is not layer:
+            if whose() is not layer or not place.room:  # retired by a step that failed right then
                 _leave(whose, place)
                 place = self._resident.row(i)
                 self._places[i] = weakref.ref(layer), place

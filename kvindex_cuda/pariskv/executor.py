@@ -425,8 +425,10 @@ class ParisKVExecutor:
     def _opened_state(self) -> State:
         """What steps read beside rows and resident ones."""
         if self._state is None:
-            self._state = opened(self._geometry, self.codes.table, self._contents)
-            self._update(self._state, 0)
+            self._regression, self._read = None, 0  # maybe of one that could not be filled
+            state = opened(self._geometry, self.codes.table, self._contents)
+            self._update(state, 0)
+            self._state = state  # none looks whole before it is
         return self._state
 
     def _begin_cache(self) -> None:

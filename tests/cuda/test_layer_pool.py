@@ -1,6 +1,8 @@
 """Layers of any lengths in one step of kernels: each gets what it would get alone."""
 
 import math
+from functools import partial
+from unittest import mock
 
 import pytest
 import torch
@@ -8,11 +10,15 @@ from hypothesis import settings
 from hypothesis.stateful import run_state_machine_as_test
 
 import kvindex
+from kvindex.core.resident import ResidentRows
 from kvindex.layer import AttentionLayer
+from kvindex.layer.joined import JoinsSteps
+from kvindex.pool import together
 from kvindex_cuda.memory.slab_pool import DeviceAllocator
+from kvindex_cuda.pariskv import executor
 from tests.cuda.devices import DEVICES, on
 from tests.cuda.graphs import counted
-from tests.pool.layers import SIZES, LayersMachine, tokens
+from tests.pool.layers import SIZES, FailsAt, LayersMachine, tokens
 from tests.support.helpers import Case
 
 CLOSE = dict(rtol=1e-5, atol=1e-5)
@@ -132,8 +138,92 @@ def test_what_is_wrong_is_refused_and_changes_nothing(device):
         wrong[1, 0, 0, 3] = math.nan
         with pytest.raises(ValueError, match="keys: got"):
             pool.step(some, queries, wrong, values)
+        pool, alone = pools(case, [30, 3])
+        wrong = queries.clone()
+        wrong[1, 0, 0, 3] = math.nan  # of one that has but a window
+        with pytest.raises(ValueError, match="queries: got"):
+            pool.step(some, wrong, keys, values)
+        pool, alone = pools(case, [31, 21])
     assert [len(pool[each]) for each in some] == [31, 21]
     step(pool, alone, some, case, 1, 2)
+
+
+def test_a_step_that_fails_after_a_cut_is_undone(device):
+    case = case_on(device)
+    pool, alone = pools(case, [30, 33])
+    a, _ = alone
+    some = [*alone]
+    step(pool, alone, some, case, 1, 0)
+    pool.truncate(a, 29)
+    alone[a].truncate(29)
+    with (
+        mock.patch.object(JoinsSteps, "end_joined", FailsAt("end_joined", 2)),
+        pytest.raises(MemoryError),
+    ):
+        pool.step(some, *tokens(case, 1, 1, 2))
+    assert [len(pool[each]) for each in some] == [29, 34]
+    step(pool, alone, some, case, 1, 2)
+
+
+class Fails:
+    """Runs out of memory when it is called for the `last` time of so many."""
+
+    def __init__(self, function, last):
+        self.function, self.left = function, last
+
+    def __get__(self, one, kind):
+        return partial(self, one)
+
+    def __call__(self, *given, **options):
+        self.left -= 1
+        if self.left == 0:
+            raise MemoryError("no more")
+        return self.function(*given, **options)
+
+
+@pytest.mark.parametrize(
+    ("whose", "name", "last", "others"),
+    [
+        (together, "ResidentRows", 1, 3),  # a buffer for one more
+        (ResidentRows, "row", 1, 2),  # the place of one that has left
+        (JoinsSteps, "lie_in", 2, 3),  # the second of those that leave
+    ],
+)
+def test_a_list_that_finds_no_memory_is_followed_by_others(device, whose, name, last, others):
+    case = case_on(device)
+    pool, alone = pools(case, [30, 33, 40])
+    some = [*alone]
+    step(pool, alone, some[:2], case, 1, 0)
+    failing = Fails(getattr(whose, name), last)
+    with mock.patch.object(whose, name, failing), pytest.raises(MemoryError):
+        pool.step(some[::-1][:others], *tokens(case, 1, 1, others))
+    for seed, count in enumerate((2, 2, 3)):
+        step(pool, alone, some[:count], case, 1, 2 + seed)
+
+
+def test_a_sequence_of_a_batch_is_refused(device):
+    case = case_on(device)
+    pool, _ = pools(case, [3, 30])
+    some = [*pool]
+    pool[some[0]].reorder(torch.tensor([0, 0]))
+    with pytest.raises(ValueError, match="keys: got shape"):
+        pool.step(some, *tokens(case, 1, 0, 2))
+    assert [len(pool[each]) for each in some] == [3, 30]
+
+
+@pytest.mark.parametrize("part", ["update_state", "put_valid"])
+def test_a_first_search_that_finds_no_memory_leaves_nothing_half_read(device, part):
+    """Of tokens of which some are padded."""
+    case = case_on(device)
+    valid = torch.arange(300, device=case.device)[None] >= 20
+    failed, index = (case.index("pariskv", backend="cuda", store="device") for _ in range(2))
+    for each in (failed, index):
+        each.append(*case.tokens(300), valid=valid)
+    failing = mock.patch.object(executor, part, Fails(getattr(executor, part), 1))
+    with failing, pytest.raises(MemoryError):
+        failed.search(case.queries(), k=7)
+    want = index.search(case.queries(), k=7)
+    assert torch.equal(failed.search(case.queries(), k=7).ids, want.ids)
 
 
 def test_pools_of_whole_indexes_read_no_resident_rows(device):

@@ -10,6 +10,7 @@ from hypothesis.stateful import run_state_machine_as_test
 
 import kvindex
 from kvindex.layer import AttentionLayer
+from kvindex.testing.faults import fail_at, operations_of
 from tests.pool.layers import LayersMachine, tokens
 from tests.support.helpers import Case
 from tests.support.sequences import SIZES
@@ -72,6 +73,17 @@ def test_a_step_that_fails_for_one_changes_none():
     got = pool.step(some, *given)
     want = [twin.step(*(part[i : i + 1] for part in given)) for i, twin in enumerate(twins)]
     assert torch.equal(got, torch.cat(want))
+
+
+def test_a_step_whose_result_finds_no_memory_changes_none():
+    pool = kvindex.LayerPool(made("exact"))
+    some = [pool.open(), pool.open()]
+    pool.step(some, *tokens(CASE, 30, 0, 2))
+    given = tokens(CASE, 1, 1, 2)
+    operations = operations_of(lambda: copy.deepcopy(pool).step(some, *given))
+    copied = operations_of(lambda: copy.deepcopy(pool))
+    assert fail_at(lambda: pool.step(some, *given), operations - copied - 1)
+    assert [len(pool[each]) for each in some] == [30, 30]
 
 
 def test_without_an_executor_sequences_are_stepped_one_after_the_other_and_it_says_so():
