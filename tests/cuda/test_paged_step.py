@@ -206,7 +206,8 @@ def test_full_blocks_have_the_codes_of_their_keys_and_others_none(tokens, device
 
 def test_what_is_not_served_is_said():
     geometry = Geometry.of(q_heads=H, kv_heads=G, head_dim=D)
-    said = unserved(Options().config, geometry)
+    assert unserved(Options().config, geometry) is None
+    said = unserved(Options(index="pariskv").config, geometry)
     assert "signs: got 'together', allowed is 'alone'" in said
     assert "tiers" in unserved(Options(index="pariskv:preset=paper").config, geometry)
     assert unserved(Options(index="pariskv:preset=fast").config, geometry) is None
