@@ -42,7 +42,6 @@ TABLES: dict[str, Callable[[Result], str]] = {
     "recall": quality.recall,
     "row_scales": quality.row_scales,
     "lists": quality.lists,
-    "divergence_rows": quality.row_codecs,
     "recall_lengths": quality.lengths,
     "field": field.field,
     "answers_field": answers.field,

@@ -86,24 +86,6 @@ def row_scales(result: Result) -> str:
     )
 
 
-def row_codecs(result: Result) -> str:
-    """KL of indexes over coded rows, beside the same with rows as they are."""
-    found = result["indexes"]
-    rows = []
-    for spec, one in found.items():
-        plain = found[spec.partition(":row_codec=")[0]]
-        ratio = f"{one['kl_mean'] / plain['kl_mean']:.3f}"
-        rows.append((f"`{spec}`", f"{one['kl_mean']:.5f}", ratio))
-    lengths = ", ".join(f"{tokens:,}" for tokens in values(found["exact"]["cells"], "tokens"))
-    texts = ", ".join(values(found["exact"]["cells"], "text"))
-    words = (
-        f"{result['model']}, {lengths} tokens of {texts}, then {result['steps']} steps with given "
-        f"tokens; k = {result['k']}. KL from full attention over rows as they are."
-    )
-    head = ("index", "mean KL, nats", "over plain rows")
-    return f"{words}\n\n{table(head, rows)}\n\n{machine(result)}"
-
-
 def lists(result: Result) -> str:
     """KL and recall of one list for all heads of a layer, and of several."""
     rows = []
