@@ -60,7 +60,7 @@ def run(given: argparse.Namespace) -> None:
     with Progress() as progress:
         for text in given.text:
             words = text.read_text(encoding="utf-8")
-            ids = ids_of(tokenizer, words, given.tokens + given.steps)
+            ids = ids_of(tokenizer, words, given.tokens + given.steps).to(model.device)
             prompt, rest = ids[: given.tokens], ids[given.tokens :]
             full = full_logits(model, prompt, rest)
             for way, index in progress.track(WAYS.items(), description=text.stem):
