@@ -6,12 +6,17 @@ import pytest
 import torch
 
 import kvindex
+from kvindex.core.geometry import Geometry
 from kvindex.core.protocol import UNUSED
 from kvindex.ops import coarse
 from kvindex.ops.attention import attend
+from kvindex.ops.block_layout import SubspaceLayout, words_of
+from kvindex.ops.step_state import State
 from kvindex_adapters.vllm import pages
 from kvindex_adapters.vllm.attention import PagedAttention
 from kvindex_cuda.memory.layout import BLOCK
+from kvindex_cuda.pariskv.table_step import TableStep
+from tests.cuda.buffers import addressed
 from tests.cuda.devices import on, on_devices
 from tests.cuda.graphs import WholeGraph
 from tests.cuda.test_paged_step import LAYERS, LENGTHS, D, Engine, G, H, assert_close
@@ -97,6 +102,43 @@ def test_each_sequence_has_counts_and_bounds_of_its_own(tokens, device):
             signs = engine.paged.layout.unpack(records, indexed)["signs"]
             want = coarse.histogram(signs[:, :, engine.options.sink :])
             assert torch.equal(histogram[b].cpu(), want[0].cpu())
+
+
+@on_devices
+@pytest.mark.parametrize("multiprocessors", [1, 9])
+def test_thread_blocks_add_up(multiprocessors, device):
+    """Of long sequences several count, each many chunks of tokens, of which some are not valid."""
+    lengths, geometry = (9000, 0, 4500), Geometry.of(q_heads=H, kv_heads=G, head_dim=D)
+    layout, S = SubspaceLayout(D, 3), -(-max(lengths) // BLOCK)
+    generator = torch.Generator().manual_seed(0)
+    shape = len(lengths), S, G, layout.head_bytes
+    blocks = torch.randint(256, shape, generator=generator, dtype=torch.uint8)
+    blocks[..., ::3] &= 3  # centroids that many keys have
+    flags = torch.rand(len(lengths), S * BLOCK, generator=generator) < 0.9
+    none = torch.zeros(0)
+    state = State(
+        codes=blocks,
+        rows=blocks,
+        valid=words_of(flags, S),
+        length=torch.tensor(lengths),
+        wanted=none,
+        counted=none,
+        weight_scale=none,
+        resident=none,
+        resident_mask=none,
+        resident_count=none,
+    )
+    read, _, _blocks = addressed(state, device)
+    options = dict(batch=len(lengths), k=4, most=max(lengths), ragged=True, counts=True)
+    geometry = replace(geometry, device=torch.device(device))
+    step = TableStep(geometry, layout, multiprocessors=multiprocessors, **options)
+    step._histogram.fill_(-9)
+    with on(device):
+        step._count(read, step._histogram)
+    found = step._histogram.cpu().view(len(lengths), G, D // 8, 256)
+    for b, length in enumerate(lengths):
+        signs = layout.fields(blocks[b, None], length)["signs"]
+        assert torch.equal(found[b], coarse.histogram(signs, flags[b, None, :length])[0])
 
 
 def grown(step):
