@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kvindex.ops import transform
 from kvindex.pariskv.config import ParisKVConfig
-from kvindex_cuda.memory.layout import BLOCK, Layout
+from kvindex_cuda.memory.layout import BLOCK, Layout, SubspaceLayout
 from kvindex_cuda.runtime.arguments import (
     CODES,
     busy,
@@ -46,10 +46,12 @@ class Encoder:
     """What the kernel needs of a rotation and of levels, made once; a call encodes keys.
 
     rotation: of `ops.transform.rotation`, float32 `[D, D]`; levels: float32 `[2^bits]`, those of
-    a weight per key (`ops.codes.levels(D, bits)`). Copied to the host: not for a decoding step.
+    a weight per key (`ops.codes.levels(D, bits)`), or of a `SubspaceLayout` those of one per
+    subspace (`levels(8, bits)`). Copied to the host: not for a decoding step.
     centered: whether a block's center is made and taken off its keys.
     Raises ValueError for a matrix that is no such rotation, levels that do not fit the layout, a
-    head dimension that 8 does not divide or that the kernel does not serve, more than 7 bits.
+    head dimension that 8 does not divide or that the kernel does not serve, more than 7 bits,
+    centers of a `SubspaceLayout`, which has no room for them.
     """
 
     def __init__(
@@ -61,6 +63,9 @@ class Encoder:
                 f"layout: got D = {D} and {bits} bits, allowed are multiples of 8 up to {WIDEST}, "
                 f"up to {LATENT} where their odd part is at most {MOST_ODD}, and 0 to {MOST_BITS}"
             )
+        subspace = isinstance(layout, SubspaceLayout)
+        if subspace and centered:
+            raise ValueError("centered: got True with weights per subspace, allowed is False")
         of_shape("rotation", of_type("rotation", rotation, torch.float32), D, D)
         of_shape("levels", of_type("levels", levels, torch.float32), 2**bits)
         self.layout, self.device, self.centered = layout, rotation.device, centered
@@ -70,7 +75,7 @@ class Encoder:
         self.largest, tables = _tables(levels.cpu())
         self._tables = tables.to(self.device)
         self._taken: Tensor | None = None
-        self._defines = dict(D=D, BITS=bits, CENTERED=int(centered))
+        self._defines = dict(D=D, BITS=bits, CENTERED=int(centered), SUBSPACE=int(subspace))
 
     def __call__(
         self,
@@ -226,10 +231,19 @@ def serves(D: int) -> bool:
 
 
 def encoder_of(
-    config: ParisKVConfig, layout: Layout, rotation: Tensor, levels: Tensor
+    config: ParisKVConfig,
+    layout: Layout,
+    rotation: Tensor,
+    levels: Tensor,
+    *,
+    pages: bool = False,
 ) -> Encoder | None:
-    """For a `ParisKV` whose kernels are fused, where `encode.cu` serves it."""
-    if config.block != "key" or not serves(layout.head_dim):
+    """For a `ParisKV` whose kernels are fused, where `encode.cu` serves it.
+
+    pages: whether blocks are whole segments of pages. Elsewhere codes with a weight per subspace
+    are made op by op: an index counts keys by these codes as they come.
+    """
+    if (config.block != "key" and not pages) or not serves(layout.head_dim):
         return None
     return Encoder(layout, rotation, levels, centered=bool(config.center))
 

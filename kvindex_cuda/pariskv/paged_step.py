@@ -6,13 +6,13 @@ scales are read on the device, at places that stay. Nothing here waits for the d
 
 A block that has become full is encoded before the model's next step, from the rows in its page.
 Pages of rows may lie in host memory: then rows that a step reads go through a cache of the layer.
+A step by tiers (the preset `paper`) counts the keys of each centroid itself, of the sequence's
+codes: no more than a sequence's length is known of it here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -21,16 +21,23 @@ from torch import Tensor
 from kvindex import ops
 from kvindex.core.geometry import Geometry
 from kvindex.ops.block_layout import words_of
+from kvindex.ops.coarse import TIERS
 from kvindex.pariskv.config import ParisKVConfig
 from kvindex.pariskv.encoding import Encoding
 from kvindex_cuda.memory.arena import Arena
 from kvindex_cuda.memory.layout import BLOCK, Layout
-from kvindex_cuda.memory.pages import Pages
+from kvindex_cuda.memory.pages import PagedLayout, PagedSubspaceLayout, Pages
 from kvindex_cuda.memory.row_cache import RowCache
-from kvindex_cuda.pariskv.base_step import State
-from kvindex_cuda.pariskv.dispatch import kind_of, layout_of, options_of, refusal
+from kvindex_cuda.pariskv.base_step import BaseStep, State
+from kvindex_cuda.pariskv.dispatch import (
+    STEPS,
+    kind_of,
+    layout_of,
+    options_of,
+    refusal,
+    room_of,
+)
 from kvindex_cuda.pariskv.encode import Encoder, encoder_of
-from kvindex_cuda.pariskv.step import Step
 from kvindex_cuda.runtime.arguments import multiprocessors, of_type
 from kvindex_cuda.runtime.constants import UPDATE_THREADS
 from kvindex_cuda.runtime.launch import launch
@@ -39,16 +46,11 @@ WAVES = 8
 """Thread blocks of `read_pages` for each multiprocessor, as far as there is work."""
 
 
-@dataclass(frozen=True)
-class PagedLayout(Layout):
-    """`Layout` in pages: `head_bytes` is from a KV head's record to the next one's."""
-
-    record_bytes: int
-
-    @cached_property
-    def head_bytes(self) -> int:
-        """Of a page's records."""
-        return self.record_bytes
+PAGED: dict[str, type[PagedLayout] | type[PagedSubspaceLayout]] = {
+    "votes": PagedLayout,
+    "tiers": PagedSubspaceLayout,
+}
+"""Kinds of steps that are served (`dispatch.STEPS`), and how their codes lie in pages."""
 
 
 def unserved(config: ParisKVConfig, geometry: Geometry) -> str | None:
@@ -60,11 +62,9 @@ def unserved(config: ParisKVConfig, geometry: Geometry) -> str | None:
             f"signs: got {config.signs!r}, allowed is 'alone' (pariskv:signs=alone, or "
             "preset=fast): a regression is a sequence's, and pages are shared"
         )
-    if (kind := kind_of(config, geometry)) != "votes":
-        return f"kind of step: got {kind!r}, allowed is 'votes' (preset=fast or precise)"
-    layout = layout_of(config, geometry)
-    known = Encoding.of(config, geometry, ops)
-    if encoder_of(config, layout, known.rotation, known.levels) is None:
+    if (kind := kind_of(config, geometry)) not in PAGED:
+        return f"kind of step: got {kind!r}, allowed is {' or '.join(map(repr, PAGED))}"
+    if _encoder(config, geometry, layout_of(config, geometry)) is None:
         return f"head_dim: got {geometry.head_dim}, which the encoder does not serve"
     return None
 
@@ -105,15 +105,23 @@ class PagedSteps:
         self._most_rows, blocks = most_rows, -(-tokens // BLOCK)
         codes = pages.codes[0]
         record = codes.stride(1) if G > 1 else codes.stride(0)
-        self._layout = PagedLayout(geometry.head_dim, config.magnitude_bits, record)
-        known = Encoding.of(config, geometry, ops)
-        encoder = encoder_of(config, self._layout, known.rotation, known.levels)
-        assert encoder is not None  # or `unserved` would have said
+        kind = kind_of(config, geometry)
+        assert kind is not None  # or `unserved` would have said
+        self._kind: str = kind
+        self._layout = PAGED[kind](geometry.head_dim, config.magnitude_bits, record)
+        encoder = _encoder(config, geometry, self._layout)
+        assert encoder is not None  # likewise
         self._encoder: Encoder = encoder
         searched = [max(count * BLOCK - sink, 0) for count in range(blocks + 1)]
         candidates = [config.candidates(count, k) if count else 0 for count in searched]
-        self._most = max(max(candidates), 1)
+        self._most = max(room_of(kind, blocks * BLOCK, max(candidates)), 1)
         self._candidates = torch.tensor(candidates, dtype=torch.int32, device=device)
+        self._bounds: Tensor | None = None
+        self._tiers: Tensor | None = None
+        if kind == "tiers":
+            bounds = [config.tier_bounds(count) for count in searched]
+            self._bounds = torch.tensor(bounds, device=device)
+            self._tiers = torch.zeros(most_rows, len(TIERS), dtype=torch.int64, device=device)
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
@@ -131,7 +139,7 @@ class PagedSteps:
         self._valid = words_of(seen[None], max(blocks, 1)).expand(most_rows, -1, -1).contiguous()
         self._none = torch.empty(0, 0, 0, 0, device=device)
         self._arena, self._reserved = Arena(device), 0
-        self._steps: dict[int, tuple[Step, list[State]]] = {}
+        self._steps: dict[int, tuple[BaseStep, list[State]]] = {}
 
     def begin(self, tables: Tensor, lengths: Tensor, slots: Tensor, *, rows: int) -> None:
         """Before a model's step, in no graph: read what the engine says of it.
@@ -145,7 +153,7 @@ class PagedSteps:
         if rows > self._most_rows:
             raise ValueError(f"rows: got {rows}, allowed is up to {self._most_rows}")
         new = bool(rows) and rows not in self._steps
-        if rows:
+        if rows and self._tiers is None:
             self._scales.zero_()
         layers, codes = len(self._pages.rows), self._pages.codes[0]
         splits = WAVES * multiprocessors(self._geometry.device) // (layers * max(rows, 1))
@@ -167,7 +175,9 @@ class PagedSteps:
                 resident_count=self._resident_count,
                 counted=self._counted,
                 wanted=self._wanted,
-                weight_scale=self._scales,
+                bounds=self._bounds,
+                tiers=self._tiers,
+                weight_scale=self._scales if self._tiers is None else None,
                 due=self._due,
                 segments=self._segments,
                 clock=self._caches[0].clocks if self._caches[0] else None,
@@ -226,13 +236,14 @@ class PagedSteps:
         self._step_for(reserved)
         self._reserved = reserved
 
-    def _step_for(self, rows: int) -> Step:
+    def _step_for(self, rows: int) -> BaseStep:
         """A step for so many sequences, whose buffers are those of all steps."""
-        g = self._geometry
-        options = options_of("votes", self._config)
+        g, tiers = self._geometry, self._tiers is not None
+        options = options_of(self._kind, self._config)
         options |= dict(batch=rows, k=self._k, most=self._most, ragged=True, arena=self._arena)
-        options |= dict(blocks=self._codes.shape[2])
-        return Step(g, self._layout, multiprocessors=multiprocessors(g.device), **options)
+        options |= dict(counts=True) if tiers else dict(blocks=self._codes.shape[2])
+        options["multiprocessors"] = multiprocessors(g.device)
+        return STEPS[self._kind](g, self._layout, **options)
 
     def _states(self) -> list[State]:
         """What steps read of each layer."""
@@ -242,6 +253,7 @@ class PagedSteps:
             length=self._length,
             wanted=self._wanted,
             counted=self._counted,
+            tiers=self._tiers,
             resident=self._none,
             resident_mask=self._none,
             resident_count=self._resident_count,
@@ -255,6 +267,12 @@ class PagedSteps:
             State(codes=codes, rows=pages, weight_scale=scale, cache=cache, **common)
             for codes, pages, scale, cache in places
         ]
+
+
+def _encoder(config: ParisKVConfig, geometry: Geometry, layout: Layout) -> Encoder | None:
+    """Of whole segments, None where there is none."""
+    known = Encoding.of(config, geometry, ops)
+    return encoder_of(config, layout, known.rotation, known.levels, pages=True)
 
 
 def _check_caches(caches: Sequence[RowCache | None], pages: Pages) -> None:

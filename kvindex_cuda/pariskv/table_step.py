@@ -4,7 +4,8 @@
 
 Votes are looked up in a table made for the query (`kvindex/ops/coarse.py`), with a list of
 candidates for each query head. Votes of all keys are kept, and candidates found from their
-histograms: exact, with no sample.
+histograms: exact, with no sample. Over an engine's pages `count_keys` comes first: of a sequence
+that shares its codes with others nobody has counted them before.
 """
 
 from __future__ import annotations
@@ -26,12 +27,16 @@ from kvindex_cuda.runtime.launch import launch
 BLOCKS = 4
 """Of `vote` on a multiprocessor: what registers leave room for."""
 
+COUNTED = 4 * CHUNK
+"""Keys of a block of `count_keys` at least: it adds to as many counts as a centroid each."""
+
 
 class TableStep(BaseStep):
     """Buffers and launches of a step by look-ups.
 
     most: tokens that there is room for, 36 bytes for each and KV head at 4 heads; those past it
-    are not seen. seed: as for `Step`.
+    are not seen. seed: as for `Step`; counts: whether each step counts keys per centroid itself,
+    and reads no `State.histogram`.
     """
 
     layout: SubspaceLayout
@@ -43,6 +48,7 @@ class TableStep(BaseStep):
         *,
         most: int,
         seed: int = 0,
+        counts: bool = False,
         **options: Any,
     ) -> None:
         g, group, M = geometry, geometry.group_size, geometry.head_dim // SUBSPACE
@@ -53,16 +59,16 @@ class TableStep(BaseStep):
         self._rotation = transform.rotation(g.head_dim, seed, device)
         self._levels = reference.levels(SUBSPACE, layout.magnitude_bits, device)
 
-        def ints(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
-            return torch.zeros(shape, dtype=dtype, device=device)
-
+        ints = self._memory.zeros
         # of `query_table`: what no head or subspace fills stays 0
         self._operands = ints(groups, sets, -(-M // 2), 32, 4, dtype=torch.int16)
         self._table = ints(groups, sets, M, 256, 4, dtype=torch.uint8)
-        self._ups = torch.empty((groups, group), device=device)
+        self._ups = self._memory.empty(groups, group)
         # of `vote`
         self._votes = ints(groups, sets, most)
         self._pieces = ints(groups, group, PIECES, POINTS)
+        # of `count_keys`
+        self._histogram = ints(groups, M, 256, dtype=torch.int64) if counts else None
 
     @property
     def listed(self) -> Tensor:
@@ -73,6 +79,8 @@ class TableStep(BaseStep):
         """As `BaseStep.select`."""
         g, L, kv, groups = self.geometry, self.layout, self.geometry.kv_heads, self._groups
         M, row, group = g.head_dim // SUBSPACE, state.codes.shape[1], dict(GROUP=g.group_size)
+        if self._histogram is not None:
+            self._count(state, self._histogram)
         launch(
             "step/query_table.cu",
             "query_table",
@@ -81,7 +89,7 @@ class TableStep(BaseStep):
             arguments=dict(
                 queries=queries,
                 rotation=self._rotation,
-                histogram=state.histogram,
+                histogram=state.histogram if self._histogram is None else self._histogram,
                 tiers=state.tiers,
                 operands=self._operands,
                 ups=self._ups,
@@ -167,3 +175,25 @@ class TableStep(BaseStep):
             **(group | self._capped | dict(D=g.head_dim, BITS=L.magnitude_bits)),
         )
         self._select_rows(state)
+
+    def _count(self, state: State, histogram: Tensor) -> None:
+        """Keys per centroid, of the codes."""
+        g, groups = self.geometry, self._groups
+        histogram.zero_()
+        launch(
+            "step/count_keys.cu",
+            "count_keys",
+            (max(1, min(2 * self._multiprocessors // groups, -(-self.most // COUNTED))), groups),
+            (256,),
+            arguments=dict(
+                codes=state.codes,
+                valid=state.valid,
+                length=state.length,
+                histogram=histogram,
+                row=state.codes.shape[1],
+                head_bytes=self.layout.head_bytes,
+                kv_heads=g.kv_heads,
+            ),
+            shared_bytes=g.head_dim // SUBSPACE * 1024,
+            **(self._ragged | dict(D=g.head_dim)),
+        )

@@ -25,7 +25,7 @@ from kvindex_cuda.runtime.constants import EDGE
 
 @dataclass(frozen=True)
 class Buffers:
-    """Of a step that has run once, of `fast` or `precise` or (query, voted, chosen) of `paper`."""
+    """Of a step that has run once, of `fast` or `precise` or (counted to chosen) of `paper`."""
 
     step: base_step.BaseStep
     tokens: int
@@ -107,6 +107,11 @@ class Buffers:
             histogram=self._read("_hist", BINS),
             products=products[:, :, : -(-self.tokens // BLOCK)],
         )
+
+    @property
+    def counted(self) -> Tensor:
+        """Of `count_keys`."""
+        return self._read("_histogram", self.step.geometry.head_dim // 8, 256)
 
     @cached_property
     def query(self) -> QueryTable:

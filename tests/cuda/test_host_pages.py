@@ -84,6 +84,7 @@ def test_as_many_rows_as_there_are_give_full_attention(tokens, device):
     [
         ("pariskv:preset=fast", 4),
         ("pariskv:signs=alone", 4096),
+        ("pariskv:preset=paper", 4096),
         pytest.param("pariskv:preset=fast", 4096, marks=pytest.mark.slow),
         pytest.param("pariskv:signs=alone", 4, marks=pytest.mark.slow),
     ],

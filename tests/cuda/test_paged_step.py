@@ -120,18 +120,25 @@ def assert_close(pairs, **bounds):
 
 
 @on_devices
-@pytest.mark.parametrize(("tokens", "order"), [(256, "HND"), (512, "NHD")])
-def test_as_many_rows_as_there_are_give_full_attention(tokens, order, device):
-    engine = Engine(device, tokens=tokens, order=order)
+@pytest.mark.parametrize(
+    ("tokens", "order", "preset"),
+    [(256, "HND", "fast"), (512, "NHD", "fast"), (512, "NHD", "paper")],
+)
+def test_as_many_rows_as_there_are_give_full_attention(tokens, order, preset, device):
+    engine = Engine(device, tokens=tokens, order=order, index=f"pariskv:preset={preset}")
     engine.prefill()
     assert_close(engine.decode())
+    if preset == "paper":
+        return  # of all that is resident it attends as the others
     whole = Engine(device, tokens=tokens, order=order, dense_below=4096)
     whole.prefill()
     assert_close(whole.decode())
 
 
 @on_devices
-@pytest.mark.parametrize("spec", ["pariskv:preset=fast", "pariskv:preset=precise"])
+@pytest.mark.parametrize(
+    "spec", ["pariskv:preset=fast", "pariskv:preset=precise", "pariskv:preset=paper"]
+)
 def test_few_rows_are_those_of_plain_torch(spec, device):
     engine = Engine(device, index=spec, k=6)
     engine.prefill()
@@ -158,7 +165,9 @@ def test_a_block_that_fills_is_searched_once_the_window_has_passed_it(device):
 
 
 @on_devices
-@pytest.mark.parametrize("index", ["pariskv:preset=fast", "pariskv:signs=alone"])
+@pytest.mark.parametrize(
+    "index", ["pariskv:preset=fast", "pariskv:signs=alone", "pariskv:preset=paper"]
+)
 def test_batches_of_all_sizes_take_turns_in_the_same_buffers(index, device):
     engine = Engine(device, index=index, k=6)
     engine.prefill()
@@ -167,20 +176,24 @@ def test_batches_of_all_sizes_take_turns_in_the_same_buffers(index, device):
 
 
 @on_devices
-def test_memory_of_batches_that_grow_by_one_does_not_add_up(device):
-    engine, nowhere = Engine(device, k=6), torch.tensor([-1], device=device)
+@pytest.mark.parametrize(("preset", "largest"), [("fast", "_list"), ("paper", "_pieces")])
+def test_memory_of_batches_that_grow_by_one_does_not_add_up(preset, largest, device):
+    engine = Engine(device, index=f"pariskv:preset={preset}", k=6)
+    nowhere = torch.tensor([-1], device=device)
     for count in (1, 2, 3, 4, 5, 6, 3):
         engine.begin(nowhere, rows=count, lengths=[0] * count)
-    lists = [step._list.untyped_storage() for step, _ in engine.steps._steps.values()]
+    lists = [getattr(step, largest).untyped_storage() for step, _ in engine.steps._steps.values()]
     taken = {one.data_ptr(): one.nbytes() for one in lists}
     single = min(taken.values())
     assert sorted(size // single for size in taken.values()) == [1, 2, 4, 6]
 
 
 @on_devices
-@pytest.mark.parametrize("tokens", [256, 512])
-def test_full_blocks_have_the_codes_of_their_keys_and_others_none(tokens, device):
-    engine = Engine(device, tokens=tokens)
+@pytest.mark.parametrize(
+    ("tokens", "preset"), [(256, "fast"), (512, "fast"), (256, "paper"), (512, "paper")]
+)
+def test_full_blocks_have_the_codes_of_their_keys_and_others_none(tokens, preset, device):
+    engine = Engine(device, tokens=tokens, index=f"pariskv:preset={preset}")
     engine.prefill()
     list(engine.decode())
     engine.begin(torch.tensor([-1], device=device), rows=0)
@@ -198,6 +211,8 @@ def test_full_blocks_have_the_codes_of_their_keys_and_others_none(tokens, device
             alone = dict(engine.paged.encoding.encode(keys, None))
             for name in ("signs", "magnitudes", "weights"):  # sums of a center are rounded
                 assert (found[name] == alone[name]).float().mean() > 0.99
+            if preset == "paper":
+                continue
             close = dict(rtol=0.01, atol=1e-3)
             torch.testing.assert_close(found["centers"].float(), alone["centers"].float(), **close)
         parts = codes.transpose(1, 2).flatten(0, 1)
@@ -209,5 +224,12 @@ def test_what_is_not_served_is_said():
     assert unserved(Options().config, geometry) is None
     said = unserved(Options(index="pariskv").config, geometry)
     assert "signs: got 'together', allowed is 'alone'" in said
-    assert "tiers" in unserved(Options(index="pariskv:preset=paper").config, geometry)
-    assert unserved(Options(index="pariskv:preset=fast").config, geometry) is None
+    for preset in ("fast", "precise", "paper"):
+        assert unserved(Options(index=f"pariskv:preset={preset}").config, geometry) is None
+    said = unserved(Options(index="pariskv:preset=scan").config, geometry)
+    assert "coarse: got 'none'" in said
+    wide = Geometry.of(q_heads=H, kv_heads=G, head_dim=512)
+    said = unserved(Options(index="pariskv:preset=paper").config, wide)
+    assert "head_dim: got 512, allowed is up to 256 for 'tiers'" in said
+    many = Geometry.of(q_heads=64, kv_heads=2, head_dim=D, value_in_key=False)
+    assert "q_heads" in unserved(Options(index="pariskv:preset=paper").config, many)

@@ -93,7 +93,7 @@ def ran(name, preset, device):
     options = dict(seed=config.seed, policy=config.policy) | sizes
     geometry = replace(config.geometry, device=torch.device(device))
     if preset == "paper":
-        step = TableStep(geometry, config.layout, most=count, **options)
+        step = TableStep(geometry, config.layout, most=count, counts=True, **options)
     else:
         options |= dict(query_max=config.query_max, centered=config.centered)
         options |= dict(drawn=config.drawn, tempered=config.tempered)
@@ -104,7 +104,7 @@ def ran(name, preset, device):
     step.capacity = capacity or step.capacity
     state, wrong, _blocks = addressed(layer.state, device)
     with on(device):
-        step(layer.queries.to(device), state)
+        step(layer.queries.to(device), replace(state, histogram=None))  # `paper` counts by itself
     return layer, Buffers(step, count, wrong)
 
 
@@ -251,6 +251,14 @@ def assert_attended(layer, kernels):
 
 
 # paper
+
+
+@paper
+def test_keys_are_counted_by_centroids(name, device):
+    layer, kernels = ran(name, "paper", device)
+    want = table_step.count_keys(layer.state, layer.config)
+    assert torch.equal(kernels.counted, want)
+    assert torch.equal(want, layer.state.histogram)  # of the index
 
 
 @paper

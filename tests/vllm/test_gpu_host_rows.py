@@ -50,7 +50,9 @@ def test_as_many_rows_as_there_are_give_the_engines_own_tokens(made, known, text
     assert known.written(mine, prompts) == texts[: len(prompts)]
 
 
-@pytest.mark.parametrize("index", ["pariskv:preset=fast", "pariskv:signs=alone"])
+@pytest.mark.parametrize(
+    "index", ["pariskv:preset=fast", "pariskv:signs=alone", "pariskv:preset=paper"]
+)
 def test_few_rows_are_those_of_rows_on_the_device(made, known, index):
     few = known.EVERY | {"index": index, "k": 64}
     host, device = made(few | HOST), made(few)

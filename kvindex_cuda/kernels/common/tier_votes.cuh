@@ -1,4 +1,4 @@
-// Votes by look-ups: how vote.cu and candidates.cu cut the tokens into pieces.
+// Votes by look-ups: how vote.cu and candidates.cu cut the tokens into pieces; a key's signs.
 #pragma once
 #include "common/common.cuh"
 
@@ -6,4 +6,20 @@
 __device__ __forceinline__ i64 piece_of(i64 tokens) {
     i64 chunks = (tokens + CHUNK - 1) / CHUNK;
     return max(i64(1), (chunks + PIECES - 1) / PIECES) * CHUNK;
+}
+
+// The signs of a thread's key of a block, in whole words.
+template <int WORDS>
+__device__ __forceinline__ void load_signs(u32 (&words)[WORDS], const char* signs) {
+    const u32* from = reinterpret_cast<const u32*>(signs) + threadIdx.x * WORDS;
+    if constexpr (WORDS % 4 == 0) {
+#pragma unroll
+        for (int w = 0; w < WORDS; w += 4) {
+            uint4 all = reinterpret_cast<const uint4*>(from)[w / 4];
+            words[w] = all.x, words[w + 1] = all.y, words[w + 2] = all.z, words[w + 3] = all.w;
+        }
+    } else {
+#pragma unroll
+        for (int w = 0; w < WORDS; w++) words[w] = from[w];
+    }
 }

@@ -17,21 +17,6 @@ constexpr int WORDS = (M + 3) / 4;  // of a key's signs
 constexpr int SETS = (GROUP + 3) / 4;
 constexpr int RECORDS = CHUNK / TOKENS;
 
-// The words of a thread's key of a block.
-__device__ __forceinline__ void load(u32 (&words)[WORDS], const char* signs) {
-    const u32* from = reinterpret_cast<const u32*>(signs) + threadIdx.x * WORDS;
-    if constexpr (WORDS % 4 == 0) {
-#pragma unroll
-        for (int w = 0; w < WORDS; w += 4) {
-            uint4 all = reinterpret_cast<const uint4*>(from)[w / 4];
-            words[w] = all.x, words[w + 1] = all.y, words[w + 2] = all.z, words[w + 3] = all.w;
-        }
-    } else {
-#pragma unroll
-        for (int w = 0; w < WORDS; w++) words[w] = from[w];
-    }
-}
-
 struct Arguments {
     const i64* codes;           // [B, row]: addresses of blocks, of KV head g at g · head_bytes
     const uint4* query_table;   // [BG, SETS, M, 256] words, of query_table.cu
@@ -82,7 +67,7 @@ vote(const __grid_constant__ Arguments args) {
                 for (int i = 0; i < RECORDS; i++) {
 #pragma unroll
                     for (int w = 0; w < WORDS; w++) ids[i][w] = 0;
-                    if (blocks[i]) load(ids[i], blocks[i]);
+                    if (blocks[i]) load_signs(ids[i], blocks[i]);
                 }
 #pragma unroll
                 for (int i = 0; i < RECORDS; i++) {
