@@ -3,17 +3,19 @@
     python -m benchmarks.quality recall --text FILE… [--tokens N …] [--presets SPEC …] [--beta β …]
     python -m benchmarks.quality kl --text FILE… [--tokens N …] [--steps T] [--index SPEC …]
     python -m benchmarks.quality fidelity [--index SPEC …]
+    python -m benchmarks.quality rows --text FILE… [--tokens N] [--steps T]
     python -m benchmarks.quality scales --text FILE… [--tokens N]
     python -m benchmarks.quality lists --text FILE… [--tokens N] [--steps T]
     python -m benchmarks.quality field --text FILE… [--tokens N] [--index SPEC …] [--rows K …]
 
 `recall`: share of each query head's own true rows, of attention coverage, and bytes, by preset and
 share of candidates. `kl`: KL from full attention beside exact search with as many rows. `fidelity`:
-KL, agreement and recall, a token at a time on a fixed text. `scales`: what keys of few bits do to
-the output, with a scale for each token and for each channel. `lists`: what it costs that all heads
-of a layer share one list. `field`: all indexes under one protocol. Each takes --json OUT, and
-`--model … --gguf-file … --lora … --device …`; without --model: SmolLM2-135M-Instruct. More:
-`python -m benchmarks.quality recall --help`.
+KL, agreement and recall, a token at a time on a fixed text. `rows`: what row codecs do to the
+output and to KL. `scales`: what keys of few bits do to the output, with a scale for each token and
+for each channel. `lists`: what it costs that all heads of a layer share one list. `field`: all
+indexes under one protocol. Each takes --json OUT, and `--model … --gguf-file … --lora …
+--device …`; without --model: SmolLM2-135M-Instruct. More: `python -m benchmarks.quality recall
+--help`.
 """
 
 from __future__ import annotations
@@ -23,11 +25,11 @@ import argparse
 import torch
 
 from benchmarks.common.reading import add_model
-from benchmarks.comparing import fidelity, field, kl, lists, recall, scales
+from benchmarks.comparing import fidelity, field, kl, lists, recall, rows, scales
 
 COMMANDS = {
     **{"recall": recall, "kl": kl, "fidelity": fidelity},
-    **{"scales": scales, "lists": lists, "field": field},
+    **{"rows": rows, "scales": scales, "lists": lists, "field": field},
 }
 
 

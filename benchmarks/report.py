@@ -40,6 +40,7 @@ TABLES: dict[str, Callable[[Result], str]] = {
     "divergence": quality.divergence,
     "divergence_drawn": quality.drawn,
     "recall": quality.recall,
+    "row_codecs": quality.row_codecs,
     "row_scales": quality.row_scales,
     "lists": quality.lists,
     "recall_lengths": quality.lengths,
@@ -69,6 +70,7 @@ TABLES: dict[str, Callable[[Result], str]] = {
     "limits": gpu.limits,
     "cpu_steps": cpu.steps,
     "cpu_indexes": cpu.indexes,
+    "cpu_row_codecs": cpu.row_codecs,
     "cpu_summary": cpu.summary,
     "cpu_tokens": cpu.tokens,
 }

@@ -504,6 +504,21 @@ def test_steps_on_a_cpu_are_measured_in_turns_and_a_wrong_one_is_not(tmp_path, m
         ran(latency.main, [*given, "--json", tmp_path / "out.json"], monkeypatch)
 
 
+def test_steps_by_row_codec_are_beside_those_of_plain_rows(tmp_path, monkeypatch):
+    monkeypatch.setattr(correctness, "CHECKED", 1024)
+    given = ["--device", "cpu", "--tokens", 1024, "--replays", 10, "--layers", 1]
+    given += ["--beside", "pariskv:row_codec=int2", "exact", "exact:row_codec=int2"]
+    result = ran(latency.main, [*given, "--json", tmp_path / "out.json"], monkeypatch)
+    (point,), told = result["points"], report.TABLES["cpu_row_codecs"](result)
+    steps = [point[f"{name}:row_codec=int2"] for name in ("pariskv", "exact")]
+    assert all(step["of_plain_low"] <= step["of_plain"] <= step["of_plain_high"] for step in steps)
+    assert "of_plain" not in point["exact"]
+    assert (
+        f"| `plain` | {point['pariskv']['ms']:.2f} | 1 | {point['exact']['ms']:.2f} | 1 |" in told
+    )
+    assert re.search(rf"\| `int2` \| {steps[0]['ms']:.2f} \| .* \| {steps[1]['ms']:.2f} \| ", told)
+
+
 def test_a_model_on_a_cpu_is_timed_without_graphs(tiny, monkeypatch):
     texts, model = tiny
     monkeypatch.setattr(generation, "WARM", 2)
@@ -539,6 +554,27 @@ def test_scales_of_keys_are_measured(tiny, monkeypatch):
     )
     with pytest.raises(ValueError, match="tokens: got 200, allowed is a multiple of 32"):
         ran(quality.main, [*given[:5], 200, *given[6:]], monkeypatch)
+
+
+def test_what_row_codecs_cost_grows_as_bits_go(tiny, monkeypatch):
+    texts, model = tiny
+    given = ["rows", *texts, "--tokens", 640, "--steps", 10, "-k", 8, *model]
+    result = ran(quality.main, given, monkeypatch)
+    for part in ("both", "keys", "values"):
+        means = [result["errors"][name][part]["mean"] for name in ("plain", "int8", "int4", "int2")]
+        assert 0 < means[0] < means[1] < means[2] < means[3]
+    whole = [cell for cell in result["cells"] if cell["read"] == "all" and cell["text"] == "a"]
+    kls = {cell["rows"]: cell["kl_mean"] for cell in whole}
+    assert 0 <= kls["plain"] < kls["int8"] < kls["int4"] < kls["int2"]
+    kl = {"kl_mean": 0.5, "ratio": 2.0, "ratio_95": [1.5, 2.5]}
+    cells = [{"text": "a", "tokens": 200}]
+    indexes = {"exact": {**kl, "cells": cells}, "exact:row_codec=int4": kl}
+    beside = {**result, "model": "other.gguf", "indexes": indexes}
+    for other, lines in ((None, 0), (beside, 1)):
+        monkeypatch.setattr("benchmarks.reporting.quality.stored", lambda _, one=other: one)
+        told = report.TABLES["row_codecs"](result)
+        assert told.count("| `int4` | 0.50000 | 2.000 (1.500 to 2.500) |") == lines
+        assert told.count("| `plain` | 512 | ") == 1
 
 
 def test_kl_of_exact_is_its_own_and_that_of_fewer_candidates_is_larger(tiny, monkeypatch):

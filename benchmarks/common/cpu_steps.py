@@ -85,7 +85,9 @@ def timed(step: Step, layers: int, back: Callable[[int], None] | None) -> list[f
 
 
 def point(g: Geometry, specs: list[str], tokens: int, layers: int, rounds: int) -> dict[str, Any]:
-    """Medians over rounds in ms, and their ratios to `dense` in the same round."""
+    """Medians over rounds in ms, and their ratios to `dense` in the same round; where a row codec
+    ends a spec, to the index with plain rows, too, if it is measured.
+    """
     plans: dict[str, Any] = dense(g, tokens, layers)
     plans |= {spec: Indexed(g, spec, tokens, layers) for spec in specs}
     rows = {
@@ -101,8 +103,14 @@ def point(g: Geometry, specs: list[str], tokens: int, layers: int, rounds: int) 
                 taken[name].append(statistics.median(times))
     found: dict[str, Any] = {"tokens": tokens, "threads": torch.get_num_threads()}
     for name, times in taken.items():
-        ratios = [mine / full for mine, full in zip(times, taken["dense"], strict=True)]
-        found[name] = spread("ms", times) | spread("of_dense", ratios) | {"least_ms": min(times)}
+        over = {"of_dense": "dense"}
+        plain, codec, _ = name.partition(":row_codec=")
+        if codec and plain in taken:
+            over["of_plain"] = plain
+        found[name] = spread("ms", times) | {"least_ms": min(times)}
+        for ratio, other in over.items():
+            pairs = zip(times, taken[other], strict=True)
+            found[name] |= spread(ratio, [mine / theirs for mine, theirs in pairs])
     return found
 
 

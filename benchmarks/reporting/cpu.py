@@ -41,10 +41,8 @@ def steps(result: Result) -> str:
     return f"{about}\n\n{table(head, rows)}\n\n{machine(result)}"
 
 
-def _ratio(found: Result) -> str:
-    low, middle, high = (
-        f"{found[name]:.2f}" for name in ("of_dense_low", "of_dense", "of_dense_high")
-    )
+def _ratio(found: Result, over: str = "of_dense") -> str:
+    low, middle, high = (f"{found[name]:.2f}" for name in (f"{over}_low", over, f"{over}_high"))
     return middle if low == high else f"{middle}; {low} to {high}"
 
 
@@ -59,6 +57,28 @@ def indexes(result: Result) -> str:
     ]
     head = ("index", "plain torch, ms", "compiled, ms", "ratio")
     about = f"A layer's step as above, {point['tokens']:,} tokens, {point['threads']} thread."
+    return f"{about}\n\n{table(head, rows)}\n\n{machine(result)}"
+
+
+def row_codecs(result: Result) -> str:
+    """Steps of each index by row codec, and over those of the same index with plain rows."""
+    (point,), mark = result["points"], ":row_codec="
+    pairs = [name.split(mark) for name in point if mark in name]
+    names, codecs = (list(dict.fromkeys(part)) for part in zip(*pairs, strict=True))
+    rows = [["`plain`", *(cell for name in names for cell in (f"{point[name]['ms']:.2f}", "1"))]]
+    for codec in codecs:
+        steps = [point[name + mark + codec] for name in names]
+        cells = [cell for of in steps for cell in (f"{of['ms']:.2f}", _ratio(of, "of_plain"))]
+        rows.append([f"`{codec}`", *cells])
+    head = ["rows", *(text for name in names for text in (f"`{name}`, ms", "of `plain`"))]
+    shape = result["shape"]
+    about = (
+        f"Milliseconds of a layer's step on a CPU, {point['tokens']:,} tokens, "
+        f"{point['threads']} thread, and over that with `plain` rows: medians of "
+        f"{result['rounds']} rounds in which all take turns, with quartiles of the ratio; "
+        f"H = {shape['q_heads']}, G = {shape['kv_heads']}, D = {shape['head_dim']}, float32, "
+        f"k = {shape['k']}."
+    )
     return f"{about}\n\n{table(head, rows)}\n\n{machine(result)}"
 
 

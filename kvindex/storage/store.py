@@ -308,7 +308,11 @@ class TensorStore(Restorable):
     def blocks(self, size: int) -> Iterator[tuple[int, Rows]]:
         """All rows in order, at most `size` tokens at a time: (first id, rows)."""
         for start in range(0, len(self), size):
-            yield start, self._decoded(self._columns["rows"][:, :, start : start + size])
+            rows = self._columns["rows"][:, :, start : start + size]
+            batch, same = len(rows), rows.stride(0) == 0  # those of one sequence, decoded once
+            found = self._decoded(rows[:1] if same else rows)
+            parts = (found.keys, found.values)
+            yield start, Rows(*(part.expand(batch, -1, -1, -1) for part in parts))
 
     def encoded(self) -> Tensor:
         """All rows as the codec made them, uint8 `[B, G, N, row_bytes]`; a copy."""

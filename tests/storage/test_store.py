@@ -162,3 +162,15 @@ def test_what_a_layer_fetches_is_counted_as_it_is_stored(rows):
         layer.step(queries[:, :, :1], *case.tokens(1, seed=1))
         read.append(float(layer.traffic.bytes_fetched))
     assert read == [2 * 5 * 144, 2 * 5 * 256]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_rows_of_one_sequence_seen_as_several_are_decoded_once(name):
+    store = TensorStore(GEOMETRY, "device", name)
+    store.append(store.join(*tokens(9, batch=1)))
+    seen = list(store.expand_batch(3).blocks(4))
+    assert [start for start, _ in seen] == [0, 4, 8]
+    for (_, several), (_, one) in zip(seen, store.blocks(4), strict=True):
+        for part, own in ((several.keys, one.keys), (several.values, one.values)):
+            assert torch.equal(part, own.expand(3, -1, -1, -1))
+            assert part.stride(0) == 0

@@ -1,0 +1,124 @@
+"""What row codecs cost: error of attention's output, KL of the model's next token.
+
+The model reads N tokens of a text and T more. First by itself: queries of the last T attend to all
+keys and values up to their own, as they are and as a codec gives them back. Then in the model: it
+is fed the last T through an index whose rows are codes, all of them read, or k by `exact` and by
+`pariskv`.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.progress import Progress
+from torch import Tensor
+
+from benchmarks import report
+from benchmarks.common.reading import described, ids_of, loaded, reported, write
+from kvindex.core.geometry import Geometry
+from kvindex.core.protocol import Rows
+from kvindex.ops.attention import attend
+from kvindex.storage.codecs import NAMES, codec
+from kvindex_adapters.evaluate.capture import Captured, capture
+from kvindex_adapters.evaluate.fidelity import divergences, full_logits
+from kvindex_adapters.hf.attach import attach
+from kvindex_adapters.hf.prefill import prefill
+
+PARTS = ("both", "keys", "values")
+"""Of a row, what is coded."""
+
+INDEXES = ("exact", "pariskv")
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """Its options."""
+    parser.add_argument("--text", nargs="+", type=Path, required=True)
+    parser.add_argument("--tokens", type=int, default=2000)
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("-k", type=int, default=100)
+
+
+def coded(rows: Rows, name: str) -> Rows:
+    """Keys and values float32 `[1, G, N, D]` as a codec gives them back; `plain` in bfloat16."""
+    dtype = torch.bfloat16 if name == "plain" else torch.float32
+    G, _, D = rows.keys.shape[1:]
+    sizes = dict(q_heads=G, kv_heads=G, head_dim=D, value_dim=rows.values.shape[-1])
+    own = codec(name, Geometry.of(**sizes, dtype=dtype, device=rows.keys.device))
+    back = own.decode(own.encode(rows.keys.to(dtype), rows.values.to(dtype)))
+    return Rows(back.keys.float(), back.values.float())
+
+
+def errors(layer: Captured, names: tuple[str, ...] = NAMES) -> dict[tuple[str, str], Tensor]:
+    """By codec and part: `‖õ − o‖ / ‖o‖` of each head and query `[H, T]`."""
+    plain = Rows(layer.keys[None].float(), layer.values[None].float())
+    N, T = plain.keys.shape[2], layer.queries.shape[1]
+    queries = layer.queries.float().flatten(0, 1)[None]  # each is a head of its group
+    at = torch.arange(N, device=queries.device)
+    later = torch.where(at > at[-T:, None], float("-inf"), 0.0)  # [T, N]
+    bias = later.repeat(len(layer.queries), 1)[None]
+    terms: dict[str, Any] = dict(scale=layer.scale, softcap=layer.softcap, bias=bias)
+    want, found = attend(queries, plain.keys, plain.values, **terms)[0], {}
+    for name in names:
+        back = coded(plain, name)
+        rows = (back, Rows(back.keys, plain.values), Rows(plain.keys, back.values))
+        for part, some in zip(PARTS, rows, strict=True):
+            off = attend(queries, some.keys, some.values, **terms)[0] - want
+            found[name, part] = (off.norm(dim=-1) / want.norm(dim=-1)).view(-1, T).cpu()
+    return found
+
+
+def summary(layers: list[Tensor]) -> dict[str, float]:
+    """Of the errors of layers: their mean, nine tenths' bound, the worst layer's mean."""
+    every = torch.cat([layer.flatten() for layer in layers]).sort().values
+    return {
+        "mean": float(every.mean()),
+        "p90": float(every[int(0.9 * (len(every) - 1))]),
+        "worst_layer": max(float(layer.mean()) for layer in layers),
+    }
+
+
+def read_whole(model: Any, prompt: Tensor, rest: Tensor, full: Tensor, index: str) -> Tensor:
+    """As `divergences`, by attention to every row: KL of each token, float64 `[T]`."""
+    ids = torch.cat([prompt, rest]).to(model.device)
+    with attach(model, index=index, dense_below=2**62) as cache:
+        prefill(model, ids, cache, stop=len(prompt), chunk=1024)
+        logits = model(input_ids=ids[None, len(prompt) :], past_key_values=cache).logits[0]
+    p, q = full.double().log_softmax(-1), logits.double().log_softmax(-1)
+    return (p.exp() * (p - q)).sum(-1).cpu()
+
+
+def run(given: argparse.Namespace) -> None:
+    """Measure, print and write."""
+    model, tokenizer = loaded(given)
+    usual = Geometry.of(q_heads=1, kv_heads=1, head_dim=128, dtype=torch.bfloat16)
+    about: dict[str, Any] = dict(tokens=given.tokens, steps=given.steps, k=given.k)
+    about["texts"] = [text.stem for text in given.text]
+    about["row_bytes_128"] = {name: codec(name, usual).row_bytes for name in NAMES}
+    result: dict[str, Any] = {**described(given), **about, "errors": {}, "cells": []}
+    off: dict[tuple[str, str], list[Tensor]] = {
+        (name, part): [] for name in NAMES for part in PARTS
+    }
+    with Progress() as progress:
+        for text in given.text:
+            words = text.read_text(encoding="utf-8")
+            ids = ids_of(tokenizer, words, given.tokens + given.steps)
+            shown = reported(progress, text.stem)
+            for layer in capture(model, ids, queries=given.steps, on_progress=shown):
+                for key, found in errors(layer).items():
+                    off[key].append(found)
+            prompt, rest = ids[: given.tokens], ids[given.tokens :]
+            full = full_logits(model, prompt, rest)
+            for name in progress.track(NAMES, description=f"{text.stem}, KL"):
+                kls = {"all": read_whole(model, prompt, rest, full, f"exact:row_codec={name}")}
+                for index in INDEXES:
+                    spec = f"{index}:row_codec={name}"
+                    kls[index] = divergences(model, prompt, rest, full, index=spec, k=given.k)
+                for read, kl in kls.items():
+                    cell = dict(text=text.stem, read=read, rows=name, kl_mean=float(kl.mean()))
+                    result["cells"].append(cell)
+    result["errors"] = {name: {part: summary(off[name, part]) for part in PARTS} for name in NAMES}
+    write(result, given.json)
+    print(report.TABLES["row_codecs"](result))
