@@ -66,7 +66,7 @@ def test_any_interleaving_equals_separate_layers(device):
         case = case_on(device)
 
     Machine.options = dict(backend="cuda", store="host", check=True)
-    examples, steps = (4, 10) if device == "cpu" else (30, 60)
+    examples, steps = (4, 10) if device == "cpu" else (8, 30)
     how = settings(max_examples=examples, stateful_step_count=steps, deadline=None)
     run_state_machine_as_test(Machine, settings=settings(how, derandomize=True))
 
