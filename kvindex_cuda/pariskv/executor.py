@@ -328,6 +328,7 @@ class ParisKVExecutor:
             near=rows.near if isinstance(rows, PlacedRows) else None,
             row_bytes=rows.row_bytes,
             codec=rows.row_codec,
+            row_center=_center_of(rows),
             far=rows.far,
             wrong=wrong,
         )
@@ -353,8 +354,8 @@ class ParisKVExecutor:
         """What a step reads: the same object for as long as that stays the same."""
         rows = self._rows
         assert rows is not None
-        table = rows.table
-        made_of = self._state, resident, wrong, table, self.cache
+        table, center = rows.table, _center_of(rows)
+        made_of = self._state, resident, wrong, table, center, self.cache
         if use.reads is None or any(
             old is not new for old, new in zip(use.reads[0], made_of, strict=True)
         ):
@@ -367,6 +368,7 @@ class ParisKVExecutor:
                 near=near if near is None else near.contiguous(),
                 row_bytes=rows.row_bytes,
                 codec=rows.row_codec,
+                row_center=center if center is None else center.contiguous(),
                 far=rows.far,
                 cache=self.cache,
                 resident=resident.rows,
@@ -482,6 +484,12 @@ class ParisKVExecutor:
         if "histogram" in contents.statistics:
             bounds = [self._config.tier_bounds(n) for n in counts]
             put_tiers(state, contents.statistics["histogram"], bounds)
+
+
+def _center_of(rows: AddressedRows) -> Tensor | None:
+    """What coded rows are codes from, as `CenteredRows.center`."""
+    center: Tensor | None = getattr(rows, "center", None)
+    return center
 
 
 def executor_of(
