@@ -180,6 +180,23 @@ def test_rows_of_every_codec_are_attended_to(name, rows, device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("rows", sorted(CODES))
+def test_codes_are_read_from_the_center_on(rows, device):
+    """Which has most of a key, and is of another head or sequence nothing that fits."""
+    case = CASES["g4"]
+    one, queries = Attending(case, rows, device, offset=50.0), case.queries().to(device) / 8
+    hits = one.hits(case, device, weighted=True)
+    wanted = one.wanted(queries, hits)
+    with emulating(device):
+        assert_near(one.step.attend(queries, one.state, hits), wanted)
+        assert_near(one.step.lse, one.wanted_lse(queries, hits))
+        for wrong in (None, one.center[[1, 0]], one.center[:, [1, 0]].contiguous()):
+            one.step.attend(queries, replace(one.state, row_center=wrong), hits)
+            with pytest.raises(AssertionError):
+                assert_near(one.step.output, wanted)
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("name", "rows"), sampled(CASES, READ))
 def test_weights_are_added_to_the_logits_of_each_head(name, rows, device):
     case = CASES[name]

@@ -106,7 +106,8 @@ __device__ __forceinline__ void unpack(float (&x)[8], const uint4 (&words)[DTYPE
 }
 
 // One row joins the softmax of all heads of the group. queries float4 [2, GROUP, D / 8]:
-// the lower and the upper four of every eight coordinates. centered [GROUP]: products with the center, of coded rows.
+// the lower and the upper four of every eight coordinates. centered [GROUP]: what logits of
+// such rows gain before they are scaled.
 __device__ __forceinline__ void add_row(Running& run, const Raw& raw, bool coded, const float4* queries,
                                         const float* centered, float scale, float softcap) {
     int lane = threadIdx.x % 32;
@@ -130,7 +131,7 @@ __device__ __forceinline__ void add_row(Running& run, const Raw& raw, bool coded
     for (int h = 0; h < GROUP; h++) {
         float s = warp_sum(logit[h]);
 #if CODEC
-        if (coded) s += centered[h];
+        s += centered[h];
 #endif
         s *= scale;
 #if SOFTCAP
@@ -268,15 +269,17 @@ attend(const __grid_constant__ Arguments args) {
     }
     const float* centered = nullptr;
 #if CODEC
-    __shared__ float products[GROUP];
+    __shared__ float products[2][GROUP];  // with the center, of rows as they are and of coded ones
+    centered = products[0];
+#pragma unroll 1
     for (int h = warp; h < GROUP; h += 8) {
+        const float* center = args.center + bg * D;
         float sum = 0;
-        if (args.center)
-            for (int j = lane; j < D; j += 32) sum += element(args.queries, (bg * GROUP + h) * D + j) * args.center[bg * D + j];
+#pragma unroll 1
+        for (int j = lane; j < D && args.center; j += 32) sum += element(args.queries, (bg * GROUP + h) * D + j) * center[j];
         sum = warp_sum(sum);
-        if (lane == 0) products[h] = sum;
+        if (lane == 0) products[0][h] = 0, products[1][h] = sum;
     }
-    centered = products;
 #endif
     __syncthreads();
 
@@ -381,7 +384,7 @@ attend(const __grid_constant__ Arguments args) {
             third = fourth, third_tag = tag_of(third);
             fourth = selected(i + 4 * step);
             if (PAGED || phase || args.resident_mask[batch * args.room + i])
-                add_row(run, one, CODEC && phase, queries, centered, args.scale, args.softcap);
+                add_row(run, one, CODEC && phase, queries, CODEC ? centered + phase * GROUP : nullptr, args.scale, args.softcap);
         }
         // as long as others select nobody waits for this one: it brings the merge's instructions here
         if (phase || args.signaled) merge_warps(run, merged, peaks, partial + split * (GROUP * PARTIAL), phase);
