@@ -15,7 +15,7 @@ from kvindex.core import check
 from kvindex.core.geometry import Geometry
 
 CENTER_TOKENS = 16
-"""Keys whose mean a center is. A single one has errors 1.2 times as large (docs/decisions/0051)."""
+"""Keys whose mean a center is; why so many, docs/decisions/0051 says."""
 
 
 class JoinedRows(dict[str, Tensor]):

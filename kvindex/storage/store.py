@@ -327,7 +327,8 @@ class TensorStore(Restorable):
     def append(self, rows: dict[str, Tensor]) -> None:
         """Append `rows`, as `join` makes them."""
         if "rows" in rows:
-            center = self.center if len(self) else getattr(rows, "center", None)
+            center = rows.center if isinstance(rows, JoinedRows) else None
+            center = self._center if len(self) else center
             self._columns.append(rows)
             self._center = center
         elif isinstance(self._codec, Plain):
@@ -414,7 +415,9 @@ class TensorStore(Restorable):
     def _decoded(self, words: Tensor, ids: Tensor | None = None) -> Rows:
         """What words stand for; ids: theirs, where some may be -1, of zeros."""
         raw, center = words.to(self._geometry.device).view(torch.uint8), self.center
+        if center is None:
+            return self._codec.decode(raw)
         rows = self._codec.decode(raw, of_rows(center))
-        if center is None or ids is None:
+        if ids is None:
             return rows
         return Rows(rows.keys.masked_fill((ids < 0).to(raw.device)[..., None], 0), rows.values)

@@ -253,7 +253,7 @@ class BlockStore(Restorable):
 
     def _put(self, held: Tensor, rows: dict[str, Tensor]) -> Tensor:
         """The center of the first rows, in place of one of as many: nobody reads that any more."""
-        batch, center = self._table.batch, getattr(rows, "center", None)
+        batch, center = self._table.batch, rows.center if isinstance(rows, JoinedRows) else None
         if len(held) != batch:
             held = held.new_empty((batch, *held.shape[1:]))
         return held.zero_() if center is None else held.copy_(center)

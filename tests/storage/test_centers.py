@@ -1,6 +1,7 @@
 """Rows as codes from a center: an offset that keys share costs nothing, whatever became of them."""
 
 from copy import deepcopy
+from itertools import pairwise
 
 import pytest
 import torch
@@ -179,7 +180,7 @@ def test_rows_do_not_depend_on_how_they_came(name, place, cuts, first):
     bounds = sorted({0, first, *(first + cut for cut in cuts if first + cut < 300), 300})
     # in memory as a model leaves them: tokens before heads
     both = tuple(part.transpose(1, 2).contiguous().transpose(1, 2) for part in both)
-    for start, stop in zip(bounds, bounds[1:], strict=False):
+    for start, stop in pairwise(bounds):
         parts.append(parts.join(*piece(both, start, stop)))
     assert torch.equal(parts.encoded(), whole.encoded())
     assert torch.equal(parts.center, whole.center)
@@ -222,7 +223,7 @@ def test_a_center_comes_with_the_first_coded_rows_alone():
         with pytest.raises(ValueError, match="center: got one to a store that holds 20 tokens"):
             mine.append_encoded(mine.encoded(), mine.center)
         plain.append(plain.join(*both))
-        with pytest.raises(ValueError, match="center: got one .* allowed is one with the first"):
+        with pytest.raises(ValueError, match=r"center: got one .* allowed is one with the first"):
             store_of("plain", place).append_encoded(plain.encoded(), mine.center)
         other = store_of("fp8", place)
         other.append_encoded(mine.encoded(), mine.center)
