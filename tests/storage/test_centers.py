@@ -253,3 +253,12 @@ def test_a_state_of_codes_from_zeros_is_loaded_as_that(monkeypatch):
         atol=0.03,
         rtol=0,
     )
+
+
+@pytest.mark.parametrize("place", ["device", "host", "blocks"])
+def test_a_view_of_one_sequence_as_several_reads_from_its_center(place):
+    one = store_of("int8", place)
+    one.append(one.join(*(part[:1] for part in tokens(30, LARGER))))
+    view, ids = one.expand_batch(3), torch.tensor([[[29, 4]] * 2])
+    got, want = view.gather(ids.expand(3, -1, -1)).keys, one.gather(ids).keys
+    assert torch.equal(got, want.expand(3, -1, -1, -1))
