@@ -1,7 +1,8 @@
 """An index as named tensors: `state_dict` and `load_state_dict` of every index.
 
 Names: `length` and `batch` (numbers), `rows` uint8 `[B, G, N, row_bytes]` as the row codec made
-them, `valid` bool `[B, N]` where a token is not, `codes.…` (`Codes`), `learned.…` (`_learn`),
+them, `row_center` float32 `[B, G, D]` where those are codes from one (`storage/centers.py`),
+`valid` bool `[B, N]` where a token is not, `codes.…` (`Codes`), `learned.…` (`_learn`),
 `statistics.…` (the attributes that a class names in `statistics`), `about`. Objects of a library
 are no state: they are made again from the rows (`_after_rollback`).
 """
@@ -21,7 +22,7 @@ from kvindex.storage.columns import Columns, Valid
 from kvindex.storage.recipe import Recipe, as_json, class_name
 from kvindex.storage.saved import save_folder
 from kvindex.storage.state import NamedState, State, above, below, check_signed, signed
-from kvindex.storage.store import EncodedRows, RowStore
+from kvindex.storage.store import CenteredRows, EncodedRows, RowStore
 
 
 class StatefulIndex(NamedState, Hooks):
@@ -47,6 +48,9 @@ class StatefulIndex(NamedState, Hooks):
             state["batch"] = torch.tensor(self._batch)
         if self._length:
             state["rows"] = self._encoded_rows().encoded()
+            if isinstance(self._store, CenteredRows) and self._store.center is not None:
+                kept = self._store.center
+                state["row_center"] = kept.clone(memory_format=torch.contiguous_format)
             state |= {f"codes.{name}": self._codes[name].clone() for name in self._codes}
             if self._valid.flags is not None:
                 state["valid"] = self._valid.flags.clone()
@@ -61,6 +65,19 @@ class StatefulIndex(NamedState, Hooks):
                 "encoded() and append_encoded() (kvindex.storage.store.EncodedRows)"
             )
         return self._store
+
+    def _append_rows(self, rows: Tensor, center: Tensor | None) -> None:
+        """Rows of a state. Raises TypeError for a store that cannot take them."""
+        store = self._encoded_rows()
+        if center is None:  # of zeros, as rows were once that are codes, and plain ones are
+            store.append_encoded(rows)
+        elif isinstance(store, CenteredRows):
+            store.append_encoded(rows, center)
+        else:
+            raise TypeError(
+                f"store: got a {type(store).__name__}, allowed for a state with row_center is one "
+                "with center and append_encoded(rows, center) (kvindex.storage.store.CenteredRows)"
+            )
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Become what `state_dict` of an index of the same geometry and configuration was.
@@ -77,7 +94,7 @@ class StatefulIndex(NamedState, Hooks):
         device, length = self.geometry.device, int(state["length"])
         if length:
             rows = state["rows"]
-            self._encoded_rows().append_encoded(rows)
+            self._append_rows(rows, state.get("row_center"))
             codes = {name: part.to(device) for name, part in below("codes", state).items()}
             self._codes.append(codes)
             self._counts = torch.full((len(rows),), length)

@@ -28,7 +28,7 @@ class CompiledStore(TensorStore):
     def gather(self, ids: Tensor) -> Rows:
         """As `TensorStore.gather`."""
         return (
-            self._decoded(gather_rows(self._columns["rows"], ids))
+            self._decoded(gather_rows(self._columns["rows"], ids), ids)
             if len(self)
             else super().gather(ids)
         )

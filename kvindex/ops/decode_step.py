@@ -448,4 +448,7 @@ def _rows(state: State, ids: Tensor, config: StepConfig) -> tuple[Tensor, Tensor
         both = torch.cat(
             [both[..., :first] * scales[..., :1], both[..., first:] * scales[..., 1:]], -1
         )
-    return both[..., : g.head_dim], both[..., g.value_start :][..., : g.value_dim]
+    keys, values = both[..., : g.head_dim], both[..., g.value_start :][..., : g.value_dim]
+    if state.row_center is not None:
+        keys = (state.row_center[:, :, None] + keys).masked_fill((ids < 0)[..., None], 0)
+    return keys, values

@@ -45,7 +45,8 @@ class State:
     weight_scale: float32 `[B, G]`; resident: rows of sink and window `[B, G, W, D + Dv]`;
     resident_mask: uint8 `[B, W]`; resident_count:
     int64 `[1]`, how many of the `W` there are, or `[B]`, as of `length`; codec: of rows in
-    blocks, "plain", "int8" or "fp8" (`storage/codecs.py`); regression: `Aᵀ`, of
+    blocks, "plain", "int8" or "fp8" (`storage/codecs.py`); row_center: that they are codes from,
+    float32 `[B, G, D]`, or None for zeros; regression: `Aᵀ`, of
     `regression.fit`, float16 `[B, G, D, D]`, where signs vote together. Of tiers
     alone: histogram: keys per centroid, int64 `[B, G, M, 256]`; tiers: keys that bound
     each, int64 `[B, 6]`.
@@ -62,6 +63,7 @@ class State:
     resident_mask: Tensor
     resident_count: Tensor
     codec: str = "plain"
+    row_center: Tensor | None = None
     regression: Tensor | None = None
     histogram: Tensor | None = None
     tiers: Tensor | None = None

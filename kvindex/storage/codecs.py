@@ -2,7 +2,8 @@
 
 A row is a multiple of 16 bytes, so that every row of an aligned block can be read 16 bytes at a
 time; padding is zero. A row of zero bytes is a key and a value of zeros. Where a geometry says that
-the value is in the key (`value_in_key`), a row is the key alone.
+the value is in the key (`value_in_key`), a row is the key alone; codes of other rows are of what
+the key differs from a center by (`storage/centers.py`).
 """
 
 from __future__ import annotations
@@ -50,12 +51,18 @@ class RowCodec(Protocol):
         """Bytes of a row, a multiple of 16."""
         ...
 
-    def encode(self, keys: Tensor, values: Tensor) -> Tensor:
-        """Uint8 `[..., row_bytes]` of finite keys `[..., D]` and values `[..., Dv]`."""
+    def encode(self, keys: Tensor, values: Tensor, center: Tensor | None = None) -> Tensor:
+        """Uint8 `[..., row_bytes]` of finite keys `[..., D]` and values `[..., Dv]`.
+
+        center: float32, of a shape that expands to that of keys; None for zeros.
+        """
         ...
 
-    def decode(self, rows: Tensor) -> Rows:
-        """Keys and values, of the geometry's dtype, of uint8 `[B, G, N, row_bytes]`."""
+    def decode(self, rows: Tensor, center: Tensor | None = None) -> Rows:
+        """Keys and values, of the geometry's dtype, of uint8 `[B, G, N, row_bytes]`.
+
+        center: that of `encode`, `[B, G, 1, D]`.
+        """
         ...
 
 
@@ -75,7 +82,10 @@ def codec(name: str, geometry: Geometry) -> RowCodec:
 
 @dataclass(frozen=True)
 class Plain:
-    """Keys and values bit for bit: `D` elements, then `Dv`, but for those in the key."""
+    """Keys and values bit for bit: `D` elements, then `Dv`, but for those in the key.
+
+    A center is not looked at.
+    """
 
     geometry: Geometry
 
@@ -84,7 +94,7 @@ class Plain:
         """Bytes of a row, a multiple of 16."""
         return _aligned(self._used)
 
-    def encode(self, keys: Tensor, values: Tensor) -> Tensor:
+    def encode(self, keys: Tensor, values: Tensor, center: Tensor | None = None) -> Tensor:
         """Uint8 `[..., row_bytes]`."""
         parts = [keys.detach(), *([] if self.geometry.value_in_key else [values.detach()])]
         rows = torch.cat(_in_words(*parts), dim=-1).view(torch.uint8)
@@ -99,7 +109,7 @@ class Plain:
             held.values.copy_(values)
         rows[..., self._used :] = 0
 
-    def decode(self, rows: Tensor) -> Rows:
+    def decode(self, rows: Tensor, center: Tensor | None = None) -> Rows:
         """Keys `[B, G, N, D]` and values `[B, G, N, Dv]`: views where `rows` allows it."""
         g, both = self.geometry, rows[..., : self._used].view(self.geometry.dtype)
         return Rows(both[..., : g.head_dim], both[..., g.value_start :][..., : g.value_dim])
@@ -134,9 +144,9 @@ class Scaled:
         """The first byte of the two scales."""
         return _aligned(self.geometry.head_dim + self.geometry.value_dim, 4)
 
-    def encode(self, keys: Tensor, values: Tensor) -> Tensor:
+    def encode(self, keys: Tensor, values: Tensor, center: Tensor | None = None) -> Tensor:
         """Uint8 `[..., row_bytes]`."""
-        return _in_pieces(self._row, keys, values, self.row_bytes)
+        return _in_pieces(self._row, keys, values, self.row_bytes, center)
 
     def _row(self, keys: Tensor, values: Tensor) -> Tensor:
         (key_codes, key_scale), (value_codes, value_scale) = (
@@ -146,14 +156,14 @@ class Scaled:
         scales = torch.cat([key_scale, value_scale], dim=-1).view(torch.uint8)
         return torch.cat([pad(codes, (0, self.scales_at - codes.shape[-1])), scales], dim=-1)
 
-    def decode(self, rows: Tensor) -> Rows:
+    def decode(self, rows: Tensor, center: Tensor | None = None) -> Rows:
         """Keys `[B, G, N, D]` and values `[B, G, N, Dv]`."""
         D, Dv = self.geometry.head_dim, self.geometry.value_dim
         dtype, _ = CODES[self.codes]
         codes = rows[..., : D + Dv].view(dtype).float()
         scales = rows[..., self.scales_at : self.scales_at + 8].view(torch.float32)
         keys, values = codes[..., :D] * scales[..., :1], codes[..., D:] * scales[..., 1:]
-        return Rows(keys.to(self.geometry.dtype), values.to(self.geometry.dtype))
+        return Rows(_beside(center, keys, self.geometry), values.to(self.geometry.dtype))
 
 
 @dataclass(frozen=True)
@@ -186,9 +196,9 @@ class Grouped:
         key_scales = scales + 4 * groups(D)[0]
         return keys, both, scales, key_scales, key_scales + 4 * groups(Dv)[0]
 
-    def encode(self, keys: Tensor, values: Tensor) -> Tensor:
+    def encode(self, keys: Tensor, values: Tensor, center: Tensor | None = None) -> Tensor:
         """Uint8 `[..., row_bytes]`."""
-        return _in_pieces(self._row, keys, values, self.row_bytes)
+        return _in_pieces(self._row, keys, values, self.row_bytes, center)
 
     def _row(self, keys: Tensor, values: Tensor) -> Tensor:
         parts = rotated(keys.float()), rotated(values.float()) if self.rotates_values else values
@@ -197,22 +207,19 @@ class Grouped:
         of_scales = [part.flatten(-2).view(torch.uint8) for part in scales]
         return torch.cat([pad(torch.cat(codes, -1), (0, first - both)), *of_scales], dim=-1)
 
-    def decode(self, rows: Tensor) -> Rows:
+    def decode(self, rows: Tensor, center: Tensor | None = None) -> Rows:
         """Keys `[B, G, N, D]` and values `[B, G, N, Dv]`."""
         keys, both, first, middle, last = self._ends
         key = self._part(rows[..., :keys], rows[..., first:middle], self.geometry.head_dim)
         value = self._part(rows[..., keys:both], rows[..., middle:last], self.geometry.value_dim)
         value = rotated(value) if self.rotates_values else value
-        return Rows(self._of_dtype(rotated(key)), self._of_dtype(value))
+        g = self.geometry
+        return Rows(_beside(center, rotated(key), g), _of_dtype(value, g))
 
     def _part(self, codes: Tensor, scales: Tensor, count: int) -> Tensor:
         pairs = scales.contiguous().view(torch.bfloat16)
         pairs = pairs.reshape(*pairs.shape[:-1], groups(count)[0], 2)
         return dequantize(codes, pairs, count, self.bits)
-
-    def _of_dtype(self, part: Tensor) -> Tensor:
-        largest = torch.finfo(self.geometry.dtype).max  # which half a step may be above
-        return part.clamp(-largest, largest).to(self.geometry.dtype)
 
 
 def scaled(vectors: Tensor, codes: str) -> tuple[Tensor, Tensor]:
@@ -236,7 +243,8 @@ class InKey:
     """A key whose beginning is the value, stored once: that by another codec, and the rest.
 
     What they call a key are the first `Dv` coordinates, what they call a value the other `D - Dv`:
-    a latent and a rotated key differ in magnitude, and have scales of their own.
+    a latent and a rotated key differ in magnitude, and have scales of their own. A center is not
+    looked at: it would be in the values.
     """
 
     geometry: Geometry
@@ -247,11 +255,11 @@ class InKey:
         """Bytes of a row, a multiple of 16."""
         return self.parts.row_bytes
 
-    def encode(self, keys: Tensor, values: Tensor) -> Tensor:
+    def encode(self, keys: Tensor, values: Tensor, center: Tensor | None = None) -> Tensor:
         """Uint8 `[..., row_bytes]`; the values are not read."""
         return self.parts.encode(*keys.tensor_split([self.geometry.value_dim], dim=-1))
 
-    def decode(self, rows: Tensor) -> Rows:
+    def decode(self, rows: Tensor, center: Tensor | None = None) -> Rows:
         """Keys `[B, G, N, D]` and their beginnings `[B, G, N, Dv]`, a view."""
         parts = self.parts.decode(rows)
         keys = torch.cat([parts.keys, parts.values], dim=-1)
@@ -274,17 +282,34 @@ def rotated(vectors: Tensor) -> Tensor:
     return vectors * float(block**-0.5)
 
 
+def _beside(center: Tensor | None, keys: Tensor, geometry: Geometry) -> Tensor:
+    """Keys float32 `[B, G, N, D]` from a center on, of the geometry's dtype."""
+    return _of_dtype(keys if center is None else center + keys, geometry)
+
+
+def _of_dtype(part: Tensor, geometry: Geometry) -> Tensor:
+    largest = torch.finfo(geometry.dtype).max  # which half a step may be above
+    return part.clamp(-largest, largest).to(geometry.dtype)
+
+
 def _in_pieces(
-    row: Callable[[Tensor, Tensor], Tensor], keys: Tensor, values: Tensor, row_bytes: int
+    row: Callable[[Tensor, Tensor], Tensor],
+    keys: Tensor,
+    values: Tensor,
+    row_bytes: int,
+    center: Tensor | None,
 ) -> Tensor:
-    """What `row` makes of keys and values, zeros after it: uint8 `[..., row_bytes]`."""
+    """What `row` makes of keys, from a center on, and values, then zeros: `[..., row_bytes]`."""
+    center = None if center is None else center.expand(keys.shape)
     outer = keys.shape[:-1]
     rows = torch.zeros((*outer, row_bytes), dtype=torch.uint8, device=keys.device)
     axis = outer.index(max(outer))
     step = max(1, PIECE * outer[axis] // max(1, math.prod(outer)))
     for start in range(0, outer[axis], step):
         cut = (*[slice(None)] * axis, slice(start, start + step))
-        made = row(keys[cut].detach(), values[cut].detach())
+        some = keys[cut].detach()
+        some = some if center is None else some.float() - center[cut]
+        made = row(some, values[cut].detach())
         rows[cut][..., : made.shape[-1]] = made
     return rows
 

@@ -21,8 +21,11 @@ from typing import Any
 from kvindex.storage.safetensors import Written, read, to_disk, write
 from kvindex.storage.state import State
 
-FORMAT, VERSION = "kvindex", 1
+FORMAT, VERSION = "kvindex", 2
 """Of the manifest; the version changes where a folder of another is not read rightly."""
+
+READ = (1, VERSION)
+"""Versions that are read: 1 knew no `row_center`, and its rows are codes from zeros."""
 
 MANIFEST, ENDING = "manifest.json", ".safetensors"
 
@@ -136,10 +139,10 @@ def _manifest(path: Path) -> tuple[str, dict[str, Any], dict[str, Written]]:
         raise ValueError(f"{path}: got no manifest of {FORMAT}, allowed is what save() made") from (
             error
         )
-    if got != (FORMAT, VERSION):
+    if got[0] != FORMAT or got[1] not in READ:
         raise ValueError(
             f"{path}: got format {got[0]!r} of version {got[1]!r}, allowed is {FORMAT!r} of "
-            f"version {VERSION}"
+            f"version {' or '.join(map(str, READ))}"
         )
     digest = manifest.pop("digest", None)
     if digest != _digest(manifest):

@@ -19,6 +19,7 @@ from kvindex.core.protocol import Attended, Hits, Rows
 from kvindex.core.resident import ResidentRows
 from kvindex.core.restore import Restorable
 from kvindex.ops.fetch import gather_rows
+from kvindex.storage.centers import JoinedRows, center_of, check_center, is_centered, of_rows
 from kvindex.storage.codecs import WORD, Plain, codec
 from kvindex.storage.columns import Columns
 
@@ -103,7 +104,10 @@ METHODS = frozenset(name for name in vars(RowStore) if name == "__len__" or name
 
 @runtime_checkable
 class EncodedRows(Protocol):
-    """A store whose rows can be had, and given back, as the row codec made them."""
+    """A store whose rows can be had, and given back, as the row codec made them.
+
+    Of a store with a center (`CenteredRows`) its rows are nothing without that.
+    """
 
     def encoded(self) -> Tensor:
         """All rows, uint8 `[B, G, N, row_bytes]`."""
@@ -111,6 +115,29 @@ class EncodedRows(Protocol):
 
     def append_encoded(self, rows: Tensor) -> None:
         """Append rows that `encoded` gave."""
+        ...
+
+
+@runtime_checkable
+class CenteredRows(EncodedRows, Protocol):
+    """A store whose rows may be codes of what keys differ from a center by (`storage/centers.py`).
+
+    The first append to an empty store decides it; it stays until the store is empty again.
+    """
+
+    @property
+    def center(self) -> Tensor | None:
+        """Of the rows held, float32 `[B, G, D]` on the compute device; None for zeros.
+
+        Of a store with `AddressedRows` the same tensor for as long as `B` stays, as its table.
+        """
+        ...
+
+    def append_encoded(self, rows: Tensor, center: Tensor | None = None) -> None:
+        """Append rows that `encoded` gave, and the center they are codes from; None for zeros.
+
+        Raises ValueError for a center to a store that holds rows, or whose codec has none.
+        """
         ...
 
 
@@ -259,9 +286,10 @@ class TensorStore(Restorable):
                 "'host', or backend='cuda', which has rows in blocks"
             )
         self._geometry, self.row_codec = geometry, row_codec
-        self._codec = codec(row_codec, geometry)
+        self._codec, self._centered = codec(row_codec, geometry), is_centered(row_codec, geometry)
         self._device = torch.device("cpu") if place == "host" else geometry.device
         self._columns = Columns()
+        self._center: Tensor | None = None  # of the rows held
 
     def __len__(self) -> int:
         return len(self._columns)
@@ -278,7 +306,13 @@ class TensorStore(Restorable):
         """
         if isinstance(self._codec, Plain) and keys.device == values.device == self._device:
             return {"keys": keys.detach(), "values": values.detach()}
-        return {"rows": self._codec.encode(keys, values).view(WORD).to(self._device)}
+        center = self.center
+        if self._centered and not len(self) and keys.shape[2]:
+            center = center_of(keys)
+        encoded = self._codec.encode(keys, values, of_rows(center))
+        rows = JoinedRows(rows=encoded.view(WORD).to(self._device))
+        rows.center = center
+        return rows
 
     def reserve(self, rows: dict[str, Tensor]) -> None:
         """Make room for `rows`, as `join` makes them."""
@@ -293,7 +327,10 @@ class TensorStore(Restorable):
     def append(self, rows: dict[str, Tensor]) -> None:
         """Append `rows`, as `join` makes them."""
         if "rows" in rows:
+            center = rows.center if isinstance(rows, JoinedRows) else None
+            center = self._center if len(self) else center
             self._columns.append(rows)
+            self._center = center
         elif isinstance(self._codec, Plain):
             place = self._columns.claim(self._as_joined(rows))["rows"]
             self._codec.put(rows["keys"], rows["values"], place.view(torch.uint8))
@@ -303,7 +340,7 @@ class TensorStore(Restorable):
         if len(self) == 0:
             none = torch.zeros((*ids.shape, self.row_bytes // WORD.itemsize), dtype=WORD)
             return self._decoded(none)
-        return self._decoded(gather_rows(self._columns["rows"], ids.to(self._device)))
+        return self._decoded(gather_rows(self._columns["rows"], ids.to(self._device)), ids)
 
     def blocks(self, size: int) -> Iterator[tuple[int, Rows]]:
         """All rows in order, at most `size` tokens at a time: (first id, rows)."""
@@ -318,9 +355,17 @@ class TensorStore(Restorable):
         """All rows as the codec made them, uint8 `[B, G, N, row_bytes]`; a copy."""
         return self._columns["rows"].view(torch.uint8).clone()
 
-    def append_encoded(self, rows: Tensor) -> None:
-        """Append rows as `encoded` gave them."""
-        self.append({"rows": rows.contiguous().view(WORD).to(self._device)})
+    @property
+    def center(self) -> Tensor | None:
+        """As `CenteredRows.center`."""
+        return self._center if len(self) else None
+
+    def append_encoded(self, rows: Tensor, center: Tensor | None = None) -> None:
+        """As `CenteredRows.append_encoded`."""
+        check_center(center, centered=self._centered, held=len(self))
+        joined = JoinedRows(rows=rows.contiguous().view(WORD).to(self._device))
+        joined.center = center if center is None else center.to(self._geometry.device)
+        self.append(joined)
 
     def contiguous_rows(self) -> Tensor:
         """All rows as they lie, int64 `[B, G, N, row_bytes / 8]`: a view, until the next change."""
@@ -334,18 +379,22 @@ class TensorStore(Restorable):
         """A copy in which row `b` of the batch is row `batch_indices[b]` of this."""
         copied = self._shallow()
         copied._columns = self._columns.reordered(batch_indices)
+        if (center := self.center) is not None:
+            copied._center = center[batch_indices.to(center.device)]
         return copied
 
     def expand_batch(self, count: int) -> Self:
         """A view of a batch of 1 as one of `count`; it cannot be appended to."""
         view = self._shallow()
         view._columns = self._columns.expand_batch(count)
+        if (center := self.center) is not None:
+            view._center = center.expand(count, -1, -1)
         return view
 
     def emptied(self) -> Self:
         """The same before its first append."""
         empty = self._shallow()
-        empty._columns = self._columns.emptied()
+        empty._columns, empty._center = self._columns.emptied(), None
         return empty
 
     def nbytes(self) -> int:
@@ -363,5 +412,12 @@ class TensorStore(Restorable):
         one = torch.empty((), dtype=WORD, device=self._device)
         return {"rows": one.expand(*rows["keys"].shape[:3], self.row_bytes // WORD.itemsize)}
 
-    def _decoded(self, words: Tensor) -> Rows:
-        return self._codec.decode(words.to(self._geometry.device).view(torch.uint8))
+    def _decoded(self, words: Tensor, ids: Tensor | None = None) -> Rows:
+        """What words stand for; ids: theirs, where some may be -1, of zeros."""
+        raw, center = words.to(self._geometry.device).view(torch.uint8), self.center
+        if center is None:
+            return self._codec.decode(raw)
+        rows = self._codec.decode(raw, of_rows(center))
+        if ids is None:
+            return rows
+        return Rows(rows.keys.masked_fill((ids < 0).to(raw.device)[..., None], 0), rows.values)

@@ -14,6 +14,7 @@ from kvindex.core.geometry import Geometry
 from kvindex.core.protocol import Attended, Hits, Rows
 from kvindex.core.resident import ResidentRows
 from kvindex.core.restore import Restorable
+from kvindex.storage.centers import JoinedRows, center_of, check_center, is_centered, of_rows
 from kvindex.storage.codecs import BITS, codec
 from kvindex_cuda.memory.async_copy import Offload
 from kvindex_cuda.memory.attend_latents import LatentAttention, unserved
@@ -84,6 +85,11 @@ class BlockStore(Restorable):
         self._writing: torch.cuda.Event | None = None  # tells that those are there
         self._copied: torch.cuda.Event | None = None  # and this, that those counted are
         self._table = BlockTable(self._geometry, self.row_bytes, self._max_tokens, self._pool)
+        # that the rows held are codes from: in place, for a graph may have its address
+        self._center: Tensor | None = None
+        if is_centered(self.row_codec, self._geometry):
+            shape = (0, self._geometry.kv_heads, self._geometry.head_dim)
+            self._center = torch.zeros(shape, device=device)
         self._pool.join(self._table.ledger)
         self._close = weakref.finalize(self, self._pool.leave, self._table.ledger)
 
@@ -128,6 +134,11 @@ class BlockStore(Restorable):
         """As `kvindex.storage.store.PlacedRows.near`, the same tensor for as long as `table` is."""
         return self._table.near
 
+    @property
+    def center(self) -> Tensor | None:
+        """As `kvindex.storage.store.CenteredRows.center`; of anything while no row is held."""
+        return self._center
+
     def wait(self) -> None:
         """What the current stream runs from here on sees all rows. Not for a captured stream.
 
@@ -150,19 +161,27 @@ class BlockStore(Restorable):
         n, row_bytes]`. Few that a kernel can join as it writes them are left as they are.
         """
         N, start, encode = keys.shape[2], self._length, self._codec.encode
+        center = self._center
+        if center is not None and not start and N:
+            center = center_of(keys)
+        joined, beside = JoinedRows(), of_rows(center)
+        joined.center = center
         if self._launched and N <= FEW:
             as_they_are = self.row_codec == "plain" and not self._geometry.value_in_key
             if as_they_are and fits(keys) and fits(values):
                 return {"keys": keys, "values": values}
-            return {"rows": encode(keys, values)}
-        joined: dict[str, Tensor] = {}
+            joined["rows"] = encode(keys, values, beside)
+            return joined
         for first, last in spans(start, start + N):
             some = [part[:, :, first - start : last - start] for part in (keys, values)]
             if (last - first) % BLOCK:
-                joined["end" if joined else "begin"] = encode(*some)
+                joined["end" if joined else "begin"] = encode(some[0], some[1], beside)
             else:
-                joined["blocks"] = encode(*(_in_blocks(part) for part in some))
-        return joined or {"rows": encode(keys, values)}
+                of_blocks = None if beside is None else beside[:, None]
+                joined["blocks"] = encode(_in_blocks(some[0]), _in_blocks(some[1]), of_blocks)
+        if not joined:
+            joined["rows"] = encode(keys, values)
+        return joined
 
     def reserve(self, rows: dict[str, Tensor]) -> None:
         """Make room for `rows`, as `join` makes them; what is held stays as it was.
@@ -223,6 +242,8 @@ class BlockStore(Restorable):
             return
         if self._written is not rows:
             self.write(rows)
+        if self._center is not None and not self._length:
+            self._center = self._put(self._center, rows)
         self._written, self._copied = None, self._writing
         self._length += count
         if self._length + BLOCK <= self._promised or self._table.full:
@@ -230,9 +251,20 @@ class BlockStore(Restorable):
         if self._table.spare(self._length) < self._pool.slab_blocks:
             self._pool.ahead()
 
+    def _put(self, held: Tensor, rows: dict[str, Tensor]) -> Tensor:
+        """The center of the first rows, in place of one of as many: nobody reads that any more."""
+        batch, center = self._table.batch, rows.center if isinstance(rows, JoinedRows) else None
+        if len(held) != batch:
+            held = held.new_empty((batch, *held.shape[1:]))
+        return held.zero_() if center is None else held.copy_(center)
+
     def gather(self, ids: Tensor) -> Rows:
         """Rows of ids int64 `[B, G, K]` in `[-1, N)`, on the compute device; `-1` gives zeros."""
-        return self._codec.decode(self._gathered(ids))
+        encoded, center = self._gathered(ids), self._center
+        if center is None or not self._length:
+            return self._codec.decode(encoded)
+        rows = self._codec.decode(encoded, of_rows(center))
+        return Rows(rows.keys.masked_fill((ids < 0)[..., None], 0), rows.values)
 
     @property
     def attends(self) -> bool:
@@ -291,8 +323,9 @@ class BlockStore(Restorable):
             part.copy_(self._gathered(ids.expand(*shape[:2], -1)))
         return rows
 
-    def append_encoded(self, rows: Tensor) -> None:
-        """Append rows as `encoded` gave them; raises as `reserve`."""
+    def append_encoded(self, rows: Tensor, center: Tensor | None = None) -> None:
+        """As `kvindex.storage.store.CenteredRows.append_encoded`; raises as `reserve`, too."""
+        check_center(center, centered=self._center is not None, held=self._length)
         start = self._length
         for first, last in spans(start, start + rows.shape[2]):
             for at in range(first, last, AT_ONCE):
@@ -300,9 +333,11 @@ class BlockStore(Restorable):
                 some = some.to(self._geometry.device).contiguous()
                 few = self._launched and some.shape[2] <= FEW
                 if few or some.shape[2] % BLOCK:
-                    self.append({"rows": some})
+                    joined = JoinedRows(rows=some)
                 else:
-                    self.append({"blocks": _in_blocks(some).contiguous()})
+                    joined = JoinedRows(blocks=_in_blocks(some).contiguous())
+                joined.center = center
+                self.append(joined)
 
     def blocks(self, size: int) -> Iterator[tuple[int, Rows]]:
         """All rows in order, at most `size` tokens at a time: (first id, rows)."""
@@ -326,6 +361,8 @@ class BlockStore(Restorable):
         if not self._length:
             return copied
         try:
+            if (center := self._center) is not None:
+                copied._center = center[batch_indices.to(center.device)]
             copied._table.room(len(batch_indices), 0, self._length)
             self._settle()
             copied._table.copy_from(self._table, batch_indices)
@@ -340,6 +377,8 @@ class BlockStore(Restorable):
         view = self._shallow()
         view._lent_by = self
         view._table = self._table.expand_batch(count)
+        if self._center is not None:
+            view._center = self._center.expand(count, -1, -1)
         return view
 
     def emptied(self) -> BlockStore:
@@ -359,6 +398,7 @@ class BlockStore(Restorable):
             self._settle()  # rows of the open block are copied
         twin = self._shallow()
         twin._offload = Offload(self._geometry.device)
+        twin._center = None if self._center is None else self._center.clone()
         twin._table, twin._written, twin._promised = self._table.fork(self._length), None, 0
         twin._close = weakref.finalize(twin, self._pool.leave, twin._table.ledger)
         return twin

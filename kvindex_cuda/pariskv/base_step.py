@@ -50,7 +50,8 @@ class State:
     counted: int32 `[B]`, candidates `C` and valid keys; weight_scale: float32 `[B, G]`; resident:
     rows of sink and window `[B, G, W, D + Dv]`; resident_mask: uint8 `[B, W]`; resident_count:
     int64 `[1]`, how many of the `W` there are, or `[B]`, as of `length`;
-    row_bytes: of a row in a block; codec: of those rows, a name of `kvindex.storage.codecs`; far:
+    row_bytes: of a row in a block; codec: of those rows, a name of `kvindex.storage.codecs`;
+    row_center: that they are codes from, float32 `[B, G, D]`, or None for zeros; far:
     whether they lie on the host, which kernels over latents alone are told; near: which of those
     blocks are on the device, uint8 `[B, S]`, where they lie in two places; cache: of rows that were
     fetched from the host, as they lie; wrong: int32 of one element, which a step
@@ -77,6 +78,7 @@ class State:
     resident_count: Tensor
     row_bytes: int
     codec: str = "plain"
+    row_center: Tensor | None = None
     far: bool = False
     near: Tensor | None = None
     cache: RowCache | None = None
@@ -327,6 +329,7 @@ class BaseStep:
                 kv_heads=g.kv_heads,
                 scale=self._scale,
                 softcap=self._softcap,
+                center=state.row_center,
             ),
             shared_bytes=4 * (g.value_dim + 2) * 8 * min(HEADS_AT_ONCE, g.group_size),
             overlap=hits is None,  # else what is resident may just be being written

@@ -31,7 +31,7 @@ from kvindex_cuda.pariskv.stage_token import stage_token
 PER_BLOCK = "codes", "rows", "near", "valid"
 """Of a `State`, what has an entry for each block."""
 
-WHOLE = "weight_scale", "regression", "histogram", "tiers"
+WHOLE = "weight_scale", "regression", "histogram", "tiers", "row_center"
 """And what else a row of the batch has."""
 
 

@@ -18,7 +18,7 @@ from kvindex.core.geometry import Geometry
 from kvindex.core.protocol import UNUSED, Attended, Codes, Contents, Hits, Rows
 from kvindex.core.resident import ResidentRows
 from kvindex.pariskv.config import ParisKVConfig
-from kvindex.storage.store import AddressedRows, PlacedRows
+from kvindex.storage.store import AddressedRows, CenteredRows, PlacedRows
 from kvindex_cuda.memory.code_blocks import CodeBlocks, Fill
 from kvindex_cuda.memory.layout import BLOCK
 from kvindex_cuda.memory.row_cache import RowCache
@@ -87,6 +87,7 @@ class ParisKVExecutor:
         self._opened: object = None  # what the open block was made of
         self._store: object = None
         self._rows: AddressedRows | None = None  # the store's, where kernels read them
+        self._centered: CenteredRows | None = None  # the same, where it may have a center
         self._ticket = torch.zeros(1, dtype=torch.int32, device=geometry.device)  # of `stage_token`
         self.cleared()
         self._length = len(codes)
@@ -162,9 +163,10 @@ class ParisKVExecutor:
         return self
 
     def _adopt(self, store: object) -> None:
-        self._store, self._rows = store, None
+        self._store, self._rows, self._centered = store, None, None
         if isinstance(store, AddressedRows) and unreadable(store, self._geometry) is None:
             self._rows = store
+            self._centered = store if isinstance(store, CenteredRows) else None
 
     def _put_open(self, contents: Contents) -> None:
         """Write the codes of the open block, if there is one and it has changed."""
@@ -328,6 +330,7 @@ class ParisKVExecutor:
             near=rows.near if isinstance(rows, PlacedRows) else None,
             row_bytes=rows.row_bytes,
             codec=rows.row_codec,
+            row_center=self._centered.center if self._centered is not None else None,
             far=rows.far,
             wrong=wrong,
         )
@@ -354,7 +357,8 @@ class ParisKVExecutor:
         rows = self._rows
         assert rows is not None
         table = rows.table
-        made_of = self._state, resident, wrong, table, self.cache
+        center = self._centered.center if self._centered is not None else None
+        made_of = self._state, resident, wrong, table, center, self.cache
         if use.reads is None or any(
             old is not new for old, new in zip(use.reads[0], made_of, strict=True)
         ):
@@ -367,6 +371,7 @@ class ParisKVExecutor:
                 near=near if near is None else near.contiguous(),
                 row_bytes=rows.row_bytes,
                 codec=rows.row_codec,
+                row_center=center if center is None else center.contiguous(),
                 far=rows.far,
                 cache=self.cache,
                 resident=resident.rows,

@@ -11,6 +11,7 @@ from kvindex.core.geometry import Geometry
 from kvindex.core.protocol import Hits
 from kvindex.core.resident import ResidentRows
 from kvindex.ops.attention import cap
+from kvindex.storage.centers import of_rows
 from kvindex.storage.codecs import CODES, codec
 from kvindex_cuda.memory.block_store import BlockStore
 from kvindex_cuda.memory.layout import Layout
@@ -46,19 +47,21 @@ class Attending:
     values `[B, G, N, Dv]`; resident: the same of the resident ones.
     """
 
-    def __init__(self, case, name, device):
+    def __init__(self, case, name, device, offset=0.0):
         self.geometry = g = case.index("exact", device=device).geometry
         keys, values = (part.to(device) for part in case.tokens(TOKENS))
+        keys = keys + offset * case.tokens(1, seed=5)[0].to(device)
         allocator = DeviceAllocator(g.device)
         self.store = BlockStore(g, allocator, row_codec=name, max_tokens=1024)
         self.store.append(self.store.join(keys, values))
         self.store.wait()
-        self.bytes = codec(name, g).encode(keys, values)
+        self.center = self.store.center
+        self.bytes = codec(name, g).encode(keys, values, of_rows(self.center))
         # the same bytes, not rounded to the geometry's dtype
         exact = dict(q_heads=g.q_heads, kv_heads=g.kv_heads, head_dim=g.head_dim)
         exact = Geometry.of(**exact, value_dim=g.value_dim, device=device)
         decoding = codec(name, g if name == "plain" else exact)
-        rows = decoding.decode(self.bytes)
+        rows = decoding.decode(self.bytes, of_rows(self.center))
         self.rows = rows.keys.double(), rows.values.double()
         resident = ResidentRows(g, case.batch, NEAR + 3)
         resident.rows.fill_(float("nan"))
@@ -75,7 +78,7 @@ class Attending:
                 resident_count=resident.count,
                 rows=self.store.table,
             )
-            | dict(row_bytes=self.store.row_bytes, codec=name)
+            | dict(row_bytes=self.store.row_bytes, codec=name, row_center=self.center)
         )
         sizes = dict(batch=case.batch, k=K, most=1, multiprocessors=4)
         self.step = Step(g, Layout(g.head_dim, 3), **sizes)
@@ -115,8 +118,14 @@ class Attending:
         if hits.log_weight is not None:
             bias[..., :k] += hits.log_weight
         logits = logits + bias
-        # products, their sum in any order, scale, tanh, weight, the maximum taken off
-        spread = (asked * keys).abs().sum(-1) * g.scale * (g.head_dim + 4)
+        # products, their sum in any order, scale, tanh, weight, the maximum taken off; of a code
+        # and of the center apart, whose sum is rounded in `rows`
+        sizes = keys.abs()
+        if self.center is not None:
+            sizes = sizes + 2 * self.center.double().abs()[:, :, None].repeat_interleave(
+                g.group_size, 1
+            )
+        spread = (asked.abs() * sizes).sum(-1) * g.scale * (g.head_dim + 5)
         seen = logits.masked_fill(logits == float("-inf"), 0).abs()
         return logits, UNIT * (spread + 8 * seen + 4 * (g.softcap or 0)).amax(-1), values
 
@@ -168,6 +177,23 @@ def test_rows_of_every_codec_are_attended_to(name, rows, device):
         assert_near(part, wanted)
     for part in lse, one.step.lse:
         assert_near(part, sums)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("rows", sorted(CODES))
+def test_codes_are_read_from_the_center_on(rows, device):
+    """Which has most of a key, and is of another head or sequence nothing that fits."""
+    case = CASES["g4"]
+    one, queries = Attending(case, rows, device, offset=50.0), case.queries().to(device) / 8
+    hits = one.hits(case, device, weighted=True)
+    wanted = one.wanted(queries, hits)
+    with emulating(device):
+        assert_near(one.step.attend(queries, one.state, hits), wanted)
+        assert_near(one.step.lse, one.wanted_lse(queries, hits))
+        for wrong in (None, one.center[[1, 0]], one.center[:, [1, 0]].contiguous()):
+            one.step.attend(queries, replace(one.state, row_center=wrong), hits)
+            with pytest.raises(AssertionError):
+                assert_near(one.step.output, wanted)
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -11,7 +11,7 @@ from hypothesis import settings
 from hypothesis.stateful import run_state_machine_as_test
 
 import kvindex
-from kvindex.core.protocol import JoinsBatch
+from kvindex.core.protocol import Hits, JoinsBatch
 from kvindex.ops import decode_step
 from kvindex_cuda.memory.slab_pool import DeviceAllocator
 from kvindex_cuda.pariskv.graph import WARM
@@ -166,6 +166,52 @@ def test_lists_of_sequences_that_change_between_steps(device, far, monkeypatch):
         with pytest.raises(ValueError, match="queries"):
             asked_with_nan(call)
     check(b, c)
+
+
+@pytest.mark.parametrize("row_codec", ["int8", "fp8"])
+def test_coded_rows_are_read_from_the_center_of_their_sequence(device, row_codec):
+    """Also where a sequence begins again, in the place of which a graph has the address."""
+    case = Case(q_heads=4, head_dim=32, value_dim=32, device=device)
+    options = dict(backend="cuda", store="device", row_codec=row_codec, preset="fast")
+    number = iter(range(100))
+
+    def append(sequence, count):
+        keys, values = case.tokens(count, next(number))
+        offset = 50 * case.tokens(1, next(number))[0].to(device)
+        pool.append([sequence], keys + offset, values)
+
+    def check(*some):
+        queries = case.queries(next(number), len(some)) / 8
+        hits, got = pool.search(some, queries, k=9), pool.attend(some, queries, k=9)
+        for i, sequence in enumerate(some):
+            own = Hits(hits.ids[i : i + 1], hits.scores[i : i + 1])
+            rows = pool[sequence].fetch(own)
+            folded = queries[i].double().view(2, 2, 32)
+            logits = folded @ rows.keys[0].double().mT * 32**-0.5
+            want = (logits.softmax(-1) @ rows.values[0].double()).flatten(0, 1)
+            torch.testing.assert_close(got.output[i].double(), want, rtol=1e-3, atol=1e-3)
+            want = logits.logsumexp(-1).flatten()
+            torch.testing.assert_close(got.lse[i].double(), want, rtol=1e-5, atol=1e-4)
+
+    with counted(device):
+        pool = kvindex.Pool("pariskv", **case.geometry(), **options)
+        a, b = pool.open(), pool.open()
+        append(a, 300)
+        append(b, 40)
+        for _ in range(WARM + 2):
+            check(a, b)
+        c = pool.fork(b)
+        pool.truncate(b, 0)
+        append(b, 40)
+        for _ in range(WARM + 2):
+            check(a, b)
+        check(c, b, a)
+        for _ in range(WARM + 2):
+            check(c)
+        pool.truncate(c, 0)
+        append(c, 70)
+        check(c)
+        check(b)
 
 
 def test_a_step_finds_no_token_that_is_not_valid(device):

@@ -12,6 +12,7 @@ from kvindex.ops import codes as encoding
 from kvindex.ops.attention import NEVER, cap
 from kvindex.ops.block_layout import BLOCK, Layout, SubspaceLayout, words_of
 from kvindex.ops.step_state import State, StepConfig
+from kvindex.storage.centers import center_of, is_centered, of_rows
 from kvindex.storage.codecs import codec
 from tests.support.helpers import Case
 
@@ -62,7 +63,9 @@ class Layer:
         blocks = layout.pack(codes, centers)
         S = blocks.shape[1]
         flags = torch.ones(case.batch, count, dtype=torch.bool) if valid is None else valid
-        encoded = codec(row_codec, g).encode(keys[:, :, :count], values[:, :, :count])
+        center = center_of(keys) if is_centered(row_codec, g) else None
+        held = keys[:, :, :count], values[:, :, :count]
+        encoded = codec(row_codec, g).encode(*held, of_rows(center))
         padded = encoded.new_zeros((*keys.shape[:2], S * BLOCK, encoded.shape[-1]))
         padded[:, :, :count] = encoded
         tiers, wanted = index.config.limits(index.counts, k)
@@ -79,6 +82,7 @@ class Layer:
             resident_mask=mask.to(torch.uint8),
             resident_count=torch.tensor([resident - 1]),
             codec=row_codec,
+            row_center=center,
             regression=index._regressed(),
             histogram=index._histogram if c.coarse == "tiers" else None,
             tiers=tiers if c.coarse == "tiers" else None,

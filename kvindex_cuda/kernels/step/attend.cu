@@ -9,6 +9,8 @@
 // Reads the rows once for all query heads; writes 4 (DV + 2) bytes per head and split.
 // Dynamic shared memory: 32 AT_ONCE PARTIAL bytes.
 // Longer than most files: it is one kernel, with what reads a row of each codec.
+// Codes are of what a key differs from a center by, the same for all of a KV head's: a product with it joins the
+// logits of such rows, once it is known.
 // Compile-time: D, DV, GROUP, DTYPE, SOFTCAP, CODEC (of the rows selected: 0 plain, 1 int8, 2 fp8),
 // GIVEN (0; 1 where the rows are those of a caller's hits: ids below 0 are none, weights on logits; 2 where rows
 // were drawn: a weight for all heads), NEAR (whether some blocks of rows are on the device, others on the host:
@@ -104,9 +106,10 @@ __device__ __forceinline__ void unpack(float (&x)[8], const uint4 (&words)[DTYPE
 }
 
 // One row joins the softmax of all heads of the group. queries float4 [2, GROUP, D / 8]:
-// the lower and the upper four of every eight coordinates.
-__device__ __forceinline__ void add_row(Running& run, const Raw& raw, bool coded,
-                                     const float4* queries, float scale, float softcap) {
+// the lower and the upper four of every eight coordinates. centered [GROUP]: what logits of
+// such rows gain before they are scaled.
+__device__ __forceinline__ void add_row(Running& run, const Raw& raw, bool coded, const float4* queries,
+                                        const float* centered, float scale, float softcap) {
     int lane = threadIdx.x % 32;
     float logit[GROUP] = {}, x[CHUNKS][8];
 #pragma unroll
@@ -126,7 +129,11 @@ __device__ __forceinline__ void add_row(Running& run, const Raw& raw, bool coded
     }
 #pragma unroll
     for (int h = 0; h < GROUP; h++) {
-        float s = warp_sum(logit[h]) * scale;
+        float s = warp_sum(logit[h]);
+#if CODEC
+        s += centered[h];
+#endif
+        s *= scale;
 #if SOFTCAP
         s = softcap * tanhf(s / softcap);
 #endif
@@ -227,6 +234,7 @@ struct Arguments {
     i64 k, kv_heads;
     float scale, softcap;
     const u8* near;             // [B, row]: whether a block is on the device; only if NEAR
+    const float* center;        // [BG, D]: that coded rows are codes from, or null for zeros; only if CODEC
 };
 
 extern "C" __global__ void __launch_bounds__(256, GROUP * (CHUNKS - KEYS) <= 8 ? 2 : 1)
@@ -259,6 +267,20 @@ attend(const __grid_constant__ Arguments args) {
         float* to = reinterpret_cast<float*>(queries + (j / 4 % 2 * GROUP + h) * (D / 8) + j / 8);
         to[j % 4] = element(args.queries, (bg * GROUP + h) * D + j);
     }
+    const float* centered = nullptr;
+#if CODEC
+    __shared__ float products[2][GROUP];  // with the center, of rows as they are and of coded ones
+    centered = products[0];
+#pragma unroll 1
+    for (int h = warp; h < GROUP; h += 8) {
+        const float* center = args.center + bg * D;
+        float sum = 0;
+#pragma unroll 1
+        for (int j = lane; j < D && args.center; j += 32) sum += element(args.queries, (bg * GROUP + h) * D + j) * center[j];
+        sum = warp_sum(sum);
+        if (lane == 0) products[0][h] = 0, products[1][h] = sum;
+    }
+#endif
     __syncthreads();
 
     partial += bg * splits * GROUP * PARTIAL;
@@ -362,7 +384,7 @@ attend(const __grid_constant__ Arguments args) {
             third = fourth, third_tag = tag_of(third);
             fourth = selected(i + 4 * step);
             if (PAGED || phase || args.resident_mask[batch * args.room + i])
-                add_row(run, one, CODEC && phase, queries, args.scale, args.softcap);
+                add_row(run, one, CODEC && phase, queries, CODEC ? centered + phase * GROUP : nullptr, args.scale, args.softcap);
         }
         // as long as others select nobody waits for this one: it brings the merge's instructions here
         if (phase || args.signaled) merge_warps(run, merged, peaks, partial + split * (GROUP * PARTIAL), phase);
