@@ -246,7 +246,9 @@ LONG = Case(32, 8, 128, 128, torch.bfloat16, device="cuda")
 @pytest.mark.gpu
 def test_a_token_of_long_sequences_equals_each_alone_and_takes_less_time():
     lengths = [2**17, 300, 2**15 + 17, 5000]
-    pools_of = [kvindex.LayerPool(AttentionLayer(LONG.index("pariskv"))) for _ in range(2)]
+    pools_of = [
+        kvindex.LayerPool(AttentionLayer(LONG.index("pariskv", backend="cuda"))) for _ in range(2)
+    ]
     some = [[pool.open() for _ in lengths] for pool in pools_of]
     for i, length in enumerate(lengths):
         for start in range(0, length, 2**13):
