@@ -3,7 +3,7 @@
 The model reads N tokens of a text and T more. First by itself: queries of the last T attend to all
 keys and values up to their own, as they are and as a codec gives them back. Then in the model: it
 is fed the last T through an index whose rows are codes, all of them read, or k by `exact` and by
-`pariskv`.
+`pariskv`. In both the first 64 tokens stay as they are, as a layer keeps them.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from kvindex.core.geometry import Geometry
 from kvindex.core.protocol import Rows
 from kvindex.ops.attention import attend
 from kvindex.storage.codecs import NAMES, codec
+from kvindex.storage.store import TensorStore
 from kvindex_adapters.evaluate.capture import Captured, capture
 from kvindex_adapters.evaluate.fidelity import divergences, full_logits
 from kvindex_adapters.hf.attach import attach
@@ -31,6 +32,9 @@ PARTS = ("both", "keys", "values")
 """Of a row, what is coded."""
 
 INDEXES = ("exact", "pariskv")
+
+SINK = 64
+"""First tokens, which a layer keeps as they are."""
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -46,9 +50,13 @@ def coded(rows: Rows, name: str) -> Rows:
     dtype = torch.bfloat16 if name == "plain" else torch.float32
     G, _, D = rows.keys.shape[1:]
     sizes = dict(q_heads=G, kv_heads=G, head_dim=D, value_dim=rows.values.shape[-1])
-    own = codec(name, Geometry.of(**sizes, dtype=dtype, device=rows.keys.device))
-    back = own.decode(own.encode(rows.keys.to(dtype), rows.values.to(dtype)))
-    return Rows(back.keys.float(), back.values.float())
+    kept = TensorStore(Geometry.of(**sizes, dtype=dtype, device=rows.keys.device), "device", name)
+    joined = kept.join(*(part[:, :, SINK:].to(dtype) for part in (rows.keys, rows.values)))
+    kept.reserve(joined)
+    kept.append(joined)
+    _, back = next(kept.blocks(len(kept)))
+    parts = ((rows.keys, back.keys), (rows.values, back.values))
+    return Rows(*(torch.cat([whole[:, :, :SINK], part.float()], 2) for whole, part in parts))
 
 
 def errors(layer: Captured, names: tuple[str, ...] = NAMES) -> dict[tuple[str, str], Tensor]:

@@ -83,8 +83,9 @@ def row_codecs(result: Result) -> str:
     found = (
         f"{named(result['model'], result['lora'])}, {result['tokens']} tokens of "
         f"{' and of '.join(result['texts'])}, then {result['steps']} steps with given tokens. "
-        "Errors are `‖õ − o‖ / ‖o‖` of a head's output, full attention over coded rows beside the "
-        "same over float32 ones, all layers, heads and steps; those of `plain` are bfloat16's. KL "
+        "Errors are `‖õ − o‖ / ‖o‖` of a head's output, full attention over coded rows (behind a "
+        "sink of 64 as they are) beside the same over float32 ones, all layers, heads and steps; "
+        "those of `plain` are bfloat16's. KL "
         "from full attention, nats, of the model in float32, whose `plain` rows are float32.\n\n"
         f"{table(head, rows)}\n\n{machine(result)}"
     )

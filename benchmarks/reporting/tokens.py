@@ -103,11 +103,29 @@ def serving(result: Result) -> str:
     return f"{words}\n\n{table(head, rows)}\n\n{machine(result)}"
 
 
+def arrivals(result: Result) -> str:
+    """What requests waited for that came one by one."""
+    found = result["serving"]
+    about, rows = found["settings"], []
+    for plan, words in {"stock": "FlashAttention", "kvindex": f"`{about['index']}`"}.items():
+        waits = found["arrivals"][plan]
+        first = f"{waits['first_ms']:,.0f} ({waits['first_ms_99']:,.0f})"
+        rows.append((words, first, f"{waits['between_ms']:.2f} ({waits['between_ms_99']:.0f})"))
+    shared = "a shared prompt" if about["shared"] else "prompts of their own"
+    words = (
+        f"{about['requests']} requests of {about['context']:,} tokens, {shared}, "
+        f"{about['arrivals']} a second at random moments, {about['written']} tokens written for "
+        "each. Medians (99th percentiles)."
+    )
+    head = ("attention", "ms to the first token", "ms between tokens")
+    return f"{words}\n\n{table(head, rows)}\n\n{machine(result)}"
+
+
 def served(result: Result) -> str:
     """A sentence: one sequence, rows on the device."""
     ratio = result["serving"]["batches"][0]["plans"]["kvindex"]["ratio"]
     return (
-        f"In vLLM a token at the first length takes {ratio:.2f} of its time with FlashAttention "
+        f"In vLLM a token at the first length takes {ratio:.2f} of FlashAttention's time "
         "([more](docs/adapters/vllm.md#how-fast))."
     )
 
