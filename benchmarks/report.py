@@ -66,6 +66,7 @@ TABLES: dict[str, Callable[[Result], str]] = {
     "serving_summary": tokens.served,
     "arrivals": tokens.arrivals,
     "ranks": tokens.ranks,
+    "token_ahead": tokens.ahead,
     "ranks_quality": quality.ranks,
     "latents": gpu.latents,
     "hit_rate": gpu.hit_rate,

@@ -1,11 +1,10 @@
 """Where a decoder's token goes on a GPU: its kernels, by their time in a few replays.
 
     PYTHONPATH=.:adapters python tools/token_kernels.py [--decoder SHAPE] [--context N]
-        [--index SPEC] [--without-attention] [--weights fp8] [--torch-products] [--apart] [--ahead]
+        [--index SPEC] [--without-attention] [--weights fp8] [--torch-products] [--apart]
         [--rows R]
 
---apart: no launch begins before the one before it ends; --ahead: the matrix after attention is
-brought into L2 before it (`llama/fused.py`).
+--apart: no launch begins before the one before it ends.
 The decoder of `benchmarks/common/token.py`. A line for each kernel: microseconds a token in all,
 launches a token, name; then what is left of the time of a replay, the gaps between them.
 """
@@ -51,7 +50,6 @@ def main() -> None:
     parser.add_argument("--torch-products", action="store_true")
     parser.add_argument("--weights", choices=WEIGHTS, default=PLAIN)
     parser.add_argument("--apart", action="store_true", help="launches do not overlap")
-    parser.add_argument("--ahead", action="store_true", help="bring a matrix into L2 ahead")
     parser.add_argument("--rows", type=int, default=24, help="kernels that are shown")
     given = parser.parse_args()
     shape = SHAPES[given.decoder]
@@ -61,8 +59,8 @@ def main() -> None:
         layers = [token.Nothing()] * shape.layers
         if not given.without_attention:
             layers = token.indexed(g, given.index, given.context, shape.layers, 1024)
-        how = dict(overlap=False if given.apart else None, ahead=given.ahead)
-        plan = token.Plan(shape, g, weights, layers, fused=not given.torch_products, **how)
+        overlap, fused = False if given.apart else None, not given.torch_products
+        plan = token.Plan(shape, g, weights, layers, fused=fused, overlap=overlap)
         plan.turn(token.WARM)
         print(*lines(plan, given.rows), sep="\n")
 

@@ -22,6 +22,16 @@ THROUGH = {
     "layer_graphs": "transformers, a graph for each layer's step",
 }
 
+AHEAD = {
+    "none": "none",
+    "output+0": "the output matrix, by its product as that begins: what the decoder does",
+    "output+0-early": "the same, and attention lets that begin while rows are being selected",
+    "output+16-early": "the same, and 16 MiB of gate's and up's",
+    "query": "the output matrix, by the product of queries, keys and values as that ends",
+    "branch+0": "the output matrix, by a launch beside the index's step",
+    "launch+0": "the output matrix, by a launch before the index's step",
+    "rows-8192": "8,192 bytes of each row of every matrix, by its product as that begins",
+}
 
 RANKS = {
     "one": "one GPU, {context}",
@@ -77,6 +87,24 @@ def decoder_tokens(result: Result) -> str:
         "weights at the rate at which a sum reads memory in the same run."
     )
     return f"{about}\n\n{table(head, rows)}"
+
+
+def ahead(result: Result) -> str:
+    """Milliseconds a token with weights brought into L2 before the product that reads them."""
+    rows, found = [], result["ahead"]
+    for plan, words in AHEAD.items():
+        ms, low, high = (found[plan][f"device_ms{part}"] for part in ("", "_low", "_high"))
+        rounds = zip(*(found[one]["device_ms_rounds"] for one in (plan, "none")), strict=True)
+        ratio = [mine / theirs for mine, theirs in rounds]
+        over = f"{statistics.median(ratio):.3f} ({min(ratio):.3f} to {max(ratio):.3f})"
+        rows.append((words, f"{ms:.3f} ({low:.3f} to {high:.3f})", over if plan != "none" else ""))
+    about = (
+        f"Shape of {result['model']}, random weights, {result['dtype']}, `{result['index']}` over "
+        f"{found['context']:,} tokens, one sequence, every token one CUDA graph. Milliseconds: "
+        f"medians (quartiles); {found['rounds']} rounds over none's: median (least to most)."
+    )
+    head = ("weights brought into L2", "ms a token", "of none's")
+    return f"{about}\n\n{table(head, rows)}\n\n{machine(result)}"
 
 
 def serving(result: Result) -> str:

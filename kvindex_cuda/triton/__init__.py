@@ -11,7 +11,6 @@ from kvindex_cuda.triton.products import (
     linear_residual,
     norm_linear,
     norm_swiglu,
-    prefetch,
     swiglu_linear,
 )
 from kvindex_cuda.triton.prompt import attend_prompt
@@ -31,7 +30,6 @@ __all__ = [
     "linear_residual",
     "norm_linear",
     "norm_swiglu",
-    "prefetch",
     "reference",
     "rotate_heads",
     "stack",

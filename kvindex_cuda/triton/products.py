@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from triton import cdiv
 
-from kvindex_cuda.triton.kernels import overlap, product
+from kvindex_cuda.triton.kernels import product
 from kvindex_cuda.triton.operands import ROWS, Matrix, Norm, Tile, launch, like, of_matrix, rows_of
 
 TILE = Tile()
@@ -14,8 +14,8 @@ TILE = Tile()
 SLICE = 32
 """Columns at least that a warp multiplies at once: what the matrix units take of FP8."""
 
-LINES = 128
-"""That a program brings into L2 at once."""
+BROUGHT = 16
+"""Bytes, of which rows brought into L2 are multiples (PTX, `cp.async.bulk.prefetch`)."""
 
 
 def norm_linear(
@@ -25,18 +25,16 @@ def norm_linear(
     *,
     out: Tensor | None = None,
     tile: Tile = TILE,
-    ahead: Tensor | None = None,
 ) -> Tensor:
     """The product of RMS-normalized activations with a matrix `[N, K]`, and its bias: `[B, N]`.
 
     x `[B, K]`, B of 1 to 8, float32, float16 or bfloat16; norm: factors `[K]` of that dtype; out:
-    where the result goes; ahead: contiguous weights that the next launch reads, brought into L2
-    (a hint without effect under the interpreter). Sums are float32, rounded once. Raises
-    ValueError for other shapes, dtypes, devices, or a device without what it takes.
+    where the result goes. Sums are float32, rounded once. Raises ValueError for other shapes,
+    dtypes, devices, or a device without what it takes.
     """
     rows_of("x", x, matrix.weight.shape[-1])
     like("norm", norm.weight, x, x.shape[1])
-    return _multiply(x, norm, matrix, None, out, tile, ahead)
+    return _multiply(x, norm, matrix, None, out, tile)
 
 
 def norm_swiglu(
@@ -46,7 +44,6 @@ def norm_swiglu(
     *,
     out: Tensor | None = None,
     tile: Tile = TILE,
-    ahead: Tensor | None = None,
 ) -> Tensor:
     """`silu(gate) · up` of RMS-normalized activations: `[B, N]`.
 
@@ -60,7 +57,7 @@ def norm_swiglu(
         raise ValueError(f"weight: got {len(matrix.weight)} rows, allowed is an even number")
     if tile.rows < 2:
         raise ValueError(f"rows: got {tile.rows}, allowed is at least 2, of gate and of up")
-    return _multiply(x, norm, matrix, None, out, tile, ahead, paired=True)
+    return _multiply(x, norm, matrix, None, out, tile, paired=True)
 
 
 def linear_residual(
@@ -70,14 +67,17 @@ def linear_residual(
     *,
     out: Tensor | None = None,
     tile: Tile = TILE,
-    ahead: Tensor | None = None,
+    early: bool = False,
 ) -> Tensor:
     """The product of activations `[B, K]` with a matrix `[N, K]`, plus a residual `[B, N]`.
 
-    out: may be the residual. Other arguments and errors as of `norm_linear`.
+    out: may be the residual; early: of one sequence, whether programs ask for all of their weights
+    to be brought into L2 before they wait for the launch before, if that leaves memory idle: a hint
+    that changes no result, and takes effect with `Tile.overlap`, on rows of a multiple of 16 bytes.
+    Other arguments and errors as of `norm_linear`.
     """
     rows_of("x", x, matrix.weight.shape[-1])
-    return _multiply(x, None, matrix, residual, out, tile, ahead)
+    return _multiply(x, None, matrix, residual, out, tile, early=early)
 
 
 def swiglu_linear(
@@ -87,7 +87,6 @@ def swiglu_linear(
     *,
     out: Tensor | None = None,
     tile: Tile = TILE,
-    ahead: Tensor | None = None,
 ) -> Tensor:
     """The product of `silu(gate) · up` with a matrix `[N, K]`, plus a residual `[B, N]`.
 
@@ -95,28 +94,7 @@ def swiglu_linear(
     (SwiGLU: Shazeer, 2020). out: may be the residual. Others and errors as of `norm_linear`.
     """
     rows_of("gate_up", gate_up, 2 * matrix.weight.shape[-1])
-    return _multiply(gate_up, None, matrix, residual, out, tile, ahead, gated=True)
-
-
-def prefetch(weight: Tensor, *, programs: int = 16) -> None:
-    """Bring a contiguous tensor into L2, for a stream beside that of the steps.
-
-    A hint: without effect under the interpreter. Raises ValueError for a tensor with gaps, or for
-    no programs.
-    """
-    if programs < 1:
-        raise ValueError(f"programs: got {programs}, allowed is at least 1")
-    named = dict(ahead=weight, AHEAD_LINES=_lines(weight), LINES=LINES)
-    launch(overlap.prefetch, (programs,), TILE, weight.device, **named)
-
-
-def _lines(ahead: Tensor | None) -> int:
-    """Lines of memory of a tensor; 0 under the interpreter, which has no L2."""
-    if ahead is None:
-        return 0
-    if not ahead.is_contiguous():
-        raise ValueError(f"ahead: got strides {ahead.stride()}, allowed is a contiguous tensor")
-    return int(cdiv(ahead.nbytes, overlap.LINE)) if ahead.is_cuda else 0
+    return _multiply(gate_up, None, matrix, residual, out, tile, gated=True)
 
 
 def _multiply(
@@ -126,10 +104,10 @@ def _multiply(
     residual: Tensor | None,
     out: Tensor | None,
     tile: Tile,
-    ahead: Tensor | None,
     *,
     gated: bool = False,
     paired: bool = False,
+    early: bool = False,
 ) -> Tensor:
     """Check what is left to check, and launch."""
     B, K = x.shape[0], matrix.weight.shape[1]
@@ -149,12 +127,16 @@ def _multiply(
         residual_step=0 if residual is None else residual.stride(0),
         output=output,
         output_step=output.stride(0),
-        ahead=ahead,
-        AHEAD_LINES=_lines(ahead),
         GATED=gated,
         PAIRED=paired,
+        EARLY=early and B == 1 and _brings(matrix.weight),
     )
     return output
+
+
+def _brings(weight: Tensor) -> bool:
+    """Whether a matrix lies so that whole rows of it can be brought into L2."""
+    return not (weight.data_ptr() | weight.shape[1] * weight.itemsize) % BROUGHT
 
 
 def of_product(x: Tensor, norm: Norm | None, matrix: Matrix, tile: Tile) -> dict[str, object]:

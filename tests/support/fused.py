@@ -18,7 +18,7 @@ def on_a_cpu(monkeypatch):
 
 def _without_tiles(twin):
     @wraps(twin)
-    def call(*given, tile, ahead=None):
+    def call(*given, tile, early=False):
         return twin(*given)
 
     return call

@@ -75,10 +75,10 @@ class FusedBody:
 
     Matrices that are multiplied together are read where they lie, if that is one below the other
     (`weights.lay_together`), else from a copy. overlap: as of `kvindex_cuda.triton.Tile`, None:
-    where the device can; ahead: the matrix after attention is brought into L2 before it.
+    where the device can.
     """
 
-    def __init__(self, weights: Body, *, overlap: bool | None = None, ahead: bool = False) -> None:
+    def __init__(self, weights: Body, *, overlap: bool | None = None) -> None:
         from kvindex_cuda import triton  # asked for where it is used
 
         def normed(norm: Norm) -> FusedNorm:
@@ -88,7 +88,7 @@ class FusedBody:
         device = weights.embedding.device
         if overlap is None:
             overlap = device.type == "cuda" and torch.cuda.get_device_capability(device) >= OVERLAPS
-        self._overlap, self._ahead = overlap, ahead
+        self._overlap = overlap
         self._no_residual: Tensor | None = None  # it stays: graphs read it
         if weights.ranks is not None and weights.ranks.rank:
             self._no_residual = weights.embedding.new_zeros(BATCH, weights.embedding.shape[1])
@@ -126,7 +126,6 @@ class FusedBody:
                 layer.attention_norm,
                 layer.query_key_value,
                 tile=after("norm_linear", layer.query_key_value),
-                ahead=layer.output.weight if self._ahead else None,
             )
             H = layer.output.weight.shape[1] // D
             G = (projected.shape[1] // D - H) // 2
@@ -151,6 +150,7 @@ class FusedBody:
                     layer.output,
                     self._residual(hidden),
                     tile=tile("linear_residual", layer.output),
+                    early=True,  # attention leaves memory idle
                 )
             )
             given, residual = (hidden, layer.mlp_norm, layer.gate_up), self._residual(hidden)
@@ -199,10 +199,8 @@ class FusedBody:
 class Fused(FusedBody):
     """The pass of one token of a whole model, from ids to logits."""
 
-    def __init__(
-        self, weights: Weights, *, overlap: bool | None = None, ahead: bool = False
-    ) -> None:
-        super().__init__(weights, overlap=overlap, ahead=ahead)
+    def __init__(self, weights: Weights, *, overlap: bool | None = None) -> None:
+        super().__init__(weights, overlap=overlap)
         self._norm, self._head = self._run.Norm(*weights.norm), self._together(weights.head)
         self._whole = weights
 

@@ -24,7 +24,7 @@ def head(
     batch = tl.arange(0, BATCH)
     sums = product(
         x, x_step, norm, eps, weight, scale, bias, rows, batch, B, N, K,
-        BLOCK_K, SLICES, False, STAGES, OVERLAP,
+        BLOCK_K, SLICES, False, STAGES, False, OVERLAP,
     )  # fmt: skip
     rounded = sums.to(x.dtype.element_ty)
     if logits is not None:

@@ -1,10 +1,7 @@
-"""What launches of a chain share: waiting for the one before, bringing in what the next reads."""
+"""What launches of a chain share: waiting for the one before, asking for weights before that."""
 
 import triton
 import triton.language as tl
-
-LINE = 128
-"""Bytes that one prefetch brings into L2."""
 
 
 @triton.jit
@@ -16,19 +13,36 @@ def after_previous(OVERLAP: tl.constexpr):
 
 
 @triton.jit
-def bring(ahead, AHEAD_LINES: tl.constexpr, LINES: tl.constexpr):
-    """Each program asks for its share of `AHEAD_LINES` lines at an address, `LINES` at a time."""
-    if AHEAD_LINES > 0:
-        for first in range(tl.program_id(0) * LINES, AHEAD_LINES, tl.num_programs(0) * LINES):
-            lines = tl.minimum(first + tl.arange(0, LINES), AHEAD_LINES - 1).to(tl.int64)
-            tl.inline_asm_elementwise(
-                "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
-                "=r,l",
-                [ahead.to(tl.int64, bitcast=True) + lines * 128],
-                dtype=tl.int32,
-                is_pure=False,
-                pack=1,
-            )
+def bring_own(weight, N, K, BLOCK_N: tl.constexpr):
+    """Ask for all of a program's rows of a matrix, a thread a row.
+
+    By `cp.async.bulk.prefetch` (PTX, from compute capability 9.0): the matrix begins, and a row
+    ends, at a multiple of 16 bytes. Nothing waits for it.
+    """
+    first = tl.program_id(0) * BLOCK_N
+    row_bytes = K * (weight.dtype.element_ty.primitive_bitwidth // 8)
+    tl.inline_asm_elementwise(
+        """{
+        .reg .pred asks;
+        .reg .u32 thread;
+        .reg .u64 at;
+        mov.u32 thread, %tid.x;
+        setp.lt.u32 asks, thread, $2;
+        mul.wide.u32 at, thread, $3;
+        add.u64 at, at, $1;
+        @asks cp.async.bulk.prefetch.L2.global [at], $3;
+        mov.u32 $0, 0;
+        }""",
+        "=r,l,r,r",
+        [
+            weight.to(tl.int64, bitcast=True) + first.to(tl.int64) * row_bytes,
+            tl.minimum(BLOCK_N, N - first),
+            row_bytes,
+        ],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
 
 
 @triton.jit
@@ -47,10 +61,3 @@ def bring_rows(weight, rows, N, K, BLOCK_K: tl.constexpr, OVERLAP: tl.constexpr)
             is_pure=False,
             pack=1,
         )
-
-
-@triton.jit
-def prefetch(ahead, AHEAD_LINES: tl.constexpr, LINES: tl.constexpr, OVERLAP: tl.constexpr):
-    """Bring memory into L2 and do nothing else."""
-    bring(ahead, AHEAD_LINES, LINES)
-    after_previous(OVERLAP)

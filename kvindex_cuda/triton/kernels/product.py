@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from kvindex_cuda.triton.kernels.overlap import after_previous, bring
+from kvindex_cuda.triton.kernels.overlap import after_previous, bring_own
 from kvindex_cuda.triton.kernels.rows import product_of_rows
 
 
@@ -39,11 +39,17 @@ def add_tile(sums, squares, weights, x, x_step, norm, columns, batch, K, B, GATE
 @triton.jit
 def product_of_one(
     x, x_step, norm, eps, weight, scale, bias, rows, batch, B, N, K,
-    BLOCK_K: tl.constexpr, GATED: tl.constexpr, STAGES: tl.constexpr, OVERLAP: tl.constexpr,
+    BLOCK_K: tl.constexpr, GATED: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Rows of the product, float32 `[rows, 1]`; the first weights are read before the wait."""
+    """Rows of the product, float32 `[rows, 1]`; the first weights are read before the wait.
+
+    Early: the others are asked for, too, whole rows.
+    """
     columns = tl.arange(0, BLOCK_K)
     weights = read_weights(weight, rows, columns, N, K)
+    if EARLY and OVERLAP:
+        bring_own(weight, N, K, rows.shape[0])
     after_previous(OVERLAP)
     sums = tl.zeros([rows.shape[0], BLOCK_K], tl.float32)
     squares = tl.zeros([BLOCK_K, 1], tl.float32)
@@ -66,13 +72,13 @@ def product_of_one(
 def product(
     x, x_step, norm, eps, weight, scale, bias, rows, batch, B, N, K,
     BLOCK_K: tl.constexpr, SLICES: tl.constexpr, GATED: tl.constexpr, STAGES: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    EARLY: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Rows of the product, float32 `[rows, batch]`."""
     if batch.shape[0] == 1:
         return product_of_one(
             x, x_step, norm, eps, weight, scale, bias, rows, batch, B, N, K,
-            BLOCK_K, GATED, STAGES, OVERLAP,
+            BLOCK_K, GATED, STAGES, EARLY, OVERLAP,
         )  # fmt: skip
     else:
         return product_of_rows(
@@ -84,9 +90,9 @@ def product(
 @triton.jit
 def multiply(
     x, x_step, norm, eps, weight, scale, bias, residual, residual_step, output, output_step,
-    ahead, B, N, K,
-    AHEAD_LINES: tl.constexpr, BATCH: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    SLICES: tl.constexpr, GATED: tl.constexpr, PAIRED: tl.constexpr, STAGES: tl.constexpr,
+    B, N, K,
+    BATCH: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SLICES: tl.constexpr,
+    GATED: tl.constexpr, PAIRED: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """`output[b] = residual[b] + weight · f(x[b])`; the residual may be the output.
@@ -101,9 +107,8 @@ def multiply(
     batch = tl.arange(0, BATCH)
     sums = product(
         x, x_step, norm, eps, weight, scale, bias, rows, batch, B, N, K,
-        BLOCK_K, SLICES, GATED, STAGES, OVERLAP,
+        BLOCK_K, SLICES, GATED, STAGES, EARLY, OVERLAP,
     )  # fmt: skip
-    bring(ahead, AHEAD_LINES, 128)
     if PAIRED:
         gate, up = tl.split(tl.permute(tl.reshape(sums, (2, HALF, BATCH)), (1, 2, 0)))
         sums = gate / (1.0 + tl.exp(-gate)) * up

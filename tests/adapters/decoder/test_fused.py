@@ -52,7 +52,7 @@ def test_logits_are_those_of_the_plain_pass(device, name, weights):
         together(model)
     decoder = Decoder.of(model, weights="fp8" if weights == "fp8" else "plain")
     made = []
-    for fused in (None, Fused(decoder.weights, ahead=weights == "fp8")):
+    for fused in (None, Fused(decoder.weights)):
         run = decoder.start([ids_of(30), ids_of(20)], index=None, fused=False)
         run.session.fused = fused
         logits = [run.session.read_prompt(run.ids, 64, 40)]
@@ -91,24 +91,26 @@ def test_matrices_in_fp8_are_read_in_place_with_their_scales(device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_the_matrix_after_attention_is_asked_for_before_it(device, monkeypatch):
+@pytest.mark.parametrize("batch", [1, 2])
+def test_the_matrix_after_attention_alone_is_asked_for_early(device, batch, monkeypatch):
     model = model_of("llama", num_hidden_layers=2).to(device)
-    decoder, asked, real = Decoder.of(model), [], layers.norm_linear
+    decoder, asked, real = Decoder.of(model), [], layers.linear_residual
 
-    def recorded(*given, ahead=None, **more):
-        asked.append(ahead)
-        return real(*given, ahead=ahead, **more)
+    def recorded(x, matrix, *given, early=False, **more):
+        asked.append((matrix.weight.data_ptr(), early))
+        return real(x, matrix, *given, early=early, **more)
 
-    monkeypatch.setattr(layers, "norm_linear", recorded)
-    for ahead in (False, True):
-        run = decoder.start(ids_of(9), index=None)
-        run.session.read_prompt(run.ids, 64, 10)
-        run.session.fused = Fused(decoder.weights, ahead=ahead)
-        run.session.step(torch.tensor([5], device=device))
-    asked = [None if part is None else part.data_ptr() for part in asked]
-    outputs = [layer.output.weight.data_ptr() for layer in decoder.weights.layers]
-    after = [part for output in outputs for part in (output, None)] + [None]
-    assert asked == [None] * len(after) + after
+    monkeypatch.setattr(layers, "linear_residual", recorded)
+    run = decoder.start([ids_of(9)] * batch, index=None)
+    run.session.read_prompt(run.ids, 64, 10)
+    run.session.fused = Fused(decoder.weights)
+    run.session.step(torch.tensor([5] * batch, device=device))
+    expected = []
+    for layer in decoder.weights.layers:
+        expected.append((layer.output.weight.data_ptr(), True))
+        if batch > 1:
+            expected.append((layer.down.weight.data_ptr(), False))
+    assert asked == expected
 
 
 @ON_A_CPU

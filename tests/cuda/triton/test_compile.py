@@ -15,7 +15,7 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
 from kvindex_cuda.triton import Matrix  # noqa: E402
-from kvindex_cuda.triton.kernels import attention, head, overlap, product, rotate  # noqa: E402
+from kvindex_cuda.triton.kernels import attention, head, product, rotate  # noqa: E402
 from kvindex_cuda.triton.tiles import usual  # noqa: E402
 
 pytestmark = [
@@ -40,7 +40,7 @@ POINTERS = {
 }
 FLOATS = {"eps", "query_eps", "key_eps"}
 PRODUCT = dict(BLOCK_N=16, BLOCK_K=256, SLICES=4, STAGES=3, bias=None, scale=None)
-MULTIPLY = PRODUCT | dict(AHEAD_LINES=0, GATED=False, PAIRED=False, ahead=None)
+MULTIPLY = PRODUCT | dict(GATED=False, PAIRED=False, EARLY=False)
 HEADS = dict(H=32, G=8, D=128, DV=128, HALF=64, WIDE=128)
 PROMPT = dict(G=8, GROUP=4, D=128, DV=128, PAGE=256, WIDE=128, WIDE_V=128, BLOCK_M=64, BLOCK_N=64)
 SPLIT = dict(G=8, GROUP=4, D=128, DV=128, ROWS=16, BLOCK_N=64, WIDE=128, WIDE_V=128, SPLITS=64)
@@ -54,7 +54,7 @@ CASES = [
     (product.multiply, "bf16", MULTIPLY | dict(BATCH=8, residual=None, PAIRED=True)),
     (product.multiply, "fp8e4nv", MULTIPLY | dict(BATCH=1, norm=None, scale="*fp32")),
     (product.multiply, "fp8e4nv", MULTIPLY | dict(BATCH=8, norm=None, scale="*fp32")),
-    (product.multiply, "bf16", MULTIPLY | dict(BATCH=1, norm=None, AHEAD_LINES=900, ahead="*bf16")),
+    (product.multiply, "bf16", MULTIPLY | dict(BATCH=1, norm=None, EARLY=True)),
     (head.head, "bf16", PRODUCT | dict(BATCH=1)),
     (head.head, "bf16", PRODUCT | dict(BATCH=8, logits=None)),
     (head.argmax, "bf16", dict(BLOCK=1024)),
@@ -64,13 +64,12 @@ CASES = [
     (attention.attend_prompt, "fp16", PROMPT | dict(CAUSAL=False, scale="fp32")),
     (attention.attend_split, "bf16", SPLIT | dict(STAGES=3, scale="fp32", values="*bf16")),
     (attention.merge_splits, "bf16", MERGE),
-    (overlap.prefetch, "bf16", dict(AHEAD_LINES=900, LINES=128)),
 ]
 SHARED = 227 * 1024
 """Bytes of shared memory of a multiprocessor of compute capability 9.0."""
 
 TENSORS = {
-    *("x", "norm", "weight", "bias", "residual", "output", "ahead", "logits", "projected"),
+    *("x", "norm", "weight", "bias", "residual", "output", "logits", "projected"),
     *("query_norm", "key_norm", "queries", "keys"),
 }
 
@@ -113,7 +112,9 @@ def test_a_kernel_compiles(kernel, weights, given, overlapped, tmp_path, monkeyp
     assert found["cubin"]
     assert ("griddepcontrol.wait" in found["ptx"]) == overlapped
     brought = overlapped and given.get("BATCH") == 8  # its first weights, before the wait
-    assert ("prefetch.global.L2" in found["ptx"]) == (brought or bool(given.get("AHEAD_LINES")))
+    assert ("prefetch.global.L2" in found["ptx"]) == brought
+    asked = overlapped and bool(given.get("EARLY"))
+    assert ("cp.async.bulk.prefetch.L2.global" in found["ptx"]) == asked
 
 
 def test_products_of_several_rows_run_on_the_matrix_units(tmp_path, monkeypatch):
@@ -164,9 +165,16 @@ def test_products_of_several_rows_copy_ahead_and_spill_nothing(
 
 def test_the_first_weights_are_read_before_the_wait(tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    given = MULTIPLY | dict(BATCH=1, residual=None, OVERLAP=True)
-    before, _, after = (
-        compiled(product.multiply, "bf16", given).asm["ptx"].partition("griddepcontrol.wait")
-    )
-    assert "ld.global" in before
-    assert "ld.global" in after
+    for weights in ("bf16", "fp8e4nv"):
+        given = MULTIPLY | dict(BATCH=1, norm=None, OVERLAP=True, EARLY=True)
+        if weights == "fp8e4nv":
+            given |= dict(scale="*fp32")
+        ptx = compiled(product.multiply, weights, given).asm["ptx"]
+        before, _, after = ptx.partition("griddepcontrol.wait")
+        assert "ld.global" in before
+        assert "ld.global" in after
+        first, _, others = before.partition("cp.async.bulk.prefetch")  # and then asked for, all
+        assert "ld.global" in first
+        assert others
+        assert "ld.global" not in others
+        assert "cp.async.bulk.prefetch" not in others + after  # by one instruction a thread

@@ -9,6 +9,8 @@ triton = pytest.importorskip("triton")
 
 import kvindex_cuda.triton as layers  # noqa: E402
 from kvindex_cuda.triton import Matrix, Norm, Tile, reference  # noqa: E402
+from kvindex_cuda.triton import products as products_of  # noqa: E402
+from kvindex_cuda.triton.operands import OVERLAPS  # noqa: E402
 from tests.cuda.triton import interpreter  # noqa: E402
 
 INTERPRETED = triton.knobs.runtime.interpret
@@ -85,6 +87,29 @@ def test_linear_residual_in_place(run, B, size):
     close(residual, expected, run[1])
 
 
+def test_weights_that_are_asked_for_early_change_no_bit(run, monkeypatch):
+    """One sequence's, where address and row are multiples of 16 bytes."""
+    asked, launch = [], products_of.launch
+
+    def recorded(*given, EARLY, **named):
+        asked.append(EARLY)
+        launch(*given, EARLY=EARLY, **named)
+
+    monkeypatch.setattr(products_of, "launch", recorded)
+    there = run[0] == "cpu" or torch.cuda.get_device_capability() >= OVERLAPS
+    tile = TILE._replace(overlap=there)  # without effect on a CPU
+    even, short = matrix_of(run, 45, 64), matrix_of(run, 45, 75)
+    room = even.weight.new_empty(45 * 64 + 1)
+    odd = even._replace(weight=room[1:].view(45, 64).copy_(even.weight))
+    for matrix, B in ((even, 1), (even, 2), (short, 1), (odd, 1)):
+        x, residual = drawn(run, B, matrix.weight.shape[1]), drawn(run, B, 45)
+        given = x, matrix, residual
+        one, other = (layers.linear_residual(*given, tile=tile, early=e) for e in (False, True))
+        assert torch.equal(one, other)
+    assert asked[::2] == [False] * 4
+    assert asked[1::2] == [True, False, False, False]
+
+
 @products
 def test_norm_swiglu(run, B, size):
     N, K = size
@@ -103,7 +128,7 @@ def test_swiglu_linear(run, B, size):
     N, K = size
     x, matrix, residual = drawn(run, B, 2 * K), matrix_of(run, N, K), drawn(run, B, N)
     out = poisoned(run, B, N)
-    layers.swiglu_linear(x, matrix, residual, out=out, tile=TILE, ahead=matrix.weight)
+    layers.swiglu_linear(x, matrix, residual, out=out, tile=TILE)
     close(out, reference.swiglu_linear(x, matrix, residual), run[1])
 
 
