@@ -171,9 +171,10 @@ def summary(result: Result) -> str:
 
 
 def plain(result: Result) -> list[Result]:
-    """Of one sequence and weights as they are, shortest first."""
+    """Of one sequence, 8 KV heads and weights as they are, shortest first."""
     found = stored_beside("decoder_tokens", result)
     found = [one for one in found if one["decoder"].get("batch", 1) == 1]
+    found = [one for one in found if one["decoder"].get("shape", {}).get("kv_heads", 8) == 8]
     found = [one for one in found if one["decoder"]["kind"] == "plain"]
     return sorted(found, key=lambda one: int(one["decoder"]["context"]))
 
