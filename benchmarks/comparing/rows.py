@@ -43,6 +43,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens", type=int, default=2000)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("-k", type=int, default=100)
+    parser.add_argument("--without-kl", action="store_true", help="errors alone")
 
 
 def coded(rows: Rows, name: str) -> Rows:
@@ -117,6 +118,8 @@ def run(given: argparse.Namespace) -> None:
             for layer in capture(model, ids, queries=given.steps, on_progress=shown):
                 for key, found in errors(layer).items():
                     off[key].append(found)
+            if given.without_kl:
+                continue
             prompt, rest = ids[: given.tokens], ids[given.tokens :]
             full = full_logits(model, prompt, rest)
             for name in progress.track(NAMES, description=f"{text.stem}, KL"):
