@@ -68,47 +68,35 @@ def fidelity(result: Result) -> str:
 
 
 def row_codecs(result: Result) -> str:
-    """What each codec does to the output and to KL; KL of another model beside it."""
+    """What each codec does to the output and to KL, in each model."""
+    return "\n\n".join(_row_codecs(each) for each in stored_beside("row_codecs", result))
+
+
+def _row_codecs(result: Result) -> str:
+    read = ("all", "exact", "pariskv") if result["cells"] else ()  # errors alone else
     rows = []
     for name, row_bytes in result["row_bytes_128"].items():
         off = result["errors"][name]
         parts = [off[part]["mean"] for part in ("keys", "values", "both")]
         parts += [off["both"][part] for part in ("p90", "worst_layer")]
-        kls = [some(result["cells"], read=read, rows=name) for read in ("all", "exact", "pariskv")]
+        kls = [some(result["cells"], read=each, rows=name) for each in read]
         line = [f"`{name}`", str(row_bytes), *(f"{part:.2%}" for part in parts)]
         rows.append([*line, *(f"{mean(cells, 'kl_mean'):.5f}" for cells in kls)])
     head = ["rows", "bytes, D = 128", "keys alone", "values alone", "both", "90% below"]
-    head += ["worst layer", "KL, all rows"]
-    head += [f"`{index}`, k = {result['k']}" for index in ("exact", "pariskv")]
-    found = (
-        f"{named(result['model'], result['lora'])}, {result['tokens']} tokens of "
-        f"{' and of '.join(result['texts'])}, then {result['steps']} steps with given tokens. "
-        "Errors are `‖õ − o‖ / ‖o‖` of a head's output, full attention over coded rows (behind a "
-        "sink of 64 as they are) beside the same over float32 ones, all layers, heads and steps; "
-        "those of `plain` are bfloat16's. KL "
-        "from full attention, nats, of the model in float32, whose `plain` rows are float32.\n\n"
-        f"{table(head, rows)}\n\n{machine(result)}"
-    )
-    other = stored("divergence_codecs_qwen")
-    return f"{found}\n\n{_codecs_beside(other)}" if other else found
-
-
-def _codecs_beside(result: Result) -> str:
-    """Of another model, KL through exact search over rows of each codec (`quality kl`)."""
-    rows = []
-    for index, found in result["indexes"].items():
-        name = index.partition("row_codec=")[2] or "plain"
-        ratio = "{:.3f} ({:.3f} to {:.3f})".format(found["ratio"], *found["ratio_95"])
-        rows.append((f"`{name}`", f"{found['kl_mean']:.5f}", ratio if name != "plain" else ""))
-    cells = result["indexes"]["exact"]["cells"]
-    lengths = " and ".join(f"{tokens:,}" for tokens in values(cells, "tokens"))
+    head += ["worst layer"]
     about = (
-        f"{named(result['model'], result['lora'])}, {lengths} tokens of "
-        f"{', '.join(values(cells, 'text'))}, then {result['steps']} steps with given tokens, "
-        "through `exact`. The ratio to `plain` rows is the geometric mean over texts; its interval "
-        "a paired bootstrap over tokens."
+        f"{named(result['model'], result['lora'])}, {result['tokens']} tokens of "
+        f"{' and of '.join(result['texts'])}, then {result['steps']} more, whose queries ask. "
+        "Errors are `‖õ − o‖ / ‖o‖` of a head's output, full attention over coded rows (behind a "
+        "sink of 64 as they are) beside the same over float32 ones, all layers, heads and queries; "
+        "those of `plain` are bfloat16's."
     )
-    head = ("rows", f"KL, `exact`, k = {result['k']}", "of that of `plain` (95%)")
+    if read:
+        head += ["KL, all rows", *(f"`{index}`, k = {result['k']}" for index in read[1:])]
+        about += (
+            " KL from full attention, nats, of the model in float32, whose `plain` rows are "
+            "float32, fed those tokens."
+        )
     return f"{about}\n\n{table(head, rows)}\n\n{machine(result)}"
 
 

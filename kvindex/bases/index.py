@@ -22,7 +22,7 @@ from kvindex.core.geometry import Geometry
 from kvindex.core.protocol import UNUSED, Attends, Codes, Hits, PlacesRows, TellsMemory
 from kvindex.core.streams import to_host
 from kvindex.storage.columns import Columns, Valid
-from kvindex.storage.store import RowStore, row_store
+from kvindex.storage.store import CenteredRows, RowStore, row_store
 
 
 class BaseIndex(ReadingIndex):
@@ -153,7 +153,7 @@ class BaseIndex(ReadingIndex):
         learned, codes = self._prepared(keys.detach(), valid)
         if g.value_in_key:
             self._check_in_keys(keys, values)
-        rows = self._store.join(keys, values)
+        rows = self._joined(keys, values, valid)
         counted = partial(torch.tensor, count) if valid is None else to_host(valid.sum(1))
         self._codes.reserve(codes)
         self._store.reserve(rows)
@@ -176,6 +176,12 @@ class BaseIndex(ReadingIndex):
             self._commit(statistics)
 
         return partial(self._finish_append, end)
+
+    def _joined(self, keys: Tensor, values: Tensor, valid: Tensor | None) -> Any:
+        store = self._store
+        if valid is not None and isinstance(store, CenteredRows):
+            return store.join(keys, values, valid=valid)
+        return store.join(keys, values)
 
     def _finish_append(self, end: Callable[[], None]) -> None:
         """The rest of an append, all or nothing as a call of its own."""

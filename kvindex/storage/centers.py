@@ -35,18 +35,38 @@ def is_centered(codec: str, geometry: Geometry) -> bool:
     return codec != "plain" and not geometry.value_in_key
 
 
-def center_of(keys: Tensor) -> Tensor:
-    """The mean of the first `CENTER_TOKENS` of keys `[B, G, N, D]`, float32 `[B, G, D]`.
+def center_of(keys: Tensor, valid: Tensor | None = None) -> Tensor:
+    """The mean of the first `CENTER_TOKENS` valid ones of keys `[B, G, N, D]`, float32 `[B, G, D]`.
 
-    By additions in order, so that no bit depends on how keys lie. A coordinate of which it is no
-    allowed key's (padding may be anything) is 0, so that nothing overflows beside it.
+    By additions in order, so that no bit depends on how keys lie. valid: bool `[B, N]`, None for
+    all; what is not (padding, a layer's sink) may be anything. A row of the batch in which nothing
+    is valid has the mean of the others' centers, for what keys share is a model's, or zeros. A
+    coordinate that no allowed key has (on a device keys are looked at later) is 0.
     """
-    first, *others = keys.detach()[:, :, :CENTER_TOKENS].float().unbind(2)
-    total = first
-    for key in others:
-        total = total + key
-    center = total / (1 + len(others))
+    if valid is None:
+        some = keys.detach()[:, :, :CENTER_TOKENS].float()
+        center = _added(some) / some.shape[2]
+    else:
+        center = _center_of_valid(keys.detach(), valid)
     return torch.where(center.abs() <= check.LARGEST, center, 0)
+
+
+def _center_of_valid(keys: Tensor, valid: Tensor) -> Tensor:
+    rank, last = valid.cumsum(1), keys.shape[2] - 1
+    asked = torch.arange(1, CENTER_TOKENS + 1, device=keys.device).repeat(len(keys), 1)
+    ids = torch.searchsorted(rank, asked).clamp_max(last)  # [B, 16], of the first, the second, …
+    there = asked <= rank[:, -1:]
+    some = keys.gather(2, ids[:, None, :, None].expand(-1, keys.shape[1], -1, keys.shape[3]))
+    counts = there.sum(1)[:, None, None]
+    sums = _added(torch.where(there[:, None, :, None], some.float(), 0))
+    center, known = sums / counts.clamp_min(1), counts > 0
+    others = torch.where(known, center, 0).sum(0) / known.sum(0).clamp_min(1)
+    return torch.where(known, center, others)
+
+
+def _added(keys: Tensor) -> Tensor:
+    first, *others = keys.unbind(2)
+    return sum(others, start=first)
 
 
 def check_center(center: Tensor | None, *, centered: bool, held: int) -> None:

@@ -125,6 +125,10 @@ class CenteredRows(EncodedRows, Protocol):
     The first append to an empty store decides it; it stays until the store is empty again.
     """
 
+    def join(self, keys: Tensor, values: Tensor, *, valid: Tensor | None = None) -> Any:
+        """As `RowStore.join`; valid: bool `[B, N]`, what no center is made of, None for all."""
+        ...
+
     @property
     def center(self) -> Tensor | None:
         """Of the rows held, float32 `[B, G, D]` on the compute device; None for zeros.
@@ -299,16 +303,19 @@ class TensorStore(Restorable):
         """Bytes of a token's key and value for one head, a multiple of 16."""
         return self._codec.row_bytes
 
-    def join(self, keys: Tensor, values: Tensor) -> dict[str, Tensor]:
+    def join(
+        self, keys: Tensor, values: Tensor, *, valid: Tensor | None = None
+    ) -> dict[str, Tensor]:
         """Rows of keys `[B, G, N, D]` and values `[B, G, N, Dv]`, where the store keeps them.
 
-        Plain ones that are there already are left as they are: `append` puts them side by side.
+        valid: as of `CenteredRows.join`. Plain ones that are there already are left as they are:
+        `append` puts them side by side.
         """
         if isinstance(self._codec, Plain) and keys.device == values.device == self._device:
             return {"keys": keys.detach(), "values": values.detach()}
         center = self.center
         if self._centered and not len(self) and keys.shape[2]:
-            center = center_of(keys)
+            center = center_of(keys, valid)
         encoded = self._codec.encode(keys, values, of_rows(center))
         rows = JoinedRows(rows=encoded.view(WORD).to(self._device))
         rows.center = center
@@ -413,11 +420,11 @@ class TensorStore(Restorable):
         return {"rows": one.expand(*rows["keys"].shape[:3], self.row_bytes // WORD.itemsize)}
 
     def _decoded(self, words: Tensor, ids: Tensor | None = None) -> Rows:
-        """What words stand for; ids: theirs, where some may be -1, of zeros."""
+        """What words stand for, of the first rows of the batch; ids: theirs, -1 for zeros."""
         raw, center = words.to(self._geometry.device).view(torch.uint8), self.center
         if center is None:
             return self._codec.decode(raw)
-        rows = self._codec.decode(raw, of_rows(center))
+        rows = self._codec.decode(raw, of_rows(center[: len(raw)]))
         if ids is None:
             return rows
         return Rows(rows.keys.masked_fill((ids < 0).to(raw.device)[..., None], 0), rows.values)

@@ -153,17 +153,20 @@ class BlockStore(Restorable):
             self._copied.synchronize()
         self._offload.synchronize()
 
-    def join(self, keys: Tensor, values: Tensor) -> dict[str, Tensor]:
+    def join(
+        self, keys: Tensor, values: Tensor, *, valid: Tensor | None = None
+    ) -> dict[str, Tensor]:
         """Rows of keys `[B, G, N, D]` and values `[B, G, N, Dv]`, encoded, where those are.
 
         For an append at this length: whole blocks lie as they will in host memory, `[B, S, G, 256,
         row_bytes]`, so that those of a slab are one copy; what is before and after them as `[B, G,
         n, row_bytes]`. Few that a kernel can join as it writes them are left as they are.
+        valid: as of `kvindex.storage.store.CenteredRows.join`.
         """
         N, start, encode = keys.shape[2], self._length, self._codec.encode
         center = self._center
         if center is not None and not start and N:
-            center = center_of(keys)
+            center = center_of(keys, valid)
         joined, beside = JoinedRows(), of_rows(center)
         joined.center = center
         if self._launched and N <= FEW:

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 import kvindex
 from kvindex.core import check
+from kvindex.layer.attention_layer import AttentionLayer
 from kvindex.storage import centers, store
 from kvindex.storage.codecs import NAMES
 from kvindex.storage.store import CenteredRows, TensorStore
@@ -162,7 +163,7 @@ def test_an_offset_costs_nothing(life, name, spec, place, tmp_path):
 def test_the_comparison_can_fail(name, tmp_path, monkeypatch):
     (tmp_path / "0").mkdir()
     (tmp_path / f"{LARGER}").mkdir()
-    monkeypatch.setattr(store, "center_of", lambda keys: centers.center_of(0 * keys))
+    monkeypatch.setattr(store, "center_of", lambda keys, valid: centers.center_of(0 * keys))
     without, beside = (off("exact", name, "device", appended, o, tmp_path) for o in (0, LARGER))
     assert beside > 3 * without
 
@@ -198,19 +199,67 @@ def test_what_is_no_row_is_zeros(name, place):
     assert torch.equal(rows.keys[:, :, ::2], all_of_them.keys[:, :, [3, 19]])
 
 
-def test_the_center_of_few_keys_is_their_mean_and_padding_leaves_it_finite():
-    keys, values = tokens(40, LARGER)
+def test_the_center_of_few_keys_is_their_mean_and_always_finite():
+    keys, _ = tokens(40, LARGER)
     torch.testing.assert_close(centers.center_of(keys), keys[:, :, :16].mean(2))
     assert torch.equal(centers.center_of(keys[:, :, :1]), keys[:, :, 0])
-    index = CASE.index("exact:row_codec=int8")
     keys[1, :, 0] = torch.tensor([torch.nan, torch.inf, -3e38, 3e38]).repeat(16)
-    center = centers.center_of(keys)
+    center = centers.center_of(keys)  # as on a device, where keys are looked at later
     assert (center.abs() <= check.LARGEST).all()
     assert not center[1].any()
-    index.append(keys, values, valid=left_padding([0, 1], 40))
-    rows = index.fetch(hits_of(torch.arange(1, 40).expand(2, 2, -1)))
-    assert rows.keys.isfinite().all()
-    torch.testing.assert_close(rows.keys[0], keys[0, :, 1:], atol=0.03, rtol=0)
+
+
+def test_the_center_is_that_of_valid_keys():
+    keys, _ = tokens(40, LARGER)
+    valid = left_padding([0, 30], 40)
+    valid[0, 3:7] = False
+    center = centers.center_of(keys, valid)
+    seen = keys[0, :, [0, 1, 2, *range(7, 20)]]
+    torch.testing.assert_close(center, torch.stack([seen.mean(1), keys[1, :, 30:].mean(1)]))
+    assert torch.equal(centers.center_of(keys, valid | True), centers.center_of(keys))
+    one = centers.center_of(keys, left_padding([0, 40], 40))
+    assert torch.equal(one, centers.center_of(keys)[[0, 0]])
+    assert not centers.center_of(keys, valid & False).any()
+
+
+@pytest.mark.parametrize("junk", [0.0, 1e13, torch.nan, torch.inf])
+@pytest.mark.parametrize(("name", "place"), sampled(CODED, ["device", "host", "blocks"]))
+def test_padding_is_no_part_of_the_center(name, place, junk):
+    """Rows are as near as without it, whatever it is: zeros in a layer."""
+    keys, values = tokens(40, LARGER)
+    keys[1, :, :20] = junk
+    ids = torch.arange(20, 40).expand(2, 2, -1)
+    padded, alone = (CASE.index("exact", store=store_of(name, place)) for _ in range(2))
+    padded.append(keys, values, valid=left_padding([0, 20], 40))
+    alone.append(keys[:, :, 20:], values[:, :, 20:])
+    got, want = padded.fetch(hits_of(ids)), alone.fetch(hits_of(ids - 20))
+    assert torch.equal(got.keys[1], want.keys[1])
+    first = CASE.index("exact", store=store_of(name, place))
+    first.append(keys[:, :, :20], values[:, :, :20], valid=left_padding([0, 20], 20))
+    first.append(keys[:, :, 20:], values[:, :, 20:])
+    assert first.fetch(hits_of(ids)).keys.isfinite().all()
+
+
+def test_what_a_layer_searches_is_read_from_a_center_of_its_own():
+    """Neither of the sink, whose keys are unlike others, nor of the zeros that padding is."""
+
+    def output(name, pads):
+        made = dict(k=1000, sink=16, local_window=8, update_every=8, dense_below=0)
+        layer = AttentionLayer(CASE.index("exact", row_codec=name), **made)
+        keys, values = tokens(300, LARGER)
+        valid = left_padding(pads, 300)
+        sink = valid & (valid.cumsum(1) <= 16)
+        keys = torch.where(sink[:, None, :, None], -keys, keys)
+        queries = CASE.tensor(3, 2, 4, 300, 64) / 2
+        layer.step(queries, keys, values, valid=valid)
+        keys, values = tokens(1, LARGER, seed=5)
+        return layer.step(queries[:, :, :1], keys, values)
+
+    for pads in ([0, 0], [0, 24], [0, 200]):
+        for name, bound in (("int8", 0.02), ("fp8", 0.06), ("int4", 0.15)):
+            got, want = output(name, pads), output("plain", pads)
+            for b in range(2):
+                assert (got[b] - want[b]).norm() < bound * want[b].norm(), (pads, name, b)
 
 
 def test_a_center_comes_with_the_first_coded_rows_alone():
@@ -236,7 +285,7 @@ def test_a_center_comes_with_the_first_coded_rows_alone():
 def test_a_state_of_codes_from_zeros_is_loaded_as_that(monkeypatch):
     """As states were that know no center: rows stay what they stand for."""
     with monkeypatch.context() as patch:
-        patch.setattr(store, "center_of", lambda keys: None)
+        patch.setattr(store, "center_of", lambda keys, valid: None)
         old = CASE.index("exact:row_codec=int8")
         old.append(*tokens(30, 1))
         state = old.state_dict()
