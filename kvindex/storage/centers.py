@@ -40,14 +40,14 @@ def center_of(keys: Tensor, valid: Tensor | None = None) -> Tensor:
 
     By additions in order, so that no bit depends on how keys lie. valid: bool `[B, N]`, None for
     all; what is not (padding, a layer's sink) may be anything. A row of the batch in which nothing
-    is valid has the mean of the others' centers, for what keys share is a model's, or zeros. A
-    coordinate that no allowed key has (on a device keys are looked at later) is 0.
+    is valid has the mean of the others' centers, for what keys share is a model's; if nothing is in
+    any row, the first keys are taken as they are: a layer's that has moved no more than its sink. A
+    coordinate that no allowed key has (of padding, or where keys are looked at later) is 0.
     """
-    if valid is None:
-        some = keys.detach()[:, :, :CENTER_TOKENS].float()
-        center = _added(some) / some.shape[2]
-    else:
-        center = _center_of_valid(keys.detach(), valid)
+    some = keys.detach()[:, :, :CENTER_TOKENS].float()
+    center = _added(some) / some.shape[2]
+    if valid is not None:
+        center = torch.where(valid.any(), _center_of_valid(keys.detach(), valid), center)
     return torch.where(center.abs() <= check.LARGEST, center, 0)
 
 
