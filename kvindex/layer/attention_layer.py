@@ -178,7 +178,8 @@ class AttentionLayer(JoinsSteps):
             self._regions.append(len(self.index), keys, values, valid)
             self._observe(queries)
             window, real = self._regions.window, self._regions.valid
-            output = attend_densely(self.index, window, queries, real, bias, sinks)
+            first = self._regions.sink
+            output = attend_densely(self.index, window, queries, real, bias, sinks, sink=first)
         if decoded and T > 1:
             self._looked = before
         else:
@@ -353,7 +354,8 @@ class AttentionLayer(JoinsSteps):
         sinks = self._sinks(sink_logits, queries)
         if not self._searched:
             window, real = self._regions.window, self._regions.valid
-            return attend_densely(self.index, window, queries, real, None, sinks)
+            first = self._regions.sink
+            return attend_densely(self.index, window, queries, real, None, sinks, sink=first)
         self._check_finite("queries", queries)
         outputs = []
         for t in range(T):

@@ -6,9 +6,11 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from kvindex.core.protocol import Hits, KVIndex, Rows
 from kvindex.layer.retrieval import bias_of
+from kvindex.layer.sink import Sink
 from kvindex.ops.attention import attend_blocks, attend_causal, with_sink_logits
 
 BLOCK = 1024
@@ -28,22 +30,24 @@ def attend_densely(
     sink_logits: Tensor | None = None,
     *,
     indexed: int | None = None,
+    sink: Sink | None = None,
 ) -> Tensor:
     """Attention of queries `[B, H, T, D]`, those of the newest tokens, to all: `[B, H, T, Dv]`.
 
     window: rows `[B, G, W, D]` of the tokens after the first `indexed` ones of the index (None: all
     that it holds), the newest ones last; valid: bool `[B, N]`, which of all tokens are real, or
     None where all are; bias: a term of the logits `[B, H, T, N]`, or None; sink_logits: logits of
-    learned sinks `[B, H, T]`, or None.
+    learned sinks `[B, H, T]`, or None. sink: the first real tokens, whose rows are these, in place
+    of the index's: they are unlike all others, and a code of them may be far off.
     """
     g, indexed = index.geometry, len(index) if indexed is None else indexed
     if sink_logits is not None:
-        found = attend_by_block(index, window, queries, valid, bias, indexed=indexed)
+        found = attend_by_block(index, window, queries, valid, bias, indexed=indexed, sink=sink)
         return with_sink_logits(*found, sink_logits)
     width = g.kv_heads * (g.head_dim + g.value_dim) * queries.element_size()
     if g.softcap is None and bias is None and indexed * queries.shape[0] * width <= GATHERED_BYTES:
-        return _gathered(index, window, indexed, queries, valid)
-    return attend_by_block(index, window, queries, valid, bias, indexed=indexed)[0]
+        return _gathered(index, window, indexed, queries, valid, sink)
+    return attend_by_block(index, window, queries, valid, bias, indexed=indexed, sink=sink)[0]
 
 
 def attend_by_block(
@@ -54,6 +58,7 @@ def attend_by_block(
     bias: Tensor | None = None,
     *,
     indexed: int | None = None,
+    sink: Sink | None = None,
 ) -> tuple[Tensor, Tensor]:
     """As `attend_densely`, and the logarithms of the sums of exponentials, float32 `[B, H, T]`.
 
@@ -65,17 +70,22 @@ def attend_by_block(
         some = queries[:, :, start : start + BLOCK]
         more = None if bias is None else bias[:, :, start : start + BLOCK]
         places = N - T + start, some.shape[2]
-        blocks = _causal_blocks(index, window, indexed, valid, *places, more)
+        blocks = _causal_blocks(index, window, indexed, valid, *places, more, sink)
         parts.append(attend_blocks(some, blocks, scale=g.scale, softcap=g.softcap, return_lse=True))
     outputs, sums = zip(*parts, strict=True)
     return torch.cat(outputs, dim=2), torch.cat(sums, dim=2)
 
 
 def _gathered(
-    index: KVIndex, window: Rows, indexed: int, queries: Tensor, valid: Tensor | None
+    index: KVIndex,
+    window: Rows,
+    indexed: int,
+    queries: Tensor,
+    valid: Tensor | None,
+    sink: Sink | None,
 ) -> Tensor:
     """The same with all rows in one piece, where that fits."""
-    rows, scale = _all_rows(index, window, indexed), index.geometry.scale
+    rows, scale = _all_rows(index, window, indexed, valid, sink), index.geometry.scale
     if valid is None:
         return attend_causal(queries, rows.keys, rows.values, scale=scale)
     N, T, parts = rows.keys.shape[2], queries.shape[2], []
@@ -87,11 +97,14 @@ def _gathered(
     return torch.cat(parts, dim=2)
 
 
-def _all_rows(index: KVIndex, window: Rows, indexed: int) -> Rows:
+def _all_rows(
+    index: KVIndex, window: Rows, indexed: int, valid: Tensor | None, sink: Sink | None
+) -> Rows:
     """Rows of all tokens, in order."""
     if not indexed:
         return window
-    blocks = [rows for _, rows in _blocks(index, window, indexed, indexed + window.keys.shape[2])]
+    end = indexed + window.keys.shape[2]
+    blocks = [rows for _, rows in _blocks(index, window, indexed, end, valid, sink)]
     keys = torch.cat([rows.keys for rows in blocks], dim=2)
     return Rows(keys, torch.cat([rows.values for rows in blocks], dim=2))
 
@@ -104,13 +117,14 @@ def _causal_blocks(
     first: int,
     count: int,
     more: Tensor | None,
+    sink: Sink | None,
 ) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
     """What `count` queries see, of which the first is at position `first`: rows and their bias.
 
     more: a term of the logits of these queries, `[B, H, count, N]`.
     """
     positions = torch.arange(first, first + count, device=window.keys.device)
-    for start, rows in _blocks(index, window, indexed, first + count):
+    for start, rows in _blocks(index, window, indexed, first + count, valid, sink):
         stop = start + rows.keys.shape[2]
         bias = None
         if stop > first + 1:
@@ -125,13 +139,30 @@ def _causal_blocks(
         yield rows.keys, rows.values, bias
 
 
-def _blocks(index: KVIndex, window: Rows, indexed: int, end: int) -> Iterator[tuple[int, Rows]]:
+def _blocks(
+    index: KVIndex, window: Rows, indexed: int, end: int, valid: Tensor | None, sink: Sink | None
+) -> Iterator[tuple[int, Rows]]:
     """The rows before position `end`, in order: (position of the first, rows)."""
     keys, values = window.keys, window.values
     for start in range(0, min(indexed, end), BLOCK):
         ids = torch.arange(start, min(start + BLOCK, indexed, end), device=keys.device)
         ids = ids.expand(*keys.shape[:2], -1)
-        yield start, index.fetch(Hits(ids, torch.zeros_like(ids, dtype=torch.float32)))
+        rows = index.fetch(Hits(ids, torch.zeros_like(ids, dtype=torch.float32)))
+        if sink is not None and (valid is not None or start < sink.ids.shape[1]):
+            rows = _with_sink(rows, start, sink)
+        yield start, rows
     for start in range(indexed, end, BLOCK):
         some = slice(start - indexed, min(start + BLOCK, end) - indexed)
         yield start, Rows(keys[:, :, some], values[:, :, some])
+
+
+def _with_sink(rows: Rows, start: int, sink: Sink) -> Rows:
+    """Rows from position `start` on, the sink's among them as they came."""
+    count, places = rows.keys.shape[2], sink.ids - start
+    places = torch.where((places >= 0) & (places < count), places, count)[:, None, :, None]
+
+    def put(part: Tensor, own: Tensor) -> Tensor:
+        room = pad(part, (0, 0, 0, 1))  # for those that lie elsewhere
+        return room.scatter(2, places.expand_as(own), own)[:, :, :count]
+
+    return Rows(put(rows.keys, sink.rows.keys), put(rows.values, sink.rows.values))

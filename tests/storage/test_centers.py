@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 import kvindex
 from kvindex.core import check
+from kvindex.layer import dense
 from kvindex.layer.attention_layer import AttentionLayer
 from kvindex.storage import centers, store
 from kvindex.storage.codecs import NAMES
@@ -311,3 +312,31 @@ def test_a_view_of_one_sequence_as_several_reads_from_its_center(place):
     view, ids = one.expand_batch(3), torch.tensor([[[29, 4]] * 2])
     got, want = view.gather(ids.expand(3, -1, -1)).keys, one.gather(ids).keys
     assert torch.equal(got, want.expand(3, -1, -1, -1))
+
+
+@pytest.mark.parametrize("at_once", [2**30, 0])
+@pytest.mark.parametrize("padding", [0, 5])
+def test_a_layer_that_attends_densely_reads_its_sink_as_it_came(padding, at_once, monkeypatch):
+    monkeypatch.setattr(dense, "GATHERED_BYTES", at_once)
+    monkeypatch.setattr(dense, "BLOCK", 8)
+    (keys, values), queries = CASE.tokens(60), CASE.tensor(7, 2, 4, 60, 64)
+    valid = torch.arange(60) >= torch.tensor([[0], [padding]])
+    sizes = dict(sink=4, local_window=8, update_every=8, dense_below=2**20)
+    layer = AttentionLayer(CASE.index("exact:row_codec=int2"), k=4, **sizes)
+    for some in (slice(40), slice(40, 60)):
+        layer.settle()
+        held, real = len(layer.index), valid[:, some] if padding else None
+        got = layer.step(*(part[:, :, some] for part in (queries, keys, values)), valid=real)
+    assert held > 8
+    rows = layer.index.fetch(hits_of(torch.arange(held).expand(2, 2, -1)))
+    whole = [part.clone() for part in (keys, values)]
+    for part, own in zip(whole, (rows.keys, rows.values), strict=True):
+        for b, first in enumerate((0, padding)):
+            assert not torch.allclose(own[b, :, first : first + 4], part[b, :, first : first + 4])
+            own[b, :, first : first + 4] = part[b, :, first : first + 4]
+        part[:, :, :held] = own
+    seen = (torch.arange(60) <= torch.arange(40, 60)[:, None]) & valid[:, None, None]
+    wide = (part.repeat_interleave(2, dim=1) for part in whole)
+    given = queries[:, :, 40:], *wide
+    want = torch.nn.functional.scaled_dot_product_attention(*given, attn_mask=seen)
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
