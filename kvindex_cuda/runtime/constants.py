@@ -103,7 +103,7 @@ FILES: dict[str, dict[str, int]] = {
     "step/select_latents.cu": dict(NOISE | SHARES, THREADS=SELECT_THREADS),
     "step/attend_latents.cu": dict(ROWS=LATENT_ROWS, MOST_SPLITS=LATENT_SPLITS),
     "step/query_table.cu": dict(TIERS=len(coarse.TIERS)),
-    "step/count_keys.cu": PIECEWISE,
+    "step/count_keys.cu": dict(CHUNK=CHUNK, PIECES=PIECES),
     "step/vote.cu": PIECEWISE,
     "step/candidates.cu": PIECEWISE,
     "step/rerank_blocks.cu": dict(BUCKETS=BUCKETS),
