@@ -429,8 +429,6 @@ def test_a_plans_tokens_are_one_graph_over_updates_of_all_layers(tiny_decoder):
     g = shape.geometry(torch.float32, "cpu")
     with emulator.emulated(), kept(WholeGraph) as graphs:
         layers = token.indexed(g, "pariskv", 520, shape.layers, 60)
-        for layer in layers:
-            layer.graphs = False  # a graph of its own of the first tokens would be counted, too
         held = [len(layer.index) for layer in layers]
         plan = token.Plan(shape, g, shapes.weights_of(shape, g), layers)
         plan.turn(2 + 3 * token.UPDATE + LAG)

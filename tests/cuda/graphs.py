@@ -131,7 +131,7 @@ class WholeGraph(KeptGraph):
 @contextmanager
 def kept(graph: type[KeptGraph] = KeptGraph) -> Iterator[type[KeptGraph]]:
     """Work on tensors of a CPU is captured, too; gives what counts graphs and replays."""
-    counting = type("Counting", (graph,), {})
+    counting = type("Counting", (graph,), dict(made=0, replays=0))  # `graph` may have been used
     GRAPHS["cpu"] = counting
     try:
         yield counting
