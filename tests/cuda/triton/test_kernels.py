@@ -5,6 +5,7 @@ import torch
 
 from tests.support.helpers import sampled
 
+# what is imported below needs Triton (E402)
 triton = pytest.importorskip("triton")
 
 import kvindex_cuda.triton as layers  # noqa: E402
