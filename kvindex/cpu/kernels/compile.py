@@ -10,6 +10,7 @@ from collections.abc import Callable
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, TypeAlias
+from uuid import uuid4
 
 import numpy as np
 
@@ -57,10 +58,21 @@ def _compiled(function: Callable[..., Any], **more: Any) -> Callable[..., Any]:
     function.__qualname__ += "_" + SOURCES.hexdigest()[:16]
     options = dict(nogil=True, error_model="numpy", fastmath=REORDERED, **more)
     try:
-        compiled: Callable[..., Any] = numba.njit(cache=True, **options)(function)
+        compiled = numba.njit(cache=True, **options)(function)
     except RuntimeError:  # no folder to keep it in
-        compiled = numba.njit(**options)(function)
-    return compiled
+        return numba.njit(**options)(function)  # type: ignore[no-any-return]
+    name_files_apart(compiled._cache._cache_file)
+    return compiled  # type: ignore[no-any-return]
+
+
+def name_files_apart(kept: Any) -> None:
+    """Have no two processes give a file's name to the code of two signatures.
+
+    Numba numbers the files of a function by an index that nothing locks: of two processes that
+    compile it at once, for arguments of other types, one would run the other's code.
+    """
+    named = kept._data_name
+    kept._data_name = lambda number: named(uuid4().int)
 
 
 @intrinsic  # type: ignore[untyped-decorator]  # Numba is not typed
