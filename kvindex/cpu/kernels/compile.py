@@ -119,6 +119,15 @@ def prefetch(_: Any, address: Any) -> Any:
     return types.void(types.int64), code
 
 
+@inlined
+def keep(*arrays: np.ndarray) -> None:
+    """Have arrays live until here, whose addresses are used.
+
+    Numba frees an array after the last use of its name; what was read or written at its address
+    from then on would be somebody else's memory.
+    """
+
+
 @kernel
 def uint8_at(address: int, count: int) -> np.ndarray:
     """Numbers that lie at an address, uint8 `[count]`."""

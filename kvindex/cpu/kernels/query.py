@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvindex.cpu.kernels.compile import Number, kernel
+from kvindex.cpu.kernels.compile import Number, keep, kernel
 from kvindex.cpu.kernels.lookup import put_tables
 from kvindex.cpu.kernels.vectors import FOUR, four_dots
 from kvindex.ops.codes import FACTOR, TINY
@@ -30,6 +30,7 @@ def rotate(query: np.ndarray, rotation: np.ndarray, out: np.ndarray) -> Number:
         for r in range(FOUR):
             rows[r] = at + (j + r) * D * 4
         four_dots(direction.ctypes.data, rows.ctypes.data, D, to + j * 4)
+    keep(direction, rows)
     return np.float32(min(norm, LONGEST))
 
 
@@ -48,6 +49,7 @@ def put_voting(rotated: np.ndarray, matrix: np.ndarray, out: np.ndarray) -> None
         for r in range(FOUR):
             rows[r] = at + (j + r) * D * 4
         four_dots(own, rows.ctypes.data, D, to + j * 4)
+    keep(rows)
 
 
 @kernel

@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 
-from kvindex.cpu.kernels.compile import Number, inlined, kernel, prefetch, uint8_at
+from kvindex.cpu.kernels.compile import Number, inlined, keep, kernel, prefetch, uint8_at
 from kvindex.cpu.kernels.decode import WORD, put_word
 from kvindex.cpu.kernels.numbers import exp, largest, log
 from kvindex.cpu.kernels.vectors import FOUR, four_dots
@@ -119,6 +119,7 @@ def estimate(
             s = np.int32(ids[c + i]) // np.int32(block)
             for h in range(g):
                 out[h, c + i] = dots[h, i] * sizes[i] + products[s, h]
+    keep(values, places, dots, room)
 
 
 @kernel

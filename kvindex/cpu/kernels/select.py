@@ -196,6 +196,8 @@ def top_k(
     scores: float32 `[C]` of ascending rows int32 `[C]`, k at most C; orders int32 `[C]`, places
     int32 `[k + 1]`, room int64 `[k]`.
     """
+    if k == 0:
+        return
     for c in range(len(scores)):
         orders[c] = order_of(scores[c])
     put_chosen(orders[: len(scores)], k, places)

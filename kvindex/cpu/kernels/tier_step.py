@@ -9,7 +9,7 @@ from llvmlite import ir
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
-from kvindex.cpu.kernels.compile import float32_at, kernel, prefetch
+from kvindex.cpu.kernels.compile import float32_at, keep, kernel, prefetch
 from kvindex.cpu.kernels.decode import WORD
 from kvindex.cpu.kernels.numbers import BFLOAT16, read
 from kvindex.cpu.kernels.rerank import AHEAD, NEVER, agree, put_direction
@@ -94,6 +94,7 @@ def estimate(
         for i in range(count):
             for h in range(g):
                 out[h, c + i] = dots[h, i]
+    keep(values, places, dots, room)
 
 
 @kernel

@@ -1,0 +1,83 @@
+"""Arrays of a kernel that are used by their address live as long as they are used."""
+
+import ast
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvindex.cpu import kernels
+from kvindex.cpu.kernels.compile import keep, kernel
+
+FILES = sorted(Path(kernels.__file__).parent.glob("*.py"))
+MAKERS = {"empty", "zeros", "ones", "full"}
+
+
+def named(node):
+    """The name that an expression begins with: `rows` of `rows[i].ctypes.data`."""
+    while isinstance(node, ast.Attribute | ast.Subscript):
+        node = node.value
+    return node.id if isinstance(node, ast.Name) else None
+
+
+def made(function):
+    """Names of the arrays that a function makes."""
+    for node in ast.walk(function):
+        if isinstance(node, ast.Assign):
+            for target in node.targets:
+                pairs = [(target, node.value)]
+                if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
+                    pairs = list(zip(target.elts, node.value.elts, strict=True))
+                for name, value in pairs:
+                    call = value.func if isinstance(value, ast.Call) else None
+                    if isinstance(call, ast.Attribute) and call.attr in MAKERS:
+                        yield name.id
+
+
+def addressed(function):
+    """Names whose address is taken."""
+    nodes = ast.walk(function)
+    return {named(n) for n in nodes if isinstance(n, ast.Attribute) and n.attr == "ctypes"}
+
+
+def kept(function):
+    """Names in the calls of `keep` that end a function."""
+    last = [node for node in function.body if not isinstance(node, ast.Return)][-1:]
+    last = last[0] if last else None
+    call = last.value if isinstance(last, ast.Expr) else None
+    if isinstance(call, ast.Call) and named(call.func) == "keep":
+        return {named(argument) for argument in call.args}
+    return set()
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
+def test_what_a_kernel_makes_and_uses_by_address_is_kept(file):
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.FunctionDef):
+            lost = addressed(node) & set(made(node)) - kept(node)
+            assert not lost, f"{file.name}, {node.name}: keep({', '.join(sorted(lost))})"
+
+
+@kernel
+def shares_memory(n: int, keeps: bool) -> bool:
+    """Whether one of two arrays that are made later lies where the first does."""
+    first = np.empty(n, np.float32)
+    at = first.ctypes.data
+    if keeps:
+        two = shares(n, at)
+        keep(first)
+        return two
+    return shares(n, at)
+
+
+@kernel
+def shares(n: int, at: int) -> bool:
+    one, two = np.empty(n, np.float32), np.empty(n, np.float32)
+    found = one.ctypes.data == at or two.ctypes.data == at
+    keep(one, two)
+    return found
+
+
+@pytest.mark.parametrize("n", [16, 64, 1000])
+def test_memory_that_is_kept_is_nobody_elses(n):
+    assert not shares_memory(n, True)
