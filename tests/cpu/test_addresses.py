@@ -1,6 +1,9 @@
 """Arrays of a kernel that are used by their address live as long as they are used."""
 
 import ast
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +12,7 @@ import pytest
 from kvindex.cpu import kernels
 from kvindex.cpu.kernels.compile import keep, kernel
 
+ROOT = Path(__file__).parents[2]
 FILES = sorted(Path(kernels.__file__).parent.glob("*.py"))
 MAKERS = {"empty", "zeros", "ones", "full"}
 
@@ -81,3 +85,19 @@ def shares(n: int, at: int) -> bool:
 @pytest.mark.parametrize("n", [16, 64, 1000])
 def test_memory_that_is_kept_is_nobody_elses(n):
     assert not shares_memory(n, True)
+
+
+def test_searches_need_no_memory_that_was_given_back():
+    """With glibc's threshold for pages of their own at a page, they are gone when they are freed."""
+    code = """
+import torch, kvindex
+for line in "pariskv", "pariskv:preset=paper":
+    index = kvindex.create(line, q_heads=2, kv_heads=1, head_dim=256, backend="cpu")
+    keys = torch.randn(1, 1, 3000, 256)
+    index.append(keys, keys)
+    print(len(index.search(torch.randn(1, 2, 256), k=50).ids))
+"""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "MALLOC_MMAP_THRESHOLD_": "4096"}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert (done.returncode, done.stdout.split()) == (0, ["1", "1"]), done.stderr
