@@ -88,7 +88,7 @@ def test_memory_that_is_kept_is_nobody_elses(n):
 
 
 def test_searches_need_no_memory_that_was_given_back():
-    """With glibc's threshold for pages of their own at a page, they are gone when they are freed."""
+    """Where an array has pages of its own from 4 KB on, they are gone when it is freed (glibc)."""
     code = """
 import torch, kvindex
 for line in "pariskv", "pariskv:preset=paper":
