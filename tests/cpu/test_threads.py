@@ -13,7 +13,7 @@ import torch
 from numba.core.caching import IndexDataCacheFile
 
 from kvindex.cpu import threads
-from kvindex.cpu.kernels.compile import name_files_apart
+from kvindex.cpu.kernels.compile import CodeFiles, keep
 
 ROOT = Path(__file__).parents[2]
 
@@ -197,13 +197,10 @@ print(lookup.SERVED, ids(made({line!r})).flatten().tolist())
     assert plain.split(" ", 1) == ["False", said(code).split(" ", 1)[1]]
 
 
-@pytest.mark.parametrize("apart", [True, False])
-def test_processes_that_compile_at_once_keep_their_own_code(tmp_path, apart):
+@pytest.mark.parametrize("kind", [CodeFiles, IndexDataCacheFile])
+def test_processes_that_compile_at_once_keep_their_own_code(tmp_path, kind):
     """Both saw no code kept, so that Numba gives both the name of the first file."""
-    one, other, later = (IndexDataCacheFile(str(tmp_path), "kernel", 0) for _ in range(3))
-    if apart:
-        name_files_apart(one)
-        name_files_apart(other)
+    one, other, later = (kind(str(tmp_path), "kernel", 0) for _ in range(3))
     save = other._save_data
     one._load_index = dict
 
@@ -214,4 +211,8 @@ def test_processes_that_compile_at_once_keep_their_own_code(tmp_path, apart):
     other._save_data = beside_one
     other.save("float16", "code for float16")
     own = later.load("float32") == "code for float32"
-    assert own is apart
+    assert own is (kind is CodeFiles)
+
+
+def test_kernels_are_kept_in_such_files():
+    assert isinstance(keep._cache._cache_file, CodeFiles)

@@ -7,6 +7,7 @@ is kept on disk where a folder can be written to.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -18,6 +19,7 @@ try:
     import numba
     from llvmlite import ir
     from numba.core import cgutils, types
+    from numba.core.caching import FunctionCache, IndexDataCacheFile
     from numba.extending import intrinsic
 except ImportError as error:
     raise ImportError(
@@ -54,25 +56,33 @@ def inlined(function: Callable[..., Any]) -> Callable[..., Any]:
     return _compiled(function, forceinline=True)
 
 
+class CodeFiles(IndexDataCacheFile):  # type: ignore[misc]  # Numba is not typed
+    """Files of a function's code, to which no two processes give one name.
+
+    Numba numbers them by an index that nothing locks: of two processes that compile a function at
+    once, for arguments of other types, one would from then on run the other's code.
+    """
+
+    def _data_name(self, number: int) -> Any:
+        return super()._data_name(uuid4().int)
+
+
+class CodeCache(FunctionCache):  # type: ignore[misc]  # as above
+    """What Numba keeps of a function, in `CodeFiles`; RuntimeError where no folder is to be had."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__(function)
+        stamp = self._impl.locator.get_source_stamp()
+        self._cache_file = CodeFiles(self.cache_path, self._impl.filename_base, stamp)
+
+
 def _compiled(function: Callable[..., Any], **more: Any) -> Callable[..., Any]:
     function.__qualname__ += "_" + SOURCES.hexdigest()[:16]
     options = dict(nogil=True, error_model="numpy", fastmath=REORDERED, **more)
-    try:
-        compiled = numba.njit(cache=True, **options)(function)
-    except RuntimeError:  # no folder to keep it in
-        return numba.njit(**options)(function)  # type: ignore[no-any-return]
-    name_files_apart(compiled._cache._cache_file)
+    compiled = numba.njit(**options)(function)
+    with suppress(RuntimeError):
+        compiled._cache = CodeCache(function)
     return compiled  # type: ignore[no-any-return]
-
-
-def name_files_apart(kept: Any) -> None:
-    """Have no two processes give a file's name to the code of two signatures.
-
-    Numba numbers the files of a function by an index that nothing locks: of two processes that
-    compile it at once, for arguments of other types, one would run the other's code.
-    """
-    named = kept._data_name
-    kept._data_name = lambda number: named(uuid4().int)
 
 
 @intrinsic  # type: ignore[untyped-decorator]  # Numba is not typed
