@@ -158,10 +158,10 @@ def fill(
     required(index, Reserves).reserve(tokens + room)
 
 
-def fits(g: Geometry, tokens: int, layers: int, share: float = 0.9) -> bool:
-    """Whether the device has room for all keys and values, of all rows of a batch."""
+def fits(g: Geometry, tokens: int, layers: int) -> bool:
+    """Whether nine tenths of free memory have room for all keys and values, of a whole batch."""
     need = 2 * layers * tokens * g.kv_heads * g.head_dim * g.dtype.itemsize
-    return g.device.type != "cuda" or need < share * torch.cuda.mem_get_info(g.device)[0]
+    return g.device.type != "cuda" or need < 0.9 * torch.cuda.mem_get_info(g.device)[0]
 
 
 class Plan:

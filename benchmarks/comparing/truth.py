@@ -21,10 +21,10 @@ MEASURES = ("recall", "coverage", "error", "used", "error_exact")
 class Setting:
     """Of a text of `tokens`, and some that were written after it, whose queries ask.
 
-    sink: first ones, always attended to; local: the newest ones before a query that asks, which
-    with all after them are attended to as well. All others are the index's. generated: how many of
-    the text's last tokens come after the prompt has ended, where the text comes in pieces; every:
-    in pieces of how many (`kvindex.layer.attention_layer`).
+    sink: first ones, always attended to; local_window: the newest ones before a query that asks,
+    which with all after them are attended to as well. All others are the index's. generated: how
+    many of the text's last tokens come after the prompt has ended, where the text comes in pieces;
+    every: in pieces of how many (`update_every` of `kvindex.AttentionLayer`).
     """
 
     tokens: int

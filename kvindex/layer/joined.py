@@ -16,23 +16,17 @@ from torch import Tensor
 from kvindex.core.capability import capability, required
 from kvindex.core.protocol import Attended, JoinsBatch, ObservesQueries
 from kvindex.core.resident import ResidentRows
-from kvindex.layer.retrieval import rows_to_ask
+from kvindex.layer.retrieval import RetrievingSteps, rows_to_ask
 from kvindex.layer.stats import Counts
-from kvindex.layer.updates import WindowUpdates
 
 
-class JoinsSteps(WindowUpdates):
+class JoinsSteps(RetrievingSteps):
     """A layer of a batch of 1 whose next tokens can be a row of a step with other layers'.
 
     Whoever steps them calls for each, in this order: `way_back`, `begin_decoding`, `joins`, for
     each token `row_of_step` and `count_joined`, then `end_joined`; and all ways back where one
     raises.
     """
-
-    k: int
-    coverage: float | None
-    dense_below: int
-    _row_bytes: int
 
     def joins(self, tokens: int) -> bool:
         """Whether so many tokens attend to sink, window and `k` rows of an index that joins others,
@@ -107,6 +101,6 @@ class JoinsSteps(WindowUpdates):
         searched = len(self.index) > 0
         if tokens > 1:
             self._looked = len(self) - tokens
-        elif self._is_due(1):
-            self._update_window(1)
+        else:
+            self._update(1)
         self._searched = tokens if searched else 0

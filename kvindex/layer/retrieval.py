@@ -7,11 +7,13 @@ rows where they lie (`Attends`), or search, fetch, and attention over what is pu
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvindex import ops
+from kvindex.core import check
 from kvindex.core.capability import capability
 from kvindex.core.protocol import (
     UNUSED,
@@ -20,11 +22,16 @@ from kvindex.core.protocol import (
     DecodesStep,
     Hits,
     KVIndex,
+    ObservesQueries,
     Rows,
     RunsOps,
+    TellsCoverage,
     TellsRowBytes,
 )
+from kvindex.layer.arguments import check_tokens, checked_sinks
 from kvindex.layer.regions import Regions
+from kvindex.layer.stats import Counts, Traffic
+from kvindex.layer.updates import WindowUpdates
 from kvindex.ops.attention import with_sink_logits
 
 
@@ -162,3 +169,149 @@ def row_bytes(index: KVIndex) -> int:
     g, tells = index.geometry, capability(index, TellsRowBytes)
     plain = (g.head_dim + g.value_dim) * g.dtype.itemsize
     return plain if tells is None else tells.row_bytes
+
+
+class RetrievingSteps(WindowUpdates):
+    """A layer's decoded tokens: what each is checked for, how it attends, what of it is counted.
+
+    Base of `AttentionLayer`, which says what the options mean.
+    """
+
+    def __init__(
+        self,
+        index: KVIndex,
+        *,
+        k: int,
+        coverage: float | None,
+        dense_below: int,
+        graphs: bool,
+        **sizes: Any,
+    ) -> None:
+        self.k = check.wanted_rows(k)
+        self.coverage = None if coverage is None else check.within("coverage", coverage, 0, 1)
+        self.dense_below = check.at_least("dense_below", dense_below, 0)
+        self.graphs = check.flag("graphs", graphs)
+        tells = capability(index, TellsCoverage)
+        if coverage is not None and tells is not None:
+            tells.check_coverage(coverage)
+        super().__init__(index, **sizes)
+        self._row_bytes = row_bytes(index)
+        self._usual: object = None  # kinds of tensors that were checked last
+
+    @property
+    def valid(self) -> Tensor | None:
+        """Which tokens are real, bool `[B, N]`, or None where all are."""
+        return self._regions.valid
+
+    @property
+    def batch_size(self) -> int:
+        """Rows of the batch, `B`; 0 before the first token and after `reset`."""
+        return self._regions.batch_size
+
+    @property
+    def traffic(self) -> Traffic:
+        """What the searching steps have read so far."""
+        return self._tally.traffic
+
+    def _check_shapes(self, queries: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Raises TypeError or ValueError; what is as in the step before is seen at a glance."""
+        kinds = check.kind(queries), check.kind(keys), check.kind(values), self.batch_size
+        if kinds == self._usual:
+            return
+        check_tokens(self.index.geometry, self.batch_size, queries, keys, values)
+        self._usual = kinds
+
+    def _check_finite(self, name: str, tensor: Tensor) -> None:
+        """As `check.finite`, where that does not wait for a device."""
+        if self.index.geometry.device.type != "cuda":
+            check.finite(name, tensor)
+
+    def _sinks(self, sink_logits: Tensor | None, queries: Tensor) -> Tensor | None:
+        """Logits of learned sinks as float32 `[B, H, T]`, or None."""
+        return None if sink_logits is None else checked_sinks(sink_logits, queries)
+
+    def _observe(self, queries: Tensor, new: int = 0) -> None:
+        """Show queries `[B, H, T, D]` to an index that looks at them.
+
+        new: how many of their tokens are still to come into the window.
+        """
+        observer = capability(self.index, ObservesQueries)
+        if observer is not None:
+            length, T = len(self) + new, queries.shape[2]
+            positions = torch.arange(length - T, length, device=queries.device)
+            observer.observe_queries(queries, positions)
+
+    def _search(
+        self,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        valid: Tensor | None,
+        bias: Tensor | None,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        """Append `T` tokens one by one, each of which searches: `[B, H, T, Dv]`."""
+        before, T = len(self), queries.shape[2]
+        if T == 1:
+            return self._search_one(queries, keys, values, valid, bias, sinks)
+        outputs = []
+        for t in range(T):
+            one = slice(t, t + 1)
+            real = None if valid is None else valid[:, one]
+            term = None if bias is None else bias[:, :, one, : before + t + 1]
+            parts = queries[:, :, one], keys[:, :, one], values[:, :, one]
+            own = None if sinks is None else sinks[..., one]
+            outputs.append(self._search_one(*parts, real, term, own))
+        return torch.cat(outputs, dim=2)
+
+    def _search_one(
+        self,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        valid: Tensor | None,
+        bias: Tensor | None,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        """As `_search`, of one token."""
+        index, regions, indexed = self.index, self._regions, len(self.index)
+        sinks = None if sinks is None else sinks[..., 0]
+        plain = valid is None and bias is None and self.coverage is None
+        decodes = capability(index, DecodesStep) if plain else None
+        if decodes is None or capability(index, ObservesQueries) is not None:
+            self._check_finite("queries", queries)  # as the index would, but before it is too late
+        if decodes is None:
+            regions.append(indexed, keys, values, valid)
+            self._observe(queries)
+            some = None if bias is None else bias[:, :, 0]
+            return self._retrieve(queries[:, :, 0], some, sinks)[:, :, None]
+        self._observe(queries, new=1)
+        one, token, k = queries.select(2, 0), Rows(keys, values), rows_to_ask(index, self.k)
+        read = decode_step(decodes, one, token, regions, indexed, k, self.graphs)
+        return output_of(self._counted(read, len(self)), sinks).unsqueeze(2)
+
+    def _retrieve(
+        self, queries: Tensor, bias: Tensor | None, sinks: Tensor | None, newer: int = 0
+    ) -> Tensor:
+        """Attention of queries `[B, H, D]` to sink, hits and window: `[B, H, Dv]`.
+
+        bias: of all tokens, `[B, H, N]`; sinks: `[B, H]`; newer: newest tokens that are not seen.
+        """
+        index, regions, k = self.index, self._regions, rows_to_ask(self.index, self.k)
+        plain = bias is None and self.coverage is None and not newer
+        attends = capability(index, Attends) if plain else None
+        if attends is not None:
+            read = attend_resident(attends, regions, len(index), queries, k=k)
+            return output_of(self._counted(read, len(self)), sinks)
+        length = len(self) - newer
+        options: Any = dict(k=k, coverage=self.coverage, bias=bias, sink_logits=sinks, newer=newer)
+        read = search_and_attend(index, regions, queries, **options)
+        return output_of(self._counted(read, length), sinks)
+
+    def _counted(self, read: Retrieved, length: int) -> Attended:
+        """What a step attended to, which `traffic` counts. length: tokens of the sequence."""
+        padded, found = self._regions.padded, read.attended.found
+        size = self._row_bytes
+        step = Counts(found, read.beside, read.masked, length, padded, size, read.coverage)
+        self._tally.count(step)
+        return read.attended

@@ -13,7 +13,7 @@ from kvindex.core import check
 from kvindex.core.capability import capability
 from kvindex.core.guard import Guarded
 from kvindex.core.protocol import AppendsAsync, EncodesBlocks, KeepsState, KVIndex
-from kvindex.core.restore import Restorable
+from kvindex.core.restore import Restorable, cut_back
 from kvindex.layer.async_append import AsyncAppend
 from kvindex.layer.regions import Regions
 from kvindex.layer.stats import Tally
@@ -100,6 +100,11 @@ class WindowUpdates(Guarded):
         if not self._sealed:
             self.index.end_prompt()
             self._sealed = True
+
+    def _update(self, decoded: int) -> None:
+        """Let an update begin or end, with so many tokens that are no piece of a prompt."""
+        if self._is_due(decoded):
+            self._update_window(decoded)
 
     def _update_window(self, decoded: int = 0) -> None:
         """When the buffer is full, all but the newest `local` tokens go into the index.
@@ -213,6 +218,30 @@ class WindowUpdates(Guarded):
         self._tally = Tally()
 
     # Copies and state
+
+    def checkpoint(self) -> Any:
+        """What the layer is now, for `rollback`: it asks the device for nothing."""
+        index, regions, tally = self.index, self._regions, self._tally
+        before = index.checkpoint() if isinstance(index, Restorable) else len(index)
+        parts = before, regions, regions.checkpoint(), tally, tally.checkpoint()
+        return parts, self._move, self._sealed, self._looked, self._searched
+
+    def rollback(self, checkpoint: Any) -> None:
+        """Be again what `checkpoint` says, the index, too.
+
+        One that is no `Restorable` is truncated to what it held, and keeps what signals told it.
+        """
+        parts, move, self._sealed, self._looked, self._searched = checkpoint
+        before, self._regions, regions, self._tally, tally = parts
+        if self._move is not None and self._move is not move:
+            self._move.wait()  # the index writes to the same places again
+        self._move = move
+        self._regions.rollback(regions)
+        self._tally.rollback(tally)
+        if isinstance(self.index, Restorable):
+            self.index.rollback(before)
+        else:
+            cut_back(self.index, before)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """A layer that goes on from here by itself; what is on its way into the index arrives."""

@@ -44,10 +44,10 @@ class Fill:
 class CodeBlocks(Restorable):
     """Codes of `ParisKV` with one 16-bit log weight per key, in blocks of 256 tokens.
 
-    The interface of `kvindex.storage.BlockColumns`; a column is put together when it is asked for.
-    table: addresses of blocks, int64 `[B, S]`, 0 where there is none: the same tensor for as long
-    as `B` stays. unit: tokens that come and go together, 1 or 256; centered: whether blocks have
-    centers. Raises ValueError beyond `max_tokens`.
+    The interface of `kvindex.storage.columns.BlockColumns`; a column is put together when it is
+    asked for. table: addresses of blocks, int64 `[B, S]`, 0 where there is none: the same tensor
+    for as long as `B` stays. unit: tokens that come and go together, 1 or 256; centered: whether
+    blocks have centers. Raises ValueError beyond `max_tokens`.
     """
 
     def __init__(

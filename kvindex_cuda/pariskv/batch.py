@@ -20,8 +20,7 @@ from kvindex.core.resident import ResidentRows
 from kvindex.pariskv.config import ParisKVConfig
 from kvindex_cuda.memory.layout import BLOCK, Layout
 from kvindex_cuda.memory.row_cache import RowCache
-from kvindex_cuda.pariskv.base_step import State
-from kvindex_cuda.pariskv.device_state import put
+from kvindex_cuda.pariskv.device_state import State, put
 from kvindex_cuda.pariskv.dispatch import room_of
 from kvindex_cuda.pariskv.graph import Replays
 from kvindex_cuda.pariskv.hits import ordered_hits

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -12,7 +13,61 @@ from kvindex.core.protocol import Contents
 from kvindex.ops.block_layout import words_of
 from kvindex.ops.coarse import TIERS
 from kvindex_cuda.memory.layout import BLOCK
-from kvindex_cuda.pariskv.base_step import State
+from kvindex_cuda.memory.row_cache import RowCache
+
+
+@dataclass(frozen=True)
+class State:
+    """What a step reads of a layer, all on the device and at fixed addresses.
+
+    codes, rows: addresses of blocks, int64 `[B, S]` each; valid: bits of tokens, int32 `[B, S, 8]`;
+    length: int64 `[1]`, tokens in the index, or `[B]`, in that of each row of the batch; wanted,
+    counted: int32 `[B]`, candidates `C` and valid keys; weight_scale: float32 `[B, G]`; resident:
+    rows of sink and window `[B, G, W, D + Dv]`; resident_mask: uint8 `[B, W]`; resident_count:
+    int64 `[1]`, how many of the `W` there are, or `[B]`, as of `length`; row_bytes: of a row in a
+    block; codec: of those rows, a name of `kvindex.storage.codecs`; row_center: that they are codes
+    from, float32 `[B, G, D]`, or None for zeros; far: whether they lie on the host, which kernels
+    over latents alone are told; near: which of those blocks are on the device, uint8 `[B, S]`,
+    where they lie in two places; cache: of rows that were fetched from the host, as they lie;
+    wrong: int32 of one element, which a step sets to 1 where a query is not finite; regression: as
+    of `step_state.State`, where signs vote together; found_sum: int64 `[B, G]`, to which it adds
+    how many rows it found, or None.
+
+    Of log weights alone: largest: upper byte of a weight in full blocks, int32 `[B, G]`, which no
+    step reads. Of tiers alone: histogram: keys per centroid, int64 `[B, G, M, 256]`; tiers: keys
+    that bound each, int64 `[B, 6]`. Of an engine's pages alone (`paged_step`): sink: how many of a
+    sequence's first tokens are resident where any token is searched; resident rows lie in the
+    blocks of `rows` then, those of the window behind the `length` tokens searched; head_bytes: from
+    a KV head's rows of a block to the next one's; segments: numbers of those blocks among all
+    pages, int32 `[B, S]`, where the pages are on the host: then `cache` has a group for each KV
+    head, of all sequences' rows by their slots.
+    """
+
+    codes: Tensor
+    rows: Tensor
+    valid: Tensor
+    length: Tensor
+    wanted: Tensor
+    counted: Tensor
+    weight_scale: Tensor
+    resident: Tensor
+    resident_mask: Tensor
+    resident_count: Tensor
+    row_bytes: int
+    codec: str = "plain"
+    row_center: Tensor | None = None
+    far: bool = False
+    near: Tensor | None = None
+    cache: RowCache | None = None
+    wrong: Tensor | None = None
+    largest: Tensor | None = None
+    regression: Tensor | None = None
+    histogram: Tensor | None = None
+    tiers: Tensor | None = None
+    found_sum: Tensor | None = None
+    sink: int | None = None
+    head_bytes: int | None = None
+    segments: Tensor | None = None
 
 
 def opened(geometry: Geometry, table: Tensor, contents: Contents) -> State:

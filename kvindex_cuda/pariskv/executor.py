@@ -3,73 +3,43 @@
 What a search reads lies at fixed addresses and is updated in place as tokens come and go; what it
 writes on the way are buffers made once, its results are new each time. So a search that was
 captured in a CUDA graph can be replayed while the index grows. Longer than most files: what a
-search reads, who updates it and when it is made anew are one matter.
+search reads, who updates it and when it is made anew are one matter. What an append writes is in
+`append.py`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvindex.core.geometry import Geometry
-from kvindex.core.protocol import UNUSED, Attended, Codes, Contents, Hits, Rows
+from kvindex.core.protocol import UNUSED, Attended, Contents, Hits, Rows
 from kvindex.core.resident import ResidentRows
 from kvindex.pariskv.config import ParisKVConfig
 from kvindex.storage.store import AddressedRows, CenteredRows, PlacedRows
-from kvindex_cuda.memory.code_blocks import CodeBlocks, Fill
+from kvindex_cuda.memory.code_blocks import CodeBlocks
 from kvindex_cuda.memory.layout import BLOCK
 from kvindex_cuda.memory.row_cache import RowCache
-from kvindex_cuda.pariskv.base_step import State
+from kvindex_cuda.pariskv.append import AppendedCodes
 from kvindex_cuda.pariskv.batch import BatchRow, ParisKVBatch
-from kvindex_cuda.pariskv.device_state import opened, put, put_tiers, put_valid
+from kvindex_cuda.pariskv.device_state import State, opened, put, put_tiers, put_valid
 from kvindex_cuda.pariskv.dispatch import kind_of, layout_of, room_of, unreadable
 from kvindex_cuda.pariskv.encode import Encoder, encoder_of
 from kvindex_cuda.pariskv.graph import Replay, Replays
 from kvindex_cuda.pariskv.hits import ordered_hits
-from kvindex_cuda.pariskv.shared_step import SharedStep, capturing, shared, with_headroom
+from kvindex_cuda.pariskv.shared_step import Use, capturing, shared, with_headroom
 from kvindex_cuda.pariskv.stage_token import load_stage_token, stage_token
 from kvindex_cuda.pariskv.update_state import update_state
 
 
-@dataclass
-class _Use:
-    """A step, and what an index asks of it: wanted int32 `[B]`, never more than it has room for.
-
-    places: `0` to `k - 1`; captured: whether a graph holds it, so that it must
-    stay; need: what it must have room for now; reads: what it read last beside a `ResidentRows`,
-    and of what that was made.
-    """
-
-    step: SharedStep
-    wanted: Tensor
-    places: Tensor
-    captured: bool = False
-    need: int = 0
-    reads: tuple[tuple[object, ...], State] | None = None
-
-    def want(self, candidates: list[int], need: int) -> list[int]:
-        """Have so many candidates asked for, of each row of the batch, for which room is needed.
-
-        Gives what `wanted` must then hold.
-        """
-        self.need = need
-        return [min(each, self.step.most) for each in candidates]
-
-    @property
-    def outgrown(self) -> bool:
-        """Whether there is room for fewer than that."""
-        return self.need > self.step.most
-
-
-class ParisKVExecutor:
+class ParisKVExecutor(AppendedCodes):
     """`ParisKV` on its kernels: a `kvindex.core.protocol.Executor`.
 
-    codes: full blocks, which take the place of the index's columns; encoder: append's kernel, where
-    it serves it; kind: of the step (`dispatch.STEPS`). cache: of rows that `attend` fetched from
-    the host; `search` fetches none. The open block follows the full ones, where `update` writes it.
+    codes, encoder: as of `AppendedCodes`; kind: of the step (`dispatch.STEPS`). cache: of rows that
+    `attend` fetched from the host; `search` fetches none.
     """
 
     _contents: Contents  # since the first `update`
@@ -82,9 +52,8 @@ class ParisKVExecutor:
         codes: CodeBlocks,
         encoder: Encoder | None,
     ) -> None:
+        super().__init__(codes, encoder)
         self._geometry, self._config, self._kind = geometry, config, kind
-        self.codes, self._layout, self._encode = codes, codes.layout, encoder
-        self._opened: object = None  # what the open block was made of
         self._store: object = None
         self._rows: AddressedRows | None = None  # the store's, where kernels read them
         self._centered: CenteredRows | None = None  # the same, where it may have a center
@@ -96,16 +65,6 @@ class ParisKVExecutor:
     def length(self) -> Tensor | None:
         """As `Executor.length`."""
         return None if self._state is None else self._state.length
-
-    @property
-    def encodes(self) -> bool:
-        """As `Executor.encodes`."""
-        return self._encode is not None
-
-    @property
-    def appends_async(self) -> bool:
-        """As `Executor.appends_async`."""
-        return self.encodes
 
     @property
     def attends(self) -> bool:
@@ -129,7 +88,7 @@ class ParisKVExecutor:
     def cleared(self) -> None:
         """Everything was forgotten."""
         self._state: State | None = None
-        self._uses: list[_Use] = []  # of each k the newest one last
+        self._uses: list[Use] = []  # of each k the newest one last
         self.cache: RowCache | None = None
         self._regression: object = None  # that the state has
         self._length = self._read = 0  # tokens; blocks whose largest weight the state has
@@ -168,53 +127,11 @@ class ParisKVExecutor:
             self._rows = store
             self._centered = store if isinstance(store, CenteredRows) else None
 
-    def _put_open(self, contents: Contents) -> None:
-        """Write the codes of the open block, if there is one and it has changed."""
-        start, opened = len(self.codes), contents.opened
-        if start == contents.length or opened is self._opened:
-            return
-        self.codes.reserve_open(len(contents.counts))
-        if self._encode:
-            valid = None if contents.valid is None else contents.valid[:, start:]
-            self._encode(opened["open_keys"], self.codes.table, first=start // BLOCK, valid=valid)
-        else:
-            self.codes.put_open(opened)
-        self._opened = opened
-
     def _over(self, codes: object) -> ParisKVExecutor:
         """The same, of codes that were reordered, expanded or copied."""
         if not isinstance(codes, CodeBlocks):
             raise TypeError(f"codes: got {type(codes).__name__}, allowed is CodeBlocks")
         return ParisKVExecutor(self._geometry, self._config, self._kind, codes, self._encode)
-
-    def prepare(
-        self, keys: Tensor, valid: Tensor | None, *, beyond: int, wrong: Tensor | None = None
-    ) -> Fill:
-        """As `Executor.prepare`. Raises RuntimeError unless it `encodes`."""
-        encode, held = self._encode, len(self.codes)
-        if encode is None:
-            raise RuntimeError("prepare: got codes that no kernel writes, allowed if it `encodes`")
-
-        def write(table: Tensor) -> None:
-            opened, self._opened = self._opened, None  # these come in its place
-            try:
-                encode(keys, table, first=held // BLOCK, valid=valid, wrong=wrong)
-            except Exception:  # nothing was launched
-                self._opened = opened
-                raise
-
-        fill = Fill(keys.shape[0], keys.shape[2], write, self._length > held, beyond)
-        self.codes.reserve(fill)
-        self.codes.write(fill)  # beyond the last token, where nobody looks
-        return fill
-
-    def encoded(self, keys: Tensor, valid: Tensor | None) -> Codes | None:
-        """As `Executor.encoded`: none, for they are written where they lie."""
-        return None
-
-    def discard(self) -> None:
-        """As `Executor.discard`."""
-        self.codes.forget()
 
     def warm_up(self, k: int, tokens: int) -> None:
         """As `Executor.warm_up`."""
@@ -324,16 +241,7 @@ class ParisKVExecutor:
         state, rows = self._opened_state(), self._rows
         assert rows is not None
         rows.wait()
-        state = replace(
-            state,
-            rows=rows.table,
-            near=rows.near if isinstance(rows, PlacedRows) else None,
-            row_bytes=rows.row_bytes,
-            codec=rows.row_codec,
-            row_center=self._centered.center if self._centered is not None else None,
-            far=rows.far,
-            wrong=wrong,
-        )
+        state = replace(state, wrong=wrong, **self._places(rows))
         return BatchRow(
             state=state,
             tokens=self._length,
@@ -352,39 +260,45 @@ class ParisKVExecutor:
             return None
         return self._replays.of(use.step, self._reads(use, resident, wrong))
 
-    def _reads(self, use: _Use, resident: ResidentRows, wrong: Tensor | None) -> State:
+    def _reads(self, use: Use, resident: ResidentRows, wrong: Tensor | None) -> State:
         """What a step reads: the same object for as long as that stays the same."""
         rows = self._rows
         assert rows is not None
-        table = rows.table
         center = self._centered.center if self._centered is not None else None
-        made_of = self._state, resident, wrong, table, center, self.cache
+        made_of = self._state, resident, wrong, rows.table, center, self.cache
         if use.reads is None or any(
             old is not new for old, new in zip(use.reads[0], made_of, strict=True)
         ):
             assert self._state is not None
-            near = rows.near if isinstance(rows, PlacedRows) else None
             state = replace(
                 self._state,
                 wanted=use.wanted,
-                rows=table.contiguous(),  # a view's is not
-                near=near if near is None else near.contiguous(),
-                row_bytes=rows.row_bytes,
-                codec=rows.row_codec,
-                row_center=center if center is None else center.contiguous(),
-                far=rows.far,
                 cache=self.cache,
                 resident=resident.rows,
                 resident_mask=resident.mask,
                 resident_count=resident.count,
                 wrong=wrong,
+                **self._places(rows),
             )
             use.reads = made_of, state
         return use.reads[1]
 
+    def _places(self, rows: AddressedRows) -> dict[str, Any]:
+        """Of a `State`, where rows are and how they are kept; a view's tables are copied."""
+        near = rows.near if isinstance(rows, PlacedRows) else None
+        center = self._centered.center if self._centered is not None else None
+        return dict(
+            rows=rows.table.contiguous(),
+            near=None if near is None else near.contiguous(),
+            row_bytes=rows.row_bytes,
+            codec=rows.row_codec,
+            row_center=None if center is None else center.contiguous(),
+            far=rows.far,
+        )
+
     def _ready(
         self, k: int, resident: ResidentRows | None = None, wrong: Tensor | None = None
-    ) -> tuple[_Use, State]:
+    ) -> tuple[Use, State]:
         """A step with room enough, its turn, and what it reads, to attend if there is a `resident`.
 
         Its results are the caller's: buffers are shared by all layers, these are new each time.
@@ -401,7 +315,7 @@ class ParisKVExecutor:
             return use, self._reads(use, resident, wrong)
         return use, replace(self._state, wanted=use.wanted)
 
-    def _with_room(self, k: int) -> _Use:
+    def _with_room(self, k: int) -> Use:
         """The newest step for `k` rows, or a new one where that has too little room."""
         use = self._newest(k)
         if use is not None and not use.outgrown:
@@ -414,7 +328,7 @@ class ParisKVExecutor:
         promised = self._room(k, self._promised) if self._promised else 0
         return self._begin(k, max(with_headroom(self._need(k)), promised))
 
-    def _begin(self, k: int, most: int) -> _Use:
+    def _begin(self, k: int, most: int) -> Use:
         """A step for `k` rows with room for `most`, from here on the newest."""
         self._opened_state()
         self._begin_cache()
@@ -422,7 +336,7 @@ class ParisKVExecutor:
         sizes: dict[str, Any] = dict(batch=batch, blocks=blocks, k=k, most=max(most, 1))
         step = shared(self._geometry, self._layout, self._kind, self._config, **sizes)
         wanted = torch.zeros(batch, dtype=torch.int32, device=device)
-        use = _Use(step, wanted, torch.arange(k, device=device))
+        use = Use(step, wanted, torch.arange(k, device=device))
         put(wanted, use.want(self._candidates(k), self._need(k)))
         self._uses = [*(u for u in self._uses if u.captured or u.step.k != k), use]
         return use
@@ -451,7 +365,7 @@ class ParisKVExecutor:
         """What a step for `k` rows must have room for now."""
         return room_of(self._kind, self._length, max(self._candidates(k)))
 
-    def _newest(self, k: int) -> _Use | None:
+    def _newest(self, k: int) -> Use | None:
         return next((use for use in reversed(self._uses) if use.step.k == k), None)
 
     def _update(self, state: State, first: int) -> None:

@@ -1,8 +1,8 @@
 """A step of an index as a graph: captured once, replayed for every token after it.
 
-What a step reads is at fixed addresses and updated in place (`fused.py`), so that one graph serves
-a layer for as long as these stay. Queries are copied to where it reads them, and its results from
-where it writes them: buffers that all layers share, as they share those of a step.
+What a step reads is at fixed addresses and updated in place (`executor.py`), so that one graph
+serves a layer for as long as these stay. Queries are copied to where it reads them, and its results
+from where it writes them: buffers that all layers share, as they share those of a step.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kvindex.core.graphs import GRAPHS
-from kvindex_cuda.pariskv.base_step import State
+from kvindex_cuda.pariskv.device_state import State
 from kvindex_cuda.pariskv.shared_step import SharedStep
 
 WARM = 2

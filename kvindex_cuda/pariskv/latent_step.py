@@ -20,7 +20,8 @@ from kvindex.ops import codes as reference
 from kvindex.ops import priority
 from kvindex.ops.step_votes import SAMPLED
 from kvindex_cuda.memory.layout import BLOCK, Layout
-from kvindex_cuda.pariskv.base_step import COUNTERS, State
+from kvindex_cuda.pariskv.base_step import COUNTERS
+from kvindex_cuda.pariskv.device_state import State
 from kvindex_cuda.pariskv.step import Step
 from kvindex_cuda.runtime.constants import (
     APART,

@@ -28,7 +28,8 @@ from kvindex_cuda.memory.arena import Arena
 from kvindex_cuda.memory.layout import BLOCK, Layout
 from kvindex_cuda.memory.pages import PagedLayout, PagedSubspaceLayout, Pages
 from kvindex_cuda.memory.row_cache import RowCache
-from kvindex_cuda.pariskv.base_step import BaseStep, State
+from kvindex_cuda.pariskv.base_step import BaseStep
+from kvindex_cuda.pariskv.device_state import State
 from kvindex_cuda.pariskv.dispatch import (
     STEPS,
     kind_of,

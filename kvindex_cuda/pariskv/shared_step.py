@@ -1,7 +1,8 @@
-"""Buffers of steps that all indexes of a shape share, one after another."""
+"""Buffers of steps that all indexes of a shape share, one after another; what each asks of them."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -12,6 +13,7 @@ from kvindex.core.geometry import Geometry
 from kvindex.core.streams import raw_stream
 from kvindex_cuda.memory.layout import Layout
 from kvindex_cuda.pariskv.base_step import BaseStep
+from kvindex_cuda.pariskv.device_state import State
 from kvindex_cuda.pariskv.dispatch import options_of
 from kvindex_cuda.pariskv.latent_step import LatentStep
 from kvindex_cuda.pariskv.step import Step
@@ -64,6 +66,36 @@ class SharedStep(BaseStep):
         return output, lse, words.as_strided((B, G), (G, 1), start)
 
 
+@dataclass
+class Use:
+    """A step, and what an index asks of it: wanted int32 `[B]`, never more than it has room for.
+
+    places: `0` to `k - 1`; captured: whether a graph holds it, so that it must
+    stay; need: what it must have room for now; reads: what it read last beside a `ResidentRows`,
+    and of what that was made.
+    """
+
+    step: SharedStep
+    wanted: Tensor
+    places: Tensor
+    captured: bool = False
+    need: int = 0
+    reads: tuple[tuple[object, ...], State] | None = None
+
+    def want(self, candidates: list[int], need: int) -> list[int]:
+        """Have so many candidates asked for, of each row of the batch, for which room is needed.
+
+        Gives what `wanted` must then hold.
+        """
+        self.need = need
+        return [min(each, self.step.most) for each in candidates]
+
+    @property
+    def outgrown(self) -> bool:
+        """Whether there is room for fewer than that."""
+        return self.need > self.step.most
+
+
 class _Votes(SharedStep, Step):
     """`Step`, shared."""
 
@@ -77,7 +109,7 @@ class _Latents(SharedStep, LatentStep):
 
 
 SHARED: dict[str, type[SharedStep]] = dict(votes=_Votes, tiers=_Table, latents=_Latents)
-"""By kind (`serving.kind_of`)."""
+"""By kind (`dispatch.kind_of`)."""
 
 _alive: WeakValueDictionary[tuple[Any, ...], SharedStep] = WeakValueDictionary()
 

@@ -21,7 +21,8 @@ from kvindex.ops import codes as reference
 from kvindex.ops import priority, transform
 from kvindex.ops.step_votes import PLANES
 from kvindex_cuda.memory.layout import Layout
-from kvindex_cuda.pariskv.base_step import BaseStep, State
+from kvindex_cuda.pariskv.base_step import BaseStep
+from kvindex_cuda.pariskv.device_state import State
 from kvindex_cuda.runtime.constants import SAMPLED, SCAN_STAGES, SCAN_WARPS
 from kvindex_cuda.runtime.launch import launch
 

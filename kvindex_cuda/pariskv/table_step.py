@@ -20,7 +20,8 @@ from kvindex.ops import codes as reference
 from kvindex.ops import transform
 from kvindex.ops.codes import SUBSPACE
 from kvindex_cuda.memory.layout import SubspaceLayout
-from kvindex_cuda.pariskv.base_step import BaseStep, State
+from kvindex_cuda.pariskv.base_step import BaseStep
+from kvindex_cuda.pariskv.device_state import State
 from kvindex_cuda.runtime.constants import CHUNK, PIECES, POINTS
 from kvindex_cuda.runtime.launch import launch
 

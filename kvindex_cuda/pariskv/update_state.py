@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from kvindex_cuda.memory.layout import BLOCK, Layout, SubspaceLayout
-from kvindex_cuda.pariskv.base_step import State
+from kvindex_cuda.pariskv.device_state import State
 from kvindex_cuda.runtime.arguments import of_shape, of_type
 from kvindex_cuda.runtime.constants import UPDATE_THREADS
 from kvindex_cuda.runtime.launch import launch

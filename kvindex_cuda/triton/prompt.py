@@ -10,7 +10,7 @@ from kvindex_cuda.triton.kernels import attention
 from kvindex_cuda.triton.operands import DTYPES, Tile, gapless, launch, shaped
 
 PAGE = 256
-"""Tokens of a page, as of `kvindex_cuda.memory.BlockStore`."""
+"""Tokens of a page, as of `kvindex_cuda.memory.block_store.BlockStore`."""
 
 TILE = Tile(rows=64, columns=64, warps=4, stages=2)
 """Pairs of token and head that a program has, and rows that it reads at once."""

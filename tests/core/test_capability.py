@@ -37,8 +37,7 @@ CLASSES = {
 CAPABILITIES = [
     found
     for found in vars(protocol).values()
-    if getattr(found, "_is_runtime_protocol", False) and found.__module__ == protocol.__name__
-    if found is not protocol.KVIndex
+    if getattr(found, "_is_runtime_protocol", False) and found is not protocol.KVIndex
 ]
 ONLY_ITS_OWN = {
     ("reuse", ObservesQueries),

@@ -19,7 +19,7 @@ from kvindex.ops.decode_step import Draw, Prepared, Scanned, Selected
 from kvindex.ops.step_state import BINS, BUCKETS, EMPTY, Reranked, State
 from kvindex.ops.step_votes import SAMPLED
 from kvindex.ops.table_step import PIECES, POINTS, Candidates, QueryTable, Voted
-from kvindex_cuda.pariskv import base_step
+from kvindex_cuda.pariskv import base_step, device_state
 from kvindex_cuda.runtime.constants import EDGE
 
 
@@ -212,7 +212,7 @@ def places_of_subspaces(group: int, D: int) -> Tensor:
     return ((h // 4 * steps + b // 2) * 32 + lane) * 4 + part * 2 + j % 2
 
 
-def addressed(state: State, device: str) -> tuple[base_step.State, Tensor, object]:
+def addressed(state: State, device: str) -> tuple[device_state.State, Tensor, object]:
     """The state as kernels read it, in which blocks are addresses; its flag; what it refers to."""
 
     def table(blocks: Tensor) -> Tensor:
@@ -226,5 +226,5 @@ def addressed(state: State, device: str) -> tuple[base_step.State, Tensor, objec
     }
     tables = {name: table(moved[name]) for name in ("codes", "rows")}
     wrong = torch.zeros((), dtype=torch.int32, device=device)
-    whole = base_step.State(**moved | tables, row_bytes=state.row_bytes, wrong=wrong)
+    whole = device_state.State(**moved | tables, row_bytes=state.row_bytes, wrong=wrong)
     return whole, wrong, moved

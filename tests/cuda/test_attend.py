@@ -17,7 +17,7 @@ from kvindex_cuda.memory.block_store import BlockStore
 from kvindex_cuda.memory.layout import Layout
 from kvindex_cuda.memory.row_cache import RowCache
 from kvindex_cuda.memory.slab_pool import DeviceAllocator
-from kvindex_cuda.pariskv.base_step import State
+from kvindex_cuda.pariskv.device_state import State
 from kvindex_cuda.pariskv.step import Step
 from tests.cuda import emulator
 from tests.cuda.test_step import DEVICES

@@ -15,7 +15,7 @@ from kvindex.ops.attention import attend
 from kvindex.ops.block_layout import words_of
 from kvindex_cuda.memory.layout import BLOCK, Layout
 from kvindex_cuda.memory.row_cache import RowCache
-from kvindex_cuda.pariskv.base_step import State
+from kvindex_cuda.pariskv.device_state import State
 from kvindex_cuda.pariskv.dispatch import STEPS, kind_of, layout_of, options_of, room_of
 from kvindex_cuda.pariskv.step import Step
 from kvindex_cuda.runtime.constants import BINS

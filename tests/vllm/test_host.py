@@ -61,16 +61,16 @@ def test_options():
 
 def test_what_the_host_does_not_serve_is_refused():
     fine = dict(prefix_match_unit=None, use_ubatching=False, enable_sleep_mode=False)
-    unsupported.check_host(engine(**fine), None)
-    unsupported.check_host(engine(**{**fine, "prefix_match_unit": 256}), None)
-    for other, window, said in (
-        (fine, 128, "rows: got host, and sliding layers, allowed is device"),
-        ({**fine, "prefix_match_unit": 64}, None, "prefix_match_unit: got 64"),
-        ({**fine, "use_ubatching": True}, None, "use_ubatching: got True"),
-        ({**fine, "enable_sleep_mode": True}, None, "enable_sleep_mode: got True"),
+    unsupported.check_host(engine(**fine), sliding=False)
+    unsupported.check_host(engine(**{**fine, "prefix_match_unit": 256}), sliding=False)
+    for other, sliding, said in (
+        (fine, True, "rows: got host, and sliding layers, allowed is device"),
+        ({**fine, "prefix_match_unit": 64}, False, "prefix_match_unit: got 64"),
+        ({**fine, "use_ubatching": True}, False, "use_ubatching: got True"),
+        ({**fine, "enable_sleep_mode": True}, False, "enable_sleep_mode: got True"),
     ):
         with pytest.raises(ValueError, match=f"kvindex: {said}"):
-            unsupported.check_host(engine(**other), window)
+            unsupported.check_host(engine(**other), sliding=sliding)
     with pytest.raises(ValueError, match="rows: got host, allowed is 'device' on a CPU"):
         unsupported.check_device("host")
     with pytest.raises(ValueError, match="kvindex: no room; say num_gpu_blocks_override"):

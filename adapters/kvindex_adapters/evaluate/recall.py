@@ -1,4 +1,4 @@
-"""Recall and attention coverage of an index on captured keys, and whether its estimates hold."""
+"""Recall and attention coverage of an index on captured keys."""
 
 from __future__ import annotations
 
@@ -36,19 +36,6 @@ class Recall:
     coverage_true: Tensor
 
 
-@dataclass(frozen=True)
-class Certified:
-    """Searches with a `coverage`, per layer, query head and query, float64 `[L, H, T]`.
-
-    believed: `Hits.coverage`; true: that share of the hits over the rows of the index;
-    rows: number of hits.
-    """
-
-    believed: Tensor
-    true: Tensor
-    rows: Tensor
-
-
 def measure(
     layers: Sequence[Captured], index: str, *, k: int, prompt: int, first: int | None = None
 ) -> Recall:
@@ -71,22 +58,6 @@ def measure(
         )
         measured.append([part.mean(0).cpu() for part in parts])
     return Recall(*(torch.stack(part) for part in zip(*measured, strict=True)))
-
-
-def certify(
-    layers: Sequence[Captured], index: str, *, k: int, coverage: float, prompt: int
-) -> Certified:
-    """As `measure`, with searches that stop at an estimated `coverage`."""
-    measured = []
-    for layer in layers:
-        expanded, queries, scores = _prepare(layer, index, prompt, None)
-        hits = expanded.search(queries, k=k, coverage=coverage)
-        assert hits.coverage is not None
-        share = (scores.double() * layer.scale).softmax(-1)
-        true = (share * _flags(hits.ids, scores)).sum(-1)
-        rows = (hits.ids >= 0).sum(-1)
-        measured.append([part.double().mT.cpu() for part in (hits.coverage, true, rows)])
-    return Certified(*(torch.stack(part) for part in zip(*measured, strict=True)))
 
 
 def bytes_per_key(index: str, head_dim: int) -> dict[str, float]:

@@ -13,7 +13,6 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvindex.core.protocol import KVIndex
 from kvindex_adapters.hf.attachment import claimed
-from kvindex_adapters.hf.cache import check_dense
 from kvindex_adapters.hf.layer_options import IndexFactory, LayerOptions, Ropes
 from kvindex_adapters.hf.model_info import find_decoder, layer_geometry
 from kvindex_adapters.hf.model_patch import IMPLEMENTATION, subclassed
@@ -22,7 +21,12 @@ from kvindex_adapters.hf.paged_model import BatchedModel, check_paged_model, own
 from kvindex_adapters.hf.paged_step import Step
 from kvindex_adapters.hf.report import Report
 from kvindex_adapters.hf.rotary import rotary_frequencies
-from kvindex_adapters.hf.unsupported import UnsupportedError, check_model, has_full_attention
+from kvindex_adapters.hf.unsupported import (
+    UnsupportedError,
+    check_dense,
+    check_model,
+    has_full_attention,
+)
 
 
 class Batching:

@@ -11,7 +11,7 @@ Longer than most files: what changes a cache, each for all layers or for none.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import replace
@@ -35,7 +35,7 @@ from kvindex_adapters.hf.report import Report, sum_up
 from kvindex_adapters.hf.saving import load_cache, save_cache
 from kvindex_adapters.hf.sliding import Ring, SlidingLayer
 from kvindex_adapters.hf.token_graph import TokenGraph
-from kvindex_adapters.hf.unsupported import UnsupportedError, has_full_attention
+from kvindex_adapters.hf.unsupported import UnsupportedError, check_dense, has_full_attention
 
 
 class IndexCache(DynamicCache):
@@ -368,30 +368,6 @@ class IndexCache(DynamicCache):
 
     def _rolled(self) -> list[Ring]:
         return [ring for layer in self.sliding() if (ring := layer.ring) is not None]
-
-
-def check_dense(
-    dense_layers: Any, layers: int, full: list[int], sharing: Mapping[int, int]
-) -> None:
-    """Raises ValueError for what are no layers, or all of those with full attention, `full`.
-
-    sharing: layers without keys of their own, which are dense where those are that have them.
-    """
-    if not isinstance(dense_layers, Collection):
-        raise ValueError(f"dense_layers: got {dense_layers!r}, allowed is a tuple of layer numbers")
-    for number in dense_layers:
-        if not isinstance(number, int) or isinstance(number, bool) or not 0 <= number < layers:
-            raise ValueError(f"dense_layers: got {number!r}, allowed are 0 to {layers - 1}")
-        if sharing.get(number) in set(full) - set(dense_layers):
-            raise ValueError(
-                f"dense_layers: got {number}, which attends to the keys of {sharing[number]}; "
-                f"allowed is {sharing[number]}, for both"
-            )
-    if set(full) <= set(dense_layers):
-        raise ValueError(
-            f"dense_layers: got {list(dense_layers)}, which leaves no layer to index; allowed is "
-            f"all but one of the full-attention layers {full}"
-        )
 
 
 def _checkpoint(layer: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -134,6 +135,30 @@ def _values(config: Any, name: str) -> list[Any]:
     """Values of a field in a configuration, or in those of its layers; without None."""
     values = [getattr(layer, name, None) for layer in layer_configs(config)]
     return [value for value in values if value is not None]
+
+
+def check_dense(
+    dense_layers: Any, layers: int, full: list[int], sharing: Mapping[int, int]
+) -> None:
+    """Raises ValueError for what are no layers, or all of those with full attention, `full`.
+
+    sharing: layers without keys of their own, which are dense where those are that have them.
+    """
+    if not isinstance(dense_layers, Collection):
+        raise ValueError(f"dense_layers: got {dense_layers!r}, allowed is a tuple of layer numbers")
+    for number in dense_layers:
+        if not isinstance(number, int) or isinstance(number, bool) or not 0 <= number < layers:
+            raise ValueError(f"dense_layers: got {number!r}, allowed are 0 to {layers - 1}")
+        if sharing.get(number) in set(full) - set(dense_layers):
+            raise ValueError(
+                f"dense_layers: got {number}, which attends to the keys of {sharing[number]}; "
+                f"allowed is {sharing[number]}, for both"
+            )
+    if set(full) <= set(dense_layers):
+        raise ValueError(
+            f"dense_layers: got {list(dense_layers)}, which leaves no layer to index; allowed is "
+            f"all but one of the full-attention layers {full}"
+        )
 
 
 def assisted(config: Any, options: dict[str, Any]) -> str | None:

@@ -54,56 +54,17 @@ class SearchingBuilder(CPUAttentionMetadataBuilder):
 class SearchingAttention(CPUAttentionBackendImpl):
     """One layer: a sliding one as vLLM's own, a full one over rows and codes in plain torch."""
 
-    def __init__(
-        self,
-        num_heads: int,
-        head_size: int,
-        scale: float,
-        num_kv_heads: int,
-        alibi_slopes: list[float] | None = None,
-        sliding_window: int | None = None,
-        kv_cache_dtype: str = "auto",
-        logits_soft_cap: float | None = None,
-        attn_type: str = "decoder",
-        kv_sharing_target_layer_name: str | None = None,
-        sinks: Tensor | None = None,
-    ) -> None:
-        super().__init__(
-            num_heads,
-            head_size,
-            scale,
-            num_kv_heads,
-            alibi_slopes,
-            sliding_window,
-            kv_cache_dtype,
-            logits_soft_cap,
-            attn_type,
-            kv_sharing_target_layer_name,
-            sinks,
-        )
+    def __init__(self, *given: Any, **named: Any) -> None:
+        super().__init__(*given, **named)
         config = get_current_vllm_config()
-        geometry = geometry_of(
-            config,
-            torch.device("cpu"),
-            num_heads=num_heads,
-            num_kv_heads=num_kv_heads,
-            head_size=head_size,
-            scale=scale,
-            logits_soft_cap=logits_soft_cap,
-            sliding_window=sliding_window,
-            attn_type=attn_type,
-            alibi_slopes=alibi_slopes,
-            sinks=sinks,
-            kv_sharing_target_layer_name=kv_sharing_target_layer_name,
-            kv_cache_dtype=kv_cache_dtype,
-        )
+        geometry = geometry_of(config, torch.device("cpu"), *given, **named)
         if geometry is None:
             return
         options = options_of(config)
         assert options is not None  # or vLLM's own class would be here
         check_device(options.rows)
         self.paged = PagedAttention.of(options, geometry)
-        self.codes = CodesLayer(config, num_kv_heads, self.paged.layout.head_bytes)
+        self.codes = CodesLayer(config, geometry.kv_heads, self.paged.layout.head_bytes)
         logger.info_once("kvindex: %s", self.paged.explain())
 
     @property

@@ -43,25 +43,37 @@ def options_of(config: VllmConfig) -> Options | None:
 def geometry_of(
     config: VllmConfig,
     device: torch.device,
-    *,
     num_heads: int,
-    num_kv_heads: int,
     head_size: int,
     scale: float,
-    logits_soft_cap: float | None,
-    sliding_window: int | None,
-    **needs: Any,
+    num_kv_heads: int,
+    alibi_slopes: list[float] | None = None,
+    sliding_window: int | None = None,
+    kv_cache_dtype: str = "auto",
+    logits_soft_cap: float | None = None,
+    attn_type: str = "decoder",
+    kv_sharing_target_layer_name: str | None = None,
+    sinks: Tensor | None = None,
+    **others: Any,
 ) -> Geometry | None:
-    """Of a layer that searches, None for a sliding one; in vLLM's words.
+    """Of a layer that searches, None for a sliding one.
 
-    needs: as of `check_layer`. Raises ValueError for what is not served.
+    After the device come the arguments of vLLM's `AttentionImpl`, as vLLM gives them; others: what
+    a version of it adds, of which its own class knows. Raises ValueError for what is not served.
     """
     check_engine(config)
     if sliding_window is not None:
         check_sliding(config)
         return None
     dtype = config.model_config.dtype
-    check_layer(**needs, dtype=dtype)
+    check_layer(
+        attn_type=attn_type,
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
+        kv_sharing_target_layer_name=kv_sharing_target_layer_name,
+        kv_cache_dtype=kv_cache_dtype,
+        dtype=dtype,
+    )
     return Geometry.of(
         q_heads=num_heads,
         kv_heads=num_kv_heads,

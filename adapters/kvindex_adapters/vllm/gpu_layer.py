@@ -29,63 +29,24 @@ from kvindex_cuda.pariskv.paged_step import unserved
 class SearchingFlashAttention(FlashAttentionImpl):
     """One layer: vLLM's own but for decoded tokens of a full one."""
 
-    def __init__(
-        self,
-        num_heads: int,
-        head_size: int,
-        scale: float,
-        num_kv_heads: int,
-        alibi_slopes: list[float] | None = None,
-        sliding_window: int | None = None,
-        kv_cache_dtype: str = "auto",
-        logits_soft_cap: float | None = None,
-        attn_type: str = "decoder",
-        kv_sharing_target_layer_name: str | None = None,
-        sinks: Tensor | None = None,
-        **others: Any,
-    ) -> None:
-        super().__init__(
-            num_heads,
-            head_size,
-            scale,
-            num_kv_heads,
-            alibi_slopes,
-            sliding_window,
-            kv_cache_dtype,
-            logits_soft_cap,
-            attn_type,
-            kv_sharing_target_layer_name,
-            sinks,
-            **others,
-        )
+    def __init__(self, *given: Any, **named: Any) -> None:
+        super().__init__(*given, **named)
         config = get_current_vllm_config()
+        device = torch.device(config.device_config.device or "cuda")
         self.host: HostRows | None = None
-        self.geometry = geometry_of(
-            config,
-            torch.device(config.device_config.device or "cuda"),
-            num_heads=num_heads,
-            num_kv_heads=num_kv_heads,
-            head_size=head_size,
-            scale=scale,
-            logits_soft_cap=logits_soft_cap,
-            sliding_window=sliding_window,
-            attn_type=attn_type,
-            alibi_slopes=alibi_slopes,
-            sinks=sinks,
-            kv_sharing_target_layer_name=kv_sharing_target_layer_name,
-            kv_cache_dtype=kv_cache_dtype,
-        )
+        self.geometry = geometry_of(config, device, *given, **named)
         options = options_of(config)
         assert options is not None  # or vLLM's own class would be here
         if options.rows == "host":
-            check_host(config, sliding_window)
+            check_host(config, sliding=self.geometry is None)
         if self.geometry is None:
             return
         kvindex_cuda.ready(self.geometry.device)
         # vLLM makes layers with a model's dtype and device as torch's defaults
         why = in_plain_torch(unserved)(options.config, self.geometry)
         check_searched(why, options.local_window)
-        self.codes = CodesLayer(config, num_kv_heads, options.layout(head_size).head_bytes)
+        record_bytes = options.layout(self.geometry.head_dim).head_bytes
+        self.codes = CodesLayer(config, self.geometry.kv_heads, record_bytes)
         self.context = config.compilation_config.static_forward_context
         if options.rows == "host":
             self.host = self.codes.host = host_of(config, self.geometry, options)

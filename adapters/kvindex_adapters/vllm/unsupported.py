@@ -97,8 +97,8 @@ def check_searched(why: str | None, local_window: int) -> None:
     )
 
 
-def check_host(config: Any, sliding_window: int | None) -> None:
-    """Raises ValueError for a layer of an engine whose rows cannot lie on the host."""
+def check_host(config: Any, *, sliding: bool) -> None:
+    """Raises ValueError for a layer, sliding or not, whose rows cannot lie on the host."""
     cache, parallel = config.cache_config, config.parallel_config
     sleeps = config.model_config.enable_sleep_mode
     unit = cache.prefix_match_unit
@@ -107,7 +107,7 @@ def check_host(config: Any, sliding_window: int | None) -> None:
         (
             "rows",
             "host, and sliding layers",
-            sliding_window is None,
+            not sliding,
             "device for a model with sliding layers: their pages would be of another size",
         ),
         ("prefix_match_unit", unit, unit in (None, cache.block_size), one),

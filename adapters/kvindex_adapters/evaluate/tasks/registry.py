@@ -47,9 +47,7 @@ def register(task: Task) -> None:
     _TASKS[task.name] = task
 
 
-def task(
-    name: str, asks: str, *, least: int = 1, missing: Missing = lambda: None
-) -> Callable[[Write], Write]:
+def task(name: str, asks: str, *, least: int = 1) -> Callable[[Write], Write]:
     """Register a function that writes drafts; the text is as long as the tokens allow.
 
     asks: what the task asks, in a line; least: pieces of the shortest text.
@@ -66,7 +64,7 @@ def task(
             pieces = most_pieces(length, tokens, least=least)
             return encode(tokenizer, draft(pieces), task=name, seed=seed)
 
-        register(Task(name, asks, make, missing))
+        register(Task(name, asks, make))
         return write
 
     return decorate

@@ -1,0 +1,114 @@
+"""What kernel developers use: counters, stamps, trees beside one another."""
+
+import importlib
+import io
+import json
+import sys
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from benchmarks import report
+from benchmarks.common import workload
+from tests.benchmarks.running import MACHINE, ROOT, SIZES, SMALL, emulated, timed
+from tests.cuda import emulator
+
+
+def tool(name):
+    """A script of tools/ as a module."""
+    sys.path.insert(0, str(ROOT / "tools"))
+    try:
+        return importlib.import_module(name)
+    finally:
+        sys.path.pop(0)
+
+
+def counters(profile, **values):
+    """A table as `ncu` writes it."""
+    head = ["ID", "Kernel Name", "Grid Size", *profile.COUNTERS.values()]
+    row = [0, "scan", "(8, 1, 1)", *(values.get(name, 0.5) for name in profile.COUNTERS)]
+    lines = [head, [""] * len(head), row]
+    return "\n".join(",".join(f'"{cell}"' for cell in line) for line in lines) + "\n"
+
+
+def test_counters_are_read_and_what_is_no_table_is_said():
+    profile = tool("profile_kernels")
+    (scan,) = profile.parsed(counters(profile, us=12500.0, memory=71.0))
+    assert (scan["us"], scan["limit"]) == (12.5, "memory, 71%")
+    (wait,) = profile.parsed(counters(profile, long_scoreboard=9))
+    assert wait["limit"] == "latency: long scoreboard"
+    works = dict(works={"a": [scan, wait]}, tokens=1, keys=1, machine=MACHINE)
+    assert "latency: long scoreboard 58%" in report.TABLES["limits"](works)
+    with pytest.raises(ValueError, match="ncu: got no table: no permission"):
+        profile.parsed("no permission\n")
+
+
+@emulated
+@pytest.mark.slow
+def test_a_step_is_stamped_where_it_runs(small, tmp_path, monkeypatch):
+    timeline = tool("timeline")
+    work = workload.Layers(SMALL, "pariskv", "device", tokens=600, layers=2, **SIZES)
+    want = work.answers()
+    monkeypatch.setattr(emulator, "_folder", lambda: tmp_path)  # of use once
+    capture = partial(SimpleNamespace)
+    found = timeline.measure(work, work.ask, 2, timed, lambda run: capture(replay=run))
+    assert torch.equal(want, work.answers())
+    first, *_, last = found["points"]
+    assert (first["what"], first["first_us"], last["what"]) == ("start", 0, "end")
+    assert all(p["first_us"] <= p["median_us"] <= p["last_us"] for p in found["points"])
+    assert "with stamps" in timeline.shown(found)
+
+
+def test_a_mark_inside_a_statement_is_refused():
+    stamps = tool("stamps")
+    source = "__global__ void one(int n) {\n    if (n)  // MARK\n        n++;  // MARK\n}\n"
+    with pytest.raises(ValueError, match=r"a.cu:2: got 'if \(n\)  // MARK', allowed is"):
+        stamps.stamped(source, ["one"], file="a.cu")
+
+
+WORKER = """
+import json, sys
+for line in sys.stdin:
+    name, *given = json.loads(line)
+    found = {"device": {"median_us": SPEED}}
+    print(json.dumps({"error": "wrong"} if name == "check" and SPEED > 9 else found), flush=True)
+"""
+
+
+def test_trees_are_timed_in_turns_and_a_wrong_one_is_named(tmp_path, monkeypatch):
+    trees, made = tool("compare_trees"), []
+    for name, speed in dict(old=2.0, new=3.0, bad=10.0).items():
+        (tmp_path / f"{name}.py").write_text(WORKER.replace("SPEED", str(speed)))
+        folders = ROOT, tmp_path / f"{name}.log", tmp_path / f"{name}.py"
+        made.append(trees.Tree(name, *folders))
+    started = {"machine": MACHINE, "modules": []}
+    real = trees.at_once
+    monkeypatch.setattr(
+        trees,
+        "at_once",
+        lambda t, *c: dict.fromkeys("on", started) if c[0] == "start" else real(t, *c),
+    )
+    given = SimpleNamespace(index="pariskv", hit_rate=0.9, batch=1, replays=50)
+    given.__dict__.update(tokens=[4096], rounds=2, times=["device"])
+    given.json = tmp_path / "out.json"
+    result = trees.compare(made, given)
+    assert "| 2.00 (2.00 … 2.00) | 3.00 (3.00 … 3.00) | 1.500 | – | – |" in trees.compared(result)
+    assert result["failed"] == {"bad": "check: wrong"}
+    for tree in made:
+        tree.end()
+
+
+@emulated
+def test_a_tree_answers_commands_and_says_what_is_wrong(small):
+    worker = tool("tree_worker")
+    bench = worker.Bench(timed, SMALL, layers=1, sizes=SIZES)
+    places = ["device", "cached", "host"]
+    commands = [["round"], ["start"], ["build", 300, places], ["round", places], ["check", 1]]
+    out = io.StringIO()
+    worker.serve(map(json.dumps, commands), out, lambda: (bench, {}))
+    early, _, _, times, wrong = map(json.loads, out.getvalue().splitlines())
+    assert early["error"].startswith("ValueError: got 'round', allowed are 'start'")
+    assert {place: times[place]["median_us"] for place in places} == dict.fromkeys(places, 10.0)
+    assert wrong["error"].startswith("TypeError")

@@ -1,0 +1,110 @@
+"""Quality: each part of the script on a tiny model, and a search that is wrong beside one."""
+
+import pytest
+import torch
+
+from benchmarks import quality, ranks_quality, report
+from benchmarks.comparing import fidelity, lists
+from benchmarks.comparing.layers import Layer
+from benchmarks.comparing.measure import measure, truths
+from benchmarks.comparing.truth import Setting
+from kvindex.indexes.exact import Exact
+from tests.benchmarks.running import MACHINE, ran
+
+
+def test_recall_is_measured(tiny, monkeypatch):
+    texts, model = tiny
+    given = ["recall", *texts, "--tokens", 200, "--written", 4, "-k", 5]
+    given += ["--beta", 1, "--presets", "precise", "paper", "scan", *model]
+    result = ran(quality.main, given, monkeypatch)
+    assert [cell["recall"] > 0.5 for cell in result["cells"]] == [True] * 6
+
+
+def test_scales_of_keys_are_measured(tiny, monkeypatch):
+    texts, model = tiny
+    given = ["scales", *texts, "--tokens", 192, "--written", 4, *model]
+    cells = ran(quality.main, given, monkeypatch)["cells"]
+    assert [cell["bits"] for cell in cells] == 2 * [*[4] * 4, *[2] * 4]
+    assert all(
+        0 < few["error"] < fewer["error"] for few, fewer in zip(cells, cells[4:8], strict=False)
+    )
+
+
+def test_what_row_codecs_cost_grows_as_bits_go(tiny, monkeypatch):
+    texts, model = tiny
+    given = ["rows", *texts, "--tokens", 640, "--steps", 10, "-k", 8, *model]
+    result = ran(quality.main, given, monkeypatch)
+    for part in ("both", "keys", "values"):
+        means = [result["errors"][name][part]["mean"] for name in ("plain", "int8", "int4", "int2")]
+        assert 0 < means[0] < means[1] < means[2] < means[3]
+    whole = [cell for cell in result["cells"] if cell["read"] == "all" and cell["text"] == "a"]
+    kls = {cell["rows"]: cell["kl_mean"] for cell in whole}
+    assert 0 <= kls["plain"] < kls["int8"] < kls["int4"] < kls["int2"]
+
+
+def test_kl_of_exact_is_its_own_and_that_of_fewer_candidates_is_larger(tiny, monkeypatch):
+    texts, model = tiny
+    index = "pariskv:preset=scan", "streaming:budget=8", "exact:group=union"
+    given = ["kl", *texts, "--tokens", 640, "--steps", 100, "-k", 8, "--index", *index, *model]
+    found = ran(quality.main, given, monkeypatch)["indexes"]
+    assert found["exact"]["ratio"] == found["exact:group=union"]["ratio"] == 1
+    assert found["streaming:budget=8"]["ratio_95"][0] > 1
+    assert "streaming" in report.TABLES["divergence"](
+        {"indexes": found, "steps": 100, "k": 8, "machine": MACHINE}
+    )
+
+
+def test_fidelity_is_measured(tiny, monkeypatch):
+    for name, value in dict(PROMPT=2200, CONTINUATION=3, K=2200).items():
+        monkeypatch.setattr(fidelity, name, value)
+    found = ran(quality.main, ["fidelity", "--index", "exact", *tiny[1]], monkeypatch)
+    assert found["indexes"]["exact"]["kl_mean"] < 1e-6
+
+
+def test_one_list_of_all_rows_is_full_attention(tiny, monkeypatch):
+    texts, model = tiny
+    given = ["lists", *texts, "--tokens", 500, "--steps", 3, "-k", 2000, *model]
+    found = ran(quality.main, given, monkeypatch)
+    assert [cell["lists"] for cell in found["cells"]] == [*lists.WAYS] * 2
+    assert all(cell["kl_mean"] < 1e-6 for cell in found["cells"] if cell["k"] == 2000)
+
+
+def test_ways_to_share_tokens_are_the_same_in_one_process(tiny, monkeypatch):
+    texts, model = tiny
+    sizes = ["--tokens", 460, "--steps", 20, "-k", 4]
+    result = ran(ranks_quality.main, [*texts, *sizes, *model], monkeypatch)
+    for ways in result["indexes"].values():
+        assert ways["one"]["kl_mean"] > 0
+        for found in ways.values():
+            assert found["kl_texts"] == pytest.approx(ways["one"]["kl_texts"], rel=1e-3)
+    page = report.TABLES["ranks_quality"](result)
+    assert "| `exact` | 1 ranks, the 4 of all (`best`, k = 4) |" in page
+
+
+SETTING = Setting(tokens=420, sink=4, local_window=32, generated=128, every=32)
+
+
+def test_exact_search_with_all_rows_is_full_attention_and_a_wrong_one_is_not(monkeypatch):
+    draw = torch.Generator().manual_seed(0)
+    keys, values = torch.randn(2, 2, 440, 16, generator=draw)
+    queries = torch.randn(4, 440, 16, generator=draw) * 3
+    one, rows = Layer(keys, queries, 0.25, None, values), [32, 512]
+    known = truths(one, SETTING, rows)
+    found = measure(one, "exact", SETTING, rows, known, pieces=True)
+    assert found["rows"][32]["recall"] == found["rows"][512]["recall"] == 1
+    assert found["rows"][512]["error"] < 1e-5 < 0.01 < found["rows"][32]["error"]
+    search = Exact._search
+    monkeypatch.setattr(Exact, "_search", lambda self, queries, k: search(self, -queries, k))
+    assert measure(one, "exact", SETTING, [32], known)["rows"][32]["recall"] < 0.5
+
+
+def test_the_field_is_written_and_added_to(tiny, monkeypatch):
+    texts, model = tiny
+    given = ["field", *texts, "--written", 4, "--generated", 100, "--layers", 3, "--rows", 16]
+    given += ["--index", "exact", "streaming:budget={k}", "--tokens"]
+    ran(quality.main, [*given, 500, *model], monkeypatch)
+    result = ran(quality.main, [*given, 520, "--add", *model], monkeypatch)
+    assert [run["measured"] for run in result["runs"]] == [4, 4]
+    assert "| `exact` |" in report.TABLES["field"](result)
+    own = ran(quality.main, [*given, 500, "--sampled", *model], monkeypatch)
+    assert "| `exact` | 1.000 (1.00) |" in report.TABLES["answers_along"](own)

@@ -1,0 +1,137 @@
+"""Tokens of a model, a decoder and ranks: timed in turns, refused where they differ."""
+
+import re
+
+import pytest
+import torch
+
+from benchmarks import generation, ranks, report
+from benchmarks.common import attached, decoder, decoding, prompt
+from benchmarks.common import ranks as measuring
+from kvindex_adapters.decoder.sampling import Sampler
+from tests.benchmarks.running import ran
+from tests.cuda.graphs import WholeGraph, kept
+from tests.support.fused import on_a_cpu
+
+
+def test_tokens_are_timed_in_turns_and_what_differs_is_not(tiny, monkeypatch):
+    texts, model = tiny
+    monkeypatch.setattr(generation, "WARM", 2)
+    monkeypatch.setattr(generation, "CHECKED", 2)
+    given = [*texts[:2], "--tokens", 80, "--written", 6, "--turn", 3, "--layers", 1]
+    given += ["--context", 520, "--steps", 3, "--dtype", "float32", *model]
+    result = ran(generation.main, given, monkeypatch)
+    assert result["model_run"]["same_text"]
+    assert (result["layers"]["rounds"], result["model_run"]["rounds"]) == (1, 2)
+    page = report.TABLES["generate_speed"](result)
+    assert f"| {1e3 / result['model_run']['dense']['token_ms']:.0f} |" in page
+    step = decoding.Decoding.step
+    wrong = property(lambda self: lambda: [out + torch.rand(1) for out in step(self)])
+    monkeypatch.setattr(decoding.Decoding, "step", wrong)
+    with pytest.raises(SystemExit, match="step 0 is not the same"):
+        generation.main()
+
+
+def test_a_model_on_a_cpu_is_timed_without_graphs(tiny, monkeypatch):
+    texts, model = tiny
+    monkeypatch.setattr(generation, "WARM", 2)
+    given = [*texts[:2], "--tokens", 80, "--written", 6, "--turn", 3, "--without-graphs"]
+    result = ran(generation.main, [*given, "--dtype", "float32", *model], monkeypatch)
+    assert result["model_run"]["prefill_s"].keys() == {"dense", "graphs"}
+    assert "layers" not in result
+    cell = f"| {result['model_run']['dense']['token_ms']:.0f} |"
+    monkeypatch.setattr("benchmarks.reporting.cpu.stored", lambda name: result)
+    assert cell in report.TABLES["cpu_tokens"](result)
+
+
+def test_a_prefill_is_timed_with_an_index_and_without(tiny_decoder, monkeypatch):
+    found = ran(generation.main, ["--prefill", 700, *tiny_decoder], monkeypatch)["prefill"]
+    assert (found["rounds"], found["ratio"].keys()) == (3, {"indexed"})
+    assert found["needed_bytes"]["layer"] == 2 * 700 * 64 * 4
+    assert found["over_bytes"] == sum(found["needed_bytes"].values()) - 700 * 64 * 4
+    assert len([*prompt.shown(found)]) == 3
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["--prefill", "9"], "through, prefill: got one without --decoder"),
+        (["--decoder", "qwen3-8b", "--prefill", "9", "--batch", "2"], "batch: got 2, allowed is 1"),
+        (["--decoder", "qwen3-8b", "--batch", "0"], "batch: got 0, allowed is at least 1"),
+        (
+            ["--decoder", "qwen3-8b", "--through", "transformers", "--weights", "fp8"],
+            "weights: got fp8, allowed is plain",
+        ),
+    ],
+)
+def test_parts_of_a_decoder_that_do_not_fit_are_refused(given, message, tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        generation.arguments([*given, "--json", str(tmp_path / "out.json")])
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_tokens_of_transformers_are_timed_beside_the_decoders(tiny_decoder, monkeypatch):
+    given = ["--through", "transformers", *tiny_decoder]
+    given[given.index("--turn") + 1] = 16
+    pytest.importorskip("triton")
+    on_a_cpu(monkeypatch)
+    monkeypatch.setattr(attached, "device_refusal", lambda device: None)
+    with kept(WholeGraph) as graphs:
+        found = ran(generation.main, given, monkeypatch)["transformers"]
+    assert found["rounds"] == 1
+    assert found["ratio"].keys() == {"fused", "token_graph", "layer_graphs"}
+    for told in found["replays"].values():
+        replays, tokens = map(int, re.findall(r"\d+", told)[:2])
+        assert replays > tokens // 2
+        assert graphs.replays > 2 * replays  # the decoder's too
+    assert len([*attached.shown(found)]) == 6
+
+
+@pytest.mark.slow
+def test_a_decoders_tokens_are_timed_in_turns_and_wrong_ones_are_not(tiny_decoder, monkeypatch):
+    pytest.importorskip("triton")  # rounds to FP8
+    given = ["--weights", "fp8", "--batch", 2, *tiny_decoder]
+    with kept(WholeGraph) as graphs:
+        result = ran(generation.main, given, monkeypatch)
+    found = result["decoder"]
+    monkeypatch.setattr("benchmarks.reporting.tokens.stored_beside", lambda name, one: [one])
+    page = report.TABLES["decoder_tokens"](result)
+    name = "tiny, weights in FP8, 520, 2 sequences"
+    assert f"| {name} | none | no attention | {found['weights']['device_ms']:.2f} (" in page
+    assert graphs.replays > 110  # more than all tokens that search nothing
+    assert (found["rounds"], found["over"]) == (2, "dense")
+    assert found["ratio"].keys() == {"weights", "growing", "cached", "uncached"}
+    per_s = found["tokens_per_s"]["dense"]
+    assert per_s == pytest.approx(1e3 * 2 / found["dense"]["token_ms"])
+    assert len([*decoder.shown(found)]) == 6
+    choose = Sampler.choose
+    monkeypatch.setattr(Sampler, "choose", lambda self, logits: choose(self, torch.rand(2, 101)))
+    with kept(WholeGraph), pytest.raises(SystemExit, match="tokens by graphs are"):
+        generation.main()
+
+
+@pytest.mark.slow
+def test_ranks_are_timed_beside_one_and_wrong_ones_are_not(tiny_decoder, monkeypatch):
+    for name, value in dict(CHECKED=280, TRIED=5).items():
+        monkeypatch.setattr(measuring, name, value)
+    given = [*tiny_decoder]
+    given[given.index("--written") + 1] = 8
+    given = [*given[:-2], "--device", "cpu", "--index", "pariskv", "--block", 16, *given[-2:]]
+    with kept(WholeGraph) as graphs:
+        result = ran(ranks.main, given, monkeypatch)
+    assert graphs.replays > 50
+    found, result["machine"]["gpus"] = result["ranks"], 2
+    page = report.TABLES["ranks"](result)
+    assert f"| one GPU, 520 tokens | {found['one']['device_ms']:.2f} (" in page
+    assert "| the same, without sums (nonsense) | " in page
+    assert found["ratio"].keys() == {"tokens", "heads", "silent"}
+    assert found["check"].keys() == {"heads", "tokens"}
+    assert max(found["check"].values()) < 1e-3
+    assert len(ranks.shown(found)) == 6
+    monkeypatch.setattr(measuring, "CLOSE", 1e-9)
+    with (
+        kept(WholeGraph),
+        pytest.raises(SystemExit, match=r"heads: logits are .* nothing is timed"),
+    ):
+        ranks.main()
