@@ -166,6 +166,8 @@ def test_a_users_mistake_is_one_line_and_status_2(
         (("--device", "meta"), "device: got 'meta'"),
         (("--json", "/dev/full"), "json: got '/dev/full'"),
         (("--sink", "-1"), "sink: got -1"),
+        (("--tokens", "100"), "tokens: got 100, allowed is an integer of at least 500"),
+        (("--tokens", "9000"), "tokens: got 9000, allowed is 500 to 8000"),
     ],
 )
 def test_the_demo_refuses_the_same(arguments, message, monkeypatch, capsys):
@@ -174,6 +176,17 @@ def test_the_demo_refuses_the_same(arguments, message, monkeypatch, capsys):
         main()
     assert ended.value.code == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("lacking", "extra"), [("typer", "hf,cli"), ("transformers", "hf")])
+def test_what_is_not_installed_is_told_with_its_extra(lacking, extra):
+    code = (
+        f"import sys; sys.modules[{lacking!r}] = None; sys.argv = ['kvindex', 'demo'];"
+        "from kvindex_adapters.cli import main; main()"
+    )
+    done = process(code)
+    assert done.returncode
+    assert f"pip install 'kvindex-torch[{extra}]'" in done.stderr.splitlines()[-1]
 
 
 def test_a_process_ends_so():
@@ -369,6 +382,17 @@ def test_a_prompt_comes_from_the_line_from_a_file_or_from_standard_input(tiny, t
 def test_a_short_prompt_says_that_attention_was_dense(tiny, tmp_path):
     _, result = generated(tmp_path, "--prompt", words(50), "--dense-below", 100)
     assert "shorter than 100 tokens: attention was dense" in " ".join(result.stderr.split())
+
+
+def test_a_prompt_longer_than_the_model_knows_is_told(tiny, tmp_path):
+    longest = tiny.config.max_position_embeddings
+    for asked in ((), ("--ask", words(3))):
+        said = [
+            generated(tmp_path, "--prompt", words(length), *asked)[1].output
+            for length in (longest - 9, longest + 9)
+        ]
+        told = [f"the model was made for up to {longest}" in " ".join(one.split()) for one in said]
+        assert told == [False, True]
 
 
 def test_how_to_sample_means_to_sample(tiny, tmp_path):

@@ -29,10 +29,10 @@ def check_dtype(dtype: str) -> torch.dtype:
     return DTYPES[check.one_of("dtype", dtype, sorted(DTYPES))]
 
 
-def check_size(name: str, value: int, minimum: int) -> int:
-    """`value`, if it is from `minimum` to `MOST`. Raises ValueError."""
-    if check.at_least(name, value, minimum) > MOST:
-        raise ValueError(f"{name}: got {value}, allowed is {minimum} to {MOST}")
+def check_size(name: str, value: int, minimum: int, most: int = MOST) -> int:
+    """`value`, if it is from `minimum` to `most`. Raises ValueError."""
+    if check.at_least(name, value, minimum) > most:
+        raise ValueError(f"{name}: got {value}, allowed is {minimum} to {most}")
     return value
 
 
