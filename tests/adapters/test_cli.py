@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 import kvindex
 from kvindex.ops import kmeans
-from kvindex_adapters.cli import app, main
+from kvindex_adapters.cli import app, common, main
 from kvindex_adapters.cli.answers import shared_length
 from kvindex_adapters.cli.progress import Answer, bars
 from kvindex_adapters.hf.load_model import load, smollm2
@@ -187,6 +187,23 @@ def test_what_is_not_installed_is_told_with_its_extra(lacking, extra):
     done = process(code)
     assert done.returncode
     assert f"pip install 'kvindex-torch[{extra}]'" in done.stderr.splitlines()[-1]
+
+
+class Impatient:
+    """A timer whose time is over at once."""
+
+    def __init__(self, seconds, say, given):
+        self.start = lambda: say(*given)
+
+    def cancel(self):
+        pass
+
+
+@pytest.mark.parametrize(("index", "waits"), [("pariskv", True), ("pariskv:backend=torch", False)])
+def test_a_wait_for_the_compiler_is_told(index, waits, monkeypatch, capsys):
+    monkeypatch.setattr(common, "Timer", Impatient)
+    common.wait_for_compiler(index, "cpu")
+    assert ("compiling kernels for this CPU" in capsys.readouterr().err) == waits
 
 
 def test_a_process_ends_so():
