@@ -17,7 +17,7 @@ import kvindex
 from kvindex.ops import kmeans
 from kvindex_adapters.cli import app, common, main
 from kvindex_adapters.cli.answers import shared_length
-from kvindex_adapters.cli.progress import Answer, bars
+from kvindex_adapters.cli.progress import Answer, Bars, bars
 from kvindex_adapters.hf.load_model import load, smollm2
 from tests.adapters.test_generation import Words
 from tests.adapters.tiny import build
@@ -429,6 +429,17 @@ def test_bars_end_where_the_answer_does(tiny, tmp_path):
     _, result = generated(tmp_path, "--prompt", words(50))
     assert re.search(r"answering the prompt .* (\d+)/\1 ", result.stderr), result.stderr
     assert "/6 " not in result.stderr
+
+
+@pytest.mark.parametrize("asked", [(), ("--ask", words(3))])
+def test_a_bar_is_there_from_the_first_token_on(tiny, tmp_path, monkeypatch, asked):
+    seen = []
+    monkeypatch.setattr(Bars, "update", lambda bars, *told: seen.append(told))
+    generated(tmp_path, "--prompt", words(50), *asked)
+    assert [told[:2] for told in seen if told[1] == 0] == [
+        ("reading the prompt", 0),
+        *([("reading question 1", 0)] if asked else []),
+    ]
 
 
 def test_no_space_leaves_the_old_result(tiny, tmp_path, monkeypatch):

@@ -167,6 +167,7 @@ def _answer_all(
     with engine.opened(branch, **_index(request), attach_options=options) as document:
         held = _loaded(document, request.load_cache, prompts[0][:length])
         if length - held > 1:
+            progress.update("reading the prompt", 0, length - held)
             document.read(prompts[0][held:length], _callback(progress, "the prompt"))
             held = length
         if request.save_cache:
@@ -222,6 +223,7 @@ def _answer_one(
     name, heading = "the prompt", None
     if question is not None:
         name, heading = f"question {question[0]}", question[1]
+    progress.update(f"reading {name}", 0, len(ids))  # the first report comes after a whole piece
     generation = engine.generate(
         ids,
         max_new_tokens=request.max_new_tokens,

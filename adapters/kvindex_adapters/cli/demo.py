@@ -108,6 +108,7 @@ def _answer(
         if phase == "prefill":
             progress.update(f"{name}: reading", done, total)
 
+    report("prefill", 0, len(ids))  # the first report comes after a whole piece
     return generate(
         model,
         tokenizer,
