@@ -26,11 +26,30 @@ import torch
 
 from benchmarks.common.reading import add_model
 from benchmarks.comparing import fidelity, field, kl, lists, recall, rows, scales
+from kvindex_adapters.cli.common import check_search, check_size
 
 COMMANDS = {
     **{"recall": recall, "kl": kl, "fidelity": fidelity},
     **{"rows": rows, "scales": scales, "lists": lists, "field": field},
 }
+
+
+def refuse(given: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    """Exit with words, before a model is loaded, where an index cannot be made or kl has no block.
+
+    given: with `index` or `presets`, if the command has one.
+    """
+    told = vars(given)
+    specs = [*(told.get("index") or ())]
+    if "presets" in told:
+        specs += recall.expand(given.presets, given.beta, given.rho)
+    try:
+        for spec in specs:
+            check_search(spec.replace("{k}", "100"), told.get("k", 100), given.device)
+        if given.run is kl.run:
+            check_size("steps", given.steps, kl.BLOCK)
+    except (ValueError, ImportError) as error:
+        parser.error(str(error))
 
 
 def main(told: list[str] | None = None) -> None:
@@ -44,6 +63,7 @@ def main(told: list[str] | None = None) -> None:
         module.add(command)
         command.set_defaults(run=module.run)
     given = parser.parse_args(told)
+    refuse(given, parser)
     with torch.no_grad():
         given.run(given)
 

@@ -108,6 +108,7 @@ def test_the_python_runs_in_order(installed, capsys, monkeypatch):
             exec(compile(code, f"{PAGE[:20]!r}…", "exec"), names)
             count += 1
             said = capsys.readouterr().out
+            assert (" searching steps read " in said) == ("attach" in code)
             for expected in re.findall(r"^ *print\(.*\)  # (.*)$", code, flags=re.M):
                 assert expected in said
     assert count == 4

@@ -82,6 +82,17 @@ def test_readmes_examples_print_what_it_shows():
         assert output in (None, printed(code))
 
 
+def test_the_page_of_sequences_runs_as_written():
+    ((code, _),) = examples((ROOT / "docs/sequences.md").read_text())
+    assert printed(code)
+
+
+def test_every_decision_is_listed():
+    page = (ROOT / "docs/README.md").read_text()
+    kept = {path.name for path in (ROOT / "docs/decisions").glob("*.md")}
+    assert {*re.findall(r"\(decisions/([^)]+)\)", page)} == kept
+
+
 @pytest.mark.model
 @pytest.mark.slow
 def test_readmes_report_is_what_the_model_prints():

@@ -27,7 +27,9 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--text", nargs="+", type=Path, required=True)
     parser.add_argument("--tokens", nargs="+", type=int, default=[7000])
     parser.add_argument("--written", type=int, default=64, help="sampled tokens whose queries ask")
-    parser.add_argument("--presets", nargs="+", default=PRESETS, help="or PRESET:OPTION=VALUE…")
+    parser.add_argument(
+        "--presets", nargs="+", default=PRESETS, help="of pariskv; PRESET:OPTION=VALUE…"
+    )
     parser.add_argument("--beta", nargs="+", type=float, default=BETAS)
     parser.add_argument("--rho", type=float, default=0.25, help="of paper")
     parser.add_argument("-k", type=int, default=100)

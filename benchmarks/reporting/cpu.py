@@ -88,8 +88,8 @@ def summary(result: Result) -> str:
     (point,) = some(result["points"], threads=most, tokens=SHOWN)
     name = result["index"]
     return (
-        f"On a CPU, `{name}` takes {point[name]['of_dense']:.2f} of the time of dense attention at "
-        f"{SHOWN:,} tokens ([more](docs/cpu.md))."
+        f"On a CPU a layer's step of `{name}` takes {point[name]['of_dense']:.2f} of the time of "
+        f"dense attention at {SHOWN:,} tokens ([more](docs/cpu.md))."
     )
 
 

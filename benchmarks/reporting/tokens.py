@@ -153,8 +153,8 @@ def served(result: Result) -> str:
     """A sentence: one sequence, rows on the device."""
     ratio = result["serving"]["batches"][0]["plans"]["kvindex"]["ratio"]
     return (
-        f"In vLLM a token at the first length takes {ratio:.2f} of FlashAttention's time "
-        "([more](docs/adapters/vllm.md#how-fast))."
+        f"In vLLM, at the shorter of these lengths, a token takes {ratio:.2f} of FlashAttention's "
+        "time ([more](docs/adapters/vllm.md#how-fast))."
     )
 
 
@@ -164,7 +164,9 @@ def summary(result: Result) -> str:
     for one in plain(result):
         found = one["decoder"]
         full = f"{found['dense']['device_ms']:.1f}" if "dense" in found else "does not fit"
-        times = full, f"{found['cached']['device_ms']:.1f}"
+        other = one["index"].removeprefix(result["index"] + ":")  # rows by a codec
+        note = "" if other == result["index"] else f" (`{other}`)"
+        times = full, f"{found['cached']['device_ms']:.1f}{note}"
         rows.append((f"{found['context']:,}", one["model"], gpu(one), *times))
     head = ("tokens", "shape of", "GPU", "full attention, ms", f"`{result['index']}`, ms")
     return table(head, rows)

@@ -24,6 +24,12 @@ from kvindex.core.streams import to_host
 from kvindex.storage.columns import Columns, Valid
 from kvindex.storage.store import CenteredRows, RowStore, row_store
 
+SHARED = (
+    *("backend", "check", "device", "device_share", "dtype", "preset", "rope", "row_codec"),
+    *("scale", "softcap", "store", "value_dim", "value_in_key"),
+)
+"""What every index may be given beside the fields of its configuration."""
+
 
 class BaseIndex(ReadingIndex):
     """Base of the indexes in `kvindex/indexes/`.
@@ -80,7 +86,7 @@ class BaseIndex(ReadingIndex):
             value_in_key=value_in_key,
         )
         super().__init__(geometry, check)
-        self.config: Any = make_config(type(self), preset, options)
+        self.config: Any = make_config(type(self), preset, options, others=SHARED)
         chosen = backends.choose(geometry.device) if backend is None else (backend, "as told")
         self.backend, self._why = chosen
         self.ops: Any = backends.resolve(self.backend)

@@ -16,11 +16,14 @@ class NoConfig:
     """The configuration of an index that has none."""
 
 
-def make_config(owner: Any, preset: str | None, options: Mapping[str, Any]) -> Any:
+def make_config(
+    owner: Any, preset: str | None, options: Mapping[str, Any], *, others: Iterable[str] = ()
+) -> Any:
     """`owner.Config`: its defaults, or a preset's differences from them; single fields override.
 
-    Raises ValueError for an unknown preset or option (with near matches), and whatever the
-    configuration's own validation raises.
+    others: what may be given beside the fields, which a message names, too. Raises ValueError for
+    an unknown preset or option (with near matches), and whatever the configuration's own
+    validation raises.
     """
     fields = {}
     if preset is not None:
@@ -30,7 +33,7 @@ def make_config(owner: Any, preset: str | None, options: Mapping[str, Any]) -> A
     known = [field.name for field in dataclasses.fields(owner.Config)]
     for name in options:
         if name not in known:
-            raise ValueError(unknown("option", name, known))
+            raise ValueError(unknown("option", name, [*known, *others]))
     return owner.Config(**{**fields, **options})
 
 

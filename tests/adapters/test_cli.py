@@ -15,9 +15,9 @@ from typer.testing import CliRunner
 
 import kvindex
 from kvindex.ops import kmeans
-from kvindex_adapters.cli import app, main
+from kvindex_adapters.cli import app, common, main
 from kvindex_adapters.cli.answers import shared_length
-from kvindex_adapters.cli.progress import Answer, bars
+from kvindex_adapters.cli.progress import Answer, Bars, bars
 from kvindex_adapters.hf.load_model import load, smollm2
 from tests.adapters.test_generation import Words
 from tests.adapters.tiny import build
@@ -166,6 +166,8 @@ def test_a_users_mistake_is_one_line_and_status_2(
         (("--device", "meta"), "device: got 'meta'"),
         (("--json", "/dev/full"), "json: got '/dev/full'"),
         (("--sink", "-1"), "sink: got -1"),
+        (("--tokens", "100"), "tokens: got 100, allowed is an integer of at least 500"),
+        (("--tokens", "9000"), "tokens: got 9000, allowed is 500 to 8000"),
     ],
 )
 def test_the_demo_refuses_the_same(arguments, message, monkeypatch, capsys):
@@ -174,6 +176,34 @@ def test_the_demo_refuses_the_same(arguments, message, monkeypatch, capsys):
         main()
     assert ended.value.code == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("lacking", "extra"), [("typer", "hf,cli"), ("transformers", "hf")])
+def test_what_is_not_installed_is_told_with_its_extra(lacking, extra):
+    code = (
+        f"import sys; sys.modules[{lacking!r}] = None; sys.argv = ['kvindex', 'demo'];"
+        "from kvindex_adapters.cli import main; main()"
+    )
+    done = process(code)
+    assert done.returncode
+    assert f"pip install 'kvindex-torch[{extra}]'" in done.stderr.splitlines()[-1]
+
+
+class Impatient:
+    """A timer whose time is over at once."""
+
+    def __init__(self, seconds, say, given):
+        self.start = lambda: say(*given)
+
+    def cancel(self):
+        pass
+
+
+@pytest.mark.parametrize(("index", "waits"), [("pariskv", True), ("pariskv:backend=torch", False)])
+def test_a_wait_for_the_compiler_is_told(index, waits, monkeypatch, capsys):
+    monkeypatch.setattr(common, "Timer", Impatient)
+    common.wait_for_compiler(index, "cpu")
+    assert ("compiling kernels for this CPU" in capsys.readouterr().err) == waits
 
 
 def test_a_process_ends_so():
@@ -371,6 +401,17 @@ def test_a_short_prompt_says_that_attention_was_dense(tiny, tmp_path):
     assert "shorter than 100 tokens: attention was dense" in " ".join(result.stderr.split())
 
 
+def test_a_prompt_longer_than_the_model_knows_is_told(tiny, tmp_path):
+    longest = tiny.config.max_position_embeddings
+    for asked in ((), ("--ask", words(3))):
+        said = [
+            generated(tmp_path, "--prompt", words(length), *asked)[1].output
+            for length in (longest - 9, longest + 9)
+        ]
+        told = [f"the model was made for up to {longest}" in " ".join(one.split()) for one in said]
+        assert told == [False, True]
+
+
 def test_how_to_sample_means_to_sample(tiny, tmp_path):
     text = words(50)
     greedy, _ = generated(tmp_path, "--prompt", text)
@@ -388,6 +429,17 @@ def test_bars_end_where_the_answer_does(tiny, tmp_path):
     _, result = generated(tmp_path, "--prompt", words(50))
     assert re.search(r"answering the prompt .* (\d+)/\1 ", result.stderr), result.stderr
     assert "/6 " not in result.stderr
+
+
+@pytest.mark.parametrize("asked", [(), ("--ask", words(3))])
+def test_a_bar_is_there_from_the_first_token_on(tiny, tmp_path, monkeypatch, asked):
+    seen = []
+    monkeypatch.setattr(Bars, "update", lambda bars, *told: seen.append(told))
+    generated(tmp_path, "--prompt", words(50), *asked)
+    assert [told[:2] for told in seen if told[1] == 0] == [
+        ("reading the prompt", 0),
+        *([("reading question 1", 0)] if asked else []),
+    ]
 
 
 def test_no_space_leaves_the_old_result(tiny, tmp_path, monkeypatch):

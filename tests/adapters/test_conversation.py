@@ -143,6 +143,11 @@ def test_a_used_cache_is_refused_and_the_reasons_are_in_words(model):
         held = 0
         refused("used: got 'often'", used="often")
         refused("prompt: got no tokens", ids(5)[:0])
+        refused("prompt: got id -1, allowed is 0 to 100", torch.tensor([3, -1]))
+        refused("prompt: got id 101, allowed is 0 to 100", torch.tensor([101, 3]))
+        for wrong, kind in ((None, "NoneType"), (["a", "b"], "list of str"), ([3], "list of int")):
+            with pytest.raises(TypeError, match=f"prompt: got {kind}, allowed is one text, mess"):
+                kvhf.generate(model, Words(), wrong, cache=cache)
         refused("index: got a value, allowed is none with cache=", index="exact")
         refused("index: got a value, allowed is none with cache=", index=None)
         refused("k: got a value, allowed is none with cache=", k=3)

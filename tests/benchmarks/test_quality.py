@@ -108,3 +108,18 @@ def test_the_field_is_written_and_added_to(tiny, monkeypatch):
     assert "| `exact` |" in report.TABLES["field"](result)
     own = ran(quality.main, [*given, 500, "--sampled", *model], monkeypatch)
     assert "| `exact` | 1.000 (1.00) |" in report.TABLES["answers_along"](own)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["kl", "--index", "exakt"], "did you mean 'exact'"),
+        (["kl", "--steps", "49"], "steps: got 49, allowed is an integer of at least 50"),
+        (["recall", "--presets", "sign-dot"], "preset: got 'sign-dot', allowed is one of"),
+        (["field", "--index", "h2o:budget={k}", "h2o:budget=-1"], "budget: got -1"),
+    ],
+)
+def test_what_cannot_be_measured_is_told_before_a_model_is_loaded(given, said, capsys):
+    with pytest.raises(SystemExit):
+        quality.main([*given, "--text", "nothing.txt"])
+    assert said in " ".join(capsys.readouterr().err.split())

@@ -66,11 +66,21 @@ def answer(
         if questions or request.keeps_cache:
             return _answer_all(tokenizer, text, questions, request, engine, progress)
         ids = _ids(tokenizer, text, request)
+        _warn_of_length(len(ids), engine)
         options = _index(request)
         if request.index is not None:
             options["attach_options"] = _attach_options(engine, request)
         generation = _answer_one(engine, tokenizer, ids, request, progress, **options)
         return [(None, generation)]
+
+
+def _warn_of_length(tokens: int, engine: Engine) -> None:
+    """Say where a prompt is longer than the model knows: an index finds rows, not positions."""
+    if engine.longest is not None and tokens > engine.longest:
+        console.print(
+            f"prompt: got {tokens} tokens, the model was made for up to {engine.longest}: its "
+            "answers may make no sense, with an index or without"
+        )
 
 
 def _attach_options(engine: Engine, request: Request) -> dict[str, Any]:
@@ -139,6 +149,7 @@ def _answer_all(
     asked: list[tuple[int, str] | None] = [*enumerate(questions, start=1)] or [None]
     texts = [text if one is None else f"{text}\n\n{one[1]}" for one in asked]
     prompts = [_ids(tokenizer, each, request) for each in texts]
+    _warn_of_length(max(map(len, prompts)), engine)
     numbered = list(zip(asked, prompts, strict=True))
     if request.index is None:  # full attention has no way back: the text is read anew
         return [
@@ -156,6 +167,7 @@ def _answer_all(
     with engine.opened(branch, **_index(request), attach_options=options) as document:
         held = _loaded(document, request.load_cache, prompts[0][:length])
         if length - held > 1:
+            progress.update("reading the prompt", 0, length - held)
             document.read(prompts[0][held:length], _callback(progress, "the prompt"))
             held = length
         if request.save_cache:
@@ -211,6 +223,7 @@ def _answer_one(
     name, heading = "the prompt", None
     if question is not None:
         name, heading = f"question {question[0]}", question[1]
+    progress.update(f"reading {name}", 0, len(ids))  # the first report comes after a whole piece
     generation = engine.generate(
         ids,
         max_new_tokens=request.max_new_tokens,

@@ -47,10 +47,20 @@ def kvindex(
     """The KV cache of a language model as a vector database."""
 
 
+EXTRAS = dict.fromkeys(("transformers", "safetensors", "gguf", "accelerate"), "hf")
+EXTRAS |= dict.fromkeys(("rich", "matplotlib", "jinja2"), "cli")
+"""Of a package that commands import, the extra that brings it."""
+
+
 def main() -> None:
     """Run a command; a user's mistake is a line on standard error and exit status 2."""
     try:
         app()
+    except ModuleNotFoundError as error:
+        extra = EXTRAS.get(error.name or "")
+        how = f"; it comes with the extra {extra}: pip install 'kvindex-torch[{extra}]'"
+        print(f"error: {error}{how if extra else ''}", file=sys.stderr)
+        sys.exit(2)
     except (ValueError, OSError, ImportError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from threading import Timer
 from typing import Any
 
 import torch
@@ -20,6 +21,9 @@ from kvindex_adapters.hf.saving import open_cache
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
+PATIENCE_S = 2.0
+"""Seconds of silence: kernels that are kept on disk are loaded in less."""
+
 MOST = check.MOST_ROWS
 """Largest number of rows or tokens of an option: more than any prompt has, less than memory."""
 
@@ -29,10 +33,10 @@ def check_dtype(dtype: str) -> torch.dtype:
     return DTYPES[check.one_of("dtype", dtype, sorted(DTYPES))]
 
 
-def check_size(name: str, value: int, minimum: int) -> int:
-    """`value`, if it is from `minimum` to `MOST`. Raises ValueError."""
-    if check.at_least(name, value, minimum) > MOST:
-        raise ValueError(f"{name}: got {value}, allowed is {minimum} to {MOST}")
+def check_size(name: str, value: int, minimum: int, most: int = MOST) -> int:
+    """`value`, if it is from `minimum` to `most`. Raises ValueError."""
+    if check.at_least(name, value, minimum) > most:
+        raise ValueError(f"{name}: got {value}, allowed is {minimum} to {most}")
     return value
 
 
@@ -56,13 +60,23 @@ def check_search(
 
 
 def wait_for_compiler(index: str, device: str) -> None:
-    """Return once an index's kernels for a CPU are compiled, which making one has begun."""
+    """Return once an index's kernels for a CPU are compiled, which making one has begun.
+
+    A wait of more than `PATIENCE_S` is told.
+    """
+    from kvindex_adapters.cli.progress import console
+
     trial = _trial(index, device)
     runs, warms = capability(trial, RunsOps), capability(trial, WarmsUp)
     if runs is not None and warms is not None and runs.backend == "cpu":
         row = torch.ones(1, 1, 1, 8)
-        trial.append(row, row)
-        warms.warm_up(k=1, tokens=1)
+        timer = Timer(PATIENCE_S, console.print, ["compiling kernels for this CPU, once"])
+        timer.start()
+        try:
+            trial.append(row, row)
+            warms.warm_up(k=1, tokens=1)
+        finally:
+            timer.cancel()
 
 
 def _trial(index: str, device: str, **options: Any) -> KVIndex:

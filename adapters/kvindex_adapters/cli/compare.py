@@ -12,7 +12,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvindex_adapters.cli.options import Device, Dtype, Local, Sink, UpdateEvery
+from kvindex_adapters.cli.options import (
+    Device,
+    Dtype,
+    Local,
+    Sink,
+    UpdateEvery,
+    announce_imports,
+)
 
 if TYPE_CHECKING:
     from kvindex_adapters.evaluate.compare.schedule import Progress
@@ -24,6 +31,9 @@ USUAL: dict[str, Any] = dict(tokens="4K", tries=10, steps=256) | dict(
 )
 QUICK: dict[str, Any] = dict(tokens="2K", tries=2, steps=64, tasks="needle,needle-multikey,chain")
 """What is measured unless it is given, and with `--quick`, which is to end in minutes."""
+
+_UNLESS = {name: f"{usual} unless given; {QUICK[name]} if quick." for name, usual in USUAL.items()}
+"""What help says of them."""
 
 SHOWN = ("index", "k", "accuracy", "KL, nats", "rows read", "ms per step")
 """Columns that the command prints; all are in the report."""
@@ -41,14 +51,26 @@ def compare(
     k: Annotated[
         str, typer.Option("-k", help="Rows retrieved per KV head and step, as 32,100.")
     ] = "100",
-    tasks: Annotated[str | None, typer.Option(help="Tasks, with commas between them.")] = None,
-    tokens: Annotated[str | None, typer.Option(help="Lengths of a prompt, as 4K,16K.")] = None,
-    tries: Annotated[int | None, typer.Option(help="Prompts of each task and length.")] = None,
+    tasks: Annotated[
+        str | None, typer.Option(help=f"Tasks, with commas between them. {_UNLESS['tasks']}")
+    ] = None,
+    tokens: Annotated[
+        str | None, typer.Option(help=f"Lengths of a prompt, as 4K,16K. {_UNLESS['tokens']}")
+    ] = None,
+    tries: Annotated[
+        int | None, typer.Option(help=f"Prompts of each task and length. {_UNLESS['tries']}")
+    ] = None,
     text: Annotated[
-        Path | None, typer.Option(help="Text file on which next tokens are compared.")
+        Path | None,
+        typer.Option(
+            help="Text file on which next tokens are compared; Python's reference unless given."
+        ),
     ] = None,
     steps: Annotated[
-        int | None, typer.Option(help="Tokens of it on which they are; 0 for answers alone.")
+        int | None,
+        typer.Option(
+            help=f"Tokens of it on which they are; 0 for answers alone. {_UNLESS['steps']}"
+        ),
     ] = None,
     quick: Annotated[bool, typer.Option(help="Few and short prompts: some minutes.")] = False,
     jobs: Annotated[
@@ -70,6 +92,7 @@ def compare(
 
     A run that was interrupted goes on where it was; the same command with more of anything adds it.
     """
+    announce_imports()
     from kvindex_adapters.cli import common
     from kvindex_adapters.evaluate.compare.measuring import load
     from kvindex_adapters.evaluate.compare.settings import Settings

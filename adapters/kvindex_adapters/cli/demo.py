@@ -18,6 +18,7 @@ from kvindex_adapters.cli.options import (
     Local,
     Sink,
     UpdateEvery,
+    announce_imports,
 )
 
 if TYPE_CHECKING:
@@ -31,11 +32,13 @@ if TYPE_CHECKING:
 
 MODEL = "SmolLM2-135M-Instruct (Q4_1, computed in {dtype})"
 ANSWER_TOKENS = 48
+SHORTEST, LONGEST = 500, 8000
+"""Tokens of a prompt: with its answer no more than the 8,192 that the model was made for."""
 
 
 def demo(
     tokens: Annotated[
-        int, typer.Option(min=500, max=8000, help="Length of the prompt, about.")
+        int, typer.Option(help=f"Length of the prompt, about: {SHORTEST} to {LONGEST}.")
     ] = 7000,
     index: Annotated[str, typer.Option(help=INDEX + ".")] = "pariskv",
     k: K = 100,
@@ -52,6 +55,7 @@ def demo(
     json_file: JsonFile = None,
 ) -> None:
     """Let a real model find a needle in a long prompt, with full attention and with an index."""
+    announce_imports()
     from kvindex.core import check
     from kvindex_adapters.cli import common
     from kvindex_adapters.cli.progress import bars, console
@@ -64,6 +68,7 @@ def demo(
     from kvindex_adapters.hf.tokenizer import punctuated
 
     number = common.check_dtype(dtype)
+    common.check_size("tokens", tokens, SHORTEST, LONGEST)
     load_model.check_device(device)
     regions = dict(
         sink=sink, local_window=local_window, update_every=update_every, dense_below=dense_below
@@ -103,6 +108,7 @@ def _answer(
         if phase == "prefill":
             progress.update(f"{name}: reading", done, total)
 
+    report("prefill", 0, len(ids))  # the first report comes after a whole piece
     return generate(
         model,
         tokenizer,

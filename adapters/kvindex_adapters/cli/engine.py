@@ -23,12 +23,14 @@ class Engine(NamedTuple):
     """What answers: its name, and a function of a prompt and the options of `kvhf.generate`.
 
     opened: gives an empty document, from whether prompts are branches of it, index, k and
-    the options of `attach`.
+    the options of `attach`; longest: tokens of the longest text that the model was made for, or
+    None where its configuration does not say.
     """
 
     name: str
     generate: Callable[..., Generation]
     opened: Callable[..., AbstractContextManager[Document]]
+    longest: int | None = None
 
 
 def check_engine(
@@ -67,7 +69,9 @@ def choose(
     `Decoder.of`. Raises ValueError where the decoder was asked for and cannot.
     """
     opened = partial(CacheDocument.opened, model, tokenizer)
-    other = Engine("transformers", partial(generate, model, tokenizer, **options), opened)
+    sizes = model.config.get_text_config(decoder=True).to_dict()
+    longest = sizes.get("max_position_embeddings")
+    other = Engine("transformers", partial(generate, model, tokenizer, **options), opened, longest)
     usual = "decoder" if model.device.type == "cuda" else "transformers"
     if (engine or usual) == "transformers":
         return other
@@ -81,4 +85,4 @@ def choose(
         console.print(f"transformers runs the model, not the decoder: {error}", markup=False)
         return other
     opened = partial(SessionDocument.opened, decoder)
-    return Engine("decoder", partial(decoder.generate, sampling=sampling), opened)
+    return Engine("decoder", partial(decoder.generate, sampling=sampling), opened, longest)

@@ -17,6 +17,7 @@ from kvindex_adapters.cli.options import (
     Local,
     Sink,
     UpdateEvery,
+    announce_imports,
 )
 
 
@@ -81,6 +82,7 @@ def generate(
     json_file: JsonFile = None,
 ) -> None:
     """Generate from a prompt through an index; tokens appear as they come."""
+    announce_imports()
     import torch
 
     from kvindex.core import check

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-INDEX = "Index, as name:option=value:…; pariskv unless given"
+INDEX = "Index, as name:option=value:…"
 
 K = Annotated[int, typer.Option("-k", help="Rows retrieved per KV head and step.")]
 Sink = Annotated[int, typer.Option(help="First tokens, which are always attended to.")]
@@ -19,3 +21,9 @@ Device = Annotated[str, typer.Option(help="cpu, or cuda.")]
 JsonFile = Annotated[
     Path | None, typer.Option("--json", help="Write the result and the machine here.")
 ]
+
+
+def announce_imports() -> None:
+    """Say what the first seconds of a command go to; of several processes the first one says it."""
+    if "transformers" not in sys.modules and os.environ.get("RANK", "0") == "0":
+        typer.echo("importing torch and transformers", err=True)

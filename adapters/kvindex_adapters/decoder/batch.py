@@ -36,22 +36,19 @@ def prompts_of(prompt: Prompt | Prompts) -> list[Any]:
 def encode(
     tokenizer: Any, prompts: Sequence[Any], config: DecoderConfig, **how: bool
 ) -> list[Tensor]:
-    """Ids int64 `[N]` of each prompt. Raises ValueError for one that is empty, or for none.
+    """Ids int64 `[N]` of each prompt.
 
-    how: options of `encode_prompt`.
+    how: options of `encode_prompt`. Raises ValueError for none, or one that is empty, and what
+    `encode_prompt` and `check_prompt` raise.
     """
     if not len(prompts):
         raise ValueError("prompts: got none, allowed is at least one")
     if tokenizer is None and not all(isinstance(prompt, Tensor) for prompt in prompts):
         kinds = sorted({type(prompt).__name__ for prompt in prompts})
         raise ValueError(f"prompt: got {', '.join(kinds)}, allowed without a tokenizer are ids")
-    last = config.vocabulary - 1
     rows = [encode_prompt(tokenizer, prompt, **how) for prompt in prompts]
     for row in rows:
-        check_prompt(row)
-        wrong = row[(row < 0) | (row > last)]
-        if len(wrong):
-            raise ValueError(f"prompt: got id {int(wrong[0])}, allowed is 0 to {last}")
+        check_prompt(row, config.vocabulary)
     return rows
 
 

@@ -32,6 +32,7 @@ from kvindex_adapters.hf.prefill import (
     default_chunk,
     encode_prompt,
     prefill,
+    vocabulary_of,
 )
 from kvindex_adapters.hf.report import Report
 from kvindex_adapters.hf.run_ahead import decoding_options
@@ -99,8 +100,8 @@ def generate(
     it holds, and it keeps prompt and answer, or "branch": the prompt follows what it holds, and
     afterwards it is as it was. A call that fails leaves the cache as it was.
 
-    Raises ValueError for an empty prompt, sizes out of range, options that do not fit or a used
-    cache, and what `attach` raises.
+    Raises ValueError for an empty prompt, ids or sizes out of range, options that do not fit or a
+    used cache, TypeError for a prompt of another kind, and what `attach` raises.
     """
     check_attach_options(attach_options)
     _check_options(generate_options)
@@ -108,8 +109,9 @@ def generate(
     check.at_least("max_new_tokens", max_new_tokens, 1)
     _check_cache(cache, used, index, k, attach_options)
     past_length = 0 if cache is None else cache.get_seq_length()
-    ids = encode_prompt(tokenizer, prompt, follows=past_length > 0).to(model.device)
-    check_prompt(ids)
+    ids = encode_prompt(tokenizer, prompt, follows=past_length > 0)
+    check_prompt(ids, vocabulary_of(model))
+    ids = ids.to(model.device)
     timer = TokenTimer(streamer, on_progress, ids, max_new_tokens)
     options = {**ONE_ANSWER, "do_sample": False, **generate_options}
     if cache is not None:

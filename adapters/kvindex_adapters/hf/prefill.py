@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from kvindex.core import check
@@ -49,8 +49,9 @@ def read(
     chunk = default_chunk(model) if chunk is None else check.at_least("chunk", chunk, 2)
     check_follows(cache, used, allowed=("refuse", "continue"))
     follows = cache.get_seq_length() > 0
-    ids = encode_prompt(tokenizer, prompt, follows=follows, cue=False).to(model.device)
-    check_prompt(ids)
+    ids = encode_prompt(tokenizer, prompt, follows=follows, cue=False)
+    check_prompt(ids, vocabulary_of(model))
+    ids = ids.to(model.device)
     past = past_ids(cache)
     with following(cache, used), torch.no_grad():
         prefill(model, ids, cache, stop=len(ids), chunk=chunk, report=on_progress)
@@ -80,10 +81,24 @@ def default_chunk(model: PreTrainedModel) -> int:
     return chunk_of(count * model.dtype.itemsize, model.device)
 
 
-def check_prompt(ids: Tensor) -> None:
-    """Raises ValueError for a prompt without tokens."""
+def vocabulary_of(model: PreTrainedModel) -> int:
+    """How many ids a model has rows for; an embedding may have more than its configuration says."""
+    named = model.config.get_text_config(decoder=True).to_dict().get("vocab_size") or 0
+    rows = model.get_input_embeddings()
+    return max(named, rows.num_embeddings if isinstance(rows, nn.Embedding) else 0)
+
+
+def check_prompt(ids: Tensor, vocabulary: int) -> None:
+    """Raises ValueError for a prompt without tokens, or with an id that the model has no row for.
+
+    ids: int64 `[N]`; vocabulary: how many there are, 0 where nobody knows.
+    """
     if len(ids) == 0:
         raise ValueError("prompt: got no tokens, allowed is at least one")
+    last = (vocabulary or 2**63) - 1
+    wrong = ids[(ids < 0) | (ids > last)]
+    if len(wrong):
+        raise ValueError(f"prompt: got id {int(wrong[0])}, allowed is 0 to {last}")
 
 
 def encode_prompt(
@@ -92,13 +107,20 @@ def encode_prompt(
     """Ids int64 `[N]` of a text, of chat messages, or as given.
 
     follows: other tokens come before, so a text gets no token that begins a sequence; cue: messages
-    end with the cue to answer.
+    end with the cue to answer. Raises TypeError for a prompt of another kind.
     """
     if isinstance(prompt, Tensor):
         return check.tensor("prompt", prompt, {"N": None}, torch.int64)
     if isinstance(prompt, str):
         encoded = tokenizer(prompt, add_special_tokens=False) if follows else tokenizer(prompt)
         return torch.tensor(encoded["input_ids"], dtype=torch.int64)
+    if not isinstance(prompt, Sequence) or not all(isinstance(one, Mapping) for one in prompt):
+        kind = type(prompt).__name__
+        kind += f" of {type(prompt[0]).__name__}" if isinstance(prompt, Sequence) else ""
+        raise TypeError(
+            f"prompt: got {kind}, allowed is one text, messages (a list of dicts with role and "
+            "content), or ids as a tensor int64 [N]"
+        )
     text = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=cue)
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     return torch.tensor(ids, dtype=torch.int64)

@@ -105,7 +105,7 @@ class OnGpu:
     device = torch.device("cuda")
 
     def __init__(self, model):
-        self.generation_config = model.generation_config
+        self.config, self.generation_config = model.config, model.generation_config
 
 
 def test_on_a_gpu_the_decoder_is_the_default_where_it_can(monkeypatch, capsys):
