@@ -24,7 +24,6 @@ class LayerPool(Sequences[AttentionLayer]):
     layer: empty; each sequence is a copy of it, with a batch of 1.
     """
 
-    @in_plain_torch
     def __init__(self, layer: AttentionLayer) -> None:
         super().__init__(layer)
         self.geometry = self._like.index.geometry
