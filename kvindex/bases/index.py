@@ -243,7 +243,7 @@ class BaseIndex(ReadingIndex):
         statistics, learned = self._with_truncated(length), self._learned_before(length)
         for part in (self._codes, self._store, self._valid):
             part.truncate(length)
-        self._learned = learned
+        self._learned = {**learned}  # another one: an append that was begun before may not end
         self._counts = self._counts - gone
         self._length = length
         self._commit(statistics)

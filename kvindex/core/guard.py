@@ -2,7 +2,8 @@
 
 All or nothing: a call that raises, wherever it does, leaves the object as it was, or says of every
 later call that `reset` must come first. Same arithmetic: autocast, the default dtype and the
-default device of the caller change nothing. Threads: reads beside reads, and nothing beside a
+default device of the caller change nothing, nor does inference mode, so that what was begun in it
+goes on outside. Threads: reads beside reads, and nothing beside a
 change; whoever comes in between gets an error in words.
 """
 
@@ -50,6 +51,7 @@ DEVICE_TYPES = ("cpu", "cuda")
 
 _FLOAT32, _default_dtype = torch.float32, torch.get_default_dtype
 _autocast, _modes = torch.is_autocast_enabled, torch._C._len_torch_function_stack
+_inference = torch.is_inference_mode_enabled
 
 
 class Access:
@@ -168,9 +170,8 @@ def _guarded(method: Callable[..., Any]) -> Callable[..., Any]:
                     self._check_usable(name)
                 if self._undone(name):
                     before = self.checkpoint()
-                if _unusual():
-                    with plain_torch():
-                        result = method(self, *args, **options)
+                if _inference() or _unusual():
+                    result = _plainly(method, self, *args, **options)
                 else:
                     result = method(self, *args, **options)
                 if before is not None:
@@ -196,12 +197,22 @@ def in_plain_torch(method: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(method)
     def call(*args: Any, **options: Any) -> Any:
-        if not _unusual():
-            return method(*args, **options)
-        with plain_torch():
-            return method(*args, **options)
+        if _inference() or _unusual():
+            return _plainly(method, *args, **options)
+        return method(*args, **options)
 
     return call
+
+
+def _plainly(method: Callable[..., Any], /, *args: Any, **options: Any) -> Any:
+    """What the method returns in plain torch."""
+    if _inference():  # nobody could write outside of it to tensors that were made in it
+        with torch.inference_mode(False), torch.no_grad():
+            return _plainly(method, *args, **options)
+    if not _unusual():
+        return method(*args, **options)
+    with plain_torch():
+        return method(*args, **options)
 
 
 def _unusual() -> bool:

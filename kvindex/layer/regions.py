@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kvindex.core.geometry import Geometry
+from kvindex.core.guard import in_plain_torch
 from kvindex.core.protocol import Rows
 from kvindex.core.resident import ResidentRows
 from kvindex.core.restore import Restorable
@@ -236,8 +237,11 @@ class Regions(NamedState, Restorable):
     def _take_staged(self) -> None:
         """The window holds the rows that are staged: copied from where they lie."""
         held, resident = len(self._window), self._resident
-        if self._counted <= held or resident is None:
-            return
+        if self._counted > held and resident is not None:
+            self._take(held, resident)
+
+    @in_plain_torch  # whoever asks may be nobody's guarded call
+    def _take(self, held: int, resident: ResidentRows) -> None:
         start = held + self._sink_width
         rows = resident.rows[:, :, start : start + self._counted - held]
         keys, values = rows.tensor_split([self._geometry.head_dim], dim=-1)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kvindex.core import check
 from kvindex.core.capability import capability, required
+from kvindex.core.guard import in_plain_torch
 from kvindex.core.protocol import (
     UNUSED,
     Attended,
@@ -37,6 +38,7 @@ class Pool(Sequences[KVIndex]):
     them by `Attended.lse` (`kvindex.ops.attention.merge`); `LayerPool` has whole layers.
     """
 
+    @in_plain_torch
     def __init__(self, index: str | KVIndex, **options: Any) -> None:
         super().__init__(create(index, **options) if isinstance(index, str) else index)
         self.geometry = self._like.geometry
@@ -69,6 +71,7 @@ class Pool(Sequences[KVIndex]):
                 given = keys[own], values[own]
                 index.append(*given, valid=None if valid is None else valid[own])
 
+    @in_plain_torch
     def search(
         self, sequences: Sequence[int], queries: Tensor, *, k: int, coverage: float | None = None
     ) -> Hits:
@@ -97,6 +100,7 @@ class Pool(Sequences[KVIndex]):
         rows = [index.fetch(_of(hits, i)) for i, index in enumerate(some)]
         return Rows(torch.cat([r.keys for r in rows]), torch.cat([r.values for r in rows]))
 
+    @in_plain_torch
     def attend(self, sequences: Sequence[int], queries: Tensor, *, k: int) -> Attended:
         """Attention of queries `[n, H, D]`, each over the best `k` rows of its own sequence.
 

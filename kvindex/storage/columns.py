@@ -30,6 +30,7 @@ class Columns(Restorable):
         self._length = 0
         self._most = 0  # that was held: a checkpoint may hold it still
         self._sharing = Sharing()  # of this memory, with deep copies
+        self._lent = False  # whether this is a view of others' memory
 
     def __len__(self) -> int:
         return self._length
@@ -62,7 +63,14 @@ class Columns(Restorable):
         return 0
 
     def reserve(self, new: Mapping[str, Tensor]) -> None:
-        """Make room for `new`. May run out of memory; what is held stays as it was."""
+        """Make room for `new`. May run out of memory; what is held stays as it was.
+
+        Raises RuntimeError for a view.
+        """
+        if self._lent:
+            raise RuntimeError(
+                "append: got a view of expand_batch(), allowed are search and fetch, or a deep copy"
+            )
         if self._sharing.shared and not self._claimed(new):
             self._data, self._sharing = self._room(new, anew=True), Sharing()
         elif not self._fits(new):
@@ -103,7 +111,7 @@ class Columns(Restorable):
         copy.append({name: self[name].narrow(self._axis, count, rest) for name in self._data})
         return copy
 
-    def reordered(self, batch_indices: Tensor) -> Columns:
+    def reordered(self, batch_indices: Tensor) -> Self:
         """A copy in which row `b` is row `batch_indices[b]` of this."""
         copy = self._fresh()
         copy._length = self._length
@@ -116,7 +124,7 @@ class Columns(Restorable):
     def expand_batch(self, count: int) -> Columns:
         """A view of a batch of 1 as one of `count`; it cannot be appended to."""
         view = self._fresh()
-        view._length = self._length
+        view._length, view._lent = self._length, True
         view._data = {
             name: tensor.expand(count, *tensor.shape[1:]) for name, tensor in self._data.items()
         }
@@ -131,7 +139,12 @@ class Columns(Restorable):
         self._data, self._length, self._sharing = checkpoint
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """A copy that shares what is held now, until one of both writes where the other reads."""
+        """A copy that shares what is held now, until one of both writes where the other reads.
+
+        Of a view, memory of its own.
+        """
+        if self._lent:
+            return self.reordered(torch.arange(self.batch))
         self._sharing.join(self, max(self._most, self._length))
         twin = self._shallow()
         twin._most = twin._length

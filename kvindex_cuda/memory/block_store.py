@@ -380,7 +380,7 @@ class BlockStore(Restorable):
         view = self._shallow()
         view._lent_by = self
         view._table = self._table.expand_batch(count)
-        if self._center is not None:
+        if self._center is not None and self._length:
             view._center = self._center.expand(count, -1, -1)
         return view
 
@@ -405,6 +405,14 @@ class BlockStore(Restorable):
         twin._table, twin._written, twin._promised = self._table.fork(self._length), None, 0
         twin._close = weakref.finalize(twin, self._pool.leave, twin._table.ledger)
         return twin
+
+    def rollback(self, checkpoint: Any) -> None:
+        """Be again what `checkpoint` says, but for what lies after the last row: that is anything,
+        and a copy to there may be under way.
+        """
+        writing = self._writing
+        super().rollback(checkpoint)
+        self._written, self._writing = None, writing or self._writing
 
     def reset(self) -> None:
         """Forget everything, and free the memory."""

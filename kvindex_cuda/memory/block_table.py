@@ -205,6 +205,10 @@ class BlockTable:
     def expand_batch(self, count: int) -> BlockTable:
         """A view of a batch of 1 as one of `count`, to read."""
         view = copy(self)
+        if not self.batch:  # there is no room yet
+            view.addresses, view._numbers = self._empty(count)
+            view.near = view._none_near()
+            return view
         view.addresses = self.addresses.expand(count, -1)
         view.near = None if self.near is None else self.near.expand(count, -1)
         view._numbers = self._numbers.expand(count, -1)

@@ -237,6 +237,9 @@ class CodeBlocks(Restorable):
         """What was written is not appended."""
         self._written = None
 
+    def _after_rollback(self) -> None:
+        self._written = None  # a call that failed may have written to the same places
+
     def truncate(self, length: int) -> None:
         """Keep what the first `length` tokens fill; blocks stay with their rows."""
         self._length, self._written = min(self._length, length // self._unit * self._unit), None

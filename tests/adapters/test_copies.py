@@ -2,6 +2,7 @@
 
 import copy
 import io
+import itertools
 import pickle
 from dataclasses import replace
 
@@ -206,3 +207,28 @@ def _rows(layer):
     if getattr(layer, "attention", None) is None:
         return layer.keys.data_ptr()
     return layer.attention.index._store.contiguous_rows().data_ptr()
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "deepseek_v3"])
+def test_a_cache_and_its_copy_go_in_and_out_of_inference_mode(family):
+    model, inputs = build(family), prompt(2, 60)
+    sizes = [40] + [1] * 20
+
+    def logits(modes):
+        outputs, start, modes = [], 0, itertools.cycle(modes)
+        with kvhf.attach(model, **REGIONS) as cache:
+            for size in sizes:
+                with next(modes)():
+                    if start == 50:
+                        cache = copy.deepcopy(cache)
+                    places = torch.arange(start, start + size).expand(2, -1)
+                    some = inputs["input_ids"][:, start : start + size]
+                    given = dict(input_ids=some, position_ids=places, past_key_values=cache)
+                    outputs.append(model(**given).logits)
+                start += size
+        return torch.cat(outputs, 1)
+
+    inside, outside = torch.inference_mode, torch.no_grad
+    want = logits([outside])
+    for modes in ([inside, outside], [outside, inside, inside]):
+        torch.testing.assert_close(logits(modes), want)

@@ -5,6 +5,7 @@ the others are of an index in plain torch.
 """
 
 import gc
+import itertools
 import weakref
 from dataclasses import replace
 
@@ -517,3 +518,25 @@ def test_a_bad_option_is_refused():
         kvhf.attach(model_of(), token_graph=1),
     ):
         pass
+
+
+def test_replays_go_in_and_out_of_inference_mode(graphs):
+    model, inputs = model_of(), prompt(2, 60)
+
+    def logits(modes, token_graph):
+        outputs, start, modes = [], 0, itertools.cycle(modes)
+        with kvhf.attach(model, **REGIONS, token_graph=token_graph) as cache:
+            for size in [40] + [1] * 20:
+                with next(modes)():
+                    places = torch.arange(start, start + size).expand(2, -1)
+                    some = inputs["input_ids"][:, start : start + size]
+                    given = dict(input_ids=some, position_ids=places, past_key_values=cache)
+                    outputs.append(model(**given).logits.clone())
+                start += size
+        return torch.cat(outputs, 1)
+
+    inside, outside = torch.inference_mode, torch.no_grad
+    want = logits([outside], False)
+    for modes in ([inside, outside], [*[outside] * 7, *[inside] * 4]):
+        torch.testing.assert_close(logits(modes, None), want, rtol=1e-4, atol=1e-4)
+    assert graphs.replays

@@ -1,5 +1,9 @@
-"""Whatever a caller has set in torch (autocast, default dtype and device), results are the same."""
+"""Whatever a caller has set in torch (autocast, default dtype and device, inference mode), results
+are the same.
+"""
 
+import itertools
+from copy import deepcopy
 from functools import partial
 
 import pytest
@@ -40,6 +44,44 @@ def test_no_layer_depends_on_the_context(context):
         got = outputs()
     for mine, theirs in zip(got, want, strict=True):
         assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("codec", ["plain", "int4"])
+def test_a_layer_goes_in_and_out_of_inference_mode(codec):
+    """Step by step, and what is made of it: another order, a copy, a state."""
+
+    def life(modes):
+        modes = itertools.cycle(modes)
+        made = partial(CASE.index, "pariskv", row_codec=codec)
+        layers = [AttentionLayer(made(), k=6, **SIZES)]
+        for start, stop in [(0, 20), *((i, i + 1) for i in range(20, 60))]:
+            with next(modes)():
+                if start == 30:
+                    layers.append(deepcopy(layers[0]))
+                if start == 40:
+                    layers.append(AttentionLayer(made(), k=6, **SIZES))
+                    layers[2].load_state_dict(layers[0].state_dict())
+                if start == 50:
+                    layers[0].reorder(torch.tensor([1, 1]))
+                parts = sequence.parts(start, stop)
+                outputs = [layer.step(*parts, valid=None) for layer in layers]
+            yield outputs
+
+    sequence = Sequence.of(CASE, 60)
+    want = [*life([torch.no_grad])]
+    inside, outside = torch.inference_mode, torch.no_grad
+    for modes in ([inside], [inside, outside], [outside, inside, inside]):
+        for mine, theirs in zip(life(modes), want, strict=True):
+            assert all(map(torch.equal, mine, theirs))
+
+
+def test_inference_mode_asks_for_no_gradient():
+    index, (keys, values) = CASE.index("exact"), CASE.tokens(30)
+    with torch.inference_mode():
+        index.append(keys.requires_grad_(), values)
+        assert torch.is_inference_mode_enabled()
+        assert not index.search(CASE.queries().requires_grad_(), k=3).scores.requires_grad
+    assert torch.is_grad_enabled()
 
 
 def test_the_caller_finds_the_context_as_it_was():

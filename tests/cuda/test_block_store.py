@@ -1,5 +1,6 @@
 import ctypes
 import gc
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 import kvindex
 from kvindex.storage.centers import of_rows
 from kvindex.storage.store import TensorStore
+from kvindex_cuda.memory import block_store
 from kvindex_cuda.memory.block_table import runs, spans
 from kvindex_cuda.memory.budget import Budget
 from tests.cuda.host_memory import (
@@ -175,6 +177,39 @@ def test_a_repeated_view_reads_and_keeps_the_rows_but_takes_none():
     del view
     finish()
     assert not allocator.live
+
+
+@pytest.mark.parametrize("codec", ["plain", "int4"])
+def test_a_view_of_a_store_that_has_no_memory_yet(codec):
+    """As one is that was emptied and then reordered."""
+    store = append(host_store(row_codec=codec), tokens(300, batch=1))
+    store.truncate(0)
+    view = store.reordered(torch.tensor([0])).expand_batch(3)
+    rows = view.gather(torch.full((3, 2, 4), -1))
+    assert rows.keys.shape == (3, 2, 4, 8)
+    assert not rows.keys.any()
+    assert (len(view), view.nbytes(), view.table.shape) == (0, 0, (3, 16))
+
+
+def test_a_copy_of_a_call_that_failed_is_waited_for():
+    """Where few rows go to the same places, by a kernel: rows copied late would lie over them."""
+    store, waited = append(host_store(), tokens(300)), []
+    copies = store._offload
+    store._offload = SimpleNamespace(
+        copy=lambda pieces, rows: copies.copy(pieces, rows) or "of the call that failed",
+        wait=waited.append,
+    )
+    before, rows = store.checkpoint(), store.join(*tokens(300, 1))
+    store.reserve(rows)
+    store.write(rows)
+    store.rollback(before)
+    store._launched = True
+    few = store.join(*tokens(3, 2))
+    store.reserve(few)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(block_store, "write_rows", lambda *given: None)
+        store.write(few)
+    assert waited == ["of the call that failed"]
 
 
 def test_a_view_of_freed_memory_raises():

@@ -1,6 +1,7 @@
 """Sequences of any lengths in one step: each gets what it would get alone, and no block is lost."""
 
 import gc
+import itertools
 import time
 from contextlib import nullcontext
 from dataclasses import replace
@@ -249,6 +250,31 @@ def test_steps_that_are_alike_are_replayed_as_sequences_grow(device):
                 assert torch.equal(got.found[i], want.found[0])
     if device == "cpu":
         assert (graphs.made, graphs.replays) == (1, 7 - WARM)
+
+
+def test_calls_may_be_in_inference_mode_or_not(device):
+    case = Case(q_heads=4, head_dim=32, value_dim=32, device=device)
+
+    def life(*modes):
+        modes = itertools.cycle(modes)
+        with next(modes)():
+            pool = kvindex.Pool("pariskv", **case.geometry(), backend="cuda", store="device")
+        some = [pool.open(), pool.open()]
+        for seed in range(5):
+            with next(modes)():
+                pool.append(some, *case.tokens(300 if not seed else 1, seed, 2))
+            with next(modes)():
+                output = pool.attend(some, case.queries(seed, 2), k=9).output
+            yield output
+            with next(modes)():
+                pool.search(some[::-1], case.queries(seed, 2), k=9)
+
+    inside, outside = torch.inference_mode, torch.no_grad
+    want = [*life(outside)]
+    for modes in ([inside, outside], [outside, inside, inside]):
+        with counted(device):
+            got = [*life(*modes)]
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 
 def test_only_indexes_that_can_are_rows_of_a_batch(device):

@@ -73,6 +73,31 @@ def test_an_append_may_end_later(device):
     assert_searches_alike(*both, queries)
 
 
+def test_an_append_that_fails_does_not_take_the_place_of_what_was_begun(device, monkeypatch):
+    """It has written rows and codes where those that were begun lie."""
+    both = pair(device)
+    tokens, others = tokens_of(CASE, 768, device), tokens_of(CASE, 256, device, seed=7)
+    append(both, *part(tokens, 0, 512))
+    ends = [index.start_append(*part(tokens, 512, 768)) for index in both]
+
+    def fails(*given, **how):
+        raise MemoryError("none left")
+
+    for index in both:
+        with monkeypatch.context() as patch:
+            patch.setattr(type(index._valid), "append", fails)
+            with pytest.raises(MemoryError):
+                index.append(*others)
+    for end in ends:
+        end()
+    assert_searches_alike(*both, CASE.queries().to(device))
+    ids = torch.arange(768, device=device).expand(2, 2, -1)
+    for index in both:
+        rows = index._store.gather(ids)
+        assert torch.equal(rows.keys, tokens[0])
+        assert torch.equal(rows.values, tokens[1])
+
+
 def test_what_was_begun_and_left_is_written_over(device):
     both = pair(device)
     tokens = tokens_of(CASE, 900, device)

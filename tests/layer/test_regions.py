@@ -7,6 +7,7 @@ import torch
 
 from kvindex import Hits
 from kvindex.indexes.exact import Exact
+from kvindex.layer.regions import Regions
 from tests.support.helpers import Case, all_rows
 from tests.support.sequences import SIZES, Sequence, layer_of, steps_of
 
@@ -283,3 +284,19 @@ def test_signals_reach_the_index():
         ((*shape, 1, 16), [14]),
         ((*shape, 1, 16), [15]),
     ]
+
+
+def test_staged_tokens_are_taken_over_in_inference_mode_too():
+    """By whatever reads the window: a checkpoint is nobody's guarded call."""
+    case = Case(q_heads=2, kv_heads=2, head_dim=8, value_dim=8)
+    own = Regions(case.index("exact").geometry, sink_size=0, local_size=4, room=64)
+    tokens = case.tokens(60)
+    own.append(0, *(part[:, :, :1] for part in tokens), None)
+    for n in range(1, 59):
+        resident = own.resident(0, more=1)
+        resident.rows[:, :, n] = torch.cat([part[:, :, n] for part in tokens], -1)
+        own.count_staged()
+    with torch.inference_mode():
+        own.checkpoint()
+    own.append(0, *(part[:, :, 59:] for part in tokens), None)
+    assert torch.equal(own.window.keys, tokens[0])

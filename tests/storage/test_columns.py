@@ -1,5 +1,7 @@
 """Growable tensors per token: room, cuts, another order; and the flags of valid tokens."""
 
+from copy import deepcopy
+
 import pytest
 import torch
 from hypothesis import given
@@ -187,3 +189,19 @@ def test_valid_remembers_tokens_from_before_the_first_flags():
     valid = valid.emptied()
     assert valid.flags is None
     assert valid.all_from == 0
+
+
+def test_a_view_of_several_rows_is_read_alone_and_its_copy_is_its_own():
+    columns = Columns()
+    columns.append(rows(5, batch=1))
+    view, want = columns.expand_batch(2), {n: t[[0, 0]] for n, t in rows(5, batch=1).items()}
+    for refused in (view, columns.expand_batch(1)):
+        with pytest.raises(RuntimeError, match=r"got a view of expand_batch\(\), allowed are"):
+            refused.append(rows(1, 5, batch=2))
+    assert_holds(view, want)
+    twin = deepcopy(view)
+    columns.truncate(2)
+    columns.append(rows(3, 50, batch=1))
+    assert_holds(twin, want)
+    twin.append(rows(4, 5, batch=2))
+    assert len(twin) == 9

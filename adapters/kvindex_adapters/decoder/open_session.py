@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvindex.core import check
+from kvindex.core.guard import in_plain_torch
 from kvindex.layer import AttentionLayer
 from kvindex_adapters.decoder.config import DecoderConfig
 from kvindex_adapters.decoder.dense import DenseAttention
@@ -49,6 +50,7 @@ class OpenSession(Session):
         if weights is not self._weights:
             raise ValueError("session: got one of another decoder, allowed is one of this one")
 
+    @in_plain_torch
     def fork(self) -> OpenSession:
         """A session that goes on from here by itself.
 
@@ -107,6 +109,7 @@ class OpenSession(Session):
         check.at_least("session.length", self.length, 1)
         save_session(folder, self._attentions, self.ids, self._saved_model())
 
+    @in_plain_torch
     def load(self, folder: str | os.PathLike[str]) -> None:
         """Hold what a session, or a cache of `kvhf.attach`, held that was saved.
 

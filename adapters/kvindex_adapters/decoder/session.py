@@ -68,6 +68,7 @@ class Session:
     device.
     """
 
+    @in_plain_torch
     def __init__(
         self,
         weights: Weights,
@@ -145,6 +146,7 @@ class Session:
                 return f"layer {number}: {why}"
         return None
 
+    @in_plain_torch
     def prepare_replay(self) -> list[object] | None:
         """Before `captured_step` is captured or replayed, as `AttentionLayer.prepare_replay`.
 

@@ -8,6 +8,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from kvindex.core.guard import in_plain_torch
+
 AHEAD = 4
 """Tokens that are launched before one is read: a host that is late by less delays none."""
 
@@ -18,6 +20,7 @@ class TokenRing:
     At most `AHEAD + 1` at once. wait: for an event of the device.
     """
 
+    @in_plain_torch
     def __init__(
         self,
         batch: int,

@@ -1,9 +1,11 @@
-"""Whatever a caller has set in torch (autocast, default dtype and device), results are the same."""
+"""Whatever a caller has set in torch (autocast, default dtype and device, inference mode), results
+are the same.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
@@ -30,6 +32,7 @@ CONTEXTS: dict[str, Callable[[], AbstractContextManager[object]]] = {
     "float16 by default": lambda: default_dtype(torch.float16),
     "bfloat16 by default": lambda: default_dtype(torch.bfloat16),
     "another device by default": lambda: torch.device("meta"),
+    "inference mode": torch.inference_mode,
 }
 
 
@@ -44,9 +47,10 @@ class Life:
         self.at = torch.tensor([29], device=device)
         self.order = torch.arange(B - 1, -1, -1, device=device)
 
-    def of(self, make: Make) -> list[object]:
-        """What the index gives."""
-        index = make()
+    def of(
+        self, make: Make, begun: Callable[[], AbstractContextManager[object]] = nullcontext
+    ) -> list[object]:
+        """What the index gives; begun: where it is made, and gets its first tokens."""
         out: list[object] = []
 
         def note() -> None:
@@ -55,8 +59,10 @@ class Life:
             out.extend([hits.ids, hits.scores, hits.log_weight, rows.keys, rows.values])
             out.append(index.nbytes())
 
-        index.append(*self.first, valid=self.pads)
-        index.observe_queries(self.queries[:, :, None], self.at)
+        with begun():
+            index = make()
+            index.append(*self.first, valid=self.pads)
+            index.observe_queries(self.queries[:, :, None], self.at)
         note()
         index.end_prompt()
         index.append(*self.second)
@@ -74,11 +80,19 @@ class Life:
 
 
 def check_no_context_changes_results(make: Make, case: Case) -> None:
-    """Autocast and other default dtypes and devices change nothing, to the bit."""
+    """Autocast and other default dtypes and devices change nothing, to the bit.
+
+    Nor does inference mode, in which an index may be begun that goes on outside.
+    """
     life = Life(case)
     want = life.of(make)
+
+    def compare(got: list[object], name: str) -> None:
+        for mine, theirs in zip(got, want, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=0, atol=0, msg=name)
+
     for name, entered in CONTEXTS.items():
         with entered():
             got = life.of(make)
-        for mine, theirs in zip(got, want, strict=True):
-            torch.testing.assert_close(mine, theirs, rtol=0, atol=0, msg=name)
+        compare(got, name)
+    compare(life.of(make, torch.inference_mode), "begun in inference mode")

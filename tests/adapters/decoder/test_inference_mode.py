@@ -1,0 +1,52 @@
+"""Sessions and streams go in and out of inference mode: the tokens are the same."""
+
+import itertools
+
+import pytest
+import torch
+
+from kvindex_adapters.decoder import Decoder
+from tests.adapters.decoder.families import ids_of, model_of
+from tests.adapters.decoder.test_open_session import FEW, SMALL, asked
+from tests.adapters.test_generation import Words
+
+INSIDE, OUTSIDE = torch.inference_mode, torch.no_grad
+
+
+def life(decoder, options, modes, folder):
+    """All calls of a session, each in the next mode, then a stream, token by token."""
+    modes = itertools.cycle(modes)
+
+    def call(method, *given, **how):
+        with next(modes)():
+            return method(*given, **how)
+
+    session = call(decoder.session, **options)
+    call(decoder.read, ids_of(40), session, chunk=16)
+    answers = [call(asked, decoder, session, ids_of(20, seed=3))]
+    fork = call(session.fork)
+    answers.append(call(asked, decoder, fork, ids_of(9, seed=4)))
+    call(session.truncate, 50)
+    answers.append(call(asked, decoder, session, ids_of(9, seed=5)))
+    call(session.save, folder)
+    loaded = call(decoder.session, **options)
+    call(loaded.load, folder)
+    answers.append(call(asked, decoder, loaded, ids_of(9, seed=5)))
+    prompts = [ids_of(30, seed=1), ids_of(22, seed=2)]
+    stream = decoder.stream(prompts, max_new_tokens=10, chunk=16, **options)
+    while (token := call(next, stream, None)) is not None:
+        answers.append(token.tolist())
+    return answers
+
+
+@pytest.mark.parametrize("options", [FEW, dict(index=None)], ids=["pariskv", "dense"])
+def test_calls_may_be_in_inference_mode_or_not(options, tmp_path):
+    decoder = Decoder.of(model_of("llama", **SMALL), Words())
+    want = life(decoder, options, [OUTSIDE], tmp_path / "none")
+    for name, modes in {
+        "all": [INSIDE],
+        "first": [INSIDE, OUTSIDE],
+        "second": [OUTSIDE, INSIDE],
+        "two": [INSIDE, INSIDE, OUTSIDE],
+    }.items():
+        assert life(decoder, options, modes, tmp_path / name) == want
