@@ -107,6 +107,14 @@ class BaseIndex(ReadingIndex):
         self._counts = torch.zeros(0, dtype=torch.int64)
         self._cleared()
 
+    def __repr__(self) -> str:
+        g, batch = self.geometry, self._batch or 0
+        shape = f"q_heads={g.q_heads}, kv_heads={g.kv_heads}, head_dim={g.head_dim}"
+        place = f"dtype={g.dtype}, device={str(g.device)!r}, backend={self.backend!r}"
+        return (
+            f"<{type(self).__name__} {shape}, {place}: {batch} sequences of {self._length} tokens>"
+        )
+
     def _offers(self, wanted: type) -> bool:
         if wanted is Attends and type(self).attend is ReadingIndex.attend:
             return self._attending_store() is not None

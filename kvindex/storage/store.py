@@ -261,8 +261,8 @@ def row_store(
         lacks = "" if isinstance(store, str) else ", ".join(sorted(METHODS - {*dir(store)}))
         got = f"{store!r}, which lacks {lacks}" if lacks else repr(store)
         raise ValueError(
-            f"store: got {got}, allowed is 'device', 'host', 'auto' or a Restorable with the "
-            "methods of kvindex.storage.store.RowStore"
+            f"store: got {got}, allowed is 'device', 'host', 'auto' or a store of one's own: a "
+            "kvindex.storage.store.RowStore and kvindex.core.restore.Restorable"
         )
     if len(store):
         raise ValueError(f"store: got one that holds {len(store)} tokens, allowed is an empty one")

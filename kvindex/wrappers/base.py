@@ -59,6 +59,9 @@ class Wrapper(Capable, NamedState, Guarded):
     def __init__(self, inner: KVIndex) -> None:
         self.inner = inner
 
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} of {self.inner!r}>"
+
     def checkpoint(self) -> Any:
         """What the wrapper and the inner index are now, for `rollback`."""
         foreign = not isinstance(self.inner, Restorable)

@@ -54,6 +54,17 @@ def test_index_is_a_kvindex(name):
     assert isinstance(Case().index(name), kvindex.KVIndex)
 
 
+@pytest.mark.parametrize("name", ["exact", "exact+sample"])
+def test_an_index_says_what_it_is_and_holds(name):
+    case = Case(batch=2)
+    index = case.index(name)
+    told = f"q_heads={case.q_heads}, kv_heads={case.kv_heads}, head_dim={case.head_dim}, dtype="
+    assert told in repr(index)
+    assert "0 sequences of 0 tokens" in repr(index)
+    index.append(*case.tokens(7))
+    assert "2 sequences of 7 tokens" in repr(index)
+
+
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_exact_with_k_of_all_tokens_returns_them_all(case):
     index = filled(lambda: case.index("exact"), case.tokens(N))
