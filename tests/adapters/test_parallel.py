@@ -35,9 +35,9 @@ def test_one_process_waits_for_nobody():
 
 @pytest.fixture
 def folder(tmp_path):
-    """A tiny model of 101 words, and its tokenizer."""
-    tiny.build("llama").save_pretrained(tmp_path)
-    words = {f"w{i}": i for i in range(tiny.VOCABULARY)}
+    """A tiny model, and its tokenizer."""
+    tiny.build("llama", vocab_size=parallel_cases.WORDS).save_pretrained(tmp_path)
+    words = {f"w{i}": i for i in range(parallel_cases.WORDS)}
     tokenizer = Tokenizer(WordLevel(words, unk_token="w0"))
     tokenizer.pre_tokenizer = Whitespace()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(tmp_path)

@@ -57,7 +57,8 @@ class IndexCache(DynamicCache):
     ) -> None:
         super().__init__(config=config)
         full = [i for i, layer in enumerate(self.layers) if has_full_attention(layer)]
-        check_dense(dense_layers, len(self.layers), full, attachment.sharing)
+        layers = max(len(self.layers), 1 + max(attachment.sharing, default=-1))
+        check_dense(dense_layers, layers, full, attachment.sharing)
         self.indexed = [i for i in full if i not in dense_layers]
         """Numbers of the layers that have an index."""
         self.attachment = attachment

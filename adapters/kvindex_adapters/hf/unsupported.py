@@ -120,7 +120,7 @@ def sharing_of(config: Any) -> dict[int, int]:
     except ValueError:  # where all layers share those of another model
         return {}
     if not modes:
-        return {}
+        return _sharing_by_count(config)
     stored: dict[str, int] = {}
     shared = {}
     for number, (mode, kind) in enumerate(zip(modes, config.layer_types, strict=True)):
@@ -129,6 +129,19 @@ def sharing_of(config: Any) -> dict[int, int]:
         elif mode is not None:
             shared[number] = stored[kind]
     return shared
+
+
+COUNTED = "gemma3n_text", "gemma4_text"
+"""Families whose last layers share the keys of the last one of their kind before them."""
+
+
+def _sharing_by_count(config: Any) -> dict[int, int]:
+    """`sharing_of` a configuration that counts layers, as transformers 5.17 has them."""
+    first = config.num_hidden_layers - (getattr(config, "num_kv_shared_layers", None) or 0)
+    if config.model_type not in COUNTED or not 0 < first < config.num_hidden_layers:
+        return {}
+    kinds = config.layer_types
+    return {n: first - 1 - kinds[:first][::-1].index(kinds[n]) for n in range(first, len(kinds))}
 
 
 def _values(config: Any, name: str) -> list[Any]:
