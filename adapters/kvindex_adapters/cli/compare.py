@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import random
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -152,20 +153,25 @@ def _compare(load: Load, settings: Settings, plan: Plan, out: Path, jobs: int) -
 
 
 def _report(out: Path, settings: Settings) -> None:
-    """Write the report of all that the folder holds, and print its first table."""
+    """Write the report of all that the folder holds; print its first table, and what failed."""
     from rich.console import Console
     from rich.table import Table
 
     from kvindex_adapters.evaluate.compare.records import Records
     from kvindex_adapters.evaluate.compare.report import write_report
-    from kvindex_adapters.evaluate.compare.tables import tables
+    from kvindex_adapters.evaluate.compare.tables import FAILED, tables
 
-    overview, *_ = tables(write_report(out, settings, Records(out)))
+    overview, *more = tables(write_report(out, settings, Records(out)))
     shown = [i for i, column in enumerate(overview.columns) if column in SHOWN]
     table = Table(*(overview.columns[i] for i in shown))
     for row in overview.rows:
         table.add_row(*(row[i].text for i in shown))
     Console().print(table)
+    for failed in more:
+        if failed.title == FAILED:
+            for row in failed.rows:
+                name, at, tokens, why = (cell.text for cell in row)
+                print(f"not measured: {name} at {at}, {tokens} tokens: {why}", file=sys.stderr)
     print(out / "report.html")
 
 

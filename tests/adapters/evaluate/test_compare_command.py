@@ -127,6 +127,17 @@ def test_rows_lie_where_it_is_said(run, monkeypatch):
     assert made.count(("quest:page=4:store=host", None)) > 2  # a line says more
 
 
+def test_what_a_task_cannot_do_is_told(run, monkeypatch):
+    def refuse(*args, **options):
+        raise ValueError("file: got a line that is none")
+
+    monkeypatch.setattr(tasks, "make", refuse)
+    result = run("--index", "exact", "-k", "5")
+    assert result.exit_code == 0, result.output
+    told = "not measured: all at needle, 60 tokens: file: got a line that is none"
+    assert told in result.stderr
+
+
 def test_an_interruption_is_told_in_words(run, monkeypatch):
     def interrupted(*args, **options):
         raise KeyboardInterrupt
