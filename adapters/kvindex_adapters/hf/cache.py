@@ -57,6 +57,7 @@ class IndexCache(DynamicCache):
     ) -> None:
         super().__init__(config=config)
         full = [i for i, layer in enumerate(self.layers) if has_full_attention(layer)]
+        # transformers 5.17 makes none for a layer that has the keys of another one
         layers = max(len(self.layers), 1 + max(attachment.sharing, default=-1))
         check_dense(dense_layers, layers, full, attachment.sharing)
         self.indexed = [i for i in full if i not in dense_layers]

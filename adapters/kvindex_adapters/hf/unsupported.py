@@ -137,10 +137,12 @@ COUNTED = "gemma3n_text", "gemma4_text"
 
 def _sharing_by_count(config: Any) -> dict[int, int]:
     """`sharing_of` a configuration that counts layers, as transformers 5.17 has them."""
-    first = config.num_hidden_layers - (getattr(config, "num_kv_shared_layers", None) or 0)
-    if config.model_type not in COUNTED or not 0 < first < config.num_hidden_layers:
+    if config.model_type not in COUNTED:
         return {}
     kinds = config.layer_types
+    first = len(kinds) - (config.num_kv_shared_layers or 0)
+    if first <= 0:
+        return {}
     return {n: first - 1 - kinds[:first][::-1].index(kinds[n]) for n in range(first, len(kinds))}
 
 
