@@ -7,6 +7,7 @@ undone (`core/guard.py`).
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Self
@@ -23,12 +24,6 @@ from kvindex.core.protocol import UNUSED, Attends, Codes, Hits, PlacesRows, Tell
 from kvindex.core.streams import to_host
 from kvindex.storage.columns import Columns, Valid
 from kvindex.storage.store import CenteredRows, RowStore, row_store
-
-SHARED = (
-    *("backend", "check", "device", "device_share", "dtype", "preset", "rope", "row_codec"),
-    *("scale", "softcap", "store", "value_dim", "value_in_key"),
-)
-"""What every index may be given beside the fields of its configuration."""
 
 
 class BaseIndex(ReadingIndex):
@@ -86,7 +81,7 @@ class BaseIndex(ReadingIndex):
             value_in_key=value_in_key,
         )
         super().__init__(geometry, check)
-        self.config: Any = make_config(type(self), preset, options, others=SHARED)
+        self.config: Any = make_config(type(self), preset, options, others=_shared())
         chosen = backends.choose(geometry.device) if backend is None else (backend, "as told")
         self.backend, self._why = chosen
         self.ops: Any = backends.resolve(self.backend)
@@ -352,3 +347,9 @@ class BaseIndex(ReadingIndex):
     def counts(self) -> Tensor:
         """Valid tokens of each row of the batch, int64 `[B]`, on the CPU."""
         return self._counts
+
+
+def _shared() -> list[str]:
+    """What every index may be given beside the fields of its configuration."""
+    given = inspect.signature(BaseIndex.__init__).parameters.values()
+    return [p.name for p in given if p.kind is p.KEYWORD_ONLY and p.default is not p.empty]

@@ -3,8 +3,8 @@
 All or nothing: a call that raises, wherever it does, leaves the object as it was, or says of every
 later call that `reset` must come first. Same arithmetic: autocast, the default dtype and the
 default device of the caller change nothing, nor does inference mode, so that what was begun in it
-goes on outside. Threads: reads beside reads, and nothing beside a
-change; whoever comes in between gets an error in words.
+goes on outside. Threads: reads beside reads, and nothing beside a change; whoever comes in between
+gets an error in words.
 """
 
 from __future__ import annotations

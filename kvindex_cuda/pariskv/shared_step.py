@@ -70,9 +70,9 @@ class SharedStep(BaseStep):
 class Use:
     """A step, and what an index asks of it: wanted int32 `[B]`, never more than it has room for.
 
-    places: `0` to `k - 1`; captured: whether a graph holds it, so that it must
-    stay; need: what it must have room for now; reads: what it read last beside a `ResidentRows`,
-    and of what that was made.
+    places: `0` to `k - 1`; captured: whether a graph holds it, so that it must stay; need: what it
+    must have room for now; reads: what it read last beside a `ResidentRows`, and of what that was
+    made.
     """
 
     step: SharedStep

@@ -159,19 +159,18 @@ def _report(out: Path, settings: Settings) -> None:
 
     from kvindex_adapters.evaluate.compare.records import Records
     from kvindex_adapters.evaluate.compare.report import write_report
-    from kvindex_adapters.evaluate.compare.tables import FAILED, tables
+    from kvindex_adapters.evaluate.compare.tables import tables
 
-    overview, *more = tables(write_report(out, settings, Records(out)))
+    summary = write_report(out, settings, Records(out))
+    overview, *_ = tables(summary)
     shown = [i for i, column in enumerate(overview.columns) if column in SHOWN]
     table = Table(*(overview.columns[i] for i in shown))
     for row in overview.rows:
         table.add_row(*(row[i].text for i in shown))
     Console().print(table)
-    for failed in more:
-        if failed.title == FAILED:
-            for row in failed.rows:
-                name, at, tokens, why = (cell.text for cell in row)
-                print(f"not measured: {name} at {at}, {tokens} tokens: {why}", file=sys.stderr)
+    for row in summary["failures"]:
+        what = f"{row['index'] or 'all'} at {row['task'] or 'text'}, {row['tokens']} tokens"
+        print(f"not measured: {what}: {row['words']}", file=sys.stderr)
     print(out / "report.html")
 
 

@@ -25,9 +25,6 @@ class Cell:
 
 EMPTY = Cell("")
 
-FAILED = "Not measured"
-"""Title of the table of what an index or a task cannot do."""
-
 
 @dataclass(frozen=True)
 class Table:
@@ -209,7 +206,7 @@ def _failures(summary: dict[str, Any]) -> Table:
         for row in summary["failures"]
     ]
     about = "What an index or a task cannot do on this model; the other figures are without it."
-    return Table(FAILED, about, ["index", "at", "tokens", "why"], rows)
+    return Table("Not measured", about, ["index", "at", "tokens", "why"], rows)
 
 
 def _repeats(summary: dict[str, Any], row: Row) -> bool:
