@@ -207,7 +207,7 @@ class ParisKV(ExecutedIndex):
         return [part[name] for part in self._parts() for name in names or part]
 
     def _cleared(self) -> None:
-        self._histogram, self._fitted = torch.empty(0), None
+        self._histogram, self._fitted = torch.empty(0, device=self.geometry.device), None
         self._update()
 
     def _after_rollback(self) -> None:

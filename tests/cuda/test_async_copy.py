@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from kvindex.core.geometry import Geometry
+from kvindex.storage.centers import of_rows
 from kvindex.storage.store import TensorStore
 from kvindex_cuda.memory import async_copy
 from kvindex_cuda.memory.block_store import BlockStore
@@ -170,9 +171,9 @@ def test_device_addresses_are_those_of_the_rows():
 
     geometry, store = on_gpu(row_codec="int8")
     given = [part.cuda() for part in tokens(600, geometry=geometry)]
-    rows = store._codec.encode(*given)
     store.append(store.join(*given))
     store.wait()
+    rows = store._codec.encode(*given, of_rows(store.center))
     for b, slot in [(0, 0), (1, 1), (0, 2)]:
         address = int(store.table[b, slot])
         memory = cupy.cuda.UnownedMemory(address, store.block_bytes, store)
