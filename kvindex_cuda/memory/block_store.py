@@ -29,6 +29,9 @@ from kvindex_cuda.ops.fetch import gather_blocks
 SLAB_BYTES = 32 * 2**20
 """32 blocks of the usual 8 heads of 512 B: 8K tokens between two calls that pin."""
 
+DEVICE_SLAB_BYTES = 4 * 2**20
+"""Of rows on the device alone, where memory is had at once: a layer's last slab is half empty."""
+
 AT_ONCE = 64 * BLOCK
 """Tokens of a state that are on the device at a time."""
 
@@ -44,9 +47,10 @@ class BlockStore(Restorable):
 
     allocator: of pinned memory or of the device's (`async_copy.PinnedAllocator`,
     `slab_pool.DeviceAllocator`). row_codec: of `kvindex.storage.codecs`. max_tokens: what the table
-    has room for. slab_bytes: allocated at a time, rounded down to blocks, at least one. budget:
-    unless given, the process's of host memory, and none but the device's own. preferred: where
-    blocks go as long as there is room (its budget has some, its allocator does not fail); then to
+    has room for. slab_bytes: allocated at a time, rounded down to blocks, at least one; unless
+    given, `SLAB_BYTES` of the host's memory, `DEVICE_SLAB_BYTES` of the device's. budget: unless
+    given, the process's of host memory, and none but the device's own. preferred: where blocks go
+    as long as there is room (its budget has some, its allocator does not fail); then to
     `allocator`.
     """
 
@@ -59,13 +63,15 @@ class BlockStore(Restorable):
         *,
         row_codec: str = "plain",
         max_tokens: int = MAX_TOKENS,
-        slab_bytes: int = SLAB_BYTES,
+        slab_bytes: int | None = None,
         budget: Budget | None = None,
         preferred: Tier | None = None,
     ) -> None:
         self._geometry, self.row_codec = geometry, row_codec
         self._codec = codec(row_codec, geometry)
         self._max_tokens = check.at_least("max_tokens", max_tokens, 1)
+        if slab_bytes is None:
+            slab_bytes = SLAB_BYTES if allocator.far else DEVICE_SLAB_BYTES
         self._slab_bytes = check.at_least("slab_bytes", slab_bytes, 1)
         if budget is None:
             budget = shared_budget() if allocator.far else Budget()

@@ -14,7 +14,7 @@ from kvindex.storage.sharing import Sharing
 from kvindex_cuda.memory.block_table import spans
 from kvindex_cuda.memory.layout import BLOCK, MAX_TOKENS, Layout
 
-SLAB_BYTES = 64 * 2**20
+AHEAD_BYTES = 16 * 2**20
 """The most that one allocation takes ahead of need."""
 
 
@@ -148,9 +148,9 @@ class CodeBlocks(Restorable):
         Nothing before the first append, whose batch is not known. Raises as `reserve`.
         """
         if self._held and tokens > self._length:
-            self._room(len(self._held), tokens - self._length)
+            self._room(len(self._held), tokens - self._length, ahead=False)
 
-    def _room(self, batch: int, count: int) -> None:
+    def _room(self, batch: int, count: int, *, ahead: bool = True) -> None:
         need = -(-(self._length + count) // BLOCK)
         if need > self._most:
             got, allowed = self._length + count, self._most * BLOCK
@@ -165,7 +165,7 @@ class CodeBlocks(Restorable):
             return
         missing = more * batch - sum(run.blocks for run in self._free)
         if missing > 0:
-            self._grow(missing)
+            self._grow(missing, ahead=ahead)
         free, rows = self._free.copy(), [held.copy() for held in self._held]
         for row, held in enumerate(rows):
             at = self._blocks
@@ -251,7 +251,7 @@ class CodeBlocks(Restorable):
         other._held = [[] for _ in order]
         other.table = torch.zeros((len(order), self._most), dtype=torch.int64, device=self._device)
         if blocks and order:
-            other._grow(blocks * len(order))
+            other._grow(blocks * len(order), ahead=False)
             for row, source in enumerate(order):
                 (run,) = _taken(other._free, blocks)
                 other._held[row].append(run)
@@ -353,10 +353,10 @@ class CodeBlocks(Restorable):
         names = self.table[row, block : block + run.blocks]
         torch.arange(first, first + run.blocks * size, size, out=names)
 
-    def _grow(self, blocks: int) -> None:
-        """Room for at least `blocks` more, as many again as there are up to `SLAB_BYTES`."""
+    def _grow(self, blocks: int, *, ahead: bool) -> None:
+        """Room for `blocks` more; ahead: or a quarter of those held, if more, up to `AHEAD_BYTES`."""
         held = sum(len(slab) for slab in self._slabs)
-        count = max(blocks, min(held, SLAB_BYTES // self._block_bytes))
+        count = max(blocks, min(held // 4, AHEAD_BYTES // self._block_bytes) if ahead else 0)
         shape = (count, self._heads, self.layout.head_bytes)
         # what fills words is never written by `_copy`; else nobody reads what nobody wrote
         padded = self.layout.head_dim % 32

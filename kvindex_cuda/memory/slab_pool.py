@@ -1,4 +1,4 @@
-"""Slab pool: memory in slabs, allocated one ahead of need, cut into blocks of equal size.
+"""Slab pool: memory in slabs, cut into blocks of equal size; the host's are had one ahead of need.
 
 Locks: a pool is used by one thread; its worker hands over through atomic operations of deques
 alone, and `close`, which the garbage collector may run anywhere, waits for nothing. Longer than
@@ -193,7 +193,10 @@ class Pool:
         self._free = sorted(self._free + blocks)
 
     def ahead(self) -> None:
-        """Let a worker get a slab if less than one is free, and a budget allows. Never fails."""
+        """Let a worker get a slab if less than one is free, and a budget allows. Never fails.
+
+        Nothing where the next one is the device's, whose memory is had at once.
+        """
         if self._worker is not None and self._worker.is_alive():
             return
         self._adopt()
@@ -202,6 +205,9 @@ class Pool:
         tier = self._with_room(*self._preferred, self._last)
         if tier is None:
             return  # the append that needs it will say so
+        if not tier.allocator.far:
+            tier.budget.give(self._slab_bytes)
+            return
         work = threading.Thread(target=self._get, args=(tier,), name="kvindex-pin", daemon=True)
         self._worker = work
         try:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kvindex.storage.columns import BlockColumns, Columns
-from kvindex_cuda.memory.code_blocks import SLAB_BYTES, CodeBlocks, Fill
+from kvindex_cuda.memory.code_blocks import AHEAD_BYTES, CodeBlocks, Fill
 from kvindex_cuda.memory.layout import BLOCK, Layout
 
 LAYOUT = Layout(40, 3)
@@ -180,7 +180,7 @@ def test_a_kernel_that_fails_changes_nothing():
 
 def test_blocks_that_follow_one_another_are_one_run():
     blocks = CodeBlocks(LAYOUT, 3, torch.device("cpu"))
-    slab = SLAB_BYTES // blocks._block_bytes
+    slab = AHEAD_BYTES // blocks._block_bytes
     blocks.append(Fill(1, slab * BLOCK, lambda table: None))
     for _ in range(40):
         blocks.append(Fill(1, BLOCK, lambda table: None))
