@@ -289,6 +289,7 @@ class Regions(NamedState, Restorable):
     def end(self, rest: Columns, sink: Sink | None) -> None:
         """They are gone. Does not fail."""
         self._counted = 0
+        self._window.let_go()
         self._window, self.sink, self.leaving, self._moved = rest, sink, 0, True
 
     def stay(self) -> None:

@@ -101,6 +101,13 @@ class Columns(Restorable):
         """Keep the first `length` tokens."""
         self._length = min(self._length, length)
 
+    def let_go(self) -> None:
+        """Hold nothing, for other columns have come in this one's place.
+
+        Whoever keeps a checkpoint from when this was empty keeps it, too, but not what came since.
+        """
+        self._data, self._length = {}, 0
+
     def after(self, count: int, room: int = 0) -> Columns:
         """A copy without the first `count` tokens, with room for `room` tokens at least."""
         copy, rest = Columns(self._axis, self._fill), len(self) - count

@@ -1,6 +1,7 @@
 """Sink, retrieval, local, update buffer: which token is where, and what a step reads."""
 
 import math
+import weakref
 
 import pytest
 import torch
@@ -300,3 +301,23 @@ def test_staged_tokens_are_taken_over_in_inference_mode_too():
         own.checkpoint()
     own.append(0, *(part[:, :, 59:] for part in tokens), None)
     assert torch.equal(own.window.keys, tokens[0])
+
+
+def test_rows_that_have_left_are_let_go_though_someone_keeps_a_checkpoint():
+    case = Case()
+    held = Regions(case.index("exact").geometry, sink_size=2, local_size=4, room=8)
+    empty = held.checkpoint()
+    held.append(0, *case.tokens(20), None)
+    full, kept = held.checkpoint(), weakref.ref(held._window._data["keys"])
+    held.begin(16)
+    held.end(held.without(16), None)
+    assert len(held) == 4
+    held.rollback(full)
+    assert len(held) == 20
+    assert torch.equal(held.window.keys, case.tokens(20)[0])
+    del full
+    held.begin(16)
+    held.end(held.without(16), None)
+    assert kept() is None
+    held.rollback(empty)
+    assert len(held) == 0
