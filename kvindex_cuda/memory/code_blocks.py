@@ -354,7 +354,7 @@ class CodeBlocks(Restorable):
         torch.arange(first, first + run.blocks * size, size, out=names)
 
     def _grow(self, blocks: int, *, ahead: bool) -> None:
-        """Room for `blocks` more; ahead: or a quarter of those held, if more, up to `AHEAD_BYTES`."""
+        """Room for `blocks` more; ahead: or a quarter of those held, if more, to `AHEAD_BYTES`."""
         held = sum(len(slab) for slab in self._slabs)
         count = max(blocks, min(held // 4, AHEAD_BYTES // self._block_bytes) if ahead else 0)
         shape = (count, self._heads, self.layout.head_bytes)
