@@ -23,6 +23,7 @@ from kvindex.ops.step_votes import PLANES
 from kvindex_cuda.memory.layout import Layout
 from kvindex_cuda.pariskv.base_step import BaseStep
 from kvindex_cuda.pariskv.device_state import State
+from kvindex_cuda.pariskv.few_groups import rerank_splits
 from kvindex_cuda.runtime.constants import SAMPLED, SCAN_STAGES, SCAN_WARPS
 from kvindex_cuda.runtime.launch import launch
 
@@ -65,6 +66,8 @@ class Step(BaseStep):
         self._votes |= dict(GROUP=group, DRAWN=int(drawn))
         self._prepares = self._votes | dict(TOGETHER=int(together))
         self._rerank = self._votes | self._capped | dict(BITS=layout.magnitude_bits)
+        resident = 1 if g.head_dim > 128 or layout.magnitude_bits > 3 or group > 8 else 2
+        self._rerank_splits = rerank_splits(self._groups, self._multiprocessors, resident=resident)
         self._level = reference.lloyd_max(g.head_dim, 0)[0]
         odd = g.head_dim // (g.head_dim & -g.head_dim)
         angles = torch.arange(odd, dtype=torch.float64) * (2 * math.pi / odd)
@@ -184,8 +187,7 @@ class Step(BaseStep):
             overlap=True,
             **self._votes,
         )
-        splits = max(1, 2 * self._multiprocessors // groups)
-        self._signalers = min(splits, -(-self.capacity // 128))
+        self._signalers = min(self._rerank_splits, -(-self.capacity // 128))
         launch(
             "step/rerank.cu",
             "rerank",
