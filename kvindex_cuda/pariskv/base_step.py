@@ -18,6 +18,7 @@ from kvindex_cuda.memory.arena import Arena
 from kvindex_cuda.memory.attend_latents import LatentAttention
 from kvindex_cuda.memory.layout import BLOCK, Layout
 from kvindex_cuda.pariskv.device_state import State
+from kvindex_cuda.pariskv.few_groups import attend_parts
 from kvindex_cuda.runtime.arguments import CODES
 from kvindex_cuda.runtime.constants import (
     APART,
@@ -33,7 +34,8 @@ from kvindex_cuda.runtime.launch import launch
 
 COUNTERS = 9
 """Of each group, in lines of memory of their own: entries listed, candidates, of them at the edge,
-finalists; two tickets; three signals."""
+finalists; a ticket of `select_rows`; three signals; a ticket of `attend` for each part of a group's
+heads, here one."""
 
 MOST_HEADS = SELECT_THREADS // 32
 """Query heads per KV head: each has a warp of `select_rows`."""
@@ -93,12 +95,17 @@ class BaseStep:
         self.weights = floats(groups, k) if drawn else None
         self._open_selection(counted)
         # of `attend`
-        self.splits = max(1, min(MOST_SPLITS, 2 * multiprocessors // groups))
+        self.splits = self._splits(1)
+        self._parts = attend_parts(groups, group)
         width = 0 if g.value_in_key else g.value_dim + 2
         self._partial = floats(groups, self.splits, group, width)
         self._latents = LatentAttention(g) if g.value_in_key else None
         self.output = memory.empty(batch, g.q_heads, g.value_dim, dtype=g.dtype)
         self.lse = floats(batch, g.q_heads)
+
+    def _splits(self, parts: int) -> int:
+        """Blocks of `attend` for each of so many parts of a group's heads."""
+        return max(1, min(MOST_SPLITS, 2 * self._multiprocessors // (self._groups * parts)))
 
     def _open_selection(self, counted: int) -> None:
         """Make what `select` leaves for `select_rows`, and counters."""
@@ -120,14 +127,15 @@ class BaseStep:
         self._seeds = ints(groups) if drawn else None
         # counters, cleared by a step's first launch at once: 8-byte words first, counters last,
         # each in a line of memory of its own
-        sizes = [2 * group * BUCKETS, BINS, counted, COUNTERS * APART]
+        several = COUNTERS - 1 + attend_parts(groups, group)
+        sizes = [2 * group * BUCKETS, BINS, counted, several * APART]
         self._cleared = ints(groups * sum(sizes))
         parts = torch.split(self._cleared, [groups * size for size in sizes])
         self._buckets, self._hist, self._counted = parts[:3]
-        counters = parts[3].view(COUNTERS, groups, APART)[..., 0]
+        counters = parts[3].view(several, groups, APART)[..., 0]
         self.counts, self._candidate_counts, self._edge_counts = counters[:3].unbind()
-        self._finalist_counts, *self._tickets = counters[3:6].unbind()
-        self._signals = counters[6:]
+        self._finalist_counts, self._select_tickets = counters[3:5].unbind()
+        self._signals, self._attend_tickets = counters[5:8], counters[8:]
         self._signalers = 0  # blocks of a group that signal `select_rows` that they are done
 
     def __call__(self, queries: Tensor, state: State) -> Tensor:
@@ -176,7 +184,7 @@ class BaseStep:
                 edge_counts=self._edge_counts,
                 finalists=self._finalists,
                 finalist_counts=self._finalist_counts,
-                tickets=self._tickets[0],
+                tickets=self._select_tickets,
                 ids=self.ids,
                 scores=self.scores,
                 found=self.found,
@@ -237,10 +245,14 @@ class BaseStep:
                 ragged=bool(self._ragged["RAGGED"]),
             )
             return self.output
+        # a cache lets a row be looked up once, and one on the host is read once
+        alone = cache is not None or state.far or state.segments is not None
+        parts = 1 if alone else self._parts
+        heads = g.group_size // parts
         launch(
             "step/attend.cu",
             "attend",
-            (self.splits, self._groups),
+            (min(self.splits, self._splits(parts)), self._groups * parts),
             (256,),
             arguments=dict(
                 queries=queries,
@@ -262,7 +274,7 @@ class BaseStep:
                 partial=self._partial,
                 output=self.output,
                 lse=self.lse,
-                tickets=self._tickets[1],
+                tickets=self._attend_tickets,
                 signals=self._signals,
                 row=state.rows.shape[1],
                 head_bytes=state.head_bytes or BLOCK * state.row_bytes,
@@ -277,9 +289,9 @@ class BaseStep:
                 softcap=self._softcap,
                 center=state.row_center,
             ),
-            shared_bytes=4 * (g.value_dim + 2) * 8 * min(HEADS_AT_ONCE, g.group_size),
+            shared_bytes=4 * (g.value_dim + 2) * 8 * min(HEADS_AT_ONCE, heads),
             overlap=hits is None,  # else what is resident may just be being written
-            **(self._defines | self._capped | dict(DV=g.value_dim)),
+            **(self._defines | self._capped | dict(DV=g.value_dim, GROUP=heads, PARTS=parts)),
             **dict(CODEC=NAMES.index(state.codec), GIVEN=given, NEAR=int(state.near is not None)),
             **self._ragged,
             PAGED=int(state.sink is not None) + int(state.segments is not None),

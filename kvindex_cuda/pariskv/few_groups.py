@@ -29,3 +29,20 @@ def rerank_splits(groups: int, multiprocessors: int, *, resident: int) -> int:
     if groups >= FULL:
         return max(1, 2 * multiprocessors // groups)
     return max(1, min(resident * multiprocessors // groups, multiprocessors // 2))
+
+
+def attend_parts(groups: int, heads: int) -> int:
+    """Into how many parts `attend` divides the query heads of a group, each with blocks of its own.
+
+    The most that divide the heads evenly while there are `FULL` parts at most, which with 16 splits
+    each are 128 blocks. What a block does for a head comes after what it does for the one before:
+    the logits and the values of a row, the sums of its warps, in the last block those of all
+    splits. More splits would give a warp fewer rows, of which it has one of 100 already, and the
+    last block more to add up. A part reads all of its group's rows, which is nothing where they are
+    on the device: 420 rows of 512 bytes, from L2 for all parts but the first.
+    """
+    return max(part for part in range(1, heads + 1) if heads % part == 0 and _fits(part, groups))
+
+
+def _fits(part: int, groups: int) -> bool:
+    return part == 1 or part * groups <= FULL

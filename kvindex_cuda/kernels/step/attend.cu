@@ -4,14 +4,16 @@
 // value side by side, as they are or as codes (kvindex/storage/codecs.py); its chunks of 8 elements go to the
 // lanes of a warp in order, so that one load of each lane is a whole row of 512 bytes (D = Dv = 128,
 // 2-byte type), or 256 bytes of codes and a scale for each lane, 264 in all.
-// Grid: (splits, BG), 256 threads. A warp attends to its resident rows while the selection still goes
+// Grid: (splits, BG PARTS), 256 threads. A warp attends to its resident rows while the selection still goes
 // on, then to its selected rows, one ahead; the last split of a group merges.
-// Reads the rows once for all query heads; writes 4 (DV + 2) bytes per head and split.
+// Where groups are few, each has PARTS blocks for each split, of GROUP heads, and each of them reads its rows:
+// they are on the device then, and in L2 for all but the first of them, for a cache lets a row be looked up once.
+// Reads the rows once for all query heads of a part; writes 4 (DV + 2) bytes per head and split.
 // Dynamic shared memory: 32 AT_ONCE PARTIAL bytes.
 // Longer than most files: it is one kernel, with what reads a row of each codec.
 // Codes are of what a key differs from a center by, the same for all of a KV head's: a product with it joins the
 // logits of such rows, once it is known.
-// Compile-time: D, DV, GROUP, DTYPE, SOFTCAP, CODEC (of the rows selected: 0 plain, 1 int8, 2 fp8),
+// Compile-time: D, DV, GROUP (query heads of a part), PARTS (of a KV head's), DTYPE, SOFTCAP, CODEC (of the rows selected: 0 plain, 1 int8, 2 fp8),
 // GIVEN (0; 1 where the rows are those of a caller's hits: ids below 0 are none, weights on logits; 2 where rows
 // were drawn: a weight for all heads), NEAR (whether some blocks of rows are on the device, others on the host:
 // the cache keeps rows of the latter; a byte more is read of a row that it lacks, while that row is on its way), PAGED
@@ -28,6 +30,7 @@ constexpr int KEYS = (D / 8) / 32;                // of them, how many are parts
 constexpr int PARTIAL = DV + 2;                   // of a split: maximum, sum, output
 constexpr bool SLOTS = PAGED == 2;
 static_assert(!SLOTS || GIVEN != 1, "ids are those of tokens");
+static_assert(!SLOTS || PARTS == 1, "a cache lets a row be looked up once");
 constexpr int AT_ONCE = GROUP < HEADS_AT_ONCE ? GROUP : HEADS_AT_ONCE;  // heads whose warps are merged together
 static_assert(DV % 2 == 0, "sums are merged in pairs");
 
@@ -207,7 +210,7 @@ __device__ __forceinline__ void merge_warps(const Running& run, float* merged, f
 }
 
 struct Arguments {
-    const void* queries;        // DTYPE [BG, GROUP, D]
+    const void* queries;        // DTYPE [BG PARTS, GROUP, D]
     const i64* ids;             // [BG, k]: rows selected
     const int* found;           // [BG]: how many
     const i64* rows;            // [B, row]: addresses of blocks of TOKENS rows, of KV head g at g · head_bytes
@@ -222,12 +225,12 @@ struct Arguments {
     int* stamps;                // [BG, cached], likewise
     int* clocks;                // [BG]
     int* lookups;               // [BG, 2]: rows looked up, and found
-    const float* weights;       // [BG, GROUP, k]: added to the logits (−inf hides a row from a head), or null for
+    const float* weights;       // [BG PARTS, GROUP, k]: added to the logits (−inf hides a row from a head), or null for
                                 // zeros; only if GIVEN; where that is 2, [BG, k]
-    float* partial;             // [BG, splits, GROUP, PARTIAL]
-    void* output;               // DTYPE [BG, GROUP, DV]
-    float* lse;                 // [BG, GROUP]: log Σ exp of the logits, −inf where no row is visible
-    int* tickets;               // [BG] APART, 0 before and after
+    float* partial;             // [BG PARTS, splits, GROUP, PARTIAL]
+    void* output;               // DTYPE [BG PARTS, GROUP, DV]
+    float* lse;                 // [BG PARTS, GROUP]: log Σ exp of the logits, −inf where no row is visible
+    int* tickets;               // [BG PARTS] APART, 0 before and after
     const int* signals;         // that a group's rows are selected (common.cuh)
     i64 row, head_bytes, row_bytes, room, cached, sink;
     i64 signaled;               // 1 where select_rows.cu comes right before, else 0
@@ -250,7 +253,7 @@ attend(const __grid_constant__ Arguments args) {
     __shared__ __align__(16) float peaks[GROUP][8];
     __shared__ int looked_up[2];  // rows that the cache lacked, and had
     constexpr int SIZE = DTYPE == 0 ? 4 : 2;
-    i64 bg = blockIdx.y, batch = bg / args.kv_heads;
+    i64 part = blockIdx.y, bg = part / PARTS, batch = bg / args.kv_heads;
     int splits = gridDim.x, split = blockIdx.x, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     int own = split * 8 + warp, step = splits * 8, now = 0;
     i64 k = args.k, kv_heads = args.kv_heads;
@@ -265,7 +268,7 @@ attend(const __grid_constant__ Arguments args) {
     for (int i = threadIdx.x; i < D * GROUP; i += 256) {
         int h = i / D, j = i % D;
         float* to = reinterpret_cast<float*>(queries + (j / 4 % 2 * GROUP + h) * (D / 8) + j / 8);
-        to[j % 4] = element(args.queries, (bg * GROUP + h) * D + j);
+        to[j % 4] = element(args.queries, (part * GROUP + h) * D + j);
     }
     const float* centered = nullptr;
 #if CODEC
@@ -276,14 +279,14 @@ attend(const __grid_constant__ Arguments args) {
         const float* center = args.center + bg * D;
         float sum = 0;
 #pragma unroll 1
-        for (int j = lane; j < D && args.center; j += 32) sum += element(args.queries, (bg * GROUP + h) * D + j) * center[j];
+        for (int j = lane; j < D && args.center; j += 32) sum += element(args.queries, (part * GROUP + h) * D + j) * center[j];
         sum = warp_sum(sum);
         if (lane == 0) products[0][h] = 0, products[1][h] = sum;
     }
 #endif
     __syncthreads();
 
-    partial += bg * splits * GROUP * PARTIAL;
+    partial += part * splits * GROUP * PARTIAL;
 #if PAGED
     int later = int(args.length[batch]), sinks = later ? int(args.sink) : 0;  // first rows, and how far others are
     later -= sinks;
@@ -293,7 +296,7 @@ attend(const __grid_constant__ Arguments args) {
     for (int phase = 0; phase < 2; phase++) {
         if (phase) {
             if (args.signaled)
-                await(args.signals + (2 * gridDim.y + bg) * APART, int(args.signaled));
+                await(args.signals + (2 * (gridDim.y / PARTS) + bg) * APART, int(args.signaled));
             else
                 after_previous();
             let_next_begin();
@@ -345,7 +348,7 @@ attend(const __grid_constant__ Arguments args) {
                     raw.weight = NEVER;
                     return;
                 }
-                if (args.weights && lane < GROUP) raw.weight = args.weights[(bg * GROUP + lane) * k + i];
+                if (args.weights && lane < GROUP) raw.weight = args.weights[(part * GROUP + lane) * k + i];
 #endif
                 int slot = args.cached ? slot_of(name_of(id), tag, args.cached) : NOWHERE;
                 if (slot >= 0) {
@@ -390,13 +393,13 @@ attend(const __grid_constant__ Arguments args) {
         if (phase || args.signaled) merge_warps(run, merged, peaks, partial + split * (GROUP * PARTIAL), phase);
     }
 
-    bool last = last_block(args.tickets + bg * APART, splits);
+    bool last = last_block(args.tickets + part * APART, splits);
     if (args.cached && threadIdx.x < 2)
         atomicAdd(args.lookups + 2 * held + threadIdx.x, looked_up[1] + (threadIdx.x ? 0 : looked_up[0]));
     after_previous();
     if (!last) return;
     if (threadIdx.x == 0) {
-        args.tickets[bg * APART] = 0;
+        args.tickets[part * APART] = 0;
         if (args.cached && !SLOTS) args.clocks[bg] = now;  // which all blocks have read
     }
     auto part_of = [&](int s, int h, int pair) {
@@ -416,7 +419,7 @@ attend(const __grid_constant__ Arguments args) {
         float peak = warp_max(own.x), shrink = own.x > NEVER ? expf(own.x - peak) : 0.0f;
         float total = warp_sum(own.y * shrink);
         if (lane < splits) weights[lane * GROUP + h] = total > 0 ? shrink / total : 0.0f;
-        if (lane == 0) args.lse[bg * GROUP + h] = total > 0 ? peak + logf(total) : NEVER;
+        if (lane == 0) args.lse[part * GROUP + h] = total > 0 ? peak + logf(total) : NEVER;
     }
     __syncthreads();
     for (int i = threadIdx.x; i < GROUP * (DV / 2); i += 256) {
@@ -427,7 +430,7 @@ attend(const __grid_constant__ Arguments args) {
             float weight = s < splits ? weights[s * GROUP + i / (DV / 2)] : 0.0f;
             if (s < splits) sum.x += weight * parts[s].x, sum.y += weight * parts[s].y;
         }
-        store(args.output, bg * GROUP * DV + 2 * i, sum.x);
-        store(args.output, bg * GROUP * DV + 2 * i + 1, sum.y);
+        store(args.output, part * GROUP * DV + 2 * i, sum.x);
+        store(args.output, part * GROUP * DV + 2 * i + 1, sum.y);
     }
 }
