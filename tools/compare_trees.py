@@ -2,14 +2,15 @@
 
     PYTHONPATH=.:adapters python tools/compare_trees.py NAME=FOLDER NAME=FOLDER …
         [--tokens N …] [--batch B] [--rounds R] [--times device cached host append update]
-        [--hit-rate H] [--index SPEC] [--replays R] --json OUT
+        [--q-heads H] [--kv-heads G] [--hit-rate H] [--index SPEC] [--replays R] --json OUT
 
-The step is that of `benchmarks/latency.py`, and so is the way it is timed; `append` and `update`
-are a prompt and steps with updates as `benchmarks/append.py` has them. Differences of a percent are
-smaller than those between two machines, or two runs on one. So every tree has a process that stays
-alive, builds a length once, and then each round times one tree after the other: A B A B. The table
-has the median of the rounds with the least and the most, and the median of the ratios to the first
-tree in the same round. The same folder under two names says how far to trust it.
+The step is that of `benchmarks/latency.py`, or of other heads, and so is the way it is timed;
+`append` and `update` are a prompt and steps with updates as `benchmarks/append.py` has them.
+Differences of a percent are smaller than those between two machines, or two runs on one. So every
+tree has a process that stays alive, builds a length once, and then each round times one tree after
+the other: A B A B. The table has the median of the rounds with the least and the most, and the
+median of the ratios to the first tree in the same round. The same folder under two names says how
+far to trust it.
 
 A folder is a whole checkout (`git worktree add FOLDER COMMIT`); a process times it with the
 `benchmarks` of that tree. Trees are checked first; one that is wrong or dies is named, and the
@@ -29,6 +30,8 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
+
+from heads import add_heads, refuse_heads
 
 from benchmarks.latency import add_index, refuse
 from benchmarks.reporting.parts import table
@@ -131,6 +134,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--times", nargs="+", choices=TIMES, default=list(TIMES[:3]))
+    add_heads(parser)
     add_index(parser)
     parser.add_argument("--json", type=output(), required=True)
     found = parser.parse_args(given)
@@ -143,13 +147,15 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
             parser.error(f"trees: got {pair!r}, allowed is a checkout; it lacks {missing}")
         trees[name] = Path(folder)
     found.trees = trees
+    refuse_heads(parser, found)
     refuse(parser, found, tokens=4096, batch=1, rounds=1, replays=10)
     return found
 
 
 def compare(trees: list[Tree], given: argparse.Namespace) -> dict[str, Any]:
     """Check all trees at once, then time them in turns, length by length."""
-    step = {name: getattr(given, name) for name in ("index", "hit_rate", "batch", "replays")}
+    names = "index", "hit_rate", "batch", "replays", "q_heads", "kv_heads"
+    step = {name: getattr(given, name) for name in names}
     result: dict[str, Any] = {
         "trees": {tree.name: str(tree.folder) for tree in trees},
         **step,

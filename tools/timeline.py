@@ -1,15 +1,15 @@
 """Timeline of a step's kernels: when blocks begin, wait, resume and end.
 
     PYTHONPATH=.:adapters python tools/timeline.py [--tokens N] [--rows host] [--index SPEC]
-        [--hit-rate H] [--replays R] --json OUT
+        [--q-heads H] [--kv-heads G] [--hit-rate H] [--replays R] --json OUT
 
-The step is that of `benchmarks/latency.py`, batch 1. Its kernels are compiled a second time from a
-copy that stamps %globaltimer at the points that `stamps.py` tells; end a line of a kernel in
-`// MARK` for one more. Times are of the last layer of a graph of 16, in µs since the first block of
-its first kernel began: for each point of the first, the median and the last block, each the median
-over replays. Stamps cost registers and stores: a line says what the step takes with them and
-without. Another says the least difference between two stamps; where that is a µs, the device's
-timer is too coarse.
+The step is that of `benchmarks/latency.py`, batch 1, or of other heads. Its kernels are compiled a
+second time from a copy that stamps %globaltimer at the points that `stamps.py` tells; end a line of
+a kernel in `// MARK` for one more. Times are of the last layer of a graph of 16, in µs since the
+first block of its first kernel began: for each point of the first, the median and the last block,
+each the median over replays. Stamps cost registers and stores: a line says what the step takes with
+them and without. Another says the least difference between two stamps; where that is a µs, the
+device's timer is too coarse.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from heads import add_heads, refuse_heads, with_heads
 from stamps import Point, Stamped, launched
 from torch import Tensor
 
@@ -39,9 +40,11 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--tokens", type=int, default=131_072)
     parser.add_argument("--rows", choices=("host", "device"), default="host", help="where they lie")
+    add_heads(parser)
     add_index(parser)
     parser.add_argument("--json", type=output(), required=True)
     found = parser.parse_args(given)
+    refuse_heads(parser, found)
     refuse(parser, found, tokens=4096, replays=10)
     return found
 
@@ -121,8 +124,10 @@ def shown(result: dict[str, Any]) -> str:
 
 def main(given: list[str] | None = None) -> None:
     """Check, measure, write, print."""
-    told, g = arguments(given), workload.geometry("cuda")
-    result = {name: getattr(told, name) for name in ("tokens", "rows", "index", "hit_rate")}
+    told = arguments(given)
+    g = with_heads(workload.geometry("cuda"), told.q_heads, told.kv_heads)
+    names = "tokens", "rows", "q_heads", "kv_heads", "index", "hit_rate"
+    result = {name: getattr(told, name) for name in names}
     result |= {"replays": told.replays, "machine": describe("cuda")}
     with torch.no_grad():
         result["check"] = check(g, told.index)

@@ -11,7 +11,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
@@ -86,8 +86,9 @@ class Bench:
 
 def start(options: dict[str, Any]) -> tuple[Bench, dict[str, Any]]:
     """What answers the other commands, the machine, and where modules come from."""
-    timed = GraphTimer(options.pop("replays"))
-    bench = Bench(timed, workload.geometry("cuda"), **options)
+    timed, heads = GraphTimer(options.pop("replays")), ("q_heads", "kv_heads")
+    sizes = {name: options.pop(name) for name in heads}
+    bench = Bench(timed, replace(workload.geometry("cuda"), **sizes), **options)
     modules = [str(Path(module.__file__ or "")) for module in (kvindex, kvindex_cuda, benchmarks)]
     return bench, {"machine": describe("cuda"), "modules": modules}
 

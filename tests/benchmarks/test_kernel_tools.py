@@ -61,6 +61,25 @@ def test_a_step_is_stamped_where_it_runs(small, tmp_path, monkeypatch):
     assert "with stamps" in timeline.shown(found)
 
 
+@pytest.mark.parametrize(
+    ("heads", "says"),
+    [
+        (["--q-heads", "32", "--kv-heads", "5"], "got 32, allowed is a multiple of kv-heads = 5"),
+        (["--kv-heads", "0"], "got 32, allowed is a multiple of kv-heads = 0, both at least 1"),
+    ],
+)
+def test_heads_that_no_layer_has_are_refused(heads, says, tmp_path, capsys):
+    for given in (["timeline"], ["compare_trees", f"one={ROOT}"]):
+        with pytest.raises(SystemExit):
+            tool(given[0]).arguments([*given[1:], *heads, "--json", str(tmp_path / "x.json")])
+        assert says in capsys.readouterr().err
+
+
+def test_a_layer_may_have_few_heads():
+    g = tool("heads").with_heads(workload.geometry("cpu"), 32, 2)
+    assert (g.q_heads, g.kv_heads, g.group_size, g.head_dim) == (32, 2, 16, 128)
+
+
 def test_a_mark_inside_a_statement_is_refused():
     stamps = tool("stamps")
     source = "__global__ void one(int n) {\n    if (n)  // MARK\n        n++;  // MARK\n}\n"
@@ -91,6 +110,7 @@ def test_trees_are_timed_in_turns_and_a_wrong_one_is_named(tmp_path, monkeypatch
         lambda t, *c: dict.fromkeys("on", started) if c[0] == "start" else real(t, *c),
     )
     given = SimpleNamespace(index="pariskv", hit_rate=0.9, batch=1, replays=50)
+    given.__dict__.update(q_heads=32, kv_heads=2)
     given.__dict__.update(tokens=[4096], rounds=2, times=["device"])
     given.json = tmp_path / "out.json"
     result = trees.compare(made, given)
