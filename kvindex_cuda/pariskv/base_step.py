@@ -34,8 +34,8 @@ from kvindex_cuda.runtime.launch import launch
 
 COUNTERS = 9
 """Of each group, in lines of memory of their own: entries listed, candidates, of them at the edge,
-finalists; a ticket of `select_rows`; three signals; a ticket of `attend` for each part of a group's
-heads, here one."""
+finalists; a ticket of `select_rows`; three signals; parts that `attend` is done with. A ticket of it
+for each part of a group's heads comes last."""
 
 MOST_HEADS = SELECT_THREADS // 32
 """Query heads per KV head: each has a warp of `select_rows`."""
@@ -127,7 +127,7 @@ class BaseStep:
         self._seeds = ints(groups) if drawn else None
         # counters, cleared by a step's first launch at once: 8-byte words first, counters last,
         # each in a line of memory of its own
-        several = COUNTERS - 1 + attend_parts(groups, group)
+        several = COUNTERS + attend_parts(groups, group)
         sizes = [2 * group * BUCKETS, BINS, counted, several * APART]
         self._cleared = ints(groups * sum(sizes))
         parts = torch.split(self._cleared, [groups * size for size in sizes])
@@ -135,7 +135,7 @@ class BaseStep:
         counters = parts[3].view(several, groups, APART)[..., 0]
         self.counts, self._candidate_counts, self._edge_counts = counters[:3].unbind()
         self._finalist_counts, self._select_tickets = counters[3:5].unbind()
-        self._signals, self._attend_tickets = counters[5:8], counters[8:]
+        self._signals, self._attend_ends, self._attend_tickets = counters[5:8], counters[8], counters[9:]
         self._signalers = 0  # blocks of a group that signal `select_rows` that they are done
 
     def __call__(self, queries: Tensor, state: State) -> Tensor:
@@ -245,9 +245,7 @@ class BaseStep:
                 ragged=bool(self._ragged["RAGGED"]),
             )
             return self.output
-        # a cache lets a row be looked up once, and one on the host is read once
-        alone = cache is not None or state.far or state.segments is not None
-        parts = 1 if alone else self._parts
+        parts = self._parts if state.segments is None else 1
         heads = g.group_size // parts
         launch(
             "step/attend.cu",
@@ -275,6 +273,7 @@ class BaseStep:
                 output=self.output,
                 lse=self.lse,
                 tickets=self._attend_tickets,
+                ends=self._attend_ends,
                 signals=self._signals,
                 row=state.rows.shape[1],
                 head_bytes=state.head_bytes or BLOCK * state.row_bytes,

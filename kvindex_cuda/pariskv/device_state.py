@@ -26,8 +26,8 @@ class State:
     rows of sink and window `[B, G, W, D + Dv]`; resident_mask: uint8 `[B, W]`; resident_count:
     int64 `[1]`, how many of the `W` there are, or `[B]`, as of `length`; row_bytes: of a row in a
     block; codec: of those rows, a name of `kvindex.storage.codecs`; row_center: that they are codes
-    from, float32 `[B, G, D]`, or None for zeros; far: whether any of them lie on the host;
-    near: which of those blocks are on the device, uint8 `[B, S]`,
+    from, float32 `[B, G, D]`, or None for zeros; far: whether they lie on the host, which kernels
+    over latents alone are told; near: which of those blocks are on the device, uint8 `[B, S]`,
     where they lie in two places; cache: of rows that were fetched from the host, as they lie;
     wrong: int32 of one element, which a step sets to 1 where a query is not finite; regression: as
     of `step_state.State`, where signs vote together; found_sum: int64 `[B, G]`, to which it adds

@@ -38,8 +38,9 @@ def attend_parts(groups: int, heads: int) -> int:
     each are 128 blocks. What a block does for a head comes after what it does for the one before:
     the logits and the values of a row, the sums of its warps, in the last block those of all
     splits. More splits would give a warp fewer rows, of which it has one of 100 already, and the
-    last block more to add up. A part reads all of its group's rows, which is nothing where they are
-    on the device: 420 rows of 512 bytes, from L2 for all parts but the first.
+    last block more to add up. A part reads all of its group's rows: 420 of 512 bytes, from L2 for
+    all parts but the first, or over PCIe again where a row is neither on the device nor in the
+    cache.
     """
     return max(part for part in range(1, heads + 1) if heads % part == 0 and _fits(part, groups))
 

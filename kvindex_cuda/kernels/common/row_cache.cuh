@@ -1,16 +1,20 @@
 // The cache of rows (kvindex_cuda/memory/row_cache.py): where a row lies in it, and a place for one that
 // does not. Each warp looks its own rows up, and waits for no other.
 //
-// The slots of a set change hands by their stamps, the step that used them last; `now` is this one.
-// Whoever finds its row's tag puts `now` there and looks at what was there before. Whoever does not
-// takes the slot with the oldest stamp that is not `now`, by compare-and-swap, then writes its tag,
-// and its row once that has come. So in a step a slot passes once from an older stamp to `now`:
-//  - by the row that lies there: no swap that expects an older stamp succeeds any more, and nobody
+// The slots of a set change hands by their stamps, of the step that used them last: twice its number,
+// or one more if it gave the slot to another row. `now` is twice the number of this step. Whoever finds
+// its row's tag puts `now` there and looks at what was there before. Whoever does not takes the slot
+// with the oldest stamp from before `now`, by compare-and-swap to `now` + 1, then writes its tag, and its
+// row once that has come. So in a step a slot passes once from an older stamp
+//  - to `now`, by the row that lies there: no swap that expects an older stamp succeeds any more, and nobody
 //    writes to what that row's warp reads, even if it began to read before it knew;
-//  - by another row: the first finds `now` instead of an older stamp (`ids` of a step are distinct,
-//    so that it was not itself), throws away what it has read, and is fetched, to be kept nowhere.
-//    A tag may therefore be read at any time of the step: the stamp says whether it still holds.
-// A row's id is in one slot at most: only its own warp gives it one, and only where no tag was its.
+//  - to `now` + 1, by another row: the first finds that instead of an older stamp, throws away what it has
+//    read, and is fetched, to be kept nowhere. A tag may therefore be read at any time of the step: the
+//    stamp says whether it still holds.
+// Where several warps want a row (PARTS of its heads), one of them alone may take a slot for it. All
+// find it in a slot that lasts, for none of them undoes `now` + 1; of one that is taken now the others
+// find it nowhere, or no row yet, and fetch it.
+// A row's id is in one slot at most: only one warp gives it one, and only where no tag was its.
 #pragma once
 #include "common/common.cuh"
 
@@ -35,6 +39,13 @@ __device__ __forceinline__ int slot_of(int id, int tag, i64 cached) {
     u32 same = __ballot_sync(ALL, tag == id);
     return same ? set_of(id, cached) + __ffs(same) - 1 : -1;
 }
+// Of a slot that has the row's tag the stamp before: it is used in this step. SHARED: several warps want the row.
+template <bool SHARED>
+__device__ __forceinline__ int use_slot(int* stamp, int now) {
+    return SHARED ? atomicMax(stamp, now) : atomicExch(stamp, now);
+}
+// Whether a slot with that stamp is another row's since this step.
+__device__ __forceinline__ bool is_taken(int before, int now) { return before == now + 1; }
 // A slot for a row whose set lacks it, or −1 where all serve this step. One lane calls it.
 __device__ __forceinline__ int take_slot(int id, int now, int* tags, int* stamps, i64 cached) {
     int first = set_of(id, cached);
@@ -47,7 +58,7 @@ __device__ __forceinline__ int take_slot(int id, int now, int* tags, int* stamps
             if (now - stamp > now - oldest) way = w, oldest = stamp;
         }
         if (oldest == now) break;
-        if (atomicCAS(stamps + first + way, oldest, now) != oldest) continue;
+        if (atomicCAS(stamps + first + way, oldest, now + 1) != oldest) continue;
         tags[first + way] = id;
         return first + way;
     }

@@ -6,8 +6,8 @@
 // 2-byte type), or 256 bytes of codes and a scale for each lane, 264 in all.
 // Grid: (splits, BG PARTS), 256 threads. A warp attends to its resident rows while the selection still goes
 // on, then to its selected rows, one ahead; the last split of a group merges.
-// Where groups are few, each has PARTS blocks for each split, of GROUP heads, and each of them reads its rows:
-// they are on the device then, and in L2 for all but the first of them, for a cache lets a row be looked up once.
+// Where groups are few, each has PARTS blocks for each split, of GROUP heads, and each of them reads its rows, which
+// are in L2 for all but the first of them, or come over PCIe again; the first one alone has rows kept in the cache.
 // Reads the rows once for all query heads of a part; writes 4 (DV + 2) bytes per head and split.
 // Dynamic shared memory: 32 AT_ONCE PARTIAL bytes.
 // Longer than most files: it is one kernel, with what reads a row of each codec.
@@ -30,7 +30,7 @@ constexpr int KEYS = (D / 8) / 32;                // of them, how many are parts
 constexpr int PARTIAL = DV + 2;                   // of a split: maximum, sum, output
 constexpr bool SLOTS = PAGED == 2;
 static_assert(!SLOTS || GIVEN != 1, "ids are those of tokens");
-static_assert(!SLOTS || PARTS == 1, "a cache lets a row be looked up once");
+static_assert(!SLOTS || PARTS == 1, "their clock is not told how many parts have read it");
 constexpr int AT_ONCE = GROUP < HEADS_AT_ONCE ? GROUP : HEADS_AT_ONCE;  // heads whose warps are merged together
 static_assert(DV % 2 == 0, "sums are merged in pairs");
 
@@ -223,7 +223,7 @@ struct Arguments {
                                 // if PAGED is 2, this and the next two are of KV heads, and clocks [1], of this step
     int* tags;                  // [BG, cached], aligned to 16 bytes
     int* stamps;                // [BG, cached], likewise
-    int* clocks;                // [BG]
+    int* clocks;                // [BG]: steps so far; of this one stamps are twice as many, or one more
     int* lookups;               // [BG, 2]: rows looked up, and found
     const float* weights;       // [BG PARTS, GROUP, k]: added to the logits (−inf hides a row from a head), or null for
                                 // zeros; only if GIVEN; where that is 2, [BG, k]
@@ -231,6 +231,7 @@ struct Arguments {
     void* output;               // DTYPE [BG PARTS, GROUP, DV]
     float* lse;                 // [BG PARTS, GROUP]: log Σ exp of the logits, −inf where no row is visible
     int* tickets;               // [BG PARTS] APART, 0 before and after
+    int* ends;                  // [BG] APART, likewise: how many parts are done, only if PARTS > 1
     const int* signals;         // that a group's rows are selected (common.cuh)
     i64 row, head_bytes, row_bytes, room, cached, sink;
     i64 signaled;               // 1 where select_rows.cu comes right before, else 0
@@ -318,7 +319,7 @@ attend(const __grid_constant__ Arguments args) {
         int first = selected(own), second = selected(own + step);
         int third = selected(own + 2 * step), fourth = selected(own + 3 * step);
         int rows_here = phase ? args.found[bg] : int(args.resident_count[RAGGED * batch]);
-        if (caches) now = SLOTS ? __ldcg(args.clocks) : __ldcg(args.clocks + bg) + 1;
+        if (caches) now = 2 * (SLOTS ? __ldcg(args.clocks) : __ldcg(args.clocks + bg) + 1);
         int first_tag = tag_of(first), second_tag = tag_of(second), third_tag = tag_of(third);
         auto stored = [&](int id) {
             return reinterpret_cast<const char*>(args.rows[batch * args.row + id / TOKENS]) +
@@ -352,12 +353,12 @@ attend(const __grid_constant__ Arguments args) {
 #endif
                 int slot = args.cached ? slot_of(name_of(id), tag, args.cached) : NOWHERE;
                 if (slot >= 0) {
-                    if (lane == 0) raw.before = atomicExch(stamps + slot, now);
+                    if (lane == 0) raw.before = use_slot<(PARTS > 1)>(stamps + slot, now);
                     from = cache + slot * args.row_bytes;
                     raw.slot = CACHED;
                 } else {
                     from = stored(id);
-                    if (kept(id)) raw.slot = MISSING;
+                    if (part % PARTS == 0 && kept(id)) raw.slot = MISSING;
                 }
             }
             load(raw, from, CODEC && phase);
@@ -366,7 +367,7 @@ attend(const __grid_constant__ Arguments args) {
         auto settle = [&](Raw& raw, int i) {
             if (raw.slot == NOWHERE) return;
             int id = SLOTS ? selected(i) : int(args.ids[bg * k + i]);
-            bool hit = raw.slot == CACHED && __shfl_sync(ALL, raw.before, 0) != now;
+            bool hit = raw.slot == CACHED && !is_taken(__shfl_sync(ALL, raw.before, 0), now);
             int slot = NOWHERE;
             if (lane == 0) {
                 atomicAdd(looked_up + hit, 1);
@@ -394,13 +395,15 @@ attend(const __grid_constant__ Arguments args) {
     }
 
     bool last = last_block(args.tickets + part * APART, splits);
-    if (args.cached && threadIdx.x < 2)
+    if (args.cached && part % PARTS == 0 && threadIdx.x < 2)
         atomicAdd(args.lookups + 2 * held + threadIdx.x, looked_up[1] + (threadIdx.x ? 0 : looked_up[0]));
     after_previous();
     if (!last) return;
     if (threadIdx.x == 0) {
         args.tickets[part * APART] = 0;
-        if (args.cached && !SLOTS) args.clocks[bg] = now;  // which all blocks have read
+        bool all = PARTS == 1 || atomicAdd(args.ends + bg * APART, 1) == PARTS - 1;
+        if (PARTS > 1 && all) args.ends[bg * APART] = 0;
+        if (args.cached && !SLOTS && all) args.clocks[bg] = now / 2;  // which all blocks have read
     }
     auto part_of = [&](int s, int h, int pair) {
         return s < splits ? __ldcg(reinterpret_cast<const float2*>(partial + (i64(s) * GROUP + h) * PARTIAL) + pair)
