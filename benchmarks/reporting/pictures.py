@@ -108,7 +108,7 @@ PUBLISHED = {
 
 
 def decoder_tokens(result: Result) -> Any:
-    """Time per token against length, the published points in gray."""
+    """Time per token against length on one kind of GPU, the published points in gray."""
     plans = {"dense": "full attention", "cached": f"{result['index']}, rows on the host"}
     styles = {model: f"{mark}-" for model, mark in zip(SHAPES, MARKS, strict=False)}
     figure, axes = pyplot.subplots(figsize=(8, 4.5))

@@ -173,8 +173,8 @@ def summary(result: Result) -> str:
 
 
 def plain(result: Result) -> list[Result]:
-    """Of one sequence, 8 KV heads and weights as they are, shortest first."""
-    found = stored_beside("decoder_tokens", result)
+    """On one kind of GPU, of one sequence, 8 KV heads, weights as they are, shortest first."""
+    found = [one for one in stored_beside("decoder_tokens", result) if gpu(one) == gpu(result)]
     found = [one for one in found if one["decoder"].get("batch", 1) == 1]
     found = [one for one in found if one["decoder"].get("shape", {}).get("kv_heads", 8) == 8]
     found = [one for one in found if one["decoder"]["kind"] == "plain"]

@@ -34,8 +34,8 @@ from kvindex_cuda.runtime.launch import launch
 
 COUNTERS = 9
 """Of each group, in lines of memory of their own: entries listed, candidates, of them at the edge,
-finalists; a ticket of `select_rows`; three signals; parts that `attend` is done with. A ticket of it
-for each part of a group's heads comes last."""
+finalists; a ticket of `select_rows`; three signals; parts that `attend` is done with. Its tickets,
+one for each part of a group's heads, come last."""
 
 MOST_HEADS = SELECT_THREADS // 32
 """Query heads per KV head: each has a warp of `select_rows`."""
@@ -135,7 +135,11 @@ class BaseStep:
         counters = parts[3].view(several, groups, APART)[..., 0]
         self.counts, self._candidate_counts, self._edge_counts = counters[:3].unbind()
         self._finalist_counts, self._select_tickets = counters[3:5].unbind()
-        self._signals, self._attend_ends, self._attend_tickets = counters[5:8], counters[8], counters[9:]
+        self._signals, self._attend_ends, self._attend_tickets = (
+            counters[5:8],
+            counters[8],
+            counters[9:],
+        )
         self._signalers = 0  # blocks of a group that signal `select_rows` that they are done
 
     def __call__(self, queries: Tensor, state: State) -> Tensor:

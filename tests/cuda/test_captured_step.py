@@ -107,7 +107,7 @@ def test_over_updates_there_is_one_graph_and_traffic_is_the_same(device, monkeyp
     assert len(pair.layers[0].index) == len(pair.layers[1].index) > PROMPT
 
 
-MOST = [6, 9, 5, 120, 10, 5]
+MOST = [7, 12, 5, 120, 10, 5]
 """Operations of torch and launches of two updates of a block (docs/pipeline/regions.md): when each
 begins, when it ends, before the next token. The second one makes the index 4 blocks long, to which
 the regression of signs is fitted. Operations on the host's own tensors are counted, too: they are

@@ -50,7 +50,7 @@ def test_parts_of_shapes_that_models_have():
 )
 @pytest.mark.parametrize("tokens", [20_000, 130_000, 300_000])
 def test_few_groups_find_and_read_what_torch_does(batch, kv_heads, heads, tokens):
-    """Blocks cut in 4, in 2 and whole; heads in parts and, with rows on the host, not."""
+    """Heads in parts where rows are on the device, on the host and in the cache."""
     sizes = dict(head_dim=128, value_dim=128, dtype=torch.bfloat16, device="cuda")
     case = Case(q_heads=kv_heads * heads, kv_heads=kv_heads, batch=batch, **sizes)
     far, near, plain = (
