@@ -195,19 +195,18 @@ class Pool:
     def ahead(self) -> None:
         """Let a worker get a slab if less than one is free, and a budget allows. Never fails.
 
-        Nothing where the next one is the device's, whose memory is had at once.
+        Nothing where all are the device's, whose memory is had at once.
         """
         if self._worker is not None and self._worker.is_alive():
             return
         self._adopt()
         if len(self._free) >= self.slab_blocks or self._error is not None:
             return
+        if not self._last.allocator.far:
+            return
         tier = self._with_room(*self._preferred, self._last)
         if tier is None:
             return  # the append that needs it will say so
-        if not tier.allocator.far:
-            tier.budget.give(self._slab_bytes)
-            return
         work = threading.Thread(target=self._get, args=(tier,), name="kvindex-pin", daemon=True)
         self._worker = work
         try:

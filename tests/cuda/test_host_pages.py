@@ -145,6 +145,34 @@ def test_sequences_that_share_pages_share_rows(order, device):
                 assert_close([(output, engine.expected(layer, queries, LENGTHS))])
 
 
+@on_devices
+@pytest.mark.parametrize("order", ["forward", "random"])
+def test_nobody_reads_a_row_that_another_sequence_brings_in_the_same_step(order, device):
+    """Three of one text and more: whoever finds its tag cannot know whether it has come."""
+    engine = HostEngine(device, k=6, cached=2**16)
+    engine.prefill()
+    list(engine.decode())  # which encodes
+    longest = max(range(len(LENGTHS)), key=LENGTHS.__getitem__)
+    engine.tables[:] = engine.tables[longest].clone()
+    lengths = (LENGTHS[longest],) * len(LENGTHS)
+    for cache in engine.caches:
+        cache.forget()
+        cache.counts.zero_()
+    for step in range(2):
+        nowhere = torch.full((len(lengths),), -1, device=device)
+        with on(device, order=order):
+            given = torch.tensor(lengths, dtype=torch.int32, device=device)
+            engine.steps.begin(engine.tables, given, nowhere, rows=len(lengths))
+            queries = engine.normal(1, H, D).repeat(len(lengths), 1, 1)
+            output = torch.full_like(queries, torch.nan)
+            engine.steps.attend(0, queries, output)
+        assert_close([(output, engine.expected(0, queries, lengths))])
+        looked_up, hits = engine.caches[0].use()
+        if not step:
+            assert hits == 0
+    assert hits > looked_up / 3  # the next step asks for some of these rows again
+
+
 def test_a_sequence_of_128k_tokens_takes_a_fifth_of_the_devices_memory():
     """8 KV heads of 128 in 16 bits: codes, cached rows, a copy of a layer's rows for prompts."""
     options = Options(index="pariskv:preset=fast", rows="host")

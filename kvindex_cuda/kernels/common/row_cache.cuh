@@ -11,10 +11,10 @@
 //  - to `now` + 1, by another row: the first finds that instead of an older stamp, throws away what it has
 //    read, and is fetched, to be kept nowhere. A tag may therefore be read at any time of the step: the
 //    stamp says whether it still holds.
-// Where several warps want a row (PARTS of its heads), one of them alone may take a slot for it. All
-// find it in a slot that lasts, for none of them undoes `now` + 1; of one that is taken now the others
-// find it nowhere, or no row yet, and fetch it.
-// A row's id is in one slot at most: only one warp gives it one, and only where no tag was its.
+// Several warps may want a row: parts of its heads, or sequences that share a cache and a text. All find it in a
+// slot that lasts, for none of them undoes `now` + 1; of one that is taken now the others find it nowhere, or no
+// row yet, and fetch it. Of parts the first alone takes slots, so that a row's id is in one slot at most: only one
+// warp gives it one, and only where no tag was its. Sequences each take one, and leave the same row in both.
 #pragma once
 #include "common/common.cuh"
 
@@ -39,6 +39,9 @@ __device__ __forceinline__ int slot_of(int id, int tag, i64 cached) {
     u32 same = __ballot_sync(ALL, tag == id);
     return same ? set_of(id, cached) + __ffs(same) - 1 : -1;
 }
+// Twice the number of a step, which stays below 2^31: after 2^30 steps it begins anew, and slots with larger stamps
+// keep the rows that they have.
+__device__ __forceinline__ int now_of(int step) { return 2 * (step & (1 << 30) - 1); }
 // Of a slot that has the row's tag the stamp before: it is used in this step. SHARED: several warps want the row.
 template <bool SHARED>
 __device__ __forceinline__ int use_slot(int* stamp, int now) {

@@ -319,7 +319,7 @@ attend(const __grid_constant__ Arguments args) {
         int first = selected(own), second = selected(own + step);
         int third = selected(own + 2 * step), fourth = selected(own + 3 * step);
         int rows_here = phase ? args.found[bg] : int(args.resident_count[RAGGED * batch]);
-        if (caches) now = 2 * (SLOTS ? __ldcg(args.clocks) : __ldcg(args.clocks + bg) + 1);
+        if (caches) now = now_of(SLOTS ? __ldcg(args.clocks) : __ldcg(args.clocks + bg) + 1);
         int first_tag = tag_of(first), second_tag = tag_of(second), third_tag = tag_of(third);
         auto stored = [&](int id) {
             return reinterpret_cast<const char*>(args.rows[batch * args.row + id / TOKENS]) +
@@ -353,7 +353,7 @@ attend(const __grid_constant__ Arguments args) {
 #endif
                 int slot = args.cached ? slot_of(name_of(id), tag, args.cached) : NOWHERE;
                 if (slot >= 0) {
-                    if (lane == 0) raw.before = use_slot<(PARTS > 1)>(stamps + slot, now);
+                    if (lane == 0) raw.before = use_slot<(PARTS > 1 || SLOTS)>(stamps + slot, now);
                     from = cache + slot * args.row_bytes;
                     raw.slot = CACHED;
                 } else {
