@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import replace
 
 from benchmarks.common import workload
-from kvindex.core.geometry import Geometry
 
 
 def add_heads(parser: argparse.ArgumentParser) -> None:
@@ -21,8 +19,3 @@ def refuse_heads(parser: argparse.ArgumentParser, told: argparse.Namespace) -> N
     if kv_heads < 1 or q_heads < kv_heads or q_heads % kv_heads:
         allowed = f"a multiple of kv-heads = {kv_heads}, both at least 1"
         parser.error(f"q-heads: got {q_heads}, allowed is {allowed}")
-
-
-def with_heads(g: Geometry, q_heads: int, kv_heads: int) -> Geometry:
-    """The layer with other heads."""
-    return replace(g, q_heads=q_heads, kv_heads=kv_heads)

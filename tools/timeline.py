@@ -17,11 +17,12 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
-from heads import add_heads, refuse_heads, with_heads
+from heads import add_heads, refuse_heads
 from stamps import Point, Stamped, launched
 from torch import Tensor
 
@@ -125,7 +126,7 @@ def shown(result: dict[str, Any]) -> str:
 def main(given: list[str] | None = None) -> None:
     """Check, measure, write, print."""
     told = arguments(given)
-    g = with_heads(workload.geometry("cuda"), told.q_heads, told.kv_heads)
+    g = replace(workload.geometry("cuda"), q_heads=told.q_heads, kv_heads=told.kv_heads)
     names = "tokens", "rows", "q_heads", "kv_heads", "index", "hit_rate"
     result = {name: getattr(told, name) for name in names}
     result |= {"replays": told.replays, "machine": describe("cuda")}

@@ -79,6 +79,7 @@ class BaseStep:
         self.most, self.capacity = most, capacity
         device, groups = g.device, batch * g.kv_heads
         self._groups, self._multiprocessors = groups, multiprocessors
+        self._parts = attend_parts(groups, group)
         self._memory = memory = (arena or Arena(device)).begin()
         floats = memory.empty
         self._defines = dict(D=g.head_dim, GROUP=group, DTYPE=CODES[g.dtype])
@@ -96,7 +97,6 @@ class BaseStep:
         self._open_selection(counted)
         # of `attend`
         self.splits = self._splits(1)
-        self._parts = attend_parts(groups, group)
         width = 0 if g.value_in_key else g.value_dim + 2
         self._partial = floats(groups, self.splits, group, width)
         self._latents = LatentAttention(g) if g.value_in_key else None
@@ -127,19 +127,16 @@ class BaseStep:
         self._seeds = ints(groups) if drawn else None
         # counters, cleared by a step's first launch at once: 8-byte words first, counters last,
         # each in a line of memory of its own
-        several = COUNTERS + attend_parts(groups, group)
-        sizes = [2 * group * BUCKETS, BINS, counted, several * APART]
+        lines = COUNTERS + self._parts
+        sizes = [2 * group * BUCKETS, BINS, counted, lines * APART]
         self._cleared = ints(groups * sum(sizes))
         parts = torch.split(self._cleared, [groups * size for size in sizes])
         self._buckets, self._hist, self._counted = parts[:3]
-        counters = parts[3].view(several, groups, APART)[..., 0]
+        counters = parts[3].view(lines, groups, APART)[..., 0]
         self.counts, self._candidate_counts, self._edge_counts = counters[:3].unbind()
         self._finalist_counts, self._select_tickets = counters[3:5].unbind()
-        self._signals, self._attend_ends, self._attend_tickets = (
-            counters[5:8],
-            counters[8],
-            counters[9:],
-        )
+        self._signals, self._attend_ends = counters[5:8], counters[8]
+        self._attend_tickets = counters[9:]
         self._signalers = 0  # blocks of a group that signal `select_rows` that they are done
 
     def __call__(self, queries: Tensor, state: State) -> Tensor:

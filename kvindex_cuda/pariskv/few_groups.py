@@ -42,8 +42,5 @@ def attend_parts(groups: int, heads: int) -> int:
     all parts but the first, or over PCIe again where a row is neither on the device nor in the
     cache.
     """
-    return max(part for part in range(1, heads + 1) if heads % part == 0 and _fits(part, groups))
-
-
-def _fits(part: int, groups: int) -> bool:
-    return part == 1 or part * groups <= FULL
+    parts = [n for n in range(1, heads + 1) if heads % n == 0 and n * groups <= FULL]
+    return max(parts, default=1)

@@ -75,11 +75,6 @@ def test_heads_that_no_layer_has_are_refused(heads, says, tmp_path, capsys):
         assert says in capsys.readouterr().err
 
 
-def test_a_layer_may_have_few_heads():
-    g = tool("heads").with_heads(workload.geometry("cpu"), 32, 2)
-    assert (g.q_heads, g.kv_heads, g.group_size, g.head_dim) == (32, 2, 16, 128)
-
-
 def test_a_mark_inside_a_statement_is_refused():
     stamps = tool("stamps")
     source = "__global__ void one(int n) {\n    if (n)  // MARK\n        n++;  // MARK\n}\n"

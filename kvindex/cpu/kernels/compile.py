@@ -82,7 +82,7 @@ def _compiled(function: Callable[..., Any], **more: Any) -> Callable[..., Any]:
     compiled = numba.njit(**options)(function)
     with suppress(RuntimeError):
         compiled._cache = CodeCache(function)
-    return compiled  # type: ignore[no-any-return]  # as above
+    return compiled  # type: ignore[no-any-return]  # Numba is not typed
 
 
 @intrinsic  # type: ignore[untyped-decorator]  # Numba is not typed

@@ -13,7 +13,8 @@
 // Longer than most files: it is one kernel, with what reads a row of each codec.
 // Codes are of what a key differs from a center by, the same for all of a KV head's: a product with it joins the
 // logits of such rows, once it is known.
-// Compile-time: D, DV, GROUP (query heads of a part), PARTS (of a KV head's), DTYPE, SOFTCAP, CODEC (of the rows selected: 0 plain, 1 int8, 2 fp8),
+// Compile-time: D, DV, GROUP (query heads of a part), PARTS (of a KV head's), DTYPE, SOFTCAP, CODEC (of the rows
+// selected: 0 plain, 1 int8, 2 fp8),
 // GIVEN (0; 1 where the rows are those of a caller's hits: ids below 0 are none, weights on logits; 2 where rows
 // were drawn: a weight for all heads), NEAR (whether some blocks of rows are on the device, others on the host:
 // the cache keeps rows of the latter; a byte more is read of a row that it lacks, while that row is on its way), PAGED
