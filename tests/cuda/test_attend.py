@@ -351,6 +351,22 @@ def test_a_row_whose_slot_is_taken_in_the_same_step_is_fetched(device):
     assert sorted(cache.tags[0].tolist()) == [7, 8, 20, 599]
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("heads", [1, 2], ids=["alone", "parts"])
+def test_a_clock_begins_anew_before_stamps_would_be_negative(device, heads):
+    case = replace(ONE, q_heads=heads)
+    one, queries = Attending(case, "plain", device), case.queries().to(device)
+    cache = cached(one, 4)
+    cache.clocks.fill_(2**30 - 2)
+    with emulating(device):
+        for rows in [7, 20], [7, 300], [599, 20], [8, 7]:
+            hits = chosen(rows, device)
+            assert_near(one.step.attend(queries, one.state, hits), one.wanted(queries, hits))
+            assert_kept(one, cache)
+            assert int(cache.stamps.min()) >= 0
+    assert cache.clocks.tolist() == [2]
+
+
 @pytest.mark.skipif(not emulator.available(), reason="no g++ to emulate with")
 @pytest.mark.parametrize("order", emulator.ORDERS)
 @pytest.mark.parametrize("heads", [1, 2], ids=["alone", "parts"])

@@ -107,11 +107,11 @@ def test_over_updates_there_is_one_graph_and_traffic_is_the_same(device, monkeyp
     assert len(pair.layers[0].index) == len(pair.layers[1].index) > PROMPT
 
 
-MOST = [7, 12, 5, 120, 10, 5]
+MOST = {"cpu": [6, 9, 5, 120, 10, 5], "cuda": [7, 12, 5, 120, 10, 5]}
 """Operations of torch and launches of two updates of a block (docs/pipeline/regions.md): when each
 begins, when it ends, before the next token. The second one makes the index 4 blocks long, to which
 the regression of signs is fitted. Operations on the host's own tensors are counted, too: they are
-no launches of a GPU.
+no launches of a GPU; there `record_stream` is counted, and three more when the first update ends.
 """
 
 
@@ -134,7 +134,7 @@ def test_an_update_of_a_block_is_few_launches_and_other_tokens_need_none(device)
     names = [name for name, cost in costs if cost]
     assert names == ["count_replay", "count_replay", "prepare_replay"] * 2
     found = [cost for _, cost in costs if cost]
-    assert all(cost <= most for cost, most in zip(found, MOST, strict=True)), found
+    assert all(cost <= most for cost, most in zip(found, MOST[device], strict=True)), found
 
 
 def noted(call, costs):

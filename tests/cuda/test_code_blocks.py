@@ -189,6 +189,21 @@ def test_blocks_that_follow_one_another_are_one_run():
     assert int((steps != blocks._block_bytes).sum()) <= 1
 
 
+def test_memory_is_taken_a_quarter_ahead_and_as_it_is_reserved():
+    blocks = CodeBlocks(LAYOUT, 3, torch.device("cpu"))
+
+    def room():
+        return sum(len(slab) for slab in blocks._slabs)
+
+    blocks.append(Fill(1, 100 * BLOCK, lambda table: None))
+    assert room() == 100
+    blocks.append(Fill(1, BLOCK, lambda table: None))
+    assert room() == 125
+    blocks.reserve_tokens(130 * BLOCK)
+    assert room() == 130
+    assert len(blocks.reordered(torch.tensor([0, 0]))._slabs[0]) == 2 * 101
+
+
 def test_too_many_tokens_change_nothing():
     blocks, columns = both(codes(300))
     with pytest.raises(ValueError, match="max_tokens: got 4300 tokens, allowed are 4096"):

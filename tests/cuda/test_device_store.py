@@ -40,6 +40,18 @@ def test_rows_stay_where_they_are_while_it_grows():
     assert (table[:, :13] > 0).all()
 
 
+def test_little_memory_is_taken_before_it_is_needed():
+    """4 MiB at a time, and no slab ahead: it is had at once, and every layer has a last one."""
+    store = append(BlockStore(GEOMETRY, DeviceAllocator(GEOMETRY.device)), tokens(300))
+    store._pool.settle()
+    assert store.pinned_bytes == 2**22 // store.block_bytes * store.block_bytes
+    more = append(made(), tokens(3000))
+    more._pool.settle()
+    assert more._pool.ahead() is None
+    more._pool.settle()
+    assert more.pinned_bytes == -(-2 * 12 * more.block_bytes // SLAB) * SLAB
+
+
 def test_reset_gives_the_memory_back_and_begins_anew():
     store = append(made(), tokens(300))
     store.reset()

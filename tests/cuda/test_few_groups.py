@@ -72,3 +72,6 @@ def test_few_groups_find_and_read_what_torch_does(batch, kv_heads, heads, tokens
     for other in found[1:]:  # from the host, then from the cache
         torch.testing.assert_close(other.output, found[0].output, rtol=2e-2, atol=2e-3)
         assert torch.equal(other.found, found[0].found)
+    for tags in far._executor.cache.tags.tolist():  # one part alone gives a row its place
+        ids = [tag for tag in tags if tag >= 0]
+        assert len(ids) == len({*ids}) > 0
