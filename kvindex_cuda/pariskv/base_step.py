@@ -7,6 +7,8 @@ grows.
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor
 
@@ -54,6 +56,9 @@ class BaseStep:
     beside it.
     Raises ValueError for what the kernels do not serve.
     """
+
+    stages: ClassVar[bool] = False
+    """Whether the first launch puts `State.token` behind the resident rows."""
 
     def __init__(
         self,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvindex.core.geometry import Geometry
-from kvindex.core.protocol import Contents
+from kvindex.core.protocol import Contents, Rows
 from kvindex.ops.block_layout import words_of
 from kvindex.ops.coarse import TIERS
 from kvindex_cuda.memory.layout import BLOCK
@@ -31,7 +31,9 @@ class State:
     where they lie in two places; cache: of rows that were fetched from the host, as they lie;
     wrong: int32 of one element, which a step sets to 1 where a query is not finite; regression: as
     of `step_state.State`, where signs vote together; found_sum: int64 `[B, G]`, to which it adds
-    how many rows it found, or None.
+    how many rows it found, or None; token: rows `[B, G, 1, D]` and `[B, G, 1, Dv]`, contiguous,
+    which a step that `stages` puts behind the resident ones where `resident_count` tells, and moves
+    that on, by a `ticket`, int32 `[1]`, 0 between steps; or None.
 
     Of log weights alone: largest: upper byte of a weight in full blocks, int32 `[B, G]`, which no
     step reads. Of tiers alone: histogram: keys per centroid, int64 `[B, G, M, 256]`; tiers: keys
@@ -65,6 +67,8 @@ class State:
     histogram: Tensor | None = None
     tiers: Tensor | None = None
     found_sum: Tensor | None = None
+    token: Rows | None = None
+    ticket: Tensor | None = None
     sink: int | None = None
     head_bytes: int | None = None
     segments: Tensor | None = None

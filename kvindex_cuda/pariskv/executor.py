@@ -31,7 +31,7 @@ from kvindex_cuda.pariskv.encode import Encoder, encoder_of
 from kvindex_cuda.pariskv.graph import Replay, Replays
 from kvindex_cuda.pariskv.hits import ordered_hits
 from kvindex_cuda.pariskv.shared_step import Use, capturing, shared, with_headroom
-from kvindex_cuda.pariskv.stage_token import load_stage_token, stage_token
+from kvindex_cuda.pariskv.stage_token import load_stage_token, stage_token, token_to_stage
 from kvindex_cuda.pariskv.update_state import update_state
 
 
@@ -217,9 +217,13 @@ class ParisKVExecutor(AppendedCodes):
         """As `CapturesStep.captured_step`."""
         if self._found_sum is None:
             raise RuntimeError("graph: got a step before prepare_replay(), allowed is one after it")
-        stage_token(resident, token, None, queries, ticket=self._ticket)
         use, state = self._ready(k, resident, wrong)
-        output = use.step(queries.contiguous(), replace(state, found_sum=self._found_sum))
+        more: dict[str, Any] = dict(found_sum=self._found_sum)
+        if use.step.stages:
+            more |= dict(token=token_to_stage(resident, token), ticket=self._ticket)
+        else:
+            stage_token(resident, token, None, queries, ticket=self._ticket)
+        output = use.step(queries.contiguous(), replace(state, **more))
         return Attended(output, use.step.lse, self._found_sum)
 
     def attend_hits(self, queries: Tensor, hits: Hits, resident: ResidentRows) -> Attended:

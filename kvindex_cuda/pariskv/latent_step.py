@@ -49,6 +49,8 @@ class LatentStep(Step):
     Raises ValueError for more than one KV head.
     """
 
+    stages = False
+
     def __init__(self, geometry: Geometry, layout: Layout, **options: Any) -> None:
         if geometry.kv_heads != 1:
             raise ValueError(f"kv_heads: got {geometry.kv_heads}, allowed is 1")

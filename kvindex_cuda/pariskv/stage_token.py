@@ -85,6 +85,18 @@ def stage_token(
     )
 
 
+def token_to_stage(resident: ResidentRows, token: Rows) -> Rows:
+    """A token's rows without gaps, for a step that stages them itself (`device_state.State.token`).
+
+    Raises ValueError for other shapes or dtypes than `stage_token` takes.
+    """
+    (B, G, _, wide), D = resident.rows.shape, token.keys.shape[-1]
+    given = dict(keys=(token.keys, (B, G, 1, D)), values=(token.values, (B, G, 1, wide - D)))
+    for name, (tensor, shape) in given.items():
+        of_shape(name, of_type(name, tensor, resident.rows.dtype), *shape)
+    return Rows(token.keys.contiguous(), token.values.contiguous())
+
+
 def load_stage_token(g: Geometry) -> None:
     """Have the kernel compiled and on the device, so that a capture can hold its first launch."""
     defines = _defines(g.head_dim, g.value_dim, g.dtype, g.group_size)

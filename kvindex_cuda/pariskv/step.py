@@ -38,6 +38,8 @@ class Step(BaseStep):
     Raises ValueError for what the kernels do not serve.
     """
 
+    stages = True
+
     def __init__(
         self,
         geometry: Geometry,
@@ -127,10 +129,17 @@ class Step(BaseStep):
                 seeds=self._seeds,
                 cleared=self._cleared,
                 wrong=state.wrong,
+                token_keys=None if state.token is None else state.token.keys,
+                token_values=None if state.token is None else state.token.values,
+                resident=None if state.token is None else state.resident,
+                resident_count=None if state.token is None else state.resident_count,
+                ticket=state.ticket,
                 row=state.codes.shape[1],
                 head_bytes=self.layout.head_bytes,
                 words=len(self._cleared),
                 kv_heads=self.geometry.kv_heads,
+                room=0 if state.token is None else state.resident.shape[2],
+                value_dim=self.geometry.value_dim,
                 query_max=self._query_max,
                 seed=self._seed,
                 level=self._level,

@@ -18,6 +18,8 @@
 // else, in the registers of a product with all heads' operands, D/16 matrix instructions to four heads; then two
 // warps round a head. 2 D² bytes more of a group, from L2 to each of its blocks: 32 KiB at D = 128, some 0.3 µs
 // that pass beside the first reads, so that exchange, product and another barrier are left, predicted 0.3 µs.
+// Of a token whose rows come with its queries (a caller's graph) the last block of each group also puts these behind
+// the resident rows, as stage_token.cu does, which attend.cu reads: a launch less before the first read.
 // Compile-time: D, GROUP, DTYPE, CENTERED, PLANES, DRAWN, TOGETHER, RAGGED (each row of the batch has a length).
 #include "common/prepare.cuh"
 #include "common/threshold.cuh"
@@ -59,7 +61,13 @@ struct Arguments {
     u32* seeds;
     int* cleared;               // [words]
     int* wrong;                 // [1]: set to 1 where a query is out of range, or null
+    const void* token_keys;     // DTYPE [BG, D], or null: no token is put anywhere
+    const void* token_values;   // DTYPE [BG, DV]
+    void* resident;             // DTYPE [BG, room, D + DV]: written at the row that the count tells
+    i64* resident_count;        // [1], or RAGGED: [B]: becomes one more
+    int* ticket;                // [1]: 0 before and after
     i64 row, head_bytes, words, kv_heads;
+    i64 room, value_dim;        // of the resident rows, and of a value: DV
     i64 query_max;              // the largest r
     i64 seed;
     float level;                // E|u| of a coordinate
@@ -67,6 +75,14 @@ struct Arguments {
     float octaves;              // of a unit of q·k
     double gain;                // the same in units of 2^-16
 };
+
+__device__ __forceinline__ void copy_element(void* to, i64 at, const void* come, i64 from) {
+#if DTYPE == 0
+    static_cast<u32*>(to)[at] = static_cast<const u32*>(come)[from];
+#else
+    static_cast<u16*>(to)[at] = static_cast<const u16*>(come)[from];
+#endif
+}
 
 extern "C" __global__ void __launch_bounds__(256)
 prepare_query(const __grid_constant__ Arguments args) {
@@ -144,6 +160,8 @@ prepare_query(const __grid_constant__ Arguments args) {
     int first = blockIdx.x * 8 + warp;
     bool any = tokens > 0 && first < SAMPLED / 32;
     i64 sampled_block = any ? args.codes[batch * args.row + place(first)] : 0;
+    bool stages = args.token_keys && blockIdx.x == gridDim.x - 1;
+    i64 resident = stages ? args.resident_count[RAGGED * batch] : 0;
 #if DRAWN
     // a warp has CENTERS / 8 centers, each of 4 lanes one at a time
     constexpr int EACH_CENTERS = CENTERS / 64;
@@ -278,6 +296,14 @@ prepare_query(const __grid_constant__ Arguments args) {
     }
 #endif
     __syncthreads();
+    // all of the block have read the count: the last block to come here moves it on
+    if (stages && threadIdx.x == 0 && atomicAdd(args.ticket, 1) == int(gridDim.y) - 1) {
+        *args.ticket = 0;
+        for (i64 b = 0; b < (RAGGED ? gridDim.y / u32(args.kv_heads) : 1); b++) {
+            i64 count = __ldcg(args.resident_count + b);
+            if (count < args.room) args.resident_count[b] = count + 1;
+        }
+    }
 
     auto fragment = [&](int i, int of) {  // column `of` / 4 of part p: plane 2 p + 1 or 0 of a head
         int p = i % PARTS, quad = i / PARTS % QUADS, n = i / PARTS / QUADS;
@@ -332,8 +358,16 @@ prepare_query(const __grid_constant__ Arguments args) {
     }
     bool last = last_block(args.tickets + bg, gridDim.x);
 
-    // for rerank.cu, by a block that is not in the way
+    // for rerank.cu and attend.cu, by a block that is not in the way
     if (blockIdx.x == gridDim.x - 1) {
+        if (stages && resident < args.room) {
+            i64 wide = D + args.value_dim, to = (bg * args.room + resident) * wide;
+            for (i64 i = threadIdx.x; i < wide; i += 256) {
+                bool key = i < D;
+                copy_element(args.resident, to + i, key ? args.token_keys : args.token_values,
+                             key ? bg * D + i : bg * args.value_dim + i - D);
+            }
+        }
         if (threadIdx.x < GROUP) args.ups[bg * GROUP + threadIdx.x] = ups[threadIdx.x];
         operands += bg * (OPERANDS * 4);
         for (int i = threadIdx.x; i < 2 * GROUP * D; i += 256) {

@@ -1,7 +1,7 @@
 // Stage a decoded token where a step reads it: its key and value in the window and among the resident
-// rows, its queries in a graph's own. Where it goes is said by the host, or, in a caller's graph or for
-// rows of a batch that have counts of their own, by the count of resident rows, which the last block to
-// read it moves on.
+// rows, its queries in a graph's own. Where it goes is said by the host, or, in a caller's graph (of a
+// step whose first launch does not do this, as prepare_query.cu does) or for rows of a batch that have counts of
+// their own, by the count of resident rows, which the last block to read it moves on.
 //
 // Grid: (G, B), 128 threads. Reads and writes 2 (D + DV) and GROUP · D elements per KV head;
 // limited by latency.
