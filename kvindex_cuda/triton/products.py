@@ -129,14 +129,15 @@ def _multiply(
         output_step=output.stride(0),
         GATED=gated,
         PAIRED=paired,
-        EARLY=early and B == 1 and _brings(matrix.weight),
+        EARLY=early and B == 1 and _brings(matrix.weight, tile),
     )
     return output
 
 
-def _brings(weight: Tensor) -> bool:
-    """Whether a matrix lies so that whole rows of it can be brought into L2."""
-    return not (weight.data_ptr() | weight.shape[1] * weight.itemsize) % BROUGHT
+def _brings(weight: Tensor, tile: Tile) -> bool:
+    """Whether a matrix lies so that all of a row behind its first tiles can be brought into L2."""
+    columns = weight.shape[1] | tile.ahead * tile.columns
+    return not (weight.data_ptr() | columns * weight.itemsize) % BROUGHT
 
 
 def of_product(x: Tensor, norm: Norm | None, matrix: Matrix, tile: Tile) -> dict[str, object]:
@@ -158,4 +159,5 @@ def of_product(x: Tensor, norm: Norm | None, matrix: Matrix, tile: Tile) -> dict
         BLOCK_K=tile.columns,
         SLICES=max(1, min(tile.warps, tile.columns // SLICE)),
         STAGES=tile.stages,
+        AHEAD=tile.ahead,
     )

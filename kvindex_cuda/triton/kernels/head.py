@@ -13,7 +13,7 @@ NOWHERE = tl.constexpr(2**31 - 1)
 def head(
     x, x_step, norm, eps, weight, scale, bias, logits, logits_step, values, places, B, N, K,
     BATCH: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SLICES: tl.constexpr,
-    STAGES: tl.constexpr, OVERLAP: tl.constexpr,
+    STAGES: tl.constexpr, AHEAD: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Logits, where there is room for them; the highest of each program's, as rounded, its id.
 
@@ -24,7 +24,7 @@ def head(
     batch = tl.arange(0, BATCH)
     sums = product(
         x, x_step, norm, eps, weight, scale, bias, rows, batch, B, N, K,
-        BLOCK_K, SLICES, False, STAGES, False, OVERLAP,
+        BLOCK_K, SLICES, False, STAGES, AHEAD, False, OVERLAP,
     )  # fmt: skip
     rounded = sums.to(x.dtype.element_ty)
     if logits is not None:

@@ -39,25 +39,31 @@ def add_tile(sums, squares, weights, x, x_step, norm, columns, batch, K, B, GATE
 @triton.jit
 def product_of_one(
     x, x_step, norm, eps, weight, scale, bias, rows, batch, B, N, K,
-    BLOCK_K: tl.constexpr, GATED: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    BLOCK_K: tl.constexpr, GATED: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr,
+    EARLY: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Rows of the product, float32 `[rows, 1]`; the first weights are read before the wait.
+    """Rows of the product, float32 `[rows, 1]`.
 
-    Early: the others are asked for, too, whole rows.
+    The first `AHEAD` tiles are read before the wait and added last: memory goes on while
+    activations come, for the pipeline of the others begins before anything is computed. Early: the
+    others are asked for before the wait, too.
     """
     columns = tl.arange(0, BLOCK_K)
-    weights = read_weights(weight, rows, columns, N, K)
+    held = ()
+    for i in tl.static_range(AHEAD):
+        held = held + (read_weights(weight, rows, i * BLOCK_K + columns, N, K),)
     if EARLY and OVERLAP:
-        bring_own(weight, N, K, rows.shape[0])
+        bring_own(weight, N, K, rows.shape[0], AHEAD * BLOCK_K)
     after_previous(OVERLAP)
     sums = tl.zeros([rows.shape[0], BLOCK_K], tl.float32)
     squares = tl.zeros([BLOCK_K, 1], tl.float32)
-    sums, squares = add_tile(sums, squares, weights, x, x_step, norm, columns, batch, K, B, GATED)
-    for first in tl.range(BLOCK_K, K, BLOCK_K, num_stages=STAGES):
+    for first in tl.range(AHEAD * BLOCK_K, K, BLOCK_K, num_stages=STAGES):
         later = first + columns
         weights = read_weights(weight, rows, later, N, K)
         sums, squares = add_tile(sums, squares, weights, x, x_step, norm, later, batch, K, B, GATED)
+    for i in tl.static_range(AHEAD):
+        first = i * BLOCK_K + columns
+        sums, squares = add_tile(sums, squares, held[i], x, x_step, norm, first, batch, K, B, GATED)
     sums = tl.sum(sums, 1)[:, None]
     if norm is not None:
         sums = sums * tl.rsqrt(tl.sum(squares, 0) / K + eps)[None, :]
@@ -72,13 +78,13 @@ def product_of_one(
 def product(
     x, x_step, norm, eps, weight, scale, bias, rows, batch, B, N, K,
     BLOCK_K: tl.constexpr, SLICES: tl.constexpr, GATED: tl.constexpr, STAGES: tl.constexpr,
-    EARLY: tl.constexpr, OVERLAP: tl.constexpr,
+    AHEAD: tl.constexpr, EARLY: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Rows of the product, float32 `[rows, batch]`."""
     if batch.shape[0] == 1:
         return product_of_one(
             x, x_step, norm, eps, weight, scale, bias, rows, batch, B, N, K,
-            BLOCK_K, GATED, STAGES, EARLY, OVERLAP,
+            BLOCK_K, GATED, STAGES, AHEAD, EARLY, OVERLAP,
         )  # fmt: skip
     else:
         return product_of_rows(
@@ -92,8 +98,8 @@ def multiply(
     x, x_step, norm, eps, weight, scale, bias, residual, residual_step, output, output_step,
     B, N, K,
     BATCH: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SLICES: tl.constexpr,
-    GATED: tl.constexpr, PAIRED: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    GATED: tl.constexpr, PAIRED: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr,
+    EARLY: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """`output[b] = residual[b] + weight · f(x[b])`; the residual may be the output.
 
@@ -107,7 +113,7 @@ def multiply(
     batch = tl.arange(0, BATCH)
     sums = product(
         x, x_step, norm, eps, weight, scale, bias, rows, batch, B, N, K,
-        BLOCK_K, SLICES, GATED, STAGES, EARLY, OVERLAP,
+        BLOCK_K, SLICES, GATED, STAGES, AHEAD, EARLY, OVERLAP,
     )  # fmt: skip
     if PAIRED:
         gate, up = tl.split(tl.permute(tl.reshape(sums, (2, HALF, BATCH)), (1, 2, 0)))

@@ -39,7 +39,7 @@ POINTERS = {
     "sin": "*fp32",
 }
 FLOATS = {"eps", "query_eps", "key_eps"}
-PRODUCT = dict(BLOCK_N=16, BLOCK_K=256, SLICES=4, STAGES=3, bias=None, scale=None)
+PRODUCT = dict(BLOCK_N=16, BLOCK_K=256, SLICES=4, STAGES=3, AHEAD=2, bias=None, scale=None)
 MULTIPLY = PRODUCT | dict(GATED=False, PAIRED=False, EARLY=False)
 HEADS = dict(H=32, G=8, D=128, DV=128, HALF=64, WIDE=128)
 PROMPT = dict(G=8, GROUP=4, D=128, DV=128, PAGE=256, WIDE=128, WIDE_V=128, BLOCK_M=64, BLOCK_N=64)
@@ -178,3 +178,15 @@ def test_the_first_weights_are_read_before_the_wait(tmp_path, monkeypatch):
         assert others
         assert "ld.global" not in others
         assert "cp.async.bulk.prefetch" not in others + after  # by one instruction a thread
+
+
+def test_copies_of_the_next_weights_begin_before_anything_is_multiplied(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    loads = []
+    for ahead in (1, 3):
+        given = MULTIPLY | dict(BATCH=1, residual=None, OVERLAP=True, AHEAD=ahead)
+        ptx = compiled(product.multiply, "bf16", given, aligned=True).asm["ptx"]
+        before, _, after = ptx.partition("griddepcontrol.wait")
+        loads.append(before.count("ld.global"))
+        assert "cp.async" in after.partition("fma.rn")[0]
+    assert loads[1] == 3 * loads[0]

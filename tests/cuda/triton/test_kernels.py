@@ -111,6 +111,18 @@ def test_weights_that_are_asked_for_early_change_no_bit(run, monkeypatch):
     assert asked[1::2] == [True, False, False, False]
 
 
+@pytest.mark.parametrize("ahead", [1, 2, 5])
+def test_products_are_the_same_however_much_is_read_ahead(run, ahead):
+    tile = TILE._replace(ahead=ahead)
+    for K in (75, 600):  # fewer columns than are read ahead, or more
+        x, matrix, norm = drawn(run, 1, 2 * K), matrix_of(run, 45, K), norm_of(run, K)
+        found = layers.norm_linear(x[:, :K], norm, matrix, tile=tile)
+        close(found, reference.norm_linear(x[:, :K], norm, matrix), run[1])
+        residual = drawn(run, 1, 45)
+        found = layers.swiglu_linear(x, matrix, residual, tile=tile)
+        close(found, reference.swiglu_linear(x, matrix, residual), run[1])
+
+
 @products
 def test_norm_swiglu(run, B, size):
     N, K = size
@@ -309,6 +321,8 @@ def test_bad_arguments_are_refused_and_nothing_is_written(run):
         layers.norm_linear(x, norm, matrix, out=out[:, 1:])
     with pytest.raises(ValueError, match=r"^rows: got 12, allowed is a power of two"):
         layers.norm_linear(x, norm, matrix, out=out, tile=Tile(rows=12))
+    with pytest.raises(ValueError, match=r"^ahead: got 0, allowed is at least 1"):
+        layers.norm_linear(x, norm, matrix, out=out, tile=Tile(ahead=0))
     with pytest.raises(ValueError, match=r"^weight: got 15 rows, allowed is an even number"):
         layers.norm_swiglu(x, norm, matrix_of(run, 15, 24), out=out)
     with pytest.raises(ValueError, match=r"^rows: got 1, allowed is at least 2"):
