@@ -52,11 +52,10 @@ class Tile(NamedTuple):
 
     Of several sequences each warp multiplies a slice of the columns with all rows: 64 columns a
     warp and more are copied ahead in whole lines, 32 is the least.
-    warps: of a program; stages: of its pipeline; ahead: of one sequence, pieces that a program reads
-    before anything else, into registers, and multiplies last, when its pipeline is on its way.
-    overlap: a launch begins, and reads its first weights, before the launch before it ends
-    (programmatic dependent launch). Every launch of the chain may have it. It has no effect under
-    Triton's interpreter.
+    warps: of a program; stages: of its pipeline; ahead: of one sequence, pieces that a program
+    reads before all others, into registers, and multiplies last; overlap: a launch begins, and
+    reads its first weights, before the launch before it ends (programmatic dependent launch). Every
+    launch of the chain may have it. It has no effect under Triton's interpreter.
     """
 
     rows: int = 16
@@ -172,9 +171,8 @@ def launch(
 
     A tile's sizes are checked; FP8 and overlap ask for a device that has them.
     """
-    for name in ("rows", "columns", "warps"):
-        value = getattr(tile, name)
-        if value < 1 or value & (value - 1):
+    for name, value in tile._asdict().items():
+        if name in ("rows", "columns", "warps") and (value < 1 or value & (value - 1)):
             raise ValueError(f"{name}: got {value}, allowed is a power of two")
     if tile.ahead < 1:
         raise ValueError(f"ahead: got {tile.ahead}, allowed is at least 1")
