@@ -51,7 +51,7 @@ def product_of_one(
     columns = tl.arange(0, BLOCK_K)
     held = ()
     for i in tl.static_range(AHEAD):
-        held += (read_weights(weight, rows, i * BLOCK_K + columns, N, K),)
+        held += (read_weights(weight, rows, i * BLOCK_K + columns, N, K),)  # type: ignore[assignment]
     if EARLY and OVERLAP:
         bring_own(weight, N, K, rows.shape[0], AHEAD * BLOCK_K)
     after_previous(OVERLAP)
