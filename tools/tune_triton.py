@@ -49,9 +49,9 @@ READ = 8192
 ONE = [
     Tile(),
     Tile(stages=5),
-    *(Tile(8, 512, 4, 4, ahead) for ahead in (1, 2, 3)),
+    *(Tile(8, 512, 4, 4, ahead=ahead) for ahead in (1, 2, 3)),
     Tile(8, 512, 8, 4),
-    *(Tile(16, 512, 8, 3, ahead) for ahead in (1, 2)),
+    *(Tile(16, 512, 8, 3, ahead=ahead) for ahead in (1, 2)),
     Tile(rows=32, warps=8),
 ]
 SEVERAL = [
@@ -178,7 +178,7 @@ def line(rows: list[dict[str, Any]]) -> str:
     shape = Matrix(torch.empty(best["N"], best["K"], device="meta"))
     plain = usual(shape, max(best["us"]))
     usually = next((row["us"] for row in rows if row["tile"] == plain), {})
-    sizes = ", ".join(map(str, best["tile"][:5]))
+    sizes = ", ".join(map(str, best["tile"][:4])) + f", ahead={best['tile'].ahead}"
     told = f"{_told(best['us'])} (usual {_told(usually)}), {best['share']:.2f}"
     return f"    Case({', '.join(map(repr, best['case']))}): Tile({sizes}),  # {told}"
 

@@ -203,7 +203,8 @@ class ParisKVExecutor(AppendedCodes):
         shape = len(self.codes.table), self._geometry.kv_heads
         if self._found_sum is None or self._found_sum.shape != shape:
             self._found_sum = torch.zeros(shape, dtype=torch.int64, device=self._geometry.device)
-            load_stage_token(self._geometry)  # a capture has no room for it
+            if not use.step.stages:
+                load_stage_token(self._geometry)  # a capture has no room for it
         return self._reads(use, resident, wrong)
 
     def captured_step(
@@ -220,7 +221,7 @@ class ParisKVExecutor(AppendedCodes):
         use, state = self._ready(k, resident, wrong)
         more: dict[str, Any] = dict(found_sum=self._found_sum)
         if use.step.stages:
-            more |= dict(token=token_to_stage(resident, token), ticket=self._ticket)
+            more |= dict(token=token_to_stage(self._geometry, resident, token), ticket=self._ticket)
         else:
             stage_token(resident, token, None, queries, ticket=self._ticket)
         output = use.step(queries.contiguous(), replace(state, **more))

@@ -85,15 +85,14 @@ def stage_token(
     )
 
 
-def token_to_stage(resident: ResidentRows, token: Rows) -> Rows:
+def token_to_stage(g: Geometry, resident: ResidentRows, token: Rows) -> Rows:
     """A token's rows without gaps, for a step that stages them itself (`device_state.State.token`).
 
-    Raises ValueError for other shapes or dtypes than `stage_token` takes.
+    Raises ValueError for other shapes than `[B, G, 1, D]` and `[B, G, 1, Dv]`, or other dtypes.
     """
-    (B, G, _, wide), D = resident.rows.shape, token.keys.shape[-1]
-    given = dict(keys=(token.keys, (B, G, 1, D)), values=(token.values, (B, G, 1, wide - D)))
-    for name, (tensor, shape) in given.items():
-        of_shape(name, of_type(name, tensor, resident.rows.dtype), *shape)
+    parts = dict(keys=(token.keys, g.head_dim), values=(token.values, g.value_dim))
+    for name, (part, size) in parts.items():
+        of_shape(name, of_type(name, part, g.dtype), len(resident.rows), g.kv_heads, 1, size)
     return Rows(token.keys.contiguous(), token.values.contiguous())
 
 

@@ -52,18 +52,18 @@ class Tile(NamedTuple):
 
     Of several sequences each warp multiplies a slice of the columns with all rows: 64 columns a
     warp and more are copied ahead in whole lines, 32 is the least.
-    warps: of a program; stages: of its pipeline; ahead: of one sequence, pieces that a program
-    reads before all others, into registers, and multiplies last; overlap: a launch begins, and
-    reads its first weights, before the launch before it ends (programmatic dependent launch). Every
-    launch of the chain may have it. It has no effect under Triton's interpreter.
+    warps: of a program; stages: of its pipeline; overlap: a launch begins, and reads its first
+    weights, before the launch before it ends (programmatic dependent launch). Every launch of the
+    chain may have it. It has no effect under Triton's interpreter. ahead: of one sequence, pieces
+    that a program reads before all others, into registers, and multiplies last.
     """
 
     rows: int = 16
     columns: int = 256
     warps: int = 4
     stages: int = 3
-    ahead: int = 2
     overlap: bool = False
+    ahead: int = 2
 
 
 def stack(*matrices: Matrix) -> Matrix:

@@ -73,7 +73,8 @@ def linear_residual(
 
     out: may be the residual; early: of one sequence, whether programs ask for all of their weights
     to be brought into L2 before they wait for the launch before, if that leaves memory idle: a hint
-    that changes no result, and takes effect with `Tile.overlap`, on rows of a multiple of 16 bytes.
+    that changes no result, and takes effect with `Tile.overlap`, where rows, and the pieces that a
+    program reads ahead, are of a multiple of 16 bytes.
     Other arguments and errors as of `norm_linear`.
     """
     rows_of("x", x, matrix.weight.shape[-1])

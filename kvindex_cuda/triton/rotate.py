@@ -30,7 +30,9 @@ def rotate_heads(
     `[B, G, C, D]` and values `[B, G, C, Dv]`, of any strides but 1 at the end; one outside writes
     no key and no value. queries `[B, H, D]`, contiguous. query_norm, key_norm: of each head before
     it is rotated, factors `[D]`. Coordinate `i` is paired with `i + D/2` (Su et al., 2021).
-    overlap: as of `Tile`. Raises ValueError for other shapes, dtypes or devices.
+    overlap: as of `Tile`: projected alone may be of the launch before, and the launch after may
+    begin, up to its own wait, before that one has ended. Raises ValueError for other shapes, dtypes
+    or devices.
     """
     if queries.ndim != 3 or keys.ndim != 4 or values.ndim != 4:
         dimensions = [queries.ndim, keys.ndim, values.ndim]

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from kvindex.core.graphs import GRAPHS
+from kvindex.core.protocol import Rows
 from kvindex.indexes.pariskv import ParisKV
 from kvindex.layer import AttentionLayer
 from tests.cuda.graphs import WholeGraph, kept
@@ -152,6 +153,35 @@ def noted(call, costs):
 @pytest.mark.parametrize("preset", ["fast", "precise", "paper"])
 def test_every_presets_step(device, preset):
     assert replayed(device, preset=preset).made == 1
+
+
+def test_several_heads_and_sequences_of_values_of_another_size(device):
+    case = Case(q_heads=4, kv_heads=2, head_dim=64, value_dim=32, batch=2)
+    assert replayed(device, tokens=20, case=case).made == 1
+
+
+def test_a_token_beyond_the_room_is_written_nowhere_and_not_counted(device):
+    """The first launch of a step stages it; a graph that is replayed too often must not overrun."""
+    pair = replayed(device)
+    layer = pair.layers[0]
+    resident = layer._regions.resident(len(layer.index))
+    rows = resident.rows.clone()
+    for held in (resident.room - 1, resident.room):
+        resident.count.fill_(held)
+        pair._graph.replay()
+        assert resident.count.item() == resident.room
+        assert torch.equal(resident.rows[:, :, : resident.room - 1], rows[:, :, :-1])
+        rows = resident.rows.clone()
+
+
+def test_a_token_of_another_size_is_refused(device):
+    pair = replayed(device)
+    layer = pair.layers[0]
+    queries, keys, values = pair._parts
+    resident, index = layer._regions.resident(len(layer.index), more=1), layer.index
+    for name, token in (("keys", (keys[..., 1:], values)), ("values", (keys, values.double()))):
+        with pytest.raises(ValueError, match=rf"^{name}: got"):
+            index.captured_step(queries[:, :, 0], Rows(*token), resident, k=20)
 
 
 def test_a_padded_batch(device):

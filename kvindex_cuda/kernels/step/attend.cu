@@ -319,7 +319,7 @@ attend(const __grid_constant__ Arguments args) {
         auto tag_of = [&](int id) { return caches ? ::tag_of(name_of(id), tags, args.cached) : 0; };
         int first = selected(own), second = selected(own + step);
         int third = selected(own + 2 * step), fourth = selected(own + 3 * step);
-        int rows_here = phase ? args.found[bg] : int(args.resident_count[RAGGED * batch]);
+        int rows_here = phase ? args.found[bg] : int(__ldcg(args.resident_count + RAGGED * batch));
         if (caches) now = now_of(SLOTS ? __ldcg(args.clocks) : __ldcg(args.clocks + bg) + 1);
         int first_tag = tag_of(first), second_tag = tag_of(second), third_tag = tag_of(third);
         auto stored = [&](int id) {

@@ -64,7 +64,7 @@ struct Arguments {
     const void* token_keys;     // DTYPE [BG, D], or null: no token is put anywhere
     const void* token_values;   // DTYPE [BG, DV]
     void* resident;             // DTYPE [BG, room, D + DV]: written at the row that the count tells
-    i64* resident_count;        // [1], or RAGGED: [B]: becomes one more
+    i64* resident_count;        // [1]: becomes one more; never RAGGED, where stage_token.cu does this
     int* ticket;                // [1]: 0 before and after
     i64 row, head_bytes, words, kv_heads;
     i64 room, value_dim;        // of the resident rows, and of a value: DV
@@ -94,6 +94,7 @@ prepare_query(const __grid_constant__ Arguments args) {
     __shared__ u32 planes[SETS * 4][PLANES][QUADS * 4];
     __shared__ float units[SETS * 4], ups[SETS * 4];
     __shared__ int sums[SETS * 4];
+    __shared__ i64 resident;  // rows there before the token's
     __shared__ __align__(16) int histogram[ROOM];  // before it is one: Aᵀ R q · up, float32 [4 SETS, D]
 #if DRAWN
     __shared__ __align__(16) float2 scales_of[SETS * 4];  // units of a vote, and what brings heads to one scale
@@ -160,8 +161,8 @@ prepare_query(const __grid_constant__ Arguments args) {
     int first = blockIdx.x * 8 + warp;
     bool any = tokens > 0 && first < SAMPLED / 32;
     i64 sampled_block = any ? args.codes[batch * args.row + place(first)] : 0;
-    bool stages = args.token_keys && blockIdx.x == gridDim.x - 1;
-    i64 resident = stages ? args.resident_count[RAGGED * batch] : 0;
+    bool stages = !RAGGED && args.token_keys && blockIdx.x == gridDim.x - 1;
+    if (stages && threadIdx.x == 0) resident = __ldcg(args.resident_count);
 #if DRAWN
     // a warp has CENTERS / 8 centers, each of 4 lanes one at a time
     constexpr int EACH_CENTERS = CENTERS / 64;
@@ -296,13 +297,10 @@ prepare_query(const __grid_constant__ Arguments args) {
     }
 #endif
     __syncthreads();
-    // all of the block have read the count: the last block to come here moves it on
+    // the block has the count, all from the same thread: the last one to come here moves it on
     if (stages && threadIdx.x == 0 && atomicAdd(args.ticket, 1) == int(gridDim.y) - 1) {
         *args.ticket = 0;
-        for (i64 b = 0; b < (RAGGED ? gridDim.y / u32(args.kv_heads) : 1); b++) {
-            i64 count = __ldcg(args.resident_count + b);
-            if (count < args.room) args.resident_count[b] = count + 1;
-        }
+        if (resident < args.room) *args.resident_count = resident + 1;
     }
 
     auto fragment = [&](int i, int of) {  // column `of` / 4 of part p: plane 2 p + 1 or 0 of a head

@@ -180,6 +180,19 @@ def test_the_first_weights_are_read_before_the_wait(tmp_path, monkeypatch):
         assert "cp.async.bulk.prefetch" not in others + after  # by one instruction a thread
 
 
+def test_the_rotation_lets_the_next_launch_begin_and_waits_for_the_product_alone(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    ptx = compiled(rotate.rotate_heads, "bf16", HEADS | dict(OVERLAP=True)).asm["ptx"]
+    first, _, rest = ptx.partition("griddepcontrol.launch_dependents")
+    before, _, after = rest.partition("griddepcontrol.wait")
+    assert "ld.global" not in first
+    assert before.count("ld.global") > 0  # angles and norms
+    assert "st.global" not in before
+    assert "st.global" in after
+
+
 def test_copies_of_the_next_weights_begin_before_anything_is_multiplied(tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     loads = []
