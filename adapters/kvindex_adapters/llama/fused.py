@@ -89,7 +89,9 @@ class FusedBody:
         if overlap is None:
             overlap = device.type == "cuda" and torch.cuda.get_device_capability(device) >= OVERLAPS
         self._overlap = overlap
-        self._no_residual: Tensor | None = None  # it stays: graphs read it
+        # what stays: graphs read it
+        self._slots = torch.zeros(BATCH, dtype=torch.int64, device=device)
+        self._no_residual: Tensor | None = None
         if weights.ranks is not None and weights.ranks.rank:
             self._no_residual = weights.embedding.new_zeros(BATCH, weights.embedding.shape[1])
         self._layers = [
@@ -119,7 +121,6 @@ class FusedBody:
         hidden = functional.embedding(ids[:, 0], self._weights.embedding)
         angles = self._weights.rotary.at(positions, hidden.dtype)
         cos, sin = (part.view(batch, D) for part in angles)
-        slots = torch.zeros_like(ids[:, 0])
         for layer, attention in zip(self._layers, attentions, strict=True):
             projected = run.norm_linear(
                 hidden,
@@ -135,7 +136,7 @@ class FusedBody:
                 projected,
                 cos,
                 sin,
-                slots,
+                self._slots[:batch],
                 queries,
                 keys,
                 values,

@@ -19,9 +19,9 @@ class Rotary(NamedTuple):
 
     def at(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Cosines and sines `[B, 1, T, D]` at positions int64 `[B, T]`."""
-        angles = positions[:, None, :, None].float() * self.frequencies
-        angles = torch.cat((angles, angles), dim=-1)
-        cos, sin = angles.cos(), angles.sin()
+        angles = positions[:, None, :, None, None] * self.frequencies
+        angles = angles.expand(-1, -1, -1, 2, -1)  # both halves of a head
+        cos, sin = angles.cos().flatten(-2), angles.sin().flatten(-2)
         if self.factor != 1:
             cos, sin = cos * self.factor, sin * self.factor
         return cos.to(dtype), sin.to(dtype)
