@@ -52,13 +52,14 @@ def run(part: Part, most: int) -> None:
 def _serve(work: SimpleQueue[tuple[Part, int, int, SimpleQueue[BaseException | None]]]) -> None:
     while True:
         part, i, parts, done = work.get()
+        failure: BaseException | None = None
         try:
             part(i, parts)
         except BaseException as error:
-            done.put(error)
-        else:
-            done.put(None)
-        del part, done
+            failure = error
+        del part  # before the caller goes on, who may be the last to hold what it reads
+        done.put(failure)
+        del failure, done
 
 
 def _forget() -> None:

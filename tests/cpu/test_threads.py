@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import time
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from queue import SimpleQueue
@@ -216,3 +217,25 @@ def test_processes_that_compile_at_once_keep_their_own_code(tmp_path, kind):
 
 def test_kernels_are_kept_in_such_files():
     assert isinstance(keep._cache._cache_file, CodeFiles)
+
+
+def test_a_thread_holds_nothing_of_a_part_that_is_done(monkeypatch):
+    class Slow(SimpleQueue):
+        def put(self, item):
+            super().put(item)
+            time.sleep(0.2)  # another thread's turn, which has what it waited for
+
+    class Read:
+        pass
+
+    monkeypatch.setattr(threads, "SimpleQueue", Slow)
+    monkeypatch.setattr(threads, "parts_of", lambda most: most)
+    read = Read()
+    held = weakref.ref(read)
+
+    def part(i, parts, read=read):
+        assert read is not None
+
+    threads.run(part, 2)
+    del part, read
+    assert held() is None
