@@ -51,7 +51,8 @@ def product_of_one(
     columns = tl.arange(0, BLOCK_K)
     held = ()
     for i in tl.static_range(AHEAD):
-        held += (read_weights(weight, rows, i * BLOCK_K + columns, N, K),)  # type: ignore[assignment]
+        tile = read_weights(weight, rows, i * BLOCK_K + columns, N, K)
+        held += (tile,)  # type: ignore[assignment]  # a tuple that grows is of no one type
     if EARLY and OVERLAP:
         bring_own(weight, N, K, rows.shape[0], AHEAD * BLOCK_K)
     after_previous(OVERLAP)
