@@ -24,6 +24,7 @@ from kvindex_cuda.pariskv.few_groups import attend_parts
 from kvindex_cuda.runtime.arguments import CODES
 from kvindex_cuda.runtime.constants import (
     APART,
+    ATTEND_AHEAD,
     BINS,
     BUCKETS,
     EDGE,
@@ -111,6 +112,16 @@ class BaseStep:
     def _splits(self, parts: int) -> int:
         """Blocks of `attend` for each of so many parts of a group's heads."""
         return max(1, min(MOST_SPLITS, 2 * self._multiprocessors // (self._groups * parts)))
+
+    def _attend_bytes(self, heads: int) -> int:
+        """Of shared memory, as attend.cu lays it out for so many heads."""
+        g = self.geometry
+        wider = max(g.head_dim, g.value_dim)
+        lanes = next((lanes for lanes in (8, 16) if wider <= 8 * lanes), 32)
+        chunks = -(-g.head_dim // (8 * lanes)) + -(-g.value_dim // (8 * lanes))
+        ring = 8 * ATTEND_AHEAD * chunks * 512 * max(1, g.dtype.itemsize // 2)
+        merged = 4 * (256 // lanes) * min(HEADS_AT_ONCE, heads) * (g.value_dim + 2)
+        return max(ring, merged)
 
     def _open_selection(self, counted: int) -> None:
         """Make what `select` leaves for `select_rows`, and counters."""
@@ -294,7 +305,7 @@ class BaseStep:
                 softcap=self._softcap,
                 center=state.row_center,
             ),
-            shared_bytes=4 * (g.value_dim + 2) * 8 * min(HEADS_AT_ONCE, heads),
+            shared_bytes=self._attend_bytes(heads),
             overlap=hits is None,  # else what is resident may just be being written
             **(self._defines | self._capped | dict(DV=g.value_dim, GROUP=heads, PARTS=parts)),
             **dict(CODEC=NAMES.index(state.codec), GIVEN=given, NEAR=int(state.near is not None)),

@@ -38,8 +38,9 @@ VOTE_STAGES = 3
 TAKE_THREADS = 512
 """Of a block of `take_candidates`."""
 
-MOST_SPLITS, HEADS_AT_ONCE = 16, 4
-"""Of `attend`: blocks of a group at most; heads whose warps are merged together."""
+MOST_SPLITS, HEADS_AT_ONCE, ATTEND_AHEAD = 16, 4, 4
+"""Of `attend`: blocks of a group at most; heads that are merged together; rows of a team of lanes
+that are on their way at once."""
 
 LATENT_ROWS, LATENT_SPLITS = 16, 128
 """Of `attend_latents`: rows that a block takes at a time; blocks of a group at most, about as many
@@ -95,7 +96,9 @@ FILES: dict[str, dict[str, int]] = {
     "step/select_rows.cu": dict(
         NOISE | SHARES, THREADS=SELECT_THREADS, ENTRIES=SELECT_ENTRIES, WAYS=WAYS
     ),
-    "step/attend.cu": dict(MOST_SPLITS=MOST_SPLITS, HEADS_AT_ONCE=HEADS_AT_ONCE, WAYS=WAYS),
+    "step/attend.cu": dict(
+        MOST_SPLITS=MOST_SPLITS, HEADS_AT_ONCE=HEADS_AT_ONCE, AHEAD=ATTEND_AHEAD, WAYS=WAYS
+    ),
     "step/prepare_latents.cu": NOISE | CENTERS,
     "step/sample_latents.cu": dict(NOISE | STEP, SAMPLED=SAMPLED),
     "step/vote_latents.cu": dict(NOISE, STAGES=VOTE_STAGES),

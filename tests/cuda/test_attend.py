@@ -335,12 +335,12 @@ def chosen(rows, device):
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_row_whose_slot_is_taken_in_the_same_step_is_fetched(device):
-    """A warp has read the tag of a row to come when it takes that row's slot for another."""
+    """A team has read the tag of a row to come when it takes that row's slot for another."""
     one, queries = Attending(ONE, "plain", device), ONE.queries().to(device)
     cache = cached(one, 4)
-    one.step.splits = 1  # so that a warp has every eighth row
+    one.step.splits = 1  # so that a team of 8 lanes has every 32nd row
     with emulating(device):
-        for rows in [7], [20], [300], [599], [8, *[-1] * 15, 7]:
+        for rows in [7], [20], [300], [599], [8, *[-1] * 63, 7]:
             hits = chosen(rows, device)
             assert_near(one.step.attend(queries, one.state, hits), one.wanted(queries, hits))
         assert cache.counts.tolist() == [[6, 0]]

@@ -34,9 +34,11 @@ __device__ __forceinline__ void expect_look_up(int id, const int* tags, const in
 __device__ __forceinline__ int tag_of(int id, const int* tags, i64 cached) {
     return __ldcg(tags + set_of(id, cached) + threadIdx.x % WAYS);
 }
-// The slot whose tag is the row's, or −1. tag: each lane's of `tag_of`. All lanes call it.
+// The slot whose tag is the row's, or −1, of each LANES lanes, which ask for one. tag: each lane's of `tag_of`. All
+// lanes call it.
+template <int LANES>
 __device__ __forceinline__ int slot_of(int id, int tag, i64 cached) {
-    u32 same = __ballot_sync(ALL, tag == id);
+    u32 same = __ballot_sync(ALL, tag == id) >> threadIdx.x % 32 / LANES * LANES & (ALL >> (32 - LANES));
     return same ? set_of(id, cached) + __ffs(same) - 1 : -1;
 }
 // Twice the number of a step, which stays below 2^31: after 2^30 steps it begins anew, and slots with larger stamps

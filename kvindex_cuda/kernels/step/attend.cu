@@ -1,15 +1,16 @@
 // Attention over the rows selected, read where they lie, the sink and the window (paper, B.3).
 //
 // Rows are read in host memory over unified addresses, or on the device. A row is a token's key and
-// value side by side, as they are or as codes (kvindex/storage/codecs.py); its chunks of 8 elements go to the
-// lanes of a warp in order, so that one load of each lane is a whole row of 512 bytes (D = Dv = 128,
-// 2-byte type), or 256 bytes of codes and a scale for each lane, 264 in all.
-// Grid: (splits, BG PARTS), 256 threads. A warp attends to its resident rows while the selection still goes
-// on, then to its selected rows, one ahead; the last split of a group merges.
+// value side by side, as they are or as codes (kvindex/storage/codecs.py). A team of LANES lanes has a row at a time:
+// each lane has chunks of 8 elements of the key and of the value, so that one load of each is a whole key of 256
+// bytes (D = 128, 2-byte type), or 128 bytes of codes and a scale for each lane.
+// Grid: (splits, BG PARTS), 256 threads. A team attends to its resident rows while the selection still goes
+// on, then to its selected rows; the last split of a group merges. Rows come to a ring in shared memory, AHEAD resident
+// ones or two selected ones of a team at once: in registers a row on its way would be waited for wherever it is passed on.
 // Where groups are few, each has PARTS blocks for each split, of GROUP heads, and each of them reads its rows, which
 // are in L2 for all but the first of them, or come over PCIe again; the first one alone has rows kept in the cache.
 // Reads the rows once for all query heads of a part; writes 4 (DV + 2) bytes per head and split.
-// Dynamic shared memory: 32 AT_ONCE PARTIAL bytes.
+// Dynamic shared memory: 4 WORKERS AT_ONCE PARTIAL bytes, or 8 AHEAD ROW if that is more.
 // Longer than most files: it is one kernel, with what reads a row of each codec.
 // Codes are of what a key differs from a center by, the same for all of a KV head's: a product with it joins the
 // logits of such rows, once it is known.
@@ -26,65 +27,72 @@
 #include "common/row_cache.cuh"
 #include "common/row_codes.cuh"
 
-constexpr int CHUNKS = ((D + DV) / 8 + 31) / 32;  // per lane
-constexpr int KEYS = (D / 8) / 32;                // of them, how many are parts of keys in all lanes
-constexpr int PARTIAL = DV + 2;                   // of a split: maximum, sum, output
+constexpr int WIDER = D < DV ? DV : D;
+constexpr int LANES = WIDER <= 64 ? 8 : WIDER <= 128 ? 16 : 32;  // of a team
+constexpr int TEAMS = 32 / LANES, WORKERS = 8 * TEAMS;  // teams of a warp, and of a block
+constexpr int KEYS = (D / 8 + LANES - 1) / LANES, VALUES = (DV / 8 + LANES - 1) / LANES;  // chunks of a lane
+constexpr int PARTIAL = DV + 2;              // of a split: maximum, sum, output
+constexpr int PIECES = DTYPE == 0 ? 2 : 1;   // of 16 bytes in a chunk
+constexpr int ROW = (KEYS + VALUES) * PIECES * 512;  // bytes of a place in a warp's ring: a row of each team
 constexpr bool SLOTS = PAGED == 2;
 static_assert(!SLOTS || GIVEN != 1, "ids are those of tokens");
 static_assert(!SLOTS || PARTS == 1, "their clock is not told how many parts have read it");
-constexpr int AT_ONCE = GROUP < HEADS_AT_ONCE ? GROUP : HEADS_AT_ONCE;  // heads whose warps are merged together
+constexpr int AT_ONCE = GROUP < HEADS_AT_ONCE ? GROUP : HEADS_AT_ONCE;  // heads that are merged together
 static_assert(DV % 2 == 0, "sums are merged in pairs");
 
-struct Running {
-    float peak[GROUP], total[GROUP], sum[CHUNKS - KEYS][GROUP][8];
+struct Running {  // a team's, each lane's part of the sums
+    float peak[GROUP], total[GROUP], sum[VALUES][GROUP][8];
 };
 
-// A row as it lies: 8 elements in each chunk of a lane, or 8 codes and a scale; what a head's logit
-// gains, in the lane of its number; the slot of the cache where it is to be kept, or one of those
-// below; and of a row that is CACHED the stamp that was there before, in lane 0.
+// A lane's part of a row as it lies: 8 elements in each chunk, or 8 codes and a scale; chunks of the key first.
+typedef uint4 Words[KEYS + VALUES][PIECES];
+
+// use(chunk of a row's, whether it is the value's, its number in this lane), of all that the lane has.
+template <class Use>
+__device__ __forceinline__ void each_chunk(Use use) {
+#pragma unroll
+    for (int j = 0; j < KEYS + VALUES; j++) {
+        bool value = j >= KEYS;
+        int chunk = threadIdx.x % LANES + LANES * (value ? j - KEYS : j);
+        if (chunk < (value ? DV : D) / 8) use(chunk + (value ? D / 8 : 0), value, j);
+    }
+}
+
+// What is known of a row on its way: what heads' logits gain, that of head h in lane h % LANES of the team; the slot of
+// the cache where it is to be kept, or one of those below; and of a row that is CACHED the stamp that was there before,
+// in the team's first lane.
 constexpr int NOWHERE = -1, CACHED = -2, MISSING = -3;
-struct Raw {
-    uint4 words[CHUNKS][DTYPE == 0 ? 2 : 1];
-    float weight;
+struct Coming {
+    float weight[(GROUP + LANES - 1) / LANES];
     int slot, before;
 };
-__device__ __forceinline__ void write_row(const Raw& raw, char* place) {
-#pragma unroll
-    for (int j = 0; j < CHUNKS; j++) {
-        int chunk = threadIdx.x % 32 + 32 * j;
-        if (CODEC && chunk < (D + DV) / 8) {
-            uint4 word = raw.words[j][0];
+__device__ __forceinline__ void write_row(const Words& words, char* place) {
+    each_chunk([&](int chunk, bool value, int j) {
+        if (CODEC) {
+            uint4 word = words[j][0];
             reinterpret_cast<uint2*>(place)[chunk] = {word.x, word.y};
-            if (chunk % (D / 8) == 0 && chunk <= D / 8)
-                reinterpret_cast<u32*>(place + D + DV)[chunk > 0] = word.z;
-            continue;
+            if (chunk == (value ? D / 8 : 0)) reinterpret_cast<u32*>(place + D + DV)[value] = word.z;
+            return;
         }
 #pragma unroll
-        for (int i = 0; i < (DTYPE == 0 ? 2 : 1); i++)
-            if (chunk < (D + DV) / 8)
-                reinterpret_cast<uint4*>(place)[chunk * (DTYPE == 0 ? 2 : 1) + i] = raw.words[j][i];
-    }
+        for (int i = 0; i < PIECES; i++) reinterpret_cast<uint4*>(place)[chunk * PIECES + i] = words[j][i];
+    });
 }
-// coded: whether it is codes, then two scales.
-__device__ __forceinline__ void load(Raw& raw, const char* row, bool coded) {
+// Begin to copy a lane's part of a row to its own places in a ring, 512 bytes apart. coded: whether it is codes,
+// then two scales.
+__device__ __forceinline__ void copy_row(Shared to, const char* row, bool coded) {
+    each_chunk([&](int chunk, bool value, int j) {
+        Shared place = to + j * PIECES * 512;
+        if (coded) {
+            copy_piece<8>(place, row + chunk * 8);
+            copy_piece<4>(place + 8, row + D + DV + value * 4);
+        } else {
 #pragma unroll
-    for (int j = 0; j < CHUNKS; j++) {
-        int chunk = threadIdx.x % 32 + 32 * j;
-#pragma unroll
-        for (int i = 0; i < (DTYPE == 0 ? 2 : 1); i++) {
-            raw.words[j][i] = {0, 0, 0, 0};
-            if (chunk >= (D + DV) / 8) continue;
-            if (coded && i == 0) {
-                uint2 codes = reinterpret_cast<const uint2*>(row)[chunk];
-                u32 scale = reinterpret_cast<const u32*>(row + D + DV)[chunk >= D / 8];
-                raw.words[j][0] = {codes.x, codes.y, scale, 0};
-            } else if (!coded)
-                raw.words[j][i] = reinterpret_cast<const uint4*>(row)[chunk * (DTYPE == 0 ? 2 : 1) + i];
+            for (int i = 0; i < PIECES; i++) copy_piece<16>(place + i * 512, row + (chunk * PIECES + i) * 16);
         }
-    }
+    });
 }
-__device__ __forceinline__ void unpack(float (&x)[8], const uint4 (&words)[DTYPE == 0 ? 2 : 1],
-                                       bool coded) {
+__device__ __forceinline__ void unpack(float (&x)[8], const uint4 (&words)[PIECES], bool coded) {
     const u32* word = &words[0].x;
     if (coded) {
         float scale = __uint_as_float(word[2]) * CODED;
@@ -109,31 +117,35 @@ __device__ __forceinline__ void unpack(float (&x)[8], const uint4 (&words)[DTYPE
     }
 }
 
-// One row joins the softmax of all heads of the group. queries float4 [2, GROUP, D / 8]:
-// the lower and the upper four of every eight coordinates. centered [GROUP]: what logits of
-// such rows gain before they are scaled.
-__device__ __forceinline__ void add_row(Running& run, const Raw& raw, bool coded, const float4* queries,
-                                        const float* centered, float scale, float softcap) {
-    int lane = threadIdx.x % 32;
-    float logit[GROUP] = {}, x[CHUNKS][8];
+// One row of each team joins the softmax of all heads of the group, where there is one: `in`. queries float4
+// [2, GROUP, D / 8]: the lower and the upper four of every eight coordinates. centered [GROUP]: what logits of
+// such rows gain before they are scaled. All lanes call it.
+__device__ __forceinline__ void add_row(Running& run, const Words& words, const Coming& row, bool in, bool coded,
+                                        const float4* queries, const float* centered, float scale, float softcap) {
+    float logit[GROUP] = {}, x[8];
 #pragma unroll
-    for (int j = 0; j < CHUNKS; j++) {
-        int chunk = lane + 32 * j;
-        unpack(x[j], raw.words[j], coded);
+    for (int j = 0; j < KEYS; j++) {
+        int chunk = threadIdx.x % LANES + LANES * j;
+        unpack(x, words[j], coded);
         if (chunk < D / 8) {
 #pragma unroll
             for (int half = 0; half < 2; half++)
 #pragma unroll
                 for (int h = 0; h < GROUP; h++) {
                     float4 q = queries[(half * GROUP + h) * (D / 8) + chunk];
-                    const float* y = x[j] + 4 * half;
+                    const float* y = x + 4 * half;
                     logit[h] += y[0] * q.x + y[1] * q.y + y[2] * q.z + y[3] * q.w;
                 }
         }
     }
 #pragma unroll
+    for (int by = LANES / 2; by; by /= 2)
+#pragma unroll
+        for (int h = 0; h < GROUP; h++) logit[h] += __shfl_xor_sync(ALL, logit[h], by);
+    float shrink[GROUP], p[GROUP];
+#pragma unroll
     for (int h = 0; h < GROUP; h++) {
-        float s = warp_sum(logit[h]);
+        float s = logit[h];
 #if CODEC
         s += centered[h];
 #endif
@@ -141,37 +153,36 @@ __device__ __forceinline__ void add_row(Running& run, const Raw& raw, bool coded
 #if SOFTCAP
         s = softcap * tanhf(s / softcap);
 #endif
+        bool seen = in;
 #if GIVEN
-        s += __shfl_sync(ALL, raw.weight, h);
-        if (s == NEVER) continue;  // hidden from this head
+        s += __shfl_sync(ALL, row.weight[h / LANES], h % LANES, LANES);
+        seen = in && s != NEVER;  // else hidden from this head
 #endif
-        if (s > run.peak[h]) {
-            float shrink = expf(run.peak[h] - s);
-            run.peak[h] = s;
-            run.total[h] *= shrink;
+        float peak = fmaxf(run.peak[h], s);
+        shrink[h] = seen ? expf(run.peak[h] - peak) : 1.0f, p[h] = seen ? expf(s - peak) : 0.0f;
+        if (seen) run.peak[h] = peak;
+        run.total[h] = run.total[h] * shrink[h] + p[h];
+    }
+    if (!in) return;  // its place in the ring has anything
 #pragma unroll
-            for (int j = KEYS; j < CHUNKS; j++)
+    for (int j = 0; j < VALUES; j++) {
+        unpack(x, words[KEYS + j], coded);
 #pragma unroll
-                for (int e = 0; e < 8; e++) run.sum[j - KEYS][h][e] *= shrink;
-        }
-        float p = expf(s - run.peak[h]);
-        run.total[h] += p;
+        for (int h = 0; h < GROUP; h++)
 #pragma unroll
-        for (int j = KEYS; j < CHUNKS; j++)
-#pragma unroll
-            for (int e = 0; e < 8; e++) run.sum[j - KEYS][h][e] += p * x[j][e];
+            for (int e = 0; e < 8; e++) run.sum[j][h][e] = run.sum[j][h][e] * shrink[h] + p[h] * x[e];
     }
 }
 
-// The softmax of a block's warps as one, some heads at a time, each on the scale of them all. merged float32
-// [8, AT_ONCE, PARTIAL] and peaks float32 [GROUP, 8] in shared memory; partial float32 [GROUP, PARTIAL]: where
-// it is written, if it is `wanted`. All threads call it.
-__device__ __forceinline__ void merge_warps(const Running& run, float* merged, float (&peaks)[GROUP][8],
+// The softmax of a block's teams as one, some heads at a time, each on the scale of them all. merged float32
+// [WORKERS, AT_ONCE, PARTIAL] and peaks float32 [GROUP, WORKERS] in shared memory; partial float32 [GROUP, PARTIAL]:
+// where it is written, if it is `wanted`. All threads call it.
+__device__ __forceinline__ void merge_teams(const Running& run, float* merged, float (&peaks)[GROUP][WORKERS],
                                             float* partial, bool wanted) {
-    int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    int lane = threadIdx.x % LANES, worker = threadIdx.x / LANES;
     if (lane == 0)
 #pragma unroll
-        for (int h = 0; h < GROUP; h++) peaks[h][warp] = run.peak[h];
+        for (int h = 0; h < GROUP; h++) peaks[h][worker] = run.peak[h];
     __syncthreads();
 #pragma unroll
     for (int from = 0; from < GROUP; from += AT_ONCE) {
@@ -179,18 +190,20 @@ __device__ __forceinline__ void merge_warps(const Running& run, float* merged, f
         for (int e = 0; e < AT_ONCE; e++) {
             int h = from + e;
             if (h >= GROUP) continue;
-            float* mine = merged + (warp * AT_ONCE + e) * PARTIAL;
+            float* mine = merged + (worker * AT_ONCE + e) * PARTIAL;
             float peak = NEVER;
 #pragma unroll
-            for (int w = 0; w < 8; w++) peak = fmaxf(peak, peaks[h][w]);
+            for (int w = 0; w < WORKERS; w++) peak = fmaxf(peak, peaks[h][w]);
             float shrink = run.peak[h] > NEVER ? expf(run.peak[h] - peak) : 0.0f;
             if (lane == 0) mine[0] = peak, mine[1] = run.total[h] * shrink;
 #pragma unroll
-            for (int j = KEYS; j < CHUNKS; j++) {
-                int chunk = lane + 32 * j - D / 8;
-                if (chunk >= 0 && chunk < DV / 8)
-                    for (int i = 0; i < 8; i++)
-                        mine[2 + chunk * 8 + i] = run.sum[j - KEYS][h][i] * shrink;
+            for (int j = 0; j < VALUES; j++) {
+                int chunk = lane + LANES * j;
+                if (chunk < DV / 8)
+#pragma unroll
+                    for (int i = 0; i < 8; i += 2)
+                        reinterpret_cast<float2*>(mine)[1 + chunk * 4 + i / 2] = {run.sum[j][h][i] * shrink,
+                                                                                run.sum[j][h][i + 1] * shrink};
             }
         }
         __syncthreads();
@@ -198,14 +211,14 @@ __device__ __forceinline__ void merge_warps(const Running& run, float* merged, f
             if (from + e >= GROUP) return;
             float2 sum = {0, 0};
 #pragma unroll
-            for (int w = 0; w < 8; w++) {
+            for (int w = 0; w < WORKERS; w++) {
                 float2 part = reinterpret_cast<const float2*>(merged + (w * AT_ONCE + e) * PARTIAL)[pair];
                 sum = {pair ? sum.x + part.x : part.x, sum.y + part.y};
             }
             if (wanted) reinterpret_cast<float2*>(partial + (from + e) * PARTIAL)[pair] = sum;
         };
         for (int at = threadIdx.x; at < AT_ONCE * (DV / 2); at += 256) merge(at / (DV / 2), at % (DV / 2) + 1);
-        if (warp == 7 && lane < AT_ONCE) merge(lane, 0);
+        if (threadIdx.x >= 224 && threadIdx.x - 224 < AT_ONCE) merge(threadIdx.x - 224, 0);
         if (from + AT_ONCE < GROUP) __syncthreads();
     }
 }
@@ -242,31 +255,36 @@ struct Arguments {
     const float* center;        // [BG, D]: that coded rows are codes from, or null for zeros; only if CODEC
 };
 
-extern "C" __global__ void __launch_bounds__(256, GROUP * (CHUNKS - KEYS) <= 8 ? 2 : 1)
+extern "C" __global__ void __launch_bounds__(256, GROUP * VALUES <= 8 ? 2 : 1)
 attend(const __grid_constant__ Arguments args) {
     char* cache = args.cache;
     int* tags = args.tags;
     int* stamps = args.stamps;
     float* partial = args.partial;
     DYNAMIC_SHARED(memory);
-    float* merged = reinterpret_cast<float*>(memory);  // [8][AT_ONCE][PARTIAL]
+    float* merged = reinterpret_cast<float*>(memory);  // [WORKERS][AT_ONCE][PARTIAL]
     __shared__ float4 queries[2 * GROUP * (D / 8)];
     __shared__ float weights[MOST_SPLITS * GROUP];
-    __shared__ __align__(16) float peaks[GROUP][8];
+    __shared__ __align__(16) float peaks[GROUP][WORKERS];
     __shared__ int looked_up[2];  // rows that the cache lacked, and had
+    Shared ring = shared_place(memory) + threadIdx.x / 32 * (AHEAD * ROW) + threadIdx.x % 32 * 16;
+    auto place_of = [&](int n) { return ring + n % AHEAD * ROW; };  // of the warp's n-th row
     constexpr int SIZE = DTYPE == 0 ? 4 : 2;
-    i64 part = blockIdx.y, bg = part / PARTS, batch = bg / args.kv_heads;
+    int part = blockIdx.y, bg = part / PARTS, batch = u32(bg) / u32(args.kv_heads);
+    int head = u32(bg) % u32(args.kv_heads);
+    i64 head_offset = head * args.head_bytes;
     int splits = gridDim.x, split = blockIdx.x, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    int own = split * 8 + warp, step = splits * 8, now = 0;
-    i64 k = args.k, kv_heads = args.kv_heads;
-    i64 held = SLOTS ? bg % kv_heads : bg;  // whose cache
+    int member = lane % LANES;  // of the team; first teams of all warps have the first rows
+    int own = (lane / LANES * splits + split) * 8 + warp, step = splits * WORKERS, now = 0;
+    i64 k = args.k;
+    int held = SLOTS ? head : bg;  // whose cache
     cache += held * args.cached * args.row_bytes, tags += held * args.cached, stamps += held * args.cached;
     if (threadIdx.x < 2) looked_up[threadIdx.x] = 0;
     Running run;
 #pragma unroll
     for (int h = 0; h < GROUP; h++) run.peak[h] = NEVER, run.total[h] = 0;
 #pragma unroll
-    for (int i = 0; i < (CHUNKS - KEYS) * GROUP * 8; i++) (&run.sum[0][0][0])[i] = 0;
+    for (int i = 0; i < VALUES * GROUP * 8; i++) (&run.sum[0][0][0])[i] = 0;
     for (int i = threadIdx.x; i < D * GROUP; i += 256) {
         int h = i / D, j = i % D;
         float* to = reinterpret_cast<float*>(queries + (j / 4 % 2 * GROUP + h) * (D / 8) + j / 8);
@@ -288,7 +306,7 @@ attend(const __grid_constant__ Arguments args) {
 #endif
     __syncthreads();
 
-    partial += part * splits * GROUP * PARTIAL;
+    partial += i64(part) * splits * GROUP * PARTIAL;
 #if PAGED
     int later = int(args.length[batch]), sinks = later ? int(args.sink) : 0;  // first rows, and how far others are
     later -= sinks;
@@ -324,7 +342,7 @@ attend(const __grid_constant__ Arguments args) {
         int first_tag = tag_of(first), second_tag = tag_of(second), third_tag = tag_of(third);
         auto stored = [&](int id) {
             return reinterpret_cast<const char*>(args.rows[batch * args.row + id / TOKENS]) +
-                   bg % kv_heads * args.head_bytes + id % TOKENS * args.row_bytes;
+                   head_offset + id % TOKENS * args.row_bytes;
         };
 #if PAGED
         auto resident = [&](int i) { return stored(i < sinks ? i : later + i); };
@@ -334,65 +352,95 @@ attend(const __grid_constant__ Arguments args) {
         };
 #endif
         auto kept = [&](int id) { return args.cached && !(NEAR && args.near[batch * args.row + id / TOKENS]); };
-        auto begin = [&](Raw& raw, int i, int id, int tag) {
+        auto find = [&](Coming& row, int i, int n, int id, int slot) {
             if (i >= rows_here) return;
             const char* from = nullptr;
-            raw.slot = NOWHERE;
-            raw.weight = 0;
+            row = {{}, NOWHERE, 0};
             if (!phase && !SLOTS) from = resident(i);
             else {
 #if GIVEN == 2
-                if (phase) raw.weight = args.weights[bg * k + i];
+                for (float& weight : row.weight)
+                    if (phase) weight = args.weights[bg * k + i];
 #elif GIVEN
+                for (int j = 0; j * LANES < GROUP; j++) {
+                    if (id < 0) row.weight[j] = NEVER;
+                    else if (args.weights && j * LANES + member < GROUP)
+                        row.weight[j] = args.weights[(part * GROUP + j * LANES + member) * k + i];
+                }
                 if (id < 0) {
-                    raw = Raw{};
-                    raw.slot = NOWHERE;
-                    raw.weight = NEVER;
+                    for (int at = 0; at < ROW; at += 512)
+                        store_pair(place_of(n) + at, 0, 0), store_pair(place_of(n) + at + 8, 0, 0);
                     return;
                 }
-                if (args.weights && lane < GROUP) raw.weight = args.weights[(part * GROUP + lane) * k + i];
 #endif
-                int slot = args.cached ? slot_of(name_of(id), tag, args.cached) : NOWHERE;
                 if (slot >= 0) {
-                    if (lane == 0) raw.before = use_slot<(PARTS > 1 || SLOTS)>(stamps + slot, now);
+                    if (member == 0) row.before = use_slot<(PARTS > 1 || SLOTS)>(stamps + slot, now);
                     from = cache + slot * args.row_bytes;
-                    raw.slot = CACHED;
+                    row.slot = CACHED;
                 } else {
                     from = stored(id);
-                    if (part % PARTS == 0 && kept(id)) raw.slot = MISSING;
+                    if (part % PARTS == 0 && kept(id)) row.slot = MISSING;
                 }
             }
-            load(raw, from, CODEC && phase);
+            copy_row(place_of(n), from, CODEC && phase);
+        };
+        auto begin = [&](Coming& row, int i, int n, int id, int tag) {
+            int slot = caches ? slot_of<LANES>(name_of(id), tag, args.cached) : NOWHERE;
+            find(row, i, n, id, slot);
+            pieces_commit();
         };
         // while a row is on its way: whether it is the right one, or where it is to be kept
-        auto settle = [&](Raw& raw, int i) {
-            if (raw.slot == NOWHERE) return;
-            int id = SLOTS ? selected(i) : int(args.ids[bg * k + i]);
-            bool hit = raw.slot == CACHED && !is_taken(__shfl_sync(ALL, raw.before, 0), now);
-            int slot = NOWHERE;
-            if (lane == 0) {
+        auto settle = [&](Coming& row, int i, int n) {
+            bool looks = i < rows_here && row.slot != NOWHERE;
+            if (!__any_sync(ALL, looks)) return;
+            int before = __shfl_sync(ALL, row.before, 0, LANES), slot = NOWHERE;
+            bool hit = row.slot == CACHED && !is_taken(before, now);
+            int id = !looks ? 0 : SLOTS ? selected(i) : int(args.ids[bg * k + i]);
+            if (looks && member == 0) {
                 atomicAdd(looked_up + hit, 1);
-                if (raw.slot == MISSING) slot = take_slot(name_of(id), now, tags, stamps, args.cached);
+                if (row.slot == MISSING) slot = take_slot(name_of(id), now, tags, stamps, args.cached);
             }
-            if (raw.slot == CACHED && !hit) load(raw, stored(id), CODEC);
-            raw.slot = __shfl_sync(ALL, slot, 0);
+            if (looks && row.slot == CACHED && !hit) {
+                pieces_wait();
+                copy_row(place_of(n), stored(id), CODEC);
+                pieces_wait();
+            }
+            slot = __shfl_sync(ALL, slot, 0, LANES);
+            if (looks) row.slot = slot;
         };
-        Raw next, after;
-        begin(next, own, first, first_tag);
-        begin(after, own + step, second, second_tag);
-        for (int i = own; i < rows_here; i += step) {
-            if (caches) settle(next, i);
-            Raw one = next;
-            if ((phase || SLOTS) && one.slot >= 0) write_row(one, cache + one.slot * args.row_bytes);
+        bool few = phase || SLOTS;  // on their way at once: of these rows more than their place is known
+        int ahead = few ? 2 : AHEAD;
+        Coming next, after;
+        begin(next, own, 0, first, first_tag);
+        begin(after, own + step, 1, second, second_tag);
+        for (int n = 2; n < ahead; n++) begin(after, own + n * step, n, 0, 0);
+        u32 visible = ALL;
+        int longest = rows_here - own + lane / LANES * (splits * 8);  // of the warp's first team, which has most rows
+        for (int i = own, n = 0; n * step < longest; i += step, n++) {
+            if (!PAGED && !phase && n % LANES == 0) {
+                int at = i + member * step;
+                bool one = at < rows_here && args.resident_mask[batch * args.room + at];
+                visible = __ballot_sync(ALL, one) >> lane / LANES * LANES;
+            }
+            if (caches) settle(next, i, n);
+            if (few) pieces_wait_but<1>();
+            else pieces_wait_but<AHEAD - 1>();
+            Words words;
+#pragma unroll
+            for (int at = 0; at < (KEYS + VALUES) * PIECES; at++)
+                words[at / PIECES][at % PIECES] = load_from<uint4>(place_of(n) + at * 512);
+            Coming one = next;
+            bool in = i < rows_here;
+            if (few && in && one.slot >= 0) write_row(words, cache + one.slot * args.row_bytes);
             next = after;
-            begin(after, i + 2 * step, third, third_tag);
+            begin(after, i + ahead * step, n + ahead, third, third_tag);
             third = fourth, third_tag = tag_of(third);
             fourth = selected(i + 4 * step);
-            if (PAGED || phase || args.resident_mask[batch * args.room + i])
-                add_row(run, one, CODEC && phase, queries, CODEC ? centered + phase * GROUP : nullptr, args.scale, args.softcap);
+            add_row(run, words, one, in && visible >> n % LANES & 1, CODEC && phase, queries,
+                    CODEC ? centered + phase * GROUP : nullptr, args.scale, args.softcap);
         }
         // as long as others select nobody waits for this one: it brings the merge's instructions here
-        if (phase || args.signaled) merge_warps(run, merged, peaks, partial + split * (GROUP * PARTIAL), phase);
+        if (phase || args.signaled) merge_teams(run, merged, peaks, partial + split * (GROUP * PARTIAL), phase);
     }
 
     bool last = last_block(args.tickets + part * APART, splits);
