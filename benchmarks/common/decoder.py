@@ -34,7 +34,9 @@ def measured(given: argparse.Namespace, end: float) -> Iterator[dict[str, Any]]:
     plan = partial(token.Plan, shape, g, weights, **how)
     rows, rounds = given.context * given.batch, given.written // given.turn
     # of `through`, so that no token of it waits for memory
-    room = 2 * (rounds + 1) * (given.turn + token.WARM) + token.MOST_SHARPENED + 2 * token.UPDATE
+    room = (
+        2 * (rounds + 1) * (given.turn + token.REFILLED) + token.MOST_SHARPENED + 2 * token.UPDATE
+    )
     layers = token.indexed(g, given.index, given.context, shape.layers, room, given.batch)
     through = plan(layers)
     through.turn(token.WARM)
@@ -51,7 +53,7 @@ def measured(given: argparse.Namespace, end: float) -> Iterator[dict[str, Any]]:
         return found
 
     def turn(name: str, before: Callable[[], None] | None) -> Figures:
-        through.turn(token.WARM)
+        through.turn(token.WARM if before else token.REFILLED)
         hits.rate()
         found = through.turn(given.turn, before)
         about["hit_rates"][name].append(hits.rate())

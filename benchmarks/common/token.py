@@ -40,8 +40,8 @@ SINK, LOCAL, UPDATE, K = 64, 256, 256, 100
 """Regions and rows: the defaults of `attach`."""
 
 
-WARM = 24
-"""Tokens before any is timed, whenever something has changed."""
+WARM, REFILLED = 24, 128
+"""Tokens before any is timed, whenever something has changed, and where caches may be empty."""
 
 
 class Everything:
@@ -299,21 +299,25 @@ class Hits:
         return torch.stack(counts).sum(0) if counts else torch.zeros(2, dtype=torch.int64)
 
 
-MOST_SHARPENED = 400
+MOST_SHARPENED = 640
 """Tokens that `sharpen_for` takes at most."""
 
 
 def sharpen_for(weights: Weights, plan: Plan, wanted: float, count: int = 40) -> float:
     """Make attention as sharp as it takes for so many hits, by halving; how sharp that is."""
     hits, sharpness, step = Hits(), 1.0, 4.0
-    while step > 1.05:
+    nearest = math.inf, sharpness
+    while step > 1.01:  # weights of 16 bits differ by up to 1/128
         plan.turn(count)
         hits.rate()
         plan.turn(count)
-        factor = step if hits.rate() > wanted else 1 / step
+        rate = hits.rate()
+        nearest = min(nearest, (abs(rate - wanted), sharpness))
+        factor = step if rate > wanted else 1 / step
         sharpen(weights, factor)
         sharpness, step = sharpness * factor, math.sqrt(step)
-    return sharpness
+    sharpen(weights, nearest[1] / sharpness)
+    return nearest[1]
 
 
 def read_rate(device: torch.device) -> float:

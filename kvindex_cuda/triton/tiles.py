@@ -32,7 +32,7 @@ class Case(NamedTuple):
 TILES: dict[Case, Tile] = {
     Case("norm_linear", 8192, 4096, 2, True): Tile(8, 512, 4, 4),
     Case("linear_residual", 4096, 4096, 2, True): Tile(8, 512, 4, 4, ahead=3),
-    Case("norm_linear", 32768, 4096, 2, True): Tile(8, 512, 4, 4),
+    Case("norm_linear", 32768, 4096, 2, True): Tile(4, 1024, 4, 4),
     Case("swiglu_linear", 4096, 16384, 2, True): Tile(16, 512, 8, 3),
     Case("norm_linear", 65536, 4096, 2, True): Tile(8, 512, 4, 4),
     Case("norm_linear", 8192, 4096, 1, True): Tile(8, 512, 4, 4),

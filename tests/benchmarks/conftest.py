@@ -45,7 +45,7 @@ def tiny_decoder(small, tmp_path, monkeypatch):
     for module in (token, layer_options):
         monkeypatch.setattr(module, "default_placement", lambda *_: {"backend": "cuda"})
     monkeypatch.setattr(token, "sharpen_for", partial(token.sharpen_for, count=1))
-    for name, value in dict(WARM=3, SINK=4, LOCAL=16, UPDATE=8).items():
+    for name, value in dict(WARM=3, REFILLED=3, SINK=4, LOCAL=16, UPDATE=8).items():
         monkeypatch.setattr(token, name, value)
     shape = shapes.Shape(1, 64, 96, 2, 1, 64, 101, normed=True)
     monkeypatch.setitem(shapes.SHAPES, "tiny", shape)
