@@ -1,15 +1,16 @@
 """Timeline of a step's kernels: when blocks begin, wait, resume and end.
 
     PYTHONPATH=.:adapters python tools/timeline.py [--tokens N] [--rows host] [--index SPEC]
-        [--q-heads H] [--kv-heads G] [--hit-rate H] [--replays R] --json OUT
+        [--q-heads H] [--kv-heads G] [--decoder SHAPE] [--hit-rate H] [--replays R] --json OUT
 
-The step is that of `benchmarks/latency.py`, batch 1, or of other heads. Its kernels are compiled a
-second time from a copy that stamps %globaltimer at the points that `stamps.py` tells; end a line of
-a kernel in `// MARK` for one more. Times are of the last layer of a graph of 16, in µs since the
+The step is that of `benchmarks/latency.py`, batch 1, or of other heads; with `--decoder` that of a
+layer inside a token of `benchmarks/generation.py`. Its kernels are compiled a second time from a
+copy that stamps %globaltimer at the points that `stamps.py` tells; end a line of a kernel in
+`// MARK` for one more. Times are of the last layer of a graph of 16, or of a token, in µs since the
 first block of its first kernel began: for each point of the first, the median and the last block,
-each the median over replays. Stamps cost registers and stores: a line says what the step takes with
-them and without. Another says the least difference between two stamps; where that is a µs, the
-device's timer is too coarse.
+each the median over replays. Stamps cost registers and stores: a line says what the step, or the
+token, takes with them and without. Another says the least difference between two stamps; where
+that is a µs, the device's timer is too coarse.
 """
 
 from __future__ import annotations
@@ -26,12 +27,14 @@ from heads import add_heads, refuse_heads
 from stamps import Point, Stamped, launched
 from torch import Tensor
 
-from benchmarks.common import workload
+from benchmarks.common import token, workload
 from benchmarks.common.correctness import check
+from benchmarks.common.shapes import SHAPES, Shape, weights_of
 from benchmarks.common.timing import GraphTimer, captured
 from benchmarks.common.workload import Layers
 from benchmarks.latency import add_index, agree, refuse
 from benchmarks.reporting.parts import table
+from kvindex.core.geometry import Geometry
 from kvindex_adapters.evaluate.machine import describe
 from kvindex_adapters.evaluate.output_files import output, write_json
 
@@ -42,6 +45,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=131_072)
     parser.add_argument("--rows", choices=("host", "device"), default="host", help="where they lie")
     add_heads(parser)
+    parser.add_argument("--decoder", choices=SHAPES, help="a step inside a token of that shape")
     add_index(parser)
     parser.add_argument("--json", type=output(), required=True)
     found = parser.parse_args(given)
@@ -72,13 +76,47 @@ def measure(
             stamps.marks.zero_()
             replay()
             taken.append(stamps.marks.cpu())
+    times = {"plain_us": plain["median_us"], "stamped_us": slower["median_us"]}
+    return times | of_stamps(stamps, [*kernels], taken)
+
+
+def measure_token(
+    shape: Shape, g: Geometry, index: str, tokens: int, hit_rate: float, replays: int
+) -> dict[str, Any]:
+    """Stamp the kernels of the index in a decoder's token, and replay it."""
+    weights, room = weights_of(shape, g), token.MOST_SHARPENED + 4 * (replays + token.WARM)
+    layers = token.indexed(g, index, tokens, shape.layers, room)
+
+    def plan() -> token.Plan:
+        return token.Plan(shape, g, weights, layers)
+
+    def us(plan: token.Plan) -> float:
+        return 1e3 * statistics.median(plan.turn(replays)["device_ms"])
+
+    plain = plan()
+    plain.turn(1)  # op by op
+    with launched() as found:
+        plain.turn(1)
+    kernels = {name: file for name, file in found.items() if file.startswith("step/")}
+    token.sharpen_for(weights, plain, hit_rate)
+    times = {"plain_us": us(plain)}
+    stamps, taken = Stamped(kernels, g.device), []
+    with stamps:
+        slower = plan()
+        slower.turn(token.WARM)
+        times["stamped_us"] = us(slower)
+        for _ in range(replays):
+            stamps.marks.zero_()
+            slower.turn(1)
+            taken.append(stamps.marks.cpu())
+    return times | of_stamps(stamps, [*kernels], taken)
+
+
+def of_stamps(stamps: Stamped, names: list[str], taken: list[Tensor]) -> dict[str, Any]:
+    """Points of kernels in the order of their launches, and how fine stamps are."""
     apart = taken[-1][taken[-1] > 0].unique().diff()
-    return {
-        "plain_us": plain["median_us"],
-        "stamped_us": slower["median_us"],
-        "tick_ns": int(apart.min()) if len(apart) else 0,
-        "points": figures(stamps.points, [*kernels], taken),
-    }
+    tick_ns = int(apart.min()) if len(apart) else 0
+    return {"tick_ns": tick_ns, "points": figures(stamps.points, names, taken)}
 
 
 def figures(
@@ -118,7 +156,8 @@ def shown(result: dict[str, Any]) -> str:
     ]
     head = ("kernel", "blocks", "first", "median", "last", "line", "point")
     return (
-        f"µs\n\n{table(head, rows)}\n\nA layer takes {result['stamped_us']:.2f} µs with stamps, "
+        f"µs\n\n{table(head, rows)}\n\nA {'token' if result.get('decoder') else 'layer'} takes "
+        f"{result['stamped_us']:.2f} µs with stamps, "
         f"{result['plain_us']:.2f} without; two stamps are {result['tick_ns']} ns apart or more."
     )
 
@@ -127,15 +166,22 @@ def main(given: list[str] | None = None) -> None:
     """Check, measure, write, print."""
     told = arguments(given)
     g = replace(workload.geometry("cuda"), q_heads=told.q_heads, kv_heads=told.kv_heads)
-    names = "tokens", "rows", "q_heads", "kv_heads", "index", "hit_rate"
+    names = "tokens", "rows", "q_heads", "kv_heads", "decoder", "index", "hit_rate"
     result = {name: getattr(told, name) for name in names}
     result |= {"replays": told.replays, "machine": describe("cuda")}
     with torch.no_grad():
-        result["check"] = check(g, told.index)
-        work = Layers(g, told.index, told.rows, tokens=told.tokens, layers=16)
-        work.fill()
-        before = partial(work.ask, hit_rate=told.hit_rate)
-        result |= measure(work, before, told.replays, GraphTimer(told.replays))
+        if told.decoder:
+            shape = SHAPES[told.decoder]
+            g = shape.geometry(g.dtype, "cuda")
+            token.check(shape, g, told.index)
+            of = told.index, told.tokens, told.hit_rate, told.replays
+            result |= measure_token(shape, g, *of)
+        else:
+            result["check"] = check(g, told.index)
+            work = Layers(g, told.index, told.rows, tokens=told.tokens, layers=16)
+            work.fill()
+            before = partial(work.ask, hit_rate=told.hit_rate)
+            result |= measure(work, before, told.replays, GraphTimer(told.replays))
     write_json(told.json, result)
     print(shown(result))
 

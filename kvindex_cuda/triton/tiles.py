@@ -40,8 +40,8 @@ TILES: dict[Case, Tile] = {
     Case("norm_linear", 32768, 4096, 1, True): Tile(16, 256, 4, 5),
     Case("swiglu_linear", 4096, 16384, 1, True): Tile(8, 512, 4, 4),
 }
-"""Of bfloat16 by whole tokens on an H100 (docs/lab/token.md); of FP8 lines that `tune_triton.py`
-printed, of one piece ahead. What is not here takes the usual one."""
+"""Of bfloat16 by whole tokens on an H100, gate and up on an H200 (docs/lab/token.md); of FP8 by
+products alone, of one piece ahead. What is not here takes the usual one."""
 
 
 def case_of(product: str, matrix: Matrix, batch: int) -> Case:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from benchmarks import report
-from benchmarks.common import workload
+from benchmarks.common import shapes, workload
 from tests.benchmarks.running import MACHINE, ROOT, SIZES, SMALL, emulated, timed
 from tests.cuda import emulator
 
@@ -59,6 +59,19 @@ def test_a_step_is_stamped_where_it_runs(small, tmp_path, monkeypatch):
     assert (first["what"], first["first_us"], last["what"]) == ("start", 0, "end")
     assert all(p["first_us"] <= p["median_us"] <= p["last_us"] for p in found["points"])
     assert "with stamps" in timeline.shown(found)
+
+
+@emulated
+@pytest.mark.slow
+def test_a_step_is_stamped_inside_a_token(tiny_decoder, tmp_path, monkeypatch):
+    timeline, shape = tool("timeline"), shapes.SHAPES["tiny"]
+    monkeypatch.setattr(emulator, "_folder", lambda: tmp_path)  # of use once
+    of = shape, shape.geometry(torch.float32, "cpu"), "pariskv", 520, 0.9, 2
+    found = timeline.measure_token(*of) | {"decoder": "tiny"}
+    kernels = dict.fromkeys(point["kernel"] for point in found["points"])
+    assert [*kernels][-3:] == ["rerank", "select_rows", "attend"]
+    assert found["points"][0]["first_us"] == 0
+    assert "A token takes" in timeline.shown(found)
 
 
 @pytest.mark.parametrize(

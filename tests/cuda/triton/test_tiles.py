@@ -9,9 +9,13 @@ import torch
 # what is imported below needs Triton (E402)
 pytest.importorskip("triton")
 
+from benchmarks.common.shapes import Shape
 from kvindex_cuda.triton import Matrix, Tile, tile_of
 from kvindex_cuda.triton import tiles as table
 from kvindex_cuda.triton.tiles import Case, case_of
+from tests.support.fused import on_a_cpu
+
+PRODUCTS = "norm_linear", "norm_swiglu", "linear_residual", "swiglu_linear"
 
 
 def matrix(N, K, dtype=torch.bfloat16):
@@ -44,21 +48,32 @@ def test_a_usual_tile_of_several_sequences_gives_each_multiprocessor_a_program()
     assert table.usual(matrix(4096, 4096), 1) == Tile()
 
 
-def test_the_tuner_times_each_case_once_and_prints_it_for_the_table(monkeypatch):
+def test_the_tuner_times_tokens_with_each_tile_and_prints_the_best(monkeypatch):
     monkeypatch.syspath_prepend(str(Path(__file__).parents[3] / "tools"))
     tool = importlib.import_module("tune_triton")
-    found = tool.cases(list(tool.SHAPES.values()), [1, 2, 4], tool.WEIGHTS)
-    assert {case.product for case in found} == {
-        *("norm_linear", "norm_swiglu", "linear_residual", "swiglu_linear")
-    }
-    for case, (N, K, batches) in found.items():
-        assert case_of(case.product, matrix(N, K), batches[0])[:3] == case[:3]
-        assert batches == ([1] if case.one else [2, 4])
-        assert case.width in (1, 2)
-        tried = tool.ONE if case.one else tool.SEVERAL
-        assert table.usual(matrix(N, K), batches[0]) in tried
-        assert len(tried) * len(batches) <= 24
-        us = dict.fromkeys(batches, 3.0)
-        rows = [dict(case=case, tile=tile, N=N, K=K, us=us, share=0.8) for tile in tried[1:]]
-        printed = eval("{" + tool.line(rows) + "\n}", {"Case": Case, "Tile": Tile})
-        assert printed == {case: tried[1]}
+    on_a_cpu(monkeypatch)
+    monkeypatch.setattr(tool.token, "refusal", lambda *_: None)
+    for name, few in dict(ONE=tool.ONE[:2], SEVERAL=tool.SEVERAL[:3]).items():
+        monkeypatch.setattr(tool, name, few)
+    shape, before = Shape(1, 64, 96, 2, 1, 64, 101, normed=True), dict(table.TILES)
+    g = shape.geometry(torch.float32, "cpu")
+    for batch, products in ((1, {"norm_linear", "linear_residual", "swiglu_linear"}), (2, None)):
+        found = tool.ratios(shape, g, tool.PLAIN, batch, 0, 2)
+        tried = tool.ONE if batch == 1 else tool.SEVERAL
+        assert {case.product for case in found} == (products or {*PRODUCTS} - {"swiglu_linear"})
+        for case, ratios in found.items():
+            assert (case.width, case.one, [*ratios]) == (4, batch == 1, tried)
+            ratios[tried[1]] = 0.1
+            printed = eval(
+                "{" + tool.line(case, [ratios, ratios]) + "\n}", {"Case": Case, "Tile": Tile}
+            )
+            assert printed == {case: tried[1]}
+    assert before == table.TILES
+
+
+def test_the_tuner_tries_the_usual_tiles(monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[3] / "tools"))
+    tool = importlib.import_module("tune_triton")
+    for N, K in ((6144, 4096), (576, 576), (4096, 12288)):
+        assert table.usual(matrix(N, K), 1) in tool.ONE
+        assert table.usual(matrix(N, K), 4) in tool.SEVERAL
