@@ -119,7 +119,8 @@ class BaseStep:
         wider = max(g.head_dim, g.value_dim)
         lanes = next((lanes for lanes in (8, 16) if wider <= 8 * lanes), 32)
         chunks = -(-g.head_dim // (8 * lanes)) + -(-g.value_dim // (8 * lanes))
-        ring = 8 * ATTEND_AHEAD * chunks * 512 * max(1, g.dtype.itemsize // 2)
+        chunks *= max(1, g.dtype.itemsize // 2)  # pieces of 16 bytes
+        ring = 8 * (2 if chunks > 6 else ATTEND_AHEAD) * chunks * 512
         merged = 4 * (256 // lanes) * min(HEADS_AT_ONCE, heads) * (g.value_dim + 2)
         return max(ring, merged)
 

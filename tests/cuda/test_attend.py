@@ -1,6 +1,7 @@
 """The step's attention against plain torch in float64; on a CPU the kernel is emulated."""
 
 import math
+import sys
 from contextlib import nullcontext
 from dataclasses import MISSING, fields, replace
 
@@ -365,6 +366,31 @@ def test_a_clock_begins_anew_before_stamps_would_be_negative(device, heads):
             assert_kept(one, cache)
             assert int(cache.stamps.min()) >= 0
     assert cache.clocks.tolist() == [2]
+
+
+@pytest.mark.skipif(not emulator.available(), reason="no g++ to emulate with")
+def test_a_tag_is_read_while_others_take_its_slot(monkeypatch):
+    """Lanes of a team read a tag before and after another row takes its slot."""
+    monkeypatch.setattr(sys.modules[__name__], "K", 400)
+    one, queries = Attending(ONE, "plain", "cpu"), ONE.queries()
+    cache, one.step.splits = cached(one, 256), 1  # so that a team looks for a dozen rows
+    for seed in range(10):
+        order = torch.rand(TOKENS, generator=torch.Generator().manual_seed(seed))
+        order[:200] += 0.7  # which are wanted in most steps
+        hits = chosen(order.argsort(descending=True)[:400].tolist(), "cpu")
+        with emulator.emulated(order="random", seed=seed):
+            output = one.step.attend(queries, one.state, hits)
+        assert_near(output, one.wanted(queries, hits))
+        assert_kept(one, cache)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_values_may_be_wide(device):
+    case = replace(ONE, value_dim=2048)  # 256 KB if as many were on their way as of others
+    one, queries = Attending(case, "plain", device), case.queries().to(device)
+    hits = chosen([*range(0, 600, 20)], device)
+    with emulating(device):
+        assert_near(one.step.attend(queries, one.state, hits), one.wanted(queries, hits))
 
 
 @pytest.mark.skipif(not emulator.available(), reason="no g++ to emulate with")

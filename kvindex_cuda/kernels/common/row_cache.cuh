@@ -1,5 +1,5 @@
 // The cache of rows (kvindex_cuda/memory/row_cache.py): where a row lies in it, and a place for one that
-// does not. Each warp looks its own rows up, and waits for no other.
+// does not. Each team of lanes that has a row looks it up, and waits for no other.
 //
 // The slots of a set change hands by their stamps, of the step that used them last: twice its number,
 // or one more if it gave the slot to another row. `now` is twice the number of this step. Whoever finds
@@ -34,11 +34,11 @@ __device__ __forceinline__ void expect_look_up(int id, const int* tags, const in
 __device__ __forceinline__ int tag_of(int id, const int* tags, i64 cached) {
     return __ldcg(tags + set_of(id, cached) + threadIdx.x % WAYS);
 }
-// The slot whose tag is the row's, or −1, of each LANES lanes, which ask for one. tag: each lane's of `tag_of`. All
-// lanes call it.
+// The slot whose tag is the row's, or −1, of each LANES lanes, which ask for one. tag: each lane's of `tag_of`; the
+// first WAYS of them count, for others may have read it before or after another row took the slot. All lanes call it.
 template <int LANES>
 __device__ __forceinline__ int slot_of(int id, int tag, i64 cached) {
-    u32 same = __ballot_sync(ALL, tag == id) >> threadIdx.x % 32 / LANES * LANES & (ALL >> (32 - LANES));
+    u32 same = __ballot_sync(ALL, tag == id) >> threadIdx.x % 32 / LANES * LANES & ((1u << WAYS) - 1);
     return same ? set_of(id, cached) + __ffs(same) - 1 : -1;
 }
 // Twice the number of a step, which stays below 2^31: after 2^30 steps it begins anew, and slots with larger stamps

@@ -5,12 +5,12 @@
 // each lane has chunks of 8 elements of the key and of the value, so that one load of each is a whole key of 256
 // bytes (D = 128, 2-byte type), or 128 bytes of codes and a scale for each lane.
 // Grid: (splits, BG PARTS), 256 threads. A team attends to its resident rows while the selection still goes
-// on, then to its selected rows; the last split of a group merges. Rows come to a ring in shared memory, AHEAD resident
+// on, then to its selected rows; the last split of a group merges. Rows come to a ring in shared memory, DEPTH resident
 // ones or two selected ones of a team at once: in registers a row on its way would be waited for wherever it is passed on.
 // Where groups are few, each has PARTS blocks for each split, of GROUP heads, and each of them reads its rows, which
 // are in L2 for all but the first of them, or come over PCIe again; the first one alone has rows kept in the cache.
 // Reads the rows once for all query heads of a part; writes 4 (DV + 2) bytes per head and split.
-// Dynamic shared memory: 4 WORKERS AT_ONCE PARTIAL bytes, or 8 AHEAD ROW if that is more.
+// Dynamic shared memory: 4 WORKERS AT_ONCE PARTIAL bytes, or 8 DEPTH ROW if that is more.
 // Longer than most files: it is one kernel, with what reads a row of each codec.
 // Codes are of what a key differs from a center by, the same for all of a KV head's: a product with it joins the
 // logits of such rows, once it is known.
@@ -34,6 +34,7 @@ constexpr int KEYS = (D / 8 + LANES - 1) / LANES, VALUES = (DV / 8 + LANES - 1) 
 constexpr int PARTIAL = DV + 2;              // of a split: maximum, sum, output
 constexpr int PIECES = DTYPE == 0 ? 2 : 1;   // of 16 bytes in a chunk
 constexpr int ROW = (KEYS + VALUES) * PIECES * 512;  // bytes of a place in a warp's ring: a row of each team
+constexpr int DEPTH = (KEYS + VALUES) * PIECES > 6 ? 2 : AHEAD;  // places: all warps' fit in shared memory
 constexpr bool SLOTS = PAGED == 2;
 static_assert(!SLOTS || GIVEN != 1, "ids are those of tokens");
 static_assert(!SLOTS || PARTS == 1, "their clock is not told how many parts have read it");
@@ -267,8 +268,8 @@ attend(const __grid_constant__ Arguments args) {
     __shared__ float weights[MOST_SPLITS * GROUP];
     __shared__ __align__(16) float peaks[GROUP][WORKERS];
     __shared__ int looked_up[2];  // rows that the cache lacked, and had
-    Shared ring = shared_place(memory) + threadIdx.x / 32 * (AHEAD * ROW) + threadIdx.x % 32 * 16;
-    auto place_of = [&](int n) { return ring + n % AHEAD * ROW; };  // of the warp's n-th row
+    Shared ring = shared_place(memory) + threadIdx.x / 32 * (DEPTH * ROW) + threadIdx.x % 32 * 16;
+    auto place_of = [&](int n) { return ring + n % DEPTH * ROW; };  // of the warp's n-th row
     constexpr int SIZE = DTYPE == 0 ? 4 : 2;
     int part = blockIdx.y, bg = part / PARTS, batch = u32(bg) / u32(args.kv_heads);
     int head = u32(bg) % u32(args.kv_heads);
@@ -409,7 +410,7 @@ attend(const __grid_constant__ Arguments args) {
             if (looks) row.slot = slot;
         };
         bool few = phase || SLOTS;  // on their way at once: of these rows more than their place is known
-        int ahead = few ? 2 : AHEAD;
+        int ahead = few ? 2 : DEPTH;
         Coming next, after;
         begin(next, own, 0, first, first_tag);
         begin(after, own + step, 1, second, second_tag);
@@ -424,7 +425,7 @@ attend(const __grid_constant__ Arguments args) {
             }
             if (caches) settle(next, i, n);
             if (few) pieces_wait_but<1>();
-            else pieces_wait_but<AHEAD - 1>();
+            else pieces_wait_but<DEPTH - 1>();
             Words words;
 #pragma unroll
             for (int at = 0; at < (KEYS + VALUES) * PIECES; at++)
