@@ -106,8 +106,9 @@ def ratios(
     of: dict[tuple[Case, Tile], list[float]] = {key: [] for key in plans}
     for _ in range(rounds):
         today = median(base.turn(TOKENS)["device_ms"])
-        for key, one in plans.items():
-            of[key].append(median(one.turn(TOKENS)["device_ms"]) / today)
+        for (case, tile), one in plans.items():
+            with using({case: tile}):  # should a token be captured anew
+                of[case, tile].append(median(one.turn(TOKENS)["device_ms"]) / today)
     found: dict[Case, dict[Tile, float]] = {}
     for (case, tile), each in of.items():
         found.setdefault(case, {})[tile] = median(each)

@@ -40,7 +40,7 @@ TAKE_THREADS = 512
 
 MOST_SPLITS, HEADS_AT_ONCE, ATTEND_AHEAD = 16, 4, 4
 """Of `attend`: blocks of a group at most; heads that are merged together; rows of a team of lanes
-that are on their way at once."""
+that are on their way at once, 2 where they are wide."""
 
 LATENT_ROWS, LATENT_SPLITS = 16, 128
 """Of `attend_latents`: rows that a block takes at a time; blocks of a group at most, about as many

@@ -34,7 +34,7 @@ constexpr int KEYS = (D / 8 + LANES - 1) / LANES, VALUES = (DV / 8 + LANES - 1) 
 constexpr int PARTIAL = DV + 2;              // of a split: maximum, sum, output
 constexpr int PIECES = DTYPE == 0 ? 2 : 1;   // of 16 bytes in a chunk
 constexpr int ROW = (KEYS + VALUES) * PIECES * 512;  // bytes of a place in a warp's ring: a row of each team
-constexpr int DEPTH = (KEYS + VALUES) * PIECES > 6 ? 2 : AHEAD;  // places: all warps' fit in shared memory
+constexpr int DEPTH = (KEYS + VALUES) * PIECES > 6 ? 2 : AHEAD;  // places: four of wider rows take over 96 KB
 constexpr bool SLOTS = PAGED == 2;
 static_assert(!SLOTS || GIVEN != 1, "ids are those of tokens");
 static_assert(!SLOTS || PARTS == 1, "their clock is not told how many parts have read it");
@@ -63,7 +63,7 @@ __device__ __forceinline__ void each_chunk(Use use) {
 // the cache where it is to be kept, or one of those below; and of a row that is CACHED the stamp that was there before,
 // in the team's first lane.
 constexpr int NOWHERE = -1, CACHED = -2, MISSING = -3;
-struct Coming {
+struct Pending {
     float weight[(GROUP + LANES - 1) / LANES];
     int slot, before;
 };
@@ -121,7 +121,7 @@ __device__ __forceinline__ void unpack(float (&x)[8], const uint4 (&words)[PIECE
 // One row of each team joins the softmax of all heads of the group, where there is one: `in`. queries float4
 // [2, GROUP, D / 8]: the lower and the upper four of every eight coordinates. centered [GROUP]: what logits of
 // such rows gain before they are scaled. All lanes call it.
-__device__ __forceinline__ void add_row(Running& run, const Words& words, const Coming& row, bool in, bool coded,
+__device__ __forceinline__ void add_row(Running& run, const Words& words, const Pending& row, bool in, bool coded,
                                         const float4* queries, const float* centered, float scale, float softcap) {
     float logit[GROUP] = {}, x[8];
 #pragma unroll
@@ -353,7 +353,7 @@ attend(const __grid_constant__ Arguments args) {
         };
 #endif
         auto kept = [&](int id) { return args.cached && !(NEAR && args.near[batch * args.row + id / TOKENS]); };
-        auto find = [&](Coming& row, int i, int n, int id, int slot) {
+        auto find = [&](Pending& row, int i, int n, int id, int slot) {
             if (i >= rows_here) return;
             const char* from = nullptr;
             row = {{}, NOWHERE, 0};
@@ -385,13 +385,13 @@ attend(const __grid_constant__ Arguments args) {
             }
             copy_row(place_of(n), from, CODEC && phase);
         };
-        auto begin = [&](Coming& row, int i, int n, int id, int tag) {
+        auto begin = [&](Pending& row, int i, int n, int id, int tag) {
             int slot = caches ? slot_of<LANES>(name_of(id), tag, args.cached) : NOWHERE;
             find(row, i, n, id, slot);
             pieces_commit();
         };
         // while a row is on its way: whether it is the right one, or where it is to be kept
-        auto settle = [&](Coming& row, int i, int n) {
+        auto settle = [&](Pending& row, int i, int n) {
             bool looks = i < rows_here && row.slot != NOWHERE;
             if (!__any_sync(ALL, looks)) return;
             int before = __shfl_sync(ALL, row.before, 0, LANES), slot = NOWHERE;
@@ -411,7 +411,7 @@ attend(const __grid_constant__ Arguments args) {
         };
         bool few = phase || SLOTS;  // on their way at once: of these rows more than their place is known
         int ahead = few ? 2 : DEPTH;
-        Coming next, after;
+        Pending next, after;
         begin(next, own, 0, first, first_tag);
         begin(after, own + step, 1, second, second_tag);
         for (int n = 2; n < ahead; n++) begin(after, own + n * step, n, 0, 0);
@@ -430,7 +430,7 @@ attend(const __grid_constant__ Arguments args) {
 #pragma unroll
             for (int at = 0; at < (KEYS + VALUES) * PIECES; at++)
                 words[at / PIECES][at % PIECES] = load_from<uint4>(place_of(n) + at * 512);
-            Coming one = next;
+            Pending one = next;
             bool in = i < rows_here;
             if (few && in && one.slot >= 0) write_row(words, cache + one.slot * args.row_bytes);
             next = after;
