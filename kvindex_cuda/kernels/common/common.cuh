@@ -389,9 +389,8 @@ __device__ __forceinline__ T warp_max(T x) {
 // Kernels of a step overlap (programmatic dependent launch, from compute capability 9.0): all that
 // comes before `after_previous` runs while the kernel before still does. It may write nothing, and
 // read only what that one does not write: where `let_next_begin` comes after `after_previous`, in
-// every block, all kernels before that one have ended. (rotate.py lets the next one begin first: before
-// its wait that one may not read what the product before rotate.py writes, either.) What these wrote in
-// the same step is read from L2 (`__ldcg`).
+// every block, all kernels before that one have ended. What these wrote in the same step is read from L2
+// (`__ldcg`).
 __device__ __forceinline__ void after_previous() {
 #if !defined(EMULATED) && __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");

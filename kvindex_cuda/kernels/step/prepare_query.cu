@@ -138,9 +138,6 @@ prepare_query(const __grid_constant__ Arguments args) {
     for (int i = 0; i < (EARLY ? 2 * EIGHTS : 0); i++) held[i / 2][i % 2] = entries(warp, i / 2, i % 2);
 #endif
     __syncthreads();
-    after_previous();
-    let_next_begin();
-    // all reads that wait for no other come first
     auto read_query = [&](float (&x)[PER_LANE], int h) {
 #pragma unroll
         for (int w = 0; w < PER_LANE; w++) {
@@ -148,21 +145,28 @@ prepare_query(const __grid_constant__ Arguments args) {
             x[w] = h < GROUP && j < D ? element(queries, h * D + j) : 0.0f;
         }
     };
+    float plain[PER_LANE];
+    Group group;
+    auto begin = [&] {
+        after_previous();
+        let_next_begin();
+        read_query(plain, warp);
+        load_queries(group, queries);
+    };
+    // In a caller's graph the launch before makes the token, from which codes do not come: they are read before it
+    // has ended. Else queries are asked for before all reads that wait for another.
+    bool early = !RAGGED && args.token_keys;
+    if (!early) begin();
 #if DRAWN
     u32 valid_bits = warp == 7 && lane < 8 * args.row ? args.valid[batch * args.row * 8 + lane] : 0;
     i64 first_block = warp == 7 ? args.codes[batch * args.row] : 0;
 #endif
-    float plain[PER_LANE], weight_scale = args.weight_scale[bg];
-    read_query(plain, warp);
-    Group group;
-    load_queries(group, queries);
+    float weight_scale = args.weight_scale[bg];
     float share = float(args.wanted[batch]), all = float(args.counted[batch]);
     tokens = args.length[RAGGED * batch], blocks = (tokens + TOKENS - 1) / TOKENS;
     int first = blockIdx.x * 8 + warp;
     bool any = tokens > 0 && first < SAMPLED / 32;
     i64 sampled_block = any ? args.codes[batch * args.row + place(first)] : 0;
-    bool stages = !RAGGED && args.token_keys && blockIdx.x == gridDim.x - 1;
-    if (stages && threadIdx.x == 0) resident = __ldcg(args.resident_count);
 #if DRAWN
     // a warp has CENTERS / 8 centers, each of 4 lanes one at a time
     constexpr int EACH_CENTERS = CENTERS / 64;
@@ -174,6 +178,24 @@ prepare_query(const __grid_constant__ Arguments args) {
         if (center_of(j) < centers)
             center_blocks[j] = args.codes[batch * args.row + blocks * center_of(j) / centers];
 #endif
+
+    Sampled sampled;
+    if (any) draw(sampled, first, sampled_block);
+#if DRAWN
+    u32 byte = 0;
+    if (warp == 7 && tokens > 0 && lane < D / 8)
+        byte = reinterpret_cast<const u8*>(first_block)[head_offset + lane];
+    Mean means[EACH_CENTERS];
+#pragma unroll
+    for (int j = 0; j < EACH_CENTERS; j++) {
+        means[j] = {};
+        if (center_blocks[j])
+            load(means[j], reinterpret_cast<const char*>(center_blocks[j]) + head_offset + CENTER);
+    }
+#endif
+    if (early) begin();
+    bool stages = early && blockIdx.x == gridDim.x - 1;
+    if (stages && threadIdx.x == 0) resident = __ldcg(args.resident_count);
 
     // rounded, a digit of each coordinate to a word of its plane; words of one hand
     auto round_head = [&](const float (&x)[PER_LANE], int h, float peak, float up, int hand) {
@@ -224,20 +246,6 @@ prepare_query(const __grid_constant__ Arguments args) {
         if (!TOGETHER) round_head(x, h, peak * up, up, 0);
     };
     if (warp < GROUP) put_head(plain, warp);
-    Sampled sampled;
-    if (any) draw(sampled, first, sampled_block);
-#if DRAWN
-    u32 byte = 0;
-    if (warp == 7 && tokens > 0 && lane < D / 8)
-        byte = reinterpret_cast<const u8*>(first_block)[head_offset + lane];
-    Mean means[EACH_CENTERS];
-#pragma unroll
-    for (int j = 0; j < EACH_CENTERS; j++) {
-        means[j] = {};
-        if (center_blocks[j])
-            load(means[j], reinterpret_cast<const char*>(center_blocks[j]) + head_offset + CENTER);
-    }
-#endif
     for (u32 i = (blockIdx.y * gridDim.x + blockIdx.x) * 256 + threadIdx.x; i < u32(args.words);
          i += gridDim.y * gridDim.x * 256)
         args.cleared[i] = 0;
