@@ -23,7 +23,7 @@ chunk took. `--without-graphs`, for a CPU: the `model` alone, `dense` and throug
 
 `--decoder`: tokens of the minimal decoder, each one CUDA graph, with random weights of a model's
 shape (`common/token.py`), every layer over N synthetic tokens of each of B sequences (Triton's
-products take 8 at most, torch's more): without attention (`weights`), with full attention over all
+products take 16 at most, torch's more): without attention (`weights`), with full attention over all
 of them in device memory (where it fits; `dense`: torch's kernel over just so many rows; `growing`:
 the decoder's own, which the device tells how many there are), and through the index, where
 attention is so sharp that `--hit-rate` of the rows wanted from the host lie in the cache of rows

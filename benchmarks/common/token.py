@@ -184,7 +184,8 @@ class Plan:
         )
         kernels = Fused(weights, **how) if fused and refusal(weights, batch) is None else None
         self._session = Session(weights, config, layers, [0] * batch, kernels)
-        self._graph = TokenGraph(self._session, Sampler(Sampling(), g.device), graphs=graphs)
+        sampler = Sampler(Sampling(), g.device, kernels)
+        self._graph = TokenGraph(self._session, sampler, graphs=graphs)
         self._ids = torch.randperm(shape.vocabulary, device=g.device)
         self._written = 0
 

@@ -1,11 +1,12 @@
-"""A decoder's layers as Triton kernels: one token a sequence, one to eight sequences.
+"""A decoder's layers as Triton kernels: one token a sequence, one to 16 sequences.
 
 `reference` has the same functions in plain torch. It imports `triton`, which no other part of the
 package asks for: import this module by name where it is wanted.
 """
 
 from kvindex_cuda.triton import reference
-from kvindex_cuda.triton.head import Peaks, argmax, head
+from kvindex_cuda.triton.ends import begin_token, likeliest
+from kvindex_cuda.triton.heads import project_heads
 from kvindex_cuda.triton.operands import Matrix, Norm, Tile, stack, to_fp8
 from kvindex_cuda.triton.products import (
     linear_residual,
@@ -14,24 +15,22 @@ from kvindex_cuda.triton.products import (
     swiglu_linear,
 )
 from kvindex_cuda.triton.prompt import attend_prompt
-from kvindex_cuda.triton.rotate import rotate_heads
 from kvindex_cuda.triton.tiles import tile_of
 from kvindex_cuda.triton.token import attend_token
 
 __all__ = [
     "Matrix",
     "Norm",
-    "Peaks",
     "Tile",
-    "argmax",
     "attend_prompt",
     "attend_token",
-    "head",
+    "begin_token",
+    "likeliest",
     "linear_residual",
     "norm_linear",
     "norm_swiglu",
+    "project_heads",
     "reference",
-    "rotate_heads",
     "stack",
     "swiglu_linear",
     "tile_of",

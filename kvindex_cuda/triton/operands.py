@@ -22,8 +22,8 @@ PIECE = 4096
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 """Of activations."""
 
-ROWS = 8
-"""Sequences at most: the width of the matrix units' narrowest product."""
+NARROWEST, ROWS = 8, 16
+"""Sequences of the matrix units' narrowest product, and at most."""
 
 READS_FP8, OVERLAPS = (8, 9), (9, 0)
 """Compute capabilities: the first that convert FP8, and whose launches may overlap."""

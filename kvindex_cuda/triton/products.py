@@ -1,13 +1,22 @@
-"""Products of a matrix with one to eight rows of activations, and what is fused into them."""
+"""Products of a matrix with one to 16 rows of activations, and what is fused into them."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
-from triton import cdiv
+from triton import cdiv, next_power_of_2
 
 from kvindex_cuda.triton.kernels import product
-from kvindex_cuda.triton.operands import ROWS, Matrix, Norm, Tile, launch, like, of_matrix, rows_of
+from kvindex_cuda.triton.operands import (
+    NARROWEST,
+    Matrix,
+    Norm,
+    Tile,
+    launch,
+    like,
+    of_matrix,
+    rows_of,
+)
 
 TILE = Tile()
 
@@ -28,7 +37,7 @@ def norm_linear(
 ) -> Tensor:
     """The product of RMS-normalized activations with a matrix `[N, K]`, and its bias: `[B, N]`.
 
-    x `[B, K]`, B of 1 to 8, float32, float16 or bfloat16; norm: factors `[K]` of that dtype; out:
+    x `[B, K]`, B of 1 to 16, float32, float16 or bfloat16; norm: factors `[K]` of that dtype; out:
     where the result goes. Sums are float32, rounded once. Raises ValueError for other shapes,
     dtypes, devices, or a device without what it takes.
     """
@@ -155,7 +164,7 @@ def of_product(x: Tensor, norm: Norm | None, matrix: Matrix, tile: Tile) -> dict
         B=x.shape[0],
         N=N,
         K=K,
-        BATCH=1 if x.shape[0] == 1 else ROWS,
+        BATCH=1 if x.shape[0] == 1 else max(NARROWEST, next_power_of_2(x.shape[0])),
         BLOCK_N=tile.rows,
         BLOCK_K=tile.columns,
         SLICES=max(1, min(tile.warps, tile.columns // SLICE)),

@@ -51,8 +51,10 @@ def swiglu_linear(gate_up: Tensor, matrix: Matrix, residual: Tensor) -> Tensor:
     return (residual.float() + product).to(gate_up.dtype)
 
 
-def rotate_heads(
-    projected: Tensor,
+def project_heads(
+    x: Tensor,
+    norm: Norm,
+    matrix: Matrix,
     cos: Tensor,
     sin: Tensor,
     slots: Tensor,
@@ -64,11 +66,9 @@ def rotate_heads(
     key_norm: Norm | None = None,
 ) -> None:
     """Write queries `[B, H, D]`, and each row's key and value at its slot `[B, G, slot]`."""
-    (H, D), (G, C), Dv = queries.shape[1:], keys.shape[1:3], values.shape[3]
-    first, last = H * D, (H + G) * D
-    query = projected[:, :first].reshape(-1, H, D)
-    key = projected[:, first:last].reshape(-1, G, D)
-    value = projected[:, last:].reshape(-1, G, Dv)
+    (H, D), (G, C) = queries.shape[1:], keys.shape[1:3]
+    heads = norm_linear(x, norm, matrix).view(len(x), -1, D)
+    query, key, value = torch.split(heads, [H, G, G], dim=1)
     queries.copy_(_rotated(query, query_norm, cos, sin))
     rotated = _rotated(key, key_norm, cos, sin).to(keys.dtype)
     for row, slot in enumerate(slots.tolist()):
@@ -84,15 +84,19 @@ def _rotated(heads: Tensor, norm: Norm | None, cos: Tensor, sin: Tensor) -> Tens
     return wide * cos[:, None].float() + turned * sin[:, None].float()
 
 
-def head(x: Tensor, norm: Norm, matrix: Matrix) -> Tensor:
-    """Logits `[B, V]` of the last layer's activations `[B, K]`: `norm_linear`."""
-    return norm_linear(x, norm, matrix)
+def begin_token(
+    ids: Tensor, positions: Tensor, embedding: Tensor, frequencies: Tensor, factor: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Embedding `[B, N]` of ids, cosines and sines `[B, D]`; NaN where there is no such id."""
+    known, dtype = (ids >= 0) & (ids < len(embedding)), embedding.dtype
+    hidden = embedding[ids.where(known, 0)].masked_fill(~known[:, None], float("nan"))
+    angles = (positions[:, None] * frequencies).repeat(1, 2)
+    return hidden, (angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype)
 
 
-def argmax(logits: Tensor) -> Tensor:
-    """The likeliest token int64 `[B]`, the lowest id of equals."""
-    highest = logits == logits.amax(-1, keepdim=True)
-    return highest.int().argmax(-1)
+def likeliest(logits: Tensor) -> Tensor:
+    """The likeliest token int64 `[B]`, the lowest id of equals; NaN is above all others."""
+    return logits.argmax(-1)
 
 
 def attend_prompt(

@@ -30,18 +30,24 @@ class Case(NamedTuple):
 
 
 TILES: dict[Case, Tile] = {
-    Case("norm_linear", 8192, 4096, 2, True): Tile(8, 512, 4, 4),
+    Case("norm_linear", 8192, 4096, 2, True): Tile(16, 256, 4, 3),
     Case("linear_residual", 4096, 4096, 2, True): Tile(8, 512, 4, 4, ahead=3),
     Case("norm_linear", 32768, 4096, 2, True): Tile(4, 1024, 4, 4),
     Case("swiglu_linear", 4096, 16384, 2, True): Tile(16, 512, 8, 3),
     Case("norm_linear", 65536, 4096, 2, True): Tile(8, 512, 4, 4),
-    Case("norm_linear", 8192, 4096, 1, True): Tile(8, 512, 4, 4),
-    Case("linear_residual", 4096, 4096, 1, True): Tile(8, 512, 4, 4),
-    Case("norm_linear", 32768, 4096, 1, True): Tile(16, 256, 4, 5),
-    Case("swiglu_linear", 4096, 16384, 1, True): Tile(8, 512, 4, 4),
+    Case("norm_linear", 8192, 4096, 1, True): Tile(8, 512, 4, 4, ahead=1),
+    Case("linear_residual", 4096, 4096, 1, True): Tile(4, 1024, 4, 3, ahead=3),
+    Case("norm_linear", 32768, 4096, 1, True): Tile(8, 512, 4, 4, ahead=1),
+    Case("swiglu_linear", 4096, 16384, 1, True): Tile(8, 512, 4, 4, ahead=3),
+    Case("norm_linear", 8192, 4096, 2, False): Tile(32, 256, 4, 4),
+    Case("linear_residual", 4096, 4096, 2, False): Tile(16, 1024, 8, 3),
+    Case("norm_swiglu", 32768, 4096, 2, False): Tile(32, 256, 4, 4),
+    Case("linear_residual", 4096, 16384, 2, False): Tile(16, 1024, 8, 3),
+    Case("norm_linear", 65536, 4096, 2, False): Tile(32, 256, 4, 4),
 }
-"""Of bfloat16 by whole tokens on an H100, gate and up on an H200 (docs/lab/token.md); of FP8 by
-products alone, of one piece ahead. What is not here takes the usual one."""
+"""By whole tokens on an H200 (docs/lab/token.md): of bfloat16 and one sequence over an index, first
+on an H100; of FP8, and of four and eight sequences, without attention. What is not here takes the
+usual one."""
 
 
 def case_of(product: str, matrix: Matrix, batch: int) -> Case:

@@ -12,7 +12,9 @@ def on_a_cpu(monkeypatch):
 
     for name in ("norm_linear", "norm_swiglu", "linear_residual", "swiglu_linear"):
         monkeypatch.setattr(kernels, name, _without_tiles(getattr(kernels.reference, name)))
-    monkeypatch.setattr(kernels, "rotate_heads", _rotate_heads)
+    monkeypatch.setattr(kernels, "project_heads", _project_heads)
+    for name in ("begin_token", "likeliest"):
+        monkeypatch.setattr(kernels, name, _alone(getattr(kernels.reference, name)))
     monkeypatch.setattr(fused_token, "device_refusal", lambda device: None)
 
 
@@ -24,9 +26,17 @@ def _without_tiles(twin):
     return call
 
 
-def _rotate_heads(projected, cos, sin, slots, *given, overlap, **norms):
+def _alone(twin):
+    @wraps(twin)
+    def call(*given, overlap, scratch=None):
+        return twin(*given)
+
+    return call
+
+
+def _project_heads(x, norm, matrix, cos, sin, slots, *given, tile, **norms):
     """The first slot of each, which a graph cannot ask for."""
     import kvindex_cuda.triton as kernels
 
     first = SimpleNamespace(tolist=lambda: [0] * len(slots))
-    kernels.reference.rotate_heads(projected, cos, sin, first, *given, **norms)
+    kernels.reference.project_heads(x, norm, matrix, cos, sin, first, *given[:3], **norms)

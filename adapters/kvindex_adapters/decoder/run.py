@@ -36,7 +36,8 @@ class Run:
 
         Where tokens are replayed, some are computed ahead, a few past the last stop token, too.
         """
-        sampler, running = Sampler(self.sampling, self.ids.device), set(range(len(self.ids)))
+        sampler = Sampler(self.sampling, self.ids.device, self.session.fused)
+        running = set(range(len(self.ids)))
         room = self.session.length + self.ids.shape[1] + self.max_new_tokens
         logits = self.session.read_prompt(self.ids, self.chunk, room, on_progress)
         token, ranks = self.session.token, self.session.ranks

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvindex.core import check
+from kvindex_adapters.llama.fused import Fused
 
 TOP_K = 50
 """What transformers takes where a configuration says nothing and tokens are drawn."""
@@ -99,11 +101,17 @@ def sampling_like(config: Mapping[str, Any], seed: int = 0) -> Sampling:
 class Sampler:
     """Chooses tokens, one call after the other, from the seed of a `Sampling` on.
 
-    generator: of what is drawn, on the device; None where nothing is.
+    fused: whose kernel finds the likeliest token, None: torch's. generator: of what is drawn, on
+    the device; None where nothing is.
     """
 
-    def __init__(self, sampling: Sampling, device: torch.device) -> None:
+    def __init__(
+        self, sampling: Sampling, device: torch.device, fused: Fused | None = None
+    ) -> None:
         self._sampling = sampling
+        self._likeliest: Callable[[Tensor], Tensor] = partial(torch.argmax, dim=-1)
+        if fused is not None:
+            self._likeliest = fused.chooser()
         self.generator: torch.Generator | None = None
         if sampling.temperature:
             self.generator = torch.Generator(device).manual_seed(sampling.seed)
@@ -111,7 +119,7 @@ class Sampler:
     def choose(self, logits: Tensor) -> Tensor:
         """The next token int64 `[B]` from logits `[B, V]`."""
         if not self._sampling.temperature:
-            return logits.argmax(-1)
+            return self._likeliest(logits)
         scores = logits.float() / self._sampling.temperature
         scores = keep_likeliest(scores, self._sampling.top_k)
         scores = keep_nucleus(scores, self._sampling.top_p)

@@ -68,7 +68,7 @@ def attach(
     token_graph: so is a whole token's forward, where it can be (`token_graph.TokenGraph`;
     `cache.report()` says why it cannot); None: on a GPU, unless `graphs=False`. fused: that graph
     is of the minimal decoder's kernels in place of the model's own forward (models of the Llama
-    family on a GPU with Triton, up to 8 rows; others are refused).
+    family on a GPU with Triton, up to 16 rows; others are refused).
     Afterwards the model is as it was, and as it was changed meanwhile (hooks, options of its
     configuration).
 

@@ -1,22 +1,22 @@
-"""One token's forward pass by Triton kernels: as `decoder.layers.forward`, in six launches a layer.
+"""One token's forward pass by Triton kernels: as `decoder.layers.forward`, in four launches a layer
+beside attention's.
 
-Queries, keys and values are one product, gate and up another, each after its normalization; each
-sum with the residual is part of the product before it. `silu(gate) · up` is part of the product
-that takes it; of several sequences, of the one that gives it, for the other's programs would each
-compute all of it. Sums are float32 and rounded once, so that logits are those of
-`decoder.layers.forward` within rounding.
+Queries, keys and values are one product, gate and up another, each after its normalization; queries
+and keys are rotated as part of the one, each sum with the residual is part of the product before
+it. `silu(gate) · up` is part of the product that takes it; of several sequences, of the one that
+gives it, for the other's programs would each compute all of it. Sums are float32 and rounded once,
+so that logits are those of `decoder.layers.forward` within rounding.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from kvindex_adapters.llama.weights import Body, Linear, Norm, Weights, adjacent, whole
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from kvindex_cuda.triton import Matrix
     from kvindex_cuda.triton import Norm as FusedNorm
 
-BATCH = 8
+BATCH = 16
 """Sequences at most: what the kernels take."""
 
 READS_FP8, OVERLAPS = (8, 9), (9, 0)
@@ -118,31 +118,33 @@ class FusedBody:
         run, batch, D = self._run, len(ids), head_dim
         tile = partial(run.tile_of, batch=batch, overlap=self._overlap)
         after = partial(run.tile_of, batch=batch, overlap=self._after_sum)
-        hidden = functional.embedding(ids[:, 0], self._weights.embedding)
-        angles = self._weights.rotary.at(positions, hidden.dtype)
-        cos, sin = (part.view(batch, D) for part in angles)
+        # of this call alone: others may run beside it
+        most = max(len(layer.query_key_value.weight) for layer in self._layers) // D
+        tickets = torch.zeros(most, dtype=torch.int32, device=ids.device)
+        embedding, rotary = self._weights.embedding, self._weights.rotary
+        hidden, cos, sin = run.begin_token(
+            ids[:, 0], positions[:, 0], embedding, *rotary, overlap=self._overlap
+        )
         for layer, attention in zip(self._layers, attentions, strict=True):
-            projected = run.norm_linear(
+            matrix = layer.query_key_value
+            H = layer.output.weight.shape[1] // D
+            G = (len(matrix.weight) // D - H) // 2
+            queries = hidden.new_empty((batch, H, D))
+            keys, values = hidden.new_empty((2, batch, G, 1, D))
+            run.project_heads(
                 hidden,
                 layer.attention_norm,
-                layer.query_key_value,
-                tile=after("norm_linear", layer.query_key_value),
-            )
-            H = layer.output.weight.shape[1] // D
-            G = (projected.shape[1] // D - H) // 2
-            queries = projected.new_empty((batch, H, D))
-            keys, values = projected.new_empty((2, batch, G, 1, D))
-            run.rotate_heads(
-                projected,
+                matrix,
                 cos,
                 sin,
                 self._slots[:batch],
                 queries,
                 keys,
                 values,
+                tickets,
                 query_norm=layer.query_norm,
                 key_norm=layer.key_norm,
-                overlap=self._overlap,
+                tile=after("norm_linear", matrix),
             )
             output = attention.step(queries[:, :, None], keys, values).reshape(batch, H * D)
             hidden = self._summed(
@@ -214,3 +216,11 @@ class Fused(FusedBody):
         tile = self._run.tile_of("norm_linear", self._head, **how)
         logits = self._run.norm_linear(hidden, self._norm, self._head, tile=tile)
         return whole(logits, self._whole)
+
+    def chooser(self) -> Callable[[Tensor], Tensor]:
+        """What gives the likeliest token int64 `[B]` of logits `[B, V]`, on one stream at a time.
+
+        It must live as long as a graph of what it does.
+        """
+        scratch = self._slots.new_zeros(BATCH, 2)
+        return partial(self._run.likeliest, scratch=scratch, overlap=self._after_sum)

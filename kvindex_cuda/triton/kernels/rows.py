@@ -1,4 +1,4 @@
-"""A matrix times two to eight vectors at the rate of memory, on the matrix units.
+"""A matrix times two to 16 vectors at the rate of memory, on the matrix units.
 
 Idea: a program has some of the matrix's rows. It cuts each tile of columns into as many slices as
 it has warps, one product `[rows, slice] · [slice, batch]` each, and adds the slices at the end. So

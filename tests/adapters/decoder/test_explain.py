@@ -53,6 +53,6 @@ def test_on_a_gpu_kernels_and_a_graph():
     assert "token: op by op (layer 0: tokens: got 0" in run.explain()
     assert len(list(run.tokens())) == 8
     assert "products: Triton's kernels\ntoken: one graph\n" in run.explain()
-    said = decoder.explain(index=None, batch=9)
-    assert "products: torch's (batch: got 9 sequences, allowed is up to 8)" in said
+    said = decoder.explain(index=None, batch=17)
+    assert "products: torch's (batch: got 17 sequences, allowed is up to 16)" in said
     assert "products: torch's (fused: got False)" in decoder.explain(index=None, fused=False)

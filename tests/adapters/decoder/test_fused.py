@@ -62,6 +62,27 @@ def test_logits_are_those_of_the_plain_pass(device, name, weights):
     torch.testing.assert_close(made[1], made[0], rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_greedy_run_goes_by_the_kernel_where_its_session_does(device, monkeypatch):
+    decoder = Decoder.of(model_of("llama", num_hidden_layers=1).to(device))
+    asked, real = [], layers.likeliest
+
+    def recorded(logits, scratch, **how):
+        asked.append(scratch)
+        return real(logits, scratch, **how)
+
+    monkeypatch.setattr(layers, "likeliest", recorded)
+    made = []
+    for fused in (None, Fused(decoder.weights)):
+        prompts = [ids_of(30), ids_of(20)]
+        run = decoder.start(prompts, index=None, fused=False, graphs=False, max_new_tokens=4)
+        run.session.fused = fused
+        made.append(torch.stack(list(run.tokens())))
+        assert len(asked) == (0 if fused is None else 4)
+    assert torch.equal(*made)
+    assert len({scratch.data_ptr() for scratch in asked}) == 1
+
+
 @pytest.mark.parametrize("device", [*DEVICES[1:], pytest.param("cpu", marks=ON_A_CPU)])
 def test_weights_that_lie_together_are_the_models_own_and_read_in_place(device):
     model = model_of("qwen2").to(device)

@@ -15,7 +15,7 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
 from kvindex_cuda.triton import Matrix  # noqa: E402
-from kvindex_cuda.triton.kernels import attention, head, product, rotate  # noqa: E402
+from kvindex_cuda.triton.kernels import attention, ends, heads, product  # noqa: E402
 from kvindex_cuda.triton.tiles import usual  # noqa: E402
 
 pytestmark = [
@@ -26,9 +26,13 @@ pytestmark = [
 POINTERS = {
     "scale": "*fp32",
     "values": "*fp32",
-    "places": "*i32",
+    "ids": "*i64",
+    "positions": "*i64",
+    "frequencies": "*fp32",
+    "scratch": "*i64",
     "tokens": "*i64",
     "slots": "*i64",
+    "tickets": "*i32",
     "table": "*i64",
     "lengths": "*i64",
     "lse": "*fp32",
@@ -38,13 +42,14 @@ POINTERS = {
     "cos": "*fp32",
     "sin": "*fp32",
 }
-FLOATS = {"eps", "query_eps", "key_eps"}
+FLOATS = {"eps", "query_eps", "key_eps", "factor"}
 PRODUCT = dict(BLOCK_N=16, BLOCK_K=256, SLICES=4, STAGES=3, AHEAD=2, bias=None, scale=None)
 MULTIPLY = PRODUCT | dict(GATED=False, PAIRED=False, EARLY=False)
-HEADS = dict(H=32, G=8, D=128, DV=128, HALF=64, WIDE=128)
+HEADS = PRODUCT | dict(H=32, G=8, D=128, BATCH=1)
 PROMPT = dict(G=8, GROUP=4, D=128, DV=128, PAGE=256, WIDE=128, WIDE_V=128, BLOCK_M=64, BLOCK_N=64)
 SPLIT = dict(G=8, GROUP=4, D=128, DV=128, ROWS=16, BLOCK_N=64, WIDE=128, WIDE_V=128, SPLITS=64)
 MERGE = dict(DV=128, WIDE_V=128, SPLITS=64, output="*bf16")
+BEGIN = dict(D=128, BLOCK=1024, HALF=64, cos="*bf16", sin="*bf16")
 CASES = [
     (product.multiply, "bf16", MULTIPLY | dict(BATCH=1, residual=None)),
     (product.multiply, "bf16", MULTIPLY | dict(BATCH=8, residual=None)),
@@ -55,11 +60,11 @@ CASES = [
     (product.multiply, "fp8e4nv", MULTIPLY | dict(BATCH=1, norm=None, scale="*fp32")),
     (product.multiply, "fp8e4nv", MULTIPLY | dict(BATCH=8, norm=None, scale="*fp32")),
     (product.multiply, "bf16", MULTIPLY | dict(BATCH=1, norm=None, EARLY=True)),
-    (head.head, "bf16", PRODUCT | dict(BATCH=1)),
-    (head.head, "bf16", PRODUCT | dict(BATCH=8, logits=None)),
-    (head.argmax, "bf16", dict(BLOCK=1024)),
-    (rotate.rotate_heads, "bf16", HEADS),
-    (rotate.rotate_heads, "bf16", HEADS | dict(query_norm=None, key_norm=None)),
+    (ends.begin_token, "bf16", BEGIN),
+    (ends.likeliest, "bf16", dict(BLOCK=2048)),
+    (ends.likeliest, "fp32", dict(BLOCK=2048)),
+    (heads.project_heads, "bf16", HEADS),
+    (heads.project_heads, "bf16", HEADS | dict(BATCH=16, query_norm=None, key_norm=None)),
     (attention.attend_prompt, "bf16", PROMPT | dict(CAUSAL=True, scale="fp32")),
     (attention.attend_prompt, "fp16", PROMPT | dict(CAUSAL=False, scale="fp32")),
     (attention.attend_split, "bf16", SPLIT | dict(STAGES=3, scale="fp32", values="*bf16")),
@@ -70,7 +75,7 @@ SHARED = 227 * 1024
 
 TENSORS = {
     *("x", "norm", "weight", "bias", "residual", "output", "logits", "projected"),
-    *("query_norm", "key_norm", "queries", "keys"),
+    *("query_norm", "key_norm", "queries", "keys", "embedding", "hidden"),
 }
 
 
@@ -87,7 +92,7 @@ def compiled(kernel, weights, given, aligned=False, warps=4, stages=2):
             types[name], constants[name] = "constexpr", value
         elif value is not None:
             types[name] = value
-        elif name in TENSORS or (name == "values" and kernel is rotate.rotate_heads):
+        elif name in TENSORS or (name == "values" and kernel is heads.project_heads):
             types[name] = f"*{weights if name == 'weight' else others}"
         else:
             types[name] = POINTERS.get(name, "fp32" if name in FLOATS else "i32")
@@ -111,7 +116,7 @@ def test_a_kernel_compiles(kernel, weights, given, overlapped, tmp_path, monkeyp
     found = compiled(kernel, weights, given | dict(OVERLAP=overlapped)).asm
     assert found["cubin"]
     assert ("griddepcontrol.wait" in found["ptx"]) == overlapped
-    brought = overlapped and given.get("BATCH") == 8  # its first weights, before the wait
+    brought = overlapped and given.get("BATCH", 1) > 1  # its first weights, before the wait
     assert ("prefetch.global.L2" in found["ptx"]) == brought
     asked = overlapped and bool(given.get("EARLY"))
     assert ("cp.async.bulk.prefetch.L2.global" in found["ptx"]) == asked
@@ -180,17 +185,24 @@ def test_the_first_weights_are_read_before_the_wait(tmp_path, monkeypatch):
         assert "cp.async.bulk.prefetch" not in others + after  # by one instruction a thread
 
 
-def test_the_rotation_lets_the_next_launch_begin_and_waits_for_the_product_alone(
-    tmp_path, monkeypatch
-):
+def test_a_head_is_rotated_once_all_of_it_is_written(tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    ptx = compiled(rotate.rotate_heads, "bf16", HEADS | dict(OVERLAP=True)).asm["ptx"]
-    first, _, rest = ptx.partition("griddepcontrol.launch_dependents")
-    before, _, after = rest.partition("griddepcontrol.wait")
-    assert "ld.global" not in first
-    assert before.count("ld.global") > 0  # angles and norms
-    assert "st.global" not in before
-    assert "st.global" in after
+    ptx = compiled(heads.project_heads, "bf16", HEADS | dict(OVERLAP=True)).asm["ptx"]
+    before, ticket, after = ptx.partition("atom.global.gpu.acq_rel.add.u32")
+    assert ticket
+    assert "st.global" in before
+    assert "bar.sync" in before.rpartition("st.global")[2]  # all threads have
+    assert "ld.global.cg" not in before
+    assert "ld.global.cg" in after
+
+
+def test_angles_of_far_positions_are_exact(tmp_path, monkeypatch):
+    """By more digits of pi, not by the device's own cosine, which is for small angles."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    ptx = compiled(ends.begin_token, "bf16", BEGIN | dict(OVERLAP=True)).asm["ptx"]
+    assert "__cudart_i2opi_f" in ptx
+    assert "cos.approx" not in ptx
+    assert "sin.approx" not in ptx
 
 
 def test_copies_of_the_next_weights_begin_before_anything_is_multiplied(tmp_path, monkeypatch):

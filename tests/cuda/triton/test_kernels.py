@@ -62,7 +62,7 @@ def close(found, expected, dtype):
 
 
 products = pytest.mark.parametrize(
-    ("B", "size"), sampled((1, 2, 3, 8), ((45, 75), (32, 64), (7, 24), (33, 300)))
+    ("B", "size"), sampled((1, 2, 3, 8, 16), ((45, 75), (32, 64), (7, 24), (33, 300)))
 )
 
 
@@ -148,46 +148,125 @@ def test_swiglu_linear(run, B, size):
 @weightless
 @pytest.mark.parametrize(
     ("B", "normed", "shape"),
-    sampled((1, 3, 8), (True, False), ((6, 2, 20, 12), (2, 2, 16, 16))),
+    sampled((1, 3, 8, 13), (True, False), ((6, 2, 20, 75), (2, 2, 16, 96), (3, 1, 64, 40))),
 )
-def test_rotate_heads(run, B, normed, shape):
-    H, G, D, Dv = shape
-    projected = drawn(run, B, (H + G) * D + G * Dv)
+def test_project_heads(run, B, normed, shape):
+    H, G, D, K = shape
+    x, norm, matrix = drawn(run, B, K), norm_of(run, K), matrix_of(run, (H + 2 * G) * D, K)
     angles = torch.randn(B, D, device=run[0])
-    slots = torch.tensor([4, 0, -1, 5, 2, 1, 3, 9][:B], device=run[0])
+    slots = torch.tensor([4, 0, -1, 5, 2, 1, 3, 9, 0, 0, 1, 1, 2][:B], device=run[0])
     norms = dict(query_norm=norm_of(run, D), key_norm=norm_of(run, D)) if normed else {}
     found, expected = (
-        (poisoned(run, B, H, D), poisoned(run, B, G, 5, D), poisoned(run, B, 5, G, Dv))
+        (poisoned(run, B, H, D), poisoned(run, B, G, 5, D), poisoned(run, B, 5, G, D))
         for _ in range(2)
     )
     found, expected = ((q, k, v.transpose(1, 2)) for q, k, v in (found, expected))
-    given = projected, angles.cos(), angles.sin(), slots
-    layers.rotate_heads(*given, *found, **norms)
-    reference.rotate_heads(*given, *expected, **norms)
+    given = x, norm, matrix, angles.cos(), angles.sin(), slots
+    tickets = torch.zeros(H + 2 * G, dtype=torch.int32, device=run[0])
+    layers.project_heads(*given, *found, tickets, **norms, tile=TILE)
+    assert not tickets.any()
+    reference.project_heads(*given, *expected, **norms)
     for one, other in zip(found, expected, strict=True):
         assert torch.equal(one.isnan(), other.isnan())  # nothing but the slots is written
         close(one.nan_to_num(), other.nan_to_num(), run[1])
 
 
-@pytest.mark.parametrize(("B", "size"), sampled((1, 3, 8), ((75, 45), (64, 32))))
-def test_head_and_argmax(run, B, size):
-    V, K = size
-    x, norm, matrix, logits = (
-        drawn(run, B, K),
-        norm_of(run, K),
-        matrix_of(run, V, K),
-        poisoned(run, B, V),
-    )
-    blocks = -(-V // TILE.rows)
-    peaks = layers.Peaks(
-        poisoned(run, B, blocks, dtype=torch.float32),
-        torch.full((B, blocks), -7, dtype=torch.int32, device=run[0]),
-    )
-    found = layers.argmax(layers.head(x, norm, matrix, logits=logits, peaks=peaks, tile=TILE))
-    close(logits, reference.head(x, norm, matrix), run[1])
-    assert torch.equal(found, reference.argmax(logits))
-    for block, part in enumerate(logits.float().split(TILE.rows, dim=1)):
-        assert torch.equal(peaks.values[:, block], part.amax(1))
+@pytest.fixture
+def filled():
+    """New tensors are NaN, or the highest integer."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@weightless
+@pytest.mark.parametrize(
+    ("B", "N", "D", "factor"), [(1, 75, 12, 1.0), (3, 1024, 128, 1.25), (8, 2100, 2, 0.9)]
+)
+def test_begin_token(run, filled, B, N, D, factor):
+    """Rows that are not adjacent, ids from a wider tensor, one position for all, far positions."""
+    embedding = drawn(run, 40, N + 1)[:, 1:]
+    ids = torch.randint(40, (B, 3), device=run[0])[:, 1]
+    frequencies = 10_000 ** -torch.linspace(0, 1, D // 2, device=run[0])
+    far = torch.randint(2**20, (B,), device=run[0])
+    for positions in (far, torch.tensor([7], device=run[0]).expand(B)):
+        given = ids, positions, embedding, frequencies, factor
+        expected = reference.begin_token(*given)
+        found = layers.begin_token(*given)
+        assert torch.equal(found[0], expected[0])
+        for one, other in zip(found[1:], expected[1:], strict=True):
+            close(one, other, run[1])
+
+
+@weightless
+def test_an_id_without_a_row_gives_nan(run):
+    embedding, positions = drawn(run, 40, 24), torch.arange(4, device=run[0])
+    ids, frequencies = torch.tensor([39, 40, -1, 2**40], device=run[0]), torch.ones(2).to(run[0])
+    given = ids, positions, embedding, frequencies, 1.0
+    hidden, expected = layers.begin_token(*given)[0], reference.begin_token(*given)[0]
+    torch.testing.assert_close(hidden, expected, rtol=0, atol=0, equal_nan=True)
+    assert hidden.isnan().all(1).tolist() == [False, True, True, True]
+
+
+@weightless
+@pytest.mark.parametrize(("B", "V"), [(1, 75), (3, 2048), (8, 5000), (2, 2049)])
+def test_likeliest(run, B, V):
+    """Twice with what one launch leaves."""
+    scratch = torch.zeros(9, 2, dtype=torch.int64, device=run[0])
+    for logits in (drawn(run, B, V + 1)[:, 1:], -drawn(run, B, V).abs() - 1):
+        out = torch.full((B,), -7, device=run[0])
+        assert layers.likeliest(logits, scratch, out=out) is out
+        assert torch.equal(out, reference.likeliest(logits))
+        assert not scratch.any()
+
+
+@weightless
+def test_equal_logits_go_to_the_lower_id_and_nan_is_the_highest(run):
+    """Over the bounds of programs; of equals and of NaN the first, as of zeros of either sign."""
+    inf, nan = float("inf"), float("nan")
+    logits, scratch = drawn(run, 8, 5000).clamp(max=3), torch.zeros(8, 2).long().to(run[0])
+    logits[0, [2047, 2048, 4999]] = 7
+    logits[1, [10, 4000]], logits[1, 11] = 7, 6
+    logits[2, [100, 4500]], logits[2, [3000, 4000]] = inf, nan
+    logits[3], logits[4], logits[5] = -inf, nan, -inf
+    logits[5, 4999] = torch.finfo(run[1]).min
+    logits[6] = -1
+    logits[6, 3], logits[6, 4] = -0.0, 0.0
+    logits[7, 4096] = -torch.tensor(nan)
+    want = [2047, 10, 3000, 0, 0, 4999, 3, 4096]
+    assert reference.likeliest(logits).tolist() == want
+    assert layers.likeliest(logits, scratch).tolist() == want
+
+
+@weightless
+def test_bad_ends_of_a_token_are_refused(run):
+    ids, logits = torch.zeros(2, device=run[0]).long(), drawn(run, 2, 24)
+    embedding, ones, scratch = drawn(run, 40, 24), torch.ones(4, device=run[0]), ids.new_zeros(2, 2)
+    for at, bad, said in (
+        (0, ids[:0], r"ids: got shape \[0\], allowed is \[B\]"),
+        (0, ids.int(), "ids: got torch.int32 on .*, allowed is int64 on"),
+        (1, ids[:1], r"positions: got shape \[1\], allowed is \[2\]"),
+        (1, ids.float(), "positions: got torch.float32 on"),
+        (2, embedding.double(), "embedding: got torch.float64 of shape"),
+        (2, embedding.T, "embedding: got a stride of 24, allowed is 1"),
+        (3, ones[None], r"frequencies: got shape \[1, 4\], allowed is \[D/2\]"),
+        (3, ones.half(), "frequencies: got torch.float16, allowed is torch.float32"),
+    ):
+        given = [ids, ids, embedding, ones, 1.0]
+        given[at] = bad
+        with pytest.raises(ValueError, match=f"^{said}"):
+            layers.begin_token(*given)
+    for given, said in (
+        ((logits.double(), scratch), r"logits: got torch.float64 of shape \[2, 24\], allowed is"),
+        ((logits.T, scratch), "logits: got a stride of"),
+        ((logits, scratch[:1]), r"scratch: got shape \[1, 2\] .*, allowed is \[2 or more, 2\]"),
+        ((logits, scratch[:, :1].clone()), r"scratch: got shape \[2, 1\], allowed is \[2, 2\]"),
+        ((logits, scratch.int()), "scratch: got torch.int32, allowed is torch.int64"),
+    ):
+        with pytest.raises(ValueError, match=f"^{said}"):
+            layers.likeliest(*given)
+    with pytest.raises(ValueError, match=r"^out: got shape \[1\], allowed is \[2\]"):
+        layers.likeliest(logits, scratch, out=ids[:1])
 
 
 def test_products_of_several_rows_by_their_usual_tiles(run):
@@ -215,21 +294,6 @@ def test_large_activations_are_normalized(run):
         reference.norm_linear(x, norm, matrix),
         run[1],
     )
-
-
-def test_equal_logits_go_to_the_lower_id(run):
-    x, norm = drawn(run, 3, 24).round(), Norm(drawn(run, 24) * 0 + 1, 1e-5)
-    matrix = Matrix(drawn(run, 1, 24).mul(2).round().expand(40, -1).contiguous())
-    matrix = layers.to_fp8(matrix) if run[2] else matrix  # whole numbers: exact in any order
-    found = layers.argmax(layers.head(x, norm, matrix, tile=TILE))
-    assert found.tolist() == [0, 0, 0]
-
-
-@weightless
-def test_the_highest_of_many_blocks_is_found(run):
-    values = torch.randn(3, 2500, device=run[0])
-    places = torch.arange(2500, dtype=torch.int32, device=run[0]).expand(3, -1).contiguous()
-    assert torch.equal(layers.argmax(layers.Peaks(values, places)), values.argmax(1))
 
 
 def pages_of(keys, values, page):
@@ -315,8 +379,8 @@ def test_bad_arguments_are_refused_and_nothing_is_written(run):
         matrix_of(run, 16, 24),
         poisoned(run, 3, 16),
     )
-    with pytest.raises(ValueError, match=r"^x: got shape \[9, 24\], allowed is \[1 to 8, 24\]"):
-        layers.norm_linear(drawn(run, 9, 24), norm, matrix)
+    with pytest.raises(ValueError, match=r"^x: got shape \[17, 24\], allowed is \[1 to 16, 24\]"):
+        layers.norm_linear(drawn(run, 17, 24), norm, matrix)
     with pytest.raises(ValueError, match=r"^out: got shape"):
         layers.norm_linear(x, norm, matrix, out=out[:, 1:])
     with pytest.raises(ValueError, match=r"^rows: got 12, allowed is a power of two"):

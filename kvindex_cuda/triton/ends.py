@@ -1,0 +1,108 @@
+"""The ends of a token: its embedding and angles before the layers, the likeliest one after."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from triton import cdiv, next_power_of_2
+
+from kvindex_cuda.triton.kernels import ends as kernels
+from kvindex_cuda.triton.operands import DTYPES, Tile, gapless, launch, shaped
+
+COLUMNS, LOGITS = 1024, 2048
+"""Numbers of a row that a program reads: of the embedding, of logits."""
+
+
+def begin_token(
+    ids: Tensor,
+    positions: Tensor,
+    embedding: Tensor,
+    frequencies: Tensor,
+    factor: float,
+    *,
+    overlap: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What a token's layers begin with: hidden `[B, N]`, cosines and sines `[B, D]`, in one launch.
+
+    ids, positions int64 `[B]`, of any stride; embedding `[V, N]`, float32, float16 or bfloat16, as
+    are the results; frequencies float32 `[D/2]`: angles per position, of both halves of a head;
+    factor: of cosines and sines, which are float32 and rounded once. An id outside of 0 to V - 1
+    reads nothing and gives NaN. overlap: as of `Tile`. Raises ValueError for other shapes, dtypes
+    or devices.
+    """
+    if ids.ndim != 1 or not len(ids):
+        raise ValueError(f"ids: got shape {list(ids.shape)}, allowed is [B]")
+    if embedding.ndim != 2 or not embedding.numel() or embedding.dtype not in DTYPES:
+        got = f"{embedding.dtype} of shape {list(embedding.shape)}"
+        raise ValueError(f"embedding: got {got}, allowed is [V, N] of one of {DTYPES}")
+    if frequencies.ndim != 1 or not len(frequencies):
+        raise ValueError(f"frequencies: got shape {list(frequencies.shape)}, allowed is [D/2]")
+    (B, device), (V, N), D = (len(ids), embedding.device), embedding.shape, 2 * len(frequencies)
+    shaped("positions", positions, B)
+    for name, given in (("ids", ids), ("positions", positions)):
+        if given.dtype != torch.int64 or given.device != device:
+            got = f"{given.dtype} on {given.device}"
+            raise ValueError(f"{name}: got {got}, allowed is int64 on {device}")
+    gapless("embedding", embedding, embedding.dtype, device)
+    gapless("frequencies", frequencies, torch.float32, device)
+    hidden = torch.empty((B, N), dtype=embedding.dtype, device=device)
+    cos, sin = torch.empty((2, B, D), dtype=embedding.dtype, device=device)
+    launch(
+        kernels.begin_token,
+        (1 + cdiv(N, COLUMNS), B),
+        Tile(overlap=overlap),
+        device,
+        ids=ids,
+        id_step=ids.stride(0),
+        positions=positions,
+        position_step=positions.stride(0),
+        embedding=embedding,
+        embedding_step=embedding.stride(0),
+        frequencies=frequencies,
+        factor=factor,
+        hidden=hidden,
+        cos=cos,
+        sin=sin,
+        V=V,
+        N=N,
+        D=D,
+        BLOCK=COLUMNS,
+        HALF=next_power_of_2(D // 2),
+    )
+    return hidden, cos, sin
+
+
+def likeliest(
+    logits: Tensor, scratch: Tensor, *, out: Tensor | None = None, overlap: bool = False
+) -> Tensor:
+    """The token of each row's highest logit: int64 `[B]`, in one launch.
+
+    The lowest of equals; NaN is above all others, as in torch. logits `[B, V]`, float32, float16 or
+    bfloat16; scratch: zeros int64 `[B or more, 2]`, contiguous, which the launch leaves as zeros:
+    launches that run at the same time need one each; out: where the tokens go; overlap: as of
+    `Tile`. Raises ValueError for other shapes, dtypes or devices.
+    """
+    if logits.ndim != 2 or not logits.numel() or logits.dtype not in DTYPES:
+        got = f"{logits.dtype} of shape {list(logits.shape)}"
+        raise ValueError(f"logits: got {got}, allowed is [B, V] of one of {DTYPES}")
+    (B, V), device = logits.shape, logits.device
+    gapless("logits", logits, logits.dtype, device)
+    if scratch.ndim != 2 or len(scratch) < B or not scratch.is_contiguous():
+        got = f"shape {list(scratch.shape)} of strides {scratch.stride()}"
+        raise ValueError(f"scratch: got {got}, allowed is [{B} or more, 2], contiguous")
+    gapless("scratch", shaped("scratch", scratch, len(scratch), 2), torch.int64, device)
+    tokens = torch.empty(B, dtype=torch.int64, device=device) if out is None else out
+    gapless("out", shaped("out", tokens, B), torch.int64, device)
+    launch(
+        kernels.likeliest,
+        (cdiv(V, LOGITS), B),
+        Tile(overlap=overlap),
+        device,
+        logits=logits,
+        step=logits.stride(0),
+        scratch=scratch,
+        tokens=tokens,
+        V=V,
+        BLOCK=LOGITS,
+    )
+    return tokens

@@ -1,0 +1,64 @@
+"""The ends of a token: its embedding and angles before the layers, the likeliest one after."""
+
+import triton
+import triton.language as tl
+
+from kvindex_cuda.triton.kernels.overlap import after_previous
+
+LAST = tl.constexpr(2**31 - 1)
+"""Of int32: above any other float's order, and a mask of places."""
+
+
+@triton.jit
+def begin_token(
+    ids, id_step, positions, position_step, embedding, embedding_step, frequencies, factor,
+    hidden, cos, sin, V, N, D: tl.constexpr, BLOCK: tl.constexpr, HALF: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """A row's first program writes its angles, each other one `BLOCK` columns of its embedding.
+
+    An id outside `V` rows reads nothing and writes NaN.
+    """
+    after_previous(OVERLAP)
+    block, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    if block == 0:
+        pair = tl.arange(0, HALF)
+        half = pair < D // 2
+        position = tl.load(positions + row * position_step).to(tl.float32)
+        angle = position * tl.load(frequencies + pair, half, other=0.0)
+        cosine = (tl.cos(angle) * factor).to(cos.dtype.element_ty)
+        sine = (tl.sin(angle) * factor).to(sin.dtype.element_ty)
+        first, second = row * D + pair, row * D + D // 2 + pair
+        tl.store(cos + first, cosine, half)
+        tl.store(cos + second, cosine, half)
+        tl.store(sin + first, sine, half)
+        tl.store(sin + second, sine, half)
+    else:
+        token = tl.load(ids + row * id_step)
+        known = (token >= 0) & (token < V)
+        column = (block - 1) * BLOCK + tl.arange(0, BLOCK)
+        at = embedding + tl.where(known, token, 0) * embedding_step + column
+        found = tl.load(at, known & (column < N), other=float("nan"))
+        tl.store(hidden + row * N + column, found, column < N)
+
+
+@triton.jit
+def likeliest(logits, step, scratch, tokens, V, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
+    """A row's highest logit by its order and place, as one number; the last program writes it.
+
+    scratch `[B, 2]`: the highest so far, and how many programs have ended; zeros again at the end.
+    """
+    after_previous(OVERLAP)
+    row = tl.program_id(1).to(tl.int64)
+    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    found = tl.load(logits + row * step + column, column < V, other=float("-inf")).to(tl.float32)
+    bits = tl.where(found == 0.0, 0.0, found).to(tl.int32, bitcast=True)  # zeros are equal
+    order = tl.where(found != found, LAST, tl.where(bits < 0, bits ^ LAST, bits))
+    # the order as a positive number, above the place, of which a lower one is higher
+    highest = tl.max(((order.to(tl.int64) + LAST + 1) << 31) | (LAST - column), 0)
+    best, ended = scratch + 2 * row, scratch + 2 * row + 1
+    tl.atomic_max(best, highest, sem="relaxed")
+    tl.debug_barrier()
+    if tl.atomic_add(ended, 1, sem="acq_rel") == tl.num_programs(0) - 1:
+        tl.store(ended, 0)
+        tl.store(tokens + row, LAST - (tl.atomic_xchg(best, 0) & LAST))

@@ -1,0 +1,78 @@
+"""Queries, keys and values of a token: a product, and whoever ends a head last rotates it."""
+
+import triton
+import triton.language as tl
+
+from kvindex_cuda.triton.kernels.product import product
+
+
+@triton.jit
+def rotate(source, cos, sin, norm, eps, target, inside, written, D: tl.constexpr):
+    """Normalize a head of each sequence where there is a norm, rotate it, and write it.
+
+    source, cos, sin, target `[batch, 1]`: where they lie; inside: which sequences there are;
+    written: whose target there is. A head's halves are `[batch, HALF]`, of `D / 2` coordinates.
+    """
+    HALF: tl.constexpr = triton.next_power_of_2(D // 2)
+    pair = tl.arange(0, HALF)[None, :]
+    half = pair < D // 2
+    read, kept = half & inside, half & written
+    # not through L1: other programs have written them
+    first = tl.load(source + pair, read, other=0.0, cache_modifier=".cg").to(tl.float32)
+    second = tl.load(source + D // 2 + pair, read, other=0.0, cache_modifier=".cg").to(tl.float32)
+    if norm is not None:
+        factor = tl.rsqrt(tl.sum(first * first + second * second, 1)[:, None] / D + eps)
+        first = first * factor * tl.load(norm + pair, half, other=0.0).to(tl.float32)
+        second = second * factor * tl.load(norm + D // 2 + pair, half, other=0.0).to(tl.float32)
+    dtype = target.dtype.element_ty
+    cosine = tl.load(cos + pair, read, other=0.0).to(tl.float32)
+    sine = tl.load(sin + pair, read, other=0.0).to(tl.float32)
+    tl.store(target + pair, (first * cosine - second * sine).to(dtype), kept)
+    cosine = tl.load(cos + D // 2 + pair, read, other=0.0).to(tl.float32)
+    sine = tl.load(sin + D // 2 + pair, read, other=0.0).to(tl.float32)
+    tl.store(target + D // 2 + pair, (second * cosine + first * sine).to(dtype), kept)
+
+
+@triton.jit
+def project_heads(
+    x, x_step, norm, eps, weight, scale, bias, projected, tickets,
+    cos, sin, angle_step, query_norm, query_eps, key_norm, key_eps, slots, queries, keys, values,
+    key_batch, key_head, key_row, value_batch, value_head, value_row, B, N, K, C,
+    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
+    BATCH: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SLICES: tl.constexpr,
+    STAGES: tl.constexpr, AHEAD: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """`projected[b] = weight · f(x[b])`, of a head `D / BLOCK_N` programs; the last of them, by the
+    head's ticket, writes the head where it is wanted. A slot outside `C` rows takes nothing.
+    """
+    rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    batch = tl.arange(0, BATCH)
+    sums = product(
+        x, x_step, norm, eps, weight, scale, bias, rows, batch, B, N, K,
+        BLOCK_K, SLICES, False, STAGES, AHEAD, False, OVERLAP,
+    )  # fmt: skip
+    at = projected + batch[None, :] * N + rows[:, None]
+    tl.store(at, sums.to(projected.dtype.element_ty), (rows[:, None] < N) & (batch[None, :] < B))
+    tl.debug_barrier()  # all of the program's threads have written
+    head = tl.program_id(0) * BLOCK_N // D
+    if tl.atomic_add(tickets + head, 1, sem="acq_rel") == D // BLOCK_N - 1:
+        tl.store(tickets + head, 0)
+        which = batch[:, None].to(tl.int64)
+        inside = which < B
+        source = projected + which * N + head * D
+        slot = tl.load(slots + which, inside, other=-1)
+        there = (slot >= 0) & (slot < C)
+        at_cos, at_sin = cos + which * angle_step, sin + which * angle_step
+        if head < H:
+            query = queries + (which * H + head) * D
+            rotate(source, at_cos, at_sin, query_norm, query_eps, query, inside, inside, D)
+        elif head < H + G:
+            key = keys + which * key_batch + (head - H).to(tl.int64) * key_head + slot * key_row
+            rotate(source, at_cos, at_sin, key_norm, key_eps, key, inside, there, D)
+        else:
+            column = tl.arange(0, triton.next_power_of_2(D))[None, :]
+            within = column < D
+            value = tl.load(source + column, within & inside, other=0.0, cache_modifier=".cg")
+            group = (head - H - G).to(tl.int64)
+            target = values + which * value_batch + group * value_head + slot * value_row
+            tl.store(target + column, value.to(values.dtype.element_ty), within & there)
