@@ -17,6 +17,7 @@ from torch import Tensor
 from kvindex.core.geometry import Geometry
 from kvindex.core.protocol import Attended, Hits, Rows
 from kvindex.core.resident import ResidentRows
+from kvindex.core.streams import capturing
 from kvindex.pariskv.config import ParisKVConfig
 from kvindex_cuda.memory.layout import BLOCK, Layout
 from kvindex_cuda.memory.row_cache import RowCache
@@ -24,7 +25,7 @@ from kvindex_cuda.pariskv.device_state import State, put
 from kvindex_cuda.pariskv.dispatch import room_of
 from kvindex_cuda.pariskv.graph import Replays
 from kvindex_cuda.pariskv.hits import ordered_hits
-from kvindex_cuda.pariskv.shared_step import SharedStep, capturing, shared, with_headroom
+from kvindex_cuda.pariskv.shared_step import SharedStep, shared, with_headroom
 from kvindex_cuda.pariskv.stage_token import stage_token
 
 PER_BLOCK = "codes", "rows", "near", "valid"

@@ -18,6 +18,7 @@ from torch import Tensor
 from kvindex.core.geometry import Geometry
 from kvindex.core.protocol import UNUSED, Attended, Contents, Hits, Rows
 from kvindex.core.resident import ResidentRows
+from kvindex.core.streams import capturing
 from kvindex.pariskv.config import ParisKVConfig
 from kvindex.storage.store import AddressedRows, CenteredRows, PlacedRows
 from kvindex_cuda.memory.code_blocks import CodeBlocks
@@ -30,7 +31,7 @@ from kvindex_cuda.pariskv.dispatch import kind_of, layout_of, room_of, unreadabl
 from kvindex_cuda.pariskv.encode import Encoder, encoder_of
 from kvindex_cuda.pariskv.graph import Replay, Replays
 from kvindex_cuda.pariskv.hits import ordered_hits
-from kvindex_cuda.pariskv.shared_step import Use, capturing, shared, with_headroom
+from kvindex_cuda.pariskv.shared_step import Use, shared, with_headroom
 from kvindex_cuda.pariskv.stage_token import load_stage_token, stage_token, token_to_stage
 from kvindex_cuda.pariskv.update_state import update_state
 

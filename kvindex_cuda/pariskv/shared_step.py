@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvindex.core.geometry import Geometry
-from kvindex.core.streams import raw_stream
+from kvindex.core.streams import capturing, raw_stream
 from kvindex_cuda.memory.layout import Layout
 from kvindex_cuda.pariskv.base_step import BaseStep
 from kvindex_cuda.pariskv.device_state import State
@@ -147,13 +147,3 @@ def shared(
 def with_headroom(need: int) -> int:
     """Room over what is needed, and no more than as much again."""
     return need + min(need, HEADROOM)
-
-
-def capturing(device: torch.device) -> bool:
-    """Whether the current stream is being captured in a graph."""
-    if device.type != "cuda":
-        return False
-    if device.index == torch.cuda.current_device():
-        return torch.cuda.is_current_stream_capturing()
-    with torch.cuda.device(device):
-        return torch.cuda.is_current_stream_capturing()

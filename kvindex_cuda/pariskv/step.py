@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from kvindex.core.geometry import Geometry
+from kvindex.core.streams import capturing
 from kvindex.ops import codes as reference
 from kvindex.ops import priority, transform
 from kvindex.ops.step_votes import PLANES
@@ -97,7 +98,11 @@ class Step(BaseStep):
         return self._groups, self.geometry.group_size
 
     def _prepare(self, queries: Tensor, state: State) -> None:
-        """The first launch."""
+        """The first launch.
+
+        With a token it reads codes before the launch before has ended, which in a graph makes the
+        token alone; outside of one that may have written codes, so that it begins no earlier.
+        """
         groups = self._groups
         launch(
             "step/prepare_query.cu",
@@ -147,7 +152,7 @@ class Step(BaseStep):
                 octaves=self._scale / math.log(2),
                 gain=self._scale * priority.UNIT / math.log(2),
             ),
-            overlap=True,
+            overlap=state.token is None or capturing(queries.device),
             **self._prepares,
         )
 
