@@ -12,6 +12,7 @@ from kvindex.core.graphs import GRAPHS
 from kvindex.core.protocol import Rows
 from kvindex.indexes.pariskv import ParisKV
 from kvindex.layer import AttentionLayer
+from kvindex_cuda.pariskv import step as steps
 from tests.cuda.graphs import WholeGraph, kept
 from tests.cuda.launches import Launches
 from tests.support.helpers import Case, Operations
@@ -94,6 +95,27 @@ def replayed(device, tokens=6, **options):
     pair.feed(PROMPT)
     pair.feed(times=1 + tokens)
     return pair
+
+
+def test_codes_are_read_early_in_a_graph_alone(device, monkeypatch):
+    """Outside of it the launch before may be what writes them."""
+    found, launch = [], steps.launch
+
+    def noted(file, name, *given, overlap, **named):
+        if name == "prepare_query":
+            found.append((overlap, named["arguments"]["token_keys"] is not None))
+        launch(file, name, *given, overlap=overlap, **named)
+
+    pair = replayed(device, tokens=1)
+    monkeypatch.setattr(steps, "launch", noted)
+    layer, parts = pair.layers[0], pair._parts
+    layer.step(*parts)
+    for captured in (False, True):
+        layer.prepare_replay()
+        monkeypatch.setattr(steps, "capturing", lambda device, found=captured: found)
+        layer.captured_step(*parts)
+        layer.count_replay()
+    assert found == [(True, False), (False, True), (True, True)]
 
 
 @pytest.mark.parametrize("beside", [True, False])
