@@ -9,7 +9,6 @@ from kvindex.core import check
 from kvindex.core.geometry import Geometry
 from kvindex.core.guard import Guarded
 from kvindex.core.protocol import UNUSED, Hits
-from kvindex.core.streams import capturing
 
 
 class DeferredChecks(Guarded):
@@ -94,6 +93,14 @@ class DeferredChecks(Guarded):
                 flag.zero_()
             raise ValueError(found[0])
 
+    def _captured(self) -> bool:
+        """Whether a graph of the current stream is being captured."""
+        device = self.geometry.device
+        if device.type != "cuda":
+            return False
+        with torch.cuda.device(device):
+            return torch.cuda.is_current_stream_capturing()
+
     def _checked_ids(self, hits: Hits, summaries: int, length: Tensor | None = None) -> Tensor:
         """Ids of `hits`, of so many summaries too; one that names no row is an unused slot.
 
@@ -103,7 +110,7 @@ class DeferredChecks(Guarded):
         """
         if not isinstance(hits, Hits):
             raise TypeError(f"hits: got {type(hits).__name__}, allowed is a kvindex.Hits")
-        if length is None and capturing(self.geometry.device):
+        if length is None and self._captured():
             raise RuntimeError(
                 "graph: got ids that are held to the rows there are when it is captured, as of a "
                 "fetch; allowed are search and attend, which read on the device how many there are"

@@ -45,13 +45,3 @@ def to_host(tensor: Tensor) -> Callable[[], Tensor]:
 def side_stream(device: torch.device) -> torch.cuda.Stream:
     """The one that appends of all layers run on, so that they follow one another."""
     return new_stream(device)
-
-
-def capturing(device: torch.device) -> bool:
-    """Whether the current stream is being captured in a graph."""
-    if device.type != "cuda":
-        return False
-    if device.index == torch.cuda.current_device():
-        return torch.cuda.is_current_stream_capturing()
-    with torch.cuda.device(device):
-        return torch.cuda.is_current_stream_capturing()

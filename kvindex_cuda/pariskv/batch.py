@@ -17,7 +17,6 @@ from torch import Tensor
 from kvindex.core.geometry import Geometry
 from kvindex.core.protocol import Attended, Hits, Rows
 from kvindex.core.resident import ResidentRows
-from kvindex.core.streams import capturing
 from kvindex.pariskv.config import ParisKVConfig
 from kvindex_cuda.memory.layout import BLOCK, Layout
 from kvindex_cuda.memory.row_cache import RowCache
@@ -27,6 +26,7 @@ from kvindex_cuda.pariskv.graph import Replays
 from kvindex_cuda.pariskv.hits import ordered_hits
 from kvindex_cuda.pariskv.shared_step import SharedStep, shared, with_headroom
 from kvindex_cuda.pariskv.stage_token import stage_token
+from kvindex_cuda.runtime.launch import capturing
 
 PER_BLOCK = "codes", "rows", "near", "valid"
 """Of a `State`, what has an entry for each block."""

@@ -18,7 +18,6 @@ from torch import Tensor
 from kvindex.core.geometry import Geometry
 from kvindex.core.protocol import UNUSED, Attended, Contents, Hits, Rows
 from kvindex.core.resident import ResidentRows
-from kvindex.core.streams import capturing
 from kvindex.pariskv.config import ParisKVConfig
 from kvindex.storage.store import AddressedRows, CenteredRows, PlacedRows
 from kvindex_cuda.memory.code_blocks import CodeBlocks
@@ -34,6 +33,7 @@ from kvindex_cuda.pariskv.hits import ordered_hits
 from kvindex_cuda.pariskv.shared_step import Use, shared, with_headroom
 from kvindex_cuda.pariskv.stage_token import load_stage_token, stage_token, token_to_stage
 from kvindex_cuda.pariskv.update_state import update_state
+from kvindex_cuda.runtime.launch import capturing
 
 
 class ParisKVExecutor(AppendedCodes):

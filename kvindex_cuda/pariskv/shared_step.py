@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvindex.core.geometry import Geometry
-from kvindex.core.streams import capturing, raw_stream
+from kvindex.core.streams import raw_stream
 from kvindex_cuda.memory.layout import Layout
 from kvindex_cuda.pariskv.base_step import BaseStep
 from kvindex_cuda.pariskv.device_state import State
@@ -19,6 +19,7 @@ from kvindex_cuda.pariskv.latent_step import LatentStep
 from kvindex_cuda.pariskv.step import Step
 from kvindex_cuda.pariskv.table_step import TableStep
 from kvindex_cuda.runtime.arguments import multiprocessors
+from kvindex_cuda.runtime.launch import capturing
 
 HEADROOM = 2**16
 """Of buffers: they are made anew past it."""

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from kvindex.core.geometry import Geometry
-from kvindex.core.streams import capturing
 from kvindex.ops import codes as reference
 from kvindex.ops import priority, transform
 from kvindex.ops.step_votes import PLANES
@@ -26,7 +25,7 @@ from kvindex_cuda.pariskv.base_step import BaseStep
 from kvindex_cuda.pariskv.device_state import State
 from kvindex_cuda.pariskv.few_groups import rerank_splits
 from kvindex_cuda.runtime.constants import SAMPLED, SCAN_STAGES, SCAN_WARPS
-from kvindex_cuda.runtime.launch import launch
+from kvindex_cuda.runtime.launch import capturing, launch
 
 
 class Step(BaseStep):

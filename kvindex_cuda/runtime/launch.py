@@ -320,3 +320,13 @@ def checked(device: int) -> Any:
             '(pip install "kvindex-torch[cuda12]")'
         )
     return cupy
+
+
+def capturing(device: torch.device) -> bool:
+    """Whether the current stream is being captured in a graph."""
+    if device.type != "cuda":
+        return False
+    if device.index == torch.cuda.current_device():
+        return torch.cuda.is_current_stream_capturing()
+    with torch.cuda.device(device):
+        return torch.cuda.is_current_stream_capturing()

@@ -6,7 +6,7 @@
 import pytest
 import torch
 
-from kvindex.bases import deferred
+from kvindex.bases.deferred import DeferredChecks
 from kvindex.core.resident import ResidentRows
 from kvindex_cuda.ops import sampling
 from kvindex_cuda.pariskv import executor
@@ -67,7 +67,7 @@ def test_a_replay_is_a_call(setup, name):
 
 def test_ids_that_a_graph_would_hold_to_the_hosts_length_are_refused(setup, monkeypatch):
     index, *_, hits = setup("pariskv")
-    monkeypatch.setattr(deferred, "capturing", lambda device: True)
+    monkeypatch.setattr(DeferredChecks, "_captured", lambda self: True)
     with pytest.raises(RuntimeError, match="graph: got ids that are held to the rows there are"):
         index.fetch(hits)
     monkeypatch.setattr(ParisKVExecutor, "length", None)
