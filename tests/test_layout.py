@@ -306,6 +306,7 @@ LOOKUPS = {
     "adapters/kvindex_adapters/hf/run_ahead.py": OF_TRANSFORMERS,
     "adapters/kvindex_adapters/hf/tensor_spec.py": "the name of a function of torch",
     "adapters/kvindex_adapters/hf/unsupported.py": OF_TRANSFORMERS,
+    "adapters/kvindex_adapters/vllm/__init__.py": "what a version of vLLM has",
     "kvindex/bases/faiss_library.py": "what a build of FAISS has",
     "kvindex/core/geometry.py": "fields of a dataclass",
     "kvindex/indexes/ctkvr.py": OF_A_CONFIG,

@@ -3,6 +3,10 @@
 Float32, so that a rounding does not decide a token.
 """
 
+import json
+import os
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +14,7 @@ import torch
 
 from kvindex_adapters.vllm import pages, register
 from kvindex_adapters.vllm.attention import PagedAttention
-from tests.vllm.conftest import EVERY, SMALL, answers, prompt, tokens
+from tests.vllm.conftest import EVERY, SMALL, answers, prompt, settings, tokens
 
 vllm = pytest.importorskip("vllm")
 
@@ -136,3 +140,28 @@ def test_registering_again_changes_nothing(stock):
     register()
     assert AttentionBackendEnum.CPU_ATTN.get_path() == before
     assert before.startswith("kvindex_adapters.vllm")
+
+
+IN_PROCESSES = """
+import json, sys
+from vllm import LLM
+llm = LLM(**json.loads(sys.argv[1]))
+"""
+
+
+@pytest.mark.skipif(VERSION < (0, 32), reason="vLLM takes names of backends from 0.32 on")
+@pytest.mark.parametrize("loaded", [True, False])
+def test_the_backend_by_name_in_worker_processes(model, loaded):
+    """Without the plug-in vLLM itself raises an error."""
+    given = settings(model, EVERY, attention_backend="KVINDEX")
+    env = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_LOGGING_LEVEL": "INFO"}
+    if not loaded:
+        env["VLLM_PLUGINS"] = ""
+    command = [sys.executable, "-c", IN_PROCESSES, json.dumps(given)]
+    run = subprocess.run(command, env=os.environ | env, capture_output=True, text=True, timeout=300)
+    text = run.stdout + run.stderr
+    if loaded:
+        assert run.returncode == 0, text
+    else:
+        assert run.returncode != 0
+        assert "Unknown attention backend: 'KVINDEX'" in text

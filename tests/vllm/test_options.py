@@ -39,6 +39,30 @@ def test_what_is_not_allowed_is_said(given, said):
         Options.of(given)
 
 
+def test_options_of_an_engine():
+    assert Options.asked({"kvindex": {"k": 7}, "gdn_prefill_backend": "triton"}) == Options(k=7)
+    assert Options.asked({"kvindex": {}}, named=True) == Options()
+    for nothing in ({}, None, object(), {"index": "of another plug-in", "kv_cache": 1, 5: 5}):
+        assert Options.asked(nothing) is None
+
+
+@pytest.mark.parametrize(
+    "key",
+    ["kvindx", "kvidnex", "kv_index", "kv-index", "KVIndex", "kvindexes", "kvindex.k", "kindex"],
+)
+def test_keys_that_are_misspelled(key):
+    for given in ({key: {"k": 7}}, {"kvindex": {}, key: {}}):
+        with pytest.raises(
+            ValueError, match=f"additional_config: got '{key}', allowed is 'kvindex'"
+        ):
+            Options.asked(given)
+
+
+def test_a_backend_that_is_named_needs_options():
+    with pytest.raises(ValueError, match=r"got {'indx': 1}, allowed with attention_backend="):
+        Options.asked({"indx": 1}, named=True)
+
+
 def engine(**other):
     """A `VllmConfig`, as far as it is looked at."""
     values = {

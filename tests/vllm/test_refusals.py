@@ -123,6 +123,21 @@ def test_a_model_of_sliding_layers_alone(stock, configured):
             SearchingBackend.get_builder_cls()(spec, ["layers.0"], config, "cpu")
 
 
+@pytest.mark.parametrize(
+    ("additional", "options", "said"),
+    [
+        ({"kvindx": {"k": 7}}, {}, "additional_config: got 'kvindx', allowed is 'kvindex'"),
+        ({}, {"attention_backend": "KVINDEX"}, "additional_config: got {}, allowed with"),
+    ],
+)
+def test_options_that_are_misspelled_or_missing(stock, configured, additional, options, said):
+    with (
+        configured(None, additional_config=additional, **options),
+        pytest.raises(ValueError, match=f"kvindex: {said}"),
+    ):
+        layer()
+
+
 def test_nobody_who_does_not_ask_meets_us(stock, configured):
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 

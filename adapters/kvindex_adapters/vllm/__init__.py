@@ -8,6 +8,12 @@ vLLM finds `register` by the entry point `kvindex` of `vllm.general_plugins`
 
 from __future__ import annotations
 
+from typing import Any
+
+BACKEND = "KVINDEX"
+"""What `attention_backend` may say, so that vLLM fails where the plug-in was not loaded."""
+
+
 OTHERS = (
     *("TRITON_ATTN", "FLASHINFER", "FLEX_ATTENTION", "TURBOQUANT"),
     *("CPU_MLA", "AMX_MLA", "FLASHMLA", "FLASH_ATTN_MLA", "FLASHINFER_MLA"),
@@ -17,15 +23,34 @@ OTHERS = (
 
 
 def register() -> None:
-    """Tell vLLM of the backends that search; called in each of its processes, any number of times.
+    """Add the plug-in to vLLM. vLLM calls this in each of its processes, possibly several times.
 
-    They are vLLM's own, by name and in all they do, unless `additional_config` has "kvindex".
+    The backends that search stand in for vLLM's own of the same device. They are vLLM's own for
+    an engine whose `additional_config` has no "kvindex".
     """
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
     register_backend(AttentionBackendEnum.CPU_ATTN, f"{__name__}.backend.SearchingBackend")
     register_backend(AttentionBackendEnum.FLASH_ATTN, f"{__name__}.gpu.SearchingFlashBackend")
+    if hasattr(AttentionBackendEnum, "register"):  # from vLLM 0.32 on
+        named_backend()
     known = AttentionBackendEnum.__members__
     for name in OTHERS:
         if name in known:
             register_backend(known[name], f"{__name__}.others.{name}")
+
+
+def named_backend() -> Any:
+    """Return the member of vLLM's enumeration that `attention_backend="KVINDEX"` selects.
+
+    vLLM itself raises an error for this name in a process where the plug-in was not loaded.
+    """
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    members = AttentionBackendEnum.__members__
+    if BACKEND not in members:
+        # vLLM pickles the configuration for its worker processes, which unpickle it before they
+        # load plug-ins. An added member is unknown there, so unpickling adds it.
+        member = AttentionBackendEnum.register(BACKEND, f"{__name__}.gpu.SearchingFlashBackend")
+        member.__reduce_ex__ = lambda protocol: (named_backend, ())
+    return members[BACKEND]

@@ -26,6 +26,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from kvindex.core.geometry import Geometry
 from kvindex.ops.block_layout import BLOCK
+from kvindex_adapters.vllm import BACKEND
 from kvindex_adapters.vllm.options import Options
 from kvindex_adapters.vllm.unsupported import check_engine, check_layer, check_sliding
 
@@ -33,11 +34,9 @@ logger = init_logger(f"vllm.{__name__}")  # vLLM shows its own loggers alone
 
 
 def options_of(config: VllmConfig) -> Options | None:
-    """What an engine is asked for, None for nothing of ours. Raises ValueError."""
-    given = config.additional_config
-    if not isinstance(given, dict) or "kvindex" not in given:
-        return None
-    return Options.of(given["kvindex"])
+    """Return an engine's options, None where it does not ask for kvindex. Raises ValueError."""
+    backend = config.attention_config.backend
+    return Options.asked(config.additional_config, named=bool(backend and backend.name == BACKEND))
 
 
 def geometry_of(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
@@ -10,6 +12,10 @@ from kvindex.core import check
 from kvindex.core.config import make_config, parse_spec, unknown
 from kvindex.ops.block_layout import BLOCK, Layout, SubspaceLayout
 from kvindex.pariskv.config import ParisKVConfig
+from kvindex_adapters.vllm import BACKEND
+
+KEY = "kvindex"
+"""Where `additional_config` has the options."""
 
 INDEX = "pariskv"
 """The index whose codes are a function of their block, which alone an engine can share."""
@@ -64,6 +70,32 @@ class Options:
                 raise ValueError(unknown("option", name, known))
         return Options(**given)
 
+    @staticmethod
+    def asked(additional_config: object, *, named: bool = False) -> Options | None:
+        """Read an engine's options from its `additional_config`, None where it has none.
+
+        Args:
+            additional_config: As vLLM has it: a mapping, or an object of another plug-in.
+            named: Whether `attention_backend` names the plug-in, which requires options.
+
+        Raises:
+            ValueError: A key is a misspelling of "kvindex", the options are required and missing,
+                or one of them does not fit.
+        """
+        given = additional_config if isinstance(additional_config, Mapping) else {}
+        for key in given:
+            if key != KEY and _resembles(str(key)):
+                raise ValueError(f"kvindex: additional_config: got {key!r}, allowed is {KEY!r}")
+        if KEY in given:
+            return Options.of(given[KEY])
+        if named:
+            raise ValueError(
+                f"kvindex: additional_config: got {additional_config!r}, allowed with "
+                f'attention_backend="{BACKEND}" is {{"{KEY}": {{…}}}} with options of the search, '
+                "or with none for its defaults"
+            )
+        return None
+
     @property
     def config(self) -> ParisKVConfig:
         """Of the index. Raises ValueError."""
@@ -90,3 +122,9 @@ class Options:
             "tokens: block='key' with weights='log' of 16 bits and a center of 256 or 0, or "
             "preset='paper'"
         )
+
+
+def _resembles(key: str) -> bool:
+    """Whether a key of `additional_config` was meant to be ours."""
+    letters = re.sub("[^a-z]", "", key.lower())
+    return letters.startswith(KEY) or bool(difflib.get_close_matches(letters, [KEY], cutoff=0.85))
