@@ -142,6 +142,28 @@ def test_registering_again_changes_nothing(stock):
     assert before.startswith("kvindex_adapters.vllm")
 
 
+LATENT = dict(
+    num_key_value_heads=4,
+    kv_lora_rank=512,  # with 64 more the one size that vLLM serves on a CPU
+    qk_rope_head_dim=64,
+    q_lora_rank=64,
+    qk_nope_head_dim=32,
+    v_head_dim=32,
+    first_k_dense_replace=2,  # no experts
+)
+
+
+def test_latent_attention_whichever_engine_comes_first(engine, saved):
+    """vLLM caches the class that it selected; the engine that asks is refused all the same."""
+    folder, options = saved("DeepseekV3", **LATENT), dict(num_gpu_blocks_override=None)
+    refused = pytest.raises(ValueError, match="kvindex: model: got multi-head latent attention")
+    with refused:
+        engine(folder, EVERY, **options)
+    assert tokens(engine(folder, **options), [prompt(20)], 2)
+    with refused:
+        engine(folder, EVERY, **options)
+
+
 IN_PROCESSES = """
 import json, sys
 from vllm import LLM

@@ -1,5 +1,6 @@
 """What is refused, as vLLM makes its layers: nothing is served as if nobody had asked."""
 
+import contextlib
 from types import SimpleNamespace
 
 import pytest
@@ -87,40 +88,117 @@ def test_rows_of_another_dtype(stock, configured):
         layer(cache_config=get_current_vllm_config().cache_config)
 
 
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [
-        ("CPU_MLA", "model: got multi-head latent"),
-        ("TRITON_MLA", "model: got multi-head latent"),
-        ("TRITON_ATTN", "attention_backend: got TRITON_ATTN, allowed is 'FLASH_ATTN'"),
-        ("FLEX_ATTENTION", "attention_backend: got FLEX_ATTENTION, allowed is 'FLASH_ATTN'"),
-    ],
-)
-def test_other_backends(stock, configured, name, said):
+def implementations():
+    """The classes of all attention implementations of vLLM that can be imported here."""
+    from vllm.v1.attention.backend import AttentionImplBase
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-    if name not in AttentionBackendEnum.__members__:
-        pytest.skip(f"this vLLM has no {name}")
-    with configured():
-        backend = AttentionBackendEnum[name].get_class()
-        assert backend.__module__ == "kvindex_adapters.vllm.others"
-        with pytest.raises(ValueError, match=f"kvindex: {said}"):
-            backend.get_impl_cls()
-        assert backend is AttentionBackendEnum[name].get_class()
+    for name, member in AttentionBackendEnum.__members__.items():
+        if name.startswith(("ROCM", "XPU")):
+            continue  # the driver's library may end the process
+        with contextlib.suppress(Exception):  # a package, a device or a kernel is missing
+            member.get_class().get_impl_cls()
+    left = [AttentionImplBase]
+    while left:
+        made = left.pop()
+        left += made.__subclasses__()
+        yield made
+
+
+def test_no_other_implementation_is_made(stock, configured):
+    """Whichever backend vLLM selects, caches, or has registered by others."""
+    from kvindex_adapters.vllm.engine import PluginAttention
+
     with configured(None):
-        assert AttentionBackendEnum[name].get_class().__module__.startswith("vllm.")
+        others = {kind for kind in implementations() if not issubclass(kind, PluginAttention)}
+    assert {"CPUAttentionBackendImpl", "CPUMLAImpl"} < {kind.__name__ for kind in others}
+    with configured():
+        for kind in others:
+            with pytest.raises(ValueError, match=r"kvindex: \w+: got .+, allowed is"):
+                kind.__new__(kind)
 
 
-def test_a_model_of_sliding_layers_alone(stock, configured):
+def test_a_class_that_vllm_caches_serves_engines_that_ask_and_others(stock, configured):
+    """Cross attention: vLLM subclasses the implementation of the first engine that needs it."""
+    from vllm.model_executor.layers.attention.cross_attention import (
+        CrossAttention,
+        create_cross_attention_backend,
+    )
+
+    for first, second in ((None, EVERY), (EVERY, None)):
+        create_cross_attention_backend.cache_clear()
+        for asked in (first, second):
+            with configured(asked):
+                if asked is None:
+                    CrossAttention(4, 32, 1.0, prefix="layers.0")
+                    continue
+                with pytest.raises(ValueError, match="kvindex: attention: got "):
+                    CrossAttention(4, 32, 1.0, prefix="layers.0")
+    create_cross_attention_backend.cache_clear()
+
+
+def test_every_layer_with_a_cache_is_checked(stock, configured):
+    """Also a layer without an implementation, and one that changes what plain attention sees."""
     from vllm.config import get_current_vllm_config
+    from vllm.model_executor.layers.attention import Attention
+    from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+
+    from kvindex_adapters.vllm.backend import SearchingBackend
+
+    class Window(Attention):
+        """As vLLM's R-SWA, whose mask is elsewhere."""
+
+    class Indexer(AttentionLayerBase):
+        """As the caches of models that select their own rows."""
+
+        def get_attn_backend(self):
+            raise NotImplementedError
+
+        def get_kv_cache_spec(self, vllm_config):
+            raise NotImplementedError
+
+    for other in (Window, Indexer):
+        with configured():
+            config = get_current_vllm_config()
+            spec = layer().get_kv_cache_spec(config)
+            builder = SearchingBackend.get_builder_cls()
+            builder(spec, ["layers.0"], config, "cpu")
+            context = config.compilation_config.static_forward_context
+            if other is Window:
+                Window(4, 32, 1.0, 2, prefix="layers.1")
+            else:
+                context["layers.1"] = Indexer()
+            with pytest.raises(ValueError, match=f"layer layers.1: got {other.__name__}, allowed"):
+                builder(spec, ["layers.0"], config, "cpu")
+        with configured(None):
+            config = get_current_vllm_config()
+            config.compilation_config.static_forward_context["layers.1"] = Indexer()
+            builder(spec, ["layers.0"], config, "cpu")
+
+
+@pytest.mark.parametrize("sliding", [True, False])
+def test_a_model_in_which_nothing_searches(stock, configured, sliding):
+    from vllm.config import get_current_vllm_config
+    from vllm.v1.attention.backends.mamba1_attn import Mamba1AttentionMetadataBuilder
 
     from kvindex_adapters.vllm.backend import SearchingBackend
 
     with configured(disable_hybrid_kv_cache_manager=True):
         config = get_current_vllm_config()
         spec = layer(per_layer_sliding_window=64).get_kv_cache_spec(config)
+        made = SearchingBackend.get_builder_cls() if sliding else Mamba1AttentionMetadataBuilder
+        if not sliding:
+            config.compilation_config.static_forward_context.clear()
         with pytest.raises(ValueError, match="kvindex: model: got no full-attention layer"):
-            SearchingBackend.get_builder_cls()(spec, ["layers.0"], config, "cpu")
+            made(spec, ["layers.0"], config, "cpu")
+
+
+def test_a_scaled_output(stock, configured):
+    with configured():
+        made = layer().impl
+    given = (None,) * 5
+    with pytest.raises(ValueError, match="kvindex: output_scale: got one, allowed is None"):
+        made.forward(*given, SimpleNamespace(causal=True), None, torch.ones(1))
 
 
 @pytest.mark.parametrize(

@@ -14,14 +14,6 @@ BACKEND = "KVINDEX"
 """What `attention_backend` may say, so that vLLM fails where the plug-in was not loaded."""
 
 
-OTHERS = (
-    *("TRITON_ATTN", "FLASHINFER", "FLEX_ATTENTION", "TURBOQUANT"),
-    *("CPU_MLA", "AMX_MLA", "FLASHMLA", "FLASH_ATTN_MLA", "FLASHINFER_MLA"),
-    *("CUTLASS_MLA", "TRITON_MLA", "TOKENSPEED_MLA"),
-)
-"""vLLM's backends that an engine which asks for us may end up with, and that do not search."""
-
-
 def register() -> None:
     """Add the plug-in to vLLM. vLLM calls this in each of its processes, possibly several times.
 
@@ -30,14 +22,13 @@ def register() -> None:
     """
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
+    from kvindex_adapters.vllm.hooks import install
+
     register_backend(AttentionBackendEnum.CPU_ATTN, f"{__name__}.backend.SearchingBackend")
     register_backend(AttentionBackendEnum.FLASH_ATTN, f"{__name__}.gpu.SearchingFlashBackend")
     if hasattr(AttentionBackendEnum, "register"):  # from vLLM 0.32 on
         named_backend()
-    known = AttentionBackendEnum.__members__
-    for name in OTHERS:
-        if name in known:
-            register_backend(known[name], f"{__name__}.others.{name}")
+    install()
 
 
 def named_backend() -> Any:

@@ -9,18 +9,23 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from vllm.config import VllmConfig, get_current_vllm_config
+from vllm.config import get_current_vllm_config
 from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionBackend,
     CPUAttentionBackendImpl,
     CPUAttentionMetadata,
-    CPUAttentionMetadataBuilder,
 )
 
 from kvindex_adapters.vllm import pages
 from kvindex_adapters.vllm.attention import PagedAttention, Sequence
-from kvindex_adapters.vllm.engine import CodesLayer, geometry_of, logger, options_of
-from kvindex_adapters.vllm.unsupported import check_device, refuse_dense_model
+from kvindex_adapters.vllm.engine import (
+    CodesLayer,
+    PluginAttention,
+    geometry_of,
+    logger,
+    options_of,
+)
+from kvindex_adapters.vllm.unsupported import check_causal, check_device, check_output
 
 
 class SearchingBackend(CPUAttentionBackend):
@@ -33,44 +38,23 @@ class SearchingBackend(CPUAttentionBackend):
             return CPUAttentionBackendImpl
         return SearchingAttention
 
-    @staticmethod
-    def get_builder_cls() -> type[CPUAttentionMetadataBuilder]:
-        """As the base."""
-        return SearchingBuilder
 
-
-class SearchingBuilder(CPUAttentionMetadataBuilder):
-    """vLLM's own, which looks whether any layer searches."""
-
-    def __init__(
-        self, kv_cache_spec: Any, layer_names: list[str], vllm_config: VllmConfig, device: Any
-    ) -> None:
-        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        layers = vllm_config.compilation_config.static_forward_context.values()
-        if options_of(vllm_config) and not any(isinstance(part, CodesLayer) for part in layers):
-            refuse_dense_model()
-
-
-class SearchingAttention(CPUAttentionBackendImpl):
+class SearchingAttention(PluginAttention, CPUAttentionBackendImpl):
     """One layer: a sliding one as vLLM's own, a full one over rows and codes in plain torch."""
 
     def __init__(self, *given: Any, **named: Any) -> None:
         super().__init__(*given, **named)
         config = get_current_vllm_config()
+        options = options_of(config)
+        if options is None:
+            return
         geometry = geometry_of(config, torch.device("cpu"), *given, **named)
         if geometry is None:
             return
-        options = options_of(config)
-        assert options is not None  # or vLLM's own class would be here
         check_device(options.rows)
         self.paged = PagedAttention.of(options, geometry)
         self.codes = CodesLayer(config, geometry.kv_heads, self.paged.layout.head_bytes)
         logger.info_once("kvindex: %s", self.paged.explain())
-
-    @property
-    def searches(self) -> bool:
-        """Whether this is a full-attention layer."""
-        return self.sliding_window == -1
 
     def do_kv_cache_update(
         self,
@@ -81,7 +65,7 @@ class SearchingAttention(CPUAttentionBackendImpl):
         slot_mapping: Tensor,
     ) -> None:
         """Write keys and values `[T, G, D]`, and the codes of the blocks that they fill."""
-        if not self.searches:
+        if self.codes is None:
             super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
             return
         slots = slot_mapping.long()
@@ -101,11 +85,11 @@ class SearchingAttention(CPUAttentionBackendImpl):
         output_block_scale: Tensor | None = None,
     ) -> Tensor:
         """As the base: attention of queries `[T, H, D]` of all sequences, one after the other."""
-        if attn_metadata is None or not self.searches or output_scale is not None:
+        if attn_metadata is None or self.codes is None:
             given = layer, query, key, value, kv_cache, attn_metadata, output
             return super().forward(*given, output_scale, output_block_scale)
-        if attn_metadata.causal is not True:
-            raise ValueError("kvindex: attention: got one that is not causal, allowed is causal")
+        check_output(output_scale, output_block_scale)
+        check_causal(attn_metadata.causal)
         starts: list[int] = attn_metadata.query_start_loc.tolist()
         lengths: list[int] = attn_metadata.seq_lens.tolist()
         records = self.codes.records

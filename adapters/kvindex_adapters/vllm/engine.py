@@ -143,6 +143,17 @@ class CodesLayer(AttentionLayerBase):
         )
 
 
+class PluginAttention:
+    """Base of the plug-in's attention implementations.
+
+    Their constructors raise ValueError for a layer that they do not serve. For an engine that does
+    not ask for kvindex they make vLLM's own layer, as vLLM may cache a class for all engines.
+    """
+
+    codes: CodesLayer | None = None
+    """None in a layer that does not search."""
+
+
 class CodesBackend(AttentionBackend):
     """Of a cache that nobody attends to by itself."""
 

@@ -16,7 +16,7 @@ from kvindex.core.guard import in_plain_torch
 from kvindex_adapters.vllm.engine import CodesLayer, logger, options_of, spec_of_rows
 from kvindex_adapters.vllm.gpu_layer import SearchingFlashAttention
 from kvindex_adapters.vllm.host import Part, single, split
-from kvindex_adapters.vllm.unsupported import refuse_dense_model, refuse_memory
+from kvindex_adapters.vllm.unsupported import check_causal, refuse_memory
 from kvindex_cuda.memory.pages import Pages
 from kvindex_cuda.pariskv.host_rows import HostRows
 from kvindex_cuda.pariskv.paged_step import PagedSteps
@@ -52,6 +52,7 @@ class Searching:
         """Attention of a layer's queries `[T, H, D]`, of which the first ones are the batch's."""
         some = slice(0, self._rows)
         if self._rows:
+            assert impl.codes is not None  # or the layer would not be here
             self._steps.attend(self._numbers[impl.codes], queries[some], output[some])
         for part, metadata in self._parts:
             assert impl.host is not None  # or there would be no parts
@@ -81,8 +82,6 @@ class SearchingFlashBuilder(FlashAttentionMetadataBuilder):
         self._host: HostRows | None = None
         context = vllm_config.compilation_config.static_forward_context
         if self._options is not None:
-            if not any(isinstance(layer, CodesLayer) for layer in context.values()):
-                refuse_dense_model()
             self._layers = [context[name] for name in layer_names]
             self._layers = [layer for layer in self._layers if searches(layer.impl)]
         if self._layers:
@@ -128,8 +127,7 @@ class SearchingFlashBuilder(FlashAttentionMetadataBuilder):
         metadata.searching = None
         if not self._layers:
             return metadata
-        if common.causal is not True:
-            raise ValueError("kvindex: attention: got one that is not causal, allowed is causal")
+        check_causal(common.causal)
         steps = self._opened()
         tables, slots = common.block_table_tensor, common.slot_mapping
         steps.begin(tables, common.seq_lens, slots, rows=rows)

@@ -15,28 +15,36 @@ from kvindex.core.geometry import Geometry
 from kvindex.core.guard import in_plain_torch
 from kvindex_adapters.vllm.engine import (
     CodesLayer,
+    PluginAttention,
     geometry_of,
     keep_no_rows,
     logger,
     options_of,
 )
 from kvindex_adapters.vllm.options import Options
-from kvindex_adapters.vllm.unsupported import check_host, check_searched, refuse_capture
+from kvindex_adapters.vllm.unsupported import (
+    check_host,
+    check_output,
+    check_searched,
+    refuse_capture,
+)
 from kvindex_cuda.pariskv.host_rows import HostRows
 from kvindex_cuda.pariskv.paged_step import unserved
 
 
-class SearchingFlashAttention(FlashAttentionImpl):
+class SearchingFlashAttention(PluginAttention, FlashAttentionImpl):
     """One layer: vLLM's own but for decoded tokens of a full one."""
 
     def __init__(self, *given: Any, **named: Any) -> None:
         super().__init__(*given, **named)
         config = get_current_vllm_config()
-        device = torch.device(config.device_config.device or "cuda")
         self.host: HostRows | None = None
-        self.geometry = geometry_of(config, device, *given, **named)
+        self.geometry: Geometry | None = None
         options = options_of(config)
-        assert options is not None  # or vLLM's own class would be here
+        if options is None:
+            return
+        device = torch.device(config.device_config.device or "cuda")
+        self.geometry = geometry_of(config, device, *given, **named)
         if options.rows == "host":
             check_host(config, sliding=self.geometry is None)
         if self.geometry is None:
@@ -69,10 +77,7 @@ class SearchingFlashAttention(FlashAttentionImpl):
         if attn_metadata is None or self.geometry is None or attn_metadata.searching is None:
             given = layer, query, key, value, kv_cache, attn_metadata, output
             return self.attend_whole(*given, output_scale, output_block_scale)
-        if output_scale is not None or output_block_scale is not None:
-            raise ValueError(
-                "kvindex: output_scale: got one, allowed is None: no fused quantization"
-            )
+        check_output(output_scale, output_block_scale)
         attn_metadata.searching.attend(self, layer, query, key, value, output)
         return output
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from kvindex.ops.block_layout import BLOCK
 
@@ -121,6 +122,17 @@ def check_device(rows: str) -> None:
     _refuse(("rows", rows, rows == "device", "'device' on a CPU: there is one memory"))
 
 
+def check_causal(causal: object) -> None:
+    """Raise ValueError for attention to later tokens."""
+    _refuse(("attention", "one that is not causal", causal is True, "causal"))
+
+
+def check_output(*scales: Tensor | None) -> None:
+    """Raise ValueError for scales by which the output would be quantized."""
+    given = any(scale is not None for scale in scales)
+    _refuse(("output_scale", "one", not given, "None: no fused quantization"))
+
+
 def refuse_capture(captured: bool) -> None:
     """Raises ValueError for a graph that would write no rows, as there are no pages yet."""
     own = "vLLM's own splitting_ops, which write rows in no graph but that of a decoded token"
@@ -147,9 +159,15 @@ def refuse_latent(name: str) -> None:
     )
 
 
-def refuse_backend(name: str) -> None:
-    """Raises ValueError for a backend of vLLM's that ours does not stand in for."""
-    _refuse(("attention_backend", name, False, "'FLASH_ATTN' on a GPU"))
+def refuse_implementation(name: str) -> None:
+    """Raise ValueError for an attention implementation that does not search."""
+    ours = "the one of CPU_ATTN on a CPU, of FLASH_ATTN on a GPU (attention_backend)"
+    _refuse(("attention", name, False, ours))
+
+
+def refuse_layer(name: str, kind: str) -> None:
+    """Raise ValueError for a layer that has a cache and none of our implementations."""
+    _refuse((f"layer {name}", kind, False, "full or sliding attention over keys and values"))
 
 
 def refuse_dense_model() -> None:
