@@ -174,7 +174,7 @@ llm = LLM(**json.loads(sys.argv[1]))
 @pytest.mark.skipif(VERSION < (0, 32), reason="vLLM takes names of backends from 0.32 on")
 @pytest.mark.parametrize("loaded", [True, False])
 def test_the_backend_by_name_in_worker_processes(model, loaded):
-    """Without the plug-in vLLM itself raises an error."""
+    """The log says what searches; without the plug-in vLLM itself raises an error."""
     given = settings(model, EVERY, attention_backend="KVINDEX")
     env = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_LOGGING_LEVEL": "INFO"}
     if not loaded:
@@ -184,6 +184,9 @@ def test_the_backend_by_name_in_worker_processes(model, loaded):
     text = run.stdout + run.stderr
     if loaded:
         assert run.returncode == 0, text
+        layers = ", ".join(f"model.layers.{number}.self_attn.attn" for number in range(2))
+        said = f"kvindex: 2 of 2 attention layers search: {layers}. By pariskv:signs=alone: k=2048 "
+        assert text.count(said) == 1
     else:
         assert run.returncode != 0
         assert "Unknown attention backend: 'KVINDEX'" in text

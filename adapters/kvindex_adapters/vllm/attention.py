@@ -53,13 +53,8 @@ class PagedAttention:
         return PagedAttention(geometry, options, encoding, options.layout(geometry.head_dim))
 
     def explain(self) -> str:
-        """What searches, and how, in words."""
-        o = self.options
-        return (
-            f"full-attention layers search by {o.index}: k={o.k} rows of sequences of at least "
-            f"{o.dense_below} tokens, beside {o.sink} first and {o.local_window} or more newest "
-            "ones, in plain torch; prefill is exact"
-        )
+        """Describe what a layer searches by, and in which sequences."""
+        return f"{self.options.explain()}, in plain torch; prefill is exact"
 
     def encode(self, rows: Tensor, records: Tensor, slots: Tensor) -> None:
         """Write the codes of the blocks whose last key lies at one of the slots int64 `[T]`.

@@ -18,13 +18,7 @@ from vllm.v1.attention.backends.cpu_attn import (
 
 from kvindex_adapters.vllm import pages
 from kvindex_adapters.vllm.attention import PagedAttention, Sequence
-from kvindex_adapters.vllm.engine import (
-    CodesLayer,
-    PluginAttention,
-    geometry_of,
-    logger,
-    options_of,
-)
+from kvindex_adapters.vllm.engine import CodesLayer, PluginAttention, geometry_of, options_of
 from kvindex_adapters.vllm.unsupported import check_causal, check_device, check_output
 
 
@@ -54,7 +48,10 @@ class SearchingAttention(PluginAttention, CPUAttentionBackendImpl):
         check_device(options.rows)
         self.paged = PagedAttention.of(options, geometry)
         self.codes = CodesLayer(config, geometry.kv_heads, self.paged.layout.head_bytes)
-        logger.info_once("kvindex: %s", self.paged.explain())
+
+    def explain(self) -> str:
+        """As the base."""
+        return self.paged.explain()
 
     def do_kv_cache_update(
         self,

@@ -115,11 +115,16 @@ class CodesLayer(AttentionLayerBase):
     def __init__(self, config: VllmConfig, kv_heads: int, record_bytes: int) -> None:
         layers = config.compilation_config.static_forward_context
         number = sum(isinstance(layer, CodesLayer) for layer in layers.values())
-        layers[f"kvindex.codes.{number}"] = self  # vLLM reads one integer in a layer's name
+        layers[self.name(number)] = self
         self.kv_heads, self.record_bytes = kv_heads, record_bytes
         self.token_bytes = -(-record_bytes // BLOCK)
         self.kv_cache = torch.empty(0)
         self.host: Any = None  # what all layers have in common whose rows lie on the host
+
+    @staticmethod
+    def name(number: int) -> str:
+        """Return the name of an engine's n-th layer of codes; vLLM reads one integer in a name."""
+        return f"kvindex.codes.{number}"
 
     @property
     def records(self) -> Tensor:
@@ -152,6 +157,24 @@ class PluginAttention:
 
     codes: CodesLayer | None = None
     """None in a layer that does not search."""
+
+    def explain(self) -> str:
+        """Describe what the layer searches by, and in which sequences."""
+        raise NotImplementedError
+
+
+def explain(config: VllmConfig) -> str:
+    """Describe which layers of an engine search, by what, and which ones do not."""
+    from vllm.model_executor.layers.attention import Attention  # too early for `register`
+
+    layers = config.compilation_config.static_forward_context
+    own = {name: layer.impl for name, layer in layers.items() if isinstance(layer, Attention)}
+    searching = [name for name, impl in own.items() if impl.codes is not None]
+    sliding = [name for name, impl in own.items() if impl.codes is None]
+    text = f"{len(searching)} of {len(own)} attention layers search: {', '.join(searching)}"
+    if sliding:
+        text += f" (not the sliding ones: {', '.join(sliding)})"
+    return f"{text}. {own[searching[0]].explain()}"
 
 
 class CodesBackend(AttentionBackend):
@@ -199,8 +222,12 @@ class CodesBuilder(AttentionMetadataBuilder[Any]):
 
     _cudagraph_support = AttentionCGSupport.ALWAYS
 
-    def __init__(self, *given: Any) -> None:
-        super().__init__(*given)
+    def __init__(
+        self, kv_cache_spec: Any, layer_names: list[str], vllm_config: VllmConfig, device: Any
+    ) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        if CodesLayer.name(0) in layer_names:  # once for an engine
+            logger.info("kvindex: %s", explain(vllm_config))
 
     def build(
         self,

@@ -18,7 +18,6 @@ from kvindex_adapters.vllm.engine import (
     PluginAttention,
     geometry_of,
     keep_no_rows,
-    logger,
     options_of,
 )
 from kvindex_adapters.vllm.options import Options
@@ -59,7 +58,17 @@ class SearchingFlashAttention(PluginAttention, FlashAttentionImpl):
         if options.rows == "host":
             self.host = self.codes.host = host_of(config, self.geometry, options)
             self.number = self.host.add_layer()
-        logger.info_once("kvindex: %s", explain(options))
+        self.options = options
+
+    def explain(self) -> str:
+        """As the base."""
+        others = "all other batches are FlashAttention's"
+        if self.options.rows == "host":
+            others = (
+                "all other tokens are FlashAttention's, over copies of rows on the host, of which "
+                f"{self.options.cached_rows} per KV head and layer stay on the device"
+            )
+        return f"{self.options.explain()}, in fused steps of batches of decoded tokens; {others}"
 
     def forward(
         self,
@@ -123,20 +132,4 @@ def host_of(config: VllmConfig, geometry: Geometry, options: Options) -> HostRow
         tokens=config.model_config.max_model_len,
         page_tokens=config.cache_config.block_size,
         cached=options.cached_rows,
-    )
-
-
-def explain(options: Options) -> str:
-    """What searches, and how, in words."""
-    others = "all other batches are FlashAttention's"
-    if options.rows == "host":
-        others = (
-            f"all other tokens are FlashAttention's, over copies of rows on the host, of which "
-            f"{options.cached_rows} per KV head and layer stay on the device"
-        )
-    return (
-        f"full-attention layers search by {options.index}: k={options.k} rows of sequences of at "
-        f"least {options.dense_below} tokens, beside {options.sink} first and "
-        f"{options.local_window} or more newest ones, in fused steps of batches of decoded tokens; "
-        f"{others}"
     )

@@ -109,6 +109,13 @@ class Options:
         config: ParisKVConfig = make_config(kvindex.get(INDEX), preset, given)
         return config
 
+    def explain(self) -> str:
+        """Describe what is retrieved, and in which sequences."""
+        return (
+            f"By {self.index}: k={self.k} rows of sequences of at least {self.dense_below} tokens, "
+            f"in addition to {self.sink} first and {self.local_window} or more newest ones"
+        )
+
     def layout(self, head_dim: int) -> Layout:
         """How codes lie in their pages. Raises ValueError for codes that no layout knows."""
         config = self.config
