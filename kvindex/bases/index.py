@@ -132,8 +132,8 @@ class BaseIndex(ReadingIndex):
     def append(self, keys: Tensor, values: Tensor, *, valid: Tensor | None = None) -> None:
         """Add tokens: keys `[B, G, N, D]`, values `[B, G, N, Dv]`, valid bool `[B, N]`.
 
-        An invalid token (left padding) keeps its id and its row, is never returned by `search`
-        and counts in no statistic.
+        An invalid token (padding, wherever it is) keeps its id and its row, is never returned by
+        `search` and counts in no statistic.
         Raises ValueError or TypeError for wrong shapes, dtypes, devices, a changed batch size,
         NaN or infinity in valid keys, values that are not in the keys where `value_in_key` says
         so; the index stays as it was.

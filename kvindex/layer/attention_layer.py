@@ -89,11 +89,12 @@ class AttentionLayer(JoinsSteps, CapturedSteps):
         """Append `T` tokens and attend from them, causally: `[B, H, T, Dv]`.
 
         queries `[B, H, T, D]`, keys `[B, G, T, D]`, values `[B, G, T, Dv]`; valid bool `[B, T]`
-        marks left padding. More than `search_up_to` queries attend exactly to everything; so many
-        or fewer search once the sequence is long enough, one after the other, as steps of one token
-        would. An update of the window that is due after several tokens waits for the next step, so
-        that `truncate` removes rejected ones without a trace, but for what an index has learned
-        from their queries. What a padded query gets means nothing. bias: a term of the logits
+        is False for padding, wherever it is. More than `search_up_to` queries attend exactly to
+        everything; so many or fewer search once the sequence is long enough, one after the other,
+        as steps of one token would. An update of the window that is due after several tokens waits
+        for the next step, so that `truncate` removes rejected ones without a trace, but for what an
+        index has learned from their queries. A padded query attends to the real tokens before it;
+        where there are none, its result means nothing. bias: a term of the logits
         `[B, H, T, N + T]`, by which no index searches: it should be 0 for rows that have left the
         window (a bias by distance, of no more tokens than are `local`). sink_logits: of learned
         sinks, `[H]` or `[B, H, T]`: each is a term of the softmax's denominator that belongs to no
@@ -101,8 +102,8 @@ class AttentionLayer(JoinsSteps, CapturedSteps):
         int64 `[B, G, T, K]`, distinct for each token, -1 for none: each token attends to its rows
         alone, wherever they lie, and nothing is searched for (`exact` keeps no codes).
 
-        Raises ValueError or TypeError for a wrong tensor, NaN or infinity in valid keys (on a
-        CUDA device later), or a padded token after a real one; the layer stays as it was.
+        Raises ValueError or TypeError for a wrong tensor, or NaN or infinity in valid keys (on a
+        CUDA device later); the layer stays as it was.
         """
         keys, values, valid = self._checked(queries, keys, values, valid)
         before, T = len(self), queries.shape[2]
@@ -149,7 +150,7 @@ class AttentionLayer(JoinsSteps, CapturedSteps):
         self._check_shapes(queries, keys, values)
         if valid is not None:
             check_valid(valid, keys)
-            valid = self._regions.padding(len(self), valid)
+            valid = None if bool(valid.all()) else valid
         if valid is not None:
             padded = ~valid[:, None, :, None]
             keys, values = keys.masked_fill(padded, 0), values.masked_fill(padded, 0)

@@ -152,23 +152,6 @@ class Regions(NamedState, Restorable):
 
     # Tokens come and go
 
-    def padding(self, length: int, valid: Tensor) -> Tensor | None:
-        """Flags bool `[B, T]` of tokens after `length` others, or None where none is padded.
-
-        Asks the device. Raises ValueError for a padded token after a real one.
-        """
-        flags, sequence = self.valid, valid
-        if length:
-            last = torch.ones_like(valid[:, :1]) if flags is None else flags[:, -1:]
-            sequence = torch.cat([last, valid], dim=1)
-        after_real = (sequence[:, :-1] & ~sequence[:, 1:]).any()
-        wrong, padded = torch.stack([after_real, ~valid.all()]).tolist()
-        if wrong:
-            raise ValueError(
-                "valid: got a padded token after a real one, allowed is padding on the left"
-            )
-        return valid if padded else None
-
     def append(self, indexed: int, keys: Tensor, values: Tensor, valid: Tensor | None) -> None:
         """More tokens: keys `[B, G, T, D]`, values `[B, G, T, Dv]`.
 

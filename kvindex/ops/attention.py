@@ -178,8 +178,8 @@ def attend_causal(
     """The newest `T` tokens over all `N` rows, causally, in one piece: `[B, H, T, Dv]`.
 
     queries `[B, H, T, D]`, keys `[B, G, N, D]`, values `[B, G, N, Dv]`; valid bool `[B, N]`, or
-    None for all. What a query at an invalid token gets means nothing. torch's fused kernel, which
-    knows no softcap.
+    None for all. A query before the first valid token gets a result that means nothing. torch's
+    fused kernel, which knows no softcap.
     """
     T, N = queries.shape[2], keys.shape[2]
     if valid is None and 1 < T < N and _serves(queries, keys, values):
@@ -193,7 +193,8 @@ def attend_causal(
         rows = torch.arange(N, device=queries.device)
         mask = (rows <= torch.arange(N - T, N, device=queries.device)[:, None])[None, None]
         if valid is not None:
-            mask = mask & (valid[:, None, None] | ~valid[:, None, N - T :, None])  # no empty row
+            sees_none = valid.cumsum(1)[:, None, N - T :, None] == 0  # but no row may be empty
+            mask = mask & (valid[:, None, None] | sees_none)
     return torch.nn.functional.scaled_dot_product_attention(
         queries,
         keys,

@@ -77,25 +77,6 @@ def assert_goes_on(layer, sequence, start):
         sequence.assert_equals(sequence.feed(layer, token, token + 1), want, token)
 
 
-@pytest.mark.parametrize(
-    ("fed", "valid"),
-    [
-        (steps_of(5), padded(3, 0)),  # padded after real ones of an earlier step
-        ([], padded(3, 1)),
-        ([], padded(3, 0, 2)),
-    ],
-)
-def test_a_padded_token_after_a_real_one_is_refused(fed, valid):
-    sequence, layer = Sequence.of(CASE, 40), layer_of(CASE)
-    for start, stop in fed:
-        sequence.feed(layer, start, stop)
-    held = len(layer)
-    with pytest.raises(ValueError, match="valid: got a padded token after a real one, allowed is"):
-        layer.step(*sequence.parts(held, held + 3), valid=valid)
-    assert len(layer) == held
-    assert_goes_on(layer, sequence, held)
-
-
 def test_valid_of_another_shape_is_refused():
     sequence, layer = Sequence.of(CASE, 40), layer_of(CASE)
     with pytest.raises(ValueError, match="valid: got shape"):

@@ -15,22 +15,33 @@ SIZES = dict(sink=3, local_window=4, update_every=5, dense_below=0)
 
 @dataclass
 class Sequence:
-    """Queries `[B, H, N, D]`, keys, values `[B, G, N, …]`, padded tokens per row."""
+    """Queries `[B, H, N, D]`, keys, values `[B, G, N, …]`, padded tokens on the left of each row.
+
+    holes: padding elsewhere, bool `[B, N]`, or None.
+    """
 
     case: Case
     queries: Tensor
     keys: Tensor
     values: Tensor
     pads: list[int]
+    holes: Tensor | None = None
 
     @staticmethod
-    def of(case: Case, count: int, pads: list[int] | None = None, seed: int = 0) -> Sequence:
+    def of(
+        case: Case,
+        count: int,
+        pads: list[int] | None = None,
+        seed: int = 0,
+        holes: Tensor | None = None,
+    ) -> Sequence:
         queries = case.tensor(77 + seed, case.batch, case.q_heads, count, case.head_dim)
-        return Sequence(case, queries, *case.tokens(count, seed), pads or [0] * case.batch)
+        return Sequence(case, queries, *case.tokens(count, seed), pads or [0] * case.batch, holes)
 
     @property
     def valid(self) -> Tensor:
-        return left_padding(self.pads, self.keys.shape[2])
+        real = left_padding(self.pads, self.keys.shape[2])
+        return real if self.holes is None else real & ~self.holes
 
     def parts(self, start: int, stop: int | None) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values of the tokens from `start` to `stop`."""
@@ -40,17 +51,19 @@ class Sequence:
     def rows(self, rows: list[int]) -> Sequence:
         """The sequence with these rows of the batch."""
         parts = (part[rows] for part in (self.queries, self.keys, self.values))
-        return Sequence(self.case, *parts, [self.pads[row] for row in rows])
+        holes = None if self.holes is None else self.holes[rows]
+        return Sequence(self.case, *parts, [self.pads[row] for row in rows], holes)
 
     def then(self, length: int, other: Sequence) -> Sequence:
         """The first `length` tokens, then those of the other from there on."""
         pairs = zip(self.parts(0, length), other.parts(length, None), strict=True)
         parts = (torch.cat(pair, dim=2) for pair in pairs)
-        return Sequence(self.case, *parts, self.pads)
+        return Sequence(self.case, *parts, self.pads, self.holes)
 
     def feed(self, layer: AttentionLayer, start: int, stop: int) -> Tensor:
         """One step with the tokens from `start` to `stop`: `[B, H, T, Dv]`."""
         padded = any(self.pads) and start <= max(self.pads)
+        padded = padded or (self.holes is not None and bool(self.holes[:, start:stop].any()))
         valid = self.valid[:, start:stop] if padded else None
         return layer.step(*self.parts(start, stop), valid=valid)
 
