@@ -11,6 +11,7 @@ from transformers.masking_utils import (
 )
 
 from kvindex_adapters.hf.attention import NAME, mask
+from kvindex_adapters.hf.unsupported import UnsupportedError
 from tests.adapters.tiny import build
 
 WINDOW = sliding_window_causal_mask_function(24)
@@ -36,8 +37,12 @@ def test_full_attention_gets_the_padding_and_never_more(q_length, dtype):
     assert torch.equal(made(q_length, attention_mask=PADDED.to(dtype)), PADDED)
 
 
-def test_padding_that_is_shorter_than_the_keys_is_padding_at_the_end():
-    assert torch.equal(made(5, 64, attention_mask=PADDED)[:, 60:], torch.zeros(2, 4).bool())
+@pytest.mark.parametrize("options", [{}, dict(mask_function=WINDOW, local_size=24)])
+def test_a_mask_that_is_shorter_than_the_keys_is_refused(options):
+    with pytest.raises(
+        UnsupportedError, match="attention_mask: got 60 columns, allowed is one for"
+    ):
+        made(5, 64, attention_mask=PADDED, **options)
 
 
 @pytest.mark.parametrize("q_length", [5, 60])

@@ -226,14 +226,18 @@ def test_the_cache_of_another_model(model):
         other(**prompt(1, 20), past_key_values=cache)
 
 
-def test_right_padding(model):
-    inputs = prompt(2, 20)
-    inputs["attention_mask"][1, 15:] = 0
-    with kvhf.attach(model, **REGIONS) as cache:
-        match = "attention_mask: got a padded token after a real one in row 1, at position 15"
-        with pytest.raises(ValueError, match=match):
-            model(**inputs, past_key_values=cache)
-        assert cache.get_seq_length() == 0
+@pytest.mark.parametrize("columns", [4, 20])
+def test_a_mask_that_leaves_out_tokens(model, columns):
+    """Padding of the new tokens alone, or of those before them alone."""
+    inputs = prompt(1, 24)
+    with kvhf.attach(model, **REGIONS) as cache, torch.no_grad():
+        model(input_ids=inputs["input_ids"][:, :20], past_key_values=cache)
+        mask = torch.ones(1, columns, dtype=torch.long)
+        mask[0, 0] = 0
+        match = f"attention_mask: got {columns} columns, allowed is one for each of the 24 tokens"
+        with pytest.raises(UnsupportedError, match=match):
+            model(inputs["input_ids"][:, 20:], attention_mask=mask, past_key_values=cache)
+        assert cache.lengths() == [20, 20]
 
 
 def test_a_mask_that_changes_the_past(model):

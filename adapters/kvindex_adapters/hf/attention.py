@@ -148,10 +148,16 @@ def mask(
 
     Whatever is not plain causal attention (sliding windows, chunks, what `allow_is_causal_skip`
     rules out) gets the 4-D mask that sdpa would get, except that a single query that sees
-    everything gets none, by what its mask says and not by how long the sequence is.
+    everything gets none, by what its mask says and not by how long the sequence is. Raises
+    UnsupportedError for padding of fewer tokens than there are.
     """
     if attention_mask is not None and bool(attention_mask.all()):
         attention_mask = None
+    if attention_mask is not None and attention_mask.shape[1] < kv_offset + kv_length:
+        raise UnsupportedError(
+            f"attention_mask: got {attention_mask.shape[1]} columns, allowed is one for each of "
+            f"the {kv_offset + kv_length} tokens, those in the cache and the new ones"
+        )
     causal, size = mask_function is causal_mask_function, kwargs.get("local_size")
     if q_length == 1 and attention_mask is None and size and allow_is_causal_skip and not causal:
         if kv_length <= size and alike(mask_function, sliding_window_causal_mask_function(size)):
@@ -160,8 +166,7 @@ def mask(
     if causal and allow_is_causal_skip:
         if attention_mask is None:
             return None
-        padding = attention_mask[:, kv_offset : kv_offset + kv_length].bool()
-        return torch.nn.functional.pad(padding, (0, kv_length - padding.shape[1]))
+        return attention_mask[:, kv_offset : kv_offset + kv_length].bool()
     return sdpa_mask(
         batch_size=batch_size,
         q_length=q_length,

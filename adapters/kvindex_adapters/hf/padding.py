@@ -1,4 +1,4 @@
-"""Left padding of a step, read from its attention mask once for all layers."""
+"""Padding of a step, read from its attention mask once for all layers."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Padding:
         """Which of the `count` new tokens are real, bool `[B, count]`, or None where all are.
 
         mask: bool `[B, N + count]`, or None for no padding. Raises UnsupportedError where it
-        changes the padding of past tokens, ValueError for padding that is not on the left.
+        changes the padding of past tokens.
         """
         if self.all_real or (mask is None and layer.valid is None):
             return None
@@ -48,8 +48,6 @@ class Padding:
             return self._new
         _check_past(layer, mask)
         new = None if mask is None or bool(mask[:, -count:].all()) else mask[:, -count:]
-        if mask is not None and new is not None:
-            _check_left(mask)
         self._mask, self._length, self._new = mask, len(layer), new
         return new
 
@@ -65,20 +63,9 @@ def _of_causal(mask: Tensor) -> Tensor | None:
     if mask.shape[1] > 1 or not known or not torch.equal(seen[:, 0], causal & real[:, None]):
         raise UnsupportedError(
             f"attention_mask: got one of shape {list(mask.shape)} in a full-attention layer, "
-            "allowed is causal attention with left padding [B, N]"
+            "allowed is causal attention with padding [B, N]"
         )
     return None if bool(real.all()) else real
-
-
-def _check_left(mask: Tensor) -> None:
-    """Raises ValueError where a padded token comes after a real one."""
-    misplaced = (mask[:, :-1] & ~mask[:, 1:]).nonzero()[:1].tolist()
-    if misplaced:
-        row, position = misplaced[0]
-        raise ValueError(
-            f"attention_mask: got a padded token after a real one in row {row}, at position "
-            f"{position + 1}; allowed is padding on the left (tokenizer.padding_side = 'left')"
-        )
 
 
 def _check_past(layer: AttentionLayer, mask: Tensor | None) -> None:

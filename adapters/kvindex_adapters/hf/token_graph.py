@@ -108,6 +108,7 @@ class TokenGraph:
         """
         self._comparing = False
         if not is_one_token(given):
+            self._inputs.look_again()
             return False
         self._tokens += 1
         layers = cache.attention_layers()
@@ -120,6 +121,7 @@ class TokenGraph:
         if self.checks and not self._reason and cache.overwrites and not self.asked:
             self._reason = "padding: got some beside linear attention, which cannot be checked"
         if self._reason:
+            self._inputs.look_again()
             return False
         if not self._inputs.take(given):
             self._begin()
