@@ -54,6 +54,12 @@ def check_bias(bias: Tensor, queries: Tensor, length: int) -> None:
         raise ValueError(f"bias: got dtype {bias.dtype}, allowed is one of floats")
 
 
+def check_visible(visible: Tensor, queries: Tensor, length: int) -> None:
+    """Raises TypeError or ValueError for other flags than bool `[B, T, N]` of these queries."""
+    shape: dict[str, int | None] = {"B": queries.shape[0], "T": queries.shape[2], "N": length}
+    check.tensor("visible", visible, shape, torch.bool, queries.device)
+
+
 def checked_sinks(sink_logits: Tensor, queries: Tensor) -> Tensor:
     """As float32 `[B, H, T]`, from `[H]` or that. Raises TypeError or ValueError for others."""
     B, H, T, _ = queries.shape

@@ -13,13 +13,20 @@ from __future__ import annotations
 
 import inspect
 import os
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvindex.core.capability import capability
 from kvindex.core.protocol import AppendsAsync, KVIndex, Rows, TellsRecipe
-from kvindex.layer.arguments import check_bias, check_queries, check_rows, check_valid
+from kvindex.layer.arguments import (
+    check_bias,
+    check_queries,
+    check_rows,
+    check_valid,
+    check_visible,
+)
 from kvindex.layer.captured import CapturedSteps
 from kvindex.layer.chosen import attend_chosen, check_ids
 from kvindex.layer.dense import attend_densely
@@ -85,6 +92,7 @@ class AttentionLayer(JoinsSteps, CapturedSteps):
         bias: Tensor | None = None,
         sink_logits: Tensor | None = None,
         ids: Tensor | None = None,
+        visible: Tensor | None = None,
     ) -> Tensor:
         """Append `T` tokens and attend from them, causally: `[B, H, T, Dv]`.
 
@@ -101,13 +109,20 @@ class AttentionLayer(JoinsSteps, CapturedSteps):
         token (`ops.attention.with_sink_logits`). ids: positions of rows that the caller chose,
         int64 `[B, G, T, K]`, distinct for each token, -1 for none: each token attends to its rows
         alone, wherever they lie, and nothing is searched for (`exact` keeps no codes).
+        visible: the tokens that each query sees, bool `[B, T, N + T]`, in place of those up to its
+        own. It is for a prompt, or a chunk of one, with an image that is attended to in both
+        directions. Such a step does not search, and later queries see every valid token.
 
         Raises ValueError or TypeError for a wrong tensor, or NaN or infinity in valid keys (on a
         CUDA device later); the layer stays as it was.
         """
         keys, values, valid = self._checked(queries, keys, values, valid)
         before, T = len(self), queries.shape[2]
-        decoded = self.decodes(T)
+        if visible is not None:
+            check_visible(visible, queries, before + T)
+            if ids is not None:
+                raise ValueError("visible: got a tensor, allowed is None beside ids")
+        decoded = self.decodes(T) and visible is None
         if decoded:
             self._begin_decoding()
         else:
@@ -130,11 +145,12 @@ class AttentionLayer(JoinsSteps, CapturedSteps):
             self._observe(queries)
             window, real = self._regions.window, self._regions.valid
             first = self._regions.sink
-            output = attend_densely(self.index, window, queries, real, bias, sinks, sink=first)
+            options: Any = dict(sink=first, visible=visible)
+            output = attend_densely(self.index, window, queries, real, bias, sinks, **options)
         if decoded and T > 1:
             self._looked = before
         else:
-            self._update(int(T == 1))
+            self._update(int(T == 1 and visible is None))
         self._searched = T if searches else 0
         return output
 

@@ -1,8 +1,9 @@
-"""Dense attention, exact and causal: the rows of an index, then those of the window."""
+"""Dense attention, exact and mostly causal: the rows of an index, then those of the window."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,6 +32,7 @@ def attend_densely(
     *,
     indexed: int | None = None,
     sink: Sink | None = None,
+    visible: Tensor | None = None,
 ) -> Tensor:
     """Attention of queries `[B, H, T, D]`, those of the newest tokens, to all: `[B, H, T, Dv]`.
 
@@ -38,16 +40,17 @@ def attend_densely(
     that it holds), the newest ones last; valid: bool `[B, N]`, which of all tokens are real, or
     None where all are; bias: a term of the logits `[B, H, T, N]`, or None; sink_logits: logits of
     learned sinks `[B, H, T]`, or None. sink: the first real tokens, whose rows are these, in place
-    of the index's: they are unlike all others, and a code of them may be far off.
+    of the index's: they are unlike all others, and a code of them may be far off. visible: bool
+    `[B, T, N]`, the tokens that each query sees, or None for causal order.
     """
     g, indexed = index.geometry, len(index) if indexed is None else indexed
-    if sink_logits is not None:
-        found = attend_by_block(index, window, queries, valid, bias, indexed=indexed, sink=sink)
-        return with_sink_logits(*found, sink_logits)
+    plain = g.softcap is None and bias is None and sink_logits is None and visible is None
     width = g.kv_heads * (g.head_dim + g.value_dim) * queries.element_size()
-    if g.softcap is None and bias is None and indexed * queries.shape[0] * width <= GATHERED_BYTES:
+    if plain and indexed * queries.shape[0] * width <= GATHERED_BYTES:
         return _gathered(index, window, indexed, queries, valid, sink)
-    return attend_by_block(index, window, queries, valid, bias, indexed=indexed, sink=sink)[0]
+    options: Any = dict(indexed=indexed, sink=sink, visible=visible)
+    output, lse = attend_by_block(index, window, queries, valid, bias, **options)
+    return output if sink_logits is None else with_sink_logits(output, lse, sink_logits)
 
 
 def attend_by_block(
@@ -59,6 +62,7 @@ def attend_by_block(
     *,
     indexed: int | None = None,
     sink: Sink | None = None,
+    visible: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """As `attend_densely`, and the logarithms of the sums of exponentials, float32 `[B, H, T]`.
 
@@ -69,8 +73,9 @@ def attend_by_block(
     for start in range(0, T, BLOCK):
         some = queries[:, :, start : start + BLOCK]
         more = None if bias is None else bias[:, :, start : start + BLOCK]
+        own = None if visible is None else visible[:, start : start + BLOCK]
         places = N - T + start, some.shape[2]
-        blocks = _causal_blocks(index, window, indexed, valid, *places, more, sink)
+        blocks = _visible_blocks(index, window, indexed, valid, *places, more, sink, own)
         parts.append(attend_blocks(some, blocks, scale=g.scale, softcap=g.softcap, return_lse=True))
     outputs, sums = zip(*parts, strict=True)
     return torch.cat(outputs, dim=2), torch.cat(sums, dim=2)
@@ -109,7 +114,7 @@ def _all_rows(
     return Rows(keys, torch.cat([rows.values for rows in blocks], dim=2))
 
 
-def _causal_blocks(
+def _visible_blocks(
     index: KVIndex,
     window: Rows,
     indexed: int,
@@ -118,16 +123,21 @@ def _causal_blocks(
     count: int,
     more: Tensor | None,
     sink: Sink | None,
+    visible: Tensor | None,
 ) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
     """What `count` queries see, of which the first is at position `first`: rows and their bias.
 
-    more: a term of the logits of these queries, `[B, H, count, N]`.
+    more: a term of the logits of these queries, `[B, H, count, N]`; visible: what they see, bool
+    `[B, count, N]`, or None for causal order.
     """
     positions = torch.arange(first, first + count, device=window.keys.device)
-    for start, rows in _blocks(index, window, indexed, first + count, valid, sink):
+    end = first + count if visible is None else visible.shape[2]
+    for start, rows in _blocks(index, window, indexed, end, valid, sink):
         stop = start + rows.keys.shape[2]
         bias = None
-        if stop > first + 1:
+        if visible is not None:
+            bias = bias_of(visible[:, None, :, start:stop])  # [B, 1, T, R]
+        elif stop > first + 1:
             columns = torch.arange(start, stop, device=positions.device)
             bias = bias_of(columns <= positions[:, None])[None, None]  # [1, 1, T, R]
         if valid is not None:

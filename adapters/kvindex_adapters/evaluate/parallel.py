@@ -46,18 +46,19 @@ class ParallelLayer(AttentionLayer):
         bias: Tensor | None = None,
         sink_logits: Tensor | None = None,
         ids: Tensor | None = None,
+        visible: Tensor | None = None,
     ) -> Tensor:
         """The output of `AttentionLayer.step` for each token one by one: `[1, H, T, Dv]`.
 
-        Raises ValueError for a bias or ids.
+        Raises ValueError for a bias, ids or visible.
         """
+        own: dict[str, Any] = dict(bias=bias, ids=ids, visible=visible)
         if not self._begun:
-            terms: Any = dict(valid=valid, bias=bias, sink_logits=sink_logits, ids=ids)
-            return super().step(queries, keys, values, **terms)
-        if bias is not None:
-            raise ValueError("bias: got a tensor, allowed is None where steps come at once")
-        if ids is not None:
-            raise ValueError("ids: got a tensor, allowed is None where steps come at once")
+            own |= dict(valid=valid, sink_logits=sink_logits)
+            return super().step(queries, keys, values, **own)
+        for name, given in own.items():
+            if given is not None:
+                raise ValueError(f"{name}: got a tensor, allowed is None where steps come at once")
         keys, values, _ = self._checked(queries, keys, values, valid)
         sinks = self._sinks(sink_logits, queries)
         done, outputs = 0, []
@@ -66,11 +67,11 @@ class ParallelLayer(AttentionLayer):
             block = slice(done, done + room)
             done += room
             parts = queries[:, :, block], keys[:, :, block], values[:, :, block]
-            own = None if sinks is None else sinks[..., block]
+            some = None if sinks is None else sinks[..., block]
             if len(self.index):
-                outputs.append(self._steps(*parts, own))
+                outputs.append(self._steps(*parts, some))
             else:  # every step is exact
-                outputs.append(super().step(*parts, sink_logits=own))
+                outputs.append(super().step(*parts, sink_logits=some))
         return torch.cat(outputs, dim=2)
 
     def attend(self, queries: Tensor, *, sink_logits: Tensor | None = None) -> Tensor:
