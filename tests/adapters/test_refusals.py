@@ -294,14 +294,22 @@ def test_learned_sinks_that_a_class_does_not_hand_to_attention(model):
         del attention.sinks
 
 
-def test_masks_other_than_causal(model):
-    inputs = prompt(1, 20)
-    mask = torch.zeros(1, 1, 20, 20)
-    with (
-        kvhf.attach(model, **REGIONS) as cache,
-        pytest.raises(UnsupportedError, match=r"attention_mask: got one of shape \[1, 1, 20, 20\]"),
-    ):
-        model(input_ids=inputs["input_ids"], attention_mask=mask, past_key_values=cache)
+def hidden_from_the_newest():
+    """Two sequences in one, or a window."""
+    packed = torch.ones(20, 20, dtype=torch.bool).tril()
+    packed[8:, :8] = False
+    return packed, torch.ones(20, 20, dtype=torch.bool).tril().triu(-7)
+
+
+@pytest.mark.parametrize("mask", hidden_from_the_newest(), ids=["packed", "window"])
+def test_masks_by_which_later_tokens_cannot_search(model, mask):
+    ids, for_each_head = prompt(1, 20)["input_ids"], mask.expand(1, 4, -1, -1)
+    with kvhf.attach(model, **REGIONS) as cache:
+        with pytest.raises(UnsupportedError, match=r"attention_mask: got .* hides from the newest"):
+            model(input_ids=ids, attention_mask=mask[None, None], past_key_values=cache)
+        with pytest.raises(UnsupportedError, match=r"attention_mask: got .* one for all heads"):
+            model(input_ids=ids, attention_mask=for_each_head, past_key_values=cache)
+        assert cache.get_seq_length() == 0
 
 
 def test_a_mask_of_all_queries_that_is_causal(model):

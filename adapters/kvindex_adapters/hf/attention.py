@@ -22,6 +22,7 @@ from kvindex_adapters.hf.attachment import attached
 from kvindex_adapters.hf.cache_layer import IndexedLayer
 from kvindex_adapters.hf.latent import absorbed, is_latent, projected
 from kvindex_adapters.hf.layer_kinds import ChosenLayer, chosen_ids
+from kvindex_adapters.hf.padding import Seen
 from kvindex_adapters.hf.sliding import SlidingLayer
 from kvindex_adapters.hf.unsupported import (
     UnsupportedError,
@@ -70,7 +71,11 @@ def attention(
         heads, known = 1 if latent else key.shape[1], layer.get_seq_length()
         ids = chosen_ids(module, heads, known, attention_mask, *chosen)
         attention_mask = None  # what it hides is not among them
-    check_attention(name, module, query.shape[2], dropout, kwargs)
+    tokens = query.shape[2]
+    if tokens > 1:  # after others, or with a mask, torch would be given one: causal, or that
+        past = layer.get_seq_length() if isinstance(layer, IndexedLayer) else key.shape[2] - tokens
+        tokens = 1 if past or attention_mask is not None else tokens
+    check_attention(name, module, tokens, dropout, kwargs)
     gradients = torch.is_grad_enabled()
     attend = _attend_without_gradient if gradients else _attend
     terms = kwargs.get("position_bias"), sink_logits_of(name, module, kwargs), ids
@@ -115,16 +120,20 @@ def _attend(
         if one and more == (None, None, None) and (mask is None or ring):
             return _attend_token(query, *rows, mask, scaling)
         return _attend_dense(query, *rows, mask, scaling, *more)
-    padding = None if mask is None else cache.padding.of_mask(mask)
+    seen = Seen() if mask is None else cache.padding.of_mask(mask)
     terms: Any = dict(scale=scaling, softcap=softcap, sink_logits=sinks)
     if rows is None:
         if bias is not None:
             raise UnsupportedError("position_bias: got one of a layer that shares keys of another")
+        if seen.visible is not None:
+            raise UnsupportedError(
+                "attention_mask: got one that is not causal, of a layer that shares keys of another"
+            )
         plain = partial(layer.attend_shared, query, **terms)
     else:
         told: Any = dict(tokens=cache.tokens, bias=bias, ids=ids, value_in_key=value_in_key)
         told |= terms
-        plain = partial(layer.attend, query, *rows, padding, **told)
+        plain = partial(layer.attend, query, *rows, seen, **told)
     if cache.attends is not None:
         return cache.attends(plain, layer, query, rows, bias=bias, ids=ids, **terms)
     return plain()

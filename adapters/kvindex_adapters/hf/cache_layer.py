@@ -12,7 +12,7 @@ from transformers.cache_utils import CacheLayerMixin
 from kvindex.core import check
 from kvindex.core.guard import in_plain_torch
 from kvindex.layer import AttentionLayer
-from kvindex_adapters.hf.padding import Padding
+from kvindex_adapters.hf.padding import Padding, Seen
 from kvindex_adapters.hf.tensor_spec import TensorSpec
 from kvindex_adapters.hf.unsupported import UnsupportedError
 
@@ -71,7 +71,7 @@ class IndexedLayer(CacheLayerMixin):
         queries: Tensor,
         keys: Tensor,
         values: Tensor,
-        padding: Tensor | None,
+        seen: Seen,
         *,
         scale: float | None,
         softcap: float | None,
@@ -81,11 +81,12 @@ class IndexedLayer(CacheLayerMixin):
         ids: Tensor | None = None,
         value_in_key: bool = False,
     ) -> Tensor:
-        """Append tokens and attend: `[B, H, T, Dv]`; padding bool `[B, N + T]`, or None for none.
+        """Append tokens and attend: `[B, H, T, Dv]`.
 
-        tokens: ids of the new tokens int64 `[B, T]`, which the index reads, or None if unknown;
-        bias, sink_logits, ids: as of `AttentionLayer.step`; value_in_key: as of `Geometry`.
-        Raises UnsupportedError where scale, softcap or the past of `padding` is not what it was,
+        seen: what the mask of all `N + T` tokens says; tokens: ids of the new tokens int64
+        `[B, T]`, which the index reads, or None if unknown; bias, sink_logits, ids: as of
+        `AttentionLayer.step`; value_in_key: as of `Geometry`.
+        Raises UnsupportedError where scale, softcap or the padding of the past is not what it was,
         and what `AttentionLayer.step` raises.
         """
         if self.attention is None:
@@ -102,10 +103,12 @@ class IndexedLayer(CacheLayerMixin):
             )
         batch, _, T, D = keys.shape
         self._check_same(D**-0.5 if scale is None else scale, softcap)
-        valid = self._padding.of_new(self.attention, padding, T)
+        valid = self._padding.of_new(self.attention, seen.real, T)
         if queries.dtype is not keys.dtype or values.dtype is not keys.dtype:
             queries, values = queries.to(keys.dtype), values.to(keys.dtype)
         terms: Any = dict(valid=valid, bias=bias, sink_logits=sink_logits, ids=ids)
+        if seen.visible is not None:
+            terms["visible"] = seen.visible
         output = self.attention.step(queries, keys, values, **terms)
         if tokens is not None and tokens.shape == (batch, T):
             # after the step: a boundary that is marked in it lies before these tokens

@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from kvindex.layer import AttentionLayer
 from kvindex_adapters.hf.unsupported import UnsupportedError
+
+
+@dataclass(frozen=True, eq=False)
+class Seen:
+    """What the mask of a step says.
+
+    real: which tokens are no padding, bool `[B, N]`, or None where all are real; visible: which
+    each new token sees, bool `[B, T, N]`, or None for causal order.
+    """
+
+    real: Tensor | None = None
+    visible: Tensor | None = None
 
 
 class Padding:
@@ -23,18 +37,18 @@ class Padding:
         self._length = 0
         self._new: Tensor | None = None
         self._given: Tensor | None = None
-        self._real: Tensor | None = None
+        self._seen = Seen()
 
-    def of_mask(self, mask: Tensor) -> Tensor | None:
-        """Which tokens are real, bool `[B, N]`, or None where all are, by the mask of a layer.
+    def of_mask(self, mask: Tensor) -> Seen:
+        """What the mask of a layer says: `[B, N]` of padding, or `[B, 1, T, N]` of each new token.
 
-        mask: `[B, N]`, or `[B, 1, T, N]` of causal attention. Raises UnsupportedError for others.
+        Raises UnsupportedError for a mask by which later tokens cannot search.
         """
         if mask.ndim == 2:
-            return mask.bool()
+            return Seen(mask.bool())
         if mask is not self._given:
-            self._given, self._real = mask, _of_causal(mask)
-        return self._real
+            self._given, self._seen = mask, _of_each(mask)
+        return self._seen
 
     def of_new(self, layer: AttentionLayer, mask: Tensor | None, count: int) -> Tensor | None:
         """Which of the `count` new tokens are real, bool `[B, count]`, or None where all are.
@@ -52,20 +66,33 @@ class Padding:
         return new
 
 
-def _of_causal(mask: Tensor) -> Tensor | None:
-    """As `Padding.of_mask`, of `[B, 1, T, N]`, bool, or 0 where a token is seen."""
+def _of_each(mask: Tensor) -> Seen:
+    """As `Padding.of_mask`, of `[B, 1, T, N]`, bool, or 0 where a token is seen.
+
+    The newest token of each sequence must see whatever others see, as later ones will.
+    """
     seen, known = mask if mask.dtype == torch.bool else mask == 0, True
     if mask.is_floating_point():  # a bias is no mask
         known = bool((seen | (mask <= torch.finfo(mask.dtype).min / 2)).all())
-    real = seen[:, 0, -1]  # the newest token sees all of them
-    T, N = mask.shape[-2:]
-    causal = torch.ones(T, N, dtype=torch.bool, device=mask.device).tril(N - T)
-    if mask.shape[1] > 1 or not known or not torch.equal(seen[:, 0], causal & real[:, None]):
+    if mask.shape[1] > 1 or not known:
         raise UnsupportedError(
             f"attention_mask: got one of shape {list(mask.shape)} in a full-attention layer, "
-            "allowed is causal attention with padding [B, N]"
+            "allowed is one for all heads that says which tokens are seen: a bias of the logits is "
+            "nothing that an index searches by"
         )
-    return None if bool(real.all()) else real
+    seen, real = seen[:, 0], seen[:, 0, -1]
+    T, N = mask.shape[-2:]
+    causal = torch.ones(T, N, dtype=torch.bool, device=mask.device).tril(N - T)
+    padding = None if bool(real.all()) else real
+    if torch.equal(seen, causal & real[:, None]):
+        return Seen(padding)
+    if bool((seen & ~real[:, None]).any()):
+        raise UnsupportedError(
+            f"attention_mask: got one of shape {list(mask.shape)} in a full-attention layer, that "
+            "hides from the newest token some that earlier ones see; allowed is that it sees them "
+            "all, for the tokens that are decoded after it search among all"
+        )
+    return Seen(padding, seen)
 
 
 def _check_past(layer: AttentionLayer, mask: Tensor | None) -> None:

@@ -234,7 +234,8 @@ def sink_logits_of(name: str, module: Any, extra: Any) -> Tensor | None:
 def check_attention(name: str, module: Any, tokens: int, dropout: float, extra: Any) -> None:
     """Refuse an attention call that needs more than the exact softmax over rows.
 
-    extra: further keyword arguments of the call. Raises UnsupportedError.
+    tokens: how many attend to each other in an order that no mask says; extra: further keyword
+    arguments of the call. Raises UnsupportedError.
     """
     for key in UNKNOWN_TERMS:
         if extra.get(key) is not None:
@@ -247,7 +248,8 @@ def check_attention(name: str, module: Any, tokens: int, dropout: float, extra: 
     causal = getattr(module, "is_causal", True) if causal is None else causal
     if tokens > 1 and not causal:
         raise UnsupportedError(
-            f"{name}: got attention that is not causal, allowed is causal attention"
+            f"{name}: got attention that is not causal, allowed is causal attention, or a mask of "
+            "what each token sees (of PaliGemma: token_type_ids)"
         )
     if dropout:
         raise UnsupportedError(f"dropout: got {dropout}, allowed is 0: call model.eval()")
