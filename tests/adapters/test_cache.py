@@ -74,18 +74,22 @@ CHANGES = pytest.mark.parametrize(
     [
         (lambda cache: cache.batch_repeat_interleave(2), [0, 0, 1, 1, 2, 2]),
         (lambda cache: cache.batch_select_indices(torch.tensor([2, 0])), [2, 0]),
+        (lambda cache: cache.batch_select_indices(torch.tensor([1, 2, 0])), [1, 2, 0]),
         (lambda cache: cache.batch_select_indices(torch.tensor([True, False, True])), [0, 2]),
         (lambda cache: cache.reorder_cache(torch.tensor([1, 1, 0])), [1, 1, 0]),
     ],
-    ids=["repeat", "select", "select-mask", "reorder"],
+    ids=["repeat", "select", "select-all", "select-mask", "reorder"],
 )
 
 
 @CHANGES
-@pytest.mark.parametrize("family", ["llama", "falcon_h1", "zaya"])
-def test_batch_operations(family, change, rows):
-    """Of linear attention beside full attention, too."""
-    model = build(family, num_hidden_layers=2)
+@pytest.mark.parametrize(
+    ("family", "layers"),
+    [("llama", 2), ("falcon_h1", 2), ("zaya", 2), ("zamba", 4), ("inkling_text", 4)],
+)
+def test_batch_operations(family, layers, change, rows):
+    """Of linear attention beside full attention, too, or in layers of its own."""
+    model = build(family, num_hidden_layers=layers)
     inputs = prompt(3, 50, padded=True)
     chosen = {name: tensor[rows] for name, tensor in inputs.items()}
     expected = dense_steps(model, chosen, [40] + [1] * 10)[1:]

@@ -26,7 +26,13 @@ from kvindex.core import check
 from kvindex.core.protocol import KVIndex
 from kvindex.layer import AttentionLayer
 from kvindex_adapters.hf.attachment import Attachment
-from kvindex_adapters.hf.cache_layer import IndexedLayer, LayerFactory, check_crop
+from kvindex_adapters.hf.cache_layer import (
+    IndexedLayer,
+    LayerFactory,
+    check_crop,
+    repeated,
+    selected,
+)
 from kvindex_adapters.hf.count import Count
 from kvindex_adapters.hf.layer_kinds import indexed_layer
 from kvindex_adapters.hf.padding import Padding
@@ -162,11 +168,15 @@ class IndexCache(DynamicCache):
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Each row of the batch `repeats` times in a row."""
-        self._change_all(lambda layer: layer.batch_repeat_interleave(repeats))
+        self.reorder_cache(repeated(self._batch, repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep the rows `indices` of the batch: int64, or bool `[B]`."""
-        self._change_all(lambda layer: layer.batch_select_indices(indices))
+        """Keep the rows `indices` of the batch: int64, or bool `[B]`.
+
+        Every layer is reordered: of transformers' layers with linear attention some have no method
+        to select, or one that leaves their states as they are.
+        """
+        self.reorder_cache(selected(self._batch, indices))
 
     def reset(self) -> None:
         """Forget all tokens; the cache can be used again."""
@@ -360,6 +370,11 @@ class IndexCache(DynamicCache):
         raise UnsupportedError(
             "iteration over keys and values: the rows are in the indexes' stores"
         )
+
+    @property
+    def _batch(self) -> int:
+        """Sequences of the batch, 0 for an empty cache."""
+        return next((layer.batch_size for layer in self.attention_layers()), 0)
 
     def _indexed(self) -> list[IndexedLayer]:
         return [self.layers[number] for number in self.indexed]

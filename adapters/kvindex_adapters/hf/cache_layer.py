@@ -206,17 +206,11 @@ class IndexedLayer(CacheLayerMixin):
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Each row of the batch `repeats` times in a row."""
-        check.at_least("repeats", repeats, 1)
-        self.batch_select_indices(torch.arange(self._batch).repeat_interleave(repeats))
+        self.reorder_cache(repeated(self._batch, repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep the rows `indices` of the batch: int64, or bool `[B]`."""
-        if self.attention is None:
-            return
-        if isinstance(indices, Tensor) and indices.dtype == torch.bool:
-            check.tensor("indices", indices, {"B": self._batch})
-            indices = indices.nonzero()[:, 0]
-        self.attention.reorder(indices)
+        self.reorder_cache(selected(self._batch, indices))
 
     def offload(self) -> None:
         """Raises UnsupportedError: the index itself decides where rows are stored (`store`)."""
@@ -227,6 +221,24 @@ class IndexedLayer(CacheLayerMixin):
     @property
     def _batch(self) -> int:
         return 0 if self.attention is None else self.attention.batch_size
+
+
+def repeated(batch: int, repeats: int) -> Tensor:
+    """Numbers int64 of the sequences of a batch, each `repeats` times in a row."""
+    check.at_least("repeats", repeats, 1)
+    return torch.arange(batch).repeat_interleave(repeats)
+
+
+def selected(batch: int, indices: Tensor) -> Tensor:
+    """Numbers int64 of the sequences of a batch that `indices`, int64 or bool `[B]`, selects.
+
+    batch: 0 where any is allowed. Raises ValueError or TypeError for a wrong tensor.
+    """
+    if isinstance(indices, Tensor) and indices.dtype == torch.bool:
+        check.tensor("indices", indices, {"B": batch or None})
+        return indices.nonzero()[:, 0]
+    check.rows("indices", indices, batch or None)
+    return indices
 
 
 def check_crop(tokens_to_remove: Any) -> int:

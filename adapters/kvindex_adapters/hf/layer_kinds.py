@@ -49,13 +49,6 @@ class HybridLayer(IndexedLayer, LinearAttentionAndFullAttentionLayer):
         IndexedLayer.reorder_cache(self, beam_idx)
         LinearAttentionLayer.reorder_cache(self, beam_idx)
 
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep the rows `indices` of the batch: int64, or bool `[B]`."""
-        IndexedLayer.batch_select_indices(self, indices)
-        if self.attention is not None:
-            rows = indices.nonzero()[:, 0] if indices.dtype == torch.bool else indices
-            LinearAttentionLayer.reorder_cache(self, rows)
-
 
 class ChosenLayer(IndexedLayer):
     """A cache layer of a model whose trained indexer chooses the rows: the index keeps them.
@@ -108,11 +101,6 @@ class ChosenLayer(IndexedLayer):
         """Row `b` of the batch becomes what row `beam_idx[b]` was."""
         super().reorder_cache(beam_idx)
         self.chooser.reorder_cache(beam_idx)
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep the rows `indices` of the batch: int64, or bool `[B]`."""
-        super().batch_select_indices(indices)
-        self.chooser.batch_select_indices(indices)
 
 
 def indexed_layer(layer: Any, make: LayerFactory, padding: Padding) -> IndexedLayer:
