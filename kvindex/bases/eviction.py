@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kvindex.bases.index import BaseIndex
-from kvindex.bases.prompt_queries import PromptQueriesIndex
+from kvindex.bases.prompt_queries import PromptQueriesIndex, are_real
 from kvindex.core.geometry import Geometry
 from kvindex.core.protocol import UNUSED, Codes, Hits
 from kvindex.ops import group
@@ -81,15 +81,16 @@ def joined_flags(
     return torch.cat([before, valid], dim=1)
 
 
-def are_valid(positions: Tensor, valid: Tensor | None, batch: int) -> Tensor:
-    """Whether queries at positions int64 `[R]` are of valid tokens, bool `[B, R]`.
+def are_valid(queries: Tensor, positions: Tensor, valid: Tensor | None) -> Tensor:
+    """Whether queries `[B, H, R, D]` at positions int64 `[R]` are of valid tokens, bool `[B, R]`.
 
-    valid: bool `[B, N]`, or None; a position past its end is valid (padding comes first).
+    valid: bool `[B, N]`, or None; a position past its end is valid unless its query is zero.
     """
+    real = are_real(queries)
     if valid is None or not valid.shape[1]:
-        return torch.ones((batch, len(positions)), dtype=torch.bool, device=positions.device)
+        return real
     last = valid.shape[1] - 1
-    return valid[:, positions.clamp_max(last)] | (positions > last)
+    return real & (valid[:, positions.clamp_max(last)] | (positions > last))
 
 
 def attention_received(

@@ -78,6 +78,11 @@ class PromptQueries:
         return [self.queries, self.positions]
 
 
+def are_real(queries: Tensor) -> Tensor:
+    """Which queries `[B, H, R, D]` are of real tokens, bool `[B, R]`: those of padding are zero."""
+    return (queries != 0).any(3).any(1)
+
+
 def priority(positions: Tensor, choice: str, seed: int = 0) -> Tensor:
     """Order in which queries are sampled, int64 `[T]`: the least first, distinct below 2^32.
 

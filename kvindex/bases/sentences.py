@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from kvindex.bases.prompt_queries import are_real
 from kvindex.core.geometry import Geometry
 from kvindex.core.protocol import UNUSED
 from kvindex.ops.select import compact
@@ -100,10 +101,11 @@ class Sentences:
         token = ids[:, -1:] + (~repeated).long()  # id of their token, [B, 1]
         over = self.ends_at(ids) & (ids < token)  # a sentence ended with this token, [B, n]
         over = over.flip(1).int().cummax(1).values.flip(1).bool()
-        inside = (~over & (ids > token - most)).float()
+        inside = (~over & (ids > token - most) & are_real(observed)).float()
         extra = (~repeated).float()  # [B, 1]
         total = (observed.float() * inside[:, None, :, None]).sum(2) + queries * extra[..., None]
-        mean: Tensor = total / (inside.sum(1, keepdim=True) + extra)[..., None]
+        counted = (inside.sum(1, keepdim=True) + extra).clamp_min(1)
+        mean: Tensor = total / counted[..., None]
         return mean
 
 

@@ -68,7 +68,7 @@ class ActQKV(PagedIndex, PromptQueriesIndex):
         if observed is None:
             return window[:, :, 0]
         window = torch.cat([observed.queries[:, :, :-1].float(), window], dim=2)
-        counted = are_valid(observed.positions, self.valid, len(queries))
+        counted = are_valid(observed.queries, observed.positions, self.valid)
         newest = torch.ones_like(counted[:, :1])
         return probe(window, torch.cat([counted[:, :-1], newest], dim=1))
 

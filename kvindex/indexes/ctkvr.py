@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kvindex.bases.index import BaseIndex
-from kvindex.bases.prompt_queries import CHOICES, PromptQueries
+from kvindex.bases.prompt_queries import CHOICES, PromptQueries, are_real
 from kvindex.bases.query_lists import Blocks, QueryLists, recall, replace_oldest
 from kvindex.core import check
 from kvindex.core.protocol import UNUSED, Codes, Hits
@@ -152,13 +152,13 @@ class CTkvr(BaseIndex):
     def _build(self, observed: PromptQueries, valid: Tensor | None, blocks: Blocks) -> Codes:
         """Chosen queries as centroids (Algorithm 1); valid: of all tokens so far."""
         queries, positions, config = observed.queries, observed.positions, self.config
-        usable = torch.ones_like(queries[:, 0, :, 0], dtype=torch.bool)
+        usable = are_real(queries)
         padded = torch.zeros(len(queries), dtype=torch.int64, device=queries.device)
         if valid is not None:
             inside = positions < valid.shape[1]
-            usable = valid[:, positions.clamp_max(valid.shape[1] - 1)] | ~inside
-            usable = usable | ~usable.any(1, keepdim=True)
+            usable &= valid[:, positions.clamp_max(valid.shape[1] - 1)] | ~inside
             padded = (~valid).sum(1)
+        usable |= ~usable.any(1, keepdim=True)
         counts = ((observed.end - padded) // config.every).clamp(1, config.most)
         known = observed.chosen(counts, usable, choice=config.choice, seed=config.seed)
         columns = known.any(0)  # of a row of the batch; the oldest first

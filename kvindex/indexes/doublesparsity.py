@@ -94,7 +94,7 @@ class DoubleSparsity(PromptQueriesIndex):
         ones = torch.ones((batch, g.kv_heads, g.head_dim), dtype=torch.float64, device=g.device)
         if observed is None:
             return ones
-        counted = are_valid(observed.positions, valid, batch)
+        counted = are_valid(observed.queries, observed.positions, valid)
         sizes = observed.queries.double().abs() * counted[:, None, :, None]
         total = sizes.sum(2).reshape(batch, g.kv_heads, -1, g.head_dim).sum(2)
         return torch.where(total.any(-1, keepdim=True), total, ones)

@@ -91,7 +91,7 @@ class H2O(ObservingEvictionIndex):
     def _accumulate(self, queries: Tensor, positions: Tensor) -> None:
         """Add the attention of queries `[B, H, T, D]` to that of the retained rows, and evict."""
         ids, scores = self._rows()
-        keys, counted = self._store.gather(ids).keys, are_valid(positions, self.valid, len(queries))
+        keys, counted = self._store.gather(ids).keys, are_valid(queries, positions, self.valid)
         scores = scores + attention_received(self.geometry, queries, positions, counted, keys, ids)
         ids, scores = self._evict(ids, scores)
         self._learned, self._scored = {"ids": ids, "scores": scores}, len(self)

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from kvindex.bases.pages import PagedIndex
+from kvindex.bases.prompt_queries import are_real
 from kvindex.core import check
 from kvindex.core.protocol import Codes
 from kvindex.ops import group
@@ -130,15 +131,17 @@ class InfLLM(PagedIndex):
         ids = torch.arange(len(self), len(self) + T)
         first = torch.searchsorted(self._positions, ids, right=True).to(g.device)
         after = torch.searchsorted(self._positions, ids + self.config.span, right=True).to(g.device)
+        real = pad(are_real(observed).cumsum(1), (1, 0))
         sums = pad(observed.double().cumsum(2), (0, 0, 1, 0))  # double: differences lose nothing
         sums = sums.reshape(B, G, g.group_size, -1, D)
         for start in range(0, T, CHUNK):
             part = slice(start, start + CHUNK)
-            count = after[part] - first[part]
+            count = real[:, after[part]] - real[:, first[part]]
+            count = count[:, None, None, :, None]
             mean = sums[:, :, :, after[part]] - sums[:, :, :, first[part]]
-            mean = (mean / count.clamp_min(1)[:, None]).float()
+            mean = (mean / count.clamp_min(1)).float()
             products = (mean * keys[:, :, None, part].float()).sum(-1)  # [B, G, g, T]
-            marks[:, :, part] = products.masked_fill(count == 0, NONE).mT
+            marks[:, :, part] = products.masked_fill(count[..., 0] == 0, NONE).mT
         return marks
 
     def _summaries_of(self, keys: Tensor, present: Tensor, marks: Tensor | None) -> Codes:

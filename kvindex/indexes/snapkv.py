@@ -101,7 +101,7 @@ class SnapKV(ObservingEvictionIndex):
         ids = torch.arange(n, device=g.device).expand(B, g.kv_heads, -1)
         if flags is not None:
             ids = ids.masked_fill(~flags[:, None, :n], UNUSED)
-        counted = are_valid(observed.positions, flags, B)
+        counted = are_valid(observed.queries, observed.positions, flags)
         votes = attention_received(g, observed.queries, observed.positions, counted, rows, ids)
         votes = votes[:, :, : _first(observed)]  # the window itself is retained whatever its votes
         if votes.numel():

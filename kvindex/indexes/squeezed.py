@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kvindex.bases.clusters import ClusteredIndex, Plan, Units
-from kvindex.bases.prompt_queries import PromptQueries, PromptQueriesIndex
+from kvindex.bases.prompt_queries import PromptQueries, PromptQueriesIndex, are_real
 from kvindex.core import check
 from kvindex.core.protocol import Hits
 from kvindex.ops import group
@@ -117,11 +117,13 @@ class Squeezed(PromptQueriesIndex, ClusteredIndex):
         """Logarithm of the share that leaves out `sparsity` of the keys, float32 `[B]`."""
         units = self._units()
         bins = torch.zeros((len(units.sizes), BINS), dtype=torch.int64, device=units.sizes.device)
+        real = are_real(observed.queries)
         for i, position in enumerate(observed.positions.tolist()):
             shares = self._shares(self._estimates(observed.queries[:, :, i], units), units)
             index = (-shares * PER_NAT).floor().clamp(0, BINS - 1).long()
             rows = units.sizes[:, :, None].expand_as(index).long()
-            if self.valid is not None and position < len(self):  # a padded query counts for nothing
+            rows = rows * real[:, i, None, None, None]  # a padded query counts for nothing
+            if self.valid is not None and position < len(self):
                 rows = rows * self.valid[:, position, None, None, None]
             bins.scatter_add_(1, index.flatten(1), rows.flatten(1))
         target = (1 - self.config.sparsity) * bins.sum(1, keepdim=True).double()

@@ -172,7 +172,7 @@ class TriAttention(ObservingEvictionIndex):
             return {**learned, **own, "shift": shift}
         assert observed is not None
         assert g.rope is not None
-        counted = are_valid(observed.positions, flags, batch)
+        counted = are_valid(observed.queries, observed.positions, flags)
         centers = Centers.of(observed.queries, observed.positions, counted, g.rope)
         return {**learned, "mean": centers.mean, "size": centers.size, "shift": shift}
 

@@ -142,7 +142,7 @@ class AttentionLayer(JoinsSteps, CapturedSteps):
             output = self._search(queries, keys, values, valid, bias, sinks)
         else:
             self._regions.append(len(self.index), keys, values, valid)
-            self._observe(queries)
+            self._observe(queries, valid)
             window, real = self._regions.window, self._regions.valid
             first = self._regions.sink
             options: Any = dict(sink=first, visible=visible)
@@ -187,7 +187,7 @@ class AttentionLayer(JoinsSteps, CapturedSteps):
     ) -> Tensor:
         """Append tokens that attend to the rows `ids`. counts: whether `traffic` counts them."""
         self._regions.append(len(self.index), keys, values, valid)
-        self._observe(queries)
+        self._observe(queries, valid)
         read = attend_chosen(self.index, self._regions, queries, ids)
         newer, outputs = len(read), []
         for t, one in enumerate(read):
@@ -236,7 +236,7 @@ class AttentionLayer(JoinsSteps, CapturedSteps):
         keys, values, valid = self._checked(queries, *new, valid)
         self.settle()
         self._regions.append(len(self.index), keys, values, valid)
-        self._observe(queries)
+        self._observe(queries, valid)
         output = attend_densely(self.index, rows, queries, self._regions.valid, indexed=0)
         if self._regions.buffer >= self.update_every:
             self._begin_update(capability(self.index, AppendsAsync))

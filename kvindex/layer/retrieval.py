@@ -230,13 +230,16 @@ class RetrievingSteps(WindowUpdates):
         """Logits of learned sinks as float32 `[B, H, T]`, or None."""
         return None if sink_logits is None else checked_sinks(sink_logits, queries)
 
-    def _observe(self, queries: Tensor, new: int = 0) -> None:
-        """Show queries `[B, H, T, D]` to an index that looks at them.
+    def _observe(self, queries: Tensor, valid: Tensor | None = None, new: int = 0) -> None:
+        """Show queries `[B, H, T, D]` to an index that looks at them, those of padding as zeros.
 
-        new: how many of their tokens are still to come into the window.
+        valid: bool `[B, T]`, or None for no padding; new: how many of their tokens are still to
+        come into the window.
         """
         observer = capability(self.index, ObservesQueries)
         if observer is not None:
+            if valid is not None:
+                queries = queries.masked_fill(~valid[:, None, :, None], 0)
             length, T = len(self) + new, queries.shape[2]
             positions = torch.arange(length - T, length, device=queries.device)
             observer.observe_queries(queries, positions)
@@ -282,7 +285,7 @@ class RetrievingSteps(WindowUpdates):
             self._check_finite("queries", queries)  # as the index would, but before it is too late
         if decodes is None:
             regions.append(indexed, keys, values, valid)
-            self._observe(queries)
+            self._observe(queries, valid)
             some = None if bias is None else bias[:, :, 0]
             return self._retrieve(queries[:, :, 0], some, sinks)[:, :, None]
         self._observe(queries, new=1)

@@ -135,3 +135,20 @@ def test_reads_are_counted_without_padding(padding):
             real += float(sequence.valid[:, :stop].sum(1).float().mean())
     assert layer.traffic.rows_full == pytest.approx(real)
     assert layer.traffic.rows_read == pytest.approx(real)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_queries_of_padding_are_shown_as_zeros(plan):
+    """To an index that looks at queries, in whichever step they come."""
+    case = CASES["plain"]
+    sequence = Sequence.of(case, COUNT, holes=HOLES["both, and single tokens"])
+    layer, shown = layer_of(case, "h2o", k=6), []
+    observe = layer.index.observe_queries
+    layer.index.observe_queries = lambda queries, positions: (
+        shown.append(queries) or observe(queries, positions)
+    )
+    for start, stop in PLANS[plan]:
+        sequence.feed(layer, start, stop)
+    got, count = torch.cat(shown, 2), PLANS[plan][-1][1]
+    real = sequence.valid[:, None, :count, None]
+    assert torch.equal(got, sequence.queries[:, :, :count] * real)

@@ -48,7 +48,10 @@ class KVIndex(Protocol):
         ...
 
     def observe_queries(self, queries: Tensor, positions: Tensor) -> None:
-        """The newest queries `[B, H, T, D]` and the ids of their tokens, int64 `[T]`."""
+        """The newest queries `[B, H, T, D]` and the ids of their tokens, int64 `[T]`.
+
+        The query of a padded token is zero, and counts in no statistic.
+        """
         ...
 
     def mark_boundary(self) -> None:
