@@ -33,6 +33,13 @@ def pair(case=CASE, **options):
     return [case.index("pariskv", backend=name, **options) for name in ("cpu", "torch")]
 
 
+def padded(count):
+    """Padding of the second sequence on the left, and of both between tokens: bool `[2, count]`."""
+    valid = left_padding([0, 70], count)
+    valid[0, 250:290] = valid[1, 300:303] = valid[1, 391:] = False
+    return valid
+
+
 def assert_same(mine, theirs, queries, k=20):
     assert mine._executor
     assert not theirs._executor
@@ -126,7 +133,7 @@ def test_it_attends_to_what_it_finds_and_to_resident_rows(sizes, k):
     case = replace(CASE, **sizes)
     index, _ = pair(case, preset="fast")
     keys, values = case.tokens(430)
-    index.append(*part((keys, values), 0, 400), valid=left_padding([0, 70], 400))
+    index.append(*part((keys, values), 0, 400), valid=padded(400))
     resident, queries = ResidentRows(index.geometry, 2, 40), case.queries()
     shown = left_padding([3, 0], 30)
     resident.add(*part((keys, values), 400, 430), shown)
@@ -155,7 +162,7 @@ def test_it_attends_to_what_it_finds_and_to_resident_rows(sizes, k):
 @pytest.mark.parametrize("k", [7, 5000])
 def test_it_attends_to_rows_that_it_draws_with_their_weights(k):
     index, _ = pair(preset="drawn")
-    index.append(*CASE.tokens(400), valid=left_padding([0, 70], 400))
+    index.append(*CASE.tokens(400), valid=padded(400))
     resident = ResidentRows(index.geometry, 2, 40)
     resident.add(*CASE.tokens(30, seed=2), None)
     queries = CASE.queries()

@@ -31,7 +31,9 @@ def pair(name, case=CASE):
     made = [case.index(name, backend=backend) for backend in ("cpu", "torch")]
     keys, values = case.tokens(400)
     for index in made:
-        index.append(*part((keys, values), 0, 390), valid=left_padding([0, 30], 390))
+        valid = left_padding([0, 30], 390)
+        valid[0, 200:230] = valid[1, 380:] = False
+        index.append(*part((keys, values), 0, 390), valid=valid)
         index.end_prompt()
         index.append(*part((keys, values), 390, 400))
     return made

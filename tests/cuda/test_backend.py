@@ -48,10 +48,12 @@ def assert_found(mine, theirs, queries, k=20):
 def test_every_preset_searches_as_in_torch(spec, device):
     mine, theirs = pair(spec, device)
     tokens, queries = moved(CASE.tokens(600), device), CASE.queries().to(device)
-    valid = left_padding([0, 70], 300).to(device)
+    valid = left_padding([0, 70], 600).to(device)
+    valid[0, 290:310] = valid[1, 200:230] = valid[1, 400:405] = False
     for index in (mine, theirs):
-        index.append(*part(tokens, 0, 300), valid=valid)
-        index.append(*part(tokens, 300, 600))
+        index.append(*part(tokens, 0, 300), valid=valid[:, :300])
+        index.append(*part(tokens, 300, 450), valid=valid[:, 300:450])
+        index.append(*part(tokens, 450, 600))
     assert_found(mine, theirs, queries)
     for index in (mine, theirs):
         index.truncate(400)

@@ -220,6 +220,7 @@ def test_a_long_list(device, options):
 def test_padded_tokens_and_hidden_rows_are_never_read(device):
     case = Case(q_heads=4, kv_heads=2, head_dim=64, batch=3)
     valid = left_padding([0, 130, 600], 600).to(device)
+    valid[0, 290:340] = valid[1, 500:505] = valid[1, 590:] = False  # and anywhere
     index, layout, state, _kept, k = setting(case, 600, valid=valid, device=device)
     state.resident_mask[1, ::3] = 0
     queries = case.queries().to(device)
