@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -31,6 +31,7 @@ class Attachment:
         """Of `attach_batch`, which has no cache: requests and their indexes."""
         self._pending: tuple[IndexCache, Any, tuple[Tensor, Tensor]] | None = None
         self._lock = threading.RLock()
+        self._undo: dict[int, Callable[[], None]] | None = None  # id of a cache -> undo its steps
 
     def set_pending(self, cache: IndexCache, layer: Any, states: tuple[Tensor, Tensor]) -> None:
         """The `update` of this layer of the cache has given states; its attention runs next."""
@@ -60,6 +61,34 @@ class Attachment:
             yield
         finally:
             self._lock.release()
+
+    @contextmanager
+    def transaction(self) -> Iterator[None]:
+        """One call of the whole model. Where it raises, the decoder's steps in it are undone.
+
+        Raises RuntimeError as `exclusive`.
+        """
+        with self.exclusive():
+            if self._undo is not None:  # inside another call, which undoes all
+                yield
+                return
+            self._undo = {}
+            try:
+                yield
+            except BaseException:  # an interrupt, too
+                for undo in self._undo.values():
+                    undo()
+                raise
+            finally:
+                self._undo = None
+
+    def add_undo(self, cache: IndexCache, undo: Callable[[], None]) -> None:
+        """Record how a step of the decoder is undone if the model's call fails after it.
+
+        Of several steps of a cache in one call the first one counts.
+        """
+        if self._undo is not None:
+            self._undo.setdefault(id(cache), undo)
 
 
 attached: WeakKeyDictionary[nn.Module, Attachment] = WeakKeyDictionary()

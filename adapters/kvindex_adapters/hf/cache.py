@@ -203,6 +203,10 @@ class IndexCache(DynamicCache):
         self.attachment.take_pending()
         self._look_again()
         self._broken = "a step failed half way and could not be undone"
+        if self.overwrites and all(checkpoint[number] is None for number in self.indexed):
+            self.layers = self._empty_layers()  # it held no tokens, which linear attention can undo
+            self._broken = None
+            return
         for layer, before in zip(self.layers, checkpoint, strict=True):
             if isinstance(layer, IndexedLayer):
                 layer.rollback(before)
@@ -210,6 +214,22 @@ class IndexCache(DynamicCache):
                 vars(layer).update(before)
         if not self.overwrites:
             self._broken = None
+
+    def undo(self, checkpoint: list[Any], ids: Tensor | None) -> None:
+        """As `rollback`, of a cache of which these ids of the tokens were known."""
+        self.rollback(checkpoint)
+        self.ids = ids
+
+    @contextmanager
+    def undone(self) -> Iterator[None]:
+        """Restore the state at the beginning of the context if the body raises."""
+        self.check_usable()
+        before, ids = self.checkpoint(), self.ids
+        try:
+            yield
+        except BaseException:  # an interrupt, too
+            self.undo(before, ids)
+            raise
 
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Write all layers, the ids of the tokens if known, and which model they are of.
@@ -258,7 +278,7 @@ class IndexCache(DynamicCache):
 
     def count_replay(self, replay: Callable[[], None]) -> None:
         """A token more in all layers, by a graph; where that fails, in none."""
-        before, self.ids = self.get_seq_length(), None
+        before, ids, self.ids = self.get_seq_length(), self.ids, None
         self._broken = "a token failed half way and could not be undone"
         try:
             replay()
@@ -266,14 +286,19 @@ class IndexCache(DynamicCache):
                 layer.count_replay()
             self.count_rolled()
         except BaseException:
-            for layer in self.attention_layers():
-                layer.truncate(before)
-            for window in self._rolled():
-                window.go_back(before)
-            if not self.overwrites:
-                self._broken = None
+            self.take_back(before, ids)
             raise
         self._broken = None
+
+    def take_back(self, length: int, ids: Tensor | None) -> None:
+        """Undo the replay of a token that followed `length` others, whose ids these are."""
+        self._broken = "a token failed half way and could not be undone"
+        for layer in self.attention_layers():
+            layer.truncate(length)
+        for window in self._rolled():
+            window.go_back(length)
+        if not self.overwrites:
+            self._broken, self.ids = None, ids
 
     def roll(self) -> None:
         """Keep the rows of sliding windows in rings, which a graph can append to."""

@@ -33,14 +33,31 @@ class GuardedDecoder(nn.Module):
 
 
 class GuardedModel(nn.Module):
-    """A model that refuses unsupported ways to generate before it begins."""
+    """A model whose calls, and calls of `generate`, leave the cache as it was where they fail."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model's own call. Where its head fails, the decoder's step is undone, too."""
+        attachment = attached.get(self)
+        if attachment is None:
+            return super().__call__(*args, **kwargs)
+        with attachment.transaction():
+            return super().__call__(*args, **kwargs)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model's own `generate`, after its checks."""
-        if self in attached:
-            check_generate(self, kwargs)
+        """Run the model's own `generate`, after checks; where it fails, all its steps are undone.
+
+        Other threads cannot call the model meanwhile.
+        """
         parent: Any = super()
-        return parent.generate(*args, **kwargs)
+        attachment = attached.get(self)
+        if attachment is None:
+            return parent.generate(*args, **kwargs)
+        check_generate(self, kwargs)
+        cache = kwargs.get("past_key_values")
+        if not isinstance(cache, IndexCache) or cache.attachment is not attachment:
+            return parent.generate(*args, **kwargs)  # its first step raises
+        with attachment.exclusive(), cache.undone():
+            return parent.generate(*args, **kwargs)
 
 
 def _step(
@@ -61,7 +78,10 @@ def _step(
         if graph is not None:
             args, kwargs = (), _by_name(cache.decoder, args, kwargs)
             if graph.takes(forward, cache, kwargs):
-                return graph.replay(cache)
+                before = cache.get_seq_length(), cache.ids
+                output = graph.replay(cache)
+                attachment.add_undo(cache, partial(cache.take_back, *before))
+                return output
             if graph.comparing:
                 return _compared(graph, forward, cache, kwargs)
         return _undone_if_failed(forward, cache, args, kwargs)
@@ -111,12 +131,12 @@ def _undone_if_failed(
         output = forward(*args, **_whole(attachment, kwargs))
         cache.check_attended()
     except BaseException:  # an interrupt, too, leaves layers of different lengths
-        cache.rollback(before)
-        cache.ids = past_ids
+        cache.undo(before, past_ids)
         raise
     finally:
         cache.tokens = attachment.running = None
         cache.padding.forget()
+    attachment.add_undo(cache, partial(cache.undo, before, past_ids))
     return output
 
 
