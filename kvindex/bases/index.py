@@ -282,8 +282,9 @@ class BaseIndex(ReadingIndex):
     def nbytes(self) -> dict[str, int]:
         """Bytes in use per tier: `codes` (and statistics and constants) on the compute device,
         `rows` in the store (`rows_device` and `rows_host` of one that has both).
+
+        Any thread may ask at any time; during a change some bytes may be counted or not.
         """
-        self.raise_pending()
         codes = self._codes.nbytes() + self._valid.nbytes()
         codes += sum(tensor.nbytes for tensor in [*self._learned.values(), *self._held()])
         return {"codes": codes, **self._rows_nbytes()}

@@ -163,4 +163,5 @@ class PromptQueriesIndex(BaseIndex):
         self._observed, self._sealed = None, False
 
     def _held(self) -> list[Tensor]:
-        return self._observed.tensors() if self._observed else []
+        observed = self._observed
+        return observed.tensors() if observed else []

@@ -22,11 +22,15 @@ from kvindex.core.restore import Restorable
 
 READS = frozenset(
     {
-        *("encode", "search", "search_share", "fetch", "nbytes", "bytes_per_key", "expand_batch"),
+        *("encode", "search", "search_share", "fetch", "bytes_per_key", "expand_batch"),
         *("state_dict", "__deepcopy__", "candidate_share"),
     }
 )
-"""Calls that may run beside one another."""
+"""Calls that may run beside one another.
+
+Counters are not among them (`nbytes`, `memory`, `placement`, `len`, and a layer's `tokens` and
+`traffic`): any thread reads them at any time, so they must not fail during a change.
+"""
 
 ALONE = frozenset(
     {

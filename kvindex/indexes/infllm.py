@@ -113,7 +113,8 @@ class InfLLM(PagedIndex):
         super()._commit(statistics)
 
     def _held(self) -> list[Tensor]:
-        return [self._queries["queries"]] if len(self._queries) else []
+        queries = self._queries
+        return [queries["queries"]] if len(queries) else []
 
     # Blocks
 

@@ -349,11 +349,11 @@ class Regions(NamedState, Restorable):
         return parts
 
     def nbytes(self) -> int:
-        """Bytes in use."""
-        g = self._geometry
+        """Bytes in use. Any thread may ask at any time."""
+        g, valid, sink, resident = self._geometry, self._valid.nbytes(), self.sink, self._resident
         used = self.batch_size * len(self) * g.kv_heads * (g.head_dim + g.value_dim)
-        used = used * g.dtype.itemsize + self._valid.nbytes()
-        if self._valid.nbytes():
+        used = used * g.dtype.itemsize + valid
+        if valid:
             used += self.batch_size * (len(self) - len(self._window))
-        used += 0 if self.sink is None else self.sink.nbytes()
-        return used + (0 if self._resident is None else self._resident.nbytes())
+        used += 0 if sink is None else sink.nbytes()
+        return used + (0 if resident is None else resident.nbytes())

@@ -64,81 +64,111 @@ class Counts(NamedTuple):
         return Counts(None, *sizes, self.coverage, self.steps + step.steps)
 
 
+class Watched(NamedTuple):
+    """Rows that captured steps have found, which the device adds up.
+
+    found: int64 `[B, G]`, of all captured steps; counted: int64 `[]`, what of its sum is part of
+    `State.total` already.
+    """
+
+    found: Tensor
+    counted: Tensor | int = 0
+
+
+class State(NamedTuple):
+    """All that a `Tally` has counted: the sums, the steps since, and what the device adds up."""
+
+    total: Traffic
+    new: list[Counts]
+    watched: list[Watched]  # of the last graph the last one
+
+
 class Tally(Restorable):
-    """Counts of steps, added up when someone asks or when there are many."""
+    """Counts of steps, added up when there are many.
+
+    Its state is one object that is replaced, so any thread may read `traffic` at any time.
+    """
 
     def __init__(self) -> None:
-        self._sum, self._new = Traffic(), list[Counts]()
-        self._watched: list[Tensor] = []  # sums of captured steps; of the last graph the last one
+        self._state = State(Traffic(), [], [])
 
     def watch(self, found: Tensor) -> None:
-        """Captured steps add up here what they find: int64 `[B, G]`, set to 0 when it is read.
+        """Captured steps add up here what they find: int64 `[B, G]`, which only ever grows.
 
         No operation, which would be captured, too.
         """
-        self._watched = [*(old for old in self._watched if old is not found), found]
+        total, new, watched = self._state
+        same = next((one for one in watched if one.found is found), Watched(found))
+        self._state = State(total, new, [*(one for one in watched if one is not same), same])
 
     def count(self, step: Counts) -> None:
         """A step more. Its tensors must stay as they are.
 
         Captured ones take no operation, however many: all layers would add up at the same token.
         """
-        together = self._new[-1].joined(step) if self._new else None
+        total, new, watched = self._state
+        together = new[-1].joined(step) if new else None
         if together is not None:
-            self._new = [*self._new[:-1], together]
+            self._state = State(total, [*new[:-1], together], watched)
             return
-        self._new = [*self._new, step]
-        if len(self._new) >= AT_ONCE:
-            self._add_up()
+        self._state = State(total, [*new, step], watched)
+        if len(new) + 1 >= AT_ONCE:
+            self._state = _added_up(self._state)
 
     @property
     def traffic(self) -> Traffic:
-        """The sums so far; waits for nothing."""
-        self._add_up()
-        return self._sum
+        """The sums so far; waits for nothing, and changes nothing."""
+        return _added_up(self._state).total
 
     def checkpoint(self) -> Any:
         """What has been counted so far, for `rollback`: of captured steps a copy of the sums."""
-        captured = any(step.found is None for step in self._new)
-        sums = [(found, found.clone()) for found in self._watched] if captured else []
-        return self._sum, self._new, sums
+        state = self._state
+        captured = any(step.found is None for step in state.new)
+        return state, [one.found.clone() for one in state.watched] if captured else []
 
     def rollback(self, checkpoint: Any) -> None:
         """Forget the steps that came after."""
-        self._sum, self._new, sums = checkpoint
-        before = {id(found): value for found, value in sums}
-        for found in self._watched:
-            value = before.get(id(found))
-            found.zero_() if value is None else found.copy_(value)
+        before, copies = checkpoint
+        pairs = zip(before.watched, copies, strict=False)  # no copies where no step was captured
+        rest = {id(one.found): copy.sum() - one.counted for one, copy in pairs}
+        watched = [
+            Watched(one.found, one.found.sum() - rest.get(id(one.found), 0))
+            for one in self._state.watched
+        ]
+        self._state = State(before.total, before.new, watched)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """A copy, whose captured steps are others."""
-        self._add_up()
+        self._state = _added_up(self._state)
         return super().__deepcopy__(memo)
 
     def _after_copy(self) -> None:
-        self._watched = []
+        self._state = self._state._replace(watched=[])
 
-    def _add_up(self) -> None:
-        new, self._new = self._new, []
-        if not new:
-            return
-        found = [(step.found, step.row_bytes) for step in new if step.found is not None]
-        read, fetched = _of_rows(found)
-        captured = [step.row_bytes for step in new if step.found is None]
-        for some in self._watched if captured else []:
-            rows = some.sum()
-            read, fetched = read + rows / some.numel(), fetched + rows * captured[0]
-            some.zero_()
-        shares = [step.coverage.mean() for step in new if step.coverage is not None]
-        before = self._sum
-        self._sum = Traffic(
-            steps=before.steps + sum(step.steps for step in new),
-            rows_read=before.rows_read + read + _less(new, "beside", "masked"),
-            rows_full=before.rows_full + _less(new, "length", "padded"),
-            bytes_fetched=before.bytes_fetched + fetched,
-            coverage=before.coverage + (torch.stack(shares).sum() if shares else 0.0),
-        )
+
+def _added_up(state: State) -> State:
+    """The same, with all steps in the sums."""
+    before, new, watched = state
+    if not new:
+        return state
+    found = [(step.found, step.row_bytes) for step in new if step.found is not None]
+    read, fetched = _of_rows(found)
+    captured = [step.row_bytes for step in new if step.found is None]
+    if captured:
+        sums = [one.found.sum() for one in watched]
+        for one, now in zip(watched, sums, strict=True):
+            rows = now - one.counted
+            read, fetched = read + rows / one.found.numel(), fetched + rows * captured[0]
+        watched = [Watched(one.found, now) for one, now in zip(watched, sums, strict=True)]
+    shares = [step.coverage.mean() for step in new if step.coverage is not None]
+    total = Traffic(
+        steps=before.steps + sum(step.steps for step in new),
+        rows_read=before.rows_read + read + _less(new, "beside", "masked"),
+        rows_full=before.rows_full + _less(new, "length", "padded"),
+        bytes_fetched=before.bytes_fetched + fetched,
+        coverage=before.coverage + (torch.stack(shares).sum() if shares else 0.0),
+    )
+    return State(total, [], watched)
 
 
 def _of_rows(found: list[tuple[Tensor, int]]) -> tuple[Tensor | float, Tensor | int]:

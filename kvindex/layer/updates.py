@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from copy import deepcopy
 from typing import Any, Self
 
@@ -66,10 +67,20 @@ class WindowUpdates(Guarded):
         self._looked: int | None = None  # length up to which updates were made, if one may be due
         self._searched = 0  # tokens of the last step, if it searched
         self._tally = Tally()
+        self._moving: list[int] = []  # `len` before rows move between window and index, meanwhile
 
     def __len__(self) -> int:
         """Tokens seen, `N`: those in the index and those in the window."""
         return len(self.index) + len(self._regions)
+
+    @property
+    def tokens(self) -> int:
+        """`len(self)` for any thread, at any time, also while rows move into the index."""
+        while True:
+            moving = self._moving
+            length = moving[0] if moving else len(self)
+            if self._moving is moving:  # none has begun or ended to move in between
+                return length
 
     def _unit(self) -> int:
         """Tokens that go into the index together."""
@@ -79,7 +90,10 @@ class WindowUpdates(Guarded):
         return blocks.block_tokens
 
     def nbytes(self) -> dict[str, int]:
-        """Bytes in use per tier: the index's, and `window` (sink, local, buffer)."""
+        """Bytes in use per tier: the index's, and `window` (sink, local, buffer).
+
+        Any thread may ask at any time, as for `tokens` and `traffic`.
+        """
         return {**self.index.nbytes(), "window": self._regions.nbytes()}
 
     # Updates
@@ -168,8 +182,18 @@ class WindowUpdates(Guarded):
         if move is None:
             return
         rest = self._regions.without(move.leaving.count)
-        move.end()
-        self._regions.end(rest, move.leaving.sink)
+        with self._moves():
+            move.end()
+            self._regions.end(rest, move.leaving.sink)
+
+    @contextmanager
+    def _moves(self) -> Iterator[None]:
+        """Meanwhile `tokens` is what it is now."""
+        self._moving = [len(self)]
+        try:
+            yield
+        finally:
+            self._moving = []
 
     def settle(self) -> None:
         """What is on its way into the index arrives, after an update that is due."""
@@ -193,10 +217,11 @@ class WindowUpdates(Guarded):
         if self._move is not None and length < indexed + self._move.leaving.count:
             self._give_up()
         sink = regions.sink
-        if length < indexed:
-            sink = None if sink is None else sink.before(length)
-            self.index.truncate(length)
-        regions.truncate(indexed, length, sink)
+        with self._moves():
+            if length < indexed:
+                sink = None if sink is None else sink.before(length)
+                self.index.truncate(length)
+            regions.truncate(indexed, length, sink)
 
     def reorder(self, batch_indices: Tensor) -> None:
         """Row `b` of the batch becomes what row `batch_indices[b]` was; int64 `[B']`."""
@@ -212,8 +237,9 @@ class WindowUpdates(Guarded):
     def reset(self) -> None:
         """Forget everything."""
         self._give_up()
-        self.index.reset()
-        self._regions.reset()
+        with self._moves():
+            self.index.reset()
+            self._regions.reset()
         self._sealed, self._looked, self._searched, self._broken = False, None, 0, None
         self._tally = Tally()
 
@@ -236,12 +262,13 @@ class WindowUpdates(Guarded):
         if self._move is not None and self._move is not move:
             self._move.wait()  # the index writes to the same places again
         self._move = move
-        self._regions.rollback(regions)
-        self._tally.rollback(tally)
-        if isinstance(self.index, Restorable):
-            self.index.rollback(before)
-        else:
-            cut_back(self.index, before)
+        with self._moves():
+            self._regions.rollback(regions)
+            self._tally.rollback(tally)
+            if isinstance(self.index, Restorable):
+                self.index.rollback(before)
+            else:
+                cut_back(self.index, before)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """A layer that goes on from here by itself; what is on its way into the index arrives."""
@@ -270,8 +297,9 @@ class WindowUpdates(Guarded):
         check_signed(self._whose(), state)
         if len(self):
             raise ValueError(f"state: got a layer that holds {len(self)} tokens, allowed is empty")
-        self._stateful().load_state_dict(below("index", state))
-        self._regions.unpack(state)
+        with self._moves():
+            self._stateful().load_state_dict(below("index", state))
+            self._regions.unpack(state)
         self._sealed, self._broken = bool(state["sealed"]), None
 
     def _stateful(self) -> KeepsState:

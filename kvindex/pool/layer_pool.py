@@ -102,6 +102,7 @@ class LayerPool(Sequences[AttentionLayer]):
 
         tokens: in the indexes; sink and window are each sequence's own.
         """
-        indexes = [layer.index for layer in self._open.values()]
+        layers = list(self._open.values())  # another thread may open and close some meanwhile
+        indexes = [layer.index for layer in layers]
         held = vars(Report.of(indexes, sum(map(len, indexes))))
         return LayersReport(**held, together=self._joined, alone=self._alone)

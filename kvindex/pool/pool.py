@@ -124,7 +124,8 @@ class Pool(Sequences[KVIndex]):
 
     def report(self) -> Report:
         """What all sequences hold together, and what of it they share."""
-        return Report.of(self._open.values(), sum(map(len, self._open.values())))
+        indexes = list(self._open.values())  # another thread may open and close some meanwhile
+        return Report.of(indexes, sum(map(len, indexes)))
 
     def explain(self) -> str:
         """How a list of sequences is stepped, and how each index runs, a line each."""

@@ -164,12 +164,23 @@ class Columns(Restorable):
 
     def nbytes(self) -> int:
         """Bytes in use (what is reserved beyond the length is not counted)."""
-        return sum(self[name].numel() * self[name].element_size() for name in self._data)
+        return sum(nbytes for _, nbytes in self._in_use())
 
     def memory(self) -> dict[int, int]:
         """As `protocol.TellsMemory.memory`: a column is in one piece, of the bytes in use."""
-        held = [self[name] for name in self._data] if self._length else []
-        return {column.data_ptr(): column.nbytes for column in held if column.numel()}
+        return {column.data_ptr(): nbytes for column, nbytes in self._in_use() if nbytes}
+
+    def _in_use(self) -> list[tuple[Tensor, int]]:
+        """The columns, and how many bytes of each are in use.
+
+        Another thread may change both meanwhile: a length may be that of other columns.
+        """
+        data, length, sizes = self._data, self._length, list[tuple[Tensor, int]]()
+        for name, column in data.items():
+            room = column.size(self._axis)
+            entries = min(self._entries(name, length), room)
+            sizes.append((column, column.nbytes // room * entries if room else 0))
+        return sizes
 
     def _fresh(self) -> Self:
         return type(self)(self._axis, self._fill)

@@ -84,7 +84,8 @@ class ParisKVExecutor(AppendedCodes):
 
     def cache_use(self) -> tuple[int, int, int]:
         """As `Executor.cache_use`."""
-        return (0, 0, 0) if self.cache is None else (self.cache.capacity, *self.cache.use())
+        cache = self.cache  # which another thread may let go of meanwhile
+        return (0, 0, 0) if cache is None else (cache.capacity, *cache.use())
 
     def cleared(self) -> None:
         """Everything was forgotten."""

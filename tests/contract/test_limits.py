@@ -182,6 +182,8 @@ def beside(gate, first, second):
         ("_search", "search", "append", True),
         ("_search", "search", "truncate", True),
         ("_search", "search", "fetch", False),
+        ("_prepared", "append", "nbytes", False),  # a counter
+        ("_search", "search", "nbytes", False),
     ],
 )
 def test_reads_run_beside_reads_and_nothing_beside_a_change(gate, first, second, refused):
@@ -193,6 +195,7 @@ def test_reads_run_beside_reads_and_nothing_beside_a_change(gate, first, second,
         "search": lambda: index.search(CASE.queries(), k=5),
         "truncate": lambda: index.truncate(9),
         "fetch": lambda: index.fetch(hits),
+        "nbytes": index.nbytes,
     }
     message, outcome = beside(Gate(index, gate), calls[first], calls[second])
     assert message.startswith(f"{second}: got a call while another thread's") == refused

@@ -120,7 +120,7 @@ def test_a_failure_inside_a_step_is_undone(monkeypatch, at, error, fed):
             with pytest.raises(error):
                 sequence.feed(layer, fed, fed + tokens)
     assert len(layer) == fed
-    assert layer.traffic is traffic
+    assert layer.traffic == traffic
     if not fed:
         assert layer.batch_size == 0
     assert_goes_on(layer, sequence, fed)

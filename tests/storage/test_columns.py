@@ -205,3 +205,18 @@ def test_a_view_of_several_rows_is_read_alone_and_its_copy_is_its_own():
     assert_holds(twin, want)
     twin.append(rows(4, 5, batch=2))
     assert len(twin) == 9
+
+
+def test_bytes_may_be_asked_for_while_another_thread_puts_back_what_was_held():
+    """Length and tensors are not set at once: of a length that is not theirs, what there is."""
+    columns, rows = Columns(), torch.zeros(1, 2, 5, 8)
+    columns.append({"rows": rows})
+    held = columns.checkpoint()
+    columns.let_go()
+    columns._length = 500
+    assert (columns.nbytes(), columns.memory()) == (0, {})
+    columns.rollback(held)
+    columns._length = 500
+    assert columns.nbytes() == columns._data["rows"].nbytes
+    columns.rollback(held)
+    assert columns.nbytes() == sum(columns.memory().values()) == rows.nbytes

@@ -83,7 +83,7 @@ def a_graphs_tokens_are_those_of_steps_and_of_one_process():
         fed(layers, sequence, [PROMPT, *[1] * 20])
         assert replayed.replays > 16
         assert replayed.made > 1
-        assert len(replayed.layer._tally._watched) == 1, "one sum, whatever is captured anew"
+        assert len(replayed.layer._tally._state.watched) == 1, "one sum, whatever is captured anew"
         for layer in layers[1:]:
             mine, theirs = replayed.layer.traffic, layer.traffic
             assert mine.steps == theirs.steps
