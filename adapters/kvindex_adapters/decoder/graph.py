@@ -45,7 +45,14 @@ class TokenGraph:
         return AHEAD if self._graph is not None else self._ahead
 
     def step(self) -> None:
-        """One more token: from `session.token` to the next, which takes its place."""
+        """One more token: from `session.token` to the next, which takes its place.
+
+        Raises RuntimeError while another thread is in a call of the session.
+        """
+        with self._session.exclusive():
+            self._step()
+
+    def _step(self) -> None:
         reads = self._session.prepare_replay() if self._serves else None
         if reads is not None and self._warm < WARM:
             self._warm, reads = self._warm + 1, None

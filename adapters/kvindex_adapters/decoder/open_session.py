@@ -19,6 +19,7 @@ from kvindex_adapters.decoder.config import DecoderConfig
 from kvindex_adapters.decoder.dense import DenseAttention
 from kvindex_adapters.decoder.saving import load_session, save_session
 from kvindex_adapters.decoder.session import Session
+from kvindex_adapters.hf.exclusive import Exclusive
 from kvindex_adapters.llama.fused import Fused
 from kvindex_adapters.llama.weights import Weights
 
@@ -57,21 +58,24 @@ class OpenSession(Session):
         It shares rows and codes of indexes as `copy.deepcopy` of an index does, and copies the
         rows of layers without an index.
         """
-        twin = copy(self)
-        twin._attentions = deepcopy(self._attentions)
-        twin._position, twin.token = self._position.clone(), self.token.clone()
-        return twin
+        with self.exclusive():
+            twin = copy(self)
+            twin.exclusive = Exclusive("session", "the same session")
+            twin._attentions = deepcopy(self._attentions)
+            twin._position, twin.token = self._position.clone(), self.token.clone()
+            return twin
 
     def truncate(self, length: int) -> None:
         """Forget the tokens from position `length` on. Raises ValueError below 0."""
         check.at_least("length", length, 0)
-        if length >= self.length:
-            return
-        for layer in self._attentions:
-            layer.truncate(length)
-        self._position -= self.length - length
-        self.length = length
-        self.ids = None if self.ids is None else self.ids[:length]
+        with self.exclusive():
+            if length >= self.length:
+                return
+            for layer in self._attentions:
+                layer.truncate(length)
+            self._position -= self.length - length
+            self.length = length
+            self.ids = None if self.ids is None else self.ids[:length]
 
     def complete(self, start: int, ids: Tensor) -> None:
         """Hold ids int64 `[N]` after the first `start` tokens, and no more.
@@ -87,17 +91,21 @@ class OpenSession(Session):
 
     @contextmanager
     def undone(self) -> Iterator[None]:
-        """Be again what it was where what is inside raises."""
-        position, length, ids = self._position.clone(), self.length, self.ids
-        before: list[Any] = [layer.checkpoint() for layer in self._attentions]
-        try:
-            yield
-        except BaseException:
-            for layer, checkpoint in zip(self._attentions, before, strict=True):
-                layer.rollback(checkpoint)
-            self._position.copy_(position)
-            self.length, self.ids = length, ids
-            raise
+        """Restore the state at the beginning of the context if the body raises.
+
+        Other threads cannot change the session meanwhile: they get a RuntimeError.
+        """
+        with self.exclusive():
+            position, length, ids = self._position.clone(), self.length, self.ids
+            before: list[Any] = [layer.checkpoint() for layer in self._attentions]
+            try:
+                yield
+            except BaseException:
+                for layer, checkpoint in zip(self._attentions, before, strict=True):
+                    layer.rollback(checkpoint)
+                self._position.copy_(position)
+                self.length, self.ids = length, ids
+                raise
 
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Write all layers, the ids of the tokens if known, and which model they are of.
@@ -106,8 +114,9 @@ class OpenSession(Session):
         `kvhf.attach`. Raises OSError for a folder that is there already or cannot be written,
         ValueError for a session without tokens, or of a decoder in FP8.
         """
-        check.at_least("session.length", self.length, 1)
-        save_session(folder, self._attentions, self.ids, self._saved_model())
+        with self.exclusive():
+            check.at_least("session.length", self.length, 1)
+            save_session(folder, self._attentions, self.ids, self._saved_model())
 
     @in_plain_torch
     def load(self, folder: str | os.PathLike[str]) -> None:
@@ -118,11 +127,11 @@ class OpenSession(Session):
         is not as it was saved, another model, other indexes or sizes of regions, several sequences,
         or where this session holds tokens or is of a decoder in FP8; it stays as it was.
         """
-        if self.length:
-            raise ValueError(
-                f"session: got one that holds {self.length} tokens, allowed is an empty one"
-            )
         with self.undone():
+            if self.length:
+                raise ValueError(
+                    f"session: got one that holds {self.length} tokens, allowed is an empty one"
+                )
             self.ids = load_session(folder, self._attentions, self._saved_model())
             self.length = len(self._attentions[0])
             self._position += self.length

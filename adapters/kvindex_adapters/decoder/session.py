@@ -18,6 +18,7 @@ from kvindex_adapters.decoder import layers
 from kvindex_adapters.decoder.config import DecoderConfig
 from kvindex_adapters.decoder.dense import DenseAttention
 from kvindex_adapters.decoder.prefill import read_by_layer
+from kvindex_adapters.hf.exclusive import Exclusive
 from kvindex_adapters.hf.parallel import sharded
 from kvindex_adapters.hf.placement import expect, make_room
 from kvindex_adapters.hf.prefill import Progress, chunks
@@ -65,7 +66,8 @@ class Session:
     attentions: one a layer, without tokens; padding: padded tokens on the left of each row.
     fused: what runs single tokens, or None for `layers.forward`.
     A token's step reads its id (`token`, int64 `[B, 1]`) and its position where they lie on the
-    device.
+    device. One thread at a time may read and step (`exclusive`); `report` and `length` may be asked
+    for by any thread at any time.
     """
 
     @in_plain_torch
@@ -78,6 +80,7 @@ class Session:
         fused: Fused | None = None,
     ) -> None:
         self.fused = fused
+        self.exclusive = Exclusive("session", "the same session")
         self._weights, self._config, self._attentions = weights, config, attentions
         device = weights.embedding.device
         self._longest = max(padding)
@@ -93,6 +96,11 @@ class Session:
         A first prompt is read layer by layer (`prefill`), one that follows tokens piece by piece.
         room: tokens in all for which memory is got beside that. A layer's attention is exact.
         """
+        with self.exclusive():
+            return self._read_prompt(ids, chunk, room, report)
+
+    def _read_prompt(self, ids: Tensor, chunk: int, room: int, report: Progress | None) -> Tensor:
+        """As `read_prompt`, for the thread that is alone."""
         batch, N = ids.shape
         expect([layer.index for layer in self._indexed()], room, batch)
         for layer in self._dense():
@@ -117,10 +125,11 @@ class Session:
 
     def step(self, tokens: Tensor) -> Tensor:
         """Logits `[B, V]` after one more token of each row, int64 `[B]`."""
-        self.token.copy_(tokens[:, None])
-        logits = self._read(self.token)
-        self._tell(tokens[:, None])
-        return logits
+        with self.exclusive():
+            self.token.copy_(tokens[:, None])
+            logits = self._read(self.token)
+            self._tell(tokens[:, None])
+            return logits
 
     def agreed(self, tokens: Tensor) -> Tensor:
         """Tokens int64 `[B]` as the first of several ranks has chosen them; one alone: as they are.
@@ -182,17 +191,19 @@ class Session:
 
     def indexes(self) -> list[KVIndex]:
         """The indexes of the layers that hold tokens."""
-        return [layer.index for layer in self._indexed() if len(layer)]
+        return [layer.index for layer in self._indexed() if layer.tokens]
 
     def report(self, *, all_ranks: bool = False) -> Report:
         """Rows and bytes that the searching steps have read so far, and memory of the layers.
 
-        all_ranks: of all processes together, all of which call it (`Report.over_ranks`).
+        Any thread may call it at any time, also during a step, whose layers it may find with and
+        without the new tokens. all_ranks: of all processes together, all of which call it
+        (`Report.over_ranks`).
         """
         dense = self._dense()
         other = sum(layer.nbytes for layer in dense) if dense else None
         indexed = self._indexed()
-        report = sum_up([layer for layer in indexed if len(layer)], len(indexed), other)
+        report = sum_up([layer for layer in indexed if layer.tokens], len(indexed), other)
         return report.over_ranks() if all_ranks else report
 
     def explain(self, *, graphs: bool = True) -> str:

@@ -10,6 +10,8 @@ from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 
+from kvindex_adapters.hf.exclusive import Exclusive
+
 if TYPE_CHECKING:
     from kvindex_adapters.hf.batching import Batching
     from kvindex_adapters.hf.cache import IndexCache
@@ -30,7 +32,8 @@ class Attachment:
         self.batching: Batching | None = None
         """Of `attach_batch`, which has no cache: requests and their indexes."""
         self._pending: tuple[IndexCache, Any, tuple[Tensor, Tensor]] | None = None
-        self._lock = threading.RLock()
+        self.exclusive = Exclusive("model", "the same attached model or of a cache of it")
+        """Calls that change a cache, one thread at a time."""
         self._undo: dict[int, Callable[[], None]] | None = None  # id of a cache -> undo its steps
 
     def set_pending(self, cache: IndexCache, layer: Any, states: tuple[Tensor, Tensor]) -> None:
@@ -48,19 +51,6 @@ class Attachment:
         if producer is None or self.running is None:
             return None
         return self.running, self.running.layers[producer], None
-
-    @contextmanager
-    def exclusive(self) -> Iterator[None]:
-        """One thread at a time. Raises RuntimeError, at once, in any other."""
-        if not self._lock.acquire(blocking=False):
-            raise RuntimeError(
-                "model: got a call while another thread is in a call of the same attached model "
-                "or of a cache of it; allowed is one thread at a time"
-            )
-        try:
-            yield
-        finally:
-            self._lock.release()
 
     @contextmanager
     def transaction(self) -> Iterator[None]:

@@ -97,6 +97,7 @@ class IndexCache(DynamicCache):
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor]:
         """Transformers' hook; marks the layer as pending for the attention function."""
+        self.attachment.exclusive.check()
         self.check_usable()
         self.check_attended()
         layer, states = self.layers[layer_idx], (key_states, value_states)
@@ -108,7 +109,9 @@ class IndexCache(DynamicCache):
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Count of tokens of a layer; while a token is traced, one that tells of branches by it."""
         length: int = super().get_seq_length(layer_idx)
-        return length if self.tells is None else Count.of(length, self.tells)
+        if self.tells is None or self.attachment.exclusive.elsewhere:
+            return length
+        return Count.of(length, self.tells)
 
     def check_attended(self) -> None:
         """Raises UnsupportedError if an `update` never met the attention function."""
@@ -134,7 +137,8 @@ class IndexCache(DynamicCache):
 
     def attention_layers(self) -> list[AttentionLayer]:
         """The attention layers that have an index and at least one token."""
-        return [layer.attention for layer in self._indexed() if layer.attention]
+        made = [layer.attention for layer in self._indexed()]
+        return [one for one in made if one is not None and one.tokens]
 
     def indexes(self) -> list[KVIndex]:
         """The indexes of those layers."""
@@ -143,11 +147,12 @@ class IndexCache(DynamicCache):
     def report(self, *, all_ranks: bool = False) -> Report:
         """Rows and bytes that the searching steps have read so far, and memory of the cache.
 
-        all_ranks: of all processes together, all of which call it (`Report.over_ranks`).
+        Any thread may call it at any time, also during a step, whose layers it may find with and
+        without the new tokens. all_ranks: of all processes together, all of which call it
+        (`Report.over_ranks`).
         """
         others = [layer for layer in self.layers if not isinstance(layer, IndexedLayer)]
-        rows = [getattr(layer, name, None) for layer in others for name in ("keys", "values")]
-        other = sum(tensor.nbytes for tensor in rows if tensor is not None) if others else None
+        other = sum(map(_nbytes, others)) if others else None
         report = sum_up(self.attention_layers(), len(self._indexed()), other)
         graph = None if self.token_graph is None else self.token_graph.report
         report = replace(report, graph=graph)
@@ -237,11 +242,11 @@ class IndexCache(DynamicCache):
         To a new folder, which is whole or not there; `load` reads it. Raises OSError for a folder
         that is there already or cannot be written, ValueError for an empty cache.
         """
-        self.check_usable()
-        self.check_attended()
-        check.at_least("len(cache)", self.get_seq_length(), 1)
-        check_whole(self.decoder)
         with self.attachment.exclusive():
+            self.check_usable()
+            self.check_attended()
+            check.at_least("len(cache)", self.get_seq_length(), 1)
+            check_whole(self.decoder)
             save_cache(folder, self.layers, self.ids, self.decoder, self._config)
 
     def load(self, folder: str | os.PathLike[str]) -> None:
@@ -252,13 +257,14 @@ class IndexCache(DynamicCache):
         model, other indexes or sizes of regions, or where this cache holds tokens; it stays as it
         was.
         """
-        self.check_usable()
-        check_whole(self.decoder)
-        if length := self.get_seq_length():
-            raise ValueError(
-                f"cache: got one that holds {length} tokens, allowed is an empty one, or reset()"
-            )
         with self.attachment.exclusive():
+            self.check_usable()
+            check_whole(self.decoder)
+            if length := self.get_seq_length():
+                raise ValueError(
+                    f"cache: got one that holds {length} tokens, allowed is an empty one, "
+                    "or reset()"
+                )
             layers = self._empty_layers()
             self.ids = load_cache(folder, layers, self.decoder, self._config)
             self.layers = layers
@@ -377,11 +383,11 @@ class IndexCache(DynamicCache):
         memo[id(self._make)] = self._make
         if self.token_graph is not None:  # a graph reads the layers of one cache
             memo[id(self.token_graph)] = self.token_graph.another()
-        for layer in self.layers:
-            if type(layer) in (DynamicLayer, DynamicSlidingWindowLayer, SlidingLayer):
-                # they never write to them
-                memo |= {id(rows): rows for rows in (layer.keys, layer.values)}
         with self.attachment.exclusive():
+            for layer in self.layers:
+                if type(layer) in (DynamicLayer, DynamicSlidingWindowLayer, SlidingLayer):
+                    # they never write to them
+                    memo |= {id(rows): rows for rows in (layer.keys, layer.values)}
             other.__dict__.update(deepcopy(vars(self), memo))
         return other
 
@@ -415,6 +421,14 @@ class IndexCache(DynamicCache):
 def _checkpoint(layer: Any) -> Any:
     """The checkpoint of a layer that has an index; None for others."""
     return layer.checkpoint() if isinstance(layer, IndexedLayer) else None
+
+
+def _nbytes(layer: Any) -> int:
+    """Bytes of the rows of a layer without an index, which another thread may change meanwhile."""
+    if isinstance(layer, SlidingLayer):
+        return layer.nbytes()
+    rows = [getattr(layer, name, None) for name in ("keys", "values")]
+    return sum(tensor.nbytes for tensor in rows if tensor is not None)
 
 
 def _attributes(layer: Any) -> dict[str, Any]:

@@ -164,7 +164,8 @@ class IndexedLayer(CacheLayerMixin):
 
     def get_seq_length(self) -> int:
         """Count of tokens."""
-        return 0 if self.attention is None else len(self.attention)
+        attention = self.attention  # which another thread may set to None meanwhile
+        return 0 if attention is None else attention.tokens
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Length and offset of the keys that a mask covers: all of them."""

@@ -57,7 +57,8 @@ class PagedLayer:
     @property
     def held_bytes(self) -> int:
         """Bytes of the indexes of open requests, what they share counted once."""
-        return 0 if self.pool is None else self.pool.report().held_bytes
+        pool = self.pool  # made by the thread that steps
+        return 0 if pool is None else pool.report().held_bytes
 
     def searches(self, part: Part) -> bool:
         """Whether this part of a step goes through the index."""

@@ -110,6 +110,7 @@ class Report:
 def sum_up(layers: Sequence[AttentionLayer], indexed: int, other: int | None = None) -> Report:
     """The report of the layers that hold tokens.
 
+    It reads counters alone, so any thread may call it while another one steps the layers.
     indexed: layers with an index, whether they hold tokens or not; other: bytes of those without,
     or None where there are none.
     """
@@ -121,7 +122,7 @@ def sum_up(layers: Sequence[AttentionLayer], indexed: int, other: int | None = N
     if other is not None:
         nbytes["other"] = other
     return Report(
-        tokens=max((len(layer) for layer in layers), default=0),
+        tokens=max((layer.tokens for layer in layers), default=0),
         layers=indexed,
         dense_below=max((layer.dense_below for layer in layers), default=0),
         steps=max((part.steps for part in traffic), default=0),

@@ -198,6 +198,16 @@ class SlidingLayer(DynamicSlidingWindowLayer):
             raise UnsupportedError("attention_mask: got one that the model makes for each token")
         return keys, values, ring.bias
 
+    def nbytes(self) -> int:
+        """Bytes of the window's rows, wherever they are. Any thread may ask at any time."""
+        ring = self.ring
+        if ring is None:
+            rows = self._keys, self._values
+            return sum(tensor.nbytes for tensor in rows if tensor is not None)
+        slots = ring.keys.shape[2]
+        held = min(ring.length, slots - 1)
+        return (ring.keys.nbytes + ring.values.nbytes) // slots * held
+
     def attributes(self) -> dict[str, Any]:
         """What a layer of transformers has as attributes."""
         self.settle()
