@@ -111,8 +111,9 @@ def attach(
             check_shards(model, made)
         if by_kernels is not None:
             check_fused_indexes(probed)
-        with private_configurations(model, NAME):
+        with private_configurations(model, NAME) as copies:
             model.set_attn_implementation(attention_request(model, NAME))
+            copies.substitute(NAME)
             if model.config.get_text_config(decoder=True)._attn_implementation != NAME:
                 raise UnsupportedError(
                     f"model: got {type(model).__name__}, whose attention does not go through "

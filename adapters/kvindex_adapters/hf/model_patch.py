@@ -2,6 +2,7 @@
 
 Configurations are copied, as other models may share them. Classes are subclassed, as torch's
 parametrizations do: what others put on a module meanwhile (hooks, another `forward`) stays.
+Copies and pickles of a patched module are of its own class and attention.
 """
 
 from __future__ import annotations
@@ -19,7 +20,37 @@ IMPLEMENTATION = "_attn_implementation_internal"
 """Attribute of a configuration that names its attention function."""
 
 
-class _Copies:
+class Substitute(str):
+    """Name of an attention function; in deep copies and pickles it is the name that it replaces."""
+
+    __slots__ = ("_own",)
+    _own: Any
+
+    @classmethod
+    def of(cls, ours: str, config: PreTrainedConfig) -> Substitute:
+        """The name `ours`, in place of the one in this configuration."""
+        name = cls(ours)
+        name._own = vars(config).get(IMPLEMENTATION)
+        return name
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return self._own
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # callables of Python alone, so that a pickle is loaded where this package is not
+        return type(self._own), () if self._own is None else (self._own,)
+
+
+def _plain(value: Any) -> Any:
+    """A configuration without substitutes, or any other value as it is."""
+    if not isinstance(value, PreTrainedConfig):
+        return value._own if isinstance(value, Substitute) else value
+    other = copy(value)
+    vars(other).update((name, _plain(part)) for name, part in vars(value).items())
+    return other
+
+
+class Copies:
     """Copies of configurations, one for each object; those nested in a copy are copies, too."""
 
     def __init__(self) -> None:
@@ -42,6 +73,12 @@ class _Copies:
         """Id of a copy -> what it is a copy of."""
         return {id(other): config for config, other in self._made.values()}
 
+    def substitute(self, ours: str) -> None:
+        """Let copies of those that name the attention `ours` name what the originals do."""
+        for config, other in self._made.values():
+            if vars(other).get(IMPLEMENTATION) == ours:
+                vars(other)[IMPLEMENTATION] = Substitute.of(ours, config)
+
     def hand_over(self, ours: str) -> None:
         """Set on each original what was set on its copy, but for the attention named `ours`."""
         originals = self.originals()
@@ -53,19 +90,19 @@ class _Copies:
 
 
 @contextmanager
-def private_configurations(model: nn.Module, ours: str) -> Iterator[None]:
+def private_configurations(model: nn.Module, ours: str) -> Iterator[Copies]:
     """Give the model's modules private configurations; afterwards restore those that they had.
 
     ours: name of an attention function that is not handed over; all else that is set meanwhile
     on `model.config` and others stays set.
     """
-    copies, modules = _Copies(), list(model.modules())
+    copies, modules = Copies(), list(model.modules())
     try:
         for module in modules:
             for name, value in list(vars(module).items()):
                 if isinstance(value, PreTrainedConfig):
                     vars(module)[name] = copies.of(value)
-        yield
+        yield copies
     finally:
         originals = copies.originals()
         for module in {*modules, *model.modules()}:
@@ -80,14 +117,28 @@ def subclassed(module: nn.Module, first: type[nn.Module]) -> Iterator[None]:
     """Put `first` before the module's class, under the same name; afterwards restore the class.
 
     A class that others put over it meanwhile stays, so the methods of `first` must have no effect
-    by then.
+    by then. Copies and pickles of the module are of its own class.
     """
     own = type(module)
     if issubclass(own, first):
         yield
         return
+
+    def reduce(module: nn.Module, protocol: Any) -> Any:
+        made: Any = own.__reduce_ex__(module, protocol)
+        _, (cls, *_), *state = made
+        if cls is not patched:  # another class, put over it meanwhile
+            return made
+        return object.__new__, (own,), *state  # pickle demands that `__newobj__` keeps the class
+
+    def shallow(module: nn.Module) -> nn.Module:
+        other = own.__new__(own)
+        vars(other).update((name, _plain(value)) for name, value in vars(module).items())
+        return other
+
     names = {"__module__": own.__module__, "__qualname__": own.__qualname__}
-    patched = types.new_class(own.__name__, (first, own), exec_body=lambda body: body.update(names))
+    body = {**names, "__reduce_ex__": reduce, "__copy__": shallow}
+    patched = types.new_class(own.__name__, (first, own), exec_body=lambda it: it.update(body))
     try:
         module.__class__ = patched
         yield

@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig
 from transformers.generation import ContinuousBatchingConfig
 
 from kvindex_adapters.hf.attachment import attached
-from kvindex_adapters.hf.model_patch import IMPLEMENTATION
+from kvindex_adapters.hf.model_patch import IMPLEMENTATION, Substitute
 from kvindex_adapters.hf.paged_attention import NAME
 from kvindex_adapters.hf.parallel import rank
 from kvindex_adapters.hf.unsupported import (
@@ -98,7 +98,7 @@ def own_attention(decoder: nn.Module, layers: Collection[int]) -> Iterator[None]
             for name, config in list(vars(module).items()):
                 if isinstance(config, PreTrainedConfig):
                     own = copy(config)
-                    vars(own)[IMPLEMENTATION] = NAME
+                    vars(own)[IMPLEMENTATION] = Substitute.of(NAME, config)
                     vars(module)[name] = own
                     replaced.append((module, name, config, own))
         without = set(layers) - {layer_number(module) for module, *_ in replaced}
