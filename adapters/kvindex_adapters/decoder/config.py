@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from kvindex_adapters.hf.attachment import attached
 from kvindex_adapters.hf.llama_family import check_family
 from kvindex_adapters.hf.unsupported import UnsupportedError
+from kvindex_adapters.hf.wrapped import no_model
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ def check_share(config: DecoderConfig, inner: Sequence[int], ranks: int) -> None
 def check_model(model: Any) -> None:
     """Raises TypeError for what is no transformers model, UnsupportedError for one not served."""
     if not isinstance(model, PreTrainedModel):
-        raise TypeError(f"model: got {type(model).__name__}, allowed is a transformers model")
+        raise no_model(model)
     if model in attached:
         raise UnsupportedError("model: got one that is attached, allowed is one outside attach()")
     check_family(model)

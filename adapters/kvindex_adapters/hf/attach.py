@@ -29,6 +29,7 @@ from kvindex_adapters.hf.parallel import check_shards
 from kvindex_adapters.hf.rotary import rotary_frequencies
 from kvindex_adapters.hf.token_graph import TokenGraph
 from kvindex_adapters.hf.unsupported import UnsupportedError, check_model, sharing_of
+from kvindex_adapters.hf.wrapped import unwrapped
 
 
 @contextmanager
@@ -54,6 +55,7 @@ def attach(
     """A cache for `past_key_values`; inside the context the model attends through it, or through
     deep copies of it (`copy.deepcopy`).
 
+    model: of transformers, or a `PeftModel` around one, whose adapters are in its weights.
     index: a name, a line such as `"pariskv:beta=.05"`, or a factory called with the geometry;
     k: rows per KV head that a step retrieves; coverage: fewer, where the index believes that fewer
     hold this share of its attention; sink, local_window, update_every: sizes of the regions
@@ -76,6 +78,7 @@ def attach(
     model that cannot be served, ValueError for a bad argument or a model that is attached, before
     anything is changed.
     """
+    model = unwrapped(model)
     config = check_model(model)
     options = LayerOptions(
         index=index,

@@ -27,6 +27,7 @@ from kvindex_adapters.hf.unsupported import (
     check_model,
     has_full_attention,
 )
+from kvindex_adapters.hf.wrapped import unwrapped
 
 
 class Batching:
@@ -148,6 +149,7 @@ def attach_batch(
     Raises UnsupportedError (a ValueError) for a model that cannot be served, ValueError for a bad
     argument or a model that is attached, before anything is changed.
     """
+    model = unwrapped(model)
     config = check_model(model)
     options = LayerOptions(
         index=index,

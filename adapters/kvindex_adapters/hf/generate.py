@@ -39,6 +39,7 @@ from kvindex_adapters.hf.run_ahead import decoding_options
 from kvindex_adapters.hf.token_timer import TokenTimer
 from kvindex_adapters.hf.tokenizer import punctuated
 from kvindex_adapters.hf.unsupported import assisted
+from kvindex_adapters.hf.wrapped import unwrapped
 
 INDEX, K = "pariskv", 100
 """Defaults of `generate`."""
@@ -103,6 +104,7 @@ def generate(
     Raises ValueError for an empty prompt, ids or sizes out of range, options that do not fit or a
     used cache, TypeError for a prompt of another kind, and what `attach` raises.
     """
+    model = unwrapped(model)
     check_attach_options(attach_options)
     _check_options(generate_options)
     chunk = default_chunk(model) if chunk is None else check.at_least("chunk", chunk, 2)

@@ -13,6 +13,7 @@ from kvindex.core import check
 from kvindex_adapters.hf.cache import IndexCache
 from kvindex_adapters.hf.conversation import check_follows, following, past_ids, remember
 from kvindex_adapters.hf.placement import expect
+from kvindex_adapters.hf.wrapped import unwrapped
 
 Progress = Callable[[str, int, int], None]
 """Called with a phase ("prefill" or "decode"), tokens done, tokens in all."""
@@ -46,6 +47,7 @@ def read(
     Raises ValueError for an empty prompt, sizes out of range or a used cache, and what `attach`
     raises.
     """
+    model = unwrapped(model)
     chunk = default_chunk(model) if chunk is None else check.at_least("chunk", chunk, 2)
     check_follows(cache, used, allowed=("refuse", "continue"))
     follows = cache.get_seq_length() > 0

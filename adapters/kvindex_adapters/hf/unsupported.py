@@ -54,10 +54,8 @@ def has_indexer(layer: Any) -> bool:
 def check_model(model: PreTrainedModel) -> Any:
     """The configuration of the model's decoder, if the adapter serves the model.
 
-    Raises TypeError for what is no transformers model, UnsupportedError for one it cannot serve.
+    Raises UnsupportedError for a model that it cannot serve.
     """
-    if not isinstance(model, PreTrainedModel):
-        raise TypeError(f"model: got {type(model).__name__}, allowed is a transformers model")
     name, config = type(model).__name__, model.config.get_text_config(decoder=True)
     if model.config.is_encoder_decoder:
         raise UnsupportedError(f"model: got {name}, an encoder-decoder; allowed are decoders")
