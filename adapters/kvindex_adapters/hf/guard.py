@@ -29,6 +29,8 @@ class GuardedDecoder(nn.Module):
         attachment = attached.get(self)
         if attachment is None or attachment.decoder is not self:
             return super().__call__(*args, **kwargs)
+        if len(args) > 1:  # the cache may be among them
+            args, kwargs = (), _by_name(self, args, kwargs)
         return _step(super().__call__, attachment, args, kwargs)
 
 
@@ -52,7 +54,7 @@ class GuardedModel(nn.Module):
         attachment = attached.get(self)
         if attachment is None:
             return parent.generate(*args, **kwargs)
-        check_generate(self, kwargs)
+        kwargs = check_generate(self, args, kwargs)
         cache = kwargs.get("past_key_values")
         if not isinstance(cache, IndexCache) or cache.attachment is not attachment:
             return parent.generate(*args, **kwargs)  # its first step raises

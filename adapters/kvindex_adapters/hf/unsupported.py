@@ -183,12 +183,23 @@ def assisted(config: Any, options: dict[str, Any]) -> str | None:
     return next((name for name, value in values.items() if value not in (None, False)), None)
 
 
-def check_generate(model: Any, options: dict[str, Any]) -> None:
-    """Refuse ways to generate in which the model itself runs with another cache.
+def check_generate(model: Any, args: tuple[Any, ...], options: dict[str, Any]) -> dict[str, Any]:
+    """The keyword arguments with which `model.generate` runs through the cache that it is given.
 
-    options: keyword arguments of `model.generate`. Raises UnsupportedError.
+    args, options: arguments of `model.generate`. A `cache_implementation` of the model's generation
+    configuration is turned off. Raises UnsupportedError for ways to generate in which the model
+    itself runs with another cache.
     """
-    config = options.get("generation_config") or model.generation_config
+    given = options.get("generation_config", args[1] if len(args) > 1 else None)
+    config = given or model.generation_config
+    kind = options.get("cache_implementation", getattr(given, "cache_implementation", None))
+    if kind is not None:
+        raise UnsupportedError(
+            f"cache_implementation: got {kind!r}, allowed inside attach() is None: the cache is "
+            "the one that attach() gave"
+        )
+    if getattr(model.generation_config, "cache_implementation", None) is not None:
+        options = {**options, "cache_implementation": None}
     for name, allowed in (("guidance_scale", (None, 1)), ("assistant_early_exit", (None,))):
         value = options.get(name, getattr(config, name, None))
         if value not in allowed:
@@ -207,6 +218,7 @@ def check_generate(model: Any, options: dict[str, Any]) -> None:
             "assistant_model: got a model that is attached, allowed is one that is not: it would "
             "run with a cache of its own"
         )
+    return options
 
 
 def layer_number(module: nn.Module) -> int:
