@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch import Tensor, nn
 from transformers import DynamicCache
@@ -42,6 +42,18 @@ from kvindex_adapters.hf.saving import load_cache, save_cache
 from kvindex_adapters.hf.sliding import Ring, SlidingLayer
 from kvindex_adapters.hf.token_graph import TokenGraph
 from kvindex_adapters.hf.unsupported import UnsupportedError, check_dense, has_full_attention
+
+ROWS = "cache.layers[i].keys and .values for shape, dtype and device: the rows are in an index"
+REPLACED = {
+    "key_cache": ROWS,
+    "value_cache": ROWS,
+    "to_legacy_cache": "cache.fork() for a copy, or cache.save(folder) for a file",
+    "from_legacy_cache": "model(ids, past_key_values=cache), which reads the prompt",
+    "seen_tokens": "cache.get_seq_length()",
+    "_seen_tokens": "cache.get_seq_length()",
+    "get_usable_length": "cache.get_seq_length()",
+}
+"""Attributes that caches of earlier versions of transformers had -> what takes their place."""
 
 
 class IndexCache(DynamicCache):
@@ -112,6 +124,17 @@ class IndexCache(DynamicCache):
         if self.tells is None or self.attachment.exclusive.elsewhere:
             return length
         return Count.of(length, self.tells)
+
+    @property
+    def is_initialized(self) -> bool:
+        """Whether it has seen a token."""
+        return any(layer.is_initialized for layer in self.layers)
+
+    if not TYPE_CHECKING:  # else any name would be an attribute
+
+        def __getattr__(self, name: str) -> NoReturn:
+            instead = f"; use {REPLACED[name]}" if name in REPLACED else ""
+            raise AttributeError(f"cache: got no attribute {name!r}{instead}", name=name, obj=self)
 
     def check_attended(self) -> None:
         """Raises UnsupportedError if an `update` never met the attention function."""
