@@ -54,12 +54,11 @@ class WindowUpdates(Guarded):
             raise ValueError(f"index: got one that holds {len(index)} tokens, allowed is empty")
         self.index, self.update_phase = index, update_phase
         self._turn = None if update_phase is None else int(update_phase * update_every)
-        self._lag = min(LAG, update_every)
         unit = self._unit()
         turns = self._turn is not None and capability(index, AppendsAsync) is not None
         # of the buffer: a block that is full waits for the layer's turn, and tokens come
         self._most = 2 * update_every if turns and unit > 1 else update_every
-        room = local_window + self._most + self._lag + search_up_to - 1
+        room = local_window + self._most + LAG + search_up_to - 1
         sizes = dict(sink_size=sink, local_size=local_window, room=room)
         self._regions = Regions(index.geometry, unit=unit, **sizes)
         self._move: AsyncAppend | None = None  # of the rows that are leaving
@@ -147,7 +146,7 @@ class WindowUpdates(Guarded):
         first = length + self._most - self._regions.buffer
         if self._turn is not None:
             first = min(first, length + 1 + (self._turn - length - 1) % self.update_every)
-        return first if begun is None else min(first, begun.begun + self._lag)
+        return first if begun is None else min(first, begun.begun + LAG)
 
     def _may_begin(self, decoded: int) -> bool:
         """Whether the buffer is full, or the layer's turn has come with one of so many tokens."""
@@ -159,7 +158,7 @@ class WindowUpdates(Guarded):
         move = self._move
         if move is None or not decoded or self._has_turn(decoded):
             return move is not None
-        return len(self) - move.begun >= self._lag or self._regions.buffer >= self._most
+        return len(self) - move.begun >= LAG or self._regions.buffer >= self._most
 
     def _begin_update(self, beside: AppendsAsync | None) -> None:
         """All but the newest `local` tokens begin to leave; without `beside` they are gone, too."""

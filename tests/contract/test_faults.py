@@ -12,6 +12,7 @@ import kvindex
 from kvindex.core.guard import Guarded
 from kvindex.indexes.exact import Exact
 from kvindex.layer import AttentionLayer
+from kvindex.layer.updates import LAG
 from kvindex.testing import fail_at, interrupt_at, lines_of, operations_of
 from kvindex.testing.contract.faults import (
     check_memory_that_runs_out_anywhere_changes_nothing,
@@ -97,7 +98,7 @@ def begun(name):
         update(layer, sequence)()
     if "ends" in name:
         update(layer, sequence)()
-        while layer._regions.buffer < layer._lag - 1:
+        while layer._regions.buffer < LAG - 1:
             update(layer, sequence)()
         assert layer._move is not None
     return sequence, layer

@@ -321,3 +321,22 @@ def test_rows_that_have_left_are_let_go_though_someone_keeps_a_checkpoint():
     assert kept() is None
     held.rollback(empty)
     assert len(held) == 0
+
+
+def test_a_row_that_a_failed_step_added_is_not_attended_to():
+    """`rollback` discards it from the resident buffer, too, and the next token takes its place."""
+    case = Case()
+    keys, values = case.tokens(12)
+    held = Regions(case.index("exact").geometry, sink_size=0, local_size=4, room=16)
+    held.append(0, keys[:, :, :10], values[:, :, :10], None)
+    held.resident(0)
+    before = held.checkpoint()
+    held.append(0, keys[:, :, 10:11], values[:, :, 10:11], None)
+    held.resident(0)
+    held.rollback(before)
+    held.append(0, keys[:, :, 11:], values[:, :, 11:], None)
+    resident = held.resident(0)
+    assert len(resident) == 11
+    want = torch.cat([held.window.keys, held.window.values], dim=-1)
+    assert torch.equal(resident.rows[:, :, :11], want)
+    assert torch.equal(want[:, :, 10], torch.cat([keys[:, :, 11], values[:, :, 11]], dim=-1))

@@ -179,6 +179,13 @@ def test_the_size_of_a_group_is_least_in_variance():
     assert min(spread, key=spread.get) == "rms"
 
 
+def test_the_size_of_a_group_is_the_root_of_the_mean_square():
+    """Itself, not only in proportion: heads that agree keep their common weight."""
+    shares = torch.tensor([[0.25, 0.5], [0.75, 0.5]])
+    found = priority.root_mean_square(shares.log()[None, None])[0, 0].exp()
+    torch.testing.assert_close(found, shares.square().mean(0).sqrt())
+
+
 def test_noise_is_a_logarithm_in_integers():
     """Within four units of -log2 of an odd multiple of 2^-32, at both ends, too."""
     numbers = torch.cat([torch.arange(300_000), torch.tensor([0, 2**32 - 1])])
