@@ -21,11 +21,12 @@ from typing import Any
 from kvindex.storage.safetensors import Written, read, to_disk, write
 from kvindex.storage.state import State
 
-FORMAT, VERSION = "kvindex", 2
+FORMAT, VERSION = "kvindex", 3
 """Of the manifest; the version changes where a folder of another is not read rightly."""
 
-READ = (1, VERSION)
-"""Versions that are read: 1 knew no `row_center`, and its rows are codes from zeros."""
+READ = (1, 2, VERSION)
+"""Versions that are read: 1 knew no `row_center`, and its rows are codes from zeros. Caches of 1
+and 2 do not contain what their model computes, and `hf.model_identity` refuses them."""
 
 MANIFEST, ENDING = "manifest.json", ".safetensors"
 

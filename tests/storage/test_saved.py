@@ -110,10 +110,10 @@ DAMAGE = {
     "flipped in a tensor": (lambda f: flipped(f / TENSORS, -9), "got bytes with SHA-256 .*, allow"),
     "flipped at the end": (lambda f: flipped(f / TENSORS, -1), "got bytes with SHA-256 .*, allow"),
     "another version": (
-        lambda f: edited(f / MANIFEST, version=3),
-        "got format 'kvindex' of version 3, allowed is 'kvindex' of version 1 or 2",
+        lambda f: edited(f / MANIFEST, version=4),
+        "got format 'kvindex' of version 4, allowed is 'kvindex' of version 1 or 2 or 3",
     ),
-    "another format": (lambda f: edited(f / MANIFEST, format="x"), "got format 'x' of version 2"),
+    "another format": (lambda f: edited(f / MANIFEST, format="x"), "got format 'x' of version 3"),
     "another index": (
         lambda f: edited(f / MANIFEST, about={"index": "os:system"}),
         "got a manifest that was changed after it was saved",

@@ -141,7 +141,8 @@ class OpenSession(Session):
         if self._weights.ranks is not None:
             raise ValueError(
                 "session: got one of a model whose heads several ranks share, allowed for save and "
-                "load is one whose weights are whole: they tell which model it is"
+                "load is one whose weights are whole: a rank has the keys and values of its own heads "
+                "alone"
             )
         if self._model is None:
             raise ValueError(

@@ -262,8 +262,9 @@ class IndexCache(DynamicCache):
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Write all layers, the ids of the tokens if known, and which model they are of.
 
-        To a new folder, which is whole or not there; `load` reads it. Raises OSError for a folder
-        that is there already or cannot be written, ValueError for an empty cache.
+        To a new folder, which is whole or not there; `load` reads it. The model runs over a few
+        fixed tokens, outside this cache. Raises OSError for a folder that is there already or
+        cannot be written, ValueError for an empty cache, RuntimeError where the model fails.
         """
         with self.attachment.exclusive():
             self.check_usable()
@@ -277,8 +278,8 @@ class IndexCache(DynamicCache):
 
         `k`, `coverage`, `dense_below`, device, store and backend may be others. Raises
         FileNotFoundError or ValueError, in words, for a folder that is not as it was saved, another
-        model, other indexes or sizes of regions, or where this cache holds tokens; it stays as it
-        was.
+        model, other indexes or sizes of regions, or where this cache holds tokens, RuntimeError
+        where the model fails for a few fixed tokens; it stays as it was.
         """
         with self.attachment.exclusive():
             self.check_usable()

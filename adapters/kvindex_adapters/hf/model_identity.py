@@ -1,64 +1,78 @@
-"""Which model keys and values are of: another one must not go on from them."""
+"""Which model keys and values are of: another one must not go on from them.
+
+Two models are the same where their configurations are equal and they compute the same for a few
+fixed tokens (`model_probe`).
+"""
 
 from __future__ import annotations
 
-import hashlib
 import json
+from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import nn
+
+from kvindex.storage.state import State
+from kvindex_adapters.hf.model_probe import difference, probe
 
 PASSING = ("_name_or_path", "transformers_version", "architectures", "dtype", "torch_dtype")
 """Fields of a configuration that do not say which model it is."""
 
-SAMPLES = 64
-"""Entries of each weight that are looked at, evenly spaced: whatever trains a model further changes
-most entries of the weights that it changes."""
 
+def identity(decoder: nn.Module, config: Any) -> tuple[dict[str, Any], State]:
+    """Name, configuration and dtype of a decoder, as JSON, and what it computes, as tensors.
 
-def identity(decoder: nn.Module, config: Any) -> dict[str, Any]:
-    """Name, configuration and weights of a decoder, as JSON.
-
-    config: its configuration; weights: a digest of names, shapes and samples. Waits for the device.
+    config: its configuration. Runs the decoder, and raises as `probe`.
     """
-    fields = {name: value for name, value in config.to_diff_dict().items() if name not in PASSING}
-    return {
+    computed = probe(decoder, config)
+    about = {
         "name": config.name_or_path,
-        "config": json.loads(json.dumps(fields, default=str)),
-        "dtype": str(next(decoder.parameters()).dtype),
-        "weights": _weights(decoder),
+        "config": _fields(config),
+        "dtype": str(computed.dtype),
+        "eps": computed.eps,
     }
+    return about, computed.parts
 
 
-def check_identity(got: dict[str, Any], decoder: nn.Module, config: Any) -> None:
-    """Raises ValueError, in words, for a model that is not the one of which `identity` gave `got`.
+def check_identity(
+    about: dict[str, Any], parts: Callable[[], State], decoder: nn.Module, config: Any
+) -> None:
+    """Raise ValueError for a model that is not the one of which `identity` returned these.
 
-    Its name and place do not matter.
+    Its name and place do not matter. parts: reads the tensors, called where all else is equal.
     """
-    allowed = identity(decoder, config)
-    mine, theirs = allowed["config"], got["config"]
-    for name in sorted(mine.keys() | theirs.keys()):
-        if mine.get(name) != theirs.get(name):
+    name = about["name"]
+    mine, theirs = _fields(config), about["config"]
+    for field in sorted(mine.keys() | theirs.keys()):
+        if mine.get(field) != theirs.get(field):
             raise ValueError(
-                f"model: got a cache of one with {name} = {theirs.get(name)!r} ({got['name']!r}), "
-                f"allowed is {mine.get(name)!r}, as of the attached one"
+                f"model: got a cache of one with {field} = {theirs.get(field)!r} ({name!r}), "
+                f"allowed is {mine.get(field)!r}, as of the attached one"
             )
-    for name in ("dtype", "weights"):
-        if allowed[name] != got[name]:
-            raise ValueError(
-                f"model: got a cache of one with other {name}, {got[name]} ({got['name']!r}), "
-                f"allowed is {allowed[name]}, as of the attached one"
-            )
+    if "weights" in about:
+        raise ValueError(
+            f"folder: got a cache of {name!r} that was saved by an earlier version of kvindex, "
+            "without what its model computes, so that no model can be compared with it; allowed "
+            "is one that this version has saved: read the text again, and save the cache"
+        )
+    computed = probe(decoder, config)
+    if str(computed.dtype) != about["dtype"]:
+        raise ValueError(
+            f"model: got a cache of one with other dtype, {about['dtype']} ({name!r}), "
+            f"allowed is {computed.dtype}, as of the attached one"
+        )
+    worst = difference(computed.parts, parts(), max(computed.eps, about["eps"]))
+    if worst.size > worst.tolerance:
+        raise ValueError(
+            f"model: got a cache of one with other weights, or with an adapter that was on, off or "
+            f"scaled otherwise ({name!r}): for the same tokens, {worst.name} of layer "
+            f"{worst.layer} differ by {worst.size:.2g} of their size, allowed is "
+            f"{worst.tolerance:.2g}, which rounding in {computed.dtype} explains; load the cache with "
+            "the model as it was when the cache was saved"
+        )
 
 
-@torch.no_grad()
-def _weights(decoder: nn.Module) -> str:
-    digest = hashlib.sha256()
-    for name, weight in decoder.named_parameters():
-        digest.update(f"{name} {weight.dtype} {list(weight.shape)}".encode())
-        if weight.numel() and weight.device.type != "meta":
-            step = max(weight.numel() // SAMPLES, 1)
-            some = weight.detach().reshape(-1)[::step].contiguous().cpu()
-            digest.update(some.view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
+def _fields(config: Any) -> dict[str, Any]:
+    """A configuration's fields as JSON, without those that do not say which model it is."""
+    fields = {name: value for name, value in config.to_diff_dict().items() if name not in PASSING}
+    return dict(json.loads(json.dumps(fields, default=str)))

@@ -32,10 +32,23 @@ def _parameters(module: nn.Module) -> Collection[str]:
 
 
 def layer_device(decoder: nn.Module, number: int) -> torch.device:
-    """Where the weights of a decoder's layer lie."""
+    """Where a decoder's layer computes: where its weights are, or where accelerate brings them."""
     layers = [m for m in decoder.modules() if getattr(m, "layer_idx", None) == number]
-    places = [weight.device for module in (*layers, decoder) for weight in module.parameters()]
-    return next((place for place in places if place.type != "meta"), torch.device("cpu"))
+    modules = [module for part in (*layers, decoder) for module in part.modules()]
+    places = (_device_of(module) for module in modules)
+    return next((place for place in places if place is not None), torch.device("cpu"))
+
+
+def _device_of(module: nn.Module) -> torch.device | None:
+    """Where a module's own weights are when it computes; None where it has none, or no numbers."""
+    weight = next(module.parameters(recurse=False), None)
+    if weight is None or weight.device.type != "meta":
+        return None if weight is None else weight.device
+    hook: Any = getattr(module, "_hf_hook", None)  # accelerate's, of offloaded weights
+    for each in getattr(hook, "hooks", (hook,)):
+        if (place := getattr(each, "execution_device", None)) is not None:
+            return torch.device(place)
+    return None
 
 
 def layer_geometry(config: Any, number: int) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from kvindex.core.rope import rotate
 from kvindex_adapters.hf.latent import is_latent
+from kvindex_adapters.hf.model_info import layer_device
 
 POSITIONS = (0, 1, 7)
 """Positions at which the probe puts one and the same token."""
@@ -54,12 +55,12 @@ def rotary_frequencies(decoder: nn.Module, layer: int) -> Tensor | None:
         kind, name = kind.get("full_attention"), "full_attention_inv_freq"
         more = ("full_attention",)
     rope = getattr(embedding, name, None)
-    if not isinstance(rope, Tensor) or kind in CHANGING:
+    if not isinstance(rope, Tensor) or rope.is_meta or kind in CHANGING:
         return None
     rope = rope.detach().float()
     for module in decoder.modules():
         if getattr(module, "layer_idx", None) == layer and not is_latent(module):
-            keys = _probe(decoder, module, embedding, more)
+            keys = _probe(decoder, module, embedding, more, layer_device(decoder, layer))
             for candidate in (rope, torch.zeros_like(rope)):
                 if keys is not None and _rotated_by(keys, candidate):
                     return candidate
@@ -67,17 +68,18 @@ def rotary_frequencies(decoder: nn.Module, layer: int) -> Tensor | None:
 
 
 @torch.no_grad()
-def _probe(decoder: Any, module: nn.Module, embedding: Any, more: tuple[str, ...]) -> Tensor | None:
+def _probe(
+    decoder: Any, module: nn.Module, embedding: Any, more: tuple[str, ...], device: torch.device
+) -> Tensor | None:
     """Keys `[1, G, T, D]` that a module makes of one token at `POSITIONS`, or None."""
-    weight = next(module.parameters(), None)
     parameters = inspect.signature(module.forward).parameters
-    if weight is None or "position_embeddings" not in parameters:
+    if "position_embeddings" not in parameters:
         return None
-    positions = torch.tensor([POSITIONS], device=weight.device)
+    positions = torch.tensor([POSITIONS], device=device)
     try:
         size = decoder.config.get_text_config().hidden_size
         token = torch.randn(size, generator=torch.Generator().manual_seed(0))
-        states = token.to(weight.device, decoder.dtype).expand(1, len(POSITIONS), -1)
+        states = token.to(device, decoder.dtype).expand(1, len(POSITIONS), -1)
         cache = "past_key_values" if "past_key_values" in parameters else "layer_past"
         options: dict[str, Any] = {"attention_mask": None, cache: _Catcher()}
         module(states, position_embeddings=embedding(states, positions, *more), **options)

@@ -21,8 +21,8 @@ from kvindex_adapters.hf.unsupported import UnsupportedError
 
 KIND = "cache"
 
-TOKENS = "tokens"
-"""The file of ids."""
+TOKENS, PROBE = "tokens", "probe"
+"""The files of ids, and of what the model computes for fixed tokens."""
 
 
 def save_cache(
@@ -35,16 +35,19 @@ def save_cache(
     """Write a cache's layers to a new folder, and ids int64 `[N]` of its tokens, if known.
 
     One layer at a time is copied. Raises as `kvindex.storage.saved.save_folder`, UnsupportedError
-    for a layer that holds what is no tensor or number, and what `AttentionLayer.state_dict` raises.
+    for a layer that holds what is no tensor or number, and what `AttentionLayer.state_dict` and
+    `model_probe.probe` raise.
     """
+    model, computed = identity(decoder, config)
     about = {
-        "model": identity(decoder, config),
+        "model": model,
         "ids": ids is not None,
         "layers": [_described(layer) for layer in layers],
     }
     parts: dict[str, Callable[[], State]] = {
         _name(number): partial(_tensors, layer) for number, layer in enumerate(layers)
     }
+    parts[PROBE] = lambda: computed
     if ids is not None:
         parts[TOKENS] = lambda: {"ids": ids}
     save_folder(folder, KIND, about, parts)
@@ -61,11 +64,11 @@ def load_cache(
     """Fill the empty layers of a cache; gives ids int64 `[N]` of its tokens, if they are known.
 
     Raises ValueError for a folder that is not as it was saved, another model or another index;
-    the layers are then of no use.
+    the layers are then of no use. Raises what `model_probe.probe` raises.
     """
     saved = open_cache(folder)
     about = saved.about
-    check_identity(about["model"], decoder, config)
+    check_identity(about["model"], partial(saved.part, PROBE), decoder, config)
     if len(about["layers"]) != len(layers):
         got = len(about["layers"])
         raise ValueError(f"folder: got a cache of {got} layers, allowed is {len(layers)}")
