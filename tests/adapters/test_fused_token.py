@@ -202,6 +202,43 @@ def test_weights_that_change_are_those_that_are_read(graphs, change):
     assert graphs.replays > 9
 
 
+class Adapted(torch.nn.Module):
+    """A projection with something added to what it computes, as an adapter does."""
+
+    def __init__(self, linear):
+        super().__init__()
+        self.linear = linear
+
+    def forward(self, rows):
+        return self.linear(rows) * 1.5
+
+
+def adapted(model):
+    attention = model.model.layers[1].self_attn
+    attention.q_proj, before = Adapted(attention.q_proj), attention.q_proj
+    return lambda: setattr(attention, "q_proj", before)
+
+
+def hooked(model):
+    return model.model.layers[1].register_forward_hook(lambda *given: given[2] * 1.5).remove
+
+
+@pytest.mark.parametrize("change", [adapted, hooked])
+def test_adapters_and_hooks_are_called_while_they_are_there(graphs, change):
+    answers = []
+    for how in (dict(fused=True), dict(token_graph=False)):
+        model, inputs = model_of("qwen2"), prompt(1, 60)
+        with kvhf.attach(model, **REGIONS, **how) as cache, torch.no_grad():
+            how = dict(past_key_values=cache, do_sample=False)
+            some = model.generate(**inputs, max_new_tokens=9, **how)
+            undo = change(model)
+            some = model.generate(some, max_new_tokens=5, **how)
+            undo()
+            answers.append(model.generate(some, max_new_tokens=9, **how))
+    assert torch.equal(*answers)
+    assert graphs.replays > 9
+
+
 def test_matrices_lie_together_inside_and_apart_afterwards(graphs):
     model = model_of("qwen2")
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
@@ -328,7 +365,7 @@ def in_training():
         (with_some_biases, {}, "bias: got one of some projections"),
         (with_a_hook, {}, "model.layers.0.mlp: got a forward or hooks of its own"),
         (with_a_forward, {}, "model.layers.0.mlp: got a forward or hooks of its own"),
-        (with_another_module, {}, "up_proj: got Sequential, allowed is Linear"),
+        (with_another_module, {}, "up_proj: got torch.nn.*Sequential, allowed is torch.nn.Lin"),
         (compiled, {}, "LlamaMLP: got a compiled call"),
         (in_training, {}, r"attention_dropout: got 0\.1 in training"),
         (model_of, dict(token_graph=False), "token_graph: got False, allowed with fused=True"),

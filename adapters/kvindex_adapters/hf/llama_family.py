@@ -30,8 +30,12 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 def check_family(model: PreTrainedModel) -> None:
     """Raises UnsupportedError for a model that is not computed from its weights alone, as Llama."""
     if type(model) not in CLASSES:
-        names = ", ".join(sorted(allowed.__name__ for allowed in CLASSES))
-        raise UnsupportedError(f"model: got {type(model).__name__}, allowed are {names}")
+        names = sorted(allowed.__name__ for allowed in CLASSES)
+        got = type(model).__name__
+        got = _full_name(type(model)) if got in names else got
+        raise UnsupportedError(
+            f"model: got {got}, allowed are {', '.join(names)}, as transformers has them"
+        )
     check_modules(model)
 
 
@@ -71,17 +75,26 @@ def _check_modules(model: PreTrainedModel) -> None:
         kind = type(module)
         if name.endswith(("_proj", "lm_head")) and kind is not nn.Linear:
             raise UnsupportedError(
-                f"{name}: got {kind.__name__}, allowed is Linear: weights that are not quantized, "
-                "with low-rank additions merged"
+                f"{name}: got {_full_name(kind)}, allowed is torch.nn.Linear: weights that are not "
+                "quantized, with adapters merged into them (peft: merge_and_unload()); kvhf.attach "
+                "runs the others"
             )
         if kind.__module__ != type(model).__module__ and kind not in PLAIN:
-            raise UnsupportedError(f"{name}: got {kind.__name__}, allowed is the model's own layer")
+            raise UnsupportedError(
+                f"{name}: got {_full_name(kind)}, allowed is the model's own layer, of "
+                f"{type(model).__module__}; kvhf.attach runs the others"
+            )
         own = vars(module)
         if "forward" in own or any(own[hooks] for hooks in HOOKS):
             raise UnsupportedError(
                 f"{name or 'model'}: got a forward or hooks of its own, which the decoder does not "
-                "call; allowed is none"
+                "call; allowed is none, or kvhf.attach, which calls them"
             )
+
+
+def _full_name(kind: type) -> str:
+    """A class with its module, since classes of several libraries share a name."""
+    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def _check_rotary(rotary: Any, head_dim: int) -> None:

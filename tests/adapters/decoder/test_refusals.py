@@ -39,6 +39,15 @@ def other_projection(model):
     model.model.layers[2].self_attn.q_proj = Quantized(64, 64)
 
 
+def adapted(model):
+    """`peft` has a class of this name, too."""
+    model.model.layers[2].self_attn.q_proj = type("Linear", (nn.Linear,), {})(64, 64)
+
+
+def same_name(model):
+    model.__class__ = type("LlamaForCausalLM", (LlamaForCausalLM,), {})
+
+
 def other_mlp(model):
     model.model.layers[1].mlp = nn.Sequential(nn.Linear(64, 64))
     model.model.layers[1].mlp.__class__ = type("Experts", (nn.Module,), {})
@@ -75,13 +84,24 @@ REFUSED = {
     "family": (lambda: build("gemma3_text"), "model: got Gemma3ForCausalLM, allowed are"),
     "projection": (
         lambda: changed(other_projection),
-        "layers.2.self_attn.q_proj: got Quantized, allowed is Linear",
+        r"layers.2.self_attn.q_proj: got tests.adapters.*Quantized, allowed is torch.nn.Linear: ",
     ),
-    "perceptron": (lambda: changed(other_mlp), "layers.1.mlp: got Experts, allowed is the model's"),
-    "norm": (lambda: changed(other_norm), "model.norm: got LayerNorm, allowed is the model's own"),
+    "adapter": (
+        lambda: changed(adapted),
+        r"q_proj: got tests\.adapters\S*test_refusals\.Linear, .* \(peft: merge_and_unload\(\)\)",
+    ),
+    "same name": (
+        lambda: changed(same_name),
+        r"model: got tests\.adapters\S*LlamaForCausalLM, allowed are LlamaForCausalLM, ",
+    ),
+    "perceptron": (
+        lambda: changed(other_mlp),
+        "layers.1.mlp: got .*Experts, allowed is the model's",
+    ),
+    "norm": (lambda: changed(other_norm), "norm: got torch.*LayerNorm, allowed is the model's own"),
     "parametrized": (
         lambda: changed(parametrized),
-        "up_proj: got Parametrized.*, allowed is Linea",
+        "up_proj: got .*Parametrized.*, allowed is torch.nn.Lin",
     ),
     "hook": (lambda: changed(hooked), "layers.0: got a forward or hooks of its own"),
     "forward": (lambda: changed(own_forward), "norm: got a forward or hooks of its own"),
