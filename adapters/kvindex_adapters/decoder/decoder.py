@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import nullcontext
-from functools import cached_property
 from pathlib import Path
 from typing import Any, Self, Unpack, overload
 
@@ -19,51 +18,42 @@ from kvindex.core.protocol import RunsOps
 from kvindex.layer import AttentionLayer
 from kvindex_adapters.decoder.attentions import make_attentions
 from kvindex_adapters.decoder.batch import Prompts, encode, is_one, left_padded, prompts_of
-from kvindex_adapters.decoder.config import DecoderConfig, check_model, check_share
+from kvindex_adapters.decoder.config import DecoderConfig, check_model
 from kvindex_adapters.decoder.dense import DenseAttention
 from kvindex_adapters.decoder.open_session import OpenSession
 from kvindex_adapters.decoder.options import GREEDY, Options
 from kvindex_adapters.decoder.prefill import default_chunk
-from kvindex_adapters.decoder.quantized import PLAIN, check_weights, quantize
+from kvindex_adapters.decoder.quantized import PLAIN, check_weights
+from kvindex_adapters.decoder.reading import Reading
 from kvindex_adapters.decoder.run import Run
 from kvindex_adapters.decoder.sampling import Sampling
 from kvindex_adapters.decoder.session import Session
 from kvindex_adapters.hf.generate import INDEX, Generation, K, check_attach_options
-from kvindex_adapters.hf.layer_options import IndexFactory, LayerOptions, Ropes
+from kvindex_adapters.hf.layer_options import IndexFactory, LayerOptions
 from kvindex_adapters.hf.load_model import load
 from kvindex_adapters.hf.parallel import BOTH_SHARED, is_sharded
 from kvindex_adapters.hf.prefill import Progress, Prompt
-from kvindex_adapters.hf.rotary import rotary_frequencies
 from kvindex_adapters.hf.token_timer import TokenTimer
 from kvindex_adapters.hf.tokenizer import punctuated
 from kvindex_adapters.hf.unsupported import UnsupportedError
 from kvindex_adapters.llama.fused import Fused
 from kvindex_adapters.llama.fused import refusal as fused_refusal
 from kvindex_adapters.llama.heads import HeadRanks
-from kvindex_adapters.llama.shares import share
-from kvindex_adapters.llama.weights import Weights, read_weights
+from kvindex_adapters.llama.weights import Weights
 
 
 class Decoder:
     """A model's weights and its tokenizer; each call of `generate` is a sequence of its own.
 
-    Made by `of` or `from_pretrained`. The weights are the model's own, which must not move
-    meanwhile; of `weights="fp8"` and of `ranks` the layers' matrices are copies.
+    Made by `of` or `from_pretrained`. The weights are the model's own: each call looks whether the
+    model has changed, and reads it again or raises an error. Of `weights="fp8"` and of `ranks` the
+    layers' matrices are copies, of a model that must not change while it exists.
     """
 
-    def __init__(
-        self,
-        weights: Weights,
-        config: DecoderConfig,
-        ropes: Ropes,
-        model: PreTrainedModel | None,
-        tokenizer: Any,
-        ends: Collection[int],
-    ) -> None:
-        self.weights, self.config, self.tokenizer = weights, config, tokenizer
+    def __init__(self, reading: Reading, tokenizer: Any, ends: Collection[int]) -> None:
+        self._reading, self.tokenizer = reading, tokenizer
         self.ends = frozenset(ends)
         """Tokens that end an answer, unless a call names others."""
-        self._ropes, self._model = ropes, model
 
     @classmethod
     def of(
@@ -88,21 +78,9 @@ class Decoder:
         """
         check_weights(weights)
         check_model(model)
-        config = DecoderConfig.of(model)
-        ropes = {number: rotary_frequencies(model.model, number) for number in range(config.layers)}
         end = model.generation_config.eos_token_id
         ends = [] if end is None else [end] if isinstance(end, int) else list(end)
-        read = read_weights(model)
-        plain = weights == PLAIN
-        made, own = (read, model) if plain else (quantize(read), None)
-        if ranks is not None:
-            inner = [len(layer.gate.weight) for layer in made.layers]
-            own = {"inner": inner, "hidden": read.embedding.shape[1], "dtype": str(model.dtype)}
-            ranks.check_same("heads", {**vars(config), **own, "weights": weights})
-            check_share(config, inner, ranks.count)
-            made, own, config = share(made, ranks), None, config.share(ranks.count)
-            ropes = {n: None if r is None else r.to(ranks.device) for n, r in ropes.items()}
-        return cls(made, config, ropes, own, tokenizer, ends)
+        return cls(Reading(model, weights=weights, ranks=ranks), tokenizer, ends)
 
     @classmethod
     def from_pretrained(
@@ -130,6 +108,16 @@ class Decoder:
         place = "cpu" if device is None or ranks is not None else device
         loaded = load(model, gguf_file=gguf_file, lora=lora, dtype=dtype, device=place)
         return cls.of(*loaded, weights=weights, ranks=ranks)
+
+    @property
+    def weights(self) -> Weights:
+        """The weights, as they were last read."""
+        return self._reading.weights
+
+    @property
+    def config(self) -> DecoderConfig:
+        """Sizes of the model, or of a rank's share of it."""
+        return self._reading.config
 
     @property
     def device(self) -> torch.device:
@@ -184,6 +172,7 @@ class Decoder:
         Raises ValueError for an empty prompt, sizes out of range or options that do not fit,
         TypeError for an option that does not exist.
         """
+        self._follow()
         past = 0 if session is None else session.length
         rows = encode(self.tokenizer, prompts_of(prompt), self.config, follows=past > 0)
         for name, given in {"streamer": streamer, "session": session}.items():
@@ -215,9 +204,9 @@ class Decoder:
         fused: bool = True,
     ) -> OpenSession:
         """A sequence without tokens, for `read` and `generate`; options: as of `generate`."""
+        self._follow()
         layers = self._attentions(index, k, attach_options, graphs)
-        kernels = self._fused_for(1, fused)
-        return OpenSession(self._model, self.weights, self.config, layers, kernels)
+        return OpenSession(self._reading, layers, self._fused_for(1, fused))
 
     def read(
         self,
@@ -232,8 +221,9 @@ class Decoder:
         prompt, chunk, on_progress: as of `generate`, but messages get no cue to answer. A call
         that fails leaves the session as it was. Raises as `generate`.
         """
+        self._follow()
         chunk = self._chunk(chunk, batch=1)
-        session.check_model(self.weights)
+        session.check_reading(self._reading)
         past = session.length
         (ids,) = encode(self.tokenizer, [prompt], self.config, follows=past > 0, cue=False)
         ids = ids.to(self.device)
@@ -256,6 +246,7 @@ class Decoder:
 
         prompt, options: as of `generate`, whose errors it raises.
         """
+        self._follow()
         rows = encode(self.tokenizer, prompts_of(prompt), self.config)
         return self._begin(rows, **options)
 
@@ -265,6 +256,7 @@ class Decoder:
         options: as of `generate`, whose errors it raises. A layer that must hold tokens before it
         can tell says so; `start(prompt, …).explain()` tells of a run as it is.
         """
+        self._follow()
         check.at_least("batch", batch, 1)
         return self._begin([torch.zeros(1, dtype=torch.int64)] * batch, **options).explain()
 
@@ -290,7 +282,7 @@ class Decoder:
         check.flag("fused", fused)
         ids, padding = left_padded(rows, self.device)
         if session is not None:
-            session.check_model(self.weights)
+            session.check_reading(self._reading)
             passed = {"index": index != INDEX, "k": k != K}
             passed["attach_options"] = attach_options is not None
             for name in (name for name, changed in passed.items() if changed):
@@ -306,6 +298,7 @@ class Decoder:
         )
         return Run(
             given,
+            self._reading,
             ids,
             sampling=sampling,
             max_new_tokens=max_new_tokens,
@@ -333,7 +326,7 @@ class Decoder:
             check_attach_options(attach_options)
             given = {"graphs": graphs, **punctuated(index, self.tokenizer, attach_options)}
             options = LayerOptions(index=index, k=k, **given)
-        made = make_attentions(self.config, self._ropes, self.weights.embedding, options)
+        made = make_attentions(self.config, self._reading.ropes, self.weights.embedding, options)
         indexed = [layer for layer in made if isinstance(layer, AttentionLayer)]
         if self.weights.ranks is not None and any(is_sharded(layer.index) for layer in indexed):
             raise UnsupportedError(BOTH_SHARED)
@@ -341,11 +334,13 @@ class Decoder:
 
     def _fused_for(self, batch: int, fused: bool) -> Fused | None:
         """What runs single tokens of so many sequences, or None for torch."""
-        return self._kernels if fused and fused_refusal(self.weights, batch) is None else None
+        runs = fused and fused_refusal(self.weights, batch) is None
+        return self._reading.kernels if runs else None
 
-    @cached_property
-    def _kernels(self) -> Fused:
-        return Fused(self.weights)
+    def _follow(self) -> None:
+        """Read the model again if it has changed. Raises where the decoder cannot follow it."""
+        if not self._reading.current:
+            self._reading = self._reading.again()
 
     def _generation(
         self, ids: Tensor, answer: Tensor, timer: TokenTimer, session: Session

@@ -15,41 +15,41 @@ from transformers import PreTrainedModel
 from kvindex.core import check
 from kvindex.core.guard import in_plain_torch
 from kvindex.layer import AttentionLayer
-from kvindex_adapters.decoder.config import DecoderConfig
 from kvindex_adapters.decoder.dense import DenseAttention
+from kvindex_adapters.decoder.reading import Reading
 from kvindex_adapters.decoder.saving import load_session, save_session
 from kvindex_adapters.decoder.session import Session
 from kvindex_adapters.hf.exclusive import Exclusive
 from kvindex_adapters.llama.fused import Fused
-from kvindex_adapters.llama.weights import Weights
 
 
 class OpenSession(Session):
     """What `Decoder.session` gives: `Decoder.read` and `Decoder.generate` append to it.
 
-    model: of which the weights are, or None where they are copies, as in FP8; attentions, fused: as
-    of `Session`.
+    reading: the weights, and the model that they are of; attentions, fused: as of `Session`.
     """
 
     _attentions: Sequence[AttentionLayer | DenseAttention]
 
     def __init__(
         self,
-        model: PreTrainedModel | None,
-        weights: Weights,
-        config: DecoderConfig,
+        reading: Reading,
         attentions: Sequence[AttentionLayer | DenseAttention],
         fused: Fused | None,
     ) -> None:
-        super().__init__(weights, config, attentions, [0], fused)
-        self._model = model
+        super().__init__(reading.weights, reading.config, attentions, [0], fused)
+        self._reading = reading
         self.ids: Tensor | None = torch.zeros(0, dtype=torch.int64)
         """Ids int64 `[N]` of its tokens, on the CPU; None where a loaded folder does not tell."""
 
-    def check_model(self, weights: Weights) -> None:
+    def check_reading(self, reading: Reading) -> None:
         """Raises ValueError unless it is of these weights."""
-        if weights is not self._weights:
-            raise ValueError("session: got one of another decoder, allowed is one of this one")
+        if reading is not self._reading:
+            raise ValueError(
+                "session: got one of another decoder, or one that was opened before this one's "
+                "model was changed; allowed is one that decoder.session() has opened since, which "
+                "reads its text again"
+            )
 
     @in_plain_torch
     def fork(self) -> OpenSession:
@@ -112,7 +112,8 @@ class OpenSession(Session):
 
         To a new folder, which is whole or not there; `load` reads it, and so does a cache of
         `kvhf.attach`. Raises OSError for a folder that is there already or cannot be written,
-        ValueError for a session without tokens, or of a decoder in FP8.
+        ValueError for a session without tokens, of a decoder in FP8, or whose model was changed
+        since it was opened, RuntimeError where the model fails (`hf.model_probe`).
         """
         with self.exclusive():
             check.at_least("session.length", self.length, 1)
@@ -125,7 +126,8 @@ class OpenSession(Session):
         Of the same model, with the same indexes; `k`, `coverage`, `dense_below`, device, store and
         backend may be others. Raises FileNotFoundError or ValueError, in words, for a folder that
         is not as it was saved, another model, other indexes or sizes of regions, several sequences,
-        or where this session holds tokens or is of a decoder in FP8; it stays as it was.
+        or where this session holds tokens or is of a decoder in FP8, RuntimeError where the model
+        fails (`hf.model_probe`); it stays as it was.
         """
         with self.undone():
             if self.length:
@@ -141,12 +143,13 @@ class OpenSession(Session):
         if self._weights.ranks is not None:
             raise ValueError(
                 "session: got one of a model whose heads several ranks share, allowed for save and "
-                "load is one whose weights are whole: a rank has the keys and values of its own heads "
-                "alone"
+                "load is one whose weights are whole: a rank has the rows of its own heads alone"
             )
-        if self._model is None:
+        model = self._reading.model
+        if model is None:
             raise ValueError(
                 "weights: got 'fp8', allowed is 'plain' to save or load a session: rows of other "
                 "weights are of another model"
             )
-        return self._model
+        self._reading.check()
+        return model

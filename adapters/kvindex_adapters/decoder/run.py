@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kvindex_adapters.decoder.graph import TokenGraph
+from kvindex_adapters.decoder.reading import Reading
 from kvindex_adapters.decoder.sampling import Sampler, Sampling
 from kvindex_adapters.decoder.session import Session
 from kvindex_adapters.hf.prefill import Progress
@@ -19,11 +20,13 @@ from kvindex_adapters.hf.token_ring import TokenRing
 class Run:
     """A session, and what shall be made in it.
 
-    ids: the prompts int64 `[B, N]`; chunk: tokens of them that are read at a time; stops: tokens
-    that end an answer; graphs: whether a token may be one CUDA graph.
+    reading: the weights that the session is of; ids: the prompts int64 `[B, N]`; chunk: tokens of
+    them that are read at a time; stops: tokens that end an answer; graphs: whether a token may be
+    one CUDA graph.
     """
 
     session: Session
+    reading: Reading
     ids: Tensor
     sampling: Sampling
     max_new_tokens: int
@@ -36,6 +39,7 @@ class Run:
 
         Where tokens are replayed, some are computed ahead, a few past the last stop token, too.
         """
+        self.reading.check()  # it may have started before its model was changed
         sampler = Sampler(self.sampling, self.ids.device, self.session.fused)
         running = set(range(len(self.ids)))
         room = self.session.length + self.ids.shape[1] + self.max_new_tokens
