@@ -9,7 +9,7 @@ from transformers import DynamicCache
 
 import kvindex_adapters.hf as kvhf
 from kvindex_adapters.hf.conversation import past_ids
-from kvindex_adapters.hf.prefill import encode_prompt
+from kvindex_adapters.hf.prompt import encode_prompt
 from tests.adapters.test_generation import NEW, REGIONS, Collect, Words, full
 from tests.adapters.tiny import build, prompt
 

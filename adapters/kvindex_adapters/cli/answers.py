@@ -17,7 +17,8 @@ from kvindex_adapters.cli.engine import Engine
 from kvindex_adapters.cli.progress import Bars, bars, console
 from kvindex_adapters.evaluate.machine import describe
 from kvindex_adapters.hf.generate import Generation
-from kvindex_adapters.hf.prefill import Progress, encode_prompt
+from kvindex_adapters.hf.prefill import Progress
+from kvindex_adapters.hf.prompt import common_length, encode_prompt
 
 
 @dataclass(frozen=True)
@@ -87,16 +88,6 @@ def _attach_options(engine: Engine, request: Request) -> dict[str, Any]:
     """As `attach` takes them; tokens of the decoder are graphs without being asked to be."""
     own = engine.name == "decoder"
     return dict(request.regions) if own else {**request.regions, "token_graph": request.token_graph}
-
-
-def common_length(prompts: Sequence[Tensor]) -> int:
-    """Length of the prefix that all prompts `[N]` share."""
-    length = 0
-    for column in zip(*(prompt.tolist() for prompt in prompts), strict=False):
-        if len(set(column)) > 1:
-            break
-        length += 1
-    return length
 
 
 def shared_length(prompts: Sequence[Tensor]) -> int:

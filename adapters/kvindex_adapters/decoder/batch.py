@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from kvindex_adapters.decoder.config import DecoderConfig
-from kvindex_adapters.hf.prefill import Prompt, check_prompt, encode_prompt
+from kvindex_adapters.hf.prefill import check_prompt
+from kvindex_adapters.hf.prompt import Prompt, encode_prompt
 
 Prompts = list[str] | list[list[dict[str, str]]] | list[Tensor]
 """Several prompts, each as `Prompt` says."""
@@ -33,23 +34,26 @@ def prompts_of(prompt: Prompt | Prompts) -> list[Any]:
     return [prompt] if is_one(prompt) else list(prompt)
 
 
-def encode(
-    tokenizer: Any, prompts: Sequence[Any], config: DecoderConfig, **how: bool
-) -> list[Tensor]:
+def encode(tokenizer: Any, prompts: Sequence[Any], config: DecoderConfig) -> list[Tensor]:
     """Ids int64 `[N]` of each prompt.
 
-    how: options of `encode_prompt`. Raises ValueError for none, or one that is empty, and what
-    `encode_prompt` and `check_prompt` raise.
+    Raises ValueError for none, or one that is empty, and what `encode_prompt` and `check_prompt`
+    raise.
     """
     if not len(prompts):
         raise ValueError("prompts: got none, allowed is at least one")
-    if tokenizer is None and not all(isinstance(prompt, Tensor) for prompt in prompts):
-        kinds = sorted({type(prompt).__name__ for prompt in prompts})
-        raise ValueError(f"prompt: got {', '.join(kinds)}, allowed without a tokenizer are ids")
-    rows = [encode_prompt(tokenizer, prompt, **how) for prompt in prompts]
+    check_tokenizer(tokenizer, prompts)
+    rows = [encode_prompt(tokenizer, prompt) for prompt in prompts]
     for row in rows:
         check_prompt(row, config.vocabulary)
     return rows
+
+
+def check_tokenizer(tokenizer: Any, prompts: Sequence[Any]) -> None:
+    """Raises ValueError for prompts that are not ids, where there is no tokenizer."""
+    if tokenizer is None and not all(isinstance(prompt, Tensor) for prompt in prompts):
+        kinds = sorted({type(prompt).__name__ for prompt in prompts})
+        raise ValueError(f"prompt: got {', '.join(kinds)}, allowed without a tokenizer are ids")
 
 
 def left_padded(rows: Sequence[Tensor], device: torch.device) -> Batch:

@@ -17,7 +17,14 @@ from kvindex.core.capability import capability
 from kvindex.core.protocol import RunsOps
 from kvindex.layer import AttentionLayer
 from kvindex_adapters.decoder.attentions import make_attentions
-from kvindex_adapters.decoder.batch import Prompts, encode, is_one, left_padded, prompts_of
+from kvindex_adapters.decoder.batch import (
+    Prompts,
+    check_tokenizer,
+    encode,
+    is_one,
+    left_padded,
+    prompts_of,
+)
 from kvindex_adapters.decoder.config import DecoderConfig, check_model
 from kvindex_adapters.decoder.dense import DenseAttention
 from kvindex_adapters.decoder.open_session import OpenSession
@@ -28,11 +35,13 @@ from kvindex_adapters.decoder.reading import Reading
 from kvindex_adapters.decoder.run import Run
 from kvindex_adapters.decoder.sampling import Sampling
 from kvindex_adapters.decoder.session import Session
+from kvindex_adapters.hf.conversation import Turn, next_turn
 from kvindex_adapters.hf.generate import INDEX, Generation, K, check_attach_options
 from kvindex_adapters.hf.layer_options import IndexFactory, LayerOptions
 from kvindex_adapters.hf.load_model import load
 from kvindex_adapters.hf.parallel import BOTH_SHARED, is_sharded
-from kvindex_adapters.hf.prefill import Progress, Prompt
+from kvindex_adapters.hf.prefill import Progress, check_prompt
+from kvindex_adapters.hf.prompt import Prompt
 from kvindex_adapters.hf.token_timer import TokenTimer
 from kvindex_adapters.hf.tokenizer import punctuated
 from kvindex_adapters.hf.unsupported import UnsupportedError
@@ -173,14 +182,19 @@ class Decoder:
         TypeError for an option that does not exist.
         """
         self._follow()
-        past = 0 if session is None else session.length
-        rows = encode(self.tokenizer, prompts_of(prompt), self.config, follows=past > 0)
+        prompts = prompts_of(prompt)
         for name, given in {"streamer": streamer, "session": session}.items():
-            if given is not None and len(rows) > 1:
-                raise ValueError(f"{name}: got one for {len(rows)} prompts, allowed is one prompt")
+            if given is not None and len(prompts) > 1:
+                count = len(prompts)
+                raise ValueError(f"{name}: got one for {count} prompts, allowed is one prompt")
+        if session is None or not prompts:
+            turn, rows = None, encode(self.tokenizer, prompts, self.config)
+        else:
+            turn = self._turn(prompts[0], session)
+            rows = [turn.ids]
         run = self._begin(rows, session, **options)
         timer = TokenTimer(streamer, on_progress, run.ids[0], run.max_new_tokens)
-        with nullcontext() if session is None else session.undone():
+        with nullcontext() if session is None or turn is None else session.undone(turn.keep):
             timer.put(run.ids[:1])
             tokens = []
             for token in run.tokens(on_progress):
@@ -188,8 +202,9 @@ class Decoder:
                 timer.put(token[:1])
             timer.end()
             answers = run.cut(tokens)
-            if session is not None:
-                session.complete(past, torch.cat([run.ids[0], answers[0]]))
+            if session is not None and turn is not None:
+                messages = turn.answered(self._text(answers[0]))
+                session.complete(turn.keep, torch.cat([run.ids[0], answers[0]]), messages)
         pairs = zip(rows, answers, strict=True)
         made = [self._generation(ids, answer, timer, run.session) for ids, answer in pairs]
         return made[0] if is_one(prompt) else made
@@ -224,12 +239,11 @@ class Decoder:
         self._follow()
         chunk = self._chunk(chunk, batch=1)
         session.check_reading(self._reading)
-        past = session.length
-        (ids,) = encode(self.tokenizer, [prompt], self.config, follows=past > 0, cue=False)
-        ids = ids.to(self.device)
-        with session.undone():
-            session.read_prompt(ids[None], chunk, past + len(ids), on_progress)
-            session.complete(past, ids)
+        turn = self._turn(prompt, session, cue=False)
+        ids = turn.ids.to(self.device)
+        with session.undone(turn.keep):
+            session.read_prompt(ids[None], chunk, turn.keep + len(ids), on_progress)
+            session.complete(turn.keep, ids, turn.messages)
             if on_progress:
                 on_progress("prefill", len(ids), len(ids))
 
@@ -259,6 +273,18 @@ class Decoder:
         self._follow()
         check.at_least("batch", batch, 1)
         return self._begin([torch.zeros(1, dtype=torch.int64)] * batch, **options).explain()
+
+    def _turn(self, prompt: Prompt, session: OpenSession, *, cue: bool = True) -> Turn:
+        """How a prompt goes on from what a session holds. Raises as `generate`."""
+        check_tokenizer(self.tokenizer, [prompt])
+        turn = next_turn(self.tokenizer, prompt, session, session.length, cue=cue)
+        check_prompt(turn.ids, self.config.vocabulary)
+        return turn
+
+    def _text(self, answer: Tensor) -> str:
+        """Text of an answer's ids, "" where there is no tokenizer."""
+        tokenizer = self.tokenizer
+        return "" if tokenizer is None else tokenizer.decode(answer, skip_special_tokens=True)
 
     def _begin(
         self,
@@ -347,9 +373,8 @@ class Decoder:
     ) -> Generation:
         made = next(iter(session.indexes()), None)
         runs = None if made is None else capability(made, RunsOps)
-        tokenizer = self.tokenizer
         return Generation(
-            text="" if tokenizer is None else tokenizer.decode(answer, skip_special_tokens=True),
+            text=self._text(answer),
             prompt_ids=ids.to(self.device),
             answer_ids=answer,
             prefill_s=timer.first - timer.start,

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy, deepcopy
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from kvindex_adapters.decoder.reading import Reading
 from kvindex_adapters.decoder.saving import load_session, save_session
 from kvindex_adapters.decoder.session import Session
 from kvindex_adapters.hf.exclusive import Exclusive
+from kvindex_adapters.hf.prompt import Conversation, Messages
 from kvindex_adapters.llama.fused import Fused
 
 
@@ -41,6 +43,8 @@ class OpenSession(Session):
         self._reading = reading
         self.ids: Tensor | None = torch.zeros(0, dtype=torch.int64)
         """Ids int64 `[N]` of its tokens, on the CPU; None where a loaded folder does not tell."""
+        self.conversation: Conversation | None = None
+        """As of `IndexCache`."""
 
     def check_reading(self, reading: Reading) -> None:
         """Raises ValueError unless it is of these weights."""
@@ -77,10 +81,11 @@ class OpenSession(Session):
             self.length = length
             self.ids = None if self.ids is None else self.ids[:length]
 
-    def complete(self, start: int, ids: Tensor) -> None:
+    def complete(self, start: int, ids: Tensor, messages: Messages | None = None) -> None:
         """Hold ids int64 `[N]` after the first `start` tokens, and no more.
 
-        Of them it holds all but the last, or all, or some that came after them.
+        Of them it holds all but the last, or all, or some that came after them. messages: of the
+        whole conversation, or None where the tokens are not those of one.
         """
         known = None if self.ids is None else torch.cat([self.ids, ids.cpu()])
         end = start + len(ids)
@@ -88,27 +93,39 @@ class OpenSession(Session):
         if self.length < end:
             self.step(ids[-1:])
         self.ids = known
+        if known is None or messages is None:
+            self.conversation = None
+        else:
+            self.conversation = Conversation(known, messages)
 
     @contextmanager
-    def undone(self) -> Iterator[None]:
+    def undone(self, keep: int | None = None) -> Iterator[None]:
         """Restore the state at the beginning of the context if the body raises.
 
         Other threads cannot change the session meanwhile: they get a RuntimeError.
+
+        keep: tokens that it holds inside, the first ones; None for all.
         """
         with self.exclusive():
             position, length, ids = self._position.clone(), self.length, self.ids
-            before: list[Any] = [layer.checkpoint() for layer in self._attentions]
+            conversation, attentions = self.conversation, self._attentions
+            restores: list[Callable[[], Layer]]
+            if keep is None or keep >= length:
+                restores = [partial(_roll_back, layer, layer.checkpoint()) for layer in attentions]
+            else:
+                restores = [_restores(layer, keep) for layer in attentions]
             try:
+                if keep is not None:
+                    self.truncate(keep)
                 yield
             except BaseException:
-                for layer, checkpoint in zip(self._attentions, before, strict=True):
-                    layer.rollback(checkpoint)
+                self._attentions = [restore() for restore in restores]
                 self._position.copy_(position)
-                self.length, self.ids = length, ids
+                self.length, self.ids, self.conversation = length, ids, conversation
                 raise
 
     def save(self, folder: str | os.PathLike[str]) -> None:
-        """Write all layers, the ids of the tokens if known, and which model they are of.
+        """Write all layers, ids and messages of the tokens if known, and which model they are of.
 
         To a new folder, which is whole or not there; `load` reads it, and so does a cache of
         `kvhf.attach`. Raises OSError for a folder that is there already or cannot be written,
@@ -117,7 +134,8 @@ class OpenSession(Session):
         """
         with self.exclusive():
             check.at_least("session.length", self.length, 1)
-            save_session(folder, self._attentions, self.ids, self._saved_model())
+            model = self._saved_model()
+            save_session(folder, self._attentions, self.ids, model, self.conversation)
 
     @in_plain_torch
     def load(self, folder: str | os.PathLike[str]) -> None:
@@ -134,7 +152,8 @@ class OpenSession(Session):
                 raise ValueError(
                     f"session: got one that holds {self.length} tokens, allowed is an empty one"
                 )
-            self.ids = load_session(folder, self._attentions, self._saved_model())
+            known = load_session(folder, self._attentions, self._saved_model())
+            self.ids, self.conversation = known
             self.length = len(self._attentions[0])
             self._position += self.length
 
@@ -153,3 +172,30 @@ class OpenSession(Session):
             )
         self._reading.check()
         return model
+
+
+Layer = AttentionLayer | DenseAttention
+
+
+def _roll_back(layer: Layer, checkpoint: Any) -> Layer:
+    layer.rollback(checkpoint)
+    return layer
+
+
+def _restores(layer: Layer, keep: int) -> Callable[[], Layer]:
+    """What gives the layer as it is now, after all but the first `keep` tokens were cut off.
+
+    A checkpoint does not: other tokens are written in the place of those.
+    """
+    if isinstance(layer, AttentionLayer):
+        copied = deepcopy(layer)
+        return lambda: copied
+    rows = layer.rows
+    removed = rows.keys[:, :, keep:].clone(), rows.values[:, :, keep:].clone()
+
+    def restore() -> Layer:
+        layer.truncate(keep)
+        layer.append(*removed)
+        return layer
+
+    return restore

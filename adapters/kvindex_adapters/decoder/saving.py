@@ -14,6 +14,7 @@ from kvindex_adapters.decoder.dense import DenseAttention
 from kvindex_adapters.hf.cache_layer import IndexedLayer
 from kvindex_adapters.hf.model_info import find_decoder
 from kvindex_adapters.hf.padding import Padding
+from kvindex_adapters.hf.prompt import Conversation
 from kvindex_adapters.hf.saving import load_cache, save_cache
 
 
@@ -22,26 +23,28 @@ def save_session(
     attentions: Sequence[AttentionLayer | DenseAttention],
     ids: Tensor | None,
     model: PreTrainedModel,
+    conversation: Conversation | None = None,
 ) -> None:
     """Write layers that hold tokens of one sequence to a new folder, and their ids, if known.
 
-    Raises as `kvindex_adapters.hf.saving.save_cache`.
+    conversation: that these ids are of. Raises as `kvindex_adapters.hf.saving.save_cache`.
     """
     layers = [_cache_layer(attention) for attention in attentions]
-    save_cache(folder, layers, ids, find_decoder(model), model.config)
+    save_cache(folder, layers, ids, find_decoder(model), model.config, conversation)
 
 
 def load_session(
     folder: str | os.PathLike[str],
     attentions: Sequence[AttentionLayer | DenseAttention],
     model: PreTrainedModel,
-) -> Tensor | None:
+) -> tuple[Tensor | None, Conversation | None]:
     """Fill layers without tokens; gives ids int64 `[N]` of the tokens, if they are known.
 
-    Raises as `kvindex_adapters.hf.saving.load_cache`; the layers may then hold some.
+    And the conversation that they are of, if it is known. Raises as
+    `kvindex_adapters.hf.saving.load_cache`; the layers may then hold some.
     """
     layers = [_cache_layer(attention) for attention in attentions]
-    ids = load_cache(folder, layers, find_decoder(model), model.config)
+    known = load_cache(folder, layers, find_decoder(model), model.config)
     for attention, layer in zip(attentions, layers, strict=True):
         if isinstance(attention, DenseAttention) and isinstance(layer, DynamicLayer):
             attention.append(layer.keys, layer.values)
@@ -49,7 +52,7 @@ def load_session(
             raise ValueError(
                 f"folder: got {str(folder)!r} of {attention.batch_size} sequences, allowed is one"
             )
-    return ids
+    return known
 
 
 def _cache_layer(attention: AttentionLayer | DenseAttention) -> IndexedLayer | DynamicLayer:

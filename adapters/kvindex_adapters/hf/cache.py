@@ -37,6 +37,7 @@ from kvindex_adapters.hf.count import Count
 from kvindex_adapters.hf.layer_kinds import indexed_layer
 from kvindex_adapters.hf.padding import Padding
 from kvindex_adapters.hf.parallel import check_whole
+from kvindex_adapters.hf.prompt import Conversation
 from kvindex_adapters.hf.report import Report, sum_up
 from kvindex_adapters.hf.saving import load_cache, save_cache
 from kvindex_adapters.hf.sliding import Ring, SlidingLayer
@@ -86,6 +87,9 @@ class IndexCache(DynamicCache):
         """Padding of the current step."""
         self.ids: Tensor | None = None
         """Ids int64 `[N]` of all tokens in the cache, if `read` and `generate` put them there."""
+        self.conversation: Conversation | None = None
+        """The messages that `read` and `generate` put there; its ids are another tensor than `ids`
+        where other tokens came since."""
         self.tokens: Tensor | None = None
         """Ids int64 `[B, T]` of the tokens of the current step, if they are known."""
         self.token_graph = token_graph
@@ -260,7 +264,7 @@ class IndexCache(DynamicCache):
             raise
 
     def save(self, folder: str | os.PathLike[str]) -> None:
-        """Write all layers, the ids of the tokens if known, and which model they are of.
+        """Write all layers, ids and messages of the tokens if known, and which model they are of.
 
         To a new folder, which is whole or not there; `load` reads it. The model runs over a few
         fixed tokens, outside this cache. Raises OSError for a folder that is there already or
@@ -271,7 +275,8 @@ class IndexCache(DynamicCache):
             self.check_attended()
             check.at_least("len(cache)", self.get_seq_length(), 1)
             check_whole(self.decoder)
-            save_cache(folder, self.layers, self.ids, self.decoder, self._config)
+            told = self.decoder, self._config, self.conversation
+            save_cache(folder, self.layers, self.ids, *told)
 
     def load(self, folder: str | os.PathLike[str]) -> None:
         """Hold what the cache held that was saved: of the same model, with the same indexes.
@@ -290,8 +295,8 @@ class IndexCache(DynamicCache):
                     "or reset()"
                 )
             layers = self._empty_layers()
-            self.ids = load_cache(folder, layers, self.decoder, self._config)
-            self.layers = layers
+            known = load_cache(folder, layers, self.decoder, self._config)
+            self.layers, (self.ids, self.conversation) = layers, known
             self._look_again()
 
     @contextmanager
@@ -397,6 +402,15 @@ class IndexCache(DynamicCache):
         have appended to an index (docs/adapters/several-questions.md). As `copy.deepcopy` of it.
         """
         return deepcopy(self)
+
+    def restore(self, fork: IndexCache) -> None:
+        """Store what a fork of this cache stores, which is of no use afterwards."""
+        with self.attachment.exclusive():
+            self.attachment.take_pending()
+            self.layers, self.padding, self.ids = fork.layers, fork.padding, fork.ids
+            self.conversation, self._broken = fork.conversation, fork._broken
+            if self.token_graph is not None:  # it reads the layers that were
+                self.token_graph.forget()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> IndexCache:
         """A cache of its own with the same tokens, for the same model and context."""

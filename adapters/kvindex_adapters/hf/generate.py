@@ -17,9 +17,11 @@ from kvindex.core.protocol import RunsOps
 from kvindex_adapters.hf.attach import attach
 from kvindex_adapters.hf.cache import IndexCache
 from kvindex_adapters.hf.conversation import (
+    Turn,
     check_follows,
     check_past_known,
     following,
+    next_turn,
     past_ids,
     remember,
 )
@@ -27,13 +29,12 @@ from kvindex_adapters.hf.layer_options import IndexFactory
 from kvindex_adapters.hf.placement import make_room
 from kvindex_adapters.hf.prefill import (
     Progress,
-    Prompt,
     check_prompt,
     default_chunk,
-    encode_prompt,
     prefill,
     vocabulary_of,
 )
+from kvindex_adapters.hf.prompt import Prompt, encode_prompt
 from kvindex_adapters.hf.report import Report
 from kvindex_adapters.hf.run_ahead import decoding_options
 from kvindex_adapters.hf.token_timer import TokenTimer
@@ -110,14 +111,16 @@ def generate(
     chunk = default_chunk(model) if chunk is None else check.at_least("chunk", chunk, 2)
     check.at_least("max_new_tokens", max_new_tokens, 1)
     _check_cache(cache, used, index, k, attach_options)
-    past_length = 0 if cache is None else cache.get_seq_length()
-    ids = encode_prompt(tokenizer, prompt, follows=past_length > 0)
-    check_prompt(ids, vocabulary_of(model))
-    ids = ids.to(model.device)
+    if cache is None:
+        turn = Turn(0, encode_prompt(tokenizer, prompt), None)
+    else:
+        turn = next_turn(tokenizer, prompt, cache, cache.get_seq_length())
+    check_prompt(turn.ids, vocabulary_of(model))
+    past_length, ids = turn.keep, turn.ids.to(model.device)
     timer = TokenTimer(streamer, on_progress, ids, max_new_tokens)
     options = {**ONE_ANSWER, "do_sample": False, **generate_options}
     if cache is not None:
-        context: Any = following(cache, used)
+        context: Any = following(cache, used, turn.keep)
     elif index is None:
         context = nullcontext(DynamicCache(config=model.config))
     else:
@@ -143,14 +146,15 @@ def generate(
             **decoding_options(model, tokenizer, holder, timer, options),
         )
         answer = sequence[0, len(input_ids) :]
+        text = tokenizer.decode(answer, skip_special_tokens=True)
         if cache is not None and used != "branch":
             _append_answer(model, cache, answer, length + len(answer))
-            remember(cache, past, torch.cat([ids, answer]))
+            remember(cache, past, torch.cat([ids, answer]), turn.answered(text))
         report = None if index is None else holder.report()
         made = None if index is None else holder.indexes()[0]
         runs = None if made is None else capability(made, RunsOps)
     return Generation(
-        text=tokenizer.decode(answer, skip_special_tokens=True),
+        text=text,
         prompt_ids=ids,
         answer_ids=answer,
         prefill_s=timer.first - timer.start,

@@ -1,8 +1,8 @@
-"""Prefill: encode a prompt and read it into a cache, chunk by chunk."""
+"""Prefill: read a prompt into a cache, chunk by chunk."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -11,8 +11,15 @@ from transformers import PreTrainedModel
 
 from kvindex.core import check
 from kvindex_adapters.hf.cache import IndexCache
-from kvindex_adapters.hf.conversation import check_follows, following, past_ids, remember
+from kvindex_adapters.hf.conversation import (
+    check_follows,
+    following,
+    next_turn,
+    past_ids,
+    remember,
+)
 from kvindex_adapters.hf.placement import expect
+from kvindex_adapters.hf.prompt import Prompt
 from kvindex_adapters.hf.wrapped import unwrapped
 
 Progress = Callable[[str, int, int], None]
@@ -23,9 +30,6 @@ FEWEST, MOST = 1024, 4096
 
 PIECE_BYTES = 2**29
 """Of a layer's activations of a piece of more than `FEWEST` tokens, in all rows of a batch."""
-
-Prompt = str | list[dict[str, str]] | Tensor
-"""Text as it is, messages for the tokenizer's chat template, or ids int64 `[N]`."""
 
 
 def read(
@@ -41,8 +45,8 @@ def read(
     """Read a prompt into the cache that `attach` gave, without answering.
 
     prompt, chunk: as `generate` takes them, but messages get no cue to answer; used: "refuse" a
-    cache that holds tokens, or "continue": the prompt follows them. A call that fails leaves the
-    cache as it was.
+    cache that holds tokens, or "continue": the prompt follows them (messages: as `generate` takes
+    them). A call that fails leaves the cache as it was.
 
     Raises ValueError for an empty prompt, sizes out of range or a used cache, and what `attach`
     raises.
@@ -50,14 +54,13 @@ def read(
     model = unwrapped(model)
     chunk = default_chunk(model) if chunk is None else check.at_least("chunk", chunk, 2)
     check_follows(cache, used, allowed=("refuse", "continue"))
-    follows = cache.get_seq_length() > 0
-    ids = encode_prompt(tokenizer, prompt, follows=follows, cue=False)
-    check_prompt(ids, vocabulary_of(model))
-    ids = ids.to(model.device)
-    past = past_ids(cache)
-    with following(cache, used), torch.no_grad():
+    turn = next_turn(tokenizer, prompt, cache, cache.get_seq_length(), cue=False)
+    check_prompt(turn.ids, vocabulary_of(model))
+    ids = turn.ids.to(model.device)
+    with following(cache, used, turn.keep), torch.no_grad():
+        past = past_ids(cache)
         prefill(model, ids, cache, stop=len(ids), chunk=chunk, report=on_progress)
-        remember(cache, past, ids)
+        remember(cache, past, ids, turn.messages)
 
 
 def chunk_of(token_bytes: int, device: torch.device) -> int:
@@ -101,31 +104,6 @@ def check_prompt(ids: Tensor, vocabulary: int) -> None:
     wrong = ids[(ids < 0) | (ids > last)]
     if len(wrong):
         raise ValueError(f"prompt: got id {int(wrong[0])}, allowed is 0 to {last}")
-
-
-def encode_prompt(
-    tokenizer: Any, prompt: Prompt, *, follows: bool = False, cue: bool = True
-) -> Tensor:
-    """Ids int64 `[N]` of a text, of chat messages, or as given.
-
-    follows: other tokens come before, so a text gets no token that begins a sequence; cue: messages
-    end with the cue to answer. Raises TypeError for a prompt of another kind.
-    """
-    if isinstance(prompt, Tensor):
-        return check.tensor("prompt", prompt, {"N": None}, torch.int64)
-    if isinstance(prompt, str):
-        encoded = tokenizer(prompt, add_special_tokens=False) if follows else tokenizer(prompt)
-        return torch.tensor(encoded["input_ids"], dtype=torch.int64)
-    if not isinstance(prompt, Sequence) or not all(isinstance(one, Mapping) for one in prompt):
-        kind = type(prompt).__name__
-        kind += f" of {type(prompt[0]).__name__}" if isinstance(prompt, Sequence) else ""
-        raise TypeError(
-            f"prompt: got {kind}, allowed is one text, messages (a list of dicts with role and "
-            "content), or ids as a tensor int64 [N]"
-        )
-    text = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=cue)
-    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-    return torch.tensor(ids, dtype=torch.int64)
 
 
 def prefill(

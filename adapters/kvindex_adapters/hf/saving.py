@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -16,6 +17,7 @@ from kvindex.storage.state import State, above, below
 from kvindex_adapters.hf.cache_layer import IndexedLayer
 from kvindex_adapters.hf.model_identity import check_identity, identity
 from kvindex_adapters.hf.model_info import layer_device
+from kvindex_adapters.hf.prompt import Conversation, Messages, check_messages, messages_of
 from kvindex_adapters.hf.sliding import SlidingLayer
 from kvindex_adapters.hf.unsupported import UnsupportedError
 
@@ -24,6 +26,9 @@ KIND = "cache"
 TOKENS, PROBE = "tokens", "probe"
 """The files of ids, and of what the model computes for fixed tokens."""
 
+MESSAGES = "messages"
+"""In the file of ids, the tensor with the text of messages, if they are known."""
+
 
 def save_cache(
     folder: str | os.PathLike[str],
@@ -31,8 +36,11 @@ def save_cache(
     ids: Tensor | None,
     decoder: nn.Module,
     config: Any,
+    conversation: Conversation | None = None,
 ) -> None:
     """Write a cache's layers to a new folder, and ids int64 `[N]` of its tokens, if known.
+
+    conversation: is written, too, if the ids are its own, and its messages are JSON.
 
     One layer at a time is copied. Raises as `kvindex.storage.saved.save_folder`, UnsupportedError
     for a layer that holds what is no tensor or number, and what `AttentionLayer.state_dict` and
@@ -49,7 +57,7 @@ def save_cache(
     }
     parts[PROBE] = lambda: computed
     if ids is not None:
-        parts[TOKENS] = lambda: {"ids": ids}
+        parts[TOKENS] = lambda: {"ids": ids, **_as_bytes(messages_of(ids, conversation))}
     save_folder(folder, KIND, about, parts)
 
 
@@ -60,8 +68,10 @@ def open_cache(folder: str | os.PathLike[str]) -> SavedFolder:
 
 def load_cache(
     folder: str | os.PathLike[str], layers: Sequence[Any], decoder: nn.Module, config: Any
-) -> Tensor | None:
+) -> tuple[Tensor | None, Conversation | None]:
     """Fill the empty layers of a cache; gives ids int64 `[N]` of its tokens, if they are known.
+
+    And the conversation that they are of, if it is known.
 
     Raises ValueError for a folder that is not as it was saved, another model or another index;
     the layers are then of no use. Raises what `model_probe.probe` raises.
@@ -80,7 +90,32 @@ def load_cache(
             raise ValueError(f"cache: layer {number} of {str(folder)!r} is refused: {error}") from (
                 error
             )
-    return saved.part(TOKENS)["ids"] if about["ids"] else None
+    if not about["ids"]:
+        return None, None
+    tokens = saved.part(TOKENS)
+    messages = _from_bytes(tokens[MESSAGES]) if MESSAGES in tokens else None
+    return tokens["ids"], None if messages is None else Conversation(tokens["ids"], messages)
+
+
+def _as_bytes(messages: Messages | None) -> State:
+    """The text of messages as a tensor; none for unknown ones, or those that are no JSON."""
+    if messages is None:
+        return {}
+    try:
+        text = json.dumps(messages, allow_nan=False)
+    except (TypeError, ValueError, RecursionError):
+        return {}  # images, say: a whole conversation still goes on by its ids
+    return {MESSAGES: torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)}
+
+
+def _from_bytes(text: Tensor) -> Messages:
+    """The messages of `_as_bytes`. Raises ValueError for anything else."""
+    try:
+        return check_messages(json.loads(text.numpy().tobytes()))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"folder: got messages that are not as they were saved: {error}") from (
+            error
+        )
 
 
 def _name(number: int) -> str:

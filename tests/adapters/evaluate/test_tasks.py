@@ -17,7 +17,7 @@ from kvindex_adapters.evaluate.tasks.haystack import hidden, paragraphs, prose
 from kvindex_adapters.evaluate.tasks.records import cells
 from kvindex_adapters.evaluate.tasks.returning import in_order
 from kvindex_adapters.evaluate.tasks.scoring import begins_with, contains, contains_any, is_settled
-from kvindex_adapters.hf.prefill import encode_prompt
+from kvindex_adapters.hf.prompt import encode_prompt
 
 OURS = [name for name in tasks.names() if not name.startswith("ruler-")]
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvindex_adapters.evaluate.tasks.instance import Instance, Metric, Question
 from kvindex_adapters.evaluate.tasks.scoring import contains
-from kvindex_adapters.hf.prefill import encode_prompt
+from kvindex_adapters.hf.prompt import encode_prompt
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,94 @@
+"""Encode a prompt: a text, the messages of a chat, or ids."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvindex.core import check
+
+Messages = list[dict[str, Any]]
+"""The messages of a chat, each with a role and a content, in order."""
+
+Prompt = str | Messages | Tensor
+"""Text as it is, messages for the tokenizer's chat template, or ids int64 `[N]`."""
+
+
+class Conversation(NamedTuple):
+    """The messages of a chat, and the ids int64 `[N]` that a cache stores of it."""
+
+    ids: Tensor
+    messages: Messages
+
+
+def messages_of(ids: Tensor | None, conversation: Conversation | None) -> Messages | None:
+    """The messages whose ids a cache stores, or None where its tokens are others, or more."""
+    if ids is None or conversation is None or conversation.ids is not ids:
+        return None
+    return conversation.messages
+
+
+def encode_prompt(
+    tokenizer: Any, prompt: Prompt, *, follows: bool = False, cue: bool = True
+) -> Tensor:
+    """Ids int64 `[N]` of a text, of chat messages, or as given.
+
+    follows: other tokens come before, so a text gets no token that begins a sequence; cue: messages
+    end with the cue to answer. Raises TypeError for a prompt of another kind, ValueError for
+    messages that the chat template does not accept.
+    """
+    if isinstance(prompt, Tensor):
+        return check.tensor("prompt", prompt, {"N": None}, torch.int64)
+    if isinstance(prompt, str):
+        encoded = tokenizer(prompt, add_special_tokens=False) if follows else tokenizer(prompt)
+        return torch.tensor(encoded["input_ids"], dtype=torch.int64)
+    text = _rendered(tokenizer, check_messages(prompt), cue)
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    return torch.tensor(ids, dtype=torch.int64)
+
+
+def check_messages(prompt: object) -> Messages:
+    """The messages of a prompt that is neither text nor ids.
+
+    Raises TypeError for a prompt of another kind, ValueError for no message.
+    """
+    if not isinstance(prompt, Sequence) or not all(isinstance(one, Mapping) for one in prompt):
+        kind = type(prompt).__name__
+        kind += f" of {type(prompt[0]).__name__}" if isinstance(prompt, Sequence) else ""
+        raise TypeError(
+            f"prompt: got {kind}, allowed is one text, messages (a list of dicts with role and "
+            "content), or ids as a tensor int64 [N]"
+        )
+    if not prompt:
+        raise ValueError("prompt: got no messages, allowed is at least one")
+    return list(prompt)
+
+
+def common_length(prompts: Sequence[Tensor]) -> int:
+    """Length of the prefix that all prompts `[N]` share."""
+    length = 0
+    for column in zip(*(prompt.tolist() for prompt in prompts), strict=False):
+        if len(set(column)) > 1:
+            break
+        length += 1
+    return length
+
+
+def _rendered(tokenizer: Any, messages: Sequence[Mapping[str, Any]], cue: bool) -> str:
+    """The text of messages by the tokenizer's chat template. Raises ValueError where it does."""
+    from jinja2 import TemplateError  # torch and transformers need jinja2, too
+
+    try:
+        text: str = tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=cue
+        )
+    except TemplateError as error:
+        roles = ", ".join(str(message.get("role")) for message in messages)
+        raise ValueError(
+            f"prompt: got messages of the roles {roles}, which the tokenizer's chat template does "
+            f"not accept: {error}"
+        ) from error
+    return text
