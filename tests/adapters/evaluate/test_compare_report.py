@@ -168,6 +168,20 @@ def test_json_and_csv_have_the_same_figures(folder):
     assert all(row["p"] <= row["p_corrected"] <= 1 for row in found["differences"])
 
 
+def test_no_cell_of_the_csv_is_a_formula(tmp_path):
+    names = ["=1+1", "+1", "-1", "@SUM(A1)", "exact"]
+    fill(Records(tmp_path), names, lengths=(2048,), ks=(32,), tasks=("=cmd|' /C calc'!A0", "b"))
+    write_report(tmp_path, SETTINGS, Records(tmp_path))
+    with (tmp_path / "results.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    told = {cell for row in rows for cell in (row["index"], row["base"], row["task"])}
+    assert {f"'{name}" for name in names[:-1]} | {"exact", "'=cmd|' /C calc'!A0"} <= told
+    cells = [cell for row in rows for cell in row.values()]
+    begin = [cell for cell in cells if cell.startswith(("=", "+", "-", "@", "\t", "\r"))]
+    assert begin
+    assert all(float(cell) < 0 for cell in begin)  # differences may be negative
+
+
 def test_differences_are_of_pairs(tmp_path):
     records = Records(tmp_path)
     shares = {FULL: [1, 1, 1, 1], "exact": [1, 1, 0, 1], "best": [1, 1, 1]}

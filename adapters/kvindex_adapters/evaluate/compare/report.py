@@ -77,8 +77,22 @@ def _csv(summary: Row) -> str:
     file = io.StringIO()
     writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
     writer.writeheader()
-    writer.writerows(_figures(summary))
+    writer.writerows(
+        {name: _plain(cell) for name, cell in row.items()} for row in _figures(summary)
+    )
     return file.getvalue()
+
+
+FORMULA = ("=", "+", "-", "@", "\t", "\r")
+"""What spreadsheets take for the beginning of a formula."""
+
+
+def _plain(cell: object) -> object:
+    """A cell that no spreadsheet computes: such a text gets an apostrophe before it.
+
+    Numbers, also negative ones, stay as they are.
+    """
+    return f"'{cell}" if isinstance(cell, str) and cell.startswith(FORMULA) else cell
 
 
 def _figures(summary: Row) -> Iterator[Row]:
