@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from importlib.metadata import EntryPoint
+from pathlib import Path
 
 import pytest
 import torch
@@ -27,11 +28,11 @@ def run(*arguments):
     return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
-def process(code, *arguments):
-    """A Python of its own, with the modules that this one has."""
+def process(code, *arguments, before=(), **variables):
+    """A Python of its own, with the modules that this one has; before: of its command."""
     given = dict(capture_output=True, text=True, check=False)
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    return subprocess.run([sys.executable, "-c", code, *arguments], env=env, **given)
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **variables}
+    return subprocess.run([*before, sys.executable, "-c", code, *arguments], env=env, **given)
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["generate", "--help"], ["--version"]])
@@ -206,13 +207,57 @@ def test_a_wait_for_the_compiler_is_told(index, waits, monkeypatch, capsys):
     assert ("compiling kernels for this CPU" in capsys.readouterr().err) == waits
 
 
+MAIN = "from kvindex_adapters.cli import main; main()"
+
+
 def test_a_process_ends_so():
-    code = "from kvindex_adapters.cli import main; main()"
     given = ["--model", "nowhere", "--prompt-file", "no-such-file"]
-    done = process(code, "generate", *given)
+    done = process(MAIN, "generate", *given)
     assert done.returncode == 2, done.stderr
     assert "prompt-file: got 'no-such-file'" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+COMMANDS = {
+    "generate": ("generate", "--model", "nowhere", "--prompt", "Hi"),
+    "compare": ("compare", "--out", "nowhere"),
+    "demo": ("demo",),
+    "indexes": ("indexes",),
+}
+CLOSED = ("sh", "-c", 'exec "$@" >&-', "sh")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_closed_output_is_told_first(command):
+    done = process(MAIN, *COMMANDS[command], before=CLOSED)
+    assert done.returncode == 2
+    assert done.stderr == "error: standard output: got a closed one, allowed is an open one\n"
+
+
+@pytest.mark.parametrize("command", [*COMMANDS.values(), ("generate", "--help")])
+def test_an_output_that_lacks_characters_is_told_first(command):
+    done = process(MAIN, *command, PYTHONIOENCODING="ascii")
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: standard output: got the encoding 'ascii', which lacks")
+    assert done.stderr.count("\n") == 1
+
+
+def test_an_argument_that_is_not_utf_8_is_told_first():
+    done = process(MAIN, "generate", "--prompt", b"caf\xe9")
+    assert done.returncode == 2, done.stderr
+    assert done.stderr == "error: argument 3: got 'caf\\udce9', allowed is UTF-8\n"
+
+
+def test_a_byte_order_mark_is_not_part_of_a_text(tmp_path, monkeypatch):
+    path = tmp_path / "text"
+    path.write_bytes("\ufeffHello \ufeff".encode())
+    assert common.read_text(path) == "Hello \ufeff"
+    path.write_bytes("\ufeff".encode())
+    with pytest.raises(ValueError, match="which is empty"):
+        common.read_text(path)
+    monkeypatch.setattr("sys.stdin", None)
+    with pytest.raises(ValueError, match="prompt-file: got '-' with a closed standard input"):
+        common.read_text(Path("-"))
 
 
 def test_what_an_index_clusters_shows_in_a_bar(capsys):

@@ -15,6 +15,7 @@ from kvindex_adapters.cli.compare import compare
 from kvindex_adapters.cli.demo import demo
 from kvindex_adapters.cli.generate import generate
 from kvindex_adapters.cli.list import indexes
+from kvindex_adapters.cli.options import LACKS, check_arguments
 
 app = typer.Typer(
     help="The KV cache of a language model as a vector database.",
@@ -55,11 +56,15 @@ EXTRAS |= dict.fromkeys(("rich", "matplotlib", "jinja2"), "cli")
 def main() -> None:
     """Run a command; a user's mistake is a line on standard error and exit status 2."""
     try:
+        check_arguments(sys.argv[1:])
         app()
     except ModuleNotFoundError as error:
         extra = EXTRAS.get(error.name or "")
         how = f"; it comes with the extra {extra}: pip install 'kvindex-torch[{extra}]'"
         print(f"error: {error}{how if extra else ''}", file=sys.stderr)
+        sys.exit(2)
+    except UnicodeEncodeError as error:  # of help, say
+        print(f"error: {LACKS.format(error.encoding)}", file=sys.stderr)
         sys.exit(2)
     except (ValueError, OSError, ImportError) as error:
         print(f"error: {error}", file=sys.stderr)

@@ -151,16 +151,20 @@ def check_folders(index: str | None, save_cache: Path | None, load_cache: Path |
 def read_text(path: Path, name: str = "prompt-file") -> str:
     """The text of a file, or of standard input for `-`; name: of the option.
 
-    Raises FileNotFoundError or ValueError.
+    A UTF-8 byte order mark is not part of the text. Raises FileNotFoundError or ValueError.
     """
     if str(path) == "-":
+        if sys.stdin is None or sys.stdin.closed:
+            raise ValueError(
+                f"{name}: got '-' with a closed standard input, allowed is an open one"
+            )
         content = sys.stdin.buffer.read()
     elif path.is_file():
         content = path.read_bytes()
     else:
         raise FileNotFoundError(f"{name}: got {str(path)!r}, allowed is a file that exists, or -")
     try:
-        text = content.decode("utf-8")
+        text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"{name}: got {str(path)!r}, allowed is UTF-8 text") from error
     if not text.strip():

@@ -20,6 +20,7 @@ from kvindex_adapters.cli.options import (
     Sink,
     UpdateEvery,
     announce_imports,
+    check_stdout,
 )
 
 if TYPE_CHECKING:
@@ -93,6 +94,7 @@ def compare(
 
     A run that was interrupted goes on where it was; the same command with more of anything adds it.
     """
+    check_stdout()
     announce_imports()
     from kvindex_adapters.cli import common
     from kvindex_adapters.evaluate.compare.measuring import load

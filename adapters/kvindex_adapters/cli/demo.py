@@ -19,6 +19,7 @@ from kvindex_adapters.cli.options import (
     Sink,
     UpdateEvery,
     announce_imports,
+    check_stdout,
 )
 
 if TYPE_CHECKING:
@@ -55,6 +56,7 @@ def demo(
     json_file: JsonFile = None,
 ) -> None:
     """Let a real model find a needle in a long prompt, with full attention and with an index."""
+    check_stdout()
     announce_imports()
     from kvindex.core import check
     from kvindex_adapters.cli import common

@@ -18,6 +18,7 @@ from kvindex_adapters.cli.options import (
     Sink,
     UpdateEvery,
     announce_imports,
+    check_stdout,
 )
 
 
@@ -82,6 +83,7 @@ def generate(
     json_file: JsonFile = None,
 ) -> None:
     """Generate from a prompt through an index; tokens appear as they come."""
+    check_stdout()
     announce_imports()
     import torch
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from kvindex_adapters.cli.options import check_stdout
+
 
 def indexes() -> None:
     """List the indexes, their options, their presets, and the wrappers around them."""
+    check_stdout()
     import warnings
 
     from rich.console import Console

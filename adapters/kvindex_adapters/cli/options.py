@@ -1,9 +1,10 @@
-"""Command-line options that several commands share; imports no torch, so that help is quick."""
+"""What several commands share: options, and checks that need no torch, so that help is quick."""
 
 from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -27,3 +28,36 @@ def announce_imports() -> None:
     """Say what the first seconds of a command go to; of several processes the first one says it."""
     if "transformers" not in sys.modules and os.environ.get("RANK", "0") == "0":
         typer.echo("importing torch and transformers", err=True)
+
+
+BEYOND_ASCII = "é…世😀"
+"""Characters that answers may have, of one to four bytes in UTF-8."""
+
+
+LACKS = (
+    "standard output: got the encoding {!r}, which lacks characters that the output may have; "
+    "allowed is UTF-8, for example with PYTHONUTF8=1 in the environment"
+)
+
+
+def check_stdout() -> None:
+    """Raises ValueError for a standard output that cannot take every answer.
+
+    Called before anything else, because an answer comes only after minutes.
+    """
+    if sys.stdout is None or sys.stdout.closed:
+        raise ValueError("standard output: got a closed one, allowed is an open one")
+    encoding, errors = sys.stdout.encoding or "utf-8", sys.stdout.errors or "strict"
+    try:
+        BEYOND_ASCII.encode(encoding, errors)
+    except UnicodeEncodeError:
+        raise ValueError(LACKS.format(encoding)) from None
+
+
+def check_arguments(arguments: Sequence[str]) -> None:
+    """Raises ValueError for an argument of the command line that is not UTF-8."""
+    for number, argument in enumerate(arguments, start=1):
+        try:
+            argument.encode()
+        except UnicodeEncodeError:  # Python keeps bytes that are none as lone surrogates
+            raise ValueError(f"argument {number}: got {argument!r}, allowed is UTF-8") from None

@@ -50,6 +50,12 @@ def write(tmp_path):
     return written
 
 
+def test_a_byte_order_mark_is_not_part_of_the_first_line(tmp_path, tokenizer):
+    path = tmp_path / "longbook_choice_eng.jsonl"
+    path.write_bytes(b"\xef\xbb\xbf" + json.dumps(CHOICE).encode())
+    assert tasks.make(f"file:{path}", tokenizer, tokens=500, seed=0).tokens() <= 500
+
+
 def test_longbench_is_cut_in_the_middle(write, tokenizer):
     begin, end = "It begins here. ", "It ends here."
     context = begin + LONGBENCH["context"] + end

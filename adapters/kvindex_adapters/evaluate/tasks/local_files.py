@@ -44,7 +44,7 @@ def _missing(path: str) -> str | None:
 @lru_cache(maxsize=1)
 def _lines(path: str, changed: int) -> list[str]:
     """The lines of a file, which is read anew when it changed."""
-    found = [line for line in Path(path).read_text("utf-8").split("\n") if line.strip()]
+    found = [line for line in Path(path).read_text("utf-8-sig").split("\n") if line.strip()]
     if not found:
         raise ValueError(f"file: got {path!r}, which is empty; allowed is a JSON object a line")
     return found
