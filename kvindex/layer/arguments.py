@@ -14,13 +14,21 @@ def check_tokens(g: Geometry, batch: int, queries: Tensor, keys: Tensor, values:
     """Raises TypeError or ValueError for others than queries `[B, H, T, D]`, keys `[B, G, T, D]`,
     values `[B, G, T, Dv]`. batch: `B`, or 0 where any is allowed.
     """
+    check_new_rows(g, batch, keys, values)
+    shape: dict[str, int | None] = {"B": keys.shape[0], "H": g.q_heads, "T": keys.shape[2]}
+    check.tensor("queries", queries, {**shape, "D": g.head_dim}, g.dtype, g.device)
+    check.at_least("queries.shape[2] (tokens)", queries.shape[2], 1)
+
+
+def check_new_rows(g: Geometry, batch: int, keys: Tensor, values: Tensor) -> None:
+    """Raises TypeError or ValueError for others than keys `[B, G, T, D]`, values `[B, G, T, Dv]`.
+
+    batch: `B`, or 0 where any is allowed.
+    """
     shape = {"B": batch or None, "G": g.kv_heads, "T": None, "D": g.head_dim}
     check.tensor("keys", keys, shape, g.dtype, g.device)
     shape = {**shape, "B": keys.shape[0], "T": keys.shape[2]}
     check.tensor("values", values, {**shape, "D": g.value_dim}, g.dtype, g.device)
-    shape = {"B": keys.shape[0], "H": g.q_heads, "T": keys.shape[2], "D": g.head_dim}
-    check.tensor("queries", queries, shape, g.dtype, g.device)
-    check.at_least("queries.shape[2] (tokens)", queries.shape[2], 1)
 
 
 def check_valid(valid: Tensor, keys: Tensor) -> None:

@@ -19,9 +19,10 @@ import torch
 from torch import Tensor
 
 from kvindex.core.capability import capability
-from kvindex.core.protocol import AppendsAsync, KVIndex, Rows, TellsRecipe
+from kvindex.core.protocol import AppendsAsync, KVIndex, ObservesQueries, Rows, TellsRecipe
 from kvindex.layer.arguments import (
     check_bias,
+    check_new_rows,
     check_queries,
     check_rows,
     check_valid,
@@ -154,6 +155,34 @@ class AttentionLayer(JoinsSteps, CapturedSteps):
         self._searched = T if searches else 0
         return output
 
+    def append(self, keys: Tensor, values: Tensor, *, valid: Tensor | None = None) -> None:
+        """Append tokens of a prompt whose attention was computed elsewhere.
+
+        Afterwards the layer stores what it would after a `step` of these tokens, but for queries.
+
+        Args:
+            keys: `[B, G, T, D]`, after the rotary embedding.
+            values: `[B, G, T, Dv]`.
+            valid: Bool `[B, T]`, False for padding; None where no token is padded.
+
+        Raises:
+            ValueError: A shape, dtype, device or number does not fit, as of `step`, or the index
+                learns from queries (`protocol.ObservesQueries`), which it cannot do here.
+        """
+        if capability(self.index, ObservesQueries) is not None:
+            raise ValueError(
+                f"index: got {type(self.index).__name__}, which learns from the queries of a "
+                "prompt; allowed for keys and values alone is an index that does not"
+            )
+        check_new_rows(self.index.geometry, self.batch_size, keys, values)
+        keys, values, valid = self._checked_rows(keys, values, valid)
+        if not keys.shape[2]:
+            return
+        self._update_due()
+        self._regions.append(len(self.index), keys, values, valid)
+        self._update(0)
+        self._searched = 0
+
     # Parts of a step
 
     def _checked(
@@ -164,6 +193,12 @@ class AttentionLayer(JoinsSteps, CapturedSteps):
         Or an error, and nothing changed.
         """
         self._check_shapes(queries, keys, values)
+        return self._checked_rows(keys, values, valid)
+
+    def _checked_rows(
+        self, keys: Tensor, values: Tensor, valid: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """As `_checked`, of keys and values whose shapes are right."""
         if valid is not None:
             check_valid(valid, keys)
             valid = None if bool(valid.all()) else valid

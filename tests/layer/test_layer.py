@@ -255,3 +255,40 @@ def test_dense_attention_tells_its_log_sum_exp():
     seen = torch.ones(33, 33, dtype=torch.bool).tril()[28:] & sequence.valid[:, None, None, :33]
     want = logits.masked_fill(~seen, float("-inf")).logsumexp(-1)
     torch.testing.assert_close(lse.double(), want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("case", ["plain", "padded"])
+@pytest.mark.parametrize("index", ["exact", "pariskv"])
+def test_tokens_without_queries_go_on_as_those_of_a_step(case, index):
+    case, pads = CASES[case]
+    sequence = Sequence.of(case, 44, pads)
+    given, read = (layer_of(case, index, k=6) for _ in range(2))
+    valid = sequence.valid[:, :30] if pads else None
+    given.append(*sequence.parts(0, 21)[1:], valid=None if valid is None else valid[:, :21])
+    given.append(*sequence.parts(21, 30)[1:], valid=None if valid is None else valid[:, 21:])
+    sequence.feed(read, 0, 21)
+    sequence.feed(read, 21, 30)
+    for start, stop in steps_of(*[1] * 14):
+        start, stop = start + 30, stop + 30
+        one, other = sequence.feed(given, start, stop), sequence.feed(read, start, stop)
+        assert torch.equal(one, other)
+    assert given.traffic == read.traffic
+
+
+def test_tokens_without_queries_are_checked_and_change_nothing():
+    case, sequence = Case(), Sequence.of(Case(), 20)
+    layer, (_, keys, values) = layer_of(case), sequence.parts(0, 20)
+    for wrong, words in [
+        ((keys[:, :, :, 1:], values), "keys: got shape"),
+        ((keys, values[:, :, 1:]), "values: got shape"),
+        ((keys.double(), values), "keys: got dtype"),
+        ((keys / 0, values), "keys: got"),
+    ]:
+        with pytest.raises(ValueError, match=words):
+            layer.append(*wrong)
+    with pytest.raises(ValueError, match="valid: got shape"):
+        layer.append(keys, values, valid=torch.ones(keys.shape[0], 19, dtype=torch.bool))
+    layer.append(keys[:, :, :0], values[:, :, :0])
+    assert len(layer) == 0
+    with pytest.raises(ValueError, match="index: got SnapKV, which learns from the queries of a p"):
+        layer_of(case, "snapkv").append(keys, values)

@@ -18,6 +18,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
+import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
@@ -35,12 +36,14 @@ from kvindex_adapters.hf.cache_layer import (
 )
 from kvindex_adapters.hf.count import Count
 from kvindex_adapters.hf.layer_kinds import indexed_layer
+from kvindex_adapters.hf.model_info import layer_device
 from kvindex_adapters.hf.padding import Padding
 from kvindex_adapters.hf.parallel import check_whole
 from kvindex_adapters.hf.prompt import Conversation
 from kvindex_adapters.hf.report import Report, sum_up
 from kvindex_adapters.hf.saving import load_cache, save_cache
 from kvindex_adapters.hf.sliding import Ring, SlidingLayer
+from kvindex_adapters.hf.takeover import check_past, fill
 from kvindex_adapters.hf.token_graph import TokenGraph
 from kvindex_adapters.hf.unsupported import UnsupportedError, check_dense, has_full_attention
 
@@ -289,15 +292,61 @@ class IndexCache(DynamicCache):
         with self.attachment.exclusive():
             self.check_usable()
             check_whole(self.decoder)
-            if length := self.get_seq_length():
-                raise ValueError(
-                    f"cache: got one that holds {length} tokens, allowed is an empty one, "
-                    "or reset()"
-                )
+            self._check_empty()
             layers = self._empty_layers()
             known = load_cache(folder, layers, self.decoder, self._config)
             self.layers, (self.ids, self.conversation) = layers, known
             self._look_again()
+
+    def from_cache(
+        self,
+        past: DynamicCache,
+        *,
+        ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+    ) -> IndexCache:
+        """Take over what a filled cache of transformers stores: a prompt that was read elsewhere.
+
+        Rows of full attention go into the indexes, sliding windows and the states of linear
+        attention are copied; `past` stays as it is and shares nothing. The next call continues as
+        if the attached model had read the prompt here in one piece. The model runs on two
+        tokens, which shows how each layer attends. A failed call leaves this cache as it was.
+
+        Args:
+            past: A `DynamicCache` that the same model has filled, outside of any `attach`.
+            ids: Its tokens, int64 `[B, N]` (or `[N]` of one sequence), if `kvhf.generate` or an
+                index that reads text shall know them.
+            attention_mask: `[B, N]`, 0 for padding; None where no token is padded.
+
+        Returns:
+            This cache.
+
+        Raises:
+            TypeError: `past` is another kind of cache.
+            ValueError: This cache stores tokens, `past` stores none, a layer of it has another
+                class, length, shape, dtype or device than this model's, or the index learns from
+                the queries of a prompt, which no cache stores.
+        """
+        with self.attachment.exclusive():
+            self.check_usable()
+            self._check_empty()
+            ids, valid = check_past(past, ids, attention_mask)
+            probe = Probe.of(self)
+            probe.run()
+            layers = self._empty_layers()
+            fill(layers, past, probe.layers, ids, valid)
+            self.layers = layers
+            known = ids is not None and len(ids) == 1 and valid is None
+            self.ids = ids[0].clone() if ids is not None and known else None
+            self._look_again()
+        return self
+
+    def _check_empty(self) -> None:
+        """Raises ValueError where this cache stores tokens."""
+        if length := self.get_seq_length():
+            raise ValueError(
+                f"cache: got one that holds {length} tokens, allowed is an empty one, or reset()"
+            )
 
     @contextmanager
     def attending_by(
@@ -454,6 +503,57 @@ class IndexCache(DynamicCache):
 
     def _rolled(self) -> list[Ring]:
         return [ring for layer in self.sliding() if (ring := layer.ring) is not None]
+
+
+class Probe(IndexCache):
+    """A cache that reads two tokens, to see how the layers of the attached model attend."""
+
+    given: dict[int, tuple[Tensor, Tensor]]  # by layer: the states that the model gave to `update`
+
+    @classmethod
+    def of(cls, cache: IndexCache) -> Probe:
+        """One of the same model as an empty cache."""
+        probe = cls.__new__(cls)
+        probe.__dict__.update(vars(cache.fork()))
+        probe.token_graph, probe.given = None, {}
+        return probe
+
+    def run(self) -> None:
+        """Read two tokens.
+
+        Raises UnsupportedError for a model that attends to other rows than it gives to its cache.
+        """
+        read: dict[int, tuple[Tensor, Tensor]] = {}
+
+        def attend(plain: Callable[[], Tensor], layer: Any, *given: Any, **terms: Any) -> Tensor:
+            if given[1] is not None:  # a layer's own rows
+                read[self.layers.index(layer)] = given[1]
+            return plain()
+
+        # rows of a padding token may be 0, and rotary embedding does not turn the first token
+        token = int(getattr(self._config, "pad_token_id", None) == 0)
+        ids = torch.full((1, 2), token, device=layer_device(self.decoder, 0))
+        with torch.no_grad(), self.attending_by(attend):
+            self.decoder(input_ids=ids, past_key_values=self, use_cache=True)
+        for number, rows in read.items():
+            geometry = self.layers[number].attention.index.geometry
+            if not geometry.value_in_key and not all(map(torch.equal, rows, self.given[number])):
+                raise UnsupportedError(
+                    f"past: layer {number} of the model attends to other rows than it gives to its "
+                    "cache, so the prompt must be read inside attach()"
+                )
+
+    def update(
+        self,
+        key_states: Tensor,
+        value_states: Tensor,
+        layer_idx: int,
+        *args: Any,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor]:
+        """As of `IndexCache`; the states are kept."""
+        self.given[layer_idx] = key_states, value_states
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
 
 def _checkpoint(layer: Any) -> Any:

@@ -1,0 +1,194 @@
+"""Fill the layers of an `IndexCache` from a filled cache of transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+from transformers.cache_utils import (
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+)
+
+from kvindex.core import check
+from kvindex_adapters.hf.cache_layer import IndexedLayer
+from kvindex_adapters.hf.layer_kinds import ChosenLayer, HybridLayer
+from kvindex_adapters.hf.sliding import SlidingLayer
+from kvindex_adapters.hf.unsupported import UnsupportedError
+
+ROWS = ("keys", "values")
+
+
+def check_past(
+    past: object, ids: object, attention_mask: object
+) -> tuple[Tensor | None, Tensor | None]:
+    """Ids int64 `[B, N]` of a filled cache, or None, and which are real, bool `[B, N]`, or None.
+
+    Raises TypeError or ValueError for another cache, or for tensors that do not fit it.
+    """
+    layers = getattr(past, "layers", None)
+    if not isinstance(past, DynamicCache) or not layers or any(map(_is_ours, layers)):
+        raise TypeError(
+            f"past: got {type(past).__name__}, allowed is a DynamicCache of transformers that a "
+            "model has filled; for a cache of attach() there is fork()"
+        )
+    length = past.get_seq_length()
+    check.at_least("past.get_seq_length()", length, 1)
+    rows = [getattr(layer, "keys", None) for layer in layers]
+    batch = next((len(keys) for keys in rows if isinstance(keys, Tensor)), 1)
+    sizes: dict[str, int | None] = {"B": batch, "N": length}
+    if ids is not None:
+        if isinstance(ids, Tensor) and ids.ndim == 1 and batch == 1:
+            ids = ids[None]
+        ids = check.tensor("ids", ids, sizes, torch.int64)
+    if attention_mask is None:
+        return ids, None
+    mask = check.tensor("attention_mask", attention_mask, sizes)
+    return ids, None if bool(mask.all()) else mask.bool()
+
+
+def fill(
+    layers: Sequence[Any],
+    past: DynamicCache,
+    probe: Sequence[Any],
+    ids: Tensor | None,
+    valid: Tensor | None,
+) -> None:
+    """Fill empty layers of an `IndexCache` from those of `past`, of which nothing is shared.
+
+    probe: the same layers after two tokens, which tell geometry, dtype and device of each; ids,
+    valid: as `check_past` gives them. Raises ValueError for what does not fit; the layers are then
+    of no use.
+    """
+    length = past.get_seq_length()
+    if len(past.layers) > len(layers):
+        got = len(past.layers)
+        raise ValueError(f"past: got a cache of {got} layers, allowed is {len(layers)}")
+    for number, (layer, like) in enumerate(zip(layers, probe, strict=True)):
+        if not _holds(like):
+            continue  # one that shares another's keys
+        if number >= len(past.layers) or not _holds(past.layers[number]):
+            raise ValueError(f"past: layer {number}: got no token, allowed are {length}")
+        try:
+            _fill(layer, past.layers[number], like, length, ids, valid)
+        except ValueError as error:
+            raise type(error)(f"past: layer {number}: {error}") from error
+
+
+def _fill(
+    layer: Any, given: Any, like: Any, length: int, ids: Tensor | None, valid: Tensor | None
+) -> None:
+    """As `fill`, of one layer that has tokens."""
+    if isinstance(layer, ChosenLayer):
+        raise UnsupportedError(
+            "got a layer with a trained indexer, allowed are other layers: what the indexer "
+            "compares is not taken over; read the prompt inside attach()"
+        )
+    kind = _kind(layer, given)
+    if kind is None:
+        raise ValueError(f"got a {type(given).__name__}, allowed is a {_name(layer)}")
+    if kind is DynamicSlidingWindowLayer:
+        _check_rows(given, like)
+        newest = max(layer.sliding_window - 1, 1)
+        layer.lazy_initialization(given.keys, given.values)
+        for name in ROWS:
+            setattr(layer, name, getattr(given, name)[:, :, -newest:].detach().clone())
+        layer.cumulative_length = given.get_seq_length()
+    elif isinstance(layer, IndexedLayer):
+        _fill_index(layer, given, like, ids, valid)
+    else:
+        _copy(layer, given, like)
+    if isinstance(layer, DynamicLayer | IndexedLayer) and layer.get_seq_length() != length:
+        raise ValueError(f"got {layer.get_seq_length()} tokens, allowed are {length}")
+
+
+def _fill_index(
+    layer: IndexedLayer, given: Any, like: IndexedLayer, ids: Tensor | None, valid: Tensor | None
+) -> None:
+    assert like.attention is not None
+    geometry = like.attention.index.geometry.options()
+    geometry.pop("rope")  # the attached model's
+    keys, values = given.keys, given.values
+    if geometry.get("value_in_key"):  # latents, and the part of the key that is rotated
+        keys, values = torch.cat([keys, values], dim=-1), keys
+    made = layer.make(**geometry)
+    made.append(keys, values, valid=None if valid is None else valid.to(keys.device))
+    if ids is not None:
+        made.index.observe_tokens(ids.to(keys.device), first=0)
+    if isinstance(layer, HybridLayer):
+        _copy(layer, given, like)
+    layer.attention = made
+
+
+def _copy(layer: Any, given: Any, like: Any) -> None:
+    """Copy what a layer of transformers has as attributes, but for what an index stores."""
+    skipped = {*IndexedLayer.ours, *ROWS, "is_initialized"} if _is_ours(layer) else set()
+    for name, value in vars(given).items():
+        if name not in skipped:
+            _check_like(name, value, vars(like).get(name))
+            setattr(layer, name, _copied(value))
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if isinstance(value, dict):
+        return {key: _copied(one) for key, one in value.items()}
+    return value
+
+
+def _check_like(name: str, value: Any, like: Any) -> None:
+    """Raises ValueError for tensors of another kind than the probe has."""
+    if isinstance(value, dict) and isinstance(like, dict):
+        for key, one in value.items():
+            _check_like(f"{name}[{key!r}]", one, like.get(key))
+    elif isinstance(like, Tensor):
+        shape: dict[str, int | None] = dict.fromkeys(map(str, range(like.ndim)))
+        kept = shape if name not in ROWS else ("1", "3")
+        shape |= {axis: like.shape[int(axis)] for axis in kept if axis != "0"}
+        check.tensor(name, value, shape, like.dtype, like.device)
+
+
+def _check_rows(given: Any, like: Any) -> None:
+    for name in ROWS:
+        _check_like(name, getattr(given, name), getattr(like, name))
+
+
+def _kind(layer: Any, given: Any) -> type | None:
+    """The class that a layer of transformers is filled as from `given`, or None where it cannot."""
+    kind = type(given)
+    if isinstance(layer, SlidingLayer) or type(layer) is DynamicSlidingWindowLayer:
+        window = getattr(given, "sliding_window", layer.sliding_window)
+        whole = kind is DynamicLayer  # of a cache that was made without the configuration
+        same = kind is DynamicSlidingWindowLayer and window == layer.sliding_window
+        return DynamicSlidingWindowLayer if whole or same else None
+    if isinstance(layer, HybridLayer):
+        return kind if kind is LinearAttentionAndFullAttentionLayer else None
+    wanted = DynamicLayer if isinstance(layer, IndexedLayer) else type(layer)
+    return kind if kind is wanted else None
+
+
+def _name(layer: Any) -> str:
+    """The class of transformers' cache that `layer` is filled from."""
+    if isinstance(layer, SlidingLayer) or type(layer) is DynamicSlidingWindowLayer:
+        return f"DynamicSlidingWindowLayer of {layer.sliding_window} tokens, or a DynamicLayer"
+    if isinstance(layer, HybridLayer):
+        return LinearAttentionAndFullAttentionLayer.__name__
+    return "DynamicLayer" if isinstance(layer, IndexedLayer) else type(layer).__name__
+
+
+def _is_ours(layer: Any) -> bool:
+    return isinstance(layer, IndexedLayer)
+
+
+def _holds(layer: Any) -> bool:
+    """Whether a layer has seen a token."""
+    if isinstance(layer, IndexedLayer):
+        return layer.attention is not None
+    if isinstance(layer, DynamicLayer):
+        return layer.get_seq_length() > 0
+    return True
