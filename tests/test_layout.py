@@ -304,6 +304,7 @@ LOOKUPS = {
     "adapters/kvindex_adapters/hf/model_info.py": OF_TRANSFORMERS,
     "adapters/kvindex_adapters/hf/rotary.py": OF_TRANSFORMERS,
     "adapters/kvindex_adapters/hf/run_ahead.py": OF_TRANSFORMERS,
+    "adapters/kvindex_adapters/hf/takeover.py": OF_TRANSFORMERS,
     "adapters/kvindex_adapters/hf/tensor_spec.py": "the name of a function of torch",
     "adapters/kvindex_adapters/hf/unsupported.py": OF_TRANSFORMERS,
     "adapters/kvindex_adapters/vllm/__init__.py": "what a version of vLLM has",

@@ -171,7 +171,7 @@ class Decoder:
         on_progress: called with a phase, tokens done and tokens in all (of the longest prompt);
         session: one of this decoder's, in place of `index`, `k` and `attach_options`, which the
         prompt follows and which gets prompt and answer (a `fork` of it leaves it as it is; a call
-        that fails does, too);
+        that fails does, too); messages continue a chat in it as `kvhf.generate` does;
         options: `Options`. An answer ends with its stop token, if it has one. Times and the report
         are those of the whole batch.
 

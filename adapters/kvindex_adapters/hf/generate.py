@@ -56,8 +56,9 @@ RESERVED = {"inputs", "input_ids", "attention_mask", "past_key_values"}
 class Generation:
     """An answer, its time and its traffic.
 
-    text: the answer; prompt_ids, answer_ids: int64 `[N]`; prefill_s: seconds until the first
-    token of the answer; token_s: seconds per token after it; report: rows read and memory,
+    text: the answer; prompt_ids, answer_ids: int64 `[N]`, the ids that the call read (of a chat in
+    a cache, those that the cache did not store) and the answer's; prefill_s: seconds until the
+    first token of the answer; token_s: seconds per token after it; report: rows read and memory,
     config: the index's configuration, backend: of its ops; all None for full attention.
     """
 
@@ -100,7 +101,9 @@ def generate(
     cache: one that the caller's `attach` gave, in place of `index`, `k` and `attach_options`;
     used: what happens to one that holds tokens: "refuse" it, "continue": the prompt follows what
     it holds, and it keeps prompt and answer, or "branch": the prompt follows what it holds, and
-    afterwards it is as it was. A call that fails leaves the cache as it was.
+    afterwards it is as it was. A call that fails leaves the cache as it was. Messages that follow
+    others are the new ones, or the whole conversation: the chat template is applied to all of it,
+    and the longest prefix that the cache stores is reused (`conversation.next_turn`).
 
     Raises ValueError for an empty prompt, ids or sizes out of range, options that do not fit or a
     used cache, TypeError for a prompt of another kind, and what `attach` raises.
