@@ -36,10 +36,13 @@ def search(tokens: Tokens, queries: Queries, k: int) -> Hits:
 
 
 def candidate_share(tokens: Tokens, queries: Queries, k: int) -> Tensor:
-    """What of the attention the candidates for `k` rows hold, as estimated, float32 `[B, H]`."""
+    """What of the attention the candidates for `k` rows hold, as estimated, float32 `[B, H]`.
+
+    1 in a sequence without a valid token, where nothing is left out.
+    """
     every = _logits(tokens, queries, *find(tokens, queries, k))
     held, whole = (logits.logsumexp(-1) for logits in every)
-    return (held - whole).exp().flatten(1)
+    return (held - whole).exp().masked_fill(whole == -math.inf, 1.0).flatten(1)
 
 
 def find(tokens: Tokens, queries: Queries, k: int) -> tuple[Tensor, Tensor]:

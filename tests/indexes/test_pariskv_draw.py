@@ -1,13 +1,14 @@
 """Rows that ParisKV draws: what they stand for, when others are drawn, what is refused."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
 from kvindex.ops import priority
 from kvindex.pariskv import drawn
-from tests.support.helpers import Case
+from tests.support.helpers import Case, left_padding
 
 CASE = Case(q_heads=6, kv_heads=2, head_dim=16, value_dim=16)
 TOKENS, K, SEEDS = 700, 24, 1500
@@ -73,6 +74,14 @@ def test_what_candidates_hold_is_told(index):
         ValueError, match=r"len\(index\): got 0, allowed is an integer of at least 1"
     ):
         CASE.index("pariskv:preset=drawn").candidate_share(queries, k=K)
+
+
+def test_candidates_hold_everything_where_there_is_no_valid_token():
+    case = replace(CASE, batch=2)
+    index = case.index("pariskv:preset=drawn")
+    index.append(*case.tokens(30), valid=left_padding([30, 5], 30))
+    assert (index.candidate_share(case.queries(), k=K)[0] == 1).all()
+    assert (index.candidate_share(case.queries(), k=K)[1] <= 1).all()
 
 
 def test_with_as_many_rows_as_keys_all_are_sure(index):
