@@ -112,7 +112,8 @@ class ParisKVExecutor:
     ) -> Attended:
         """As `Executor.attend`."""
         folded = self._folded(queries)
-        hits, find = self._finding(folded, min(k, self._most))
+        # Stages search for at least one row: it stays unused where no row is valid.
+        hits, find = self._finding(folded, max(1, min(k, self._most)))
         rows, beside = (hits.ids, hits.weights(len(queries))), self._beside(resident)
         output, lse, attend = self._stages.attend(folded, *rows, resident, beside)
 

@@ -4,7 +4,9 @@ import pytest
 import torch
 
 from kvindex import Hits, Rows
+from kvindex.core.protocol import Attended, Attends
 from kvindex.indexes.exact import Exact
+from kvindex.ops.attention import attend
 from kvindex.testing import ContractError, outcomes
 from kvindex.testing.cases import Case
 from kvindex.testing.contract import CHECKS
@@ -210,6 +212,19 @@ class ClampsRows(Exact):
         super().reorder(batch_indices.clamp(0, 1))
 
 
+class LeavesOutResidentRows(Exact):
+    def _offers(self, wanted):
+        return wanted is Attends or super()._offers(wanted)
+
+    def attend(self, queries, resident, *, k):
+        hits = self.search(queries, k=k)
+        bias = torch.zeros(hits.ids.shape).masked_fill(hits.ids < 0, -torch.inf)
+        bias = bias.repeat_interleave(self.geometry.group_size, dim=1)
+        rows, options = self.fetch(hits), dict(scale=self.geometry.scale, return_lse=True)
+        output, lse = attend(queries, rows.keys, rows.values, bias=bias, **options)
+        return Attended(output, lse, (hits.ids >= 0).sum(-1))
+
+
 class FixesTheBatchFirst(NotUndone):
     def append(self, keys, values, *, valid=None):
         self._batch = self._batch or len(keys)
@@ -229,6 +244,7 @@ BROKEN = {
     "check_append_in_chunks_equals_one_piece": ForgetsTheLastChunk,
     "check_padding_changes_nothing_but_ids": IgnoresPadding,
     "check_nothing_but_padding_is_as_good_as_empty": ReturnsPadding,
+    "check_attention_where_few_tokens_are_valid": LeavesOutResidentRows,
     "check_truncated_ids_never_return": NeverTruncates,
     "check_truncate_then_append_equals_fresh": KeepsTheOldKeys,
     "check_truncate_into_padding": ForgetsItWasTruncated,

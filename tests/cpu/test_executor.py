@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import kvindex
-from kvindex.core.protocol import Attends
+from kvindex.core.protocol import Attends, Rows
 from kvindex.core.resident import ResidentRows
 from kvindex.cpu.executor import stage_token
 from kvindex.layer import AttentionLayer
@@ -182,6 +182,61 @@ def test_a_query_that_sees_no_row_gives_0(preset):
     assert (found.output[0] == 0).all()
     assert (found.lse[0] == float("-inf")).all()
     assert found.found.tolist() == [[0, 0], [3, 3]]
+
+
+@pytest.mark.parametrize("options", [{}, dict(draw="priority"), dict(preset="paper")], ids=str)
+def test_without_a_valid_row_a_step_attends_to_resident_rows(options):
+    index, _ = pair(**options)
+    index.append(*CASE.tokens(300), valid=left_padding([300, 300], 300))
+    resident, window = (ResidentRows(index.geometry, 2, 2) for _ in range(2))
+    keys, values = CASE.tokens(1, seed=1)
+    rows = window.rows[:, :, :1]
+    token, place = Rows(keys, values), Rows(rows[..., :64], rows[..., 64:])
+    for found in (
+        index.decode_step(CASE.queries(), token, resident, place, k=9),
+        index.attend(CASE.queries(), resident, k=1),
+    ):
+        want = values[:, :, 0].repeat_interleave(3, dim=1)  # of one row alone
+        torch.testing.assert_close(found.output, want)
+        assert found.found.tolist() == [[0, 0], [0, 0]]
+
+
+@pytest.mark.parametrize("options", [{}, dict(draw="priority"), dict(preset="paper")], ids=str)
+def test_a_pool_attends_where_some_or_all_sequences_have_no_valid_row(options):
+    pools = [kvindex.Pool(index) for index in pair(**options)]
+    for all_padded in (True, False):
+        found = []
+        for pool in pools:
+            both = [pool.open(), pool.open()]
+            pads = [5, 5 if all_padded else 2]
+            pool.append(both, *CASE.tokens(5), valid=left_padding(pads, 5))
+            assert (pool.search(both, CASE.queries(), k=9).ids[0] == -1).all()
+            found.append(pool.attend(both, CASE.queries(), k=9))
+        mine, theirs = found
+        torch.testing.assert_close(mine.output, theirs.output)
+        torch.testing.assert_close(mine.lse, theirs.lse)
+        assert mine.found.tolist() == theirs.found.tolist()
+        assert (mine.lse[0] == float("-inf")).all()
+
+
+@pytest.mark.parametrize("options", [{}, dict(draw="priority"), dict(preset="paper")], ids=str)
+def test_a_pool_of_layers_steps_where_some_or_all_indexes_have_no_valid_row(options):
+    sizes = dict(k=9, sink=4, local_window=1, update_every=1, dense_below=0)
+    case = replace(CASE, batch=1)
+    made = [case.index("pariskv", backend=name, **options) for name in ("cpu", "torch")]
+    pools = [kvindex.LayerPool(AttentionLayer(index, **sizes)) for index in made]
+    first, second = ([pool.open() for pool in pools] for _ in range(2))
+    for t in range(12):
+        tokens = case.tensor(50 + t, 1, 6, 1, 64), *case.tokens(1, seed=t)
+        outputs = [pool.step([one], *tokens) for pool, one in zip(pools, first, strict=True)]
+        torch.testing.assert_close(*outputs, rtol=1e-4, atol=1e-5)
+        if t > 4:  # the second sequence is 5 tokens behind
+            both = [torch.cat([part, part]) for part in tokens]
+            outputs = [
+                pool.step([*some], *both)
+                for pool, some in zip(pools, zip(first, second, strict=True), strict=True)
+            ]
+            torch.testing.assert_close(*outputs, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

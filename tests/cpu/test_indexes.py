@@ -13,6 +13,7 @@ from kvindex.ops.attention import attend
 from kvindex.testing import contract
 from kvindex.testing.cases import CASES
 from tests.support.helpers import ROUNDED, Case, assert_same_hits, left_padding, part
+from tests.support.sequences import assert_dense_without_valid_rows
 
 CASE = Case(q_heads=6, kv_heads=2, head_dim=64, value_dim=32, batch=2)
 
@@ -22,6 +23,8 @@ FETCHES = {"retroinfer": "summaries", "shadowkv": "keys of low rank"}
 CHECKS = [check for check in contract.CHECKS if check.__module__.rpartition(".")[2] != "devices"]
 
 NAMES = kvindex.names()
+
+PRESETS = "pariskv:draw=priority", "pariskv:preset=fast", "pariskv:preset=paper"
 
 RUNS = [(check, NAMES[(3 * i + j) % len(NAMES)]) for i, check in enumerate(CHECKS) for j in (0, 1)]
 
@@ -90,6 +93,11 @@ def test_a_layer_gives_the_same_output(name):
         torch.testing.assert_close(*outputs, rtol=1e-4, atol=1e-5)
     mine, theirs = (layer.traffic for layer in layers)
     assert float(mine.rows_read) == float(theirs.rows_read)
+
+
+@pytest.mark.parametrize("name", [*NAMES, *PRESETS])
+def test_a_layer_is_dense_while_its_index_has_no_valid_row(name):
+    assert_dense_without_valid_rows(replace(CASE, value_dim=64), name, backend="cpu")
 
 
 @pytest.mark.parametrize(("check", "name"), RUNS, ids=lambda p: getattr(p, "__name__", str(p)))

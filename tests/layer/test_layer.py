@@ -3,13 +3,19 @@
 import pytest
 import torch
 
+import kvindex
 from kvindex.core.protocol import ObservesQueries
 from kvindex.indexes.exact import Exact
 from kvindex.layer import AttentionLayer, dense
 from kvindex.ops.attention import cap
 from kvindex.wrappers import Wrapper
 from tests.support.helpers import Case, Operations
-from tests.support.sequences import Sequence, layer_of, steps_of
+from tests.support.sequences import (
+    Sequence,
+    assert_dense_without_valid_rows,
+    layer_of,
+    steps_of,
+)
 
 CASES = {
     "plain": (Case(), None),
@@ -62,6 +68,11 @@ def test_regions_of_size_0(sizes, case):
     layer.reorder(torch.arange(case.batch).flip(0))
     layer.truncate(2)
     assert len(layer) == 2
+
+
+@pytest.mark.parametrize("name", kvindex.names())
+def test_steps_are_dense_while_the_index_has_no_valid_row(name):
+    assert_dense_without_valid_rows(Case(q_heads=4, batch=2), name)
 
 
 @pytest.mark.parametrize("broken", ["k", "keys", "scale", "start"])

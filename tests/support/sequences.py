@@ -109,3 +109,24 @@ def layer_of(case: Case, name: str = "exact", k: int = 1000, **options: object) 
     """A layer with small regions; options for the index, or other sizes."""
     sizes = {key: options.pop(key) for key in SIZES if key in options}
     return AttentionLayer(case.index(name, **options), k=k, **{**SIZES, **sizes})
+
+
+def assert_dense_without_valid_rows(case: Case, name: str, **options: object) -> None:
+    """Decode two sequences while the index contains sink tokens and padding: outputs are dense.
+
+    In the last steps the first sequence has a valid row, and the second one still has none.
+    options: of the index.
+    """
+    pads, sink, stop = [4, 6], 3, 11
+    sequence = Sequence.of(case, stop, pads)
+    second, want = sequence.rows([1]), sequence.dense()
+    for first in (1, 7):  # token by token, or after a prompt
+        layer = layer_of(case, name, sink=sink, local_window=1, update_every=1, **options)
+        for start, end in steps_of(first, *[1] * (stop - first)):
+            valid = layer.index.counts.tolist() if len(layer.index) else [0, 0]
+            got = sequence.feed(layer, start, end)
+            if valid[0] == 0:
+                sequence.assert_equals(got, want, start)
+            assert valid[1] == 0
+            second.assert_equals(got[1:], want[1:], start)
+        assert valid[0] > 0
