@@ -100,8 +100,11 @@ class InfLLM(PagedIndex):
 
     def reorder(self, batch_indices: Tensor) -> None:
         """As every index does; before the first append, only observed queries are reordered."""
+        observed = self._batch is None and len(self._queries) > 0
+        if observed:
+            check.rows("batch_indices", batch_indices, self._queries["queries"].shape[0])
         super().reorder(batch_indices)
-        if self._batch is None and len(self._queries):
+        if observed:
             self._queries = self._queries.reordered(batch_indices)
 
     def _with_reordered(self, batch_indices: Tensor) -> Columns:
@@ -122,13 +125,15 @@ class InfLLM(PagedIndex):
         """Representative scores for each query head, float32 `[B, G, T, g]`, `NONE` where none."""
         g, (B, G, T, D) = self.geometry, keys.shape
         marks = torch.full((B, G, T, g.group_size), NONE, device=g.device)
-        if not len(self._positions) or int(self._positions[-1]) <= len(self):
+        if not len(self._positions):
             return marks
         observed = self._queries["queries"]
         if observed.shape[0] != B:
             raise ValueError(
                 f"keys: got a batch of {B}, allowed is that observed, {observed.shape[0]}"
             )
+        if int(self._positions[-1]) <= len(self):
+            return marks
         ids = torch.arange(len(self), len(self) + T)
         first = torch.searchsorted(self._positions, ids, right=True).to(g.device)
         after = torch.searchsorted(self._positions, ids + self.config.span, right=True).to(g.device)

@@ -176,7 +176,17 @@ def test_wrong_queries_are_refused():
     observe_queries(index, queries, 0, 5)
     with pytest.raises(ValueError, match="keys: got a batch of 3, allowed is that observed, 2"):
         index.append(*CASE.tokens(4, batch=3))
+    with pytest.raises(ValueError, match=r"batch_indices: got \[2\], allowed are rows from 0 to 1"):
+        index.reorder(torch.tensor([2]))
     assert len(index) == 0
+
+
+def test_a_query_of_another_batch_than_the_first_keys_is_refused():
+    """Also where no key comes before the query, so that none needs it."""
+    index = CASE.index("infllm")
+    observe_queries(index, seen(CASE, 1), 0, 1)
+    with pytest.raises(ValueError, match="keys: got a batch of 3, allowed is that observed, 2"):
+        index.append(*CASE.tokens(4, batch=3))
 
 
 def test_bytes_per_key_and_head():
