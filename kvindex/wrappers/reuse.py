@@ -109,7 +109,10 @@ class Reuse(Wrapper):
     def reorder(self, batch_indices: Tensor) -> None:
         """As the inner index does."""
         self.inner.reorder(batch_indices)
-        rows = batch_indices.to(self.geometry.device)
+        rows, known = batch_indices.to(self.geometry.device), self._before
+        if known is not None and int(batch_indices.max()) >= len(known):
+            # An empty index takes queries of any batch, and then tokens of another one.
+            self._before = self._differs = None
         self._before = None if self._before is None else self._before[rows]
         self._differs = None if self._differs is None else self._differs[rows]
         if self._last is not None:

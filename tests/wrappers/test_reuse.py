@@ -164,6 +164,22 @@ def test_reordering_moves_hits_and_queries():
     assert index.searches == 1
 
 
+@pytest.mark.parametrize("ask", [lambda index, queries: index.search(queries, k=K), stepped])
+@pytest.mark.parametrize("order", [[2, 1, 0], [1, 0]])
+def test_queries_of_another_batch_before_the_first_token_are_forgotten(ask, order):
+    index, alone = Reuse(CASE.index("exact")), CASE.index("exact")
+    ask(index, CASE.queries())
+    index.reorder(torch.tensor([5]))  # an empty index takes any
+    ask(index, CASE.queries())
+    for each in (index, alone):
+        each.append(*CASE.tokens(COUNT, batch=3))
+        each.reorder(torch.tensor(order))
+    queries = CASE.queries(batch=len(order))
+    assert_same_hits(ask(index, queries), alone.search(queries, k=K))
+    index.reorder(torch.tensor(order[:2]))
+    assert len(ask(index, queries[:2]).ids) == 2
+
+
 def test_weights_are_reused_with_their_rows():
     """A wrapped `Sample` gives log-weights."""
     index = Reuse(kvindex.create("exact+sample", q_heads=6, kv_heads=2, head_dim=16), tau=0.7)
