@@ -12,6 +12,13 @@ LARGEST = 2.0**48
 """Of a number in a key or a query: products of two such vectors, and sums of their squares over
 2^20 tokens, stay finite in float32 (`D` up to 2^12)."""
 
+SCALES = 2.0**-126, 2.0**16
+"""The least and the largest `scale`: a normal number of float32, and one by which logits of numbers
+up to `LARGEST` stay below 2^124 in float32 (`D` up to 2^12)."""
+
+SOFTCAPS = 2.0**-126, 2.0**64
+"""The least and the largest `softcap`, which are normal numbers of float32."""
+
 MOST_ROWS = 2**24
 """That a search may be asked for: above what is counted exactly in float32."""
 
@@ -88,6 +95,18 @@ def positive(name: str, value: object) -> float:
     """`value`, if it is a positive finite number. Raises ValueError."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
         raise ValueError(f"{name}: got {value!r}, allowed is a positive finite number")
+    return float(value)
+
+
+def factor(name: str, value: object, limits: tuple[float, float]) -> float:
+    """`value`, if it is a number within `limits`, which are powers of two. Raises ValueError."""
+    low, high = limits
+    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
+        least, largest = (math.frexp(limit)[1] - 1 for limit in limits)
+        raise ValueError(
+            f"{name}: got {value!r}, allowed is a positive number from 2^{least} to 2^{largest}, "
+            "so that logits are finite in float32"
+        )
     return float(value)
 
 

@@ -21,8 +21,8 @@ class Geometry:
     q_heads, kv_heads: `H` and `G`, `H % G == 0`.
     head_dim: `D`, a multiple of 8 (the byte of sign bits that the kernels read).
     value_dim: `Dv`, `head_dim` unless given.
-    scale: factor on `q·k` before softmax, `D**-0.5` unless given.
-    softcap: logits become `softcap · tanh(logit / softcap)`, or None.
+    scale: factor on `q·k` before softmax, from 2^-126 to 2^16, `D**-0.5` unless given.
+    softcap: logits become `softcap · tanh(logit / softcap)`, from 2^-126 to 2^64, or None.
     rope: inverse frequencies of the keys' rotary embedding, float `[F]` (`core/rope.py`), or None.
     dtype: of keys, values and queries: float32, float16 or bfloat16.
     device: where codes live and searches run.
@@ -85,9 +85,9 @@ class Geometry:
             )
         if dtype not in DTYPES:
             raise ValueError(f"dtype: got {dtype}, allowed is one of {list(DTYPES)}")
-        scale = head_dim**-0.5 if scale is None else check.positive("scale", scale)
+        scale = head_dim**-0.5 if scale is None else check.factor("scale", scale, check.SCALES)
         if softcap is not None:
-            softcap = check.positive("softcap", softcap)
+            softcap = check.factor("softcap", softcap, check.SOFTCAPS)
         try:
             place = torch.empty(0, device=device).device  # "cuda" becomes "cuda:0"
         except (RuntimeError, AssertionError, TypeError) as error:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from kvindex import BaseIndex
+from kvindex.core import check
 from kvindex.core.check import MOST_ROWS
 from kvindex.layer import AttentionLayer
 from kvindex.testing.contract.limits import (
@@ -31,6 +32,22 @@ def test_the_largest_numbers_give_scores(spec, dtype):
     """Up to `LARGEST`, keys and queries alike; half of them cancel."""
     case = dataclasses.replace(CASE, dtype=dtype)
     check_the_largest_numbers_give_scores(partial(case.index, spec), case)
+
+
+@pytest.mark.parametrize("scale", check.SCALES)
+@pytest.mark.parametrize("spec", ALL)
+def test_the_largest_numbers_give_scores_with_the_least_and_largest_scale(spec, scale):
+    """And with either softcap, whatever the scale."""
+    for softcap in (None, *check.SOFTCAPS):
+        case = dataclasses.replace(CASE, softcap=softcap)
+        make = partial(case.index, spec, scale=scale)
+        check_the_largest_numbers_give_scores(make, case)
+
+
+def test_logits_of_the_largest_numbers_are_finite_in_float32():
+    """With room for estimates that are above them, and for twice a logarithm."""
+    largest = check.SCALES[1] * 2**12 * check.LARGEST**2
+    assert 8 * largest < torch.finfo(torch.float32).max
 
 
 @pytest.mark.parametrize("spec", ALL)
