@@ -3,8 +3,8 @@
 All or nothing: a call that raises, wherever it does, leaves the object as it was, or says of every
 later call that `reset` must come first. Same arithmetic: autocast, the default dtype and the
 default device of the caller change nothing, nor does inference mode, so that what was begun in it
-goes on outside. Threads: reads beside reads, and nothing beside a change; whoever comes in between
-gets an error in words.
+goes on outside. Threads: several may read at the same time, and nothing else may run at the same
+time as a change. Of two calls that conflict the first goes on, and the second raises RuntimeError.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import functools
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from threading import get_ident
+from threading import RLock, get_ident
 from typing import Any, ClassVar, Self
 
 import torch
@@ -58,39 +58,87 @@ _autocast, _modes = torch.is_autocast_enabled, torch._C._len_torch_function_stac
 _inference = torch.is_inference_mode_enabled
 
 
-class Access:
-    """Which threads are inside: any number that read, or one that does not.
+_HOLDER = 0
+"""The one key of a dictionary of holders."""
 
-    Whoever comes says so first and looks then, so that of two threads at least one sees the other.
+_SHARED = -1
+"""The holder while threads read, and after it; no thread has this number."""
+
+
+class Access:
+    """Which threads are inside: any number that read, or one that is alone.
+
+    Of two calls that conflict the one that came first goes on, and the other raises. Looking and
+    entering are one step: `dict.setdefault`, or a lock among threads that read. So a call that is
+    refused was never inside and disturbs nobody, and what a thread calls inside its own call is
+    never refused, because nobody else can have come in.
     """
 
     def __init__(self) -> None:
+        self._holder: dict[int, int] = {}  # _HOLDER -> the thread that is alone, or _SHARED
+        self._depth = 0  # calls of the thread that is alone
         self._readers: dict[int, int] = {}  # thread -> calls
-        self._owners: dict[int, int] = {}
+        self._lock = RLock()  # a finalizer or a signal's handler may come again in its thread
         self.begun = 0
-        """Calls that have begun, ever."""
+        """Calls that have begun, but for reads inside reads."""
 
     def enter(self, name: str, *, alone: bool) -> None:
-        """Begin a call, which `leave` ends. Raises RuntimeError beside another thread's."""
-        me, owners, readers = get_ident(), self._owners, self._readers
-        calls = owners if alone else readers
-        calls[me] = calls.get(me, 0) + 1
-        self.begun += 1
-        # more threads than this one
-        if len(owners) > (me in owners) or (alone and len(readers) > (me in readers)):
-            raise RuntimeError(
-                f"{name}: got a call while another thread's is under way, allowed are reads "
-                "beside reads (search, fetch, encode) and nothing beside a change: use a lock"
-            )
+        """Begin a call, which `leave` ends.
+
+        Raises RuntimeError, and begins nothing, while another thread's call is under way, unless
+        both only read.
+        """
+        me = get_ident()
+        holder = self._holder.setdefault(_HOLDER, me) if alone else self._holder.get(_HOLDER)
+        if holder == me:
+            self._depth += 1
+            self.begun += 1
+        elif alone or me not in self._readers:
+            self._enter_first(me, name, alone)
+        else:
+            self._readers[me] += 1
+
+    def _enter_first(self, me: int, name: str, alone: bool) -> None:
+        """Begin a thread's first read, or a call that is alone after reads."""
+        readers = self._readers
+        with self._lock:  # without which threads may leave meanwhile
+            holder = self._holder.setdefault(_HOLDER, _SHARED)
+            if holder != _SHARED or (alone and len(readers) > (me in readers)):
+                raise RuntimeError(_refusal(name, alone))
+            if alone:
+                self._holder[_HOLDER], self._depth = me, 1
+            else:
+                readers[me] = 1
+            self.begun += 1
 
     def leave(self, *, alone: bool) -> None:
-        """End a call."""
-        me, calls = get_ident(), self._owners if alone else self._readers
-        left = calls.get(me, 0) - 1
-        if left > 0:
-            calls[me] = left
-        else:
-            calls.pop(me, None)
+        """End a call. For one that was refused it does nothing."""
+        me = get_ident()
+        if self._holder.get(_HOLDER) == me:
+            self._depth -= 1
+            if self._depth <= 0:  # below 0 where `enter` was interrupted
+                self._depth = 0
+                if me in self._readers:
+                    self._holder[_HOLDER] = _SHARED
+                else:
+                    del self._holder[_HOLDER]
+        elif not alone:
+            left = self._readers.get(me, 0) - 1
+            if left > 0:
+                self._readers[me] = left
+            else:
+                self._readers.pop(me, None)
+
+
+def _refusal(name: str, alone: bool) -> str:
+    """What a call says that comes while another thread's is under way."""
+    said = f"{name}: got a call while another thread's is under way, allowed are reads beside reads"
+    if alone and name in READS:
+        return (
+            f"{said}, but {name} of this object is none (it shares buffers or keeps what it "
+            "found): use a lock"
+        )
+    return f"{said} (search, fetch, encode) and nothing beside a change: use a lock"
 
 
 class Guarded(Restorable):

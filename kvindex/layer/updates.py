@@ -24,6 +24,9 @@ LAG = 4
 """Tokens that come while an update runs beside the steps, so that none waits for it
 (`benchmarks/append.py`); each of them is a row more in the window."""
 
+SETTLING = frozenset({"state_dict", "__deepcopy__"})
+"""Reads that first let a pending append finish, which is a change."""
+
 
 class WindowUpdates(Guarded):
     """An index, the window of the tokens after its own, and what is on its way from one to the
@@ -243,6 +246,9 @@ class WindowUpdates(Guarded):
         self._tally = Tally()
 
     # Copies and state
+
+    def _alone(self, name: str) -> bool:
+        return name in SETTLING or super()._alone(name)
 
     def checkpoint(self) -> Any:
         """What the layer is now, for `rollback`: it asks the device for nothing."""

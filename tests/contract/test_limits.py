@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kvindex import BaseIndex
-from kvindex.core import check
+from kvindex.core import check, guard
 from kvindex.core.check import MOST_ROWS
 from kvindex.layer import AttentionLayer
 from kvindex.testing.contract.limits import (
@@ -247,14 +247,15 @@ def test_a_call_that_fails_is_undone_before_another_thread_may_look(monkeypatch)
     index, rollback, inside = CASE.index("exact"), BaseIndex.rollback, []
 
     def seen(self, checkpoint):
-        inside.append(dict(self._access._owners))
+        access = self._access
+        inside.append((access._holder[guard._HOLDER], access._depth))
         rollback(self, checkpoint)
 
     monkeypatch.setattr(BaseIndex, "rollback", seen)
     with pytest.raises(ValueError, match="values: got shape"):
         index.append(CASE.tokens(3)[0], CASE.tokens(4)[1])
-    assert inside == [{threading.get_ident(): count} for count in (2, 1)]  # start_append, append
-    assert not index._access._owners
+    assert inside == [(threading.get_ident(), depth) for depth in (2, 1)]  # start_append, append
+    assert not index._access._holder
 
 
 def test_two_threads_in_one_layer_are_told():
