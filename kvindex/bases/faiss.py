@@ -8,7 +8,7 @@ FAISS has no batch of indexes, so building and searching them loops over rows an
 
 from __future__ import annotations
 
-import threading
+import sys
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from kvindex.bases.faiss_library import check_gpu, in_threads, library, resources, threads
 from kvindex.bases.index import BaseIndex
-from kvindex.core import check
+from kvindex.core import check, forks
 from kvindex.core.protocol import UNUSED, Codes, Hits
 from kvindex.ops import group
 
@@ -30,7 +30,7 @@ BLOCK = 16_384
 
 PLACES = ("cpu", "gpu")
 
-_LOCK = threading.RLock()
+_LOCK = forks.lock(sys.modules[__name__], "_LOCK")
 """The lock of an index that builds its FAISS indexes."""
 
 LARGEST_K = 2048
@@ -110,6 +110,10 @@ class FaissIndex(BaseIndex):
     def _after_copy(self) -> None:
         super()._after_copy()
         self._after_rollback()
+
+    def _after_fork(self) -> None:
+        if not self._synchronized:
+            self._after_rollback()
 
     def _with_reordered(self, batch_indices: Tensor) -> list[list[Any]]:
         """FAISS's indexes of the new rows: the same objects, copied when they are added to."""

@@ -10,14 +10,18 @@ time as a change. Of two calls that conflict the first goes on, and the second r
 from __future__ import annotations
 
 import functools
-import threading
+import os
+from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+from itertools import count
 from threading import RLock, get_ident
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, TypeAlias
+from weakref import WeakSet
 
 import torch
 
+from kvindex.core import forks
 from kvindex.core.restore import Restorable
 
 READS = frozenset(
@@ -58,6 +62,13 @@ _autocast, _modes = torch.is_autocast_enabled, torch._C._len_torch_function_stac
 _inference = torch.is_inference_mode_enabled
 
 
+Change: TypeAlias = tuple[int, str, Any]
+"""A change that is under way: its number, the call's name, the checkpoint before it."""
+
+_begun = count()
+"""Numbers of changes: of two, the one that contains the other began first."""
+
+
 _HOLDER = 0
 """The one key of a dictionary of holders."""
 
@@ -81,6 +92,8 @@ class Access:
         self._lock = RLock()  # a finalizer or a signal's handler may come again in its thread
         self.begun = 0
         """Calls that have begun, but for reads inside reads."""
+        self.change: Change | None = None
+        """The outermost change that is under way."""
 
     def enter(self, name: str, *, alone: bool) -> None:
         """Begin a call, which `leave` ends.
@@ -129,6 +142,19 @@ class Access:
             else:
                 self._readers.pop(me, None)
 
+    def forget_threads(self) -> Change | None:
+        """In the child of a fork: only calls of this thread are under way.
+
+        Returns the change that another thread of the parent was in, which is to be undone.
+        """
+        me, holder, change = get_ident(), self._holder.get(_HOLDER), None
+        self._lock = RLock()  # another thread may have held it
+        self._readers = {me: self._readers[me]} if me in self._readers else {}
+        if holder != me:
+            self._holder = {_HOLDER: _SHARED} if self._readers else {}
+            self._depth, change, self.change = 0, self.change, None
+        return change
+
 
 def _refusal(name: str, alone: bool) -> str:
     """What a call says that comes while another thread's is under way."""
@@ -139,6 +165,10 @@ def _refusal(name: str, alone: bool) -> str:
             "found): use a lock"
         )
     return f"{said} (search, fetch, encode) and nothing beside a change: use a lock"
+
+
+_objects: WeakSet[Guarded] = WeakSet()
+"""All that there are, for the child of a fork."""
 
 
 class Guarded(Restorable):
@@ -155,6 +185,7 @@ class Guarded(Restorable):
         """An object that nobody has called yet."""
         made = super().__new__(cls)
         made._access, made._broken, made._last_checkpoint = Access(), None, None
+        _objects.add(made)
         return made
 
     def __init_subclass__(cls, *, guarded: bool = True, **options: Any) -> None:
@@ -185,6 +216,9 @@ class Guarded(Restorable):
             self._last_checkpoint = super().checkpoint()
         return self._last_checkpoint
 
+    def _after_fork(self) -> None:
+        """In the child of a fork: forget what a read of another thread may have left half done."""
+
     def _undone(self, name: str) -> bool:
         """Whether a call is undone where it fails."""
         return name in CHANGES
@@ -213,7 +247,7 @@ def _guarded(method: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(method)
     def call(self: Guarded, *args: Any, **options: Any) -> Any:
-        access, before = self._access, None
+        access, before, change = self._access, None, None
         alone = not reads or self._alone(name)
         try:
             try:
@@ -222,6 +256,8 @@ def _guarded(method: Callable[..., Any]) -> Callable[..., Any]:
                     self._check_usable(name)
                 if self._undone(name):
                     before = self.checkpoint()
+                    if access.change is None:
+                        access.change = change = next(_begun), name, before
                 if _inference() or _unusual():
                     result = _plainly(method, self, *args, **options)
                 else:
@@ -234,6 +270,8 @@ def _guarded(method: Callable[..., Any]) -> Callable[..., Any]:
                     before = None
                 raise
             finally:
+                if change is not None:
+                    access.change = None
                 access.leave(alone=alone)
             return result
         except BaseException:  # an interrupt that comes after all is done
@@ -277,23 +315,37 @@ def _unusual() -> bool:
 
 
 class _Float32:
-    """float32 as the default dtype while anyone is inside: it is the whole process's."""
+    """float32 as the default dtype while a thread is inside: it is the whole process's."""
 
     def __init__(self) -> None:
-        self._lock, self._inside, self._before = threading.Lock(), 0, torch.float32
+        self._lock, self._before = forks.lock(self, "_lock"), torch.float32
+        self._inside: Counter[int] = Counter()  # thread -> how often
 
     def __enter__(self) -> None:
         with self._lock:
-            if not self._inside:
+            first = not self._inside
+            if first:
                 self._before = torch.get_default_dtype()
+            self._inside[get_ident()] += 1  # before the change, which a forked child undoes
+            if first:
                 torch.set_default_dtype(torch.float32)
-            self._inside += 1
 
     def __exit__(self, *error: object) -> None:
         with self._lock:
-            self._inside -= 1
-            if not self._inside:
-                torch.set_default_dtype(self._before)
+            self._left(get_ident(), 1)
+
+    def forget_threads(self) -> None:
+        """In the child of a fork: other threads of the parent are not inside."""
+        for thread in [*self._inside]:
+            if thread != get_ident():
+                self._left(thread, self._inside[thread])
+
+    def _left(self, thread: int, times: int) -> None:
+        if self._inside.total() == times:
+            torch.set_default_dtype(self._before)
+        self._inside[thread] -= times
+        if not self._inside[thread]:
+            del self._inside[thread]
 
 
 _float32 = _Float32()
@@ -313,3 +365,22 @@ def plain_torch() -> Iterator[None]:
 
 # a copy is a read
 Guarded.__deepcopy__ = _guarded(Restorable.__deepcopy__)  # type: ignore[method-assign]
+
+
+def _forget_threads() -> None:
+    """In the child of a fork: end the calls of threads that only the parent has.
+
+    Their changes are undone, the last one first, because one may be a part of another.
+    """
+    _float32.forget_threads()
+    lost = [(each._access.forget_threads(), each) for each in list(_objects)]
+    changes = [(change, each) for change, each in lost if change is not None]
+    for _, each in lost:
+        with suppress(Exception):  # one that another thread was making is nobody's
+            each._after_fork()
+    for (_, name, before), each in sorted(changes, key=lambda one: one[0][0], reverse=True):
+        with suppress(Exception):  # then every call but `reset` says so
+            each._undo(name, before)
+
+
+os.register_at_fork(after_in_child=_forget_threads)

@@ -1,8 +1,8 @@
 """Compile the kernels ahead of the first search, beside whatever the process does first.
 
 A thread takes a small index of the same configuration through a step; who searches earlier waits
-for the compiler. The process does not end before the thread, and a fork waits for it, as a child
-would inherit the compiler's lock.
+for the compiler. The process does not end before the thread. A fork waits for it, and for any
+other thread that compiles, because the child would inherit the compiler's lock.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from threading import Lock, Thread
 import torch
 
 from kvindex.core.resident import ResidentRows
+from kvindex.cpu.kernels.compile import global_compiler_lock
 from kvindex.indexes.pariskv import ParisKV
 from kvindex.pariskv.config import ParisKVConfig
 
@@ -60,4 +61,21 @@ def _quietly(work: Callable[[], None]) -> Callable[[], None]:
     return attempt
 
 
-os.register_at_fork(before=wait)
+def _hold() -> None:
+    """Before a fork: wait until no thread compiles, and let none begin."""
+    while True:
+        wait()
+        _lock.acquire()
+        if not any(thread.is_alive() for thread in _threads.values()):
+            break
+        _lock.release()  # a thread that began meanwhile needs it to end
+    global_compiler_lock.acquire()
+
+
+def _release() -> None:
+    """After a fork, in both processes, each of which has its own copy of the locks."""
+    global_compiler_lock.release()
+    _lock.release()
+
+
+os.register_at_fork(before=_hold, after_in_parent=_release, after_in_child=_release)

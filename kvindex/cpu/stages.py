@@ -7,7 +7,6 @@ What a stage makes on its way lies in buffers of the thread; results are new eac
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor
 
 from kvindex.core.geometry import Geometry
+from kvindex.core.lazy import lazy
 from kvindex.core.resident import ResidentRows
 from kvindex.cpu import threads
 from kvindex.cpu.attending import attending
@@ -138,11 +138,11 @@ class Stages:
         products = BUFFERS.array("products", np.float32, groups, self._blocks, heads)
         return Prepared(queries, *(*made, *none, products))
 
-    @cached_property
+    @lazy
     def _blocks(self) -> int:
         return -(-self.state.length // (self.config.center or BLOCK))
 
-    @cached_property
+    @lazy
     def _scanned_codes(self) -> tuple[Any, ...]:
         state, block = self.state, self.config.center or BLOCK
         codes = state.signs, state.weights, state.centers, state.valid
@@ -162,14 +162,14 @@ class Stages:
         threads.run(part, 1 if self.most_parts(groups) == 1 else groups * self._blocks)
         return Scanned(votes)
 
-    @cached_property
+    @lazy
     def _ranked_codes(self) -> tuple[Any, ...]:
         state, config = self.state, self.config
         sizes = state.length, state.full, config.center or BLOCK
         codes = state.signs, state.magnitudes, state.weights, state.fractions
         return *sizes, *codes, config.magnitude_bits
 
-    @cached_property
+    @lazy
     def _ranked_by(self) -> tuple[Any, ...]:
         g, constants = self.geometry, self.constants
         by_largest = self.config.group == "max_share"

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from math import prod
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from kvindex.core.lazy import lazy
 from kvindex.core.protocol import Codes, Contents
 from kvindex.core.resident import ResidentRows
 from kvindex.ops import codes as coding
@@ -68,7 +69,7 @@ class State:
     row_bytes: int
     held: list[Tensor]
 
-    @cached_property
+    @lazy
     def limits(self) -> dict[int, np.ndarray]:
         """Candidates of each group int64 `[B·G]`, by `k`: whoever asks first puts them there."""
         return {}

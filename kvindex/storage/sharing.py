@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import threading
+import sys
 from weakref import WeakKeyDictionary
 
-_lock = threading.Lock()
+from kvindex.core import forks
+
+_lock = forks.lock(sys.modules[__name__], "_lock")
 
 
 class Sharing:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import threading
 from functools import lru_cache
 from pathlib import Path
 
-from kvindex.core import check
+from kvindex.core import check, forks
 
 SHARE = 0.9
 """Of the memory available when the first store is made: what all may pin."""
@@ -18,7 +17,9 @@ class Budget:
     def __init__(self, limit_bytes: int | None = None) -> None:
         self.limit_bytes = None if limit_bytes is None else check.at_least("limit", limit_bytes, 0)
         self._used = 0
-        self._lock = threading.RLock()  # again by its own thread, where a collected pool gives
+        self._lock = forks.lock(
+            self, "_lock"
+        )  # again by its own thread, where a collected pool gives
 
     @property
     def used_bytes(self) -> int:

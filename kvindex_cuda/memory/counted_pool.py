@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 from collections import Counter, deque
 from collections.abc import Sequence
 
 import torch
 
+from kvindex.core import forks
 from kvindex_cuda.memory.slab_pool import Pool, Tier
 
 
@@ -32,7 +32,9 @@ class CountedPool(Pool):
         self._ledgers: dict[int, list[int]] = {}  # of members, by their identity
         self._left: deque[list[int]] = deque()  # ledgers of those that are gone, not yet counted
         self._unread: list[int] = []  # blocks that nobody holds, but kernels may read still
-        self._lock = threading.RLock()  # again by its own thread, where a collected member leaves
+        self._lock = forks.lock(
+            self, "_lock"
+        )  # again by its own thread, where a collected member leaves
 
     def join(self, ledger: list[int]) -> None:
         """One more member, which holds the blocks in `ledger` with others."""

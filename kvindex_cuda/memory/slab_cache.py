@@ -15,7 +15,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from kvindex.core import check
+from kvindex.core import check, forks
 from kvindex_cuda.memory.async_copy import PinnedAllocator
 from kvindex_cuda.memory.budget import Budget, shared_budget
 from kvindex_cuda.memory.slab_pool import Allocator, Slab
@@ -32,7 +32,9 @@ class SlabCache:
         self._budget = budget
         self._slabs: dict[int, _Lent] = {}  # by address, the oldest first
         self._kept = 0  # bytes
-        self._lock = threading.RLock()  # again by its own thread, where a collected pool frees
+        self._lock = forks.lock(
+            self, "_lock"
+        )  # again by its own thread, where a collected pool frees
         self._expected: dict[tuple[CachingAllocator, int], int] = {}  # slabs of so many bytes
         self._worker: threading.Thread | None = None
 

@@ -1,14 +1,26 @@
-"""Calls of several threads on one object: of two that conflict the first goes on."""
+"""Calls of several threads on one object, and of the threads that a forked child does not have."""
 
+import faulthandler
+import os
+import signal
 import sys
 import threading
+import traceback
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from copy import deepcopy
+from functools import partial
 
 import pytest
+import torch
 
-from kvindex.core import guard
+from kvindex.core import forks, guard
 from kvindex.core.guard import Guarded
+from kvindex.storage import sharing
+from tests.support.helpers import Case, assert_same_hits
+from tests.support.processes import HANGS_S
+from tests.support.sequences import SIZES, Sequence, layer_of
 
 ROUNDS = 60
 
@@ -158,3 +170,227 @@ def test_an_error_says_which_reads_are_alone():
     assert "but search of this object is none (it shares buffers or keeps what it found)" in str(
         error
     )
+
+
+# Forks
+
+CASE = Case(q_heads=4, kv_heads=2, head_dim=16)
+K = 9
+
+NAMED = {
+    "exact": "torch",
+    "exact+reuse": "torch",
+    "exact+recall": "torch",
+    "pariskv:preset=fast": "torch",
+    "pariskv": "cpu",
+}
+
+forks_beside_threads = pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
+
+
+class Half:
+    """Parks the first call of a method half way, until the block ends.
+
+    A fork in between waits for a thread that compiles kernels, which takes minutes on a busy
+    machine.
+    """
+
+    def __init__(self, holder, name):
+        self.holder, self.name, self.method = holder, name, getattr(holder, name)
+        self.inside, self.go, self.result = threading.Event(), threading.Event(), None
+
+    def held(self, *given, **options):
+        if not self.inside.is_set():
+            self.inside.set()
+            assert self.go.wait(HANGS_S)
+        return self.method(*given, **options)
+
+    @contextmanager
+    def of(self, call):
+        """Another thread is in the middle of `call`."""
+        setattr(self.holder, self.name, self.held)
+        with ThreadPoolExecutor(1) as pool:
+            future = pool.submit(call)
+            try:
+                assert self.inside.wait(HANGS_S)
+                yield
+            finally:
+                self.go.set()
+        setattr(self.holder, self.name, self.method)
+        self.result = future.result()
+
+
+def in_a_child(check):
+    """Run `check` in a forked process."""
+    child = os.fork()
+    if not child:
+        try:
+            faulthandler.register(signal.SIGALRM, chain=True)
+            signal.alarm(HANGS_S)  # a process that hangs says where, and ends
+            check()
+        except BaseException:
+            traceback.print_exc()
+            os._exit(3)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+def filled(line, backend="torch"):
+    index = CASE.index(line, backend=backend)
+    index.append(*CASE.tokens(300))
+    return index
+
+
+@forks_beside_threads
+@pytest.mark.parametrize("line", NAMED)
+def test_in_a_forked_child_an_index_is_usable_that_another_thread_searched(line):
+    if NAMED[line] == "cpu":
+        pytest.importorskip("numba")
+    index = filled(line, NAMED[line])
+    want = index.search(CASE.queries(), k=K).ids
+
+    def check():
+        for _ in range(2):
+            hits = index.search(CASE.queries(), k=K)
+            assert torch.equal(hits.ids, want)
+            index.fetch(hits)
+        deepcopy(index)
+        index.append(*CASE.tokens(7, seed=1))
+        assert len(index) == 307
+        index.truncate(5)
+        index.reset()
+        index.append(*CASE.tokens(300))
+        assert torch.equal(index.search(CASE.queries(), k=K).ids, want)
+
+    with Half(getattr(index, "inner", index), "_search").of(
+        lambda: index.search(CASE.queries(1), k=K)
+    ):
+        in_a_child(check)
+
+
+@forks_beside_threads
+@pytest.mark.parametrize("where", ["_prepared", "_with_written", "_commit"])
+@pytest.mark.parametrize("line", ["exact", "pariskv"])
+def test_in_a_forked_child_a_change_of_another_thread_is_undone(line, where):
+    index, other = filled(line), filled(line)
+
+    def check():
+        assert len(index) == 300
+        for each in (index, other):
+            each.append(*CASE.tokens(7, seed=1))
+        assert_same_hits(*(each.search(CASE.queries(), k=K) for each in (index, other)))
+
+    with Half(index, where).of(lambda: index.append(*CASE.tokens(20, seed=2))):
+        in_a_child(check)
+    assert len(index) == 320
+
+
+@forks_beside_threads
+def test_in_a_forked_child_a_step_of_another_thread_is_undone():
+    """With all that the layer's index has come to in the middle of it."""
+    layer, alone = (layer_of(CASE, k=5) for _ in range(2))
+    sequence, other, appends = Sequence.of(CASE, 40), Sequence.of(CASE, 40, seed=3), 0
+    for t in range(30):
+        appends = len(alone.index)
+        for each in (layer, alone):
+            sequence.feed(each, t, t + 1)
+        if t > 12 and len(alone.index) > appends:  # an update is as far away as it can be
+            break
+    start = len(layer)
+
+    def check():
+        assert len(layer) == len(alone)
+        for t in range(len(alone), 40):
+            assert torch.equal(*(sequence.feed(each, t, t + 1) for each in (layer, alone)))
+
+    for step in range(SIZES["update_every"]):
+        half = Half(layer.index, "append" if step == SIZES["update_every"] - 1 else "search")
+        with half.of(partial(other.feed, layer, start + step, start + step + 1)):
+            in_a_child(check)
+        other.feed(alone, start + step, start + step + 1)
+
+
+@forks_beside_threads
+def test_in_a_forked_child_a_change_that_cannot_be_undone_asks_for_reset():
+    index = filled("exact")
+
+    def fails(checkpoint):
+        raise MemoryError("no more")
+
+    def check():
+        with pytest.raises(RuntimeError, match="of which append failed and could not be undone"):
+            index.search(CASE.queries(), k=K)
+        index.reset()
+        index.append(*CASE.tokens(9))
+        assert index.search(CASE.queries(), k=K).ids.min() == 0
+
+    with Half(index, "_commit").of(lambda: index.append(*CASE.tokens(20, seed=2))):
+        index.rollback, rollback = fails, index.rollback
+        in_a_child(check)
+        index.rollback = rollback
+
+
+@forks_beside_threads
+def test_in_a_forked_child_faiss_indexes_that_another_thread_filled_are_made_anew():
+    pytest.importorskip("faiss", reason="needs faiss-cpu")
+    index = filled("faiss-flat")
+    want = index.search(CASE.queries(), k=K)
+    index.rollback(index.checkpoint())  # FAISS's own are to be made again
+
+    def check():
+        assert_same_hits(index.search(CASE.queries(), k=K), want)
+
+    with Half(index, "_token_counts").of(lambda: index.search(CASE.queries(), k=K)):
+        in_a_child(check)
+
+
+@forks_beside_threads
+def test_in_a_forked_child_the_default_dtype_is_the_callers():
+    """A call that computes in plain torch sets it for the whole process meanwhile."""
+    index = filled("exact")
+
+    def check():
+        assert torch.get_default_dtype() == torch.float64
+        index.search(CASE.queries(), k=K)
+        assert torch.get_default_dtype() == torch.float64
+
+    before = torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(torch.float64)
+        with Half(index, "_search").of(lambda: index.search(CASE.queries(), k=K)):
+            in_a_child(check)
+        check()
+    finally:
+        torch.set_default_dtype(before)
+
+
+@forks_beside_threads
+def test_in_a_forked_child_no_lock_is_held_by_another_thread():
+    index, inside = filled("exact"), threading.Event()
+    inside.lock = forks.lock(inside, "lock")
+
+    def held():
+        with sharing._lock, guard._float32._lock, index._access._lock, inside.lock:
+            inside.set()
+
+    def check():
+        assert inside.lock.acquire(blocking=False)
+        deepcopy(index)
+        torch.set_default_dtype(torch.float64)
+        index.search(CASE.queries(), k=K)
+
+    with Half(inside, "set").of(held):
+        in_a_child(check)
+
+
+@forks_beside_threads
+def test_in_a_forked_child_a_lock_of_the_thread_that_forked_is_released():
+    def check():
+        with owner.lock:
+            in_a_child(lambda: None)
+
+    owner = threading.Event()
+    owner.lock = forks.lock(owner, "lock")
+    with owner.lock:
+        in_a_child(check)
+    check()

@@ -1,12 +1,8 @@
 """Kernels beside other threads and processes: equal ids, and nothing that ends a process."""
 
-import os
-import subprocess
-import sys
 import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from queue import SimpleQueue
 
 import pytest
@@ -15,11 +11,7 @@ from numba.core.caching import IndexDataCacheFile
 
 from kvindex.cpu import threads
 from kvindex.cpu.kernels.compile import CodeFiles, keep
-
-ROOT = Path(__file__).parents[2]
-
-HANGS_S = 600
-"""Seconds after which a process hangs: two minutes are what compiling takes on a busy machine."""
+from tests.support.processes import printed
 
 SETUP = """
 import os, sys, threading, torch, kvindex
@@ -40,19 +32,7 @@ def ids(index=index):
 
 def said(code, before=""):
     """What a process of its own prints."""
-    command = [sys.executable, "-c", before + SETUP + code]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        timeout=HANGS_S,
-        env=environment,
-        cwd="/",
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
+    return printed(before + SETUP + code)
 
 
 @pytest.mark.parametrize(
@@ -111,6 +91,56 @@ assert not any(thread.is_alive() for thread in ahead._threads.values())
 if not child:
     os._exit(0 if ids().shape == (2, 3, 50) else 3)
 print(os.waitpid(child, 0)[1])
+"""
+    assert said(code) == "0"
+
+
+def test_a_fork_waits_for_any_thread_that_compiles():
+    """It would stay locked in the child."""
+    code = """
+import time
+from numba.core.compiler_lock import global_compiler_lock
+inside, free = threading.Event(), []
+def compiles():
+    with global_compiler_lock:
+        inside.set()
+        time.sleep(0.5)
+        free.append(True)
+ids()
+threading.Thread(target=compiles).start()
+inside.wait()
+child = os.fork()
+if not child:
+    os._exit(0 if free and global_compiler_lock._lock.acquire(blocking=False) else 3)
+assert global_compiler_lock._lock.acquire(blocking=False)  # nobody holds it here either
+print(os.waitpid(child, 0)[1])
+"""
+    assert said(code) == "0"
+
+
+def test_a_child_of_a_fork_beside_a_first_search_searches():
+    """Threads prepare what searches of a state share, which locks nothing that the child needs."""
+    code = """
+from kvindex.cpu.stages import Stages
+want, inside, go = ids(), threading.Event(), threading.Event()
+index.truncate(2900)
+blocks = Stages.__dict__["_blocks"]
+make = blocks._make
+def slowly(stages):
+    inside.set()
+    go.wait()
+    return make(stages)
+blocks._make = slowly
+searching = threading.Thread(target=ids)
+searching.start()
+inside.wait()
+blocks._make = make
+child = os.fork()
+if not child:
+    os._exit(0 if ids().shape == want.shape else 3)
+print(os.waitpid(child, 0)[1])
+go.set()
+searching.join()
 """
     assert said(code) == "0"
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import threading
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -10,6 +10,7 @@ from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 
+from kvindex.core import forks
 from kvindex_adapters.hf.exclusive import Exclusive
 
 if TYPE_CHECKING:
@@ -84,7 +85,7 @@ class Attachment:
 attached: WeakKeyDictionary[nn.Module, Attachment] = WeakKeyDictionary()
 """The attachment of every module of an attached model."""
 
-_claims = threading.Lock()
+_claims = forks.lock(sys.modules[__name__], "_claims")
 """The lock of `attached`."""
 
 

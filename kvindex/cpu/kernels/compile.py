@@ -20,6 +20,7 @@ try:
     from llvmlite import ir
     from numba.core import cgutils, types
     from numba.core.caching import FunctionCache, IndexDataCacheFile
+    from numba.core.compiler_lock import global_compiler_lock as global_compiler_lock
     from numba.extending import intrinsic
 except ImportError as error:
     raise ImportError(
