@@ -89,7 +89,9 @@ class ExecutedIndex(BaseIndex):
             self._joins = self._attends and isinstance(self._executor, JoiningExecutor)
 
     def _alone(self, name: str) -> bool:
-        return self._executor is not None or super()._alone(name)  # searches share buffers
+        executor = self._executor
+        shares = executor is not None and not executor.searches_at_once
+        return shares or super()._alone(name)
 
     def _offers(self, wanted: type) -> bool:
         if wanted is DecodesStep or wanted is Attends:

@@ -25,7 +25,7 @@ from kvindex.storage.columns import BlockColumns
 class ParisKVExecutor:
     """`ParisKV` on a CPU's kernels: a `kvindex.core.protocol.Executor`."""
 
-    encodes, appends_async = True, False
+    encodes, appends_async, searches_at_once = True, False, True
     length = None
 
     _contents: Contents  # since the first `update`

@@ -32,6 +32,11 @@ class AppendedCodes:
         return self._encode is not None
 
     @property
+    def searches_at_once(self) -> bool:
+        """As `Executor.searches_at_once`: kernels of a search write to buffers of the executor."""
+        return False
+
+    @property
     def appends_async(self) -> bool:
         """As `Executor.appends_async`."""
         return self.encodes

@@ -145,6 +145,25 @@ searching.join()
     assert said(code) == "0"
 
 
+@pytest.mark.parametrize("line", ["pariskv", "pariskv:preset=fast", "pariskv:preset=paper"])
+def test_threads_search_one_index_at_once(line):
+    code = f"""
+from concurrent.futures import ThreadPoolExecutor
+torch.set_num_threads(1)
+index, others = made({line!r}), [torch.randn(2, 6, 64) for _ in range(8)]
+want = [index.search(one, k=50) for one in others]
+index.append(torch.randn(2, 3, 9, 64), torch.randn(2, 3, 9, 64))
+index.truncate(3000)  # so that the first searches prepare what all share
+with ThreadPoolExecutor(4) as pool:
+    found = list(pool.map(lambda i: index.search(others[i % 8], k=50), range(200)))
+def same(mine, theirs):
+    weights = mine.log_weight, theirs.log_weight
+    return torch.equal(mine.ids, theirs.ids) and (weights[0] is None or torch.equal(*weights))
+print(sum(same(hits, want[i % 8]) for i, hits in enumerate(found)))
+"""
+    assert said(code) == "200"
+
+
 def test_kernels_are_compiled_ahead_of_the_first_search():
     code = """
 from kvindex.cpu import ahead

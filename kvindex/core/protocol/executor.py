@@ -59,6 +59,11 @@ class Executor(Protocol):
         ...
 
     @property
+    def searches_at_once(self) -> bool:
+        """Whether several threads may search at the same time; if not, searches share buffers."""
+        ...
+
+    @property
     def attends(self) -> bool:
         """Whether kernels read the rows where they lie, to attend to them."""
         ...
