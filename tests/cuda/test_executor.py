@@ -17,6 +17,7 @@ from kvindex.core.protocol import Attends
 from kvindex.core.resident import ResidentRows
 from kvindex.indexes.pariskv import ParisKV
 from kvindex.layer import AttentionLayer
+from kvindex.testing.contract.attending import check_attention_where_few_tokens_are_valid
 from kvindex_cuda.pariskv import shared_step
 from kvindex_cuda.pariskv.device_state import put
 from kvindex_cuda.pariskv.step import Step
@@ -136,6 +137,15 @@ def test_a_layer_attends_in_one_go(device, softcap, monkeypatch):
     assert mine.steps == theirs.steps == 16
     assert float(mine.rows_read) == float(theirs.rows_read)
     assert float(mine.bytes_fetched) == float(theirs.bytes_fetched)
+
+
+@pytest.mark.parametrize("preset", ["fast", "drawn"])
+def test_it_attends_where_few_tokens_are_valid(device, preset):
+    case = replace(CASE, device=device)
+    options = OPTIONS | dict(preset=preset, backend="cuda")
+    check_attention_where_few_tokens_are_valid(
+        lambda **others: case.index("pariskv", **options, **others), case
+    )
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from kvindex.core.protocol import Attends, CapturesStep, DecodesStep
 from kvindex.core.resident import ResidentRows
 from kvindex.layer import AttentionLayer
 from kvindex.ops import decode_step
+from kvindex.testing.contract.attending import check_attention_where_few_tokens_are_valid
 from kvindex_cuda.pariskv.dispatch import kind_of, refusal
 from kvindex_cuda.pariskv.latent_step import LatentStep
 from tests.cuda import emulator
@@ -48,6 +49,14 @@ def assert_same(mine, theirs, queries, k=20):
 def test_it_follows_appends_truncation_reordering_and_reset(device, preset):
     mine, theirs = pair(device, preset=preset)
     follow_changes(mine, theirs, CASE, device, assert_same)
+
+
+def test_it_attends_where_few_tokens_are_valid(device):
+    case = replace(CASE, device=device)
+    options = OPTIONS | dict(preset="drawn", backend="cuda")
+    check_attention_where_few_tokens_are_valid(
+        lambda **others: case.index("pariskv", **options, **others), case
+    )
 
 
 @pytest.mark.parametrize("rows", ["plain", "int8"])

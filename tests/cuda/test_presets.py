@@ -10,6 +10,7 @@ from kvindex.core.resident import ResidentRows
 from kvindex.indexes.pariskv import ParisKV
 from kvindex.layer import AttentionLayer
 from kvindex.ops import coarse, select
+from kvindex.testing.contract.attending import check_attention_where_few_tokens_are_valid
 from kvindex_cuda.memory.code_blocks import CodeBlocks
 from kvindex_cuda.memory.layout import SubspaceLayout
 from kvindex_cuda.pariskv.dispatch import STEPS, kind_of, options_of
@@ -265,6 +266,13 @@ def test_a_layer_attends_in_one_go(blocks):
         query = CASE.tensor(100 + t, 2, 4, 1, 64).to(blocks)
         mine, theirs = (layer.step(query, *part((keys, values), t, t + 1)) for layer in layers)
         torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-3)
+
+
+def test_it_attends_where_few_tokens_are_valid(blocks):
+    case = replace(CASE, device=blocks)
+    check_attention_where_few_tokens_are_valid(
+        lambda **others: case.index("pariskv", preset="paper", backend="cuda", **others), case
+    )
 
 
 def test_nothing_that_a_search_reads_or_writes_moves(blocks, monkeypatch):
