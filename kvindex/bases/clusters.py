@@ -13,7 +13,7 @@ from abc import abstractmethod
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -22,6 +22,8 @@ from torch.nn.utils.rnn import pad_sequence
 from kvindex.bases.index import BaseIndex
 from kvindex.core.protocol import UNUSED, Codes, Rows
 from kvindex.ops import group, kmeans
+from kvindex.storage.layout import Held, Layout, TensorSpec, distinct
+from kvindex.storage.state import below
 
 PER_CLUSTER = {"members", "sizes", "centroids", "means"}
 """Learned tensors that grow with the clusters, `[B, G, P or S, ...]`."""
@@ -209,6 +211,46 @@ class ClusteredIndex(BaseIndex):
             rows.append(_Row(prompt, kept, ids[kept[-1].stop if kept else 0 :]))
         return self._extended(self._learned, rows, length, self._store.gather)
 
+    def _layout(self, held: Held) -> Layout:
+        layout, n = super()._layout(held), held.length
+        if not n and not held.has("learned"):
+            return layout
+        g, ids = self.geometry, dict[str, Any](least=UNUSED, most=n - 1)
+        learned = {
+            "prompt": TensorSpec(
+                "B",
+                torch.int64,
+                least=0,
+                most=n,
+                allowed="the length of a first append, from which these clusters follow",
+                rule=lambda state: self._follows(below("learned", state)),
+            ),
+            "seen": TensorSpec("B", torch.int64, least=0, most=n),
+            "waiting": TensorSpec(f"B W<={n}", torch.int64, **ids),
+            "members": TensorSpec(f"B G P<={n}", torch.int32, **ids),
+            "sizes": TensorSpec(
+                f"B G S<={n}",
+                torch.int32,
+                least=0,
+                most=n,
+                allowed="with learned.waiting and learned.members each valid token once",
+                rule=lambda state: _once_each(below("learned", state), held.counts),
+            ),
+            "centroids": TensorSpec("B G S D", g.dtype),
+        }
+        if self.means_of_values:
+            learned["means"] = TensorSpec("B G S Dv", g.dtype)
+        return layout | {f"learned.{name}": spec for name, spec in learned.items()}
+
+    def _follows(self, learned: Codes) -> bool:
+        """Whether there are as many clusters as the plan makes of the prompts, and of what came."""
+        clusters, counts = learned["sizes"].shape[2], learned["sizes"].sum(-1)[:, 0].tolist()
+        for prompt, count in zip(learned["prompt"].tolist(), counts, strict=True):
+            cuts = self._plan().cuts(prompt, count) if count else []
+            if sum(cut.clusters for cut in cuts) > clusters or (cuts and cuts[-1].stop != count):
+                return False
+        return True
+
     def _empty(self, keys: Tensor) -> dict[str, Tensor]:
         """The learned state of no tokens."""
         B, G, _, D = keys.shape
@@ -289,6 +331,22 @@ class ClusteredIndex(BaseIndex):
             units["means"] = kmeans.means(values, labels, clusters)[0].to(g.dtype)
         shape = (count, g.kv_heads)
         return {name: tensor.view(*shape, *tensor.shape[1:]) for name, tensor in units.items()}
+
+
+def _once_each(learned: Codes, counts: Tensor | None) -> Tensor | bool:
+    """Whether clusters and waiting tokens together are as many distinct tokens as are valid.
+
+    counts: valid tokens of each sequence, int64 `[B]`.
+    """
+    sizes, members, waiting = learned["sizes"].sum(-1), learned["members"], learned["waiting"]
+    width = members.shape[2]
+    used = torch.arange(width, device=members.device) < sizes[..., None]
+    ids = torch.where(used, members.long(), UNUSED)
+    ids = torch.cat([ids, waiting[:, None].expand(-1, ids.shape[1], -1)], dim=2)
+    found = (ids >= 0).sum(-1).cpu()
+    if counts is None:
+        counts = torch.zeros(len(ids), dtype=torch.int64)
+    return bool(distinct(ids)) and bool((found == counts[:, None]).all())
 
 
 def _joined(old: Tensor, kept: list[int], parts: list[list[Tensor]]) -> Tensor:

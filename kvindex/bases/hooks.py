@@ -27,6 +27,7 @@ from kvindex.core.protocol import (
 )
 from kvindex.ops.coverage import check_policy
 from kvindex.storage.columns import Columns
+from kvindex.storage.layout import Held, Layout
 
 
 class Hooks(Capable, DeferredChecks, ABC, guarded=False):
@@ -115,6 +116,16 @@ class Hooks(Capable, DeferredChecks, ABC, guarded=False):
 
     def _commit(self, statistics: Any) -> None:
         """What one of those above returned becomes the index's statistics."""
+
+    def _layout(self, held: Held) -> Layout:
+        """Declare the tensors of a state that holds so much, by name, so that a damaged or forged
+        one is not loaded: `codes.…`, `learned.…`, and `statistics.…` beyond their annotations.
+
+        Sizes of axes that have names: `B`, `G`, `H`, `D`, `N` as everywhere, `Dv` the value
+        dimension, `g` query heads of a KV head. A name that is not declared may be any tensor
+        `[B, G, N, ...]` of codes, `[B, ...]` of what is learned.
+        """
+        return {}
 
     def _held(self) -> list[Tensor]:
         """Tensors that the index keeps on the device beside the codes, for `nbytes`."""

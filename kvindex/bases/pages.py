@@ -17,9 +17,11 @@ import torch
 from torch import Tensor
 
 from kvindex.bases.index import BaseIndex
+from kvindex.core.geometry import Geometry
 from kvindex.core.protocol import UNUSED, Codes, Hits
 from kvindex.ops import group
 from kvindex.storage.columns import Columns
+from kvindex.storage.layout import Held, Layout, TensorSpec
 from kvindex.storage.sharing import Sharing
 
 
@@ -83,6 +85,14 @@ class PagedIndex(BaseIndex):
     def unit(self) -> int:
         """Tokens of a page."""
         return int(self.config.page)
+
+    def _page_layout(self, pages: str) -> Layout:
+        """The layout of the codes. pages: the size of their axis of pages."""
+        return {}
+
+    def _layout(self, held: Held) -> Layout:
+        pages = self._page_layout(held.units(int(self.config.page))) if held.length else {}
+        return super()._layout(held) | pages
 
     # Encoding
 
@@ -198,6 +208,17 @@ def extremes(keys: Tensor, present: Tensor) -> tuple[Tensor, Tensor]:
     high = keys.masked_fill(~present, float("-inf")).amax(3)
     none = ~present.any(3)  # [B, 1, pages, 1]
     return low.masked_fill(none, 0), high.masked_fill(none, 0)
+
+
+def layout_of_boxes(axes: str, geometry: Geometry) -> Layout:
+    """The layout of the codes `low` and `high`, both of these axes."""
+    low = TensorSpec(
+        axes,
+        geometry.dtype,
+        allowed="at most codes.high",
+        rule=lambda state: (state["codes.low"] <= state["codes.high"]).all(),
+    )
+    return {"codes.low": low, "codes.high": TensorSpec(axes, geometry.dtype)}
 
 
 def box_scores(queries: Tensor, low: Tensor, high: Tensor) -> Tensor:

@@ -10,7 +10,9 @@ from torch import Tensor
 
 from kvindex.bases.index import BaseIndex
 from kvindex.core import check
+from kvindex.core.geometry import Geometry
 from kvindex.core.protocol import Codes
+from kvindex.storage.layout import Held, Layout, TensorSpec, below
 
 CHOICES = ("last", "first", "random", "evenly")
 
@@ -81,6 +83,23 @@ class PromptQueries:
 def are_real(queries: Tensor) -> Tensor:
     """Which queries `[B, H, R, D]` are of real tokens, bool `[B, R]`: those of padding are zero."""
     return (queries != 0).any(3).any(1)
+
+
+def layout_of_queries(name: str, held: Held, geometry: Geometry) -> Layout:
+    """The layout of a `PromptQueries` or None, named `name` in a state."""
+    if not held.has(name):
+        return {}
+    return {
+        f"{name}.queries": TensorSpec("B H R D", geometry.dtype),
+        f"{name}.positions": TensorSpec("R", torch.int64, least=0),
+        f"{name}.end": TensorSpec(
+            "",
+            torch.int64,
+            least=0,
+            allowed="above the positions",
+            rule=lambda state: below(state[f"{name}.positions"], state[f"{name}.end"]),
+        ),
+    }
 
 
 def priority(positions: Tensor, choice: str, seed: int = 0) -> Tensor:
@@ -161,6 +180,9 @@ class PromptQueriesIndex(BaseIndex):
 
     def _cleared(self) -> None:
         self._observed, self._sealed = None, False
+
+    def _layout(self, held: Held) -> Layout:
+        return super()._layout(held) | layout_of_queries("statistics.observed", held, self.geometry)
 
     def _held(self) -> list[Tensor]:
         observed = self._observed

@@ -17,12 +17,19 @@ import torch
 from torch import Tensor
 
 from kvindex.bases.hooks import Hooks
+from kvindex.core import check
 from kvindex.core.protocol import Codes
+from kvindex.storage.centers import is_centered
+from kvindex.storage.codecs import check_rows
 from kvindex.storage.columns import Columns, Valid
+from kvindex.storage.layout import Held, Layout, TensorSpec, check_layout, scalar
 from kvindex.storage.recipe import Recipe, as_json, class_name
 from kvindex.storage.saved import save_folder
-from kvindex.storage.state import NamedState, State, above, below, check_signed, signed
+from kvindex.storage.state import ABOUT, NamedState, State, above, below, check_signed, signed
 from kvindex.storage.store import CenteredRows, EncodedRows, RowStore
+
+MOST_SEQUENCES = 2**20
+"""Of a batch in a state: more than anyone serves; without tokens nothing else bounds it."""
 
 
 class StatefulIndex(NamedState, Hooks):
@@ -31,6 +38,7 @@ class StatefulIndex(NamedState, Hooks):
     statistics: ClassVar[tuple[str, ...]] = ()
 
     row_codec: str
+    row_bytes: int
     _codes: Columns
     _store: RowStore
     _valid: Valid
@@ -85,7 +93,7 @@ class StatefulIndex(NamedState, Hooks):
         On any device and backend. Raises TypeError or ValueError, in words, for anything else, and
         for an index that holds tokens; the index stays as it was.
         """
-        check_signed(self._whose(), state)
+        self.check_state(state)
         if self._batch is not None:
             raise ValueError(
                 f"state: got an index that holds {self._length} tokens of a batch of "
@@ -107,6 +115,49 @@ class StatefulIndex(NamedState, Hooks):
             self._counts = torch.zeros(self._batch, dtype=torch.int64)
         self._unpack(below("statistics", state), device)
         self._after_rollback()
+
+    def check_state(self, state: Mapping[str, Tensor]) -> None:
+        """As `protocol.ChecksState.check_state`."""
+        check_signed(self._whose(), state)
+        own = {name: tensor for name, tensor in state.items() if name != ABOUT}
+        g, length = self.geometry, scalar("length", own)
+        sizes = {"N": length, "G": g.kv_heads, "H": g.q_heads, "D": g.head_dim}
+        sizes |= {"Dv": g.value_dim, "g": g.group_size}
+        batch = None
+        if length or "batch" in own:
+            sizes["B"] = batch = scalar("batch", own, least=1, most=MOST_SEQUENCES)
+        layout = self._layout_of_base(length)
+        check_layout(layout, {name: own[name] for name in own if name in layout}, sizes)
+        counts = None if batch is None else torch.full((batch,), length)
+        if counts is not None and "valid" in own:
+            counts = None if own["valid"].is_meta else own["valid"].sum(1).cpu()
+        held = Held(batch, length, counts, own)
+        check_layout(layout | self._layout_of_rest(own) | self._layout(held), own, sizes)
+        if length and self._check is not False and not own["rows"].is_meta:
+            check_rows(self.row_codec, g, own["rows"], own.get("valid"))
+
+    def _layout_of_base(self, length: int) -> Layout:
+        """What is in the state of every index with `length` tokens."""
+        layout = {
+            "length": TensorSpec("", torch.int64),
+            "batch": TensorSpec("", torch.int64, optional=not length),
+        }
+        if not length:
+            return layout
+        layout["rows"] = TensorSpec(f"B G N {self.row_bytes}", torch.uint8)
+        layout["valid"] = TensorSpec("B N", torch.bool, optional=True)
+        if is_centered(self.row_codec, self.geometry):
+            bounds = dict[str, Any](least=-check.LARGEST, most=check.LARGEST)
+            layout["row_center"] = TensorSpec("B G D", torch.float32, optional=True, **bounds)
+        return layout
+
+    def _layout_of_rest(self, state: Mapping[str, Tensor]) -> Layout:
+        """What is known of the other tensors where the index declares nothing."""
+        codes = {name: TensorSpec("B G N ...") for name in below("codes", state)}
+        learned = {name: TensorSpec("B ...") for name in below("learned", state)}
+        statistics = self._layout_of_attributes(below("statistics", state))
+        parts = {"codes": codes, "learned": learned, "statistics": statistics}
+        return {f"{part}.{name}": spec for part in parts for name, spec in parts[part].items()}
 
     def recipe(self) -> Recipe:
         """How another like it is made, but for its device, store and backend: JSON."""

@@ -18,6 +18,7 @@ from kvindex.bases.prompt_queries import PromptQueriesIndex
 from kvindex.core import check
 from kvindex.core.protocol import Codes, Hits
 from kvindex.ops import group
+from kvindex.storage.layout import Layout, TensorSpec
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,9 @@ class ActQKV(PagedIndex, PromptQueriesIndex):
     def _summaries_of(self, keys: Tensor, present: Tensor, marks: Tensor | None) -> Codes:
         sums = keys.float().masked_fill(~present, 0).sum(3)
         return {"means": (sums / present.sum(3).clamp_min(1)).to(keys.dtype)}
+
+    def _page_layout(self, pages: str) -> Layout:
+        return {"codes.means": TensorSpec(f"B G {pages} D", self.geometry.dtype)}
 
     def _page_scores(self, queries: Tensor) -> Tensor:
         return queries @ self._codes["means"].float().mT

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
-from kvindex.bases.pages import PagedIndex, box_scores, extremes
+from kvindex.bases.pages import PagedIndex, box_scores, extremes, layout_of_boxes
 from kvindex.core import check
 from kvindex.core.protocol import Codes
 from kvindex.ops import group
+from kvindex.storage.layout import Layout, TensorSpec
 
 VOLUMES = ("cuboid", "ball", "center")
 
@@ -73,6 +75,15 @@ class ArkVale(PagedIndex):
             box = {"low": center - radius, "high": center + radius}
             return {name: corner.to(keys.dtype) for name, corner in box.items()}
         return {"center": center, "radius": radius}
+
+    def _page_layout(self, pages: str) -> Layout:
+        axes, config = f"B G {pages} D", self.config
+        if config.volume == "cuboid":
+            return layout_of_boxes(axes, self.geometry)
+        layout = {"codes.center": TensorSpec(axes, self.geometry.dtype)}
+        if config.volume == "ball":
+            layout["codes.radius"] = TensorSpec(f"B G {pages} 1", torch.float32, least=0)
+        return layout
 
     def _page_scores(self, queries: Tensor) -> Tensor:
         codes = self._codes

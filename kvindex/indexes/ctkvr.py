@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 
 from kvindex.bases.index import BaseIndex
-from kvindex.bases.prompt_queries import CHOICES, PromptQueries, are_real
+from kvindex.bases.prompt_queries import CHOICES, PromptQueries, are_real, layout_of_queries
 from kvindex.bases.query_lists import Blocks, QueryLists, recall, replace_oldest
 from kvindex.core import check
 from kvindex.core.protocol import UNUSED, Codes, Hits
 from kvindex.ops import group
+from kvindex.storage.layout import Held, Layout, TensorSpec, below
 
 BLOCK = 16_384
 """Tokens inserted into the lists at a time: bounds what a host store copies at once."""
@@ -185,6 +186,34 @@ class CTkvr(BaseIndex):
 
     def _oldest_after(self, count: int) -> int:
         return (self._state.oldest + count) % self._learned["known"].shape[1]
+
+    def _layout(self, held: Held) -> Layout:
+        g, layout, state = self.geometry, super()._layout(held), "statistics.state"
+        ids = dict[str, Any](least=UNUSED, most=held.length - 1)
+        layout |= layout_of_queries(f"{state}.observed", held, g)
+        layout[f"{state}.oldest"] = TensorSpec("", torch.int64, least=0)
+        if held.has(f"{state}.pending"):
+            layout[f"{state}.pending.0"] = TensorSpec("B H D", g.dtype)
+            layout[f"{state}.pending.1"] = TensorSpec("B G n", torch.int64, **ids)
+            layout[f"{state}.pending.2"] = TensorSpec("B G g n", torch.float32, infinite=True)
+        if held.has("learned"):
+            rows = self.config.rho
+            learned = {
+                "centroids": TensorSpec("B G g C D", g.dtype),
+                "normalisers": TensorSpec("B G g C", torch.float32),
+                "lists": TensorSpec(f"B G C {rows}", torch.int32, **ids),
+                "list_scores": TensorSpec(f"B G C {rows}", torch.float32, infinite=True),
+                "known": TensorSpec("B C", torch.bool),
+            }
+            layout |= {f"learned.{name}": spec for name, spec in learned.items()}
+            layout[f"{state}.oldest"] = TensorSpec(
+                "",
+                torch.int64,
+                least=0,
+                allowed="below the number of learned.centroids",
+                rule=lambda found: below(found[f"{state}.oldest"], found["learned.known"].shape[1]),
+            )
+        return layout
 
     # Hooks of the base
 

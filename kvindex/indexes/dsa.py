@@ -16,6 +16,7 @@ from kvindex.core import check
 from kvindex.core.protocol import Codes, Hits
 from kvindex.ops import group
 from kvindex.storage.codecs import CODES, rotated, scaled
+from kvindex.storage.layout import Held, Layout, TensorSpec
 
 BLOCK = 16_384
 """Tokens scored at a time: bounds their float32 keys, not the result."""
@@ -50,6 +51,19 @@ class DSA(BaseIndex):
             return {"keys": keys}
         codes, scales = scaled(rotated(keys.float()), self.config.key_codec)
         return {"keys": codes, "scales": scales}
+
+    def _layout(self, held: Held) -> Layout:
+        if not held.length:
+            return {}
+        if self.config.key_codec == "plain":
+            return {"codes.keys": TensorSpec("B G N D", self.geometry.dtype)}
+        keys = TensorSpec(
+            "B G N D",
+            torch.uint8,
+            allowed="finite numbers of e4m3",
+            rule=lambda state: not bool((state["codes.keys"] & 127 == 127).any()),
+        )
+        return {"codes.keys": keys, "codes.scales": TensorSpec("B G N 1", torch.float32, least=0)}
 
     def _keys(self, start: int) -> Tensor:
         """Keys of a block, float32 `[B, G, n, D]`; rotated as they are encoded."""

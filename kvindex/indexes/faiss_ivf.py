@@ -5,6 +5,7 @@ Douze et al., The Faiss library (2024), section 5.1: `IndexIVFFlat`. Details: do
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,7 @@ from kvindex.bases.faiss import FaissConfig, FaissIndex
 from kvindex.bases.faiss_library import in_threads
 from kvindex.core import check
 from kvindex.core.protocol import Codes
+from kvindex.storage.layout import Held, Layout, TensorSpec
 
 PER_LIST = 39
 """Least keys per list where `lists` is None: the least that FAISS's k-means expects."""
@@ -111,6 +113,19 @@ class FaissIVF(FaissIndex):
                 batch[name].append(tensor.to(device))
         return {name: torch.stack(tensors) for name, tensors in batch.items()}
 
+    def _layout(self, held: Held) -> Layout:
+        layout = super()._layout(held)
+        if held.has("learned"):
+            layout["learned.lists"] = TensorSpec(
+                "B",
+                torch.int64,
+                least=0,
+                allowed="at most the number of learned.centroids, and 0 only without a valid token",
+                rule=lambda state: _in_lists(state, held.counts),
+            )
+            layout["learned.centroids"] = TensorSpec("B G L D", torch.float32)
+        return layout
+
     def _quantizer(self, b: int, g: int) -> tuple[Any, int]:
         """The trained centroids of a row and KV head as an index of FAISS, and their number."""
         quantizer = self._faiss.IndexFlatIP(self.geometry.head_dim)
@@ -140,3 +155,9 @@ class FaissIVF(FaissIndex):
         centroids = (4 * self.geometry.head_dim * lists.cpu() / tokens).mean().item()
         scanned: float = share * self._token_bytes() + centroids
         return scanned
+
+
+def _in_lists(state: Mapping[str, Tensor], counts: Tensor | None) -> bool:
+    lists, most = state["learned.lists"].cpu(), state["learned.centroids"].shape[2]
+    needed = 0 if counts is None else (counts > 0).long()
+    return bool(((lists >= needed) & (lists <= most)).all())

@@ -16,6 +16,7 @@ from kvindex.bases.faiss_library import in_threads
 from kvindex.core import check
 from kvindex.indexes.faiss_ivf import FaissIVF, FaissIVFConfig
 from kvindex.ops.kmeans import assign
+from kvindex.storage.layout import Held, Layout, TensorSpec
 
 BLOCK = 1024
 """Candidates quantized at a time, where FAISS does not reconstruct them."""
@@ -87,6 +88,14 @@ class FaissIVFPQ(FaissIVF):
         means.min_points_per_centroid = 1
         means.train(part.numpy(), self._faiss.IndexFlatL2(m))
         return torch.from_numpy(self._faiss.vector_to_array(means.centroids)).view(size, m)
+
+    def _layout(self, held: Held) -> Layout:
+        layout = super()._layout(held)
+        if held.has("learned"):
+            M = self._subspaces
+            axes = f"B G {M} {2**self.config.bits} {self.geometry.head_dim // M}"
+            layout["learned.codebooks"] = TensorSpec(axes, torch.float32)
+        return layout
 
     def _new(self, b: int, g: int) -> Any:
         faiss, D, metric = self._faiss, self.geometry.head_dim, self._faiss.METRIC_INNER_PRODUCT

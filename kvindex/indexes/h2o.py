@@ -16,6 +16,7 @@ from kvindex.core import check
 from kvindex.core.protocol import UNUSED, Codes
 from kvindex.ops import group
 from kvindex.ops.coarse import ceil_share
+from kvindex.storage.layout import Held, Layout, TensorSpec, below, distinct
 
 
 @dataclass(frozen=True)
@@ -121,6 +122,24 @@ class H2O(ObservingEvictionIndex):
     def _retained(self) -> Tensor:
         ids, scores = self._rows()
         return self._evict(ids, scores)[0] if "ids" in self._learned else ids
+
+    def _layout(self, held: Held) -> Layout:
+        layout, last = super()._layout(held), held.length - 1
+        layout["statistics.scored"] = TensorSpec("", torch.int64, least=0, most=held.length)
+        if held.has("learned"):
+            layout["learned.ids"] = TensorSpec(
+                f"B G C<={self.config.budget}",
+                torch.int64,
+                least=UNUSED,
+                most=last,
+                allowed="distinct, and below statistics.scored",
+                rule=lambda state: (
+                    distinct(state["learned.ids"])
+                    & below(state["learned.ids"], state["statistics.scored"])
+                ),
+            )
+            layout["learned.scores"] = TensorSpec("B G C", torch.float32, least=0)
+        return layout
 
     # Hooks of the base
 

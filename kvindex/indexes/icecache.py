@@ -20,6 +20,8 @@ from kvindex.core.protocol import UNUSED, Codes, Hits
 from kvindex.ops import group
 from kvindex.ops.select import compact
 from kvindex.ops.units import at
+from kvindex.storage.layout import Held, Layout, TensorSpec
+from kvindex.storage.state import below
 
 LIKENESSES = 2**24
 """Likenesses per block while keys are assigned to anchors (64 MiB)."""
@@ -169,6 +171,29 @@ class IceCache(BaseIndex):
         projections: Tensor = keys.float() @ self._line[:-1] + _lift(keys, radius) * self._line[-1]
         return projections
 
+    def _layout(self, held: Held) -> Layout:
+        n, dtype = held.length, self.geometry.dtype
+        if not n and not held.has("learned"):
+            return {}
+        learned = {
+            "first": TensorSpec("B", torch.int64, least=0),
+            "radius": TensorSpec("B G", torch.float32, least=0),
+            "anchor_ids": TensorSpec(f"B A<={n}", torch.int64, least=UNUSED, most=n - 1),
+            "anchors": TensorSpec("B G A D", dtype),
+            "parents": TensorSpec(
+                "B G N",
+                torch.int32,
+                least=UNUSED,
+                allowed="an anchor for each valid token, with their pages in members and sizes",
+                rule=lambda state: _is_paged(below("learned", state), held.counts),
+            ),
+            "likeness": TensorSpec("B G N", torch.float32, infinite=True),
+            "places": TensorSpec("B G N", torch.float32),
+            "members": TensorSpec(f"B G n<={n}", torch.int32, least=UNUSED, most=n - 1),
+            "sizes": TensorSpec("B G A", torch.int32, least=0, most=n),
+        }
+        return {f"learned.{name}": spec for name, spec in learned.items()}
+
     # Search
 
     def _search(self, queries: Tensor, k: int) -> Hits:
@@ -303,3 +328,17 @@ def _paged(learned: Codes) -> dict[str, Tensor]:
     present = torch.arange(width, device=parents.device) < counts
     members = order[..., :width].masked_fill(~present, UNUSED)
     return {**learned, "members": members.int(), "sizes": sizes.int()}
+
+
+def _is_paged(learned: Codes, counts: Tensor | None) -> bool:
+    """Whether each valid token has an anchor, and pages are those of the anchors' tokens.
+
+    counts: valid tokens of each sequence, int64 `[B]`; None for none.
+    """
+    parents, anchors = learned["parents"], (learned["anchor_ids"] >= 0).sum(1)  # ids precede -1
+    known = 0 if counts is None else counts[:, None]
+    alike = (parents < anchors[:, None, None]).all() & ((parents >= 0).sum(-1).cpu() == known).all()
+    if not bool(alike):
+        return False
+    paged = _paged(learned)
+    return all(torch.equal(learned[name], paged[name]) for name in ("members", "sizes"))

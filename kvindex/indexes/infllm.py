@@ -20,6 +20,7 @@ from kvindex.core import check
 from kvindex.core.protocol import Codes
 from kvindex.ops import group
 from kvindex.storage.columns import Columns
+from kvindex.storage.layout import Held, Layout, TensorSpec, ascending
 from kvindex.storage.state import OnHost
 
 CHUNK = 4096
@@ -162,6 +163,28 @@ class InfLLM(PagedIndex):
         chosen = torch.zeros_like(scores).scatter_(3, best, 1.0) * present
         means = chosen.mT @ keys.float() / chosen.sum(3).clamp_min(1)[..., None]
         return {"representatives": means.to(keys.dtype)}  # [B, G, pages, g, D]
+
+    def _page_layout(self, pages: str) -> Layout:
+        g, P = self.geometry, int(self.config.page)
+        return {
+            "codes.representatives": TensorSpec(f"B G {pages} g D", g.dtype),
+            "codes.marks": TensorSpec(f"B G {pages} {P} g", torch.float32, infinite=True),
+        }
+
+    def _layout(self, held: Held) -> Layout:
+        layout = super()._layout(held)
+        layout["statistics.positions"] = TensorSpec(
+            "R",
+            torch.int64,
+            least=0,
+            allowed="ascending",
+            rule=lambda state: ascending(state["statistics.positions"]),
+        )
+        if held.has("statistics.queries"):
+            layout["statistics.queries.queries"] = TensorSpec("B H R D", self.geometry.dtype)
+        else:
+            layout["statistics.positions"] = TensorSpec("0", torch.int64)
+        return layout
 
     def _page_scores(self, queries: Tensor) -> Tensor:
         means = self._codes["representatives"].float().transpose(2, 3)  # [B, G, g, pages, D]

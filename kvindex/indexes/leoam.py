@@ -12,11 +12,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvindex.bases.pages import PagedIndex, box_scores, extremes
+from kvindex.bases.pages import PagedIndex, box_scores, extremes, layout_of_boxes
 from kvindex.core import check
 from kvindex.core.protocol import UNUSED, Codes, Hits
 from kvindex.ops import group
 from kvindex.ops.units import at
+from kvindex.storage.layout import Layout
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,10 @@ class LeoAM(PagedIndex):
             nodes.append([box.reshape(B, G, pages, P // size, D) for box in extremes(*tokens)])
         low, high = (torch.cat(boxes, dim=3) for boxes in zip(*nodes, strict=True))
         return {"low": low, "high": high}
+
+    def _page_layout(self, pages: str) -> Layout:
+        nodes = 2 * self.config.page // self.config.leaf - 1
+        return layout_of_boxes(f"B G {pages} {nodes} D", self.geometry)
 
     def _page_scores(self, queries: Tensor) -> Tensor:
         return box_scores(queries, *(self._codes[name][:, :, :, 0] for name in ("low", "high")))

@@ -15,7 +15,8 @@ from kvindex.bases.pages import PagedIndex
 from kvindex.core import check
 from kvindex.core.protocol import Codes
 from kvindex.ops import group
-from kvindex.storage.quantize import dequantize, quantize
+from kvindex.storage.layout import Layout, TensorSpec
+from kvindex.storage.quantize import code_bytes, dequantize, groups, quantize
 
 PAGES = 1024
 """Pages of a head that are factorized, or scored, at a time: bounds memory, not the result."""
@@ -72,6 +73,17 @@ class Locks(PagedIndex):
         return dequantize(codes[:, :, pages], scales[:, :, pages], count, BITS[name])
 
     # Scores
+
+    def _page_layout(self, pages: str) -> Layout:
+        D, r, P = self.geometry.head_dim, self._rank, int(self.config.page)
+        layout, parts = {}, (("basis", f" {r}", D), ("coefficients", f" {r}", P), ("center", "", D))
+        for name, axes, count in parts:
+            codes, scales = code_bytes(count, BITS[name]), f"{groups(count)[0]} 2"
+            layout[f"codes.{name}"] = TensorSpec(f"B G {pages}{axes} {codes}", torch.uint8)
+            layout[f"codes.{name}_scales"] = TensorSpec(
+                f"B G {pages}{axes} {scales}", torch.bfloat16
+            )
+        return layout
 
     def _page_scores(self, queries: Tensor) -> Tensor:
         pages = self._codes["center"].shape[2]

@@ -6,6 +6,7 @@ LouisKV: Efficient KV Cache Retrieval for Long Input-Output Sequences (ICLR 2026
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import ClassVar
@@ -18,6 +19,8 @@ from kvindex.core import check
 from kvindex.core.protocol import UNUSED, Codes, Hits
 from kvindex.ops import group, kmeans
 from kvindex.ops.select import compact
+from kvindex.storage.layout import Held, Layout, TensorSpec, distinct
+from kvindex.storage.state import below
 
 BLOCK = 16_384
 """Tokens scored at a time before `end_prompt`: bounds what a host store copies at once."""
@@ -143,6 +146,47 @@ class LouisKV(BaseIndex):
             return [rows.keys for _, rows in self._store.blocks(BLOCK)]
         return [self._learned[name] for name in ("centroids", "sizes", "means", "counts")]
 
+    def _layout(self, held: Held) -> Layout:
+        n, g, layout = held.length, self.geometry, super()._layout(held)
+        if held.has("statistics.sequence.prompt"):
+            layout["statistics.sequence.prompt"] = TensorSpec("", torch.int64, least=0, most=n)
+        if held.has("statistics.sequence.newest"):
+            layout["statistics.sequence.newest"] = TensorSpec("1", torch.int64)
+        if not held.has("learned") and not (n and held.has("statistics.sequence.prompt")):
+            return layout
+        learned = {
+            "members": TensorSpec(
+                "B G N",
+                torch.int32,
+                least=UNUSED,
+                most=n - 1,
+                allowed="each token once, as many as learned.sizes and learned.counts say",
+                rule=lambda state: _once_each(below("learned", state), held.counts),
+            ),
+            "sizes": TensorSpec(f"B G C<={n}", torch.int32, least=0, most=n),
+            "centroids": TensorSpec("B G C D", g.dtype),
+            "means": TensorSpec(f"B G S<={n} D", g.dtype),
+            "counts": TensorSpec(
+                "B S",
+                torch.int32,
+                least=0,
+                most=self.config.longest,
+                allowed="one for each segment of statistics.sequence",
+                rule=lambda state: self._in_segments(state, n),
+            ),
+        }
+        return layout | {f"learned.{name}": spec for name, spec in learned.items()}
+
+    def _in_segments(self, state: Mapping[str, Tensor], length: int) -> bool:
+        """Whether there are as many segments as a state's signals say."""
+        prompt = state.get("statistics.sequence.prompt")
+        if prompt is None:
+            return False
+        cuts = tuple(state["statistics.sequence.cuts"].tolist())
+        starts = _Sequence(int(prompt), cuts).starts(length, self.config.longest)
+        sizes = state["learned.sizes"].sum(-1)
+        return len(starts) == state["learned.counts"].shape[1] and bool((sizes <= prompt).all())
+
     # Units
 
     def _clustered(self, length: int) -> Codes:
@@ -262,6 +306,15 @@ class LouisKV(BaseIndex):
 
     def _cleared(self) -> None:
         self._sequence = _Sequence()
+
+
+def _once_each(learned: Codes, counts: Tensor | None) -> bool:
+    """Whether units have as many distinct members as there are valid tokens, int64 `[B]`."""
+    members = learned["members"]
+    found = (members >= 0).sum(-1)
+    units = learned["sizes"].sum(-1) + learned["counts"].sum(-1)[:, None]
+    alike = counts is None or bool((found.cpu() == counts[:, None]).all())
+    return alike and bool((found == units).all()) and bool(distinct(members))
 
 
 def _renumbered(labels: Tensor, clusters: int) -> Tensor:

@@ -17,9 +17,13 @@ from kvindex.bases.index import BaseIndex
 from kvindex.core import check
 from kvindex.core.protocol import UNUSED, Codes, Hits
 from kvindex.ops import group
+from kvindex.storage.layout import Held, Layout, TensorSpec
 
 LONGEST = 15
 """Bits of a hash: an int16 holds it."""
+
+MOST_TABLES = 2**15 - 1
+"""Hash tables: an int16 counts collisions."""
 
 LEAST = 2
 """Tables in which a key must collide with the query, as published."""
@@ -53,7 +57,8 @@ class MagicPIGConfig:
     def __post_init__(self) -> None:
         if check.at_least("bits", self.bits, 1) > LONGEST:
             raise ValueError(f"bits: got {self.bits}, allowed is 1 to {LONGEST}")
-        check.at_least("tables", self.tables, LEAST)
+        if check.at_least("tables", self.tables, LEAST) > MOST_TABLES:
+            raise ValueError(f"tables: got {self.tables}, allowed is {LEAST} to {MOST_TABLES}")
         check.at_least("sure", self.sure, 0)
         check.seed(self.seed)
         check.flag("stale", self.stale)
@@ -194,6 +199,20 @@ class MagicPIG(BaseIndex):
         normalize = self.ops.transform.normalize
         heads, rows = (normalize(x)[0].double() for x in (queries, centered))
         return log_chance(heads @ rows.mT, self.config.bits, self.config.tables)
+
+    def _layout(self, held: Held) -> Layout:
+        layout = super()._layout(held)
+        if held.length:
+            tables, most = self.config.tables, 2**self.config.bits - 1
+            hashes = TensorSpec(f"B G N {tables}", torch.int16, least=0, most=most)
+            layout["codes.hashes"] = hashes
+        if held.length or held.has("learned"):
+            layout["learned.center"] = TensorSpec("B G D", torch.float32)
+            layout["learned.known"] = TensorSpec("B", torch.bool)
+        if held.has("statistics.sealed"):
+            sealed = TensorSpec("", torch.int64, least=0, most=held.length)
+            layout["statistics.sealed"] = sealed
+        return layout
 
     # The end of the prompt, for a stale index
 

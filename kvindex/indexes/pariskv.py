@@ -19,11 +19,13 @@ from kvindex.bases.executed import ExecutedIndex
 from kvindex.core import backend, check
 from kvindex.core.protocol import Codes, Contents, Hits
 from kvindex.ops import regression
+from kvindex.ops.codes import SUBSPACE
 from kvindex.pariskv import drawn, ranked
 from kvindex.pariskv.config import PRESETS, ParisKVConfig
 from kvindex.pariskv.encoding import Encoding
 from kvindex.pariskv.inputs import Queries, Tokens
 from kvindex.storage.columns import BlockColumns
+from kvindex.storage.layout import Held, Layout, TensorSpec
 
 _Fit = Callable[[], Tensor]
 _Statistics = tuple[Tensor, tuple[int, _Fit] | None]
@@ -142,6 +144,45 @@ class ParisKV(ExecutedIndex):
             valid = None if self.valid is None else self.valid[:, start:]
             self._open = self._encoded(self._learned["open_keys"], valid)
         return self._open or {}
+
+    def _layout(self, held: Held) -> Layout:
+        g, config, tokens = self.geometry, self.config, self.block_tokens
+        opened = held.length % tokens
+        full, M = held.length - opened, g.head_dim // SUBSPACE
+        width = g.head_dim // self.encoding.block
+        byte = config.weights == "log"
+        codes = {
+            "signs": TensorSpec(f"B G {full} {M}", torch.uint8),
+            "magnitudes": TensorSpec(f"B G {full} {config.magnitude_bits} {M}", torch.uint8),
+            "weights": TensorSpec(
+                f"B G {full} {width}", torch.uint8 if byte else torch.bfloat16, least=0
+            ),
+        }
+        if byte and config.weight_bits > 8:
+            codes["fractions"] = TensorSpec(f"B G {full} {width}", torch.uint8)
+        if config.center:
+            codes["centers"] = TensorSpec(f"B G {full // config.center} D", torch.bfloat16)
+        layout = {f"codes.{name}": spec for name, spec in codes.items()}
+        if not full and not held.has("codes"):
+            layout = {}
+        if tokens > 1 and (opened or held.has("learned")):
+            layout["learned.open_keys"] = TensorSpec(f"B G {opened} D", g.dtype)
+        empty = TensorSpec("0", torch.float32)
+        layout["statistics.histogram"] = empty
+        if config.coarse == "tiers" and (held.length or held.has("batch")):
+            layout["statistics.histogram"] = TensorSpec(
+                f"B G {M} 256",
+                torch.int64,
+                least=0,
+                allowed="the number of valid tokens in each sum",
+                rule=lambda state: (
+                    held.counts is not None
+                    and (
+                        state["statistics.histogram"].sum(-1).cpu() == held.counts[:, None, None]
+                    ).all()
+                ),
+            )
+        return layout
 
     # Search
 

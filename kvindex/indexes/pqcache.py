@@ -17,6 +17,7 @@ from kvindex.core import check
 from kvindex.core.protocol import Codes, Hits
 from kvindex.ops import group
 from kvindex.ops.kmeans import assign, kmeans
+from kvindex.storage.layout import Held, Layout, TensorSpec
 
 LARGEST = 8
 """Bits of a code: one byte per subspace."""
@@ -116,6 +117,17 @@ class PQCache(BaseIndex):
             flat = assign(parts.flatten(0, 2), learned["codebooks"].flatten(0, 2))[0]
             labels = flat.view(parts.shape[:4]).to(torch.uint8)
         return {"labels": labels.transpose(2, 3).contiguous()}  # [B, G, N, M]
+
+    def _layout(self, held: Held) -> Layout:
+        layout: Layout = {}
+        M, centroids = self.config.subspaces, 2**self.config.bits
+        if held.length:
+            layout["codes.labels"] = TensorSpec(f"B G N {M}", torch.uint8, most=centroids - 1)
+        if held.has("learned"):
+            axes = f"B G {M} {centroids} {self.geometry.head_dim // M}"
+            layout["learned.codebooks"] = TensorSpec(axes, torch.float32)
+            layout["learned.known"] = TensorSpec("B", torch.bool)
+        return layout
 
     def _parts(self, vectors: Tensor) -> Tensor:
         """Vectors `[B, G, N, D]` by subspace, float32 `[B, G, M, N, m]`."""

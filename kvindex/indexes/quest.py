@@ -10,10 +10,11 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from kvindex.bases.pages import PagedIndex, box_scores, extremes
+from kvindex.bases.pages import PagedIndex, box_scores, extremes, layout_of_boxes
 from kvindex.core import check
 from kvindex.core.protocol import Codes
 from kvindex.ops import group
+from kvindex.storage.layout import Layout
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,9 @@ class Quest(PagedIndex):
     def _summaries_of(self, keys: Tensor, present: Tensor, marks: Tensor | None) -> Codes:
         low, high = extremes(keys, present)
         return {"low": low, "high": high}
+
+    def _page_layout(self, pages: str) -> Layout:
+        return layout_of_boxes(f"B G {pages} D", self.geometry)
 
     def _page_scores(self, queries: Tensor) -> Tensor:
         return box_scores(queries, self._codes["low"], self._codes["high"])

@@ -6,7 +6,9 @@ arXiv 2504.00970). The caller marks where sentences end, or the ids of punctuati
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +22,7 @@ from kvindex.core import check
 from kvindex.core.protocol import UNUSED, Codes, Hits
 from kvindex.ops import group
 from kvindex.ops.select import compact
+from kvindex.storage.layout import Held, Layout, TensorSpec, ascending
 
 BLOCK = 16_384
 """Slots of sentences that are averaged at a time: bounds what is copied, not the result."""
@@ -147,6 +150,39 @@ class SentenceKV(BaseIndex):
         super().reorder(batch_indices)
         if self._batch is None:
             self._signals = self._signals.reordered(batch_indices.to(self.geometry.device))
+
+    def _layout(self, held: Held) -> Layout:
+        g, sizes = self.geometry, "codes.sizes"
+        layout = super()._layout(held)
+        if held.length:
+            layout["codes.means"] = TensorSpec(f"B G S<={held.length} D", g.dtype)
+            layout[sizes] = TensorSpec(
+                "B 1 S",
+                torch.int32,
+                least=0,
+                most=self.config.longest,
+                allowed="the number of valid tokens in each sum",
+                rule=lambda state: (
+                    held.counts is not None
+                    and (state[sizes].sum((1, 2)).cpu() == held.counts).all()
+                ),
+            )
+        alike = dict[str, Any](
+            allowed="of one sequence, or of the batch", rule=partial(_of_batch, held.batch)
+        )
+        signals = {
+            "ends": TensorSpec("E X", torch.bool, **alike),
+            "queries": TensorSpec("Q H R D", g.dtype, **alike),
+            "positions": TensorSpec(
+                "R",
+                torch.int64,
+                least=0,
+                allowed="ascending",
+                rule=lambda state: ascending(state["statistics.signals.positions"]),
+            ),
+            "newest": TensorSpec("", torch.int64, least=-1),
+        }
+        return layout | {f"statistics.signals.{name}": spec for name, spec in signals.items()}
 
     # Sentences
 
@@ -305,3 +341,10 @@ class SentenceKV(BaseIndex):
         )
         hits: Hits = self.ops.units.best_rows(agreed, starts, sizes, members, k)
         return hits
+
+
+def _of_batch(batch: int | None, state: Mapping[str, Tensor]) -> bool:
+    """Whether signals are of one sequence, or of as many as the index holds, if it holds any."""
+    ends, queries = (state[f"statistics.signals.{name}"] for name in ("ends", "queries"))
+    rows = {len(ends)} - {1} | ({len(queries)} if queries.shape[2] else set())
+    return 0 not in rows and len(rows) <= 1 and (batch is None or rows <= {batch})

@@ -19,6 +19,7 @@ from kvindex.core.protocol import Codes, Hits, Rows
 from kvindex.core.rope import rotate
 from kvindex.ops import group
 from kvindex.ops.units import at
+from kvindex.storage.layout import Held, Layout, TensorSpec
 
 BLOCK = 16_384
 """Tokens factorised at a time: bounds memory, not the result."""
@@ -97,6 +98,35 @@ class ShadowKV(PagedIndex):
         cosines = (normalize(keys)[0] * normalize(mean)[0][:, :, :, None]).sum(-1)
         likeness = cosines.masked_fill(~present[..., 0], 1).amin(-1)
         return {"landmarks": mean.to(keys.dtype), "likeness": likeness}
+
+    def _page_layout(self, pages: str) -> Layout:
+        landmarks = TensorSpec(f"B G {pages} D", self.geometry.dtype)
+        return {
+            "codes.landmarks": landmarks,
+            "codes.likeness": TensorSpec(f"B G {pages}", torch.float32),
+        }
+
+    def _layout(self, held: Held) -> Layout:
+        layout = super()._layout(held)
+        if not held.has("statistics.prompt"):
+            return layout
+        g, most = self.geometry, held.length // self.config.page
+        rank = min(self.config.rank or 0, g.kv_heads * g.head_dim)
+        parts = {
+            "pages": TensorSpec("B", torch.int64, least=0, most=most),
+            "tokens": TensorSpec(
+                f"B T<={held.length} R<={rank}",
+                g.dtype,
+                allowed="without tokens where the rank is 0",
+                rule=lambda state: bool(
+                    state["statistics.prompt.basis"].shape[3]
+                    or not state["statistics.prompt.exact"].shape[2]
+                ),
+            ),
+            "basis": TensorSpec("B G D R", g.dtype),
+            "exact": TensorSpec("B G T", torch.bool),
+        }
+        return layout | {f"statistics.prompt.{name}": spec for name, spec in parts.items()}
 
     def _page_scores(self, queries: Tensor) -> Tensor:
         return queries @ self._codes["landmarks"].float().mT

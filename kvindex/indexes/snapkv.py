@@ -5,6 +5,7 @@ Li et al., SnapKV: LLM Knows What You are Looking for Before Generation (NeurIPS
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +24,7 @@ from kvindex.bases.prompt_queries import PromptQueries
 from kvindex.core import check
 from kvindex.core.protocol import UNUSED, Codes
 from kvindex.ops import group
+from kvindex.storage.layout import Held, Layout, TensorSpec, below, distinct
 
 POOLS: dict[str, Any] = {"mean": avg_pool1d, "max": max_pool1d}
 
@@ -115,6 +117,30 @@ class SnapKV(ObservingEvictionIndex):
             return self._ids_from(0)
         return torch.cat([self._learned["voted"], self._ids_from(_first(self._observed))], dim=-1)
 
+    def _layout(self, held: Held) -> Layout:
+        layout, voted = super()._layout(held), held.has("learned")
+        layout["statistics.sealed"] = TensorSpec(
+            "",
+            torch.bool,
+            allowed="with learned.voted once the prompt has ended",
+            rule=lambda state: bool(
+                voted
+                or not held.length
+                or "statistics.observed.end" not in state
+                or not state["statistics.sealed"]
+            ),
+        )
+        if voted:
+            layout["learned.voted"] = TensorSpec(
+                f"B G {self.config.budget - self.config.window}",
+                torch.int64,
+                least=UNUSED,
+                most=held.length - 1,
+                allowed="distinct, and before the queries in statistics.observed",
+                rule=_before_window,
+            )
+        return layout
+
     # Hooks of the base
 
     def _learn(self, keys: Tensor, valid: Tensor | None) -> Codes:
@@ -132,6 +158,14 @@ class SnapKV(ObservingEvictionIndex):
         if "voted" not in self._learned or observed is None or length >= observed.end:
             return self._learned
         return self._vote(observed, length)
+
+
+def _before_window(state: Mapping[str, Tensor]) -> bool:
+    voted, end = state["learned.voted"], state.get("statistics.observed.end")
+    if end is None:
+        return bool(distinct(voted))
+    first = end - len(state["statistics.observed.positions"])
+    return bool(first >= 0) and bool(distinct(voted)) and below(voted, first)
 
 
 def _first(observed: PromptQueries) -> int:

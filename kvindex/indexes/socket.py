@@ -17,12 +17,16 @@ from kvindex.bases.index import BaseIndex
 from kvindex.core import check
 from kvindex.core.protocol import Codes, Hits
 from kvindex.ops import codes, group
+from kvindex.storage.layout import Held, Layout, TensorSpec
 
 BLOCK = 2**24
 """Projections computed at a time (64 MiB)."""
 
 LARGEST = 8
 """Bits of a bucket: a byte per table."""
+
+MOST_TABLES = 2**15
+"""Hash tables, whose hyperplanes are in memory, `32 · D` bytes of each at 8 bits."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +47,8 @@ class SocketConfig:
     def __post_init__(self) -> None:
         if check.at_least("bits", self.bits, 1) > LARGEST:
             raise ValueError(f"bits: got {self.bits}, allowed is 1 to {LARGEST}")
-        check.at_least("tables", self.tables, 1)
+        if check.at_least("tables", self.tables, 1) > MOST_TABLES:
+            raise ValueError(f"tables: got {self.tables}, allowed is 1 to {MOST_TABLES}")
         check.positive("tau", self.tau)
         check.one_of("group", self.group, group.POLICIES)
         check.seed(self.seed)
@@ -80,6 +85,12 @@ class Socket(BaseIndex):
         """Products with the hyperplanes' normals, float32 `[..., tables, bits]`."""
         products: Tensor = vectors.float() @ self._planes
         return products.reshape(*vectors.shape[:-1], self.config.tables, self.config.bits)
+
+    def _layout(self, held: Held) -> Layout:
+        if not held.length:
+            return {}
+        most = 2**self.config.bits - 1
+        return {"codes.buckets": TensorSpec(f"B G N {self.config.tables}", torch.uint8, most=most)}
 
     # Search
 

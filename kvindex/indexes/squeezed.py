@@ -17,6 +17,7 @@ from kvindex.core import check
 from kvindex.core.protocol import Hits
 from kvindex.ops import group
 from kvindex.ops.attention import cap
+from kvindex.storage.layout import Held, Layout, TensorSpec
 
 BINS = 4096
 """Bins of the histogram of shares."""
@@ -94,6 +95,10 @@ class Squeezed(PromptQueriesIndex, ClusteredIndex):
         logits = logits.masked_fill(estimates == float("-inf"), float("-inf"))
         total = (logits + units.sizes[:, :, None].log()).logsumexp(-1, keepdim=True)
         return logits - total.masked_fill(total == float("-inf"), 0)
+
+    def _layout(self, held: Held) -> Layout:
+        threshold = TensorSpec("B", torch.float32, optional=True)
+        return super()._layout(held) | {"learned.threshold": threshold}
 
     # Calibration
 

@@ -18,6 +18,7 @@ from kvindex.bases.eviction import NEVER, ObservingEvictionIndex, are_valid, joi
 from kvindex.core import check
 from kvindex.core.protocol import UNUSED, Codes
 from kvindex.ops import group
+from kvindex.storage.layout import Held, Layout, TensorSpec, distinct
 
 BLOCK = 16_384
 """Keys scored at a time: bounds their float32 copies, not the result."""
@@ -198,6 +199,31 @@ class TriAttention(ObservingEvictionIndex):
         for block in map(Tensor.float, torch.split(keys, BLOCK, dim=2)):
             scores.append(future @ block.mT + spread @ paired(block, g.rope).abs().mT)
         return torch.cat(scores, dim=-1)
+
+    def _layout(self, held: Held) -> Layout:
+        layout, pairs = super()._layout(held), f"B H {self.geometry.head_dim // 2}"
+        if held.has("statistics.next"):
+            layout["statistics.next"] = TensorSpec("", torch.int64, least=0)
+        if held.has("learned"):
+            layout["learned.mean"] = TensorSpec(pairs, torch.complex64)
+            layout["learned.size"] = TensorSpec(pairs, torch.float32, least=0)
+            layout["learned.shift"] = TensorSpec("B", torch.int64, least=0)
+            layout["learned.ids"] = TensorSpec(
+                f"B G C<={self.config.budget}",
+                torch.int64,
+                least=UNUSED,
+                most=held.length - 1,
+                allowed="distinct, and every valid token where the budget has room",
+                rule=lambda state: self._retains(state["learned.ids"], held.counts),
+            )
+        return layout
+
+    def _retains(self, ids: Tensor, counts: Tensor | None) -> bool:
+        """Whether ids int64 `[B, G, C]` may be the retained ones of so many valid tokens `[B]`."""
+        known = 0 if counts is None else counts[:, None]
+        evicted = ids.shape[-1] == self.config.budget
+        complete = evicted or bool(((ids >= 0).sum(-1).cpu() == known).all())
+        return complete and bool(distinct(ids))
 
     # Hooks of the base
 

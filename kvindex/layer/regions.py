@@ -16,6 +16,7 @@ from kvindex.core.resident import ResidentRows
 from kvindex.core.restore import Restorable
 from kvindex.layer.sink import Sink, first_of, joined, joining
 from kvindex.storage.columns import Columns, Valid
+from kvindex.storage.layout import TensorSpec, check_layout, distinct
 from kvindex.storage.state import NamedState, State
 
 
@@ -103,6 +104,44 @@ class Regions(NamedState, Restorable):
         """What is held while nothing is leaving, as named tensors."""
         self._take_staged()
         return self._packed()
+
+    def check(self, state: Mapping[str, Tensor], sizes: Mapping[str, int]) -> None:
+        """Raises ValueError for tensors that `packed` of such regions never gives.
+
+        sizes: tokens `N` and, where it is known, sequences `B` of the index.
+        """
+        g, indexed = self._geometry, sizes.get("N", 0)
+        keys, ids = state.get("window.keys"), state.get("sink.ids")
+        W = 0 if keys is None or keys.ndim != 4 else keys.shape[2]
+        known = {"G": g.kv_heads, "D": g.head_dim, "Dv": g.value_dim, "N": indexed + W}
+        known |= {"B": sizes["B"]} if "B" in sizes else {}
+        layout = self._layout_of_attributes(state)
+        layout["local"] = TensorSpec("", torch.int64, least=0, most=W)
+        if keys is not None or "window.values" in state or indexed:
+            layout["window.keys"] = TensorSpec(f"B G {W} D", g.dtype)
+            layout["window.values"] = TensorSpec(f"B G {W} Dv", g.dtype)
+        if ids is not None:
+            last = max(indexed - 1, 0)
+            places = TensorSpec(
+                f"B S<={self._sink_size}",
+                torch.int64,
+                least=-1,
+                most=last,
+                allowed="distinct positions",
+                rule=lambda parts: distinct(parts["sink.ids"]),
+            )
+            layout["sink.ids"] = places
+            layout["sink.rows.keys"] = TensorSpec("B G S D", g.dtype)
+            layout["sink.rows.values"] = TensorSpec("B G S Dv", g.dtype)
+            layout["sink.fewest"] = TensorSpec(
+                "",
+                torch.int64,
+                allowed="the least number of places in use",
+                rule=lambda parts: (
+                    (parts["sink.ids"] >= 0).sum(1).min() == parts["sink.fewest"].cpu()
+                ),
+            )
+        check_layout(layout, state, known)
 
     def unpack(self, state: Mapping[str, Tensor]) -> None:
         """Hold what `packed` gave."""

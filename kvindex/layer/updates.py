@@ -13,12 +13,21 @@ from torch import Tensor
 from kvindex.core import check
 from kvindex.core.capability import capability
 from kvindex.core.guard import Guarded
-from kvindex.core.protocol import AppendsAsync, EncodesBlocks, KeepsState, KVIndex
+from kvindex.core.protocol import AppendsAsync, ChecksState, EncodesBlocks, KeepsState, KVIndex
 from kvindex.core.restore import Restorable, cut_back
 from kvindex.layer.async_append import AsyncAppend
 from kvindex.layer.regions import Regions
 from kvindex.layer.stats import Tally
-from kvindex.storage.state import State, above, below, check_signed, signed
+from kvindex.storage.layout import TensorSpec, check_layout
+from kvindex.storage.state import (
+    ABOUT,
+    State,
+    above,
+    below,
+    check_signed,
+    length_and_batch,
+    signed,
+)
 
 LAG = 4
 """Tokens that come while an update runs beside the steps, so that none waits for it
@@ -293,6 +302,24 @@ class WindowUpdates(Guarded):
         state = above("index", self._stateful().state_dict()) | self._regions.packed()
         return signed(self._whose(), {**state, "sealed": torch.tensor(self._sealed)})
 
+    def check_state(self, state: Mapping[str, Tensor]) -> None:
+        """As `protocol.ChecksState.check_state`: the index does, then window and sink."""
+        check_signed(self._whose(), state)
+        index = capability(self.index, ChecksState)
+        if index is not None:
+            index.check_state(below("index", state))
+        self._check_own(state)
+
+    def _check_own(self, state: Mapping[str, Tensor]) -> None:
+        parts = {
+            name: part
+            for name, part in state.items()
+            if name != ABOUT and not name.startswith("index.")
+        }
+        sealed = {name: parts.pop(name) for name in ("sealed",) if name in parts}
+        check_layout({"sealed": TensorSpec("", torch.bool)}, sealed, {})
+        self._regions.check(parts, length_and_batch(below("index", state)))
+
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Become what a layer of the same sizes was, around an index of the same configuration.
 
@@ -300,6 +327,7 @@ class WindowUpdates(Guarded):
         stays as it was.
         """
         check_signed(self._whose(), state)
+        self._check_own(state)
         if len(self):
             raise ValueError(f"state: got a layer that holds {len(self)} tokens, allowed is empty")
         with self._moves():

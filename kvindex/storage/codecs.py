@@ -39,6 +39,10 @@ BITS = {"int4": 4, "int2": 2}
 
 NAMES = ("plain", *CODES, *BITS)
 
+LARGEST_CODED = 2.0**56
+"""Above any number that the codes of an allowed key stand for: 2^49 from its center, times `√D`
+where a rotation may gather a key in one coordinate."""
+
 PIECE = 2**17
 """Rows encoded at a time: bounds their float32 copies."""
 
@@ -62,6 +66,12 @@ class RowCodec(Protocol):
         """Keys and values, of the geometry's dtype, of uint8 `[B, G, N, row_bytes]`.
 
         center: that of `encode`, `[B, G, 1, D]`.
+        """
+        ...
+
+    def wrong(self, rows: Tensor) -> Tensor:
+        """Which of uint8 `[..., row_bytes]` hold a key that `encode` never makes, NaN for one:
+        bool `[...]`.
         """
         ...
 
@@ -114,6 +124,10 @@ class Plain:
         g, both = self.geometry, rows[..., : self._used].view(self.geometry.dtype)
         return Rows(both[..., : g.head_dim], both[..., g.value_start :][..., : g.value_dim])
 
+    def wrong(self, rows: Tensor) -> Tensor:
+        """As `RowCodec.wrong`."""
+        return check.out_of_range(self.decode(rows).keys).any(-1)
+
     @property
     def _used(self) -> int:
         g = self.geometry
@@ -155,6 +169,17 @@ class Scaled:
         codes = torch.cat([key_codes, value_codes], dim=-1)
         scales = torch.cat([key_scale, value_scale], dim=-1).view(torch.uint8)
         return torch.cat([pad(codes, (0, self.scales_at - codes.shape[-1])), scales], dim=-1)
+
+    def wrong(self, rows: Tensor, *, values: bool = False) -> Tensor:
+        """As `RowCodec.wrong`; values: whether to look at these, too."""
+        D, largest = self.geometry.head_dim, CODES[self.codes][1]
+        scales = rows[..., self.scales_at : self.scales_at + 8].contiguous().view(torch.float32)
+        scales = scales if values else scales[..., :1]
+        wrong = ~((scales >= 0) & (scales * largest <= LARGEST_CODED)).all(-1)
+        if self.codes == "int8":
+            return wrong
+        codes = rows[..., : D + (self.geometry.value_dim if values else 0)]
+        return wrong | (codes & 127 == 127).any(-1)  # NaN in e4m3
 
     def decode(self, rows: Tensor, center: Tensor | None = None) -> Rows:
         """Keys `[B, G, N, D]` and values `[B, G, N, Dv]`."""
@@ -206,6 +231,13 @@ class Grouped:
         _, both, first, *_ = self._ends
         of_scales = [part.flatten(-2).view(torch.uint8) for part in scales]
         return torch.cat([pad(torch.cat(codes, -1), (0, first - both)), *of_scales], dim=-1)
+
+    def wrong(self, rows: Tensor, *, values: bool = False) -> Tensor:
+        """As `RowCodec.wrong`; values: whether to look at these, too."""
+        _, _, first, middle, last = self._ends
+        stop = last if values else middle
+        scales = rows[..., first:stop].contiguous().view(torch.bfloat16)
+        return _beyond(scales.reshape(*scales.shape[:-1], -1, 2), 2**self.bits - 1)
 
     def decode(self, rows: Tensor, center: Tensor | None = None) -> Rows:
         """Keys `[B, G, N, D]` and values `[B, G, N, Dv]`."""
@@ -259,11 +291,43 @@ class InKey:
         """Uint8 `[..., row_bytes]`; the values are not read."""
         return self.parts.encode(*keys.tensor_split([self.geometry.value_dim], dim=-1))
 
+    def wrong(self, rows: Tensor) -> Tensor:
+        """As `RowCodec.wrong`."""
+        return self.parts.wrong(rows, values=True)
+
     def decode(self, rows: Tensor, center: Tensor | None = None) -> Rows:
         """Keys `[B, G, N, D]` and their beginnings `[B, G, N, Dv]`, a view."""
         parts = self.parts.decode(rows)
         keys = torch.cat([parts.keys, parts.values], dim=-1)
         return Rows(keys, keys[..., : self.geometry.value_dim])
+
+
+def _beyond(scales: Tensor, levels: int) -> Tensor:
+    """Which vectors have a group beyond `LARGEST_CODED`, bool `[...]`.
+
+    scales: lowest values and steps, bfloat16 `[..., groups, 2]`; levels: the highest code.
+    """
+    low, step = scales.float().unbind(-1)
+    return ~((step >= 0) & (low.abs() + levels * step <= LARGEST_CODED)).all(-1)
+
+
+def check_rows(name: str, geometry: Geometry, rows: Tensor, valid: Tensor | None) -> None:
+    """Raises ValueError for rows uint8 `[B, G, N, row_bytes]` of which a valid one has a wrong key.
+
+    name: of the codec; valid: bool `[B, N]`, or None for all.
+    """
+    of_rows = codec(name, geometry)
+    for start in range(0, rows.shape[2], PIECE):
+        piece = slice(start, start + PIECE)
+        wrong = of_rows.wrong(rows[:, :, piece].contiguous())
+        if valid is not None:
+            wrong = wrong & valid[:, None, piece].to(wrong.device)
+        if bool(wrong.any()):
+            b, g, token = wrong.nonzero()[0].tolist()
+            raise ValueError(
+                f"state['rows']: got a key that is not finite, or too large (sequence {b}, KV head "
+                f"{g}, token {start + token}), allowed is {check.ALLOWED_NUMBER}"
+            )
 
 
 def rotated(vectors: Tensor) -> Tensor:

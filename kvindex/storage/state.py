@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from kvindex.storage.columns import Columns, Valid
+from kvindex.storage.layout import Layout, TensorSpec, scalar
 
 State: TypeAlias = dict[str, Tensor]
 
@@ -56,6 +57,14 @@ class NamedState:
         hints = get_type_hints(type(self), include_extras=True)
         for name in self._names():
             setattr(self, name, unpacked(name.lstrip("_"), hints[name], state, device))
+
+    def _layout_of_attributes(self, state: Mapping[str, Tensor]) -> Layout:
+        """What their annotations say of the tensors that `_packed` gave."""
+        hints = get_type_hints(type(self), include_extras=True)
+        layout: Layout = {}
+        for name in self._names():
+            layout |= annotated(name.lstrip("_"), hints[name], state)
+        return layout
 
     def _names(self) -> list[str]:
         kinds = reversed(type(self).__mro__)
@@ -122,6 +131,39 @@ def unpacked(name: str, hint: Any, state: Mapping[str, Tensor], device: torch.de
     return hint(**fields)
 
 
+SCALARS = {bool: torch.bool, int: torch.int64, float: torch.float64}
+"""Type of a number -> dtype of the tensor that holds it."""
+
+
+def annotated(name: str, hint: Any, state: Mapping[str, Tensor]) -> Layout:
+    """What a value of type `hint` says of the tensors that `packed` gives of it."""
+    origin, inner = get_origin(hint), get_args(hint)
+    if NoneType in inner:  # X | None
+        if name not in state and not below(name, state):
+            return {}
+        (hint,) = (one for one in inner if one is not NoneType)
+        return annotated(name, hint, state)
+    if origin is Annotated or hint is Tensor:
+        return {name: TensorSpec("...")}
+    if hint in SCALARS:
+        return {name: TensorSpec("", SCALARS[hint])}
+    if hint is Valid:
+        return {name: TensorSpec("B N", torch.bool, optional=True)}
+    if hint is Columns:
+        return {f"{name}.{part}": TensorSpec("...") for part in below(name, state)}
+    if origin is tuple and inner[-1] is Ellipsis:
+        return {name: TensorSpec("n", torch.int64)}
+    if origin is tuple:
+        parts = [(str(place), one) for place, one in enumerate(inner)]
+    else:
+        hints = get_type_hints(hint, include_extras=True)
+        parts = [(field.name, hints[field.name]) for field in dataclasses.fields(hint)]
+    layout: Layout = {}
+    for part, one in parts:
+        layout |= annotated(f"{name}.{part}", one, state)
+    return layout
+
+
 def above(name: str, state: Mapping[str, Tensor]) -> State:
     """The same tensors with names below `name`."""
     return {f"{name}.{part}": tensor for part, tensor in state.items()}
@@ -134,6 +176,14 @@ def below(name: str, state: Mapping[str, Tensor]) -> State:
         for part, tensor in state.items()
         if part.startswith(f"{name}.")
     }
+
+
+def length_and_batch(state: Mapping[str, Tensor]) -> dict[str, int]:
+    """`N` tokens and `B` sequences of the innermost index in a state, where it says so."""
+    while "length" not in state and (inner := below("inner", state)):
+        state = inner
+    known = (("N", "length"), ("B", "batch"))
+    return {letter: scalar(name, state) for letter, name in known if name in state}
 
 
 # Whose it is
@@ -158,9 +208,9 @@ def check_signed(whose: Mapping[str, Any], state: Any) -> None:
     ):
         raise TypeError(f"state: got {type(state).__name__}, allowed is a dict of named tensors")
     try:
-        about = json.loads(bytes(state[ABOUT].cpu().tolist()))
-        owner, likes = about["whose"], about["tensors"]
-    except (KeyError, ValueError, TypeError) as error:
+        about = json.loads(_text(state[ABOUT]))
+        owner, likes = dict(about["whose"]), dict(about["tensors"])
+    except (KeyError, ValueError, TypeError, RecursionError, NotImplementedError) as error:
         raise ValueError(
             f"state: got no {ABOUT!r} that tells whose it is, allowed is what state_dict() gave"
         ) from error
@@ -177,6 +227,12 @@ def check_signed(whose: Mapping[str, Any], state: Any) -> None:
                 f"state[{name!r}]: got {found.get(name, 'none')}, allowed is "
                 f"{likes.get(name, 'none')}, as it was saved"
             )
+
+
+def _text(about: Tensor) -> bytes:
+    if about.dtype != torch.uint8 or about.ndim != 1 or about.is_meta:
+        raise ValueError(f"{about.dtype} {list(about.shape)}")
+    return about.cpu().contiguous().numpy().tobytes()
 
 
 def _likes(state: Mapping[str, Tensor]) -> dict[str, str]:

@@ -17,6 +17,7 @@ from kvindex.core.protocol import (
     AppendsAsync,
     Attended,
     Attends,
+    ChecksState,
     Codes,
     CountsTokens,
     EncodesBlocks,
@@ -40,9 +41,19 @@ from kvindex.core.protocol import (
 )
 from kvindex.core.resident import ResidentRows
 from kvindex.core.restore import Restorable, cut_back
+from kvindex.storage.layout import Layout, check_layout
 from kvindex.storage.recipe import Recipe, as_json, class_name
 from kvindex.storage.saved import save_folder
-from kvindex.storage.state import NamedState, State, above, below, check_signed, signed
+from kvindex.storage.state import (
+    ABOUT,
+    NamedState,
+    State,
+    above,
+    below,
+    check_signed,
+    length_and_batch,
+    signed,
+)
 
 
 class Wrapper(Capable, NamedState, Guarded):
@@ -51,6 +62,8 @@ class Wrapper(Capable, NamedState, Guarded):
     A search of its own is no step of the inner index: no wrapper offers `DecodesStep`.
     """
 
+    holds: ClassVar[frozenset[str]] = frozenset({"inner"})
+    """Names in a state below which another index's is."""
     own: ClassVar[frozenset[type]] = frozenset()
     """Capabilities that a subclass has whatever the inner index offers."""
     lacks: ClassVar[frozenset[type]] = frozenset()
@@ -224,9 +237,38 @@ class Wrapper(Capable, NamedState, Guarded):
         inner = above("inner", self._inner(KeepsState).state_dict())
         return signed(self._whose(), {**inner, **self._own_state()})
 
+    def check_state(self, state: Mapping[str, Tensor]) -> None:
+        """As the inner index does; then the wrapper's own tensors."""
+        check_signed(self._whose(), state)
+        inner = capability(self.inner, ChecksState)
+        if inner is not None:
+            inner.check_state(below("inner", state))
+        self._check_own(state)
+
+    def _check_own(self, state: Mapping[str, Tensor]) -> None:
+        """Raises ValueError for tensors of the wrapper that it cannot have saved."""
+        own = {
+            name: tensor
+            for name, tensor in state.items()
+            if name != ABOUT and name.partition(".")[0] not in self.holds
+        }
+        g = self.geometry
+        sizes = {"G": g.kv_heads, "H": g.q_heads, "D": g.head_dim, "g": g.group_size}
+        sizes |= length_and_batch(state)
+        layout = self._layout_of_attributes(own) | self._layout(own, sizes.get("N", 2**62))
+        check_layout(layout, own, sizes)
+
+    def _layout(self, state: Mapping[str, Tensor], length: int) -> Layout:
+        """Declare the wrapper's own tensors, beyond what their annotations say (`Hooks._layout`).
+
+        state: those tensors; length: tokens of the inner index.
+        """
+        return {}
+
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """As the inner index does; options of the wrapper stay its own."""
         check_signed(self._whose(), state)
+        self._check_own(state)
         self._inner(KeepsState).load_state_dict(below("inner", state))
         self._unpack(state, self.geometry.device)
 

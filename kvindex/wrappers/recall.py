@@ -18,7 +18,8 @@ from kvindex.core.protocol import (
 )
 from kvindex.indexes.exact import Exact, ExactConfig
 from kvindex.ops import group
-from kvindex.storage.state import State, above, below
+from kvindex.storage.layout import Layout, TensorSpec
+from kvindex.storage.state import State, above, below, length_and_batch
 from kvindex.wrappers.base import Wrapper
 
 
@@ -31,6 +32,7 @@ class MeasureRecall(Wrapper):
     """
 
     statistics = ("_found", "_reachable", "_wanted")
+    holds = frozenset({"inner", "truth"})
     lacks = frozenset({AppendsAsync, ExpandsBatch})  # two appends are one change; a view is not
 
     _found: int
@@ -90,6 +92,21 @@ class MeasureRecall(Wrapper):
         """As every wrapper does; the exact index, too."""
         super().load_state_dict(state)
         self._exact.load_state_dict(below("truth", state))
+
+    def _check_own(self, state: Mapping[str, Tensor]) -> None:
+        super()._check_own(state)
+        truth = below("truth", state)
+        self._exact.check_state(truth)
+        inner, exact = length_and_batch(state), length_and_batch(truth)
+        if inner and inner != exact:
+            raise ValueError(
+                f"state['truth.length']: got {exact}, allowed is {inner}, as the inner index has"
+            )
+
+    def _layout(self, state: Mapping[str, Tensor], length: int) -> Layout:
+        return {
+            name: TensorSpec("", torch.int64, least=0) for name in ("found", "reachable", "wanted")
+        }
 
     def _own_state(self) -> State:
         return super()._own_state() | above("truth", self._exact.state_dict())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -10,7 +11,9 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from kvindex.core import check
-from kvindex.core.protocol import ExpandsBatch, Hits, KVIndex, ObservesQueries
+from kvindex.core.capability import capability
+from kvindex.core.protocol import ExpandsBatch, Hits, KVIndex, ObservesQueries, WeighsRows
+from kvindex.storage.layout import Layout, TensorSpec, distinct
 from kvindex.wrappers.base import Wrapper
 
 
@@ -131,6 +134,37 @@ class Reuse(Wrapper):
         hits = self.inner.search(queries, k=k, coverage=coverage)
         self.searches += 1
         return hits
+
+    def _layout(self, state: Mapping[str, Tensor], length: int) -> Layout:
+        count = TensorSpec("", torch.int64, least=0)
+        layout = {"steps": count, "searches": count}
+        specs = {
+            "before": TensorSpec("B H D", torch.float32),
+            "differs": TensorSpec("B", torch.bool),
+            "last.hits.ids": TensorSpec(
+                "B G K",
+                torch.int64,
+                least=-1 - length,  # no more rows that are no tokens than there are tokens
+                most=length - 1,
+                allowed="distinct",
+                rule=lambda parts: distinct(parts["last.hits.ids"]),
+            ),
+            "last.hits.scores": TensorSpec("B G K", torch.float32, infinite=True),
+            "last.hits.log_weight": TensorSpec("B H K", torch.float32, infinite=True),
+            "last.hits.coverage": TensorSpec("B H", torch.float32),
+            "last.k": TensorSpec(
+                "",
+                torch.int64,
+                least=1,
+                allowed="the number of last.hits.ids",
+                rule=lambda parts: parts["last.k"] == parts["last.hits.ids"].shape[2],
+            ),
+            "last.length": TensorSpec("", torch.int64, least=0, most=length),
+        }
+        layout |= {name: spec for name, spec in specs.items() if name in state}
+        if "last.k" in state and capability(self.inner, WeighsRows) is not None:
+            layout["last.hits.log_weight"] = specs["last.hits.log_weight"]
+        return layout
 
     def _forget(self) -> None:
         self.steps = self.searches = 0

@@ -14,6 +14,8 @@ from kvindex.core.protocol import KVIndex, ObservesQueries
 from kvindex.core.ranks import Ranks
 from kvindex.core.shards import Shard
 from kvindex.storage.columns import Valid
+from kvindex.storage.layout import Layout, TensorSpec, scalar
+from kvindex.storage.state import below, length_and_batch
 from kvindex.wrappers.base import Wrapper
 
 
@@ -157,6 +159,25 @@ class ShardedTokens(Wrapper):
     def _whose(self) -> dict[str, Any]:
         shard = self._shard
         return {**super()._whose(), "rank": shard.rank, "ranks": shard.count, "block": shard.block}
+
+    def _check_own(self, state: Mapping[str, Tensor]) -> None:
+        length, batch = scalar("length", state), None
+        if length or "batch" in state:
+            batch = scalar("batch", state, least=1)
+        inner = length_and_batch(below("inner", state))
+        own = self._shard.tokens(length)
+        if inner and inner["N"] != own:
+            raise ValueError(
+                f"state['inner.length']: got {inner['N']}, allowed is {own}, as this rank holds of "
+                f"{length} tokens"
+            )
+        if inner.get("B", batch) != batch:
+            raise ValueError(f"state['batch']: got {batch}, allowed is {inner['B']}")
+        super()._check_own(state)
+
+    def _layout(self, state: Mapping[str, Tensor], length: int) -> Layout:
+        tokens, batch = int(state["length"]), int(state.get("batch", torch.tensor(0)))
+        return {"valid": TensorSpec(f"{batch} {tokens}", torch.bool, optional=True)}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Become what the same rank of as many was. Raises as `BaseIndex.load_state_dict`."""

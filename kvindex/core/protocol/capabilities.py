@@ -142,6 +142,19 @@ class KeepsState(Protocol):
 
 
 @runtime_checkable
+class ChecksState(Protocol):
+    """It can say whether it would load a state, without loading it."""
+
+    def check_state(self, state: Mapping[str, Tensor]) -> None:
+        """Compare a state with what this index, wrapper or layer could have saved.
+
+        Tensors on the meta device are checked for shape and dtype alone, which costs no reading.
+        Raises TypeError or ValueError that names the tensor; changes nothing.
+        """
+        ...
+
+
+@runtime_checkable
 class TellsRecipe(Protocol):
     """It knows how another like it is made, so that what was saved is loaded by itself."""
 

@@ -1,0 +1,191 @@
+"""Layouts: what each tensor of a state must be like, declared once and checked before it is used.
+
+A state may come from a file that someone else wrote, so its numbers are not trusted. An index
+declares its tensors (`Hooks._layout`), and `check_layout` compares a state with the declaration:
+names first, then shapes and dtypes, then numbers. The check allocates no more than the state
+holds, and changes nothing. Of a tensor on the meta device (`SavedFolder.outline`) it sees only
+the shape and dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+Rule: TypeAlias = Callable[[Mapping[str, Tensor]], bool | Tensor]
+"""Returns whether the numbers of a state agree with each other. All of its shapes are right."""
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """What one tensor of a state must be like. A floating-point tensor must not contain NaN.
+
+    Args:
+        axes: Its shape, sizes separated by blanks: a number ("16"), or a name ("B"). A name
+            that has no size yet takes that of the first tensor that uses it. "C<=64" also limits
+            the size; "..." at the end stands for any further axes.
+        dtype: Its dtype, or None for any.
+        least: The smallest number that it may contain.
+        most: The largest number that it may contain.
+        infinite: Whether it may contain infinity.
+        optional: Whether it may be missing.
+        allowed: What `rule` asks for, as the end of the sentence "allowed is …".
+        rule: A check of its numbers against those of other tensors.
+    """
+
+    axes: str
+    dtype: torch.dtype | None = None
+    least: float | None = None
+    most: float | None = None
+    infinite: bool = False
+    optional: bool = False
+    allowed: str = ""
+    rule: Rule | None = None
+
+
+Layout: TypeAlias = dict[str, TensorSpec]
+"""Name of a tensor -> what it must be like."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a state says that it contains, for an index to declare the rest.
+
+    Args:
+        batch: Sequences, or None where none was appended.
+        length: Tokens.
+        counts: Valid tokens of each sequence, int64 `[B]`, or None where they are not known yet.
+        names: Names of the state's tensors.
+        state: The tensors.
+    """
+
+    batch: int | None
+    length: int
+    counts: Tensor | None
+    state: Mapping[str, Tensor]
+
+    def has(self, name: str) -> bool:
+        """Whether the state has this tensor, or one whose name begins with it and a dot."""
+        return any(other == name or other.startswith(f"{name}.") for other in self.state)
+
+    def units(self, tokens: int) -> str:
+        """The size of an axis of units of `tokens` valid tokens each, in the longest sequence."""
+        if self.counts is None:
+            return f"U<={-(-self.length // tokens)}"
+        most = int(self.counts.max()) if self.counts.numel() else 0
+        return str(-(-most // tokens))
+
+
+def check_layout(
+    layout: Mapping[str, TensorSpec], state: Mapping[str, Tensor], sizes: Mapping[str, int]
+) -> None:
+    """Compare a state with a layout.
+
+    Args:
+        layout: Every name that the state may have.
+        state: The tensors.
+        sizes: Sizes of axes that are known.
+
+    Raises:
+        ValueError: A tensor is missing, unknown, or not as declared. The message names it.
+    """
+    for name in state.keys() - layout.keys():
+        raise ValueError(f"state[{name!r}]: got {_described(state[name])}, allowed is none")
+    known = dict(sizes)
+    for name, spec in layout.items():
+        if name in state:
+            _check_shape(name, state[name], spec, known)
+        elif not spec.optional:
+            raise ValueError(f"state[{name!r}]: got none, allowed is {_wanted(spec, known)}")
+    for name, spec in layout.items():
+        if name in state:
+            _check_numbers(name, state[name], spec)
+    if any(tensor.is_meta for tensor in state.values()):
+        return
+    for name, spec in layout.items():
+        if name in state and spec.rule is not None and not bool(spec.rule(state)):
+            raise ValueError(f"state[{name!r}]: got other numbers, allowed is {spec.allowed}")
+
+
+def scalar(name: str, state: Mapping[str, Tensor], *, least: int = 0, most: int = 2**62) -> int:
+    """An integer of a state.
+
+    Raises:
+        ValueError: It is missing, no int64 without axes, or out of range.
+    """
+    spec = TensorSpec("", torch.int64, least=least, most=most)
+    check_layout({name: spec}, {other: state[other] for other in state if other == name}, {})
+    return int(state[name])
+
+
+def distinct(ids: Tensor) -> Tensor:
+    """Whether no token occurs twice among the ids of a row, `[..., n]`; -1 stands for none."""
+    ordered = ids.sort(-1).values
+    return ~((ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)).any()
+
+
+def ascending(numbers: Tensor) -> Tensor:
+    """Whether numbers `[n]` are in ascending order."""
+    return (numbers[1:] > numbers[:-1]).all()
+
+
+def below(numbers: Tensor, most: Tensor | int) -> bool:
+    """Whether all numbers are below `most`."""
+    return bool((numbers < most).all())
+
+
+def _check_shape(name: str, tensor: Tensor, spec: TensorSpec, known: dict[str, int]) -> None:
+    axes, shape = spec.axes.split(), tensor.shape
+    rest = axes[-1:] == ["..."]
+    axes = axes[:-1] if rest else axes
+    fits = len(shape) == len(axes) or (rest and len(shape) > len(axes))
+    for axis, size in zip(axes, shape, strict=False) if fits else ():
+        letter, _, most = axis.partition("<=")
+        want = int(letter) if letter.isdigit() else known.setdefault(letter, size)
+        fits = fits and size == want and (not most or size <= int(most))
+    if not fits or (spec.dtype is not None and tensor.dtype != spec.dtype):
+        got, want_text = _described(tensor), _wanted(spec, known)
+        raise ValueError(f"state[{name!r}]: got {got}, allowed is {want_text}")
+
+
+def _check_numbers(name: str, tensor: Tensor, spec: TensorSpec) -> None:
+    if tensor.is_meta or not tensor.numel():
+        return
+    if tensor.dtype == torch.bool:  # bytes of a file need not be 0 or 1
+        byte = int(tensor.contiguous().view(torch.uint8).max())
+        if byte > 1:
+            raise ValueError(f"state[{name!r}]: got the byte {byte}, allowed is 0 or 1")
+        return
+    numbers = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    low, high = (bound.item() for bound in numbers.aminmax())  # NaN where there is one
+    least = float("-inf") if spec.least is None else spec.least
+    most = float("inf") if spec.most is None else spec.most
+    finite = spec.infinite or max(abs(low), abs(high)) < float("inf")
+    if not (least <= low and high <= most and finite):
+        wrong = high if least <= low and low > float("-inf") else low
+        raise ValueError(f"state[{name!r}]: got {wrong}, allowed is {_range(spec)}")
+
+
+def _range(spec: TensorSpec) -> str:
+    bounds = [
+        *([] if spec.least is None else [f"at least {spec.least}"]),
+        *([] if spec.most is None else [f"at most {spec.most}"]),
+    ]
+    return f"a number of {' and '.join(bounds)}" if bounds else "a finite number"
+
+
+def _described(tensor: Tensor) -> str:
+    return f"{tensor.dtype} {list(tensor.shape)}"
+
+
+def _wanted(spec: TensorSpec, known: Mapping[str, int]) -> str:
+    axes = []
+    for axis in spec.axes.split():
+        letter, _, most = axis.partition("<=")
+        size = f"{letter}={known[letter]}" if letter in known else letter
+        axes.append(f"{size} (at most {most})" if most else size)
+    return f"{spec.dtype or 'any dtype'} [{', '.join(axes)}]"
