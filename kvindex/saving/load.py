@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, overload
 
 import torch
-from torch import Tensor
 
 from kvindex.bases.index import BaseIndex
-from kvindex.core.capability import required
-from kvindex.core.protocol import KeepsState, KVIndex
+from kvindex.core.capability import capability, required
+from kvindex.core.check import one_of
+from kvindex.core.protocol import ChecksState, KeepsState, KVIndex
 from kvindex.layer import AttentionLayer
 from kvindex.registry import class_of
-from kvindex.storage.recipe import class_name, dataclass_from, from_json
+from kvindex.storage.codecs import NAMES
+from kvindex.storage.recipe import class_name, dataclass_from, field, geometry_from
 from kvindex.storage.saved import SavedFolder
+from kvindex.storage.state import State, below
 from kvindex.storage.store import RowStore
 
 KINDS = ("index", "layer")
@@ -56,42 +58,69 @@ def load(
     of another index than `into`; `into` stays as it was.
     """
     saved = SavedFolder.open(folder, KINDS)
+    outline = saved.outline("state")
     if into is None:
         place = dict(device=device, store=store, backend=backend)
-        made: object = _made(saved.about, place, name=str(folder))
+        try:
+            made: object = _made(saved.about, place, outline, name=str(folder))
+        except RecursionError as error:
+            raise ValueError(
+                f"folder: got {str(folder)!r}, with wrappers inside wrappers without end, allowed "
+                "is what save() made"
+            ) from error
     elif (device, store, backend) != ("cpu", "device", None):
         raise ValueError("into: got one with device, store or backend, allowed is one or the other")
     else:
         made = into
-    required(made, KeepsState, name="into").load_state_dict(saved.part("state"))
+    taking = required(made, KeepsState, name="into")
+    checking = capability(made, ChecksState)
+    if checking is not None:  # before a large file is read
+        checking.check_state(outline)
+    taking.load_state_dict(saved.part("state"))
     return made
 
 
-def _made(recipe: Mapping[str, Any], place: Mapping[str, Any], name: str) -> object:
-    """An empty index or layer. Raises ValueError for a recipe that makes none."""
+def _made(recipe: Mapping[str, Any], place: Mapping[str, Any], state: State, name: str) -> object:
+    """An empty index or layer. Raises ValueError for a recipe that makes none.
+
+    state: its outline, which sizes in the recipe are compared with.
+    """
     if "layer" not in recipe:
-        return _index(recipe, place)
-    known = class_name(AttentionLayer)
-    if recipe["layer"] != known or recipe["index"] is None:
+        return _index(recipe, place, state)
+    known, index = class_name(AttentionLayer), recipe.get("index")
+    if recipe["layer"] != known or index is None:
         raise ValueError(
             f"folder: got {name!r}, a layer {recipe['layer']!r} around "
-            f"{'an index that tells no recipe' if recipe['index'] is None else 'an index'}, "
+            f"{'an index that tells no recipe' if index is None else 'an index'}, "
             f"allowed is {known!r} around one that has a name; of another, load into an empty "
             "one: kvindex.load(folder, into=…)"
         )
-    return AttentionLayer(_index(recipe["index"], place), **recipe["options"])
+    return _around(AttentionLayer, _index(index, place, below("index", state)), recipe)
 
 
-def _index(recipe: Mapping[str, Any], place: Mapping[str, Any]) -> KVIndex:
-    kind = class_of(recipe["wrapper"] if "wrapper" in recipe else recipe["index"])
+def _index(recipe: Any, place: Mapping[str, Any], state: State) -> KVIndex:
+    role = "wrapper" if isinstance(recipe, Mapping) and "wrapper" in recipe else "index"
+    kind = class_of(field(recipe, role, str, where="about"))
+    if issubclass(kind, BaseIndex) != (role == "index"):
+        raise ValueError(f"about.{role}: got {recipe[role]!r}, which is none, allowed is one")
     if not issubclass(kind, BaseIndex):
-        around: KVIndex = kind(_index(recipe["inner"], place), **recipe["options"])
-        return around
-    geometry = {name: from_json(_HINTS.get(name, Any), v) for name, v in recipe["geometry"].items()}
+        inner = field(recipe, "inner", dict, where="about")
+        return _around(kind, _index(inner, place, below("inner", state)), recipe)
+    row_codec = one_of("about.row_codec", recipe.get("row_codec"), NAMES)
+    sizes = field(recipe, "geometry", dict, where="about")
+    geometry = geometry_from(sizes, row_codec, state)
     if geometry["rope"] is not None:
         geometry["rope"] = geometry["rope"].to(place["device"])
-    config = dataclass_from(kind.Config, recipe["config"])
-    return kind(**geometry, **place, row_codec=recipe["row_codec"], **vars(config))
+    config = dataclass_from(kind.Config, field(recipe, "config", dict, where="about"))
+    return kind(**geometry, **place, row_codec=row_codec, **vars(config))
 
 
-_HINTS: dict[str, Any] = {"rope": Tensor | None, "dtype": torch.dtype}
+def _around(kind: Callable[..., T], index: KVIndex, recipe: Mapping[str, Any]) -> T:
+    """A wrapper or layer with the options of a recipe. Raises ValueError for those it has not."""
+    options = field(recipe, "options", dict, where="about")
+    try:
+        return kind(index, **options)
+    except TypeError as error:
+        raise ValueError(
+            f"about.options: got {options}, allowed is what save() made ({error})"
+        ) from error

@@ -5,15 +5,88 @@ from __future__ import annotations
 import base64
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, get_args, get_type_hints
+from typing import Any, TypeVar, get_args, get_type_hints
 
 import torch
 from torch import Tensor
 
+from kvindex.core.geometry import Geometry
+from kvindex.storage.codecs import codec
 from kvindex.storage.safetensors import DTYPES, NAMES
 
 Recipe = dict[str, Any]
 """What `recipe()` of an index, a wrapper or a layer gives."""
+
+
+MOST_DIM = 2**12
+"""Head and value dimensions, and heads, of an index that a file describes: `core.check.LARGEST`
+allows no more dimensions, and an index of 2^20 would take minutes to make."""
+
+T = TypeVar("T")
+
+
+def field(value: Any, name: str, kind: type[T], *, where: str) -> T:
+    """A field of a manifest, if it is there and of this type.
+
+    Args:
+        value: What should be a JSON object with this field.
+        name: The field.
+        kind: The Python type of its JSON value.
+        where: What the error calls the object.
+
+    Raises:
+        ValueError: It is missing, or of another type.
+    """
+    found = value.get(name) if isinstance(value, Mapping) else None
+    right = isinstance(found, kind) and (kind is bool or not isinstance(found, bool))
+    if not right:
+        got = "none" if found is None else f"a {type(found).__name__}"
+        raise ValueError(f"{where}.{name}: got {got}, allowed is a {kind.__name__}")
+    return found  # type: ignore[return-value]  # which `right` says
+
+
+def geometry_from(value: Any, row_codec: str | None, state: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Keywords of a geometry without its device, compared with the rows of an index's state.
+
+    Nothing is allocated that depends on the sizes in `value`.
+
+    Args:
+        value: JSON, as `as_json` gave it of `Geometry.options()`.
+        row_codec: Name of the index's row codec, or None where it is not known.
+        state: The index's state, or its outline.
+
+    Raises:
+        ValueError: A field is missing, unknown or of another type, or the rows are of another size.
+    """
+    named = {name: field(value, name, int, where="geometry") for name in SIZES}
+    known = {part.name for part in dataclasses.fields(Geometry)} - {"device"}
+    for name in [*(known - {"value_in_key"} - value.keys()), *(value.keys() - known)]:
+        got, allowed = ("none", "one") if name in known else ("one", "none")
+        raise ValueError(f"geometry.{name}: got {got}, allowed is {allowed}")
+    for name, size in named.items():
+        if not 1 <= size <= MOST_DIM:
+            raise ValueError(f"geometry.{name}: got {size}, allowed is 1 to {MOST_DIM}")
+    try:
+        options = {name: from_json(_OF_GEOMETRY.get(name, Any), one) for name, one in value.items()}
+        geometry = Geometry.of(**options)
+    except (TypeError, KeyError, AttributeError, RuntimeError) as error:
+        raise ValueError(
+            f"geometry: got one that cannot be read ({error!r}), allowed is what save() made"
+        ) from error
+    rows = state.get("rows")
+    if rows is not None and row_codec is not None:
+        heads, nbytes = geometry.kv_heads, codec(row_codec, geometry).row_bytes
+        if rows.ndim != 4 or (rows.shape[1], rows.shape[3]) != (heads, nbytes):
+            raise ValueError(
+                f"state['rows']: got {list(rows.shape)}, allowed by the geometry is [B, {heads}, "
+                f"N, {nbytes}]"
+            )
+    return options
+
+
+SIZES = ("q_heads", "kv_heads", "head_dim", "value_dim")
+
+_OF_GEOMETRY: dict[str, Any] = {"rope": Tensor | None, "dtype": torch.dtype}
 
 
 def class_name(kind: type) -> str:
@@ -61,6 +134,22 @@ def from_json(hint: Any, value: Any) -> Any:
 
 
 def dataclass_from(kind: Any, value: Mapping[str, Any]) -> Any:
-    """The dataclass of which `as_json` gave this. Raises what making it raises."""
+    """The dataclass of which `as_json` gave this.
+
+    Raises ValueError for a field that is missing, unknown or of another type.
+    """
     hints = get_type_hints(kind)
+    known = {part.name for part in dataclasses.fields(kind)}
+    for name in sorted(known ^ value.keys()):
+        got, allowed = ("none", "one") if name in known else ("one", "none")
+        raise ValueError(f"{kind.__name__}.{name}: got {got}, allowed is {allowed}")
+    try:
+        return _made(kind, value, hints)
+    except (TypeError, KeyError, AttributeError, RuntimeError) as error:
+        raise ValueError(
+            f"{kind.__name__}: got fields that make none ({error!r}), allowed is what save() made"
+        ) from error
+
+
+def _made(kind: Any, value: Mapping[str, Any], hints: Mapping[str, Any]) -> Any:
     return kind(**{name: from_json(hints.get(name, Any), part) for name, part in value.items()})

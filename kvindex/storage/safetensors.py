@@ -10,7 +10,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import stat
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -42,6 +44,10 @@ MOST_HEADER_BYTES = 10**8
 
 PIECE = 2**22
 """Bytes read at a time: what is hashed is still in the processor's cache."""
+
+
+SMALL_BYTES, MOST_OUTLINE_BYTES = 2**20, 2**24
+"""Of a tensor that `outline` reads, and of all that it reads."""
 
 
 class Written(NamedTuple):
@@ -88,32 +94,73 @@ def write(path: Path, state: State) -> Written:
         return Written(file.tell(), digest.hexdigest())
 
 
+def outline(path: Path, written: Written) -> State:
+    """The tensors of a file, of which only the small ones are read: the others are on "meta".
+
+    Shapes and dtypes can so be checked before a large file is read. No digest is compared. Raises
+    as `read`.
+    """
+    state: State = {}
+    with _opened(path, written) as file:
+        places = [*_header(file, path, written.nbytes, hashlib.sha256())]
+        at, left = file.tell(), MOST_OUTLINE_BYTES
+        for place in places:
+            if place.nbytes <= min(SMALL_BYTES, left):
+                left -= place.nbytes
+                file.seek(at)
+                state[place.name] = _read_tensor(file, path, place, hashlib.sha256())
+            else:
+                like = torch.empty(place.shape, dtype=place.dtype, device="meta")
+                state[place.name] = like
+            at += place.nbytes
+    return state
+
+
 def read(path: Path, written: Written) -> State:
     """The tensors of a file, on the CPU, each with memory of its own.
 
     Raises ValueError, in words, for a file that is not as it was written, and OSError.
     """
-    with path.open("rb") as file:
-        nbytes = os.fstat(file.fileno()).st_size
-        if nbytes != written.nbytes:
-            raise ValueError(f"{path}: got {nbytes} bytes, allowed are the {written.nbytes} saved")
+    with _opened(path, written) as file:
         digest = hashlib.sha256()
         state: State = {}
-        for place in _header(file, path, nbytes, digest):
-            raw = torch.empty(place.nbytes, dtype=torch.uint8, device="cpu")
-            view = _view(raw)
-            for start in range(0, place.nbytes, PIECE):
-                piece = view[start : start + PIECE]
-                if file.readinto(piece) != len(piece):
-                    raise ValueError(f"{path}: got a file that was cut while it was read")
-                digest.update(piece)
-            state[place.name] = raw.view(place.dtype).view(place.shape)
+        for place in _header(file, path, written.nbytes, digest):
+            state[place.name] = _read_tensor(file, path, place, digest)
         if digest.hexdigest() != written.digest:
             raise ValueError(
                 f"{path}: got bytes with SHA-256 {digest.hexdigest()}, allowed is "
                 f"{written.digest}, as they were saved"
             )
     return state
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """A file to read. Raises ValueError at once for a pipe, a device or a folder."""
+    descriptor = os.open(path, os.O_RDONLY | (os.O_NONBLOCK if os.name == "posix" else 0))
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise ValueError(f"{path}: got a pipe, a device or a folder, allowed is a regular file")
+    return os.fdopen(descriptor, "rb")
+
+
+@contextmanager
+def _opened(path: Path, written: Written) -> Iterator[BinaryIO]:
+    with open_regular(path) as file:
+        nbytes = os.fstat(file.fileno()).st_size
+        if nbytes != written.nbytes:
+            raise ValueError(f"{path}: got {nbytes} bytes, allowed are the {written.nbytes} saved")
+        yield file
+
+
+def _read_tensor(file: BinaryIO, path: Path, place: _Place, digest: Any) -> Tensor:
+    raw = torch.empty(place.nbytes, dtype=torch.uint8, device="cpu")
+    view = _view(raw)
+    for start in range(0, place.nbytes, PIECE):
+        piece = view[start : start + PIECE]
+        if file.readinto(piece) != len(piece):  # type: ignore[attr-defined]  # of a buffered file
+            raise ValueError(f"{path}: got a file that was cut while it was read")
+        digest.update(piece)
+    return raw.view(place.dtype).view(place.shape)
 
 
 def _is_size(value: object) -> bool:

@@ -18,7 +18,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvindex.storage.safetensors import Written, read, to_disk, write
+from kvindex.storage.recipe import field
+from kvindex.storage.safetensors import (
+    MOST_HEADER_BYTES,
+    MOST_OUTLINE_BYTES,
+    Written,
+    open_regular,
+    outline,
+    read,
+    to_disk,
+    write,
+)
 from kvindex.storage.state import State
 
 FORMAT, VERSION = "kvindex", 3
@@ -68,8 +78,18 @@ def save_folder(
 
 
 def check_new(folder: str | os.PathLike[str]) -> Path:
-    """The path of a folder that can be made. Raises OSError, in words."""
-    path = Path(os.path.abspath(folder))
+    """The path of a folder that can be made.
+
+    Raises TypeError or ValueError for what is no path, and OSError for one that cannot be made.
+    """
+    try:
+        path = Path(os.path.abspath(folder))
+        os.fsencode(path)
+    except (TypeError, UnicodeEncodeError) as error:
+        kind = type(error) if isinstance(error, TypeError) else ValueError
+        raise kind(f"folder: got {folder!r}, allowed is a path as text ({error})") from error
+    if "\0" in str(path):
+        raise ValueError(f"folder: got {str(folder)!r}, allowed is a path without a NUL character")
     reason = None
     if os.path.lexists(path):
         reason = "is there already"
@@ -114,6 +134,11 @@ class SavedFolder:
             raise ValueError(
                 f"folder: got {str(folder)!r}, a saved {kind}, allowed is {' or '.join(kinds)}"
             )
+        for name in files:
+            if (path / name).exists() and not (path / name).is_file():
+                raise ValueError(
+                    f"{path / name}: got a pipe, a device or a folder, allowed is a regular file"
+                )
         there = {entry.name for entry in path.iterdir()} - {MANIFEST}
         for name in sorted(there ^ files.keys()):
             what = "has no" if name in files else "has a file that was not saved,"
@@ -123,19 +148,39 @@ class SavedFolder:
                 raise ValueError(f"{path / name}: got {size} bytes, allowed are {file.nbytes}")
         return SavedFolder(path, kind, about, files)
 
+    def outline(self, name: str) -> State:
+        """Tensors of a file; of a large file the large ones are on the meta device.
+
+        For a check before `part` reads them. Raises ValueError for a file that is not as it was
+        saved, as far as it is read.
+        """
+        file = self._named(name)
+        small = self.files[file].nbytes <= MOST_OUTLINE_BYTES
+        return (read if small else outline)(self.path / file, self.files[file])
+
     def part(self, name: str) -> State:
         """Tensors of a file. Raises ValueError for one that is not as it was saved."""
+        file = self._named(name)
+        return read(self.path / file, self.files[file])
+
+    def _named(self, name: str) -> str:
         file = name + ENDING
         if file not in self.files:
             raise ValueError(f"folder: got {str(self.path)!r}, which has no {file!r}")
-        return read(self.path / file, self.files[file])
+        return file
 
 
 def _manifest(path: Path) -> tuple[str, dict[str, Any], dict[str, Written]]:
     """Kind, about and files. Raises ValueError for a manifest that is not as it was saved."""
     try:
-        manifest = json.loads(path.read_bytes())
+        with open_regular(path) as file:
+            text = file.read(MOST_HEADER_BYTES + 1)
+        if len(text) > MOST_HEADER_BYTES:
+            raise ValueError(f"more than {MOST_HEADER_BYTES} bytes")
+        manifest = json.loads(text)
         got = manifest["format"], manifest["version"]
+        digest = manifest.pop("digest", None)
+        found = _digest(manifest)
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"{path}: got no manifest of {FORMAT}, allowed is what save() made") from (
             error
@@ -145,11 +190,17 @@ def _manifest(path: Path) -> tuple[str, dict[str, Any], dict[str, Written]]:
             f"{path}: got format {got[0]!r} of version {got[1]!r}, allowed is {FORMAT!r} of "
             f"version {' or '.join(map(str, READ))}"
         )
-    digest = manifest.pop("digest", None)
-    if digest != _digest(manifest):
+    if digest != found:
         raise ValueError(f"{path}: got a manifest that was changed after it was saved")
-    files = {name: Written(**file) for name, file in manifest["files"].items()}
-    return manifest["kind"], manifest["about"], files
+    where = f"{path}: manifest"
+    kind = field(manifest, "kind", str, where=where)
+    about = field(manifest, "about", dict, where=where)
+    files = {}
+    for name in field(manifest, "files", dict, where=where):
+        parts = f"{where}.files[{name!r}]"
+        nbytes = field(manifest["files"][name], "nbytes", int, where=parts)
+        files[name] = Written(nbytes, field(manifest["files"][name], "digest", str, where=parts))
+    return kind, about, files
 
 
 def _digest(manifest: Mapping[str, Any]) -> str:
