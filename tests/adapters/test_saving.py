@@ -12,6 +12,8 @@ from kvindex_adapters.hf import saving
 from tests.adapters.test_copies import LINEAR, go_on
 from tests.adapters.test_generation import Words
 from tests.adapters.tiny import build, prompt, steps
+from tests.saving.test_forged_folder import assert_each_field_is_checked, leaves
+from tests.support.forged import manifest_of, number, put, sign, tensors_of
 
 REGIONS = dict(index="exact", k=500, sink=4, local_window=8, update_every=8, dense_below=0)
 
@@ -229,3 +231,46 @@ with kvhf.attach(model, **REGIONS) as cache:
         *(model, Words(), ids), index="exact", k=500, max_new_tokens=5, attach_options=options
     )
     assert done.stdout.splitlines()[-1:] == [str(want.answer_ids.tolist())], done.stderr
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_next"])
+def test_each_field_of_the_manifest_of_a_cache_is_checked(tmp_path, monkeypatch, family):
+    linear = dict(layer_types=["linear_attention", "full_attention"] * 2, **LINEAR)
+    model = build(family, **(linear if family == "qwen3_next" else {"num_hidden_layers": 2}))
+    with kvhf.attach(model, **REGIONS) as cache:
+        steps(model, cache, prompt(1, 20), [19, 1])
+        cache.save(tmp_path / "saved")
+
+    def load():
+        with kvhf.attach(model, **REGIONS) as cache:
+            try:
+                cache.load(tmp_path / "saved")
+            finally:
+                cache.reset()
+
+    if family == "llama":
+        assert_each_field_is_checked(tmp_path / "saved", load, wrong=(leaves,))
+    monkeypatch.setattr(saving, "check_identity", lambda *_: None)  # which reads all weights
+    wrong = (leaves, None, "x")
+    assert_each_field_is_checked(tmp_path / "saved", load, wrong=wrong, but=("about", "model"))
+
+
+def test_a_forged_cache_is_refused(model, folder):
+    def refused(match):
+        with kvhf.attach(model, **REGIONS) as cache:
+            with pytest.raises(ValueError, match=match):
+                cache.load(folder)
+            assert cache.get_seq_length() == 0
+
+    before = manifest_of(folder)
+    manifest = manifest_of(folder)
+    manifest["about"]["layers"][0]["geometry"]["head_dim"] = 2**20
+    sign(folder, manifest)
+    refused("geometry.head_dim: got 1048576, allowed is 1 to 4096")
+    sign(folder, before)
+    state = tensors_of(folder, "layer-000.safetensors")
+    put(folder, state | {"attention.index.length": number(10**9)}, "layer-000.safetensors")
+    refused(r"layer 0 .*state\['rows'\]")
+    put(folder, state, "layer-000.safetensors")
+    put(folder, {"ids": torch.arange(39)}, "tokens.safetensors")
+    refused(r"state\['ids'\]: got torch.int64 \[39\], allowed is torch.int64 \[40\]")

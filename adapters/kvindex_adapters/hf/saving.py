@@ -11,7 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kvindex.storage.recipe import as_json, from_json
+from kvindex.storage.layout import TensorSpec, check_layout
+from kvindex.storage.recipe import as_json, field, geometry_from
+from kvindex.storage.safetensors import DTYPES
 from kvindex.storage.saved import SavedFolder, save_folder
 from kvindex.storage.state import State, above, below
 from kvindex_adapters.hf.cache_layer import IndexedLayer
@@ -77,22 +79,41 @@ def load_cache(
     the layers are then of no use. Raises what `model_probe.probe` raises.
     """
     saved = open_cache(folder)
-    about = saved.about
-    check_identity(about["model"], partial(saved.part, PROBE), decoder, config)
-    if len(about["layers"]) != len(layers):
-        got = len(about["layers"])
+    of_layers = field(saved.about, "layers", list, where="about")
+    has_ids = field(saved.about, "ids", bool, where="about")
+    try:
+        model = field(saved.about, "model", dict, where="about")
+        check_identity(model, partial(saved.part, PROBE), decoder, config)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"about.model: got fields that cannot be compared ({error!r}), allowed is what save() "
+            "wrote"
+        ) from error
+    if len(of_layers) != len(layers):
+        got = len(of_layers)
         raise ValueError(f"folder: got a cache of {got} layers, allowed is {len(layers)}")
-    for number, (layer, described) in enumerate(zip(layers, about["layers"], strict=True)):
+    for number, (layer, described) in enumerate(zip(layers, of_layers, strict=True)):
         device = layer_device(decoder, number)
         try:
-            _restore(layer, described, saved.part(_name(number)), device)
+            _restore(layer, described, saved, _name(number), device)
         except ValueError as error:
             raise ValueError(f"cache: layer {number} of {str(folder)!r} is refused: {error}") from (
                 error
             )
-    if not about["ids"]:
+    lengths = {len(layer.attention) for layer in layers if _attention(layer) is not None}
+    if len(lengths) > 1:
+        raise ValueError(
+            f"folder: got {str(folder)!r}, whose layers hold {sorted(lengths)} tokens, allowed is "
+            "one number"
+        )
+    if not has_ids:
         return None, None
-    tokens = saved.part(TOKENS)
+    tokens, length = saved.part(TOKENS), max(lengths, default=None)
+    layout = {
+        "ids": TensorSpec("n" if length is None else str(length), torch.int64, least=0),
+        MESSAGES: TensorSpec("m", torch.uint8, optional=True),
+    }
+    check_layout(layout, tokens, {})
     messages = _from_bytes(tokens[MESSAGES]) if MESSAGES in tokens else None
     return tokens["ids"], None if messages is None else Conversation(tokens["ids"], messages)
 
@@ -144,21 +165,57 @@ def _tensors(layer: Any) -> State:
     return state
 
 
-def _restore(layer: Any, described: Any, state: State, device: torch.device) -> None:
+def _attention(layer: Any) -> Any:
+    return layer.attention if isinstance(layer, IndexedLayer) else None
+
+
+def _restore(
+    layer: Any, described: Any, saved: SavedFolder, part: str, device: torch.device
+) -> None:
     """What `_described` and `_tensors` gave becomes that of an empty layer."""
-    if described["class"] != _class(layer):
+    kind = field(described, "class", str, where="layer")
+    if kind != _class(layer):
         raise ValueError(
-            f"layer: got a {described['class']}, allowed is {_class(layer)} "
+            f"layer: got a {kind}, allowed is {_class(layer)} "
             "(which layers have an index, attach(dense_layers=…) decides)"
         )
+    made = None
     if "geometry" in described:
-        geometry = described["geometry"]
-        geometry = {**geometry, "dtype": from_json(torch.dtype, geometry["dtype"])}
+        if not isinstance(layer, IndexedLayer):
+            raise ValueError(f"layer.geometry: got one, allowed is none of a {kind}")
+        sizes = field(described, "geometry", dict, where="layer") | {"rope": None}
+        geometry = geometry_from(sizes, None, {})
+        geometry.pop("rope")  # the attached model's
         made = layer.make(**geometry, device=device)
+        made.check_state(below("attention", saved.outline(part)))  # before a large file is read
+    state = saved.part(part)
+    if made is not None:
         made.load_state_dict(below("attention", state))
         layer.attention = made
-    for name, value in _unpacked(described["attributes"], state, device).items():
+    values = _unpacked(field(described, "attributes", dict, where="layer"), state, device)
+    _check_attributes(layer, values)
+    for name, value in values.items():
         setattr(layer, name, value)
+
+
+def _check_attributes(layer: Any, values: Any) -> None:
+    """Raises ValueError for what are no attributes of a layer, or no keys and values."""
+    if not isinstance(values, dict):
+        raise ValueError(f"layer.attributes: got {values!r}, allowed is a dict")
+    methods = {
+        name for kind in type(layer).__mro__ for name, part in vars(kind).items() if callable(part)
+    }
+    for name in values:
+        if not isinstance(name, str) or name in methods:
+            raise ValueError(f"layer.attributes: got {name!r}, allowed are names of its state")
+    rows = [values[name] for name in ("keys", "values") if values.get(name) is not None]
+    fits = [isinstance(part, Tensor) and part.ndim == 4 for part in rows]
+    if rows and not (len(rows) == 2 and all(fits) and rows[0].shape[:3] == rows[1].shape[:3]):
+        got = [list(part.shape) if isinstance(part, Tensor) else part for part in rows]
+        raise ValueError(
+            f"layer.keys, layer.values: got {got}, allowed are tensors [B, G, N, D] and "
+            "[B, G, N, Dv], or neither"
+        )
 
 
 def _class(layer: Any) -> str:
@@ -195,9 +252,20 @@ def _unpacked(value: Any, state: State, device: torch.device) -> Any:
     """The value of which `_packed` gave this."""
     if not isinstance(value, dict):
         return value
-    ((kind, one),) = value.items()
-    if kind == "tensor":
+    ((kind, one),) = value.items() if len(value) == 1 else ((None, value),)
+    if kind == "tensor" and isinstance(one, str) and one in state:
         return state[one].to(device)
-    if kind == "dict":
+    if kind == "dict" and isinstance(one, list) and all(_is_item(part) for part in one):
         return {key: _unpacked(part, state, device) for key, part in one}
-    return device if kind == "device" else from_json(torch.dtype, one)
+    if kind == "device":
+        return device
+    if kind == "dtype" and isinstance(one, str) and one in DTYPES:
+        return DTYPES[one]
+    raise ValueError(
+        f"layer.attributes: got {value}, allowed is a tensor of the file, a dtype, a device or a "
+        "dict of these"
+    )
+
+
+def _is_item(part: Any) -> bool:
+    return isinstance(part, list) and len(part) == 2 and isinstance(part[0], str | int)
