@@ -59,7 +59,8 @@ class Hooks(Capable, DeferredChecks, ABC, guarded=False):
         """Hits for finite queries `[B, H, D]`; the index holds at least one valid token."""
 
     def _search_coverage(self, queries: Tensor, k: int, coverage: float) -> Hits:
-        """As `_search`, but no more rows than hold the share `coverage`, and `Hits.coverage`."""
+        """As `_search`, but no more rows than hold the share `coverage` by an estimate, which is
+        `Hits.coverage`."""
         raise NotImplementedError  # `check_coverage` has refused
 
     def check_coverage(self, coverage: float) -> None:
@@ -118,12 +119,18 @@ class Hooks(Capable, DeferredChecks, ABC, guarded=False):
         """What one of those above returned becomes the index's statistics."""
 
     def _layout(self, held: Held) -> Layout:
-        """Declare the tensors of a state that holds so much, by name, so that a damaged or forged
-        one is not loaded: `codes.…`, `learned.…`, and `statistics.…` beyond their annotations.
+        """Declare the tensors of a state, so that a damaged or forged one is not loaded.
 
-        Sizes of axes that have names: `B`, `G`, `H`, `D`, `N` as everywhere, `Dv` the value
-        dimension, `g` query heads of a KV head. A name that is not declared may be any tensor
-        `[B, G, N, ...]` of codes, `[B, ...]` of what is learned.
+        For example `{"codes.norms": TensorSpec("B G N 1", torch.float32, least=0)}`. A name that is
+        not declared may be any finite tensor: `[B, G, N, ...]` of `codes.…`, `[B, ...]` of
+        `learned.…`, and of `statistics.…` what the attribute's annotation says.
+
+        Args:
+            held: What the state says that it contains.
+
+        Returns:
+            Name -> what the tensor must be like. Named sizes of axes are `B`, `G`, `H`, `D` and `N`
+            as everywhere, `Dv` (value dimension) and `g` (query heads of a KV head).
         """
         return {}
 
