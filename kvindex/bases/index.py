@@ -199,8 +199,9 @@ class BaseIndex(ReadingIndex):
     def search(self, queries: Tensor, *, k: int, coverage: float | None = None) -> Hits:
         """The `k` rows per KV head that queries `[B, H, D]` should attend to.
 
-        coverage: in (0, 1]: slots stay unused once every head of the group is believed to find this
-        share of the index's attention in the rows before; `Hits.coverage` is what each finds.
+        coverage: in (0, 1]: slots stay unused once every head of the group is estimated to find
+        this fraction of the index's attention in the rows before; `Hits.coverage` is the estimate
+        of each. The truth may be lower, but for `exact`.
 
         Raises ValueError or TypeError for a wrong tensor, NaN or infinity in it, a k out of range,
         or a coverage out of range or of an index that cannot tell it.

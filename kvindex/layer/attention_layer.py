@@ -40,11 +40,12 @@ from kvindex.storage.saved import save_folder
 class AttentionLayer(JoinsSteps, CapturedSteps):
     """Attention over an index: append, attend, and let old tokens go into the index.
 
-    index: empty; k: rows per KV head that a step retrieves; coverage: fewer, where fewer hold this
-    share of the index's attention (`KVIndex.search`); sink, local_window, update_every: sizes of
-    the regions in tokens; dense_below: while the sequence is shorter, attention is dense (the index
-    fills all the same); search_up_to: a step of up to so many tokens after others searches, each of
-    its tokens for itself, as in verifying what was speculated; a longer one is a piece of a prompt.
+    index: empty; k: rows per KV head that a step retrieves; coverage: fewer, where fewer are
+    estimated to hold this fraction of the index's attention (`KVIndex.search`); sink, local_window,
+    update_every: sizes of the regions in tokens; dense_below: while the sequence is shorter,
+    attention is dense (the index fills all the same); search_up_to: a step of up to so many tokens
+    after others searches, each of its tokens for itself, as in verifying what was speculated; a
+    longer one is a piece of a prompt.
 
     Into an index of blocks (`protocol.EncodesBlocks`) go whole ones, where `update_every` is a
     multiple of them. Of an index whose appends run beside searches (`protocol.AppendsAsync`),

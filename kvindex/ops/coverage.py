@@ -1,4 +1,5 @@
-"""Coverage: the share of attention of a ranked list of rows, and how many rows reach a target.
+"""Coverage: an estimate of the attention that a ranked list of rows holds, and of how many reach
+a target. Of true logits it is exact.
 
 Shares are over the rows of the index; a layer attends to its sink and window besides. They come
 from estimated logits: noise of standard deviation `σ` makes the mean of `exp` larger by

@@ -3,8 +3,9 @@
 Duffield, Lund and Thorup, Priority Sampling for Estimation of Arbitrary Subset Sums (2007). Every
 key has a number `u` in (0, 1) of its own. A row is drawn if its priority `size / u` is above the
 threshold `τ`, which is the (k+1)-th largest: given the other keys' numbers that has the chance
-`π = min(1, size / τ)`, and sums weighted with `1 / π` are right on average. A draw among drawn
-candidates by the same `u` is one draw: `u` is below both `size / τ`, so `π` is the smaller one.
+`π = min(1, size / τ)`, and sums weighted with `1 / π` are right on average; those with a lower
+power of it (`temper`) are not. A draw among drawn candidates by the same `u` is one draw: `u` is
+below both `size / τ`, so `π` is the smaller one.
 Here are logarithms throughout: a priority is the size's logarithm and noise, `-log u`.
 
 Candidates are drawn by integers, whose unit is `2^-16` of an octave, so that all backends draw the
@@ -178,6 +179,8 @@ def draw(sizes: Tensor, noises: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]
 def temper(k: int) -> float:
     """The power of `1 / π` that weighs `k` rows where a lower error is worth a bias.
 
+    A sum of `n` rows then lacks up to `1 - ((k - 1/2) / n)^(1 / √k)` of itself on average, most of
+    it where all are alike (docs/pipeline/rerank.md#bias-of-tempered-weights).
     A row that stands for many makes a softmax of few rows err more than leaving out a part of what
     it stands for does. Chosen on keys of a model (docs/decisions/0026-signs-together.md).
     """

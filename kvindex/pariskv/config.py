@@ -90,7 +90,8 @@ class ParisKVConfig:
     group: how query heads agree on the estimates (`kvindex.ops.group`).
     draw: "none": the best rows; "priority": candidates and rows are drawn in proportion to what
       votes and estimates make of their shares, and weighted by `1 / π` (`kvindex.ops.priority`);
-      "tempered": by a lower power of it, `1 - 1 / √k` (`ops.priority.temper`).
+      "tempered": by a lower power of it, `1 - 1 / √k`, which is biased and errs less
+      (`ops.priority.temper`).
     seed: of the rotation's signs, and of what is drawn.
     """
 

@@ -18,7 +18,8 @@ def search(tokens: Tokens, queries: Queries, k: int) -> Hits:
 
 
 def search_coverage(tokens: Tokens, queries: Queries, k: int, coverage: float) -> Hits:
-    """As `search`, but no more rows than hold the share `coverage`, and `Hits.coverage`.
+    """As `search`, but no more rows than hold the share `coverage` by an estimate, which is
+    `Hits.coverage`.
 
     What the candidates leave out is judged by a sample of it.
     """

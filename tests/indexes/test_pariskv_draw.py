@@ -184,3 +184,24 @@ def test_the_best_rows_are_taken_where_a_coverage_is_asked_for(index):
 def test_rows_that_are_drawn_are_not_drawn_from():
     with pytest.raises(ValueError, match="whose rows stand for others already"):
         CASE.index("pariskv:preset=drawn+sample")
+
+
+@pytest.mark.parametrize("draw", ["tempered", "priority"])
+def test_the_attention_that_tempered_rows_stand_for_is_too_little_and_no_less_than_the_bound(draw):
+    """Random keys, one head, 16 of 300 rows: the sum of a softmax by the rows that were sampled.
+
+    Of 400 sequences: means lie within 6 of their standard errors.
+    """
+    case = Case(q_heads=1, kv_heads=1, head_dim=64, value_dim=64, batch=400)
+    index = case.index("pariskv", draw=draw)
+    index.append(*case.tokens(300))
+    queries = case.queries()
+    hits = index.search(queries, k=16)
+    logits = (case.tokens(300)[0] @ queries[:, 0, :, None])[:, 0, :, 0] * case.head_dim**-0.5
+    shares = logits.softmax(-1).gather(-1, hits.ids[:, 0].clamp_min(0))
+    lacks = 1 - (shares * hits.log_weight[:, 0].exp()).sum(-1).double()
+    error = float(lacks.std()) / math.sqrt(len(lacks))
+    if draw == "priority":
+        assert abs(float(lacks.mean())) <= 6 * error
+    else:
+        assert 6 * error <= float(lacks.mean()) <= 1 - (15.5 / 300) ** 0.25 + 6 * error

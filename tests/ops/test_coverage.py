@@ -98,6 +98,20 @@ def test_pariskv_believes_what_is_nearly_true(preset, coverage):
     assert ((more.ids >= 0).sum(-1) >= fewer).all()
 
 
+@pytest.mark.parametrize("spec", ["pariskv", "pariskv:preset=precise"])
+def test_only_exact_search_promises_what_was_asked_for(spec):
+    """Of other indexes it is an estimate: some heads truly find less."""
+    keys, values, queries = spread(CASE, strength=1.0)
+    met = []
+    for name in ("exact", spec):
+        index = CASE.index(name)
+        index.append(keys, values)
+        hits = index.search(queries, k=COUNT, coverage=0.5)
+        met.append(held(CASE, hits, true_shares(CASE, keys, queries)) >= 0.5 - 1e-6)
+    assert met[0].all()
+    assert not met[1].all()
+
+
 @pytest.mark.parametrize("bits", [0, 1, 3, 5])
 @pytest.mark.parametrize("block", ["subspace", "key"])
 def test_error_bars_cover_what_they_say(block, bits):

@@ -219,3 +219,46 @@ def test_all_keys_are_candidates_where_there_are_no_more():
     every = [priority.LEAST, priority.LEAST + 1]
     want = [every, [0, priority.STEP], [-priority.STEP, 0], every]
     assert priority.thresholds(same, limits)[:, 0].tolist() == want
+
+
+def tempered_bias(sizes, k, noises):
+    """What tempered sums of the sizes' exponentials lack of the true one, and its standard error.
+
+    A fraction of the true sum; sizes float32 `[n]`, noises `[SEEDS, n]`.
+    """
+    _, positions, chances = priority.draw(sizes.expand(len(noises), -1), noises, k)
+    weights = (-chances.double() * priority.temper(k)).exp()
+    parts = weights * sizes.double().softmax(-1)[positions.clamp_min(0)]
+    lacks = 1 - torch.where(positions < 0, 0, parts).sum(-1)
+    return float(lacks.mean()), float(lacks.std()) / math.sqrt(len(noises))
+
+
+def most_tempered_bias(k, n):
+    """The bound in docs/pipeline/rerank.md."""
+    return 1 - ((k - 0.5) / n) ** (1 / math.sqrt(k))
+
+
+@pytest.mark.parametrize(("n", "k"), [(300, 16), (300, 64), (60, 8), (60, 2), (60, 1)])
+@pytest.mark.parametrize("spread", [0.0, 0.3, 1.0, 3.0, "one large", "two kinds"])
+def test_tempered_sums_lack_no_more_than_the_bound(n, k, spread):
+    """Of weights of any kind. Means lie within 6 of their standard errors of what they estimate."""
+    own, numbers = torch.zeros(n), torch.randn(n, generator=torch.Generator().manual_seed(n))
+    if spread == "one large":
+        own[7] = 5.0
+    elif spread == "two kinds":
+        own[::10] = 3.0
+    else:
+        own = spread * numbers
+    ids, seeds = torch.arange(n), torch.arange(6_000)[:, None] * 12_345_677
+    lacks, error = tempered_bias(own, k, nats(priority.noise(ids, seeds)))
+    assert lacks >= -6 * error  # never too much
+    assert lacks <= most_tempered_bias(k, n) + 6 * error + 1e-6
+    if spread == 0.0 and k > 1:  # equal weights are the worst: there the bound is nearly reached
+        assert lacks >= 1 - (k / n) ** (1 / math.sqrt(k)) - 6 * error
+
+
+def test_the_bound_is_as_docs_say():
+    assert round(most_tempered_bias(16, 300), 2) == 0.52
+    assert round(most_tempered_bias(100, 131_072), 2) == 0.51
+    assert round(most_tempered_bias(1_000, 131_072), 2) == 0.14
+    assert most_tempered_bias(2**20, 2**20) < 1e-6

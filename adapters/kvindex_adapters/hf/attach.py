@@ -57,8 +57,8 @@ def attach(
 
     model: of transformers, or a `PeftModel` around one, whose adapters are in its weights.
     index: a name, a line such as `"pariskv:beta=.05"`, or a factory called with the geometry;
-    k: rows per KV head that a step retrieves; coverage: fewer, where the index believes that fewer
-    hold this share of its attention; sink, local_window, update_every: sizes of the regions
+    k: rows per KV head that a step retrieves; coverage: fewer, where the index estimates that
+    fewer hold this much of its attention; sink, local_window, update_every: sizes of the regions
     (`AttentionLayer`); dense_below: below this many tokens the index fills but attention is
     dense; search_up_to: a step of up to so many tokens searches, a longer one attends to everything
     (above 1 for assisted decoding); dense_layers: layers that keep transformers' own cache;

@@ -35,7 +35,8 @@ class KVIndex(Protocol):
     def search(self, queries: Tensor, *, k: int, coverage: float | None = None) -> Hits:
         """The `k` rows per KV head that queries `[B, H, D]` should attend to.
 
-        coverage: fewer, where fewer hold this share of the attention (some indexes only).
+        coverage: fewer, where fewer are estimated to hold this fraction of the attention (some
+        indexes only).
         """
         ...
 

@@ -23,8 +23,8 @@ class Hits:
     ids: int64 `[B, G, K]`; `-1` marks an unused slot, lower ids name rows that are not tokens.
     scores: float32 `[B, G, K]`, descending; what the group of query heads agreed on.
     log_weight: float32 `[B, H, K]` added to the attention logit before softmax, or None (zeros).
-    coverage: float32 `[B, H]`, the share of the index's attention that each query head is believed
-      to find in these rows, where the search was asked for one; else None.
+    coverage: float32 `[B, H]`, the fraction of the index's attention that each query head finds in
+      these rows by an estimate, where the search was asked for one; else None.
     """
 
     ids: Tensor
