@@ -28,16 +28,19 @@ of them in device memory (where it fits; `dense`: torch's kernel over just so ma
 the decoder's own, which the device tells how many there are), and through the index, where
 attention is so sharp that `--hit-rate` of the rows wanted from the host lie in the cache of rows
 (`cached`), and where that is emptied before each token (`uncached`). Inputs are new each time;
-`tokens_per_s` is of all sequences together. Milliseconds of the device (`device_ms`) and between
-two tokens that the host reads (`token_ms`), updates of the windows among them; `ratio`: to `dense`,
-or to `weights`; `floor_ms`: the weights' bytes at the rate at which a sum reads memory.
+`tokens_per_s` is of all sequences together. Milliseconds of the device (`device_ms`), and as the
+host reads tokens (`token_ms`: the mean of a turn, from a device without work to the turn's last
+token, `between_ms`: of single ones), updates of the windows among them; `ratio`: to `dense`, or to
+`weights`; `floor_ms`: the weights' bytes at the rate at which a sum reads memory. A round of which
+a figure is below the floor ends the run with an error, and is not written.
 Before that the tokens of two layers by graphs must be those by steps; else nothing is timed.
 
 `--through transformers` (key `transformers`): a model of transformers of that shape, with random
 weights, writes tokens drawn at random through `attach`, whole tokens as graphs of the decoder's
 kernels (`fused`, on a GPU with Triton) or of the model's own forward (`token_graph`), or a graph
 for each layer's step (`layer_graphs`), beside the `decoder` with the same weights, which `ratio` is
-to; both hold N tokens a layer, in indexes of their own. `token_ms` alone.
+to; both hold N tokens a layer, in indexes of their own. `token_ms` and `floor_ms` alone, from the
+first token of a turn on.
 
 `--prefill N` (key `prefill`): the decoder reads N random tokens layer by layer, into an index
 (`indexed`) and without one (`full`, where all rows fit), the last token's logits alone: seconds of
@@ -71,7 +74,7 @@ from benchmarks.common.attached import Marks
 from benchmarks.common.decoding import LOCAL, Decoding
 from benchmarks.common.reading import add_model, described, loaded, write
 from benchmarks.common.shapes import SHAPES
-from benchmarks.common.timing import Figures, in_turns
+from benchmarks.common.timing import Figures, drained, in_turns
 from benchmarks.common.workload import D, G, H
 from kvindex.core.geometry import Geometry
 from kvindex_adapters.decoder.quantized import PLAIN, WEIGHTS
@@ -183,6 +186,7 @@ class Writer:
 
     def turn(self, count: int) -> Figures:
         """Milliseconds per token of `count` more, from the first to the last."""
+        drained()
         marks, options = Marks(), dict(max_new_tokens=count, min_new_tokens=count)
         self.ids = self._model.generate(
             input_ids=self.ids,
@@ -193,8 +197,7 @@ class Writer:
             **options,
             **ONE_ANSWER,
         )
-        at = [1e3 * mark for mark in marks.at[1:]]
-        return {"token_ms": [(at[-1] - at[0]) / (len(at) - 1)]}
+        return marks.figures()
 
 
 def measured_model(given: argparse.Namespace, end: float) -> Iterator[dict[str, Any]]:

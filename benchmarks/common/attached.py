@@ -7,7 +7,6 @@ import statistics
 import time
 from collections.abc import Iterator
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -15,8 +14,8 @@ from torch import Tensor
 from transformers.generation.streamers import BaseStreamer
 
 from benchmarks.common import token, workload
-from benchmarks.common.shapes import SHAPES, model_of
-from benchmarks.common.timing import Figures, in_turns, settled
+from benchmarks.common.shapes import SHAPES, bytes_read, model_of
+from benchmarks.common.timing import Figures, check_floor, drained, in_turns, of_tokens, settled
 from kvindex_adapters.hf.attach import attach
 from kvindex_adapters.hf.cache import IndexCache
 from kvindex_adapters.hf.generate import ONE_ANSWER
@@ -34,11 +33,17 @@ class Marks(BaseStreamer):
         self.at: list[float] = []
 
     def put(self, value: Tensor) -> None:
-        """One more."""
+        """One more; the first token of the answer leaves nothing under way."""
+        if len(self.at) == 1:
+            drained()
         self.at.append(time.perf_counter())
 
     def end(self) -> None:
         """No more come."""
+
+    def figures(self) -> Figures:
+        """Of all tokens after the first one."""
+        return of_tokens(self.at[1:])
 
 
 class Attached:
@@ -58,7 +63,11 @@ class Attached:
         settled()
 
     def turn(self, count: int, graph: TokenGraph | None) -> Figures:
-        """Milliseconds between two of so many tokens that the host reads; graph: of whole ones."""
+        """Milliseconds of so many tokens but the first, as the host reads them (`of_tokens`).
+
+        graph: of whole ones.
+        """
+        drained()
         self._cache.token_graph = graph
         marks, options = Marks(), dict(max_new_tokens=count, do_sample=True, top_k=0, top_p=1.0)
         self._ids = self._model.generate(
@@ -68,7 +77,7 @@ class Attached:
             streamer=marks,
             **decoding_options(self._model, None, self._cache, marks, {**options, **ONE_ANSWER}),
         )
-        return {"token_ms": [1e3 * (new - old) for old, new in pairwise(marks.at[1:])]}
+        return marks.figures()
 
 
 def measured(given: argparse.Namespace, end: float) -> Iterator[dict[str, Any]]:
@@ -79,11 +88,13 @@ def measured(given: argparse.Namespace, end: float) -> Iterator[dict[str, Any]]:
     room = 4 * given.written + (given.written // given.turn + 4) * token.WARM
     model = model_of(shape, g, given.context + room)
     weights = read_weights(model)
+    rate, read = token.read_rate(g.device), bytes_read(weights)
     layers = token.indexed(g, given.index, given.context, shape.layers, room)
     decoder = token.Plan(shape, g, weights, layers, fused=not given.torch_products)
     decoder.turn(token.WARM)
     about: dict[str, Any] = dict(shape=shape._asdict(), context=given.context, k=token.K)
     about |= dict(sink=token.SINK, window=token.LOCAL, update_every=token.UPDATE)
+    about |= dict(weights_bytes=read, read_bytes_per_s=rate, floor_ms=1e3 * read / rate)
     about["sharpness"] = token.sharpen_for(weights, decoder, given.hit_rate)
     options: Any = dict(k=token.K, sink=token.SINK, local_window=token.LOCAL)
     options |= dict(update_every=token.UPDATE, dense_below=0, token_graph=True)
@@ -110,6 +121,7 @@ def measured(given: argparse.Namespace, end: float) -> Iterator[dict[str, Any]]:
         about["hit_rates"] = {name: [] for name in plans}
         for found in in_turns(turns, given.written // given.turn, end, "decoder"):
             reports = {name: graph.report for name, graph in graphs.items() if graph is not None}
+            check_floor(found, plans, about["floor_ms"])
             yield about | found | {"replays": reports}
 
 
@@ -117,6 +129,7 @@ def shown(found: dict[str, Any]) -> Iterator[str]:
     """What was measured, a line for each plan."""
     if not found["rounds"]:
         return
+    yield f"floor {found['floor_ms']:.2f} ms: {found['weights_bytes'] / 1e9:.2f} GB of weights"
     for plan, rates in found["hit_rates"].items():
         ms, low, high = (found[plan][f"token_ms{part}"] for part in ("", "_low", "_high"))
         line = f"{plan:12} {ms:6.2f} ms ({low:.2f} to {high:.2f})"

@@ -12,7 +12,7 @@ import torch
 
 from benchmarks.common import token, workload
 from benchmarks.common.shapes import SHAPES, bytes_read, weights_of
-from benchmarks.common.timing import Figures, in_turns
+from benchmarks.common.timing import Figures, check_floor, in_turns
 from kvindex_adapters.llama.fused import refusal
 
 
@@ -49,7 +49,7 @@ def measured(given: argparse.Namespace, end: float) -> Iterator[dict[str, Any]]:
 
     def noted(name: str, run: Callable[[], Figures]) -> Figures:
         found = run()
-        written[name] += found["token_ms"]
+        written[name] += found["between_ms"]
         return found
 
     def turn(name: str, before: Callable[[], None] | None) -> Figures:
@@ -86,6 +86,7 @@ def measured(given: argparse.Namespace, end: float) -> Iterator[dict[str, Any]]:
         if found["rounds"]:
             per_s = {name: 1e3 * given.batch / found[name]["token_ms"] for name in turns}
             found["tokens_per_s"] = per_s
+        check_floor(found, turns, about["floor_ms"])
         yield about | found
 
 

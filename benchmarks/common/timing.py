@@ -5,7 +5,8 @@ from __future__ import annotations
 import statistics
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -74,9 +75,41 @@ def settled() -> float:
     for thread in threading.enumerate():
         if thread.name == "kvindex-pin":
             thread.join()
+    drained()
+    return time.perf_counter() - start
+
+
+def drained() -> None:
+    """Wait until the device has done all that was launched: no later turn is to time it."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
-    return time.perf_counter() - start
+
+
+def of_tokens(at: list[float]) -> Figures:
+    """Milliseconds of tokens, by the seconds at which the host read them.
+
+    at: the first is that of a drained device, before all tokens that are counted. `token_ms` is
+    their mean: a host that is late reads several at once, so that single intervals, `between_ms`,
+    may be shorter than any token takes.
+    """
+    between = [1e3 * (new - old) for old, new in pairwise(at)]
+    return {"token_ms": [sum(between) / len(between)], "between_ms": between}
+
+
+def check_floor(found: Mapping[str, Any], plans: Iterable[str], floor_ms: float) -> None:
+    """Raises SystemExit for a plan that took less than reading the weights takes.
+
+    found: as `in_turns` gives it.
+    """
+    for plan in plans if found["rounds"] else ():
+        for name in ("device_ms", "token_ms"):
+            for ms in found[plan].get(f"{name}_rounds", []):
+                if ms < floor_ms:
+                    raise SystemExit(
+                        f"{plan}: got {ms:.3f} ms for a token ({name}), allowed is at least "
+                        f"{floor_ms:.3f} ms, in which memory is read once for its weights; the "
+                        "measurement is wrong, and nothing of this round is written"
+                    )
 
 
 def in_turns(

@@ -10,7 +10,6 @@ import gc
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -19,7 +18,7 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 import kvindex
 from benchmarks.common import workload
 from benchmarks.common.shapes import Shape, sharpen, weights_of
-from benchmarks.common.timing import Figures, settled
+from benchmarks.common.timing import Figures, drained, of_tokens, settled
 from kvindex.core.capability import required
 from kvindex.core.geometry import Geometry
 from kvindex.core.protocol import Reserves
@@ -213,13 +212,20 @@ class Plan:
         return torch.cat(made)
 
     def turn(self, count: int, before: Callable[[], None] | None = None) -> Figures:
-        """Milliseconds of `count` tokens: of the device, and between two that the host reads.
+        """Milliseconds of `count` tokens: of the device, and as the host reads them (`of_tokens`).
 
-        before: called before each token, and not among the device's.
+        All are launched and read in the turn, which begins with a drained device. before: called
+        before each token, and not among the device's.
         """
+        drained()
         token = self._session.token
         batch, ring = len(token), TokenRing(len(token), token.device)
-        marks, at = [], []
+        marks, at = [], [time.perf_counter()]
+
+        def take() -> None:
+            ring.take()
+            at.append(time.perf_counter())
+
         for _ in range(count):
             # in place of the tokens that were chosen, some that surely were not there before
             first = self._written % (len(self._ids) - batch)
@@ -232,11 +238,10 @@ class Plan:
             marks.append((start, Mark(token.device)))
             ring.put(token[:, 0])
             if len(ring) > self._graph.ahead:
-                ring.take()
-                at.append(1e3 * time.perf_counter())
-        ring.wait()
-        device = [start.until(stop) for start, stop in marks]
-        return {"device_ms": device, "token_ms": [new - old for old, new in pairwise(at)]}
+                take()
+        while len(ring):
+            take()
+        return {"device_ms": [start.until(stop) for start, stop in marks], **of_tokens(at)}
 
 
 class Mark:

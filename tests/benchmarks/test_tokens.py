@@ -85,7 +85,8 @@ def test_tokens_of_transformers_are_timed_beside_the_decoders(tiny_decoder, monk
         replays, tokens = map(int, re.findall(r"\d+", told)[:2])
         assert replays > tokens // 2
         assert graphs.replays > 2 * replays  # the decoder's too
-    assert len([*attached.shown(found)]) == 6
+    assert len([*attached.shown(found)]) == 7
+    assert min(found[plan]["token_ms"] for plan in found["hit_rates"]) > found["floor_ms"]
 
 
 @pytest.mark.slow
