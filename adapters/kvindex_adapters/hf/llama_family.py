@@ -14,7 +14,7 @@ from transformers import (
 )
 from transformers.activations import ACT2FN
 
-from kvindex_adapters.hf.rotary import CHANGING
+from kvindex_adapters.hf.rotary import depends_on_length
 from kvindex_adapters.hf.unsupported import UnsupportedError
 
 CLASSES = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
@@ -99,7 +99,7 @@ def _full_name(kind: type) -> str:
 
 def _check_rotary(rotary: Any, head_dim: int) -> None:
     """Raises UnsupportedError for angles that depend on the length, or on a part of a head."""
-    if rotary.rope_type in CHANGING:
+    if depends_on_length(rotary.rope_type):
         raise UnsupportedError(
             f"rope_type: got {rotary.rope_type!r}, whose frequencies depend on the length of the "
             "sequence; allowed are those that do not"

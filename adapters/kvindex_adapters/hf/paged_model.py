@@ -16,6 +16,7 @@ from kvindex_adapters.hf.attachment import attached
 from kvindex_adapters.hf.model_patch import IMPLEMENTATION, Substitute
 from kvindex_adapters.hf.paged_attention import NAME
 from kvindex_adapters.hf.parallel import rank
+from kvindex_adapters.hf.rotary import length_dependent
 from kvindex_adapters.hf.unsupported import (
     UnsupportedError,
     has_indexer,
@@ -132,6 +133,11 @@ def check_paged_model(model: nn.Module, config: Any, layers: list[Any]) -> None:
             kinds - {"DynamicLayer", "DynamicSlidingWindowLayer"},
             f"cache layers {sorted(kinds)}",
             "full and sliding attention, which is all that transformers' paged cache knows",
+        ),
+        (
+            length_dependent(model),
+            "rotary frequencies that depend on the length",
+            "those that do not: requests of a step would all get those of the longest one",
         ),
         (vars(config).get("compile_config"), "a compile_config", "None: it was not tried"),
         (rank()[1] > 1, f"{rank()[1]} processes", "1: no other was tried"),

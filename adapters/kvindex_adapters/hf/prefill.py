@@ -20,6 +20,8 @@ from kvindex_adapters.hf.conversation import (
 )
 from kvindex_adapters.hf.placement import expect
 from kvindex_adapters.hf.prompt import Prompt
+from kvindex_adapters.hf.rotary import length_dependent
+from kvindex_adapters.hf.rotary_length import counting_ahead
 from kvindex_adapters.hf.wrapped import unwrapped
 
 Progress = Callable[[str, int, int], None]
@@ -118,19 +120,23 @@ def prefill(
 ) -> None:
     """Read the first `stop` of ids int64 `[N]` into a cache, about `chunk` at a time.
 
+    All ids are one prompt: where rotary frequencies depend on the length of the sequence, each
+    chunk gets those of the last id's position, as if the prompt were read in one call.
     A chunk of one token would be a searching step, so the last chunk takes what would be left.
     room: tokens in all for which memory is got meanwhile, once the first chunk has made indexes.
     """
+    embeddings = length_dependent(model)
     for start, end in chunks(stop, chunk):
         if start and room and isinstance(cache, IndexCache):
             expect(cache.indexes(), room, batch=1)
             room = 0
-        model(
-            input_ids=ids[None, start:end],
-            past_key_values=cache,
-            use_cache=True,
-            logits_to_keep=1,
-        )
+        with counting_ahead(embeddings, len(ids) - end):
+            model(
+                input_ids=ids[None, start:end],
+                past_key_values=cache,
+                use_cache=True,
+                logits_to_keep=1,
+            )
         if report:
             report("prefill", end, len(ids))
 

@@ -19,9 +19,6 @@ CLOSE = 0.05
 """Keys may differ by this share of the largest coordinate: bfloat16 rounds by 2^-8, and a layer
 that rotates other pairs is off by about 1."""
 
-CHANGING = ("dynamic", "longrope")
-"""Embeddings whose frequencies depend on the length of the sequence."""
-
 
 class _CaughtError(Exception):
     """Carries the keys that reach the cache."""
@@ -41,6 +38,37 @@ class _Catcher:
         return 0
 
 
+def depends_on_length(rope_type: object) -> bool:
+    """Return True if frequencies of this `rope_type` depend on the length of the sequence.
+
+    Args:
+        rope_type: The attribute of a rotary embedding of transformers: a name, or a dict of names
+            by type of layer. The conditions are those of transformers' `dynamic_rope_update`.
+    """
+    return any("dynamic" in name or name == "longrope" for name in _names(rope_type))
+
+
+def _names(rope_type: object) -> list[str]:
+    names = rope_type.values() if isinstance(rope_type, dict) else (rope_type,)
+    return [name for name in names if isinstance(name, str)]
+
+
+def length_dependent(model: nn.Module) -> list[nn.Module]:
+    """Return the model's rotary embeddings whose frequencies depend on the sequence length."""
+    modules = model.modules()
+    return [module for module in modules if depends_on_length(getattr(module, "rope_type", None))]
+
+
+def keeps_longest(model: nn.Module) -> bool:
+    """Return True if frequencies depend on the longest sequence so far, which nothing undoes.
+
+    Embeddings of type `dynamic` store that length in the module.
+    """
+    return any(
+        "dynamic" in name for one in length_dependent(model) for name in _names(one.rope_type)
+    )
+
+
 def rotary_frequencies(decoder: nn.Module, layer: int) -> Tensor | None:
     """Inverse frequencies float32 `[F]` of a decoder's full-attention layer (`kvindex.core.rope`).
 
@@ -55,7 +83,7 @@ def rotary_frequencies(decoder: nn.Module, layer: int) -> Tensor | None:
         kind, name = kind.get("full_attention"), "full_attention_inv_freq"
         more = ("full_attention",)
     rope = getattr(embedding, name, None)
-    if not isinstance(rope, Tensor) or rope.is_meta or kind in CHANGING:
+    if not isinstance(rope, Tensor) or rope.is_meta or depends_on_length(kind):
         return None
     rope = rope.detach().float()
     for module in decoder.modules():

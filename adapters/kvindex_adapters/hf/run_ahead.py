@@ -19,6 +19,7 @@ from transformers.generation.streamers import BaseStreamer
 from kvindex.core.restore import Restorable
 from kvindex_adapters.hf.cache import IndexCache
 from kvindex_adapters.hf.parallel import waiting
+from kvindex_adapters.hf.rotary import keeps_longest
 from kvindex_adapters.hf.token_ring import AHEAD, TokenRing
 from kvindex_adapters.hf.unsupported import ASSISTED
 
@@ -62,6 +63,8 @@ def decoding_options(
 
 def _runs_ahead(model: PreTrainedModel, cache: Any, options: dict[str, Any]) -> bool:
     if not isinstance(cache, IndexCache) or model.device.type not in RUNS_AHEAD:
+        return False
+    if keeps_longest(model):  # tokens that are cut would count
         return False
     others = any(_value(model, options, name) not in (None, False) for name in OTHER_LOOPS)
     return not others and _value(model, options, "use_cache") is not False
