@@ -25,7 +25,7 @@ def model():
 
 
 def full(model, inputs, **options):
-    return model.generate(**inputs, max_new_tokens=NEW, do_sample=False, **options)
+    return model.generate(**inputs, **{"max_new_tokens": NEW, "do_sample": False, **options})
 
 
 def indexed(model, inputs, **options):

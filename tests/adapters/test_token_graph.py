@@ -17,6 +17,7 @@ import kvindex_adapters.hf as kvhf
 from kvindex.core import graphs as capturing
 from kvindex.layer import AttentionLayer
 from tests.adapters.test_generation import Words
+from tests.adapters.test_rotary_length import LONGROPE
 from tests.adapters.tiny import build, prompt
 from tests.cuda.graphs import WholeGraph, kept
 from tests.support.captured import Captured
@@ -81,6 +82,28 @@ def test_tokens_are_those_without_graphs(graphs, family, options):
     assert torch.equal(mine, theirs)
     assert replace(report, graph=None) == plain
     assert (graphs.made, graphs.replays) == (1, 19 - EAGER)
+
+
+def test_a_replay_crosses_the_length_at_which_frequencies_change(graphs):
+    """Of `longrope` the device chooses between two sets of frequencies, in a graph as well."""
+    rope = dict(LONGROPE, original_max_position_embeddings=70)
+    model = model_of(rope_parameters=rope)
+    (mine, report), (theirs, plain) = both(model, prompt(1, 60), 20)
+    assert torch.equal(mine, theirs)
+    assert replace(report, graph=None) == plain
+    assert (graphs.made, graphs.replays) == (1, 19 - EAGER)
+    rope["long_factor"] = rope["short_factor"]
+    assert not torch.equal(mine, generated(model_of(rope_parameters=rope), prompt(1, 60), 20)[0])
+
+
+def test_tokens_that_are_all_read_again_make_another_graph(graphs):
+    rope = dict(LONGROPE, original_max_position_embeddings=70)
+    model = model_of("phi3", rope_parameters=rope, original_max_position_embeddings=70)
+    (mine, report), (theirs, plain) = both(model, prompt(1, 60), 24)
+    assert torch.equal(mine, theirs)
+    assert replace(report, graph=None) == plain
+    assert graphs.made == 2
+    assert graphs.replays == 10 - EAGER + 12 - EAGER
 
 
 def test_updates_of_the_window_make_another_graph(graphs):

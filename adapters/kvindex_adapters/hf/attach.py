@@ -21,11 +21,11 @@ from kvindex_adapters.hf.fused_token import (
     check_fused,
     check_fused_indexes,
 )
-from kvindex_adapters.hf.guard import GuardedDecoder, GuardedModel
 from kvindex_adapters.hf.layer_options import IndexFactory, LayerOptions, Ropes
 from kvindex_adapters.hf.model_info import attention_request, find_decoder, layer_geometry
 from kvindex_adapters.hf.model_patch import private_configurations, subclassed
 from kvindex_adapters.hf.parallel import check_shards
+from kvindex_adapters.hf.reread import guards
 from kvindex_adapters.hf.rotary import rotary_frequencies
 from kvindex_adapters.hf.token_graph import TokenGraph
 from kvindex_adapters.hf.unsupported import UnsupportedError, check_model, sharing_of
@@ -123,9 +123,10 @@ def attach(
                     "transformers' AttentionInterface"
                 )
             generates = hasattr(model, "generate")
-            guarded = subclassed(model, GuardedModel) if generates else nullcontext()
+            guarded_model, guarded_decoder = guards(model)
+            guarded = subclassed(model, guarded_model) if generates else nullcontext()
             laid = nullcontext() if by_kernels is None else by_kernels.laid_together()
-            with subclassed(decoder, GuardedDecoder), guarded, laid:
+            with subclassed(decoder, guarded_decoder), guarded, laid:
                 attachment.decoder = decoder
                 try:
                     yield cache

@@ -95,6 +95,8 @@ class IndexCache(DynamicCache):
         where other tokens came since."""
         self.tokens: Tensor | None = None
         """Ids int64 `[B, T]` of the tokens of the current step, if they are known."""
+        self.rereads = 0
+        """Tokens of the next step, if it is to read all of them again (`hf.reread`)."""
         self.token_graph = token_graph
         """What runs single tokens as a graph, where they may be one."""
         self.attends: Callable[..., Tensor] | None = None
@@ -222,27 +224,35 @@ class IndexCache(DynamicCache):
             if self.token_graph is not None:
                 self.token_graph.forget()
 
+    def restart(self) -> None:
+        """Forget all tokens within a transaction: `rollback` restores them."""
+        self.layers = self._empty_layers()
+        self._look_again()
+
     def lengths(self) -> list[int]:
         """Token count of each indexed layer."""
         return [layer.get_seq_length() for layer in self._indexed()]
 
-    def checkpoint(self) -> list[Any]:
-        """The state of each layer, for `rollback`. Keeps rows of layers without an index alive."""
-        return [
+    def checkpoint(self) -> Any:
+        """The layers and the state of each, for `rollback`. Keeps rows of layers without an index
+        alive, and all layers that `restart` or `reset` replaces."""
+        return self.layers, [
             layer.checkpoint() if isinstance(layer, IndexedLayer) else _attributes(layer)
             for layer in self.layers
         ]
 
-    def rollback(self, checkpoint: list[Any]) -> None:
+    def rollback(self, checkpoint: Any) -> None:
         """Restore the state of `checkpoint`, or stay unusable until `reset()`."""
         self.attachment.take_pending()
         self._look_again()
         self._broken = "a step failed half way and could not be undone"
-        if self.overwrites and all(checkpoint[number] is None for number in self.indexed):
+        layers, states = checkpoint
+        if self.overwrites and all(states[number] is None for number in self.indexed):
             self.layers = self._empty_layers()  # it held no tokens, which linear attention can undo
             self._broken = None
             return
-        for layer, before in zip(self.layers, checkpoint, strict=True):
+        self.layers = layers
+        for layer, before in zip(layers, states, strict=True):
             if isinstance(layer, IndexedLayer):
                 layer.rollback(before)
             else:
@@ -250,7 +260,7 @@ class IndexCache(DynamicCache):
         if not self.overwrites:
             self._broken = None
 
-    def undo(self, checkpoint: list[Any], ids: Tensor | None) -> None:
+    def undo(self, checkpoint: Any, ids: Tensor | None) -> None:
         """As `rollback`, of a cache of which these ids of the tokens were known."""
         self.rollback(checkpoint)
         self.ids = ids

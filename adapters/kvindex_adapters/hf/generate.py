@@ -36,6 +36,7 @@ from kvindex_adapters.hf.prefill import (
 )
 from kvindex_adapters.hf.prompt import Prompt, encode_prompt
 from kvindex_adapters.hf.report import Report
+from kvindex_adapters.hf.reread import prefilled, unread
 from kvindex_adapters.hf.run_ahead import decoding_options
 from kvindex_adapters.hf.token_timer import TokenTimer
 from kvindex_adapters.hf.tokenizer import punctuated
@@ -131,15 +132,16 @@ def generate(
     with context as holder, torch.no_grad():
         past = past_ids(holder)
         whole = _check_past(model, options, past_length, past)
+        new = unread(model, holder, past, ids, more=max_new_tokens)
         # generate() reads the last chunk: several queries, so the first answer token is exact
-        stop = 0 if whole else max(len(ids) - chunk, 0)
+        stop = 0 if whole else prefilled(model, len(new), chunk)
         length = past_length + len(ids)
         room = length + max_new_tokens
-        prefill(model, ids, holder, stop=stop, chunk=chunk, room=room, report=on_progress)
+        prefill(model, new, holder, stop=stop, chunk=chunk, room=room, report=on_progress)
         if index is not None:
             make_room(holder.indexes(), room)
         # all ids, of which it slices off the cache's; or the new ones alone under a longer mask
-        input_ids = ids[stop:] if past is None else torch.cat([past.to(ids), ids])
+        input_ids = new[stop:] if past is None else torch.cat([past.to(ids), ids])
         sequence = model.generate(
             input_ids=input_ids[None],
             attention_mask=input_ids.new_ones(1, length),
@@ -151,8 +153,9 @@ def generate(
         answer = sequence[0, len(input_ids) :]
         text = tokenizer.decode(answer, skip_special_tokens=True)
         if cache is not None and used != "branch":
-            _append_answer(model, cache, answer, length + len(answer))
-            remember(cache, past, torch.cat([ids, answer]), turn.answered(text))
+            said = torch.cat([ids, answer])
+            _append_answer(model, cache, past, said, past_length + len(said), chunk)
+            remember(cache, past, said, turn.answered(text))
         report = None if index is None else holder.report()
         made = None if index is None else holder.indexes()[0]
         runs = None if made is None else capability(made, RunsOps)
@@ -184,10 +187,22 @@ def _check_past(
     return name is not None
 
 
-def _append_answer(model: PreTrainedModel, cache: IndexCache, answer: Tensor, length: int) -> None:
-    """Read the end of an answer, which no step has read, so that the cache has `length` tokens."""
+def _append_answer(
+    model: PreTrainedModel,
+    cache: IndexCache,
+    past: Tensor | None,
+    said: Tensor,
+    length: int,
+    chunk: int,
+) -> None:
+    """Read the end of an answer, which no step has read, so that the cache has `length` tokens.
+
+    said: ids int64 `[N]` of prompt and answer, after the past.
+    """
     if missing := length - cache.get_seq_length():
-        prefill(model, answer[-missing:], cache, stop=missing, chunk=missing + 1)
+        before = None if past is None else torch.cat([past.to(said), said[:-missing]])
+        new = unread(model, cache, before, said[-missing:])
+        prefill(model, new, cache, stop=len(new), chunk=max(chunk, missing + 1))
 
 
 def _check_cache(

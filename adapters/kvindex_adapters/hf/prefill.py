@@ -20,6 +20,7 @@ from kvindex_adapters.hf.conversation import (
 )
 from kvindex_adapters.hf.placement import expect
 from kvindex_adapters.hf.prompt import Prompt
+from kvindex_adapters.hf.reread import unread
 from kvindex_adapters.hf.rotary import length_dependent
 from kvindex_adapters.hf.rotary_length import counting_ahead
 from kvindex_adapters.hf.wrapped import unwrapped
@@ -61,7 +62,8 @@ def read(
     ids = turn.ids.to(model.device)
     with following(cache, used, turn.keep), torch.no_grad():
         past = past_ids(cache)
-        prefill(model, ids, cache, stop=len(ids), chunk=chunk, report=on_progress)
+        new = unread(model, cache, past, ids)
+        prefill(model, new, cache, stop=len(new), chunk=chunk, report=on_progress)
         remember(cache, past, ids, turn.messages)
 
 
