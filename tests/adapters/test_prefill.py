@@ -5,12 +5,15 @@ import torch
 
 import kvindex_adapters.hf as kvhf
 from kvindex_adapters.evaluate.parallel import ParallelLayer
+from kvindex_adapters.hf.model_info import reads_chunks, text_positions
 from kvindex_adapters.hf.prefill import prefill
 from kvindex_adapters.hf.tokenizer import punctuated
+from tests.adapters.test_generation import Words, full
 from tests.adapters.tiny import build, prompt
 
 STOPS = tuple(range(5, 101, 9))
 SIZES = dict(k=20, sink=0, local_window=4, update_every=4, dense_below=0)
+SIZES_ALL = {name: size for name, size in SIZES.items() if name != "k"}
 OPTIONS = dict(index_options={"punctuation": STOPS}, **SIZES)
 
 
@@ -102,6 +105,46 @@ def test_a_model_that_is_given_no_ids_still_runs():
         model(inputs_embeds=embeddings, past_key_values=cache)
         assert cache.tokens is None
         assert [rows for rows, _ in lengths(cache)] == [[[56]]] * 4  # one page of 64
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [("roberta", {"is_decoder": True}), ("llama", {}), ("zamba", {}), ("zamba2", {})],
+)
+def test_a_prompt_in_chunks_is_answered_as_by_the_plain_model(family, options):
+    """roberta makes positions of its own where it gets none; zamba's states begin anew."""
+    inputs = prompt(1, 60)
+    model = build(family, **options, eos_token_id=None)
+    expected = full(model, inputs)[0, 60:]
+    ids = inputs["input_ids"][0]
+    options = dict(chunk=16, max_new_tokens=len(expected))
+    for index in ({"index": None}, {"index": "exact", "k": 500, "attach_options": SIZES_ALL}):
+        answer = kvhf.generate(model, Words(), ids, **index, **options).answer_ids
+        assert torch.equal(answer, expected)
+
+
+@pytest.mark.parametrize(("family", "calls"), [("zamba", [60]), ("zamba2", [16, 16, 16, 12])])
+def test_states_that_begin_anew_in_each_call_are_read_in_one(family, calls):
+    model, ids, seen = build(family), prompt(1, 60)["input_ids"][0], []
+    assert reads_chunks(model) == (len(calls) > 1)
+    model.register_forward_pre_hook(
+        lambda _, args, given: seen.append(given["input_ids"].shape[1]), with_kwargs=True
+    )
+    with kvhf.attach(model, index="exact") as cache:
+        kvhf.read(model, Words(), ids, cache=cache, chunk=16)
+    assert seen == calls
+
+
+def test_positions_are_those_that_generate_passes():
+    model, seen = build("llama"), []
+    model.register_forward_pre_hook(
+        lambda _, args, given: seen.append(given["position_ids"].tolist()), with_kwargs=True
+    )
+    with kvhf.attach(model, index="exact") as cache:
+        for used in ("refuse", "continue"):
+            kvhf.read(model, Words(), torch.tensor([5, 6, 7, 8]), cache=cache, used=used, chunk=2)
+    assert seen == [[[0, 1]], [[2, 3]], [[4, 5]], [[6, 7]]]
+    assert text_positions(build("mamba"), 0, 2) is None
 
 
 class Tokenizer:

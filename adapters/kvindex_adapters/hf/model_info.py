@@ -7,10 +7,34 @@ from collections.abc import Collection
 from typing import Any
 
 import torch
-from torch import nn
-from transformers import PreTrainedModel
+from torch import Tensor, nn
+from transformers import GenerationMixin, PreTrainedModel
 
 from kvindex_adapters.hf.unsupported import UnsupportedError, layer_configs
+
+ONE_CALL = ("bamba", "jamba", "zamba")
+"""Types of models whose linear attention begins with an empty state in each call of several tokens,
+as `tools/families.py` finds. Their prompts are read in one call."""
+
+PREPARES_POSITIONS = "_prepare_position_ids_for_generation"
+"""Method of transformers by which `generate` makes `position_ids`."""
+
+
+def reads_chunks(model: PreTrainedModel) -> bool:
+    """Return True if a prompt in chunks gives the model what a prompt in one call does."""
+    return model.config.get_text_config(decoder=True).model_type not in ONE_CALL
+
+
+def text_positions(model: PreTrainedModel, start: int, end: int) -> Tensor | None:
+    """Return `position_ids` int64 `[1, end - start]` as `generate` passes them, or None for none.
+
+    Some models make other ones of the ids where none are passed (roberta begins at its padding
+    id). None for a model that takes none, or whose `generate` makes its own (of images).
+    """
+    usual, own = (getattr(one, PREPARES_POSITIONS, None) for one in (GenerationMixin, type(model)))
+    if usual is not own or "position_ids" not in _parameters(model):
+        return None
+    return torch.arange(start, end, device=model.device)[None]
 
 
 def find_decoder(model: PreTrainedModel) -> nn.Module:

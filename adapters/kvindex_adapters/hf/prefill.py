@@ -18,6 +18,7 @@ from kvindex_adapters.hf.conversation import (
     past_ids,
     remember,
 )
+from kvindex_adapters.hf.model_info import reads_chunks, text_positions
 from kvindex_adapters.hf.placement import expect
 from kvindex_adapters.hf.prompt import Prompt
 from kvindex_adapters.hf.reread import unread
@@ -123,21 +124,24 @@ def prefill(
     """Read the first `stop` of ids int64 `[N]` into a cache, about `chunk` at a time.
 
     All ids are one prompt: where rotary frequencies depend on the length of the sequence, each
-    chunk gets those of the last id's position, as if the prompt were read in one call.
+    chunk gets those of the last id's position, as if the prompt were read in one call. Models of
+    `ONE_CALL` do read it in one call.
     A chunk of one token would be a searching step, so the last chunk takes what would be left.
     room: tokens in all for which memory is got meanwhile, once the first chunk has made indexes.
     """
-    embeddings = length_dependent(model)
-    for start, end in chunks(stop, chunk):
+    embeddings, before = length_dependent(model), cache.get_seq_length()
+    for start, end in chunks(stop, chunk if reads_chunks(model) else stop):
         if start and room and isinstance(cache, IndexCache):
             expect(cache.indexes(), room, batch=1)
             room = 0
+        positions = text_positions(model, before + start, before + end)
         with counting_ahead(embeddings, len(ids) - end):
             model(
                 input_ids=ids[None, start:end],
                 past_key_values=cache,
                 use_cache=True,
                 logits_to_keep=1,
+                **({} if positions is None else {"position_ids": positions}),
             )
         if report:
             report("prefill", end, len(ids))

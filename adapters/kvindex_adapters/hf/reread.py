@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from kvindex_adapters.hf.cache import IndexCache
 from kvindex_adapters.hf.guard import GuardedDecoder, GuardedModel
+from kvindex_adapters.hf.model_info import reads_chunks
 from kvindex_adapters.hf.unsupported import UnsupportedError
 
 FAMILIES = ("phi3", "phimoe", "phi4_multimodal")
@@ -33,10 +34,10 @@ def crosses(model: PreTrainedModel, before: int, after: int) -> bool:
 def prefilled(model: PreTrainedModel, tokens: int, chunk: int) -> int:
     """Return how many tokens of a prompt to read before `model.generate` reads the others.
 
-    All but the last `chunk`, unless the model would drop what was read. Then one token more than
-    it drops; or none, where fewer than two would be left.
+    All but the last `chunk`; none for a model that reads no chunks. Where the model would drop what
+    was read, one token more than it drops; or none, where fewer than two would be left.
     """
-    stop = max(tokens - chunk, 0)
+    stop = max(tokens - chunk, 0) if reads_chunks(model) else 0
     if not crosses(model, stop, tokens):
         return stop
     kept: int = vars(model.config)["original_max_position_embeddings"] + 1
