@@ -4,10 +4,11 @@
 
 Each family of transformers' mapping of causal language models reads a prompt and decodes a few
 tokens twice: with its own attention, and inside `attach` with an index that returns every row.
-Logits must agree. Where they do, a third time with `token_graph`, to say whether a token could be
-one graph, whatever the index. Writes `docs/adapters/families.md` and
-`benchmarks/results/families.json` (`--check`: neither). Exit status 1 where a family that was
-equal is not, or any is different.
+Logits must agree. Where they do, a prompt in chunks and its answer cross a change of the rotary
+frequencies, where the family can have one (`family_switches.py`), and tokens run with
+`token_graph`, to say whether a token could be one graph, whatever the index. Writes
+`docs/adapters/families.md` and `benchmarks/results/families.json` (`--check`: neither). Exit
+status 1 where a family that was equal is not, or any is different.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from typing import Any
 import torch
 import transformers
 from family_sizes import VOCABULARY, build
+from family_switches import CHUNK, LONG, crossed
 from torch import Tensor
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as FAMILIES
 
@@ -140,11 +142,16 @@ def outcome(family: str) -> dict[str, Any]:
         return {"outcome": NONE if failed else ERROR, "words": spoken(failed or error)}
     if failed:
         return {"outcome": NONE, "words": spoken(failed)}
-    return compare(model, ids, expected, logits, words)
+    return compare(family, model, ids, expected, logits, words)
 
 
 def compare(
-    model: Any, ids: Tensor, expected: list[Tensor], logits: list[Tensor], words: str
+    family: str,
+    model: Any,
+    ids: Tensor,
+    expected: list[Tensor],
+    logits: list[Tensor],
+    words: str,
 ) -> dict[str, Any]:
     """Equal or different, unless nothing searched or the logits do not show what was read."""
     worst = difference(logits, expected)
@@ -158,7 +165,19 @@ def compare(
     others = (1, "plain"), (EVERY_ROW, "int8")  # k says nothing where the model chooses rows
     if all(difference(served(model, ids, *how)[0], expected) <= TOLERANCE for how in others):
         return {"outcome": NONE, "words": f"{words}, but its logits do not show what was read"}
-    return {"outcome": EQUAL, **found, "graph": one_graph(model, ids)}
+    return across(family, model, ids, {**found, "graph": one_graph(model, ids)})
+
+
+def across(family: str, model: Any, ids: Tensor, found: dict[str, Any]) -> dict[str, Any]:
+    """`found` of an equal family, and what it crosses with equal logits."""
+    try:
+        name, worst = crossed(family, model, ids[0])
+    except Exception as error:
+        outcome = EQUAL if is_refusal(error) else ERROR
+        return {"outcome": outcome, **found, "crossed": spoken(error)}
+    if worst > TOLERANCE:
+        return {"outcome": DIFFERENT, **found, "words": f"across {name}: {worst:.1e}"}
+    return {"outcome": EQUAL, **found, "crossed": name}
 
 
 def is_refusal(error: Exception) -> bool:
@@ -226,16 +245,25 @@ def page(families: dict[str, Any], machine: dict[str, Any]) -> str:
         f"Equal means within {TOLERANCE:g} of the largest logit, that one row instead of all gives "
         "other logits (or rows as int8, where the model chooses which), and that the model is as "
         "it was afterwards; beside it, the layers that searched, or attended to rows that the "
-        "model chose. Other words are those of the exception. One graph says whether a token can "
+        "model chose. Other words are those of the exception.",
+        "",
+        f"Switches: `kvhf.generate` reads a prompt of {LONG} tokens, {CHUNK} at a time, and the "
+        "answer's logits must be equal, too (`tools/family_switches.py`). `longrope`: the prompt "
+        "crosses the length at which the family gets other rotary frequencies; in the Phi-3 family "
+        "an answer does so as well. `chunks`: the family can have no such frequencies. Every "
+        "prompt is longer than the sliding windows.",
+        "",
+        "One graph says whether a token can "
         "be captured whole ([how it is asked](transformers.md#a-token-as-one-graph)), by an index "
         f"that can: {sum(one.get('graph') == 'yes' for one in families.values())} of "
         f"{sum('graph' in one for one in families.values())} that were asked.",
         "",
-        *("| family | outcome | words | one graph |", "|---|---|---|---|"),
+        *("| family | outcome | words | switches | one graph |", "|---|---|---|---|---|"),
     ]
     for family, one in sorted(families.items()):
         words = NAMED.sub("", " ".join(one["words"].split())).replace("|", "\\|")
-        lines.append(f"| {family} | {one['outcome']} | {words} | {one.get('graph', '')} |")
+        more = f"{one.get('crossed', '')} | {one.get('graph', '')}"
+        lines.append(f"| {family} | {one['outcome']} | {words} | {more} |")
     return "\n".join(lines) + "\n"
 
 
@@ -250,7 +278,8 @@ def main() -> int:
     for family in options.only or FAMILIES:
         found[family] = ask(family)
         one = found[family]
-        print(f"{family}: {one['outcome']}: {one['words']}; {one.get('graph')}", flush=True)
+        more = f"{one.get('crossed')}; {one.get('graph')}"
+        print(f"{family}: {one['outcome']}: {one['words']}; {more}", flush=True)
     wrong = list(faults(found, stored))
     print(dict(Counter(one["outcome"] for one in found.values())), end=" ")
     print(f"in {time.perf_counter() - start:.0f} s")

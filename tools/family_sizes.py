@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -72,8 +73,11 @@ def merged(options: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
-def build(family: str) -> PreTrainedModel:
-    """A model of the family with random float32 weights, from a fixed seed."""
+def build(family: str, change: Callable[[Any], None] | None = None) -> PreTrainedModel:
+    """A model of the family with random float32 weights, from a fixed seed.
+
+    change: called with the decoder's configuration before the model is made.
+    """
     torch.manual_seed(0)
     own = FAMILIES.get(family, {})
     default = CONFIG_MAPPING[family](**own.get("default", {}))
@@ -81,6 +85,8 @@ def build(family: str) -> PreTrainedModel:
     config = AutoConfig.for_model(family, **options)
     if hasattr(config, "is_decoder") and not config.is_encoder_decoder:
         config.is_decoder = True
+    if change is not None:
+        change(config.get_text_config(decoder=True))
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     if not isinstance(config, model_class.config_class):  # of a decoder that is a part of others
         config = config.get_text_config(decoder=True)

@@ -1,0 +1,195 @@
+"""Sequences that cross the switches of a family: rotary frequencies, and the chunks of a prompt.
+
+A prompt is read and answered by `kvhf.generate`, through `exact` with every row and some tokens at
+a time, and its logits are compared with the model's own: those of a prompt in one piece and
+transformers' cache, or, for a family that reads all tokens again, those without a cache.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from family_sizes import build
+from torch import Tensor
+from transformers import GenerationConfig, LogitsProcessor, PreTrainedModel
+
+import kvindex_adapters.hf as kvhf
+from kvindex_adapters.hf.model_info import text_positions
+from kvindex_adapters.hf.reread import FAMILIES as REREADING
+from kvindex_adapters.hf.rotary import length_dependent
+
+CHUNK, STEPS = 16, 4
+"""Tokens of a chunk and of an answer."""
+
+LONG = 40
+"""Tokens of a prompt: above every sliding window of `family_sizes.toml`, in three chunks."""
+
+SWITCHES = (LONG - 8, LONG + STEPS // 2)
+"""Longest sequences with the frequencies of a short one: crossed in the prompt, in the answer."""
+
+REGIONS = dict(index="exact", k=500, sink=2, local_window=4, update_every=4, dense_below=0)
+
+
+TIED = ("dots3_note", "dots3_note_text")
+"""Families whose trained indexer finds equal scores in so short a text: which rows it takes then
+depends on how many tokens are read in a call, with transformers' own cache as well."""
+
+Change = Callable[[Any], None] | None
+"""Changes a decoder's configuration before the model is made."""
+
+
+class Words:
+    """In place of a tokenizer, for ids."""
+
+    def decode(self, ids: Tensor, **options: Any) -> str:
+        """The ids as text."""
+        return " ".join(map(str, ids.tolist()))
+
+
+class Record(LogitsProcessor):
+    """Stores the logits `[1, V]` of each step."""
+
+    def __init__(self) -> None:
+        self.logits: list[Tensor] = []
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Return the logits unchanged."""
+        self.logits.append(scores.float())
+        return scores
+
+
+def variants(model: PreTrainedModel) -> Iterator[tuple[str, list[Change]]]:
+    """Ways to make the family's frequencies depend on the length, by name; then the family as is.
+
+    A name may have several changes, each for a model of its own.
+    """
+    parameters = vars(model.config.get_text_config(decoder=True)).get("rope_parameters")
+    sizes = {
+        name.rpartition(".")[2]: buffer.shape[-1]
+        for name, buffer in model.named_buffers()
+        if name.endswith("inv_freq")
+    }
+    if parameters and sizes:
+        switches = SWITCHES if model.config.model_type in REREADING else SWITCHES[:1]
+        yield "longrope", [partial(_longrope, sizes, switch) for switch in switches]
+        yield "dynamic", [_dynamic]
+    yield "chunks", [None]
+
+
+def _all_parameters(config: Any) -> dict[str, dict[str, Any]]:
+    """The rotary parameters of a configuration, by the name of the frequencies made of them."""
+    parameters = config.rope_parameters
+    by_type = {
+        f"{kind}_inv_freq": part for kind, part in parameters.items() if isinstance(part, dict)
+    }
+    return by_type or {"inv_freq": parameters}
+
+
+def _longrope(sizes: dict[str, int], switch: int, config: Any) -> None:
+    """Two sets of frequencies, for sequences up to `switch` tokens and above it.
+
+    sizes: count of frequencies, by name.
+    """
+    for name, parameters in _all_parameters(config).items():
+        size = sizes.get(name, min(sizes.values()))
+        parameters.update(
+            rope_type="longrope",
+            factor=4.0,
+            short_factor=[1.0] * size,
+            long_factor=[1.0 + 7.0 * i / size for i in range(size)],
+            **dict(original_max_position_embeddings=switch, short_mscale=1.0, long_mscale=1.2),
+        )
+    if "original_max_position_embeddings" in vars(config) or config.model_type in REREADING:
+        config.original_max_position_embeddings = switch
+
+
+def _dynamic(config: Any) -> None:
+    """Frequencies that follow the length of each sequence above the first of `SWITCHES`."""
+    for parameters in _all_parameters(config).values():
+        parameters.update(rope_type="dynamic", factor=4.0)
+    config.max_position_embeddings = SWITCHES[0]
+
+
+def own_logits(model: PreTrainedModel, ids: Tensor) -> list[Tensor]:
+    """Logits `[1, V]` of the model alone for each token of ids int64 `[1, N]` after the prompt."""
+    logits, start, cache = [], 0, None
+    again = model.config.model_type in REREADING
+    with torch.no_grad():
+        for stop in range(LONG, ids.shape[1]):
+            mask = torch.ones_like(ids[:, :stop])
+            given: dict[str, Any] = dict(attention_mask=mask, past_key_values=cache)
+            given["use_cache"] = not again
+            positions = text_positions(model, start, stop)
+            if positions is not None:
+                given["position_ids"] = positions
+            output = model(input_ids=ids[:, start:stop], **given)
+            cache, start = (None, 0) if again else (output.past_key_values, stop)
+            logits.append(output.logits[:, -1].float())
+    return logits
+
+
+def difference(model: PreTrainedModel, plain: PreTrainedModel, ids: Tensor) -> float:
+    """The largest difference of a logit, in parts of the largest one; infinite for no number.
+
+    plain: the same model, of which no rotary embedding has seen the longer sequence.
+    """
+    record, model.generation_config = Record(), GenerationConfig(pad_token_id=0)
+    with kvhf.attach(model, **REGIONS) as cache:
+        answer = kvhf.generate(
+            model,
+            Words(),
+            ids,
+            **dict(cache=cache, chunk=CHUNK, max_new_tokens=STEPS),
+            logits_processor=[record],
+        ).answer_ids
+    expected = own_logits(plain, torch.cat([ids, answer])[None])
+    worst = max(
+        float((mine - own).abs().nan_to_num(math.inf).max())
+        for mine, own in zip(record.logits, expected, strict=True)
+    )
+    return worst / max(float(own.abs().max()) for own in expected)
+
+
+def crossed(family: str, model: PreTrainedModel, ids: Tensor) -> tuple[str, float]:
+    """What a family crosses, the first of `variants` that it can have, and the difference there.
+
+    model: of the family as is; ids: int64 `[N]`, of which `LONG` are the prompt. Raises what
+    `kvhf.generate` raises.
+    """
+    if family in TIED:
+        return "no: equal scores of its indexer", 0.0
+    if why := _own_failure(model, ids[None, :LONG]):
+        return f"no: its own `generate` raises {why}", 0.0
+    for name, changes in variants(model):
+        try:
+            pairs = [_pair(family, model, change, ids) for change in changes]
+        except Exception:
+            continue
+        return name, max(difference(*pair, ids[:LONG]) for pair in pairs)
+    raise AssertionError(family)
+
+
+def _own_failure(model: PreTrainedModel, ids: Tensor) -> str:
+    """The class of what the model's own `generate` raises, or ""."""
+    try:
+        model.generate(ids, max_new_tokens=1)
+    except Exception as error:
+        return type(error).__name__
+    return ""
+
+
+def _pair(
+    family: str, model: PreTrainedModel, change: Change, ids: Tensor
+) -> tuple[PreTrainedModel, PreTrainedModel]:
+    """A changed model twice. Raises where the family cannot have the change, or it does nothing."""
+    if change is None:
+        return model, model
+    pair = build(family, change), build(family, change)
+    if not length_dependent(pair[0]):
+        raise LookupError(f"{family}: no embedding that depends on the length")
+    own_logits(pair[0], ids[None, : LONG + 1])
+    return pair
