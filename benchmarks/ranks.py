@@ -15,8 +15,9 @@ Attention is as sharp as it takes for `--hit-rate` of one GPU's rows.
 First what ranks give together is compared, in two layers: logits of tokens that attend to all rows
 with those of one process and full attention (`check`: their distance, relative to the norm), and
 tokens by graphs with those of the same launches op by op; else nothing is timed. Milliseconds of
-the device (`device_ms`) and as the host reads tokens (`token_ms`, a mean of a turn), of rank 0, updates
-of the windows among them: medians with quartiles (`_low`, `_high`) and each round's (`_rounds`).
+the device (`device_ms`) and as the host reads tokens (`token_ms`, a mean of a turn), of rank 0,
+updates of the windows among them: medians with quartiles (`_low`, `_high`) and each round's
+(`_rounds`).
 `ratio`: of medians of `device_ms`, to `one`. `sum_us`: a sum of one token's activations, of 64 in a
 graph of nothing else. Each rank pins its own rows: twice N tokens' in all, of `--index`.
 """

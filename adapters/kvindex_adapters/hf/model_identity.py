@@ -67,8 +67,8 @@ def check_identity(
             f"model: got a cache of one with other weights, or with an adapter that was on, off or "
             f"scaled otherwise ({name!r}): for the same tokens, {worst.name} of layer "
             f"{worst.layer} differ by {worst.size:.2g} of their size, allowed is "
-            f"{worst.tolerance:.2g}, which rounding in {computed.dtype} explains; load the cache with "
-            "the model as it was when the cache was saved"
+            f"{worst.tolerance:.2g}, which rounding in {computed.dtype} explains; load the cache "
+            "with the model as it was when the cache was saved"
         )
 
 
