@@ -300,7 +300,7 @@ PLACES = ["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)]
 
 
 @pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("call", ["truncate", "reorder", "nbytes"])
+@pytest.mark.parametrize("call", ["truncate", "reorder", "state_dict"])
 def test_a_deferred_error_comes_at_the_next_call_that_waits(place, call, monkeypatch):
     index = deferring(place, monkeypatch)
     keys, values = KEYS.to(place), VALUES.to(place)
@@ -309,11 +309,11 @@ def test_a_deferred_error_comes_at_the_next_call_that_waits(place, call, monkeyp
     assert len(index._deferred) == 1  # one flag, however many calls
     index.append(spoiled(keys, NAN), values)
     index.append(keys, values)
-    argument = {"truncate": [5], "reorder": [torch.tensor([0])], "nbytes": []}[call]
+    argument = {"truncate": [5], "reorder": [torch.tensor([0])], "state_dict": []}[call]
     with pytest.raises(ValueError, match=r"keys: got .* what is not, allowed is a finite number"):
         getattr(index, call)(*argument)
     assert len(index) == 52 * 20
-    index.nbytes()  # said once
+    index.state_dict()  # only once
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -324,7 +324,7 @@ def test_a_deferred_error_reads_no_row_outside(place, monkeypatch):
     assert torch.equal(rows.keys[:, :, 0].cpu(), KEYS[:, :, 0])
     assert not rows.keys[:, :, 1:].any()
     with pytest.raises(ValueError, match=r"hits.ids: got .* allowed is -1 to 19"):
-        index.nbytes()
+        index.state_dict()
 
 
 def test_a_device_that_torch_does_not_have_is_named():

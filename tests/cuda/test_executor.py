@@ -351,7 +351,7 @@ def test_a_query_that_is_not_finite_is_an_error_later(device, monkeypatch):
     index.search(spoiled(queries), k=20)  # the same flag
     index.attend(queries, resident, k=20)
     with pytest.raises(ValueError, match=message):
-        index.nbytes()
+        index.state_dict()
     assert [len(index._deferred), index._deferred["queries"][0].dtype] == [2, torch.int32]
 
 
