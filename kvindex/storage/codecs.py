@@ -126,7 +126,10 @@ class Plain:
 
     def wrong(self, rows: Tensor) -> Tensor:
         """As `RowCodec.wrong`."""
-        return check.out_of_range(self.decode(rows).keys).any(-1)
+        keys = self.decode(rows).keys
+        if check.in_range(keys):  # one operation, and nearly always so
+            return torch.zeros(keys.shape[:-1], dtype=torch.bool, device=keys.device)
+        return check.out_of_range(keys).any(-1)
 
     @property
     def _used(self) -> int:
