@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -58,6 +58,17 @@ REPLACED = {
     "get_usable_length": "cache.get_seq_length()",
 }
 """Attributes that caches of earlier versions of transformers had -> what takes their place."""
+
+
+class Checkpoint(NamedTuple):
+    """The state of a cache.
+
+    steps: that the decoder had begun; states: of each of the layers.
+    """
+
+    steps: int
+    layers: list[Any]
+    states: list[Any]
 
 
 class IndexCache(DynamicCache):
@@ -103,6 +114,8 @@ class IndexCache(DynamicCache):
         """In place of `IndexedLayer.attend`, while a token is traced or captured."""
         self.tells: Callable[[str], None] | None = None
         """Told of branches by the number of tokens, while a token is traced."""
+        self.steps = 0
+        """Steps that the decoder has begun; none of them is taken back."""
         self._config, self._make = config, make
         self._broken: str | None = None
         self.layers = self._empty_layers()
@@ -233,20 +246,21 @@ class IndexCache(DynamicCache):
         """Token count of each indexed layer."""
         return [layer.get_seq_length() for layer in self._indexed()]
 
-    def checkpoint(self) -> Any:
+    def checkpoint(self) -> Checkpoint:
         """The layers and the state of each, for `rollback`. Keeps rows of layers without an index
         alive, and all layers that `restart` or `reset` replaces."""
-        return self.layers, [
+        states = [
             layer.checkpoint() if isinstance(layer, IndexedLayer) else _attributes(layer)
             for layer in self.layers
         ]
+        return Checkpoint(self.steps, self.layers, states)
 
-    def rollback(self, checkpoint: Any) -> None:
+    def rollback(self, checkpoint: Checkpoint) -> None:
         """Restore the state of `checkpoint`, or stay unusable until `reset()`."""
         self.attachment.take_pending()
         self._look_again()
         self._broken = "a step failed half way and could not be undone"
-        layers, states = checkpoint
+        steps, layers, states = checkpoint
         if self.overwrites and all(states[number] is None for number in self.indexed):
             self.layers = self._empty_layers()  # it held no tokens, which linear attention can undo
             self._broken = None
@@ -257,10 +271,10 @@ class IndexCache(DynamicCache):
                 layer.rollback(before)
             else:
                 vars(layer).update(before)
-        if not self.overwrites:
+        if not self.overwrites or self.steps == steps:  # only a step overwrites
             self._broken = None
 
-    def undo(self, checkpoint: Any, ids: Tensor | None) -> None:
+    def undo(self, checkpoint: Checkpoint, ids: Tensor | None) -> None:
         """As `rollback`, of a cache of which these ids of the tokens were known."""
         self.rollback(checkpoint)
         self.ids = ids
@@ -373,6 +387,7 @@ class IndexCache(DynamicCache):
     def count_replay(self, replay: Callable[[], None]) -> None:
         """A token more in all layers, by a graph; where that fails, in none."""
         before, ids, self.ids = self.get_seq_length(), self.ids, None
+        self.steps += 1
         self._broken = "a token failed half way and could not be undone"
         try:
             replay()

@@ -68,7 +68,7 @@ def following(cache: IndexCache, used: str, keep: int | None = None) -> Iterator
     cuts = keep is not None and keep < cache.get_seq_length()
     # a checkpoint does not hold once tokens are removed and others written in their place
     fork = cache.fork() if cuts else None
-    before = [] if cuts else cache.checkpoint()
+    before: Any = None if cuts else cache.checkpoint()
     try:
         if keep is not None and cuts:
             _cut(cache, keep)

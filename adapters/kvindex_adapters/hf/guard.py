@@ -126,6 +126,7 @@ def _undone_if_failed(
     """A step of a cache; one that raises leaves it as it was."""
     attachment, before = cache.attachment, cache.checkpoint()
     ids = args[0] if args else kwargs.get("input_ids")
+    cache.steps += 1
     cache.ids, past_ids = None, cache.ids  # `read` and `generate` set them afterwards
     cache.tokens = ids if isinstance(ids, Tensor) and ids.dtype == torch.int64 else None
     attachment.running = cache
