@@ -370,3 +370,12 @@ def test_an_interrupt_of_a_change_changes_no_layer(change):
 def all_ids(layer):
     ids = torch.arange(len(layer.index)).expand(2, 2, -1)
     return kvindex.Hits(ids, torch.zeros(ids.shape))
+
+
+def test_a_cache_beside_linear_attention_says_whether_it_has_seen_a_token():
+    model = build("qwen3_next", **LINEAR)
+    with kvhf.attach(model) as cache:
+        assert not cache.is_initialized
+        with torch.no_grad():
+            model(**prompt(1, 10), past_key_values=cache)
+        assert cache.is_initialized

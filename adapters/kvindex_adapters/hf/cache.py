@@ -150,7 +150,8 @@ class IndexCache(DynamicCache):
     @property
     def is_initialized(self) -> bool:
         """Whether it has seen a token."""
-        return any(layer.is_initialized for layer in self.layers)
+        # layers with linear attention alone have no such attribute
+        return any(getattr(layer, "is_initialized", False) for layer in self.layers)
 
     if not TYPE_CHECKING:  # else any name would be an attribute
 
