@@ -440,7 +440,7 @@ class IndexCache(DynamicCache):
     def _change_all(self, change: Callable[[Any], None]) -> None:
         """Apply `change` to every layer, or to none if a layer refuses it or it is interrupted."""
         before: list[tuple[Any, dict[str, Any], Any]] = []
-        ids = self.ids
+        ids, broken = self.ids, self._broken
         try:
             with self.attachment.exclusive():
                 before = [(layer, _attributes(layer), _checkpoint(layer)) for layer in self.layers]
@@ -456,7 +456,7 @@ class IndexCache(DynamicCache):
                     vars(layer).update(attributes)
                     if isinstance(layer, IndexedLayer):
                         layer.rollback(checkpoint)
-                self._broken, self.ids = None, ids
+                self._broken, self.ids = broken, ids
             raise
 
     def _empty_layers(self) -> list[Any]:
