@@ -15,7 +15,7 @@ from kvindex_adapters.cli.compare import compare
 from kvindex_adapters.cli.demo import demo
 from kvindex_adapters.cli.generate import generate
 from kvindex_adapters.cli.list import indexes
-from kvindex_adapters.cli.options import LACKS, check_arguments
+from kvindex_adapters.cli.options import ENCODING_ERROR, check_arguments
 
 app = typer.Typer(
     help="The KV cache of a language model as a vector database.",
@@ -63,8 +63,8 @@ def main() -> None:
         how = f"; it comes with the extra {extra}: pip install 'kvindex-torch[{extra}]'"
         print(f"error: {error}{how if extra else ''}", file=sys.stderr)
         sys.exit(2)
-    except UnicodeEncodeError as error:  # of help, say
-        print(f"error: {LACKS.format(error.encoding)}", file=sys.stderr)
+    except UnicodeEncodeError as error:  # for example, while help is printed
+        print(f"error: {ENCODING_ERROR.format(error.encoding)}", file=sys.stderr)
         sys.exit(2)
     except (ValueError, OSError, ImportError) as error:
         print(f"error: {error}", file=sys.stderr)

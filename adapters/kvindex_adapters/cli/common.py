@@ -151,12 +151,12 @@ def check_folders(index: str | None, save_cache: Path | None, load_cache: Path |
 def read_text(path: Path, name: str = "prompt-file") -> str:
     """The text of a file, or of standard input for `-`; name: of the option.
 
-    A UTF-8 byte order mark is not part of the text. Raises FileNotFoundError or ValueError.
+    A UTF-8 byte order mark at the beginning is removed. Raises FileNotFoundError or ValueError.
     """
     if str(path) == "-":
         if sys.stdin is None or sys.stdin.closed:
             raise ValueError(
-                f"{name}: got '-' with a closed standard input, allowed is an open one"
+                f"{name}: got '-' with a closed standard input, allowed is an open standard input"
             )
         content = sys.stdin.buffer.read()
     elif path.is_file():

@@ -1,4 +1,4 @@
-"""What several commands share: options, and checks that need no torch, so that help is quick."""
+"""Options and checks that several commands share. Imports no torch, so that help is quick."""
 
 from __future__ import annotations
 
@@ -31,19 +31,22 @@ def announce_imports() -> None:
 
 
 BEYOND_ASCII = "é…世😀"
-"""Characters that answers may have, of one to four bytes in UTF-8."""
+"""Characters as answers may contain them, of two to four bytes in UTF-8."""
 
 
-LACKS = (
+ENCODING_ERROR = (
     "standard output: got the encoding {!r}, which lacks characters that the output may have; "
     "allowed is UTF-8, for example with PYTHONUTF8=1 in the environment"
 )
 
 
 def check_stdout() -> None:
-    """Raises ValueError for a standard output that cannot take every answer.
+    """Check that the standard output can print every answer.
 
-    Called before anything else, because an answer comes only after minutes.
+    Commands call this first, because it takes minutes until an answer is printed.
+
+    Raises:
+        ValueError: The standard output is closed, or its encoding lacks characters.
     """
     if sys.stdout is None or sys.stdout.closed:
         raise ValueError("standard output: got a closed one, allowed is an open one")
@@ -51,13 +54,20 @@ def check_stdout() -> None:
     try:
         BEYOND_ASCII.encode(encoding, errors)
     except UnicodeEncodeError:
-        raise ValueError(LACKS.format(encoding)) from None
+        raise ValueError(ENCODING_ERROR.format(encoding)) from None
 
 
 def check_arguments(arguments: Sequence[str]) -> None:
-    """Raises ValueError for an argument of the command line that is not UTF-8."""
+    """Check that all arguments of the command line are UTF-8.
+
+    Args:
+        arguments: As in `sys.argv`, without the program's name.
+
+    Raises:
+        ValueError: An argument has bytes that are not UTF-8.
+    """
     for number, argument in enumerate(arguments, start=1):
         try:
             argument.encode()
-        except UnicodeEncodeError:  # Python keeps bytes that are none as lone surrogates
+        except UnicodeEncodeError:  # Python decodes invalid bytes as lone surrogates
             raise ValueError(f"argument {number}: got {argument!r}, allowed is UTF-8") from None

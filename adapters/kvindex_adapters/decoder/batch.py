@@ -35,10 +35,19 @@ def prompts_of(prompt: Prompt | Prompts) -> list[Any]:
 
 
 def encode(tokenizer: Any, prompts: Sequence[Any], config: DecoderConfig) -> list[Tensor]:
-    """Ids int64 `[N]` of each prompt.
+    """Encode each prompt.
 
-    Raises ValueError for none, or one that is empty, and what `encode_prompt` and `check_prompt`
-    raise.
+    Args:
+        tokenizer: None if all prompts are ids.
+        prompts: Each one as `Prompt` describes.
+        config: The model's, for its vocabulary.
+
+    Returns:
+        Ids int64 `[N]` of each prompt.
+
+    Raises:
+        ValueError: There is no prompt, or a prompt is empty; also what `encode_prompt` and
+            `check_prompt` raise.
     """
     if not len(prompts):
         raise ValueError("prompts: got none, allowed is at least one")
@@ -50,7 +59,15 @@ def encode(tokenizer: Any, prompts: Sequence[Any], config: DecoderConfig) -> lis
 
 
 def check_tokenizer(tokenizer: Any, prompts: Sequence[Any]) -> None:
-    """Raises ValueError for prompts that are not ids, where there is no tokenizer."""
+    """Check that there is a tokenizer if a prompt is text or messages.
+
+    Args:
+        tokenizer: The decoder's tokenizer, or None.
+        prompts: Each one as `Prompt` describes.
+
+    Raises:
+        ValueError: There is no tokenizer, and a prompt is not a tensor of ids.
+    """
     if tokenizer is None and not all(isinstance(prompt, Tensor) for prompt in prompts):
         kinds = sorted({type(prompt).__name__ for prompt in prompts})
         raise ValueError(f"prompt: got {', '.join(kinds)}, allowed without a tokenizer are ids")

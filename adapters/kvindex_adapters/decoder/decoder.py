@@ -54,9 +54,9 @@ from kvindex_adapters.llama.weights import Weights
 class Decoder:
     """A model's weights and its tokenizer; each call of `generate` is a sequence of its own.
 
-    Made by `of` or `from_pretrained`. The weights are the model's own: each call looks whether the
-    model has changed, and reads it again or raises an error. Of `weights="fp8"` and of `ranks` the
-    layers' matrices are copies, of a model that must not change while it exists.
+    Made by `of` or `from_pretrained`. The weights are the model's own. Each call checks whether the
+    model has changed, and then reads it again or raises an error. With `weights="fp8"` or `ranks`,
+    the layers' matrices are copies; then the model must not change as long as it exists.
     """
 
     def __init__(self, reading: Reading, tokenizer: Any, ends: Collection[int]) -> None:
@@ -120,12 +120,12 @@ class Decoder:
 
     @property
     def weights(self) -> Weights:
-        """The weights, as they were last read."""
+        """The weights that the decoder last read from the model."""
         return self._reading.weights
 
     @property
     def config(self) -> DecoderConfig:
-        """Sizes of the model, or of a rank's share of it."""
+        """Sizes of the model, or of this rank's shard of it."""
         return self._reading.config
 
     @property
@@ -166,20 +166,28 @@ class Decoder:
     ) -> Generation | list[Generation]:
         """Generate an answer to a prompt, or to each of a list of prompts in one batch.
 
-        prompt: text as it is, messages for the tokenizer's chat template, or ids int64 `[N]`;
-        streamer: one of transformers, which gets the tokens of one prompt as they come;
-        on_progress: called with a phase, tokens done and tokens in all (of the longest prompt);
-        session: one of this decoder's, in place of `index`, `k` and `attach_options`, which the
-        prompt follows and which gets prompt and answer (a `fork` of it leaves it as it is; a call
-        that fails does, too); messages continue a chat in it as `kvhf.generate` does;
-        options: `Options`. An answer ends with its stop token, if it has one. Times and the report
-        are those of the whole batch.
+        Only the end tokens come from the model's generation configuration. Temperature, penalties
+        and lengths come from the options. (`kvhf.generate` uses the whole configuration.)
 
-        Of the model's generation configuration it takes the end tokens alone, where `kvhf.generate`
-        takes all of it: temperature, penalties and lengths are what the options say.
+        Args:
+            prompt: Text as it is, messages for the tokenizer's chat template, ids int64 `[N]`, or a
+                list of these.
+            session: A session of this decoder, in place of `index`, `k` and `attach_options`. The
+                prompt follows its tokens, and prompt and answer are appended to it. Messages
+                continue the chat in it as in `kvhf.generate`. A call that fails leaves it as it
+                was. Pass a `fork` to keep it unchanged.
+            streamer: A streamer of transformers, which gets each token of one prompt.
+            on_progress: Called with a phase, the tokens done and the tokens in total (of the
+                longest prompt).
+            **options: `Options`.
 
-        Raises ValueError for an empty prompt, sizes out of range or options that do not fit,
-        TypeError for an option that does not exist.
+        Returns:
+            The answer to the prompt, or a list of answers to a list of prompts. An answer ends with
+            its stop token, if it has one. Times and the report are of the whole batch.
+
+        Raises:
+            ValueError: A prompt is empty, a size is out of range, or options do not fit.
+            TypeError: An option does not exist.
         """
         self._follow()
         prompts = prompts_of(prompt)
@@ -275,14 +283,14 @@ class Decoder:
         return self._begin([torch.zeros(1, dtype=torch.int64)] * batch, **options).explain()
 
     def _turn(self, prompt: Prompt, session: OpenSession, *, cue: bool = True) -> Turn:
-        """How a prompt goes on from what a session holds. Raises as `generate`."""
+        """Find how a prompt continues the tokens of a session. Raises as `generate`."""
         check_tokenizer(self.tokenizer, [prompt])
         turn = next_turn(self.tokenizer, prompt, session, session.length, cue=cue)
         check_prompt(turn.ids, self.config.vocabulary)
         return turn
 
     def _text(self, answer: Tensor) -> str:
-        """Text of an answer's ids, "" where there is no tokenizer."""
+        """Decode an answer's ids; "" if there is no tokenizer."""
         tokenizer = self.tokenizer
         return "" if tokenizer is None else tokenizer.decode(answer, skip_special_tokens=True)
 
@@ -364,9 +372,9 @@ class Decoder:
         return self._reading.kernels if runs else None
 
     def _follow(self) -> None:
-        """Read the model again if it has changed. Raises where the decoder cannot follow it."""
+        """Read the model again if it has changed. Raises an error if that is not possible."""
         if not self._reading.current:
-            self._reading = self._reading.again()
+            self._reading = self._reading.read_again()
 
     def _generation(
         self, ids: Tensor, answer: Tensor, timer: TokenTimer, session: Session

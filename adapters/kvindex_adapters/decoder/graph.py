@@ -45,9 +45,10 @@ class TokenGraph:
         return AHEAD if self._graph is not None else self._ahead
 
     def step(self) -> None:
-        """One more token: from `session.token` to the next, which takes its place.
+        """Run one decode step: replace `session.token` by the next token.
 
-        Raises RuntimeError while another thread is in a call of the session.
+        Raises:
+            RuntimeError: Another thread is in a call of the session.
         """
         with self._session.exclusive():
             self._step()

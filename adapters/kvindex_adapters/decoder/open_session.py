@@ -26,9 +26,12 @@ from kvindex_adapters.llama.fused import Fused
 
 
 class OpenSession(Session):
-    """What `Decoder.session` gives: `Decoder.read` and `Decoder.generate` append to it.
+    """A sequence that `Decoder.session` opens, and `Decoder.read` and `Decoder.generate` extend.
 
-    reading: the weights, and the model that they are of; attentions, fused: as of `Session`.
+    Args:
+        reading: The weights, and the model from which they were read.
+        attentions: As in `Session`.
+        fused: As in `Session`.
     """
 
     _attentions: Sequence[AttentionLayer | DenseAttention]
@@ -44,15 +47,22 @@ class OpenSession(Session):
         self.ids: Tensor | None = torch.zeros(0, dtype=torch.int64)
         """Ids int64 `[N]` of its tokens, on the CPU; None where a loaded folder does not tell."""
         self.conversation: Conversation | None = None
-        """As of `IndexCache`."""
+        """As in `IndexCache`."""
 
     def check_reading(self, reading: Reading) -> None:
-        """Raises ValueError unless it is of these weights."""
+        """Check that the session was opened with these weights.
+
+        Args:
+            reading: The weights that the decoder uses now.
+
+        Raises:
+            ValueError: The session belongs to other weights.
+        """
         if reading is not self._reading:
             raise ValueError(
-                "session: got one of another decoder, or one that was opened before this one's "
-                "model was changed; allowed is one that decoder.session() has opened since, which "
-                "reads its text again"
+                "session: got one of another decoder, or one that was opened before the decoder's "
+                "model was changed; allowed is a session that decoder.session() has opened after "
+                "the change, into which the text is read again"
             )
 
     @in_plain_torch
@@ -63,11 +73,11 @@ class OpenSession(Session):
         rows of layers without an index.
         """
         with self.exclusive():
-            twin = copy(self)
-            twin.exclusive = Exclusive("session", "the same session")
-            twin._attentions = deepcopy(self._attentions)
-            twin._position, twin.token = self._position.clone(), self.token.clone()
-            return twin
+            other = copy(self)
+            other.exclusive = Exclusive("session", "the same session")
+            other._attentions = deepcopy(self._attentions)
+            other._position, other.token = self._position.clone(), self.token.clone()
+            return other
 
     def truncate(self, length: int) -> None:
         """Forget the tokens from position `length` on. Raises ValueError below 0."""
@@ -82,10 +92,15 @@ class OpenSession(Session):
             self.ids = None if self.ids is None else self.ids[:length]
 
     def complete(self, start: int, ids: Tensor, messages: Messages | None = None) -> None:
-        """Hold ids int64 `[N]` after the first `start` tokens, and no more.
+        """End a call: store exactly the first `start` tokens and `ids`, and record what they are.
 
-        Of them it holds all but the last, or all, or some that came after them. messages: of the
-        whole conversation, or None where the tokens are not those of one.
+        The session already stores all of `ids` except the last one, or all of them, or further
+        tokens after them.
+
+        Args:
+            start: Tokens that the session stored before the call.
+            ids: Int64 `[N]`, the ids of the prompt and the answer.
+            messages: Those of the whole conversation, or None if the tokens are not a conversation.
         """
         known = None if self.ids is None else torch.cat([self.ids, ids.cpu()])
         end = start + len(ids)
@@ -102,9 +117,11 @@ class OpenSession(Session):
     def undone(self, keep: int | None = None) -> Iterator[None]:
         """Restore the state at the beginning of the context if the body raises.
 
-        Other threads cannot change the session meanwhile: they get a RuntimeError.
+        If another thread tries to change the session meanwhile, its call raises RuntimeError.
 
-        keep: tokens that it holds inside, the first ones; None for all.
+        Args:
+            keep: The session is truncated to its first `keep` tokens when the context begins; None
+                keeps all.
         """
         with self.exclusive():
             position, length, ids = self._position.clone(), self.length, self.ids
@@ -113,7 +130,7 @@ class OpenSession(Session):
             if keep is None or keep >= length:
                 restores = [partial(_roll_back, layer, layer.checkpoint()) for layer in attentions]
             else:
-                restores = [_restores(layer, keep) for layer in attentions]
+                restores = [_restorer(layer, keep) for layer in attentions]
             try:
                 if keep is not None:
                     self.truncate(keep)
@@ -125,12 +142,19 @@ class OpenSession(Session):
                 raise
 
     def save(self, folder: str | os.PathLike[str]) -> None:
-        """Write all layers, ids and messages of the tokens if known, and which model they are of.
+        """Write all layers, the ids and messages of the tokens if known, and the model's identity.
 
-        To a new folder, which is whole or not there; `load` reads it, and so does a cache of
-        `kvhf.attach`. Raises OSError for a folder that is there already or cannot be written,
-        ValueError for a session without tokens, of a decoder in FP8, or whose model was changed
-        since it was opened, RuntimeError where the model fails (`hf.model_probe`).
+        If the call fails, no folder is left behind. `load` reads the folder, and so does a cache of
+        `kvhf.attach`.
+
+        Args:
+            folder: A new folder.
+
+        Raises:
+            OSError: The folder exists already, or cannot be written.
+            ValueError: The session has no tokens, its decoder has FP8 weights or shares the heads
+                with other ranks, or its model was changed since the session was opened.
+            RuntimeError: The model fails for a few fixed tokens (`hf.model_probe`).
         """
         with self.exclusive():
             check.at_least("session.length", self.length, 1)
@@ -139,13 +163,20 @@ class OpenSession(Session):
 
     @in_plain_torch
     def load(self, folder: str | os.PathLike[str]) -> None:
-        """Hold what a session, or a cache of `kvhf.attach`, held that was saved.
+        """Fill this empty session from a saved session, or from a saved cache of `kvhf.attach`.
 
-        Of the same model, with the same indexes; `k`, `coverage`, `dense_below`, device, store and
-        backend may be others. Raises FileNotFoundError or ValueError, in words, for a folder that
-        is not as it was saved, another model, other indexes or sizes of regions, several sequences,
-        or where this session holds tokens or is of a decoder in FP8, RuntimeError where the model
-        fails (`hf.model_probe`); it stays as it was.
+        Model and indexes must be the same. `k`, `coverage`, `dense_below`, device, store and
+        backend may differ. A call that fails leaves the session as it was.
+
+        Args:
+            folder: The folder that `save` has written.
+
+        Raises:
+            FileNotFoundError: The folder, or a file in it, does not exist.
+            ValueError: The folder has changed since it was saved, it belongs to another model, to
+                other indexes or sizes of regions, or to several sequences; or this session stores
+                tokens, or its decoder has FP8 weights or shares the heads with other ranks.
+            RuntimeError: The model fails for a few fixed tokens (`hf.model_probe`).
         """
         with self.undone():
             if self.length:
@@ -158,19 +189,20 @@ class OpenSession(Session):
             self._position += self.length
 
     def _saved_model(self) -> PreTrainedModel:
-        """The model that a folder names. Raises ValueError where weights are copies."""
+        """The model to save or load for. Raises ValueError if the weights are copies."""
         if self._weights.ranks is not None:
             raise ValueError(
                 "session: got one of a model whose heads several ranks share, allowed for save and "
-                "load is one whose weights are whole: a rank has the rows of its own heads alone"
+                "load is a model that one process has whole: a rank has only the keys and values "
+                "of its own heads"
             )
         model = self._reading.model
         if model is None:
             raise ValueError(
-                "weights: got 'fp8', allowed is 'plain' to save or load a session: rows of other "
-                "weights are of another model"
+                "weights: got 'fp8', allowed is 'plain' to save or load a session: with other "
+                "weights the keys and values are those of another model"
             )
-        self._reading.check()
+        self._reading.check_unchanged()
         return model
 
 
@@ -182,10 +214,10 @@ def _roll_back(layer: Layer, checkpoint: Any) -> Layer:
     return layer
 
 
-def _restores(layer: Layer, keep: int) -> Callable[[], Layer]:
-    """What gives the layer as it is now, after all but the first `keep` tokens were cut off.
+def _restorer(layer: Layer, keep: int) -> Callable[[], Layer]:
+    """Return a function that restores the layer's present state after a truncation to `keep`.
 
-    A checkpoint does not: other tokens are written in the place of those.
+    A checkpoint cannot do this, because new tokens overwrite those that the truncation removes.
     """
     if isinstance(layer, AttentionLayer):
         copied = deepcopy(layer)

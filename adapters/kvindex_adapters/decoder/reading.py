@@ -1,7 +1,7 @@
-"""`Reading`: a model's weights as a decoder has read them, and whether the model is still the same.
+"""`Reading`: the weights that a decoder has read from a model, and a check for later changes.
 
-Plain weights are views of the model's parameters, so that a change in place is the decoder's, too.
-Copies (FP8, a rank's share of the heads) do not follow the model.
+Plain weights are views of the model's parameters, so a change in place also changes the decoder.
+Copies (FP8 weights, a rank's shard of the heads) do not follow the model.
 """
 
 from __future__ import annotations
@@ -28,13 +28,18 @@ from kvindex_adapters.llama.shares import share
 from kvindex_adapters.llama.weights import Weights, read_weights
 
 _version = attrgetter("_version")
-"""How often a tensor was written to; torch has no public name for it."""
+"""How many times a tensor was written to in place; torch has no public name for it."""
 
 
 class Reading:
     """The weights, sizes and rotary frequencies of a model that `check_model` has checked.
 
-    weights, ranks: as of `Decoder.of`. A model whose weights are copied is not kept alive.
+    If the weights are copies, this object does not keep the model alive.
+
+    Args:
+        model: The model to read.
+        weights: As in `Decoder.of`.
+        ranks: As in `Decoder.of`.
     """
 
     def __init__(
@@ -45,9 +50,9 @@ class Reading:
         if ranks is not None:
             self._copied = "ranks"
         self.model = None if self._copied else model
-        """The model, or None where weights are copies."""
+        """The model, or None if the weights are copies."""
         self._source, self._facts = ref(model), _facts(read, config, ropes)
-        # weak: it refers to the model's tensors
+        # a weak key, because the values refer to the model's tensors
         self._states = WeakKeyDictionary({model: (ModuleState(model), self._versions(model))})
         made = read if weights == PLAIN else quantize(read)
         if ranks is not None:
@@ -61,14 +66,15 @@ class Reading:
 
     @cached_property
     def kernels(self) -> Fused:
-        """What runs single tokens on a GPU."""
+        """The fused kernels that run decode steps on a GPU."""
         return Fused(self.weights)
 
     @property
     def current(self) -> bool:
-        """Whether it would be read from the model as it is now; so it is where that is gone.
+        """Whether the model has not changed since it was read; True if the model no longer exists.
 
-        Raises UnsupportedError for a model that the decoder does not run any more.
+        Raises:
+            UnsupportedError: The decoder no longer runs the model, for example because of a hook.
         """
         model = self._source()
         if model is None:
@@ -84,26 +90,36 @@ class Reading:
         self._states[model] = ModuleState(model), versions
         return True
 
-    def again(self) -> Reading:
-        """What is read from the model as it is now. Raises ValueError where weights are copies."""
+    def read_again(self) -> Reading:
+        """Read the model as it is now.
+
+        Raises:
+            ValueError: The weights are copies.
+        """
         if self.model is None:
             raise ValueError(
                 "model: got one that has changed since the decoder copied its weights "
-                f"({self._copied}); make another decoder of it by Decoder.of(model, …), or delete "
-                "the model to go on with the copies"
+                f"({self._copied}); make another decoder by Decoder.of(model, …), or delete the "
+                "model to continue with the copies"
             )
         return Reading(self.model)
 
-    def check(self) -> None:
-        """Raise ValueError where the model has changed since, and what `current` raises."""
+    def check_unchanged(self) -> None:
+        """Check that the model has not changed since it was read.
+
+        Raises:
+            ValueError: It has changed.
+            UnsupportedError: As for `current`.
+        """
         if not self.current:
             raise ValueError(
-                "model: got one whose weights or settings were replaced since this session was "
-                "opened, or this run started; allowed is a new one, which reads its text again"
+                "model: got one with weights or settings that were replaced since this session was "
+                "opened, or this run started; allowed is a new session or run, which reads its "
+                "text again"
             )
 
     def _versions(self, model: PreTrainedModel) -> list[int]:
-        """Of copied weights how often the model's were written to; those of views do not matter."""
+        """Version counters of the model's parameters if they were copied; views need none."""
         if not self._copied:
             return []
         return [_version(one) for one in model.parameters() if not one.is_inference()]
@@ -117,7 +133,7 @@ def _ropes(model: Any) -> Ropes:
 def _facts(
     weights: Weights, config: DecoderConfig, ropes: Mapping[int, Tensor | None]
 ) -> list[Any]:
-    """What a reading depends on: where tensors are, and numbers. It keeps no tensor alive."""
+    """List what the weights depend on: addresses of tensors, and numbers. Keeps no tensor alive."""
     frequencies = [weights.rotary.frequencies, *ropes.values()]
     body = {**vars(weights), "layers": None, "rotary": weights.rotary.factor}
     leaves = tree_leaves([body, *map(vars, weights.layers)])

@@ -18,11 +18,17 @@ from kvindex_adapters.hf.token_ring import TokenRing
 
 @dataclass(frozen=True)
 class Run:
-    """A session, and what shall be made in it.
+    """A session, and the answers to generate in it.
 
-    reading: the weights that the session is of; ids: the prompts int64 `[B, N]`; chunk: tokens of
-    them that are read at a time; stops: tokens that end an answer; graphs: whether a token may be
-    one CUDA graph.
+    Args:
+        session: A session without tokens, or one that the prompt follows.
+        reading: The weights with which the session was opened.
+        ids: The prompts, int64 `[B, N]`.
+        sampling: How tokens are sampled.
+        max_new_tokens: Tokens of an answer, at most.
+        chunk: Tokens of the prompts that are read at a time.
+        stops: Tokens that end an answer.
+        graphs: Whether a decode step may be one CUDA graph.
     """
 
     session: Session
@@ -39,7 +45,7 @@ class Run:
 
         Where tokens are replayed, some are computed ahead, a few past the last stop token, too.
         """
-        self.reading.check()  # it may have started before its model was changed
+        self.reading.check_unchanged()  # the model may have changed since `Decoder.start`
         sampler = Sampler(self.sampling, self.ids.device, self.session.fused)
         running = set(range(len(self.ids)))
         room = self.session.length + self.ids.shape[1] + self.max_new_tokens

@@ -25,9 +25,17 @@ def save_session(
     model: PreTrainedModel,
     conversation: Conversation | None = None,
 ) -> None:
-    """Write layers that hold tokens of one sequence to a new folder, and their ids, if known.
+    """Write layers that store tokens of one sequence to a new folder, and their ids, if known.
 
-    conversation: that these ids are of. Raises as `kvindex_adapters.hf.saving.save_cache`.
+    Args:
+        folder: A new folder.
+        attentions: One per layer, with tokens.
+        ids: Int64 `[N]`, or None if unknown.
+        model: The model that read the tokens.
+        conversation: The messages of these ids, or None.
+
+    Raises:
+        As `kvindex_adapters.hf.saving.save_cache`.
     """
     layers = [_cache_layer(attention) for attention in attentions]
     save_cache(folder, layers, ids, find_decoder(model), model.config, conversation)
@@ -38,10 +46,18 @@ def load_session(
     attentions: Sequence[AttentionLayer | DenseAttention],
     model: PreTrainedModel,
 ) -> tuple[Tensor | None, Conversation | None]:
-    """Fill layers without tokens; gives ids int64 `[N]` of the tokens, if they are known.
+    """Fill layers that have no tokens yet from a saved folder.
 
-    And the conversation that they are of, if it is known. Raises as
-    `kvindex_adapters.hf.saving.load_cache`; the layers may then hold some.
+    Args:
+        folder: A folder of `save_session`, or of a cache.
+        attentions: One per layer, without tokens.
+        model: The model that read the tokens.
+
+    Returns:
+        Ids int64 `[N]` of the tokens, and their conversation; each is None if unknown.
+
+    Raises:
+        As `kvindex_adapters.hf.saving.load_cache`. Some layers may then contain tokens.
     """
     layers = [_cache_layer(attention) for attention in attentions]
     known = load_cache(folder, layers, find_decoder(model), model.config)

@@ -66,8 +66,8 @@ class Session:
     attentions: one a layer, without tokens; padding: padded tokens on the left of each row.
     fused: what runs single tokens, or None for `layers.forward`.
     A token's step reads its id (`token`, int64 `[B, 1]`) and its position where they lie on the
-    device. One thread at a time may read and step (`exclusive`); `report` and `length` may be asked
-    for by any thread at any time.
+    device. Only one thread at a time may read prompts and run steps (`exclusive`). Any thread may
+    call `report` and read `length` at any time.
     """
 
     @in_plain_torch
@@ -100,7 +100,7 @@ class Session:
             return self._read_prompt(ids, chunk, room, report)
 
     def _read_prompt(self, ids: Tensor, chunk: int, room: int, report: Progress | None) -> Tensor:
-        """As `read_prompt`, for the thread that is alone."""
+        """As `read_prompt`, once this thread has entered `exclusive`."""
         batch, N = ids.shape
         expect([layer.index for layer in self._indexed()], room, batch)
         for layer in self._dense():
@@ -196,9 +196,12 @@ class Session:
     def report(self, *, all_ranks: bool = False) -> Report:
         """Rows and bytes that the searching steps have read so far, and memory of the layers.
 
-        Any thread may call it at any time, also during a step, whose layers it may find with and
-        without the new tokens. all_ranks: of all processes together, all of which call it
-        (`Report.over_ranks`).
+        Any thread may call this at any time. During a step, some layers may already include the new
+        tokens, and others not yet.
+
+        Args:
+            all_ranks: Add up the reports of all processes. All of them must call this
+                (`Report.over_ranks`).
         """
         dense = self._dense()
         other = sum(layer.nbytes for layer in dense) if dense else None

@@ -48,9 +48,23 @@ class ParallelLayer(AttentionLayer):
         ids: Tensor | None = None,
         visible: Tensor | None = None,
     ) -> Tensor:
-        """The output of `AttentionLayer.step` for each token one by one: `[1, H, T, Dv]`.
+        """Compute the outputs of `AttentionLayer.step` for each token one by one.
 
-        Raises ValueError for a bias, ids or visible.
+        Args:
+            queries: As in `AttentionLayer.step`, of one sequence.
+            keys: As in `AttentionLayer.step`.
+            values: As in `AttentionLayer.step`.
+            valid: As in `AttentionLayer.step`.
+            bias: Only before the steps begin.
+            sink_logits: As in `AttentionLayer.step`.
+            ids: Only before the steps begin.
+            visible: Only before the steps begin.
+
+        Returns:
+            Attention outputs `[1, H, T, Dv]`.
+
+        Raises:
+            ValueError: The steps have begun, and bias, ids or visible is a tensor.
         """
         own: dict[str, Any] = dict(bias=bias, ids=ids, visible=visible)
         if not self._begun:
@@ -58,7 +72,9 @@ class ParallelLayer(AttentionLayer):
             return super().step(queries, keys, values, **own)
         for name, given in own.items():
             if given is not None:
-                raise ValueError(f"{name}: got a tensor, allowed is None where steps come at once")
+                raise ValueError(
+                    f"{name}: got a tensor, allowed is None where steps run in parallel"
+                )
         keys, values, _ = self._checked(queries, keys, values, valid)
         sinks = self._sinks(sink_logits, queries)
         done, outputs = 0, []

@@ -84,13 +84,13 @@ def _csv(summary: Row) -> str:
 
 
 FORMULA = ("=", "+", "-", "@", "\t", "\r")
-"""What spreadsheets take for the beginning of a formula."""
+"""Characters at which spreadsheets recognize a formula."""
 
 
 def _plain(cell: object) -> object:
-    """A cell that no spreadsheet computes: such a text gets an apostrophe before it.
+    """Put an apostrophe before a text that a spreadsheet would evaluate as a formula.
 
-    Numbers, also negative ones, stay as they are.
+    Numbers stay as they are, also negative ones.
     """
     return f"'{cell}" if isinstance(cell, str) and cell.startswith(FORMULA) else cell
 
