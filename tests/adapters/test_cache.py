@@ -88,7 +88,7 @@ CHANGES = pytest.mark.parametrize(
     [("llama", 2), ("falcon_h1", 2), ("zaya", 2), ("zamba", 4), ("inkling_text", 4)],
 )
 def test_batch_operations(family, layers, change, rows):
-    """Of linear attention beside full attention, too, or in layers of its own."""
+    """Also with linear attention, in the same layer as full attention or in its own layers."""
     model = build(family, num_hidden_layers=layers)
     inputs = prompt(3, 50, padded=True)
     chosen = {name: tensor[rows] for name, tensor in inputs.items()}

@@ -1,4 +1,4 @@
-"""What callers of transformers do with a model and a cache, each as plain transformers has it.
+"""Usual ways to use a model and a cache: each gives the results of plain transformers.
 
 Longer than most files: a test for each situation.
 """
@@ -35,7 +35,7 @@ def model():
 
 @pytest.fixture(scope="module")
 def words():
-    """A tokenizer whose words are numbers, each its own id."""
+    """A tokenizer with numbers as words; each number is its own id."""
     vocabulary = {str(number): number for number in range(VOCABULARY)}
     tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="0"))
     tokenizer.pre_tokenizer = WhitespaceSplit()
@@ -45,7 +45,7 @@ def words():
 
 
 def both(model, inputs, **options):
-    """What `generate` gives with plain attention, and through an index."""
+    """The results of `generate` with plain attention, and through an index."""
     options = {**GREEDY, **options}
     with kvhf.attach(model, **REGIONS) as cache:
         mine = model.generate(**inputs, past_key_values=cache, **options)
@@ -67,7 +67,7 @@ def vision_language():
 
 
 def test_text_of_a_vision_language_model_padded_and_over_two_turns(vision_language):
-    """A token has three positions, and a row's begin after its padding."""
+    """Each token has three positions, which are counted after the padding of its sequence."""
     model, inputs = vision_language, prompt(3, 40, padded=True)
 
     def turns(cache):
@@ -84,7 +84,7 @@ def test_text_of_a_vision_language_model_padded_and_over_two_turns(vision_langua
 
 @pytest.mark.parametrize(("scale", "finite"), [(4e3, True), (4e4, False)])
 def test_logits_beyond_half_precision(scale, finite):
-    """`q·k` above 65504 is no infinity; a key above it is refused, and nothing changes."""
+    """A product `q·k` above 65504 does not overflow. A key above it raises and changes nothing."""
     model, inputs = build("llama", num_hidden_layers=1, eos_token_id=None), prompt(1, 40)
     layer = model.model.layers[0]
     attention = layer.self_attn
@@ -146,7 +146,7 @@ def test_masks_of_all_dtypes(model, dtype):
 
 @pytest.mark.parametrize("whole", [True, False])
 def test_new_tokens_alone_with_the_full_mask(model, whole):
-    """As ids of a second turn, which may be all of them."""
+    """For a second turn, the caller passes the new ids, or all ids."""
     inputs = prompt(2, 60, padded=True)
     mask, ids = inputs["attention_mask"], inputs["input_ids"]
     with kvhf.attach(model, **REGIONS) as cache, torch.no_grad():
@@ -160,7 +160,7 @@ def test_new_tokens_alone_with_the_full_mask(model, whole):
 
 
 def test_a_history_that_is_edited_is_cut_where_it_differs(model):
-    """As a chat whose last question was asked anew."""
+    """For example a chat with a new version of the last question."""
     history, other = prompt(1, 50)["input_ids"], prompt(1, 20)["input_ids"]
     with kvhf.attach(model, **REGIONS) as cache:
         answered = model.generate(history, past_key_values=cache, **GREEDY)
@@ -212,7 +212,7 @@ def test_streamers(model):
 
 
 class Odd(LogitsProcessor):
-    """Only odd ids, and never the one before."""
+    """Allows only odd ids, and never the same id twice in a row."""
 
     def __call__(self, input_ids, scores):
         scores = scores.clone()
@@ -221,7 +221,7 @@ class Odd(LogitsProcessor):
 
 
 class Long(StoppingCriteria):
-    """After so many tokens in all."""
+    """Stops at a total number of tokens."""
 
     def __init__(self, length):
         self.length = length

@@ -29,7 +29,7 @@ def run(*arguments):
 
 
 def process(code, *arguments, before=(), **variables):
-    """A Python of its own, with the modules that this one has; before: of its command."""
+    """Run code in a new Python process with the same modules; before: prefix of its command."""
     given = dict(capture_output=True, text=True, check=False)
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **variables}
     return subprocess.run([*before, sys.executable, "-c", code, *arguments], env=env, **given)

@@ -1,4 +1,4 @@
-"""Counters that another thread reads while a model generates: no call fails, and numbers add up."""
+"""Another thread reads counters while a model generates: no call fails, all numbers are right."""
 
 import sys
 import threading
@@ -19,13 +19,13 @@ from tests.cuda.graphs import WholeGraph, kept
 from tests.support.captured import Captured
 
 SIZES = dict(k=500, sink=4, local_window=4, update_every=3, dense_below=0)
-"""So that rows move from the window into the index at every third token."""
+"""Rows move from the window into the index at every third token."""
 GREEDY = dict(max_new_tokens=40, do_sample=False)
 
 
 @contextmanager
 def asked_all_the_time(*calls):
-    """Call these in turn on another thread; gives their results, a list a call."""
+    """Call these in turn on another thread. Yields a list of results for each of them."""
     found, done, failed = [[] for _ in calls], threading.Event(), []
 
     def ask():
@@ -37,7 +37,7 @@ def asked_all_the_time(*calls):
             failed.append(error)
 
     interval, thread = sys.getswitchinterval(), threading.Thread(target=ask)
-    sys.setswitchinterval(1e-5)  # threads take turns in the middle of everything
+    sys.setswitchinterval(1e-5)  # switch threads as often as possible
     thread.start()
     try:
         yield found
@@ -131,7 +131,7 @@ def test_continuous_batching_is_asked_while_it_generates():
 
 
 def test_a_length_is_right_at_every_line_of_a_move_into_the_index():
-    """Asked for wherever the thread that moves rows may be stopped."""
+    """Read the length at every line at which the thread that moves rows may be interrupted."""
     model, inputs = build("llama", num_hidden_layers=1), prompt(1, 45)
     seen = set()
 
@@ -151,12 +151,13 @@ def test_a_length_is_right_at_every_line_of_a_move_into_the_index():
     assert seen == {43}
 
 
-# Calls that conflict: the second one raises, the first one goes on
+# Calls that conflict: the second one raises an error, the first one continues
 
 
-def held(module, first, second):
-    """What `second` raises while `first` is inside the module, on another thread, and what that
-    returns.
+def conflict(module, first, second):
+    """Call `second` while another thread is in `first`, inside the module.
+
+    Returns the error message of `second`, and the result of `first`.
     """
     inside, go_on, result = threading.Event(), threading.Event(), []
 
@@ -193,7 +194,7 @@ def test_what_changes_a_cache_raises_beside_generate(call, tmp_path):
     model, inputs = build("llama", num_hidden_layers=2, eos_token_id=None), prompt(1, 40)
     expected = model.generate(**inputs, **GREEDY)
     with kvhf.attach(model, index="exact", **SIZES) as cache:
-        message, out = held(
+        message, out = conflict(
             model.model.layers[1].mlp,
             lambda: model.generate(**inputs, past_key_values=cache, **GREEDY),
             lambda: SECOND[call](model, cache, tmp_path),
@@ -203,10 +204,10 @@ def test_what_changes_a_cache_raises_beside_generate(call, tmp_path):
 
 
 def test_between_the_steps_of_generate_others_raise_too():
-    """So that it does not depend on the moment."""
+    """The error does not depend on the moment of the call."""
     model, inputs = build("llama", num_hidden_layers=2, eos_token_id=None), prompt(1, 40)
     with kvhf.attach(model, index="exact", **SIZES) as cache:
-        message, _ = held(
+        message, _ = conflict(
             model.lm_head,
             lambda: model.generate(**inputs, past_key_values=cache, **GREEDY),
             lambda: cache.crop(-1),

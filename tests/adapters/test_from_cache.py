@@ -1,4 +1,4 @@
-"""A prompt that was read elsewhere goes on as one that the attached model has read."""
+"""A prompt that plain transformers has read continues like one that the attached model has read."""
 
 import copy
 
@@ -14,7 +14,7 @@ from tests.adapters.tiny import FAMILIES, build, prompt, steps
 
 
 def filled(model, inputs, *, config=True):
-    """Transformers' cache of a prompt."""
+    """A cache of transformers that contains a prompt."""
     past = DynamicCache(config=model.config) if config else DynamicCache()
     steps(model, past, inputs, [inputs["input_ids"].shape[1]])
     return past
@@ -40,11 +40,11 @@ def first(inputs, count):
 LENGTH, START = 62, 44
 
 NEAR = dict(atol=2e-5, rtol=0)
-"""Logits are up to 6; elsewhere sdpa sums in another order than attach() does in dense layers."""
+"""Logits are up to 6. Plain sdpa sums in another order than dense layers inside attach()."""
 
 
 def both(family, index, padded, config=True, **options):
-    """Logits after a prompt that was taken over, and after one that was read."""
+    """Logits after a prompt from `from_cache`, and after one that the attached model has read."""
     model, text = build(family, **options), prompt(2 if padded else 1, LENGTH, padded=padded)
     past = filled(model, first(text, START), config=config)
     before = copy.deepcopy(past)
@@ -61,7 +61,7 @@ def both(family, index, padded, config=True, **options):
         assert report.steps == cache.report().steps
     for layer, other in zip(past.layers, before.layers, strict=True):
         if getattr(layer, "keys", None) is not None:
-            assert torch.equal(layer.keys, other.keys)  # nothing is shared
+            assert torch.equal(layer.keys, other.keys)  # no memory is shared
     return taken, read
 
 
@@ -106,7 +106,9 @@ def test_a_model_that_changes_rows_after_its_cache_is_refused(monkeypatch):
         monkeypatch.setattr(
             kvhf.IndexCache, "update", lambda *args: tuple(2 * one for one in update(*args))
         )
-        with pytest.raises(ValueError, match="layer 0 of the model attends to other rows than it"):
+        with pytest.raises(
+            ValueError, match="layer 0 of the model attends to other keys or values"
+        ):
             cache.from_cache(past)
 
 
@@ -153,18 +155,18 @@ def test_dense_layers_are_copied(model):
 
 
 def test_the_index_reads_the_text(model):
-    told = []
+    observed = []
 
-    class Told(Exact):
+    class Observing(Exact):
         def observe_tokens(self, tokens, *, first):
-            told.append((tokens.tolist(), first))
+            observed.append((tokens.tolist(), first))
 
     inputs = prompt(1, 20)
     past = filled(model, inputs)
-    with kvhf.attach(model, **{**REGIONS, "index": Told}) as cache:
-        told.clear()
+    with kvhf.attach(model, **{**REGIONS, "index": Observing}) as cache:
+        observed.clear()
         cache.from_cache(past, ids=inputs["input_ids"])
-    assert told.count((inputs["input_ids"].tolist(), 0)) == 4
+    assert observed.count((inputs["input_ids"].tolist(), 0)) == 4
 
 
 def changed(layer, **attributes):
@@ -194,7 +196,7 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(model):
         refused("past: got tuple, allowed is a DynamicCache", past=((),), error=TypeError)
         static = StaticCache(config=model.config, max_cache_len=30)
         refused("past: got StaticCache", past=static, error=TypeError)
-        refused("past: got IndexCache, .* there is fork", past=cache, error=TypeError)
+        refused("past: got IndexCache, .* call its fork", past=cache, error=TypeError)
         empty = DynamicCache(config=model.config)
         refused(r"past\.get_seq_length\(\): got 0, allowed is an integer of", past=empty)
         refused("past: layer 2: got no token", past=filled(other, inputs))

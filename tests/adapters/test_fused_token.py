@@ -203,7 +203,7 @@ def test_weights_that_change_are_those_that_are_read(graphs, change):
 
 
 class Adapted(torch.nn.Module):
-    """A projection with something added to what it computes, as an adapter does."""
+    """A projection that adds a term to its output, like an adapter."""
 
     def __init__(self, linear):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Prompts whose images, or prefixes, are attended to in both directions: the model's own mask."""
+"""Images and prefixes that are attended to in both directions, by the model's own mask."""
 
 import pytest
 import torch
@@ -48,7 +48,7 @@ MODELS = {"gemma3": gemma3, "paligemma": paligemma}
 
 @pytest.fixture(scope="module", params=MODELS)
 def case(request):
-    """A model, and a batch of prompts with an image each, of which one is padded on the left."""
+    """A model, and a batch of prompts with one image each. One prompt is padded on the left."""
     torch.manual_seed(0)
     model, size = MODELS[request.param]()
     model = model.float().eval()
@@ -58,7 +58,7 @@ def case(request):
     ids[0, 5:9] = ids[1, 29:33] = IMAGE
     mask = torch.ones_like(ids)
     mask[1, :3] = ids[1, :3] = 0
-    # Gemma 3: which tokens are of images; PaliGemma: 0 for a prefix that sees itself whole
+    # Gemma 3: 1 for tokens of images; PaliGemma: 0 for the prefix, which sees all of itself
     types = (ids == IMAGE).long() if request.param == "gemma3" else (ids == ids).long()
     if request.param == "paligemma":
         types[:, :34] = 0
@@ -69,7 +69,7 @@ def case(request):
 
 
 def life(model, inputs, cache):
-    """Logits of the prompt, of tokens after it, of a further turn, and of tokens after that."""
+    """Logits of a prompt, of decoded tokens, of a second turn, and of decoded tokens after it."""
     some, mask = [], inputs["attention_mask"]
     with torch.no_grad():
         out = model(**inputs, past_key_values=cache, use_cache=True)
@@ -102,7 +102,7 @@ def test_logits_are_those_of_plain_attention(case):
     if isinstance(model, Gemma3ForConditionalGeneration):
         shown["token_type_ids"] *= 0
     causal = life(model, shown, DynamicCache(config=model.config.get_text_config()))
-    assert float((causal[1] - want[1]).abs().max()) > 1e-3  # it matters what an image sees
+    assert float((causal[1] - want[1]).abs().max()) > 1e-3  # a causal mask gives other results
 
 
 @pytest.mark.parametrize("index", ["exact", "pariskv"])
@@ -128,7 +128,7 @@ def test_tokens_after_an_image_are_graphs(case):
 
 
 def test_a_chunk_that_ends_inside_an_image_sees_what_it_sees_in_the_model(case):
-    """Its first tokens do not see its last ones, as long as the chunk ends between them."""
+    """If a chunk ends inside an image, the image's first tokens do not see its last ones."""
     model, inputs = case
     if not isinstance(model, Gemma3ForConditionalGeneration):
         pytest.skip("its prefix is read in one piece")
@@ -150,7 +150,7 @@ def test_a_chunk_that_ends_inside_an_image_sees_what_it_sees_in_the_model(case):
 
 
 def test_a_prefix_without_a_mask_is_refused(case):
-    """PaliGemma attends in both directions to all that no mask tells apart."""
+    """Without a mask, PaliGemma attends to all tokens in both directions."""
     model, inputs = case
     if isinstance(model, Gemma3ForConditionalGeneration):
         pytest.skip("it is causal")

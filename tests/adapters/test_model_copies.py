@@ -20,7 +20,7 @@ GREEDY = dict(do_sample=False, max_new_tokens=8)
 
 
 def saved(model):
-    """Through torch.save and torch.load."""
+    """Save with torch.save, and load again."""
     file = io.BytesIO()
     torch.save(model, file)
     file.seek(0)
@@ -56,7 +56,7 @@ def test_a_copy_is_a_plain_model(family, how):
     expected = plain.generate(**inputs, **GREEDY)
     with kvhf.attach(model, **REGIONS) as cache:
         other = COPIES[how](model)
-        if how != "copy":  # which shares its modules
+        if how != "copy":  # a shallow copy shares the modules
             assert_plain(other, plain)
             assert torch.equal(other.generate(**inputs, **GREEDY), expected)
             with kvhf.attach(other, **REGIONS) as own:

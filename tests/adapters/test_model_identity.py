@@ -1,4 +1,4 @@
-"""A saved cache recognizes its model by what that computes, wherever its weights are stored."""
+"""A saved cache recognizes its model by its outputs, wherever the weights are stored."""
 
 import copy
 import json
@@ -85,7 +85,7 @@ def test_a_layer_computes_where_accelerate_brings_its_weights():
 
 
 class Int8(nn.Module):
-    """A linear layer whose weights are buffers, as `bitsandbytes` and others have them."""
+    """A linear layer that stores its weights in buffers, like `bitsandbytes` and others."""
 
     def __init__(self, linear):
         super().__init__()
@@ -115,7 +115,7 @@ def test_weights_in_buffers_are_compared(tmp_path):
 
 
 class Packed(nn.Parameter):
-    """A weight that only products read, as those of `torchao`: no views, no conversions."""
+    """A weight that only supports matrix products, no views or conversions, as in `torchao`."""
 
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
@@ -143,7 +143,7 @@ def test_weights_that_only_products_read_are_saved_and_loaded(tmp_path):
 
 
 class Adapted(nn.Module):
-    """A linear layer with a low-rank addition of 5% of its norm, as `peft` wraps it."""
+    """A linear layer with a low-rank adapter of 5% of its norm, wrapped as in `peft`."""
 
     def __init__(self, linear, on=True, scale=1.0):
         super().__init__()
@@ -188,7 +188,7 @@ def test_an_adapter_is_noticed_off_on_and_rescaled(tmp_path, dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_change_of_an_adapter_is_clear_of_the_tolerance(dtype, change):
-    """Which is three times what rounding does; in float16 and float32 it is much further."""
+    """In bfloat16 by at least a factor of 1.5, in float16 and float32 by at least 10."""
     one, other = (
         probe(find_decoder(model), model.config)
         for model in (adapted(dtype), adapted(dtype, **CHANGES[change]))
@@ -199,7 +199,7 @@ def test_a_change_of_an_adapter_is_clear_of_the_tolerance(dtype, change):
 
 @pytest.mark.parametrize("name", ["q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "down_proj"])
 def test_an_adapter_of_one_projection_is_noticed(name):
-    """In float32, where it is rescaled by a tenth."""
+    """In float32, if it is rescaled by a tenth."""
     one, other = (adapted(torch.float32, (name,), scale=scale) for scale in (1.0, 0.9))
     made = [probe(find_decoder(model), model.config) for model in (one, other)]
     found = difference(*(each.parts for each in made), made[0].eps)
@@ -217,7 +217,7 @@ def exact_linear(rows, weight, bias=None):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe", "gemma2", "granite", "falcon_h1"])
 def test_rounding_is_no_other_model(family, dtype, monkeypatch):
-    """Two devices, which round otherwise, differ by up to the root of 2 times that."""
+    """Two devices that round differently differ by up to the square root of 2 times that."""
     model = build(family).to(dtype)
     here = probe(find_decoder(model), model.config)
     monkeypatch.setattr(nn.functional, "linear", exact_linear)
@@ -257,7 +257,7 @@ def test_what_is_not_finite_counts_as_nothing():
     assert later.tolerance == ROUNDINGS * 3.5e-3
 
 
-# What the probe leaves alone
+# The probe does not change anything
 
 
 @pytest.mark.parametrize(
@@ -363,7 +363,7 @@ def test_a_folder_without_a_probe_is_refused_in_words(tmp_path):
     manifest["version"], manifest["about"]["model"]["weights"] = 2, "0" * 64
     path.write_text(json.dumps({**manifest, "digest": folders._digest(manifest)}))
     with pytest.raises(
-        ValueError, match="saved by an earlier version of kvindex, without what its"
+        ValueError, match="saved by an earlier version of kvindex, without the probe"
     ):
         load(llama(), folder)
 

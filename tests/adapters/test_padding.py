@@ -1,4 +1,4 @@
-"""Padding, wherever it is, is what it is with plain attention; a mask is looked at once a step."""
+"""Padding at any position gives the results of plain attention; a mask is read once per step."""
 
 import pytest
 import torch
@@ -56,12 +56,12 @@ def test_the_same_mask_is_looked_at_again_in_another_step():
 # Padding between tokens
 
 SIZES = [24, 9, *[1] * 8, 7, *[1] * 5]
-"""A document, questions, answers, another turn."""
+"""Tokens per call: a document, questions, answers, a second turn with answers."""
 TOLERANCE = 1e-4
 
 
 def with_holes():
-    """Padding of a question on its left and on its right, of a turn, and of single tokens."""
+    """Padding on the left and right of a question, in a second turn, and as single tokens."""
     ids = prompt(3, sum(SIZES))["input_ids"]
     mask = torch.ones_like(ids)
     mask[0, 24:28] = mask[0, 43:45] = 0
@@ -113,7 +113,7 @@ def graphs():
 
 
 def questions(*sizes):
-    """Questions of other sizes, padded on the left: ids and mask `[B, T]`."""
+    """Ids and mask `[B, T]` of questions with these lengths, padded on the left."""
     ids = prompt(len(sizes), max(sizes))["input_ids"]
     mask = torch.stack([torch.arange(max(sizes)) >= max(sizes) - size for size in sizes]).long()
     return ids.masked_fill(mask == 0, 0), mask
@@ -123,7 +123,7 @@ DOCUMENT = prompt(1, 40)["input_ids"]
 
 
 def asked(model, cache, turns=1):
-    """Ids `[B, N]` of a document that is read once, and of questions about it with answers."""
+    """Ask questions about a document that is read once. Returns ids and mask `[B, N]` of all."""
     count, how = 3, dict(max_new_tokens=9, do_sample=False)
     with torch.no_grad():
         model(DOCUMENT, past_key_values=cache)
@@ -139,7 +139,7 @@ def asked(model, cache, turns=1):
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2"])
 def test_questions_about_one_document(family):
-    """Each is answered as it is alone; in a sliding window padding takes a place, as ever."""
+    """Each answer is the same as alone; padding takes places in a sliding window, as always."""
     model = build(family, eos_token_id=None)
     with kvhf.attach(model, **REGIONS) as cache:
         ids, mask = asked(model, cache)
@@ -152,7 +152,7 @@ def test_questions_about_one_document(family):
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_tokens_after_it_are_graphs(graphs, family):
-    """A second turn of questions brings more padding: its tokens are graphs, too."""
+    """A second turn adds more padding; its decode steps are replayed as graphs, too."""
     model = build(family, eos_token_id=None)
     answers = []
     for token_graph in (True, False):
@@ -168,7 +168,7 @@ def test_tokens_after_it_are_graphs(graphs, family):
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_answers_that_are_scored_together(family):
-    """Padded on the right; the cache goes on after them, or before them again."""
+    """Answers are padded on the right. The cache continues after them, or is cropped first."""
     model, texts = build(family), [prompt(1, size)["input_ids"][0] for size in (3, 9, 6)]
     scored = []
     for text in texts:
@@ -185,7 +185,7 @@ def test_answers_that_are_scored_together(family):
             for row, text in enumerate(texts):
                 mask[row, 40 + len(text) :] = 0
             some = [model(ids, attention_mask=mask, past_key_values=cache).logits]
-            for token in range(20):  # its positions are those after the longest one
+            for token in range(20):  # positions continue after the longest answer
                 mask = torch.cat([mask, torch.ones(3, 1, dtype=torch.long)], 1)
                 new = DOCUMENT[:, token : token + 1].expand(3, -1)
                 out = model(new, attention_mask=mask, past_key_values=cache)

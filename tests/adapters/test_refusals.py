@@ -228,7 +228,7 @@ def test_the_cache_of_another_model(model):
 
 @pytest.mark.parametrize("columns", [4, 20])
 def test_a_mask_that_leaves_out_tokens(model, columns):
-    """Padding of the new tokens alone, or of those before them alone."""
+    """The mask covers only the new tokens, or only the earlier ones."""
     inputs = prompt(1, 24)
     with kvhf.attach(model, **REGIONS) as cache, torch.no_grad():
         model(input_ids=inputs["input_ids"][:, :20], past_key_values=cache)
@@ -295,7 +295,7 @@ def test_learned_sinks_that_a_class_does_not_hand_to_attention(model):
 
 
 def hidden_from_the_newest():
-    """Two sequences in one, or a window."""
+    """Masks of two packed sequences, and of a sliding window."""
     packed = torch.ones(20, 20, dtype=torch.bool).tril()
     packed[8:, :8] = False
     return packed, torch.ones(20, 20, dtype=torch.bool).tril().triu(-7)
@@ -305,7 +305,9 @@ def hidden_from_the_newest():
 def test_masks_by_which_later_tokens_cannot_search(model, mask):
     ids, for_each_head = prompt(1, 20)["input_ids"], mask.expand(1, 4, -1, -1)
     with kvhf.attach(model, **REGIONS) as cache:
-        with pytest.raises(UnsupportedError, match=r"attention_mask: got .* hides from the newest"):
+        with pytest.raises(
+            UnsupportedError, match=r"attention_mask: got .* hides tokens from the newest"
+        ):
             model(input_ids=ids, attention_mask=mask[None, None], past_key_values=cache)
         with pytest.raises(UnsupportedError, match=r"attention_mask: got .* one for all heads"):
             model(input_ids=ids, attention_mask=for_each_head, past_key_values=cache)

@@ -129,7 +129,7 @@ MODELS = {
     "family": (lambda: build("olmo2", num_hidden_layers=2), "model: got a cache of one with "),
     "dtype": (
         lambda: build("llama", num_hidden_layers=2).bfloat16(),
-        "with other dtype, torch.float32 .*, allowed is torch.bfloat16",
+        "with another dtype, torch.float32 .*, allowed is torch.bfloat16",
     ),
     "rotary base": (
         lambda: build("llama", num_hidden_layers=2, rope_theta=77.0),

@@ -30,7 +30,7 @@ def graphs():
 
 
 def raising(error):
-    """A function that raises `error`, whatever it is called with."""
+    """Make a function that raises `error` for any arguments."""
 
     def fail(*_, **__):
         raise error
@@ -66,7 +66,7 @@ class StopsAfter(BaseStreamer):
 
     def put(self, value):
         self.left -= 1
-        if self.left < -1:  # the prompt comes first
+        if self.left < -1:  # the first call gets the prompt
             raise self.error
 
     def end(self):
@@ -100,7 +100,7 @@ def test_a_head_that_fails_leaves_no_token(model, error, dense_layers):
 
 
 def test_a_head_that_fails_after_a_replay_leaves_no_token(graphs):
-    """Also where a window updates with the token: each token is computed twice."""
+    """Also if the window is updated in this step. Each token is computed twice."""
     model, inputs = build("qwen3", eos_token_id=None), prompt(1, 80)
     sizes = dict(k=500, sink=4, local_window=8, update_every=12, dense_below=0)
     expected = dense_steps(model, inputs, [40] + [1] * 40)
@@ -161,7 +161,7 @@ def test_linear_attention_goes_on_after_a_call_that_raised_before_its_first_step
 @pytest.mark.parametrize("dense_layers", [(), (0,)])
 @pytest.mark.parametrize("past", [0, 20])
 def test_generate_that_fails_can_be_called_again(model, error, dense_layers, past):
-    """In a processor at the first token and at a later one, and in the streamer."""
+    """The error comes from a logits processor, at the first or a later token, or the streamer."""
     inputs = prompt(1, 40)
     expected = model.generate(**inputs, **GREEDY)
     first = {name: tensor[:, :past] for name, tensor in inputs.items()}
@@ -198,7 +198,7 @@ def test_beams_that_fail_can_be_called_again(model):
 
 
 def test_answers_ahead_of_the_host_that_fail_can_be_called_again(graphs, monkeypatch):
-    """The streamer raises while later tokens are replayed already."""
+    """The streamer raises an error when graphs of later tokens are already launched."""
     monkeypatch.setattr(run_ahead, "RUNS_AHEAD", {"cpu"})
     model, ids = build("llama", num_hidden_layers=2, eos_token_id=None), prompt(1, 40)["input_ids"]
     sizes = dict(index=Captured, k=500, sink=4, local_window=8, update_every=12, dense_below=0)

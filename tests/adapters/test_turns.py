@@ -1,4 +1,4 @@
-"""A chat over several calls: the cache stores the ids that the chat template gives of all of it."""
+"""A chat over several calls: the cache stores the template's ids of the whole conversation."""
 
 import copy
 import itertools
@@ -16,13 +16,13 @@ from tests.adapters.tiny import build
 SYSTEM, USER, ASSISTANT, END = 3, 4, 5, 6
 ROLES = {"system": SYSTEM, "user": USER, "assistant": ASSISTANT, "tool": USER}
 ONE, OTHER, MERGED = 20, 21, 22
-"""Two words that are one token where they are neighbors."""
+"""The tokenizer merges ONE and OTHER to one token if they are neighbors."""
 
 DEFAULT = {"role": "system", "content": "9 9"}
 
 
 class Chat(Words):
-    """Words are numbers, of which two neighbors merge; the template begins with a system message.
+    """Words are numbers; two neighbors merge. The template begins with a system message.
 
     thinks: of an answer that others follow, the template leaves the first five words out.
     """
@@ -87,7 +87,7 @@ def model():
 
 
 class Cache:
-    """A cache of `attach`, asked as a session is."""
+    """A cache of `attach`, with the same methods as `Session`."""
 
     def __init__(self, model, tokenizer, cache):
         self.model, self.tokenizer, self.cache = model, tokenizer, cache
@@ -146,7 +146,7 @@ KINDS = ("cache", "session", "dense session")
 
 @pytest.fixture(params=KINDS)
 def opened(request, model):
-    """Gives an empty cache or session, by its tokenizer."""
+    """A function that opens an empty cache or session with a tokenizer."""
     if request.param != "cache":
         options = dict(**INDEX, attach_options=SIZES)
         options = options if request.param == "session" else dict(index=None)
@@ -162,7 +162,7 @@ def opened(request, model):
 
 
 def expected(plain, ids, **options):
-    """Full attention's answer to ids as one prompt."""
+    """The answer of full attention to these ids as one prompt."""
     whole = torch.tensor([ids])
     inputs = {"input_ids": whole, "attention_mask": torch.ones_like(whole)}
     return full(plain, inputs, **options)[0, len(ids) :].tolist()
@@ -203,20 +203,20 @@ def test_what_is_read_is_part_of_the_conversation(plain, opened):
     fork, other = talk.fork(), talk.fork()
     fork.ask([user("40 41 42")])
     assert fork.ids[:-NEW] == rendered(Chat(), [user(document), user("40 41 42")])
-    other.ask([user(f"{document} 40")])  # the same message, which goes on
+    other.ask([user(f"{document} 40")])  # the same message, but longer
     assert other.ids[:-NEW] == rendered(Chat(), [user(f"{document} 40")])
     talk.ask([user(document)])
     assert talk.ids[:-NEW] == rendered(Chat(), [user(document)])
 
 
 def test_an_answer_that_is_tokenized_otherwise_is_read_again(plain, opened):
-    """Two tokens of the answer are one in the template's text; so are its end and what follows."""
+    """In the template's text, two tokens of the answer merge, and its end merges with the next."""
     talk, said = opened(Chat()), [user(words(30))]
     talk.ask(said, max_new_tokens=3)
-    told = [*said, assistant(f"31 {ONE} {OTHER} 32"), user("40")]
-    talk.ask(told)
-    assert talk.ids[:-NEW] == rendered(Chat(), told)
-    edited = [*told[:2], user("41 42"), assistant("50"), user("43")]
+    edited = [*said, assistant(f"31 {ONE} {OTHER} 32"), user("40")]
+    talk.ask(edited)
+    assert talk.ids[:-NEW] == rendered(Chat(), edited)
+    edited = [*edited[:2], user("41 42"), assistant("50"), user("43")]
     answer = talk.ask(edited)
     assert talk.ids[:-NEW] == rendered(Chat(), edited)
     assert answer.answer_ids.tolist() == expected(plain, rendered(Chat(), edited))
@@ -227,7 +227,7 @@ def test_an_answer_that_is_tokenized_otherwise_is_read_again(plain, opened):
 def test_a_call_that_fails_or_branches_leaves_the_conversation_as_it_was(
     plain, model, used, thinks
 ):
-    """Where the template changes earlier turns, tokens are removed and written over meanwhile."""
+    """If the template changes earlier turns, the call removes tokens and overwrites them."""
     tokenizer = Chat(thinks)
 
     class Breaks:
@@ -257,7 +257,7 @@ def test_a_call_that_fails_or_branches_leaves_the_conversation_as_it_was(
         for _ in range(2):
             assert talk.ask(said[-1:], used="branch").answer_ids.tolist() == want
             assert cache.report().steps == steps
-        # text follows the very tokens that were there
+        # text follows exactly the tokens that were there before
         text = talk.ask("40 41 42", used="branch").answer_ids.tolist()
         assert text == expected(plain, [*before, 40, 41, 42])
         assert talk.ask(said[-1:]).answer_ids.tolist() == want
@@ -295,7 +295,7 @@ def test_text_is_appended_and_then_only_a_whole_conversation_goes_on(plain, open
     second = talk.ask(typed)
     assert talk.ids[:-NEW] == before + Chat()(typed)["input_ids"]
     held = talk.ids
-    with pytest.raises(ValueError, match="prompt: got messages, which the chat template does not"):
+    with pytest.raises(ValueError, match="prompt: got messages, with which the chat template does"):
         talk.ask([user("43")])
     assert talk.ids == held
     said += [assistant(answer.text), user("40 41"), assistant(second.text), user("43")]
@@ -307,7 +307,7 @@ def test_messages_after_a_text_are_refused(opened):
     talk = opened(Chat())
     talk.read(words(30))
     for prompt in ([user("43")], [user("43"), assistant("44"), user("45")]):
-        with pytest.raises(ValueError, match="to follow the 30 tokens of the cache: those are not"):
+        with pytest.raises(ValueError, match="continue the 30 tokens of the cache, because those"):
             talk.ask(prompt)
     assert talk.lengths == {30}
 
@@ -321,7 +321,9 @@ def test_another_conversation_is_refused(opened):
         ValueError, match="a whole conversation, which begins with system: '72'; al"
     ):
         talk.ask(other)
-    with pytest.raises(ValueError, match="that of the cache does, with system: '70 71', or new me"):
+    with pytest.raises(
+        ValueError, match="conversation of the cache, with system: '70 71', or only"
+    ):
         talk.ask(other[1:])
     with pytest.raises(ValueError, match="roles system, user, assistant, critic, which the tok"):
         talk.ask([{"role": "critic", "content": "74"}])
@@ -331,7 +333,7 @@ def test_another_conversation_is_refused(opened):
 def test_messages_after_tokens_of_others_are_refused(model):
     with kvhf.attach(model, **REGIONS) as cache, torch.no_grad():
         model(input_ids=torch.tensor([[30, 31, 32]]), past_key_values=cache)
-        with pytest.raises(ValueError, match="tokens that others than read and generate have put"):
+        with pytest.raises(ValueError, match="tokens that were not put there by read and generate"):
             Cache(model, Chat(), cache).ask([user("43")], used="continue")
         assert cache.get_seq_length() == 3
         with pytest.raises(ValueError, match="prompt: got no messages, allowed is at least one"):
@@ -350,8 +352,8 @@ def test_a_copy_knows_the_conversation(model, copied):
         twin.ask([user("40")])
         whole = [*said, assistant(answer.text), user("40")]
         assert twin.ids[:-NEW] == rendered(Chat(), whole)
-        cache.crop(-1)  # tokens of no conversation are left
-        with pytest.raises(ValueError, match="others than read and generate"):
+        cache.crop(-1)  # the remaining tokens are no longer those of the conversation
+        with pytest.raises(ValueError, match="not put there by read and generate"):
             talk.ask([user("40")], used="continue")
 
 
@@ -360,7 +362,7 @@ HYBRID = dict(num_hidden_layers=2, layer_types=["linear_attention", "full_attent
 
 @pytest.mark.parametrize(("family", "options"), [("qwen2", {}), ("qwen3_next", HYBRID)])
 def test_what_cannot_forget_tokens_says_so(family, options):
-    """Full sliding windows and linear attention follow a template that changes nothing earlier."""
+    """Sliding windows and linear attention need a template that leaves earlier turns unchanged."""
     model = build(family, eos_token_id=None, **options)
     with kvhf.attach(model, **REGIONS) as cache:
         talk, said = Cache(model, Chat(), cache), [user(words(50))]
@@ -411,7 +413,7 @@ def test_messages_that_are_no_json_are_not_saved(model, tmp_path):
         cache.save(tmp_path / "saved")
         cache.reset()
         cache.load(tmp_path / "saved")
-        with pytest.raises(ValueError, match="those are not of messages"):
+        with pytest.raises(ValueError, match="those do not come from messages"):
             talk.ask([user("40")])
         said.append(user("40"))
         talk.ask(said)

@@ -1,4 +1,4 @@
-"""Models inside wrappers, and caches as callers of earlier versions of transformers use them."""
+"""Models inside wrappers, and uses of the cache from earlier versions of transformers."""
 
 from types import SimpleNamespace
 
@@ -22,7 +22,7 @@ def model():
 
 
 class Adapted(nn.Module):
-    """What the adapter knows of a `PeftModel`."""
+    """A stand-in with the attributes of a `PeftModel` that the adapter reads."""
 
     def __init__(self, model, **config):
         super().__init__()
@@ -41,7 +41,7 @@ class Adapted(nn.Module):
 
 
 def adapted(model):
-    """A model with low-rank additions that change what it computes, by peft."""
+    """A model with low-rank adapters of peft that change its outputs."""
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False)
     return peft.get_peft_model(model, config).eval()

@@ -98,7 +98,7 @@ class OpenSession(Session):
         tokens after them.
 
         Args:
-            start: Tokens that the session stored before the call.
+            start: Number of tokens before `ids`.
             ids: Int64 `[N]`, the ids of the prompt and the answer.
             messages: Those of the whole conversation, or None if the tokens are not a conversation.
         """

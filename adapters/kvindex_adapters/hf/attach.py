@@ -52,31 +52,47 @@ def attach(
     token_graph: bool | None = None,
     fused: bool = False,
 ) -> Iterator[IndexCache]:
-    """A cache for `past_key_values`; inside the context the model attends through it, or through
-    deep copies of it (`copy.deepcopy`).
+    """Let the model attend through indexes, inside a context that gives the cache to use.
 
-    model: of transformers, or a `PeftModel` around one, whose adapters are in its weights.
-    index: a name, a line such as `"pariskv:beta=.05"`, or a factory called with the geometry;
-    k: rows per KV head that a step retrieves; coverage: fewer, where the index estimates that
-    fewer hold this much of its attention; sink, local_window, update_every: sizes of the regions
-    (`AttentionLayer`); dense_below: below this many tokens the index fills but attention is
-    dense; search_up_to: a step of up to so many tokens searches, a longer one attends to everything
-    (above 1 for assisted decoding); dense_layers: layers that keep transformers' own cache;
-    index_options: more keywords for the index (`preset`, `store`, …), but not its geometry, which
-    the model decides; layer_options: the same for single layers, by number. An index by name runs
-    on the kernels where the model is on a GPU that can (`default_placement`).
-    layer: the class around each index (`kvindex_adapters.evaluate` has another). graphs: on a GPU,
-    steps of a layer that are all alike are replayed as a CUDA graph (`AttentionLayer`);
-    token_graph: so is a whole token's forward, where it can be (`token_graph.TokenGraph`;
-    `cache.report()` says why it cannot); None: on a GPU, unless `graphs=False`. fused: that graph
-    is of the minimal decoder's kernels in place of the model's own forward (models of the Llama
-    family on a GPU with Triton, up to 16 rows; others are refused).
-    Afterwards the model is as it was, and as it was changed meanwhile (hooks, options of its
-    configuration).
+    Pass the cache, or a deep copy of it (`copy.deepcopy`), as `past_key_values`. When the context
+    ends, the model's own attention is restored. Changes that the caller made meanwhile (hooks,
+    options of the configuration) stay. Only one thread at a time may call the model or a cache.
 
-    One thread at a time calls the model or a cache. Raises UnsupportedError (a ValueError) for a
-    model that cannot be served, ValueError for a bad argument or a model that is attached, before
-    anything is changed.
+    Args:
+        model: A model of transformers, or a `PeftModel` with adapters of the model's weights.
+        index: A name, a line such as `"pariskv:beta=.05"`, or a factory called with the geometry.
+            An index by name runs on kernels if the model is on a GPU that supports them
+            (`default_placement`).
+        k: Rows per KV head that a step retrieves.
+        coverage: Retrieve fewer rows where the index estimates that these already have this
+            fraction of the attention weight.
+        sink: Size of this region (`AttentionLayer`).
+        local_window: Size of this region.
+        update_every: Size of the update buffer.
+        dense_below: Below this number of tokens, the index fills but attention is dense.
+        search_up_to: Steps of at most this number of tokens search; longer ones attend to all
+            tokens. Above 1 for assisted decoding.
+        dense_layers: Numbers of the layers that keep transformers' own cache.
+        index_options: More keywords for the index (`preset`, `store`, …), except its geometry,
+            which the model determines.
+        layer_options: Keywords for single layers, by number.
+        layer: The class around each index (`kvindex_adapters.evaluate` has another one).
+        graphs: On a GPU, replay steps of a layer that are all alike as a CUDA graph
+            (`AttentionLayer`).
+        token_graph: Replay the decoder's forward pass of one token as a CUDA graph, if possible
+            (`token_graph.TokenGraph`; `cache.report()` shows why it is not). None: on a GPU, unless
+            `graphs=False`.
+        fused: Use the minimal decoder's kernels in that graph, in place of the model's own forward
+            pass. Only for models of the Llama family, on a GPU with Triton, with up to 16
+            sequences.
+
+    Yields:
+        The cache.
+
+    Raises:
+        UnsupportedError: The model is not supported. This is a ValueError.
+        ValueError: An argument is wrong, or the model is already attached. Nothing is changed then.
+        TypeError: `model` is not a transformers model.
     """
     model = unwrapped(model)
     config = check_model(model)

@@ -34,7 +34,7 @@ class Attachment:
         """Of `attach_batch`, which has no cache: requests and their indexes."""
         self._pending: tuple[IndexCache, Any, tuple[Tensor, Tensor]] | None = None
         self.exclusive = Exclusive("model", "the same attached model or of a cache of it")
-        """Calls that change a cache, one thread at a time."""
+        """Entered by each call that changes a cache, so only one thread at a time does."""
         self._undo: dict[int, Callable[[], None]] | None = None  # id of a cache -> undo its steps
 
     def set_pending(self, cache: IndexCache, layer: Any, states: tuple[Tensor, Tensor]) -> None:
@@ -55,9 +55,10 @@ class Attachment:
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
-        """One call of the whole model. Where it raises, the decoder's steps in it are undone.
+        """Surround one call of the whole model; if it raises, undo the decoder's steps in it.
 
-        Raises RuntimeError as `exclusive`.
+        Raises:
+            RuntimeError: Another thread is in a call, as for `exclusive`.
         """
         with self.exclusive():
             if self._undo is not None:  # inside another call, which undoes all
@@ -74,9 +75,13 @@ class Attachment:
                 self._undo = None
 
     def add_undo(self, cache: IndexCache, undo: Callable[[], None]) -> None:
-        """Record how a step of the decoder is undone if the model's call fails after it.
+        """Record how to undo a step of the decoder, in case the model's call fails after it.
 
-        Of several steps of a cache in one call the first one counts.
+        If one call has several steps of a cache, only the function of the first one is recorded.
+
+        Args:
+            cache: The cache that the step has changed.
+            undo: Restores the cache to its state before the step.
         """
         if self._undo is not None:
             self._undo.setdefault(id(cache), undo)

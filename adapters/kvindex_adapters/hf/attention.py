@@ -22,7 +22,7 @@ from kvindex_adapters.hf.attachment import attached
 from kvindex_adapters.hf.cache_layer import IndexedLayer
 from kvindex_adapters.hf.latent import absorbed, is_latent, projected
 from kvindex_adapters.hf.layer_kinds import ChosenLayer, chosen_ids
-from kvindex_adapters.hf.padding import Seen
+from kvindex_adapters.hf.padding import MaskInfo
 from kvindex_adapters.hf.sliding import SlidingLayer
 from kvindex_adapters.hf.unsupported import (
     UnsupportedError,
@@ -72,7 +72,7 @@ def attention(
         ids = chosen_ids(module, heads, known, attention_mask, *chosen)
         attention_mask = None  # what it hides is not among them
     tokens = query.shape[2]
-    if tokens > 1:  # after others, or with a mask, torch would be given one: causal, or that
+    if tokens > 1:  # with past tokens or a mask, attention follows a mask, not `is_causal`
         past = layer.get_seq_length() if isinstance(layer, IndexedLayer) else key.shape[2] - tokens
         tokens = 1 if past or attention_mask is not None else tokens
     check_attention(name, module, tokens, dropout, kwargs)
@@ -120,20 +120,21 @@ def _attend(
         if one and more == (None, None, None) and (mask is None or ring):
             return _attend_token(query, *rows, mask, scaling)
         return _attend_dense(query, *rows, mask, scaling, *more)
-    seen = Seen() if mask is None else cache.padding.of_mask(mask)
+    parsed = MaskInfo() if mask is None else cache.padding.of_mask(mask)
     terms: Any = dict(scale=scaling, softcap=softcap, sink_logits=sinks)
     if rows is None:
         if bias is not None:
             raise UnsupportedError("position_bias: got one of a layer that shares keys of another")
-        if seen.visible is not None:
+        if parsed.visible is not None:
             raise UnsupportedError(
-                "attention_mask: got one that is not causal, of a layer that shares keys of another"
+                "attention_mask: got one that is not causal, in a layer that shares the keys of "
+                "another layer; allowed is a causal one"
             )
         plain = partial(layer.attend_shared, query, **terms)
     else:
-        told: Any = dict(tokens=cache.tokens, bias=bias, ids=ids, value_in_key=value_in_key)
-        told |= terms
-        plain = partial(layer.attend, query, *rows, seen, **told)
+        options: Any = dict(tokens=cache.tokens, bias=bias, ids=ids, value_in_key=value_in_key)
+        options |= terms
+        plain = partial(layer.attend, query, *rows, parsed, **options)
     if cache.attends is not None:
         return cache.attends(plain, layer, query, rows, bias=bias, ids=ids, **terms)
     return plain()
@@ -153,12 +154,27 @@ def mask(
     allow_is_causal_skip: bool = True,
     **kwargs: Any,
 ) -> Tensor | None:
-    """The mask of a step: padding bool `[B, N]` for causal attention, or None without padding.
+    """Make the attention mask of a step; transformers calls this.
 
-    Whatever is not plain causal attention (sliding windows, chunks, what `allow_is_causal_skip`
-    rules out) gets the 4-D mask that sdpa would get, except that a single query that sees
-    everything gets none, by what its mask says and not by how long the sequence is. Raises
-    UnsupportedError for padding of fewer tokens than there are.
+    Args:
+        batch_size: `B`.
+        q_length: Number of new tokens, `T`.
+        kv_length: Number of tokens that the layer's cache stores after the step, `N`.
+        q_offset: Position of the first new token.
+        kv_offset: Position of the first of the `N` tokens.
+        mask_function: transformers' rule for the tokens that a query attends to.
+        attention_mask: `[B, kv_offset + N]` of padding, or None.
+        allow_is_causal_skip: False if the mask must not be left out.
+        **kwargs: Further arguments of transformers' mask functions.
+
+    Returns:
+        For causal attention the padding, bool `[B, N]`, or None without padding. For other
+        attention (sliding windows, chunks, or if `allow_is_causal_skip` is False) the 4-D mask that
+        sdpa would get. But a single query that attends to all tokens gets None; this depends on
+        the contents of its mask, not on the length of the sequence.
+
+    Raises:
+        UnsupportedError: The padding mask has fewer columns than there are tokens.
     """
     if attention_mask is not None and bool(attention_mask.all()):
         attention_mask = None

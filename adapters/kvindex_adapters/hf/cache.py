@@ -57,7 +57,7 @@ REPLACED = {
     "_seen_tokens": "cache.get_seq_length()",
     "get_usable_length": "cache.get_seq_length()",
 }
-"""Attributes that caches of earlier versions of transformers had -> what takes their place."""
+"""Attributes of caches in earlier versions of transformers -> what replaces them here."""
 
 
 class Checkpoint(NamedTuple):
@@ -102,8 +102,8 @@ class IndexCache(DynamicCache):
         self.ids: Tensor | None = None
         """Ids int64 `[N]` of all tokens in the cache, if `read` and `generate` put them there."""
         self.conversation: Conversation | None = None
-        """The messages that `read` and `generate` put there; its ids are another tensor than `ids`
-        where other tokens came since."""
+        """The messages that `read` and `generate` appended. If other tokens came after them, its
+        `ids` are not the same tensor object as `ids` of the cache."""
         self.tokens: Tensor | None = None
         """Ids int64 `[B, T]` of the tokens of the current step, if they are known."""
         self.rereads = 0
@@ -143,17 +143,17 @@ class IndexCache(DynamicCache):
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Count of tokens of a layer; while a token is traced, one that tells of branches by it."""
         length: int = super().get_seq_length(layer_idx)
-        if self.tells is None or self.attachment.exclusive.elsewhere:
+        if self.tells is None or self.attachment.exclusive.used_by_other_thread:
             return length
         return Count.of(length, self.tells)
 
     @property
     def is_initialized(self) -> bool:
-        """Whether it has seen a token."""
+        """Whether the cache has received a token since it was made or reset."""
         # layers with linear attention alone have no such attribute
         return any(getattr(layer, "is_initialized", False) for layer in self.layers)
 
-    if not TYPE_CHECKING:  # else any name would be an attribute
+    if not TYPE_CHECKING:  # type checkers would otherwise accept any attribute name
 
         def __getattr__(self, name: str) -> NoReturn:
             instead = f"; use {REPLACED[name]}" if name in REPLACED else ""
@@ -193,9 +193,12 @@ class IndexCache(DynamicCache):
     def report(self, *, all_ranks: bool = False) -> Report:
         """Rows and bytes that the searching steps have read so far, and memory of the cache.
 
-        Any thread may call it at any time, also during a step, whose layers it may find with and
-        without the new tokens. all_ranks: of all processes together, all of which call it
-        (`Report.over_ranks`).
+        Any thread may call this at any time. During a step, some layers may already include the new
+        tokens, and others not yet.
+
+        Args:
+            all_ranks: Add up the reports of all processes. All of them must call this
+                (`Report.over_ranks`).
         """
         others = [layer for layer in self.layers if not isinstance(layer, IndexedLayer)]
         other = sum(map(_nbytes, others)) if others else None
@@ -222,10 +225,17 @@ class IndexCache(DynamicCache):
         self.reorder_cache(repeated(self._batch, repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep the rows `indices` of the batch: int64, or bool `[B]`.
+        """Keep only the selected sequences of the batch.
 
-        Every layer is reordered: of transformers' layers with linear attention some have no method
-        to select, or one that leaves their states as they are.
+        This calls `reorder_cache` of every layer. Some of transformers' layers with linear
+        attention have no `batch_select_indices`, or one that does not change their states.
+
+        Args:
+            indices: Indices of the sequences, int64, or bool `[B]`, True for those to keep.
+
+        Raises:
+            ValueError: A shape or an index does not fit.
+            TypeError: `indices` is not such a tensor.
         """
         self.reorder_cache(selected(self._batch, indices))
 
@@ -263,7 +273,7 @@ class IndexCache(DynamicCache):
         self._broken = "a step failed half way and could not be undone"
         steps, layers, states = checkpoint
         if self.overwrites and all(states[number] is None for number in self.indexed):
-            self.layers = self._empty_layers()  # it held no tokens, which linear attention can undo
+            self.layers = self._empty_layers()  # it was empty, so linear attention can be undone
             self._broken = None
             return
         self.layers = layers
@@ -276,7 +286,12 @@ class IndexCache(DynamicCache):
             self._broken = None
 
     def undo(self, checkpoint: Checkpoint, ids: Tensor | None) -> None:
-        """As `rollback`, of a cache of which these ids of the tokens were known."""
+        """Roll the layers and the ids of the tokens back.
+
+        Args:
+            checkpoint: The value that `checkpoint()` returned.
+            ids: The value of `self.ids` at that time.
+        """
         self.rollback(checkpoint)
         self.ids = ids
 
@@ -292,27 +307,41 @@ class IndexCache(DynamicCache):
             raise
 
     def save(self, folder: str | os.PathLike[str]) -> None:
-        """Write all layers, ids and messages of the tokens if known, and which model they are of.
+        """Write all layers, the ids and messages of the tokens if known, and the model's identity.
 
-        To a new folder, which is whole or not there; `load` reads it. The model runs over a few
-        fixed tokens, outside this cache. Raises OSError for a folder that is there already or
-        cannot be written, ValueError for an empty cache, RuntimeError where the model fails.
+        If the call fails, no folder is left behind. To identify the model, it runs on a few fixed
+        tokens, without this cache. `load` reads the folder.
+
+        Args:
+            folder: A new folder.
+
+        Raises:
+            OSError: The folder exists already, or cannot be written.
+            ValueError: The cache is empty.
+            RuntimeError: The model fails for the fixed tokens.
         """
         with self.attachment.exclusive():
             self.check_usable()
             self.check_attended()
             check.at_least("len(cache)", self.get_seq_length(), 1)
             check_whole(self.decoder)
-            told = self.decoder, self._config, self.conversation
-            save_cache(folder, self.layers, self.ids, *told)
+            model = self.decoder, self._config
+            save_cache(folder, self.layers, self.ids, *model, self.conversation)
 
     def load(self, folder: str | os.PathLike[str]) -> None:
-        """Hold what the cache held that was saved: of the same model, with the same indexes.
+        """Fill this empty cache from a saved one.
 
-        `k`, `coverage`, `dense_below`, device, store and backend may be others. Raises
-        FileNotFoundError or ValueError, in words, for a folder that is not as it was saved, another
-        model, other indexes or sizes of regions, or where this cache holds tokens, RuntimeError
-        where the model fails for a few fixed tokens; it stays as it was.
+        Model and indexes must be the same. `k`, `coverage`, `dense_below`, device, store and
+        backend may differ. A call that fails leaves this cache as it was.
+
+        Args:
+            folder: The folder that `save` has written.
+
+        Raises:
+            FileNotFoundError: The folder, or a file in it, does not exist.
+            ValueError: The folder has changed since it was saved, it belongs to another model or to
+                other indexes or sizes of regions, or this cache stores tokens.
+            RuntimeError: The model fails for a few fixed tokens.
         """
         with self.attachment.exclusive():
             self.check_usable()
@@ -330,17 +359,18 @@ class IndexCache(DynamicCache):
         ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
     ) -> IndexCache:
-        """Take over what a filled cache of transformers stores: a prompt that was read elsewhere.
+        """Copy the contents of a filled cache of transformers into this empty cache.
 
-        Rows of full attention go into the indexes, sliding windows and the states of linear
-        attention are copied; `past` stays as it is and shares nothing. The next call continues as
-        if the attached model had read the prompt here in one piece. The model runs on two
-        tokens, which shows how each layer attends. A failed call leaves this cache as it was.
+        Keys and values of full attention go into the indexes; sliding windows and the states of
+        linear attention are copied. `past` does not change, and shares no memory with this cache.
+        The next call continues as if the attached model had read the prompt here in one chunk. To
+        find how each layer attends, the model runs on two tokens. A failed call leaves this cache
+        as it was.
 
         Args:
             past: A `DynamicCache` that the same model has filled, outside of any `attach`.
-            ids: Its tokens, int64 `[B, N]` (or `[N]` of one sequence), if `kvhf.generate` or an
-                index that reads text shall know them.
+            ids: Its tokens, int64 `[B, N]` (or `[N]` for one sequence). `kvhf.generate` and indexes
+                that read the text use them; otherwise they may be left out.
             attention_mask: `[B, N]`, 0 for padding; None where no token is padded.
 
         Returns:
@@ -348,15 +378,15 @@ class IndexCache(DynamicCache):
 
         Raises:
             TypeError: `past` is another kind of cache.
-            ValueError: This cache stores tokens, `past` stores none, a layer of it has another
-                class, length, shape, dtype or device than this model's, or the index learns from
-                the queries of a prompt, which no cache stores.
+            ValueError: This cache stores tokens; `past` stores none; a layer of `past` has another
+                class, length, shape, dtype or device than this model requires; or the index learns
+                from the queries of a prompt, which no cache stores.
         """
         with self.attachment.exclusive():
             self.check_usable()
             self._check_empty()
             ids, valid = check_past(past, ids, attention_mask)
-            probe = Probe.of(self)
+            probe = ProbeCache.of(self)
             probe.run()
             layers = self._empty_layers()
             fill(layers, past, probe.layers, ids, valid)
@@ -367,7 +397,7 @@ class IndexCache(DynamicCache):
         return self
 
     def _check_empty(self) -> None:
-        """Raises ValueError where this cache stores tokens."""
+        """Raise ValueError if this cache stores tokens."""
         if length := self.get_seq_length():
             raise ValueError(
                 f"cache: got one that holds {length} tokens, allowed is an empty one, or reset()"
@@ -396,12 +426,17 @@ class IndexCache(DynamicCache):
                 layer.count_replay()
             self.count_rolled()
         except BaseException:
-            self.take_back(before, ids)
+            self.undo_replay(before, ids)
             raise
         self._broken = None
 
-    def take_back(self, length: int, ids: Tensor | None) -> None:
-        """Undo the replay of a token that followed `length` others, whose ids these are."""
+    def undo_replay(self, length: int, ids: Tensor | None) -> None:
+        """Remove the token that a replayed graph has appended.
+
+        Args:
+            length: Tokens in the cache before the replay.
+            ids: The value of `self.ids` before the replay.
+        """
         self._broken = "a token failed half way and could not be undone"
         for layer in self.attention_layers():
             layer.truncate(length)
@@ -479,12 +514,17 @@ class IndexCache(DynamicCache):
         return deepcopy(self)
 
     def restore(self, fork: IndexCache) -> None:
-        """Store what a fork of this cache stores, which is of no use afterwards."""
+        """Go back to the state of a fork of this cache.
+
+        Args:
+            fork: Made by `fork()` of this cache. It must not be used afterwards, because its layers
+                become those of this cache.
+        """
         with self.attachment.exclusive():
             self.attachment.take_pending()
             self.layers, self.padding, self.ids = fork.layers, fork.padding, fork.ids
             self.conversation, self._broken = fork.conversation, fork._broken
-            if self.token_graph is not None:  # it reads the layers that were
+            if self.token_graph is not None:  # its graph reads the replaced layers
                 self.token_graph.forget()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> IndexCache:
@@ -531,23 +571,28 @@ class IndexCache(DynamicCache):
         return [ring for layer in self.sliding() if (ring := layer.ring) is not None]
 
 
-class Probe(IndexCache):
-    """A cache that reads two tokens, to see how the layers of the attached model attend."""
+class ProbeCache(IndexCache):
+    """A temporary cache of two tokens, which shows how the layers of the attached model attend."""
 
-    given: dict[int, tuple[Tensor, Tensor]]  # by layer: the states that the model gave to `update`
+    given: dict[int, tuple[Tensor, Tensor]]  # layer -> keys and values that `update` received
 
     @classmethod
-    def of(cls, cache: IndexCache) -> Probe:
-        """One of the same model as an empty cache."""
+    def of(cls, cache: IndexCache) -> ProbeCache:
+        """Make one for the model of an empty cache.
+
+        Args:
+            cache: An empty cache of the attached model. It does not change.
+        """
         probe = cls.__new__(cls)
         probe.__dict__.update(vars(cache.fork()))
         probe.token_graph, probe.given = None, {}
         return probe
 
     def run(self) -> None:
-        """Read two tokens.
+        """Let the model read two tokens.
 
-        Raises UnsupportedError for a model that attends to other rows than it gives to its cache.
+        Raises:
+            UnsupportedError: A layer attends to other keys or values than it passes to its cache.
         """
         read: dict[int, tuple[Tensor, Tensor]] = {}
 
@@ -556,7 +601,8 @@ class Probe(IndexCache):
                 read[self.layers.index(layer)] = given[1]
             return plain()
 
-        # rows of a padding token may be 0, and rotary embedding does not turn the first token
+        # Two tokens, because the rotary embedding does not change the first one. Not the padding
+        # token, whose keys and values may be 0.
         token = int(getattr(self._config, "pad_token_id", None) == 0)
         ids = torch.full((1, 2), token, device=layer_device(self.decoder, 0))
         with torch.no_grad(), self.attending_by(attend):
@@ -565,8 +611,8 @@ class Probe(IndexCache):
             geometry = self.layers[number].attention.index.geometry
             if not geometry.value_in_key and not all(map(torch.equal, rows, self.given[number])):
                 raise UnsupportedError(
-                    f"past: layer {number} of the model attends to other rows than it gives to its "
-                    "cache, so the prompt must be read inside attach()"
+                    f"past: layer {number} of the model attends to other keys or values than it "
+                    "passes to its cache, so the prompt must be read inside attach()"
                 )
 
     def update(
@@ -577,7 +623,7 @@ class Probe(IndexCache):
         *args: Any,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor]:
-        """As of `IndexCache`; the states are kept."""
+        """As in `IndexCache`; also records the keys and values."""
         self.given[layer_idx] = key_states, value_states
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
@@ -588,7 +634,7 @@ def _checkpoint(layer: Any) -> Any:
 
 
 def _nbytes(layer: Any) -> int:
-    """Bytes of the rows of a layer without an index, which another thread may change meanwhile."""
+    """Bytes of the rows of a layer without an index. Another thread may change it meanwhile."""
     if isinstance(layer, SlidingLayer):
         return layer.nbytes()
     rows = [getattr(layer, name, None) for name in ("keys", "values")]

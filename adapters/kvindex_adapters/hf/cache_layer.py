@@ -12,7 +12,7 @@ from transformers.cache_utils import CacheLayerMixin
 from kvindex.core import check
 from kvindex.core.guard import in_plain_torch
 from kvindex.layer import AttentionLayer
-from kvindex_adapters.hf.padding import Padding, Seen
+from kvindex_adapters.hf.padding import MaskInfo, Padding
 from kvindex_adapters.hf.tensor_spec import TensorSpec
 from kvindex_adapters.hf.unsupported import UnsupportedError
 
@@ -71,7 +71,7 @@ class IndexedLayer(CacheLayerMixin):
         queries: Tensor,
         keys: Tensor,
         values: Tensor,
-        seen: Seen,
+        mask: MaskInfo,
         *,
         scale: float | None,
         softcap: float | None,
@@ -81,13 +81,28 @@ class IndexedLayer(CacheLayerMixin):
         ids: Tensor | None = None,
         value_in_key: bool = False,
     ) -> Tensor:
-        """Append tokens and attend: `[B, H, T, Dv]`.
+        """Append tokens and attend from them.
 
-        seen: what the mask of all `N + T` tokens says; tokens: ids of the new tokens int64
-        `[B, T]`, which the index reads, or None if unknown; bias, sink_logits, ids: as of
-        `AttentionLayer.step`; value_in_key: as of `Geometry`.
-        Raises UnsupportedError where scale, softcap or the padding of the past is not what it was,
-        and what `AttentionLayer.step` raises.
+        Args:
+            queries: `[B, H, T, D]`, after the rotary embedding.
+            keys: `[B, G, T, D]`, after the rotary embedding.
+            values: `[B, G, T, Dv]`.
+            mask: The attention mask of all `N + T` tokens.
+            scale: Factor of the logits; None for `D**-0.5`.
+            softcap: Softcap of the logits, or None.
+            tokens: Ids of the new tokens, int64 `[B, T]`, for indexes that read the text; None if
+                unknown.
+            bias: As in `AttentionLayer.step`.
+            sink_logits: As in `AttentionLayer.step`.
+            ids: As in `AttentionLayer.step`.
+            value_in_key: As in `Geometry`.
+
+        Returns:
+            Attention outputs `[B, H, T, Dv]`.
+
+        Raises:
+            UnsupportedError: The scale, the softcap or the padding of past tokens has changed; also
+                what `AttentionLayer.step` raises.
         """
         if self.attention is None:
             self.attention = self.make(
@@ -103,12 +118,12 @@ class IndexedLayer(CacheLayerMixin):
             )
         batch, _, T, D = keys.shape
         self._check_same(D**-0.5 if scale is None else scale, softcap)
-        valid = self._padding.of_new(self.attention, seen.real, T)
+        valid = self._padding.of_new(self.attention, mask.real, T)
         if queries.dtype is not keys.dtype or values.dtype is not keys.dtype:
             queries, values = queries.to(keys.dtype), values.to(keys.dtype)
         terms: Any = dict(valid=valid, bias=bias, sink_logits=sink_logits, ids=ids)
-        if seen.visible is not None:
-            terms["visible"] = seen.visible
+        if mask.visible is not None:
+            terms["visible"] = mask.visible
         output = self.attention.step(queries, keys, values, **terms)
         if tokens is not None and tokens.shape == (batch, T):
             # after the step: a boundary that is marked in it lies before these tokens
@@ -164,7 +179,7 @@ class IndexedLayer(CacheLayerMixin):
 
     def get_seq_length(self) -> int:
         """Count of tokens."""
-        attention = self.attention  # which another thread may set to None meanwhile
+        attention = self.attention  # read once: another thread may set it to None meanwhile
         return 0 if attention is None else attention.tokens
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -225,15 +240,35 @@ class IndexedLayer(CacheLayerMixin):
 
 
 def repeated(batch: int, repeats: int) -> Tensor:
-    """Numbers int64 of the sequences of a batch, each `repeats` times in a row."""
+    """Indices of the sequences of a batch, each repeated `repeats` times in a row.
+
+    Args:
+        batch: Number of sequences.
+        repeats: At least 1.
+
+    Returns:
+        Int64 `[batch * repeats]`.
+
+    Raises:
+        ValueError: `repeats` is below 1.
+    """
     check.at_least("repeats", repeats, 1)
     return torch.arange(batch).repeat_interleave(repeats)
 
 
 def selected(batch: int, indices: Tensor) -> Tensor:
-    """Numbers int64 of the sequences of a batch that `indices`, int64 or bool `[B]`, selects.
+    """Convert a selection of sequences of a batch to their indices.
 
-    batch: 0 where any is allowed. Raises ValueError or TypeError for a wrong tensor.
+    Args:
+        batch: Number of sequences, or 0 to allow any.
+        indices: Int64 indices, or bool `[B]`, True for the sequences to select.
+
+    Returns:
+        Int64 indices.
+
+    Raises:
+        ValueError: A shape or an index does not fit.
+        TypeError: `indices` is not such a tensor.
     """
     if isinstance(indices, Tensor) and indices.dtype == torch.bool:
         check.tensor("indices", indices, {"B": batch or None})

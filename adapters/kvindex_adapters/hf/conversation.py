@@ -61,12 +61,20 @@ def check_follows(cache: object, used: str, *, allowed: tuple[str, ...] = USED) 
 def following(cache: IndexCache, used: str, keep: int | None = None) -> Iterator[IndexCache]:
     """Give the cache, and restore it after a failure or a branch.
 
-    keep: tokens of the cache that stay, the first ones; None for all. Raises UnsupportedError for a
-    cache that cannot forget the others.
+    Args:
+        cache: The cache that the prompt follows.
+        used: "continue" or "branch", as in `generate`; "refuse" for an empty cache.
+        keep: Crop the cache to its first `keep` tokens at the beginning; None keeps all.
+
+    Yields:
+        The cache.
+
+    Raises:
+        UnsupportedError: The cache cannot forget the tokens after `keep`.
     """
     ids, conversation, done = cache.ids, cache.conversation, False
     cuts = keep is not None and keep < cache.get_seq_length()
-    # a checkpoint does not hold once tokens are removed and others written in their place
+    # a checkpoint becomes invalid once tokens are removed and others overwrite them
     fork = cache.fork() if cuts else None
     before: Any = None if cuts else cache.checkpoint()
     try:
@@ -91,10 +99,10 @@ def _cut(cache: IndexCache, keep: int) -> None:
         cache.crop(keep - length)
     except (RuntimeError, ValueError) as error:
         raise UnsupportedError(
-            f"prompt: got a conversation of which the chat template makes other tokens than the "
+            "prompt: got a conversation for which the chat template produces other tokens than the "
             f"cache stores, from token {keep} of {length} on. This cache cannot forget tokens "
-            "(sliding windows that are full have lost older rows, and linear attention overwrites "
-            "its state), so allowed is a conversation that begins with all of them; or call "
+            "(full sliding windows have lost older rows, and linear attention overwrites its "
+            "state), so allowed is a conversation that begins with all stored tokens; or call "
             "cache.reset() and pass the whole conversation"
         ) from error
     cache.ids = ids[:keep]
@@ -110,9 +118,13 @@ def past_ids(cache: Any) -> Tensor | None:
 def remember(
     cache: IndexCache, past: Tensor | None, ids: Tensor, messages: Messages | None = None
 ) -> None:
-    """Record that the cache holds ids `[N]` after the past.
+    """Record the ids and messages that a cache stores now.
 
-    messages: of the whole conversation, or None where the tokens are not those of one.
+    Args:
+        cache: The cache, which already stores the tokens.
+        past: Ids of the tokens before the call, or None if unknown; then nothing is recorded.
+        ids: Int64 `[N]`, the ids of the tokens of this call.
+        messages: Those of the whole conversation, or None if the tokens are not a conversation.
     """
     if past is not None:
         cache.ids = torch.cat([past.to(ids), ids])
@@ -130,21 +142,23 @@ def check_past_known(config: Any, options: dict[str, Any]) -> None:
             )
 
 
-# What follows the tokens that a cache stores
+# Continuing the tokens that a cache stores
 
 
-class Remembers(Protocol):
-    """A cache, or a session of the decoder, as far as it knows its tokens."""
+class KnowsTokens(Protocol):
+    """A cache, or a session of the decoder, that records which tokens it stores."""
 
     ids: Tensor | None
     conversation: Conversation | None
 
 
 class Turn(NamedTuple):
-    """How a prompt goes on from stored tokens.
+    """How a prompt continues the stored tokens.
 
-    keep: how many of them stay, the first ones; ids: int64 `[N]`, which follow those; messages: of
-    the whole conversation, or None where the prompt is not of messages.
+    Args:
+        keep: The first `keep` stored tokens stay; the others are removed.
+        ids: Int64 `[N]`, the ids to read after them.
+        messages: Those of the whole conversation, or None if the prompt is not messages.
     """
 
     keep: int
@@ -152,28 +166,47 @@ class Turn(NamedTuple):
     messages: Messages | None
 
     def answered(self, text: str) -> Messages | None:
-        """The messages with an answer after them."""
+        """Add an answer to the messages.
+
+        Args:
+            text: The text of the answer.
+
+        Returns:
+            The messages with the answer, or None if there are no messages.
+        """
         if self.messages is None:
             return None
         return [*self.messages, {"role": "assistant", "content": text}]
 
 
-HISTORY = {"system", "developer", "assistant"}
-"""Roles of messages that only a whole conversation has: new messages come from users and tools."""
+HISTORY_ROLES = {"system", "developer", "assistant"}
+"""Roles that only occur in a whole conversation, because new messages come from users and tools."""
 
 
 def next_turn(
-    tokenizer: Any, prompt: Prompt, past: Remembers, length: int, *, cue: bool = True
+    tokenizer: Any, prompt: Prompt, past: KnowsTokens, length: int, *, cue: bool = True
 ) -> Turn:
-    """How a prompt goes on from the `length` tokens that `past` stores.
+    """Find how a prompt continues the stored tokens.
 
-    Text and ids are appended. Messages are either new ones or the whole conversation: they are the
-    whole where they begin with all messages before (the last of which may go on), or where one of
-    them is of a system or an assistant. The chat template is applied to the whole conversation, and
-    the longest prefix of its ids that is stored is kept.
+    Text and ids are appended. Messages are either new messages or the whole conversation. They are
+    the whole conversation if they begin with all stored messages (the last of these may be longer
+    now), or if one of them has a role of `HISTORY_ROLES`. The chat template is applied to the whole
+    conversation, and the longest prefix of its ids that is already stored is kept.
 
-    cue: messages end with the cue to answer. Raises ValueError where the conversation before is
-    not known or is another one, and as `encode_prompt`.
+    Args:
+        tokenizer: The model's tokenizer.
+        prompt: Text, messages, or ids int64 `[N]`.
+        past: The cache or session.
+        length: Number of tokens that `past` stores.
+        cue: Whether messages get the generation prompt of the chat template.
+
+    Returns:
+        The tokens to keep, and the ids to read.
+
+    Raises:
+        ValueError: The stored conversation is unknown, or is another one; also what `encode_prompt`
+            raises.
+        TypeError: The prompt is of another kind.
     """
     if isinstance(prompt, str | Tensor) or not length:
         ids = encode_prompt(tokenizer, prompt, follows=length > 0, cue=cue)
@@ -183,7 +216,7 @@ def next_turn(
     if past.ids is None:
         raise ValueError(
             f"prompt: got messages, allowed is text or ids with a cache of {length} tokens that "
-            "others than read and generate have put there: the conversation so far is not known"
+            "were not put there by read and generate: the conversation so far is not known"
         )
     known = messages_of(past.ids, past.conversation)
     messages = deepcopy(_whole(prompt, known))
@@ -191,19 +224,19 @@ def next_turn(
     keep = common_length([past.ids, ids])
     if known is None and keep < length and not (keep and _is_history(messages)):
         raise ValueError(
-            f"prompt: got messages, which the chat template does not make to follow the {length} "
-            "tokens of the cache: those are not of messages. Allowed are text, ids, or the whole "
-            "conversation that the cache stores and what follows it"
+            f"prompt: got messages, with which the chat template does not continue the {length} "
+            "tokens of the cache, because those do not come from messages; allowed are text, ids, "
+            "or the whole conversation, from the first token of the cache on"
         )
     if keep == len(ids):
-        keep = max(keep - 2, 0)  # what is read must not be empty; one token would search
+        keep = max(keep - 2, 0)  # read at least two tokens: a step of one token would search
     return Turn(keep, ids[keep:], messages)
 
 
 def _whole(prompt: Messages, known: Messages | None) -> Messages:
-    """The messages of the whole conversation, from a prompt and those that are stored.
+    """Join the stored messages and those of a prompt to the whole conversation.
 
-    Raises ValueError where the prompt is a whole conversation, but another one.
+    Raises ValueError if the prompt is itself a whole conversation, but another one.
     """
     if known is None or _begins_with(prompt, known):
         return prompt
@@ -211,25 +244,25 @@ def _whole(prompt: Messages, known: Messages | None) -> Messages:
         return [*known, *prompt]
     if not _same(prompt[0], known[0]):
         raise ValueError(
-            f"prompt: got messages with one of the role {_role(prompt)!r}, so a whole "
-            f"conversation, which begins with {_shown(prompt[0])}; allowed is one that begins as "
-            f"that of the cache does, with {_shown(known[0])}, or new messages alone; to begin "
-            "another conversation reset the cache"
+            f"prompt: got messages with the role {_role(prompt)!r}, so a whole conversation, which "
+            f"begins with {_shown(prompt[0])}; allowed is one that begins like the conversation of "
+            f"the cache, with {_shown(known[0])}, or only new messages; to begin another "
+            "conversation, call cache.reset()"
         )
     return prompt
 
 
 def _is_history(messages: Messages) -> bool:
-    return any(message.get("role") in HISTORY for message in messages)
+    return any(message.get("role") in HISTORY_ROLES for message in messages)
 
 
 def _role(messages: Messages) -> str:
-    """The first role that only a whole conversation has."""
-    return next(str(m["role"]) for m in messages if m.get("role") in HISTORY)
+    """The first role that only occurs in a whole conversation."""
+    return next(str(m["role"]) for m in messages if m.get("role") in HISTORY_ROLES)
 
 
 def _begins_with(messages: Messages, others: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether messages begin with others; the text of the last of those may go on."""
+    """Whether messages begin with others. The last one of the others may be longer here."""
     if len(messages) < len(others):
         return False
     *before, last = others
@@ -246,6 +279,6 @@ def _same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
 
 
 def _shown(message: Mapping[str, Any]) -> str:
-    """A message, of which the text may be long."""
+    """A message for an error text, cut to 40 characters."""
     text = str(message.get("content"))
     return f"{message.get('role')}: {text if len(text) <= 40 else text[:40] + '…'!r}"

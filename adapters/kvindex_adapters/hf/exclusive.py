@@ -1,4 +1,4 @@
-"""`Exclusive`: one thread at a time; the call of another thread raises, the first one goes on."""
+"""`Exclusive`: admits one thread at a time; the call of a second thread raises an error."""
 
 from __future__ import annotations
 
@@ -9,21 +9,25 @@ from threading import get_ident
 
 
 class Exclusive:
-    """Lets one thread in at a time, as often as it likes.
+    """Admits one thread at a time, which may enter again while it is inside.
 
     Args:
-        name: What is called, for the error message.
-        of: What the calls are of, for the error message.
+        name: The argument or object that the error message names first.
+        target: What the other thread's call uses, as a phrase for the error message.
     """
 
-    def __init__(self, name: str, of: str) -> None:
-        self._name, self._of = name, of
+    def __init__(self, name: str, target: str) -> None:
+        self._name, self._target = name, target
         self._lock = threading.RLock()
-        self._inside: int | None = None  # a thread
+        self._inside: int | None = None  # identifier of the thread
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
-        """Enter. Raises RuntimeError immediately if another thread is inside."""
+        """Enter, for the time of the context.
+
+        Raises:
+            RuntimeError: Another thread is inside. It is raised immediately, without waiting.
+        """
         if not self._lock.acquire(blocking=False):
             raise self._error()
         before, self._inside = self._inside, get_ident()
@@ -34,18 +38,22 @@ class Exclusive:
             self._lock.release()
 
     @property
-    def elsewhere(self) -> bool:
+    def used_by_other_thread(self) -> bool:
         """Whether a thread other than the caller's is inside."""
         inside = self._inside
         return inside is not None and inside != get_ident()
 
     def check(self) -> None:
-        """Raise RuntimeError if another thread is inside."""
-        if self.elsewhere:
+        """Check that the caller's thread could enter.
+
+        Raises:
+            RuntimeError: Another thread is inside.
+        """
+        if self.used_by_other_thread:
             raise self._error()
 
     def _error(self) -> RuntimeError:
         return RuntimeError(
-            f"{self._name}: got a call while another thread is in a call of {self._of}; "
+            f"{self._name}: got a call while another thread is in a call of {self._target}; "
             "allowed is one thread at a time"
         )

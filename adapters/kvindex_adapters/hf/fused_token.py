@@ -23,7 +23,7 @@ from kvindex.layer import AttentionLayer
 from kvindex.wrappers import Wrapper
 from kvindex_adapters.hf.llama_family import check_family, check_modules
 from kvindex_adapters.hf.module_state import ModuleState
-from kvindex_adapters.hf.padding import Seen
+from kvindex_adapters.hf.padding import MaskInfo
 from kvindex_adapters.hf.token_graph import Forward, TokenGraph
 from kvindex_adapters.hf.unsupported import UnsupportedError
 from kvindex_adapters.llama.fused import BATCH, FusedBody, device_refusal
@@ -125,8 +125,8 @@ class FusedToken:
             if captured:
                 steps.append(Step(partial(layer.attend_captured, **terms)))
             else:
-                told = dict(seen=Seen(), tokens=cache.tokens)
-                steps.append(Step(partial(layer.attend, **told, **terms)))
+                given = dict(mask=MaskInfo(), tokens=cache.tokens)
+                steps.append(Step(partial(layer.attend, **given, **terms)))
         hidden = body.read(ids, positions.expand(len(ids), 1), steps, head_dim)
         hidden = functional.rms_norm(hidden, norm.weight.shape, norm.weight, norm.eps)
         return BaseModelOutputWithPast(last_hidden_state=hidden[:, None], past_key_values=cache)

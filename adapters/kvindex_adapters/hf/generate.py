@@ -57,10 +57,16 @@ RESERVED = {"inputs", "input_ids", "attention_mask", "past_key_values"}
 class Generation:
     """An answer, its time and its traffic.
 
-    text: the answer; prompt_ids, answer_ids: int64 `[N]`, the ids that the call read (of a chat in
-    a cache, those that the cache did not store) and the answer's; prefill_s: seconds until the
-    first token of the answer; token_s: seconds per token after it; report: rows read and memory,
-    config: the index's configuration, backend: of its ops; all None for full attention.
+    Args:
+        text: The answer.
+        prompt_ids: Int64 `[N]`, the ids that the call read. If a cache already stored the beginning
+            of a chat, only the ids after it.
+        answer_ids: Int64 `[N]`, the ids of the answer.
+        prefill_s: Seconds until the first token of the answer.
+        token_s: Seconds per token after that.
+        report: Rows read, and memory; None for full attention.
+        config: The index's configuration; None for full attention.
+        backend: The backend of the index's operations; None for full attention.
     """
 
     text: str
@@ -91,23 +97,39 @@ def generate(
 ) -> Generation:
     """Generate an answer to one prompt.
 
-    prompt: text as it is, messages for the tokenizer's chat template, or ids int64 `[N]`;
-    index, k, attach_options: as `attach` takes them, `index=None` for full attention with
-    transformers' own cache; an index that reads punctuation gets the tokenizer's; chunk: tokens of
-    the prompt read at a time (None: 1024 on a CPU; on a GPU up to 4096, as many as half a GiB of a
-    layer's activations has room for); generate_options: passed to `model.generate` (greedy unless
-    they say `do_sample=True`). One prompt gives one answer: for beams, batches or several answers
-    call `attach` and `model.generate`.
+    For beams, batches or several answers, call `attach` and `model.generate`.
 
-    cache: one that the caller's `attach` gave, in place of `index`, `k` and `attach_options`;
-    used: what happens to one that holds tokens: "refuse" it, "continue": the prompt follows what
-    it holds, and it keeps prompt and answer, or "branch": the prompt follows what it holds, and
-    afterwards it is as it was. A call that fails leaves the cache as it was. Messages that follow
-    others are the new ones, or the whole conversation: the chat template is applied to all of it,
-    and the longest prefix that the cache stores is reused (`conversation.next_turn`).
+    If the cache stores messages, pass either new messages or the whole conversation. The chat
+    template is applied to the whole conversation, and the longest prefix that the cache stores is
+    reused (`conversation.next_turn`). A call that fails leaves the cache as it was.
 
-    Raises ValueError for an empty prompt, ids or sizes out of range, options that do not fit or a
-    used cache, TypeError for a prompt of another kind, and what `attach` raises.
+    Args:
+        model: A model of transformers, or a `PeftModel` around one, as in `attach`.
+        tokenizer: The model's tokenizer.
+        prompt: Text as it is, messages for the tokenizer's chat template, or ids int64 `[N]`.
+        index: As in `attach`; None for full attention with transformers' own cache. An index that
+            reads punctuation gets the tokenizer's.
+        k: As in `attach`.
+        cache: A cache of the caller's `attach`, in place of `index`, `k` and `attach_options`.
+        used: How to treat a cache that already stores tokens. "refuse": raise ValueError.
+            "continue": the prompt follows the stored tokens; prompt and answer stay in the cache.
+            "branch": the prompt follows the stored tokens; the cache is restored afterwards.
+        max_new_tokens: Tokens of the answer, at most.
+        chunk: Tokens of the prompt that are read at a time. None: 1024 on a CPU; on a GPU as many,
+            up to 4096, as fit in half a GiB of a layer's activations.
+        streamer: A streamer of transformers, which gets each token.
+        on_progress: Called with a phase, the tokens done and the tokens in total.
+        attach_options: Further keywords of `attach`.
+        **generate_options: Passed to `model.generate`. Decoding is greedy unless they contain
+            `do_sample=True`.
+
+    Returns:
+        The answer, with its times and a report.
+
+    Raises:
+        ValueError: The prompt is empty, ids or sizes are out of range, options do not fit, or the
+            cache stores tokens and `used` is "refuse"; also what `attach` raises.
+        TypeError: The prompt is of another kind.
     """
     model = unwrapped(model)
     check_attach_options(attach_options)

@@ -29,16 +29,16 @@ class GuardedDecoder(nn.Module):
         attachment = attached.get(self)
         if attachment is None or attachment.decoder is not self:
             return super().__call__(*args, **kwargs)
-        if len(args) > 1:  # the cache may be among them
+        if len(args) > 1:  # the cache may be passed by position
             args, kwargs = (), _by_name(self, args, kwargs)
         return _step(super().__call__, attachment, args, kwargs)
 
 
 class GuardedModel(nn.Module):
-    """A model whose calls, and calls of `generate`, leave the cache as it was where they fail."""
+    """A model that restores the cache if a call of it, or of its `generate`, fails."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model's own call. Where its head fails, the decoder's step is undone, too."""
+        """Run the model's own call. If its head fails, the decoder's step is undone, too."""
         attachment = attached.get(self)
         if attachment is None:
             return super().__call__(*args, **kwargs)
@@ -46,9 +46,9 @@ class GuardedModel(nn.Module):
             return super().__call__(*args, **kwargs)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model's own `generate`, after checks; where it fails, all its steps are undone.
+        """Check the arguments and run the model's own `generate`; if it fails, undo all its steps.
 
-        Other threads cannot call the model meanwhile.
+        Calls of other threads raise RuntimeError meanwhile.
         """
         parent: Any = super()
         attachment = attached.get(self)
@@ -82,7 +82,7 @@ def _step(
             if graph.takes(forward, cache, kwargs):
                 before = cache.get_seq_length(), cache.ids
                 output = graph.replay(cache)
-                attachment.add_undo(cache, partial(cache.take_back, *before))
+                attachment.add_undo(cache, partial(cache.undo_replay, *before))
                 return output
             if graph.comparing:
                 return _compared(graph, forward, cache, kwargs)

@@ -34,7 +34,7 @@ def check_family(model: PreTrainedModel) -> None:
         got = type(model).__name__
         got = _full_name(type(model)) if got in names else got
         raise UnsupportedError(
-            f"model: got {got}, allowed are {', '.join(names)}, as transformers has them"
+            f"model: got {got}, allowed are the classes {', '.join(names)} of transformers"
         )
     check_modules(model)
 
@@ -77,23 +77,23 @@ def _check_modules(model: PreTrainedModel) -> None:
             raise UnsupportedError(
                 f"{name}: got {_full_name(kind)}, allowed is torch.nn.Linear: weights that are not "
                 "quantized, with adapters merged into them (peft: merge_and_unload()); kvhf.attach "
-                "runs the others"
+                "runs models with other layers"
             )
         if kind.__module__ != type(model).__module__ and kind not in PLAIN:
             raise UnsupportedError(
-                f"{name}: got {_full_name(kind)}, allowed is the model's own layer, of "
-                f"{type(model).__module__}; kvhf.attach runs the others"
+                f"{name}: got {_full_name(kind)}, allowed is the model's own layer, from "
+                f"{type(model).__module__}; kvhf.attach runs models with other layers"
             )
         own = vars(module)
         if "forward" in own or any(own[hooks] for hooks in HOOKS):
             raise UnsupportedError(
                 f"{name or 'model'}: got a forward or hooks of its own, which the decoder does not "
-                "call; allowed is none, or kvhf.attach, which calls them"
+                "call; allowed is none; kvhf.attach calls them"
             )
 
 
 def _full_name(kind: type) -> str:
-    """A class with its module, since classes of several libraries share a name."""
+    """The name of a class with its module, because classes of several libraries share names."""
     return f"{kind.__module__}.{kind.__qualname__}"
 
 

@@ -1,7 +1,7 @@
-"""Which model keys and values are of: another one must not go on from them.
+"""The identity of a model: a saved cache must not be continued with another model.
 
-Two models are the same where their configurations are equal and they compute the same for a few
-fixed tokens (`model_probe`).
+Two models count as the same if their configurations are equal and they compute the same keys,
+values and hidden states for a few fixed tokens (`model_probe`).
 """
 
 from __future__ import annotations
@@ -20,9 +20,17 @@ PASSING = ("_name_or_path", "transformers_version", "architectures", "dtype", "t
 
 
 def identity(decoder: nn.Module, config: Any) -> tuple[dict[str, Any], State]:
-    """Name, configuration and dtype of a decoder, as JSON, and what it computes, as tensors.
+    """Describe a model, so that `check_identity` can recognize it. Runs the decoder.
 
-    config: its configuration. Runs the decoder, and raises as `probe`.
+    Args:
+        decoder: The module with a forward pass that takes `past_key_values`.
+        config: The model's configuration.
+
+    Returns:
+        Name, configuration, dtype and rounding, for JSON, and the tensors of the probe.
+
+    Raises:
+        RuntimeError: The decoder fails, as in `probe`.
     """
     computed = probe(decoder, config)
     about = {
@@ -37,9 +45,19 @@ def identity(decoder: nn.Module, config: Any) -> tuple[dict[str, Any], State]:
 def check_identity(
     about: dict[str, Any], parts: Callable[[], State], decoder: nn.Module, config: Any
 ) -> None:
-    """Raise ValueError for a model that is not the one of which `identity` returned these.
+    """Check that a model is the one that `identity` has described.
 
-    Its name and place do not matter. parts: reads the tensors, called where all else is equal.
+    Its name and its location do not matter.
+
+    Args:
+        about: The first value that `identity` returned.
+        parts: Reads the second value. It is only called if everything in `about` is equal.
+        decoder: The decoder of the model to check.
+        config: The configuration of the model to check.
+
+    Raises:
+        ValueError: It is another model.
+        RuntimeError: The decoder fails, as in `probe`.
     """
     name = about["name"]
     mine, theirs = _fields(config), about["config"]
@@ -47,26 +65,26 @@ def check_identity(
         if mine.get(field) != theirs.get(field):
             raise ValueError(
                 f"model: got a cache of one with {field} = {theirs.get(field)!r} ({name!r}), "
-                f"allowed is {mine.get(field)!r}, as of the attached one"
+                f"allowed is {mine.get(field)!r}, as in the attached model"
             )
     if "weights" in about:
         raise ValueError(
             f"folder: got a cache of {name!r} that was saved by an earlier version of kvindex, "
-            "without what its model computes, so that no model can be compared with it; allowed "
-            "is one that this version has saved: read the text again, and save the cache"
+            "without the probe that identifies its model; allowed is a cache that this version "
+            "has saved: read the text again, and save the cache"
         )
     computed = probe(decoder, config)
     if str(computed.dtype) != about["dtype"]:
         raise ValueError(
-            f"model: got a cache of one with other dtype, {about['dtype']} ({name!r}), "
-            f"allowed is {computed.dtype}, as of the attached one"
+            f"model: got a cache of one with another dtype, {about['dtype']} ({name!r}), "
+            f"allowed is {computed.dtype}, as in the attached model"
         )
     worst = difference(computed.parts, parts(), max(computed.eps, about["eps"]))
     if worst.size > worst.tolerance:
         raise ValueError(
-            f"model: got a cache of one with other weights, or with an adapter that was on, off or "
-            f"scaled otherwise ({name!r}): for the same tokens, {worst.name} of layer "
-            f"{worst.layer} differ by {worst.size:.2g} of their size, allowed is "
+            f"model: got a cache of one with other weights, or with an adapter that was switched "
+            f"or scaled differently ({name!r}): for the same tokens, {worst.name} of layer "
+            f"{worst.layer} have a relative difference of {worst.size:.2g}, allowed is at most "
             f"{worst.tolerance:.2g}, which rounding in {computed.dtype} explains; load the cache "
             "with the model as it was when the cache was saved"
         )

@@ -56,7 +56,14 @@ def _parameters(module: nn.Module) -> Collection[str]:
 
 
 def layer_device(decoder: nn.Module, number: int) -> torch.device:
-    """Where a decoder's layer computes: where its weights are, or where accelerate brings them."""
+    """The device on which a decoder's layer computes.
+
+    This is the device of its weights, or the one to which accelerate copies offloaded weights.
+
+    Args:
+        decoder: The decoder.
+        number: The layer's `layer_idx`.
+    """
     layers = [m for m in decoder.modules() if getattr(m, "layer_idx", None) == number]
     modules = [module for part in (*layers, decoder) for module in part.modules()]
     places = (_device_of(module) for module in modules)
@@ -64,11 +71,11 @@ def layer_device(decoder: nn.Module, number: int) -> torch.device:
 
 
 def _device_of(module: nn.Module) -> torch.device | None:
-    """Where a module's own weights are when it computes; None where it has none, or no numbers."""
+    """The device of a module's own weights while it computes, or None if that is unknown."""
     weight = next(module.parameters(recurse=False), None)
     if weight is None or weight.device.type != "meta":
         return None if weight is None else weight.device
-    hook: Any = getattr(module, "_hf_hook", None)  # accelerate's, of offloaded weights
+    hook: Any = getattr(module, "_hf_hook", None)  # accelerate's hook, if it offloads weights
     for each in getattr(hook, "hooks", (hook,)):
         if (place := getattr(each, "execution_device", None)) is not None:
             return torch.device(place)

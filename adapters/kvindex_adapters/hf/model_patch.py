@@ -2,7 +2,7 @@
 
 Configurations are copied, as other models may share them. Classes are subclassed, as torch's
 parametrizations do: what others put on a module meanwhile (hooks, another `forward`) stays.
-Copies and pickles of a patched module are of its own class and attention.
+Copies and pickles of a patched module have its original class and attention function.
 """
 
 from __future__ import annotations
@@ -21,14 +21,19 @@ IMPLEMENTATION = "_attn_implementation_internal"
 
 
 class Substitute(str):
-    """Name of an attention function; in deep copies and pickles it is the name that it replaces."""
+    """The name of our attention function. Deep copies and pickles get the name that it replaces."""
 
     __slots__ = ("_own",)
     _own: Any
 
     @classmethod
     def of(cls, ours: str, config: PreTrainedConfig) -> Substitute:
-        """The name `ours`, in place of the one in this configuration."""
+        """Make a substitute for the attention function that a configuration names.
+
+        Args:
+            ours: The name of our attention function.
+            config: The original configuration.
+        """
         name = cls(ours)
         name._own = vars(config).get(IMPLEMENTATION)
         return name
@@ -37,12 +42,12 @@ class Substitute(str):
         return self._own
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # callables of Python alone, so that a pickle is loaded where this package is not
+        # only Python's own types, so that a pickle can be loaded without this package
         return type(self._own), () if self._own is None else (self._own,)
 
 
 def _plain(value: Any) -> Any:
-    """A configuration without substitutes, or any other value as it is."""
+    """Copy a configuration without substitutes; return any other value unchanged."""
     if not isinstance(value, PreTrainedConfig):
         return value._own if isinstance(value, Substitute) else value
     other = copy(value)
@@ -74,7 +79,11 @@ class Copies:
         return {id(other): config for config, other in self._made.values()}
 
     def substitute(self, ours: str) -> None:
-        """Let copies of those that name the attention `ours` name what the originals do."""
+        """Let deep copies and pickles of these configurations name the original attention.
+
+        Args:
+            ours: The name of our attention function. Only configurations that name it change.
+        """
         for config, other in self._made.values():
             if vars(other).get(IMPLEMENTATION) == ours:
                 vars(other)[IMPLEMENTATION] = Substitute.of(ours, config)
@@ -91,10 +100,17 @@ class Copies:
 
 @contextmanager
 def private_configurations(model: nn.Module, ours: str) -> Iterator[Copies]:
-    """Give the model's modules private configurations; afterwards restore those that they had.
+    """Give the model's modules private configurations; afterwards restore the original ones.
 
-    ours: name of an attention function that is not handed over; all else that is set meanwhile
-    on `model.config` and others stays set.
+    Settings that are made meanwhile on `model.config` and others stay, except the attention
+    function `ours`.
+
+    Args:
+        model: The model to change.
+        ours: The name of our attention function.
+
+    Yields:
+        The private configurations.
     """
     copies, modules = Copies(), list(model.modules())
     try:
@@ -116,8 +132,12 @@ def private_configurations(model: nn.Module, ours: str) -> Iterator[Copies]:
 def subclassed(module: nn.Module, first: type[nn.Module]) -> Iterator[None]:
     """Put `first` before the module's class, under the same name; afterwards restore the class.
 
-    A class that others put over it meanwhile stays, so the methods of `first` must have no effect
-    by then. Copies and pickles of the module are of its own class.
+    If others subclass the module meanwhile, their class stays, so the methods of `first` must have
+    no effect after the context. Copies and pickles of the module have its original class.
+
+    Args:
+        module: The module to change.
+        first: The class to add.
     """
     own = type(module)
     if issubclass(own, first):
@@ -127,9 +147,9 @@ def subclassed(module: nn.Module, first: type[nn.Module]) -> Iterator[None]:
     def reduce(module: nn.Module, protocol: Any) -> Any:
         made: Any = own.__reduce_ex__(module, protocol)
         _, (cls, *_), *state = made
-        if cls is not patched:  # another class, put over it meanwhile
+        if cls is not patched:  # others have subclassed the module meanwhile
             return made
-        return object.__new__, (own,), *state  # pickle demands that `__newobj__` keeps the class
+        return object.__new__, (own,), *state  # with `__newobj__`, pickle would require `patched`
 
     def shallow(module: nn.Module) -> nn.Module:
         other = own.__new__(own)

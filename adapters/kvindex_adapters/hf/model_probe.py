@@ -1,10 +1,10 @@
-"""What a model computes for a few fixed tokens: by this a saved cache recognizes its model.
+"""Run a model on a few fixed tokens, so that a saved cache can recognize its model.
 
 The decoder reads fixed ids with plain attention and an empty cache of transformers. The probe is a
-sample of the keys and values in that cache, layer by layer, and of the last hidden states. So it
-sees weights wherever they are stored (offloaded, quantized, in buffers), adapters and hooks. It
-does not see settings that need a long text, such as rotary frequencies beyond a length: for those
-compare the configuration.
+sample of the keys and values of each layer in that cache, and of the last hidden states. So it
+depends on the weights, wherever they are stored (offloaded, quantized, in buffers), and on adapters
+and hooks. It does not depend on settings that only affect long texts, such as rotary frequencies
+beyond a length; compare the configuration for those.
 """
 
 from __future__ import annotations
@@ -24,36 +24,42 @@ from kvindex_adapters.hf.model_info import layer_device
 from kvindex_adapters.hf.model_patch import IMPLEMENTATION
 
 SEQUENCES, TOKENS = 8, 8
-"""Sequences of the probe, and tokens of each. Several, because another order of sums may choose
-another expert for one token: that changes its sequence, and leaves the others as they are."""
+"""Sequences of the probe, and tokens of each. There are several sequences because another order of
+summation may choose another expert for a token, which only changes the sequence of that token."""
 
 SAMPLES = 521
-"""Numbers that are stored of each tensor, evenly spaced. A prime, so that no head dimension divides
-the distance between two of them. 36 layers take 150 KB."""
+"""Evenly spaced numbers that are stored of each tensor. It is prime, so that their distance is no
+multiple of a head dimension. 36 layers take 150 KB."""
 
 PLAIN = "eager"
-"""The attention that every model of transformers has on every device."""
+"""The attention implementation that every model of transformers supports on every device."""
 
 ROUNDINGS = 3.0
-"""Tolerance in units of `eps * (1 / 2 + sqrt(layer))`, as roundings add up from layer to layer.
+"""Tolerance in units of `eps * (1 / 2 + sqrt(layer))`: rounding errors add up over the layers.
 
-Measured in bfloat16 and float16, as the distance from exact products: keys and values of the first
-layer are off by up to 0.5 `eps`. Later ones of SmolLM2-135M and of random models of up to 80 layers
-are off by up to 0.8 units, of tiny random models of 150 families by up to 1.6. Two devices differ
-by the root of 2 times that. A low-rank adapter for queries and values, of 5% of the norm of the
-weights, changes the values of SmolLM2's first layer by 13 `eps` of bfloat16; scaling it by half
-changes them by 6.6."""
+Measured in bfloat16 and float16, as the difference from exact products:
+
+- The keys and values of the first layer differ by up to 0.5 `eps`.
+- Those of later layers differ by up to 0.8 units in SmolLM2-135M and in random models of up to 80
+  layers, and by up to 1.6 units in tiny random models of 150 families.
+- The difference between two devices is larger by the square root of 2.
+
+For comparison, a low-rank adapter for queries and values with 5% of the norm of the weights changes
+the values of SmolLM2's first layer by 13 `eps` of bfloat16. Scaling it by half changes them by 6.6
+`eps`."""
 
 EXACT, TF32 = 2.0**-17, 2.0**-10
-"""`eps` of float32 on a CPU: 64 roundings of it, where 3 were measured; and where products may be
-rounded to TF32, whose fraction has 10 bits (convolutions on a GPU are by default)."""
+"""`eps` for float32. EXACT, on a CPU: 64 rounding errors; 3 were measured. TF32: for products that
+may be rounded to TF32, which has a fraction of 10 bits (the default for convolutions on a GPU)."""
 
 
 class Probe(NamedTuple):
-    """A sample of what a model computes.
+    """A sample of the keys, values and hidden states that a model computes.
 
-    dtype: of its hidden states; eps: their relative rounding; parts: "layer.name" -> float32 `[n]`,
-    on the CPU.
+    Args:
+        dtype: The dtype of the hidden states.
+        eps: Their relative rounding error.
+        parts: "layer.name" -> float32 `[n]`, on the CPU.
     """
 
     dtype: torch.dtype
@@ -62,9 +68,13 @@ class Probe(NamedTuple):
 
 
 class Difference(NamedTuple):
-    """Where two probes differ most: which part of which layer, how far, and what may be rounding.
+    """The part in which two probes differ most.
 
-    size, tolerance: relative to the part's numbers.
+    Args:
+        layer: Number of the layer.
+        name: "keys", "values" or "hidden_states".
+        size: The relative difference.
+        tolerance: The relative difference that rounding explains.
     """
 
     layer: int
@@ -76,14 +86,17 @@ class Difference(NamedTuple):
 @in_plain_torch
 @torch.no_grad()
 def probe(decoder: nn.Module, config: Any) -> Probe:
-    """Run the decoder once over fixed tokens, also while it is attached.
+    """Run the decoder once over fixed tokens. It may be attached.
 
-    Modules, configurations and random generators are afterwards as before. Hooks of the modules
-    are called, since they may change what the model computes.
+    Modules, configurations and random generators are restored afterwards. Hooks of the modules are
+    called, because they may change the model's output.
 
     Args:
-        decoder: The module whose forward takes `past_key_values`.
-        config: The configuration that a cache of the model is made with.
+        decoder: The module with a forward pass that takes `past_key_values`.
+        config: The configuration from which caches of the model are made.
+
+    Returns:
+        A sample of the keys, values and last hidden states.
 
     Raises:
         RuntimeError: The decoder fails.
@@ -108,18 +121,23 @@ def probe(decoder: nn.Module, config: Any) -> Probe:
     except Exception as error:
         raise RuntimeError(
             f"model: got {type(decoder).__name__}, which fails for {SEQUENCES} sequences of "
-            f"{TOKENS} tokens with {PLAIN!r} attention ({type(error).__name__}: {error}); what it "
-            "computes for them tells which model a saved cache is of"
+            f"{TOKENS} tokens with {PLAIN!r} attention ({type(error).__name__}: {error}); a saved "
+            "cache recognizes its model by the keys and values of these tokens"
         ) from error
     return Probe(hidden.dtype, _eps(hidden), parts)
 
 
 def difference(one: Mapping[str, Tensor], other: Mapping[str, Tensor], eps: float) -> Difference:
-    """The part in which two probes differ most, in units of what rounding by `eps` explains.
+    """Find the part in which two probes differ most, relative to its tolerance.
 
-    The size of a difference is the median of the parts' differences over the median of their
-    numbers, so that neither a few large coordinates nor a few tokens with another expert decide.
-    Parts that only one of them has, as with another version of transformers, do not count.
+    The size of a difference is the median absolute difference, divided by the median absolute value
+    of `other`. So neither a few large coordinates nor a few tokens with another expert decide.
+    Parts that only one probe has, because of another version of transformers, are skipped.
+
+    Args:
+        one: `Probe.parts` of a model.
+        other: `Probe.parts` of the model to compare with.
+        eps: The relative rounding error, the larger one of both probes.
     """
     found = []
     for part in one.keys() & other.keys():
@@ -130,7 +148,7 @@ def difference(one: Mapping[str, Tensor], other: Mapping[str, Tensor], eps: floa
 
 
 def _eps(hidden: Tensor) -> float:
-    """How far a model's products are rounded, relative to them."""
+    """The relative rounding error of a model's products."""
     if hidden.dtype.itemsize < torch.float32.itemsize:
         return torch.finfo(hidden.dtype).eps
     exact = torch.get_float32_matmul_precision() == "highest" and hidden.device.type == "cpu"
@@ -147,7 +165,7 @@ def _size(one: Tensor, other: Tensor) -> float:
 
 
 def _sample(tensor: Tensor) -> Tensor:
-    """Numbers of a tensor, evenly spaced, float32 on the CPU."""
+    """Evenly spaced numbers of a tensor, float32 on the CPU."""
     flat = tensor.reshape(-1)
     count = min(len(flat), SAMPLES)
     return flat[torch.arange(count, device=flat.device) * len(flat) // count].float().cpu()
@@ -155,9 +173,10 @@ def _sample(tensor: Tensor) -> Tensor:
 
 @contextmanager
 def _plain(decoder: nn.Module) -> Iterator[None]:
-    """Evaluation mode and plain attention while it lasts; afterwards all is as it was.
+    """Use evaluation mode and plain attention inside the context; restore everything afterwards.
 
-    Attributes and buffers of modules, too, which rotary embeddings change with the length.
+    This includes attributes and buffers of modules, because some rotary embeddings change them with
+    the length.
     """
     own = [vars(module) for module in decoder.modules()]
     before = [(each, dict(each), each["_buffers"], dict(each["_buffers"])) for each in own]
@@ -179,9 +198,9 @@ def _plain(decoder: nn.Module) -> Iterator[None]:
     finally:
         for config, name in attention:
             config[IMPLEMENTATION] = name
-        for each, attributes, buffers, held in before:
+        for each, attributes, buffers, earlier in before:
             for name in each.keys() - attributes.keys():
                 del each[name]
             each.update(attributes)
             buffers.clear()
-            buffers.update(held)
+            buffers.update(earlier)

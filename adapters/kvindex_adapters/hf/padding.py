@@ -1,4 +1,4 @@
-"""Padding of a step, read from its attention mask once for all layers."""
+"""The padding of a step, which is computed from its attention mask once for all layers."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ from kvindex_adapters.hf.unsupported import UnsupportedError
 
 
 @dataclass(frozen=True, eq=False)
-class Seen:
-    """What the mask of a step says.
+class MaskInfo:
+    """The contents of a step's attention mask.
 
-    real: which tokens are no padding, bool `[B, N]`, or None where all are real; visible: which
-    each new token sees, bool `[B, T, N]`, or None for causal order.
+    Args:
+        real: Bool `[B, N]`, False for padding; None where no token is padded.
+        visible: Bool `[B, T, N]`, the tokens that each new token attends to; None for causal
+            attention.
     """
 
     real: Tensor | None = None
@@ -37,24 +39,40 @@ class Padding:
         self._length = 0
         self._new: Tensor | None = None
         self._given: Tensor | None = None
-        self._seen = Seen()
+        self._parsed = MaskInfo()
 
-    def of_mask(self, mask: Tensor) -> Seen:
-        """What the mask of a layer says: `[B, N]` of padding, or `[B, 1, T, N]` of each new token.
+    def of_mask(self, mask: Tensor) -> MaskInfo:
+        """Read the attention mask of a layer.
 
-        Raises UnsupportedError for a mask by which later tokens cannot search.
+        Args:
+            mask: `[B, N]` of padding, or `[B, 1, T, N]` with a row for each new token.
+
+        Returns:
+            Its contents.
+
+        Raises:
+            UnsupportedError: The mask hides tokens that later tokens would search among, differs
+                between heads, or is a bias of the logits.
         """
         if mask.ndim == 2:
-            return Seen(mask.bool())
+            return MaskInfo(mask.bool())
         if mask is not self._given:
-            self._given, self._seen = mask, _of_each(mask)
-        return self._seen
+            self._given, self._parsed = mask, _of_each(mask)
+        return self._parsed
 
     def of_new(self, layer: AttentionLayer, mask: Tensor | None, count: int) -> Tensor | None:
-        """Which of the `count` new tokens are real, bool `[B, count]`, or None where all are.
+        """Find the padding of the new tokens.
 
-        mask: bool `[B, N + count]`, or None for no padding. Raises UnsupportedError where it
-        changes the padding of past tokens.
+        Args:
+            layer: The attention layer, with the past tokens.
+            mask: Bool `[B, N + count]`, False for padding; None for no padding.
+            count: Number of new tokens.
+
+        Returns:
+            Bool `[B, count]`, False for padding; None where no new token is padded.
+
+        Raises:
+            UnsupportedError: The mask changes the padding of past tokens.
         """
         if self.all_real or (mask is None and layer.valid is None):
             return None
@@ -66,10 +84,11 @@ class Padding:
         return new
 
 
-def _of_each(mask: Tensor) -> Seen:
-    """As `Padding.of_mask`, of `[B, 1, T, N]`, bool, or 0 where a token is seen.
+def _of_each(mask: Tensor) -> MaskInfo:
+    """Read a mask `[B, 1, T, N]`: bool, or floating point with 0 for visible tokens.
 
-    The newest token of each sequence must see whatever others see, as later ones will.
+    The newest token of each sequence must see every token that earlier ones see, because later
+    tokens will see them, too.
     """
     seen, known = mask if mask.dtype == torch.bool else mask == 0, True
     if mask.is_floating_point():  # a bias is no mask
@@ -77,22 +96,22 @@ def _of_each(mask: Tensor) -> Seen:
     if mask.shape[1] > 1 or not known:
         raise UnsupportedError(
             f"attention_mask: got one of shape {list(mask.shape)} in a full-attention layer, "
-            "allowed is one for all heads that says which tokens are seen: a bias of the logits is "
-            "nothing that an index searches by"
+            "allowed is one for all heads, bool, or of 0 and torch.finfo(dtype).min: an index "
+            "cannot search with a bias of the logits"
         )
     seen, real = seen[:, 0], seen[:, 0, -1]
     T, N = mask.shape[-2:]
     causal = torch.ones(T, N, dtype=torch.bool, device=mask.device).tril(N - T)
     padding = None if bool(real.all()) else real
     if torch.equal(seen, causal & real[:, None]):
-        return Seen(padding)
+        return MaskInfo(padding)
     if bool((seen & ~real[:, None]).any()):
         raise UnsupportedError(
-            f"attention_mask: got one of shape {list(mask.shape)} in a full-attention layer, that "
-            "hides from the newest token some that earlier ones see; allowed is that it sees them "
-            "all, for the tokens that are decoded after it search among all"
+            f"attention_mask: got one of shape {list(mask.shape)} in a full-attention layer, which "
+            "hides tokens from the newest token that earlier tokens see; allowed is a mask in "
+            "which the newest token sees them all, because later tokens search among all tokens"
         )
-    return Seen(padding, seen)
+    return MaskInfo(padding, seen)
 
 
 def _check_past(layer: AttentionLayer, mask: Tensor | None) -> None:

@@ -57,7 +57,7 @@ class PagedLayer:
     @property
     def held_bytes(self) -> int:
         """Bytes of the indexes of open requests, what they share counted once."""
-        pool = self.pool  # made by the thread that steps
+        pool = self.pool  # read once: the thread that runs steps may set it meanwhile
         return 0 if pool is None else pool.report().held_bytes
 
     def searches(self, part: Part) -> bool:

@@ -98,7 +98,8 @@ def check_whole(decoder: nn.Module) -> None:
     if shares_heads(decoder):
         raise UnsupportedError(
             "cache: got one of a model whose heads several ranks share, allowed for save and load "
-            "is one whose weights are whole: a rank has the keys and values of its own heads alone"
+            "is a model that one process has whole: a rank has only the keys and values of its own "
+            "heads"
         )
 
 

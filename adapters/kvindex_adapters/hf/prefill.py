@@ -48,12 +48,21 @@ def read(
 ) -> None:
     """Read a prompt into the cache that `attach` gave, without answering.
 
-    prompt, chunk: as `generate` takes them, but messages get no cue to answer; used: "refuse" a
-    cache that holds tokens, or "continue": the prompt follows them (messages: as `generate` takes
-    them). A call that fails leaves the cache as it was.
+    A call that fails leaves the cache as it was.
 
-    Raises ValueError for an empty prompt, sizes out of range or a used cache, and what `attach`
-    raises.
+    Args:
+        model: The attached model.
+        tokenizer: The model's tokenizer.
+        prompt: As in `generate`, but messages get no generation prompt after them.
+        cache: The cache that `attach` gave.
+        used: How to treat a cache that already stores tokens. "refuse": raise ValueError.
+            "continue": the prompt follows the stored tokens, and messages as in `generate`.
+        chunk: As in `generate`.
+        on_progress: As in `generate`.
+
+    Raises:
+        ValueError: The prompt is empty, a size is out of range, or the cache stores tokens and
+            `used` is "refuse"; also what `attach` raises.
     """
     model = unwrapped(model)
     chunk = default_chunk(model) if chunk is None else check.at_least("chunk", chunk, 2)

@@ -1,4 +1,4 @@
-"""Encode a prompt: a text, the messages of a chat, or ids."""
+"""Encode a prompt, which is a text, the messages of a chat, or ids."""
 
 from __future__ import annotations
 
@@ -11,21 +11,29 @@ from torch import Tensor
 from kvindex.core import check
 
 Messages = list[dict[str, Any]]
-"""The messages of a chat, each with a role and a content, in order."""
+"""The messages of a chat in order, each with a role and a content."""
 
 Prompt = str | Messages | Tensor
 """Text as it is, messages for the tokenizer's chat template, or ids int64 `[N]`."""
 
 
 class Conversation(NamedTuple):
-    """The messages of a chat, and the ids int64 `[N]` that a cache stores of it."""
+    """The messages of a chat, and the ids int64 `[N]` under which a cache stores them."""
 
     ids: Tensor
     messages: Messages
 
 
 def messages_of(ids: Tensor | None, conversation: Conversation | None) -> Messages | None:
-    """The messages whose ids a cache stores, or None where its tokens are others, or more."""
+    """Get the messages that a cache stores.
+
+    Args:
+        ids: Int64 `[N]`, the ids of all tokens in the cache, or None if unknown.
+        conversation: The conversation that was last recorded, or None.
+
+    Returns:
+        The messages, or None if the cache stores other tokens than theirs, or more.
+    """
     if ids is None or conversation is None or conversation.ids is not ids:
         return None
     return conversation.messages
@@ -34,11 +42,20 @@ def messages_of(ids: Tensor | None, conversation: Conversation | None) -> Messag
 def encode_prompt(
     tokenizer: Any, prompt: Prompt, *, follows: bool = False, cue: bool = True
 ) -> Tensor:
-    """Ids int64 `[N]` of a text, of chat messages, or as given.
+    """Encode a prompt.
 
-    follows: other tokens come before, so a text gets no token that begins a sequence; cue: messages
-    end with the cue to answer. Raises TypeError for a prompt of another kind, ValueError for
-    messages that the chat template does not accept.
+    Args:
+        tokenizer: The model's tokenizer.
+        prompt: Text, chat messages, or ids int64 `[N]`, which are returned unchanged.
+        follows: Whether other tokens come before. A text then gets no token that begins a sequence.
+        cue: Whether messages get the generation prompt of the chat template.
+
+    Returns:
+        Ids int64 `[N]`.
+
+    Raises:
+        TypeError: The prompt is of another kind.
+        ValueError: The chat template does not accept the messages.
     """
     if isinstance(prompt, Tensor):
         return check.tensor("prompt", prompt, {"N": None}, torch.int64)
@@ -51,9 +68,17 @@ def encode_prompt(
 
 
 def check_messages(prompt: object) -> Messages:
-    """The messages of a prompt that is neither text nor ids.
+    """Check that a prompt is a list of messages.
 
-    Raises TypeError for a prompt of another kind, ValueError for no message.
+    Args:
+        prompt: A prompt that is neither text nor ids.
+
+    Returns:
+        The messages.
+
+    Raises:
+        TypeError: It is not a list of messages.
+        ValueError: There is no message.
     """
     if not isinstance(prompt, Sequence) or not all(isinstance(one, Mapping) for one in prompt):
         kind = type(prompt).__name__
@@ -68,7 +93,7 @@ def check_messages(prompt: object) -> Messages:
 
 
 def common_length(prompts: Sequence[Tensor]) -> int:
-    """Length of the prefix that all prompts `[N]` share."""
+    """The length of the prefix that all prompts `[N]` share."""
     length = 0
     for column in zip(*(prompt.tolist() for prompt in prompts), strict=False):
         if len(set(column)) > 1:
@@ -78,8 +103,8 @@ def common_length(prompts: Sequence[Tensor]) -> int:
 
 
 def _rendered(tokenizer: Any, messages: Sequence[Mapping[str, Any]], cue: bool) -> str:
-    """The text of messages by the tokenizer's chat template. Raises ValueError where it does."""
-    from jinja2 import TemplateError  # torch and transformers need jinja2, too
+    """Apply the tokenizer's chat template. Raises ValueError if it does not accept the messages."""
+    from jinja2 import TemplateError  # a dependency of torch and transformers
 
     try:
         text: str = tokenizer.apply_chat_template(

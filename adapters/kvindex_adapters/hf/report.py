@@ -108,11 +108,14 @@ class Report:
 
 
 def sum_up(layers: Sequence[AttentionLayer], indexed: int, other: int | None = None) -> Report:
-    """The report of the layers that hold tokens.
+    """Add up the reports of the layers that store tokens.
 
-    It reads counters alone, so any thread may call it while another one steps the layers.
-    indexed: layers with an index, whether they hold tokens or not; other: bytes of those without,
-    or None where there are none.
+    This only reads counters, so any thread may call it while another thread runs a step.
+
+    Args:
+        layers: The layers with an index that store tokens.
+        indexed: Number of layers with an index, with or without tokens.
+        other: Bytes of the layers without an index, or None if there are none.
     """
     traffic = [layer.traffic for layer in layers]
     place, ranks = rank()

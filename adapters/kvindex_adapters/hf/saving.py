@@ -26,10 +26,10 @@ from kvindex_adapters.hf.unsupported import UnsupportedError
 KIND = "cache"
 
 TOKENS, PROBE = "tokens", "probe"
-"""The files of ids, and of what the model computes for fixed tokens."""
+"""The files of the ids and of the probe, which identifies the model."""
 
 MESSAGES = "messages"
-"""In the file of ids, the tensor with the text of messages, if they are known."""
+"""The tensor with the text of the messages, if they are known, in the file of the ids."""
 
 
 def save_cache(
@@ -40,13 +40,20 @@ def save_cache(
     config: Any,
     conversation: Conversation | None = None,
 ) -> None:
-    """Write a cache's layers to a new folder, and ids int64 `[N]` of its tokens, if known.
+    """Write a cache's layers to a new folder. One layer at a time is copied.
 
-    conversation: is written, too, if the ids are its own, and its messages are JSON.
+    Args:
+        folder: A new folder.
+        layers: The layers of the cache.
+        ids: Int64 `[N]`, the ids of its tokens, or None if unknown.
+        decoder: The model's decoder.
+        config: The model's configuration.
+        conversation: Written if its ids are `ids` and its messages can be written as JSON.
 
-    One layer at a time is copied. Raises as `kvindex.storage.saved.save_folder`, UnsupportedError
-    for a layer that holds what is no tensor or number, and what `AttentionLayer.state_dict` and
-    `model_probe.probe` raise.
+    Raises:
+        UnsupportedError: A layer has an attribute that is neither a tensor nor a number.
+        OSError, ValueError, RuntimeError: As in `kvindex.storage.saved.save_folder`,
+            `AttentionLayer.state_dict` and `model_probe.probe`.
     """
     model, computed = identity(decoder, config)
     about = {
@@ -71,12 +78,21 @@ def open_cache(folder: str | os.PathLike[str]) -> SavedFolder:
 def load_cache(
     folder: str | os.PathLike[str], layers: Sequence[Any], decoder: nn.Module, config: Any
 ) -> tuple[Tensor | None, Conversation | None]:
-    """Fill the empty layers of a cache; gives ids int64 `[N]` of its tokens, if they are known.
+    """Fill the empty layers of a cache from a saved folder.
 
-    And the conversation that they are of, if it is known.
+    Args:
+        folder: A folder that `save_cache` has written.
+        layers: The empty layers. They must not be used if this raises an error.
+        decoder: The model's decoder.
+        config: The model's configuration.
 
-    Raises ValueError for a folder that is not as it was saved, another model or another index;
-    the layers are then of no use. Raises what `model_probe.probe` raises.
+    Returns:
+        Ids int64 `[N]` of the tokens, and their conversation; each is None if unknown.
+
+    Raises:
+        ValueError: The folder has changed since it was saved, or belongs to another model or
+            another index.
+        RuntimeError: The model fails, as in `model_probe.probe`.
     """
     saved = open_cache(folder)
     of_layers = field(saved.about, "layers", list, where="about")
@@ -119,22 +135,22 @@ def load_cache(
 
 
 def _as_bytes(messages: Messages | None) -> State:
-    """The text of messages as a tensor; none for unknown ones, or those that are no JSON."""
+    """Convert messages to a tensor of bytes; {} if they are unknown or cannot be JSON."""
     if messages is None:
         return {}
     try:
         text = json.dumps(messages, allow_nan=False)
     except (TypeError, ValueError, RecursionError):
-        return {}  # images, say: a whole conversation still goes on by its ids
+        return {}  # for example images; a whole conversation can still be continued by its ids
     return {MESSAGES: torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)}
 
 
 def _from_bytes(text: Tensor) -> Messages:
-    """The messages of `_as_bytes`. Raises ValueError for anything else."""
+    """Convert the tensor of `_as_bytes` to messages. Raises ValueError for other tensors."""
     try:
         return check_messages(json.loads(text.numpy().tobytes()))
     except (TypeError, ValueError, RecursionError) as error:
-        raise ValueError(f"folder: got messages that are not as they were saved: {error}") from (
+        raise ValueError(f"folder: got messages that changed since they were saved: {error}") from (
             error
         )
 

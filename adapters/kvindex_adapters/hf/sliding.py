@@ -199,14 +199,14 @@ class SlidingLayer(DynamicSlidingWindowLayer):
         return keys, values, ring.bias
 
     def nbytes(self) -> int:
-        """Bytes of the window's rows, wherever they are. Any thread may ask at any time."""
+        """Bytes of the window's rows, in a ring or not. Any thread may call this at any time."""
         ring = self.ring
         if ring is None:
             rows = self._keys, self._values
             return sum(tensor.nbytes for tensor in rows if tensor is not None)
         slots = ring.keys.shape[2]
-        held = min(ring.length, slots - 1)
-        return (ring.keys.nbytes + ring.values.nbytes) // slots * held
+        rows_in_use = min(ring.length, slots - 1)
+        return (ring.keys.nbytes + ring.values.nbytes) // slots * rows_in_use
 
     def attributes(self) -> dict[str, Any]:
         """What a layer of transformers has as attributes."""

@@ -26,15 +26,26 @@ ROWS = ("keys", "values")
 def check_past(
     past: object, ids: object, attention_mask: object
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Ids int64 `[B, N]` of a filled cache, or None, and which are real, bool `[B, N]`, or None.
+    """Check the arguments of `IndexCache.from_cache`.
 
-    Raises TypeError or ValueError for another cache, or for tensors that do not fit it.
+    Args:
+        past: The filled cache.
+        ids: Int64 `[B, N]` (or `[N]` for one sequence), or None.
+        attention_mask: `[B, N]`, 0 for padding, or None.
+
+    Returns:
+        Ids int64 `[B, N]`, or None; and bool `[B, N]`, False for padding, or None where no token is
+        padded.
+
+    Raises:
+        TypeError: `past` is another kind of cache, or another argument is not a tensor.
+        ValueError: `past` is empty, or a shape or dtype does not fit it.
     """
     layers = getattr(past, "layers", None)
-    if not isinstance(past, DynamicCache) or not layers or any(map(_is_ours, layers)):
+    if not isinstance(past, DynamicCache) or not layers or any(map(_is_indexed, layers)):
         raise TypeError(
             f"past: got {type(past).__name__}, allowed is a DynamicCache of transformers that a "
-            "model has filled; for a cache of attach() there is fork()"
+            "model has filled; to copy a cache of attach(), call its fork()"
         )
     length = past.get_seq_length()
     check.at_least("past.get_seq_length()", length, 1)
@@ -58,20 +69,26 @@ def fill(
     ids: Tensor | None,
     valid: Tensor | None,
 ) -> None:
-    """Fill empty layers of an `IndexCache` from those of `past`, of which nothing is shared.
+    """Fill the empty layers of an `IndexCache` from those of `past`. They share no memory.
 
-    probe: the same layers after two tokens, which tell geometry, dtype and device of each; ids,
-    valid: as `check_past` gives them. Raises ValueError for what does not fit; the layers are then
-    of no use.
+    Args:
+        layers: The empty layers. They must not be used if this raises an error.
+        past: The filled cache.
+        probe: The same layers after two tokens, with the geometry, dtype and device of each.
+        ids: As `check_past` returns them.
+        valid: As `check_past` returns it.
+
+    Raises:
+        ValueError: A layer of `past` does not fit.
     """
     length = past.get_seq_length()
     if len(past.layers) > len(layers):
         got = len(past.layers)
         raise ValueError(f"past: got a cache of {got} layers, allowed is {len(layers)}")
     for number, (layer, like) in enumerate(zip(layers, probe, strict=True)):
-        if not _holds(like):
-            continue  # one that shares another's keys
-        if number >= len(past.layers) or not _holds(past.layers[number]):
+        if not _has_tokens(like):
+            continue  # it shares the keys of another layer
+        if number >= len(past.layers) or not _has_tokens(past.layers[number]):
             raise ValueError(f"past: layer {number}: got no token, allowed are {length}")
         try:
             _fill(layer, past.layers[number], like, length, ids, valid)
@@ -82,15 +99,15 @@ def fill(
 def _fill(
     layer: Any, given: Any, like: Any, length: int, ids: Tensor | None, valid: Tensor | None
 ) -> None:
-    """As `fill`, of one layer that has tokens."""
+    """As `fill`, for one layer that has tokens."""
     if isinstance(layer, ChosenLayer):
         raise UnsupportedError(
-            "got a layer with a trained indexer, allowed are other layers: what the indexer "
-            "compares is not taken over; read the prompt inside attach()"
+            "got a layer with a trained indexer, allowed are other layers: the indexer's keys "
+            "cannot be copied; read the prompt inside attach()"
         )
     kind = _kind(layer, given)
     if kind is None:
-        raise ValueError(f"got a {type(given).__name__}, allowed is a {_name(layer)}")
+        raise ValueError(f"got a {type(given).__name__}, allowed is a {_source_class(layer)}")
     if kind is DynamicSlidingWindowLayer:
         _check_rows(given, like)
         newest = max(layer.sliding_window - 1, 1)
@@ -111,7 +128,7 @@ def _fill_index(
 ) -> None:
     assert like.attention is not None
     geometry = like.attention.index.geometry.options()
-    geometry.pop("rope")  # the attached model's
+    geometry.pop("rope")  # `layer.make` sets it for the attached model
     keys, values = given.keys, given.values
     if geometry.get("value_in_key"):  # latents, and the part of the key that is rotated
         keys, values = torch.cat([keys, values], dim=-1), keys
@@ -125,8 +142,8 @@ def _fill_index(
 
 
 def _copy(layer: Any, given: Any, like: Any) -> None:
-    """Copy what a layer of transformers has as attributes, but for what an index stores."""
-    skipped = {*IndexedLayer.ours, *ROWS, "is_initialized"} if _is_ours(layer) else set()
+    """Copy the attributes of a layer of transformers, except the rows that an index stores."""
+    skipped = {*IndexedLayer.ours, *ROWS, "is_initialized"} if _is_indexed(layer) else set()
     for name, value in vars(given).items():
         if name not in skipped:
             _check_like(name, value, vars(like).get(name))
@@ -142,7 +159,7 @@ def _copied(value: Any) -> Any:
 
 
 def _check_like(name: str, value: Any, like: Any) -> None:
-    """Raises ValueError for tensors of another kind than the probe has."""
+    """Raise ValueError if a tensor's shape, dtype or device differs from the probe's."""
     if isinstance(value, dict) and isinstance(like, dict):
         for key, one in value.items():
             _check_like(f"{name}[{key!r}]", one, like.get(key))
@@ -159,11 +176,11 @@ def _check_rows(given: Any, like: Any) -> None:
 
 
 def _kind(layer: Any, given: Any) -> type | None:
-    """The class that a layer of transformers is filled as from `given`, or None where it cannot."""
+    """The class as which `layer` is filled from `given`, or None if that is not possible."""
     kind = type(given)
     if isinstance(layer, SlidingLayer) or type(layer) is DynamicSlidingWindowLayer:
         window = getattr(given, "sliding_window", layer.sliding_window)
-        whole = kind is DynamicLayer  # of a cache that was made without the configuration
+        whole = kind is DynamicLayer  # its cache was made without the configuration
         same = kind is DynamicSlidingWindowLayer and window == layer.sliding_window
         return DynamicSlidingWindowLayer if whole or same else None
     if isinstance(layer, HybridLayer):
@@ -172,8 +189,8 @@ def _kind(layer: Any, given: Any) -> type | None:
     return kind if kind is wanted else None
 
 
-def _name(layer: Any) -> str:
-    """The class of transformers' cache that `layer` is filled from."""
+def _source_class(layer: Any) -> str:
+    """The name of transformers' class from which `layer` can be filled, for an error text."""
     if isinstance(layer, SlidingLayer) or type(layer) is DynamicSlidingWindowLayer:
         return f"DynamicSlidingWindowLayer of {layer.sliding_window} tokens, or a DynamicLayer"
     if isinstance(layer, HybridLayer):
@@ -181,12 +198,12 @@ def _name(layer: Any) -> str:
     return "DynamicLayer" if isinstance(layer, IndexedLayer) else type(layer).__name__
 
 
-def _is_ours(layer: Any) -> bool:
+def _is_indexed(layer: Any) -> bool:
     return isinstance(layer, IndexedLayer)
 
 
-def _holds(layer: Any) -> bool:
-    """Whether a layer has seen a token."""
+def _has_tokens(layer: Any) -> bool:
+    """Whether a layer stores tokens."""
     if isinstance(layer, IndexedLayer):
         return layer.attention is not None
     if isinstance(layer, DynamicLayer):

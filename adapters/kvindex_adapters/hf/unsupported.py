@@ -52,9 +52,16 @@ def has_indexer(layer: Any) -> bool:
 
 
 def check_model(model: PreTrainedModel) -> Any:
-    """The configuration of the model's decoder, if the adapter serves the model.
+    """Check that the adapter supports a model.
 
-    Raises UnsupportedError for a model that it cannot serve.
+    Args:
+        model: The model to attach to.
+
+    Returns:
+        The configuration of its decoder.
+
+    Raises:
+        UnsupportedError: The model is not supported.
     """
     name, config = type(model).__name__, model.config.get_text_config(decoder=True)
     if model.config.is_encoder_decoder:
@@ -184,19 +191,27 @@ def assisted(config: Any, options: dict[str, Any]) -> str | None:
 
 
 def check_generate(model: Any, args: tuple[Any, ...], options: dict[str, Any]) -> dict[str, Any]:
-    """The keyword arguments with which `model.generate` runs through the cache that it is given.
+    """Check the arguments of `model.generate`, and turn off caches other than the one passed.
 
-    args, options: arguments of `model.generate`. A `cache_implementation` of the model's generation
-    configuration is turned off. Raises UnsupportedError for ways to generate in which the model
-    itself runs with another cache.
+    Args:
+        model: The attached model.
+        args: Positional arguments of `model.generate`.
+        options: Keyword arguments of `model.generate`.
+
+    Returns:
+        The keyword arguments to use. They turn off a `cache_implementation` of the model's
+        generation configuration.
+
+    Raises:
+        UnsupportedError: The arguments would make the model run with another cache.
     """
     given = options.get("generation_config", args[1] if len(args) > 1 else None)
     config = given or model.generation_config
     kind = options.get("cache_implementation", getattr(given, "cache_implementation", None))
     if kind is not None:
         raise UnsupportedError(
-            f"cache_implementation: got {kind!r}, allowed inside attach() is None: the cache is "
-            "the one that attach() gave"
+            f"cache_implementation: got {kind!r}, allowed inside attach() is None: the model uses "
+            "the cache that attach() gave"
         )
     if getattr(model.generation_config, "cache_implementation", None) is not None:
         options = {**options, "cache_implementation": None}
@@ -242,10 +257,18 @@ def sink_logits_of(name: str, module: Any, extra: Any) -> Tensor | None:
 
 
 def check_attention(name: str, module: Any, tokens: int, dropout: float, extra: Any) -> None:
-    """Refuse an attention call that needs more than the exact softmax over rows.
+    """Check that an attention call needs no more than the exact softmax over rows.
 
-    tokens: how many attend to each other in an order that no mask says; extra: further keyword
-    arguments of the call. Raises UnsupportedError.
+    Args:
+        name: The layer's name, for the error message.
+        module: The attention module.
+        tokens: Number of tokens that attend to each other as `is_causal` says; 1 if there is a
+            mask.
+        dropout: The dropout probability.
+        extra: Further keyword arguments of the call.
+
+    Raises:
+        UnsupportedError: The call needs more.
     """
     for key in UNKNOWN_TERMS:
         if extra.get(key) is not None:
@@ -258,8 +281,8 @@ def check_attention(name: str, module: Any, tokens: int, dropout: float, extra: 
     causal = getattr(module, "is_causal", True) if causal is None else causal
     if tokens > 1 and not causal:
         raise UnsupportedError(
-            f"{name}: got attention that is not causal, allowed is causal attention, or a mask of "
-            "what each token sees (of PaliGemma: token_type_ids)"
+            f"{name}: got attention that is not causal, allowed is causal attention, or a mask "
+            "that shows which tokens each token attends to (for PaliGemma: pass token_type_ids)"
         )
     if dropout:
         raise UnsupportedError(f"dropout: got {dropout}, allowed is 0: call model.eval()")

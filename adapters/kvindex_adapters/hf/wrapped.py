@@ -1,4 +1,4 @@
-"""Models inside wrappers: adapters of peft are unwrapped, for others an error names the model."""
+"""Find the transformers model inside a `PeftModel`; raise an error for other wrappers."""
 
 from __future__ import annotations
 
@@ -13,20 +13,28 @@ from kvindex_adapters.hf.unsupported import UnsupportedError
 
 @runtime_checkable
 class Adapted(Protocol):
-    """What a `PeftModel` has, which is known without an import of peft."""
+    """The attributes by which a `PeftModel` is recognized without an import of peft."""
 
     peft_config: Mapping[str, Any]
 
     def get_base_model(self) -> nn.Module:
-        """The model that the adapters are in."""
+        """The model to which the adapters were added."""
         ...
 
 
 def unwrapped(model: Any) -> PreTrainedModel:
-    """Return the transformers model to attach to: `model`, or the one inside a `PeftModel`.
+    """Return the transformers model to attach to.
 
-    Raises TypeError for what is no transformers model, which says where one is inside it, and
-    UnsupportedError for a `PeftModel` that does more than its base model when it is called.
+    Args:
+        model: A model of transformers, or a `PeftModel` around one.
+
+    Returns:
+        `model` itself, or the model inside the `PeftModel`.
+
+    Raises:
+        TypeError: `model` is something else. If a transformers model is inside it, the error names
+            its attribute.
+        UnsupportedError: The `PeftModel` does more than its base model when it is called.
     """
     if isinstance(model, PreTrainedModel):
         return model
@@ -36,19 +44,23 @@ def unwrapped(model: Any) -> PreTrainedModel:
     name, configs = type(model).__name__, model.peft_config.values()
     if any(config.is_prompt_learning for config in configs):
         raise UnsupportedError(
-            f"model: got {name} with prompt learning, which puts tokens or keys of its own before "
-            "the prompt; allowed are adapters of the model's weights, such as LoRA"
+            f"model: got {name} with prompt learning, which adds tokens or keys before the "
+            "prompt; allowed are adapters of the model's weights, such as LoRA"
         )
     if any(vars(config).get("alora_invocation_tokens") for config in configs):
         raise UnsupportedError(
-            f"model: got {name} with alora_invocation_tokens, by which weights change within a "
-            "prompt; allowed are adapters that hold for all tokens"
+            f"model: got {name} with alora_invocation_tokens, which change the weights within "
+            "a prompt; allowed are adapters that apply to all tokens"
         )
     return base
 
 
 def no_model(model: Any) -> TypeError:
-    """The error for what is no transformers model; it says where one is inside it."""
+    """Make the error for an argument that is not a transformers model.
+
+    Args:
+        model: The argument. If a transformers model is inside it, the error names its attribute.
+    """
     named = model.named_modules() if isinstance(model, nn.Module) else ()
     inside = next((path for path, part in named if isinstance(part, PreTrainedModel)), None)
     message = f"model: got {type(model).__name__}, allowed is a transformers model"

@@ -77,7 +77,7 @@ def in_place_of_data(model):
 
 
 class Adapted(nn.Module):
-    """A projection with something added to what it computes, as an adapter does."""
+    """A projection that adds a term to its output, like an adapter."""
 
     def __init__(self, linear):
         super().__init__()

@@ -40,7 +40,7 @@ def other_projection(model):
 
 
 def adapted(model):
-    """`peft` has a class of this name, too."""
+    """`peft` has a class with the same name."""
     model.model.layers[2].self_attn.q_proj = type("Linear", (nn.Linear,), {})(64, 64)
 
 
