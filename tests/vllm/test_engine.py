@@ -144,7 +144,7 @@ def test_registering_again_changes_nothing(stock):
 
 LATENT = dict(
     num_key_value_heads=4,
-    kv_lora_rank=512,  # with 64 more the one size that vLLM serves on a CPU
+    kv_lora_rank=512,  # and 64 rotary dimensions: the only size that vLLM supports on a CPU
     qk_rope_head_dim=64,
     q_lora_rank=64,
     qk_nope_head_dim=32,
@@ -154,7 +154,7 @@ LATENT = dict(
 
 
 def test_latent_attention_whichever_engine_comes_first(engine, saved):
-    """vLLM caches the class that it selected; the engine that asks is refused all the same."""
+    """vLLM caches the selected class; an engine that uses kvindex raises an error all the same."""
     folder, options = saved("DeepseekV3", **LATENT), dict(num_gpu_blocks_override=None)
     refused = pytest.raises(ValueError, match="kvindex: model: got multi-head latent attention")
     with refused:
@@ -174,7 +174,7 @@ llm = LLM(**json.loads(sys.argv[1]))
 @pytest.mark.skipif(VERSION < (0, 32), reason="vLLM takes names of backends from 0.32 on")
 @pytest.mark.parametrize("loaded", [True, False])
 def test_the_backend_by_name_in_worker_processes(model, loaded):
-    """The log says what searches; without the plug-in vLLM itself raises an error."""
+    """The log shows which layers search; without the plug-in vLLM itself raises an error."""
     given = settings(model, EVERY, attention_backend="KVINDEX")
     env = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_LOGGING_LEVEL": "INFO"}
     if not loaded:

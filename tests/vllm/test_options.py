@@ -40,10 +40,12 @@ def test_what_is_not_allowed_is_said(given, said):
 
 
 def test_options_of_an_engine():
-    assert Options.asked({"kvindex": {"k": 7}, "gdn_prefill_backend": "triton"}) == Options(k=7)
-    assert Options.asked({"kvindex": {}}, named=True) == Options()
+    assert Options.from_additional_config(
+        {"kvindex": {"k": 7}, "gdn_prefill_backend": "triton"}
+    ) == Options(k=7)
+    assert Options.from_additional_config({"kvindex": {}}, required=True) == Options()
     for nothing in ({}, None, object(), {"index": "of another plug-in", "kv_cache": 1, 5: 5}):
-        assert Options.asked(nothing) is None
+        assert Options.from_additional_config(nothing) is None
 
 
 @pytest.mark.parametrize(
@@ -55,12 +57,12 @@ def test_keys_that_are_misspelled(key):
         with pytest.raises(
             ValueError, match=f"additional_config: got '{key}', allowed is 'kvindex'"
         ):
-            Options.asked(given)
+            Options.from_additional_config(given)
 
 
 def test_a_backend_that_is_named_needs_options():
     with pytest.raises(ValueError, match=r"got {'indx': 1}, allowed with attention_backend="):
-        Options.asked({"indx": 1}, named=True)
+        Options.from_additional_config({"indx": 1}, required=True)
 
 
 def engine(**other):

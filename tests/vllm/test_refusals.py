@@ -95,7 +95,7 @@ def implementations():
 
     for name, member in AttentionBackendEnum.__members__.items():
         if name.startswith(("ROCM", "XPU")):
-            continue  # the driver's library may end the process
+            continue  # importing the driver's library may end the process
         with contextlib.suppress(Exception):  # a package, a device or a kernel is missing
             member.get_class().get_impl_cls()
     left = [AttentionImplBase]
@@ -106,7 +106,7 @@ def implementations():
 
 
 def test_no_other_implementation_is_made(stock, configured):
-    """Whichever backend vLLM selects, caches, or has registered by others."""
+    """Even if vLLM selects it, has cached it, or another plug-in has registered it."""
     from kvindex_adapters.vllm.engine import PluginAttention
 
     with configured(None):
@@ -119,7 +119,7 @@ def test_no_other_implementation_is_made(stock, configured):
 
 
 def test_a_class_that_vllm_caches_serves_engines_that_ask_and_others(stock, configured):
-    """Cross attention: vLLM subclasses the implementation of the first engine that needs it."""
+    """vLLM's cross attention subclasses the implementation of the first engine that needs it."""
     from vllm.model_executor.layers.attention.cross_attention import (
         CrossAttention,
         create_cross_attention_backend,
@@ -138,7 +138,7 @@ def test_a_class_that_vllm_caches_serves_engines_that_ask_and_others(stock, conf
 
 
 def test_every_layer_with_a_cache_is_checked(stock, configured):
-    """Also a layer without an implementation, and one that changes what plain attention sees."""
+    """Also a layer without an implementation, and a subclass that changes the mask."""
     from vllm.config import get_current_vllm_config
     from vllm.model_executor.layers.attention import Attention
     from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
@@ -146,10 +146,10 @@ def test_every_layer_with_a_cache_is_checked(stock, configured):
     from kvindex_adapters.vllm.backend import SearchingBackend
 
     class Window(Attention):
-        """As vLLM's R-SWA, whose mask is elsewhere."""
+        """Like vLLM's R-SWA, which has its mask elsewhere."""
 
     class Indexer(AttentionLayerBase):
-        """As the caches of models that select their own rows."""
+        """Like the caches of models with a trained indexer."""
 
         def get_attn_backend(self):
             raise NotImplementedError

@@ -11,14 +11,14 @@ from __future__ import annotations
 from typing import Any
 
 BACKEND = "KVINDEX"
-"""What `attention_backend` may say, so that vLLM fails where the plug-in was not loaded."""
+"""Optional value of `attention_backend`. vLLM raises an error for it without the plug-in."""
 
 
 def register() -> None:
     """Add the plug-in to vLLM. vLLM calls this in each of its processes, possibly several times.
 
-    The backends that search stand in for vLLM's own of the same device. They are vLLM's own for
-    an engine whose `additional_config` has no "kvindex".
+    The plug-in's backends replace vLLM's own backends of the same device. For an engine without
+    "kvindex" in its `additional_config`, they behave exactly like vLLM's own.
     """
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
@@ -34,7 +34,8 @@ def register() -> None:
 def named_backend() -> Any:
     """Return the member of vLLM's enumeration that `attention_backend="KVINDEX"` selects.
 
-    vLLM itself raises an error for this name in a process where the plug-in was not loaded.
+    It is added if it is missing. In a process that has not loaded the plug-in, vLLM itself raises
+    an error for this name.
     """
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 

@@ -53,7 +53,7 @@ class PagedAttention:
         return PagedAttention(geometry, options, encoding, options.layout(geometry.head_dim))
 
     def explain(self) -> str:
-        """Describe what a layer searches by, and in which sequences."""
+        """Describe which index a layer uses, and which sequences it searches in."""
         return f"{self.options.explain()}, in plain torch; prefill is exact"
 
     def encode(self, rows: Tensor, records: Tensor, slots: Tensor) -> None:

@@ -50,7 +50,7 @@ class SearchingAttention(PluginAttention, CPUAttentionBackendImpl):
         self.codes = CodesLayer(config, geometry.kv_heads, self.paged.layout.head_bytes)
 
     def explain(self) -> str:
-        """As the base."""
+        """As `PluginAttention.explain`."""
         return self.paged.explain()
 
     def do_kv_cache_update(

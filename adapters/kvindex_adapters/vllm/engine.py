@@ -34,9 +34,20 @@ logger = init_logger(f"vllm.{__name__}")  # vLLM shows its own loggers alone
 
 
 def options_of(config: VllmConfig) -> Options | None:
-    """Return an engine's options, None where it does not ask for kvindex. Raises ValueError."""
+    """Return an engine's options.
+
+    Args:
+        config: The engine's configuration.
+
+    Returns:
+        The options, or None for an engine that does not use kvindex.
+
+    Raises:
+        ValueError: The options are wrong.
+    """
     backend = config.attention_config.backend
-    return Options.asked(config.additional_config, named=bool(backend and backend.name == BACKEND))
+    required = bool(backend and backend.name == BACKEND)
+    return Options.from_additional_config(config.additional_config, required=required)
 
 
 def geometry_of(
@@ -123,7 +134,11 @@ class CodesLayer(AttentionLayerBase):
 
     @staticmethod
     def name(number: int) -> str:
-        """Return the name of an engine's n-th layer of codes; vLLM reads one integer in a name."""
+        """Return the name of a layer of codes. vLLM expects exactly one integer in it.
+
+        Args:
+            number: Counts an engine's layers of codes from 0.
+        """
         return f"kvindex.codes.{number}"
 
     @property
@@ -149,23 +164,28 @@ class CodesLayer(AttentionLayerBase):
 
 
 class PluginAttention:
-    """Base of the plug-in's attention implementations.
+    """Base class of the plug-in's attention implementations.
 
-    Their constructors raise ValueError for a layer that they do not serve. For an engine that does
-    not ask for kvindex they make vLLM's own layer, as vLLM may cache a class for all engines.
+    Their constructors raise ValueError for a layer that is not supported. In an engine that does
+    not use kvindex they behave like vLLM's own class, because vLLM may cache one class for all
+    engines.
     """
 
     codes: CodesLayer | None = None
     """None in a layer that does not search."""
 
     def explain(self) -> str:
-        """Describe what the layer searches by, and in which sequences."""
+        """Describe which index the layer uses, and which sequences it searches in."""
         raise NotImplementedError
 
 
 def explain(config: VllmConfig) -> str:
-    """Describe which layers of an engine search, by what, and which ones do not."""
-    from vllm.model_executor.layers.attention import Attention  # too early for `register`
+    """Describe which layers of an engine search, with which index, and which ones do not.
+
+    Args:
+        config: The configuration of an engine with at least one layer that searches.
+    """
+    from vllm.model_executor.layers.attention import Attention  # not while plug-ins are loaded
 
     layers = config.compilation_config.static_forward_context
     own = {name: layer.impl for name, layer in layers.items() if isinstance(layer, Attention)}
@@ -226,7 +246,7 @@ class CodesBuilder(AttentionMetadataBuilder[Any]):
         self, kv_cache_spec: Any, layer_names: list[str], vllm_config: VllmConfig, device: Any
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        if CodesLayer.name(0) in layer_names:  # once for an engine
+        if CodesLayer.name(0) in layer_names:  # log once per engine
             logger.info("kvindex: %s", explain(vllm_config))
 
     def build(

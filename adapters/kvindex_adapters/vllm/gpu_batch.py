@@ -52,7 +52,7 @@ class Searching:
         """Attention of a layer's queries `[T, H, D]`, of which the first ones are the batch's."""
         some = slice(0, self._rows)
         if self._rows:
-            assert impl.codes is not None  # or the layer would not be here
+            assert impl.codes is not None  # true for every layer that searches
             self._steps.attend(self._numbers[impl.codes], queries[some], output[some])
         for part, metadata in self._parts:
             assert impl.host is not None  # or there would be no parts

@@ -61,12 +61,12 @@ class SearchingFlashAttention(PluginAttention, FlashAttentionImpl):
         self.options = options
 
     def explain(self) -> str:
-        """As the base."""
-        others = "all other batches are FlashAttention's"
+        """As `PluginAttention.explain`."""
+        others = "FlashAttention computes all other batches"
         if self.options.rows == "host":
             others = (
-                "all other tokens are FlashAttention's, over copies of rows on the host, of which "
-                f"{self.options.cached_rows} per KV head and layer stay on the device"
+                "FlashAttention computes all other tokens, over copies of rows on the host; "
+                f"{self.options.cached_rows} rows per KV head and layer stay on the device"
             )
         return f"{self.options.explain()}, in fused steps of batches of decoded tokens; {others}"
 

@@ -1,9 +1,14 @@
-"""Checks that run wherever vLLM makes an attention implementation or a metadata builder.
+"""Checks that run whenever vLLM constructs an attention implementation or a metadata builder.
 
-An engine that asks for kvindex must not attend in any other way. Registered backends alone do not
-ensure this: vLLM caches a selected class for all engines of a process, some of its models name a
-class themselves, and another plug-in may register its own. Every implementation is made by
-`AttentionImplBase.__new__`, though, and every builder by `AttentionMetadataBuilder.__new__`.
+If an engine uses kvindex, all its attention must go through the plug-in. Registering backends does
+not ensure this:
+
+- vLLM caches a selected class for all engines of a process.
+- Some models of vLLM name a class themselves.
+- Another plug-in may register its own class.
+
+But `AttentionImplBase.__new__` constructs every implementation, and
+`AttentionMetadataBuilder.__new__` every builder.
 """
 
 from __future__ import annotations
@@ -29,13 +34,22 @@ from kvindex_adapters.vllm.unsupported import (
 
 
 def install() -> None:
-    """Run the checks in this process from now on. Further calls change nothing."""
+    """Install the checks in this process. Further calls change nothing."""
     _check_before(AttentionImplBase, check_implementation)
     _check_before(AttentionMetadataBuilder, check_builder)
 
 
 def check_implementation(made: type, *given: Any, **named: Any) -> None:
-    """Raise ValueError for a class that is not the plug-in's, if the current engine asks for it."""
+    """Check an attention implementation before vLLM constructs it.
+
+    Args:
+        made: The class.
+        *given: Positional arguments of its constructor.
+        **named: Keyword arguments of its constructor.
+
+    Raises:
+        ValueError: The current engine uses kvindex, and the class is not the plug-in's.
+    """
     config = get_current_vllm_config_or_none()
     if config is None or options_of(config) is None or issubclass(made, PluginAttention):
         return
@@ -45,10 +59,19 @@ def check_implementation(made: type, *given: Any, **named: Any) -> None:
 
 
 def check_builder(made: type, *given: Any, **named: Any) -> None:
-    """Raise ValueError for an engine that asks for the plug-in and has a layer without it.
+    """Check the layers of an engine before vLLM constructs a metadata builder.
 
-    vLLM makes the builders once all layers exist. This finds layers that have no implementation,
-    and models that have no attention.
+    vLLM constructs the builders after all layers. So this also finds layers without an attention
+    implementation, and models without attention.
+
+    Args:
+        made: The class of the builder.
+        *given: Positional arguments of its constructor.
+        **named: Keyword arguments of its constructor.
+
+    Raises:
+        ValueError: The engine uses kvindex, and a layer with a cache does not go through the
+            plug-in.
     """
     for config in (*given, *named.values()):
         if isinstance(config, VllmConfig) and options_of(config) is not None:
@@ -56,11 +79,18 @@ def check_builder(made: type, *given: Any, **named: Any) -> None:
 
 
 def check_layers(layers: dict[str, Any]) -> None:
-    """Raise ValueError for a layer with a cache that is not the plug-in's, or if none searches.
+    """Check that every layer with a cache goes through the plug-in, and that one searches.
 
-    Subclasses of vLLM's `Attention` change the mask, the cache or the block table.
+    Subclasses of vLLM's `Attention` are not supported, because they change the mask, the cache or
+    the block table.
+
+    Args:
+        layers: The layers of an engine that uses kvindex, by name.
+
+    Raises:
+        ValueError: A layer does not go through the plug-in, or none searches.
     """
-    from vllm.model_executor.layers.attention import Attention  # too early for `install`
+    from vllm.model_executor.layers.attention import Attention  # not while plug-ins are loaded
 
     for name, layer in layers.items():
         if isinstance(layer, CodesLayer) or not isinstance(layer, AttentionLayerBase):
@@ -72,7 +102,7 @@ def check_layers(layers: dict[str, Any]) -> None:
 
 
 def _check_before(base: Any, check: Callable[..., None]) -> None:
-    """Call `check` with the arguments of each `base.__new__`, before it."""
+    """Call `check` with the same arguments before each call of `base.__new__`."""
     own = base.__new__
     if own.__module__ == __name__:
         return

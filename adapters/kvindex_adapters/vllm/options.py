@@ -15,7 +15,7 @@ from kvindex.pariskv.config import ParisKVConfig
 from kvindex_adapters.vllm import BACKEND
 
 KEY = "kvindex"
-"""Where `additional_config` has the options."""
+"""The key of `additional_config` under which the options are."""
 
 INDEX = "pariskv"
 """The index whose codes are a function of their block, which alone an engine can share."""
@@ -71,16 +71,22 @@ class Options:
         return Options(**given)
 
     @staticmethod
-    def asked(additional_config: object, *, named: bool = False) -> Options | None:
-        """Read an engine's options from its `additional_config`, None where it has none.
+    def from_additional_config(
+        additional_config: object, *, required: bool = False
+    ) -> Options | None:
+        """Read an engine's options from its `additional_config`.
 
         Args:
-            additional_config: As vLLM has it: a mapping, or an object of another plug-in.
-            named: Whether `attention_backend` names the plug-in, which requires options.
+            additional_config: vLLM's value: a mapping, or an object of another plug-in.
+            required: Whether the options must be there, because `attention_backend` names the
+                plug-in.
+
+        Returns:
+            The options, or None if the key "kvindex" is missing.
 
         Raises:
-            ValueError: A key is a misspelling of "kvindex", the options are required and missing,
-                or one of them does not fit.
+            ValueError: A key is a misspelling of "kvindex", required options are missing, or an
+                option is wrong.
         """
         given = additional_config if isinstance(additional_config, Mapping) else {}
         for key in given:
@@ -88,11 +94,11 @@ class Options:
                 raise ValueError(f"kvindex: additional_config: got {key!r}, allowed is {KEY!r}")
         if KEY in given:
             return Options.of(given[KEY])
-        if named:
+        if required:
             raise ValueError(
                 f"kvindex: additional_config: got {additional_config!r}, allowed with "
                 f'attention_backend="{BACKEND}" is {{"{KEY}": {{…}}}} with options of the search, '
-                "or with none for its defaults"
+                f'or {{"{KEY}": {{}}}} for the defaults'
             )
         return None
 
@@ -110,7 +116,7 @@ class Options:
         return config
 
     def explain(self) -> str:
-        """Describe what is retrieved, and in which sequences."""
+        """Describe which rows a step retrieves, and in which sequences."""
         return (
             f"By {self.index}: k={self.k} rows of sequences of at least {self.dense_below} tokens, "
             f"in addition to {self.sink} first and {self.local_window} or more newest ones"
@@ -132,6 +138,6 @@ class Options:
 
 
 def _resembles(key: str) -> bool:
-    """Whether a key of `additional_config` was meant to be ours."""
+    """Whether a key of `additional_config` is probably a misspelling of "kvindex"."""
     letters = re.sub("[^a-z]", "", key.lower())
     return letters.startswith(KEY) or bool(difflib.get_close_matches(letters, [KEY], cutoff=0.85))

@@ -123,12 +123,26 @@ def check_device(rows: str) -> None:
 
 
 def check_causal(causal: object) -> None:
-    """Raise ValueError for attention to later tokens."""
+    """Check that the attention is causal.
+
+    Args:
+        causal: The field of vLLM's metadata.
+
+    Raises:
+        ValueError: It is not True.
+    """
     _refuse(("attention", "one that is not causal", causal is True, "causal"))
 
 
 def check_output(*scales: Tensor | None) -> None:
-    """Raise ValueError for scales by which the output would be quantized."""
+    """Check that the output is not quantized inside the attention.
+
+    Args:
+        *scales: The scales that vLLM passes for a quantized output.
+
+    Raises:
+        ValueError: A scale is not None.
+    """
     given = any(scale is not None for scale in scales)
     _refuse(("output_scale", "one", not given, "None: no fused quantization"))
 
@@ -160,13 +174,28 @@ def refuse_latent(name: str) -> None:
 
 
 def refuse_implementation(name: str) -> None:
-    """Raise ValueError for an attention implementation that does not search."""
-    ours = "the one of CPU_ATTN on a CPU, of FLASH_ATTN on a GPU (attention_backend)"
+    """Raise the error for an attention implementation that does not search.
+
+    Args:
+        name: The name of the class.
+
+    Raises:
+        ValueError: Always.
+    """
+    ours = "that of attention_backend CPU_ATTN on a CPU, or FLASH_ATTN on a GPU"
     _refuse(("attention", name, False, ours))
 
 
 def refuse_layer(name: str, kind: str) -> None:
-    """Raise ValueError for a layer that has a cache and none of our implementations."""
+    """Raise the error for a layer that has a cache, but no attention of the plug-in.
+
+    Args:
+        name: The name of the layer.
+        kind: The name of its class.
+
+    Raises:
+        ValueError: Always.
+    """
     _refuse((f"layer {name}", kind, False, "full or sliding attention over keys and values"))
 
 
