@@ -82,9 +82,16 @@ def joined_flags(
 
 
 def are_valid(queries: Tensor, positions: Tensor, valid: Tensor | None) -> Tensor:
-    """Whether queries `[B, H, R, D]` at positions int64 `[R]` are of valid tokens, bool `[B, R]`.
+    """Find the queries of valid tokens.
 
-    valid: bool `[B, N]`, or None; a position past its end is valid unless its query is zero.
+    Args:
+        queries: `[B, H, R, D]`; those of padded tokens are zero.
+        positions: Int64 `[R]`, the positions of the queries.
+        valid: Bool `[B, N]`, or None if all tokens are valid. A position of at least `N` counts as
+            valid unless its query is zero.
+
+    Returns:
+        Bool `[B, R]`.
     """
     real = are_real(queries)
     if valid is None or not valid.shape[1]:

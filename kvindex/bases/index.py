@@ -130,13 +130,19 @@ class BaseIndex(ReadingIndex):
         return self._encode(keys, self._learn(keys, None))
 
     def append(self, keys: Tensor, values: Tensor, *, valid: Tensor | None = None) -> None:
-        """Add tokens: keys `[B, G, N, D]`, values `[B, G, N, Dv]`, valid bool `[B, N]`.
+        """Append tokens. A call that fails leaves the index as it was.
 
-        An invalid token (padding, wherever it is) keeps its id and its row, is never returned by
-        `search` and counts in no statistic.
-        Raises ValueError or TypeError for wrong shapes, dtypes, devices, a changed batch size,
-        NaN or infinity in valid keys, values that are not in the keys where `value_in_key` says
-        so; the index stays as it was.
+        Args:
+            keys: `[B, G, N, D]`.
+            values: `[B, G, N, Dv]`.
+            valid: Bool `[B, N]`, False for padding at any position; None where no token is padded.
+                A padded token has an id and a row, but `search` never returns it, and no statistic
+                includes it.
+
+        Raises:
+            ValueError: A shape, dtype, device or batch size does not fit, a valid key is NaN or
+                infinite, or the values are not in the keys although `value_in_key` is set.
+            TypeError: An argument is not a tensor.
         """
         self.start_append(keys, values, valid=valid)()
 
@@ -281,10 +287,14 @@ class BaseIndex(ReadingIndex):
         self._cleared()
 
     def nbytes(self) -> dict[str, int]:
-        """Bytes in use per tier: `codes` (and statistics and constants) on the compute device,
-        `rows` in the store (`rows_device` and `rows_host` of one that has both).
+        """Bytes in use per memory tier.
 
-        Any thread may ask at any time; during a change some bytes may be counted or not.
+        Any thread may call this at any time. During a change, some of the changed bytes may not be
+        included.
+
+        Returns:
+            `codes` (with statistics and constants) on the compute device, and `rows` in the store
+            (`rows_device` and `rows_host` for a store that has both).
         """
         codes = self._codes.nbytes() + self._valid.nbytes()
         codes += sum(tensor.nbytes for tensor in [*self._learned.values(), *self._held()])

@@ -81,7 +81,14 @@ class PromptQueries:
 
 
 def are_real(queries: Tensor) -> Tensor:
-    """Which queries `[B, H, R, D]` are of real tokens, bool `[B, R]`: those of padding are zero."""
+    """Find the queries of real tokens. The queries of padded tokens are zero.
+
+    Args:
+        queries: `[B, H, R, D]`.
+
+    Returns:
+        Bool `[B, R]`.
+    """
     return (queries != 0).any(3).any(1)
 
 

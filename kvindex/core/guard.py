@@ -30,10 +30,10 @@ READS = frozenset(
         *("state_dict", "__deepcopy__", "candidate_share"),
     }
 )
-"""Calls that may run beside one another.
+"""Calls that may run concurrently with each other.
 
-Counters are not among them (`nbytes`, `memory`, `placement`, `len`, and a layer's `tokens` and
-`traffic`): any thread reads them at any time, so they must not fail during a change.
+Counters (`nbytes`, `memory`, `placement`, `len`, and a layer's `tokens` and `traffic`) are not in
+this set. Any thread may read them at any time, so they must not fail during a change.
 """
 
 ALONE = frozenset(

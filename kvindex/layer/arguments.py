@@ -21,9 +21,17 @@ def check_tokens(g: Geometry, batch: int, queries: Tensor, keys: Tensor, values:
 
 
 def check_new_rows(g: Geometry, batch: int, keys: Tensor, values: Tensor) -> None:
-    """Raises TypeError or ValueError for others than keys `[B, G, T, D]`, values `[B, G, T, Dv]`.
+    """Check the shapes, dtypes and devices of new keys and values.
 
-    batch: `B`, or 0 where any is allowed.
+    Args:
+        g: The layer's geometry.
+        batch: `B`, or 0 to allow any.
+        keys: `[B, G, T, D]`.
+        values: `[B, G, T, Dv]`.
+
+    Raises:
+        ValueError: A shape, dtype or device does not fit.
+        TypeError: An argument is not a tensor.
     """
     shape = {"B": batch or None, "G": g.kv_heads, "T": None, "D": g.head_dim}
     check.tensor("keys", keys, shape, g.dtype, g.device)
@@ -63,7 +71,17 @@ def check_bias(bias: Tensor, queries: Tensor, length: int) -> None:
 
 
 def check_visible(visible: Tensor, queries: Tensor, length: int) -> None:
-    """Raises TypeError or ValueError for other flags than bool `[B, T, N]` of these queries."""
+    """Check a mask of the tokens that each query attends to.
+
+    Args:
+        visible: Bool `[B, T, N]`.
+        queries: `[B, H, T, D]`.
+        length: `N`, the past tokens and the new ones.
+
+    Raises:
+        ValueError: The shape, dtype or device does not fit.
+        TypeError: `visible` is not a tensor.
+    """
     shape: dict[str, int | None] = {"B": queries.shape[0], "T": queries.shape[2], "N": length}
     check.tensor("visible", visible, shape, torch.bool, queries.device)
 

@@ -96,34 +96,47 @@ class AttentionLayer(JoinsSteps, CapturedSteps):
         ids: Tensor | None = None,
         visible: Tensor | None = None,
     ) -> Tensor:
-        """Append `T` tokens and attend from them, causally: `[B, H, T, Dv]`.
+        """Append `T` tokens and attend from them, causally.
 
-        queries `[B, H, T, D]`, keys `[B, G, T, D]`, values `[B, G, T, Dv]`; valid bool `[B, T]`
-        is False for padding, wherever it is. More than `search_up_to` queries attend exactly to
-        everything; so many or fewer search once the sequence is long enough, one after the other,
-        as steps of one token would. An update of the window that is due after several tokens waits
-        for the next step, so that `truncate` removes rejected ones without a trace, but for what an
-        index has learned from their queries. A padded query attends to the real tokens before it;
-        where there are none, its result means nothing. bias: a term of the logits
-        `[B, H, T, N + T]`, by which no index searches: it should be 0 for rows that have left the
-        window (a bias by distance, of no more tokens than are `local`). sink_logits: of learned
-        sinks, `[H]` or `[B, H, T]`: each is a term of the softmax's denominator that belongs to no
-        token (`ops.attention.with_sink_logits`). ids: positions of rows that the caller chose,
-        int64 `[B, G, T, K]`, distinct for each token, -1 for none: each token attends to its rows
-        alone, wherever they lie, and nothing is searched for (`exact` keeps no codes).
-        visible: the tokens that each query sees, bool `[B, T, N + T]`, in place of those up to its
-        own. It is for a prompt, or a chunk of one, with an image that is attended to in both
-        directions. Such a step does not search, and later queries see every valid token.
+        Steps of more than `search_up_to` queries attend exactly to all tokens. Shorter steps search
+        once the sequence is long enough, with one query after the other, as in steps of one token.
+        If a shorter step has several tokens, a due update of the window waits for the next step. So
+        `truncate` removes rejected tokens completely, except for what an index has learned from
+        their queries. A call that fails leaves the layer as it was.
 
-        Raises ValueError or TypeError for a wrong tensor, or NaN or infinity in valid keys (on a
-        CUDA device later); the layer stays as it was.
+        Args:
+            queries: `[B, H, T, D]`, after the rotary embedding.
+            keys: `[B, G, T, D]`, after the rotary embedding.
+            values: `[B, G, T, Dv]`.
+            valid: Bool `[B, T]`, False for padding at any position; None where no token is padded.
+            bias: `[B, H, T, N + T]`, added to the logits. Indexes search without it, so it should
+                be 0 for rows that have left the window (for example a bias by distance that reaches
+                no further than `local_window` tokens).
+            sink_logits: `[H]` or `[B, H, T]`, the logits of learned sinks. Each is a term of the
+                softmax's denominator that belongs to no token (`ops.attention.with_sink_logits`).
+            ids: Int64 `[B, G, T, K]`, the positions of rows that the caller chose, distinct for
+                each token, -1 where unused. Each token attends only to its rows, and nothing is
+                searched (`exact` then keeps no codes).
+            visible: Bool `[B, T, N + T]`, the tokens that each query attends to, in place of all
+                tokens up to its own. For a prompt, or a chunk of one, with an image that is
+                attended to in both directions. Such a step does not search, and later queries
+                attend to every valid token.
+
+        Returns:
+            Attention outputs `[B, H, T, Dv]`. A padded query attends to the real tokens before it;
+            if there are none, its output has no meaning.
+
+        Raises:
+            ValueError: A shape, dtype or device does not fit, or a valid key is NaN or infinite (on
+                a CUDA device this is raised later).
+            TypeError: An argument is not a tensor.
         """
         keys, values, valid = self._checked(queries, keys, values, valid)
         before, T = len(self), queries.shape[2]
         if visible is not None:
             check_visible(visible, queries, before + T)
             if ids is not None:
-                raise ValueError("visible: got a tensor, allowed is None beside ids")
+                raise ValueError("visible: got a tensor, allowed is None together with ids")
         decoded = self.decodes(T) and visible is None
         if decoded:
             self._begin_decoding()
@@ -157,9 +170,10 @@ class AttentionLayer(JoinsSteps, CapturedSteps):
         return output
 
     def append(self, keys: Tensor, values: Tensor, *, valid: Tensor | None = None) -> None:
-        """Append tokens of a prompt whose attention was computed elsewhere.
+        """Append tokens of a prompt without computing their attention.
 
-        Afterwards the layer stores what it would after a `step` of these tokens, but for queries.
+        Afterwards the layer's state is the same as after a `step` of these tokens. But the index
+        has not seen their queries.
 
         Args:
             keys: `[B, G, T, D]`, after the rotary embedding.
@@ -167,13 +181,13 @@ class AttentionLayer(JoinsSteps, CapturedSteps):
             valid: Bool `[B, T]`, False for padding; None where no token is padded.
 
         Raises:
-            ValueError: A shape, dtype, device or number does not fit, as of `step`, or the index
-                learns from queries (`protocol.ObservesQueries`), which it cannot do here.
+            ValueError: A shape, dtype, device or number does not fit, as in `step`; or the index
+                learns from queries (`protocol.ObservesQueries`), which are missing here.
         """
         if capability(self.index, ObservesQueries) is not None:
             raise ValueError(
                 f"index: got {type(self.index).__name__}, which learns from the queries of a "
-                "prompt; allowed for keys and values alone is an index that does not"
+                "prompt; allowed without queries is an index that does not"
             )
         check_new_rows(self.index.geometry, self.batch_size, keys, values)
         keys, values, valid = self._checked_rows(keys, values, valid)
@@ -199,7 +213,7 @@ class AttentionLayer(JoinsSteps, CapturedSteps):
     def _checked_rows(
         self, keys: Tensor, values: Tensor, valid: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """As `_checked`, of keys and values whose shapes are right."""
+        """As `_checked`, for keys and values that have the right shapes."""
         if valid is not None:
             check_valid(valid, keys)
             valid = None if bool(valid.all()) else valid

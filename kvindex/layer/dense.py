@@ -1,4 +1,4 @@
-"""Dense attention, exact and mostly causal: the rows of an index, then those of the window."""
+"""Exact dense attention, causal or by a mask, to the rows of an index and those of the window."""
 
 from __future__ import annotations
 
@@ -34,14 +34,22 @@ def attend_densely(
     sink: Sink | None = None,
     visible: Tensor | None = None,
 ) -> Tensor:
-    """Attention of queries `[B, H, T, D]`, those of the newest tokens, to all: `[B, H, T, Dv]`.
+    """Attend from the newest tokens to all `N` tokens.
 
-    window: rows `[B, G, W, D]` of the tokens after the first `indexed` ones of the index (None: all
-    that it holds), the newest ones last; valid: bool `[B, N]`, which of all tokens are real, or
-    None where all are; bias: a term of the logits `[B, H, T, N]`, or None; sink_logits: logits of
-    learned sinks `[B, H, T]`, or None. sink: the first real tokens, whose rows are these, in place
-    of the index's: they are unlike all others, and a code of them may be far off. visible: bool
-    `[B, T, N]`, the tokens that each query sees, or None for causal order.
+    Args:
+        index: The index with the older tokens.
+        window: Rows `[B, G, W, D]` of the tokens after the first `indexed` ones, the newest last.
+        queries: `[B, H, T, D]`, of the newest tokens.
+        valid: Bool `[B, N]`, False for padding; None where no token is padded.
+        bias: `[B, H, T, N]`, added to the logits, or None.
+        sink_logits: `[B, H, T]`, the logits of learned sinks, or None.
+        indexed: Number of tokens to read from the index; None for all of its tokens.
+        sink: The first real tokens with their rows, which replace those of the index. These tokens
+            differ from all others, so their codes may be inexact.
+        visible: Bool `[B, T, N]`, the tokens that each query attends to; None for causal attention.
+
+    Returns:
+        Attention outputs `[B, H, T, Dv]`.
     """
     g, indexed = index.geometry, len(index) if indexed is None else indexed
     plain = g.softcap is None and bias is None and sink_logits is None and visible is None
@@ -125,10 +133,10 @@ def _visible_blocks(
     sink: Sink | None,
     visible: Tensor | None,
 ) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
-    """What `count` queries see, of which the first is at position `first`: rows and their bias.
+    """Yield the rows that `count` queries from position `first` on attend to, with their bias.
 
-    more: a term of the logits of these queries, `[B, H, count, N]`; visible: what they see, bool
-    `[B, count, N]`, or None for causal order.
+    more: added to the logits of these queries, `[B, H, count, N]`; visible: the tokens that they
+    attend to, bool `[B, count, N]`, or None for causal attention.
     """
     positions = torch.arange(first, first + count, device=window.keys.device)
     end = first + count if visible is None else visible.shape[2]

@@ -388,7 +388,7 @@ class Regions(NamedState, Restorable):
         return parts
 
     def nbytes(self) -> int:
-        """Bytes in use. Any thread may ask at any time."""
+        """Bytes in use. Any thread may call this at any time."""
         g, valid, sink, resident = self._geometry, self._valid.nbytes(), self.sink, self._resident
         used = self.batch_size * len(self) * g.kv_heads * (g.head_dim + g.value_dim)
         used = used * g.dtype.itemsize + valid

@@ -231,10 +231,10 @@ class RetrievingSteps(WindowUpdates):
         return None if sink_logits is None else checked_sinks(sink_logits, queries)
 
     def _observe(self, queries: Tensor, valid: Tensor | None = None, new: int = 0) -> None:
-        """Show queries `[B, H, T, D]` to an index that looks at them, those of padding as zeros.
+        """Pass queries `[B, H, T, D]` to an index that observes them, with zeros for padding.
 
-        valid: bool `[B, T]`, or None for no padding; new: how many of their tokens are still to
-        come into the window.
+        valid: bool `[B, T]`, or None for no padding; new: how many of their tokens are not in the
+        window yet.
         """
         observer = capability(self.index, ObservesQueries)
         if observer is not None:

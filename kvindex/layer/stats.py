@@ -65,10 +65,11 @@ class Counts(NamedTuple):
 
 
 class Watched(NamedTuple):
-    """Rows that captured steps have found, which the device adds up.
+    """A device counter of the rows that captured steps have found.
 
-    found: int64 `[B, G]`, of all captured steps; counted: int64 `[]`, what of its sum is part of
-    `State.total` already.
+    Args:
+        found: Int64 `[B, G]`, the sum over all captured steps.
+        counted: Int64 `[]`, the part of `found.sum()` that `State.total` already includes.
     """
 
     found: Tensor
@@ -76,26 +77,30 @@ class Watched(NamedTuple):
 
 
 class State(NamedTuple):
-    """All that a `Tally` has counted: the sums, the steps since, and what the device adds up."""
+    """The state of a `Tally`: the sums, the steps that are not yet in them, and device counters."""
 
     total: Traffic
     new: list[Counts]
-    watched: list[Watched]  # of the last graph the last one
+    watched: list[Watched]  # the last entry belongs to the last graph
 
 
 class Tally(Restorable):
-    """Counts of steps, added up when there are many.
+    """Collects the counts of steps, and adds them up when there are many.
 
-    Its state is one object that is replaced, so any thread may read `traffic` at any time.
+    Its state is one object, which is replaced as a whole. So any thread may read `traffic` at any
+    time.
     """
 
     def __init__(self) -> None:
         self._state = State(Traffic(), [], [])
 
     def watch(self, found: Tensor) -> None:
-        """Captured steps add up here what they find: int64 `[B, G]`, which only ever grows.
+        """Register the counter to which captured steps add the rows that they find.
 
-        No operation, which would be captured, too.
+        This launches no operation on the device, because the graph would capture it, too.
+
+        Args:
+            found: Int64 `[B, G]`. Its values never decrease.
         """
         total, new, watched = self._state
         same = next((one for one in watched if one.found is found), Watched(found))
@@ -117,19 +122,23 @@ class Tally(Restorable):
 
     @property
     def traffic(self) -> Traffic:
-        """The sums so far; waits for nothing, and changes nothing."""
+        """The sums so far. Reading them does not wait for the device, and changes nothing."""
         return _added_up(self._state).total
 
     def checkpoint(self) -> Any:
-        """What has been counted so far, for `rollback`: of captured steps a copy of the sums."""
+        """Return the counts so far, for `rollback`. Counters of captured steps are copied."""
         state = self._state
         captured = any(step.found is None for step in state.new)
         return state, [one.found.clone() for one in state.watched] if captured else []
 
     def rollback(self, checkpoint: Any) -> None:
-        """Forget the steps that came after."""
+        """Forget the steps after a checkpoint.
+
+        Args:
+            checkpoint: The value that `checkpoint()` returned.
+        """
         before, copies = checkpoint
-        pairs = zip(before.watched, copies, strict=False)  # no copies where no step was captured
+        pairs = zip(before.watched, copies, strict=False)  # no copies if no step was captured
         rest = {id(one.found): copy.sum() - one.counted for one, copy in pairs}
         watched = [
             Watched(one.found, one.found.sum() - rest.get(id(one.found), 0))
@@ -147,7 +156,7 @@ class Tally(Restorable):
 
 
 def _added_up(state: State) -> State:
-    """The same, with all steps in the sums."""
+    """Add all steps to the sums, and return the new state."""
     before, new, watched = state
     if not new:
         return state

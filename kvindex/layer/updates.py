@@ -78,7 +78,8 @@ class WindowUpdates(Guarded):
         self._looked: int | None = None  # length up to which updates were made, if one may be due
         self._searched = 0  # tokens of the last step, if it searched
         self._tally = Tally()
-        self._moving: list[int] = []  # `len` before rows move between window and index, meanwhile
+        # while rows move between window and index: `len(self)` before the move
+        self._length_in_move: list[int] = []
 
     def __len__(self) -> int:
         """Tokens seen, `N`: those in the index and those in the window."""
@@ -86,11 +87,11 @@ class WindowUpdates(Guarded):
 
     @property
     def tokens(self) -> int:
-        """`len(self)` for any thread, at any time, also while rows move into the index."""
+        """`len(self)`, which any thread may read at any time, also while rows move to the index."""
         while True:
-            moving = self._moving
-            length = moving[0] if moving else len(self)
-            if self._moving is moving:  # none has begun or ended to move in between
+            in_move = self._length_in_move
+            length = in_move[0] if in_move else len(self)
+            if self._length_in_move is in_move:  # no move began or ended in between
                 return length
 
     def _unit(self) -> int:
@@ -101,9 +102,10 @@ class WindowUpdates(Guarded):
         return blocks.block_tokens
 
     def nbytes(self) -> dict[str, int]:
-        """Bytes in use per tier: the index's, and `window` (sink, local, buffer).
+        """Bytes in use per memory tier. Any thread may call this at any time.
 
-        Any thread may ask at any time, as for `tokens` and `traffic`.
+        Returns:
+            The entries of the index, and `window` (sink, local window, update buffer).
         """
         return {**self.index.nbytes(), "window": self._regions.nbytes()}
 
@@ -193,18 +195,18 @@ class WindowUpdates(Guarded):
         if move is None:
             return
         rest = self._regions.without(move.leaving.count)
-        with self._moves():
+        with self._rows_moving():
             move.end()
             self._regions.end(rest, move.leaving.sink)
 
     @contextmanager
-    def _moves(self) -> Iterator[None]:
-        """Meanwhile `tokens` is what it is now."""
-        self._moving = [len(self)]
+    def _rows_moving(self) -> Iterator[None]:
+        """Keep `tokens` at its present value inside the context, while rows move."""
+        self._length_in_move = [len(self)]
         try:
             yield
         finally:
-            self._moving = []
+            self._length_in_move = []
 
     def settle(self) -> None:
         """What is on its way into the index arrives, after an update that is due."""
@@ -228,7 +230,7 @@ class WindowUpdates(Guarded):
         if self._move is not None and length < indexed + self._move.leaving.count:
             self._give_up()
         sink = regions.sink
-        with self._moves():
+        with self._rows_moving():
             if length < indexed:
                 sink = None if sink is None else sink.before(length)
                 self.index.truncate(length)
@@ -248,7 +250,7 @@ class WindowUpdates(Guarded):
     def reset(self) -> None:
         """Forget everything."""
         self._give_up()
-        with self._moves():
+        with self._rows_moving():
             self.index.reset()
             self._regions.reset()
         self._sealed, self._looked, self._searched, self._broken = False, None, 0, None
@@ -276,7 +278,7 @@ class WindowUpdates(Guarded):
         if self._move is not None and self._move is not move:
             self._move.wait()  # the index writes to the same places again
         self._move = move
-        with self._moves():
+        with self._rows_moving():
             self._regions.rollback(regions)
             self._tally.rollback(tally)
             if isinstance(self.index, Restorable):
@@ -330,7 +332,7 @@ class WindowUpdates(Guarded):
         self._check_own(state)
         if len(self):
             raise ValueError(f"state: got a layer that holds {len(self)} tokens, allowed is empty")
-        with self._moves():
+        with self._rows_moving():
             self._stateful().load_state_dict(below("index", state))
             self._regions.unpack(state)
         self._sealed, self._broken = bool(state["sealed"]), None

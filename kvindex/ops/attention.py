@@ -175,11 +175,20 @@ def _attended(
 def attend_causal(
     queries: Tensor, keys: Tensor, values: Tensor, *, scale: float, valid: Tensor | None = None
 ) -> Tensor:
-    """The newest `T` tokens over all `N` rows, causally, in one piece: `[B, H, T, Dv]`.
+    """Attend causally from the newest `T` tokens to all `N` rows, by torch's fused kernel.
 
-    queries `[B, H, T, D]`, keys `[B, G, N, D]`, values `[B, G, N, Dv]`; valid bool `[B, N]`, or
-    None for all. A query before the first valid token gets a result that means nothing. torch's
-    fused kernel, which knows no softcap.
+    The kernel does not support a softcap.
+
+    Args:
+        queries: `[B, H, T, D]`.
+        keys: `[B, G, N, D]`.
+        values: `[B, G, N, Dv]`.
+        scale: Factor of the logits.
+        valid: Bool `[B, N]`, False for padding; None where no token is padded.
+
+    Returns:
+        Attention outputs `[B, H, T, Dv]`. The output of a query before the first valid token has no
+        meaning.
     """
     T, N = queries.shape[2], keys.shape[2]
     if valid is None and 1 < T < N and _serves(queries, keys, values):
@@ -193,7 +202,8 @@ def attend_causal(
         rows = torch.arange(N, device=queries.device)
         mask = (rows <= torch.arange(N - T, N, device=queries.device)[:, None])[None, None]
         if valid is not None:
-            sees_none = valid.cumsum(1)[:, None, N - T :, None] == 0  # but no row may be empty
+            # queries that see no valid token attend to padding, because softmax needs an entry
+            sees_none = valid.cumsum(1)[:, None, N - T :, None] == 0
             mask = mask & (valid[:, None, None] | sees_none)
     return torch.nn.functional.scaled_dot_product_attention(
         queries,

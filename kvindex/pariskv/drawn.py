@@ -64,7 +64,7 @@ def _noises(tokens: Tokens) -> Tensor:
 
 
 def _places(tokens: Tokens) -> Tensor:
-    """Positions from the first valid token on, int64 `[B or 1, 1, N]`: without left padding."""
+    """Positions counted from the first valid token, int64 `[B or 1, 1, N]`."""
     places = torch.arange(tokens.length, device=tokens.geometry.device)[None, None]
     if tokens.valid is None:
         return places

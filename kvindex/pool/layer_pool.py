@@ -102,7 +102,7 @@ class LayerPool(Sequences[AttentionLayer]):
 
         tokens: in the indexes; sink and window are each sequence's own.
         """
-        layers = list(self._open.values())  # another thread may open and close some meanwhile
+        layers = list(self._open.values())  # another thread may open or close sequences meanwhile
         indexes = [layer.index for layer in layers]
         held = vars(Report.of(indexes, sum(map(len, indexes))))
         return LayersReport(**held, together=self._joined, alone=self._alone)

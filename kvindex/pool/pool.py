@@ -124,7 +124,7 @@ class Pool(Sequences[KVIndex]):
 
     def report(self) -> Report:
         """What all sequences hold together, and what of it they share."""
-        indexes = list(self._open.values())  # another thread may open and close some meanwhile
+        indexes = list(self._open.values())  # another thread may open or close sequences meanwhile
         return Report.of(indexes, sum(map(len, indexes)))
 
     def explain(self) -> str:

@@ -171,9 +171,10 @@ class Columns(Restorable):
         return {column.data_ptr(): nbytes for column, nbytes in self._in_use() if nbytes}
 
     def _in_use(self) -> list[tuple[Tensor, int]]:
-        """The columns, and how many bytes of each are in use.
+        """The columns, and the number of bytes of each that are in use.
 
-        Another thread may change both meanwhile: a length may be that of other columns.
+        If another thread changes the columns meanwhile, columns and length may not belong together,
+        so the length is limited to the size of each column.
         """
         data, length, sizes = self._data, self._length, list[tuple[Tensor, int]]()
         for name, column in data.items():

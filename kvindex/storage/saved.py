@@ -35,8 +35,8 @@ FORMAT, VERSION = "kvindex", 3
 """Of the manifest; the version changes where a folder of another is not read rightly."""
 
 READ = (1, 2, VERSION)
-"""Versions that are read: 1 knew no `row_center`, and its rows are codes from zeros. Caches of 1
-and 2 do not contain what their model computes, and `hf.model_identity` refuses them."""
+"""Versions that can be read. Version 1 has no `row_center`, so its rows are encoded relative to 0.
+Caches of versions 1 and 2 have no probe of their model, so `hf.model_identity` rejects them."""
 
 MANIFEST, ENDING = "manifest.json", ".safetensors"
 

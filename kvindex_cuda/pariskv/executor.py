@@ -84,7 +84,7 @@ class ParisKVExecutor(AppendedCodes):
 
     def cache_use(self) -> tuple[int, int, int]:
         """As `Executor.cache_use`."""
-        cache = self.cache  # which another thread may let go of meanwhile
+        cache = self.cache  # read once: another thread may set it to None meanwhile
         return (0, 0, 0) if cache is None else (cache.capacity, *cache.use())
 
     def cleared(self) -> None:

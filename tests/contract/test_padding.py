@@ -1,6 +1,6 @@
-"""Every index takes padding anywhere: it finds what it finds of the same tokens without padding.
+"""Every index accepts padding at any position: hits are those of the same tokens without padding.
 
-Its learned parameters and statistics, too, for padded keys and queries count in none.
+Learned parameters and statistics are also the same: padded keys and queries count in none.
 """
 
 import pytest
@@ -15,14 +15,14 @@ from tests.contract.test_contract import SPECS
 
 CASE = Case(q_heads=6, kv_heads=2, batch=3)
 WINDOW, PROMPT = 22, 30
-"""Tokens of the prompt; those from `WINDOW` on are appended after it has ended."""
+"""PROMPT: tokens of the prompt. Those from `WINDOW` on are appended after `end_prompt`."""
 BY_POSITION = {"pariskv", "pariskv:preset=drawn"}
-"""The noise by which they sample rows is of a row's position."""
+"""These indexes sample rows with noise that depends on the position of a row."""
 FEW = (
     *("h2o:budget=12", "infllm:page=4:representatives=1"),
     *("doublesparsity:channels=2", "squeezed:sparsity=.7", "ctkvr"),
 )
-"""Indexes that choose by what queries say: of few rows, representatives or coordinates."""
+"""Indexes that choose a few rows, representatives or coordinates by the queries."""
 
 
 def real_tokens(right: int = 0):
@@ -35,7 +35,7 @@ def real_tokens(right: int = 0):
 
 
 def found_alone(name, tokens, queries, places, k):
-    """Hits of one sequence without its padding, as ids of the padded one."""
+    """Search one sequence without its padding. Returns hits with the ids of the padded one."""
     alone, ends = CASE.index(name), [int((places < end).sum()) for end in (WINDOW, PROMPT)]
     fed(alone, tokens, queries, None, *ends)
     hits = alone.search(CASE.queries()[:1], k=k)
@@ -44,7 +44,7 @@ def found_alone(name, tokens, queries, places, k):
 
 
 def fed(index, tokens, queries, real, window=WINDOW, prompt=PROMPT):
-    """A prompt that is observed, of which the window is appended with the tokens after it."""
+    """Feed a prompt with its queries. Its window is appended later, with the tokens after it."""
     flags = (None, None) if real is None else (real[:, :window], real[:, window:])
     keys, values = tokens
     if queries is not None and capability(index, ObservesQueries) is not None:

@@ -22,7 +22,7 @@ PLANS = {
 
 
 def holes(*places):
-    """Padding bool `[B, COUNT]`: of each row, (first, end) of each hole."""
+    """Flags bool `[B, COUNT]`, False in the holes; one list of (first, end) per sequence."""
     padded = torch.zeros(len(places), COUNT, dtype=torch.bool)
     for row, some in zip(padded, places, strict=True):
         for start, stop in some:
@@ -39,8 +39,8 @@ HOLES = {
 }
 
 
-def held(sequence, layer, steps):
-    """The steps' outputs are dense attention to the real tokens."""
+def assert_dense(sequence, layer, steps):
+    """Run the steps, and compare their outputs with dense attention to the real tokens."""
     want = sequence.dense()
     for start, stop in steps:
         sequence.assert_equals(sequence.feed(layer, start, stop), want, start)
@@ -61,12 +61,12 @@ def path(request, monkeypatch):
 def test_every_step_is_dense_attention_to_the_real_tokens(case, padding, plan):
     case = CASES[case]
     sequence = Sequence.of(case, COUNT, holes=HOLES[padding])
-    held(sequence, layer_of(case), PLANS[plan])
+    assert_dense(sequence, layer_of(case), PLANS[plan])
 
 
 @pytest.mark.usefixtures("path")
 def test_a_padded_query_sees_the_real_tokens_before_it():
-    """As in plain transformers, whose linear layers read what it gets."""
+    """As in plain transformers, where linear layers read the output of padded queries."""
     case = CASES["plain"]
     sequence = Sequence.of(case, COUNT, holes=HOLES["both, and single tokens"])
     layer, want = layer_of(case), sequence.dense()
@@ -83,7 +83,7 @@ def test_a_padded_query_sees_the_real_tokens_before_it():
 def test_regions_of_size_0(sizes, padding):
     case = CASES["plain"]
     sequence = Sequence.of(case, COUNT, holes=HOLES[padding])
-    held(sequence, layer_of(case, **sizes), PLANS["two turns"])
+    assert_dense(sequence, layer_of(case, **sizes), PLANS["two turns"])
 
 
 @pytest.mark.parametrize("padding", HOLES)
@@ -92,11 +92,11 @@ def test_truncated_and_reordered_it_goes_on(padding):
     first = Sequence.of(case, COUNT, holes=HOLES[padding])
     other = first.then(22, Sequence.of(case, COUNT, seed=1, holes=HOLES[padding]))
     layer = layer_of(case)
-    held(first, layer, steps_of(20, 9, 1, 1))
+    assert_dense(first, layer, steps_of(20, 9, 1, 1))
     layer.truncate(22)
-    held(other, layer, [(22, 29), (29, 30)])
+    assert_dense(other, layer, [(22, 29), (29, 30)])
     layer.reorder(torch.tensor([2, 0, 0]))
-    held(other.rows([2, 0, 0]), layer, [(30, 31), (31, 38), (38, 39), (39, 40)])
+    assert_dense(other.rows([2, 0, 0]), layer, [(30, 31), (31, 38), (38, 39), (39, 40)])
 
 
 @pytest.mark.parametrize("name", ["pariskv", "exact", "quest", "h2o", "streaming"])
@@ -124,7 +124,7 @@ def test_searches_return_none_of_it_and_sinks_hold_none(name, padding):
 
 @pytest.mark.parametrize("padding", HOLES)
 def test_reads_are_counted_without_padding(padding):
-    """`exact` finds every real row, so that a step reads as many as full attention has."""
+    """`exact` finds every real row, so a step reads as many rows as full attention."""
     case = CASES["plain"]
     sequence, layer = Sequence.of(case, COUNT, holes=HOLES[padding]), layer_of(case)
     real = 0.0
@@ -139,7 +139,7 @@ def test_reads_are_counted_without_padding(padding):
 
 @pytest.mark.parametrize("plan", PLANS)
 def test_queries_of_padding_are_shown_as_zeros(plan):
-    """To an index that looks at queries, in whichever step they come."""
+    """An index that observes queries gets zeros for padding in every kind of step."""
     case = CASES["plain"]
     sequence = Sequence.of(case, COUNT, holes=HOLES["both, and single tokens"])
     layer, shown = layer_of(case, "h2o", k=6), []

@@ -324,7 +324,7 @@ def test_rows_that_have_left_are_let_go_though_someone_keeps_a_checkpoint():
 
 
 def test_a_row_that_a_failed_step_added_is_not_attended_to():
-    """`rollback` discards it from the resident buffer, too, and the next token takes its place."""
+    """`rollback` also discards it from the resident buffer; the next token takes its place."""
     case = Case()
     keys, values = case.tokens(12)
     held = Regions(case.index("exact").geometry, sink_size=0, local_size=4, room=16)

@@ -1,4 +1,4 @@
-"""A prompt whose tokens see others than those before them; those that follow see and search all."""
+"""A prompt with its own attention mask; later tokens see and search all tokens."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ CASES = {
 
 
 def images(valid):
-    """Bool `[B, N, N]`: causal, but for two images that are seen in both directions."""
+    """Bool `[B, N, N]`: causal, except for two images that are attended to in both directions."""
     count = valid.shape[1]
     seen = torch.ones(count, count, dtype=torch.bool).tril().repeat(len(valid), 1, 1)
     for row, (start, stop) in zip(seen, [(2, 9), (0, 20), (11, 18)], strict=True):
@@ -41,7 +41,7 @@ def test_a_prompt_with_images(monkeypatch, case, block):
 
 
 def bidirectional(sequence, seen):
-    """Attention in float64 of each token to those that it sees."""
+    """Attention of each token to the tokens that it sees, in float64."""
     g = sequence.case.index("exact").geometry
     rows = (sequence.keys, sequence.values)
     keys, values = (part.double().repeat_interleave(g.group_size, dim=1) for part in rows)
@@ -76,6 +76,8 @@ def test_bad_masks(visible, error, match):
         layer.step(*sequence.parts(20, 23), visible=visible)
     ids = torch.zeros(1, 2, 3, 1, dtype=torch.int64)
     mask = torch.ones(1, 3, 23, dtype=torch.bool)
-    with pytest.raises(ValueError, match="visible: got a tensor, allowed is None beside ids"):
+    with pytest.raises(
+        ValueError, match="visible: got a tensor, allowed is None together with ids"
+    ):
         layer.step(*sequence.parts(20, 23), visible=mask, ids=ids)
     assert len(layer) == 20

@@ -180,7 +180,7 @@ def test_the_size_of_a_group_is_least_in_variance():
 
 
 def test_the_size_of_a_group_is_the_root_of_the_mean_square():
-    """Itself, not only in proportion: heads that agree keep their common weight."""
+    """The root itself, not only a multiple of it: heads that agree keep their common weight."""
     shares = torch.tensor([[0.25, 0.5], [0.75, 0.5]])
     found = priority.root_mean_square(shares.log()[None, None])[0, 0].exp()
     torch.testing.assert_close(found, shares.square().mean(0).sqrt())

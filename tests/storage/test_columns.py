@@ -208,7 +208,7 @@ def test_a_view_of_several_rows_is_read_alone_and_its_copy_is_its_own():
 
 
 def test_bytes_may_be_asked_for_while_another_thread_puts_back_what_was_held():
-    """Length and tensors are not set at once: of a length that is not theirs, what there is."""
+    """Length and tensors are set one after the other; a length beyond the tensors is limited."""
     columns, rows = Columns(), torch.zeros(1, 2, 5, 8)
     columns.append({"rows": rows})
     held = columns.checkpoint()

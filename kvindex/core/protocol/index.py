@@ -49,9 +49,12 @@ class KVIndex(Protocol):
         ...
 
     def observe_queries(self, queries: Tensor, positions: Tensor) -> None:
-        """The newest queries `[B, H, T, D]` and the ids of their tokens, int64 `[T]`.
+        """Receive the newest queries.
 
-        The query of a padded token is zero, and counts in no statistic.
+        Args:
+            queries: `[B, H, T, D]`. The query of a padded token is zero; no statistic may include
+                it.
+            positions: Int64 `[T]`, the ids of their tokens.
         """
         ...
 
