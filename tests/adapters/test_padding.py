@@ -125,15 +125,17 @@ DOCUMENT = prompt(1, 40)["input_ids"]
 def asked(model, cache, turns=1):
     """Ask questions about a document that is read once. Returns ids and mask `[B, N]` of all."""
     count, how = 3, dict(max_new_tokens=9, do_sample=False)
+    document = DOCUMENT.to(model.device)
     with torch.no_grad():
-        model(DOCUMENT, past_key_values=cache)
+        model(document, past_key_values=cache)
     cache.batch_repeat_interleave(count)
-    ids, mask = DOCUMENT.expand(count, -1), torch.ones(count, 40, dtype=torch.long)
+    ids = document.expand(count, -1)
+    mask = torch.ones_like(ids)
     for turn in range(turns):
-        new, real = questions(5 + turn, 9, 2)
+        new, real = (one.to(model.device) for one in questions(5 + turn, 9, 2))
         ids, mask = torch.cat([ids, new], 1), torch.cat([mask, real], 1)
         ids = model.generate(ids, attention_mask=mask, past_key_values=cache, **how)
-        mask = torch.cat([mask, torch.ones(count, 9, dtype=torch.long)], 1)
+        mask = torch.cat([mask, torch.ones_like(ids[:, :9])], 1)
     return ids, mask
 
 
