@@ -74,6 +74,9 @@ OF_ITS_TOKENS = {
 }
 """Checks that hold unless an index is like this."""
 
+OF_ALL_RANKS = {"check_attention_where_few_tokens_are_valid": f"{LINE}:rows=best"}
+"""Checks that attention reads the rows of a search: by default each rank reads its own `k` rows."""
+
 
 def units(index):
     """An index that says of itself what the contract asks a class on `BaseIndex`."""
@@ -93,7 +96,8 @@ def held_to(check, name, case):
         index.append(*case.tokens(40))
         if excused(index):
             return
-    check(lambda **options: units(of(case, name, **options)), case)
+    line = OF_ALL_RANKS.get(check.__name__, LINE)
+    check(lambda **options: units(of(case, name, line, **options)), case)
 
 
 # One process

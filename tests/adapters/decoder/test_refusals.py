@@ -80,7 +80,7 @@ def rotation(kind, **more):
 FACTORS = dict(short_factor=[1.0] * 8, long_factor=[2.0] * 8, original_max_position_embeddings=64)
 
 REFUSED = {
-    "subclass": (lambda: changed(other_class), "model: got Other, allowed are LlamaForCausalLM, "),
+    "subclass": (lambda: changed(other_class), "model: got Other, allowed are the classes Llama"),
     "family": (lambda: build("gemma3_text"), "model: got Gemma3ForCausalLM, allowed are"),
     "projection": (
         lambda: changed(other_projection),
@@ -92,7 +92,7 @@ REFUSED = {
     ),
     "same name": (
         lambda: changed(same_name),
-        r"model: got tests\.adapters\S*LlamaForCausalLM, allowed are LlamaForCausalLM, ",
+        r"model: got tests\.adapters\S*LlamaForCausalLM, allowed are the classes Llama",
     ),
     "perceptron": (
         lambda: changed(other_mlp),
