@@ -356,7 +356,7 @@ def in_training():
 @pytest.mark.parametrize(
     ("make", "attach", "why"),
     [
-        (lambda: build("phi3"), {}, "model: got Phi3ForCausalLM, allowed are LlamaForCausalLM"),
+        (lambda: build("phi3"), {}, "model: got Phi3ForCausalLM, allowed are the classes Llama"),
         (lambda: build("qwen3"), {}, "layer_types: got sliding_attention, allowed is full"),
         (of_two_dtypes, {}, "model: got weights of torch.float32, torch.float64"),
         (lambda: model_of().double(), {}, "embed_tokens.weight: got torch.float64"),
