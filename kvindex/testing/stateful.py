@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kvindex.bases.clusters import ClusteredIndex
 from kvindex.bases.index import BaseIndex
 from kvindex.core.protocol import Hits
 from kvindex.storage.state import above, below, extended
@@ -181,8 +182,11 @@ class IndexMachine(RuleBasedStateMachine):
 
     def fresh(self) -> BaseIndex:
         """A new index of the same tokens and the same learned parameters."""
-        index = self.new_index()
-        learned = above("learned", below("learned", self.index.state_dict()))
+        index, state = self.new_index(), self.index.state_dict()
+        if isinstance(index, ClusteredIndex):  # its clusters name tokens, so they need their tokens
+            index.load_state_dict(state)
+            return index
+        learned = above("learned", below("learned", state))
         index.load_state_dict(extended(index.state_dict(), learned))
         if self.count:
             index.append(*self.held, valid=self.valid)
