@@ -6,7 +6,7 @@ import io
 
 import pytest
 import torch
-from transformers import DynamicCache
+from transformers import DynamicCache, Phi3ForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 import kvindex_adapters.hf as kvhf
@@ -16,6 +16,11 @@ from tests.adapters.test_conversation import Stops
 from tests.adapters.test_generation import NEW, REGIONS, Collect, Words, full
 from tests.adapters.test_rotary_length import SWITCH, alone, ask, ids, model_of
 from tests.adapters.tiny import prompt
+
+plain_is_right = pytest.mark.skipif(
+    "next_sequence_length" not in inspect.getsource(Phi3ForCausalLM.prepare_inputs_for_generation),
+    reason="in this version of transformers the plain model reads one id alone after the switch",
+)
 
 
 def generated(model, inputs, **options):
@@ -36,6 +41,7 @@ def test_a_prompt_and_an_answer_across_the_switch(name, length):
     assert torch.equal(mine, alone(name, ids(length)))
 
 
+@plain_is_right
 @pytest.mark.parametrize(
     ("batch", "options"),
     [
@@ -129,6 +135,7 @@ def test_a_call_that_fails_leaves_the_cache_as_it_was(used):
     assert torch.equal(answer, alone("phi3", ids(20), ids(9))[:2])
 
 
+@plain_is_right
 def test_a_step_that_fails_while_it_reads_all_again_is_undone(monkeypatch):
     model = model_of("phi3")
     inputs = prompt(1, SWITCH)
@@ -177,6 +184,7 @@ def test_tokens_that_are_not_known_cannot_be_read_again():
         assert len(ask(model, ids(4), cache=cache, used="continue", max_new_tokens=8)) == 8
 
 
+@plain_is_right
 def test_a_model_without_two_sets_of_frequencies_is_read_again_as_well():
     """Phi-3 drops the cache whatever its rope type."""
     model = model_of("phi3", rope_parameters=dict(rope_type="default", rope_theta=1e4))
@@ -187,6 +195,7 @@ def test_a_model_without_two_sets_of_frequencies_is_read_again_as_well():
         full(model, prompt(1, 60), past_key_values=cache)
 
 
+@plain_is_right
 def test_a_copy_of_an_attached_model_is_a_plain_model():
     model = model_of("phi3")
     with kvhf.attach(model, **REGIONS):
