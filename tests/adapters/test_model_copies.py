@@ -102,6 +102,8 @@ def test_a_copy_inside_continuous_batching_is_a_plain_model():
         assert batch(model, inputs) == expected
     for one in (other, loaded):
         assert_plain(one, plain)
+        configs = [vars(module).get("config", one.config) for module in one.modules()]
+        assert all(config is one.config for config in configs)
         assert batch(one, inputs) == expected
 
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 import types
 from collections.abc import Iterator
 from contextlib import contextmanager
-from copy import copy
+from copy import copy, deepcopy
+from operator import getitem
 from typing import Any
 
 from torch import nn
@@ -44,6 +45,16 @@ class Substitute(str):
     def __reduce_ex__(self, protocol: Any) -> Any:
         # only Python's own types, so that a pickle can be loaded without this package
         return type(self._own), () if self._own is None else (self._own,)
+
+
+def copied_as(own: PreTrainedConfig, config: PreTrainedConfig) -> None:
+    """Let deep copies and pickles of `own` be those of `config`.
+
+    A copy of a model then has one configuration, as the original model does.
+    """
+    vars(own)["__deepcopy__"] = lambda memo: deepcopy(config, memo)
+    # `getitem` returns the very object, and a pickle of it can be loaded without this package
+    vars(own)["__reduce_ex__"] = lambda protocol: (getitem, ((config,), 0))
 
 
 def _plain(value: Any) -> Any:

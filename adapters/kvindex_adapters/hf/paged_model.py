@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig
 from transformers.generation import ContinuousBatchingConfig
 
 from kvindex_adapters.hf.attachment import attached
-from kvindex_adapters.hf.model_patch import IMPLEMENTATION, Substitute
+from kvindex_adapters.hf.model_patch import IMPLEMENTATION, Substitute, copied_as
 from kvindex_adapters.hf.paged_attention import NAME
 from kvindex_adapters.hf.parallel import rank
 from kvindex_adapters.hf.rotary import length_dependent
@@ -100,6 +100,7 @@ def own_attention(decoder: nn.Module, layers: Collection[int]) -> Iterator[None]
                 if isinstance(config, PreTrainedConfig):
                     own = copy(config)
                     vars(own)[IMPLEMENTATION] = Substitute.of(NAME, config)
+                    copied_as(own, config)
                     vars(module)[name] = own
                     replaced.append((module, name, config, own))
         without = set(layers) - {layer_number(module) for module, *_ in replaced}
