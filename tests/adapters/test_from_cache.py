@@ -190,9 +190,6 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(model):
     wider = build("llama", head_dim=32)
     sliding = build("qwen3")
     with kvhf.attach(model, **REGIONS) as cache:
-        refused(
-            "past: got NoneType, allowed is a DynamicCache", past=(), error=TypeError
-        ) if 0 else None
         refused("past: got tuple, allowed is a DynamicCache", past=((),), error=TypeError)
         static = StaticCache(config=model.config, max_cache_len=30)
         refused("past: got StaticCache", past=static, error=TypeError)
