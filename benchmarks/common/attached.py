@@ -42,7 +42,7 @@ class Marks(BaseStreamer):
         """No more come."""
 
     def figures(self) -> Figures:
-        """Of all tokens after the first one."""
+        """Return the figures of all tokens after the first one."""
         return of_tokens(self.at[1:])
 
 

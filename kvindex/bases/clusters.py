@@ -243,7 +243,7 @@ class ClusteredIndex(BaseIndex):
         return layout | {f"learned.{name}": spec for name, spec in learned.items()}
 
     def _follows(self, learned: Codes) -> bool:
-        """Whether there are as many clusters as the plan makes of the prompts, and of what came."""
+        """Return True if the plan makes this many clusters of the prompts and of later tokens."""
         clusters, counts = learned["sizes"].shape[2], learned["sizes"].sum(-1)[:, 0].tolist()
         for prompt, count in zip(learned["prompt"].tolist(), counts, strict=True):
             cuts = self._plan().cuts(prompt, count) if count else []
@@ -334,7 +334,7 @@ class ClusteredIndex(BaseIndex):
 
 
 def _once_each(learned: Codes, counts: Tensor | None) -> Tensor | bool:
-    """Whether clusters and waiting tokens together are as many distinct tokens as are valid.
+    """Return True if clusters and waiting tokens contain each valid token exactly once.
 
     counts: valid tokens of each sequence, int64 `[B]`.
     """

@@ -59,8 +59,10 @@ class Hooks(Capable, DeferredChecks, ABC, guarded=False):
         """Hits for finite queries `[B, H, D]`; the index holds at least one valid token."""
 
     def _search_coverage(self, queries: Tensor, k: int, coverage: float) -> Hits:
-        """As `_search`, but no more rows than hold the share `coverage` by an estimate, which is
-        `Hits.coverage`."""
+        """Search as `_search` does, for no more rows than are estimated to hold `coverage`.
+
+        The estimated fraction of the attention is `Hits.coverage`.
+        """
         raise NotImplementedError  # `check_coverage` has refused
 
     def check_coverage(self, coverage: float) -> None:

@@ -29,7 +29,7 @@ from kvindex.storage.state import ABOUT, NamedState, State, above, below, check_
 from kvindex.storage.store import CenteredRows, EncodedRows, RowStore
 
 MOST_SEQUENCES = 2**20
-"""Of a batch in a state: more than anyone serves; without tokens nothing else bounds it."""
+"""Largest batch of a state. A state without tokens has no other bound for it."""
 
 
 class StatefulIndex(NamedState, Hooks):
@@ -117,7 +117,7 @@ class StatefulIndex(NamedState, Hooks):
         self._after_rollback()
 
     def check_state(self, state: Mapping[str, Tensor]) -> None:
-        """As `protocol.ChecksState.check_state`."""
+        """Check a state as `protocol.ChecksState.check_state` says."""
         check_signed(self._whose(), state)
         own = {name: tensor for name, tensor in state.items() if name != ABOUT}
         g, length = self.geometry, scalar("length", own)
@@ -137,7 +137,7 @@ class StatefulIndex(NamedState, Hooks):
             check_rows(self.row_codec, g, own["rows"], own.get("valid"))
 
     def _layout_of_base(self, length: int) -> Layout:
-        """What is in the state of every index with `length` tokens."""
+        """Return the tensors that every index with `length` tokens has in its state."""
         layout = {
             "length": TensorSpec("", torch.int64),
             "batch": TensorSpec("", torch.int64, optional=not length),
@@ -152,7 +152,7 @@ class StatefulIndex(NamedState, Hooks):
         return layout
 
     def _layout_of_rest(self, state: Mapping[str, Tensor]) -> Layout:
-        """What is known of the other tensors where the index declares nothing."""
+        """Return what other tensors must be like if the index declares nothing."""
         codes = {name: TensorSpec("B G N ...") for name in below("codes", state)}
         learned = {name: TensorSpec("B ...") for name in below("learned", state)}
         statistics = self._layout_of_attributes(below("statistics", state))

@@ -157,7 +157,7 @@ class Access:
 
 
 def _refusal(name: str, alone: bool) -> str:
-    """What a call says that comes while another thread's is under way."""
+    """Return the error for a call during another thread's call."""
     said = f"{name}: got a call while another thread's is under way, allowed are reads beside reads"
     if alone and name in READS:
         return (

@@ -331,7 +331,7 @@ def _paged(learned: Codes) -> dict[str, Tensor]:
 
 
 def _is_paged(learned: Codes, counts: Tensor | None) -> bool:
-    """Whether each valid token has an anchor, and pages are those of the anchors' tokens.
+    """Return True if each valid token has an anchor and pages contain the anchors' tokens.
 
     counts: valid tokens of each sequence, int64 `[B]`; None for none.
     """

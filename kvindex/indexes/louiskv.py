@@ -178,7 +178,7 @@ class LouisKV(BaseIndex):
         return layout | {f"learned.{name}": spec for name, spec in learned.items()}
 
     def _in_segments(self, state: Mapping[str, Tensor], length: int) -> bool:
-        """Whether there are as many segments as a state's signals say."""
+        """Return True if there are as many segments as the signals of a state require."""
         prompt = state.get("statistics.sequence.prompt")
         if prompt is None:
             return False
@@ -309,7 +309,7 @@ class LouisKV(BaseIndex):
 
 
 def _once_each(learned: Codes, counts: Tensor | None) -> bool:
-    """Whether units have as many distinct members as there are valid tokens, int64 `[B]`."""
+    """Return True if units have as many distinct members as valid tokens, int64 `[B]`."""
     members = learned["members"]
     found = (members >= 0).sum(-1)
     units = learned["sizes"].sum(-1) + learned["counts"].sum(-1)[:, None]

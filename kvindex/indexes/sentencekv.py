@@ -344,7 +344,7 @@ class SentenceKV(BaseIndex):
 
 
 def _of_batch(batch: int | None, state: Mapping[str, Tensor]) -> bool:
-    """Whether signals are of one sequence, or of as many as the index holds, if it holds any."""
+    """Return True if signals are of one sequence, or of each sequence of the index."""
     ends, queries = (state[f"statistics.signals.{name}"] for name in ("ends", "queries"))
     rows = {len(ends)} - {1} | ({len(queries)} if queries.shape[2] else set())
     return 0 not in rows and len(rows) <= 1 and (batch is None or rows <= {batch})

@@ -219,7 +219,7 @@ class TriAttention(ObservingEvictionIndex):
         return layout
 
     def _retains(self, ids: Tensor, counts: Tensor | None) -> bool:
-        """Whether ids int64 `[B, G, C]` may be the retained ones of so many valid tokens `[B]`."""
+        """Return True if ids int64 `[B, G, C]` can be those retained of `[B]` valid tokens."""
         known = 0 if counts is None else counts[:, None]
         evicted = ids.shape[-1] == self.config.budget
         complete = evicted or bool(((ids >= 0).sum(-1).cpu() == known).all())

@@ -305,7 +305,7 @@ class WindowUpdates(Guarded):
         return signed(self._whose(), {**state, "sealed": torch.tensor(self._sealed)})
 
     def check_state(self, state: Mapping[str, Tensor]) -> None:
-        """As `protocol.ChecksState.check_state`: the index does, then window and sink."""
+        """Check a state as `protocol.ChecksState` says: first the index, then window and sink."""
         check_signed(self._whose(), state)
         index = capability(self.index, ChecksState)
         if index is not None:

@@ -36,7 +36,7 @@ def search(tokens: Tokens, queries: Queries, k: int) -> Hits:
 
 
 def candidate_share(tokens: Tokens, queries: Queries, k: int) -> Tensor:
-    """What of the attention the candidates for `k` rows hold, as estimated, float32 `[B, H]`.
+    """Estimate the fraction of the attention that candidates for `k` rows hold, float32 `[B, H]`.
 
     1 in a sequence without a valid token, where nothing is left out.
     """

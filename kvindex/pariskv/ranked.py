@@ -18,8 +18,9 @@ def search(tokens: Tokens, queries: Queries, k: int) -> Hits:
 
 
 def search_coverage(tokens: Tokens, queries: Queries, k: int, coverage: float) -> Hits:
-    """As `search`, but no more rows than hold the share `coverage` by an estimate, which is
-    `Hits.coverage`.
+    """Search as `search` does, for no more rows than are estimated to hold `coverage`.
+
+    The estimated fraction of the attention is `Hits.coverage`.
 
     What the candidates leave out is judged by a sample of it.
     """

@@ -22,7 +22,9 @@ Rule: TypeAlias = Callable[[Mapping[str, Tensor]], bool | Tensor]
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """What one tensor of a state must be like. A floating-point tensor must not contain NaN.
+    """The shape, dtype and bounds that one tensor of a state must have.
+
+    A floating-point tensor must not contain NaN.
 
     Args:
         axes: Its shape, sizes separated by blanks: a number ("16"), or a name ("B"). A name
@@ -53,7 +55,7 @@ Layout: TypeAlias = dict[str, TensorSpec]
 
 @dataclass(frozen=True)
 class Held:
-    """What a state says that it contains, for an index to declare the rest.
+    """The sizes and names that a state contains, from which an index declares its tensors.
 
     Args:
         batch: Sequences, or None where none was appended.
@@ -69,7 +71,7 @@ class Held:
     state: Mapping[str, Tensor]
 
     def has(self, name: str) -> bool:
-        """Whether the state has this tensor, or one whose name begins with it and a dot."""
+        """Return True if the state has this tensor, or a name that begins with it and a dot."""
         return any(other == name or other.startswith(f"{name}.") for other in self.state)
 
     def units(self, tokens: int) -> str:
@@ -123,18 +125,18 @@ def scalar(name: str, state: Mapping[str, Tensor], *, least: int = 0, most: int 
 
 
 def distinct(ids: Tensor) -> Tensor:
-    """Whether no token occurs twice among the ids of a row, `[..., n]`; -1 stands for none."""
+    """Return True if no id occurs twice in the last dimension of `[..., n]`; -1 is no id."""
     ordered = ids.sort(-1).values
     return ~((ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)).any()
 
 
 def ascending(numbers: Tensor) -> Tensor:
-    """Whether numbers `[n]` are in ascending order."""
+    """Return True if numbers `[n]` are in ascending order."""
     return (numbers[1:] > numbers[:-1]).all()
 
 
 def below(numbers: Tensor, most: Tensor | int) -> bool:
-    """Whether all numbers are below `most`."""
+    """Return True if all numbers are below `most`."""
     return bool((numbers < most).all())
 
 

@@ -47,7 +47,7 @@ PIECE = 2**22
 
 
 SMALL_BYTES, MOST_OUTLINE_BYTES = 2**20, 2**24
-"""Of a tensor that `outline` reads, and of all that it reads."""
+"""Largest size of one tensor that `outline` reads, and of all of them together."""
 
 
 class Written(NamedTuple):

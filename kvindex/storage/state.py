@@ -59,7 +59,7 @@ class NamedState:
             setattr(self, name, unpacked(name.lstrip("_"), hints[name], state, device))
 
     def _layout_of_attributes(self, state: Mapping[str, Tensor]) -> Layout:
-        """What their annotations say of the tensors that `_packed` gave."""
+        """Return what packed tensors must be like, by the annotations of the attributes."""
         hints = get_type_hints(type(self), include_extras=True)
         layout: Layout = {}
         for name in self._names():
@@ -136,7 +136,7 @@ SCALARS = {bool: torch.bool, int: torch.int64, float: torch.float64}
 
 
 def annotated(name: str, hint: Any, state: Mapping[str, Tensor]) -> Layout:
-    """What a value of type `hint` says of the tensors that `packed` gives of it."""
+    """Return what the packed tensors of a value must be like if its type is `hint`."""
     origin, inner = get_origin(hint), get_args(hint)
     if NoneType in inner:  # X | None
         if name not in state and not below(name, state):

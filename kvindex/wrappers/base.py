@@ -238,7 +238,7 @@ class Wrapper(Capable, NamedState, Guarded):
         return signed(self._whose(), {**inner, **self._own_state()})
 
     def check_state(self, state: Mapping[str, Tensor]) -> None:
-        """As the inner index does; then the wrapper's own tensors."""
+        """Check the inner index's part of a state, then the wrapper's own tensors."""
         check_signed(self._whose(), state)
         inner = capability(self.inner, ChecksState)
         if inner is not None:

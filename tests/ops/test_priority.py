@@ -222,7 +222,7 @@ def test_all_keys_are_candidates_where_there_are_no_more():
 
 
 def tempered_bias(sizes, k, noises):
-    """What tempered sums of the sizes' exponentials lack of the true one, and its standard error.
+    """Return by how much tempered sums fall short of the true one, and the standard error.
 
     A fraction of the true sum; sizes float32 `[n]`, noises `[SEEDS, n]`.
     """

@@ -97,8 +97,8 @@ class RereadingModel(GuardedModel):
             return inputs
         if length := cache.get_seq_length():
             # transformers leaves out a mask of ones, and positions where the model takes none
-            told = [kwargs.get(name) for name in ("attention_mask", "position_ids")]
-            total = max((one.shape[-1] for one in told if one is not None), default=0)
+            by_token = [kwargs.get(name) for name in ("attention_mask", "position_ids")]
+            total = max((one.shape[-1] for one in by_token if one is not None), default=0)
             if total > (new := input_ids.shape[1]):
                 raise UnsupportedError(
                     f"input_ids: got {new} new ids after a cache of {length} tokens, allowed are "

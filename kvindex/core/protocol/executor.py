@@ -60,7 +60,7 @@ class Executor(Protocol):
 
     @property
     def searches_at_once(self) -> bool:
-        """Whether several threads may search at the same time; if not, searches share buffers."""
+        """True if several threads may search at the same time; otherwise searches share buffers."""
         ...
 
     @property

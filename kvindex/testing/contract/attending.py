@@ -1,4 +1,4 @@
-"""What attention over an index's own rows promises, of an index that offers it."""
+"""Check the attention of an index that attends to its own rows."""
 
 from __future__ import annotations
 
