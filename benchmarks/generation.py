@@ -81,7 +81,7 @@ from kvindex_adapters.decoder.quantized import PLAIN, WEIGHTS
 from kvindex_adapters.evaluate.machine import describe
 from kvindex_adapters.hf.attach import attach
 from kvindex_adapters.hf.generate import ONE_ANSWER
-from kvindex_adapters.hf.prefill import prefill
+from kvindex_adapters.hf.generation.prefill import prefill
 
 OF_DECODER = {"decoder": decoder, "transformers": attached, "prefill": prompt}
 """What is measured and shown of a decoder, by part."""

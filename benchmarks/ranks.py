@@ -32,9 +32,9 @@ import torch
 from benchmarks.common import ranks, token
 from benchmarks.common.reading import write
 from benchmarks.common.shapes import SHAPES
+from kvindex_adapters.common import parallel
 from kvindex_adapters.evaluate.machine import describe
 from kvindex_adapters.evaluate.output_files import output
-from kvindex_adapters.hf import parallel
 
 PARTS = ("heads", "tokens")
 PLANS = {

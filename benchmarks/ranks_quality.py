@@ -22,9 +22,10 @@ from torch import Tensor
 from benchmarks import report
 from benchmarks.common.reading import add_model, described, ids_of, loaded, write
 from benchmarks.comparing.kl import ratio_interval
+from kvindex_adapters.common import parallel
 from kvindex_adapters.evaluate.fidelity import full_logits, kl
-from kvindex_adapters.hf import attach, parallel
-from kvindex_adapters.hf.prefill import prefill
+from kvindex_adapters.hf import attach
+from kvindex_adapters.hf.generation.prefill import prefill
 
 BLOCK = 10
 """Tokens that the bootstrap draws together: of few steps."""

@@ -167,12 +167,15 @@ def _loaded(point: EntryPoint) -> type[BaseIndex]:
 
 
 def _only(name: str, base: type) -> Any:
-    """The one class on `base` that a module defines."""
-    module = importlib.import_module(name)
+    """Return the one class on `base` that a module defines, or re-exports by its `__all__`."""
+    module = vars(importlib.import_module(name))
+    exported = module.get("__all__", ())
     found = [
         value
-        for value in vars(module).values()
-        if isinstance(value, type) and issubclass(value, base) and value.__module__ == name
+        for key, value in module.items()
+        if isinstance(value, type)
+        and issubclass(value, base)
+        and (value.__module__ == name or key in exported)
     ]
     if len(found) != 1:
         raise TypeError(f"{name}: got {len(found)} classes on {base.__name__}, allowed is one")

@@ -98,7 +98,7 @@ def test_every_decision_is_listed():
 def test_readmes_report_is_what_the_model_prints():
     from kvindex_adapters.evaluate.tasks import hide
     from kvindex_adapters.evaluate.texts import python_reference
-    from kvindex_adapters.hf.load_model import load, smollm2
+    from kvindex_adapters.hf.model.load_model import load, smollm2
 
     folder, file = smollm2()
     model, tokenizer = load(folder, gguf_file=file)

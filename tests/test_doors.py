@@ -24,11 +24,11 @@ OF_TORCH = "torch has no public name for it"
 OF_TRANSFORMERS = "transformers has no public name for it"
 FOREIGN = {
     "adapters/kvindex_adapters/hf/attach.py": ({"_attn_implementation"}, OF_TRANSFORMERS),
-    "adapters/kvindex_adapters/hf/run_ahead.py": (
+    "adapters/kvindex_adapters/hf/graph/run_ahead.py": (
         {"_prefill", "_optimize_model_for_decode", "_update_model_kwargs_for_generation"},
         OF_TRANSFORMERS,
     ),
-    "kvindex/core/guard.py": ({"_C", "_len_torch_function_stack"}, OF_TORCH),
+    "kvindex/core/transaction.py": ({"_C", "_len_torch_function_stack"}, OF_TORCH),
     "kvindex/core/one_shot.py": ({"_symmetric_memory"}, OF_TORCH),
     "kvindex/core/streams.py": ({"_C", "_cuda_getCurrentRawStream", "_cuda_getDevice"}, OF_TORCH),
     "kvindex/cpu/kernels/compile.py": ({"_cache"}, "Numba lets a function's cache be of no kind"),
@@ -134,7 +134,7 @@ KERNELS = {
 """Where what runs on tensors begins; `kvindex/pariskv` has a file for each stage, functions that
 keep nothing, and `tests/cuda` what stands for a graph and for kernels."""
 
-INDEX_FILES = {"torch": "kvindex/indexes/pariskv.py", "cuda": "kvindex/bases/executed.py"}
+INDEX_FILES = {"torch": "kvindex/pariskv/index.py", "cuda": "kvindex/bases/executed.py"}
 """What a layer calls as its index."""
 
 
@@ -203,4 +203,4 @@ def test_files_are_counted():
     parts = Sequence.of(CASE, 2, None).parts(0, 2)
     entered, above = files_crossed(lambda: layer.step(*parts), "kvindex/layer/dense.py")
     assert {"kvindex/core/check.py", "kvindex/layer/dense.py"} < entered
-    assert above == {"kvindex/core/guard.py", "kvindex/layer/attention_layer.py"}
+    assert above == {"kvindex/core/transaction.py", "kvindex/layer/attention_layer.py"}

@@ -28,7 +28,7 @@ ROOMS = {
     ),
     "kvindex_cuda": ("runtime", "ops", "memory", "triton", "pariskv", "__init__"),
     "adapters/kvindex_adapters": (
-        *("__init__", "llama", "hf", "decoder", "vllm", "evaluate", "cli", "__main__"),
+        *("__init__", "common", "llama", "hf", "decoder", "vllm", "evaluate", "cli", "__main__"),
     ),
 }
 """Package -> its rooms (folders, and files beside them) from the bottom up: a room imports only
@@ -175,7 +175,8 @@ def test_no_test_or_page_is_left_over():
 def test_names_are_the_files_found_by_scanning():
     assert kvindex.names() == sorted(name.replace("_", "-") for name in INDEXES)
     for name in kvindex.names():
-        assert kvindex.get(name).__module__ == f"kvindex.indexes.{name.replace('-', '_')}"
+        found = kvindex.get(name).__module__
+        assert found in (f"kvindex.indexes.{name.replace('-', '_')}", f"kvindex.{name}.index")
 
 
 def test_a_new_file_is_a_new_index(tmp_path, monkeypatch):
@@ -297,15 +298,15 @@ OF_A_CONFIG = "fields of a configuration, by a loop over their names"
 LOOKUPS = {
     "adapters/kvindex_adapters/cli/list.py": OF_A_CONFIG,
     "adapters/kvindex_adapters/hf/attach.py": OF_TRANSFORMERS,
-    "adapters/kvindex_adapters/hf/cache.py": OF_TRANSFORMERS,
-    "adapters/kvindex_adapters/hf/cache_layer.py": "a size of the geometry",
-    "adapters/kvindex_adapters/hf/conversation.py": OF_TRANSFORMERS,
-    "adapters/kvindex_adapters/hf/load_model.py": OF_TRANSFORMERS,
-    "adapters/kvindex_adapters/hf/model_info.py": OF_TRANSFORMERS,
-    "adapters/kvindex_adapters/hf/rotary.py": OF_TRANSFORMERS,
-    "adapters/kvindex_adapters/hf/run_ahead.py": OF_TRANSFORMERS,
-    "adapters/kvindex_adapters/hf/takeover.py": OF_TRANSFORMERS,
-    "adapters/kvindex_adapters/hf/tensor_spec.py": "the name of a function of torch",
+    "adapters/kvindex_adapters/hf/cache/cache.py": OF_TRANSFORMERS,
+    "adapters/kvindex_adapters/hf/cache/layer.py": "a size of the geometry",
+    "adapters/kvindex_adapters/hf/generation/conversation.py": OF_TRANSFORMERS,
+    "adapters/kvindex_adapters/hf/model/load_model.py": OF_TRANSFORMERS,
+    "adapters/kvindex_adapters/hf/model/info.py": OF_TRANSFORMERS,
+    "adapters/kvindex_adapters/hf/model/rotary.py": OF_TRANSFORMERS,
+    "adapters/kvindex_adapters/hf/graph/run_ahead.py": OF_TRANSFORMERS,
+    "adapters/kvindex_adapters/hf/cache/takeover.py": OF_TRANSFORMERS,
+    "adapters/kvindex_adapters/hf/cache/tensor_spec.py": "the name of a function of torch",
     "adapters/kvindex_adapters/hf/unsupported.py": OF_TRANSFORMERS,
     "adapters/kvindex_adapters/vllm/__init__.py": "what a version of vLLM has",
     "kvindex/bases/faiss_library.py": "what a build of FAISS has",

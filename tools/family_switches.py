@@ -18,9 +18,9 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, PreTrainedModel
 
 import kvindex_adapters.hf as kvhf
-from kvindex_adapters.hf.model_info import text_positions
-from kvindex_adapters.hf.reread import FAMILIES as REREADING
-from kvindex_adapters.hf.rotary import length_dependent
+from kvindex_adapters.hf.model.info import text_positions
+from kvindex_adapters.hf.model.reread import FAMILIES as REREADING
+from kvindex_adapters.hf.model.rotary import length_dependent
 
 CHUNK, STEPS = 16, 4
 """Tokens of a chunk and of an answer."""

@@ -65,7 +65,7 @@ class Suite:
         from transformers import GenerationMixin
 
         from kvindex_adapters.hf.attach import attach
-        from kvindex_adapters.hf.cache import IndexCache
+        from kvindex_adapters.hf.cache.cache import IndexCache
 
         self.attach = functools.partial(attach, index=index, k=k, **REGIONS)
         self.cache_class, self.generate = IndexCache, GenerationMixin.generate

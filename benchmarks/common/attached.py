@@ -17,11 +17,11 @@ from benchmarks.common import token, workload
 from benchmarks.common.shapes import SHAPES, bytes_read, model_of
 from benchmarks.common.timing import Figures, check_floor, drained, in_turns, of_tokens, settled
 from kvindex_adapters.hf.attach import attach
-from kvindex_adapters.hf.cache import IndexCache
+from kvindex_adapters.hf.cache.cache import IndexCache
 from kvindex_adapters.hf.generate import ONE_ANSWER
-from kvindex_adapters.hf.prefill import prefill
-from kvindex_adapters.hf.run_ahead import decoding_options
-from kvindex_adapters.hf.token_graph import TokenGraph
+from kvindex_adapters.hf.generation.prefill import prefill
+from kvindex_adapters.hf.graph.run_ahead import decoding_options
+from kvindex_adapters.hf.graph.token_graph import TokenGraph
 from kvindex_adapters.llama.fused import device_refusal
 from kvindex_adapters.llama.weights import read_weights
 

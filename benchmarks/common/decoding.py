@@ -14,7 +14,7 @@ from kvindex.core.capability import required
 from kvindex.core.geometry import Geometry
 from kvindex.core.protocol import Reserves
 from kvindex.layer import AttentionLayer
-from kvindex_adapters.hf.placement import default_placement
+from kvindex_adapters.common.placement import default_placement
 
 UPDATE = 256
 """Tokens between two updates of a layer, and of each update."""

@@ -21,8 +21,8 @@ from benchmarks.common.timing import Figures, captured, in_turns
 from kvindex.core.geometry import Geometry
 from kvindex.core.graphs import GRAPHS
 from kvindex.core.ranks import Ranks
+from kvindex_adapters.common import parallel
 from kvindex_adapters.decoder.dense import DenseAttention
-from kvindex_adapters.hf import parallel
 from kvindex_adapters.llama.heads import HeadRanks
 from kvindex_adapters.llama.shares import share
 from kvindex_adapters.llama.weights import Weights

@@ -14,7 +14,7 @@ from torch import Tensor
 from kvindex_adapters.evaluate.capture import Captured, capture
 from kvindex_adapters.evaluate.machine import describe
 from kvindex_adapters.evaluate.output_files import output, write_json
-from kvindex_adapters.hf.load_model import load, smollm2
+from kvindex_adapters.hf.model.load_model import load, smollm2
 
 SEED = 0
 
@@ -32,7 +32,7 @@ def add_model(parser: argparse.ArgumentParser) -> None:
 
 
 def loaded(given: argparse.Namespace, **options: Any) -> tuple[Any, Any]:
-    """The model and its tokenizer; options and errors: of `kvindex_adapters.hf.load_model.load`."""
+    """The model and its tokenizer; options and errors as of `hf.model.load_model.load`."""
     folder, file = _named(given)
     return load(folder, gguf_file=file, lora=given.lora, device=given.device, **options)
 

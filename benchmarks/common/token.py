@@ -23,14 +23,14 @@ from kvindex.core.capability import required
 from kvindex.core.geometry import Geometry
 from kvindex.core.protocol import Reserves
 from kvindex.layer import AttentionLayer
+from kvindex_adapters.common.placement import default_placement
+from kvindex_adapters.common.token_ring import TokenRing
 from kvindex_adapters.decoder.config import DecoderConfig
 from kvindex_adapters.decoder.dense import DenseAttention
 from kvindex_adapters.decoder.graph import TokenGraph
 from kvindex_adapters.decoder.quantized import PLAIN
 from kvindex_adapters.decoder.sampling import Sampler, Sampling
 from kvindex_adapters.decoder.session import Attention, Session
-from kvindex_adapters.hf.placement import default_placement
-from kvindex_adapters.hf.token_ring import TokenRing
 from kvindex_adapters.llama.fused import Fused, refusal
 from kvindex_adapters.llama.weights import Weights
 from kvindex_cuda.memory.row_cache import RowCache

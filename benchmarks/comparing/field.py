@@ -34,7 +34,7 @@ from benchmarks.comparing.truth import MEASURES, Setting
 from benchmarks.reporting.field import MIDDLE, PIECES, STALE, WHOLE
 from kvindex.bases import faiss_library
 from kvindex.core import backend
-from kvindex_adapters.hf.tokenizer import punctuated
+from kvindex_adapters.hf.generation.tokenizer import punctuated
 
 SPECS = {
     "exact": ("exact", "exact+sample"),

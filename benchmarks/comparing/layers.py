@@ -14,7 +14,7 @@ from kvindex.core.protocol import KVIndex, ObservesQueries
 from kvindex.wrappers import Wrapper
 from kvindex_adapters.evaluate.capture import Captured
 from kvindex_adapters.hf.attach import attach
-from kvindex_adapters.hf.prefill import prefill
+from kvindex_adapters.hf.generation.prefill import prefill
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from kvindex.indexes.exact import Exact
 from kvindex.ops import group
 from kvindex_adapters.evaluate.fidelity import followed, full_logits
 from kvindex_adapters.hf.attach import attach
-from kvindex_adapters.hf.prefill import prefill
+from kvindex_adapters.hf.generation.prefill import prefill
 
 
 class OneList(Exact):

@@ -26,7 +26,7 @@ from kvindex.storage.store import TensorStore
 from kvindex_adapters.evaluate.capture import Captured, capture
 from kvindex_adapters.evaluate.fidelity import divergences, full_logits
 from kvindex_adapters.hf.attach import attach
-from kvindex_adapters.hf.prefill import prefill
+from kvindex_adapters.hf.generation.prefill import prefill
 
 PARTS = ("both", "keys", "values")
 """Of a row, what is coded."""

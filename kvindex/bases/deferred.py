@@ -7,8 +7,8 @@ from torch import Tensor
 
 from kvindex.core import check
 from kvindex.core.geometry import Geometry
-from kvindex.core.guard import Guarded
 from kvindex.core.protocol import UNUSED, Hits
+from kvindex.core.transaction import Guarded
 
 
 class DeferredChecks(Guarded):

@@ -12,10 +12,11 @@ from torch import Tensor
 
 from kvindex.core.geometry import Geometry
 from kvindex.core.protocol import Executor
-from kvindex.cpu import ahead, fetch, group, select, served, units
-from kvindex.cpu.executor import ParisKVExecutor
+from kvindex.cpu import fetch, group, select, units
+from kvindex.cpu.pariskv import precompile, supported
+from kvindex.cpu.pariskv.executor import ParisKVExecutor
+from kvindex.cpu.pariskv.tiered_votes import TierExecutor
 from kvindex.cpu.store import CompiledStore
-from kvindex.cpu.tiers import TierExecutor
 from kvindex.ops import attention, coarse, codes, messages, rerank, sampling, transform
 from kvindex.pariskv.config import ParisKVConfig
 
@@ -58,9 +59,9 @@ def accelerate(
 
     constants: of a ParisKV: its rotation and levels.
     """
-    if not isinstance(config, ParisKVConfig) or served.refusal(config, geometry):
+    if not isinstance(config, ParisKVConfig) or supported.refusal(config, geometry):
         return None
-    ahead.begin(config)
+    precompile.begin(config)
     kind = TierExecutor if config.coarse == "tiers" else ParisKVExecutor
     return kind.of(geometry, config, **constants)
 
@@ -69,4 +70,4 @@ def refusal(geometry: Geometry, config: object) -> str:
     """Why `accelerate` gives None."""
     if not isinstance(config, ParisKVConfig):
         return f"config: got {type(config).__name__}, allowed is ParisKVConfig"
-    return served.refusal(config, geometry) or "none"
+    return supported.refusal(config, geometry) or "none"

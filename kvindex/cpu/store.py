@@ -9,7 +9,7 @@ from torch import Tensor
 from kvindex.core.protocol import Attended, Hits, Rows
 from kvindex.core.resident import ResidentRows
 from kvindex.cpu import threads, views
-from kvindex.cpu.attending import attending
+from kvindex.cpu.attend_rows import attending
 from kvindex.cpu.fetch import gather_rows
 from kvindex.cpu.state import ResidentState, addresses
 from kvindex.storage.store import TensorStore

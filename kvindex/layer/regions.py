@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from kvindex.core.geometry import Geometry
-from kvindex.core.guard import in_plain_torch
 from kvindex.core.protocol import Rows
 from kvindex.core.resident import ResidentRows
 from kvindex.core.restore import Restorable
+from kvindex.core.transaction import in_plain_torch
 from kvindex.layer.sink import Sink, first_of, joined, joining
 from kvindex.storage.columns import Columns, Valid
 from kvindex.storage.layout import TensorSpec, check_layout, distinct

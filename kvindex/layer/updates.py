@@ -12,9 +12,9 @@ from torch import Tensor
 
 from kvindex.core import check
 from kvindex.core.capability import capability
-from kvindex.core.guard import Guarded
 from kvindex.core.protocol import AppendsAsync, ChecksState, EncodesBlocks, KeepsState, KVIndex
 from kvindex.core.restore import Restorable, cut_back
+from kvindex.core.transaction import Guarded
 from kvindex.layer.async_append import AsyncAppend
 from kvindex.layer.regions import Regions
 from kvindex.layer.stats import Tally

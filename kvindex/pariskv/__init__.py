@@ -3,5 +3,5 @@
 `config` (options and presets), `encoding` (keys become codes), `inputs` (tokens and queries as a
 search reads them), `candidates` (the coarse stage: votes), `estimates` (the codes' inner products),
 `ranked` (the best rows) and `drawn` (rows drawn by their shares). Functions over tensors, which
-keep nothing; `kvindex.indexes.pariskv` holds the tokens.
+keep nothing; `kvindex.pariskv.index` holds the tokens.
 """

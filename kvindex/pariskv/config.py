@@ -1,6 +1,6 @@
 """What ParisKV can be told: options, presets, and how many keys pass each stage.
 
-Of the index itself: `kvindex.indexes.pariskv`.
+Of the index itself: `kvindex.pariskv.index`.
 """
 
 from __future__ import annotations

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from kvindex.core.geometry import Geometry
 from kvindex.core.protocol import Codes
-from kvindex.ops import regression
-from kvindex.ops.block_layout import BLOCK
 from kvindex.ops.codes import SUBSPACE
+from kvindex.pariskv import sign_regression
+from kvindex.pariskv.block_layout import BLOCK
 from kvindex.pariskv.config import ParisKVConfig
 
 
@@ -75,11 +75,11 @@ class Encoding:
 
         entries: of a column of codes, every so many of the first tokens (`Columns.every`).
         """
-        fitted = regression.fitted_blocks(blocks) * self.block_tokens
-        every = regression.stride(fitted)
+        fitted = sign_regression.fitted_blocks(blocks) * self.block_tokens
+        every = sign_regression.stride(fitted)
         names = "signs", "magnitudes", "weights"
         signs, magnitudes, weights = (entries(name, fitted, every) for name in names)
-        return regression.fit(signs, magnitudes, weights[..., 0] > 0, self.levels, self.level)
+        return sign_regression.fit(signs, magnitudes, weights[..., 0] > 0, self.levels, self.level)
 
     def _centers(self, keys: Tensor, valid: Tensor | None) -> Codes:
         """A center for each block of keys, where blocks have one."""

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from kvindex.core.geometry import Geometry
 from kvindex.core.protocol import UNUSED, Codes
-from kvindex.ops import group, regression
+from kvindex.ops import group
+from kvindex.pariskv import sign_regression
 from kvindex.pariskv.config import ParisKVConfig
 from kvindex.pariskv.encoding import Encoding
 
@@ -102,7 +103,7 @@ class Queries:
         directions, norms = tokens.ops.transform.normalize(folded)
         rotated = tokens.ops.transform.rotate(directions, tokens.encoding.rotation)
         offsets, norms, matrix = _offsets(folded, tokens), norms[..., None], tokens.regression
-        voting = rotated if matrix is None else regression.voting(rotated, matrix)
+        voting = rotated if matrix is None else sign_regression.voting(rotated, matrix)
         return Queries(voting, voting * norms, rotated * norms, offsets)
 
 

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from kvindex.core import check
 from kvindex.core.capability import capability
-from kvindex.core.guard import in_plain_torch
 from kvindex.core.protocol import Explains, JoinsBatch
+from kvindex.core.transaction import in_plain_torch
 from kvindex.layer.attention_layer import AttentionLayer
 from kvindex.pool.report import LayersReport, Report
 from kvindex.pool.sequences import Sequences, check_queries, check_tokens, undone

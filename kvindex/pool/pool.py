@@ -10,7 +10,6 @@ from torch import Tensor
 
 from kvindex.core import check
 from kvindex.core.capability import capability, required
-from kvindex.core.guard import in_plain_torch
 from kvindex.core.protocol import (
     UNUSED,
     Attended,
@@ -22,6 +21,7 @@ from kvindex.core.protocol import (
     Rows,
 )
 from kvindex.core.resident import ResidentRows
+from kvindex.core.transaction import in_plain_torch
 from kvindex.layer.retrieval import bias_of, rows_to_ask
 from kvindex.ops import attention
 from kvindex.pool.report import Report

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from kvindex.core.capability import Capable, P, capability, required
 from kvindex.core.geometry import Geometry
-from kvindex.core.guard import Guarded
 from kvindex.core.protocol import (
     AppendsAsync,
     Attended,
@@ -41,6 +40,7 @@ from kvindex.core.protocol import (
 )
 from kvindex.core.resident import ResidentRows
 from kvindex.core.restore import Restorable, cut_back
+from kvindex.core.transaction import Guarded
 from kvindex.storage.layout import Layout, check_layout
 from kvindex.storage.recipe import Recipe, as_json, class_name
 from kvindex.storage.saved import save_folder

@@ -1,6 +1,6 @@
-"""The layout of blocks of codes, which is that of `kvindex/ops/block_layout.py`."""
+"""The layout of blocks of codes, which is that of `kvindex/pariskv/block_layout.py`."""
 
-from kvindex.ops.block_layout import (
+from kvindex.pariskv.block_layout import (
     ALIGNED,
     BLOCK,
     MAX_TOKENS,

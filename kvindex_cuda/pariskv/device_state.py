@@ -10,8 +10,8 @@ from torch import Tensor
 
 from kvindex.core.geometry import Geometry
 from kvindex.core.protocol import Contents, Rows
-from kvindex.ops.block_layout import words_of
 from kvindex.ops.coarse import TIERS
+from kvindex.pariskv.block_layout import words_of
 from kvindex_cuda.memory.layout import BLOCK
 from kvindex_cuda.memory.row_cache import RowCache
 

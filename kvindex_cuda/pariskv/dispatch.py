@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from kvindex.core.geometry import Geometry
-from kvindex.ops.step_votes import PLANES
 from kvindex.pariskv.config import ParisKVConfig
+from kvindex.pariskv.sign_votes import PLANES
 from kvindex.storage.codecs import BITS
 from kvindex.storage.store import AddressedRows
 from kvindex_cuda.memory.attend_latents import MOST_HEADS as LATENT_HEADS

@@ -18,7 +18,7 @@ from torch import Tensor
 from kvindex.core.geometry import Geometry
 from kvindex.ops import codes as reference
 from kvindex.ops import priority
-from kvindex.ops.step_votes import SAMPLED
+from kvindex.pariskv.sign_votes import SAMPLED
 from kvindex_cuda.memory.layout import BLOCK, Layout
 from kvindex_cuda.pariskv.base_step import COUNTERS
 from kvindex_cuda.pariskv.device_state import State

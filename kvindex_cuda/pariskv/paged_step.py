@@ -20,8 +20,8 @@ from torch import Tensor
 
 from kvindex import ops
 from kvindex.core.geometry import Geometry
-from kvindex.ops.block_layout import words_of
 from kvindex.ops.coarse import TIERS
+from kvindex.pariskv.block_layout import words_of
 from kvindex.pariskv.config import ParisKVConfig
 from kvindex.pariskv.encoding import Encoding
 from kvindex_cuda.memory.arena import Arena

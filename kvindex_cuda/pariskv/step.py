@@ -19,7 +19,7 @@ from torch import Tensor
 from kvindex.core.geometry import Geometry
 from kvindex.ops import codes as reference
 from kvindex.ops import priority, transform
-from kvindex.ops.step_votes import PLANES
+from kvindex.pariskv.sign_votes import PLANES
 from kvindex_cuda.memory.layout import Layout
 from kvindex_cuda.pariskv.base_step import BaseStep
 from kvindex_cuda.pariskv.device_state import State

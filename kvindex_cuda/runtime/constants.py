@@ -5,10 +5,11 @@ from __future__ import annotations
 from functools import cache
 
 from kvindex.core import check
-from kvindex.ops import block_layout, coarse, codes, priority, transform
-from kvindex.ops import step_state as step
-from kvindex.ops import step_votes as votes
-from kvindex.ops import table_step as table
+from kvindex.ops import coarse, codes, priority, transform
+from kvindex.pariskv import block_layout
+from kvindex.pariskv import sign_votes as votes
+from kvindex.pariskv import step_state as step
+from kvindex.pariskv import tiered_votes as table
 
 TOKENS = block_layout.BLOCK
 """Of a block of codes or rows."""

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from kvindex.indexes.pariskv import ParisKV
-from kvindex_adapters.hf.load_model import load, smollm2
+from kvindex.pariskv.index import ParisKV
+from kvindex_adapters.hf.model.load_model import load, smollm2
 from tests.cuda.devices import DEVICES, on
 from tests.cuda.graphs import WholeGraph, counted
 

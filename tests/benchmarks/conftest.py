@@ -5,8 +5,8 @@ from functools import partial
 import pytest
 
 from benchmarks.common import correctness, decoding, reading, shapes, token, workload
-from kvindex.indexes.pariskv import ParisKV
-from kvindex_adapters.hf import layer_options
+from kvindex.pariskv.index import ParisKV
+from kvindex_adapters.common import layer_options
 from tests.adapters.tiny import build
 from tests.cuda import emulator
 

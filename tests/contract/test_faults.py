@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import kvindex
-from kvindex.core.guard import Guarded
+from kvindex.core.transaction import Guarded
 from kvindex.indexes.exact import Exact
 from kvindex.layer import AttentionLayer
 from kvindex.layer.updates import LAG

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kvindex import BaseIndex
-from kvindex.core import check, guard
+from kvindex.core import check, transaction
 from kvindex.core.check import MOST_ROWS
 from kvindex.layer import AttentionLayer
 from kvindex.testing.contract.limits import (
@@ -248,7 +248,7 @@ def test_a_call_that_fails_is_undone_before_another_thread_may_look(monkeypatch)
 
     def seen(self, checkpoint):
         access = self._access
-        inside.append((access._holder[guard._HOLDER], access._depth))
+        inside.append((access._holder[transaction._HOLDER], access._depth))
         rollback(self, checkpoint)
 
     monkeypatch.setattr(BaseIndex, "rollback", seen)

@@ -121,7 +121,7 @@ print(os.waitpid(child, 0)[1])
 def test_a_child_of_a_fork_beside_a_first_search_searches():
     """Threads prepare what searches of a state share, which locks nothing that the child needs."""
     code = """
-from kvindex.cpu.stages import Stages
+from kvindex.cpu.pariskv.stages import Stages
 want, inside, go = ids(), threading.Event(), threading.Event()
 index.truncate(2900)
 blocks = Stages.__dict__["_blocks"]
@@ -167,7 +167,7 @@ print(sum(same(hits, want[i % 8]) for i, hits in enumerate(found)))
 def test_kernels_are_compiled_ahead_of_the_first_search():
     code = """
 from kvindex.cpu import ahead
-from kvindex.cpu.kernels.draw import draw_rows
+from kvindex.cpu.kernels.sampled_rows import draw_rows
 from kvindex.cpu.kernels.step import attend_groups
 ahead.wait()
 before = [len(kernel.signatures) for kernel in (draw_rows, attend_groups)]

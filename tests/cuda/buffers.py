@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from kvindex.core.protocol import Attended
-from kvindex.ops.block_layout import BLOCK
-from kvindex.ops.decode_step import Draw, Prepared, Scanned, Selected
-from kvindex.ops.step_state import BINS, BUCKETS, EMPTY, Reranked, State
-from kvindex.ops.step_votes import SAMPLED
-from kvindex.ops.table_step import PIECES, POINTS, Candidates, QueryTable, Voted
+from kvindex.pariskv.block_layout import BLOCK
+from kvindex.pariskv.decode_step import Draw, Prepared, Scanned, Selected
+from kvindex.pariskv.sign_votes import SAMPLED
+from kvindex.pariskv.step_state import BINS, BUCKETS, EMPTY, Reranked, State
+from kvindex.pariskv.tiered_votes import PIECES, POINTS, Candidates, QueryTable, Voted
 from kvindex_cuda.pariskv import base_step, device_state
 from kvindex_cuda.runtime.constants import EDGE
 

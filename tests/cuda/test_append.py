@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from kvindex.core.check import LARGEST
-from kvindex.indexes.pariskv import ParisKV
 from kvindex.ops import codes
+from kvindex.pariskv.index import ParisKV
 from kvindex_cuda.memory.layout import BLOCK
 from kvindex_cuda.runtime import launch
 from tests.support.helpers import ROUNDED, Case, assert_same_hits, left_padding, part, sampled

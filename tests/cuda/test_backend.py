@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from kvindex.indexes.pariskv import ParisKV
 from kvindex.layer import AttentionLayer
+from kvindex.pariskv.index import ParisKV
 from kvindex_cuda.memory.async_copy import PinnedAllocator
 from kvindex_cuda.memory.block_store import BlockStore
 from tests.cuda.host_memory import FakeAllocator

@@ -10,8 +10,8 @@ import torch
 
 from kvindex.core.graphs import GRAPHS
 from kvindex.core.protocol import Rows
-from kvindex.indexes.pariskv import ParisKV
 from kvindex.layer import AttentionLayer
+from kvindex.pariskv.index import ParisKV
 from kvindex_cuda.pariskv import step as steps
 from tests.cuda.graphs import WholeGraph, kept
 from tests.cuda.launches import Launches

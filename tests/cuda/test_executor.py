@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import kvindex
 from kvindex.core.protocol import Attends
 from kvindex.core.resident import ResidentRows
-from kvindex.indexes.pariskv import ParisKV
 from kvindex.layer import AttentionLayer
+from kvindex.pariskv.index import ParisKV
 from kvindex.testing.contract.attending import check_attention_where_few_tokens_are_valid
 from kvindex_cuda.pariskv import shared_step
 from kvindex_cuda.pariskv.device_state import put

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from kvindex.core import graphs as replaying
-from kvindex.indexes.pariskv import ParisKV
 from kvindex.layer import AttentionLayer
+from kvindex.pariskv.index import ParisKV
 from kvindex_cuda.pariskv.graph import WARM
 from tests.cuda.graphs import counted
 from tests.cuda.launches import Launches

@@ -9,7 +9,7 @@ import torch
 from kvindex.core.protocol import Attends, CapturesStep, DecodesStep
 from kvindex.core.resident import ResidentRows
 from kvindex.layer import AttentionLayer
-from kvindex.ops import decode_step
+from kvindex.pariskv import decode_step
 from kvindex.testing.contract.attending import check_attention_where_few_tokens_are_valid
 from kvindex_cuda.pariskv.dispatch import kind_of, refusal
 from kvindex_cuda.pariskv.latent_step import LatentStep

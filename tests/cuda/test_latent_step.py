@@ -1,4 +1,4 @@
-"""A step over latents for many heads against its torch twin (`kvindex.ops.decode_step`).
+"""A step over latents for many heads against its torch twin (`kvindex.pariskv.decode_step`).
 
 Each stage gets what the kernels before it have written, so that integers must be equal to the bit
 and floats up to rounding. On a CPU the kernels are emulated.
@@ -10,10 +10,11 @@ from functools import cache, partial
 import pytest
 import torch
 
-from kvindex.ops import decode_step, priority
-from kvindex.ops.decode_step import Draw, Prepared, Scanned, Selected
-from kvindex.ops.step_state import EMPTY, id_of, vote_of
-from kvindex.ops.step_votes import center_products, planes_of, sample_of, thresholds_of
+from kvindex.ops import priority
+from kvindex.pariskv import decode_step
+from kvindex.pariskv.decode_step import Draw, Prepared, Scanned, Selected
+from kvindex.pariskv.sign_votes import center_products, planes_of, sample_of, thresholds_of
+from kvindex.pariskv.step_state import EMPTY, id_of, vote_of
 from kvindex_cuda.pariskv.latent_step import LatentStep, tile_of
 from tests.cuda.buffers import addressed, places_of_words
 from tests.cuda.devices import on, on_devices

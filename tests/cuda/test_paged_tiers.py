@@ -10,8 +10,8 @@ from kvindex.core.geometry import Geometry
 from kvindex.core.protocol import UNUSED
 from kvindex.ops import coarse
 from kvindex.ops.attention import attend
-from kvindex.ops.block_layout import SubspaceLayout, words_of
-from kvindex.ops.step_state import State
+from kvindex.pariskv.block_layout import SubspaceLayout, words_of
+from kvindex.pariskv.step_state import State
 from kvindex_adapters.vllm import pages
 from kvindex_adapters.vllm.attention import PagedAttention
 from kvindex_cuda.memory.layout import BLOCK

@@ -13,7 +13,7 @@ from hypothesis.stateful import run_state_machine_as_test
 
 import kvindex
 from kvindex.core.protocol import Hits, JoinsBatch
-from kvindex.ops import decode_step
+from kvindex.pariskv import decode_step
 from kvindex_cuda.memory.slab_pool import DeviceAllocator
 from kvindex_cuda.pariskv.graph import WARM
 from kvindex_cuda.pariskv.step import Step

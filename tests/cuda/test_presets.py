@@ -7,9 +7,9 @@ import torch
 
 from kvindex import ops
 from kvindex.core.resident import ResidentRows
-from kvindex.indexes.pariskv import ParisKV
 from kvindex.layer import AttentionLayer
 from kvindex.ops import coarse, select
+from kvindex.pariskv.index import ParisKV
 from kvindex.testing.contract.attending import check_attention_where_few_tokens_are_valid
 from kvindex_cuda.memory.code_blocks import CodeBlocks
 from kvindex_cuda.memory.layout import SubspaceLayout

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from kvindex.core.protocol import Rows
-from kvindex.indexes.pariskv import ParisKV
 from kvindex.layer import AttentionLayer
+from kvindex.pariskv.index import ParisKV
 from tests.cuda.launches import Launches
 from tests.support.helpers import Case, Operations
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from kvindex.indexes.pariskv import ParisKV
 from kvindex.pariskv.encoding import Encoding
+from kvindex.pariskv.index import ParisKV
 from tests.cuda.launches import Launches
 from tests.cuda.test_append import (
     CASE,

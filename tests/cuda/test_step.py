@@ -12,7 +12,7 @@ import torch
 
 from kvindex.core.check import LARGEST
 from kvindex.ops.attention import attend
-from kvindex.ops.block_layout import words_of
+from kvindex.pariskv.block_layout import words_of
 from kvindex_cuda.memory.layout import BLOCK, Layout
 from kvindex_cuda.memory.row_cache import RowCache
 from kvindex_cuda.pariskv.device_state import State

@@ -1,4 +1,4 @@
-"""Every launch of a decoding step against its torch twin (`kvindex.ops.decode_step`).
+"""Every launch of a decoding step against its torch twin (`kvindex.pariskv.decode_step`).
 
 Each stage gets what the kernels before it have written, so that integers must be equal to the bit
 and floats up to rounding; lists come in any order. On a CPU the kernels are emulated.
@@ -10,11 +10,11 @@ from functools import cache, partial
 import pytest
 import torch
 
-from kvindex.ops import decode_step, regression, table_step
-from kvindex.ops.block_layout import BLOCK, places
 from kvindex.ops.codes import FACTOR
-from kvindex.ops.step_state import queries_of, rotated
-from kvindex.ops.step_votes import integers_of, sample_of, thresholds_of
+from kvindex.pariskv import decode_step, sign_regression, tiered_votes
+from kvindex.pariskv.block_layout import BLOCK, places
+from kvindex.pariskv.sign_votes import integers_of, sample_of, thresholds_of
+from kvindex.pariskv.step_state import queries_of, rotated
 from kvindex_cuda.pariskv.step import Step
 from kvindex_cuda.pariskv.table_step import TableStep
 from tests.cuda.buffers import Buffers, addressed
@@ -145,7 +145,7 @@ def test_a_query_is_rotated_and_rounded(name, device):
     want = decode_step.prepare_query(layer.queries, layer.state, layer.config)
     directions, norms, _ = rotated(layer.queries, layer.config)
     if (matrix := layer.state.regression) is not None:
-        directions = regression.voting(directions, matrix)
+        directions = sign_regression.voting(directions, matrix)
     peaks = directions.double().abs().amax(-1, keepdim=True)
     integers = integers_of(got.planes)
     exact = directions.double() * (layer.config.largest / peaks)
@@ -256,7 +256,7 @@ def assert_attended(layer, kernels):
 @paper
 def test_keys_are_counted_by_centroids(name, device):
     layer, kernels = ran(name, "paper", device)
-    want = table_step.count_keys(layer.state, layer.config)
+    want = tiered_votes.count_keys(layer.state, layer.config)
     assert torch.equal(kernels.counted, want)
     assert torch.equal(want, layer.state.histogram)  # of the index
 
@@ -266,7 +266,7 @@ def test_a_table_of_the_query(name, device):
     """But for centroids whose order the last bit of a rotated query turns."""
     layer, kernels = ran(name, "paper", device)
     got = kernels.query
-    want = table_step.query_table(layer.queries, layer.state, layer.config)
+    want = tiered_votes.query_table(layer.queries, layer.state, layer.config)
     assert_equal(got, want, "ups", "wrong")
     assert_operands(got, layer)
     assert got.table.shape == want.table.shape
@@ -277,23 +277,25 @@ def test_a_table_of_the_query(name, device):
 def test_votes_of_all_keys(name, device):
     layer, kernels = ran(name, "paper", device)
     got = kernels.voted
-    want = table_step.vote(layer.state, kernels.query, layer.config)
+    want = tiered_votes.vote(layer.state, kernels.query, layer.config)
     assert_equal(got, want, "votes", "totals")
-    pieces = -(-layer.state.tokens // table_step.CHUNK)  # of one chunk each; the others no one sees
+    pieces = -(
+        -layer.state.tokens // tiered_votes.CHUNK
+    )  # of one chunk each; the others no one sees
     assert torch.equal(got.pieces[..., :pieces, :], want.pieces[..., :pieces, :])
 
 
 @paper
 def test_candidates_of_any_head(name, device):
     layer, kernels = ran(name, "paper", device)
-    want = table_step.candidates(layer.state, kernels.voted)
+    want = tiered_votes.candidates(layer.state, kernels.voted)
     assert_equal(kernels.chosen, want, "candidates", "candidate_counts")
 
 
 @paper
 def test_estimates_with_a_weight_for_each_subspace(name, device):
     layer, kernels = ran(name, "paper", device)
-    want = table_step.rerank_blocks(layer.state, kernels.query, kernels.chosen, layer.config)
+    want = tiered_votes.rerank_blocks(layer.state, kernels.query, kernels.chosen, layer.config)
     assert_reranked(kernels.reranked, want)
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from kvindex.ops import codes
-from kvindex.ops.block_layout import BLOCK, Layout, SubspaceLayout, places, words_of
+from kvindex.pariskv.block_layout import BLOCK, Layout, SubspaceLayout, places, words_of
 from kvindex_cuda.pariskv.device_state import State
 from kvindex_cuda.pariskv.update_state import update_state
 from tests.cuda import emulator

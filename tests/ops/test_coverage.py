@@ -9,7 +9,7 @@ import torch
 from kvindex import BaseIndex
 from kvindex.indexes.exact import Exact
 from kvindex.ops import coverage
-from kvindex.pariskv.estimates import errors, estimates
+from kvindex.pariskv.rerank import errors, estimates
 from tests.support.helpers import Case, assert_well_formed, left_padding
 
 CASE = Case(q_heads=6, kv_heads=2, head_dim=64, batch=2)

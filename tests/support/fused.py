@@ -3,7 +3,7 @@
 from functools import wraps
 from types import SimpleNamespace
 
-from kvindex_adapters.hf import fused_token
+from kvindex_adapters.hf.graph import fused_token
 
 
 def on_a_cpu(monkeypatch):

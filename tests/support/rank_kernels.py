@@ -8,7 +8,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from kvindex.indexes.pariskv import ParisKV
+from kvindex.pariskv.index import ParisKV
 from tests.cuda import emulator
 
 

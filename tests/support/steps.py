@@ -10,8 +10,8 @@ from torch import Tensor
 from kvindex import Hits
 from kvindex.ops import codes as encoding
 from kvindex.ops.attention import NEVER, cap
-from kvindex.ops.block_layout import BLOCK, Layout, SubspaceLayout, words_of
-from kvindex.ops.step_state import State, StepConfig
+from kvindex.pariskv.block_layout import BLOCK, Layout, SubspaceLayout, words_of
+from kvindex.pariskv.step_state import State, StepConfig
 from kvindex.storage.centers import center_of, is_centered, of_rows
 from kvindex.storage.codecs import codec
 from tests.support.helpers import Case

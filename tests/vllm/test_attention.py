@@ -8,7 +8,7 @@ import torch
 import kvindex
 from kvindex.core.geometry import Geometry
 from kvindex.ops.attention import attend
-from kvindex.ops.block_layout import BLOCK
+from kvindex.pariskv.block_layout import BLOCK
 from kvindex_adapters.vllm import pages
 from kvindex_adapters.vllm.attention import PagedAttention, Sequence
 from kvindex_adapters.vllm.options import Options

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from kvindex.ops.block_layout import Layout, SubspaceLayout
+from kvindex.pariskv.block_layout import Layout, SubspaceLayout
 from kvindex_adapters.vllm import unsupported
 from kvindex_adapters.vllm.options import Options
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kvindex.ops.block_layout import BLOCK
+from kvindex.pariskv.block_layout import BLOCK
 from kvindex_adapters.vllm import pages
 
 G, D = 2, 8

@@ -15,10 +15,10 @@ from transformers import TextStreamer
 from kvindex_adapters.cli.documents import Document
 from kvindex_adapters.cli.engine import Engine
 from kvindex_adapters.cli.progress import Bars, bars, console
+from kvindex_adapters.common.prompt import common_length, encode_prompt
+from kvindex_adapters.common.prompt_chunks import Progress
 from kvindex_adapters.evaluate.machine import describe
 from kvindex_adapters.hf.generate import Generation
-from kvindex_adapters.hf.prefill import Progress
-from kvindex_adapters.hf.prompt import common_length, encode_prompt
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,8 @@ from kvindex.core.capability import capability
 from kvindex.core.protocol import KVIndex, RunsOps, WarmsUp
 from kvindex.layer import AttentionLayer
 from kvindex.storage.saved import check_new
-from kvindex_adapters.hf.layer_options import check_spec
-from kvindex_adapters.hf.saving import open_cache
+from kvindex_adapters.common.layer_options import check_spec
+from kvindex_adapters.hf.cache.saving import open_cache
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 

@@ -99,7 +99,7 @@ def compare(
     from kvindex_adapters.cli import common
     from kvindex_adapters.evaluate.compare.measuring import load
     from kvindex_adapters.evaluate.compare.settings import Settings
-    from kvindex_adapters.hf import load_model
+    from kvindex_adapters.hf.model import load_model
 
     number = common.check_dtype(dtype)
     common.check_size("jobs", jobs, 1)

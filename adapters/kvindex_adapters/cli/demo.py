@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from kvindex_adapters.cli.progress import Bars
     from kvindex_adapters.evaluate.fidelity import Fidelity
     from kvindex_adapters.evaluate.tasks import Needle
-    from kvindex_adapters.hf.cache import IndexCache
+    from kvindex_adapters.hf.cache.cache import IndexCache
     from kvindex_adapters.hf.generate import Generation
 
 MODEL = "SmolLM2-135M-Instruct (Q4_1, computed in {dtype})"
@@ -65,9 +65,9 @@ def demo(
     from kvindex_adapters.evaluate.output_files import check_output, write_json
     from kvindex_adapters.evaluate.tasks import hide
     from kvindex_adapters.evaluate.texts import paragraphs, python_reference
-    from kvindex_adapters.hf import load_model
     from kvindex_adapters.hf.attach import attach
-    from kvindex_adapters.hf.tokenizer import punctuated
+    from kvindex_adapters.hf.generation.tokenizer import punctuated
+    from kvindex_adapters.hf.model import load_model
 
     number = common.check_dtype(dtype)
     common.check_size("tokens", tokens, SHORTEST, LONGEST)
@@ -148,7 +148,7 @@ def _compared(
     import torch
 
     from kvindex_adapters.evaluate.fidelity import followed
-    from kvindex_adapters.hf.prefill import prefill
+    from kvindex_adapters.hf.generation.prefill import prefill
 
     last = indexed.prompt_ids[-2:]  # several tokens: an update that is under way ends
     cache.crop(-len(indexed.answer_ids) - len(last))

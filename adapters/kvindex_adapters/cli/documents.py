@@ -9,12 +9,13 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from kvindex_adapters.common.prompt_chunks import Progress
 from kvindex_adapters.decoder import Decoder, OpenSession
 from kvindex_adapters.hf.attach import attach
-from kvindex_adapters.hf.cache import IndexCache
-from kvindex_adapters.hf.conversation import check_follows
-from kvindex_adapters.hf.prefill import Progress, read
-from kvindex_adapters.hf.tokenizer import punctuated
+from kvindex_adapters.hf.cache.cache import IndexCache
+from kvindex_adapters.hf.generation.conversation import check_follows
+from kvindex_adapters.hf.generation.prefill import read
+from kvindex_adapters.hf.generation.tokenizer import punctuated
 
 
 class Document(Protocol):

@@ -91,8 +91,9 @@ def generate(
     from kvindex_adapters.cli import answers, common
     from kvindex_adapters.cli import engine as engines
     from kvindex_adapters.cli.progress import console
+    from kvindex_adapters.common import parallel
     from kvindex_adapters.evaluate.output_files import check_output, write_json
-    from kvindex_adapters.hf import load_model, parallel
+    from kvindex_adapters.hf.model import load_model
     from kvindex_adapters.llama.heads import HeadRanks
 
     number = common.check_dtype(dtype)

@@ -7,9 +7,9 @@ from typing import Any
 from torch import Tensor
 
 from kvindex.layer import AttentionLayer
+from kvindex_adapters.common.layer_options import LayerOptions, Ropes
 from kvindex_adapters.decoder.config import DecoderConfig
 from kvindex_adapters.decoder.dense import DenseAttention
-from kvindex_adapters.hf.layer_options import LayerOptions, Ropes
 from kvindex_adapters.hf.unsupported import check_dense
 
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from kvindex_adapters.common.prompt import Prompt, encode_prompt
+from kvindex_adapters.common.prompt_chunks import check_prompt
 from kvindex_adapters.decoder.config import DecoderConfig
-from kvindex_adapters.hf.prefill import check_prompt
-from kvindex_adapters.hf.prompt import Prompt, encode_prompt
 
 Prompts = list[str] | list[list[dict[str, str]]] | list[Tensor]
 """Several prompts, each as `Prompt` says."""

@@ -8,10 +8,10 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from kvindex_adapters.hf.attachment import attached
-from kvindex_adapters.hf.llama_family import check_family
-from kvindex_adapters.hf.unsupported import UnsupportedError
-from kvindex_adapters.hf.wrapped import no_model
+from kvindex_adapters.common.unsupported import UnsupportedError
+from kvindex_adapters.hf.model.attachment import attached
+from kvindex_adapters.hf.model.llama_family import check_family
+from kvindex_adapters.hf.model.wrapped import no_model
 
 
 @dataclass(frozen=True)

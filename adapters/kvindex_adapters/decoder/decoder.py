@@ -16,6 +16,12 @@ from kvindex.core import check
 from kvindex.core.capability import capability
 from kvindex.core.protocol import RunsOps
 from kvindex.layer import AttentionLayer
+from kvindex_adapters.common.layer_options import IndexFactory, LayerOptions
+from kvindex_adapters.common.parallel import BOTH_SHARED, is_sharded
+from kvindex_adapters.common.prompt import Prompt
+from kvindex_adapters.common.prompt_chunks import Progress, check_prompt
+from kvindex_adapters.common.token_timer import TokenTimer
+from kvindex_adapters.common.unsupported import UnsupportedError
 from kvindex_adapters.decoder.attentions import make_attentions
 from kvindex_adapters.decoder.batch import (
     Prompts,
@@ -35,16 +41,10 @@ from kvindex_adapters.decoder.reading import Reading
 from kvindex_adapters.decoder.run import Run
 from kvindex_adapters.decoder.sampling import Sampling
 from kvindex_adapters.decoder.session import Session
-from kvindex_adapters.hf.conversation import Turn, next_turn
 from kvindex_adapters.hf.generate import INDEX, Generation, K, check_attach_options
-from kvindex_adapters.hf.layer_options import IndexFactory, LayerOptions
-from kvindex_adapters.hf.load_model import load
-from kvindex_adapters.hf.parallel import BOTH_SHARED, is_sharded
-from kvindex_adapters.hf.prefill import Progress, check_prompt
-from kvindex_adapters.hf.prompt import Prompt
-from kvindex_adapters.hf.token_timer import TokenTimer
-from kvindex_adapters.hf.tokenizer import punctuated
-from kvindex_adapters.hf.unsupported import UnsupportedError
+from kvindex_adapters.hf.generation.conversation import Turn, next_turn
+from kvindex_adapters.hf.generation.tokenizer import punctuated
+from kvindex_adapters.hf.model.load_model import load
 from kvindex_adapters.llama.fused import Fused
 from kvindex_adapters.llama.fused import refusal as fused_refusal
 from kvindex_adapters.llama.heads import HeadRanks

@@ -12,9 +12,9 @@ import warnings
 from torch import Tensor
 
 from kvindex.core.graphs import GRAPHS, Graph
+from kvindex_adapters.common.token_ring import AHEAD
 from kvindex_adapters.decoder.sampling import Sampler
 from kvindex_adapters.decoder.session import Session
-from kvindex_adapters.hf.token_ring import AHEAD
 
 WARM = 1
 """Tokens like it that are launched op by op before one is captured: they compile and allocate."""

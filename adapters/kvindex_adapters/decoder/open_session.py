@@ -14,14 +14,14 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvindex.core import check
-from kvindex.core.guard import in_plain_torch
+from kvindex.core.transaction import in_plain_torch
 from kvindex.layer import AttentionLayer
+from kvindex_adapters.common.exclusive import Exclusive
+from kvindex_adapters.common.prompt import Conversation, Messages
 from kvindex_adapters.decoder.dense import DenseAttention
 from kvindex_adapters.decoder.reading import Reading
 from kvindex_adapters.decoder.saving import load_session, save_session
 from kvindex_adapters.decoder.session import Session
-from kvindex_adapters.hf.exclusive import Exclusive
-from kvindex_adapters.hf.prompt import Conversation, Messages
 from kvindex_adapters.llama.fused import Fused
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any, TypedDict
 
+from kvindex_adapters.common.layer_options import IndexFactory
 from kvindex_adapters.decoder.sampling import Sampling
-from kvindex_adapters.hf.layer_options import IndexFactory
 
 GREEDY = Sampling()
 """The likeliest token each time."""

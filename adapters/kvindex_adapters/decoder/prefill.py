@@ -15,9 +15,9 @@ from torch.nn import functional
 
 from kvindex.core.protocol import Rows
 from kvindex.layer import AttentionLayer
+from kvindex_adapters.common.prompt_chunks import chunk_of
 from kvindex_adapters.decoder import layers
 from kvindex_adapters.decoder.config import DecoderConfig
-from kvindex_adapters.hf.prefill import chunk_of
 from kvindex_adapters.llama.weights import Weights
 
 Told = Callable[[layers.Attention, int, int], None]

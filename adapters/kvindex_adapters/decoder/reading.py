@@ -16,12 +16,12 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
+from kvindex_adapters.common.layer_options import Ropes
 from kvindex_adapters.decoder.config import DecoderConfig, check_share
 from kvindex_adapters.decoder.quantized import PLAIN, quantize
-from kvindex_adapters.hf.layer_options import Ropes
-from kvindex_adapters.hf.llama_family import check_modules
-from kvindex_adapters.hf.module_state import ModuleState
-from kvindex_adapters.hf.rotary import rotary_frequencies
+from kvindex_adapters.hf.model.llama_family import check_modules
+from kvindex_adapters.hf.model.module_state import ModuleState
+from kvindex_adapters.hf.model.rotary import rotary_frequencies
 from kvindex_adapters.llama.fused import Fused
 from kvindex_adapters.llama.heads import HeadRanks
 from kvindex_adapters.llama.shares import share

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvindex_adapters.common.prompt_chunks import Progress
+from kvindex_adapters.common.token_ring import TokenRing
 from kvindex_adapters.decoder.graph import TokenGraph
 from kvindex_adapters.decoder.reading import Reading
 from kvindex_adapters.decoder.sampling import Sampler, Sampling
 from kvindex_adapters.decoder.session import Session
-from kvindex_adapters.hf.prefill import Progress
-from kvindex_adapters.hf.token_ring import TokenRing
 
 
 @dataclass(frozen=True)

@@ -10,12 +10,12 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from kvindex.layer import AttentionLayer
+from kvindex_adapters.common.prompt import Conversation
 from kvindex_adapters.decoder.dense import DenseAttention
-from kvindex_adapters.hf.cache_layer import IndexedLayer
-from kvindex_adapters.hf.model_info import find_decoder
-from kvindex_adapters.hf.padding import Padding
-from kvindex_adapters.hf.prompt import Conversation
-from kvindex_adapters.hf.saving import load_cache, save_cache
+from kvindex_adapters.hf.cache.layer import IndexedLayer
+from kvindex_adapters.hf.cache.padding import Padding
+from kvindex_adapters.hf.cache.saving import load_cache, save_cache
+from kvindex_adapters.hf.model.info import find_decoder
 
 
 def save_session(
@@ -35,7 +35,7 @@ def save_session(
         conversation: The messages of these ids, or None.
 
     Raises:
-        As `kvindex_adapters.hf.saving.save_cache`.
+        As `kvindex_adapters.hf.cache.saving.save_cache`.
     """
     layers = [_cache_layer(attention) for attention in attentions]
     save_cache(folder, layers, ids, find_decoder(model), model.config, conversation)
@@ -57,7 +57,7 @@ def load_session(
         Ids int64 `[N]` of the tokens, and their conversation; each is None if unknown.
 
     Raises:
-        As `kvindex_adapters.hf.saving.load_cache`. Some layers may then contain tokens.
+        As `kvindex_adapters.hf.cache.saving.load_cache`. Some layers may then contain tokens.
     """
     layers = [_cache_layer(attention) for attention in attentions]
     known = load_cache(folder, layers, find_decoder(model), model.config)

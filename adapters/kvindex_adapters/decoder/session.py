@@ -10,19 +10,19 @@ from torch import Tensor
 
 from kvindex.core.capability import capability
 from kvindex.core.graphs import GRAPHS
-from kvindex.core.guard import in_plain_torch
 from kvindex.core.protocol import Explains, KVIndex
+from kvindex.core.transaction import in_plain_torch
 from kvindex.layer import AttentionLayer
 from kvindex.wrappers import Sharded
+from kvindex_adapters.common.exclusive import Exclusive
+from kvindex_adapters.common.parallel import sharded
+from kvindex_adapters.common.placement import expect, make_room
+from kvindex_adapters.common.prompt_chunks import Progress, chunks
 from kvindex_adapters.decoder import layers
 from kvindex_adapters.decoder.config import DecoderConfig
 from kvindex_adapters.decoder.dense import DenseAttention
 from kvindex_adapters.decoder.prefill import read_by_layer
-from kvindex_adapters.hf.exclusive import Exclusive
-from kvindex_adapters.hf.parallel import sharded
-from kvindex_adapters.hf.placement import expect, make_room
-from kvindex_adapters.hf.prefill import Progress, chunks
-from kvindex_adapters.hf.report import Report, sum_up
+from kvindex_adapters.hf.cache.report import Report, sum_up
 from kvindex_adapters.llama.fused import Fused, refusal
 from kvindex_adapters.llama.heads import HeadRanks
 from kvindex_adapters.llama.weights import Weights

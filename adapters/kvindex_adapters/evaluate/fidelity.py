@@ -14,11 +14,11 @@ import kvindex
 from kvindex.core import check
 from kvindex.core.protocol import KVIndex
 from kvindex.wrappers import MeasureRecall
+from kvindex_adapters.common.placement import default_placement
 from kvindex_adapters.evaluate.parallel import ParallelLayer
 from kvindex_adapters.hf.attach import attach
-from kvindex_adapters.hf.cache import IndexCache
-from kvindex_adapters.hf.placement import default_placement
-from kvindex_adapters.hf.prefill import prefill
+from kvindex_adapters.hf.cache.cache import IndexCache
+from kvindex_adapters.hf.generation.prefill import prefill
 
 BLOCK = 128
 """Steps that run at once: bounds the rows gathered for them."""

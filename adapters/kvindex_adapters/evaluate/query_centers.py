@@ -13,8 +13,9 @@ from kvindex.core import check
 from kvindex.core.protocol import KVIndex, ObservesQueries
 from kvindex.indexes.triattention import Centers
 from kvindex.wrappers import Wrapper
+from kvindex_adapters.common.prompt_chunks import Progress
 from kvindex_adapters.hf.attach import attach
-from kvindex_adapters.hf.prefill import Progress, prefill
+from kvindex_adapters.hf.generation.prefill import prefill
 
 
 class _Averager(Wrapper):

@@ -15,9 +15,9 @@ from kvindex.core import check
 from kvindex.ops import group
 from kvindex.ops.select import top_k
 from kvindex.wrappers.reuse import similarity
+from kvindex_adapters.common.prompt_chunks import Progress
 from kvindex_adapters.evaluate.capture import Captured, capture
 from kvindex_adapters.evaluate.recall import SINK
-from kvindex_adapters.hf.prefill import Progress
 
 ALWAYS = math.nextafter(1.0, 2.0)
 """Least threshold at which every step searches."""

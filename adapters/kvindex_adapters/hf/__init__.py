@@ -6,14 +6,14 @@ with kvhf.attach(model, index="pariskv", k=100) as cache:
 print(cache.report())
 """
 
+from kvindex_adapters.common.unsupported import UnsupportedError
 from kvindex_adapters.hf.attach import attach
-from kvindex_adapters.hf.batching import Batching, attach_batch
-from kvindex_adapters.hf.cache import IndexCache
+from kvindex_adapters.hf.batching.attach_batch import Batching, attach_batch
+from kvindex_adapters.hf.cache.cache import IndexCache
+from kvindex_adapters.hf.cache.report import Report
 from kvindex_adapters.hf.generate import Generation, generate
-from kvindex_adapters.hf.prefill import read
-from kvindex_adapters.hf.report import Report
-from kvindex_adapters.hf.tokenizer import sentence_ends
-from kvindex_adapters.hf.unsupported import UnsupportedError
+from kvindex_adapters.hf.generation.prefill import read
+from kvindex_adapters.hf.generation.tokenizer import sentence_ends
 
 __all__ = [
     "Batching",

@@ -12,24 +12,25 @@ from transformers import PreTrainedModel
 from kvindex.core import check
 from kvindex.core.graphs import GRAPHS
 from kvindex.layer import AttentionLayer
-from kvindex_adapters.hf.attachment import claimed
-from kvindex_adapters.hf.attention import NAME
-from kvindex_adapters.hf.cache import IndexCache
-from kvindex_adapters.hf.fused_token import (
+from kvindex_adapters.common.layer_options import IndexFactory, LayerOptions, Ropes
+from kvindex_adapters.common.parallel import check_shards
+from kvindex_adapters.common.unsupported import UnsupportedError
+from kvindex_adapters.hf.cache.cache import IndexCache
+from kvindex_adapters.hf.graph.fused_token import (
     FusedGraph,
     FusedToken,
     check_fused,
     check_fused_indexes,
 )
-from kvindex_adapters.hf.layer_options import IndexFactory, LayerOptions, Ropes
-from kvindex_adapters.hf.model_info import attention_request, find_decoder, layer_geometry
-from kvindex_adapters.hf.model_patch import private_configurations, subclassed
-from kvindex_adapters.hf.parallel import check_shards
-from kvindex_adapters.hf.reread import guards
-from kvindex_adapters.hf.rotary import rotary_frequencies
-from kvindex_adapters.hf.token_graph import TokenGraph
-from kvindex_adapters.hf.unsupported import UnsupportedError, check_model, sharing_of
-from kvindex_adapters.hf.wrapped import unwrapped
+from kvindex_adapters.hf.graph.token_graph import TokenGraph
+from kvindex_adapters.hf.model.attachment import claimed
+from kvindex_adapters.hf.model.attention import NAME
+from kvindex_adapters.hf.model.info import attention_request, find_decoder, layer_geometry
+from kvindex_adapters.hf.model.patch import private_configurations, subclassed
+from kvindex_adapters.hf.model.reread import guards
+from kvindex_adapters.hf.model.rotary import rotary_frequencies
+from kvindex_adapters.hf.model.wrapped import unwrapped
+from kvindex_adapters.hf.unsupported import check_model, sharing_of
 
 
 @contextmanager

@@ -14,9 +14,15 @@ from transformers.generation.streamers import BaseStreamer
 from kvindex.core import check
 from kvindex.core.capability import capability
 from kvindex.core.protocol import RunsOps
+from kvindex_adapters.common.layer_options import IndexFactory
+from kvindex_adapters.common.placement import make_room
+from kvindex_adapters.common.prompt import Prompt, encode_prompt
+from kvindex_adapters.common.prompt_chunks import Progress, check_prompt
+from kvindex_adapters.common.token_timer import TokenTimer
 from kvindex_adapters.hf.attach import attach
-from kvindex_adapters.hf.cache import IndexCache
-from kvindex_adapters.hf.conversation import (
+from kvindex_adapters.hf.cache.cache import IndexCache
+from kvindex_adapters.hf.cache.report import Report
+from kvindex_adapters.hf.generation.conversation import (
     Turn,
     check_follows,
     check_past_known,
@@ -25,23 +31,12 @@ from kvindex_adapters.hf.conversation import (
     past_ids,
     remember,
 )
-from kvindex_adapters.hf.layer_options import IndexFactory
-from kvindex_adapters.hf.placement import make_room
-from kvindex_adapters.hf.prefill import (
-    Progress,
-    check_prompt,
-    default_chunk,
-    prefill,
-    vocabulary_of,
-)
-from kvindex_adapters.hf.prompt import Prompt, encode_prompt
-from kvindex_adapters.hf.report import Report
-from kvindex_adapters.hf.reread import prefilled, unread
-from kvindex_adapters.hf.run_ahead import decoding_options
-from kvindex_adapters.hf.token_timer import TokenTimer
-from kvindex_adapters.hf.tokenizer import punctuated
+from kvindex_adapters.hf.generation.prefill import default_chunk, prefill, vocabulary_of
+from kvindex_adapters.hf.generation.tokenizer import punctuated
+from kvindex_adapters.hf.graph.run_ahead import decoding_options
+from kvindex_adapters.hf.model.reread import prefilled, unread
+from kvindex_adapters.hf.model.wrapped import unwrapped
 from kvindex_adapters.hf.unsupported import assisted
-from kvindex_adapters.hf.wrapped import unwrapped
 
 INDEX, K = "pariskv", 100
 """Defaults of `generate`."""

@@ -13,12 +13,8 @@ from transformers.cache_utils import (
     LinearAttentionAndFullAttentionLayer,
 )
 
-from kvindex_adapters.hf.attachment import attached
-
-
-class UnsupportedError(ValueError):
-    """A model or a call that the adapter does not serve."""
-
+from kvindex_adapters.common.unsupported import UnsupportedError
+from kvindex_adapters.hf.model.attachment import attached
 
 UNKNOWN_TERMS = (
     "alibi",  # a term of the logits

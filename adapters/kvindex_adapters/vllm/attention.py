@@ -16,8 +16,8 @@ from kvindex.core.geometry import Geometry
 from kvindex.core.protocol import UNUSED, Codes, Hits, Rows
 from kvindex.layer.retrieval import bias_of
 from kvindex.ops.attention import attend, attend_blocks, attend_causal
-from kvindex.ops.block_layout import BLOCK, Layout
-from kvindex.pariskv import drawn, ranked
+from kvindex.pariskv import sampling, select_rows
+from kvindex.pariskv.block_layout import BLOCK, Layout
 from kvindex.pariskv.encoding import Encoding
 from kvindex.pariskv.inputs import Queries, Tokens
 from kvindex_adapters.vllm import pages
@@ -90,7 +90,7 @@ class PagedAttention:
         tokens = Tokens.of_blocks(
             self.codes(sequence, indexed), self.encoding, self.geometry, valid
         )
-        search = ranked.search if self.encoding.config.draw == "none" else drawn.search
+        search = select_rows.search if self.encoding.config.draw == "none" else sampling.search
         k = min(self.options.k, int(tokens.counts))
         return search(tokens, Queries.of(queries, tokens), k)
 

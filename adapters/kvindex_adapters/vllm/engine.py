@@ -25,7 +25,7 @@ from vllm.v1.attention.backend import (
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from kvindex.core.geometry import Geometry
-from kvindex.ops.block_layout import BLOCK
+from kvindex.pariskv.block_layout import BLOCK
 from kvindex_adapters.vllm import BACKEND
 from kvindex_adapters.vllm.options import Options
 from kvindex_adapters.vllm.unsupported import check_engine, check_layer, check_sliding

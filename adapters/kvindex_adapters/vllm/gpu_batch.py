@@ -12,7 +12,7 @@ from vllm.v1.attention.backends.flash_attn import (
     FlashAttentionMetadataBuilder,
 )
 
-from kvindex.core.guard import in_plain_torch
+from kvindex.core.transaction import in_plain_torch
 from kvindex_adapters.vllm.engine import CodesLayer, logger, options_of, spec_of_rows
 from kvindex_adapters.vllm.gpu_layer import SearchingFlashAttention
 from kvindex_adapters.vllm.host import Part, single, split

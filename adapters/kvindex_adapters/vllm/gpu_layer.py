@@ -12,7 +12,7 @@ from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl, FlashAtten
 
 import kvindex_cuda
 from kvindex.core.geometry import Geometry
-from kvindex.core.guard import in_plain_torch
+from kvindex.core.transaction import in_plain_torch
 from kvindex_adapters.vllm.engine import (
     CodesLayer,
     PluginAttention,

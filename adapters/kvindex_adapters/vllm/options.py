@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 import kvindex
 from kvindex.core import check
 from kvindex.core.config import make_config, parse_spec, unknown
-from kvindex.ops.block_layout import BLOCK, Layout, SubspaceLayout
+from kvindex.pariskv.block_layout import BLOCK, Layout, SubspaceLayout
 from kvindex.pariskv.config import ParisKVConfig
 from kvindex_adapters.vllm import BACKEND
 

@@ -1,8 +1,8 @@
 """Pages of a serving engine: rows and codes of a sequence by its block table (PagedAttention).
 
 Rows of a block: `[G, tokens, 2 D]`, key before value. Records: codes of 256 of its tokens, bytes
-as `kvindex.ops.block_layout` says, `[G, tokens / 256, bytes]`. Tables: int `[blocks]`, the blocks
-of a sequence in order; a slot is a token's place, `block · tokens + offset`.
+as `kvindex.pariskv.block_layout` says, `[G, tokens / 256, bytes]`. Tables: int `[blocks]`, the
+blocks of a sequence in order; a slot is a token's place, `block · tokens + offset`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kvindex.core.protocol import Rows
-from kvindex.ops.block_layout import BLOCK
+from kvindex.pariskv.block_layout import BLOCK
 
 
 def write_rows(pages: Tensor, slots: Tensor, keys: Tensor, values: Tensor) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvindex.ops.block_layout import BLOCK
+from kvindex.pariskv.block_layout import BLOCK
 
 
 def check_engine(config: Any) -> None:

@@ -11,8 +11,8 @@ from kvindex.cpu.kernels.groups import log_sum
 from kvindex.cpu.kernels.noise import NATS, bound_of, noise_of, number_of
 from kvindex.cpu.kernels.scan import CENTERS, multiply_center
 from kvindex.cpu.kernels.select import count_from, list_from, sampled_threshold
+from kvindex.cpu.kernels.sign_votes import INVALID
 from kvindex.cpu.kernels.vectors import FOUR
-from kvindex.cpu.kernels.votes import INVALID
 from kvindex.ops import priority
 from kvindex.ops.transform import LONGEST
 

@@ -7,9 +7,9 @@ import numpy as np
 from kvindex.cpu.kernels.compile import Number, inlined, kernel, uint8_at
 from kvindex.cpu.kernels.noise import number_of
 from kvindex.cpu.kernels.numbers import BFLOAT16, read
+from kvindex.cpu.kernels.sign_votes import INVALID, PIECE, put_bounds, put_votes, put_words
 from kvindex.cpu.kernels.vectors import FOUR as ROWS
 from kvindex.cpu.kernels.vectors import four_dots
-from kvindex.cpu.kernels.votes import INVALID, PIECE, put_bounds, put_votes, put_words
 from kvindex.ops import priority
 
 MOST = 2.0**30

@@ -11,8 +11,8 @@ import math
 import numpy as np
 
 from kvindex.cpu.kernels.compile import Number, kernel, lowest_bit, popcount
+from kvindex.cpu.kernels.sign_votes import INVALID
 from kvindex.cpu.kernels.vectors import reaching
-from kvindex.cpu.kernels.votes import INVALID
 
 SAMPLED, FEWEST = 4096, 1024
 """Votes that tell where to begin: an eighth of all, within these bounds."""

@@ -15,7 +15,7 @@ from kvindex.cpu.kernels.select import (
     put_in_order,
     threshold_for,
 )
-from kvindex.cpu.kernels.votes import INVALID
+from kvindex.cpu.kernels.sign_votes import INVALID
 
 SMALLEST = 8
 """Scores of a block at least: where there are fewer for each result, all are compared."""

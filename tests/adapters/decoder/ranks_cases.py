@@ -15,7 +15,7 @@ from kvindex_adapters.decoder import Decoder, Sampling
 from kvindex_adapters.hf import attach
 from kvindex_adapters.llama.heads import HeadRanks
 from tests.adapters.decoder.families import ids_of, model_of
-from tests.adapters.test_generation import Words
+from tests.adapters.hf.generation.test_generation import Words
 from tests.cuda.graphs import WholeGraph, counted
 from tests.support.rank_kernels import device, kernels
 

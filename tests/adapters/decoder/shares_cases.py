@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 from kvindex.core.graphs import GRAPHS
 from kvindex.core.ranks import RankError
+from kvindex_adapters.common.unsupported import UnsupportedError
 from kvindex_adapters.decoder import Decoder
-from kvindex_adapters.hf.unsupported import UnsupportedError
 from kvindex_adapters.llama.fused import Fused
 from kvindex_adapters.llama.heads import HeadRanks
 from tests.adapters.decoder.families import ids_of, model_of

@@ -9,12 +9,12 @@ import torch
 from torch import nn
 
 import kvindex_adapters.hf as kvhf
+from kvindex_adapters.common.unsupported import UnsupportedError
 from kvindex_adapters.decoder import Decoder
-from kvindex_adapters.hf.unsupported import UnsupportedError
 from kvindex_adapters.llama.heads import HeadRanks
 from tests.adapters.decoder.families import ids_of, model_of
 from tests.adapters.decoder.test_open_session import EVERYTHING, SMALL, asked
-from tests.adapters.test_generation import Words
+from tests.adapters.hf.generation.test_generation import Words
 
 PROMPT = ids_of(40)
 

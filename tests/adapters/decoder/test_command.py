@@ -5,8 +5,8 @@ import torch
 
 from kvindex_adapters.cli import engine as engines
 from kvindex_adapters.decoder import Decoder, Sampling
+from tests.adapters.cli.test_cli import Chats, generated, run, tiny, words
 from tests.adapters.decoder.families import model_of
-from tests.adapters.test_cli import Chats, generated, run, tiny, words
 from tests.adapters.tiny import build
 
 __all__ = ["tiny"]
@@ -93,7 +93,7 @@ def test_what_the_decoder_does_not_do_is_an_error(tiny, more, said):
 
 def test_a_model_that_the_decoder_does_not_run_is_an_error(tiny, monkeypatch):
     monkeypatch.setattr(
-        "kvindex_adapters.hf.load_model.load", lambda *a, **o: (build("gemma3_text"), Chats())
+        "kvindex_adapters.hf.model.load_model.load", lambda *a, **o: (build("gemma3_text"), Chats())
     )
     given = ("generate", "--model", "tiny", "--prompt", words(9), "--engine", "decoder")
     assert "which does not do it: model: got Gemma3ForCausalLM" in str(run(*given).exception)

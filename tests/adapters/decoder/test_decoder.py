@@ -9,11 +9,11 @@ import pytest
 import torch
 
 import kvindex_adapters.hf as kvhf
-from kvindex.indexes.pariskv import ParisKV
+from kvindex.pariskv.index import ParisKV
+from kvindex_adapters.common.layer_options import LayerOptions
 from kvindex_adapters.decoder import Decoder, layers
-from kvindex_adapters.hf.layer_options import LayerOptions
 from tests.adapters.decoder.families import ids_of, model_of
-from tests.adapters.test_generation import Words
+from tests.adapters.hf.generation.test_generation import Words
 from tests.adapters.tiny import LAYERS
 
 REGIONS = dict(sink=4, local_window=8, update_every=8, dense_below=0)

@@ -6,7 +6,7 @@ import torch
 import kvindex
 from kvindex_adapters.decoder import Decoder
 from tests.adapters.decoder.families import ids_of, model_of
-from tests.adapters.test_generation import Words
+from tests.adapters.hf.generation.test_generation import Words
 from tests.adapters.tiny import LAYERS
 
 TORCH = "products: torch's (device: got cpu, allowed is a GPU)"

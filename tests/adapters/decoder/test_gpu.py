@@ -9,7 +9,7 @@ import kvindex_adapters.hf as kvhf
 from kvindex.ops.attention import attend_causal
 from kvindex_adapters.decoder import Decoder, Sampling
 from tests.adapters.decoder.families import ids_of, model_of
-from tests.adapters.test_generation import Words
+from tests.adapters.hf.generation.test_generation import Words
 
 FEW = dict(
     k=20,

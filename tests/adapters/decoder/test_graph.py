@@ -17,7 +17,7 @@ from kvindex_adapters.decoder.session import Session
 from kvindex_cuda.pariskv import shared_step
 from kvindex_cuda.pariskv.executor import ParisKVExecutor
 from tests.adapters.decoder.families import ids_of, model_of
-from tests.adapters.test_generation import Words
+from tests.adapters.hf.generation.test_generation import Words
 
 REGIONS = dict(sink=4, local_window=8, update_every=8, dense_below=0)
 EAGER = 1 + graph_file.WARM

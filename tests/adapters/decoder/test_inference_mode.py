@@ -8,7 +8,7 @@ import torch
 from kvindex_adapters.decoder import Decoder
 from tests.adapters.decoder.families import ids_of, model_of
 from tests.adapters.decoder.test_open_session import FEW, SMALL, asked
-from tests.adapters.test_generation import Words
+from tests.adapters.hf.generation.test_generation import Words
 
 INSIDE, OUTSIDE = torch.inference_mode, torch.no_grad
 

@@ -8,7 +8,7 @@ from kvindex.layer import AttentionLayer
 from kvindex_adapters.decoder import Decoder, layers
 from tests.adapters.decoder.families import ids_of, model_of
 from tests.adapters.decoder.test_decoder import breaking
-from tests.adapters.test_generation import Words
+from tests.adapters.hf.generation.test_generation import Words
 
 SIZES = dict(sink=4, local_window=8, update_every=8, dense_below=0)
 FEW = dict(index="pariskv", k=10, attach_options=SIZES)

@@ -12,8 +12,8 @@ from torch.utils._pytree import tree_leaves
 
 from kvindex.indexes.exact import Exact
 from kvindex.layer import AttentionLayer
+from kvindex_adapters.common.prompt_chunks import chunks
 from kvindex_adapters.decoder import Decoder, prefill
-from kvindex_adapters.hf.prefill import chunks
 from tests.adapters.decoder.families import ids_of, model_of
 from tests.adapters.tiny import LAYERS
 from tests.support.beside import Beside

@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 from kvindex_adapters.decoder import Decoder, quantized
 from kvindex_cuda.triton import Matrix, operands, to_fp8
 from tests.adapters.decoder.families import ids_of, model_of
-from tests.adapters.test_generation import Words
+from tests.adapters.hf.generation.test_generation import Words
 
 PROJECTIONS = ("query", "key", "value", "output", "gate", "up", "down")
 

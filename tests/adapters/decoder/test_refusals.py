@@ -8,12 +8,12 @@ from transformers import LlamaForCausalLM
 
 import kvindex_adapters.hf as kvhf
 from kvindex.core.ranks import Ranks
+from kvindex_adapters.common.unsupported import UnsupportedError
 from kvindex_adapters.decoder import Decoder, supports
-from kvindex_adapters.hf.load_model import load
-from kvindex_adapters.hf.unsupported import UnsupportedError
+from kvindex_adapters.hf.model.load_model import load
 from kvindex_adapters.llama.heads import HeadRanks
 from tests.adapters.decoder.families import FAMILIES, ids_of, model_of
-from tests.adapters.test_generation import Words
+from tests.adapters.hf.generation.test_generation import Words
 from tests.adapters.tiny import build
 
 
@@ -208,7 +208,8 @@ def test_from_a_folder(tmp_path, monkeypatch):
     model = model_of("qwen3")
     model.save_pretrained(tmp_path)
     monkeypatch.setattr(
-        "kvindex_adapters.hf.load_model.AutoTokenizer.from_pretrained", lambda *a, **o: Words()
+        "kvindex_adapters.hf.model.load_model.AutoTokenizer.from_pretrained",
+        lambda *a, **o: Words(),
     )
     decoder = Decoder.from_pretrained(tmp_path)
     answer = decoder.generate("10 11 12", index=None, max_new_tokens=9)

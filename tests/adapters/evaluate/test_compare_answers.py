@@ -9,7 +9,7 @@ from kvindex_adapters.evaluate.compare.answers import Limit, checked, continued,
 from kvindex_adapters.evaluate.compare.continuation import dense_logits, divergence
 from kvindex_adapters.evaluate.compare.replay import FullAttention, ReplayLayer, indexed
 from kvindex_adapters.evaluate.fidelity import divergences, full_logits
-from tests.adapters.test_generation import Words
+from tests.adapters.hf.generation.test_generation import Words
 from tests.adapters.tiny import build, prompt
 
 K, NEW, CONTEXT = 3, 16, 60

@@ -11,7 +11,7 @@ import kvindex
 from kvindex_adapters.cli import app, main
 from kvindex_adapters.evaluate import tasks
 from kvindex_adapters.evaluate.tasks import Instance, Question
-from tests.adapters.test_generation import Words
+from tests.adapters.hf.generation.test_generation import Words
 from tests.adapters.tiny import VOCABULARY, build
 
 SMALL = ("--model", "tiny", "--tokens", 60, "--tries", 1, "--steps", 6, "--tasks", "needle")
@@ -73,7 +73,9 @@ def _tiny(monkeypatch):
     """Commands get a small model whose words are numbers."""
     model = build("llama", num_hidden_layers=2)
     loaded = model, Words()
-    monkeypatch.setattr("kvindex_adapters.hf.load_model.load", lambda *args, **options: loaded)
+    monkeypatch.setattr(
+        "kvindex_adapters.hf.model.load_model.load", lambda *args, **options: loaded
+    )
     monkeypatch.setattr(tasks, "make", asked)
 
 

@@ -14,7 +14,7 @@ from kvindex_adapters.evaluate.compare.records import TEXT, Records
 from kvindex_adapters.evaluate.compare.run import Comparison
 from kvindex_adapters.evaluate.compare.workers import ParallelComparison
 from tests.adapters.evaluate.test_compare_run import PLAN, SETTINGS, asked, ids_of, numbers
-from tests.adapters.test_generation import Words
+from tests.adapters.hf.generation.test_generation import Words
 from tests.adapters.tiny import build
 
 ROOT = Path(__file__).parents[3]

@@ -16,7 +16,7 @@ from kvindex_adapters.evaluate.compare.run import Comparison
 from kvindex_adapters.evaluate.compare.settings import Plan, Settings
 from kvindex_adapters.evaluate.compare.summary import COSTS, summarize
 from kvindex_adapters.evaluate.tasks import Instance, Question
-from tests.adapters.test_generation import Words
+from tests.adapters.hf.generation.test_generation import Words
 from tests.adapters.tiny import VOCABULARY, build
 
 SETTINGS = Settings("tiny", "random", steps=6, regions=dict(sink=4, local_window=8, update_every=8))

@@ -5,7 +5,7 @@ import torch
 
 import kvindex_adapters.hf as kvhf
 from kvindex_adapters.evaluate.fidelity import followed, full_logits, teacher_forced
-from kvindex_adapters.hf.prefill import prefill
+from kvindex_adapters.hf.generation.prefill import prefill
 from tests.adapters.tiny import build, prompt
 
 OPTIONS = dict(k=8, sink=4, local_window=16, update_every=16, dense_below=0)

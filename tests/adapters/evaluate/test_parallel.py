@@ -7,7 +7,7 @@ import kvindex
 import kvindex_adapters.hf as kvhf
 from kvindex_adapters.evaluate.fidelity import divergences, full_logits
 from kvindex_adapters.evaluate.parallel import ParallelLayer
-from kvindex_adapters.hf.prefill import prefill
+from kvindex_adapters.hf.generation.prefill import prefill
 from tests.adapters.tiny import build, prompt, steps
 
 REGIONS = dict(k=5, sink=4, local_window=8, update_every=8, dense_below=0)

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvindex_adapters.common.prompt import encode_prompt
 from kvindex_adapters.evaluate import tasks
 from kvindex_adapters.evaluate.tasks import registry, vocabulary
 from kvindex_adapters.evaluate.tasks.draft import Asked, Draft, encode, longest, most_pieces
@@ -17,7 +18,6 @@ from kvindex_adapters.evaluate.tasks.haystack import hidden, paragraphs, prose
 from kvindex_adapters.evaluate.tasks.records import cells
 from kvindex_adapters.evaluate.tasks.returning import in_order
 from kvindex_adapters.evaluate.tasks.scoring import begins_with, contains, contains_any, is_settled
-from kvindex_adapters.hf.prompt import encode_prompt
 
 OURS = [name for name in tasks.names() if not name.startswith("ruler-")]
 

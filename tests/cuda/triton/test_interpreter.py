@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[3]
 FILES = [
     "tests/cuda/triton/test_kernels.py",
     "tests/adapters/decoder/test_fused.py",
-    "tests/adapters/test_fused_token_interpreted.py",
+    "tests/adapters/hf/graph/test_fused_token_interpreted.py",
 ]
 
 

@@ -19,8 +19,8 @@ from kvindex_adapters.evaluate.compare.records import FAILURE, FULL, Key, Record
 from kvindex_adapters.evaluate.compare.replay import indexed
 from kvindex_adapters.evaluate.compare.schedule import Work
 from kvindex_adapters.evaluate.compare.settings import Plan, Settings
-from kvindex_adapters.hf import load_model
-from kvindex_adapters.hf.tokenizer import punctuated
+from kvindex_adapters.hf.generation.tokenizer import punctuated
+from kvindex_adapters.hf.model import load_model
 from kvindex_adapters.hf.unsupported import check_model
 
 Measured = tuple[Key, Record]

@@ -19,12 +19,14 @@ from transformers.cache_utils import LinearAttentionLayer
 from kvindex.core.capability import capability
 from kvindex.core.protocol import ExpandsBatch, KVIndex, ObservesQueries
 from kvindex.layer import AttentionLayer
-from kvindex.ops.block_layout import BLOCK
+from kvindex.pariskv.block_layout import BLOCK
+from kvindex_adapters.common.prompt_chunks import chunks
+from kvindex_adapters.common.unsupported import UnsupportedError
 from kvindex_adapters.evaluate.parallel import ParallelLayer
 from kvindex_adapters.hf.attach import attach
-from kvindex_adapters.hf.cache import IndexCache
-from kvindex_adapters.hf.prefill import chunks, prefill
-from kvindex_adapters.hf.unsupported import UnsupportedError, has_full_attention
+from kvindex_adapters.hf.cache.cache import IndexCache
+from kvindex_adapters.hf.generation.prefill import prefill
+from kvindex_adapters.hf.unsupported import has_full_attention
 
 CHUNK = 1024
 """Tokens of a prompt that are read, and that an index gets, at a time: as `kvhf.generate` does."""

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvindex_adapters.common.prompt import encode_prompt
 from kvindex_adapters.evaluate.tasks.instance import Instance, Metric, Question
 from kvindex_adapters.evaluate.tasks.scoring import contains
-from kvindex_adapters.hf.prompt import encode_prompt
 
 
 @dataclass(frozen=True)

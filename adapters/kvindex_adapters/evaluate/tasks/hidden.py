@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from kvindex_adapters.hf.prompt import encode_prompt
+from kvindex_adapters.common.prompt import encode_prompt
 
 KEYS = ("harbor", "lantern", "meadow", "copper", "violin", "orchard", "glacier", "compass")
 

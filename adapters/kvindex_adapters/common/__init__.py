@@ -1,0 +1,1 @@
+"""Parts that several adapters share: layer options, placement of memory, token timing, ranks."""

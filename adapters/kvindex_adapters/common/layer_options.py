@@ -1,0 +1,124 @@
+"""`LayerOptions`: how each layer's index and the attention around it are made."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+import kvindex
+from kvindex.core.config import parse_spec
+from kvindex.core.geometry import Geometry
+from kvindex.core.protocol import KVIndex
+from kvindex.layer import AttentionLayer
+from kvindex_adapters.common.placement import default_placement
+
+IndexFactory = Callable[..., KVIndex]
+"""Makes an index from its geometry: the keywords of `kvindex.create` without the name."""
+
+Ropes = dict[int, Tensor | None]
+"""Number of each layer with an index -> its rotary frequencies, or None (`rotary_frequencies`)."""
+
+
+@dataclass(frozen=True, eq=False)
+class LayerOptions:
+    """The options of `attach`, which says what each means.
+
+    Raises ValueError for what is no index, and for options that are no mapping or that the model
+    decides.
+    """
+
+    index: str | IndexFactory = "pariskv"
+    k: int = 100
+    coverage: float | None = None
+    sink: int = 64
+    local_window: int = 256
+    update_every: int = 256
+    dense_below: int = 2048
+    search_up_to: int = 1
+    dense_layers: Sequence[int] = ()
+    index_options: Mapping[str, Any] | None = None
+    layer_options: Mapping[int, Mapping[str, Any]] | None = None
+    layer: type[AttentionLayer] = AttentionLayer
+    graphs: bool = True
+
+    def __post_init__(self) -> None:
+        _check_options(self.index, self.index_options, self.layer_options)
+
+    def make(self, ropes: Ropes, number: int, **geometry: Any) -> AttentionLayer:
+        """The attention of a layer, around a new index of this geometry.
+
+        ropes: of all layers with an index; each begins its updates at its share of the way.
+        """
+        layer_index = self._make_index(ropes[number], number, geometry)
+        return self.layer(
+            layer_index,
+            k=self.k,
+            coverage=self.coverage,
+            sink=self.sink,
+            local_window=self.local_window,
+            update_every=self.update_every,
+            dense_below=self.dense_below,
+            search_up_to=self.search_up_to,
+            update_phase=list(ropes).index(number) / len(ropes),
+            graphs=self.graphs,
+        )
+
+    def probe(self, ropes: Ropes, geometry: Callable[[int], dict[str, Any]]) -> list[KVIndex]:
+        """The indexes that bad options would break, to be dropped. Raises what making them raises.
+
+        geometry: of a layer, by its number.
+        """
+        configured = set(self.layer_options or {})
+        if not configured <= ropes.keys():
+            raise ValueError(
+                f"layer_options: got {sorted(configured - ropes.keys(), key=str)}, allowed are "
+                f"layers with an index, {sorted(ropes)}"
+            )
+        usual = min(ropes, key=lambda number: ropes[number] is not None)
+        numbers = {usual, *configured}
+        return [self.make(ropes, number, **geometry(number)).index for number in numbers]
+
+    def _make_index(self, rope: Tensor | None, number: int, geometry: dict[str, Any]) -> KVIndex:
+        options = {**(self.index_options or {}), **(self.layer_options or {}).get(number, {})}
+        device = geometry.get("device", "cpu")
+        if rope is not None:
+            geometry = {**geometry, "rope": rope.to(device)}
+        if not isinstance(self.index, str):
+            return self.index(**{**geometry, **options})
+        placement = default_placement(geometry.get("device"), self.index, options)
+        return kvindex.create(self.index, **{**placement, **geometry, **options})
+
+
+def _check_options(index: object, index_options: object, layer_options: object) -> None:
+    """Raises ValueError for what is no index, and for options that are no mapping."""
+    if not isinstance(layer_options, Mapping | None):
+        raise ValueError(
+            f"layer_options: got {layer_options!r}, allowed is a mapping from a layer's number to "
+            "its options"
+        )
+    named = {f"layer_options[{i!r}]": options for i, options in (layer_options or {}).items()}
+    for name, options in {"index_options": index_options, **named}.items():
+        if not isinstance(options, Mapping | None):
+            raise ValueError(f"{name}: got {options!r}, allowed is a mapping from name to value")
+        check_spec(index, options)
+
+
+def check_spec(index: object, index_options: Mapping[str, Any] | None = None) -> None:
+    """Raises ValueError for what is no index, and for options that the model decides."""
+    names = set(index_options or {})
+    if isinstance(index, str):
+        names |= set(parse_spec(index.partition("+")[0])[1])
+    elif not callable(index):
+        raise ValueError(
+            f"index: got {index!r}, allowed is a name, a line name:option=value:… or a factory"
+        )
+    decided = names & {field.name for field in dataclasses.fields(Geometry)}
+    if decided:
+        raise ValueError(
+            f"index_options: got {', '.join(sorted(decided))}, which the model decides; allowed "
+            "are the index's own options, preset, store, row_codec, backend, device_share and check"
+        )

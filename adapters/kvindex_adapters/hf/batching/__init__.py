@@ -1,0 +1,1 @@
+"""Continuous batching (`model.generate_batch`) whose requests search their rows."""

@@ -1,0 +1,85 @@
+"""The attention function of continuous batching: exact over pages, or through an index."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+from kvindex.core.protocol import Rows
+from kvindex_adapters.common.unsupported import UnsupportedError
+from kvindex_adapters.hf.batching.cache import PagedRows
+from kvindex_adapters.hf.batching.step import places
+from kvindex_adapters.hf.model.attachment import attached
+from kvindex_adapters.hf.unsupported import check_attention, layer_number, sink_logits_of
+
+NAME = "kvindex_paged"
+"""Name of the attention implementation, in the configurations of single layers."""
+
+PACKED = ("cache", "cu_seq_lens_q", "cu_seq_lens_k", "is_causal")
+"""Arguments of the call that say how sequences are packed, which is known here."""
+
+
+@torch.no_grad()
+def attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    **call: Any,
+) -> tuple[Tensor, None]:
+    """Attention of all new tokens of a step, query `[1, H, T, D]`: (output `[1, T, H, Dv]`, None).
+
+    Requests with one new token search where they are long enough; the others attend exactly, by
+    transformers' own function. Raises UnsupportedError for a call that cannot be served.
+    """
+    attachment = attached.get(module)
+    batching = None if attachment is None else attachment.batching
+    if batching is None or batching.step is None or call.get("block_table") is not None:
+        raise UnsupportedError(
+            f"{type(module).__name__}: got a call of attention outside of a step of continuous "
+            "batching, allowed inside attach_batch() is model.generate_batch"
+        )
+    _check_call(module, call)
+    number, step = layer_number(module), batching.step
+    layer, plain = batching.layers[number], batching.plain_attention()
+    batching.attended.add(number)
+    layer.keep(step.active)
+    searching = [part for part in step.parts if layer.searches(part)]
+    if not searching:
+        output: Tensor = plain(module, query, key, value, attention_mask, **call)[0]
+        return output, None
+    rows = PagedRows(call["cache"], number, call, Rows(key, value))
+    rows.write(rows.like)
+    output = query.new_empty((1, query.shape[2], query.shape[1], value.shape[3]))
+    dense = [part for part in step.parts if not layer.searches(part)]
+    if dense:
+        tokens = places((part.tokens for part in dense), query.device)
+        seen = places((part.slots for part in dense), query.device)
+        some = [part[:, :, tokens] for part in (query, key, value)]
+        mask = None if attention_mask is None else attention_mask[:, :, tokens][..., seen]
+        own = rows.call_with(rows.slots[seen], rows.written[tokens])
+        output[:, tokens] = plain(module, *some, mask, **own)[0]
+    tokens = places((part.tokens for part in searching), query.device)
+    queries = query[0, :, tokens].transpose(0, 1)
+    output[0, tokens] = layer.attend(queries, searching, rows, call.get("scaling"))
+    return output, None
+
+
+def _check_call(module: nn.Module, call: dict[str, Any]) -> None:
+    """Raises UnsupportedError where attention is more than the softmax over rows."""
+    name, other = type(module).__name__, {k: v for k, v in call.items() if k not in PACKED}
+    check_attention(name, module, 1, other.pop("dropout", 0.0), other)
+    terms = {"softcap": other.get("softcap"), "position_bias": other.get("position_bias")}
+    terms["learned sinks"] = sink_logits_of(name, module, other)
+    for term, given in terms.items():
+        if given is not None:
+            raise UnsupportedError(
+                f"{name}: got {term} in its attention, allowed inside attach_batch() is none"
+            )
+
+
+AttentionInterface.register(NAME, attention)

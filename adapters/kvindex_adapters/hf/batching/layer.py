@@ -1,0 +1,158 @@
+"""One attention layer of continuous batching: a sequence of a pool for each request that searches.
+
+The pages have all rows, so an index is made of them when a request's first step searches, and
+again whenever it is lost: requests that end, are preempted or fail leave nothing to repair.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvindex.core.capability import capability
+from kvindex.core.protocol import Attended, KVIndex, ObservesQueries, Rows
+from kvindex.layer.retrieval import row_bytes
+from kvindex.layer.stats import Counts, Tally
+from kvindex.ops.attention import attend, merge
+from kvindex.pool.pool import Pool
+from kvindex_adapters.common.unsupported import UnsupportedError
+from kvindex_adapters.hf.batching.cache import PagedRows
+from kvindex_adapters.hf.batching.step import Part
+
+
+@dataclass(frozen=True)
+class Regions:
+    """Which tokens of a sequence are searched, and which attended to in any case (`attach`)."""
+
+    k: int
+    sink: int
+    local_window: int
+    update_every: int
+    dense_below: int
+
+    def indexed(self, length: int) -> int:
+        """Tokens, sink included, of an index when a sequence of this length searches; else 0."""
+        left = length - max(self.local_window, 1)  # the newest one attends to itself
+        left = max(left, 0) // self.update_every * self.update_every
+        return left if length >= self.dense_below and left > self.sink else 0
+
+
+class PagedLayer:
+    """A layer whose requests have rows in pages and, in a pool, codes and rows to search.
+
+    make: an empty index, from the geometry that the first search shows.
+    """
+
+    def __init__(self, regions: Regions, make: Callable[..., KVIndex]) -> None:
+        self.regions = regions
+        self._make = make
+        self.pool: Pool | None = None
+        self._opened: dict[int, tuple[Any, int]] = {}  # id of a request -> it, its sequence
+        self.tally = Tally()
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of the indexes of open requests, what they share counted once."""
+        pool = self.pool  # read once: the thread that runs steps may set it meanwhile
+        return 0 if pool is None else pool.report().held_bytes
+
+    def searches(self, part: Part) -> bool:
+        """Whether this part of a step goes through the index."""
+        return part.count == 1 and self.regions.indexed(part.length) > 0
+
+    def attend(
+        self, queries: Tensor, parts: Sequence[Part], rows: PagedRows, scale: float | None
+    ) -> Tensor:
+        """Attention of a query of each of these requests, `[n, H, D]`: `[n, H, Dv]`."""
+        pool = self._pool_for(queries, rows.like, scale)
+        sequences = list[int]()
+        for part in parts:
+            sequences.append(self._filled(pool, part, parts[: len(sequences)], rows))
+        found = pool.attend(sequences, queries, k=self.regions.k)
+        beside = self._attend_beside(queries, parts, rows, pool.geometry.scale)
+        cost = row_bytes(pool[sequences[0]])
+        for number, part in enumerate(parts):
+            near = self.regions.sink + part.length - self.regions.indexed(part.length)
+            own = found.found[number : number + 1]
+            self.tally.count(Counts(own, near, 0.0, part.length, 0.0, cost))
+        return merge([found, beside]).output
+
+    def keep(self, active: Sequence[Any]) -> None:
+        """Forget all requests but these."""
+        alive = set(map(id, active))
+        for key in self._opened.keys() - alive:
+            _, sequence = self._opened.pop(key)
+            assert self.pool is not None
+            self.pool.close(sequence)
+
+    def _pool_for(self, queries: Tensor, like: Rows, scale: float | None) -> Pool:
+        if self.pool is None:
+            index = self._make(
+                q_heads=queries.shape[1],
+                kv_heads=like.keys.shape[1],
+                head_dim=like.keys.shape[3],
+                value_dim=like.values.shape[3],
+                scale=scale,
+                dtype=like.keys.dtype,
+                device=like.keys.device,
+            )
+            check_index(index)
+            self.pool = Pool(index)
+        return self.pool
+
+    def _filled(self, pool: Pool, part: Part, others: Sequence[Part], rows: PagedRows) -> int:
+        """The sequence of a request, with all the tokens that this step searches."""
+        slots, key = rows.slots[part.slots], id(part.request)
+        wanted = self.regions.indexed(part.length)
+        if key not in self._opened:
+            shared = self._same_rows(pool, slots, wanted, others, rows)
+            sequence = pool.open() if shared is None else pool.fork(shared)
+            self._opened[key] = part.request, sequence
+        sequence = self._opened[key][1]
+        held = len(pool[sequence])
+        if wanted > held:
+            new = rows.read(slots[held:wanted])
+            valid = torch.arange(held, wanted, device=slots.device) >= self.regions.sink
+            pool.append([sequence], new.keys, new.values, valid=valid[None])
+            if not held:
+                pool[sequence].end_prompt()
+        return sequence
+
+    def _same_rows(
+        self, pool: Pool, slots: Tensor, wanted: int, others: Sequence[Part], rows: PagedRows
+    ) -> int | None:
+        """Another request's sequence, all of whose tokens are this one's, too, if there is one."""
+        for other in others:
+            sequence = self._opened[id(other.request)][1]
+            held = len(pool[sequence])
+            if held <= wanted and torch.equal(slots[:held], rows.slots[other.slots][:held]):
+                return sequence
+        return None
+
+    def _attend_beside(
+        self, queries: Tensor, parts: Sequence[Part], rows: PagedRows, scale: float
+    ) -> Attended:
+        """Attention to sink and window of each."""
+        sink, outputs, logarithms = self.regions.sink, list[Tensor](), list[Tensor]()
+        for number, part in enumerate(parts):
+            slots, indexed = rows.slots[part.slots], self.regions.indexed(part.length)
+            near = rows.read(torch.cat([slots[:sink], slots[indexed:]]))
+            given = queries[number][None], near.keys, near.values
+            output, lse = attend(*given, scale=scale, return_lse=True)
+            outputs.append(output)
+            logarithms.append(lse)
+        none = torch.zeros((len(parts), near.keys.shape[1]), dtype=torch.int32)
+        return Attended(torch.cat(outputs), torch.cat(logarithms), none.to(queries.device))
+
+
+def check_index(index: KVIndex) -> None:
+    """Raises UnsupportedError for one that learns from queries: those of a prompt never come."""
+    if capability(index, ObservesQueries) is not None:
+        raise UnsupportedError(
+            f"index: got {type(index).__name__}, which learns from the queries of a prompt; "
+            "allowed with continuous batching is one that looks at keys alone"
+        )

@@ -1,0 +1,163 @@
+"""What continuous batching changes in a model: the class of the model, the attention of layers."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from copy import copy
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+from transformers import PreTrainedConfig
+from transformers.generation import ContinuousBatchingConfig
+
+from kvindex_adapters.common.parallel import rank
+from kvindex_adapters.common.unsupported import UnsupportedError
+from kvindex_adapters.hf.batching.attention import NAME
+from kvindex_adapters.hf.model.attachment import attached
+from kvindex_adapters.hf.model.patch import IMPLEMENTATION, Substitute, copied_as
+from kvindex_adapters.hf.model.rotary import length_dependent
+from kvindex_adapters.hf.unsupported import has_indexer, layer_configs, layer_number, sharing_of
+
+if TYPE_CHECKING:
+    from kvindex_adapters.hf.batching.attach_batch import Batching
+
+NOT_TRIED = (
+    *("use_cuda_graph", "q_padding_interval_size", "kv_padding_interval_size"),
+    *("varlen_compile_config", "decode_compile_config", "default_compile_level"),
+    *("use_async_batching", "cpu_offload_space"),
+)
+"""Options of `ContinuousBatchingConfig` that run the model otherwise than token after token."""
+
+
+class BatchedModel(nn.Module):
+    """A model whose calls are steps of continuous batching."""
+
+    _supports_flash_attn = False  # transformers would switch to it, away from the plain attention
+
+    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
+        """Make the model's own manager, after checks."""
+        parent: Any = super()
+        batching = _batching(self)
+        if batching is None:
+            return parent.init_continuous_batching(*args, **kwargs)
+        signature = inspect.signature(parent.init_continuous_batching)
+        check_batching(signature.bind(*args, **kwargs).arguments)
+        manager = parent.init_continuous_batching(*args, **kwargs)
+        batching.managers.add(manager)
+        return manager
+
+    def generate_batch(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model's own, and raise here what was refused in its thread."""
+        parent: Any = super()
+        batching = _batching(self)
+        if batching is None:
+            return parent.generate_batch(*args, **kwargs)
+        batching.refused = None
+        try:
+            results = parent.generate_batch(*args, **kwargs)
+        finally:
+            batching.forget()
+        if batching.refused is not None:
+            raise batching.refused
+        return results
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model's own call, as a step."""
+        parent: Any = super()
+        batching = _batching(self)
+        if batching is None:
+            return parent.__call__(*args, **kwargs)
+        with attached[self].exclusive(), batching.running(kwargs.get("cache")):
+            return parent.__call__(*args, **kwargs)
+
+
+def _batching(model: nn.Module) -> Batching | None:
+    """Of the `attach_batch` whose context lasts."""
+    attachment = attached.get(model)
+    return None if attachment is None else attachment.batching
+
+
+@contextmanager
+def own_attention(decoder: nn.Module, layers: Collection[int]) -> Iterator[None]:
+    """Give these layers copies of their configurations, which name the adapter's attention.
+
+    Masks, other layers and transformers' checks go by the model's configuration, which stays.
+    Raises UnsupportedError where a layer has none.
+    """
+    replaced = list[tuple[nn.Module, str, PreTrainedConfig, PreTrainedConfig]]()
+    try:
+        for module in decoder.modules():
+            if layer_number(module) not in layers:
+                continue
+            for name, config in list(vars(module).items()):
+                if isinstance(config, PreTrainedConfig):
+                    own = copy(config)
+                    vars(own)[IMPLEMENTATION] = Substitute.of(NAME, config)
+                    copied_as(own, config)
+                    vars(module)[name] = own
+                    replaced.append((module, name, config, own))
+        without = set(layers) - {layer_number(module) for module, *_ in replaced}
+        if without:
+            raise UnsupportedError(
+                f"model: got {type(decoder).__name__}, whose layers {sorted(without)} do not go "
+                "through transformers' AttentionInterface"
+            )
+        yield
+    finally:
+        for module, name, config, own in replaced:
+            if vars(module).get(name) is own:
+                vars(module)[name] = config
+
+
+def check_paged_model(model: nn.Module, config: Any, layers: list[Any]) -> None:
+    """Raises UnsupportedError for a model that continuous batching serves otherwise, or not.
+
+    layers: of transformers' cache.
+    """
+    name = type(model).__name__
+    implementation = vars(config)[IMPLEMENTATION]
+    kinds = {type(layer).__name__ for layer in layers}
+    refused = (
+        (implementation != "sdpa", f"attention {implementation!r}", "'sdpa'"),
+        (sharing_of(config), "layers that share keys", "a model whose layers have their own"),
+        (vars(config).get("kv_lora_rank"), "latent attention", "keys and values"),
+        (len(layer_configs(config)) > 1, "layers of several shapes", "layers that are alike"),
+        (any(map(has_indexer, layers)), "an indexer of its own", "plain attention"),
+        (
+            kinds - {"DynamicLayer", "DynamicSlidingWindowLayer"},
+            f"cache layers {sorted(kinds)}",
+            "full and sliding attention, which is all that transformers' paged cache knows",
+        ),
+        (
+            length_dependent(model),
+            "rotary frequencies that depend on the length",
+            "those that do not: requests of a step would all get those of the longest one",
+        ),
+        (vars(config).get("compile_config"), "a compile_config", "None: it was not tried"),
+        (rank()[1] > 1, f"{rank()[1]} processes", "1: no other was tried"),
+    )
+    for found, got, allowed in refused:
+        if found:
+            raise UnsupportedError(f"model: got {name} with {got}, allowed is {allowed}")
+
+
+def check_batching(arguments: dict[str, Any]) -> None:
+    """Raises UnsupportedError for options of continuous batching that were not tried.
+
+    arguments: of `init_continuous_batching`.
+    """
+    generation = arguments.get("generation_config")
+    nested = None if generation is None else vars(generation).get("continuous_batching_config")
+    for given in (arguments.get("continuous_batching_config"), nested):
+        if not isinstance(given, ContinuousBatchingConfig):
+            continue
+        for name in NOT_TRIED:
+            value = vars(given).get(name)
+            chosen = any(value) if isinstance(value, tuple) else bool(value)
+            if chosen:
+                raise UnsupportedError(
+                    f"{name}: got {value}, allowed inside attach_batch() is none: the step reads "
+                    "lengths on the host, and was not tried otherwise"
+                )

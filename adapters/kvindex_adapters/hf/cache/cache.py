@@ -1,0 +1,652 @@
+"""`IndexCache`: a transformers cache whose full-attention layers keep their tokens in an index.
+
+`update()` receives keys and values after rotary embedding, the attention function sees the
+queries. They meet through the cache: `update()` marks the layer as pending and returns the new
+tokens alone; the attention function that runs next takes the pending layer and appends the keys
+and values that reach it, whatever the model's class did to them in between
+(`cache_layer.IndexedLayer.attend`).
+Longer than most files: what changes a cache, each for all layers or for none.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+from kvindex.core import check
+from kvindex.core.protocol import KVIndex
+from kvindex.layer import AttentionLayer
+from kvindex_adapters.common.parallel import check_whole
+from kvindex_adapters.common.prompt import Conversation
+from kvindex_adapters.common.unsupported import UnsupportedError
+from kvindex_adapters.hf.cache.count import Count
+from kvindex_adapters.hf.cache.layer import (
+    IndexedLayer,
+    LayerFactory,
+    check_crop,
+    repeated,
+    selected,
+)
+from kvindex_adapters.hf.cache.layer_kinds import indexed_layer
+from kvindex_adapters.hf.cache.padding import Padding
+from kvindex_adapters.hf.cache.report import Report, sum_up
+from kvindex_adapters.hf.cache.saving import load_cache, save_cache
+from kvindex_adapters.hf.cache.sliding import Ring, SlidingLayer
+from kvindex_adapters.hf.cache.takeover import check_past, fill
+from kvindex_adapters.hf.graph.token_graph import TokenGraph
+from kvindex_adapters.hf.model.attachment import Attachment
+from kvindex_adapters.hf.model.info import layer_device
+from kvindex_adapters.hf.unsupported import check_dense, has_full_attention
+
+ROWS = "cache.layers[i].keys and .values for shape, dtype and device: the rows are in an index"
+REPLACED = {
+    "key_cache": ROWS,
+    "value_cache": ROWS,
+    "to_legacy_cache": "cache.fork() for a copy, or cache.save(folder) for a file",
+    "from_legacy_cache": "model(ids, past_key_values=cache), which reads the prompt",
+    "seen_tokens": "cache.get_seq_length()",
+    "_seen_tokens": "cache.get_seq_length()",
+    "get_usable_length": "cache.get_seq_length()",
+}
+"""Attributes of caches in earlier versions of transformers -> what replaces them here."""
+
+
+class Checkpoint(NamedTuple):
+    """The state of a cache.
+
+    steps: that the decoder had begun; states: of each of the layers.
+    """
+
+    steps: int
+    layers: list[Any]
+    states: list[Any]
+
+
+class IndexCache(DynamicCache):
+    """The cache that `attach` gives: pass it as `past_key_values`, or a `copy.deepcopy` of it.
+
+    Only the full attention of the model's layers is replaced; sliding-window and linear attention
+    stay what transformers makes them, and so do `dense_layers`.
+    """
+
+    layers: list[Any]
+
+    def __init__(
+        self,
+        config: Any,
+        make: LayerFactory,
+        dense_layers: Sequence[int],
+        attachment: Attachment,
+        token_graph: TokenGraph | None = None,
+    ) -> None:
+        super().__init__(config=config)
+        full = [i for i, layer in enumerate(self.layers) if has_full_attention(layer)]
+        # transformers 5.17 makes none for a layer that has the keys of another one
+        layers = max(len(self.layers), 1 + max(attachment.sharing, default=-1))
+        check_dense(dense_layers, layers, full, attachment.sharing)
+        self.indexed = [i for i in full if i not in dense_layers]
+        """Numbers of the layers that have an index."""
+        self.attachment = attachment
+        """State of the `attach` whose model takes this cache."""
+        self.padding = Padding()
+        """Padding of the current step."""
+        self.ids: Tensor | None = None
+        """Ids int64 `[N]` of all tokens in the cache, if `read` and `generate` put them there."""
+        self.conversation: Conversation | None = None
+        """The messages that `read` and `generate` appended. If other tokens came after them, its
+        `ids` are not the same tensor object as `ids` of the cache."""
+        self.tokens: Tensor | None = None
+        """Ids int64 `[B, T]` of the tokens of the current step, if they are known."""
+        self.rereads = 0
+        """Tokens of the next step, if it is to read all of them again (`hf.reread`)."""
+        self.token_graph = token_graph
+        """What runs single tokens as a graph, where they may be one."""
+        self.attends: Callable[..., Tensor] | None = None
+        """In place of `IndexedLayer.attend`, while a token is traced or captured."""
+        self.tells: Callable[[str], None] | None = None
+        """Told of branches by the number of tokens, while a token is traced."""
+        self.steps = 0
+        """Steps that the decoder has begun; none of them is taken back."""
+        self._config, self._make = config, make
+        self._broken: str | None = None
+        self.layers = self._empty_layers()
+        # by number: it is asked before each token
+        self._windows = [i for i, one in enumerate(self.layers) if isinstance(one, SlidingLayer)]
+
+    def update(
+        self,
+        key_states: Tensor,
+        value_states: Tensor,
+        layer_idx: int,
+        *args: Any,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor]:
+        """Transformers' hook; marks the layer as pending for the attention function."""
+        self.attachment.exclusive.check()
+        self.check_usable()
+        self.check_attended()
+        layer, states = self.layers[layer_idx], (key_states, value_states)
+        if not isinstance(layer, IndexedLayer):  # one with an index takes them in `attend`
+            states = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        self.attachment.set_pending(self, layer, states)
+        return states
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Count of tokens of a layer; while a token is traced, one that tells of branches by it."""
+        length: int = super().get_seq_length(layer_idx)
+        if self.tells is None or self.attachment.exclusive.used_by_other_thread:
+            return length
+        return Count.of(length, self.tells)
+
+    @property
+    def is_initialized(self) -> bool:
+        """Whether the cache has received a token since it was made or reset."""
+        # layers with linear attention alone have no such attribute
+        return any(getattr(layer, "is_initialized", False) for layer in self.layers)
+
+    if not TYPE_CHECKING:  # type checkers would otherwise accept any attribute name
+
+        def __getattr__(self, name: str) -> NoReturn:
+            instead = f"; use {REPLACED[name]}" if name in REPLACED else ""
+            raise AttributeError(f"cache: got no attribute {name!r}{instead}", name=name, obj=self)
+
+    def check_attended(self) -> None:
+        """Raises UnsupportedError if an `update` never met the attention function."""
+        if self.attachment.take_pending() is not None:
+            raise UnsupportedError(
+                "model: its attention does not go through transformers' AttentionInterface, or it "
+                "is not the model that this cache was attached to"
+            )
+
+    def check_usable(self) -> None:
+        """Raises RuntimeError after the context has closed or a step has failed half way."""
+        if self.attachment.closed:
+            raise RuntimeError(
+                "past_key_values: got a cache whose attach() context has closed; attach again"
+            )
+        if self._broken:
+            raise RuntimeError(f"past_key_values: {self._broken}; call reset() first")
+
+    @property
+    def usable(self) -> bool:
+        """Whether no step has failed half way, or what it did is undone."""
+        return self._broken is None
+
+    def attention_layers(self) -> list[AttentionLayer]:
+        """The attention layers that have an index and at least one token."""
+        made = [layer.attention for layer in self._indexed()]
+        return [one for one in made if one is not None and one.tokens]
+
+    def indexes(self) -> list[KVIndex]:
+        """The indexes of those layers."""
+        return [layer.index for layer in self.attention_layers()]
+
+    def report(self, *, all_ranks: bool = False) -> Report:
+        """Rows and bytes that the searching steps have read so far, and memory of the cache.
+
+        Any thread may call this at any time. During a step, some layers may already include the new
+        tokens, and others not yet.
+
+        Args:
+            all_ranks: Add up the reports of all processes. All of them must call this
+                (`Report.over_ranks`).
+        """
+        others = [layer for layer in self.layers if not isinstance(layer, IndexedLayer)]
+        other = sum(map(_nbytes, others)) if others else None
+        report = sum_up(self.attention_layers(), len(self._indexed()), other)
+        graph = None if self.token_graph is None else self.token_graph.report
+        report = replace(report, graph=graph)
+        return report.over_ranks() if all_ranks else report
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the newest `-tokens_to_remove` tokens. Raises ValueError above 0.
+
+        Positive numbers mean different things in different versions of transformers. Raises
+        RuntimeError where a sliding window has lost the rows to go back to.
+        """
+        removed = check_crop(tokens_to_remove)
+        self._change_all(lambda layer: layer.crop(removed))
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Row `b` of the batch becomes what row `beam_idx[b]` was."""
+        self._change_all(lambda layer: layer.reorder_cache(beam_idx))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Each row of the batch `repeats` times in a row."""
+        self.reorder_cache(repeated(self._batch, repeats))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep only the selected sequences of the batch.
+
+        This calls `reorder_cache` of every layer. Some of transformers' layers with linear
+        attention have no `batch_select_indices`, or one that does not change their states.
+
+        Args:
+            indices: Indices of the sequences, int64, or bool `[B]`, True for those to keep.
+
+        Raises:
+            ValueError: A shape or an index does not fit.
+            TypeError: `indices` is not such a tensor.
+        """
+        self.reorder_cache(selected(self._batch, indices))
+
+    def reset(self) -> None:
+        """Forget all tokens; the cache can be used again."""
+        with self.attachment.exclusive():
+            self.layers = self._empty_layers()
+            self.attachment.take_pending()
+            self.ids = self._broken = None
+            if self.token_graph is not None:
+                self.token_graph.forget()
+
+    def restart(self) -> None:
+        """Forget all tokens within a transaction: `rollback` restores them."""
+        self.layers = self._empty_layers()
+        self._look_again()
+
+    def lengths(self) -> list[int]:
+        """Token count of each indexed layer."""
+        return [layer.get_seq_length() for layer in self._indexed()]
+
+    def checkpoint(self) -> Checkpoint:
+        """The layers and the state of each, for `rollback`. Keeps rows of layers without an index
+        alive, and all layers that `restart` or `reset` replaces."""
+        states = [
+            layer.checkpoint() if isinstance(layer, IndexedLayer) else _attributes(layer)
+            for layer in self.layers
+        ]
+        return Checkpoint(self.steps, self.layers, states)
+
+    def rollback(self, checkpoint: Checkpoint) -> None:
+        """Restore the state of `checkpoint`, or stay unusable until `reset()`."""
+        self.attachment.take_pending()
+        self._look_again()
+        self._broken = "a step failed half way and could not be undone"
+        steps, layers, states = checkpoint
+        if self.overwrites and all(states[number] is None for number in self.indexed):
+            self.layers = self._empty_layers()  # it was empty, so linear attention can be undone
+            self._broken = None
+            return
+        self.layers = layers
+        for layer, before in zip(layers, states, strict=True):
+            if isinstance(layer, IndexedLayer):
+                layer.rollback(before)
+            else:
+                vars(layer).update(before)
+        if not self.overwrites or self.steps == steps:  # only a step overwrites
+            self._broken = None
+
+    def undo(self, checkpoint: Checkpoint, ids: Tensor | None) -> None:
+        """Roll the layers and the ids of the tokens back.
+
+        Args:
+            checkpoint: The value that `checkpoint()` returned.
+            ids: The value of `self.ids` at that time.
+        """
+        self.rollback(checkpoint)
+        self.ids = ids
+
+    @contextmanager
+    def undone(self) -> Iterator[None]:
+        """Restore the state at the beginning of the context if the body raises."""
+        self.check_usable()
+        before, ids = self.checkpoint(), self.ids
+        try:
+            yield
+        except BaseException:  # an interrupt, too
+            self.undo(before, ids)
+            raise
+
+    def save(self, folder: str | os.PathLike[str]) -> None:
+        """Write all layers, the ids and messages of the tokens if known, and the model's identity.
+
+        If the call fails, no folder is left behind. To identify the model, it runs on a few fixed
+        tokens, without this cache. `load` reads the folder.
+
+        Args:
+            folder: A new folder.
+
+        Raises:
+            OSError: The folder exists already, or cannot be written.
+            ValueError: The cache is empty.
+            RuntimeError: The model fails for the fixed tokens.
+        """
+        with self.attachment.exclusive():
+            self.check_usable()
+            self.check_attended()
+            check.at_least("len(cache)", self.get_seq_length(), 1)
+            check_whole(self.decoder)
+            model = self.decoder, self._config
+            save_cache(folder, self.layers, self.ids, *model, self.conversation)
+
+    def load(self, folder: str | os.PathLike[str]) -> None:
+        """Fill this empty cache from a saved one.
+
+        Model and indexes must be the same. `k`, `coverage`, `dense_below`, device, store and
+        backend may differ. A call that fails leaves this cache as it was.
+
+        Args:
+            folder: The folder that `save` has written.
+
+        Raises:
+            FileNotFoundError: The folder, or a file in it, does not exist.
+            ValueError: The folder has changed since it was saved, it belongs to another model or to
+                other indexes or sizes of regions, or this cache stores tokens.
+            RuntimeError: The model fails for a few fixed tokens.
+        """
+        with self.attachment.exclusive():
+            self.check_usable()
+            check_whole(self.decoder)
+            self._check_empty()
+            layers = self._empty_layers()
+            known = load_cache(folder, layers, self.decoder, self._config)
+            self.layers, (self.ids, self.conversation) = layers, known
+            self._look_again()
+
+    def from_cache(
+        self,
+        past: DynamicCache,
+        *,
+        ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+    ) -> IndexCache:
+        """Copy the contents of a filled cache of transformers into this empty cache.
+
+        Keys and values of full attention go into the indexes; sliding windows and the states of
+        linear attention are copied. `past` does not change, and shares no memory with this cache.
+        The next call continues as if the attached model had read the prompt here in one chunk. To
+        find how each layer attends, the model runs on two tokens. A failed call leaves this cache
+        as it was.
+
+        Args:
+            past: A `DynamicCache` that the same model has filled, outside of any `attach`.
+            ids: Its tokens, int64 `[B, N]` (or `[N]` for one sequence). `kvhf.generate` and indexes
+                that read the text use them; otherwise they may be left out.
+            attention_mask: `[B, N]`, 0 for padding; None where no token is padded.
+
+        Returns:
+            This cache.
+
+        Raises:
+            TypeError: `past` is another kind of cache.
+            ValueError: This cache stores tokens; `past` stores none; a layer of `past` has another
+                class, length, shape, dtype or device than this model requires; or the index learns
+                from the queries of a prompt, which no cache stores.
+        """
+        with self.attachment.exclusive():
+            self.check_usable()
+            self._check_empty()
+            ids, valid = check_past(past, ids, attention_mask)
+            probe = ProbeCache.of(self)
+            probe.run()
+            layers = self._empty_layers()
+            fill(layers, past, probe.layers, ids, valid)
+            self.layers = layers
+            known = ids is not None and len(ids) == 1 and valid is None
+            self.ids = ids[0].clone() if ids is not None and known else None
+            self._look_again()
+        return self
+
+    def _check_empty(self) -> None:
+        """Raise ValueError if this cache stores tokens."""
+        if length := self.get_seq_length():
+            raise ValueError(
+                f"cache: got one that holds {length} tokens, allowed is an empty one, or reset()"
+            )
+
+    @contextmanager
+    def attending_by(
+        self, attend: Callable[..., Tensor], tells: Callable[[str], None] | None = None
+    ) -> Iterator[None]:
+        """While it lasts, layers attend by this function, from real tokens; tells: of `Count`."""
+        self.attends, self.tells, self.padding.all_real = attend, tells, True
+        try:
+            yield
+        finally:
+            self.attends = self.tells = None
+            self.padding.forget()
+
+    def count_replay(self, replay: Callable[[], None]) -> None:
+        """A token more in all layers, by a graph; where that fails, in none."""
+        before, ids, self.ids = self.get_seq_length(), self.ids, None
+        self.steps += 1
+        self._broken = "a token failed half way and could not be undone"
+        try:
+            replay()
+            for layer in self.attention_layers():
+                layer.count_replay()
+            self.count_rolled()
+        except BaseException:
+            self.undo_replay(before, ids)
+            raise
+        self._broken = None
+
+    def undo_replay(self, length: int, ids: Tensor | None) -> None:
+        """Remove the token that a replayed graph has appended.
+
+        Args:
+            length: Tokens in the cache before the replay.
+            ids: The value of `self.ids` before the replay.
+        """
+        self._broken = "a token failed half way and could not be undone"
+        for layer in self.attention_layers():
+            layer.truncate(length)
+        for window in self._rolled():
+            window.go_back(length)
+        if not self.overwrites:
+            self._broken, self.ids = None, ids
+
+    def roll(self) -> None:
+        """Keep the rows of sliding windows in rings, which a graph can append to."""
+        layers = [layer for layer in self.sliding() if layer.ring is None]
+        real = self.attention_layers()[0].valid if layers else None
+        for layer in layers:
+            layer.roll(real)
+
+    def count_rolled(self) -> None:
+        """A token more is in rings, which the device has counted."""
+        for ring in self._rolled():
+            ring.length += 1
+
+    @property
+    def decoder(self) -> nn.Module:
+        """The module whose calls are steps of this cache."""
+        assert self.attachment.decoder is not None
+        return self.attachment.decoder
+
+    @property
+    def overwrites(self) -> bool:
+        """Whether a layer has linear attention: the others make new tensors, or can go back."""
+        return any(hasattr(layer, "recurrent_states") for layer in self.layers)
+
+    def _look_again(self) -> None:
+        if self.token_graph is not None:
+            self.token_graph.look_again()
+
+    def _change_all(self, change: Callable[[Any], None]) -> None:
+        """Apply `change` to every layer, or to none if a layer refuses it or it is interrupted."""
+        before: list[tuple[Any, dict[str, Any], Any]] = []
+        ids, broken = self.ids, self._broken
+        try:
+            with self.attachment.exclusive():
+                before = [(layer, _attributes(layer), _checkpoint(layer)) for layer in self.layers]
+                self.ids = None
+                self._look_again()
+                # those without an index first: they may refuse, and make new tensors
+                for layer in sorted(self.layers, key=lambda one: isinstance(one, IndexedLayer)):
+                    change(layer)
+        except BaseException:
+            if before:
+                self._broken = "a change of the cache failed half way"
+                for layer, attributes, checkpoint in before:
+                    vars(layer).update(attributes)
+                    if isinstance(layer, IndexedLayer):
+                        layer.rollback(checkpoint)
+                self._broken, self.ids = broken, ids
+            raise
+
+    def _empty_layers(self) -> list[Any]:
+        """New layers without a token; transformers' own `reset` zeroes tensors in place."""
+        layers = DynamicCache(config=self._config).layers
+        for i in self.indexed:
+            layers[i] = indexed_layer(layers[i], partial(self._make, i), self.padding)
+        if self.token_graph is not None:
+            for i, layer in enumerate(layers):
+                if type(layer) is DynamicSlidingWindowLayer:
+                    layers[i] = SlidingLayer(layer.sliding_window)
+        return layers
+
+    def fork(self) -> IndexCache:
+        """A cache that goes on from here by itself, for the same model and context.
+
+        It shares what both hold: no row and no code is copied, but for window and sink, until both
+        have appended to an index (docs/adapters/several-questions.md). As `copy.deepcopy` of it.
+        """
+        return deepcopy(self)
+
+    def restore(self, fork: IndexCache) -> None:
+        """Go back to the state of a fork of this cache.
+
+        Args:
+            fork: Made by `fork()` of this cache. It must not be used afterwards, because its layers
+                become those of this cache.
+        """
+        with self.attachment.exclusive():
+            self.attachment.take_pending()
+            self.layers, self.padding, self.ids = fork.layers, fork.padding, fork.ids
+            self.conversation, self._broken = fork.conversation, fork._broken
+            if self.token_graph is not None:  # its graph reads the replaced layers
+                self.token_graph.forget()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> IndexCache:
+        """A cache of its own with the same tokens, for the same model and context."""
+        other = type(self).__new__(type(self))
+        memo[id(self)] = other
+        memo[id(self.attachment)] = self.attachment
+        memo[id(self._config)] = self._config
+        memo[id(self._make)] = self._make
+        if self.token_graph is not None:  # a graph reads the layers of one cache
+            memo[id(self.token_graph)] = self.token_graph.another()
+        with self.attachment.exclusive():
+            for layer in self.layers:
+                if type(layer) in (DynamicLayer, DynamicSlidingWindowLayer, SlidingLayer):
+                    # they never write to them
+                    memo |= {id(rows): rows for rows in (layer.keys, layer.values)}
+            other.__dict__.update(deepcopy(vars(self), memo))
+        return other
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError(
+            "cache: got pickle or copy.copy, allowed is copy.deepcopy(cache) inside its attach() "
+            "context; for another process, cache.save(folder) and cache.load(folder)"
+        )
+
+    def __iter__(self) -> Any:
+        raise UnsupportedError(
+            "iteration over keys and values: the rows are in the indexes' stores"
+        )
+
+    @property
+    def _batch(self) -> int:
+        """Sequences of the batch, 0 for an empty cache."""
+        return next((layer.batch_size for layer in self.attention_layers()), 0)
+
+    def _indexed(self) -> list[IndexedLayer]:
+        return [self.layers[number] for number in self.indexed]
+
+    def sliding(self) -> list[SlidingLayer]:
+        """The layers with a window whose rows may lie in a ring."""
+        return [self.layers[number] for number in self._windows]
+
+    def _rolled(self) -> list[Ring]:
+        return [ring for layer in self.sliding() if (ring := layer.ring) is not None]
+
+
+class ProbeCache(IndexCache):
+    """A temporary cache of two tokens, which shows how the layers of the attached model attend."""
+
+    given: dict[int, tuple[Tensor, Tensor]]  # layer -> keys and values that `update` received
+
+    @classmethod
+    def of(cls, cache: IndexCache) -> ProbeCache:
+        """Make one for the model of an empty cache.
+
+        Args:
+            cache: An empty cache of the attached model. It does not change.
+        """
+        probe = cls.__new__(cls)
+        probe.__dict__.update(vars(cache.fork()))
+        probe.token_graph, probe.given = None, {}
+        return probe
+
+    def run(self) -> None:
+        """Let the model read two tokens.
+
+        Raises:
+            UnsupportedError: A layer attends to other keys or values than it passes to its cache.
+        """
+        read: dict[int, tuple[Tensor, Tensor]] = {}
+
+        def attend(plain: Callable[[], Tensor], layer: Any, *given: Any, **terms: Any) -> Tensor:
+            if given[1] is not None:  # a layer's own rows
+                read[self.layers.index(layer)] = given[1]
+            return plain()
+
+        # Two tokens, because the rotary embedding does not change the first one. Not the padding
+        # token, whose keys and values may be 0.
+        token = int(getattr(self._config, "pad_token_id", None) == 0)
+        ids = torch.full((1, 2), token, device=layer_device(self.decoder, 0))
+        with torch.no_grad(), self.attending_by(attend):
+            self.decoder(input_ids=ids, past_key_values=self, use_cache=True)
+        for number, rows in read.items():
+            geometry = self.layers[number].attention.index.geometry
+            if not geometry.value_in_key and not all(map(torch.equal, rows, self.given[number])):
+                raise UnsupportedError(
+                    f"past: layer {number} of the model attends to other keys or values than it "
+                    "passes to its cache, so the prompt must be read inside attach()"
+                )
+
+    def update(
+        self,
+        key_states: Tensor,
+        value_states: Tensor,
+        layer_idx: int,
+        *args: Any,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor]:
+        """As in `IndexCache`; also records the keys and values."""
+        self.given[layer_idx] = key_states, value_states
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+
+def _checkpoint(layer: Any) -> Any:
+    """The checkpoint of a layer that has an index; None for others."""
+    return layer.checkpoint() if isinstance(layer, IndexedLayer) else None
+
+
+def _nbytes(layer: Any) -> int:
+    """Bytes of the rows of a layer without an index. Another thread may change it meanwhile."""
+    if isinstance(layer, SlidingLayer):
+        return layer.nbytes()
+    rows = [getattr(layer, name, None) for name in ("keys", "values")]
+    return sum(tensor.nbytes for tensor in rows if tensor is not None)
+
+
+def _attributes(layer: Any) -> dict[str, Any]:
+    """Attributes of a layer of transformers: a copy as long as it makes new tensors."""
+    if isinstance(layer, SlidingLayer):
+        layer.settle()  # a ring is written to
+    return {
+        name: dict(value) if isinstance(value, dict) else value
+        for name, value in vars(layer).items()
+    }

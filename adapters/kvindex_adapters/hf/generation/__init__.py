@@ -1,0 +1,1 @@
+"""Prompts and conversations: encode, read into a cache, continue."""

@@ -1,0 +1,136 @@
+"""`TokenInputs`: what a decoder is called with for one token, at fixed addresses."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from kvindex.core import check
+from kvindex.core.graphs import GRAPHS
+from kvindex.layer import AttentionLayer
+from kvindex_adapters.hf.cache.sliding import grows
+
+if TYPE_CHECKING:
+    from kvindex_adapters.hf.cache.cache import IndexCache
+
+VALUES = (Tensor, bool, int, float, str, type(None))
+"""Arguments that tokens may have: tensors are copied to where a graph reads them."""
+
+MASK = "attention_mask"
+"""The argument that grows with each token. None is passed on: it holds no more than what the
+layers know of padding, and positions are an argument of their own."""
+
+
+def is_one_token(given: Mapping[str, Any]) -> bool:
+    """Whether a call, by its arguments, is of one token for each row of the batch."""
+    ids, embeddings = given.get("input_ids"), given.get("inputs_embeds")
+    read = embeddings if ids is None else ids
+    return isinstance(read, Tensor) and read.ndim > 1 and read.shape[1] == 1
+
+
+def refusal(cache: IndexCache, layers: list[AttentionLayer], given: Mapping[str, Any]) -> str:
+    """Why a call of one token can be no graph, whatever its forward does; "" where it can.
+
+    layers: the cache's `attention_layers`.
+    """
+    for name, value in given.items():
+        if name == MASK and isinstance(value, dict) and not any(map(_given, value.values())):
+            continue
+        if not isinstance(value, VALUES) and value is not cache:
+            return f"{name}: got a {type(value).__name__}, allowed are tensors and numbers"
+    if len(layers) < len(cache.indexed):
+        return "tokens: got none before it"
+    kind = layers[0].index.geometry.device.type
+    if kind not in GRAPHS:
+        return f"device: got {kind}, allowed is cuda"
+    if torch.is_grad_enabled():
+        return "gradients: got them enabled, allowed is torch.no_grad()"
+    if torch.is_autocast_enabled(kind):
+        return "autocast: got it enabled"
+    for number, other in enumerate(cache.layers):
+        if why := grows(other):
+            return f"layer {number}: {why}"
+    return ""
+
+
+def layer_refusal(cache: IndexCache) -> str:
+    """Which layer's step can be in no graph, and why; "" where all can."""
+    for number, layer in zip(cache.indexed, cache.attention_layers(), strict=True):
+        if why := layer.capture_refusal():
+            return f"layer {number}: {why}"
+    return ""
+
+
+class TokenInputs:
+    """The arguments of tokens that are alike but for the numbers in tensors, and their padding."""
+
+    def __init__(self) -> None:
+        self._kinds: dict[str, object] = {}
+        self._held: dict[str, Any] = {}
+        self.look_again()
+
+    def look_again(self) -> None:
+        """Other tokens may be padded than before."""
+        self._known: Tensor | None = None  # which of the first tokens are real, bool [B, n]
+        self._padded = False
+
+    @property
+    def padded(self) -> bool:
+        """Whether some token of the cache is padding."""
+        return self._padded
+
+    def arguments(self, cache: IndexCache) -> dict[str, Any]:
+        """By name, those that were taken last."""
+        return {**self._held, "past_key_values": cache}
+
+    def take(self, given: Mapping[str, Any]) -> bool:
+        """Hold the arguments of a token: whether they are of the kinds of those before."""
+        kinds = {
+            name: check.kind(value) if isinstance(value, Tensor) else value
+            for name, value in given.items()
+            if name not in (MASK, "past_key_values")
+        }
+        if isinstance(given.get(MASK), dict):
+            kinds["types of layers"] = sorted(given[MASK])
+        kinds["inference"] = torch.is_inference_mode_enabled()
+        same = kinds == self._kinds
+        if not same:
+            self._kinds, self._held = kinds, {name: given[name] for name in kinds if name in given}
+            with torch.inference_mode(False):
+                for name, value in self._held.items():
+                    if isinstance(value, Tensor):
+                        self._held[name] = value.new_empty(value.shape)
+            if MASK in given:  # by type of layer, or one
+                mask = given[MASK]
+                self._held[MASK] = dict.fromkeys(mask) if isinstance(mask, dict) else None
+        for name, value in self._held.items():
+            if isinstance(value, Tensor):
+                value.copy_(given[name])
+        return same
+
+    def mask_refusal(self, mask: Tensor | dict[str, None] | None, layer: AttentionLayer) -> str:
+        """Why a mask `[B, N + 1]` is not that of a real token after those of a layer, or ""."""
+        if self._known is None:
+            valid = layer.valid
+            self._known = (
+                torch.ones((layer.batch_size, 0), dtype=torch.bool) if valid is None else valid
+            )
+            self._padded = not bool(self._known.all())
+        if mask is None or isinstance(mask, dict):
+            return f"{MASK}: got none, but some tokens are padded" if self._padded else ""
+        known, length = self._known, len(layer) + 1
+        if mask.shape == (len(known), length):
+            if not self._padded and bool(mask.all()):
+                return ""
+            want = functional.pad(known.to(mask.device), (0, length - known.shape[1]), value=True)
+            if self._padded and torch.equal(mask.bool(), want):
+                return ""
+        return f"{MASK}: got another than that of the tokens before it, and a real one"
+
+
+def _given(value: object) -> bool:
+    return value is not None

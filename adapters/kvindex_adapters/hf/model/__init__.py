@@ -1,0 +1,1 @@
+"""Inspect, patch, identify and load models of transformers."""

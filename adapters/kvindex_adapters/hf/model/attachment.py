@@ -1,0 +1,116 @@
+"""The state of one `attach`, by module of its model: pending layer, lock, whether it is closed."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+from torch import Tensor, nn
+
+from kvindex.core import forks
+from kvindex_adapters.common.exclusive import Exclusive
+
+if TYPE_CHECKING:
+    from kvindex_adapters.hf.batching.attach_batch import Batching
+    from kvindex_adapters.hf.cache.cache import IndexCache
+
+
+class Attachment:
+    """The state of one `attach`: its caches (the one it gave and deep copies) refer to it."""
+
+    def __init__(self) -> None:
+        self.closed = False
+        """Whether the context is over."""
+        self.decoder: nn.Module | None = None
+        """The module whose calls are steps of a cache."""
+        self.sharing: dict[int, int] = {}
+        """Number of a layer without keys of its own -> of the layer whose keys it attends to."""
+        self.running: IndexCache | None = None
+        """The cache of the step that runs."""
+        self.batching: Batching | None = None
+        """Of `attach_batch`, which has no cache: requests and their indexes."""
+        self._pending: tuple[IndexCache, Any, tuple[Tensor, Tensor]] | None = None
+        self.exclusive = Exclusive("model", "the same attached model or of a cache of it")
+        """Entered by each call that changes a cache, so only one thread at a time does."""
+        self._undo: dict[int, Callable[[], None]] | None = None  # id of a cache -> undo its steps
+
+    def set_pending(self, cache: IndexCache, layer: Any, states: tuple[Tensor, Tensor]) -> None:
+        """The `update` of this layer of the cache has given states; its attention runs next."""
+        self._pending = cache, layer, states
+
+    def take_pending(self) -> tuple[IndexCache, Any, tuple[Tensor, Tensor]] | None:
+        """Cache, layer and states of the last `update`, once; None if attention has run."""
+        pending, self._pending = self._pending, None
+        return pending
+
+    def shared(self, layer: int) -> tuple[IndexCache, Any, None] | None:
+        """The cache, and the layer in it whose keys this one attends to, which has none."""
+        producer = self.sharing.get(layer)
+        if producer is None or self.running is None:
+            return None
+        return self.running, self.running.layers[producer], None
+
+    @contextmanager
+    def transaction(self) -> Iterator[None]:
+        """Surround one call of the whole model; if it raises, undo the decoder's steps in it.
+
+        Raises:
+            RuntimeError: Another thread is in a call, as for `exclusive`.
+        """
+        with self.exclusive():
+            if self._undo is not None:  # inside another call, which undoes all
+                yield
+                return
+            self._undo = {}
+            try:
+                yield
+            except BaseException:  # an interrupt, too
+                for undo in self._undo.values():
+                    undo()
+                raise
+            finally:
+                self._undo = None
+
+    def add_undo(self, cache: IndexCache, undo: Callable[[], None]) -> None:
+        """Record how to undo a step of the decoder, in case the model's call fails after it.
+
+        If one call has several steps of a cache, only the function of the first one is recorded.
+
+        Args:
+            cache: The cache that the step has changed.
+            undo: Restores the cache to its state before the step.
+        """
+        if self._undo is not None:
+            self._undo.setdefault(id(cache), undo)
+
+
+attached: WeakKeyDictionary[nn.Module, Attachment] = WeakKeyDictionary()
+"""The attachment of every module of an attached model."""
+
+_claims = forks.lock(sys.modules[__name__], "_claims")
+"""The lock of `attached`."""
+
+
+@contextmanager
+def claimed(model: nn.Module) -> Iterator[Attachment]:
+    """Give all modules of a model one attachment while the context lasts.
+
+    Raises ValueError for a model of which a module is attached already, by any thread.
+    """
+    modules, attachment = list(model.modules()), Attachment()
+    try:
+        with _claims:
+            if any(module in attached for module in modules):
+                raise ValueError(
+                    "model: got one that is attached already, allowed is one attach() a time"
+                )
+            attached.update((module, attachment) for module in modules)
+        yield attachment
+    finally:
+        attachment.closed = True
+        for module in modules:
+            if attached.get(module) is attachment:
+                del attached[module]

@@ -1,0 +1,166 @@
+"""Guards around calls of an attached model: refuse, admit one thread, roll back failed steps."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from kvindex_adapters.common.unsupported import UnsupportedError
+from kvindex_adapters.hf.cache.cache import IndexCache
+from kvindex_adapters.hf.graph.token_graph import TokenGraph
+from kvindex_adapters.hf.model.attachment import Attachment, attached
+from kvindex_adapters.hf.unsupported import check_generate
+
+CLOSE = 2**-5
+"""Of the largest number: what two orders of sums in bfloat16 (2^-8) leave apart, in many layers;
+positions that are off by a token are further (`test_token_graph.py`)."""
+
+
+class GuardedDecoder(nn.Module):
+    """A decoder whose calls are steps of the cache in `past_key_values`."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the decoder's own call, guarded."""
+        attachment = attached.get(self)
+        if attachment is None or attachment.decoder is not self:
+            return super().__call__(*args, **kwargs)
+        if len(args) > 1:  # the cache may be passed by position
+            args, kwargs = (), _by_name(self, args, kwargs)
+        return _step(super().__call__, attachment, args, kwargs)
+
+
+class GuardedModel(nn.Module):
+    """A model that restores the cache if a call of it, or of its `generate`, fails."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model's own call. If its head fails, the decoder's step is undone, too."""
+        attachment = attached.get(self)
+        if attachment is None:
+            return super().__call__(*args, **kwargs)
+        with attachment.transaction():
+            return super().__call__(*args, **kwargs)
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """Check the arguments and run the model's own `generate`; if it fails, undo all its steps.
+
+        Calls of other threads raise RuntimeError meanwhile.
+        """
+        parent: Any = super()
+        attachment = attached.get(self)
+        if attachment is None:
+            return parent.generate(*args, **kwargs)
+        kwargs = check_generate(self, args, kwargs)
+        cache = kwargs.get("past_key_values")
+        if not isinstance(cache, IndexCache) or cache.attachment is not attachment:
+            return parent.generate(*args, **kwargs)  # its first step raises
+        with attachment.exclusive(), cache.undone():
+            return parent.generate(*args, **kwargs)
+
+
+def _step(
+    forward: Callable[..., Any], attachment: Attachment, args: Any, kwargs: dict[str, Any]
+) -> Any:
+    """Call a decoder: refuse other caches, and roll back a step that fails half way."""
+    if kwargs.get("output_attentions"):
+        raise UnsupportedError("output_attentions: got True, allowed is False inside attach()")
+    cache = kwargs.get("past_key_values")
+    if not isinstance(cache, IndexCache) or cache.attachment is not attachment:
+        raise UnsupportedError(
+            f"past_key_values: got {type(cache).__name__}, allowed inside attach() is the cache "
+            "that it gave, or a deep copy of it: model.generate(…, past_key_values=cache)"
+        )
+    with attachment.exclusive():
+        cache.check_usable()
+        graph = cache.token_graph
+        if graph is not None:
+            args, kwargs = (), _by_name(cache.decoder, args, kwargs)
+            if graph.takes(forward, cache, kwargs):
+                before = cache.get_seq_length(), cache.ids
+                output = graph.replay(cache)
+                attachment.add_undo(cache, partial(cache.undo_replay, *before))
+                return output
+            if graph.comparing:
+                return _compared(graph, forward, cache, kwargs)
+        return _undone_if_failed(forward, cache, args, kwargs)
+
+
+def _compared(
+    graph: TokenGraph, forward: Callable[..., Any], cache: IndexCache, kwargs: dict[str, Any]
+) -> Any:
+    """A token that is compared with its neighbors; where that fails, one as any other."""
+    plain = partial(_undone_if_failed, forward, cache, (), kwargs)
+    ids = cache.ids
+    try:
+        expected = None
+        if graph.checks and not cache.overwrites:
+            before, expected = cache.checkpoint(), plain()
+            cache.rollback(before)
+        before = cache.checkpoint()
+        output = _undone_if_failed(partial(graph.run, forward, cache), cache, (), kwargs)
+        if expected is None or _near(output, expected):
+            return output
+        cache.rollback(before)
+        graph.give_up("attention_mask: got one that the model reads beside attention")
+    except Exception as error:
+        graph.give_up(f"{type(error).__name__} while it was compared: {error}")
+        if graph.raises or not cache.usable:
+            raise
+    cache.ids = ids
+    return plain()
+
+
+def _near(output: Any, expected: Any) -> bool:
+    """Whether two outputs agree to rounding, by their first tensors."""
+    one, other = (next(filter(torch.is_tensor, tree_leaves(each))) for each in (output, expected))
+    return bool((one - other).abs().max() <= CLOSE * other.abs().max())
+
+
+def _undone_if_failed(
+    forward: Callable[..., Any], cache: IndexCache, args: Any, kwargs: dict[str, Any]
+) -> Any:
+    """A step of a cache; one that raises leaves it as it was."""
+    attachment, before = cache.attachment, cache.checkpoint()
+    ids = args[0] if args else kwargs.get("input_ids")
+    cache.steps += 1
+    cache.ids, past_ids = None, cache.ids  # `read` and `generate` set them afterwards
+    cache.tokens = ids if isinstance(ids, Tensor) and ids.dtype == torch.int64 else None
+    attachment.running = cache
+    try:
+        output = forward(*args, **_whole(attachment, kwargs))
+        cache.check_attended()
+    except BaseException:  # an interrupt, too, leaves layers of different lengths
+        cache.undo(before, past_ids)
+        raise
+    finally:
+        cache.tokens = attachment.running = None
+        cache.padding.forget()
+    attachment.add_undo(cache, partial(cache.undo, before, past_ids))
+    return output
+
+
+def _by_name(decoder: nn.Module, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """All arguments of a decoder's call by name."""
+    if not args:
+        return kwargs
+    names = list(inspect.signature(decoder.forward).parameters)
+    return {**dict(zip(names[: len(args)], args, strict=True)), **kwargs}
+
+
+def _whole(attachment: Attachment, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments, so that layers which share keys cut no mask of padding `[B, N]`.
+
+    Of a prompt without padding they may read the tokens alone whose logits are wanted.
+    """
+    if not attachment.sharing or "logits_to_keep" not in kwargs:
+        return kwargs
+    masks = kwargs.get("attention_mask")
+    for mask in masks.values() if isinstance(masks, dict) else [masks]:  # by type of layer, or one
+        if isinstance(mask, Tensor) and mask.ndim == 2 and not bool(mask.all()):
+            return {**kwargs, "logits_to_keep": None}
+    return kwargs

@@ -1,0 +1,117 @@
+"""Decoder, layer geometry and attention setting of a transformers model."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import GenerationMixin, PreTrainedModel
+
+from kvindex_adapters.common.unsupported import UnsupportedError
+from kvindex_adapters.hf.unsupported import layer_configs
+
+ONE_CALL = ("bamba", "jamba", "zamba")
+"""Types of models whose linear attention begins with an empty state in each call of several tokens,
+as `tools/families.py` finds. Their prompts are read in one call."""
+
+PREPARES_POSITIONS = "_prepare_position_ids_for_generation"
+"""Method of transformers by which `generate` makes `position_ids`."""
+
+
+def reads_chunks(model: PreTrainedModel) -> bool:
+    """Return True if a prompt in chunks gives the model what a prompt in one call does."""
+    return model.config.get_text_config(decoder=True).model_type not in ONE_CALL
+
+
+def text_positions(model: PreTrainedModel, start: int, end: int) -> Tensor | None:
+    """Return `position_ids` int64 `[1, end - start]` as `generate` passes them, or None for none.
+
+    Some models make other ones of the ids where none are passed (roberta begins at its padding
+    id). None for a model that takes none, or whose `generate` makes its own (of images).
+    """
+    usual, own = (getattr(one, PREPARES_POSITIONS, None) for one in (GenerationMixin, type(model)))
+    if usual is not own or "position_ids" not in _parameters(model):
+        return None
+    return torch.arange(start, end, device=model.device)[None]
+
+
+def find_decoder(model: PreTrainedModel) -> nn.Module:
+    """The module whose forward takes `past_key_values` and runs the layers.
+
+    Raises UnsupportedError for a model without.
+    """
+    for module in (model.get_decoder(), model.base_model, model):
+        if isinstance(module, nn.Module) and "past_key_values" in _parameters(module):
+            return module
+    raise UnsupportedError(
+        f"model: got {type(model).__name__}, whose forward takes no past_key_values; allowed are "
+        "decoders with a cache of keys and values"
+    )
+
+
+def _parameters(module: nn.Module) -> Collection[str]:
+    return inspect.signature(type(module).forward).parameters
+
+
+def layer_device(decoder: nn.Module, number: int) -> torch.device:
+    """The device on which a decoder's layer computes.
+
+    This is the device of its weights, or the one to which accelerate copies offloaded weights.
+
+    Args:
+        decoder: The decoder.
+        number: The layer's `layer_idx`.
+    """
+    layers = [m for m in decoder.modules() if getattr(m, "layer_idx", None) == number]
+    modules = [module for part in (*layers, decoder) for module in part.modules()]
+    places = (_device_of(module) for module in modules)
+    return next((place for place in places if place is not None), torch.device("cpu"))
+
+
+def _device_of(module: nn.Module) -> torch.device | None:
+    """The device of a module's own weights while it computes, or None if that is unknown."""
+    weight = next(module.parameters(recurse=False), None)
+    if weight is None or weight.device.type != "meta":
+        return None if weight is None else weight.device
+    hook: Any = getattr(module, "_hf_hook", None)  # accelerate's hook, if it offloads weights
+    for each in getattr(hook, "hooks", (hook,)):
+        if (place := getattr(each, "execution_device", None)) is not None:
+            return torch.device(place)
+    return None
+
+
+def layer_geometry(config: Any, number: int) -> dict[str, Any]:
+    """Head counts and head dimension of a layer, as its configuration states them."""
+    layers = layer_configs(config)
+    config = layers[number] if len(layers) > 1 else config
+    heads = getattr(config, "num_attention_heads", 1)
+    rank = getattr(config, "kv_lora_rank", None)
+    if rank is not None:  # `hf.latent`: the index holds latents
+        width = rank + config.qk_rope_head_dim
+        latent = {"head_dim": width, "value_dim": rank, "value_in_key": True}
+        return {"q_heads": heads, "kv_heads": 1, **latent}
+    per_head = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return {
+        "q_heads": heads,
+        "kv_heads": getattr(config, "num_key_value_heads", None) or heads,
+        "head_dim": per_head,
+    }
+
+
+def attention_request(model: PreTrainedModel, name: str) -> dict[str, str]:
+    """The argument of `set_attn_implementation` that gives the decoder alone attention `name`.
+
+    Raises UnsupportedError for a decoder whose configuration is not in the model's.
+    """
+    config = model.config.get_text_config(decoder=True)
+    if config is model.config:
+        return {"": name}
+    for part in model.config.sub_configs:
+        if getattr(model.config, part) is config:
+            return {part: name}
+    raise UnsupportedError(
+        f"model: got {type(model).__name__}, whose decoder's configuration is nested too deeply"
+    )

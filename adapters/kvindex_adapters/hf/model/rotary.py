@@ -1,0 +1,127 @@
+"""Rotary frequencies of a decoder layer, probed by calling the layer itself."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kvindex.core.rope import rotate
+from kvindex_adapters.hf.model.info import layer_device
+from kvindex_adapters.hf.model.latent import is_latent
+
+POSITIONS = (0, 1, 7)
+"""Positions at which the probe puts one and the same token."""
+
+CLOSE = 0.05
+"""Keys may differ by this share of the largest coordinate: bfloat16 rounds by 2^-8, and a layer
+that rotates other pairs is off by about 1."""
+
+
+class _CaughtError(Exception):
+    """Carries the keys that reach the cache."""
+
+    def __init__(self, keys: Tensor) -> None:
+        super().__init__()
+        self.keys = keys
+
+
+class _Catcher:
+    """A cache that stops the layer at its keys."""
+
+    def update(self, keys: Tensor, *args: Any, **kwargs: Any) -> Any:
+        raise _CaughtError(keys)
+
+    def get_seq_length(self, *args: Any) -> int:
+        return 0
+
+
+def depends_on_length(rope_type: object) -> bool:
+    """Return True if frequencies of this `rope_type` depend on the length of the sequence.
+
+    Args:
+        rope_type: The attribute of a rotary embedding of transformers: a name, or a dict of names
+            by type of layer. The conditions are those of transformers' `dynamic_rope_update`.
+    """
+    return any("dynamic" in name or name == "longrope" for name in _names(rope_type))
+
+
+def _names(rope_type: object) -> list[str]:
+    names = rope_type.values() if isinstance(rope_type, dict) else (rope_type,)
+    return [name for name in names if isinstance(name, str)]
+
+
+def length_dependent(model: nn.Module) -> list[nn.Module]:
+    """Return the model's rotary embeddings whose frequencies depend on the sequence length."""
+    modules = model.modules()
+    return [module for module in modules if depends_on_length(getattr(module, "rope_type", None))]
+
+
+def keeps_longest(model: nn.Module) -> bool:
+    """Return True if frequencies depend on the longest sequence so far, which nothing undoes.
+
+    Embeddings of type `dynamic` store that length in the module.
+    """
+    return any(
+        "dynamic" in name for one in length_dependent(model) for name in _names(one.rope_type)
+    )
+
+
+def rotary_frequencies(decoder: nn.Module, layer: int) -> Tensor | None:
+    """Inverse frequencies float32 `[F]` of a decoder's full-attention layer (`kvindex.core.rope`).
+
+    Zeros for a layer that rotates nothing. None where they are not known: no `rotary_emb`,
+    frequencies that change with the length, other pairs of coordinates, latents, a layer that
+    cannot be called alone.
+    """
+    embedding = getattr(decoder, "rotary_emb", None)
+    kind, name = getattr(embedding, "rope_type", None), "inv_freq"
+    more: tuple[str, ...] = ()
+    if isinstance(kind, dict):  # one embedding for each type of layer
+        kind, name = kind.get("full_attention"), "full_attention_inv_freq"
+        more = ("full_attention",)
+    rope = getattr(embedding, name, None)
+    if not isinstance(rope, Tensor) or rope.is_meta or depends_on_length(kind):
+        return None
+    rope = rope.detach().float()
+    for module in decoder.modules():
+        if getattr(module, "layer_idx", None) == layer and not is_latent(module):
+            keys = _probe(decoder, module, embedding, more, layer_device(decoder, layer))
+            for candidate in (rope, torch.zeros_like(rope)):
+                if keys is not None and _rotated_by(keys, candidate):
+                    return candidate
+    return None
+
+
+@torch.no_grad()
+def _probe(
+    decoder: Any, module: nn.Module, embedding: Any, more: tuple[str, ...], device: torch.device
+) -> Tensor | None:
+    """Keys `[1, G, T, D]` that a module makes of one token at `POSITIONS`, or None."""
+    parameters = inspect.signature(module.forward).parameters
+    if "position_embeddings" not in parameters:
+        return None
+    positions = torch.tensor([POSITIONS], device=device)
+    try:
+        size = decoder.config.get_text_config().hidden_size
+        token = torch.randn(size, generator=torch.Generator().manual_seed(0))
+        states = token.to(device, decoder.dtype).expand(1, len(POSITIONS), -1)
+        cache = "past_key_values" if "past_key_values" in parameters else "layer_past"
+        options: dict[str, Any] = {"attention_mask": None, cache: _Catcher()}
+        module(states, position_embeddings=embedding(states, positions, *more), **options)
+    except _CaughtError as caught:
+        return caught.keys
+    except Exception:  # whatever a model's class raises: its frequencies are not known
+        return None
+    return None
+
+
+def _rotated_by(keys: Tensor, rope: Tensor) -> bool:
+    """Whether keys at `POSITIONS` are the first one rotated by these frequencies."""
+    keys, positions = keys.float(), torch.tensor(POSITIONS, device=keys.device)
+    if 2 * len(rope) > keys.shape[-1]:
+        return False
+    rotated = rotate(keys[:, :, :1].expand_as(keys), positions, rope.to(keys.device))
+    return bool((keys - rotated).abs().amax() <= CLOSE * keys.abs().amax())

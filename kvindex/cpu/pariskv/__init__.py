@@ -1,0 +1,1 @@
+"""ParisKV on compiled kernels: the executor and its stages, named as in `kvindex.pariskv`."""

@@ -1,0 +1,230 @@
+"""ParisKV on compiled kernels: search, attend and a decoded token's step over its columns."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvindex.core.geometry import Geometry
+from kvindex.core.protocol import Attended, Codes, Contents, Hits, Rows
+from kvindex.core.resident import ResidentRows
+from kvindex.cpu import threads
+from kvindex.cpu.pariskv.constants import Constants
+from kvindex.cpu.pariskv.sampling import DrawnStages, seeds_of
+from kvindex.cpu.pariskv.stages import Found, Stages
+from kvindex.cpu.pariskv.supported import unreadable
+from kvindex.cpu.state import ResidentState, State
+from kvindex.pariskv.block_layout import BLOCK
+from kvindex.pariskv.config import ParisKVConfig
+from kvindex.storage.columns import BlockColumns
+
+
+class ParisKVExecutor:
+    """`ParisKV` on a CPU's kernels: a `kvindex.core.protocol.Executor`."""
+
+    encodes, appends_async, searches_at_once = True, False, True
+    length = None
+
+    _contents: Contents  # since the first `update`
+    _most: int  # valid tokens of a row of the batch
+
+    def __init__(
+        self, geometry: Geometry, config: ParisKVConfig, constants: Constants, codes: BlockColumns
+    ) -> None:
+        self._geometry, self._config, self._constants = geometry, config, constants
+        self.codes = codes
+        self._ready: Stages | None = None
+        self._resident: ResidentState | None = None
+
+    @classmethod
+    def of(
+        cls, geometry: Geometry, config: ParisKVConfig, rotation: Tensor, levels: Tensor
+    ) -> ParisKVExecutor:
+        """The executor of an empty index."""
+        constants = Constants.of(geometry, config, rotation, levels)
+        block = config.center or (BLOCK if config.weights == "log" else 1)
+        return cls(geometry, config, constants, BlockColumns(block))
+
+    @property
+    def attends(self) -> bool:
+        """As `Executor.attends`."""
+        return unreadable(self._contents.rows) is None
+
+    def explain(self) -> str:
+        """As `Executor.explain`."""
+        return "\n".join(
+            [
+                "executor: compiled by Numba",
+                f"append: codes are made {'by one kernel' if self.encodes else 'op by op'}",
+                f"attend: {unreadable(self._contents.rows) or 'in one go'}",
+            ]
+        )
+
+    def cache_use(self) -> tuple[int, int, int]:
+        """As `Executor.cache_use`: there is none."""
+        return 0, 0, 0
+
+    def update(self, contents: Contents) -> ParisKVExecutor:
+        """As `Executor.update`."""
+        if contents.codes is not self.codes:
+            if not isinstance(contents.codes, BlockColumns):
+                name = type(contents.codes).__name__
+                raise TypeError(f"codes: got {name}, allowed is BlockColumns")
+            other = type(self)(self._geometry, self._config, self._constants, contents.codes)
+            return other.update(contents)
+        self._contents, self._ready = contents, None
+        self._most = int(contents.counts.max()) if len(contents.counts) else 0
+        return self
+
+    def prepare(
+        self, keys: Tensor, valid: Tensor | None, *, beyond: int, wrong: Tensor | None = None
+    ) -> Codes:
+        """As `Executor.prepare`: columns copy them."""
+        return self._constants.encoder(keys, valid, wrong) if keys.shape[2] else {}
+
+    def encoded(self, keys: Tensor, valid: Tensor | None) -> Codes | None:
+        """As `Executor.encoded`."""
+        return self._constants.encoder(keys, valid)
+
+    def discard(self) -> None:
+        """As `Executor.discard`: there is nothing."""
+
+    def warm_up(self, k: int, tokens: int) -> None:
+        """As `Executor.warm_up`: the first search compiles, and buffers grow by themselves."""
+
+    def reserve(self, tokens: int) -> None:
+        """As `Executor.reserve`: columns grow by themselves."""
+
+    def search(self, queries: Tensor, k: int) -> Hits:
+        """As `Executor.search`."""
+        folded = self._folded(queries)
+        hits, find = self._finding(folded, k)
+        threads.run(find, self._stages.most_parts(len(folded)))
+        shape = (len(queries), self._geometry.kv_heads, k)
+        ids, scores = torch.from_numpy(hits.ids), torch.from_numpy(hits.scores)
+        return Hits(ids.view(shape), scores.view(shape), hits.weights(len(queries)))
+
+    def attend(
+        self, queries: Tensor, resident: ResidentRows, k: int, wrong: Tensor | None = None
+    ) -> Attended:
+        """As `Executor.attend`."""
+        folded = self._folded(queries)
+        # Stages search for at least one row: it stays unused where no row is valid.
+        hits, find = self._finding(folded, max(1, min(k, self._most)))
+        rows, beside = (hits.ids, hits.weights(len(queries))), self._beside(resident)
+        output, lse, attend = self._stages.attend(folded, *rows, resident, beside)
+
+        def part(i: int, parts: int) -> None:
+            find(i, parts)
+            attend(i, parts)
+
+        threads.run(part, self._stages.most_parts(len(folded)))
+        return self._attended(queries, output, lse, hits.found)
+
+    def attend_hits(self, queries: Tensor, hits: Hits, resident: ResidentRows) -> Attended:
+        """As `Executor.attend_hits`."""
+        folded, stages, beside = self._folded(queries), self._stages, self._beside(resident)
+        ids = hits.ids.contiguous().view(len(folded), -1).numpy()
+        output, lse, attend = stages.attend(folded, ids, hits.log_weight, resident, beside)
+        threads.run(attend, stages.most_parts(len(folded)))
+        return self._attended(queries, output, lse, (ids >= 0).sum(1, dtype=np.int32))
+
+    def decode_step(
+        self,
+        queries: Tensor,
+        token: Rows,
+        resident: ResidentRows,
+        window: Rows,
+        k: int,
+        wrong: Tensor | None,
+        graphs: bool,
+    ) -> Attended:
+        """As `Executor.decode_step`."""
+        stage_token(token, resident, window)
+        return self.attend(queries, resident, k, wrong)
+
+    def _folded(self, queries: Tensor) -> np.ndarray:
+        """Queries `[B, H, D]` as float32 `[B·G, g, D]`."""
+        g = self._geometry
+        floats: np.ndarray = queries.float().contiguous().numpy()
+        return floats.reshape(-1, g.group_size, g.head_dim)
+
+    @property
+    def _stages(self) -> Stages:
+        """Those of what the index holds now."""
+        if self._ready is None:
+            constants, heads = self._constants, self._geometry.kv_heads
+            contents = replace(self._contents, opened=self._opened())
+            state = State.of(contents, self.codes, heads, constants.factors)
+            made = self._geometry, self._config, constants, state
+            if self._config.draw == "none":
+                self._ready = Stages(*made)
+            else:
+                seeds = seeds_of(contents, self.codes, self._config.seed)
+                self._ready = DrawnStages(*made, seeds)
+        return self._ready
+
+    def _opened(self) -> Codes:
+        """Codes of the open block, if there is one."""
+        contents, start = self._contents, len(self.codes)
+        if start == contents.length:
+            return {}
+        valid = None if contents.valid is None else contents.valid[:, start:]
+        return self._constants.encoder(contents.opened["open_keys"], valid)
+
+    def _beside(self, resident: ResidentRows) -> ResidentState:
+        self._resident = ResidentState.of(resident, self._resident)
+        return self._resident
+
+    def _limits(self, k: int) -> np.ndarray:
+        """Candidates `C` of each group for `k` rows, int64 `[B·G]`."""
+        limits = self._stages.state.limits
+        if k not in limits:
+            counts = self._contents.counts.tolist()
+            candidates = [self._config.candidates(n, k) for n in counts]
+            limits[k] = np.repeat(candidates, self._geometry.kv_heads)
+        return limits[k]
+
+    def _finding(self, queries: np.ndarray, k: int) -> tuple[Found, threads.Part]:
+        """As `Stages.find`, for queries float32 `[B·G, g, D]`, all keys' votes being there."""
+        stages = self._stages
+        asked = stages.prepare_query(queries)
+        return stages.find(asked, stages.scan(asked), k, self._limits(k))
+
+    def _attended(
+        self, queries: Tensor, output: np.ndarray, lse: np.ndarray, found: np.ndarray
+    ) -> Attended:
+        g, (batch, heads, _) = self._geometry, queries.shape
+        return Attended(
+            torch.from_numpy(output.reshape(batch, heads, g.value_dim)).to(g.dtype),
+            torch.from_numpy(lse.reshape(batch, heads)),
+            torch.from_numpy(found.reshape(batch, -1)),
+        )
+
+
+def stage_token(token: Rows, resident: ResidentRows, window: Rows) -> None:
+    """Put a token's rows behind the resident ones and into its places in the window.
+
+    Raises ValueError for other shapes or no room, before anything is written.
+    """
+    batch, heads, room, wide = resident.rows.shape
+    D = token.keys.shape[-1]
+    key, value = (batch, heads, 1, D), (batch, heads, 1, wide - D)
+    shapes = {"keys": key, "values": value, "window.keys": key, "window.values": value}
+    given = token.keys, token.values, window.keys, window.values
+    for (name, shape), tensor in zip(shapes.items(), given, strict=True):
+        if tensor.shape != shape or tensor.dtype != resident.rows.dtype:
+            raise ValueError(
+                f"{name}: got {tensor.dtype} {tuple(tensor.shape)}, allowed is "
+                f"{resident.rows.dtype} {shape}"
+            )
+    if len(resident) >= room:
+        raise ValueError(
+            f"resident: got {len(resident)} rows, allowed are fewer than its room of {room}"
+        )
+    resident.add(token.keys, token.values, None)
+    window.keys.copy_(token.keys)
+    window.values.copy_(token.values)

@@ -1,0 +1,144 @@
+"""ParisKV with tiers, as in the paper, on compiled kernels: its state, its stages, its executor."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from torch import Tensor
+
+from kvindex.core.protocol import Contents
+from kvindex.cpu import threads
+from kvindex.cpu.buffers import BUFFERS
+from kvindex.cpu.kernels import tiered_step, tiered_votes
+from kvindex.cpu.pariskv.executor import ParisKVExecutor
+from kvindex.cpu.pariskv.stages import Found, Stages
+from kvindex.cpu.state import State
+from kvindex.pariskv.config import ParisKVConfig
+from kvindex.storage.columns import BlockColumns
+
+FEW_KEYS = 2**15
+"""As that of `kvindex.cpu.pariskv.stages`: a look-up for each subspace takes longer."""
+
+
+@dataclass(frozen=True)
+class TierState(State):
+    """A `State` whose keys are all in full blocks, of one token.
+
+    histogram: keys per centroid, int64 `[B·G, M, 256]`; bounds: of tiers, int64 `[B·G, tiers]`.
+    """
+
+    histogram: np.ndarray
+    bounds: np.ndarray
+
+    @staticmethod
+    def with_tiers(contents: Contents, codes: BlockColumns, config: ParisKVConfig) -> TierState:
+        """That of what an index holds."""
+        histogram = contents.statistics["histogram"].contiguous()
+        batch, heads, *shape = histogram.shape
+        bounds = [config.tier_bounds(n) for n in contents.counts.tolist()]
+        return TierState(
+            **vars(State.of(contents, codes, heads, None)),
+            histogram=histogram.view(batch * heads, *shape).numpy(),
+            bounds=np.repeat(np.array(bounds, np.int64), heads, axis=0),
+        )
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Queries `[B·G, g, D]` as stages read them.
+
+    rotated: with their norms, float32; tables: points of centroids, a byte for each head, uint64
+    `[B·G, words, M, 256]`.
+    """
+
+    rotated: np.ndarray
+    tables: np.ndarray
+
+
+@dataclass(frozen=True)
+class Voted:
+    """Votes, a byte for each head, uint64 `[B·G, words, N]`, and how many keys have how many, int64
+    `[parts, B·G, g, 256]`.
+    """
+
+    votes: np.ndarray
+    counts: np.ndarray
+
+
+@dataclass(frozen=True)
+class TierStages(Stages):
+    """Those of an index in one state."""
+
+    state: TierState
+
+    def prepare_query(self, queries: np.ndarray) -> Asked:  # type: ignore[override]
+        """Rotate queries float32 `[B·G, g, D]`, and give points to centroids."""
+        groups, heads, D = queries.shape
+        rotated = BUFFERS.array("rotated", np.float32, groups, heads, D)
+        words = -(-heads // tiered_votes.HEADS)
+        tables = BUFFERS.array("points", np.uint64, groups, words, D // 8, tiered_votes.CENTROIDS)
+        known = self.constants.rotation, self.state.histogram, self.state.bounds
+        tiered_votes.prepare(queries, *known, rotated, tables)
+        return Asked(rotated, tables)
+
+    def scan(self, asked: Asked) -> Voted:  # type: ignore[override]
+        """Votes of all keys."""
+        state, (groups, heads, _) = self.state, asked.rotated.shape
+        pieces = groups * -(-state.length // tiered_votes.PIECE)
+        most = pieces if groups * state.length > FEW_KEYS else 1
+        words, parts = asked.tables.shape[1], threads.parts_of(most)
+        votes = BUFFERS.array("points of keys", np.uint64, groups, words, state.length)
+        counts = BUFFERS.array("counts", np.int64, parts, groups, heads, tiered_votes.POINTS)
+
+        def part(i: int, parts: int) -> None:
+            codes = state.signs[0], state.valid
+            tiered_votes.vote(i, parts, *codes, heads, asked.tables, votes, counts)
+
+        threads.run(part, most)
+        return Voted(votes, counts)
+
+    def find(  # type: ignore[override]
+        self, asked: Asked, scanned: Voted, k: int, limits: np.ndarray
+    ) -> tuple[Found, threads.Part]:
+        """As `Stages.find`. limits: candidates of each head of a group, int64 `[B·G]`."""
+        state, array, (groups, heads, _) = self.state, BUFFERS.array, asked.rotated.shape
+        most = min(int(limits.max()) * heads, state.length)
+        parts = threads.parts_of(self.most_parts(groups))
+        room = (
+            array("chosen", np.int32, parts, state.length + 1),
+            array("estimates", np.float32, parts, heads, most),
+            array("shares", np.float32, parts, most),
+            array("agreed", np.float32, parts, most),
+            array("entries", np.int64, parts, most),
+        )
+        ids, scores = np.empty((groups, k), np.int64), np.empty((groups, k), np.float32)
+        hits = Found(ids, scores, np.empty(groups, np.int32))
+
+        def part(i: int, parts: int) -> None:
+            g, config = self.geometry, self.config
+            codes = state.signs[0], state.magnitudes[0], state.weights[0], state.valid
+            of = config.magnitude_bits, asked.rotated, self.constants.levels
+            policy = g.scale, g.softcap or 0.0, config.group == "max_share"
+            votes = scanned.votes, scanned.counts, limits
+            made = *room, ids, scores, hits.found
+            tiered_step.find_rows(i, parts, *votes, *codes, *of, *policy, *made)
+
+        return hits, part
+
+
+class TierExecutor(ParisKVExecutor):
+    """A `ParisKVExecutor` of an index with tiers, whose codes are made op by op."""
+
+    encodes = False
+
+    def encoded(self, keys: Tensor, valid: Tensor | None) -> None:
+        """As `Executor.encoded`: by no kernel."""
+
+    @property
+    def _stages(self) -> Stages:
+        """Those of what the index holds now."""
+        if self._ready is None:
+            state = TierState.with_tiers(self._contents, self.codes, self._config)
+            self._ready = TierStages(self._geometry, self._config, self._constants, state)
+        return self._ready

@@ -1,0 +1,138 @@
+"""Votes of a fused step: signed dots, and a threshold for them from a sample of the keys.
+
+For `decode_step.prepare_query` and `scan`, as kernels/common/votes.cuh.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvindex.ops import coarse, codes, group
+from kvindex.ops.priority import STEP
+from kvindex.pariskv.block_layout import BLOCK
+from kvindex.pariskv.step_state import BINS, LEAST, State, StepConfig, cut_of
+
+SAMPLED = 4096
+"""Keys whose votes tell the threshold: 32 of each of 128 places."""
+
+PLANES = {4: 5, 6: 21, 8: 85}
+"""Digits to the base -2 and the largest number that they hold of either sign."""
+
+
+def planes_of(integers: Tensor, largest: int) -> Tensor:
+    """Digits to the base -2 of integers up to `largest`, uint8 `[..., PLANES, D]`.
+
+    integers: int32 `[..., D]`. Raises ValueError for a `largest` that no digits hold.
+    """
+    digits = next((count for count, most in PLANES.items() if largest <= most), None)
+    if digits is None:
+        most = max(PLANES.values())
+        raise ValueError(f"query_max: got {largest}, allowed is up to {most}")
+    places = torch.arange(digits, device=integers.device)[:, None]
+    return (((integers + 0xAA) ^ 0xAA)[..., None, :] >> places & 1).to(torch.uint8)
+
+
+def integers_of(planes: Tensor) -> Tensor:
+    """The integers of digits uint8 `[..., PLANES, D]`: int32 `[..., D]`."""
+    places = (-2) ** torch.arange(planes.shape[-2], device=planes.device)
+    return (planes.int() * places[:, None].int()).sum(-2, dtype=torch.int32)
+
+
+def center_products(queries: Tensor, state: State, config: StepConfig) -> Tensor:
+    """`⟨q, μ⟩` of each block's center, float32 `[B, G, S, g]`; 0 where blocks hold none."""
+    folded = group.fold(queries, config.geometry.kv_heads, config.policy)
+    blocks = -(-state.tokens // BLOCK)
+    if not config.centered:
+        return folded.new_zeros((*folded.shape[:2], blocks, folded.shape[2]))
+    return config.layout.centers(state.codes[:, :blocks]).float() @ folded.mT
+
+
+def votes_of(
+    state: State, planes: Tensor, units: Tensor, products: Tensor, config: StepConfig
+) -> Tensor:
+    """Each key's largest vote over the heads of its group, int32 `[B, G, N]`."""
+    return head_votes(state, planes, units, products, config).amax(2)
+
+
+def head_votes(
+    state: State, planes: Tensor, units: Tensor, products: Tensor, config: StepConfig
+) -> Tensor:
+    """Each key's vote for each head, int32 `[B, G, g, N]`.
+
+    vote = factor of the weight · `Σ_j s_j r_j` + offset of the center; `LEAST` of padding. planes,
+    units, products: as `decode_step.Prepared` and `center_products` have them.
+    """
+    fields = config.layout.fields(state.codes, state.tokens)
+    integers = integers_of(planes).float()
+    table = coarse.dot_table(integers, config.largest)  # which rounds integers to themselves
+    factors = codes.factors(fields["weights"], state.weight_scale, config.factors)
+    scaled = (products * units[:, :, None]).nan_to_num(-(2.0**30))
+    offsets = scaled.clamp(-(2**30), 2**30).round().int()
+    votes = coarse.votes(fields["signs"], table, factors, offsets.mT, BLOCK)
+    return votes.masked_fill(~state.flags[:, None, None], LEAST)
+
+
+def sample_of(votes: Tensor) -> Tensor:
+    """The votes of sampled keys, int32 `[..., SAMPLED]`, of all votes `[..., N]`.
+
+    128 places, evenly spread over the blocks, 32 neighbors at each.
+    """
+    blocks = -(-votes.shape[-1] // BLOCK)
+    i = torch.arange(SAMPLED // 32, device=votes.device)
+    part = i * 3 % 8 if blocks < len(i) else (i * 2654435761 & 0xFFFFFFFF) >> 29
+    first = blocks * i // len(i) * BLOCK + part * 32
+    ids = (first[:, None] + torch.arange(32, device=votes.device)).flatten()
+    padded = torch.nn.functional.pad(votes, (0, blocks * BLOCK - votes.shape[-1]), value=LEAST)
+    return padded[..., ids]
+
+
+def thresholds_of(sample: Tensor, state: State, config: StepConfig) -> dict[str, Tensor]:
+    """`thresholds`, `bases` and `shifts` of a sample of votes, or of priorities: multiples of
+    `priority.STEP`, whatever the sample's own numbers.
+    """
+    share, counted = state.wanted.tolist(), state.counted.tolist()
+    find = _drawn_threshold if config.drawn else _threshold
+    rows = [
+        find(votes[votes != LEAST].long(), share[b], counted[b])
+        for b, heads in enumerate(sample)
+        for votes in heads
+    ]
+    found = torch.tensor(rows, dtype=torch.int32, device=sample.device)
+    names = ("thresholds", "bases", "shifts")
+    return dict(zip(names, found.view(*sample.shape[:2], 3).unbind(-1), strict=True))
+
+
+def _threshold(votes: Tensor, wanted: int, counted: int) -> tuple[int, int, int]:
+    """A group's threshold, base and shift, from the votes of a sample, int64 `[found]`.
+
+    The `C` best of all keys have `mean` of the sample on average. Neighbors are alike, so that
+    their number spreads some twice as far as that of keys drawn alone: 9 √mean is added.
+    """
+    found = len(votes)
+    low, top = (int(votes.min()), int(votes.max())) if found else (0, 0)
+    mean = (torch.tensor(float(wanted)) * found / max(counted, 1)).floor()
+    rank = int(mean + 9 * mean.sqrt()) + 8
+    if rank >= found:
+        return LEAST + 1, low, _shift(top - low)
+    base, width, above = low, top - low, 0
+    while True:  # a histogram, then one of its bin, until the bin has few
+        shift = _shift(width)
+        inside = votes[(votes >= base) & (votes <= base + width)] - base
+        histogram = torch.bincount(inside >> shift, minlength=BINS)
+        cut, more = (int(part) for part in cut_of(histogram, torch.tensor(rank - above)))
+        base, above = base + (cut << shift), above + more
+        if shift == 0 or histogram[cut] <= 16 + rank // 8:
+            return base, base, _shift(top - base)
+        width = (1 << shift) - 1
+
+
+def _drawn_threshold(votes: Tensor, wanted: int, counted: int) -> tuple[int, int, int]:
+    threshold, base, _ = _threshold(votes, wanted, counted)
+    base = base // STEP * STEP
+    return base if threshold > LEAST + 1 else threshold, base, _shift(STEP * BINS - 1)
+
+
+def _shift(width: int) -> int:
+    """Bits to drop of numbers up to `width`, for them to fit the bins."""
+    return max(0, width.bit_length() - 11)

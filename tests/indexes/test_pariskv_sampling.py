@@ -1,0 +1,207 @@
+"""Rows that ParisKV draws: what they stand for, when others are drawn, what is refused."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from kvindex.ops import priority
+from kvindex.pariskv import sampling
+from tests.support.helpers import Case, left_padding
+
+CASE = Case(q_heads=6, kv_heads=2, head_dim=16, value_dim=16)
+TOKENS, K, SEEDS = 700, 24, 1500
+
+
+@pytest.fixture(scope="module")
+def index():
+    index = CASE.index("pariskv:draw=priority:refine_factor=4:least_candidates=1")
+    index.append(*CASE.tokens(TOKENS))
+    return index
+
+
+def seeds_of(index):
+    return sampling.seeds(index.inputs(CASE.queries())[0])
+
+
+def logits(queries):
+    """Of all keys, float64 `[H, N]`."""
+    keys = CASE.tokens(TOKENS)[0][0].double().repeat_interleave(3, 0)
+    return (keys @ queries[0].double()[:, :, None])[..., 0] * CASE.index("exact").geometry.scale
+
+
+def test_sums_over_the_rows_drawn_are_those_of_all_keys_on_average(index, monkeypatch):
+    """Numerator and denominator of each head; within 6 standard errors (12 means, 2e-9 each)."""
+    queries, found = 2 * CASE.queries(), []
+    shares, values = logits(queries).softmax(-1), CASE.tokens(TOKENS)[1][0, :, :, 0].double()
+    values = values.repeat_interleave(3, 0)
+    for seed in range(SEEDS):
+        seeds = priority.hashed(torch.arange(2) + 2 * seed)[None, :, None]
+        monkeypatch.setattr(sampling, "seeds", lambda tokens, seeds=seeds: seeds)
+        hits = index.search(queries, k=K)
+        ids = hits.ids[0].repeat_interleave(3, 0)
+        weighted = shares.gather(1, ids) * hits.log_weight[0].double().exp()
+        found.append(torch.stack([weighted.sum(1), (weighted * values.gather(1, ids)).sum(1)]))
+    found = torch.stack(found)
+    off = found.mean(0) - torch.stack([shares.sum(1), (shares * values).sum(1)])
+    assert (off.abs() <= 6 * found.std(0) / math.sqrt(SEEDS)).all()
+
+
+def test_tempered_weights_are_a_power_of_these(index):
+    tempered = CASE.index("pariskv:refine_factor=4:least_candidates=1")
+    tempered.append(*CASE.tokens(TOKENS))
+    hits, own = (some.search(CASE.queries(), k=K) for some in (index, tempered))
+    assert torch.equal(own.ids, hits.ids)
+    assert (hits.log_weight > 0).any()
+    torch.testing.assert_close(own.log_weight, hits.log_weight * (1 - K**-0.5))
+
+
+def test_what_candidates_hold_is_told(index):
+    """As estimates of few bits say it, whose error is some tenth of a nat here."""
+    queries = 2 * CASE.queries()
+    told = index.candidate_share(queries, k=K)
+    with torch.autocast("cpu"):
+        assert torch.equal(index.candidate_share(queries, k=K), told)
+    ids = sampling.find(*index.inputs(queries), K)[0][0].repeat_interleave(3, 0)
+    shares = logits(queries).softmax(-1).gather(1, ids.clamp_min(0)) * (ids >= 0)
+    torch.testing.assert_close(told[0].double(), shares.sum(1), atol=0.1, rtol=0)
+    assert (told < 0.95).any()
+    assert (index.candidate_share(queries, k=TOKENS) == 1).all()
+    with pytest.raises(ValueError, match="draw: got 'none', allowed is 'priority' or 'tempered'"):
+        CASE.index("pariskv:preset=fast").candidate_share(queries, k=K)
+    with pytest.raises(
+        ValueError, match=r"len\(index\): got 0, allowed is an integer of at least 1"
+    ):
+        CASE.index("pariskv:preset=drawn").candidate_share(queries, k=K)
+
+
+def test_candidates_hold_everything_where_there_is_no_valid_token():
+    case = replace(CASE, batch=2)
+    index = case.index("pariskv:preset=drawn")
+    index.append(*case.tokens(30), valid=left_padding([30, 5], 30))
+    assert (index.candidate_share(case.queries(), k=K)[0] == 1).all()
+    assert (index.candidate_share(case.queries(), k=K)[1] <= 1).all()
+
+
+def test_with_as_many_rows_as_keys_all_are_sure(index):
+    hits = index.search(CASE.queries(), k=TOKENS)
+    assert torch.equal(hits.ids.sort(-1).values[0, 0], torch.arange(TOKENS))
+    assert (hits.log_weight == 0).all()
+
+
+def test_a_step_draws_as_the_one_before_until_tokens_come(index):
+    first, again = (index.search(CASE.queries(), k=K) for _ in range(2))
+    assert torch.equal(first.ids, again.ids)
+    near = CASE.queries() + 0.01 * CASE.queries(1)
+    same = (index.search(near, k=K).ids[..., None] == first.ids[..., None, :]).any(-1)
+    assert same.float().mean() > 0.9
+    before = seeds_of(index)
+    index.append(*CASE.tokens(1, seed=3))
+    assert (seeds_of(index) != before).all()
+    index.truncate(TOKENS)
+    assert torch.equal(seeds_of(index), before)
+
+
+def test_rows_stay_over_the_steps_of_a_block_and_errors_are_alike_only_there(index, monkeypatch):
+    """Of a stream of queries, neighbors of which have a cosine of .95, and tokens every 4 steps."""
+    steps = torch.arange(160)
+    best = CASE.index("pariskv:preset=fast")
+    best.append(*CASE.tokens(TOKENS))
+    kept, errors = follow(index, monkeypatch, steps // 4)
+    anew, _ = follow(index, monkeypatch, steps)
+    chosen = torch.stack([best.search(queries, k=K).ids[0] for queries in stream(len(steps))])
+    within = steps[1:] % 4 > 0
+    assert again(kept)[within].mean() > again(chosen).mean() > 2 * again(anew).mean()
+    pairs = torch.stack([errors[:-1], errors[1:]])
+    assert torch.corrcoef(pairs[:, within].flatten(1))[0, 1] > 0.5
+    # 39 pairs by 2 KV heads, as the heads of a group share a draw: 4 standard errors
+    assert abs(torch.corrcoef(pairs[:, ~within].flatten(1))[0, 1]) < 4 / math.sqrt(78)
+
+
+def stream(steps):
+    """Queries `[1, H, D]` of each step."""
+    queries = CASE.queries()
+    for step in range(steps):
+        queries = 0.95 * queries + math.sqrt(1 - 0.95**2) * CASE.queries(step + 1)
+        yield 2 * queries
+
+
+def follow(index, monkeypatch, blocks):
+    """Ids `[T, G, K]` of a stream, and how far the heads' denominators are off, `[T, H]`.
+
+    blocks: which numbers a step draws with, int64 `[T]`.
+    """
+    found, errors = [], []
+    for block, queries in zip(blocks.tolist(), stream(len(blocks)), strict=True):
+        seeds = priority.hashed(torch.arange(2) + 2 * block)[None, :, None]
+        monkeypatch.setattr(sampling, "seeds", lambda tokens, seeds=seeds: seeds)
+        hits = index.search(queries, k=K)
+        shares = logits(queries).softmax(-1).gather(1, hits.ids[0].repeat_interleave(3, 0))
+        found.append(hits.ids[0])
+        errors.append((shares * hits.log_weight[0].double().exp()).sum(1) - 1)
+    return torch.stack(found), torch.stack(errors)
+
+
+def again(ids):
+    """Share of each step's rows that the step before had read, `[T - 1]`, of ids `[T, G, K]`."""
+    return (ids[1:, ..., None] == ids[:-1, :, None]).any(-1).float().mean((1, 2))
+
+
+def test_heads_and_layers_draw_by_themselves(index):
+    other = CASE.index("pariskv:preset=drawn")
+    other.append(*CASE.tokens(TOKENS, seed=5))
+    seeds = torch.cat([seeds_of(index), seeds_of(other)]).flatten()
+    assert len(set(seeds.tolist())) == 4
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("draw=some", "draw: got 'some', allowed is"),
+        ("preset=scan:draw=priority", "coarse: got 'none' with draw='priority'"),
+        ("preset=paper:draw=priority", "coarse: got 'tiers' with draw='priority'"),
+        ("draw=priority:group=union", "allowed is 'mean_share' or 'max_share'"),
+        ("draw=priority:candidates_per=head", "candidates_per: got 'head' with draw='priority'"),
+    ],
+)
+def test_what_cannot_be_drawn_is_refused(line, words):
+    with pytest.raises(ValueError, match=words):
+        CASE.index(f"pariskv:{line}")
+
+
+def test_the_best_rows_are_taken_where_a_coverage_is_asked_for(index):
+    """Candidates are the best by votes, too: the same rows as of an index that draws nothing."""
+    plain = CASE.index("pariskv:preset=fast:signs=together:beta=.005")
+    plain.append(*CASE.tokens(TOKENS))
+    mine, want = (one.search(CASE.queries(), k=400, coverage=0.5) for one in (index, plain))
+    assert torch.equal(mine.ids, want.ids)
+    assert torch.equal(mine.coverage, want.coverage)
+    assert mine.log_weight is None
+    assert ((mine.ids >= 0).sum(-1) < 400).all()
+
+
+def test_rows_that_are_drawn_are_not_drawn_from():
+    with pytest.raises(ValueError, match="whose rows stand for others already"):
+        CASE.index("pariskv:preset=drawn+sample")
+
+
+@pytest.mark.parametrize("draw", ["tempered", "priority"])
+def test_the_attention_that_tempered_rows_stand_for_is_too_little_and_no_less_than_the_bound(draw):
+    """Random keys, one head, 16 of 300 rows: the sum of a softmax by the rows that were sampled.
+
+    Of 400 sequences: means lie within 6 of their standard errors.
+    """
+    case = Case(q_heads=1, kv_heads=1, head_dim=64, value_dim=64, batch=400)
+    index = case.index("pariskv", draw=draw)
+    index.append(*case.tokens(300))
+    queries = case.queries()
+    hits = index.search(queries, k=16)
+    logits = (case.tokens(300)[0] @ queries[:, 0, :, None])[:, 0, :, 0] * case.head_dim**-0.5
+    shares = logits.softmax(-1).gather(-1, hits.ids[:, 0].clamp_min(0))
+    lacks = 1 - (shares * hits.log_weight[:, 0].exp()).sum(-1).double()
+    error = float(lacks.std()) / math.sqrt(len(lacks))
+    if draw == "priority":
+        assert abs(float(lacks.mean())) <= 6 * error
+    else:
+        assert 6 * error <= float(lacks.mean()) <= 1 - (15.5 / 300) ** 0.25 + 6 * error
