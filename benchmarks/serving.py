@@ -66,7 +66,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--context", type=int, default=131_072, help="tokens of each sequence")
     parser.add_argument("--batch", type=int, nargs="+", default=[1])
     parser.add_argument("--shared", action="store_true", help="sequences share most pages")
-    parser.add_argument("--index", default="pariskv:signs=alone")
+    parser.add_argument("--index", default="pariskv:sign_decoder=mean")
     parser.add_argument("--k", type=int, default=100)
     parser.add_argument("--rows", choices=("device", "host"), default="device")
     parser.add_argument("--written", type=int, default=128, help="tokens that are timed")

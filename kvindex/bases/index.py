@@ -20,7 +20,7 @@ from kvindex.core import backend as backends
 from kvindex.core import check as checks
 from kvindex.core.config import make_config
 from kvindex.core.geometry import Geometry
-from kvindex.core.protocol import UNUSED, Attends, Codes, Hits, PlacesRows, TellsMemory
+from kvindex.core.protocol import UNUSED, Attends, Codes, Hits, PlacesRows, ReportsMemory
 from kvindex.core.streams import to_host
 from kvindex.storage.columns import Columns, Valid
 from kvindex.storage.store import CenteredRows, RowStore, row_store
@@ -301,12 +301,12 @@ class BaseIndex(ReadingIndex):
         return {"codes": codes, **self._rows_nbytes()}
 
     def memory(self) -> dict[int, int]:
-        """As `protocol.TellsMemory.memory`, of a store that tells it; objects of a library are
+        """As `protocol.ReportsMemory.memory`, of a store that tells it; objects of a library are
         not counted.
         """
         pieces: dict[int, int] = {}
         for part in (self._codes, self._store):
-            pieces |= part.memory() if isinstance(part, TellsMemory) else {}
+            pieces |= part.memory() if isinstance(part, ReportsMemory) else {}
         return pieces
 
     def bytes_per_key(self) -> dict[str, float]:

@@ -62,7 +62,7 @@ def accelerate(
     if not isinstance(config, ParisKVConfig) or supported.refusal(config, geometry):
         return None
     precompile.begin(config)
-    kind = TierExecutor if config.coarse == "tiers" else ParisKVExecutor
+    kind = TierExecutor if config.coarse == "tiered_votes" else ParisKVExecutor
     return kind.of(geometry, config, **constants)
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from kvindex.core.capability import capability
-from kvindex.core.protocol import AppendsAsync, KVIndex, ObservesQueries, Rows, TellsRecipe
+from kvindex.core.protocol import AppendsAsync, KVIndex, ObservesQueries, ReportsRecipe, Rows
 from kvindex.layer.arguments import (
     check_bias,
     check_new_rows,
@@ -302,7 +302,7 @@ class AttentionLayer(JoinsSteps, CapturedSteps):
 
     def recipe(self) -> Recipe:
         """The layer's options, and how its index is made, which None stands for if unknown."""
-        index, names = capability(self.index, TellsRecipe), inspect.signature(AttentionLayer)
+        index, names = capability(self.index, ReportsRecipe), inspect.signature(AttentionLayer)
         options = {name: vars(self)[name] for name in names.parameters if name != "index"}
         made = None if index is None else index.recipe()
         return {"layer": class_name(type(self)), "options": options, "index": made}

@@ -23,10 +23,10 @@ from kvindex.core.protocol import (
     Hits,
     KVIndex,
     ObservesQueries,
+    ReportsCoverage,
+    ReportsRowBytes,
     Rows,
     RunsOps,
-    TellsCoverage,
-    TellsRowBytes,
 )
 from kvindex.layer.arguments import check_tokens, checked_sinks
 from kvindex.layer.regions import Regions
@@ -166,7 +166,7 @@ def rows_to_ask(index: KVIndex, k: int) -> int:
 
 def row_bytes(index: KVIndex) -> int:
     """What a fetched row costs: as the index says, or its key and value as they are."""
-    g, tells = index.geometry, capability(index, TellsRowBytes)
+    g, tells = index.geometry, capability(index, ReportsRowBytes)
     plain = (g.head_dim + g.value_dim) * g.dtype.itemsize
     return plain if tells is None else tells.row_bytes
 
@@ -191,7 +191,7 @@ class RetrievingSteps(WindowUpdates):
         self.coverage = None if coverage is None else check.within("coverage", coverage, 0, 1)
         self.dense_below = check.at_least("dense_below", dense_below, 0)
         self.graphs = check.flag("graphs", graphs)
-        tells = capability(index, TellsCoverage)
+        tells = capability(index, ReportsCoverage)
         if coverage is not None and tells is not None:
             tells.check_coverage(coverage)
         super().__init__(index, **sizes)

@@ -48,7 +48,7 @@ def votes(tokens: Tokens, queries: Queries, tiers: Tensor | None = None) -> Tens
 def _table(tokens: Tokens, queries: Queries, tiers: Tensor | None) -> Tensor:
     """What a centroid's keys earn in each subspace."""
     coarse, directions = tokens.ops.coarse, queries.voting_directions
-    if tokens.config.coarse == "tiers":
+    if tokens.config.coarse == "tiered_votes":
         table: Tensor = coarse.tier_table(directions, tokens.histogram, tiers)
     else:
         table = coarse.dot_table(directions, tokens.query_max)

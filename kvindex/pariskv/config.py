@@ -20,7 +20,7 @@ SCHEDULE = ((5_000, 0.50, 0.50), (10_000, 0.25, 0.30), (30_000, 0.20, 0.25))
 LONGEST = (0.10, 0.20)
 """`(β, ρ)` for all longer lengths, as published."""
 
-COARSE = ("tiers", "dots", "none")
+COARSE = ("tiered_votes", "sign_votes", "none")
 
 BLOCKS = ("subspace", "key")
 
@@ -31,15 +31,15 @@ MOST_TOKENS = 2**16
 
 CANDIDATES_PER = ("head", "group")
 
-DRAW = ("none", "priority", "tempered")
+SAMPLING = ("none", "priority", "tempered")
 
-SIGNS = ("alone", "together")
+SIGN_DECODERS = ("mean", "regression")
 
-FAST = dict(beta=0.02, refine_factor=4, least_candidates=1, signs="alone", draw="none")
+FAST = dict(beta=0.02, refine_factor=4, least_candidates=1, sign_decoder="mean", sampling="none")
 """The best rows by their estimates: nothing is drawn (docs/decisions/0027-rows-are-drawn.md)."""
 
 PAPER = FAST | dict(
-    coarse="tiers",
+    coarse="tiered_votes",
     beta=None,
     refine_factor=1,
     query_max=127,
@@ -51,7 +51,7 @@ PAPER = FAST | dict(
 """Where the paper differs from the defaults (docs/decisions/0011, 0012, 0013, 0015)."""
 
 PRESETS: dict[str, dict[str, object]] = {
-    "drawn": {},
+    "sampled": {},
     "fast": FAST,
     "precise": FAST | {"magnitude_bits": 5},
     "accurate": FAST | {"block": "subspace", "weight_bits": 8},
@@ -63,46 +63,51 @@ PRESETS: dict[str, dict[str, object]] = {
 
 @dataclass(frozen=True)
 class ParisKVConfig:
-    """What ParisKV can be told; the defaults are the preset "drawn".
+    """Options of `ParisKV`. The defaults are the preset "sampled".
 
-    coarse: how keys become candidates: "tiers" (the paper's votes), "dots" (quantized inner
-      products with the sign patterns, times the keys' weights) or "none" (all are reranked).
-    beta: share of the keys that become candidates, in (0, 1]; None follows the schedule.
-    refine_factor: candidates are at least `refine_factor · k`.
-    least_candidates: and at least so many, however few the rows.
-    single_stage_below: up to so many keys all are candidates: nothing is coarse.
-    rho: tiers only: share of the keys that earn points in a subspace, in (0, 1]; None follows the
-      schedule.
-    query_max: dots only: largest coordinate of a rounded query, 1 to 127 (`ops.coarse.rounded`), at
-      most 2^15 over the head dimension, for votes to fit 32 bits.
-    signs: dots only: what votes make of a sign: "alone": the mean size of its coordinate;
-      "together": signs tell of all coordinates, by a regression on the keys (`ops.regression`).
-    magnitude_bits: per coordinate beside the sign, 0 to 7 (paper: 3).
-    block: what shares a weight: a "subspace" (paper) or the whole "key".
-    weights: how a weight is stored: "bfloat16" (paper), or "log": on a scale of equal ratios, so
-      that dots can use it (of 16 bits the upper byte) in the coarse stage.
-    weight_bits: of a log weight: 8 or 16.
-    center: tokens of a block, which share a center, taken off their keys; 0 for none. What it adds
-      to a query's scores is known.
-    candidates_per: whose candidates are reranked: "head": each query head takes `C` keys by its own
-      votes, and all heads of the group rerank the union; "group": the group takes `C` keys by the
-      largest vote of its heads (each head's votes on its own scale).
-    group: how query heads agree on the estimates (`kvindex.ops.group`).
-    draw: "none": the best rows; "priority": candidates and rows are drawn in proportion to what
-      votes and estimates make of their shares, and weighted by `1 / π` (`kvindex.ops.priority`);
-      "tempered": by a lower power of it, `1 - 1 / √k`, which is biased and errs less
-      (`ops.priority.temper`).
-    seed: of the rotation's signs, and of what is drawn.
+    Args:
+        coarse: How keys become candidates. "sign_votes": by inner products of the query with sign
+            patterns, times the keys' weights. "tiered_votes": by the paper's votes. "none": all
+            keys are candidates.
+        beta: Fraction of the keys that become candidates, in (0, 1]. None: the paper's schedule.
+        refine_factor: There are at least `refine_factor * k` candidates.
+        least_candidates: There are at least this many candidates.
+        single_stage_below: Up to this many keys, all of them are candidates.
+        rho: Fraction of the keys that earn points in a subspace, in (0, 1]. None: the paper's
+            schedule. Only for coarse="tiered_votes".
+        query_max: Largest coordinate of a query after rounding to integers, 1 to 127
+            (`kvindex.ops.coarse.rounded`); at most 2^15 divided by the head dimension, so that
+            votes fit in 32 bits. Only for coarse="sign_votes".
+        sign_decoder: How votes estimate coordinates from signs. "mean": each sign stands for the
+            mean size of its coordinate. "regression": a linear regression that is fitted to the
+            keys (`kvindex.pariskv.sign_regression`). Only for coarse="sign_votes".
+        magnitude_bits: Bits per coordinate in addition to the sign, 0 to 7. The paper has 3.
+        block: What shares one weight: a "subspace" (paper) or the whole "key".
+        weights: How a weight is stored: as "bfloat16" (paper) or as its logarithm ("log"), which
+            the coarse stage can use.
+        weight_bits: Bits of a logarithmic weight, 8 or 16. Votes use the upper 8.
+        center: Tokens of a block whose mean key is subtracted from its keys before they are
+            encoded; 0 for none.
+        candidates_per: "head": each query head chooses candidates by its own votes, and all heads
+            of the group rerank the union. "group": the group chooses candidates by the largest
+            vote of its heads.
+        group: How the query heads of a group combine their estimates (`kvindex.ops.group`).
+        sampling: "none": the rows with the best estimates. "priority": candidates and rows are
+            sampled in proportion to their estimated attention weights, and weighted by one over
+            their inclusion probability (`kvindex.ops.priority`). "tempered": they are sampled in
+            proportion to the power `1 - 1 / sqrt(k)` of these weights, which has a small bias and
+            a smaller error.
+        seed: Seed of the rotation's signs and of the samples.
     """
 
-    coarse: str = "dots"
+    coarse: str = "sign_votes"
     beta: float | None = 0.005
     refine_factor: int = 16
     least_candidates: int = 1024
     single_stage_below: int = 0
     rho: float | None = None
     query_max: int = 21
-    signs: str = "together"
+    sign_decoder: str = "regression"
     magnitude_bits: int = 3
     block: str = "key"
     weights: str = "log"
@@ -110,7 +115,7 @@ class ParisKVConfig:
     center: int = 256
     candidates_per: str = "group"
     group: str = "mean_share"
-    draw: str = "tempered"
+    sampling: str = "tempered"
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -122,8 +127,8 @@ class ParisKVConfig:
         check.one_of("weights", self.weights, WEIGHTS)
         check.one_of("candidates_per", self.candidates_per, CANDIDATES_PER)
         check.one_of("group", self.group, group.POLICIES)
-        self._check_draw()
-        self._check_signs()
+        self._check_sampling()
+        self._check_sign_decoder()
         for name in ("refine_factor", "least_candidates"):
             check.at_least(name, getattr(self, name), 1)
         check.at_least("single_stage_below", self.single_stage_below, 0)
@@ -137,14 +142,14 @@ class ParisKVConfig:
         if self.center and self.coarse != "none" and not self.weighs_votes:
             raise ValueError(
                 f"center: got {self.center} with coarse={self.coarse!r}, weights={self.weights!r}, "
-                "allowed is 0, or coarse='dots' with weights='log', or coarse='none'"
+                "allowed is 0, or coarse='sign_votes' with weights='log', or coarse='none'"
             )
         check.seed(self.seed)
 
-    def _check_draw(self) -> None:
-        if check.one_of("draw", self.draw, DRAW) == "none":
+    def _check_sampling(self) -> None:
+        if check.one_of("sampling", self.sampling, SAMPLING) == "none":
             return
-        votes = dict(coarse="dots", weights="log", candidates_per="group")
+        votes = dict(coarse="sign_votes", weights="log", candidates_per="group")
         allowed: dict[str, tuple[str, ...]] = {name: (value,) for name, value in votes.items()}
         allowed["group"] = "mean_share", "max_share"
         for name, values in allowed.items():
@@ -152,25 +157,25 @@ class ParisKVConfig:
             if got not in values:
                 of = " or ".join(map(repr, values))
                 raise ValueError(
-                    f"{name}: got {got!r} with draw={self.draw!r}, allowed is {of}, or any with "
-                    "preset='fast', which draws nothing"
+                    f"{name}: got {got!r} with sampling={self.sampling!r}, allowed is {of}, or any "
+                    "with preset='fast', which samples nothing"
                 )
 
-    def _check_signs(self) -> None:
-        needs = dict(coarse="dots", block="key", weights="log")
-        if check.one_of("signs", self.signs, SIGNS) == "alone":
+    def _check_sign_decoder(self) -> None:
+        needs = dict(coarse="sign_votes", block="key", weights="log")
+        if check.one_of("sign_decoder", self.sign_decoder, SIGN_DECODERS) == "mean":
             return
         for name, value in needs.items():
             if (got := getattr(self, name)) != value:
                 raise ValueError(
-                    f"{name}: got {got!r} with signs={self.signs!r}, allowed is {value!r}, or any "
-                    "with preset='fast', whose signs vote alone"
+                    f"{name}: got {got!r} with sign_decoder={self.sign_decoder!r}, allowed is "
+                    f"{value!r}, or any with preset='fast', which has sign_decoder='mean'"
                 )
 
     @property
     def weighs_votes(self) -> bool:
         """Whether votes are times the keys' weights."""
-        return self.coarse == "dots" and self.weights == "log"
+        return self.coarse == "sign_votes" and self.weights == "log"
 
     def shares(self, n: int) -> tuple[float, float]:
         """`(β, ρ)` for `n` keys."""

@@ -168,7 +168,7 @@ class ParisKV(ExecutedIndex):
             layout["learned.open_keys"] = TensorSpec(f"B G {opened} D", g.dtype)
         empty = TensorSpec("0", torch.float32)
         layout["statistics.histogram"] = empty
-        if config.coarse == "tiers" and (held.length or held.has("batch")):
+        if config.coarse == "tiered_votes" and (held.length or held.has("batch")):
             layout["statistics.histogram"] = TensorSpec(
                 f"B G {M} 256",
                 torch.int64,
@@ -215,8 +215,8 @@ class ParisKV(ExecutedIndex):
     @property
     def weighted(self) -> bool:  # type: ignore[override]  # as it was made
         """Whether rows stand for others, too."""
-        is_drawn: bool = self.config.draw != "none"
-        return is_drawn
+        is_sampled: bool = self.config.sampling != "none"
+        return is_sampled
 
     def candidate_share(self, queries: Tensor, *, k: int) -> Tensor:
         """What of the index's attention the candidates of a search hold, float32 `[B, H]`.
@@ -226,7 +226,9 @@ class ParisKV(ExecutedIndex):
         are not drawn, or of an empty index.
         """
         if not self.weighted:
-            raise ValueError(f"draw: got {self.config.draw!r}, allowed is 'priority' or 'tempered'")
+            raise ValueError(
+                f"sampling: got {self.config.sampling!r}, allowed is 'priority' or 'tempered'"
+            )
         check.at_least("len(index)", len(self), 1)
         self.search(queries, k=k)  # which checks both
         found = self.inputs(queries.detach())
@@ -267,7 +269,7 @@ class ParisKV(ExecutedIndex):
 
     def _contents(self, encodes: bool) -> Contents:
         """What the executor is told; encodes: whether it encodes keys."""
-        statistics = {"histogram": self._histogram} if self.config.coarse == "tiers" else {}
+        statistics = {"histogram": self._histogram} if self.config.coarse == "tiered_votes" else {}
         return Contents(
             codes=self._codes,
             rows=self._store,
@@ -288,7 +290,7 @@ class ParisKV(ExecutedIndex):
         """`Encoding.fit` to the full blocks, made when it is first asked for: a prompt's pieces do
         not. None where signs stand alone.
         """
-        if self.config.signs == "alone" or not len(self):
+        if self.config.sign_decoder == "mean" or not len(self):
             return None
         self._fitted = self._fitted_to(len(self._codes))
         return self._fitted[1]
@@ -307,7 +309,7 @@ class ParisKV(ExecutedIndex):
     # Statistics: keys per centroid, int64 [B, G, M, 256], which tiers need, and what was fitted
 
     def _with_appended(self, codes: Codes, valid: Tensor | None) -> _Statistics:
-        if self.config.coarse != "tiers":
+        if self.config.coarse != "tiered_votes":
             return self._histogram, self._fitted
         added: Tensor = self.ops.coarse.histogram(codes["signs"], valid)
         return self._histogram + added if self._histogram.numel() else added, None
@@ -316,14 +318,14 @@ class ParisKV(ExecutedIndex):
         """Where searches are under way they ask for a fit at the end: it is made beside them."""
         executor, written = self._executor, self._codes.written
         searched = executor is not None and executor.length is not None
-        if self.config.signs == "alone" or not searched or written == len(self._codes):
+        if self.config.sign_decoder == "mean" or not searched or written == len(self._codes):
             return statistics
         fitted = self._fitted_to(written)
         fitted[1]()
         return statistics[0], fitted
 
     def _with_truncated(self, length: int) -> _Statistics:
-        if self.config.coarse != "tiers":
+        if self.config.coarse != "tiered_votes":
             stays = self._fitted is not None and self._fitted[0] <= length
             return self._histogram, self._fitted if stays else None
         valid = None if self.valid is None else self.valid[:, length:]
@@ -334,7 +336,7 @@ class ParisKV(ExecutedIndex):
         fitted = self._fitted
         if fitted is not None:
             fitted = fitted[0], fitted[1]().index_select(0, batch_indices).detach
-        if self.config.coarse != "tiers":
+        if self.config.coarse != "tiered_votes":
             return self._histogram, fitted
         return self._histogram.index_select(0, batch_indices), None
 
@@ -344,7 +346,9 @@ class ParisKV(ExecutedIndex):
 
     def _held(self) -> list[Tensor]:
         held = [self._histogram, *self.encoding.constants]
-        if self.config.signs == "together" and len(self):  # fitted or not yet: as many bytes
+        if self.config.sign_decoder == "regression" and len(
+            self
+        ):  # fitted or not yet: as many bytes
             shape = len(self.counts), self.geometry.kv_heads, *2 * [self.geometry.head_dim]
             held.append(torch.empty(shape, dtype=torch.float16, device="meta"))
         return held

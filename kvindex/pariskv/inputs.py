@@ -48,9 +48,9 @@ class Tokens:
         scale, histogram, matrix = None, torch.empty(0), None
         if config.weighs_votes:
             scale = ops.codes.weight_scale(codes["weights"].flatten(2).amax(2))
-        if config.coarse == "tiers":
+        if config.coarse == "tiered_votes":
             histogram = ops.coarse.histogram(codes["signs"], valid)
-        if config.signs == "together":
+        if config.sign_decoder == "regression":
             blocks = tokens // encoding.block_tokens
             matrix = encoding.fit(lambda name, end, every: codes[name][:, :, :end:every], blocks)
         counts = valid.sum(1).cpu()

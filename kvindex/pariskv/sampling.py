@@ -120,5 +120,5 @@ def _logits(
 
 def _log_weight(tokens: Tokens, log_chances: Tensor, k: int) -> Tensor:
     """The logarithm of what a row counts for, of that of its chance."""
-    tempered = tokens.config.draw == "tempered"
+    tempered = tokens.config.sampling == "tempered"
     return -log_chances * priority.temper(k) if tempered else -log_chances

@@ -6,7 +6,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from kvindex.core.capability import capability
-from kvindex.core.protocol import KVIndex, TellsMemory
+from kvindex.core.protocol import KVIndex, ReportsMemory
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Report:
     @staticmethod
     def of(indexes: Collection[KVIndex], tokens: int) -> Report:
         """Of these sequences, which hold so many tokens."""
-        told = [capability(index, TellsMemory) for index in indexes]
+        told = [capability(index, ReportsMemory) for index in indexes]
         pieces = [each.memory() for each in told if each is not None]
         held: dict[int, int] = {}
         users: dict[int, int] = {}

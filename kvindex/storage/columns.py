@@ -167,7 +167,7 @@ class Columns(Restorable):
         return sum(nbytes for _, nbytes in self._in_use())
 
     def memory(self) -> dict[int, int]:
-        """As `protocol.TellsMemory.memory`: a column is in one piece, of the bytes in use."""
+        """As `protocol.ReportsMemory.memory`: a column is in one piece, of the bytes in use."""
         return {column.data_ptr(): nbytes for column, nbytes in self._in_use() if nbytes}
 
     def _in_use(self) -> list[tuple[Tensor, int]]:

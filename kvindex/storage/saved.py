@@ -31,12 +31,9 @@ from kvindex.storage.safetensors import (
 )
 from kvindex.storage.state import State
 
-FORMAT, VERSION = "kvindex", 3
-"""Of the manifest; the version changes where a folder of another is not read rightly."""
-
-READ = (1, 2, VERSION)
-"""Versions that can be read. Version 1 has no `row_center`, so its rows are encoded relative to 0.
-Caches of versions 1 and 2 have no probe of their model, so `hf.model_identity` rejects them."""
+FORMAT, VERSION = "kvindex", 4
+"""Format and version in a manifest. The version rises when folders of older versions would be read
+wrongly; only folders of this version can be read."""
 
 MANIFEST, ENDING = "manifest.json", ".safetensors"
 
@@ -185,10 +182,10 @@ def _manifest(path: Path) -> tuple[str, dict[str, Any], dict[str, Written]]:
         raise ValueError(f"{path}: got no manifest of {FORMAT}, allowed is what save() made") from (
             error
         )
-    if got[0] != FORMAT or got[1] not in READ:
+    if got != (FORMAT, VERSION):
         raise ValueError(
             f"{path}: got format {got[0]!r} of version {got[1]!r}, allowed is {FORMAT!r} of "
-            f"version {' or '.join(map(str, READ))}"
+            f"version {VERSION}: make the index or cache again, and save it with this version"
         )
     if digest != found:
         raise ValueError(f"{path}: got a manifest that was changed after it was saved")

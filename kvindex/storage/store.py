@@ -409,7 +409,7 @@ class TensorStore(Restorable):
         return self._columns.nbytes()
 
     def memory(self) -> dict[int, int]:
-        """As `kvindex.core.protocol.TellsMemory.memory`."""
+        """As `kvindex.core.protocol.ReportsMemory.memory`."""
         return self._columns.memory()
 
     def _as_joined(self, rows: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -27,14 +27,14 @@ from kvindex.core.protocol import (
     KVIndex,
     Placement,
     PlacesRows,
+    ReportsCoverage,
+    ReportsMemory,
+    ReportsRecipe,
+    ReportsRowBytes,
     Reserves,
     ReservesAhead,
     Rows,
     RunsOps,
-    TellsCoverage,
-    TellsMemory,
-    TellsRecipe,
-    TellsRowBytes,
     WarmsUp,
     WeighsRows,
 )
@@ -207,11 +207,11 @@ class Wrapper(Capable, NamedState, Guarded):
     @property
     def row_bytes(self) -> int:
         """The inner index's."""
-        return self._inner(TellsRowBytes).row_bytes
+        return self._inner(ReportsRowBytes).row_bytes
 
     def memory(self) -> dict[int, int]:
         """As the inner index says."""
-        return self._inner(TellsMemory).memory()
+        return self._inner(ReportsMemory).memory()
 
     def placement(self) -> Placement:
         """As the inner index says."""
@@ -224,7 +224,7 @@ class Wrapper(Capable, NamedState, Guarded):
 
     def check_coverage(self, coverage: float) -> None:
         """As the inner index does."""
-        self._inner(TellsCoverage).check_coverage(coverage)
+        self._inner(ReportsCoverage).check_coverage(coverage)
 
     def expand_batch(self, count: int) -> Self:
         """This wrapper around a view of the inner index, as `BaseIndex.expand_batch`."""
@@ -274,7 +274,7 @@ class Wrapper(Capable, NamedState, Guarded):
 
     def recipe(self) -> Recipe:
         """The wrapper and its options, and how the inner index is made."""
-        inner = self._inner(TellsRecipe).recipe()
+        inner = self._inner(ReportsRecipe).recipe()
         options = {name: as_json(value) for name, value in self._options().items()}
         return {"wrapper": class_name(type(self)), "options": options, "inner": inner}
 

@@ -20,8 +20,8 @@ from kvindex.core.protocol import (
     Attends,
     Hits,
     KVIndex,
+    ReportsCoverage,
     RunsOps,
-    TellsCoverage,
     WeighsRows,
 )
 from kvindex.core.resident import ResidentRows
@@ -43,7 +43,7 @@ class Sample(Wrapper):
     (`group` other than `mean_share` and `max_share`, unless groups have one head).
     """
 
-    own = frozenset({TellsCoverage, WeighsRows})
+    own = frozenset({ReportsCoverage, WeighsRows})
     weighted = True
 
     def __init__(self, inner: KVIndex, *, share: float = 0.5, pool: int = 8) -> None:

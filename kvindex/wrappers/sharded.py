@@ -26,11 +26,11 @@ from kvindex.core.protocol import (
     ExpandsBatch,
     Hits,
     KVIndex,
+    ReportsCoverage,
+    ReportsRecipe,
     Rows,
     RunsOps,
     SearchesShare,
-    TellsCoverage,
-    TellsRecipe,
     WeighsRows,
 )
 from kvindex.core.ranks import TIMEOUT_S, Ranks
@@ -62,7 +62,7 @@ class Sharded(ShardedTokens):
     has another version, index or option.
     """
 
-    own = frozenset({Attends, CountsTokens, TellsCoverage})
+    own = frozenset({Attends, CountsTokens, ReportsCoverage})
     lacks = frozenset({AppendsAsync, ExpandsBatch})
 
     def __init__(
@@ -84,7 +84,7 @@ class Sharded(ShardedTokens):
 
     def _facts(self) -> dict[str, Any]:
         """What all ranks must have alike."""
-        tells = capability(self.inner, TellsRecipe)
+        tells = capability(self.inner, ReportsRecipe)
         index = {"index": class_name(type(self.inner))} if tells is None else tells.recipe()
         versions = {"version": __version__, "torch": str(torch.__version__)}
         return {**versions, **index, "block": self.block, "rows": self.rows}

@@ -434,7 +434,7 @@ class BlockStore(Restorable):
         return self._table.batch * self._geometry.kv_heads * self._length * self.row_bytes
 
     def memory(self) -> dict[int, int]:
-        """As `kvindex.core.protocol.TellsMemory.memory`."""
+        """As `kvindex.core.protocol.ReportsMemory.memory`."""
         return self._table.memory()
 
     def rows_by_place(self) -> dict[str, int]:

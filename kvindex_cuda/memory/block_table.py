@@ -150,7 +150,7 @@ class BlockTable:
         return count
 
     def memory(self) -> dict[int, int]:
-        """As `kvindex.core.protocol.TellsMemory.memory`, a piece for each block."""
+        """As `kvindex.core.protocol.ReportsMemory.memory`, a piece for each block."""
         held, pool = self._numbers.flatten().tolist(), self._pool
         return {pool.device_address(number): pool.block_bytes for number in held}
 

@@ -301,7 +301,7 @@ class CodeBlocks(Restorable):
         return len(self._held) * self._heads * used
 
     def memory(self) -> dict[int, int]:
-        """As `kvindex.core.protocol.TellsMemory.memory`, a piece for each block."""
+        """As `kvindex.core.protocol.ReportsMemory.memory`, a piece for each block."""
         size, pieces = self._block_bytes, dict[int, int]()
         for run in (run for held in self._held for run in held):
             first = self._slabs[run.slab].data_ptr() + run.first * size

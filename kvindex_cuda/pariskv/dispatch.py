@@ -22,11 +22,15 @@ STEPS: dict[str, type[BaseStep]] = {"votes": Step, "tiers": TableStep, "latents"
 with more heads or coordinates than `votes` has room for.
 """
 
-VOTES = dict(coarse="dots", candidates_per="group", block="key", weights="log", weight_bits=16)
+VOTES = dict(
+    coarse="sign_votes", candidates_per="group", block="key", weights="log", weight_bits=16
+)
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "votes": VOTES,
-    "tiers": dict(coarse="tiers", candidates_per="head", block="subspace", weights="bfloat16"),
+    "tiers": dict(
+        coarse="tiered_votes", candidates_per="head", block="subspace", weights="bfloat16"
+    ),
     "latents": VOTES,
 }
 """What a kind serves."""
@@ -63,7 +67,7 @@ def refusal(config: ParisKVConfig, geometry: Geometry) -> str | None:
         ("group", config.group, config.group in POLICIES, " or ".join(map(repr, POLICIES))),
         ("center", config.center, config.center in (0, BLOCK), f"0 or {BLOCK}"),
         ("single_stage_below", config.single_stage_below, not config.single_stage_below, "0"),
-        ("draw", config.draw, config.draw == "none" or kind == "votes", "'none'"),
+        ("sampling", config.sampling, config.sampling == "none" or kind == "votes", "'none'"),
         ("head_dim", geometry.head_dim, geometry.head_dim % 8 == 0, "a multiple of 8"),
     ]
     heads, most_heads = geometry.group_size, _most_heads(geometry)
@@ -122,8 +126,8 @@ def options_of(kind: str, config: ParisKVConfig) -> dict[str, Any]:
     options = dict(seed=config.seed, policy=config.group)
     if kind != "tiers":
         options |= dict(query_max=config.query_max, centered=bool(config.center))
-        options |= dict(drawn=config.draw != "none", tempered=config.draw == "tempered")
-        options |= dict(together=config.signs == "together")
+        options |= dict(drawn=config.sampling != "none", tempered=config.sampling == "tempered")
+        options |= dict(together=config.sign_decoder == "regression")
     return options
 
 

@@ -58,10 +58,11 @@ def unserved(config: ParisKVConfig, geometry: Geometry) -> str | None:
     """Why these steps do not serve a configuration, None where they do."""
     if why := refusal(config, geometry):
         return why
-    if config.signs != "alone":
+    if config.sign_decoder != "mean":
         return (
-            f"signs: got {config.signs!r}, allowed is 'alone' (pariskv:signs=alone, or "
-            "preset=fast): a regression is a sequence's, and pages are shared"
+            f"sign_decoder: got {config.sign_decoder!r}, allowed is 'mean' "
+            "(pariskv:sign_decoder=mean, or preset=fast): a regression is fitted to one sequence, "
+            "and sequences share pages"
         )
     if (kind := kind_of(config, geometry)) not in PAGED:
         return f"kind of step: got {kind!r}, allowed is {' or '.join(map(repr, PAGED))}"

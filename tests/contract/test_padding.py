@@ -16,7 +16,7 @@ from tests.contract.test_contract import SPECS
 CASE = Case(q_heads=6, kv_heads=2, batch=3)
 WINDOW, PROMPT = 22, 30
 """PROMPT: tokens of the prompt. Those from `WINDOW` on are appended after `end_prompt`."""
-BY_POSITION = {"pariskv", "pariskv:preset=drawn"}
+BY_POSITION = {"pariskv", "pariskv:preset=sampled"}
 """These indexes sample rows with noise that depends on the position of a row."""
 FEW = (
     *("h2o:budget=12", "infllm:page=4:representatives=1"),

@@ -69,7 +69,7 @@ def test_no_backend_is_chosen_in_silence():
         (dict(value_dim=12), ["fused votes", "attend: value_dim: got 12, allowed is a multiple"]),
         (
             dict(preset="scan"),
-            ["none, op by op (coarse: got 'none', allowed is 'dots' for 'votes'"],
+            ["none, op by op (coarse: got 'none', allowed is 'sign_votes' for 'votes'"],
         ),
         (
             dict(preset="fast", group="union"),

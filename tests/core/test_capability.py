@@ -16,9 +16,9 @@ from kvindex.core.protocol import (
     ExpandsBatch,
     JoinsBatch,
     ObservesQueries,
+    ReportsCoverage,
+    ReportsRowBytes,
     SearchesShare,
-    TellsCoverage,
-    TellsRowBytes,
     WeighsRows,
 )
 from kvindex.indexes.exact import Exact
@@ -41,8 +41,8 @@ CAPABILITIES = [
 ]
 ONLY_ITS_OWN = {
     ("reuse", ObservesQueries),
-    *((name, own) for name in ("sample", "vattention") for own in (TellsCoverage, WeighsRows)),
-    *(("sharded", own) for own in (Attends, CountsTokens, TellsCoverage)),
+    *((name, own) for name in ("sample", "vattention") for own in (ReportsCoverage, WeighsRows)),
+    *(("sharded", own) for own in (Attends, CountsTokens, ReportsCoverage)),
 }
 """What a wrapper does whatever the inner index does."""
 NOT_PASSED_ON = {
@@ -102,7 +102,7 @@ def able(offered):
 
 
 def test_all_capabilities_are_found():
-    assert {AppendsAsync, Attends, DecodesStep, TellsRowBytes} < set(CAPABILITIES)
+    assert {AppendsAsync, Attends, DecodesStep, ReportsRowBytes} < set(CAPABILITIES)
     assert set(wrapper_options()) == set(CLASSES) - {"wrapper"}
 
 
@@ -152,10 +152,10 @@ class Foreign:
 
 def test_an_index_of_others_can_do_what_it_has_the_methods_for():
     foreign = Foreign(Case().index("exact"))
-    assert capability(foreign, TellsCoverage) is foreign
+    assert capability(foreign, ReportsCoverage) is foreign
     assert capability(foreign, ExpandsBatch) is None
-    assert Wrapper(foreign).capability(TellsRowBytes) is None
-    assert Wrapper(foreign).capability(TellsCoverage) is not None
+    assert Wrapper(foreign).capability(ReportsRowBytes) is None
+    assert Wrapper(foreign).capability(ReportsCoverage) is not None
 
 
 @pytest.mark.parametrize("name", sorted(wrapper_options()))

@@ -14,6 +14,6 @@ RUNS = [(check, CASES[(i + more) % 5]) for i, check in enumerate(CHECKS) for mor
 @pytest.mark.parametrize(
     ("check", "case"), RUNS, ids=lambda part: getattr(part, "__name__", str(part))
 )
-@pytest.mark.parametrize("line", ["pariskv", "pariskv:preset=paper", "pariskv:preset=drawn"])
+@pytest.mark.parametrize("line", ["pariskv", "pariskv:preset=paper", "pariskv:preset=sampled"])
 def test_pariskv_keeps_the_contract_on_kernels(check, case, line):
     check(lambda **options: case.index(line, **{"backend": "cpu", **options}), case)

@@ -24,7 +24,7 @@ CHECKS = [check for check in contract.CHECKS if check.__module__.rpartition(".")
 
 NAMES = kvindex.names()
 
-PRESETS = "pariskv:draw=priority", "pariskv:preset=fast", "pariskv:preset=paper"
+PRESETS = "pariskv:sampling=priority", "pariskv:preset=fast", "pariskv:preset=paper"
 
 RUNS = [(check, NAMES[(3 * i + j) % len(NAMES)]) for i, check in enumerate(CHECKS) for j in (0, 1)]
 

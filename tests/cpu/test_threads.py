@@ -237,7 +237,7 @@ print(len(ids()), type(scan._cache).__name__)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("line", ["pariskv", "pariskv:preset=drawn"])
+@pytest.mark.parametrize("line", ["pariskv", "pariskv:preset=sampled"])
 def test_a_machine_without_vectors_of_512_bits_finds_the_same(line):
     code = f"""
 from kvindex.cpu.kernels import lookup

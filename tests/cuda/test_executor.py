@@ -139,7 +139,7 @@ def test_a_layer_attends_in_one_go(device, softcap, monkeypatch):
     assert float(mine.bytes_fetched) == float(theirs.bytes_fetched)
 
 
-@pytest.mark.parametrize("preset", ["fast", "drawn"])
+@pytest.mark.parametrize("preset", ["fast", "sampled"])
 def test_it_attends_where_few_tokens_are_valid(device, preset):
     case = replace(CASE, device=device)
     options = OPTIONS | dict(preset=preset, backend="cuda")
@@ -226,7 +226,7 @@ def test_indexes_of_a_shape_share_buffers_for_as_long_as_they_live(device):
 
 
 def test_what_signs_tell_follows_the_tokens_to_the_device(device):
-    mine, theirs = pair(device, signs="together")
+    mine, theirs = pair(device, sign_decoder="regression")
     tokens, queries = moved(CASE.tokens(1100), device), CASE.queries().to(device)
     for start, end in ((0, 300), (300, 500), (500, 1100)):  # 1, 1 and 4 full blocks
         for index in (mine, theirs):

@@ -83,10 +83,10 @@ def test_as_many_rows_as_there_are_give_full_attention(tokens, device):
     ("index", "cached"),
     [
         ("pariskv:preset=fast", 4),
-        ("pariskv:signs=alone", 4096),
+        ("pariskv:sign_decoder=mean", 4096),
         ("pariskv:preset=paper", 4096),
         pytest.param("pariskv:preset=fast", 4096, marks=pytest.mark.slow),
-        pytest.param("pariskv:signs=alone", 4, marks=pytest.mark.slow),
+        pytest.param("pariskv:sign_decoder=mean", 4, marks=pytest.mark.slow),
     ],
 )
 def test_few_rows_are_those_of_plain_torch_for_tokens_in_a_row(index, cached, device):

@@ -25,7 +25,7 @@ LATENT = dict(kv_heads=1, value_in_key=True)
 SMALL = Case(20, head_dim=128, value_dim=96, **LATENT)
 LARGE = Case(16, head_dim=576, value_dim=512, dtype=torch.bfloat16, **LATENT)
 MANY = Case(128, head_dim=128, value_dim=96, dtype=torch.bfloat16, batch=2, **LATENT)
-DRAWN = dict(preset="drawn", least_candidates=1)
+DRAWN = dict(preset="sampled", least_candidates=1)
 CASES = {
     "h20": (SMALL, 900, {}),
     "h20-drawn": (SMALL, 900, DRAWN),

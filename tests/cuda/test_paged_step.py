@@ -147,7 +147,7 @@ def test_few_rows_are_those_of_plain_torch(spec, device):
 
 @on_devices
 def test_rows_that_are_drawn(device):
-    engine = Engine(device, index="pariskv:signs=alone", k=6)
+    engine = Engine(device, index="pariskv:sign_decoder=mean", k=6)
     engine.prefill()
     assert_close(engine.decode())
 
@@ -166,7 +166,7 @@ def test_a_block_that_fills_is_searched_once_the_window_has_passed_it(device):
 
 @on_devices
 @pytest.mark.parametrize(
-    "index", ["pariskv:preset=fast", "pariskv:signs=alone", "pariskv:preset=paper"]
+    "index", ["pariskv:preset=fast", "pariskv:sign_decoder=mean", "pariskv:preset=paper"]
 )
 def test_batches_of_all_sizes_take_turns_in_the_same_buffers(index, device):
     engine = Engine(device, index=index, k=6)
@@ -223,7 +223,7 @@ def test_what_is_not_served_is_said():
     geometry = Geometry.of(q_heads=H, kv_heads=G, head_dim=D)
     assert unserved(Options().config, geometry) is None
     said = unserved(Options(index="pariskv").config, geometry)
-    assert "signs: got 'together', allowed is 'alone'" in said
+    assert "sign_decoder: got 'regression', allowed is 'mean'" in said
     for preset in ("fast", "precise", "paper"):
         assert unserved(Options(index=f"pariskv:preset={preset}").config, geometry) is None
     said = unserved(Options(index="pariskv:preset=scan").config, geometry)

@@ -47,7 +47,7 @@ FAST = CASES | {
         dict(scales=-10, multiprocessors=1),
     ),
 }
-SPARSE = dict(preset="drawn", least_candidates=1)
+SPARSE = dict(preset="sampled", least_candidates=1)
 DRAWN = ("g4", "g1-B2", "g3-D96", "g12", "softcap", "ties", "bfloat16", "257", "full", "one")
 FAST |= {
     f"drawn-{name}": (FAST[name][0], FAST[name][1], FAST[name][2] | SPARSE)
@@ -55,12 +55,16 @@ FAST |= {
 }
 FAST["drawn-full"][2].update(capacity=100, refine_factor=4)
 # more candidates than a block of `select_rows` has
-FAST["drawn-finalists"] = (FAST["257"][0], 6000, dict(preset="drawn", k=290))
+FAST["drawn-finalists"] = (FAST["257"][0], 6000, dict(preset="sampled", k=290))
 # more rows than are put in order
 FAST["drawn-2100"] = (FAST["257"][0], 2600, dict(SPARSE, k=2100, refine_factor=1))
-FAST["together"] = (*FAST["g4"][:2], dict(signs="together"))
-FAST["together-D120"] = (Case(q_heads=5, kv_heads=1, head_dim=120), 1500, dict(signs="together"))
-FAST["alone"] = (*FAST["g4"][:2], dict(SPARSE, signs="alone", draw="priority"))
+FAST["together"] = (*FAST["g4"][:2], dict(sign_decoder="regression"))
+FAST["together-D120"] = (
+    Case(q_heads=5, kv_heads=1, head_dim=120),
+    1500,
+    dict(sign_decoder="regression"),
+)
+FAST["alone"] = (*FAST["g4"][:2], dict(SPARSE, sign_decoder="mean", sampling="priority"))
 FAST["drawn-D192"] = (Case(q_heads=5, kv_heads=1, head_dim=192), 600, SPARSE)
 # a row of the batch without a token
 FAST["padding"] = (*FAST["g1-B2"][:2], dict(pads=[700, 90]))

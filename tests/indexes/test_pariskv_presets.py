@@ -29,7 +29,7 @@ def filled(preset, keys, values, **options):
 
 
 def test_the_defaults_are_a_preset():
-    assert CASE.index("pariskv").config == made("drawn").config == ParisKVConfig()
+    assert CASE.index("pariskv").config == made("sampled").config == ParisKVConfig()
 
 
 @pytest.mark.parametrize("preset", PAST)
@@ -290,10 +290,10 @@ def test_bad_options_are_named(option, value):
     "options",
     [
         dict(weights="log", weight_bits=8),
-        dict(coarse="dots"),  # bfloat16 weights: the coarse stage does without
-        dict(coarse="dots", query_max=7, weights="log"),
-        dict(coarse="dots", weights="log", center=32),
-        dict(coarse="dots", weights="log", center=100, candidates_per="group"),
+        dict(coarse="sign_votes"),  # bfloat16 weights: the coarse stage does without
+        dict(coarse="sign_votes", query_max=7, weights="log"),
+        dict(coarse="sign_votes", weights="log", center=32),
+        dict(coarse="sign_votes", weights="log", center=100, candidates_per="group"),
         dict(coarse="none", center=2**16),
         dict(block="key", magnitude_bits=0),
         dict(block="key", magnitude_bits=7),
@@ -310,7 +310,9 @@ def test_any_combination_finds_more_than_chance(options):
     assert (true[..., None] == hits.ids[..., None, :]).any(-1).float().mean() > 0.3  # chance: .05
 
 
-@pytest.mark.parametrize("options", [dict(coarse="tiers"), dict(coarse="dots")], ids=str)
+@pytest.mark.parametrize(
+    "options", [dict(coarse="tiered_votes"), dict(coarse="sign_votes")], ids=str
+)
 def test_votes_without_weights_know_no_scale_for_a_center(options):
     with pytest.raises(ValueError, match=r"center: got 256 with coarse=.*, allowed is 0, or"):
         CASE.index("pariskv:preset=paper", center=256, **options)

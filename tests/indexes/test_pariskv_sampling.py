@@ -16,7 +16,7 @@ TOKENS, K, SEEDS = 700, 24, 1500
 
 @pytest.fixture(scope="module")
 def index():
-    index = CASE.index("pariskv:draw=priority:refine_factor=4:least_candidates=1")
+    index = CASE.index("pariskv:sampling=priority:refine_factor=4:least_candidates=1")
     index.append(*CASE.tokens(TOKENS))
     return index
 
@@ -68,17 +68,19 @@ def test_what_candidates_hold_is_told(index):
     torch.testing.assert_close(told[0].double(), shares.sum(1), atol=0.1, rtol=0)
     assert (told < 0.95).any()
     assert (index.candidate_share(queries, k=TOKENS) == 1).all()
-    with pytest.raises(ValueError, match="draw: got 'none', allowed is 'priority' or 'tempered'"):
+    with pytest.raises(
+        ValueError, match="sampling: got 'none', allowed is 'priority' or 'tempered'"
+    ):
         CASE.index("pariskv:preset=fast").candidate_share(queries, k=K)
     with pytest.raises(
         ValueError, match=r"len\(index\): got 0, allowed is an integer of at least 1"
     ):
-        CASE.index("pariskv:preset=drawn").candidate_share(queries, k=K)
+        CASE.index("pariskv:preset=sampled").candidate_share(queries, k=K)
 
 
 def test_candidates_hold_everything_where_there_is_no_valid_token():
     case = replace(CASE, batch=2)
-    index = case.index("pariskv:preset=drawn")
+    index = case.index("pariskv:preset=sampled")
     index.append(*case.tokens(30), valid=left_padding([30, 5], 30))
     assert (index.candidate_share(case.queries(), k=K)[0] == 1).all()
     assert (index.candidate_share(case.queries(), k=K)[1] <= 1).all()
@@ -149,7 +151,7 @@ def again(ids):
 
 
 def test_heads_and_layers_draw_by_themselves(index):
-    other = CASE.index("pariskv:preset=drawn")
+    other = CASE.index("pariskv:preset=sampled")
     other.append(*CASE.tokens(TOKENS, seed=5))
     seeds = torch.cat([seeds_of(index), seeds_of(other)]).flatten()
     assert len(set(seeds.tolist())) == 4
@@ -158,11 +160,14 @@ def test_heads_and_layers_draw_by_themselves(index):
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("draw=some", "draw: got 'some', allowed is"),
-        ("preset=scan:draw=priority", "coarse: got 'none' with draw='priority'"),
-        ("preset=paper:draw=priority", "coarse: got 'tiers' with draw='priority'"),
-        ("draw=priority:group=union", "allowed is 'mean_share' or 'max_share'"),
-        ("draw=priority:candidates_per=head", "candidates_per: got 'head' with draw='priority'"),
+        ("sampling=some", "sampling: got 'some', allowed is"),
+        ("preset=scan:sampling=priority", "coarse: got 'none' with sampling='priority'"),
+        ("preset=paper:sampling=priority", "coarse: got 'tiered_votes' with sampling='priority'"),
+        ("sampling=priority:group=union", "allowed is 'mean_share' or 'max_share'"),
+        (
+            "sampling=priority:candidates_per=head",
+            "candidates_per: got 'head' with sampling='priority'",
+        ),
     ],
 )
 def test_what_cannot_be_drawn_is_refused(line, words):
@@ -172,7 +177,7 @@ def test_what_cannot_be_drawn_is_refused(line, words):
 
 def test_the_best_rows_are_taken_where_a_coverage_is_asked_for(index):
     """Candidates are the best by votes, too: the same rows as of an index that draws nothing."""
-    plain = CASE.index("pariskv:preset=fast:signs=together:beta=.005")
+    plain = CASE.index("pariskv:preset=fast:sign_decoder=regression:beta=.005")
     plain.append(*CASE.tokens(TOKENS))
     mine, want = (one.search(CASE.queries(), k=400, coverage=0.5) for one in (index, plain))
     assert torch.equal(mine.ids, want.ids)
@@ -183,17 +188,19 @@ def test_the_best_rows_are_taken_where_a_coverage_is_asked_for(index):
 
 def test_rows_that_are_drawn_are_not_drawn_from():
     with pytest.raises(ValueError, match="whose rows stand for others already"):
-        CASE.index("pariskv:preset=drawn+sample")
+        CASE.index("pariskv:preset=sampled+sample")
 
 
-@pytest.mark.parametrize("draw", ["tempered", "priority"])
-def test_the_attention_that_tempered_rows_stand_for_is_too_little_and_no_less_than_the_bound(draw):
+@pytest.mark.parametrize("sampling", ["tempered", "priority"])
+def test_the_attention_that_tempered_rows_stand_for_is_too_little_and_no_less_than_the_bound(
+    sampling,
+):
     """Random keys, one head, 16 of 300 rows: the sum of a softmax by the rows that were sampled.
 
     Of 400 sequences: means lie within 6 of their standard errors.
     """
     case = Case(q_heads=1, kv_heads=1, head_dim=64, value_dim=64, batch=400)
-    index = case.index("pariskv", draw=draw)
+    index = case.index("pariskv", sampling=sampling)
     index.append(*case.tokens(300))
     queries = case.queries()
     hits = index.search(queries, k=16)
@@ -201,7 +208,7 @@ def test_the_attention_that_tempered_rows_stand_for_is_too_little_and_no_less_th
     shares = logits.softmax(-1).gather(-1, hits.ids[:, 0].clamp_min(0))
     lacks = 1 - (shares * hits.log_weight[:, 0].exp()).sum(-1).double()
     error = float(lacks.std()) / math.sqrt(len(lacks))
-    if draw == "priority":
+    if sampling == "priority":
         assert abs(float(lacks.mean())) <= 6 * error
     else:
         assert 6 * error <= float(lacks.mean()) <= 1 - (15.5 / 300) ** 0.25 + 6 * error

@@ -1,4 +1,4 @@
-"""ParisKV with `signs="together"`: what it fits follows the tokens, however they came."""
+"""ParisKV with `sign_decoder="regression"`: what it fits follows the tokens, however they came."""
 
 from copy import deepcopy
 
@@ -13,7 +13,7 @@ COUNT = 2100  # 8 full blocks
 
 
 def made(keys, values, **options):
-    index = CASE.index("pariskv", signs="together", **options)
+    index = CASE.index("pariskv", sign_decoder="regression", **options)
     index.append(keys, values)
     return index
 
@@ -21,7 +21,7 @@ def made(keys, values, **options):
 def test_it_does_not_matter_how_tokens_came():
     keys, values = CASE.tokens(COUNT)
     whole = made(keys, values)
-    pieces = CASE.index("pariskv", signs="together")
+    pieces = CASE.index("pariskv", sign_decoder="regression")
     for start, end in ((0, 1), (1, 900), (900, 1024), (1024, COUNT)):
         pieces.append(keys[:, :, start:end], values[:, :, start:end])
         pieces._regressed()
@@ -35,7 +35,7 @@ def test_nothing_is_fitted_before_somebody_asks(monkeypatch):
     calls, fit = [], sign_regression.fit
     monkeypatch.setattr(sign_regression, "fit", lambda *given: calls.append(1) or fit(*given))
     keys, values = CASE.tokens(COUNT)
-    index = CASE.index("pariskv", signs="together")
+    index = CASE.index("pariskv", sign_decoder="regression")
     for start, end in ((0, 300), (300, 700), (700, COUNT)):
         index.append(keys[:, :, start:end], values[:, :, start:end])
     assert not calls
@@ -73,14 +73,14 @@ def test_it_follows_truncation_reordering_views_and_copies():
     mixed = torch.cat([keys[:, :, :1500], others[:, :, 1500:]], dim=2)
     assert torch.equal(index._regressed(), made(mixed, values)._regressed())
     assert torch.equal(twin._regressed(), want[[1, 0, 1]])
-    one = Case(q_heads=4, kv_heads=2, head_dim=64).index("pariskv", signs="together")
+    one = Case(q_heads=4, kv_heads=2, head_dim=64).index("pariskv", sign_decoder="regression")
     one.append(keys[:1], values[:1])
     assert torch.equal(one.expand_batch(3)._regressed(), want[[0, 0, 0]])
 
 
 def test_a_state_is_fitted_again():
     keys, values = CASE.tokens(COUNT)
-    index, loaded = made(keys, values), CASE.index("pariskv", signs="together")
+    index, loaded = made(keys, values), CASE.index("pariskv", sign_decoder="regression")
     loaded.load_state_dict(index.state_dict())
     assert torch.equal(index._regressed(), loaded._regressed())
 
@@ -91,7 +91,7 @@ def test_padding_does_not_count():
     noise = keys.masked_fill(~valid[:, None, :, None], 100.0)
     found = []
     for some in (keys, noise):
-        index = CASE.index("pariskv", signs="together")
+        index = CASE.index("pariskv", sign_decoder="regression")
         index.append(some, values, valid=valid)
         found.append(index._regressed())
     assert torch.equal(*found)
@@ -102,9 +102,11 @@ def test_padding_does_not_count():
     [
         (dict(block="subspace"), "block"),
         (dict(preset="paper"), "coarse"),
-        (dict(draw="none", coarse="none"), "coarse"),
+        (dict(sampling="none", coarse="none"), "coarse"),
     ],
 )
 def test_what_votes_cannot_use_is_refused(options, name):
-    with pytest.raises(ValueError, match=f"{name}: got .* with signs='together', allowed is"):
-        CASE.index("pariskv", **options | dict(signs="together"))
+    with pytest.raises(
+        ValueError, match=f"{name}: got .* with sign_decoder='regression', allowed is"
+    ):
+        CASE.index("pariskv", **options | dict(sign_decoder="regression"))

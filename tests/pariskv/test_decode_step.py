@@ -36,7 +36,7 @@ from kvindex.storage.codecs import CODES
 from tests.support.helpers import Case, hits_of, left_padding
 from tests.support.steps import Layer, codes_of
 
-PRESETS = ("fast", "precise", "drawn", "paper")
+PRESETS = ("fast", "precise", "sampled", "paper")
 
 CASES = {
     "g1": (Case(q_heads=2, kv_heads=2, head_dim=64), 900, {}),

@@ -10,7 +10,7 @@ import torch
 
 import kvindex
 from kvindex.storage import saved as folders
-from kvindex.storage.saved import SavedFolder, check_new, save_folder
+from kvindex.storage.saved import VERSION, SavedFolder, check_new, save_folder
 from tests.support.helpers import Case
 
 STATE = {"a": torch.arange(100), "b": torch.zeros(3)}
@@ -109,11 +109,15 @@ DAMAGE = {
     "flipped in the header": (lambda f: flipped(f / TENSORS, 40), "got a header|got bytes with"),
     "flipped in a tensor": (lambda f: flipped(f / TENSORS, -9), "got bytes with SHA-256 .*, allow"),
     "flipped at the end": (lambda f: flipped(f / TENSORS, -1), "got bytes with SHA-256 .*, allow"),
-    "another version": (
-        lambda f: edited(f / MANIFEST, version=4),
-        "got format 'kvindex' of version 4, allowed is 'kvindex' of version 1 or 2 or 3",
+    "an older version": (
+        lambda f: edited(f / MANIFEST, version=VERSION - 1),
+        f"of version {VERSION - 1}, allowed is 'kvindex' of version {VERSION}: make the index",
     ),
-    "another format": (lambda f: edited(f / MANIFEST, format="x"), "got format 'x' of version 3"),
+    "a newer version": (
+        lambda f: edited(f / MANIFEST, version=VERSION + 1),
+        f"of version {VERSION + 1}, allowed is 'kvindex' of version {VERSION}",
+    ),
+    "another format": (lambda f: edited(f / MANIFEST, format="x"), "got format 'x' of version"),
     "another index": (
         lambda f: edited(f / MANIFEST, about={"index": "os:system"}),
         "got a manifest that was changed after it was saved",

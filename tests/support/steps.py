@@ -84,8 +84,8 @@ class Layer:
             codec=row_codec,
             row_center=center,
             regression=index._regressed(),
-            histogram=index._histogram if c.coarse == "tiers" else None,
-            tiers=tiers if c.coarse == "tiers" else None,
+            histogram=index._histogram if c.coarse == "tiered_votes" else None,
+            tiers=tiers if c.coarse == "tiered_votes" else None,
         )
         config = StepConfig(
             geometry=g,
@@ -94,8 +94,8 @@ class Layer:
             query_max=c.query_max,
             centered=bool(c.center),
             policy=c.group,
-            drawn=c.draw != "none",
-            tempered=c.draw == "tempered",
+            drawn=c.sampling != "none",
+            tempered=c.sampling == "tempered",
         )
         queries = case.queries() if queries is None else queries
         return Layer(index, state, config, queries, k)

@@ -185,7 +185,10 @@ def test_the_backend_by_name_in_worker_processes(model, loaded):
     if loaded:
         assert run.returncode == 0, text
         layers = ", ".join(f"model.layers.{number}.self_attn.attn" for number in range(2))
-        said = f"kvindex: 2 of 2 attention layers search: {layers}. By pariskv:signs=alone: k=2048 "
+        said = (
+            f"kvindex: 2 of 2 attention layers search: {layers}. "
+            "By pariskv:sign_decoder=mean: k=2048 "
+        )
         assert text.count(said) == 1
     else:
         assert run.returncode != 0

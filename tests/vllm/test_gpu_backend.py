@@ -88,8 +88,8 @@ def test_graphs_are_of_decoded_tokens_alone(entered):
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
-        ({"index": "pariskv"}, "on a GPU: signs: got 'together', allowed is 'alone'"),
-        ({"index": "pariskv:preset=scan"}, "on a GPU: coarse: got 'none', allowed is 'dots'"),
+        ({"index": "pariskv"}, "on a GPU: sign_decoder: got 'regression', allowed is 'mean'"),
+        ({"index": "pariskv:preset=scan"}, "on a GPU: coarse: got 'none', allowed is 'sign_votes'"),
         ({**EVERY, "local_window": 0}, "local_window: got 0, allowed is 1 or more on a GPU"),
     ],
 )

@@ -99,7 +99,7 @@ def test_as_many_rows_as_there_are_give_the_engines_own_tokens(made, taught, gra
 
 
 @pytest.mark.parametrize(
-    "index", ["pariskv:preset=precise", "pariskv:signs=alone", "pariskv:preset=paper"]
+    "index", ["pariskv:preset=precise", "pariskv:sign_decoder=mean", "pariskv:preset=paper"]
 )
 def test_other_presets(made, taught, index):
     mine = made(EVERY | {"index": index}, True, block_size=512)

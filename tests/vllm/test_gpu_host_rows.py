@@ -51,7 +51,7 @@ def test_as_many_rows_as_there_are_give_the_engines_own_tokens(made, known, text
 
 
 @pytest.mark.parametrize(
-    "index", ["pariskv:preset=fast", "pariskv:signs=alone", "pariskv:preset=paper"]
+    "index", ["pariskv:preset=fast", "pariskv:sign_decoder=mean", "pariskv:preset=paper"]
 )
 def test_few_rows_are_those_of_rows_on_the_device(made, known, index):
     few = known.EVERY | {"index": index, "k": 64}

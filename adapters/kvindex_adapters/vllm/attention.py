@@ -90,7 +90,7 @@ class PagedAttention:
         tokens = Tokens.of_blocks(
             self.codes(sequence, indexed), self.encoding, self.geometry, valid
         )
-        search = select_rows.search if self.encoding.config.draw == "none" else sampling.search
+        search = select_rows.search if self.encoding.config.sampling == "none" else sampling.search
         k = min(self.options.k, int(tokens.counts))
         return search(tokens, Queries.of(queries, tokens), k)
 

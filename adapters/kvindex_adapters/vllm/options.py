@@ -20,7 +20,7 @@ KEY = "kvindex"
 INDEX = "pariskv"
 """The index whose codes are a function of their block, which alone an engine can share."""
 
-DEFAULT = f"{INDEX}:signs=alone"
+DEFAULT = f"{INDEX}:sign_decoder=mean"
 """The default but for a matrix of each sequence, which pages have no place for on a GPU."""
 
 ROWS = "device", "host"

@@ -24,7 +24,7 @@ class ObservesQueries(Protocol):
 
 
 @runtime_checkable
-class TellsCoverage(Protocol):
+class ReportsCoverage(Protocol):
     """It knows whether a search can tell what share of the attention its rows hold."""
 
     def check_coverage(self, coverage: float) -> None:
@@ -33,7 +33,7 @@ class TellsCoverage(Protocol):
 
 
 @runtime_checkable
-class TellsRowBytes(Protocol):
+class ReportsRowBytes(Protocol):
     """It knows what a fetched row costs; else a row is as wide as its key and value."""
 
     @property
@@ -155,7 +155,7 @@ class ChecksState(Protocol):
 
 
 @runtime_checkable
-class TellsRecipe(Protocol):
+class ReportsRecipe(Protocol):
     """It knows how another like it is made, so that what was saved is loaded by itself."""
 
     def recipe(self) -> dict[str, Any]:
@@ -164,7 +164,7 @@ class TellsRecipe(Protocol):
 
 
 @runtime_checkable
-class TellsMemory(Protocol):
+class ReportsMemory(Protocol):
     """It knows where its codes and rows lie, so that what copies share is counted once."""
 
     def memory(self) -> dict[int, int]:

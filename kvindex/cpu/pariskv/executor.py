@@ -160,7 +160,7 @@ class ParisKVExecutor:
             contents = replace(self._contents, opened=self._opened())
             state = State.of(contents, self.codes, heads, constants.factors)
             made = self._geometry, self._config, constants, state
-            if self._config.draw == "none":
+            if self._config.sampling == "none":
                 self._ready = Stages(*made)
             else:
                 seeds = seeds_of(contents, self.codes, self._config.seed)

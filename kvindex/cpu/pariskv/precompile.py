@@ -25,7 +25,7 @@ _lock = Lock()
 
 def begin(config: ParisKVConfig) -> None:
     """Have the kernels of a configuration compiled, if nobody has begun it."""
-    kernels = config.coarse, config.draw  # which decide what kernels there are
+    kernels = config.coarse, config.sampling  # which decide what kernels there are
     with _lock:
         if kernels not in _threads:
             work = _quietly(lambda: take_step(config))

@@ -70,7 +70,10 @@ class DrawnStages(Stages):
         ids, scores = np.empty((groups, k), np.int64), np.empty((groups, k), np.float32)
         weights = np.empty((groups, heads, k), np.float32)
         hits = Found(ids, scores, np.empty(groups, np.int32), weights)
-        by = *self._ranked_by[:-1], priority.temper(k) if self.config.draw == "tempered" else 1.0
+        by = (
+            *self._ranked_by[:-1],
+            priority.temper(k) if self.config.sampling == "tempered" else 1.0,
+        )
 
         def part(i: int, parts: int) -> None:
             bounds, of = (scanned.votes, limits, self.seeds), (asked.rotated, asked.products)

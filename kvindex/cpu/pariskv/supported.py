@@ -12,14 +12,14 @@ from kvindex.pariskv.config import ParisKVConfig
 from kvindex.storage.store import TensorStore
 
 SERVED: dict[str, dict[str, Any]] = {
-    "dots": dict(
+    "sign_votes": dict(
         candidates_per="group",
         block="key",
         weights="log",
         weight_bits=16,
         single_stage_below=0,
     ),
-    "tiers": dict(
+    "tiered_votes": dict(
         candidates_per="head", block="subspace", weights="bfloat16", single_stage_below=0
     ),
 }
@@ -38,7 +38,7 @@ def refusal(config: ParisKVConfig, geometry: Geometry) -> str | None:
             return f"{name}: got {got[name]!r}, allowed is {value!r}"
     if config.group not in POLICIES and geometry.group_size > 1:
         return f"group: got {config.group!r}, allowed is {' or '.join(map(repr, POLICIES))}"
-    if config.coarse == "tiers":
+    if config.coarse == "tiered_votes":
         return too_wide(geometry)
     if query_max_of(config, geometry) * geometry.head_dim >= 2**15:
         return f"query_max: got {config.query_max}, allowed is below 2^15 over head_dim"
@@ -49,7 +49,8 @@ def too_wide(geometry: Geometry) -> str | None:
     """Why votes of tiers do not fit a byte, None where they do."""
     most = 255 // len(TIERS) * SUBSPACE
     if geometry.head_dim > most:
-        return f"head_dim: got {geometry.head_dim}, allowed is at most {most} with coarse='tiers'"
+        got = f"head_dim: got {geometry.head_dim}"
+        return f"{got}, allowed is at most {most} with coarse='tiered_votes'"
     return None
 
 

@@ -23,7 +23,7 @@ from tests.support.sequences import Sequence
 
 CASE = Case(q_heads=6, kv_heads=2, head_dim=64, batch=2)
 
-PRESETS = "fast", "paper", "drawn"
+PRESETS = "fast", "paper", "sampled"
 """One of each kind of coarse stage, and one that draws."""
 
 
@@ -61,11 +61,11 @@ def assert_same(mine, theirs, queries, k=20):
         (dict(head_dim=80, q_heads=22), dict(preset="paper", group="max_share", beta=0.01)),
         (dict(head_dim=128, value_dim=3, softcap=5.0), dict(preset="paper", magnitude_bits=0)),
         (dict(head_dim=64), dict(refine_factor=2)),
-        (dict(head_dim=128, q_heads=14), dict(draw="priority", refine_factor=1)),
+        (dict(head_dim=128, q_heads=14), dict(sampling="priority", refine_factor=1)),
         (dict(head_dim=64, q_heads=2), dict(center=0, beta=0.1, seed=3)),
         (dict(head_dim=80, softcap=5.0), dict(center=100, group="max_share", least_candidates=100)),
-        (dict(head_dim=8, value_dim=3), dict(draw="priority", query_max=127, magnitude_bits=0)),
-        (dict(head_dim=24, dtype=torch.bfloat16), dict(signs="together", center=32)),
+        (dict(head_dim=8, value_dim=3), dict(sampling="priority", query_max=127, magnitude_bits=0)),
+        (dict(head_dim=24, dtype=torch.bfloat16), dict(sign_decoder="regression", center=32)),
     ],
     ids=str,
 )
@@ -106,7 +106,7 @@ def test_of_queries_of_zeros_and_equal_keys_the_best_have_the_lower_ids(preset):
     for queries in (CASE.queries() * 0, CASE.queries()):
         assert_same(mine, theirs, queries)
         first = mine.search(queries, k=5).ids.sort(-1).values[0, 0].tolist()
-        assert (first == list(range(5))) == (preset != "drawn")
+        assert (first == list(range(5))) == (preset != "sampled")
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -161,7 +161,7 @@ def test_it_attends_to_what_it_finds_and_to_resident_rows(sizes, k):
 
 @pytest.mark.parametrize("k", [7, 5000])
 def test_it_attends_to_rows_that_it_draws_with_their_weights(k):
-    index, _ = pair(preset="drawn")
+    index, _ = pair(preset="sampled")
     index.append(*CASE.tokens(400), valid=padded(400))
     resident = ResidentRows(index.geometry, 2, 40)
     resident.add(*CASE.tokens(30, seed=2), None)
@@ -174,7 +174,7 @@ def test_it_attends_to_rows_that_it_draws_with_their_weights(k):
     assert torch.equal(mine.found, want.found)
 
 
-@pytest.mark.parametrize("preset", ["fast", "drawn"])
+@pytest.mark.parametrize("preset", ["fast", "sampled"])
 def test_a_query_that_sees_no_row_gives_0(preset):
     index, _ = pair(preset=preset)
     index.append(*CASE.tokens(20), valid=left_padding([20, 0], 20))
@@ -184,7 +184,7 @@ def test_a_query_that_sees_no_row_gives_0(preset):
     assert found.found.tolist() == [[0, 0], [3, 3]]
 
 
-@pytest.mark.parametrize("options", [{}, dict(draw="priority"), dict(preset="paper")], ids=str)
+@pytest.mark.parametrize("options", [{}, dict(sampling="priority"), dict(preset="paper")], ids=str)
 def test_without_a_valid_row_a_step_attends_to_resident_rows(options):
     index, _ = pair(**options)
     index.append(*CASE.tokens(300), valid=left_padding([300, 300], 300))
@@ -201,7 +201,7 @@ def test_without_a_valid_row_a_step_attends_to_resident_rows(options):
         assert found.found.tolist() == [[0, 0], [0, 0]]
 
 
-@pytest.mark.parametrize("options", [{}, dict(draw="priority"), dict(preset="paper")], ids=str)
+@pytest.mark.parametrize("options", [{}, dict(sampling="priority"), dict(preset="paper")], ids=str)
 def test_a_pool_attends_where_some_or_all_sequences_have_no_valid_row(options):
     pools = [kvindex.Pool(index) for index in pair(**options)]
     for all_padded in (True, False):
@@ -219,7 +219,7 @@ def test_a_pool_attends_where_some_or_all_sequences_have_no_valid_row(options):
         assert (mine.lse[0] == float("-inf")).all()
 
 
-@pytest.mark.parametrize("options", [{}, dict(draw="priority"), dict(preset="paper")], ids=str)
+@pytest.mark.parametrize("options", [{}, dict(sampling="priority"), dict(preset="paper")], ids=str)
 def test_a_pool_of_layers_steps_where_some_or_all_indexes_have_no_valid_row(options):
     sizes = dict(k=9, sink=4, local_window=1, update_every=1, dense_below=0)
     case = replace(CASE, batch=1)
@@ -241,7 +241,7 @@ def test_a_pool_of_layers_steps_where_some_or_all_indexes_have_no_valid_row(opti
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("softcap", [None, 5.0])
-@pytest.mark.parametrize("preset", ["fast", "drawn"])
+@pytest.mark.parametrize("preset", ["fast", "sampled"])
 def test_a_layer_on_kernels_is_the_layer_in_plain_torch(dtype, softcap, preset):
     case = replace(CASE, dtype=dtype, softcap=softcap)
     mine, theirs = pair(case, preset=preset)
@@ -331,7 +331,7 @@ def test_a_token_of_another_shape_changes_nothing():
     assert len(resident) == 1
 
 
-@pytest.mark.parametrize("preset", ["fast", "drawn"])
+@pytest.mark.parametrize("preset", ["fast", "sampled"])
 def test_a_layers_step_of_several_tokens_is_as_many_of_one(preset):
     case = Case(q_heads=6, kv_heads=3, head_dim=64, value_dim=64, batch=2)
     sequence, layers = Sequence.of(case, 605), []

@@ -67,12 +67,6 @@ def check_identity(
                 f"model: got a cache of one with {field} = {theirs.get(field)!r} ({name!r}), "
                 f"allowed is {mine.get(field)!r}, as in the attached model"
             )
-    if "weights" in about:
-        raise ValueError(
-            f"folder: got a cache of {name!r} that was saved by an earlier version of kvindex, "
-            "without the probe that identifies its model; allowed is a cache that this version "
-            "has saved: read the text again, and save the cache"
-        )
     computed = probe(decoder, config)
     if str(computed.dtype) != about["dtype"]:
         raise ValueError(

@@ -1,7 +1,6 @@
 """A saved cache recognizes its model by its outputs, wherever the weights are stored."""
 
 import copy
-import json
 from functools import partial
 
 import accelerate
@@ -11,7 +10,6 @@ from accelerate.hooks import AlignDevicesHook, SequentialHook
 from torch import Tensor, nn
 
 import kvindex_adapters.hf as kvhf
-from kvindex.storage import saved as folders
 from kvindex_adapters.hf.model.info import find_decoder, layer_device
 from kvindex_adapters.hf.model.module_state import ModuleState
 from kvindex_adapters.hf.model.probe import ROUNDINGS, difference, probe
@@ -348,24 +346,6 @@ def test_a_model_that_fails_is_an_error_in_words_and_writes_nothing(tmp_path):
 def test_the_probe_is_small(tmp_path):
     folder = save(llama(), tmp_path / "saved")
     assert (folder / "probe.safetensors").stat().st_size < 9 * 2200 + 1000
-
-
-def test_a_folder_without_a_probe_is_refused_in_words(tmp_path):
-    folder = save(llama(), tmp_path / "saved")
-    path = folder / folders.MANIFEST
-    manifest = json.loads(path.read_text())
-    (folder / "probe.safetensors").unlink()
-    del (
-        manifest["files"]["probe.safetensors"],
-        manifest["digest"],
-        manifest["about"]["model"]["eps"],
-    )
-    manifest["version"], manifest["about"]["model"]["weights"] = 2, "0" * 64
-    path.write_text(json.dumps({**manifest, "digest": folders._digest(manifest)}))
-    with pytest.raises(
-        ValueError, match="saved by an earlier version of kvindex, without the probe"
-    ):
-        load(llama(), folder)
 
 
 def test_tensors_of_the_probe_are_float32_on_the_cpu():
