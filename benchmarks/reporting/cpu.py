@@ -70,12 +70,12 @@ def row_codecs(result: Result) -> str:
         steps = [point[name + mark + codec] for name in names]
         cells = [cell for of in steps for cell in (f"{of['ms']:.2f}", _ratio(of, "of_plain"))]
         rows.append([f"`{codec}`", *cells])
-    head = ["rows", *(text for name in names for text in (f"`{name}`, ms", "of `plain`"))]
+    head = ["rows", *(text for name in names for text in (f"`{name}`, ms", "ratio to `plain`"))]
     shape = result["shape"]
     about = (
-        f"Milliseconds of a layer's step on a CPU, {point['tokens']:,} tokens, "
-        f"{point['threads']} thread, and over that with `plain` rows: medians of "
-        f"{result['rounds']} rounds in which all take turns, with quartiles of the ratio; "
+        f"Time of one layer's step on a CPU in milliseconds, {point['tokens']:,} tokens, "
+        f"{point['threads']} thread, and its ratio to the step with `plain` rows. Medians of "
+        f"{result['rounds']} rounds in which all variants take turns; ratios with quartiles. "
         f"H = {shape['q_heads']}, G = {shape['kv_heads']}, D = {shape['head_dim']}, float32, "
         f"k = {shape['k']}."
     )

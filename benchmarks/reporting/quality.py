@@ -82,20 +82,21 @@ def _row_codecs(result: Result) -> str:
         kls = [some(result["cells"], read=each, rows=name) for each in read]
         line = [f"`{name}`", str(row_bytes), *(f"{part:.2%}" for part in parts)]
         rows.append([*line, *(f"{mean(cells, 'kl_mean'):.5f}" for cells in kls)])
-    head = ["rows", "bytes, D = 128", "keys alone", "values alone", "both", "90% below"]
-    head += ["worst layer"]
+    head = ["rows", "bytes, D = 128", "error, keys coded", "values coded", "both"]
+    head += ["90th percentile", "worst layer"]
     about = (
-        f"{named(result['model'], result['lora'])}, {result['tokens']} tokens of "
-        f"{' and of '.join(result['texts'])}, then {result['steps']} more, whose queries ask. "
-        "Errors are `‖õ − o‖ / ‖o‖` of a head's output, full attention over coded rows (behind a "
-        "sink of 64 as they are) beside the same over float32 ones, all layers, heads and queries; "
-        "those of `plain` are bfloat16's."
+        f"{named(result['model'], result['lora'])} reads {result['tokens']} tokens of each text "
+        f"({', '.join(result['texts'])}); the queries are those of the next {result['steps']} "
+        "tokens. An error is `‖õ − o‖ / ‖o‖` of a head's output: full attention over rows stored "
+        "with a codec, except the first 64, compared with full attention over float32 rows. The "
+        "columns are means over all layers, heads and queries, then two figures for keys and "
+        "values both coded. The errors of `plain` are those of bfloat16."
     )
     if read:
-        head += ["KL, all rows", *(f"`{index}`, k = {result['k']}" for index in read[1:])]
+        head += ["KL, all rows", *(f"KL, `{index}`, k = {result['k']}" for index in read[1:])]
         about += (
-            " KL from full attention, nats, of the model in float32, whose `plain` rows are "
-            "float32, fed those tokens."
+            " KL divergences are from full attention, in nats, of the float32 model over the same "
+            "tokens; there `plain` rows are float32."
         )
     return f"{about}\n\n{table(head, rows)}\n\n{machine(result)}"
 
