@@ -1,7 +1,7 @@
-"""ActQKV: pages retrieved by a probe query, the latest queries weighted by their activation bias.
+"""ActQKV: selects pages by a probe query, a weighted mean of the latest queries.
 
 Xiao et al., Activation-aware Probe-Query: Effective Key-Value Retrieval for Long-Context LLMs
-Inference (arXiv 2502.13542). What is simplified: docs/indexes/actqkv.md.
+Inference (arXiv 2502.13542). docs/indexes/actqkv.md says what is simplified.
 """
 
 from __future__ import annotations
@@ -23,8 +23,12 @@ from kvindex.storage.layout import Layout, TensorSpec
 
 @dataclass(frozen=True)
 class ActQKVConfig:
-    """page: tokens of a page; window: queries that make the probe, the search's own included;
-    group: how query heads agree (`ops/group.py`).
+    """Options of ActQKV.
+
+    Args:
+        page: Tokens per page.
+        window: Number of queries that make up the probe, including the search's own.
+        group: How the query heads of a group agree (`kvindex.ops.group`).
     """
 
     page: int = 16
@@ -38,11 +42,13 @@ class ActQKVConfig:
 
 
 class ActQKV(PagedIndex, PromptQueriesIndex):
-    """Whole pages, best first, by the product of the probe query with their mean key.
+    """Selects whole pages by the inner product of a probe query with their mean key.
 
-    The newest observed query is taken for that of the search. Where none was observed the probe is
-    the search's query.
-    Hits' scores: of each row its page's, what `group.agree` returns for these products.
+    The probe is the mean of the latest queries, weighted by how far each is from their plain mean.
+    The search's own query replaces the newest observed one. If no query was observed, the probe is
+    the search's own query. In `Hits.scores`, each row has the score of its page.
+
+    Source: Xiao et al., Activation-aware Probe-Query (arXiv 2502.13542).
     """
 
     Config = ActQKVConfig
@@ -51,20 +57,19 @@ class ActQKV(PagedIndex, PromptQueriesIndex):
 
     @property
     def depends_on_queries(self) -> bool:
-        """A search depends on the queries before it."""
+        """Always True, because a search uses the queries before it."""
         return True
 
     def observe_queries(self, queries: Tensor, positions: Tensor) -> None:
-        """The newest queries `[B, H, T, D]`, ids int64 `[T]`: the last ones make the probe.
+        """Store the newest queries `[B, H, T, D]` of the tokens `positions`, for the next probe.
 
-        What is not finite in a query counts as 0. Raises ValueError or TypeError for a wrong
-        tensor.
+        Numbers that are not finite count as 0.
         """
         queries = self._checked_queries(queries, positions)
         self._sample_queries(queries, positions, self.config.window)
 
     def _probes(self, queries: Tensor) -> Tensor:
-        """The probe of each head, float32 `[B, H, D]`, for queries `[B, H, D]`."""
+        """Return the probe of each head, float32 `[B, H, D]`, for queries `[B, H, D]`."""
         observed, window = self._observed, queries[:, :, None].float()
         if observed is None:
             return window[:, :, 0]
@@ -102,10 +107,17 @@ class ActQKV(PagedIndex, PromptQueriesIndex):
 
 
 def probe(window: Tensor, counted: Tensor) -> Tensor:
-    """The mean of a window's queries, weighted by their activation bias: `[B, H, D]`.
+    """Return the mean of a window's queries, weighted by their activation bias.
 
-    window: float32 `[B, H, W, D]`; counted: bool `[B, W]`, at least one. A query's activation bias
-    is its squared distance from the plain mean, as a part of all; where all are alike, alike.
+    The activation bias of a query is its squared distance from the plain mean, divided by the sum
+    of all of them. If all queries are equal, so are their weights.
+
+    Args:
+        window: Float32 `[B, H, W, D]`.
+        counted: Bool `[B, W]`, which queries to include, at least one.
+
+    Returns:
+        Float32 `[B, H, D]`.
     """
     counts = counted[:, None, :, None].to(window.dtype)
     alike = counts / counts.sum(2, keepdim=True)

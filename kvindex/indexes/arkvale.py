@@ -1,8 +1,7 @@
-"""ArkVale: pages scored by a bounding volume (cuboid or ball) of their keys.
+"""ArkVale: selects pages by a bounding volume of their keys, a cuboid or a ball.
 
 Chen et al., ArkVale: Efficient Generative LLM Inference with Recallable Key-Value Eviction
-(NeurIPS 2024): a page's digest is a center and a radius; pages are recalled by the largest product
-of the query with a point of the volume.
+(NeurIPS 2024). The paper calls the center and radius of a page its digest.
 """
 
 from __future__ import annotations
@@ -25,14 +24,16 @@ RADII = ("mean", "max")
 
 @dataclass(frozen=True)
 class ArkValeConfig:
-    """Configuration of ArkVale.
+    """Options of ArkVale.
 
-    page: tokens of a page (published: 32).
-    volume: around the center, half way between the extremes of each coordinate: a "cuboid" with a
-      radius for each coordinate (published code), a "ball" with one, or the "center" alone.
-    radius: "mean" distance of the keys from the center (published code), which leaves some of
-      them outside, or the "max", with which the score bounds every product from above.
-    group: how query heads agree (`kvindex.ops.group`).
+    Args:
+        page: Tokens per page (published: 32).
+        volume: Shape around the center, which is halfway between the minimum and maximum of each
+            coordinate: "cuboid" (a radius for each coordinate, published code), "ball" (one radius)
+            or "center" (none).
+        radius: "mean" distance of the keys from the center (published code), which leaves some keys
+            outside, or "max", with which the score of a page bounds every inner product.
+        group: How the query heads of a group agree (`kvindex.ops.group`).
     """
 
     page: int = 32
@@ -48,9 +49,11 @@ class ArkValeConfig:
 
 
 class ArkVale(PagedIndex):
-    """Whole pages, best first, by the largest product with a point of their volumes.
+    """Selects whole pages by the largest inner product with a point of their volumes.
 
-    Hits' scores: of each row its page's, what `group.agree` returns for these products.
+    In `Hits.scores`, each row has the score of its page.
+
+    Source: Chen et al., ArkVale (NeurIPS 2024).
     """
 
     Config = ArkValeConfig
@@ -62,7 +65,7 @@ class ArkVale(PagedIndex):
             return {"low": low, "high": high}
         center = (low.float() + high.float()) / 2
         if not cuboid:
-            center = center.to(keys.dtype)  # as stored: radii are around it
+            center = center.to(keys.dtype)  # radii are measured from the stored center
         if self.config.volume == "center":
             return {"center": center}
         distances = keys.float() - center.float()[:, :, :, None]

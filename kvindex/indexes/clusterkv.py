@@ -1,4 +1,4 @@
-"""ClusterKV: k-means clusters of keys by cosine, recalled as whole clusters.
+"""ClusterKV: selects whole k-means clusters of keys with similar directions.
 
 Liu et al., ClusterKV: Manipulating LLM KV Cache in Semantic Space for Recallable Compression
 (arXiv 2412.03213).
@@ -18,12 +18,15 @@ from kvindex.ops import group
 
 @dataclass(frozen=True)
 class ClusterKVConfig:
-    """Configuration of ClusterKV; the defaults are the published ones.
+    """Options of ClusterKV. The defaults are the published ones.
 
-    per_cluster: keys of the prompt per cluster, on average.
-    block: later tokens that are clustered together, into `block_clusters`.
-    iterations: of k-means, at most; seed: of its starting points.
-    group: how query heads agree (`kvindex.ops.group`).
+    Args:
+        per_cluster: Average keys per cluster of the prompt.
+        block: Number of later tokens that are clustered together.
+        block_clusters: Clusters per block.
+        iterations: Maximum number of k-means iterations.
+        group: How the query heads of a group agree (`kvindex.ops.group`).
+        seed: Seed for the starting points of k-means.
     """
 
     per_cluster: int = 80
@@ -46,9 +49,11 @@ class ClusterKVConfig:
 
 
 class ClusterKV(ClusteredIndex):
-    """Ranks clusters by `q·c`, `c` the mean of a cluster's keys, and returns the rows of the best.
+    """Selects whole clusters by `q·c`, where `c` is the mean of a cluster's keys.
 
-    Hits' scores: what `group.agree` returns for `q·c`, the same for all rows of a cluster.
+    In `Hits.scores`, all rows of a cluster have the cluster's score.
+
+    Source: Liu et al., ClusterKV (arXiv 2412.03213).
     """
 
     Config = ClusterKVConfig

@@ -1,7 +1,7 @@
-"""CTkvr: prompt queries as centroids with inverted lists of their best keys, then exact rerank.
+"""CTkvr: uses prompt queries as centroids, each with a list of the keys it attends to most.
 
 Lu et al., CTkvr: Efficient KV Cache Retrieval for Long-Context LLMs via Centroid-then-Token
-Indexing (2025), Algorithms 1 and 2.
+Indexing (2025), Algorithms 1 and 2. A search ranks the keys in the lists of similar centroids.
 """
 
 from __future__ import annotations
@@ -22,24 +22,28 @@ from kvindex.ops import group
 from kvindex.storage.layout import Held, Layout, TensorSpec, below
 
 BLOCK = 16_384
-"""Tokens inserted into the lists at a time: bounds what a host store copies at once."""
+"""Tokens inserted into the lists at a time; bounds what is copied at once from the host."""
 
 NEVER = float("-inf")
 
 
 @dataclass(frozen=True)
 class CTkvrConfig:
-    """Configuration of CTkvr.
+    """Options of CTkvr.
 
-    most, every: a prompt of n queries gives `min(most, n / every)` centroids, at least one
-      (paper: 2048, 16).
-    choice: which of its queries: the "last" (paper), or "first", "random", "evenly" (Table 4).
-    probes: centroids whose lists a search joins (paper: C' = 4).
-    rho: rows in a list (paper: 2.5 times the rows retrieved, which are 512 or 1024).
-    update: whether searches replace the oldest centroids (paper, 3.1.3).
-    stale: whether keys appended once there are centroids are kept from their lists.
-    group: how query heads agree on the recalled keys (`kvindex.ops.group`; paper: "max_share").
-    seed: of the random choice.
+    Args:
+        most: Maximum number of centroids. A prompt of `n` queries gives `min(most, n / every)`
+            centroids, at least one (paper: 2048).
+        every: Queries of the prompt per centroid (paper: 16).
+        choice: Which queries become centroids: "last" (paper), "first", "random" or "evenly"
+            (paper, Table 4).
+        probes: Centroids whose lists a search joins (paper: C' = 4).
+        rho: Keys per list (paper: 2.5 times the rows to retrieve, which are 512 or 1024).
+        update: Whether searches replace the oldest centroids (paper, section 3.1.3).
+        stale: Whether to leave later appended keys out of the lists.
+        group: How the query heads of a group agree on the scored keys (`kvindex.ops.group`; paper:
+            "max_share").
+        seed: Seed for `choice="random"`.
     """
 
     most: int = 2048
@@ -64,10 +68,13 @@ class CTkvrConfig:
 
 @dataclass(frozen=True)
 class _State:
-    """State beside the learned tensors.
+    """State in addition to the learned tensors.
 
-    observed: the prompt's queries until they become centroids; pending: arguments of
-    `QueryLists.from_search` from the last search; oldest: the centroid to be replaced next.
+    Args:
+        observed: The prompt's queries, until they become centroids.
+        pending: Arguments of `QueryLists.from_search` from the last search, until it becomes a
+            centroid.
+        oldest: The centroid to replace next.
     """
 
     observed: PromptQueries | None = None
@@ -76,10 +83,12 @@ class _State:
 
 
 class CTkvr(BaseIndex):
-    """Recalls the best keys of similar queries, and scores those exactly.
+    """Finds the best keys of similar prompt queries and scores those keys exactly.
 
-    Hits' scores: what `group.agree` returns for the true `q·k` of the recalled keys. Without
-    centroids (before `end_prompt`, or if no query was observed) every key is recalled.
+    Without centroids (before `end_prompt`, or if no query was observed), a search scores all keys.
+    `Hits.scores` contains the scores that the heads of a group agree on, from the exact `q·k`.
+
+    Source: Lu et al., CTkvr (2025), Algorithms 1 and 2.
     """
 
     Config = CTkvrConfig
@@ -96,11 +105,11 @@ class CTkvr(BaseIndex):
 
     @property
     def depends_on_queries(self) -> bool:
-        """True where searches become centroids."""
+        """True if searches become centroids."""
         return bool(self.config.update)
 
     def _undone(self, name: str) -> bool:
-        return name == "search" or super()._undone(name)  # the last search is state
+        return name == "search" or super()._undone(name)  # a search changes the state
 
     def _encode(self, keys: Tensor, learned: Codes) -> Codes:
         return {}
@@ -108,11 +117,11 @@ class CTkvr(BaseIndex):
     # Signals
 
     def observe_queries(self, queries: Tensor, positions: Tensor) -> None:
-        """The newest queries `[B, H, T, D]`, ids int64 `[T]`: the prompt's may become centroids.
+        """Receive the newest queries `[B, H, T, D]` of the tokens `positions`.
 
-        Once there are centroids the last search joins them, and so do several queries at once (a
-        further prompt), with lists over all keys. What is not finite in a query counts as 0.
-        Raises ValueError or TypeError for a wrong tensor.
+        Until the prompt ends, they are candidates for centroids. Once there are centroids, the last
+        search becomes one, and so do several queries in one call (a further prompt), with lists
+        over all keys. Numbers that are not finite count as 0.
         """
         g, observed = self.geometry, self._state.observed
         batch = observed.queries.shape[0] if self._batch is None and observed else self._batch
@@ -133,14 +142,14 @@ class CTkvr(BaseIndex):
             self._state = replace(self._state, observed=updated)
 
     def end_prompt(self) -> None:
-        """End the prompt: queries become centroids (at the next append, if it is empty)."""
+        """End the prompt: queries become centroids, at the next append if the index is empty."""
         if len(self) and self._state.observed:
             self._learned = self._build(self._state.observed, self.valid, self._blocks)
             self._state = replace(self._state, observed=None)
         self._sealed = True
 
     def reorder(self, batch_indices: Tensor) -> None:
-        """As `BaseIndex.reorder`; queries may have been observed before the first append."""
+        """Reorder the batch, including queries that were observed before the first append."""
         observed = self._state.observed
         if self._batch is None and observed:
             rows = check.rows("batch_indices", batch_indices, observed.queries.shape[0])
@@ -151,7 +160,7 @@ class CTkvr(BaseIndex):
     # Centroids and their lists
 
     def _build(self, observed: PromptQueries, valid: Tensor | None, blocks: Blocks) -> Codes:
-        """Chosen queries as centroids (Algorithm 1); valid: of all tokens so far."""
+        """Build centroids from the chosen queries (Algorithm 1); `valid` flags all tokens."""
         queries, positions, config = observed.queries, observed.positions, self.config
         usable = are_real(queries)
         padded = torch.zeros(len(queries), dtype=torch.int64, device=queries.device)
@@ -162,14 +171,14 @@ class CTkvr(BaseIndex):
         usable |= ~usable.any(1, keepdim=True)
         counts = ((observed.end - padded) // config.every).clamp(1, config.most)
         known = observed.chosen(counts, usable, choice=config.choice, seed=config.seed)
-        columns = known.any(0)  # of a row of the batch; the oldest first
+        columns = known.any(0)  # chosen for any sequence, the oldest first
         return {
             **self._query_lists.build(queries[:, :, columns], blocks),
             "known": known[:, columns],
         }
 
     def _blocks(self, length: int | None = None) -> Iterator[tuple[int, Tensor, Tensor | None]]:
-        """Blocks of the keys in the store, up to `length`."""
+        """Yield the stored keys of the first `length` tokens in blocks."""
         length = len(self) if length is None else length
         for start, rows in self._store.blocks(BLOCK):
             keys = rows.keys[:, :, : max(length - start, 0)]
@@ -179,7 +188,7 @@ class CTkvr(BaseIndex):
     # First in, first out
 
     def _enqueue(self, new: Codes) -> None:
-        """Replace the oldest centroids by new ones."""
+        """Replace the oldest centroids with new ones."""
         self._learned = replace_oldest(self._learned, new, self._state.oldest)
         oldest = self._oldest_after(new["known"].shape[1])
         self._state = replace(self._state, pending=None, oldest=oldest)
@@ -215,7 +224,7 @@ class CTkvr(BaseIndex):
             )
         return layout
 
-    # Hooks of the base
+    # Methods that the base class calls
 
     def _learn(self, keys: Tensor, valid: Tensor | None) -> Codes:
         start, state = len(self), self._state
@@ -224,7 +233,7 @@ class CTkvr(BaseIndex):
             check.tensor("keys", keys, observed)
         if "lists" in self._learned:
             learned, pending = self._learned, state.pending
-            if pending is not None:  # its list lacks these keys
+            if pending is not None:  # build its list before these keys are added
                 late = self._query_lists.from_search(*pending)
                 learned = replace_oldest(learned, late, state.oldest)
             new = [(start, keys, valid)]
@@ -243,7 +252,7 @@ class CTkvr(BaseIndex):
         if "lists" not in learned or not bool((learned["lists"] >= length).any()):
             return learned
         removed = learned["lists"] >= length
-        if not self.config.stale:  # keys that they displaced are inserted again
+        if not self.config.stale:  # rebuild the lists, so that displaced keys return
             removed = torch.ones_like(removed)
         lists = learned["lists"].masked_fill(removed, UNUSED)
         remaining = {**learned, "lists": lists}
@@ -285,7 +294,7 @@ class CTkvr(BaseIndex):
         keys = [rows.keys for _, rows in self._store.blocks(BLOCK)]
         if "lists" not in self._learned:
             return keys
-        probed = self._learned["lists"][:, :, : self.config.probes]  # and their keys, if all differ
+        probed = self._learned["lists"][:, :, : self.config.probes]  # as if no key is in two
         keys = [torch.cat(keys, dim=2)[:, :, : probed.shape[2] * probed.shape[3]]]
         return [self._learned["centroids"], probed, *keys]
 
@@ -304,11 +313,11 @@ class CTkvr(BaseIndex):
             products = products.mean(2, keepdim=True)
         products = products.masked_fill((ids < 0)[:, :, None], NEVER)
         agreed = self.ops.group.agree(products, config.group, scale=g.scale, softcap=g.softcap)
-        best, slots = self.ops.select.top_k(agreed, k)  # ids ascend: ties stay in order
+        best, slots = self.ops.select.top_k(agreed, k)  # ids ascend, so ties go to the lower id
         return Hits(ids.gather(-1, slots.clamp_min(0)).masked_fill(slots < 0, UNUSED), best)
 
     def _all_ids(self, batch: int) -> Tensor:
-        """All valid ids, int64 `[B, G, N]`, -1 for the others."""
+        """Return all valid ids, int64 `[B, G, N]`, with -1 for invalid tokens."""
         ids = torch.arange(len(self), device=self.geometry.device)
         ids = ids.expand(batch, self.geometry.kv_heads, -1)
         return ids if self.valid is None else ids.masked_fill(~self.valid[:, None], UNUSED)

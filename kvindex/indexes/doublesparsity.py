@@ -1,7 +1,7 @@
-"""Double Sparsity: keys scored by a few label channels, which calibration finds, in 4 bits.
+"""Double Sparsity: ranks keys by a few label channels in 4 bits, which calibration chooses.
 
 Yang et al., Post-Training Sparse Attention with Double Sparsity (arXiv 2408.07092, section 3).
-Differences from its published code: docs/indexes/doublesparsity.md.
+docs/indexes/doublesparsity.md lists the differences from the published code.
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ from kvindex.storage.quantize import BITS, code_bytes, dequantize, groups, quant
 
 @dataclass(frozen=True)
 class DoubleSparsityConfig:
-    """Configuration of Double Sparsity.
+    """Options of Double Sparsity.
 
-    channels: label channels of a key; all of them where `head_dim` is less.
-    bits: of a label, 2, 4 (published) or 8; None keeps labels in the layer's dtype.
-    queries: of the prompt, evenly spread, that calibrate the channels.
-    group: how query heads agree (`kvindex.ops.group`).
+    Args:
+        channels: Label channels per key; all channels if `head_dim` is smaller.
+        bits: Bits per label: 2, 4 (published) or 8. None stores labels in the layer's dtype.
+        queries: Queries of the prompt, evenly spread, that calibrate the channels.
+        group: How the query heads of a group agree (`kvindex.ops.group`).
     """
 
     channels: int = 16
@@ -44,12 +45,15 @@ class DoubleSparsityConfig:
 
 
 class DoubleSparsity(PromptQueriesIndex):
-    """Ranks all keys by `Σ_{j in channels} q_j k_j`; the channels are a KV head's own.
+    """Ranks all keys by `Σ_{j in channels} q_j k_j`, with channels chosen for each KV head.
 
-    Learned, once for each row of the batch from the first append that holds a valid token of it:
-    `channels` int64 `[B, G, R]`, those with the largest `mean |q_j| · mean |k_j|`, summed over the
-    group's heads; `known` bool `[B]`. Where no query was observed before, keys alone decide.
-    Hits' scores: what `group.agree` returns for these sums.
+    Each sequence learns its channels once, from the first append that contains a valid token of it:
+    `channels`, int64 `[B, G, R]`, are those with the largest `mean |q_j| · mean |k_j|`, summed over
+    the heads of the group. `known`, bool `[B]`, says which sequences have learned theirs. If no
+    query was observed before, the keys alone decide. `Hits.scores` contains the
+    scores that the query heads of a group agree on, from the estimated `q·k`.
+
+    Source: Yang et al., Double Sparsity (arXiv 2408.07092), section 3.
     """
 
     Config = DoubleSparsityConfig
@@ -57,10 +61,9 @@ class DoubleSparsity(PromptQueriesIndex):
     # Calibration
 
     def observe_queries(self, queries: Tensor, positions: Tensor) -> None:
-        """The newest queries `[B, H, T, D]`, ids int64 `[T]`: those of the prompt calibrate.
+        """Keep a sample of the prompt's queries `[B, H, T, D]` to calibrate the channels.
 
-        After `end_prompt` they are ignored. What is not finite in a query counts as 0. Raises
-        ValueError or TypeError for a wrong tensor.
+        Queries after `end_prompt` are ignored. Numbers that are not finite count as 0.
         """
         queries = self._checked_queries(queries, positions)
         if not self._sealed and len(positions):
@@ -76,7 +79,7 @@ class DoubleSparsity(PromptQueriesIndex):
         super()._learn(keys, valid)  # checks the batch
         B, _, N, _ = keys.shape
         seen = valid.any(1) if valid is not None else keys.new_full((B,), N > 0, dtype=torch.bool)
-        sizes = keys.double().abs().sum(2)  # double: padding must not change a sum
+        sizes = keys.double().abs().sum(2)  # in double, so that padding does not change a sum
         flags = joined_flags(self.valid, len(self), keys, valid)
         products = (sizes * self._activity(flags, B)).float()
         channels = self.ops.select.top_k(products, min(self.config.channels, keys.shape[-1]))[1]
@@ -87,9 +90,10 @@ class DoubleSparsity(PromptQueriesIndex):
         return {"channels": kept, "known": known | seen}
 
     def _activity(self, valid: Tensor | None, batch: int) -> Tensor:
-        """Sizes of the observed queries' coordinates, summed: float64 `[B, G, D]`; else ones.
+        """Return the summed absolute coordinates of the observed queries, float64 `[B, G, D]`.
 
-        valid: bool `[B, N]` of the tokens, or None.
+        Without observed queries, all are one. `valid`, bool `[B, N]` or None, marks the valid
+        tokens.
         """
         g, observed = self.geometry, self._observed
         ones = torch.ones((batch, g.kv_heads, g.head_dim), dtype=torch.float64, device=g.device)
@@ -125,7 +129,7 @@ class DoubleSparsity(PromptQueriesIndex):
         return {"labels": codes, "scales": scales}
 
     def _labels(self) -> Tensor:
-        """Labels float32 `[B, G, N, R]`."""
+        """Return the labels as float32 `[B, G, N, R]`."""
         labels, bits = self._codes["labels"], self.config.bits
         if bits is None:
             return labels.float()

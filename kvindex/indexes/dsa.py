@@ -1,7 +1,7 @@
-"""DSA: the lightning indexer of DeepSeek sparse attention, a few small heads that choose the rows.
+"""DSA: the lightning indexer of DeepSeek Sparse Attention, small heads that choose rows.
 
 DeepSeek-AI, DeepSeek-V3.2 (arXiv 2512.02556, section 2.1, equation 1). The keys and queries of
-this index are the indexer's, which a trained model makes of its hidden states: docs/indexes/dsa.md.
+this index are those of the indexer, which a trained model computes: docs/indexes/dsa.md.
 """
 
 from __future__ import annotations
@@ -19,15 +19,19 @@ from kvindex.storage.codecs import CODES, rotated, scaled
 from kvindex.storage.layout import Held, Layout, TensorSpec
 
 BLOCK = 16_384
-"""Tokens scored at a time: bounds their float32 keys, not the result."""
+"""Tokens scored at a time; bounds the memory for float32 keys, not the result."""
 
 PRODUCTS = 2**24
-"""Products of heads, queries and keys at a time (64 MiB), as above."""
+"""Products of heads, queries and keys at a time (64 MiB); bounds memory, not the result."""
 
 
 @dataclass(frozen=True)
 class DSAConfig:
-    """key_codec: "fp8" (published: rotated, a byte per number and a scale) or "plain"."""
+    """Options of DSA.
+
+    Args:
+        key_codec: "fp8" (published: rotated, one byte per number and a scale per key) or "plain".
+    """
 
     key_codec: str = "fp8"
 
@@ -36,10 +40,12 @@ class DSAConfig:
 
 
 class DSA(BaseIndex):
-    """Ranks all keys by `I_s = Σ_j w_j ReLU(q_j · k_s)` over the heads of a KV head's group.
+    """Ranks all keys by `I_s = Σ_j w_j ReLU(q_j · k_s)` over the heads of a group.
 
-    `search` weighs all heads by 1; a weight that is not negative may as well be a factor of its
-    query. `choose` takes weights of either sign. Hits' scores: `I`, without a scale.
+    `search` uses weight 1 for all heads; weights that are not negative can be multiplied into the
+    queries. `choose` takes weights of either sign. `Hits.scores` contains `I`, without a scale.
+
+    Source: DeepSeek-AI, DeepSeek-V3.2 (arXiv 2512.02556), equation 1.
     """
 
     Config = DSAConfig
@@ -66,7 +72,7 @@ class DSA(BaseIndex):
         return {"codes.keys": keys, "codes.scales": TensorSpec("B G N 1", torch.float32, least=0)}
 
     def _keys(self, start: int) -> Tensor:
-        """Keys of a block, float32 `[B, G, n, D]`; rotated as they are encoded."""
+        """Return keys of the block at `start`, float32 `[B, G, n, D]`, rotated if encoded."""
         keys = self._codes["keys"][:, :, start : start + BLOCK]
         if self.config.key_codec == "plain":
             return keys.float()
@@ -82,12 +88,21 @@ class DSA(BaseIndex):
         return Hits(ids, best)
 
     def choose(self, queries: Tensor, weights: Tensor, *, k: int) -> Tensor:
-        """The best `k` rows of each of the newest `T` tokens among those up to it.
+        """Choose the best `k` rows for each of the newest `T` tokens among the tokens up to it.
 
-        queries `[B, H, T, D]`; weights float32 `[B, H, T]`. Returns ids int64 `[B, G, T, K]`, best
-        first, -1 where there are fewer: `ids` of `AttentionLayer.step`. Raises ValueError or
-        TypeError for a wrong tensor, NaN or infinity in it, more tokens than there are, or a k out
-        of range.
+        Args:
+            queries: `[B, H, T, D]`.
+            weights: Weights of the heads, float32 `[B, H, T]`.
+            k: Rows per token, at least 1.
+
+        Returns:
+            Token ids int64 `[B, G, T, K]`, best first, -1 where there are fewer. Pass them as `ids`
+            to `AttentionLayer.step`.
+
+        Raises:
+            ValueError: A shape, dtype or device does not fit, a number is not finite, there are
+                fewer than `T` tokens, or `k` is not positive.
+            TypeError: An argument is not a tensor.
         """
         g = self.geometry
         check.wanted_rows(k)
@@ -113,9 +128,11 @@ class DSA(BaseIndex):
         return torch.cat(parts, dim=2)
 
     def _scores(self, queries: Tensor, weights: Tensor) -> Tensor:
-        """`I` of every token, float32 `[B, G, T, N]`, `-inf` where it is invalid.
+        """Return the indexer's score `I` of every token, float32 `[B, G, T, N]`, `-inf` if invalid.
 
-        queries: float32 `[B, G, g, T, D]`; weights: float32 `[B, G, g, T]`.
+        Args:
+            queries: Float32 `[B, G, g, T, D]`.
+            weights: Float32 `[B, G, g, T]`.
         """
         if self.config.key_codec != "plain":
             queries = rotated(queries)

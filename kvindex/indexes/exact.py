@@ -1,4 +1,4 @@
-"""Exact search: the best rows by their true scores, the reference of every other index."""
+"""Exact search: ranks rows by their true scores. It is the reference for every other index."""
 
 from __future__ import annotations
 
@@ -16,12 +16,16 @@ from kvindex.ops.attention import cap
 from kvindex.ops.coverage import log_weights, within
 
 BLOCK = 16_384
-"""Tokens scored at a time: bounds what a host store copies at once."""
+"""Tokens scored at a time; bounds what is copied at once from the host."""
 
 
 @dataclass(frozen=True)
 class ExactConfig:
-    """group: how query heads agree (`kvindex.ops.group`)."""
+    """Options of exact search.
+
+    Args:
+        group: How the query heads of a group agree (`kvindex.ops.group`).
+    """
 
     group: str = "mean_share"
 
@@ -30,9 +34,11 @@ class ExactConfig:
 
 
 class Exact(BaseIndex):
-    """Scores every key in float32, read from the store: there are no codes.
+    """Scores every key in float32. It reads the keys from the store and has no codes.
 
-    Hits' scores: what `group.agree` returns for the true `q·k`.
+    `Hits.scores` contains the scores that the heads of a group agree on, from the exact `q·k`.
+
+    Source: Qi et al., ParisKV (ICML 2026), equation 1.
     """
 
     Config = ExactConfig
@@ -41,7 +47,7 @@ class Exact(BaseIndex):
         return {}
 
     def _offers(self, wanted: type) -> bool:
-        if wanted is SearchesShare:  # places in a list do not compare with those in another
+        if wanted is SearchesShare:  # ranks in one shard's list do not compare with another's
             return self.geometry.group_size == 1 or self.config.group != "union"
         return super()._offers(wanted)
 
@@ -49,7 +55,7 @@ class Exact(BaseIndex):
         return self._ranked(queries, k)[0]
 
     def search_share(self, queries: Tensor, *, k: int, total: Callable[[Tensor], Tensor]) -> Hits:
-        """As `protocol.SearchesShare.search_share`. Raises as `search`."""
+        """Search one shard of the tokens, as `protocol.SearchesShare.search_share` describes."""
         check.wanted_rows(k)
         g, policy = self.geometry, self.config.group
         self._check_tensor("queries", queries, {"B": self._batch, "H": g.q_heads, "D": g.head_dim})
@@ -69,7 +75,7 @@ class Exact(BaseIndex):
         return within(hits, hits.ids, known, known.logsumexp(-1), coverage)
 
     def _ranked(self, queries: Tensor, k: int) -> tuple[Hits, Tensor]:
-        """Hits, and the scores of all tokens."""
+        """Return the hits, and the scores of all tokens."""
         g, policy = self.geometry, self.config.group
         scores = self.scores(group.fold(queries, g.kv_heads, policy))
         agreed = self.ops.group.agree(scores, policy, scale=g.scale, softcap=g.softcap)
@@ -80,9 +86,13 @@ class Exact(BaseIndex):
         return [rows.keys for _, rows in self._store.blocks(BLOCK)]
 
     def scores(self, queries: Tensor) -> Tensor:
-        """`q·k` of every token, float32 `[B, G, g, N]`, `-inf` where it is invalid.
+        """Compute `q·k` for every token.
 
-        queries: float32 `[B, G, g, D]`.
+        Args:
+            queries: Float32 `[B, G, g, D]`.
+
+        Returns:
+            Float32 `[B, G, g, N]`, `-inf` for invalid tokens.
         """
         parts = [queries @ rows.keys.float().mT for _, rows in self._store.blocks(BLOCK)]
         scores = torch.cat([queries.new_empty(*queries.shape[:-1], 0), *parts], dim=-1)

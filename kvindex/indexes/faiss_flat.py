@@ -1,6 +1,6 @@
-"""FAISS flat: brute-force search with `IndexFlatIP`, each query head's best keys as candidates.
+"""FAISS flat: brute-force search by `IndexFlatIP`; each query head's best keys are candidates.
 
-Douze et al., The Faiss library (2024), section 4: `IndexFlatIP`. Details: docs/indexes.
+Douze et al., The Faiss library (2024), section 4. Details: docs/indexes/faiss_flat.md.
 """
 
 from __future__ import annotations
@@ -11,9 +11,12 @@ from kvindex.bases.faiss import FaissConfig, FaissIndex
 
 
 class FaissFlat(FaissIndex):
-    """`IndexFlatIP` per row and KV head: a float32 copy of the keys.
+    """One `IndexFlatIP` per sequence and KV head, which stores a float32 copy of the keys.
 
-    Hits' scores: what `group.agree` returns for `q·k` of the heads' candidates.
+    `Hits.scores` contains the scores that the query heads of a group agree on, from the `q·k` of
+    all their candidates.
+
+    Source: Douze et al., The Faiss library (2024), section 4.
     """
 
     Config = FaissConfig

@@ -1,7 +1,8 @@
-"""FAISS HNSW: search of a hierarchical small-world graph over the keys.
+"""FAISS HNSW: searches a hierarchical navigable small-world graph of the keys.
 
 Malkov and Yashunin, Efficient and Robust Approximate Nearest Neighbor Search Using Hierarchical
-Navigable Small World Graphs (2016); FAISS: `IndexHNSWFlat`. Details: docs/indexes.
+Navigable Small World Graphs (2016); FAISS's `IndexHNSWFlat`. Details:
+docs/indexes/faiss_hnsw.md.
 """
 
 from __future__ import annotations
@@ -18,11 +19,14 @@ from kvindex.core import check
 
 @dataclass(frozen=True)
 class FaissHNSWConfig(FaissConfig):
-    """As `FaissConfig`, without a GPU (FAISS has no HNSW there), and:
+    """Options of FAISS HNSW, in addition to those of `FaissConfig`.
 
-    neighbors: links of a key, FAISS's `M` (on the lowest level twice as many).
-    ef_construction: size of the candidate list while a key is linked.
-    ef_search: size of the candidate list of a search; never below the rows it returns.
+    Args:
+        where: "cpu" only, because FAISS has no HNSW on a GPU.
+        neighbors: Links per key, FAISS's `M` (twice as many on the lowest level).
+        ef_construction: Size of the candidate list while a key is linked.
+        ef_search: Size of the candidate list of a search, or the number of requested rows if that
+            is larger.
     """
 
     neighbors: int = 32
@@ -38,10 +42,13 @@ class FaissHNSWConfig(FaissConfig):
 
 
 class FaissHNSW(FaissIndex):
-    """`IndexHNSWFlat` per row and KV head: a float32 copy of the keys, and their links.
+    """One `IndexHNSWFlat` per sequence and KV head, with a float32 copy of the keys.
 
-    Keys are linked one after the other, so that the graph does not depend on the appends.
-    Hits' scores: what `group.agree` returns for `q·k` of the heads' candidates.
+    Keys are linked one after the other, so the graph does not depend on how they were divided into
+    appends. `Hits.scores` contains the scores that the query heads of a group agree on, from the
+    `q·k` of all their candidates.
+
+    Source: Malkov and Yashunin, HNSW (2016).
     """
 
     Config = FaissHNSWConfig
@@ -59,27 +66,28 @@ class FaissHNSW(FaissIndex):
             faiss_index.add_c(1, self._floats(keys[i]))
 
     def _candidate_count(self, k: int) -> int:
-        """FAISS's whole candidate list, which costs nothing more."""
+        """Return the size of FAISS's candidate list, since using all of it costs no more."""
         least: int = self.config.ef_search
         return max(super()._candidate_count(k), least)
 
     def _query_faiss(
         self, faiss_index: Any, queries: Tensor, count: int
     ) -> tuple[Tensor, Tensor | None]:
-        # FAISS's walk stops by efSearch, however many rows are asked for
+        # FAISS stops a walk by efSearch alone, whatever the number of requested rows
         faiss_index.hnsw.efSearch = max(self.config.ef_search, count)
         return super()._query_faiss(faiss_index, queries, count)
 
     def _token_bytes(self) -> float:
-        """A key, its level, the offset of its links, links of the lowest level, and above.
+        """Return the bytes of a key, its level, the offset of its links, and its links.
 
-        A key has another `M` links with a chance of `1/M`, once more with `1/M²`, …: as expected.
+        The links above the lowest level are counted as expected: a key has another `M` links with
+        probability `1/M`, and again with `1/M²`, and so on.
         """
         M: int = self.config.neighbors
         return 4 * self.geometry.head_dim + 4 + 8 + 4 * (2 * M + M / (M - 1))
 
     def _scanned_bytes(self) -> float:
-        """Keys compared and links read per query head, measured with some of the first keys."""
+        """Return the bytes of keys and links that a query head reads, measured with 16 keys."""
         row = next((row for row in self._faiss_indexes if row[0]), None)
         if row is None:
             return 0.0

@@ -1,6 +1,7 @@
-"""FAISS IVF: inverted lists of keys by nearest centroid, of which a search scans the best few.
+"""FAISS IVF: keys in lists by their nearest centroid; a search scans the best few lists.
 
-Douze et al., The Faiss library (2024), section 5.1: `IndexIVFFlat`. Details: docs/indexes.
+Douze et al., The Faiss library (2024), section 5.1: `IndexIVFFlat`. Details:
+docs/indexes/faiss_ivf.md.
 """
 
 from __future__ import annotations
@@ -19,18 +20,19 @@ from kvindex.core.protocol import Codes
 from kvindex.storage.layout import Held, Layout, TensorSpec
 
 PER_LIST = 39
-"""Least keys per list where `lists` is None: the least that FAISS's k-means expects."""
+"""Minimum keys per list if `lists` is None: FAISS's k-means warns below this number."""
 
 
 @dataclass(frozen=True)
 class FaissIVFConfig(FaissConfig):
-    """As `FaissConfig`, and:
+    """Options of FAISS IVF, in addition to those of `FaissConfig`.
 
-    lists: centroids, FAISS's `nlist`; None: `4 √n` of the `n` keys they are trained on, at most
-      one for 39 of these. Never more than `n`.
-    probes: lists that a search scans, FAISS's `nprobe`.
-    iterations: of k-means.
-    seed: of k-means.
+    Args:
+        lists: Number of centroids, FAISS's `nlist`, at most the number `n` of training keys. None
+            uses `4 √n`, with at least 39 keys per list.
+        probes: Lists that a search scans, FAISS's `nprobe`.
+        iterations: Iterations of k-means.
+        seed: Seed of k-means.
     """
 
     lists: int | None = None
@@ -48,18 +50,20 @@ class FaissIVFConfig(FaissConfig):
 
 
 class FaissIVF(FaissIndex):
-    """`IndexIVFFlat` per row and KV head: a float32 copy of the keys, in lists.
+    """One `IndexIVFFlat` per sequence and KV head, with a float32 copy of the keys.
 
-    Hits' scores: what `group.agree` returns for `q·k` of the heads' candidates.
+    `Hits.scores` contains the scores that the query heads of a group agree on, from the `q·k` of
+    all their candidates.
+
+    Source: Douze et al., The Faiss library (2024), section 5.1.
     """
 
     Config = FaissIVFConfig
 
     def _learn(self, keys: Tensor, valid: Tensor | None) -> Codes:
-        """Learn `lists` int64 `[B]`, the count of each row, and `centroids` float32 `[B, G, L, D]`.
+        """Learn the number of lists, int64 `[B]`, and centroids, float32 `[B, G, L, D]`.
 
-        A row of the batch learns from the valid keys of the first append that has one, and
-        never again.
+        A sequence learns once, from the valid keys of the first append that contains one.
         """
         B, learned = len(keys), self._learned
         known = learned["lists"].tolist() if learned else [0] * B
@@ -77,14 +81,17 @@ class FaissIVF(FaissIndex):
         return self._stacked(rows, keys.device)
 
     def _lists(self, count: int) -> int:
-        """Lists for `count` keys."""
+        """Return the number of lists for `count` keys."""
         lists: int | None = self.config.lists
         if lists is None:
             lists = max(min(round(4 * count**0.5), count // PER_LIST), 1)
         return min(lists, count)
 
     def _trained(self, keys: Tensor, lists: int) -> dict[str, Tensor]:
-        """Train on keys `[G, n, D]` of a row: `lists` int64 `[]`, `centroids` `[G, L, D]`."""
+        """Train `lists` centroids on the keys `[G, n, D]` of one sequence.
+
+        Return `lists` int64 `[]` and `centroids` float32 `[G, L, D]`.
+        """
         faiss, D = self._faiss, self.geometry.head_dim
 
         def train(points: Tensor) -> Tensor:
@@ -101,7 +108,7 @@ class FaissIVF(FaissIndex):
         return keys.to("cpu", torch.float32).contiguous()
 
     def _stacked(self, rows: list[Codes], device: torch.device) -> Codes:
-        """Rows as one batch; those without lists, or with fewer, are filled with zeros."""
+        """Stack the learned tensors of all sequences, with zeros where one has fewer lists."""
         full = next(row for row in rows if row and int(row["lists"]))
         most = max(row["centroids"].shape[1] for row in rows if row)
         batch: dict[str, list[Tensor]] = {name: [] for name in full}
@@ -127,7 +134,7 @@ class FaissIVF(FaissIndex):
         return layout
 
     def _quantizer(self, b: int, g: int) -> tuple[Any, int]:
-        """The trained centroids of a row and KV head as an index of FAISS, and their number."""
+        """Return the centroids of one sequence and KV head as a FAISS index, and their number."""
         quantizer = self._faiss.IndexFlatIP(self.geometry.head_dim)
         lists = int(self._learned["lists"][b])
         quantizer.add(self._learned["centroids"][b, g, :lists].cpu().numpy())
@@ -147,7 +154,7 @@ class FaissIVF(FaissIndex):
         return 4 * self.geometry.head_dim + 8  # and the id
 
     def _scanned_bytes(self) -> float:
-        """Per query head: the probed lists, if all are of one length, and all centroids."""
+        """Return the bytes that a query head reads, as if all lists had the same length."""
         if not self._learned:
             return 0.0
         lists, tokens = self._learned["lists"].clamp_min(1), self.counts.clamp_min(1)

@@ -1,7 +1,7 @@
-"""FAISS IVF-PQ: inverted lists with product-quantized residuals of keys.
+"""FAISS IVF-PQ: keys in lists, as product-quantized residuals from the list's centroid.
 
 Jégou et al., Product Quantization for Nearest Neighbor Search (2011), section IV; Douze et al.,
-The Faiss library (2024): `IndexIVFPQ`. Details: docs/indexes.
+The Faiss library (2024): `IndexIVFPQ`. Details: docs/indexes/faiss_ivfpq.md.
 """
 
 from __future__ import annotations
@@ -19,16 +19,18 @@ from kvindex.ops.kmeans import assign
 from kvindex.storage.layout import Held, Layout, TensorSpec
 
 BLOCK = 1024
-"""Candidates quantized at a time, where FAISS does not reconstruct them."""
+"""Candidates quantized at a time, where FAISS cannot reconstruct them."""
 
 
 @dataclass(frozen=True)
 class FaissIVFPQConfig(FaissIVFConfig):
-    """As `FaissIVFConfig`, and:
+    """Options of FAISS IVF-PQ, in addition to those of `FaissIVFConfig`.
 
-    subspaces: parts of a residual, FAISS's `M`; divides `head_dim`. None: `head_dim / 4`.
-    bits: of a part's code, 1 to 8.
-    code_iterations: of the codebooks' k-means.
+    Args:
+        subspaces: Parts of a residual, FAISS's `M`; must divide `head_dim`. None uses
+            `head_dim / 4`.
+        bits: Bits of the code of a part, 1 to 8.
+        code_iterations: k-means iterations for the codebooks.
     """
 
     subspaces: int | None = None
@@ -45,10 +47,12 @@ class FaissIVFPQConfig(FaissIVFConfig):
 
 
 class FaissIVFPQ(FaissIVF):
-    """`IndexIVFPQ` per row and KV head, on residuals.
+    """One `IndexIVFPQ` per sequence and KV head, on residuals.
 
-    Hits' scores: what `group.agree` returns for the inner products of the queries with the
-    candidates' decoded keys.
+    `Hits.scores` contains the scores that the query heads of a group agree on, from the inner
+    products with the decoded keys of all their candidates.
+
+    Source: Jégou et al., Product Quantization for Nearest Neighbor Search (2011), section IV.
     """
 
     Config = FaissIVFPQConfig
@@ -58,12 +62,15 @@ class FaissIVFPQ(FaissIVF):
         D = self.geometry.head_dim
         self._subspaces = self.config.subspaces or D // 4
         if D % self._subspaces:
-            raise ValueError(f"subspaces: got {self._subspaces}, allowed divides head_dim = {D}")
+            raise ValueError(
+                f"subspaces: got {self._subspaces}, allowed is a divisor of head_dim = {D}"
+            )
 
     def _trained(self, keys: Tensor, lists: int) -> dict[str, Tensor]:
-        """As `FaissIVF._trained`, and `codebooks` float32 `[G, M, 2^bits, m]` of residuals.
+        """Train centroids and, on their residuals, `codebooks` float32 `[G, M, 2^bits, m]`.
 
-        Equal to the bit to those of FAISS's product quantizer, which trains one after the other.
+        The codebooks equal, to the bit, those of FAISS's product quantizer, which trains them one
+        after the other.
         """
         learned, points = super()._trained(keys, lists), self._points(keys)
         residuals = points - _nearest(points, learned["centroids"])
@@ -76,9 +83,9 @@ class FaissIVFPQ(FaissIVF):
         return {**learned, "codebooks": torch.stack(books).view(G, M, -1, D // M)}
 
     def _codebook(self, part: Tensor) -> Tensor:
-        """Centroids `[2^bits, m]` of a subspace of residuals, `[n, m]`.
+        """Return the centroids `[2^bits, m]` of one subspace of the residuals `[n, m]`.
 
-        As many residuals as centroids or fewer are the centroids themselves.
+        If there are no more residuals than centroids, the residuals are the centroids.
         """
         (n, m), size = part.shape, 2**self.config.bits
         if n <= size:
@@ -107,7 +114,7 @@ class FaissIVFPQ(FaissIVF):
         return self._ready(index)
 
     def _reconstructed(self, keys: Tensor, ids: Tensor) -> Tensor:
-        """Keys `[B, G, C, D]` as FAISS's codes represent them, encoded again from the keys."""
+        """Encode keys `[B, G, C, D]` again and return what FAISS's codes represent."""
         B, G, C, _ = keys.shape
         represented = torch.empty_like(keys)
         books = self._learned["codebooks"]  # [B, G, M, 2^bits, m]
@@ -130,6 +137,6 @@ class FaissIVFPQ(FaissIVF):
 
 
 def _nearest(points: Tensor, centroids: Tensor) -> Tensor:
-    """The centroid of `[G, L, D]` with the largest inner product with each point `[G, n, D]`."""
+    """For each point `[G, n, D]`, return the centroid with the largest inner product."""
     best = (points @ centroids.mT).argmax(-1)[..., None]
     return centroids.gather(1, best.expand(-1, -1, points.shape[-1]))

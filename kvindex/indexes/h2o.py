@@ -1,7 +1,7 @@
-"""H2O: eviction that retains heavy hitters (most attended rows so far) and the latest rows.
+"""H2O: keeps the rows that have received the most attention so far, and the latest rows.
 
 Zhang et al., H2O: Heavy-Hitter Oracle for Efficient Generative Inference of Large Language Models
-(NeurIPS 2023), Algorithm 1.
+(NeurIPS 2023), Algorithm 1. The paper calls the most attended rows heavy hitters.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ from kvindex.storage.layout import Held, Layout, TensorSpec, below, distinct
 
 @dataclass(frozen=True)
 class H2OConfig:
-    """Configuration of H2O.
+    """Options of H2O.
 
-    budget: retained rows (published: 1024 and 1024); recent: the share of them that are the latest
-    (published: half), the others are heavy hitters; most: queries of the prompt that count, its
-    last ones, or None for all (published); group: how query heads agree on the order of retained
-    rows.
+    Args:
+        budget: Rows to retain (published: 1024 heavy hitters and 1024 recent rows).
+        recent: Fraction of the budget for the latest rows (published: half).
+        most: How many of the prompt's last queries count; None for all (published).
+        group: How the query heads of a group rank the retained rows (`kvindex.ops.group`).
     """
 
     budget: int = 2048
@@ -43,12 +44,15 @@ class H2OConfig:
 
 
 class H2O(ObservingEvictionIndex):
-    """Evicts, for good, the row that was attended to least among all but the latest.
+    """Evicts, for good, the row with the least accumulated attention among all but the latest.
 
-    Every row is retained until the first queries after an append beyond the budget: those of the
-    prompt at `end_prompt`, then each that is observed. Learned: `ids` int64 `[B, G, C]`, retained
-    after the last of them, ascending, -1 (first) for none; `scores` float32 `[B, G, C]`, the
-    attention that each has received. Rows from `_scored` on have received none yet.
+    All rows are retained until queries are counted on more than `budget` rows: the queries of the
+    prompt at `end_prompt`, then each query that is observed. The learned tensors are `ids` int64
+    `[B, G, C]`, the rows retained after the last count, ascending, with -1 first for none, and
+    `scores` float32 `[B, G, C]`, the attention weight that each row has received in total. Rows
+    from `_scored` on have received none yet.
+
+    Source: Zhang et al., H2O (NeurIPS 2023), Algorithm 1.
     """
 
     Config = H2OConfig
@@ -59,16 +63,16 @@ class H2O(ObservingEvictionIndex):
 
     @property
     def depends_on_queries(self) -> bool:
-        """Always True: each step's attention counts for the next."""
+        """Always True, because the attention of each step counts for the next."""
         return True
 
     # Signals
 
     def observe_queries(self, queries: Tensor, positions: Tensor) -> None:
-        """Count the attention of the newest queries `[B, H, T, D]`, ids int64 `[T]`.
+        """Count the attention weights of queries `[B, H, T, D]` of the newest tokens.
 
-        Until `end_prompt` they wait for it. What is not finite in a query counts as 0. Raises
-        ValueError or TypeError for a wrong tensor.
+        Queries of the prompt are stored and counted at `end_prompt`. Numbers that are not finite
+        count as 0.
         """
         queries = self._checked_queries(queries, positions)
         if not self._sealed:
@@ -77,20 +81,20 @@ class H2O(ObservingEvictionIndex):
             self._accumulate(queries, positions)
 
     def end_prompt(self) -> None:
-        """End the prompt: count the attention of its queries, and evict rows."""
+        """End the prompt: count the attention weights of its queries, and evict rows."""
         if len(self) and self._observed:
             self._accumulate(self._observed.queries, self._observed.positions)
         self._observed, self._sealed = None, True
 
     def truncate(self, length: int) -> None:
-        """As `BaseIndex.truncate`; evicted rows stay evicted, and attention stays counted."""
+        """Truncate the index. Evicted rows stay evicted, and counted attention stays counted."""
         super().truncate(length)
         self._scored = min(self._scored, len(self))
 
     # Heavy hitters
 
     def _accumulate(self, queries: Tensor, positions: Tensor) -> None:
-        """Add the attention of queries `[B, H, T, D]` to that of the retained rows, and evict."""
+        """Add the attention weights of queries `[B, H, T, D]` to the retained rows, and evict."""
         ids, scores = self._rows()
         keys, counted = self._store.gather(ids).keys, are_valid(queries, positions, self.valid)
         scores = scores + attention_received(self.geometry, queries, positions, counted, keys, ids)
@@ -98,7 +102,7 @@ class H2O(ObservingEvictionIndex):
         self._learned, self._scored = {"ids": ids, "scores": scores}, len(self)
 
     def _rows(self) -> tuple[Tensor, Tensor]:
-        """Ids `[B, G, C]` of retained and of newer rows, and their scores."""
+        """Return the ids `[B, G, C]` of the retained and the newer rows, and their scores."""
         new = self._ids_from(self._scored)
         scores = torch.zeros(new.shape, device=new.device)
         if "ids" not in self._learned:
@@ -107,7 +111,7 @@ class H2O(ObservingEvictionIndex):
         return torch.cat(parts[0], dim=-1), torch.cat(parts[1], dim=-1)
 
     def _evict(self, ids: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
-        """The `budget` rows that remain, of ascending ids `[B, G, C]` and -1, and their scores."""
+        """Return the `budget` rows of ids `[B, G, C]` that remain, and their scores."""
         budget = self.config.budget
         if ids.shape[-1] <= budget:
             return ids, scores
@@ -141,7 +145,7 @@ class H2O(ObservingEvictionIndex):
             layout["learned.scores"] = TensorSpec("B G C", torch.float32, least=0)
         return layout
 
-    # Hooks of the base
+    # Methods that the base class calls
 
     def _scanned(self) -> list[Tensor]:
         return [*super()._scanned(), *self._learned.values()]

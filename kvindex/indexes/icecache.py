@@ -1,7 +1,7 @@
-"""IceCache: pages of similar keys, searched through anchors in a tree that grows with the tokens.
+"""IceCache: pages of similar keys, found through anchors; the structure grows with the tokens.
 
 Mao et al., IceCache: Memory-Efficient KV-cache Management for Long-Sequence LLMs (ICLR 2026, arXiv
-2604.10539), with the multi-level dynamic continuous indexing (M-DCI) that it rests on.
+2604.10539), with multi-level dynamic continuous indexing (M-DCI), on which it is based.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from kvindex.storage.layout import Held, Layout, TensorSpec
 from kvindex.storage.state import below
 
 LIKENESSES = 2**24
-"""Likenesses per block while keys are assigned to anchors (64 MiB)."""
+"""Likenesses computed at a time while keys are assigned to anchors (64 MiB)."""
 
 ROWS = 16_384
 """Tokens read from the store at a time."""
@@ -34,12 +34,15 @@ NEVER = float("-inf")
 
 @dataclass(frozen=True)
 class IceCacheConfig:
-    """Configuration of IceCache; the defaults are those of the published code.
+    """Options of IceCache. The defaults are those of the published code.
 
-    page: tokens of a page, at most. ratio: chance that a token becomes an anchor. view, view_share:
-    anchors whose keys a search reads for each query head, as a number, or as a share of the number
-    of tokens, whichever is more. group: how query heads agree; seed: of the anchors and of
-    the direction along which pages are cut.
+    Args:
+        page: Maximum number of tokens per page.
+        ratio: Probability that a token becomes an anchor.
+        view: Minimum number of anchors whose keys a search reads for each query head.
+        view_share: The same as a fraction of the number of tokens; the larger number counts.
+        group: How the query heads of a group agree (`kvindex.ops.group`).
+        seed: Seed for the anchors and for the direction along which pages are cut.
     """
 
     page: int = 16
@@ -59,15 +62,23 @@ class IceCacheConfig:
 
 
 class IceCache(BaseIndex):
-    """Whole pages, best first, by the largest `q·k` in them, of those of the best anchors.
+    """Selects whole pages by the largest `q·k` in them, among the pages of the best anchors.
 
-    Learned, of `A` anchors and `N` tokens: `first` int64 `[B]`, tokens held after the append that
-    settled `radius` float32 `[B, G]`, the largest `‖k‖²`; `anchor_ids` int64 `[B, A]`, ascending,
-    then -1; `anchors` `[B, G, A, D]`, their keys; of each token its anchor, `parents` int32
-    `[B, G, N]`, -1 if it is invalid, its `likeness` to it and its `places` on the line along which
-    pages are cut, both float32; `members` int32 `[B, G, n]`, ids in the order of pages; `sizes`
-    int32 `[B, G, A]`, tokens of each anchor.
-    Hits' scores: of each row its page's, what `group.agree` returns.
+    Learned tensors, for `A` anchors and `N` tokens:
+
+    - `first` int64 `[B]`: tokens in the index after the append that fixed `radius`.
+    - `radius` float32 `[B, G]`: the largest `‖k‖²` of that append.
+    - `anchor_ids` int64 `[B, A]`: ids of the anchors, ascending, then -1.
+    - `anchors` `[B, G, A, D]`: keys of the anchors.
+    - `parents` int32 `[B, G, N]`: the anchor of each token, -1 if the token is invalid.
+    - `likeness` float32 `[B, G, N]`: how similar each token is to its anchor.
+    - `places` float32 `[B, G, N]`: coordinates of the tokens along the line that pages are cut on.
+    - `members` int32 `[B, G, n]`: token ids in the order of pages.
+    - `sizes` int32 `[B, G, A]`: tokens of each anchor.
+
+    In `Hits.scores`, each row has the score of its page.
+
+    Source: Mao et al., IceCache (ICLR 2026).
     """
 
     Config = IceCacheConfig
@@ -81,7 +92,7 @@ class IceCache(BaseIndex):
 
     @property
     def unit(self) -> int:
-        """Tokens of a page, at most."""
+        """Maximum number of tokens per page."""
         return int(self.config.page)
 
     # The tree
@@ -94,7 +105,7 @@ class IceCache(BaseIndex):
         flags = joined_flags(self.valid, len(self), keys, valid)
         known = max(
             learned["parents"].shape[2] - len(self), 0
-        )  # of these keys, in the tree already
+        )  # how many of these keys are in the tree already
         return self._grown(learned, keys[:, :, known:], flags) if known < keys.shape[2] else learned
 
     def _learned_before(self, length: int) -> Codes:
@@ -116,9 +127,9 @@ class IceCache(BaseIndex):
         return self._grown({**remaining, "first": first}, keys, flags)
 
     def _grown(self, learned: Codes, keys: Tensor, flags: Tensor | None) -> Codes:
-        """The learned state once keys `[B, G, T, D]` are added, zeros where they are invalid.
+        """Return the learned tensors after adding keys `[B, G, T, D]`, zero where invalid.
 
-        flags: which tokens are valid, earlier ones included, bool `[B, N + T]`, or None.
+        `flags`, bool `[B, N + T]` or None, marks the valid tokens, including earlier ones.
         """
         (B, _, T, _), past = keys.shape, learned["parents"].shape[2]
         if flags is None:
@@ -147,7 +158,7 @@ class IceCache(BaseIndex):
     def _with_anchors(
         self, learned: Codes, keys: Tensor, chosen: Tensor
     ) -> tuple[dict[str, Tensor], Tensor]:
-        """Add the chosen keys, bool `[B, T]`, as anchors; and which are new, bool `[B, A]`."""
+        """Add the chosen keys, bool `[B, T]`, as anchors; return which are new, bool `[B, A]`."""
         past, heads = learned["parents"].shape[2], (-1, keys.shape[1], -1)
         positions = _compact(chosen)
         gather = self.ops.fetch.gather_rows
@@ -155,19 +166,19 @@ class IceCache(BaseIndex):
         ids = torch.cat(
             [learned["anchor_ids"], torch.where(positions < 0, positions, positions + past)], 1
         )
-        slots = _compact(ids >= 0)  # rows of different padding leave gaps
+        slots = _compact(ids >= 0)  # sequences with different padding leave gaps
         anchors = gather(anchors, slots[:, None].expand(heads))
         anchored = {**learned, "anchor_ids": at(ids, slots, UNUSED), "anchors": anchors}
         return anchored, slots >= learned["anchor_ids"].shape[1]
 
     def _promoted(self, rank: Tensor) -> Tensor:
-        """Whether tokens of a rank among a row's valid ones, int64 `[B, T]`, become anchors."""
+        """Return which tokens become anchors, by their ranks `[B, T]` among the valid ones."""
         drawn = priority(rank.clamp_min(0), "random", self.config.seed)  # 0 to 2^63 - 1
         promoted: Tensor = (rank == 0) | (drawn <= min(int(self.config.ratio * 2**63), 2**63 - 1))
         return promoted
 
     def _places(self, keys: Tensor, radius: Tensor) -> Tensor:
-        """Projections of keys `[B, G, T, D]` on the line, float32 `[B, G, T]`."""
+        """Project keys `[B, G, T, D]` onto the direction along which pages are cut, `[B, G, T]`."""
         projections: Tensor = keys.float() @ self._line[:-1] + _lift(keys, radius) * self._line[-1]
         return projections
 
@@ -202,7 +213,7 @@ class IceCache(BaseIndex):
         sizes, members = learned["sizes"].long(), learned["members"]
         anchor, starts, page_sizes = self._pages(sizes)
         viewed = self._viewed(heads @ learned["anchors"].float().mT, sizes, k)
-        order = self.ops.select.compact(viewed)  # anchors that some head views, [B, G, a]
+        order = self.ops.select.compact(viewed)  # anchors that any head views, [B, G, a]
         slot, offset = self.ops.units.walk(at(sizes, order, 0), int((sizes * viewed).sum(-1).max()))
         first = at(sizes.cumsum(-1) - sizes, at(order, slot, UNUSED), 0)
         place = (first + offset).masked_fill(slot < 0, UNUSED)  # in members, [B, G, W]
@@ -220,15 +231,19 @@ class IceCache(BaseIndex):
         return hits
 
     def _viewed(self, products: Tensor, sizes: Tensor, k: int) -> Tensor:
-        """Anchors whose keys a search reads, bool `[B, G, A]`: the best of each head.
+        """Return the anchors whose keys a search reads, bool `[B, G, A]`: the best of each head.
 
-        products: with the anchors, float32 `[B, G, g, A]`. As many as configured, or as have `k`
-        rows.
+        Each head takes as many as the options say, or as many as have `k` rows together.
+
+        Args:
+            products: `q·k` of the anchors, float32 `[B, G, g, A]`.
+            sizes: Tokens of each anchor, int64 `[B, G, A]`.
+            k: Requested rows.
         """
         products = products.masked_fill((sizes == 0)[:, :, None], NEVER)
         order = self.ops.select.top_k(products, sizes.shape[-1])[1]  # -1 for none
         tiled = sizes[:, :, None].expand(products.shape)
-        before = at(tiled, order, 0).cumsum(-1) - at(tiled, order, 0)  # rows of better anchors
+        before = at(tiled, order, 0).cumsum(-1) - at(tiled, order, 0)  # tokens of better anchors
         counts = self.counts.to(sizes.device)[:, None, None, None]
         most = (counts * self.config.view_share).long().clamp_min(self.config.view)
         rank = torch.arange(order.shape[-1], device=order.device)
@@ -238,9 +253,10 @@ class IceCache(BaseIndex):
         return viewed.scatter_(-1, torch.where(taken, order, last), True)[..., :last].any(2)
 
     def _pages(self, sizes: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Anchor of each page, -1 for none, its first member and its size, int64 `[B, G, P]`.
+        """Cut the tokens of each anchor evenly into pages, in the order of their places.
 
-        sizes: int64 `[B, G, A]`. The tokens of an anchor are cut evenly, in the order of places.
+        `sizes`, int64 `[B, G, A]`, has the tokens of each anchor. Return the anchor of each page
+        (-1 for none), its first member and its size, int64 `[B, G, P]` each.
         """
         pages = -(-sizes // self.config.page)
         anchor, number = self.ops.units.walk(pages, int(pages.sum(-1).max()))
@@ -249,7 +265,7 @@ class IceCache(BaseIndex):
         return anchor, at(sizes.cumsum(-1) - sizes, anchor, 0) + start, stop - start
 
     def _scanned(self) -> list[Tensor]:
-        """Anchors, and members and keys of as many as one head views, of average size."""
+        """Return the anchors and what one head reads, as if all anchors had the same size."""
         learned = self._learned
         view = max(self.config.view, int(self.config.view_share * len(self)))
         share = min(view / max(learned["sizes"].shape[2], 1), 1)
@@ -260,7 +276,7 @@ class IceCache(BaseIndex):
 
 
 def _empty(keys: Tensor) -> dict[str, Tensor]:
-    """The learned state of no tokens."""
+    """Return the learned tensors of an index without tokens."""
     B, G, _, D = keys.shape
     per_head = keys.new_zeros((B, G, 0), dtype=torch.float32)
     return {
@@ -274,7 +290,7 @@ def _empty(keys: Tensor) -> dict[str, Tensor]:
 
 
 def _compact(chosen: Tensor) -> Tensor:
-    """As `compact`, also of no entries."""
+    """Return `compact(chosen)`, or an empty tensor if there are no entries."""
     return compact(chosen) if chosen.shape[1] else chosen.long()
 
 
@@ -283,10 +299,10 @@ def _squares(keys: Tensor) -> Tensor:
 
 
 def _lift(keys: Tensor, radius: Tensor) -> Tensor:
-    """The coordinate that lifts keys `[B, G, n, D]` to one sphere, float32 `[B, G, n]`.
+    """Return the coordinate that lifts keys `[B, G, n, D]` to one sphere, `[B, G, n]`.
 
-    With it, and 0 in the query, the largest product is the least distance; a key longer than all
-    that settled the radius gets 0.
+    With this coordinate (and 0 in the query), the largest inner product becomes the smallest
+    distance. A key longer than all that fixed the radius gets 0.
     """
     return (radius[..., None] - _squares(keys)).clamp_min(0).sqrt()
 
@@ -294,10 +310,16 @@ def _lift(keys: Tensor, radius: Tensor) -> Tensor:
 def _nearest(
     keys: Tensor, anchors: Tensor, radius: Tensor, allowed: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The nearest anchor of each key after the lift, int64 `[B, G, n]`, and the likeness to it.
+    """Return the nearest anchor of each key after the lift, int64 `[B, G, n]`, and its likeness.
 
-    Likeness is `½ (R + ‖k‖²)`, or less, minus half the squared distance; equal ones by the first.
-    keys: `[B, G, n, D]`; anchors: `[B, G, A, D]`, allowed: bool `[B, A]`.
+    Likeness is `½ (R + ‖k‖²)`, or less for long anchors, minus half the squared distance. If
+    several are equal, the first is taken.
+
+    Args:
+        keys: `[B, G, n, D]`.
+        anchors: `[B, G, A, D]`.
+        radius: Float32 `[B, G]`.
+        allowed: Bool `[B, A]`, anchors that may be chosen.
     """
     B, G, n, _ = keys.shape
     if not anchors.shape[2]:
@@ -316,7 +338,7 @@ def _nearest(
 
 
 def _paged(learned: Codes) -> dict[str, Tensor]:
-    """Add `members` and `sizes` from `parents`: tokens by anchor, then by place, then by id."""
+    """Add `members` and `sizes` from `parents`: tokens ordered by anchor, then place, then id."""
     parents, anchors = learned["parents"].long(), learned["anchor_ids"].shape[1]
     order = learned["places"].argsort(dim=-1, stable=True)
     last = parents.masked_fill(parents < 0, anchors)
@@ -333,9 +355,9 @@ def _paged(learned: Codes) -> dict[str, Tensor]:
 def _is_paged(learned: Codes, counts: Tensor | None) -> bool:
     """Return True if each valid token has an anchor and pages contain the anchors' tokens.
 
-    counts: valid tokens of each sequence, int64 `[B]`; None for none.
+    `counts`, int64 `[B]` or None, has the number of valid tokens of each sequence.
     """
-    parents, anchors = learned["parents"], (learned["anchor_ids"] >= 0).sum(1)  # ids precede -1
+    parents, anchors = learned["parents"], (learned["anchor_ids"] >= 0).sum(1)  # -1 comes last
     known = 0 if counts is None else counts[:, None]
     alike = (parents < anchors[:, None, None]).all() & ((parents >= 0).sum(-1).cpu() == known).all()
     if not bool(alike):

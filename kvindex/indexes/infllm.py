@@ -1,8 +1,8 @@
-"""InfLLM: blocks represented by the few keys to which later queries attend most.
+"""InfLLM: blocks represented by the few keys that later queries attend to most.
 
 Xiao et al., InfLLM: Training-Free Long-Context Extrapolation for LLMs with an Efficient Context
-Memory (NeurIPS 2024): the representative score of a token is the mean product of its key with the
-queries of the local window after it.
+Memory (NeurIPS 2024). The representative score of a token is the mean inner product of its key with
+the queries of the local window after it.
 """
 
 from __future__ import annotations
@@ -24,19 +24,21 @@ from kvindex.storage.layout import Held, Layout, TensorSpec, ascending
 from kvindex.storage.state import OnHost
 
 CHUNK = 4096
-"""Keys scored at a time: bounds what is copied, not the result."""
+"""Keys scored at a time; bounds what is copied, not the result."""
 
 NONE = float("-inf")
-"""The representative score of a key that no observed query follows."""
+"""Representative score of a key that no observed query follows."""
 
 
 @dataclass(frozen=True)
 class InfLLMConfig:
-    """Configuration of InfLLM.
+    """Options of InfLLM.
 
-    page: tokens of a block (published: 128); representatives: keys that represent a block, for
-    each query head (published: 4); span: queries after a key that count (published: 4096, the
-    local window); group: how query heads agree (`kvindex.ops.group`).
+    Args:
+        page: Tokens per block (published: 128).
+        representatives: Keys that represent a block for each query head (published: 4).
+        span: Number of queries after a key that count (published: 4096, the local window).
+        group: How the query heads of a group agree (`kvindex.ops.group`).
     """
 
     page: int = 128
@@ -51,28 +53,30 @@ class InfLLMConfig:
 
 
 class InfLLM(PagedIndex):
-    """Whole blocks, best first, by the mean product with their representatives.
+    """Selects whole blocks by the mean inner product with their representative keys.
 
-    Hits' scores: of each row its block's, what `group.agree` returns for these means. Needs
-    `observe_queries`: a key that no observed query follows represents its block only beside fewer
-    than `representatives` others; where the whole block has none, the keys of largest norm do.
+    The index needs `observe_queries`. A key that no observed query follows represents its block
+    only if fewer than `representatives` other keys have a score. If no key of the block has one,
+    the keys with the largest norm represent it. In `Hits.scores`, each row has the score of its
+    block.
+
+    Source: Xiao et al., InfLLM (NeurIPS 2024).
     """
 
     Config = InfLLMConfig
     statistics = ("_queries", "_positions")
 
-    _queries: Columns  # that keys to come may need, `[B, H, R, D]`
-    _positions: OnHost  # their ids, int64 `[R]`
+    _queries: Columns  # queries that later keys may need, `[B, H, R, D]`
+    _positions: OnHost  # their positions, int64 `[R]`
 
     def _cleared(self) -> None:
         self._queries, self._positions = Columns(), torch.zeros(0, dtype=torch.int64)
 
     def observe_queries(self, queries: Tensor, positions: Tensor) -> None:
-        """Queries `[B, H, T, D]` of the tokens with ids int64 `[T]`, ascending.
+        """Store queries `[B, H, T, D]` of the tokens `positions` until their keys are appended.
 
-        They are stored until the keys of those tokens are appended. Earlier queries from the first
-        of these ids on are forgotten: they belonged to a sequence that was truncated. Raises
-        ValueError or TypeError for a wrong tensor.
+        Stored queries from the first of these positions on are dropped: they belonged to a sequence
+        that was truncated.
         """
         g = self.geometry
         shape = {"B": self._batch, "H": g.q_heads, "T": None, "D": g.head_dim}
@@ -84,9 +88,9 @@ class InfLLM(PagedIndex):
         past = int((self._positions < len(self)).sum())
         kept = max(int((self._positions < new[0]).sum()), past)
         if len(self._queries) and self._queries["queries"].shape[0] != queries.shape[0]:
-            past = kept = len(self._positions)  # of another batch
+            past = kept = len(self._positions)  # stored for another batch
         columns = self._queries
-        if past or kept < len(columns):  # columns in use are never overwritten
+        if past or kept < len(columns):  # columns that may be in use are never overwritten
             columns = columns.after(past)
             columns.truncate(kept - past)
         columns.append({"queries": queries.detach()})
@@ -94,13 +98,13 @@ class InfLLM(PagedIndex):
         self._positions = torch.cat([self._positions[past:kept], new])
 
     def truncate(self, length: int) -> None:
-        """As every index does; queries of the tokens from `length` on are forgotten too."""
+        """Truncate the index, and drop the queries of the removed tokens."""
         super().truncate(length)
         self._positions = self._positions[self._positions < length]
         self._queries.truncate(len(self._positions))
 
     def reorder(self, batch_indices: Tensor) -> None:
-        """As every index does; before the first append, only observed queries are reordered."""
+        """Reorder the batch; before the first append, only the observed queries."""
         observed = self._batch is None and len(self._queries) > 0
         if observed:
             check.rows("batch_indices", batch_indices, self._queries["queries"].shape[0])
@@ -123,7 +127,10 @@ class InfLLM(PagedIndex):
     # Blocks
 
     def _marks(self, keys: Tensor) -> Tensor:
-        """Representative scores for each query head, float32 `[B, G, T, g]`, `NONE` where none."""
+        """Return the representative score of each key per query head, float32 `[B, G, T, g]`.
+
+        It is `NONE` for a key that no observed query follows.
+        """
         g, (B, G, T, D) = self.geometry, keys.shape
         marks = torch.full((B, G, T, g.group_size), NONE, device=g.device)
         if not len(self._positions):
@@ -131,7 +138,7 @@ class InfLLM(PagedIndex):
         observed = self._queries["queries"]
         if observed.shape[0] != B:
             raise ValueError(
-                f"keys: got a batch of {B}, allowed is that observed, {observed.shape[0]}"
+                f"keys: got a batch of {B}, allowed is {observed.shape[0]}, that of the queries"
             )
         if int(self._positions[-1]) <= len(self):
             return marks
@@ -139,7 +146,9 @@ class InfLLM(PagedIndex):
         first = torch.searchsorted(self._positions, ids, right=True).to(g.device)
         after = torch.searchsorted(self._positions, ids + self.config.span, right=True).to(g.device)
         real = pad(are_real(observed).cumsum(1), (1, 0))
-        sums = pad(observed.double().cumsum(2), (0, 0, 1, 0))  # double: differences lose nothing
+        sums = pad(
+            observed.double().cumsum(2), (0, 0, 1, 0)
+        )  # in double, so that differences of sums are accurate
         sums = sums.reshape(B, G, g.group_size, -1, D)
         for start in range(0, T, CHUNK):
             part = slice(start, start + CHUNK)

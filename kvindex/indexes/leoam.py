@@ -1,7 +1,7 @@
-"""LeoAM: chunks of adaptive size, large where attention is low and split where it may be high.
+"""LeoAM: chunks of adaptive size, split where attention may be high.
 
 Sun et al., Breaking the Boundaries of Long-Context LLM Inference: Adaptive KV Management on a
-Single Commodity GPU (arXiv 2506.20187). What is simplified: docs/indexes/leoam.md.
+Single Commodity GPU (arXiv 2506.20187). docs/indexes/leoam.md says what is simplified.
 """
 
 from __future__ import annotations
@@ -22,11 +22,13 @@ from kvindex.storage.layout import Layout
 
 @dataclass(frozen=True)
 class LeoAMConfig:
-    """Configuration of LeoAM.
+    """Options of LeoAM.
 
-    page: tokens of the largest chunk; leaf: of the smallest one, `page` over a power of two.
-    spread: chunks of a size are split until those that are hold `spread · k` tokens.
-    group: how query heads agree (`kvindex.ops.group`).
+    Args:
+        page: Tokens of the largest chunk.
+        leaf: Tokens of the smallest chunk, `page` divided by a power of two.
+        spread: At each size, split as many chunks as contain `spread · k` tokens.
+        group: How the query heads of a group agree (`kvindex.ops.group`).
     """
 
     page: int = 128
@@ -39,7 +41,7 @@ class LeoAMConfig:
         halves, rest = divmod(self.page, check.at_least("leaf", self.leaf, 1))
         if rest or halves & (halves - 1):
             raise ValueError(
-                f"leaf: got {self.leaf}, allowed is page = {self.page} over a power of two"
+                f"leaf: got {self.leaf}, allowed is page = {self.page} divided by a power of two"
             )
         if check.positive("spread", self.spread) < 1:
             raise ValueError(f"spread: got {self.spread}, allowed is a number of at least 1")
@@ -47,17 +49,19 @@ class LeoAMConfig:
 
     @property
     def sizes(self) -> list[int]:
-        """Tokens of a chunk at each level, the largest first."""
+        """Tokens per chunk at each level, the largest first."""
         levels = (self.page // self.leaf).bit_length()
         return [self.page >> level for level in range(levels)]
 
 
 class LeoAM(PagedIndex):
-    """Whole chunks of the smallest size, best first, out of the larger chunks that were split.
+    """Selects whole chunks of the smallest size from the larger chunks that were split.
 
-    A chunk is scored by the extremes of each coordinate of its keys, as `Quest`'s pages are, which
-    bounds the products with all keys of all chunks that it is split into.
-    Hits' scores: of each row its smallest chunk's, what `group.agree` returns for these bounds.
+    A chunk is scored by the minimum and maximum of each coordinate of its keys, as a page of
+    `Quest` is. The score bounds the inner products with all its keys. In `Hits.scores`, each row
+    has the score of its smallest chunk.
+
+    Source: Sun et al., Adaptive KV Management on a Single Commodity GPU (arXiv 2506.20187).
     """
 
     Config = LeoAMConfig
@@ -67,10 +71,10 @@ class LeoAM(PagedIndex):
         """Tokens of the smallest chunk."""
         return int(self.config.leaf)
 
-    # Chunks: node `2^l - 1 + c` of a page is chunk `c` of level `l`
+    # Chunks: node `2^l - 1 + c` of a page is chunk `c` at level `l`
 
     def _summaries_of(self, keys: Tensor, present: Tensor, marks: Tensor | None) -> Codes:
-        """`low` and `high`, `[B, G, pages, nodes, D]`."""
+        """Return `low` and `high` of all chunks, `[B, G, pages, nodes, D]`."""
         (B, G, pages, P, D), nodes = keys.shape, []
         for size in self.config.sizes:
             chunks = pages * P // size
@@ -110,12 +114,12 @@ class LeoAM(PagedIndex):
         return hits
 
     def _sizes(self, chunks: Tensor, size: int) -> Tensor:
-        """Tokens of chunks int64 `[B, G, M]`, of which one of -1 has none."""
+        """Return the number of tokens of chunks int64 `[B, G, M]`; chunk -1 has none."""
         tokens = (self.counts.to(chunks.device)[:, None, None] - chunks * size).clamp(0, size)
         return tokens.masked_fill(chunks < 0, 0)
 
     def _bounds(self, queries: Tensor, chunks: Tensor, level: int) -> Tensor:
-        """The largest product with a point of each chunk's box, float32 `[B, G, g, M]`."""
+        """Return the largest product with a point of each chunk's box, `[B, G, g, M]`."""
         per, known, held = 1 << level, chunks.clamp_min(0), self._codes["low"].shape[3]
         nodes = known // per * held + per - 1 + known % per
         boxes = (
@@ -125,7 +129,7 @@ class LeoAM(PagedIndex):
         return box_scores(queries, *boxes)
 
     def _agreed(self, bounds: Tensor, chunks: Tensor, size: int) -> Tensor:
-        """The group's score for a row of each chunk, `-inf` for none: float32 `[B, G, M]`."""
+        """Return the score of each chunk that the heads of a group agree on, `[B, G, M]`."""
         g, sizes = self.geometry, self._sizes(chunks, size)
         bounds = bounds.masked_fill((sizes == 0)[:, :, None], float("-inf"))
         agreed: Tensor = self.ops.group.agree(

@@ -1,4 +1,4 @@
-"""LOCKS: pages scored by the attention that their keys receive, rebuilt from int4 low-rank factors.
+"""LOCKS: pages scored by the attention their keys would receive, rebuilt from low-rank factors.
 
 LOCKS: Page-Local Compact Key Summaries for efficient long-context decoding (documentation of the
 package locks-kv 0.1.4). Written from that description; docs/indexes/locks.md says what is ours.
@@ -19,19 +19,23 @@ from kvindex.storage.layout import Layout, TensorSpec
 from kvindex.storage.quantize import code_bytes, dequantize, groups, quantize
 
 PAGES = 1024
-"""Pages of a head that are factorized, or scored, at a time: bounds memory, not the result."""
+"""Pages of a head that are factorized or scored at a time; bounds memory, not the result."""
 
 NOTHING = 1e-12
-"""Share of a page's squared keys that is rounding: a direction of no more is none."""
+"""Directions with less than this fraction of a page's squared keys are rounding, and left out."""
 
 BITS = {"basis": 4, "coefficients": 8, "center": 8}
-"""Part of a summary -> bits of its numbers (as published)."""
+"""Bits per number of each part of a summary (published)."""
 
 
 @dataclass(frozen=True)
 class LocksConfig:
-    """page: tokens of a page (published: 16); rank: of its summary (published: 8); group: how query
-    heads agree (`ops/group.py`).
+    """Options of LOCKS.
+
+    Args:
+        page: Tokens per page (published: 16).
+        rank: Rank of a page's summary (published: 8).
+        group: How the query heads of a group agree (`kvindex.ops.group`).
     """
 
     page: int = 16
@@ -45,10 +49,12 @@ class LocksConfig:
 
 
 class Locks(PagedIndex):
-    """Whole pages, best first, by the mean of `exp(scale q·k)` over their rebuilt keys.
+    """Selects whole pages by the mean of `exp(scale q·k)` over their rebuilt keys.
 
-    Hits' scores: of each row its page's, what `group.agree` returns for the logarithms of these
-    means, so that a page's share is that of the attention which its rebuilt keys receive.
+    `Hits.scores` contains what the group policy makes of the logarithms of these means. Under
+    `mean_share`, a page is weighted by the attention that its rebuilt keys would receive.
+
+    Source: LOCKS (documentation of the package locks-kv 0.1.4).
     """
 
     Config = LocksConfig
@@ -60,15 +66,17 @@ class Locks(PagedIndex):
     # Summaries
 
     def _summaries_of(self, keys: Tensor, present: Tensor, marks: Tensor | None) -> Codes:
-        """Codes and scales (`storage/quantize.py`) of `basis` `[B, G, pages, r, D]`, `coefficients`
-        `[B, G, pages, r, P]` and `center` `[B, G, pages, D]`.
+        """Quantize the summary of each page: codes and scales of three parts.
+
+        The parts are `basis` `[B, G, pages, r, D]`, `coefficients` `[B, G, pages, r, P]` and
+        `center` `[B, G, pages, D]`.
         """
         parts = zip(torch.split(keys, PAGES, 2), torch.split(present, PAGES, 2), strict=True)
         made = [_quantized(factors(*part, self._rank)) for part in parts]
         return {name: torch.cat([codes[name] for codes in made], dim=2) for name in made[0]}
 
     def _rebuilt(self, name: str, pages: slice, count: int) -> Tensor:
-        """A part of the summaries of these pages, float32 `[B, G, pages, …, count]`."""
+        """Dequantize one part of these pages' summaries, float32 `[B, G, pages, …, count]`."""
         codes, scales = self._codes[name], self._codes[f"{name}_scales"]
         return dequantize(codes[:, :, pages], scales[:, :, pages], count, BITS[name])
 
@@ -91,7 +99,7 @@ class Locks(PagedIndex):
         return torch.cat([self._mean_logits(queries, block) for block in blocks], dim=-1)
 
     def _mean_logits(self, queries: Tensor, pages: slice) -> Tensor:
-        """`log(mean exp(scale q·k)) / scale` over a page's keys: float32 `[B, G, g, pages]`."""
+        """Score pages by `log(mean exp(scale q·k)) / scale` of their keys, `[B, G, g, pages]`."""
         g, P = self.geometry, self.config.page
         center, basis = (self._rebuilt(name, pages, g.head_dim) for name in ("center", "basis"))
         coefficients = self._rebuilt("coefficients", pages, P)
@@ -108,11 +116,18 @@ class Locks(PagedIndex):
 
 
 def factors(keys: Tensor, present: Tensor, rank: int) -> dict[str, Tensor]:
-    """The best `center + Σ_r coefficients_r basis_r` of each page (Eckart and Young), float64.
+    """Compute the best approximation `center + Σ_r coefficients_r basis_r` of each page.
 
-    keys: `[B, G, pages, P, D]`; present: bool `[B, 1, pages, P, 1]`. `basis` `[B, G, pages, r, D]`,
-    orthonormal rows, or zero ones where fewer suffice; `coefficients` `[B, G, pages, r, P]`;
-    `center` `[B, G, pages, D]`, the mean key.
+    It is the best of its rank by the theorem of Eckart and Young, computed in float64.
+
+    Args:
+        keys: `[B, G, pages, P, D]`.
+        present: Bool `[B, 1, pages, P, 1]`, which keys exist.
+        rank: Maximum number of directions.
+
+    Returns:
+        `basis` `[B, G, pages, r, D]`, orthonormal rows, or zeros where fewer rows suffice;
+        `coefficients` `[B, G, pages, r, P]`; `center` `[B, G, pages, D]`, the mean key.
     """
     real = keys.double().masked_fill(~present, 0)
     center = real.sum(3) / present.sum(3).clamp_min(1)
@@ -122,7 +137,7 @@ def factors(keys: Tensor, present: Tensor, rank: int) -> dict[str, Tensor]:
     known = squares > NOTHING * real.square().sum((-2, -1))[..., None, None]
     lengths = squares.clamp_min(0).sqrt()
     place = vectors.abs().argmax(-1, keepdim=True)
-    vectors = vectors * vectors.gather(-1, place).sign()  # of two signs always the same
+    vectors = vectors * vectors.gather(-1, place).sign()  # fix the sign of each vector
     basis = torch.where(known, vectors @ residuals / lengths, 0)
     return {
         "basis": basis,
@@ -132,7 +147,7 @@ def factors(keys: Tensor, present: Tensor, rank: int) -> dict[str, Tensor]:
 
 
 def _quantized(parts: dict[str, Tensor]) -> Codes:
-    """Codes and scales of the parts of summaries."""
+    """Return codes and scales of all parts of the summaries."""
     codes = {}
     for name, part in parts.items():
         codes[name], codes[f"{name}_scales"] = quantize(part, BITS[name])

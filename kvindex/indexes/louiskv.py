@@ -1,4 +1,4 @@
-"""LouisKV: clusters of the prompt's keys and segments of generated tokens, as whole units.
+"""LouisKV: whole clusters of the prompt's keys, and segments of generated tokens.
 
 LouisKV: Efficient KV Cache Retrieval for Long Input-Output Sequences (ICLR 2026). The wrapper
 `kvindex.wrappers.Reuse` decides when to search, and marks the boundaries of the segments.
@@ -23,18 +23,19 @@ from kvindex.storage.layout import Held, Layout, TensorSpec, distinct
 from kvindex.storage.state import below
 
 BLOCK = 16_384
-"""Tokens scored at a time before `end_prompt`: bounds what a host store copies at once."""
+"""Tokens scored at a time before `end_prompt`; bounds what is copied at once from the host."""
 
 
 @dataclass(frozen=True)
 class LouisKVConfig:
-    """Configuration of LouisKV.
+    """Options of LouisKV.
 
-    per_cluster: keys of the prompt per cluster, on average.
-    iterations: of k-means.
-    longest: tokens of a segment, where no boundary ends it earlier.
-    group: how query heads agree on units (`kvindex.ops.group`).
-    seed: of the starting points of k-means.
+    Args:
+        per_cluster: Average keys per cluster of the prompt.
+        iterations: Iterations of k-means.
+        longest: Tokens after which a segment ends without a boundary.
+        group: How the query heads of a group agree on units (`kvindex.ops.group`).
+        seed: Seed for the starting points of k-means.
     """
 
     per_cluster: int = 16
@@ -53,10 +54,12 @@ class LouisKVConfig:
 
 @dataclass(frozen=True)
 class _Sequence:
-    """State of the sequence.
+    """What the signals said about the sequence.
 
-    prompt: its tokens, None before `end_prompt`; cuts: positions where a segment begins,
-    ascending; newest: position of the newest query, int64 `[1]`.
+    Args:
+        prompt: Tokens of the prompt, None before `end_prompt`.
+        cuts: Positions where a segment begins, ascending.
+        newest: Position of the newest query, int64 `[1]`.
     """
 
     prompt: int | None = None
@@ -64,7 +67,10 @@ class _Sequence:
     newest: Tensor | None = None
 
     def starts(self, stop: int, longest: int) -> list[int]:
-        """First tokens of the segments up to `stop`; more tokens change no earlier one."""
+        """Return the first tokens of the segments up to `stop`.
+
+        A larger `stop` does not change earlier segments.
+        """
         prompt = self.prompt or 0
         if stop <= prompt:
             return []
@@ -75,8 +81,10 @@ class _Sequence:
 class LouisKV(BaseIndex):
     """Ranks clusters and segments by their mean keys, once for the group, and returns their rows.
 
-    Hits' scores: what `group.agree` returns for the `q·k` of the unit's mean key; all rows of a
-    unit have the same. Before `end_prompt` every key is a unit of its own.
+    Before `end_prompt`, each key is a unit of its own. In `Hits.scores`, all rows of a unit have
+    the score of the unit, from `q·k` with its mean key.
+
+    Source: LouisKV (ICLR 2026).
     """
 
     Config = LouisKVConfig
@@ -92,20 +100,20 @@ class LouisKV(BaseIndex):
     # Signals
 
     def end_prompt(self) -> None:
-        """End the prompt: cluster its keys, once until `reset`."""
+        """End the prompt and cluster its keys. Later calls do nothing until `reset`."""
         if self._sequence.prompt is None:
             if len(self):
                 self._learned = self._clustered(len(self))
             self._sequence = replace(self._sequence, prompt=len(self))
 
     def observe_queries(self, queries: Tensor, positions: Tensor) -> None:
-        """Note the position of the newest query, for the next boundary; ids int64 `[T]`."""
+        """Store the position of the newest query; the next boundary ends a segment there."""
         check.tensor("positions", positions, {"T": None}, torch.int64)
         if len(positions):
             self._sequence = replace(self._sequence, newest=positions[-1:])
 
     def mark_boundary(self) -> None:
-        """End a segment with the newest token, observed or appended."""
+        """End a segment with the newest token whose query or key has arrived."""
         sequence = self._sequence
         if sequence.prompt is None:
             return
@@ -160,7 +168,7 @@ class LouisKV(BaseIndex):
                 torch.int32,
                 least=UNUSED,
                 most=n - 1,
-                allowed="each token once, as many as learned.sizes and learned.counts say",
+                allowed="each token once, as many as learned.sizes and learned.counts sum to",
                 rule=lambda state: _once_each(below("learned", state), held.counts),
             ),
             "sizes": TensorSpec(f"B G C<={n}", torch.int32, least=0, most=n),
@@ -178,7 +186,7 @@ class LouisKV(BaseIndex):
         return layout | {f"learned.{name}": spec for name, spec in learned.items()}
 
     def _in_segments(self, state: Mapping[str, Tensor], length: int) -> bool:
-        """Return True if there are as many segments as the signals of a state require."""
+        """Return True if a state has as many segments as its signals require."""
         prompt = state.get("statistics.sequence.prompt")
         if prompt is None:
             return False
@@ -190,12 +198,13 @@ class LouisKV(BaseIndex):
     # Units
 
     def _clustered(self, length: int) -> Codes:
-        """Clusters of the first `length` tokens, and no segment.
+        """Cluster the first `length` tokens; the result has no segments.
 
-        `centroids` `[B, G, C, D]`, `means` `[B, G, S, D]` in the layer's dtype; `sizes` int32
-        `[B, G, C]`, `counts` int32 `[B, S]`: valid tokens of clusters and segments; `members`
-        int32 `[B, G, N]`: ids of the prompt cluster by cluster, then those of the segments, -1
-        after each.
+        Returns:
+            `members` int32 `[B, G, N]`: ids of the prompt, cluster by cluster, then -1.
+            `sizes` int32 `[B, G, C]`: valid tokens of each cluster.
+            `centroids` `[B, G, C, D]`: mean keys of the clusters, in the layer's dtype.
+            `means` `[B, G, 0, D]` and `counts` int32 `[B, 0]`: the same of segments.
         """
         g, B, device = self.geometry, len(self.counts), self.geometry.device
         counts, per = [length] * B, self.config.per_cluster
@@ -231,9 +240,13 @@ class LouisKV(BaseIndex):
         }
 
     def _segmented(self, learned: Codes, stop: int, keys: Tensor, valid: Tensor | None) -> Codes:
-        """The learned state with segments up to `stop`; those that end before `keys` begin stay.
+        """Return the learned tensors with segments up to `stop`; those that end before `keys` stay.
 
-        keys `[B, G, n, D]`: of the newest tokens up to `stop`; valid: bool `[B, stop]` or None.
+        Args:
+            learned: The learned tensors so far.
+            stop: The number of tokens, including the newest ones.
+            keys: Keys of the newest tokens up to `stop`, `[B, G, n, D]`.
+            valid: Bool `[B, stop]`, or None if all tokens are valid.
         """
         prompt, first, device = self._sequence.prompt or 0, stop - keys.shape[2], keys.device
         starts = self._sequence.starts(stop, self.config.longest)
@@ -260,7 +273,7 @@ class LouisKV(BaseIndex):
         }
 
     def _open_segment(self, length: int) -> Tensor:
-        """Keys of the last segment of the first `length` tokens, `[B, G, n, D]`."""
+        """Return the keys of the last segment of the first `length` tokens, `[B, G, n, D]`."""
         g, starts = self.geometry, self._sequence.starts(length, self.config.longest)
         ids = torch.arange(starts[-1] if starts else length, length, device=g.device)
         return self._store.gather(ids.expand(len(self.counts), g.kv_heads, -1)).keys
@@ -309,7 +322,10 @@ class LouisKV(BaseIndex):
 
 
 def _once_each(learned: Codes, counts: Tensor | None) -> bool:
-    """Return True if units have as many distinct members as valid tokens, int64 `[B]`."""
+    """Return True if the units have as many distinct members as there are valid tokens.
+
+    `counts`, int64 `[B]` or None, has the number of valid tokens of each sequence.
+    """
     members = learned["members"]
     found = (members >= 0).sum(-1)
     units = learned["sizes"].sum(-1) + learned["counts"].sum(-1)[:, None]
@@ -318,9 +334,9 @@ def _once_each(learned: Codes, counts: Tensor | None) -> bool:
 
 
 def _renumbered(labels: Tensor, clusters: int) -> Tensor:
-    """Number clusters by their first tokens, labels int64 `[R, n]`.
+    """Number the clusters of labels int64 `[R, n]` by their first tokens.
 
-    Of equal scores the cluster with the lowest id is then taken first.
+    So if scores are equal, the cluster that begins first is taken first.
     """
     R, n = labels.shape
     first = torch.full((R, clusters), n, device=labels.device)
@@ -331,7 +347,7 @@ def _renumbered(labels: Tensor, clusters: int) -> Tensor:
 
 
 def _empty(keys: Tensor) -> dict[str, Tensor]:
-    """The learned state of a prompt without tokens; keys `[B, G, n, D]`."""
+    """Return the learned tensors of a prompt without tokens; keys are `[B, G, n, D]`."""
     B, G, _, D = keys.shape
     return {
         "members": keys.new_empty((B, G, 0), dtype=torch.int32),

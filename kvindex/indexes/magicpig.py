@@ -1,7 +1,7 @@
-"""MagicPIG: LSH sampling of keys, with attention corrected by the sampling probability.
+"""MagicPIG: samples keys by LSH and corrects attention by the sampling probability.
 
-Chen et al., MagicPIG: LSH Sampling for Efficient LLM Generation (ICLR 2025). Differences from its
-published code: docs/indexes/magicpig.md.
+Chen et al., MagicPIG: LSH Sampling for Efficient LLM Generation (ICLR 2025).
+docs/indexes/magicpig.md lists the differences from the published code.
 """
 
 from __future__ import annotations
@@ -20,32 +20,37 @@ from kvindex.ops import group
 from kvindex.storage.layout import Held, Layout, TensorSpec
 
 LONGEST = 15
-"""Bits of a hash: an int16 holds it."""
+"""Maximum bits of a hash, which is stored as int16."""
 
 MOST_TABLES = 2**15 - 1
-"""Hash tables: an int16 counts collisions."""
+"""Maximum number of hash tables: collisions are counted in int16."""
 
 LEAST = 2
-"""Tables in which a key must collide with the query, as published."""
+"""Number of tables in which a key must collide with the query (published)."""
 
 BLOCK = 2**24
-"""Bits hashed, or hashes compared, at a time: bounds memory, not the result."""
+"""Bits hashed, or hashes compared, at a time; bounds memory, not the result."""
 
 RARE = 1e-4
-"""Expected collisions below which the probability is computed by its series: its error is the
-square of this, where the closed form loses `2^-53 / RARE` by cancellation."""
+"""Number of expected collisions below which the probability is computed by its series.
+
+The relative error of the series is the square of this number; the closed form would lose
+`2^-53 / RARE` by cancellation.
+"""
 
 
 @dataclass(frozen=True)
 class MagicPIGConfig:
-    """Configuration of MagicPIG.
+    """Options of MagicPIG.
 
-    bits: of a hash, one random direction each (the paper's K); 1 to 15.
-    tables: hashes per key (the paper's L); at least 2.
-    sure: the first valid tokens that every search returns, in at most half of its slots.
-    seed: of the random directions, and of the draw where candidates are too many.
-    stale: whether tokens appended after `end_prompt` are never returned (the published code does
-    not hash them).
+    Args:
+        bits: Bits per hash, with one random direction each (the paper's K), 1 to 15.
+        tables: Hashes per key (the paper's L), at least 2.
+        sure: Number of first valid tokens that each search returns, in at most half of its slots.
+        seed: Seed for the random directions, and for the sampling of candidates where there are
+            more than fit.
+        stale: Whether tokens appended after `end_prompt` are never returned (the published code
+            does not hash them).
     """
 
     bits: int = 10
@@ -65,19 +70,21 @@ class MagicPIGConfig:
 
 
 class MagicPIG(BaseIndex):
-    """SimHash in many tables; a key is a candidate if it collides with the query in two of them.
+    """Samples the keys that collide with the query in at least two tables of SimHash.
 
-    A query head attends to its own candidates alone, with a log-weight of `-log w`, `w` the chance
-    that they are candidates: over seeds, numerator and denominator of its softmax are right on
-    average. Hits' scores only order the rows: what `group.agree` (mean share) returns for `q·k`
-    among those returned.
+    A query head attends only to its own candidates, with the log weight `-log w`, where `w` is the
+    probability of being a candidate. So the expected values, over seeds, of the softmax's numerator
+    and denominator are those of full attention. `Hits.scores` only orders the rows: it contains the
+    mean attention weight of each row among those returned.
+
+    Source: Chen et al., MagicPIG (ICLR 2025).
     """
 
     Config = MagicPIGConfig
     weighted = True
     statistics = ("_sealed",)
 
-    _sealed: int | None = None  # tokens of the prompt, once it has ended and the index is stale
+    _sealed: int | None = None  # prompt length, set at `end_prompt` if stale
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -89,10 +96,10 @@ class MagicPIG(BaseIndex):
     # Encoding
 
     def _learn(self, keys: Tensor, valid: Tensor | None) -> Codes:
-        """Learn `center` float32 `[B, G, D]`, the mean key, and which rows have theirs, bool `[B]`.
+        """Learn `center` float32 `[B, G, D]`, the mean key, and `known` bool `[B]`.
 
-        A row of the batch learns it from the first append that has a valid token of it. It adds
-        the same to all of a query's logits, so softmax does not change.
+        A sequence learns its center from the first append that contains a valid token of it. The
+        center adds the same number to all logits of a query, so it does not change the softmax.
         """
         all_valid = keys.new_ones(keys.shape[:1] + keys.shape[2:3], dtype=torch.bool)
         counts = (all_valid if valid is None else valid).sum(1)
@@ -107,9 +114,9 @@ class MagicPIG(BaseIndex):
         return {"hashes": self._hashes(keys.float() - learned["center"][:, :, None])}
 
     def _hashes(self, vectors: Tensor) -> Tensor:
-        """Hashes, one per table, int16 `[..., N, tables]`, of vectors float32 `[..., N, D]`.
+        """Hash vectors float32 `[..., N, D]` once per table, into int16 `[..., N, tables]`.
 
-        A bit is 1 where the inner product with its direction is at least 0.
+        A bit is 1 if the inner product with its direction is at least 0.
         """
         bits, tables = self.config.bits, self.config.tables
         powers = 2 ** torch.arange(bits, device=vectors.device, dtype=torch.float32)
@@ -145,7 +152,7 @@ class MagicPIG(BaseIndex):
         agreed = self.ops.group.agree(logits, "mean_share", scale=g.scale, softcap=g.softcap)
         scores, slots = self.ops.select.top_k(agreed, k)
         place = slots.clamp_min(0)
-        if not ids.shape[-1]:  # no candidate at all
+        if not ids.shape[-1]:  # there is no candidate
             return Hits(slots, scores)
         best_ids = ids.gather(-1, place).masked_fill(slots < 0, UNUSED)
         weights = weights.gather(-1, place[:, :, None].expand(*folded.shape[:3], -1))
@@ -153,9 +160,10 @@ class MagicPIG(BaseIndex):
         return Hits(best_ids, scores, weights.flatten(1, 2))
 
     def _drawn(self, hashes: Tensor) -> Tensor:
-        """Candidates of each query head, bool `[B, G, g, N]`: collisions in two tables or more.
+        """Return the candidates of each query head: keys that collide in two tables or more.
 
-        hashes: of the queries, int16 `[B, G, g, tables]`.
+        `hashes`, int16 `[B, G, g, tables]`, are those of the queries. The result is bool
+        `[B, G, g, N]`.
         """
         codes, parts = self._codes["hashes"], []
         step = max(BLOCK // hashes.numel(), 1)
@@ -165,21 +173,26 @@ class MagicPIG(BaseIndex):
         return torch.cat(parts, dim=-1) & self._known()[:, None, None]
 
     def _known(self) -> Tensor:
-        """Whether tokens may be returned, bool `[B, N]`."""
+        """Return which tokens a search may return, bool `[B, N]`."""
         ids = torch.arange(len(self), device=self.geometry.device).expand(len(self.counts), -1)
         known: Tensor = ids < (len(self) if self._sealed is None else self._sealed)
         return known if self.valid is None else known.logical_and(self.valid)
 
     def _sure(self, k: int) -> Tensor:
-        """The first of these, bool `[B, N]`, which every search returns."""
+        """Return the first tokens, bool `[B, N]`, which every search returns."""
         known = self._known()
         return known.logical_and(known.cumsum(-1) <= min(self.config.sure, max(k // 2, 1)))
 
     def _thinned(self, drawn_by_any: Tensor, room: Tensor, hashes: Tensor) -> Tensor:
-        """Draw from candidates bool `[B, G, N]` uniformly as many as there is room for, `[B, 1]`.
+        """Sample candidates uniformly, as many as there is `room` for.
 
-        Ranked by a number that mixes a token's rank among the valid ones with the queries' hashes:
-        another draw at every step, the same from run to run, whatever the padding.
+        A hash of the token's rank among the valid ones and of the queries' hashes decides. So each
+        query gets another sample, runs are repeatable, and padding changes nothing.
+
+        Args:
+            drawn_by_any: The candidates of any head, bool `[B, G, N]`.
+            room: Free slots, int64 `[B, 1]`.
+            hashes: Hashes of the queries, int16 `[B, G, g, tables]`.
         """
         valid = self._known()
         rank = valid.cumsum(-1)[:, None]  # [B, 1, N]
@@ -194,7 +207,7 @@ class MagicPIG(BaseIndex):
         return drawn & drawn_by_any
 
     def _log_chances(self, queries: Tensor, keys: Tensor) -> Tensor:
-        """`log_chance` of keys `[B, G, C, D]` and queries `[B, G, g, D]`: `[B, G, g, C]`."""
+        """Return `log_chance` `[B, G, g, C]` of keys `[B, G, C, D]`, queries `[B, G, g, D]`."""
         centered = keys.float() - self._learned["center"][:, :, None]
         normalize = self.ops.transform.normalize
         heads, rows = (normalize(x)[0].double() for x in (queries, centered))
@@ -214,10 +227,10 @@ class MagicPIG(BaseIndex):
             layout["statistics.sealed"] = sealed
         return layout
 
-    # The end of the prompt, for a stale index
+    # End of the prompt, if the index is stale
 
     def end_prompt(self) -> None:
-        """End the prompt: a stale index takes no more tokens for candidates."""
+        """End the prompt. If the index is stale, later tokens are never returned."""
         if self.config.stale and self._sealed is None:
             self._sealed = len(self)
 
@@ -241,22 +254,29 @@ class MagicPIG(BaseIndex):
 
 
 def log_chance(cosines: Tensor, bits: int, tables: int) -> Tensor:
-    """Logarithm of the probability to collide in two tables or more, float64 as `cosines`.
+    """Return the logarithm of the probability of colliding in at least two tables, float64.
 
-    `w = 1 - (1 - p^K)^L - L p^K (1 - p^K)^(L-1)`, `p = 1 - θ/π` (paper, section 4.2).
+    `w = 1 - (1 - p^K)^L - L p^K (1 - p^K)^(L-1)` with `p = 1 - θ/π`.
+
+    Args:
+        cosines: Cosine of the angle `θ` between query and key.
+        bits: The paper's K.
+        tables: The paper's L.
+
+    Source: Chen et al., MagicPIG (ICLR 2025), section 4.2.
     """
     p = 1 - cosines.double().clamp(-1, 1).acos() / math.pi
-    meet = p.clamp_min(1e-8) ** bits  # an angle near π is known to 1e-8
+    meet = p.clamp_min(1e-8) ** bits  # angles near π are accurate to 1e-8
     missed = torch.log1p(-meet)
     closed = -torch.expm1(tables * missed) - tables * meet * ((tables - 1) * missed).exp()
-    # Σ_{j ≥ 2} of the binomial distribution, to its second term
+    # the sum of the binomial distribution over j ≥ 2, to its second term
     pairs = math.log(tables * (tables - 1) / 2)
     series = pairs + 2 * meet.log() + torch.log1p(-2 * (tables - 2) / 3 * meet.clamp_max(RARE))
     return torch.where(tables * meet < RARE, series, closed.log())
 
 
 def _mixed(numbers: Tensor) -> Tensor:
-    """A hash int64 of each int64 (xor-shifts and odd factors)."""
+    """Hash each int64 to another int64, by xor-shifts and multiplication with odd numbers."""
     for factor in (0x2545F4914F6CDD1D, 0x369DEA0F31A53F85):
         numbers = (numbers ^ (numbers >> 29 & 2**35 - 1)) * factor
     return numbers ^ (numbers >> 32 & 2**32 - 1)

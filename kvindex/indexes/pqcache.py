@@ -1,7 +1,7 @@
 """PQCache: product quantization of the keys, with codebooks trained on the prompt.
 
 Zhang et al., PQCache: Product Quantization-based KVCache for Long Context LLM Inference
-(SIGMOD 2025). Differences from its published code: docs/indexes/pqcache.md.
+(SIGMOD 2025). docs/indexes/pqcache.md lists the differences from the published code.
 """
 
 from __future__ import annotations
@@ -20,18 +20,19 @@ from kvindex.ops.kmeans import assign, kmeans
 from kvindex.storage.layout import Held, Layout, TensorSpec
 
 LARGEST = 8
-"""Bits of a code: one byte per subspace."""
+"""Maximum bits of a code: one byte per subspace."""
 
 
 @dataclass(frozen=True)
 class PQCacheConfig:
-    """Configuration of PQCache.
+    """Options of PQCache.
 
-    subspaces: parts of a key, `M`; divides `head_dim`.
-    bits: of a code; a subspace has `2^bits` centroids. 1 to 8.
-    iterations: of Lloyd's algorithm; 0 leaves the starting points as they are.
-    group: how query heads agree (`kvindex.ops.group`).
-    seed: of the starting points.
+    Args:
+        subspaces: Parts of a key, `M`; must divide `head_dim`.
+        bits: Bits per code, 1 to 8; a subspace has `2^bits` centroids.
+        iterations: Iterations of Lloyd's algorithm; 0 keeps the starting points.
+        group: How the query heads of a group agree (`kvindex.ops.group`).
+        seed: Seed for the starting points.
     """
 
     subspaces: int = 2
@@ -50,10 +51,13 @@ class PQCacheConfig:
 
 
 class PQCache(BaseIndex):
-    """A byte per subspace: the nearest of the centroids that the first append has trained.
+    """Stores one byte per subspace: the nearest of the centroids trained on the first append.
 
-    Hits' scores: what `group.agree` returns for `Σ_b ⟨q_b, c_b⟩`, the inner product of the query
-    with the decoded key (asymmetric: the query is not quantized).
+    `Hits.scores` contains the scores that the query heads of a group agree on, from
+    `Σ_b ⟨q_b, c_b⟩`, the inner product of the query with the decoded key. The query is not
+    quantized (asymmetric distances).
+
+    Source: Zhang et al., PQCache (SIGMOD 2025).
     """
 
     Config = PQCacheConfig
@@ -63,15 +67,14 @@ class PQCache(BaseIndex):
         super().__init__(**options)
         D, M = self.geometry.head_dim, self.config.subspaces
         if D % M:
-            raise ValueError(f"subspaces: got {M}, allowed divides head_dim = {D}")
+            raise ValueError(f"subspaces: got {M}, allowed is a divisor of head_dim = {D}")
 
     # Encoding
 
     def _learn(self, keys: Tensor, valid: Tensor | None) -> Codes:
-        """Learn `codebooks` float32 `[B, G, M, 2^bits, m]`, and which rows have theirs, bool `[B]`.
+        """Learn `codebooks` float32 `[B, G, M, 2^bits, m]`, and `known` bool `[B]`.
 
-        A row of the batch learns from the valid keys of the first append that has one, and
-        never again.
+        A sequence learns once, from the valid keys of the first append that contains one.
         """
         B, counts = len(keys), [keys.shape[2]] * len(keys)
         known = self._learned["known"].tolist() if self._learned else [False] * B
@@ -83,11 +86,13 @@ class PQCache(BaseIndex):
         parts = self._parts(keys)  # [B, G, M, N, m]
         shape = (*parts.shape[:3], 2**self.config.bits, parts.shape[-1])
         books = self._learned["codebooks"].clone() if self._learned else parts.new_zeros(shape)
-        for count in sorted({counts[b] for b in missing}):  # rows of equal counts learn together
+        for count in sorted(
+            {counts[b] for b in missing}
+        ):  # sequences with equally many keys learn together
             rows = [b for b in missing if counts[b] == count]
             chosen = parts[rows]
             if valid is not None:
-                # stable: the valid ones in their order, for padding must not change the outcome
+                # stable: valid keys stay in order, so that padding does not change the result
                 order = (~valid[rows]).byte().argsort(dim=1, stable=True)[:, :count]
                 index = order[:, None, None, :, None].expand(
                     *chosen.shape[:3], -1, chosen.shape[-1]
@@ -98,10 +103,10 @@ class PQCache(BaseIndex):
         return {"codebooks": books, "known": torch.tensor(flags, device=keys.device)}
 
     def _trained(self, points: Tensor) -> Tensor:
-        """Centroids `[P, 2^bits, m]` of points `[P, n, m]`, each row on its own.
+        """Train centroids `[P, 2^bits, m]` on points `[P, n, m]`, independently for each of `P`.
 
-        As many points as centroids or fewer are the centroids themselves; spare centroids repeat
-        the first, to which no key is nearer than to the original.
+        If there are no more points than centroids, the points are the centroids. Spare centroids
+        repeat the first point, so no key is assigned to them.
         """
         clusters, config = 2**self.config.bits, self.config
         if points.shape[1] > clusters:
@@ -111,7 +116,7 @@ class PQCache(BaseIndex):
 
     def _encode(self, keys: Tensor, learned: Codes) -> Codes:
         parts = self._parts(keys)
-        if not learned:  # nothing but padding so far
+        if not learned:  # only padding so far
             labels = torch.zeros(parts.shape[:4], dtype=torch.uint8, device=keys.device)
         else:
             flat = assign(parts.flatten(0, 2), learned["codebooks"].flatten(0, 2))[0]
@@ -130,7 +135,7 @@ class PQCache(BaseIndex):
         return layout
 
     def _parts(self, vectors: Tensor) -> Tensor:
-        """Vectors `[B, G, N, D]` by subspace, float32 `[B, G, M, N, m]`."""
+        """Split vectors `[B, G, N, D]` into subspaces, float32 `[B, G, M, N, m]`."""
         cut = (*vectors.shape[:3], self.config.subspaces, -1)
         return vectors.float().reshape(cut).transpose(2, 3)
 
@@ -144,9 +149,13 @@ class PQCache(BaseIndex):
         return Hits(ids, scores)
 
     def estimates(self, queries: Tensor) -> Tensor:
-        """Estimates of `q·k` for every token, float32 `[B, G, g, N]`, `-inf` where it is invalid.
+        """Estimate `q·k` for every token.
 
-        queries: float32 `[B, G, g, D]`.
+        Args:
+            queries: Float32 `[B, G, g, D]`.
+
+        Returns:
+            Float32 `[B, G, g, N]`, `-inf` for invalid tokens.
         """
         table = self._parts(queries) @ self._learned["codebooks"].mT  # [B, G, M, g, 2^bits]
         labels = self._codes["labels"]

@@ -1,7 +1,7 @@
-"""Quest: pages scored by the minimum and maximum of each coordinate of their keys.
+"""Quest: selects pages by the minimum and maximum of each coordinate of their keys.
 
 Tang et al., Quest: Query-Aware Sparsity for Efficient Long-Context LLM Inference (ICML 2024,
-section 3): a page's score bounds the products with all its keys from above.
+section 3). The score of a page is an upper bound of the inner products with all its keys.
 """
 
 from __future__ import annotations
@@ -19,7 +19,12 @@ from kvindex.storage.layout import Layout
 
 @dataclass(frozen=True)
 class QuestConfig:
-    """page: tokens of a page (published: 16); group: how query heads agree (`ops/group.py`)."""
+    """Options of Quest.
+
+    Args:
+        page: Tokens per page (published: 16).
+        group: How the query heads of a group agree (`kvindex.ops.group`).
+    """
 
     page: int = 16
     group: str = "mean_share"
@@ -30,9 +35,11 @@ class QuestConfig:
 
 
 class Quest(PagedIndex):
-    """Whole pages, best first, by `Σ_i max(q_i low_i, q_i high_i)`.
+    """Selects whole pages by `Σ_i max(q_i low_i, q_i high_i)`.
 
-    Hits' scores: of each row its page's, what `group.agree` returns for these bounds.
+    In `Hits.scores`, each row has the score of its page.
+
+    Source: Tang et al., Quest (ICML 2024), section 3.
     """
 
     Config = QuestConfig

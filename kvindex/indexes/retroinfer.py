@@ -1,4 +1,4 @@
-"""RetroInfer: rows of the best clusters, and one weighted centroid row for each of the next.
+"""RetroInfer: tokens of the best clusters, and one weighted row for each of the next clusters.
 
 Chen et al., RetroInfer: A Vector-Storage Approach for Scalable Long-Context LLM Inference
 (arXiv 2505.02922): the wave index and its three zones.
@@ -18,21 +18,25 @@ from kvindex.ops import group
 from kvindex.ops import units as unit_rows
 
 ESTIMATED = 0.446
-"""Share of rows read that represent clusters: of published 1.8% of clusters with 16 keys each and
-23.2% with one row each, .232 / (.018 · 16 + .232)."""
+"""Fraction of the returned rows that represent clusters: `.232 / (.018 · 16 + .232)`.
+
+The published zones are 1.8% of the clusters with 16 rows each and 23.2% with one row each.
+"""
 
 
 @dataclass(frozen=True)
 class RetroInferConfig:
-    """Configuration of RetroInfer; the defaults are the published ones.
+    """Options of RetroInfer. The defaults are the published ones.
 
-    per_cluster: keys per cluster, on average.
-    segment: tokens of the prompt that are clustered together.
-    block: later tokens that are clustered together.
-    estimated: share of the `k` slots that represent whole clusters, in [0, 1).
-    centered: whether the mean of keys that are clustered together is subtracted first.
-    iterations: of k-means, at most; seed: of its starting points.
-    group: how query heads agree (`kvindex.ops.group`).
+    Args:
+        per_cluster: Average keys per cluster.
+        segment: Tokens of the prompt that are clustered together.
+        block: Number of later tokens that are clustered together.
+        estimated: Fraction of the `k` slots that represent whole clusters, in [0, 1).
+        centered: Whether to subtract the mean of the keys that are clustered together.
+        iterations: Maximum number of k-means iterations.
+        group: How the query heads of a group agree (`kvindex.ops.group`).
+        seed: Seed for the starting points of k-means.
     """
 
     per_cluster: int = 16
@@ -55,10 +59,12 @@ class RetroInferConfig:
 
 
 class RetroInfer(ClusteredIndex):
-    """Ranks clusters by `q·c`: whole ones exactly, then one row `(c, mean value)` for each of the
-    next, with `log_weight = log(size)`; a cluster is never in both parts, nor cut.
+    """Ranks clusters by `q·c`; returns the best ones token by token, and the next as one row each.
 
-    Hits' scores: what `group.agree` returns for `q·c`, the same for all rows of a cluster.
+    The row of a cluster is `(c, mean value)` with `log_weight = log(size)`. No cluster is in both
+    parts or is cut. In `Hits.scores`, all rows of a cluster have the cluster's score.
+
+    Source: Chen et al., RetroInfer (arXiv 2505.02922).
     """
 
     Config = RetroInferConfig
@@ -91,12 +97,16 @@ class RetroInfer(ClusteredIndex):
         return hits
 
     def _exact(self, sizes: Tensor, units: Tensor, k: int) -> Tensor:
-        """Whether the best units return all their rows: a prefix, bool `[B, G, W]`.
+        """Return which of the best units are returned token by token: a prefix, bool `[B, G, W]`.
 
-        sizes: of the units, best first, int64 `[B, G, W]`; units: their total number
-        `[B, G, 1]`. The last one may go past its share of the slots, as far as k allows: else a
-        large best cluster, which holds most of the attention, would be one row. Where the others
-        would leave slots unused, more are exact.
+        The last one may take more slots than remain for exact rows, if `k` allows. Otherwise a
+        large best cluster, which has most of the attention weight, would be a single row. If the
+        others would leave slots unused, more units are exact.
+
+        Args:
+            sizes: Tokens of the units, best first, int64 `[B, G, W]`.
+            units: Total number of units, `[B, G, 1]`.
+            k: Slots.
         """
         ends = sizes.cumsum(-1)
         after = units - torch.arange(1, sizes.shape[-1] + 1, device=sizes.device)

@@ -1,7 +1,7 @@
-"""SentenceKV: whole sentences by their mean keys, searched with a sentence's mean query.
+"""SentenceKV: selects sentences by their mean key, with the mean query of the current sentence.
 
 Zhu et al., SentenceKV: Efficient LLM Inference via Sentence-Level Semantic KV Caching (2025,
-arXiv 2504.00970). The caller marks where sentences end, or the ids of punctuation do.
+arXiv 2504.00970). The caller marks where sentences end, or passes the token ids of the text.
 """
 
 from __future__ import annotations
@@ -25,19 +25,21 @@ from kvindex.ops.select import compact
 from kvindex.storage.layout import Held, Layout, TensorSpec, ascending
 
 BLOCK = 16_384
-"""Slots of sentences that are averaged at a time: bounds what is copied, not the result."""
+"""Slots of sentences averaged at a time; bounds what is copied, not the result."""
 
 QUERIES = ("sentence", "token")
 
 
 @dataclass(frozen=True)
 class SentenceKVConfig:
-    """Configuration of SentenceKV.
+    """Options of SentenceKV.
 
-    longest: tokens of a sentence; a longer one is cut into pieces. punctuation: ids of the tokens
-    that end a sentence, for `observe_tokens`, integers of at least 0 (or one). query: a search
-    ranks by the mean of the "sentence"'s queries (published), or by the newest "token"'s alone.
-    group: how query heads agree (`kvindex.ops.group`).
+    Args:
+        longest: Maximum number of tokens per sentence; a longer one is cut.
+        punctuation: Ids of the tokens that end a sentence (or one id), for `observe_tokens`.
+        query: What searches: the mean query of the "sentence" (published), or the query of the
+            newest "token" alone.
+        group: How the query heads of a group agree (`kvindex.ops.group`).
     """
 
     longest: int = 64
@@ -57,11 +59,13 @@ class SentenceKVConfig:
 
 
 class SentenceKV(BaseIndex):
-    """Whole sentences, best first, by `q·k` of the mean query and the mean key.
+    """Selects whole sentences by the inner product of the mean query and their mean key.
 
-    Hits' scores: of each row its sentence's, what `group.agree` returns. The mean of the queries
-    is of those observed since `end_prompt` in the sentence that the searched query belongs to; the
-    searched one counts once, whether it was observed or not.
+    The mean query is that of the queries observed since `end_prompt` in the sentence of the
+    search's query. The search's query counts once, whether it was observed or not. In
+    `Hits.scores`, each row has the score of its sentence.
+
+    Source: Zhu et al., SentenceKV (arXiv 2504.00970).
     """
 
     Config = SentenceKVConfig
@@ -76,25 +80,25 @@ class SentenceKV(BaseIndex):
 
     @property
     def unit(self) -> int:
-        """Tokens of a sentence, at most."""
+        """Maximum number of tokens per sentence."""
         return int(self.config.longest)
 
     @property
     def depends_on_queries(self) -> bool:
-        """True where it searches with the mean of a sentence's queries."""
+        """True if a search uses the mean query of a sentence."""
         return bool(self.config.query == "sentence")
 
     # Signals
 
     def end_prompt(self) -> None:
-        """End the prompt: queries from here on make up sentences."""
+        """End the prompt: later queries count for the mean query of a sentence."""
         self._signals = replace(self._signals, sealed=True)
 
     def observe_queries(self, queries: Tensor, positions: Tensor) -> None:
-        """Queries `[B, H, T, D]` of the tokens with ids int64 `[T]`, ascending.
+        """Store queries `[B, H, T, D]` of the tokens `positions`, int64 `[T]`, ascending.
 
-        Queries from the first of these ids on are forgotten: they belonged to a sequence that was
-        truncated. Raises ValueError or TypeError for a wrong tensor.
+        Stored queries from the first of these positions on are dropped: they belonged to a sequence
+        that was truncated.
         """
         g = self.geometry
         shape = {"B": self._batch, "H": g.q_heads, "T": None, "D": g.head_dim}
@@ -105,9 +109,9 @@ class SentenceKV(BaseIndex):
             self._signals = self._signals.with_queries(queries.detach(), positions, most)
 
     def mark_boundary(self) -> None:
-        """End a sentence of every row with the newest token, observed or appended.
+        """End a sentence of every sequence with the newest token whose query or key has arrived.
 
-        Ends of later tokens are forgotten.
+        Ends marked for later tokens are dropped.
         """
         last = max(self._signals.newest, len(self) - 1)
         if last >= 0:
@@ -115,11 +119,17 @@ class SentenceKV(BaseIndex):
             self._set_ends(ends, last)
 
     def observe_tokens(self, tokens: Tensor, *, first: int) -> None:
-        """Tokens int64 `[T]`, or `[B, T]`, with ids from `first` on: punctuation ends sentences.
+        """Read the text: tokens whose ids are in `punctuation` end a sentence.
 
-        They may be in the index already or be appended later; earlier ends of tokens from `first`
-        on are forgotten. Without `punctuation` nothing is read. Raises ValueError or TypeError for
-        a wrong tensor.
+        Args:
+            tokens: Token ids, int64 `[T]`, or `[B, T]` if the sequences differ. Their keys may be
+                in the index already or arrive later. Without `punctuation`, the ids are ignored.
+            first: Position of the first token. Ends marked earlier from this position on are
+                dropped.
+
+        Raises:
+            ValueError: A shape, dtype or device does not fit, or `first` is negative.
+            TypeError: `tokens` is not a tensor.
         """
         check.at_least("first", first, 0)
         if isinstance(tokens, Tensor) and tokens.ndim == 2:
@@ -131,7 +141,7 @@ class SentenceKV(BaseIndex):
             self._set_ends(torch.isin(tokens, tokens.new_tensor(self.config.punctuation)), first)
 
     def _set_ends(self, ends: Tensor, first: int) -> None:
-        """Set where sentences end, bool `[B or 1, T]`, of the tokens from `first` on."""
+        """Set where sentences end, bool `[B or 1, T]`, for the tokens from `first` on."""
         signals = self._signals.with_ends(ends, first)
         if first < len(self) - 1:
             past = self._held_before(first)
@@ -141,12 +151,12 @@ class SentenceKV(BaseIndex):
         self._signals = signals
 
     def truncate(self, length: int) -> None:
-        """As every index does; ends of the tokens from `length` on are forgotten, too."""
+        """Truncate the index; ends of the removed tokens are dropped, too."""
         super().truncate(length)
         self._signals = self._signals.truncated(length)
 
     def reorder(self, batch_indices: Tensor) -> None:
-        """As every index does; before the first append, only signals are reordered."""
+        """Reorder the batch; before the first append, only the signals."""
         super().reorder(batch_indices)
         if self._batch is None:
             self._signals = self._signals.reordered(batch_indices.to(self.geometry.device))
@@ -161,7 +171,7 @@ class SentenceKV(BaseIndex):
                 torch.int32,
                 least=0,
                 most=self.config.longest,
-                allowed="the number of valid tokens in each sum",
+                allowed="adding up to the number of valid tokens",
                 rule=lambda state: (
                     held.counts is not None
                     and (state[sizes].sum((1, 2)).cpu() == held.counts).all()
@@ -187,7 +197,7 @@ class SentenceKV(BaseIndex):
     # Sentences
 
     def _encode(self, keys: Tensor, learned: Codes) -> Codes:
-        """Sentences that start with these keys, if no boundary ends one earlier."""
+        """Encode keys as if a sentence began with the first one and no boundary was marked."""
         present = keys.new_ones((len(keys), keys.shape[2]), dtype=torch.bool)
         none, ids = Sentences.empty(self.geometry), torch.zeros_like(present, dtype=torch.int64)
         means, sizes = self._sentences(keys, ids, present, none)
@@ -198,7 +208,8 @@ class SentenceKV(BaseIndex):
         self._check_finite("keys", known)
         if len(self._signals.ends) not in (1, len(keys)):
             raise ValueError(
-                f"keys: got a batch of {len(keys)}, allowed is that read, {len(self._signals.ends)}"
+                f"keys: got a batch of {len(keys)}, "
+                f"allowed is {len(self._signals.ends)}, that of the observed tokens"
             )
         counts = self._held_before(len(self)) if len(self) else None
         past = torch.zeros(len(keys), dtype=torch.int64, device=keys.device)
@@ -220,7 +231,7 @@ class SentenceKV(BaseIndex):
         return self._signals.reordered(batch_indices), None
 
     def _commit(self, statistics: tuple[Sentences, Tail | None] | None) -> None:
-        if statistics is None:  # an append: signals since it began stay
+        if statistics is None:  # after an append: keep the signals that came meanwhile
             return
         self._signals, tail = statistics
         if tail is not None:
@@ -233,17 +244,17 @@ class SentenceKV(BaseIndex):
         self._signals = Sentences.empty(self.geometry)
 
     def _sizes(self) -> Tensor:
-        """Tokens of each sentence, int64 `[B, S]`, of an index that has tokens."""
+        """Return the tokens of each sentence, int64 `[B, S]`, if the index is not empty."""
         return self._codes["sizes"][:, 0].long()
 
     def _held_before(self, length: int) -> Tensor:
-        """Valid tokens of each row with ids below `length`, int64 `[B]`."""
+        """Return the number of valid tokens with ids below `length`, int64 `[B]`."""
         if self.valid is not None:
             return self.valid[:, :length].sum(1)
         return torch.full((len(self.counts),), length, device=self.geometry.device)
 
     def _members(self) -> Tensor:
-        """Ids of the valid tokens in order, int64 `[B, n]`; -1 where a row has fewer."""
+        """Return the ids of the valid tokens, int64 `[B, n]`, then -1 where there are fewer."""
         if self.valid is not None:
             ids: Tensor = self.ops.select.compact(self.valid)
             return ids
@@ -258,12 +269,19 @@ class SentenceKV(BaseIndex):
         valid: Tensor | None,
         signals: Sentences,
     ) -> Tail:
-        """The sentences after the first `kept` int64 `[B]` of each row.
+        """Compute the sentences after the first `kept` ones of each sequence.
 
-        They have the rest of a row's first `past` int64 `[B]` valid tokens, which come from the
-        store, then the new keys `[B, G, T, D]` where valid bool `[B, T]`.
+        They contain the rest of the first `past` valid tokens, read from the store, then the new
+        keys.
+
+        Args:
+            kept: Sentences that do not change, int64 `[B]`.
+            past: Valid tokens in the store to include, int64 `[B]`.
+            keys: New keys `[B, G, T, D]`, or None.
+            valid: Bool `[B, T]`, which of the new keys are valid, or None for all.
+            signals: Ends of sentences.
         """
-        g, device, parts = self.geometry, past.device, []  # keys, ids, whether there
+        g, device, parts = self.geometry, past.device, []  # keys, ids, present
         start, S = int(kept.min()), 0
         if len(self):
             sizes = self._sizes()
@@ -286,14 +304,14 @@ class SentenceKV(BaseIndex):
         if not S:
             return Tail(0, {"means": means, "sizes": sizes})
         count = (sizes[:, 0] > 0).sum(1)
-        place = torch.arange(start, int((kept + count).max()), device=device)  # of a sentence
-        new = place - kept[:, None]  # [B, W]: its number among the new ones
+        place = torch.arange(start, int((kept + count).max()), device=device)  # of each sentence
+        new = place - kept[:, None]  # [B, W]: number among the new ones
         source = torch.where(new < 0, place - start, S - start + new)
         source = torch.where(new < sizes.shape[2], source, S - start + sizes.shape[2])
         replaced = {}
         for name, fresh in (("means", means), ("sizes", sizes[..., None])):
             old = self._codes[name][:, :, start:].reshape(*fresh.shape[:2], -1, fresh.shape[3])
-            whole = pad(torch.cat([old, fresh], dim=2), (0, 0, 0, 1))  # the last one is none
+            whole = pad(torch.cat([old, fresh], dim=2), (0, 0, 0, 1))  # the last one is empty
             index = source[:, None, :, None].expand(-1, whole.shape[1], -1, whole.shape[3])
             replaced[name] = whole.gather(2, index)
         return Tail(start, {"means": replaced["means"], "sizes": replaced["sizes"][..., 0]})
@@ -301,9 +319,13 @@ class SentenceKV(BaseIndex):
     def _sentences(
         self, keys: Tensor, ids: Tensor, present: Tensor, signals: Sentences
     ) -> tuple[Tensor, Tensor]:
-        """Mean keys `[B, G, U, D]` and sizes int32 `[B, 1, U]` of the sentences of some tokens.
+        """Return mean keys `[B, G, U, D]` and sizes int32 `[B, 1, U]` of some tokens' sentences.
 
-        keys: `[B, G, n, D]`; ids: int64 `[B, n]`; present: bool `[B, n]`, which of them count.
+        Args:
+            keys: `[B, G, n, D]`.
+            ids: Int64 `[B, n]`.
+            present: Bool `[B, n]`, which of the tokens count.
+            signals: Ends of sentences.
         """
         (B, G, n, D), longest = keys.shape, self.config.longest
         if not n:
@@ -344,7 +366,7 @@ class SentenceKV(BaseIndex):
 
 
 def _of_batch(batch: int | None, state: Mapping[str, Tensor]) -> bool:
-    """Return True if signals are of one sequence, or of each sequence of the index."""
+    """Return True if signals belong to one sequence, or to each sequence of the index."""
     ends, queries = (state[f"statistics.signals.{name}"] for name in ("ends", "queries"))
     rows = {len(ends)} - {1} | ({len(queries)} if queries.shape[2] else set())
     return 0 not in rows and len(rows) <= 1 and (batch is None or rows <= {batch})

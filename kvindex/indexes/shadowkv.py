@@ -1,7 +1,7 @@
-"""ShadowKV: chunks ranked by their mean key, with keys rebuilt from low-rank factors.
+"""ShadowKV: selects chunks by their mean key, and rebuilds keys from low-rank factors.
 
 Sun et al., ShadowKV: KV Cache in Shadows for High-Throughput Long-Context LLM Inference (ICML
-2025). Differences from its published code: docs/indexes/shadowkv.md.
+2025). docs/indexes/shadowkv.md lists the differences from the published code.
 """
 
 from __future__ import annotations
@@ -22,19 +22,21 @@ from kvindex.ops.units import at
 from kvindex.storage.layout import Held, Layout, TensorSpec
 
 BLOCK = 16_384
-"""Tokens factorised at a time: bounds memory, not the result."""
+"""Tokens factorized at a time; bounds memory, not the result."""
 
 
 @dataclass(frozen=True)
 class ShadowKVConfig:
-    """Configuration of ShadowKV.
+    """Options of ShadowKV.
 
-    page: tokens of a chunk.
-    outliers: chunks per KV head that every search returns, in at most half of its slots.
-    rank: of the keys that `fetch` rebuilds once the prompt has ended, shared by all heads; None
-      (or a prompt of no more tokens) leaves them as they are.
-    group: how query heads agree (`kvindex.ops.group`).
-    stale: tokens past the prompt's last whole chunk at `end_prompt` are never returned.
+    Args:
+        page: Tokens per chunk.
+        outliers: Chunks per KV head that each search returns, in at most half of its slots.
+        rank: Rank of the prompt's keys that `fetch` rebuilds after `end_prompt`, shared by all
+            heads. None, or a prompt of at most this many tokens, leaves the keys exact.
+        group: How the query heads of a group agree (`kvindex.ops.group`).
+        stale: Whether tokens after the last chunk that was complete at `end_prompt` are never
+            returned.
     """
 
     page: int = 8
@@ -56,9 +58,11 @@ class ShadowKVConfig:
 class _Prompt:
     """Low-rank keys of a prompt that has ended.
 
-    pages: its whole chunks, int64 `[B]`. tokens `[B, n, r]` and basis `[B, G, D, r]`: factors of
-    its keys, with `r = 0` where these stay as they are. exact: tokens whose keys are never
-    rebuilt, bool `[B, G, n]`.
+    Args:
+        pages: Whole chunks of the prompt, int64 `[B]`.
+        tokens: Factor of its keys, `[B, n, r]`; `r` is 0 if the keys stay exact.
+        basis: The other factor, `[B, G, D, r]`.
+        exact: Tokens whose keys are never rebuilt, bool `[B, G, n]`.
     """
 
     pages: Tensor
@@ -67,21 +71,23 @@ class _Prompt:
     exact: Tensor
 
     def cut(self, length: int, pages: Tensor) -> _Prompt:
-        """The prompt without tokens from `length` on, of which `pages` `[B]` remain."""
+        """Return the first `length` tokens of the prompt, which have `pages` `[B]` whole chunks."""
         least = torch.minimum(self.pages, pages)
         return _Prompt(least, self.tokens[:, :length], self.basis, self.exact[:, :, :length])
 
     def reordered(self, rows: Tensor) -> _Prompt:
-        """Row `b` becomes what row `rows[b]` was."""
+        """Return the prompt with its sequences in the order `rows`."""
         parts = (self.pages, self.tokens, self.basis, self.exact)
         return _Prompt(*(part.index_select(0, rows) for part in parts))
 
 
 class ShadowKV(PagedIndex):
-    """Whole chunks, best first, by the query's product with their mean key; outliers always.
+    """Selects whole chunks by the inner product of the query and their mean key, and all outliers.
 
-    Where `rope` is known the prompt's keys are factorised as they were before it.
-    Hits' scores: of each row its chunk's, what `group.agree` returns for these products.
+    If `rope` is known, the prompt's keys are factorized as they were before the rotary embedding.
+    In `Hits.scores`, each row has the score of its chunk.
+
+    Source: Sun et al., ShadowKV (ICML 2025).
     """
 
     Config = ShadowKVConfig
@@ -92,7 +98,7 @@ class ShadowKV(PagedIndex):
     # Chunks
 
     def _summaries_of(self, keys: Tensor, present: Tensor, marks: Tensor | None = None) -> Codes:
-        """`landmarks`, the mean keys, and `likeness`, the least cosine between a key and them."""
+        """Return the mean keys, and the lowest cosine of one of the keys with the mean."""
         mean = keys.float().masked_fill(~present, 0).sum(3) / present.sum(3).clamp_min(1)
         normalize = self.ops.transform.normalize
         cosines = (normalize(keys)[0] * normalize(mean)[0][:, :, :, None]).sum(-1)
@@ -132,7 +138,7 @@ class ShadowKV(PagedIndex):
         return queries @ self._codes["landmarks"].float().mT
 
     def _sizes(self) -> Tensor:
-        """Tokens of each chunk that may be returned, int64 `[B, G, pages]`."""
+        """Return how many tokens of each chunk a search may return, int64 `[B, G, pages]`."""
         g, P = self.geometry, int(self.config.page)
         pages = torch.arange(self._codes["likeness"].shape[2], device=g.device)
         sizes = (self.counts.to(g.device)[:, None] - pages * P).clamp(0, P)
@@ -141,7 +147,7 @@ class ShadowKV(PagedIndex):
         return sizes[:, None].expand(-1, g.kv_heads, -1)
 
     def _outliers(self, sizes: Tensor, count: int) -> Tensor:
-        """The `count` chunks whose keys differ most from their landmarks, bool `[B, G, pages]`."""
+        """Return the outliers: the `count` chunks of lowest likeness, bool `[B, G, pages]`."""
         unlike = (-self._codes["likeness"]).masked_fill(sizes == 0, float("-inf"))
         slots = self.ops.select.top_k(unlike, count)[1]
         last = sizes.shape[-1]
@@ -164,7 +170,7 @@ class ShadowKV(PagedIndex):
         return hits
 
     def _pages_of(self, ids: Tensor) -> Tensor:
-        """Chunks of tokens int64 `[B, G, K]`, -1 for -1."""
+        """Return the chunk of each token in `ids` `[B, G, K]`, and -1 for the id -1."""
         rank = ids
         if self.valid is not None:
             ranks = (self.valid.cumsum(-1) - 1)[:, None].expand(-1, ids.shape[1], -1)
@@ -174,7 +180,7 @@ class ShadowKV(PagedIndex):
     # Keys of low rank
 
     def end_prompt(self) -> None:
-        """End the prompt: factorise its keys, once until `reset`."""
+        """End the prompt and factorize its keys. Later calls do nothing until `reset`."""
         if self._prompt is not None or not len(self):
             return
         g, n, rank = self.geometry, len(self), self.config.rank
@@ -192,9 +198,10 @@ class ShadowKV(PagedIndex):
         self._prompt = _Prompt(whole, tokens, basis, exact)
 
     def _factors(self, rank: int) -> tuple[Tensor, Tensor]:
-        """Tokens `[B, N, r]` and basis `[B, G, D, r]`: the best of that rank (Eckart and Young).
+        """Return the best factors of rank `r`: tokens `[B, N, r]` and basis `[B, G, D, r]`.
 
-        The basis are the first right singular vectors of all heads' keys side by side.
+        The basis consists of the first right singular vectors of all heads' keys side by side,
+        which is the best of its rank (Eckart and Young).
         """
         g = self.geometry
         width = g.kv_heads * g.head_dim
@@ -207,9 +214,7 @@ class ShadowKV(PagedIndex):
         return tokens.to(g.dtype), basis.to(g.dtype)
 
     def _unrotated(self) -> Iterator[Tensor]:
-        """All keys, heads side by side and before the rotary embedding: float32 `[B, n, G D]`,
-        a block at a time.
-        """
+        """Yield unrotated keys in blocks, heads side by side, float32 `[B, n, G D]`."""
         for start, rows in self._store.blocks(BLOCK):
             keys, stop = rows.keys.float(), start + rows.keys.shape[2]
             if self.valid is not None:
@@ -218,7 +223,7 @@ class ShadowKV(PagedIndex):
             yield rotate(keys, -positions, self.geometry.rope).transpose(1, 2).flatten(2)
 
     def fetch(self, hits: Hits) -> Rows:
-        """As `BaseIndex.fetch`, with keys of the prompt rebuilt from factors, but for outliers."""
+        """Fetch rows; keys of the prompt are rebuilt from the factors, except those of outliers."""
         rows, prompt = super().fetch(hits), self._prompt
         if prompt is None or not prompt.tokens.numel():
             return rows
@@ -258,7 +263,7 @@ class ShadowKV(PagedIndex):
         return [] if prompt is None else [prompt.tokens, prompt.basis, prompt.exact]
 
     def bytes_per_key(self) -> dict[str, float]:
-        """As `BaseIndex.bytes_per_key`; factors count as `kept`."""
+        """Return bytes per key; the factors count as `kept`."""
         sizes = super().bytes_per_key()
         rows = len(self) * self.geometry.kv_heads * len(self.counts)
         return {**sizes, "kept": sizes["kept"] + sum(t.nbytes for t in self._held()) / rows}

@@ -1,4 +1,4 @@
-"""SnapKV: eviction that retains the prompt's rows to which its last queries attend.
+"""SnapKV: keeps the rows of the prompt that its last queries attend to.
 
 Li et al., SnapKV: LLM Knows What You are Looking for Before Generation (NeurIPS 2024), section 4.
 """
@@ -31,12 +31,15 @@ POOLS: dict[str, Any] = {"mean": avg_pool1d, "max": max_pool1d}
 
 @dataclass(frozen=True)
 class SnapKVConfig:
-    """Configuration of SnapKV.
+    """Options of SnapKV.
 
-    budget: retained rows of the prompt (published: 2048); window: its last queries, which vote, and
-    whose rows are retained too (published: 32); kernel: rows over which votes are pooled, odd
-    (published: 5); pool: "mean" (published) or "max"; group: how query heads agree on the order of
-    retained rows.
+    Args:
+        budget: Rows of the prompt to retain, including the window (published: 2048).
+        window: The prompt's last queries, which vote, and whose rows are retained, too (published:
+            32).
+        kernel: Number of rows over which votes are pooled, odd (published: 5).
+        pool: "mean" (published) or "max".
+        group: How the query heads of a group rank the retained rows (`kvindex.ops.group`).
     """
 
     budget: int = 2048
@@ -55,10 +58,12 @@ class SnapKVConfig:
 
 
 class SnapKV(ObservingEvictionIndex):
-    """Retains the prompt's most voted rows, its window, and all later rows.
+    """Retains the prompt's rows with the most votes, its window, and all later rows.
 
-    Until `end_prompt`, or where no query was observed, it retains every row. Learned: `voted` int64
-    `[B, G, budget - window]`, ids ascending, -1 (first) for none.
+    Until `end_prompt`, or if no query was observed, all rows are retained. The learned tensor is
+    `voted` int64 `[B, G, budget - window]`, ascending ids, with -1 first for none.
+
+    Source: Li et al., SnapKV (NeurIPS 2024), section 4.
     """
 
     Config = SnapKVConfig
@@ -66,22 +71,21 @@ class SnapKV(ObservingEvictionIndex):
     # Signals
 
     def observe_queries(self, queries: Tensor, positions: Tensor) -> None:
-        """The newest queries `[B, H, T, D]`, ids int64 `[T]`: the prompt's last ones will vote.
+        """Store the newest queries `[B, H, T, D]` of the prompt; the last ones vote.
 
-        After `end_prompt` they are ignored. What is not finite in a query counts as 0. Raises
-        ValueError or TypeError for a wrong tensor.
+        Queries after `end_prompt` are ignored. Numbers that are not finite count as 0.
         """
         queries = self._checked_queries(queries, positions)
         if not self._sealed:
             self._sample_queries(queries, positions, self.config.window)
 
     def end_prompt(self) -> None:
-        """End the prompt: its queries vote (again when keys before them are appended later)."""
+        """End the prompt: its last queries vote, and again if earlier keys arrive later."""
         if len(self) and self._observed and not self._sealed:
             self._learned = self._vote(self._observed, len(self))
         self._sealed = True
 
-    # The vote
+    # Voting
 
     def _vote(
         self,
@@ -90,7 +94,7 @@ class SnapKV(ObservingEvictionIndex):
         keys: Tensor | None = None,
         valid: Tensor | None = None,
     ) -> Codes:
-        """Let `observed` vote on the first `past` rows, and on keys `[B, G, T, D]` that follow."""
+        """Let the queries vote on the first `past` rows, and on keys `[B, G, T, D]` that follow."""
         g, config, B = self.geometry, self.config, len(observed.queries)
         flags = None if self.valid is None else self.valid[:, :past]
         if keys is not None:
@@ -105,7 +109,7 @@ class SnapKV(ObservingEvictionIndex):
             ids = ids.masked_fill(~flags[:, None, :n], UNUSED)
         counted = are_valid(observed.queries, observed.positions, flags)
         votes = attention_received(g, observed.queries, observed.positions, counted, rows, ids)
-        votes = votes[:, :, : _first(observed)]  # the window itself is retained whatever its votes
+        votes = votes[:, :, : _first(observed)]  # rows of the window need no votes
         if votes.numel():
             votes = POOLS[config.pool](votes, config.kernel, 1, config.kernel // 2)
         votes = votes.masked_fill(ids[:, :, : _first(observed)] < 0, NEVER)
@@ -141,7 +145,7 @@ class SnapKV(ObservingEvictionIndex):
             )
         return layout
 
-    # Hooks of the base
+    # Methods that the base class calls
 
     def _learn(self, keys: Tensor, valid: Tensor | None) -> Codes:
         learned, observed = super()._learn(keys, valid), self._observed
@@ -169,5 +173,5 @@ def _before_window(state: Mapping[str, Tensor]) -> bool:
 
 
 def _first(observed: PromptQueries) -> int:
-    """The id of the window's first row."""
+    """Return the id of the first row in the window of the queries that vote."""
     return observed.end - len(observed.positions)

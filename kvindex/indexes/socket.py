@@ -1,7 +1,7 @@
-"""SOCKET: soft collisions; a query spreads over the buckets of hash tables, a key lies in one each.
+"""SOCKET: ranks keys by soft collisions in hash tables: a query spreads over all buckets.
 
 SOCKET: SOft Collision Kernel EsTimator for Sparse Attention (as its authors' repository describes
-it). Differences: docs/indexes/socket.md.
+it). docs/indexes/socket.md lists the differences.
 """
 
 from __future__ import annotations
@@ -23,19 +23,23 @@ BLOCK = 2**24
 """Projections computed at a time (64 MiB)."""
 
 LARGEST = 8
-"""Bits of a bucket: a byte per table."""
+"""Maximum bits of a bucket: one byte per table."""
 
 MOST_TABLES = 2**15
-"""Hash tables, whose hyperplanes are in memory, `32 · D` bytes of each at 8 bits."""
+"""Maximum number of tables; the hyperplanes of one take `32 · D` bytes at 8 bits."""
 
 
 @dataclass(frozen=True)
 class SocketConfig:
-    """Configuration of SOCKET.
+    """Options of SOCKET.
 
-    bits: hyperplanes of a table, 1 to 8; a table has `2^bits` buckets. tables: hash tables.
-    tau: temperature of a query's distribution over buckets; the less, the nearer to the query's own
-    bucket alone. group: how query heads agree (`kvindex.ops.group`). seed: of the hyperplanes.
+    Args:
+        bits: Hyperplanes per table, 1 to 8; a table has `2^bits` buckets.
+        tables: Number of hash tables.
+        tau: Temperature of a query's distribution over buckets. At lower values, more of the
+            probability is in the query's own bucket.
+        group: How the query heads of a group agree (`kvindex.ops.group`).
+        seed: Seed for the hyperplanes.
     """
 
     bits: int = 8
@@ -55,10 +59,13 @@ class SocketConfig:
 
 
 class Socket(BaseIndex):
-    """Ranks all keys by the sum over tables of the chance that the query gives to the key's bucket.
+    """Ranks all keys by the sum over tables of the probability of the key's bucket.
 
-    A head's share of a key is its part of the sum of all keys' sums, by which a group agrees.
-    Hits' scores: what `group.agree` returns for the logarithms of these sums over `scale`.
+    The heads of a group agree by fractions: for each head, the score of a key divided by the sum of
+    all keys' scores. `Hits.scores` contains what the group policy makes of the logarithms of the
+    scores over `scale`.
+
+    Source: SOCKET: SOft Collision Kernel EsTimator for Sparse Attention.
     """
 
     Config = SocketConfig
@@ -73,7 +80,7 @@ class Socket(BaseIndex):
     # Encoding
 
     def _encode(self, keys: Tensor, learned: Codes) -> Codes:
-        """Buckets uint8 `[B, G, N, tables]`: bit `p` is 1 where `⟨k, w_p⟩` is at least 0."""
+        """Compute buckets uint8 `[B, G, N, tables]`; bit `p` is 1 if `⟨k, w_p⟩` is at least 0."""
         step = max(BLOCK // (self._planes.shape[1] * keys.shape[0] * keys.shape[1]), 1)
         buckets = []
         for block in torch.split(keys, step, 2):
@@ -82,7 +89,7 @@ class Socket(BaseIndex):
         return {"buckets": torch.cat(buckets, dim=2)}
 
     def _projected(self, vectors: Tensor) -> Tensor:
-        """Products with the hyperplanes' normals, float32 `[..., tables, bits]`."""
+        """Project vectors onto the normals of the hyperplanes, float32 `[..., tables, bits]`."""
         products: Tensor = vectors.float() @ self._planes
         return products.reshape(*vectors.shape[:-1], self.config.tables, self.config.bits)
 
@@ -95,9 +102,10 @@ class Socket(BaseIndex):
     # Search
 
     def _chances(self, queries: Tensor) -> Tensor:
-        """The query's distribution over each table's buckets: `[B, G, g, tables, 2^bits]`.
+        """Return the query's distribution over the buckets of each table.
 
-        `softmax_c(Σ_p c_p tanh ⟨q, w_p⟩ / (τ √D))` over the corners `c` of the hypercube.
+        For the bucket with signs `c`, it is `softmax_c(Σ_p c_p tanh ⟨q, w_p⟩ / (τ √D))`. The result
+        is `[B, G, g, tables, 2^bits]`.
         """
         bits, device = self.config.bits, queries.device
         corners = torch.arange(2**bits, dtype=torch.uint8, device=device)
@@ -117,7 +125,7 @@ class Socket(BaseIndex):
         scores = total.clamp_min(torch.finfo(total.dtype).tiny).log() / g.scale
         if self.valid is not None:
             scores = scores.masked_fill(~self.valid[:, None, None], float("-inf"))
-        agreed = self.ops.group.agree(scores, policy, scale=g.scale, softcap=None)  # no logits
+        agreed = self.ops.group.agree(scores, policy, scale=g.scale, softcap=None)  # not logits
         best, ids = self.ops.select.top_k(agreed, k)
         return Hits(ids, best)
 

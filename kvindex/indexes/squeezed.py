@@ -1,4 +1,4 @@
-"""Squeezed Attention: clusters whose share of attention exceeds a calibrated threshold.
+"""Squeezed Attention: clusters whose estimated attention weight exceeds a calibrated threshold.
 
 Hooper et al., Squeezed Attention: Accelerating Long Context Length LLM Inference
 (arXiv 2411.09688).
@@ -20,24 +20,28 @@ from kvindex.ops.attention import cap
 from kvindex.storage.layout import Held, Layout, TensorSpec
 
 BINS = 4096
-"""Bins of the histogram of shares."""
+"""Bins of the histogram of attention weights."""
 
 PER_NAT = 64
-"""Bins per unit of a share's logarithm: the step of a threshold; shares reach to e^-64."""
+"""Bins per unit of a weight's natural logarithm, the step of a threshold; bins reach to e^-64."""
 
 
 @dataclass(frozen=True)
 class SqueezedConfig:
-    """Configuration of Squeezed Attention.
+    """Options of Squeezed Attention.
 
-    per_cluster: keys of the prompt per cluster, on average (published: 5% of the keys, 20 each).
-    block: later tokens that are clustered together, into `block / per_cluster` clusters.
-    sparsity: share of the keys that the threshold leaves out, on average over heads and over the
-      queries it is calibrated on, in [0, 1); 0 for no threshold.
-    calibration: number of the prompt's last queries that calibrate it (published: 100).
-    stale: whether later tokens are never clustered (published); they stay clusters of one.
-    iterations: of k-means, at most; seed: of its starting points.
-    group: how query heads agree on an order (`kvindex.ops.group`).
+    Args:
+        per_cluster: Average keys per cluster of the prompt (published: 20).
+        block: Number of later tokens that are clustered together, into `block / per_cluster`
+            clusters.
+        sparsity: Fraction of the keys that the threshold leaves out, on average over heads and over
+            the queries that calibrate it, in [0, 1); 0 for no threshold.
+        calibration: Number of the prompt's last queries that calibrate the threshold (published:
+            100).
+        stale: Whether later tokens are never clustered (published); each is then a cluster of one.
+        iterations: Maximum number of k-means iterations.
+        group: How the query heads of a group agree on an order (`kvindex.ops.group`).
+        seed: Seed for the starting points of k-means.
     """
 
     per_cluster: int = 20
@@ -60,11 +64,13 @@ class SqueezedConfig:
 
 
 class Squeezed(PromptQueriesIndex, ClusteredIndex):
-    """Rows of the clusters for which a head of the group estimates that each row has more than a
-    threshold of its attention; the best `k` of them.
+    """Selects the clusters whose estimated attention weight per row exceeds a threshold.
 
-    Hits' scores: what `group.agree` returns for `q·c`, the same for all rows of a cluster. Before
-    `end_prompt`, or if no query was observed, there is no threshold.
+    A cluster passes if its weight exceeds the threshold for any head of the group. The best `k`
+    rows of the clusters that pass are returned. Before `end_prompt`, or if no query was observed,
+    there is no threshold. In `Hits.scores`, all rows of a cluster have the cluster's score.
+
+    Source: Hooper et al., Squeezed Attention (arXiv 2411.09688).
     """
 
     Config = SqueezedConfig
@@ -89,7 +95,11 @@ class Squeezed(PromptQueriesIndex, ClusteredIndex):
         return hits
 
     def _shares(self, estimates: Tensor, units: Units) -> Tensor:
-        """Logarithms of `e^{q·c_i} / Σ_j n_j e^{q·c_j}`, `-inf` for none: `[B, G, g, U]`."""
+        """Return the log of the estimated attention weight of a row in each unit, `[B, G, g, U]`.
+
+        The estimate for unit `i` is `e^{q·c_i} / Σ_j n_j e^{q·c_j}`. It is 0 for a unit without
+        tokens.
+        """
         g = self.geometry
         logits = cap(estimates, g.scale, g.softcap)
         logits = logits.masked_fill(estimates == float("-inf"), float("-inf"))
@@ -103,10 +113,9 @@ class Squeezed(PromptQueriesIndex, ClusteredIndex):
     # Calibration
 
     def observe_queries(self, queries: Tensor, positions: Tensor) -> None:
-        """The newest queries `[B, H, T, D]`, ids int64 `[T]`: keeps the prompt's last ones.
+        """Store the prompt's last queries, from `[B, H, T, D]`, to calibrate the threshold.
 
-        What is not finite in a query counts as 0. Raises ValueError or TypeError for a wrong
-        tensor.
+        Numbers that are not finite count as 0.
         """
         queries = self._checked_queries(queries, positions)
         if self.config.sparsity and not self._sealed:
@@ -119,7 +128,7 @@ class Squeezed(PromptQueriesIndex, ClusteredIndex):
         self._sealed, self._observed = True, None
 
     def _threshold(self, observed: PromptQueries) -> Tensor:
-        """Logarithm of the share that leaves out `sparsity` of the keys, float32 `[B]`."""
+        """Return the log attention weight that a fraction `sparsity` of the keys do not exceed."""
         units = self._units()
         bins = torch.zeros((len(units.sizes), BINS), dtype=torch.int64, device=units.sizes.device)
         real = are_real(observed.queries)
@@ -127,7 +136,7 @@ class Squeezed(PromptQueriesIndex, ClusteredIndex):
             shares = self._shares(self._estimates(observed.queries[:, :, i], units), units)
             index = (-shares * PER_NAT).floor().clamp(0, BINS - 1).long()
             rows = units.sizes[:, :, None].expand_as(index).long()
-            rows = rows * real[:, i, None, None, None]  # a padded query counts for nothing
+            rows = rows * real[:, i, None, None, None]  # padded queries do not count
             if self.valid is not None and position < len(self):
                 rows = rows * self.valid[:, position, None, None, None]
             bins.scatter_add_(1, index.flatten(1), rows.flatten(1))

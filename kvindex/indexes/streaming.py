@@ -1,4 +1,4 @@
-"""StreamingLLM: eviction that retains the first rows (sink) and the latest ones.
+"""StreamingLLM: keeps the first rows (the sink) and the latest ones.
 
 Xiao et al., Efficient Streaming Language Models with Attention Sinks (ICLR 2024), section 3.2.
 """
@@ -17,10 +17,12 @@ from kvindex.ops import group
 
 @dataclass(frozen=True)
 class StreamingConfig:
-    """Configuration of StreamingLLM.
+    """Options of StreamingLLM.
 
-    budget: retained rows (published: 4 and 2000); sink: number of them that are the first ones
-    (published: 4), the others are the latest; group: how query heads agree on their order.
+    Args:
+        budget: Rows to retain (published: 4 and 2000).
+        sink: How many of them are the first ones (published: 4); the others are the latest.
+        group: How the query heads of a group rank the retained rows (`kvindex.ops.group`).
     """
 
     budget: int = 2004
@@ -34,7 +36,10 @@ class StreamingConfig:
 
 
 class Streaming(EvictionIndex):
-    """Retains the first `sink` valid tokens and the latest `budget - sink`."""
+    """Retains the first `sink` valid tokens and the latest `budget - sink`.
+
+    Source: Xiao et al., StreamingLLM (ICLR 2024), section 3.2.
+    """
 
     Config = StreamingConfig
 

@@ -1,8 +1,8 @@
-"""TriAttention: eviction by the attention expected from future queries, from mean queries.
+"""TriAttention: keeps the rows that future queries are expected to attend to.
 
 Mao et al., TriAttention: Efficient Long Reasoning with Trigonometric KV Compression (2026, arXiv
-2604.04921). Before the rotary embedding the queries of a head lie near one center; rotated to the
-positions ahead, it predicts to what they will attend.
+2604.04921). Before the rotary embedding, the queries of a head are close to one center. The center,
+rotated to the positions ahead, predicts what they will attend to.
 """
 
 from __future__ import annotations
@@ -21,18 +21,21 @@ from kvindex.ops import group
 from kvindex.storage.layout import Held, Layout, TensorSpec, distinct
 
 BLOCK = 16_384
-"""Keys scored at a time: bounds their float32 copies, not the result."""
+"""Keys scored at a time; bounds the memory for float32 copies, not the result."""
 
 LEAST = 1e-6
-"""Least spread of a head's scores (published): below it they are not amplified."""
+"""Minimum standard deviation of a head's scores (published); limits their amplification."""
 
 
 @dataclass(frozen=True, eq=False)
 class Centers:
-    """Mean queries of a layer, by head and pair of coordinates that rotate together.
+    """Mean queries of a layer, for each head and pair of coordinates that rotate together.
 
-    mean: complex64 `[H, D / 2]`, of the queries before the rotary embedding; size: float32, of
-    their absolute values, at least that of the mean. Pairs that do not rotate come last.
+    Pairs that do not rotate come last.
+
+    Args:
+        mean: Mean of the queries before the rotary embedding, complex64 `[H, D / 2]`.
+        size: Mean of their absolute values, float32 `[H, D / 2]`, at least that of `mean`.
     """
 
     mean: Tensor
@@ -40,9 +43,13 @@ class Centers:
 
     @staticmethod
     def of(queries: Tensor, positions: Tensor, counted: Tensor, rope: Tensor) -> Centers:
-        """Centers of queries `[B, H, R, D]` at positions int64 `[R]` where counted, bool `[B, R]`.
+        """Compute the centers of some queries, with a leading axis `B`.
 
-        The fields have a leading axis `B`; zeros where none counts. rope: `kvindex.core.rope`.
+        Args:
+            queries: `[B, H, R, D]`.
+            positions: Int64 `[R]`.
+            counted: Bool `[B, R]`, which queries count. If none does, the centers are zero.
+            rope: Inverse frequencies of the rotary embedding (`kvindex.core.rope`).
         """
         pairs = paired(queries.float(), rope)
         angles = positions[:, None].double() * frequencies(pairs.shape[-1], rope)
@@ -53,12 +60,16 @@ class Centers:
 
 @dataclass(frozen=True)
 class TriAttentionConfig:
-    """Configuration of TriAttention.
+    """Options of TriAttention.
 
-    budget: retained rows (published: 2048); horizon: largest distance of future queries, which are
-    1, 2, 4, … positions ahead (published: 65536); centers: of the layer, calibrated on a text
-    beforehand (published), or None for those of the prompt's last `most` queries; group: how query
-    heads agree on the order of retained rows.
+    Args:
+        budget: Rows to retain (published: 2048).
+        horizon: Largest distance of future queries, which are 1, 2, 4, … positions ahead
+            (published: 65536).
+        centers: Centers of the layer, calibrated on a text beforehand (published), or None for
+            those of the prompt.
+        most: How many of the prompt's last queries make up the centers, if none are given.
+        group: How the query heads of a group rank the retained rows (`kvindex.ops.group`).
     """
 
     budget: int = 2048
@@ -77,13 +88,16 @@ class TriAttentionConfig:
 
 
 class TriAttention(ObservingEvictionIndex):
-    """Evicts, for good, the rows of the least scores once there are more than `budget`.
+    """Evicts, for good, the rows with the lowest scores once there are more than `budget`.
 
-    A head scores a row by the mean product with its center rotated to the positions ahead, and by
-    `Σ (E|q_f| - |E q_f|) |k_f|` for the spread of queries around the center. Rows are evicted at
-    `end_prompt`, then at every append; without centers, never. Learned: `mean`, `size` as in
-    `Centers` with a leading axis `B`; `shift` int64 `[B]`, positions that ids are ahead of those of
-    the centers; `ids` int64 `[B, G, C]`, retained, -1 for none.
+    A head scores a row by its mean inner product with the head's center, rotated to the positions
+    ahead, plus `Σ (E|q_f| - |E q_f|) |k_f|` for the spread of queries around the center. Rows are
+    evicted at `end_prompt` and at each later append; without centers, never. The learned tensors
+    are `mean` and `size` as in `Centers` with a leading axis `B`; `shift` int64 `[B]`, how far ids
+    are ahead of the positions that the centers use; and `ids` int64 `[B, G, C]`, the retained rows,
+    with -1 for none.
+
+    Source: Mao et al., TriAttention (arXiv 2604.04921).
     """
 
     Config = TriAttentionConfig
@@ -104,10 +118,10 @@ class TriAttention(ObservingEvictionIndex):
     # Signals
 
     def observe_queries(self, queries: Tensor, positions: Tensor) -> None:
-        """The newest queries `[B, H, T, D]`, ids int64 `[T]`: the prompt's may become centers.
+        """Receive the newest queries `[B, H, T, D]` of the tokens `positions`.
 
-        After `end_prompt` only their positions count. What is not finite in a query counts as 0.
-        Raises ValueError or TypeError for a wrong tensor.
+        If no centers are given, queries of the prompt make up the centers. After `end_prompt`, only
+        the positions are used. Numbers that are not finite count as 0.
         """
         queries = self._checked_queries(queries, positions)
         if len(positions):
@@ -116,7 +130,7 @@ class TriAttention(ObservingEvictionIndex):
             self._sample_queries(queries, positions, self.config.most)
 
     def end_prompt(self) -> None:
-        """End the prompt: fix the centers (at the first append, if it is empty), and evict rows."""
+        """End the prompt: fix the centers (later if the index is empty), and evict rows."""
         self._sealed = True
         if len(self):
             ids = self._retained()
@@ -125,7 +139,7 @@ class TriAttention(ObservingEvictionIndex):
             self._observed = None
 
     def truncate(self, length: int) -> None:
-        """As `BaseIndex.truncate`; evicted rows stay evicted."""
+        """Truncate the index; evicted rows stay evicted."""
         super().truncate(length)
         self._next = None
 
@@ -135,9 +149,9 @@ class TriAttention(ObservingEvictionIndex):
         return self._learned["ids"] if "ids" in self._learned else self._ids_from(0)
 
     def _evict(self, ids: Tensor, keys: Tensor, flags: Tensor | None, length: int) -> Codes:
-        """The learned state once rows `ids` int64 `[B, G, C]` with keys `[B, G, C, D]` compete.
+        """Evict rows of `ids` `[B, G, C]`, keys `[B, G, C, D]`, and return the learned tensors.
 
-        flags: which of the first `length` tokens are valid, bool `[B, length]`, or None.
+        `flags`, bool `[B, length]` or None, marks the valid ones of the first `length` tokens.
         """
         learned = self._with_centers(len(keys), flags)
         if "mean" not in learned or ids.shape[-1] <= self.config.budget:
@@ -148,13 +162,13 @@ class TriAttention(ObservingEvictionIndex):
         mean = scores.masked_fill(~present, 0).sum(-1, keepdim=True) / count
         deviations = (scores - mean).masked_fill(~present, 0)
         spread = (deviations.square().sum(-1, keepdim=True) / count).sqrt().clamp_min(LEAST)
-        order = (deviations / spread).amax(2).masked_fill(ids < 0, NEVER)  # the heads' largest
+        order = (deviations / spread).amax(2).masked_fill(ids < 0, NEVER)  # largest over the heads
         slots = self.ops.select.top_k(order, self.config.budget)[1].sort(-1).values
         remaining = ids.gather(-1, slots.clamp_min(0)).masked_fill(slots < 0, UNUSED)
         return {**learned, "ids": remaining}
 
     def _with_centers(self, batch: int, flags: Tensor | None) -> Codes:
-        """The learned state with centers, if any: calibrated, or of the prompt's queries."""
+        """Return the learned tensors with centers: given ones, those of the prompt, or none."""
         g, calibrated, observed, learned = (
             self.geometry,
             self.config.centers,
@@ -165,7 +179,7 @@ class TriAttention(ObservingEvictionIndex):
             return learned
         shift = torch.zeros(batch, dtype=torch.int64, device=g.device)
         if calibrated is not None:
-            if flags is not None:  # the longest row has no padding
+            if flags is not None:  # assumes that the longest sequence has no padding
                 first = flags.int().argmax(1)
                 shift = first - first.min()
             parts = {"mean": calibrated.mean, "size": calibrated.size}
@@ -178,9 +192,9 @@ class TriAttention(ObservingEvictionIndex):
         return {**learned, "mean": centers.mean, "size": centers.size, "shift": shift}
 
     def _scores(self, learned: Codes, keys: Tensor, least: int) -> Tensor:
-        """Scores float32 `[B, G, g, C]` of keys `[B, G, C, D]` for the positions from `least` on.
+        """Score keys `[B, G, C, D]` for positions of at least `least`, float32 `[B, G, g, C]`.
 
-        As keys are rotated already, only the center is: to `t + δ`, mean over `δ`.
+        The keys are rotated already, so only the center is rotated: to `t + δ`, averaged over `δ`.
         """
         g = self.geometry
         assert g.rope is not None
@@ -219,13 +233,13 @@ class TriAttention(ObservingEvictionIndex):
         return layout
 
     def _retains(self, ids: Tensor, counts: Tensor | None) -> bool:
-        """Return True if ids int64 `[B, G, C]` can be those retained of `[B]` valid tokens."""
+        """Return True if `ids` are distinct, and all valid tokens or as many as the budget."""
         known = 0 if counts is None else counts[:, None]
         evicted = ids.shape[-1] == self.config.budget
         complete = evicted or bool(((ids >= 0).sum(-1).cpu() == known).all())
         return complete and bool(distinct(ids))
 
-    # Hooks of the base
+    # Methods that the base class calls
 
     def _learn(self, keys: Tensor, valid: Tensor | None) -> Codes:
         learned, first, stop = super()._learn(keys, valid), len(self), len(self) + keys.shape[2]
@@ -261,9 +275,9 @@ class TriAttention(ObservingEvictionIndex):
 
 
 def paired(vectors: Tensor, rope: Tensor) -> Tensor:
-    """Coordinates of vectors float32 `[…, D]` that rotate together, complex64 `[…, D / 2]`.
+    """Pair coordinates of float32 `[…, D]` that rotate together, as complex64 `[…, D / 2]`.
 
-    Those that do not rotate are paired, too, and come last.
+    Coordinates that do not rotate are paired, too, and come last.
     """
     F = len(rope)
     a, b, rest = vectors[..., :F], vectors[..., F : 2 * F], vectors[..., 2 * F :]
@@ -272,11 +286,11 @@ def paired(vectors: Tensor, rope: Tensor) -> Tensor:
 
 
 def unpaired(pairs: Tensor, rope: Tensor) -> Tensor:
-    """The inverse of `paired`."""
+    """Undo `paired`: return real vectors `[…, D]` from complex pairs `[…, D / 2]`."""
     F, (a, b) = len(rope), (pairs.real, pairs.imag)
     return torch.cat([a[..., :F], b[..., :F], a[..., F:], b[..., F:]], dim=-1)
 
 
 def frequencies(pairs: int, rope: Tensor) -> Tensor:
-    """Rotary frequencies of all pairs, float64 `[D / 2]`; 0 for those that do not rotate."""
+    """Return the rotary frequencies of all pairs, float64 `[D / 2]`, 0 if not rotated."""
     return pad(rope.double(), (0, pairs - len(rope)))

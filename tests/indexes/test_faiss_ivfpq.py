@@ -110,7 +110,11 @@ def test_bytes():
 
 @pytest.mark.parametrize(
     ("bad", "allowed"),
-    [(dict(subspaces=5), "divides head_dim = 16"), (dict(bits=9), "1 to 8"), (dict(bits=0), "of")],
+    [
+        (dict(subspaces=5), "a divisor of head_dim = 16"),
+        (dict(bits=9), "1 to 8"),
+        (dict(bits=0), "of"),
+    ],
 )
 def test_bad_options_are_named(bad, allowed):
     with pytest.raises(ValueError, match=f"{next(iter(bad))}: got .* allowed .*{allowed}"):

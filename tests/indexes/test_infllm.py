@@ -174,7 +174,9 @@ def test_wrong_queries_are_refused():
     with pytest.raises(ValueError, match=r"positions: got shape \[4\], allowed is \[T=5\]"):
         index.observe_queries(queries, torch.arange(4))
     observe_queries(index, queries, 0, 5)
-    with pytest.raises(ValueError, match="keys: got a batch of 3, allowed is that observed, 2"):
+    with pytest.raises(
+        ValueError, match="keys: got a batch of 3, allowed is 2, that of the queries"
+    ):
         index.append(*CASE.tokens(4, batch=3))
     with pytest.raises(ValueError, match=r"batch_indices: got \[2\], allowed are rows from 0 to 1"):
         index.reorder(torch.tensor([2]))
@@ -185,7 +187,9 @@ def test_a_query_of_another_batch_than_the_first_keys_is_refused():
     """Also where no key comes before the query, so that none needs it."""
     index = CASE.index("infllm")
     observe_queries(index, seen(CASE, 1), 0, 1)
-    with pytest.raises(ValueError, match="keys: got a batch of 3, allowed is that observed, 2"):
+    with pytest.raises(
+        ValueError, match="keys: got a batch of 3, allowed is 2, that of the queries"
+    ):
         index.append(*CASE.tokens(4, batch=3))
 
 

@@ -158,7 +158,7 @@ def test_bytes_per_key(preset, each):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (dict(subspaces=3), "subspaces: got 3, allowed divides head_dim = 16"),
+        (dict(subspaces=3), "subspaces: got 3, allowed is a divisor of head_dim = 16"),
         (dict(subspaces=0), "subspaces: got 0"),
         (dict(bits=0), "bits: got 0"),
         (dict(bits=9), "bits: got 9, allowed is 1 to 8"),

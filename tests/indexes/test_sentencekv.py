@@ -288,7 +288,9 @@ def test_reuse_marks_boundaries():
 def test_what_is_read_before_the_first_append_is_reordered_and_fixes_the_batch():
     index, tokens = CASE.index("sentencekv", punctuation=STOP), text(30)
     index.observe_tokens(tokens, first=0)
-    with pytest.raises(ValueError, match="keys: got a batch of 3, allowed is that read, 2"):
+    with pytest.raises(
+        ValueError, match="keys: got a batch of 3, allowed is 2, that of the observed tokens"
+    ):
         index.append(*CASE.tokens(30, batch=3))
     index.reorder(torch.tensor([1, 0, 1]))
     rows = CASE.tokens(30, batch=3)
