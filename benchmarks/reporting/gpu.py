@@ -107,9 +107,12 @@ def beside(result: Result) -> str:
                 f"{found[p]:.3f} ({found[f'{p}_low']:.3f} to {found[f'{p}_high']:.3f})"
                 for p in places
             )
-            rows.append((f"{point['tokens']:,}", f"`{spec}`, over it", *each))
-    head = ("tokens", "index", "rows on the host, a cache of rows", "rows on the device")
-    about = "Medians, and of the ratios in the same round quartiles; graphs, cold caches."
+            rows.append((f"{point['tokens']:,}", f"`{spec}`, relative to it", *each))
+    head = ("tokens", "index", "rows on the host, with the row cache", "rows on the device")
+    about = (
+        "Medians; ratios are of the same round, with quartiles in parentheses. "
+        "CUDA graphs, cold caches."
+    )
     return f"{table(head, rows)}\n\n{about} {machine(result)}"
 
 

@@ -111,12 +111,14 @@ def row_scales(result: Result) -> str:
         )
         for cell in result["cells"]
     ]
-    head = ("text", "bits", "32 numbers of a", "bytes of a key", "mean", "90% below", "worst layer")
+    head = ("text", "bits", "32 numbers of one", "bytes per key", "mean", "90th percentile")
     return (
         f"{result['model']}, {result['tokens']} tokens of each text, then "
-        f"{result['queries_per_head']} sampled ones, whose queries ask. Errors are ‖õ − o‖ / ‖o‖ "
-        "of a head's output, full attention over coded keys beside keys as they are, values as "
-        "they are.\n\n" + table(head, rows) + f"\n\n{machine(result)}"
+        f"{result['queries_per_head']} generated tokens, whose queries are used. Errors are "
+        "‖õ − o‖ / ‖o‖ of a head's output: full attention over quantized keys, compared with "
+        "unquantized keys. Values are not quantized.\n\n"
+        + table((*head, "worst layer"), rows)
+        + f"\n\n{machine(result)}"
     )
 
 
