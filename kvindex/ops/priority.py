@@ -182,7 +182,7 @@ def temper(k: int) -> float:
     A sum of `n` rows then lacks up to `1 - ((k - 1/2) / n)^(1 / √k)` of itself on average, most of
     it where all are alike (docs/pipeline/rerank.md#bias-of-tempered-weights).
     A row that stands for many makes a softmax of few rows err more than leaving out a part of what
-    it stands for does. Chosen on keys of a model (docs/decisions/0026-signs-together.md).
+    it stands for does. Chosen on keys of a model (docs/decisions/0026).
     """
     return 1 - 1 / math.sqrt(k)
 

@@ -36,7 +36,7 @@ SAMPLING = ("none", "priority", "tempered")
 SIGN_DECODERS = ("mean", "regression")
 
 FAST = dict(beta=0.02, refine_factor=4, least_candidates=1, sign_decoder="mean", sampling="none")
-"""The best rows by their estimates: nothing is drawn (docs/decisions/0027-rows-are-drawn.md)."""
+"""The best rows by their estimates: nothing is drawn (docs/decisions/0027)."""
 
 PAPER = FAST | dict(
     coarse="tiered_votes",

@@ -34,7 +34,7 @@ class ParisKV(ExecutedIndex):
     """A few bits per coordinate and a scale; nothing to train, nothing that drift makes wrong.
 
     Codes are a function of their block: a full block is encoded once, the last one, while it is
-    open, from the keys it has (docs/decisions/0024-codes-of-a-block.md).
+    open, from the keys it has (docs/decisions/0024).
     Hits' scores: what `group.agree` returns for the estimates of `q·k`.
     """
 

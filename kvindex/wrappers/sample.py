@@ -4,7 +4,7 @@ The best `k` rows are not the best use of `k` reads: attention over them alone t
 share for nothing. Here the best `k - r` rows are kept, and `r` are drawn from the inner index's
 next best, each with a known probability `π` and a log-weight of `-log π` (Horvitz and Thompson,
 1952), so that numerator and denominator of the softmax over that pool are right on average. What it
-gains on a real model: docs/decisions/0010-rows-drawn-at-random.md.
+gains on a real model: docs/decisions/0010.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ TILES: dict[Case, Tile] = {
     Case("linear_residual", 4096, 16384, 2, False): Tile(16, 1024, 8, 3),
     Case("norm_linear", 65536, 4096, 2, False): Tile(32, 256, 4, 4),
 }
-"""By whole tokens on an H200 (docs/lab/token.md): of bfloat16 and one sequence over an index, first
+"""By whole tokens on an H200 (docs/lab/decode-step.md): of bfloat16 and one sequence over an index, first
 on an H100; of FP8, and of four and eight sequences, without attention. What is not here takes the
 usual one."""
 

@@ -27,7 +27,7 @@ def quantize(weights: Weights) -> Weights:
 
     Those that one product takes together lie one below the other. Scales are those of
     `kvindex_cuda.triton.to_fp8`. The head stays: rounding it moves logits more than all layers do
-    (docs/decisions/0034-weights-in-fp8.md).
+    (docs/decisions/0034).
     """
     return dataclasses.replace(weights, layers=tuple(map(_layer, weights.layers)))
 
