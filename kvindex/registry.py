@@ -91,13 +91,17 @@ def create(index: str, **options: Any) -> KVIndex:
 
 
 def class_of(source: str) -> type[BaseIndex] | type[Wrapper]:
-    """The index or wrapper that is the class `module:Class` (`storage.recipe.class_name`).
+    """Find the index or wrapper of a class `module:Class` (`storage.recipe.class_name`).
 
-    Only those that have a name here, so that a file makes nothing be imported that was not chosen.
-    Raises ValueError for any other.
+    Only classes of indexes and wrappers that have a name are found, so that a saved folder cannot
+    make this process import any other module. Raises ValueError for any other class.
     """
     module = source.partition(":")[0]
-    folder = [name for name in _in_folder() if module == _module_of(indexes, name)]
+    folder = [
+        name
+        for name in _in_folder()
+        if module in (_module_of(indexes, name), f"kvindex.{name}.index")  # a package of its own
+    ]
     for name in folder or installed():
         if class_name(get(name)) == source:
             return get(name)
