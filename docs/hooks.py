@@ -1,35 +1,93 @@
-"""What MkDocs needs beside its configuration: folders in the navigation, links that leave docs/."""
+"""Hooks of MkDocs: folders in the navigation, pages from outside docs/, links that leave docs/."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 DOCS = Path(__file__).parent
 LINK = re.compile(r"\[([^]]*)\]\((\.\./[^)\s]+)\)")
 
+OUTSIDE = ("CONTRIBUTING.md", "CHANGELOG.md")
+"""Pages of the repository's root that the site has, too."""
+
+
+def title(page: Path) -> str:
+    """Return the first heading of a page, without the number of a decision."""
+    heading = re.search(r"^# (?:\d{4}: )?(.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    name = heading[1].replace("`", "") if heading else page.stem
+    return name[:1].upper() + name[1:] if page.parent.name in ("decisions", "lab") else name
+
+
+def pages(folder: str) -> list[dict[str, str]]:
+    """Return the pages of a folder as entries of the navigation, README first."""
+    found = sorted((DOCS / folder).glob("*.md"), key=lambda page: (page.name != "README.md", page))
+    return [{title(page): page.relative_to(DOCS).as_posix()} for page in found]
+
+
+def expanded(entries: list[Any]) -> Iterator[Any]:
+    """Replace each `folder/*` of the navigation by the pages of that folder."""
+    for entry in entries:
+        if isinstance(entry, str) and entry.endswith("/*"):
+            yield from pages(entry[:-2])
+        elif isinstance(entry, dict):
+            yield {
+                name: list(expanded(inside)) if isinstance(inside, list) else inside
+                for name, inside in entry.items()
+            }
+        else:
+            yield entry
+
 
 def on_config(config: Any) -> Any:
-    """Folders of the navigation become their pages, README first."""
-    for entry in config.nav:
-        for title, place in entry.items():
-            if place.endswith("/*"):
-                pages = sorted((DOCS / place[:-2]).glob("*.md"))
-                pages.sort(key=lambda page: page.name != "README.md")
-                entry[title] = [str(page.relative_to(DOCS)) for page in pages]
+    """Expand the folders in the navigation."""
+    config.nav = list(expanded(config.nav))
     return config
 
 
+def on_files(files: Any, config: Any) -> Any:
+    """Add the pages of the repository's root to the site."""
+    from mkdocs.structure.files import File
+
+    for name in OUTSIDE:
+        text = (DOCS.parent / name).read_text(encoding="utf-8")
+        files.append(File.generated(config, name, content=inside_docs(text)))
+    return files
+
+
+def inside_docs(text: str) -> str:
+    """Rewrite the links of a page in the repository's root as if the page were in docs/."""
+
+    def moved(link: re.Match[str]) -> str:
+        target = link[1]
+        if target.startswith("docs/"):
+            return f"]({target.removeprefix('docs/')})"
+        return link[0] if target.partition("#")[0] in OUTSIDE else f"](../{target})"
+
+    return re.sub(r"\]\((?!\w+:|#)([^)\s]+)\)", moved, text)
+
+
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """A link to a file of the repository that is no page becomes the file's name."""
+    """Show a link to a file that is not a page of the site as the file's name.
+
+    The list of decisions and lab pages is added to the page for contributors.
+    """
     folder = DOCS / PurePosixPath(page.file.src_uri).parent
 
     def name(link: re.Match[str]) -> str:
         there = (folder / link[2].partition("#")[0]).resolve()
         if there.is_relative_to(DOCS):
             return link[0]
-        path = str(there.relative_to(DOCS.parent))
+        path = there.relative_to(DOCS.parent).as_posix()
+        if path in OUTSIDE:
+            up = "../" * (len(PurePosixPath(page.file.src_uri).parts) - 1)
+            return f"[{link[1]}]({up}{link[2].rpartition('../')[2]})"
         return f"`{path}`" if path in link[1] else f"{link[1]} (`{path}`)"
 
+    if page.file.src_uri == "contributors.md":
+        listed = [*pages("decisions"), *pages("lab")]
+        entries = (f"- [{name}]({path})" for entry in listed for name, path in entry.items())
+        markdown += "\n" + "\n".join(entries) + "\n"
     return LINK.sub(name, markdown)

@@ -1,8 +1,9 @@
-"""The pages: README is short and true, links lead somewhere, files that are named exist."""
+"""The pages: examples run, links lead somewhere, files that are named exist."""
 
 import ast
 import contextlib
 import dataclasses
+import importlib.util
 import io
 import re
 import subprocess
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 
 import kvindex
 
@@ -20,27 +22,12 @@ PAGES = [
     *sorted((ROOT / "benchmarks").rglob("*.md")),
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
-WORDS, FIGURES = 700, 28
-"""README's limits; figures in code are not counted, those in what it prints are."""
+
+_spec = importlib.util.spec_from_file_location("hooks", ROOT / "docs/hooks.py")
+hooks = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(hooks)
 
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
-
-
-def visible(page):
-    """What a reader sees: no comments, no targets of links."""
-    page = re.sub(r"<!--.*?-->", "", page, flags=re.DOTALL)
-    return re.sub(r"\]\([^)]*\)", "]", page)
-
-
-def words(page):
-    return [word for word in visible(page).split() if re.search(r"\w", word)]
-
-
-def figures(page):
-    """Numbers that are no part of a name."""
-    shown = FENCE.sub(lambda part: part[2] if part[1] == "text" else "", visible(page))
-    shown = re.sub(r"`[^`]*`", "", shown)
-    return re.findall(r"(?<![\w.+-])\d[\d,.]*", shown)
 
 
 def examples(page):
@@ -60,21 +47,6 @@ def printed(code):
     return said.getvalue()
 
 
-def test_readme_is_short():
-    assert len(words(README)) <= WORDS
-    assert len(figures(README)) <= FIGURES
-
-
-def test_what_runs_on_a_gpu_is_short():
-    assert len(words((ROOT / "docs/cuda.md").read_text())) <= 1500
-
-
-def test_words_and_figures_are_counted():
-    page = "<!-- 1 comment -->\n[two words](link/3.md), 4.5 of SmolLM2-135M.\n"
-    assert words(page) == ["[two", "words],", "4.5", "of", "SmolLM2-135M."]
-    assert figures(page + "```python\n6\n```\n```text\n7\n```\n") == ["4.5", "7"]
-
-
 def test_readmes_examples_print_what_it_shows():
     found = list(examples(README))
     assert any(output for _, output in found)
@@ -87,10 +59,44 @@ def test_the_page_of_sequences_runs_as_written():
     assert printed(code)
 
 
-def test_every_decision_is_listed():
-    page = (ROOT / "docs/README.md").read_text()
-    kept = {path.name for path in (ROOT / "docs/decisions").glob("*.md")}
-    assert {*re.findall(r"\(decisions/([^)]+)\)", page)} == kept
+def navigation():
+    """The site's navigation, with folders replaced by their pages."""
+    nav = (ROOT / "mkdocs.yml").read_text().partition("\nnav:")[2]
+    return list(hooks.expanded(yaml.safe_load("nav:" + nav)["nav"]))
+
+
+def paths(entries):
+    for entry in entries:
+        for inside in entry.values():
+            yield from [inside] if isinstance(inside, str) else paths(inside)
+
+
+def test_the_first_level_of_the_navigation():
+    assert [name for entry in navigation() for name in entry] == [
+        "Quickstart",
+        "transformers",
+        "The decoder",
+        "vLLM",
+        "Choose an index",
+        "How it works",
+        "Write your own index",
+        "Results",
+        "Reference",
+        "For contributors",
+    ]
+
+
+def test_every_page_is_in_the_navigation_once():
+    found = list(paths(navigation()))
+    pages = [path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")]
+    assert sorted([*found, "README.md"]) == sorted([*pages, *hooks.OUTSIDE])
+
+
+def test_decisions_and_lab_pages_are_one_list_by_their_subjects():
+    pages = navigation()[-1]["For contributors"][-1]["Decisions and lab"]
+    folders = {path.split("/")[0] for path in paths(pages)}
+    assert folders == {"decisions", "lab"}
+    assert not any(title[:4].isdigit() for entry in pages for title in entry)
 
 
 @pytest.mark.model
@@ -112,6 +118,24 @@ def test_readmes_report_is_what_the_model_prints():
     assert needle.found(tokenizer.decode(given["out"][0, len(needle.ids) :]))
 
 
+@pytest.mark.model
+@pytest.mark.slow
+def test_the_quickstarts_script_finds_the_number(monkeypatch):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from kvindex_adapters.hf.model.load_model import load, smollm2
+
+    folder, file = smollm2()
+    model, tokenizer = load(folder, gguf_file=file)
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda name: model)
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda name: tokenizer)
+    page = (ROOT / "docs/quickstart.md").read_text()
+    (script,) = (code for language, code in FENCE.findall(page) if language == "python")
+    answer, report = printed(script).splitlines()
+    assert "8056020" in answer
+    assert "23 searching steps" in report
+
+
 def slug(heading):
     """The anchor of a heading, as GitHub and the site make it."""
     text = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading).replace("`", "").strip().lower()
@@ -119,7 +143,9 @@ def slug(heading):
 
 
 def anchors(page):
-    return {slug(title) for title in re.findall(r"^#+ (.*)$", FENCE.sub("", page), re.MULTILINE)}
+    page = FENCE.sub("", page)
+    named = re.findall(r'<a id="([^"]+)"></a>', page)  # earlier names of headings
+    return {*named, *map(slug, re.findall(r"^#+ (.*)$", page, re.MULTILINE))}
 
 
 def broken(path, page):

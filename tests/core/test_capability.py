@@ -193,6 +193,6 @@ def test_a_wrapper_says_what_its_inner_index_lacks():
         wrapper.expand_batch(2)
 
 
-def test_the_page_of_words_names_every_capability():
-    page = (Path(__file__).parents[2] / "docs/notation.md").read_text()
+def test_the_page_of_the_protocol_names_every_capability():
+    page = (Path(__file__).parents[2] / "docs/api/protocol.md").read_text()
     assert [found.__name__ for found in CAPABILITIES if f"`{found.__name__}`" not in page] == []
