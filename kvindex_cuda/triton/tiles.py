@@ -45,9 +45,9 @@ TILES: dict[Case, Tile] = {
     Case("linear_residual", 4096, 16384, 2, False): Tile(16, 1024, 8, 3),
     Case("norm_linear", 65536, 4096, 2, False): Tile(32, 256, 4, 4),
 }
-"""Tiles measured by whole decode steps on an H200 (docs/lab/decode-step.md): bfloat16 and one sequence
-over an index (first on an H100); FP8, and four and eight sequences, without attention. Other cases
-have the usual tile."""
+"""Tiles measured by whole decode steps on an H200 (docs/lab/decode-step.md): bfloat16 and one
+sequence over an index (first on an H100); FP8, and four and eight sequences, without attention.
+Other cases have the usual tile."""
 
 
 def case_of(product: str, matrix: Matrix, batch: int) -> Case:
