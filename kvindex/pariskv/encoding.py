@@ -71,7 +71,7 @@ class Encoding:
         return self.config.center or (BLOCK if self.config.weights == "log" else 1)
 
     def fit(self, entries: Callable[[str, int, int], Tensor], blocks: int) -> Tensor:
-        """`ops.regression.fit` to the first of so many full blocks.
+        """`pariskv.sign_regression.fit` to the first of so many full blocks.
 
         entries: of a column of codes, every so many of the first tokens (`Columns.every`).
         """

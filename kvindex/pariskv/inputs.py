@@ -24,7 +24,7 @@ class Tokens:
     valid tokens of each row of the batch, int64 `[B]` on the CPU; valid: which are, bool `[B, N]`,
     or None where all are; length: `N`; weight_scale: of all keys' log weights, float32 `[B, G]`,
     for votes that read them; histogram: keys per centroid, int64 `[B, G, M, 256]`, for tiers;
-    regression: of `ops.regression.fit`, or None where signs stand alone.
+    regression: of `pariskv.sign_regression.fit`, or None where signs stand alone.
     """
 
     geometry: Geometry
@@ -86,7 +86,7 @@ class Tokens:
 class Queries:
     """Queries of a search, each `[B, G, g, D]` but the offsets.
 
-    voting_directions, voting: those that vote, which signs may have told (`ops.regression`), as
+    voting_directions, voting: those that vote, which signs may have told (`pariskv.sign_regression`), as
     directions and whole; rotated: whole; offsets: inner products with the centers,
     `[B, G, g, S]`, or None.
     """

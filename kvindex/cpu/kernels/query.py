@@ -36,7 +36,7 @@ def rotate(query: np.ndarray, rotation: np.ndarray, out: np.ndarray) -> Number:
 
 @kernel
 def put_voting(rotated: np.ndarray, matrix: np.ndarray, out: np.ndarray) -> None:
-    """As `ops.regression.voting`, of one direction float32 `[D]`.
+    """As `pariskv.sign_regression.voting`, of one direction float32 `[D]`.
 
     matrix: float32 `[D, D]`, transposed, or of no rows: signs stand alone.
     """

@@ -1,5 +1,5 @@
 // Keys to codes in blocks: center made and taken off, normalize, rotate, code, log weight (paper, A.1
-// to A.3; ops/{transform,codes}.py with block = D, ops/block_layout.py), so that keys come from memory
+// to A.3; ops/{transform,codes}.py with block = D, pariskv/block_layout.py), so that keys come from memory
 // once and a block's codes are a function of its keys.
 //
 // How a key is rotated and coded: rotated.cuh.

@@ -1,4 +1,4 @@
-// Votes of keys by products of bytes (ops.step_votes): 0 or 1 for the signs of 16 keys, the rounded queries of 8 heads
+// Votes of keys by products of bytes (pariskv.sign_votes): 0 or 1 for the signs of 16 keys, the rounded queries of 8 heads
 // as they are, for Σ s r = 2 Σ b r − Σ r. For prepare_latents.cu, sample_latents.cu and vote_latents.cu.
 //
 // Rounded queries lie in pieces of 16 coordinates, of all heads side by side, as the matrix unit reads them in shared

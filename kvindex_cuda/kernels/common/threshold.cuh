@@ -1,4 +1,4 @@
-// A threshold from a sample of votes (ops.step_votes.thresholds_of): for prepare_query.cu and sample_latents.cu.
+// A threshold from a sample of votes (pariskv.sign_votes.thresholds_of): for prepare_query.cu and sample_latents.cu.
 // Compile-time: DRAWN, SAMPLED, STEP.
 #pragma once
 #include "common/common.cuh"

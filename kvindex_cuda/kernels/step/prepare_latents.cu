@@ -1,6 +1,6 @@
 // Prepare the queries of many heads of a group: rotated, rounded to bytes, as operands; and what centers make with them.
 //
-// r = round(R q · largest / max|R q|), or of Aᵀ R q where signs vote together (paper, A.1; ops.regression), as
+// r = round(R q · largest / max|R q|), or of Aᵀ R q where signs vote together (paper, A.1; pariskv.sign_regression), as
 // prepare_query.cu has it for one tile of heads. Here the matrix, 2 D² bytes, is read once for a tile by many blocks:
 // each rotates the tile's heads for itself, a head a warp, and multiplies them by SIXTEENS · 16 columns, which its warps
 // have asked for before all else, a slice of the sum each. Other blocks multiply centers by queries as they came, 8

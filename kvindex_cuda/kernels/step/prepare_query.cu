@@ -14,7 +14,7 @@
 // Where candidates are drawn, every block also finds what brings heads to one scale, from up to CENTERS centers
 // evenly spread (priority.totals), and the seed of noise; the threshold of priorities is a multiple of STEP, as all
 // of the histogram's bounds.
-// Where signs vote together (ops.regression), r is of Aᵀ R q: a warp has 16 columns of A, asked for before all
+// Where signs vote together (pariskv.sign_regression), r is of Aᵀ R q: a warp has 16 columns of A, asked for before all
 // else, in the registers of a product with all heads' operands, D/16 matrix instructions to four heads; then two
 // warps round a head. 2 D² bytes more of a group, from L2 to each of its blocks: 32 KiB at D = 128, some 0.3 µs
 // that pass beside the first reads, so that exchange, product and another barrier are left, predicted 0.3 µs.

@@ -1,4 +1,4 @@
-// A threshold for the votes of a group of many heads, from a sample of the keys (ops.step_votes.thresholds_of).
+// A threshold for the votes of a group of many heads, from a sample of the keys (pariskv.sign_votes.thresholds_of).
 //
 // 32 keys in each of SAMPLED / 32 blocks, evenly spread, whose codes are asked for while prepare_latents.cu still runs.
 // The heads' eights are the warps', and where few are, so are the halves of the keys; the last block finds a vote that

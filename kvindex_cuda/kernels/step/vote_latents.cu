@@ -1,4 +1,4 @@
-// Coarse stage for many heads of a group (paper, B.2.1; ops.step_votes): products of bytes, 0 or 1 for the signs of 16
+// Coarse stage for many heads of a group (paper, B.2.1; pariskv.sign_votes): products of bytes, 0 or 1 for the signs of 16
 // keys and the rounded queries of 8 heads (byte_votes.cuh).
 //
 // A block of threads has all rounded queries in shared memory, and there a block of 256 keys after another, the next
