@@ -86,7 +86,7 @@ class Tokens:
 class Queries:
     """Queries of a search, each `[B, G, g, D]` but the offsets.
 
-    voting_directions, voting: those that vote, which signs may have told (`pariskv.sign_regression`), as
+    voting_directions, voting: those that vote, which signs may have told (`sign_regression`), as
     directions and whole; rotated: whole; offsets: inner products with the centers,
     `[B, G, g, S]`, or None.
     """
