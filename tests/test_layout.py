@@ -253,7 +253,7 @@ def reached(name="kvindex_cuda"):
 
 DOORS = (
     *("kvindex_cuda", "kvindex_cuda.triton"),
-    *("kvindex_cuda.pariskv.paged_step", "kvindex_cuda.pariskv.host_rows"),
+    *("kvindex_cuda.pariskv.steps.paged", "kvindex_cuda.pariskv.steps.host_rows"),
 )
 """Of the CUDA backend; all but the first are an adapter's."""
 

@@ -17,13 +17,13 @@ from kvindex.core.restore import Restorable
 from kvindex.storage.centers import JoinedRows, center_of, check_center, is_centered, of_rows
 from kvindex.storage.codecs import BITS, codec
 from kvindex_cuda.memory.async_copy import Offload
-from kvindex_cuda.memory.attend_latents import LatentAttention, unserved
 from kvindex_cuda.memory.block_table import BlockTable, spans
 from kvindex_cuda.memory.budget import Budget, shared_budget
 from kvindex_cuda.memory.counted_pool import CountedPool
 from kvindex_cuda.memory.layout import BLOCK, MAX_TOKENS
 from kvindex_cuda.memory.slab_pool import Allocator, Tier
 from kvindex_cuda.memory.write_rows import fits, load_kernel, write_rows
+from kvindex_cuda.ops.attend_latents import LatentAttention, unserved
 from kvindex_cuda.ops.fetch import gather_blocks
 
 SLAB_BYTES = 32 * 2**20

@@ -25,7 +25,7 @@ class RowCache:
     capacity: slots per group, a power of two from 4. tags: ids int32 `[groups, capacity]`, -1 for
     none; stamps: the step that used a slot last, twice its number or one more, int32 `[groups,
     capacity]`; clocks: steps so far, int32 `[groups]`, or one that is given, `[1]`, which several
-    caches share and somebody else sets (`paged_step`); counts: rows looked up and found, int32
+    caches share and somebody else sets (`steps.paged`); counts: rows looked up and found, int32
     `[groups, 2]`, which wrap around; data: uint8 `[groups, capacity, row_bytes]`.
     Raises ValueError for another size.
     """

@@ -37,7 +37,7 @@ class State:
 
     Of log weights alone: largest: upper byte of a weight in full blocks, int32 `[B, G]`, which no
     step reads. Of tiers alone: histogram: keys per centroid, int64 `[B, G, M, 256]`; tiers: keys
-    that bound each, int64 `[B, 6]`. Of an engine's pages alone (`paged_step`): sink: how many of a
+    that bound each, int64 `[B, 6]`. Of an engine's pages alone (`steps.paged`): sink: how many of a
     sequence's first tokens are resident where any token is searched; resident rows lie in the
     blocks of `rows` then, those of the window behind the `length` tokens searched; head_bytes: from
     a KV head's rows of a block to the next one's; segments: numbers of those blocks among all

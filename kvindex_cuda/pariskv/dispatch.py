@@ -9,13 +9,13 @@ from kvindex.pariskv.config import ParisKVConfig
 from kvindex.pariskv.sign_votes import PLANES
 from kvindex.storage.codecs import BITS
 from kvindex.storage.store import AddressedRows
-from kvindex_cuda.memory.attend_latents import MOST_HEADS as LATENT_HEADS
-from kvindex_cuda.memory.attend_latents import unserved
 from kvindex_cuda.memory.layout import BLOCK, Layout, SubspaceLayout
-from kvindex_cuda.pariskv.base_step import MOST_HEADS, BaseStep
-from kvindex_cuda.pariskv.latent_step import TILE, LatentStep
-from kvindex_cuda.pariskv.step import Step
-from kvindex_cuda.pariskv.table_step import TableStep
+from kvindex_cuda.ops.attend_latents import MOST_HEADS as LATENT_HEADS
+from kvindex_cuda.ops.attend_latents import unserved
+from kvindex_cuda.pariskv.steps.base import MOST_HEADS, BaseStep
+from kvindex_cuda.pariskv.steps.latents import TILE, LatentStep
+from kvindex_cuda.pariskv.steps.sign_votes import Step
+from kvindex_cuda.pariskv.steps.tiered_votes import TableStep
 
 STEPS: dict[str, type[BaseStep]] = {"votes": Step, "tiers": TableStep, "latents": LatentStep}
 """By kind: of the presets `drawn`, `fast` and `precise`, of `paper`, and of the former over latents
@@ -98,7 +98,7 @@ def unreadable(rows: object, geometry: Geometry) -> str | None:
     """Why kernels do not attend to the rows of a store, None where they do.
 
     They read pages of 256 tokens, `[G, 256, row_bytes]`, a row in chunks of 8 elements of two bytes
-    or one. Of latents other kernels (`memory.attend_latents`).
+    or one. Of latents other kernels (`ops.attend_latents`).
     """
     if geometry.value_in_key and (why := unserved(geometry)):
         return why

@@ -4,7 +4,7 @@ What a search reads lies at fixed addresses and is updated in place as tokens co
 writes on the way are buffers made once, its results are new each time. So a search that was
 captured in a CUDA graph can be replayed while the index grows. Longer than most files: what a
 search reads, who updates it and when it is made anew are one matter. What an append writes is in
-`append.py`.
+`append/codes.py`.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from kvindex.storage.store import AddressedRows, CenteredRows, PlacedRows
 from kvindex_cuda.memory.code_blocks import CodeBlocks
 from kvindex_cuda.memory.layout import BLOCK
 from kvindex_cuda.memory.row_cache import RowCache
-from kvindex_cuda.pariskv.append import AppendedCodes
-from kvindex_cuda.pariskv.batch import BatchRow, ParisKVBatch
+from kvindex_cuda.pariskv.append.codes import AppendedCodes
+from kvindex_cuda.pariskv.append.encode import Encoder, encoder_of
+from kvindex_cuda.pariskv.append.stage_token import load_stage_token, stage_token, token_to_stage
+from kvindex_cuda.pariskv.append.update_state import update_state
 from kvindex_cuda.pariskv.device_state import State, opened, put, put_tiers, put_valid
 from kvindex_cuda.pariskv.dispatch import kind_of, layout_of, room_of, unreadable
-from kvindex_cuda.pariskv.encode import Encoder, encoder_of
-from kvindex_cuda.pariskv.graph import Replay, Replays
-from kvindex_cuda.pariskv.hits import ordered_hits
-from kvindex_cuda.pariskv.shared_step import Use, shared, with_headroom
-from kvindex_cuda.pariskv.stage_token import load_stage_token, stage_token, token_to_stage
-from kvindex_cuda.pariskv.update_state import update_state
+from kvindex_cuda.pariskv.steps.graph import Replay, Replays
+from kvindex_cuda.pariskv.steps.hits import ordered_hits
+from kvindex_cuda.pariskv.steps.ragged_batch import BatchRow, ParisKVBatch
+from kvindex_cuda.pariskv.steps.workspace import Use, shared, with_headroom
 from kvindex_cuda.runtime.launch import capturing
 
 

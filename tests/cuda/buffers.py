@@ -19,7 +19,8 @@ from kvindex.pariskv.decode_step import Draw, Prepared, Scanned, Selected
 from kvindex.pariskv.sign_votes import SAMPLED
 from kvindex.pariskv.step_state import BINS, BUCKETS, EMPTY, Reranked, State
 from kvindex.pariskv.tiered_votes import PIECES, POINTS, Candidates, QueryTable, Voted
-from kvindex_cuda.pariskv import base_step, device_state
+from kvindex_cuda.pariskv import device_state
+from kvindex_cuda.pariskv.steps import base
 from kvindex_cuda.runtime.constants import EDGE
 
 
@@ -27,7 +28,7 @@ from kvindex_cuda.runtime.constants import EDGE
 class Buffers:
     """Of a step that has run once, of `fast` or `precise` or (counted to chosen) of `paper`."""
 
-    step: base_step.BaseStep
+    step: base.BaseStep
     tokens: int
     wrong: Tensor
 

@@ -23,8 +23,8 @@ if __name__ == "__main__":
 # a script finds the project only now, hence imports that are not at the top (E402)
 from kvindex.core.protocol import Rows  # noqa: E402
 from kvindex.core.resident import ResidentRows  # noqa: E402
-from kvindex_cuda.pariskv.stage_token import stage_token  # noqa: E402
-from tests.cuda.test_compile import KERNEL, launching  # noqa: E402
+from kvindex_cuda.pariskv.append.stage_token import stage_token  # noqa: E402
+from tests.cuda.runtime.test_compile import KERNEL, launching  # noqa: E402
 from tests.support.helpers import Case, left_padding, part  # noqa: E402
 
 SHAPES = (

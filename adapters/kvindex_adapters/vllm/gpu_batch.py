@@ -18,8 +18,8 @@ from kvindex_adapters.vllm.gpu_layer import SearchingFlashAttention
 from kvindex_adapters.vllm.host import Part, single, split
 from kvindex_adapters.vllm.unsupported import check_causal, refuse_memory
 from kvindex_cuda.memory.pages import Pages
-from kvindex_cuda.pariskv.host_rows import HostRows
-from kvindex_cuda.pariskv.paged_step import PagedSteps
+from kvindex_cuda.pariskv.steps.host_rows import HostRows
+from kvindex_cuda.pariskv.steps.paged import PagedSteps
 
 
 class Searching:

@@ -27,8 +27,8 @@ from kvindex_adapters.vllm.unsupported import (
     check_searched,
     refuse_capture,
 )
-from kvindex_cuda.pariskv.host_rows import HostRows
-from kvindex_cuda.pariskv.paged_step import unserved
+from kvindex_cuda.pariskv.steps.host_rows import HostRows
+from kvindex_cuda.pariskv.steps.paged import unserved
 
 
 class SearchingFlashAttention(PluginAttention, FlashAttentionImpl):

@@ -19,7 +19,7 @@
 #endif
 
 constexpr int HEADS = TILES * GROUP;
-constexpr int PAIR = TILES % 2 == 0 ? 2 : 1;       // tiles of a block: as latent_step.py has them, and the next two
+constexpr int PAIR = TILES % 2 == 0 ? 2 : 1;       // tiles of a block: as steps/latents.py has them, and the next two
 constexpr int ESTIMATORS = 32 * QUADS;             // its threads
 constexpr int BATCHES = TILES / PAIR > 2 ? 2 : 1;  // sixteens of candidates that it takes at once
 constexpr int TASKS = (BATCHES * PAIR + QUADS - 1) / QUADS;  // of 16 candidates and a tile each: of a warp

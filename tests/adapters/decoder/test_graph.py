@@ -14,8 +14,8 @@ from kvindex.layer import AttentionLayer
 from kvindex_adapters.decoder import Decoder, Sampling, dense
 from kvindex_adapters.decoder import graph as graph_file
 from kvindex_adapters.decoder.session import Session
-from kvindex_cuda.pariskv import shared_step
 from kvindex_cuda.pariskv.executor import ParisKVExecutor
+from kvindex_cuda.pariskv.steps import workspace
 from tests.adapters.decoder.families import ids_of, model_of
 from tests.adapters.hf.generation.test_generation import Words
 
@@ -181,7 +181,7 @@ def test_candidates_that_outgrow_their_buffers_are_another_graph(
     device, graphs, monkeypatch, reserved
 ):
     """Which those of an answer's length do not, where memory for it was reserved."""
-    monkeypatch.setattr(shared_step, "HEADROOM", 2)
+    monkeypatch.setattr(workspace, "HEADROOM", 2)
     if not reserved:
         monkeypatch.setattr(ParisKVExecutor, "reserve", lambda *_: None)
     options = given(device, 30, index_options=dict(beta=0.5))

@@ -1,0 +1,149 @@
+"""Attention over latents where they lie: rows whose values are what their keys begin with."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvindex.core.geometry import Geometry
+from kvindex.storage.codecs import NAMES
+from kvindex_cuda.runtime.arguments import CODES
+from kvindex_cuda.runtime.constants import LATENT_ROWS, LATENT_SPLITS
+from kvindex_cuda.runtime.constants import TOKENS as BLOCK
+from kvindex_cuda.runtime.launch import launch
+
+MOST_HEADS = 128
+"""Query heads of a group: eight warps have 16 of them each."""
+
+NEAR_HEADS = 32
+"""Heads of a block where rows are on the device: 128 and the usual 420 rows are 108 blocks."""
+
+WIDEST = 1024
+"""Head dimension: rows of float32 lie in shared memory."""
+
+
+class LatentAttention:
+    """The two launches of `attend_latents.cu`, and what the first leaves for the second."""
+
+    def __init__(self, geometry: Geometry) -> None:
+        self._geometry = geometry
+        self._partial = self._sums = torch.zeros(0, device=geometry.device)
+        self._outgrown: list[Tensor] = []  # which a captured graph may still write to
+
+    def __call__(
+        self,
+        queries: Tensor,
+        ids: Tensor,
+        *,
+        found: Tensor | None,
+        weights: Tensor | None,
+        rows: Tensor,
+        row_bytes: int,
+        codec: str,
+        resident: Tensor,
+        resident_mask: Tensor,
+        resident_count: Tensor,
+        output: Tensor,
+        lse: Tensor,
+        far: bool = False,
+        overlap: bool = False,
+        ragged: bool = False,
+    ) -> None:
+        """Write `output` `[B, H, Dv]` and `lse` `[B, H]`: as `BaseStep.attend`.
+
+        queries: `[B, H, D]`; ids: int64 `[B, G, k]` or `[B G, k]`, below 0 for none; found: how
+        many of them there are, int32 `[B G]`, or None for all; weights: of rows selected, float32
+        `[B, H, k]`, or `[B G, k]` for all heads of a group, or None; rows, row_bytes, codec: as of
+        `State`, as are resident, resident_mask and resident_count; far: whether rows lie on the
+        host: then each is read once, else by each part of the heads; overlap: whether the launch
+        may begin before the one before it ends; ragged: as of `BaseStep`. All contiguous.
+        """
+        g = self._geometry
+        groups, k, room = len(queries) * g.kv_heads, ids.shape[-1], resident.shape[2]
+        queries = queries if queries.data_ptr() % 16 == 0 else queries.clone()
+        tiles = -(-k // LATENT_ROWS) + -(-room // LATENT_ROWS)
+        splits = max(1, min(tiles, LATENT_SPLITS))
+        if self._sums.numel() < groups * splits * g.group_size * 2:
+            self._outgrown += [self._partial, self._sums]
+            self._partial, self._sums = (
+                torch.empty((groups, splits, g.group_size, n), dtype=torch.float32, device=g.device)
+                for n in (g.value_dim, 2)
+            )
+        part = min(_padded(g), MOST_HEADS if far else NEAR_HEADS)
+        each = weights is not None and weights.ndim == 3  # head has weights of its own
+        defines = dict(
+            D=g.head_dim,
+            DV=g.value_dim,
+            GROUP=g.group_size,
+            PART=part,
+            DTYPE=CODES[g.dtype],
+            SOFTCAP=int(g.softcap is not None),
+            CODEC=NAMES.index(codec),
+            RAGGED=int(ragged),
+        )
+        launch(
+            "step/attend_latents.cu",
+            "attend_latents",
+            (splits, -(-g.group_size // part), groups),
+            (256,),
+            arguments=dict(
+                queries=queries,
+                ids=ids,
+                found=found,
+                rows=rows,
+                resident=resident,
+                resident_mask=resident_mask,
+                resident_count=resident_count,
+                weights=weights,
+                partial=self._partial,
+                sums=self._sums,
+                row=rows.shape[1],
+                head_bytes=BLOCK * row_bytes,
+                row_bytes=row_bytes,
+                room=room,
+                k=k,
+                kv_heads=g.kv_heads,
+                weights_group=g.group_size * k if each else k,
+                weights_head=k if each else 0,
+                scale=float(g.scale),
+                softcap=float(g.softcap or 0),
+            ),
+            shared_bytes=_shared_bytes(g, part),
+            overlap=overlap,
+            **defines,
+        )
+        launch(
+            "step/attend_latents.cu",
+            "merge_latents",
+            (g.group_size, -(-g.value_dim // 128), groups),
+            (128,),
+            arguments=dict(
+                partial=self._partial, sums=self._sums, output=output, lse=lse, splits=splits
+            ),
+            overlap=True,
+            **defines,
+        )
+
+
+def unserved(geometry: Geometry) -> str | None:
+    """Why the kernels do not attend to latents of a geometry, None where they do."""
+    g = geometry
+    limits = [
+        ("q_heads", g.group_size, g.group_size <= MOST_HEADS, f"up to {MOST_HEADS} a head"),
+        ("head_dim", g.head_dim, g.head_dim <= WIDEST, f"up to {WIDEST} with value_in_key"),
+        ("value_dim", g.value_dim, g.value_dim % 8 == 0, "a multiple of 8"),
+    ]
+    found = [(name, got, allowed) for name, got, fits, allowed in limits if not fits]
+    return f"{found[0][0]}: got {found[0][1]}, allowed is {found[0][2]}" if found else None
+
+
+def _padded(geometry: Geometry) -> int:
+    """Heads of a group, up to 16 times a power of two."""
+    return 16 << (-(-geometry.group_size // 16) - 1).bit_length()
+
+
+def _shared_bytes(geometry: Geometry, part: int) -> int:
+    """As attend_latents.cu lays it out."""
+    pitch = -(-geometry.head_dim * geometry.dtype.itemsize // 128) * 128 + 32
+    logits = part if geometry.dtype == torch.float32 else MOST_HEADS
+    return LATENT_ROWS * pitch + logits * 4 * (LATENT_ROWS + 4) + part * 2 * LATENT_ROWS

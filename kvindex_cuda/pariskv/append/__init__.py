@@ -1,0 +1,1 @@
+"""Appends: what kernels write as tokens come."""

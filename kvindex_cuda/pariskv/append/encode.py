@@ -1,0 +1,312 @@
+"""Append's fast path: blocks of keys to centers and codes, in one kernel (`append/encode.cu`)."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvindex.ops import transform
+from kvindex.pariskv.config import ParisKVConfig
+from kvindex_cuda.memory.layout import BLOCK, Layout, SubspaceLayout
+from kvindex_cuda.runtime.arguments import (
+    CODES,
+    busy,
+    contiguous_rows,
+    multiprocessors,
+    of_shape,
+    of_type,
+    strides,
+    wide,
+)
+from kvindex_cuda.runtime.constants import ENCODE_WARPS, MOST_BITS
+from kvindex_cuda.runtime.launch import launch
+
+WIDEST, LATENT, MOST_ODD = 256, 576, 31
+"""The largest head dimension; that of latents (512 coordinates and 64 rotary ones), and the largest
+odd part of one beyond the former."""
+
+NO_PAGES = dict(
+    due=None,
+    bases=None,
+    layers=0,
+    parts=0,
+    codes_page=0,
+    codes_part=0,
+    rows_page=0,
+    rows_part=0,
+)
+"""What the kernel is told of an engine's pages where keys are a tensor."""
+
+ROOM = 2.0**-10
+"""The largest size of a coordinate that is told apart lies above the last edge by this share."""
+
+
+class Encoder:
+    """What the kernel needs of a rotation and of levels, made once; a call encodes keys.
+
+    rotation: of `ops.transform.rotation`, float32 `[D, D]`; levels: float32 `[2^bits]`, those of
+    a weight per key (`ops.codes.levels(D, bits)`), or of a `SubspaceLayout` those of one per
+    subspace (`levels(8, bits)`). Copied to the host: not for a decoding step.
+    centered: whether a block's center is made and taken off its keys.
+    Raises ValueError for a matrix that is no such rotation, levels that do not fit the layout, a
+    head dimension that 8 does not divide or that the kernel does not serve, more than 7 bits,
+    centers of a `SubspaceLayout`, which has no room for them.
+    """
+
+    def __init__(
+        self, layout: Layout, rotation: Tensor, levels: Tensor, *, centered: bool = True
+    ) -> None:
+        D, bits = layout.head_dim, layout.magnitude_bits
+        if not serves(D) or not 0 <= bits <= MOST_BITS:
+            raise ValueError(
+                f"layout: got D = {D} and {bits} bits, allowed are multiples of 8 up to {WIDEST}, "
+                f"up to {LATENT} where their odd part is at most {MOST_ODD}, and 0 to {MOST_BITS}"
+            )
+        subspace = isinstance(layout, SubspaceLayout)
+        if subspace and centered:
+            raise ValueError("centered: got True with weights per subspace, allowed is False")
+        of_shape("rotation", of_type("rotation", rotation, torch.float32), D, D)
+        of_shape("levels", of_type("levels", levels, torch.float32), 2**bits)
+        self.layout, self.device, self.centered = layout, rotation.device, centered
+        signs, hartley = _factors(rotation.cpu())
+        self._flips = _flips(signs).to(self.device)
+        self._hartley = hartley.to(self.device)
+        self.largest, tables = _tables(levels.cpu())
+        self._tables = tables.to(self.device)
+        self._taken: Tensor | None = None
+        self._defines = dict(D=D, BITS=bits, CENTERED=int(centered), SUBSPACE=int(subspace))
+
+    def __call__(
+        self,
+        keys: Tensor,
+        table: Tensor,
+        *,
+        first: int,
+        valid: Tensor | None = None,
+        wrong: Tensor | None = None,
+    ) -> None:
+        """Write codes of keys `[B, G, N, D]`, the first of which begins block `first`.
+
+        All fields of the keys' places, and of each block the center, as `ops.codes.centers` makes
+        it but for rounding (sums are in float32, a warp's 32 keys at a time); the rest of a block
+        stays as it is. An invalid key counts as zero before the center is taken off, and has no
+        share in it; its weight is 0.
+
+        table: int64 `[B, S]`, addresses of blocks; valid: bool `[B, N]`, or None: all are; wrong:
+        int32 of one element, set to 1 where a valid key is not finite or far above
+        `check.LARGEST`, or None. Raises ValueError for wrong dtypes or shapes, blocks beyond the
+        table.
+        """
+        D = self.layout.head_dim
+        B, G, N, _ = of_type("keys", keys, *CODES).shape
+        of_shape("keys", keys, B, G, N, D)
+        of_shape("table", of_type("table", table, torch.int64), B, table.shape[-1])
+        blocks = -(-N // BLOCK)
+        if not 0 <= first <= table.shape[1] - blocks:
+            within = f"within the table's {table.shape[1]}"
+            raise ValueError(f"first: got {first} for {blocks} blocks of keys, allowed is {within}")
+        if valid is not None:
+            valid = contiguous_rows(of_shape("valid", of_type("valid", valid, torch.bool), B, N), 1)
+        if wrong is not None and of_type("wrong", wrong, torch.int32).numel() != 1:
+            raise ValueError(f"wrong: got {wrong.numel()} elements, allowed is one")
+        keys = contiguous_rows(keys, 1)
+        segments, begins = blocks * G * B, wide(keys)
+        resident = _resident(D, keys.element_size(), begins)
+        grid = busy(keys.device, 1, segments, 1, resident) if segments else 0
+        more = segments > grid  # than one each: blocks of threads take the next ones in turns
+        launch(
+            "append/encode.cu",
+            "encode",
+            (grid,),
+            (32 * ENCODE_WARPS,),
+            arguments=dict(
+                **strides("keys", keys, "batch", "head", "token"),
+                **strides("valid", valid, "batch"),
+                keys=keys,
+                valid=valid,
+                codes=table.contiguous(),
+                wrong=wrong,
+                taken=torch.zeros(1, dtype=torch.int32, device=keys.device) if more else None,
+                count=N,
+                first=first,
+                blocks=blocks,
+                kv_heads=G,
+                batches=B,
+                row=table.shape[1],
+                **self._constants(),
+                **NO_PAGES,
+            ),
+            shared_bytes=_staged(D, keys.element_size(), begins, resident),
+            DTYPE=CODES[keys.dtype],
+            WIDE=int(begins),
+            RESIDENT=resident,
+            PAGED=0,
+            **self._defines,
+        )
+
+    def of_pages(
+        self,
+        rows: Tensor,
+        *,
+        due: Tensor,
+        bases: Tensor,
+        layers: int,
+        parts: int,
+        codes_page: int,
+        codes_part: int,
+        rows_page: int,
+        rows_part: int,
+    ) -> None:
+        """Write codes of whole segments of an engine's pages (`memory.pages.Pages`).
+
+        rows: of one layer `[pages, G, tokens, 2 D]`, all of which are alike, wherever they lie;
+        due: int64 `[1 + n]`, how many segments there are and which, counted over all pages, read on
+        the device; bases: int64 `[layers, 2]`; the rest in bytes, `parts` segments of a page.
+        """
+        D, device = self.layout.head_dim, due.device
+        keys = of_type("rows", rows, *CODES)[..., :D]
+        begins = wide(keys)
+        resident = _resident(D, keys.element_size(), begins)
+        if self._taken is None:
+            self._taken = torch.zeros(1, dtype=torch.int32, device=device)
+        launch(
+            "append/encode.cu",
+            "encode",
+            (resident * multiprocessors(device),),
+            (32 * ENCODE_WARPS,),
+            arguments=dict(
+                **strides("keys", keys, "batch", "head", "token"),
+                valid_batch=0,
+                keys=None,
+                valid=None,
+                codes=None,
+                wrong=None,
+                taken=self._taken,
+                count=BLOCK,
+                first=0,
+                blocks=1,
+                kv_heads=keys.shape[1],
+                batches=1,
+                row=0,
+                **self._constants(),
+                due=due,
+                bases=bases,
+                layers=layers,
+                parts=parts,
+                codes_page=codes_page,
+                codes_part=codes_part,
+                rows_page=rows_page,
+                rows_part=rows_part,
+            ),
+            shared_bytes=_staged(D, keys.element_size(), begins, resident),
+            DTYPE=CODES[keys.dtype],
+            WIDE=int(begins),
+            RESIDENT=resident,
+            PAGED=1,
+            **self._defines,
+        )
+
+    def _constants(self) -> dict[str, Tensor | float]:
+        """Arguments that are alike for all keys."""
+        L = self.layout
+        return dict(
+            flips=self._flips,
+            hartley=self._hartley,
+            tables=self._tables,
+            head_bytes=L.head_bytes,
+            weights=L.weights,
+            logs=L.logs,
+            magnitudes=L.magnitudes,
+            center=L.center,
+            size_scale=1 / self.largest,
+            root=L.head_dim**-0.5,
+        )
+
+
+def serves(D: int) -> bool:
+    """Whether the kernel has a head dimension."""
+    widest = WIDEST if D // (D & -D) > MOST_ODD else LATENT
+    return D % 8 == 0 and 8 <= D <= widest
+
+
+def encoder_of(
+    config: ParisKVConfig,
+    layout: Layout,
+    rotation: Tensor,
+    levels: Tensor,
+    *,
+    pages: bool = False,
+) -> Encoder | None:
+    """For a `ParisKV` whose kernels are fused, where `encode.cu` serves it.
+
+    pages: whether blocks are whole segments of pages. Elsewhere codes with a weight per subspace
+    are made op by op: an index counts keys by these codes as they come.
+    """
+    if (config.block != "key" and not pages) or not serves(layout.head_dim):
+        return None
+    return Encoder(layout, rotation, levels, centered=bool(config.center))
+
+
+def _factors(rotation: Tensor) -> tuple[Tensor, Tensor]:
+    """Signs `[D]` of `R = (Q ⊗ H) diag(s) / √D`, and `Q` with zeros up to what the lanes hold."""
+    D = len(rotation)
+    power = D & -D
+    odd = D // power
+    plain = transform.rotation(D, 0)
+    plain = plain * plain[0].sign()  # the first rows of Q and H are ones
+    signs = rotation[0].sign()
+    if not torch.allclose(plain * signs, rotation, rtol=0, atol=1e-6):
+        raise ValueError("rotation: got another matrix, allowed is one of ops.transform.rotation")
+    order = odd if power >= 32 else -(-D // 32) * 32 // power
+    hartley = torch.zeros(order, order)
+    hartley[:odd, :odd] = plain[::power, ::power] * D**0.5
+    return signs, hartley
+
+
+def _flips(signs: Tensor) -> Tensor:
+    """Sign bits of pairs of 16-bit numbers, int32 `[D / 2]` up to whole words of a plane."""
+    D = len(signs)
+    bits = np.zeros(-(-D // 32) * 32, dtype=np.uint32)
+    bits[:D] = (signs < 0).numpy() * np.uint32(0x8000)
+    pairs = bits[0::2] | bits[1::2] << 16
+    return torch.from_numpy(pairs.view(np.int32))
+
+
+def _tables(levels: Tensor) -> tuple[float, Tensor]:
+    """The largest size that is told apart; by cells of it edges, indices of levels; levels.
+
+    Raises ValueError for levels two of whose edges share a cell, or that are no float16.
+    """
+    bits, edges = len(levels).bit_length() - 1, (levels[1:] + levels[:-1]) / 2
+    cells = 16 if bits <= 3 else 4 << bits
+    largest = float(edges[-1]) * (1 + ROOM) if bits else 1.0
+    places = (edges.double() / largest).float()
+    found = (places.double() * (cells - 1)).round().long()  # as the kernel rounds: ties to even
+    if (found.diff() < 1).any() or (levels != levels.half()).any():
+        raise ValueError(f"levels: got {levels.tolist()}, allowed are those of ops.codes.levels")
+    scaled = torch.full((cells,), torch.inf)
+    scaled[found] = places
+    below = torch.searchsorted(found, torch.arange(cells))
+    indices = torch.stack([below, (below + 1).clamp_max(len(edges))], dim=1)
+    return largest, torch.cat([scaled, indices.flatten().float(), levels])
+
+
+def _resident(D: int, size: int, wide: bool) -> int:
+    """Blocks of a multiprocessor, as an H100's registers and shared memory allow.
+
+    size: bytes of a coordinate.
+    """
+    held, odd = -(-D // 32) * 2 * size, D // (D & -D)  # words of a lane's coordinates
+    if wide and held <= 16 and odd <= 3:
+        return 4 if D * size <= 128 else 3
+    return 2 if D <= 128 else 1
+
+
+def _staged(D: int, size: int, wide: bool, resident: int) -> int:
+    """Bytes of a segment's keys in a block's shared memory, 0 where they do not go there.
+
+    As `STAGED` in the kernel; 200 of an H100's 228 KB leave room for what else a block has.
+    """
+    row = -(-D * size // 128) * 128
+    return BLOCK * row if wide and row <= 256 and BLOCK * row * resident <= 200 * 1024 else 0

@@ -1,0 +1,1 @@
+"""Steps: what one decoded token costs a layer, as launches of kernels."""

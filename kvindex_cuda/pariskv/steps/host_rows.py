@@ -1,0 +1,159 @@
+"""Layers whose pages of rows lie on the host: what they have on the device, and where rows go.
+
+The device keeps of a layer its codes and the rows that were read lately; of all layers one copy of
+a sequence's rows, which a prompt attends to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvindex.core import check
+from kvindex.core.geometry import Geometry
+from kvindex.pariskv.config import ParisKVConfig
+from kvindex_cuda.memory.host_pages import HostPages
+from kvindex_cuda.memory.page_rows import gather_pages, load_kernels, write_pages
+from kvindex_cuda.memory.pages import Pages
+from kvindex_cuda.memory.row_cache import RowCache
+from kvindex_cuda.pariskv.steps.paged import PagedSteps
+
+
+class HostRows:
+    """Made with the layers, before an engine knows how many pages it has room for; then opened.
+
+    geometry: of every layer; tokens: of the longest sequence; page_tokens: of a page; cached: rows
+    per KV head and layer that stay on the device, of all sequences together, a power of two from 4.
+    scratch: `[tokens / page_tokens, G, page_tokens, 2 D]`. Raises ValueError.
+    """
+
+    def __init__(self, geometry: Geometry, *, tokens: int, page_tokens: int, cached: int) -> None:
+        self._geometry, self._cached = geometry, cached
+        self._tokens, self._page_tokens = check.at_least("tokens", tokens, 1), page_tokens
+        g, device = geometry, geometry.device
+        count, width = -(-tokens // page_tokens), g.head_dim + g.value_dim
+        shape = count, g.kv_heads, page_tokens, width
+        # zeros, for attention may multiply what it masks
+        self.scratch = torch.zeros(shape, dtype=g.dtype, device=device)
+        self._numbers = torch.arange(count, dtype=torch.int32, device=device)
+        self._clock = torch.zeros(1, dtype=torch.int32, device=device)
+        self.caches: list[RowCache] = []
+        self._host: HostPages | None = None
+        self._pages: Pages | None = None
+
+    @property
+    def pages(self) -> Pages:
+        """Of all layers. Raises RuntimeError before `open`."""
+        if self._pages is None:
+            raise RuntimeError("rows on the host: got none, allowed is after open")
+        return self._pages
+
+    @property
+    def opened(self) -> bool:
+        """Whether there are pages."""
+        return self._pages is not None
+
+    def check_geometry(self, geometry: Geometry) -> None:
+        """Raises ValueError for a layer of another one."""
+        if geometry != self._geometry:
+            raise ValueError(
+                f"geometry: got {geometry}, allowed is that of the other layers: {self._geometry}"
+            )
+
+    def add_layer(self) -> int:
+        """Make a layer's cache: the layer's number."""
+        g = self._geometry
+        row_bytes = (g.head_dim + g.value_dim) * self.scratch.element_size()
+        made = RowCache(g.kv_heads, row_bytes, g.device, self._cached, clock=self._clock)
+        self.caches.append(made)
+        return len(self.caches) - 1
+
+    def open(self, config: ParisKVConfig, codes: Sequence[Tensor], **options: Any) -> PagedSteps:
+        """Pin memory for as many pages as the codes have, and make steps over both.
+
+        codes: of each layer, as `Pages`; options: of `PagedSteps`. What was opened before is given
+        back. Raises MemoryError with numbers, ValueError as `PagedSteps`.
+        """
+        if len(codes) != len(self.caches):
+            raise ValueError(f"codes: got {len(codes)} layers, allowed are {len(self.caches)}")
+        self.close()
+        self._host = HostPages(
+            self._geometry, layers=len(self.caches), pages=len(codes[0]), tokens=self._page_tokens
+        )
+        try:
+            pages = Pages(codes, self._host.rows, self._host.places)
+            options |= dict(tokens=self._tokens, caches=self.caches)
+            made = PagedSteps(self._geometry, config, pages, **options)
+            load_kernels(self._geometry.device)
+        except BaseException:
+            self.close()
+            raise
+        self._pages = pages
+        return made
+
+    def close(self) -> None:
+        """Give pinned memory back; nothing may be under way that reads it."""
+        for cache in self.caches:
+            cache.forget()
+        self._pages = None
+        if self._host is not None:
+            self._host.close()
+            self._host = None
+
+    def write(self, layer: int, keys: Tensor, values: Tensor, slots: Tensor) -> None:
+        """As `write_pages`."""
+        write_pages(self.pages, layer, keys, values, slots, cache=self.caches[layer])
+
+    def gather(
+        self,
+        layer: int,
+        *,
+        tables: Tensor,
+        lengths: Tensor,
+        starts: Tensor,
+        keys: Tensor,
+        values: Tensor,
+    ) -> Tensor:
+        """As `gather_pages`, to `scratch`, which holds it until the next one: a sequence's pages
+        are those of `table`.
+
+        tables: int32 `[R, width]`. Raises ValueError for more pages than the scratch has.
+        """
+        count, width = tables.shape
+        if count * width > len(self.scratch):
+            got = f"{count} sequences of {width} pages"
+            raise ValueError(f"tables: got {got}, allowed are {len(self.scratch)} pages in all")
+        copy = self.scratch[: count * width].view(count, width, *self.scratch.shape[1:])
+        gather_pages(
+            self.pages,
+            layer,
+            copy,
+            tables=tables,
+            lengths=lengths,
+            starts=starts,
+            keys=keys,
+            values=values,
+        )
+        return self.scratch
+
+    def table(self, count: int, width: int) -> Tensor:
+        """Of the scratch, the pages of so many sequences, int32 `[count, width]`."""
+        return self._numbers[: count * width].view(count, width)
+
+    def explain(self) -> str:
+        """What lies where, in words."""
+        size = {name: f"{nbytes / 1e9:.2f} GB" for name, nbytes in self.nbytes().items()}
+        pages = 0 if self._host is None else len(self._host.rows[0])
+        return (
+            f"rows of {pages} pages are on the host, {size['host']} pinned; on the device "
+            f"{size['device']} beside the codes: {self._cached} rows per KV head and layer, and a "
+            f"copy of {self._tokens} tokens of a layer for prompts"
+        )
+
+    def nbytes(self) -> dict[str, int]:
+        """Bytes beside the codes: on the device and pinned."""
+        device = self.scratch.nbytes + sum(cache.nbytes() for cache in self.caches)
+        return dict(device=device, host=0 if self._host is None else self._host.nbytes)

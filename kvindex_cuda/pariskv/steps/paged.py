@@ -1,0 +1,297 @@
+"""Steps over an engine's pages: rows and codes of many layers, under one block table on the device.
+
+Before a model's step two launches read the engine's tables for all layers (`begin`); then each
+layer's step is the fused one (`attend`), which can be captured in a graph: addresses, lengths and
+scales are read on the device, at places that stay. Nothing here waits for the device.
+
+A block that has become full is encoded before the model's next step, from the rows in its page.
+Pages of rows may lie in host memory: then rows that a step reads go through a cache of the layer.
+A step by tiers (the preset `paper`) counts the keys of each centroid itself, of the sequence's
+codes: no more than a sequence's length is known of it here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvindex import ops
+from kvindex.core.geometry import Geometry
+from kvindex.ops.coarse import TIERS
+from kvindex.pariskv.block_layout import words_of
+from kvindex.pariskv.config import ParisKVConfig
+from kvindex.pariskv.encoding import Encoding
+from kvindex_cuda.memory.arena import Arena
+from kvindex_cuda.memory.layout import BLOCK, Layout
+from kvindex_cuda.memory.pages import PagedLayout, PagedSubspaceLayout, Pages
+from kvindex_cuda.memory.row_cache import RowCache
+from kvindex_cuda.pariskv.append.encode import Encoder, encoder_of
+from kvindex_cuda.pariskv.device_state import State
+from kvindex_cuda.pariskv.dispatch import (
+    STEPS,
+    kind_of,
+    layout_of,
+    options_of,
+    refusal,
+    room_of,
+)
+from kvindex_cuda.pariskv.steps.base import BaseStep
+from kvindex_cuda.runtime.arguments import multiprocessors, of_type
+from kvindex_cuda.runtime.constants import UPDATE_THREADS
+from kvindex_cuda.runtime.launch import launch
+
+WAVES = 8
+"""Thread blocks of `read_pages` for each multiprocessor, as far as there is work."""
+
+
+PAGED: dict[str, type[PagedLayout] | type[PagedSubspaceLayout]] = {
+    "votes": PagedLayout,
+    "tiers": PagedSubspaceLayout,
+}
+"""Kinds of steps that are served (`dispatch.STEPS`), and how their codes lie in pages."""
+
+
+def unserved(config: ParisKVConfig, geometry: Geometry) -> str | None:
+    """Why these steps do not serve a configuration, None where they do."""
+    if why := refusal(config, geometry):
+        return why
+    if config.sign_decoder != "mean":
+        return (
+            f"sign_decoder: got {config.sign_decoder!r}, allowed is 'mean' "
+            "(pariskv:sign_decoder=mean, or preset=fast): a regression is fitted to one sequence, "
+            "and sequences share pages"
+        )
+    if (kind := kind_of(config, geometry)) not in PAGED:
+        return f"kind of step: got {kind!r}, allowed is {' or '.join(map(repr, PAGED))}"
+    if _encoder(config, geometry, layout_of(config, geometry)) is None:
+        return f"head_dim: got {geometry.head_dim}, which the encoder does not serve"
+    return None
+
+
+class PagedSteps:
+    """Steps of layers over `Pages`, for batches of up to `most_rows` sequences.
+
+    geometry: of every layer; k, sink, local_window, dense_below: as the vLLM plug-in's options,
+    local_window at least 1, so that a block is encoded before it is searched; tokens: the longest
+    sequence; new_tokens: the most that a step brings; caches: where rows lie on the host, of each
+    layer one with a group for each KV head and a clock that all share, which forgets what
+    `write_pages` writes. Raises ValueError for what no kernel serves.
+    """
+
+    def __init__(
+        self,
+        geometry: Geometry,
+        config: ParisKVConfig,
+        pages: Pages,
+        *,
+        k: int,
+        sink: int,
+        local_window: int,
+        dense_below: int,
+        most_rows: int,
+        tokens: int,
+        new_tokens: int,
+        caches: Sequence[RowCache] | None = None,
+    ) -> None:
+        if why := unserved(config, geometry):
+            raise ValueError(f"index: {why}")
+        if local_window < 1:
+            raise ValueError(f"local_window: got {local_window}, allowed is 1 or more")
+        self._geometry, self._config, self._pages, self._k = geometry, config, pages, k
+        self._caches = [None] * len(pages.rows) if caches is None else list(caches)
+        self._limits = dict(sink=sink, window=local_window, dense_below=dense_below)
+        device, layers, G = geometry.device, len(pages.rows), geometry.kv_heads
+        self._most_rows, blocks = most_rows, -(-tokens // BLOCK)
+        codes = pages.codes[0]
+        record = codes.stride(1) if G > 1 else codes.stride(0)
+        kind = kind_of(config, geometry)
+        assert kind is not None  # or `unserved` would have said
+        self._kind: str = kind
+        self._layout = PAGED[kind](geometry.head_dim, config.magnitude_bits, record)
+        encoder = _encoder(config, geometry, self._layout)
+        assert encoder is not None  # likewise
+        self._encoder: Encoder = encoder
+        searched = [max(count * BLOCK - sink, 0) for count in range(blocks + 1)]
+        candidates = [config.candidates(count, k) if count else 0 for count in searched]
+        self._most = max(room_of(kind, blocks * BLOCK, max(candidates)), 1)
+        self._candidates = torch.tensor(candidates, dtype=torch.int32, device=device)
+        self._bounds: Tensor | None = None
+        self._tiers: Tensor | None = None
+        if kind == "tiers":
+            bounds = [config.tier_bounds(count) for count in searched]
+            self._bounds = torch.tensor(bounds, device=device)
+            self._tiers = torch.zeros(most_rows, len(TIERS), dtype=torch.int64, device=device)
+
+        def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        self._codes, self._rows = (zeros(layers, most_rows, max(blocks, 1)) for _ in range(2))
+        self._segments: Tensor | None = None
+        if caches is not None:
+            _check_caches(self._caches, pages)
+            self._segments = zeros(most_rows, max(blocks, 1), dtype=torch.int32)
+        self._length, self._resident_count = zeros(most_rows), zeros(most_rows)
+        self._counted, self._wanted = (zeros(most_rows, dtype=torch.int32) for _ in range(2))
+        self._scales = zeros(layers, most_rows, G, dtype=torch.float32)
+        self._due = zeros(1 + min(new_tokens, new_tokens // BLOCK + most_rows))
+        seen = torch.arange(max(blocks, 1) * BLOCK, device=device) >= sink
+        self._valid = words_of(seen[None], max(blocks, 1)).expand(most_rows, -1, -1).contiguous()
+        self._none = torch.empty(0, 0, 0, 0, device=device)
+        self._arena, self._reserved = Arena(device), 0
+        self._steps: dict[int, tuple[BaseStep, list[State]]] = {}
+
+    def begin(self, tables: Tensor, lengths: Tensor, slots: Tensor, *, rows: int) -> None:
+        """Before a model's step, in no graph: read what the engine says of it.
+
+        tables: int32 `[R, blocks]`, pages of each sequence; lengths: int32 `[R]`, with the new
+        token, 0 for a row that is none; slots: int64 `[T]`, where new tokens go, below 0 for
+        nowhere; rows: of those sequences how many, the first ones, `attend` will ask about: `R`,
+        or 0 where it will not. Encodes what the step before has filled.
+        """
+        self._encode_due()
+        if rows > self._most_rows:
+            raise ValueError(f"rows: got {rows}, allowed is up to {self._most_rows}")
+        new = bool(rows) and rows not in self._steps
+        if rows and self._tiers is None:
+            self._scales.zero_()
+        layers, codes = len(self._pages.rows), self._pages.codes[0]
+        splits = WAVES * multiprocessors(self._geometry.device) // (layers * max(rows, 1))
+        most = -(-self._codes.shape[2] * self._geometry.kv_heads * (BLOCK // 16) // UPDATE_THREADS)
+        launch(
+            "append/read_pages.cu",
+            "read_pages",
+            (max(1, min(splits, most)) if rows else 1, rows + 1, layers if rows else 1),
+            (UPDATE_THREADS,),
+            arguments=dict(
+                tables=of_type("tables", tables, torch.int32),
+                lengths=of_type("lengths", lengths, torch.int32),
+                slots=of_type("slots", slots, torch.int64),
+                bases=self._pages.bases,
+                candidates=self._candidates,
+                codes=self._codes,
+                rows=self._rows,
+                length=self._length,
+                resident_count=self._resident_count,
+                counted=self._counted,
+                wanted=self._wanted,
+                bounds=self._bounds,
+                tiers=self._tiers,
+                weight_scale=self._scales if self._tiers is None else None,
+                due=self._due,
+                segments=self._segments,
+                clock=self._caches[0].clocks if self._caches[0] else None,
+                batch=rows,
+                room=self._most_rows,
+                row=self._codes.shape[2],
+                table=tables.stride(0),
+                pages=len(codes),
+                parts=codes.shape[2],
+                kv_heads=self._geometry.kv_heads,
+                count=len(slots),
+                most=len(self._due) - 1,
+                codes_head=self._layout.head_bytes,
+                weights=self._layout.weights,
+                **self._pages.strides,
+                **self._limits,
+            ),
+        )
+        if new:
+            self._grow(rows)
+            self._steps[rows] = self._step_for(rows), self._states()
+            g = self._geometry
+            queries = torch.zeros(rows, g.q_heads, g.head_dim, dtype=g.dtype, device=g.device)
+            self.attend(
+                0, queries, torch.empty_like(queries)
+            )  # kernels are compiled: none in a graph
+
+    def attend(self, layer: int, queries: Tensor, output: Tensor) -> None:
+        """Attention of queries `[R, H, D]`, one of each sequence, into `output` of the same shape.
+
+        For as many rows as `begin` was told of, or a graph was captured with.
+        """
+        step, states = self._steps[len(queries)]
+        step.output = output
+        step(queries.contiguous(), states[layer])
+
+    def _encode_due(self) -> None:
+        self._encoder.of_pages(
+            self._pages.rows[0],
+            due=self._due,
+            bases=self._pages.bases,
+            layers=len(self._pages.rows),
+            parts=self._pages.codes[0].shape[2],
+            **self._pages.strides,
+        )
+
+    def _grow(self, rows: int) -> None:
+        """Take memory for steps of so many sequences, or of twice as many as before.
+
+        What was too small stays with its steps, whose graphs have it: all of it is less than twice
+        what is taken last.
+        """
+        if rows <= self._reserved:
+            return
+        reserved = min(max(rows, 2 * self._reserved), self._most_rows)
+        self._step_for(reserved)
+        self._reserved = reserved
+
+    def _step_for(self, rows: int) -> BaseStep:
+        """A step for so many sequences, whose buffers are those of all steps."""
+        g, tiers = self._geometry, self._tiers is not None
+        options = options_of(self._kind, self._config)
+        options |= dict(batch=rows, k=self._k, most=self._most, ragged=True, arena=self._arena)
+        options |= dict(counts=True) if tiers else dict(blocks=self._codes.shape[2])
+        options["multiprocessors"] = multiprocessors(g.device)
+        return STEPS[self._kind](g, self._layout, **options)
+
+    def _states(self) -> list[State]:
+        """What steps read of each layer."""
+        g, kept = self._geometry, self._pages.rows[0]
+        common: dict[str, Any] = dict(
+            valid=self._valid,
+            length=self._length,
+            wanted=self._wanted,
+            counted=self._counted,
+            tiers=self._tiers,
+            resident=self._none,
+            resident_mask=self._none,
+            resident_count=self._resident_count,
+            row_bytes=kept.stride(2) * kept.element_size(),
+            head_bytes=(kept.stride(1) if g.kv_heads > 1 else 0) * kept.element_size(),
+            sink=self._limits["sink"],
+            segments=self._segments,
+        )
+        places = zip(self._codes, self._rows, self._scales, self._caches, strict=True)
+        return [
+            State(codes=codes, rows=pages, weight_scale=scale, cache=cache, **common)
+            for codes, pages, scale, cache in places
+        ]
+
+
+def _encoder(config: ParisKVConfig, geometry: Geometry, layout: Layout) -> Encoder | None:
+    """Of whole segments, None where there is none."""
+    known = Encoding.of(config, geometry, ops)
+    return encoder_of(config, layout, known.rotation, known.levels, pages=True)
+
+
+def _check_caches(caches: Sequence[RowCache | None], pages: Pages) -> None:
+    """Raises ValueError for caches that do not fit pages of rows on the host."""
+    rows = pages.rows[0]
+    shape = rows.shape[1], rows.shape[3] * rows.element_size()
+    found = {
+        (len(one.tags), one.row_bytes, one.clocks.data_ptr(), one.clocks.numel())
+        for one in caches
+        if one is not None
+    }
+    if len(caches) != len(pages.rows) or {one[:2] for one in found} != {shape} or len(found) > 1:
+        raise ValueError(
+            f"caches: got {len(caches)} of {[one[:2] for one in found]}, allowed is one for each "
+            f"of {len(pages.rows)} layers, of {shape} (groups, bytes of a row), with one clock"
+        )
+    if pages.tokens * len(rows) >= 2**31:
+        raise ValueError(
+            f"pages: got {len(rows)} of {pages.tokens} tokens, allowed are fewer than 2^31 tokens"
+        )

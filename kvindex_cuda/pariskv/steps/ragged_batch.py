@@ -1,0 +1,232 @@
+"""Batch of sequences with lengths of their own: one fused step whose rows are indexes.
+
+What a step reads of each index is copied beside that of the others, on the device: addresses of
+blocks, bits of tokens, a scale, and no code or row of K/V. A row is copied again once its index has
+changed, which in a layer is every `update_every` tokens; lengths are read on the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from kvindex.core.geometry import Geometry
+from kvindex.core.protocol import Attended, Hits, Rows
+from kvindex.core.resident import ResidentRows
+from kvindex.pariskv.config import ParisKVConfig
+from kvindex_cuda.memory.layout import BLOCK, Layout
+from kvindex_cuda.memory.row_cache import RowCache
+from kvindex_cuda.pariskv.append.stage_token import stage_token
+from kvindex_cuda.pariskv.device_state import State, put
+from kvindex_cuda.pariskv.dispatch import room_of
+from kvindex_cuda.pariskv.steps.graph import Replays
+from kvindex_cuda.pariskv.steps.hits import ordered_hits
+from kvindex_cuda.pariskv.steps.workspace import SharedStep, shared, with_headroom
+from kvindex_cuda.runtime.launch import capturing
+
+PER_BLOCK = "codes", "rows", "near", "valid"
+"""Of a `State`, what has an entry for each block."""
+
+WHOLE = "weight_scale", "regression", "histogram", "tiers", "row_center"
+"""And what else a row of the batch has."""
+
+
+@dataclass(frozen=True, eq=False)
+class BatchRow:
+    """What a batch reads of an index of one sequence.
+
+    state: its own, with rows, without resident ones; tokens: its length; count: valid ones; far:
+    whether some rows are the host's; version: another object once anything has changed; text: once
+    an id may stand for another row.
+    """
+
+    state: State
+    tokens: int
+    count: int
+    far: bool
+    version: object
+    text: object
+
+
+EMPTY = object()
+"""Version and text of a row whose index is empty."""
+
+
+class ParisKVBatch:
+    """A `kvindex.core.protocol.IndexBatch` of ParisKV, for one list of indexes after another.
+
+    Buffers are those of the last list's size, and of its `k`; it holds no index's memory.
+    """
+
+    def __init__(
+        self, geometry: Geometry, config: ParisKVConfig, kind: str, layout: Layout
+    ) -> None:
+        self._geometry, self._config, self._kind, self._layout = geometry, config, kind, layout
+        self._state: State | None = None
+        self._held: list[object] = []  # versions of the rows that the state has
+        self._asked = 0  # `k` that its `wanted` is for, 0 for none
+        self._step: SharedStep | None = None
+        self._cache: RowCache | None = None
+        self._texts: list[object] = []  # that the cache has rows of
+        self._wrong: Tensor | None = None  # of the first row: it tells of all queries
+        self._replays = Replays(geometry.device)
+        self._ticket = torch.zeros(1, dtype=torch.int32, device=geometry.device)  # of `stage_token`
+        self._made_of: tuple[object, ...] = (None,) * 5  # what `_reads` has
+        self._reads: State
+
+    def search(self, rows: Sequence[object], queries: Tensor, *, k: int) -> Hits:
+        """As `IndexBatch.search`."""
+        step, state = self._ready(cast(Sequence[BatchRow], rows), k)
+        step.renew()
+        step.select(queries.contiguous(), replace(state, wrong=self._wrong))
+        return ordered_hits(step, torch.arange(k, device=queries.device))
+
+    def attend(
+        self, rows: Sequence[object], queries: Tensor, resident: ResidentRows, *, k: int
+    ) -> Attended:
+        """As `IndexBatch.attend`; steps that read the same places are captured, and replayed."""
+        return self._attend(rows, queries, None, resident, k, graphs=True)
+
+    def decode_step(
+        self,
+        rows: Sequence[object],
+        queries: Tensor,
+        token: Rows,
+        resident: ResidentRows,
+        *,
+        k: int,
+        graphs: bool = True,
+    ) -> Attended:
+        """As `IndexBatch.decode_step`."""
+        return self._attend(rows, queries, token, resident, k, graphs)
+
+    def _attend(
+        self,
+        rows: Sequence[object],
+        queries: Tensor,
+        token: Rows | None,
+        resident: ResidentRows,
+        k: int,
+        graphs: bool,
+    ) -> Attended:
+        """As `decode_step`, or `attend` without a token."""
+        step, state = self._ready(cast(Sequence[BatchRow | None], rows), k)
+        reads = self._reads_of(step, state, resident)
+        replay = self._replays.of(step, reads) if graphs else None
+        asked = None if replay is None else replay.asked
+        if token is not None:
+            stage_token(resident, token, None, queries, asked, ticket=self._ticket)
+        elif asked is not None:
+            asked.copy_(queries)
+        if replay is not None:
+            return Attended(*replay())
+        step.renew()
+        output = step(queries.contiguous(), reads)
+        return Attended(output, step.lse, step.found.view(len(queries), -1))
+
+    def _ready(self, rows: Sequence[BatchRow | None], k: int) -> tuple[SharedStep, State]:
+        """A step for these rows, its turn, and what it reads of them."""
+        if capturing(self._geometry.device):
+            raise RuntimeError(
+                "graph: got a step of a list of sequences, allowed is an index's own"
+            )
+        some = [row for row in rows if row is not None]
+        candidates = [self._config.candidates(row.count, k) if row else 0 for row in rows]
+        need = room_of(self._kind, max(row.tokens for row in some), max(candidates))
+        step = self._with_room(len(rows), some[0].state.codes.shape[1], k, need)
+        step.acquire()
+        state = self._with_rows(rows, some[0].state)
+        if self._asked != k:
+            put(state.length, [row.tokens if row else 0 for row in rows])
+            put(state.counted, [row.count if row else 0 for row in rows])
+            put(state.wanted, candidates)
+            self._asked = k
+        self._with_cache(rows, some)
+        self._wrong = some[0].state.wrong
+        return step, state
+
+    def _reads_of(self, step: SharedStep, state: State, resident: ResidentRows) -> State:
+        """All that `attend` reads: the same object for as long as places stay the same."""
+        made_of = step, state, resident, self._cache, self._wrong
+        if any(old is not new for old, new in zip(self._made_of, made_of, strict=True)):
+            self._made_of = made_of
+            self._reads = replace(
+                state,
+                cache=self._cache,
+                wrong=self._wrong,
+                resident=resident.rows,
+                resident_mask=resident.mask,
+                resident_count=resident.count,
+            )
+        return self._reads
+
+    def _with_rows(self, rows: Sequence[BatchRow | None], like: State) -> State:
+        """The state, with what has changed of each row."""
+        if self._state is None or len(rows) != len(self._held):
+            self._state, self._held, self._asked = _empty(like, len(rows)), [None] * len(rows), 0
+        for b, row in enumerate(rows):
+            version = row.version if row else EMPTY
+            if self._held[b] is not version:
+                self._held[b], self._asked = None, 0  # until all of it is there
+                if row:
+                    _copy(self._state, b, row)
+                self._held[b] = version
+        return self._state
+
+    def _with_room(self, batch: int, blocks: int, k: int, need: int) -> SharedStep:
+        step = self._step
+        if step is None or (step.batch, step.k) != (batch, k) or step.most < need:
+            step = self._step = shared(
+                self._geometry,
+                self._layout,
+                self._kind,
+                self._config,
+                batch=batch,
+                blocks=blocks,
+                k=k,
+                most=with_headroom(max(need, 1)),
+                ragged=True,
+            )
+        return step
+
+    def _with_cache(self, rows: Sequence[BatchRow | None], some: Sequence[BatchRow]) -> None:
+        """Have a cache, where rows are on the host; it forgets those of texts that are gone."""
+        if not any(row.far for row in some):
+            self._cache = None
+            return
+        heads = self._geometry.kv_heads
+        if self._cache is None or len(self._texts) != len(rows):
+            groups, row_bytes = len(rows) * heads, some[0].state.row_bytes
+            self._cache = RowCache(groups, row_bytes, self._geometry.device)
+            self._texts = [None] * len(rows)
+        for b, row in enumerate(rows):
+            text = row.text if row else EMPTY
+            if self._texts[b] is not text:
+                self._cache.forget(slice(b * heads, (b + 1) * heads))
+                self._texts[b] = text
+
+
+def _empty(like: State, batch: int) -> State:
+    """A state for as many rows."""
+
+    def tensor(part: Tensor | None) -> Tensor | None:
+        return None if part is None else part.new_zeros((batch, *part.shape[1:]))
+
+    parts: dict[str, Any] = {name: tensor(vars(like)[name]) for name in (*PER_BLOCK, *WHOLE)}
+    parts |= {name: like.counted.new_zeros(batch) for name in ("wanted", "counted")}
+    return replace(like, length=like.length.new_zeros(batch), largest=None, wrong=None, **parts)
+
+
+def _copy(state: State, b: int, row: BatchRow) -> None:
+    """A row becomes that of its index, as far as that has blocks."""
+    parts, own, blocks = vars(state), vars(row.state), -(-row.tokens // BLOCK)
+    for name in PER_BLOCK:
+        if parts[name] is not None:
+            parts[name][b, :blocks].copy_(own[name][0, :blocks])
+    for name in WHOLE:
+        if parts[name] is not None:
+            parts[name][b].copy_(own[name][0])

@@ -1,0 +1,331 @@
+"""Steps over an engine's pages whose rows lie on the host, behind a cache by slots."""
+
+import pytest
+import torch
+
+from kvindex.core.geometry import Geometry
+from kvindex_adapters.vllm import pages as plain
+from kvindex_adapters.vllm.attention import Sequence
+from kvindex_adapters.vllm.options import Options
+from kvindex_cuda.memory.budget import Budget
+from kvindex_cuda.memory.host_pages import HostPages
+from kvindex_cuda.memory.row_cache import RowCache
+from kvindex_cuda.memory.slab_pool import DeviceAllocator
+from kvindex_cuda.pariskv.steps.host_rows import HostRows
+from kvindex_cuda.pariskv.steps.paged import PagedSteps
+from tests.cuda.devices import on, on_devices
+from tests.cuda.pariskv.steps.test_paged import (
+    LAYERS,
+    LENGTHS,
+    PAGES,
+    D,
+    Engine,
+    G,
+    H,
+    assert_close,
+)
+
+
+class HostEngine(Engine):
+    """Its pages of rows are the host's; tokens come by the kernel that writes them."""
+
+    def __init__(self, device, *, cached=4096, longest=1280, **options):
+        super().__init__(device, **options)
+        self.host = HostRows(self.geometry, tokens=longest, page_tokens=self.tokens, cached=cached)
+        for layer in range(LAYERS):
+            assert self.host.add_layer() == layer
+        for cache in self.host.caches:  # an unwritten row shows
+            cache.data.fill_(0xFF)
+        o = self.options
+        self.steps = self.host.open(
+            o.config,
+            self.codes,
+            k=o.k,
+            sink=o.sink,
+            local_window=o.local_window,
+            dense_below=o.dense_below,
+            most_rows=len(LENGTHS),
+            new_tokens=2048,
+        )
+        self.caches, self.pages = self.host.caches, self.host.pages
+        self.rows = self.pages.rows
+        for rows in self.rows:
+            rows.fill_(torch.nan)
+
+    def write(self, sequence, start, stop):
+        places = torch.arange(start, stop, device=self.device)
+        table = self.tables[sequence].long()
+        slots = table[places // self.tokens] * self.tokens + places % self.tokens
+        for layer in range(LAYERS):
+            rows = self.normal(stop - start, G, 3 * D)  # as of a product: with gaps
+            keys, values = rows[..., :D], rows[..., 2 * D :]
+            with on(self.device):
+                self.host.write(layer, keys, values, slots)
+        return slots
+
+    def expected(self, layer, queries, lengths):
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+        found = torch.zeros_like(queries)
+        records = self.codes[layer][..., : self.paged.layout.head_bytes]
+        rows = self.rows[layer].to(self.device)
+        for b, length in enumerate(lengths):
+            if length:
+                sequence = Sequence(rows, records, self.tables[b], length)
+                found[b] = self.paged.attend(queries[b, None], sequence)[0]
+        return found
+
+
+@on_devices
+@pytest.mark.parametrize("tokens", [pytest.param(256, marks=pytest.mark.slow), 512])
+def test_as_many_rows_as_there_are_give_full_attention(tokens, device):
+    engine = HostEngine(device, tokens=tokens)
+    engine.prefill()
+    assert_close(engine.decode())
+    whole = HostEngine(device, tokens=tokens, dense_below=4096)
+    whole.prefill()
+    assert_close(whole.decode())
+
+
+@on_devices
+@pytest.mark.parametrize(
+    ("index", "cached"),
+    [
+        ("pariskv:preset=fast", 4),
+        ("pariskv:sign_decoder=mean", 4096),
+        ("pariskv:preset=paper", 4096),
+        pytest.param("pariskv:preset=fast", 4096, marks=pytest.mark.slow),
+        pytest.param("pariskv:sign_decoder=mean", 4, marks=pytest.mark.slow),
+    ],
+)
+def test_few_rows_are_those_of_plain_torch_for_tokens_in_a_row(index, cached, device):
+    engine = HostEngine(device, index=index, k=6, cached=cached)
+    engine.prefill()
+    for step in range(3):
+        lengths = tuple(length + step if length else 0 for length in LENGTHS)
+        assert_close(engine.decode(lengths))
+
+
+@on_devices
+def test_rows_that_were_read_are_read_from_the_cache(device):
+    engine = HostEngine(device, k=6, dense_below=4096, cached=2**16)  # no set is full
+    engine.prefill()
+    assert_close(engine.decode())
+    for cache in engine.caches:
+        assert cache.use()[1] == 0
+        cache.counts.zero_()
+    for rows in engine.rows:  # nobody reads them any more
+        rows.fill_(torch.nan)
+    lengths = tuple(length + 1 if length else 0 for length in LENGTHS)
+    found = [output for output, _ in engine.decode(lengths)]
+    looked_up, hits = engine.caches[0].use()
+    assert hits == looked_up - G * sum(length > 0 for length in LENGTHS)  # but the new ones
+    assert not any(output.isnan().any() for output in found)
+
+
+@on_devices
+def test_a_slot_that_is_written_again_is_forgotten(device):
+    engine = HostEngine(device, k=6)
+    engine.prefill()
+    assert_close(engine.decode())
+    engine.prefill()  # others' tokens, in the same pages
+    assert_close(engine.decode())
+
+
+@on_devices
+@pytest.mark.parametrize(
+    "order",
+    ["random", *(pytest.param(one, marks=pytest.mark.slow) for one in ("forward", "backward"))],
+)
+def test_sequences_that_share_pages_share_rows(order, device):
+    engine = HostEngine(device, k=6, cached=64)
+    engine.prefill()
+    list(engine.decode())
+    engine.tables[1, :2] = engine.tables[0, :2]  # 512 of its 700 tokens
+    for _ in range(3):
+        lengths = torch.tensor(LENGTHS, dtype=torch.int32, device=device)
+        nowhere = torch.full((len(LENGTHS),), -1, device=device)
+        with on(device, order=order):
+            engine.steps.begin(engine.tables, lengths, nowhere, rows=len(LENGTHS))
+            for layer in range(LAYERS):
+                queries = engine.normal(len(LENGTHS), H, D)
+                output = torch.full_like(queries, torch.nan)
+                engine.steps.attend(layer, queries, output)
+                assert_close([(output, engine.expected(layer, queries, LENGTHS))])
+
+
+@on_devices
+@pytest.mark.parametrize("order", ["forward", "random"])
+def test_nobody_reads_a_row_that_another_sequence_brings_in_the_same_step(order, device):
+    """Three of one text and more: whoever finds its tag cannot know whether it has come."""
+    engine = HostEngine(device, k=6, cached=2**16)
+    engine.prefill()
+    list(engine.decode())  # which encodes
+    longest = max(range(len(LENGTHS)), key=LENGTHS.__getitem__)
+    engine.tables[:] = engine.tables[longest].clone()
+    lengths = (LENGTHS[longest],) * len(LENGTHS)
+    for cache in engine.caches:
+        cache.forget()
+        cache.counts.zero_()
+    for step in range(2):
+        nowhere = torch.full((len(lengths),), -1, device=device)
+        with on(device, order=order):
+            given = torch.tensor(lengths, dtype=torch.int32, device=device)
+            engine.steps.begin(engine.tables, given, nowhere, rows=len(lengths))
+            queries = engine.normal(1, H, D).repeat(len(lengths), 1, 1)
+            output = torch.full_like(queries, torch.nan)
+            engine.steps.attend(0, queries, output)
+        assert_close([(output, engine.expected(0, queries, lengths))])
+        looked_up, hits = engine.caches[0].use()
+        if not step:
+            assert hits == 0
+    assert hits > looked_up / 3  # the next step asks for some of these rows again
+
+
+def test_a_sequence_of_128k_tokens_takes_a_fifth_of_the_devices_memory():
+    """8 KV heads of 128 in 16 bits: codes, cached rows, a copy of a layer's rows for prompts."""
+    options = Options(index="pariskv:preset=fast", rows="host")
+    nowhere = torch.device("meta")
+    shape = dict(q_heads=32, kv_heads=8, head_dim=128, dtype=torch.bfloat16, device=nowhere)
+    tokens, layers, geometry = 131_072, 32, Geometry.of(**shape)
+    rows = HostRows(geometry, tokens=tokens, page_tokens=256, cached=options.cached_rows)
+    for _ in range(layers):
+        rows.add_layer()
+    own = layers * tokens * 8 * 2 * 128 * 2
+    codes = layers * tokens // 256 * 8 * options.layout(128).head_bytes
+    assert codes + rows.nbytes()["device"] < 0.2 * own
+
+
+@on_devices
+def test_a_slot_of_no_page_is_written_nowhere(device):
+    engine = HostEngine(device)
+    keys = torch.ones(3, G, D, dtype=engine.geometry.dtype, device=device)
+    slots = torch.tensor([-1, PAGES * 256, 5], device=device)
+    with on(device):
+        engine.host.write(0, keys, 2 * keys, slots)
+    if device == "cuda":
+        torch.cuda.synchronize()
+    rows = engine.rows[0]
+    assert (rows[0, :, 5] == torch.tensor([1.0, 2.0]).repeat_interleave(D)).all()
+    assert int((~rows.isnan()).sum()) == G * 2 * D
+
+
+@on_devices
+@pytest.mark.parametrize("tokens", [256, 512])
+def test_sequences_are_gathered_up_to_their_last_tokens(tokens, device):
+    engine = HostEngine(device, tokens=tokens, longest=6144)
+    lengths, new = (1100, 300, 5, 0), (600, 1, 5, 0)
+    for b, length in enumerate(lengths):
+        engine.write(b, 0, length)
+    if device == "cuda":
+        torch.cuda.synchronize()
+    starts = torch.tensor([0, *new]).cumsum(0).int()
+    keys, values = (engine.normal(int(starts[-1]), G, D) for _ in range(2))
+    width = -(-max(lengths) // tokens)
+    engine.host.scratch.fill_(9)
+    with on(device):
+        copy = engine.host.gather(
+            1,
+            tables=engine.tables[:4, :width],
+            lengths=torch.tensor(lengths, dtype=torch.int32, device=device),
+            starts=starts.to(device),
+            keys=keys,
+            values=values,
+        )
+    assert engine.host.table(4, width).tolist() == torch.arange(4 * width).view(4, width).tolist()
+    copy = copy[: 4 * width].unflatten(0, (4, width))
+    for b, (length, count) in enumerate(zip(lengths, new, strict=True)):
+        rows = copy[b].transpose(0, 1).flatten(1, 2)  # G, width * tokens
+        assert (rows[:, length:] == 9).all()
+        old = plain.read_rows(engine.rows[1], engine.tables[b].cpu(), 0, length)
+        old = torch.cat([old.keys, old.values], dim=-1)[0].to(device)
+        assert torch.equal(rows[:, : length - count], old[:, : length - count])
+        here = slice(int(starts[b]), int(starts[b + 1]))
+        fresh = torch.cat([keys[here], values[here]], dim=-1).transpose(0, 1)
+        assert torch.equal(rows[:, length - count : length], fresh)
+
+
+def test_more_than_may_be_pinned_is_refused_with_numbers():
+    geometry = Geometry.of(q_heads=4, kv_heads=2, head_dim=8)
+    budget = Budget(100_000)
+    options = dict(layers=2, tokens=256, budget=budget, allocator=None)
+    with pytest.raises(
+        MemoryError, match=r"got 2 pages of 256 tokens for each of 2 layers.*1 pages"
+    ):
+        HostPages(geometry, pages=2, **options)
+    assert budget.used_bytes == 0
+    pages = HostPages(geometry, pages=1, **options)
+    assert budget.used_bytes == pages.nbytes == 2 * 2 * 256 * 16 * 4
+    pages.close()
+    assert budget.used_bytes == 0
+
+
+def test_what_fails_to_be_pinned_leaves_nothing():
+    class Fails(DeviceAllocator):
+        calls = 0
+
+        def allocate(self, nbytes):
+            Fails.calls += 1
+            if Fails.calls == 2:
+                raise MemoryError("none left")
+            return super().allocate(nbytes)
+
+    geometry, budget = Geometry.of(q_heads=4, kv_heads=2, head_dim=8), Budget(10**9)
+    with pytest.raises(MemoryError, match="none left"):
+        HostPages(
+            geometry, layers=2, pages=2, tokens=256, budget=budget, allocator=Fails(geometry.device)
+        )
+    assert budget.used_bytes == 0
+
+
+def test_caches_that_do_not_fit_are_refused():
+    engine = HostEngine("cpu")
+    o, one = engine.options, engine.caches[0]
+    clock = one.clocks
+    other = RowCache(G, 2 * D * 4, torch.device("cpu"), 4)
+    narrow = RowCache(G, 16, torch.device("cpu"), 4, clock=clock)
+    for caches in ([one], [one, other], [narrow, narrow]):
+        with pytest.raises(ValueError, match="caches: got"):
+            PagedSteps(
+                engine.geometry,
+                o.config,
+                engine.pages,
+                k=6,
+                sink=4,
+                local_window=20,
+                dense_below=400,
+                most_rows=2,
+                tokens=1280,
+                new_tokens=64,
+                caches=caches,
+            )
+
+
+def test_what_does_not_fit_is_refused_before_a_launch():
+    engine = HostEngine("cpu")
+    host, g = engine.host, engine.geometry
+    keys, slots = torch.zeros(3, G, D), torch.zeros(3, dtype=torch.int64)
+    for given, said in (
+        ((keys.half(), keys, slots), "keys"),
+        ((keys, keys[:, :1], slots), "values"),
+        ((keys, keys, slots[:2]), "slots"),
+        ((keys, keys, slots.int()), "slots"),
+        ((torch.zeros(3, G, 2 * D)[..., ::2], keys, slots), "keys: got .* strides"),
+    ):
+        with pytest.raises((ValueError, TypeError), match=said):
+            host.write(0, *given)
+    counts = dict(lengths=torch.ones(2).int(), starts=torch.arange(3).int(), keys=keys, values=keys)
+    with pytest.raises(ValueError, match="tables: got 2 sequences of 9 pages, allowed are 5 pages"):
+        host.gather(0, tables=torch.zeros(2, 9).int(), **counts)
+    with pytest.raises(ValueError, match="geometry: got "):
+        host.check_geometry(Geometry.of(q_heads=H, kv_heads=G, head_dim=2 * D))
+    host.check_geometry(g)
+    with pytest.raises(ValueError, match="codes: got 1 layers, allowed are 2"):
+        host.open(engine.options.config, engine.codes[:1])
+    assert host.opened
+    assert host.nbytes()["host"] == LAYERS * PAGES * G * 256 * 2 * D * 4
+    assert "16 pages" in host.explain()
+    host.close()
+    assert host.nbytes()["host"] == 0
+    with pytest.raises(RuntimeError, match="rows on the host: got none"):
+        host.write(0, keys, keys, slots)

@@ -1,0 +1,436 @@
+"""Append's fast path against the reference ops in a `Layout`: bytes differ only at an edge.
+
+Longer than most files for what says that: the bound of a code's roundings, which all cases share.
+"""
+
+import pytest
+import torch
+
+from kvindex.core.check import LARGEST
+from kvindex.ops import codes, transform
+from kvindex_cuda.memory.layout import BLOCK, Layout, places
+from kvindex_cuda.pariskv.append.encode import Encoder
+from tests.cuda import emulator
+from tests.cuda.devices import DEVICES, on
+from tests.support.helpers import Case, far_apart, left_padding, sampled
+
+ROUNDED = 2.0**-20
+"""Of a coordinate of a unit vector, per (‖k‖ + ‖μ‖)/‖k − μ‖. Sums of ±x_i/√D stay below ‖x‖, so a
+rounding is off by 2^-24 of it at most (2^-23 in the matrix unit, which truncates). There are some
+16 here, the reference has D; they add up like their square root."""
+
+SUMMED = 2.0**-16
+"""Of a mean, per mean of |x|. A warp sums 32 keys of a coordinate in 8 products, of float32 in 3
+parts each, of 4 numbers and the sum so far: 120 numbers, each cut off by 2^-23 of their sum at
+most; the rest is in double."""
+
+GARBAGE = 0xA5
+
+OCTAVE = 2**16 // codes.OCTAVES
+"""Codes of log weights to a factor of 2."""
+
+
+def keys_of(case, count, seed=0):
+    """Keys with a common part, as a head's have."""
+    shift = 2 * case.tensor(seed + 50, 1, case.kv_heads, 1, case.head_dim)
+    return case.tokens(count, seed)[0] + shift
+
+
+def room(layout, batch, heads, tokens, device):
+    """Blocks full of garbage, uint8 `[B, S, G, head_bytes]`."""
+    shape = (batch, -(-tokens // BLOCK), heads, layout.head_bytes)
+    return torch.full(shape, GARBAGE, dtype=torch.uint8, device=device)
+
+
+def table_of(blocks):
+    """Addresses int64 `[B, S]` of blocks uint8 `[B, S, G, bytes]`."""
+    sizes = blocks.shape[2] * blocks.shape[3]
+    steps = torch.arange(blocks.shape[0] * blocks.shape[1], device=blocks.device) * sizes
+    return (blocks.data_ptr() + steps).view(blocks.shape[:2])
+
+
+def encoder(dim, bits=3, *, device="cpu", centered=True, seed=0):
+    rotation, levels = transform.rotation(dim, seed, device), codes.levels(dim, bits, device)
+    return Encoder(Layout(dim, bits), rotation, levels, centered=centered)
+
+
+def written(encode, keys, valid=None, *, pieces=None, wrong=None):
+    """Blocks that the kernel wrote, of keys up to each of the lengths `pieces` in turn."""
+    B, G, N, _ = keys.shape
+    blocks, first, device = room(encode.layout, B, G, N, keys.device), 0, keys.device.type
+    for stop in pieces or [N]:
+        some = slice(first * BLOCK, stop)
+        flags = None if valid is None else valid[:, some]
+        with on(device):
+            encode(keys[:, :, some], table_of(blocks), first=first, valid=flags, wrong=wrong)
+        first = stop // BLOCK  # what is full stays
+    return blocks
+
+
+def told(encode, keys, valid=None):
+    """Whether the kernel says that a key is wrong."""
+    wrong = torch.zeros(1, dtype=torch.int32, device=keys.device)
+    written(encode, keys, valid, wrong=wrong)
+    return bool(wrong)
+
+
+def logs_of(fields):
+    """Log weights int32 `[B, G, N]` of bytes `[B, G, N, 2]`."""
+    return fields["logs"][..., 0].int() | fields["logs"][..., 1].int() << 8
+
+
+def known_keys(keys, valid):
+    return keys if valid is None else keys.masked_fill(~valid[:, None, :, None], 0)
+
+
+def assert_means(got, keys, valid=None):
+    """Each a rounding of some number no further from the mean than `SUMMED` allows; how many are
+    not that of the mean.
+    """
+    known, pad = known_keys(keys, valid).double(), torch.nn.functional.pad
+    real = torch.ones_like(known[:, :1, :, :1]) if valid is None else valid[:, None, :, None]
+    after = (0, 0, 0, -keys.shape[2] % BLOCK)
+    counts = pad(real.double(), after).unflatten(2, (-1, BLOCK)).sum(3).clamp_min(1)
+    parts = pad(known, after).unflatten(2, (-1, BLOCK))
+    mean, size = parts.sum(3) / counts, parts.abs().sum(3) / counts
+    low, high = ((mean + side * SUMMED * size).bfloat16() for side in (-1, 1))
+    assert ((low <= got) & (got <= high)).all()
+    return int((got != codes.centers(known, valid, BLOCK)).sum())
+
+
+def compared(encode, blocks, keys, valid=None, *, seed=0):
+    """How much differs from the reference's, which must lie at an edge: of keys that are not
+    nearly their center, what is left of which is rounding.
+    """
+    layout, (_, _, N, D) = encode.layout, keys.shape
+    device, known = keys.device, known_keys(keys, valid)
+    rotation, levels = (
+        transform.rotation(D, seed, device),
+        codes.levels(D, layout.magnitude_bits, device),
+    )
+    centers = layout.centers(blocks) if encode.centered else None
+    spread = torch.zeros_like(known, dtype=torch.float64)
+    if centers is not None:
+        spread = centers.double().repeat_interleave(BLOCK, 2)[:, :, :N]
+    directions, norms = transform.normalize(known.float() - spread.float())
+    want = codes.encode(transform.rotate(directions, rotation), norms, levels, block=D)
+    true = codes.log_codes(want["weights"], 16)[..., 0]
+    if valid is not None:
+        true = true.masked_fill(~valid[:, None], 0)
+    got = layout.fields(blocks, N)
+
+    whole = known.double() - spread
+    sizes = whole.norm(dim=-1, keepdim=True)
+    exact = whole / sizes.clamp_min(1e-300) @ rotation.double().T
+    slack = ROUNDED * (known.double().norm(dim=-1) + spread.norm(dim=-1))[..., None] / sizes
+    slack = slack.nan_to_num(0.0, posinf=torch.inf)  # of a zero key without a center
+    far = slack[..., 0] < 2**-12
+    edges = ((levels[1:] + levels[:-1]) / 2).double()
+    signs = codes.unpack(got["signs"] ^ want["signs"]).flatten(-2).bool()
+    assert (exact.abs() <= slack)[signs].all()
+    differ = codes.unpack(got["magnitudes"] ^ want["magnitudes"]).flatten(-2).bool().any(-2)
+    apart = (exact.abs()[..., None] - edges).abs().amin(-1) if len(edges) else exact
+    assert (apart <= slack)[differ].all()
+
+    logs = logs_of(got)
+    steps, flipped = (logs - true).abs(), torch.zeros((), device=device)
+    if len(edges):  # a flipped level changes α, about 1 and at least .8, by |u| times a gap
+        flipped = differ.sum(-1) * (edges * levels.diff().double()).max() / 0.8
+    # of D coordinates, each off by `slack`, both ‖y‖ and α are
+    assert (steps <= 1 + (flipped + 2 * D**0.5 * slack[..., 0]) * OCTAVE / 0.69).all()
+    assert torch.equal((logs == 0)[far], (true == 0)[far])
+    assert valid is None or not logs.masked_fill(valid[:, None], 0).any()
+    assert torch.equal(got["weights"][..., 0].int(), logs >> 8)
+    return tuple(int(part[far].sum()) for part in (signs | differ, steps > 0))
+
+
+def checked(case, count, valid=None, *, bits=3, device="cpu"):
+    """Centers and codes of keys against the reference: of the former by theirs, of these alone."""
+    keys = keys_of(case, count).to(device)
+    valid = None if valid is None else valid.to(device)
+    encode = encoder(case.head_dim, bits, device=device)
+    blocks = written(encode, keys, valid)
+    centers = encode.layout.centers(blocks)
+    assert assert_means(centers, keys, valid) <= 2 + 1e-2 * centers.numel()
+    (flips, logs), total = compared(encode, blocks, keys, valid), keys[..., 0].numel()
+    # of the coordinates and of the weights; few coordinates of bfloat16 are exactly 0 now and then
+    assert flips <= 1e-4 * total * case.head_dim + 4
+    assert logs <= 1e-2 * total + 2
+    return encode, keys, blocks
+
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+DIMS = (8, 40, 72, 96, 112, 192, 248)
+SLOW = pytest.mark.slow
+WIDTHS = [
+    pytest.param(dim, dtype, marks=() if i % 3 == j else (SLOW, pytest.mark.longest))
+    for i, dim in enumerate((64, 80, 128, 256))
+    for j, dtype in enumerate(DTYPES)
+]
+WIDTHS += [(dim, DTYPES[i % 3]) for i, dim in enumerate(DIMS)] + [(576, torch.bfloat16)]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("dim", "dtype"), WIDTHS, ids=str)
+def test_centers_and_codes_are_the_references(dim, dtype, device):
+    case = Case(q_heads=2, kv_heads=2, head_dim=dim, dtype=dtype)
+    encode, keys, blocks = checked(case, 300, device=device)
+    with pytest.raises(AssertionError):  # comparisons that can fail
+        assert_means(encode.layout.centers(blocks), keys[:, :, :299])
+    with pytest.raises(AssertionError):
+        compared(encode, blocks, keys, seed=1)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("bits", [0, 2, 5, 7, *(pytest.param(n, marks=SLOW) for n in (1, 4, 6))])
+def test_any_number_of_bits(bits, device):
+    checked(Case(head_dim=128, dtype=torch.bfloat16), 300, bits=bits, device=device)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    ("count", "dim", "dtype"),
+    sampled([1, 33, 256, 257, 511], [128, 80], (torch.bfloat16, torch.float32)),
+    ids=str,
+)
+def test_a_block_may_lack_keys(count, dim, dtype, device):
+    case = Case(q_heads=2, kv_heads=2, head_dim=dim, dtype=dtype)
+    checked(case, count, device=device)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("dim", "dtype"), [(64, DTYPES[1]), (96, DTYPES[0])], ids=str)
+def test_padding_has_no_share_in_centers_and_no_weight(dim, dtype, device):
+    """Before the tokens, a block of nothing else with it, and among them."""
+    case = Case(q_heads=4, kv_heads=2, head_dim=dim, batch=3, dtype=dtype)
+    valid = left_padding([0, 150, 300], 400)
+    valid[0, torch.arange(3, 400, 7)] = False
+    encode, keys, blocks = checked(case, 400, valid, device=device)
+    assert not encode.layout.centers(blocks)[2, :, 0].any()
+    assert not logs_of(encode.layout.fields(blocks, 400))[2, :, :300].any()
+    with pytest.raises(AssertionError):
+        compared(encode, blocks, keys)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dim", [64, 192])
+def test_what_invalid_keys_hold_does_not_matter(dim, device):
+    valid, encode = left_padding([0, 150], 300).to(device), encoder(dim, device=device)
+    keys = keys_of(Case(q_heads=2, kv_heads=2, head_dim=dim, batch=2), 300).to(device)
+    spoilt = keys.masked_fill(~valid[:, None, :, None], float("nan"))
+    assert torch.equal(written(encode, spoilt, valid), written(encode, keys, valid))
+    assert not told(encode, spoilt, valid)
+    assert told(encode, spoilt)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("dim", "dtype"), [(128, DTYPES[2]), (40, DTYPES[0])], ids=str)
+def test_codes_are_a_function_of_their_block(dim, dtype, device):
+    """However the keys come: at once, by single ones, by blocks; with equal blocks before them."""
+    case = Case(q_heads=2, kv_heads=2, head_dim=dim, batch=2, dtype=dtype)
+    keys, valid = keys_of(case, 523).to(device), left_padding([0, 270], 523).to(device)
+    encode = encoder(dim, device=device)
+    want = written(encode, keys, valid)
+    for pieces in ([1, 255, 256, 257, 512, 513, 523], [300, 523], [512, 523]):
+        assert torch.equal(written(encode, keys, valid, pieces=pieces), want)
+    short = written(encode, keys, valid, pieces=[522])  # a comparison that can fail
+    assert torch.equal(short[:, :2], want[:, :2])
+    assert not torch.equal(short, want)
+    with on(device):
+        shifted = want.clone().fill_(GARBAGE)
+        encode(keys[:, :, 256:], table_of(shifted), first=0, valid=valid[:, 256:])
+    assert torch.equal(shifted[:, :2], want[:, 1:])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf"), -float("inf"), 1e20, -3e38])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_a_key_out_of_range_is_told_of(wrong, dtype, device):
+    """In a full block and in one that lacks keys; not of padding."""
+    case = Case(q_heads=2, kv_heads=2, head_dim=80, batch=2, dtype=dtype)
+    keys, valid = keys_of(case, 300).to(device), left_padding([0, 40], 300).to(device)
+    encode = encoder(80, device=device)
+    for place, found in (((1, 0, 39, 3), 0), ((1, 0, 40, 3), 1), ((0, 1, 299, 79), 1)):
+        spoilt = keys.clone()
+        spoilt[place] = torch.tensor(wrong).to(dtype)
+        assert told(encode, spoilt, valid) == found
+    alone = spoilt[:, :, 299:]
+    for centered in (True, False):
+        assert told(encoder(80, device=device, centered=centered), alone)
+        assert not told(encoder(80, device=device, centered=centered), keys[:, :, :1])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_keys_that_cancel_in_their_center_are_told_of_and_the_largest_are_not(device):
+    case = Case(q_heads=2, kv_heads=2, head_dim=64, batch=2)
+    keys, encode = keys_of(case, 300).to(device), encoder(64, device=device)
+    for number, found in ((2 * LARGEST * 64, 1), (1e30, 1), (3e38, 1), (LARGEST, 0)):
+        spoilt = keys.clone()
+        spoilt[1, 0, 100] = number
+        spoilt[1, 0, 101] = -number
+        assert told(encode, spoilt) == found
+    for number, found in ((2 * LARGEST, 1), (LARGEST, 0)):  # and that are nothing but it
+        assert told(encode, torch.full_like(keys, number)) == found
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    ("dim", "dtype", "heads", "S"),
+    [(8, torch.float32, 8, 13), (128, torch.bfloat16, 2, 25), (256, torch.float16, 2, 9)],
+    ids=str,
+)
+def test_a_block_of_threads_takes_several_segments(dim, dtype, heads, S, device):
+    keys = keys_of(Case(q_heads=heads, kv_heads=heads, head_dim=dim, dtype=dtype), BLOCK)
+    keys, encode, S = keys.to(device), encoder(dim, device=device), S if device == "cpu" else 1000
+    want, got = written(encode, keys), written(encode, keys.repeat(1, 1, S, 1))
+    assert torch.equal(got, want.expand_as(got))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dim", [80, 128])
+@pytest.mark.parametrize("centered", [True, False])
+def test_only_the_keys_places_and_centers_are_written(dim, centered, device):
+    keys, encode = keys_of(Case(head_dim=dim), 30), encoder(dim, device=device, centered=centered)
+    layout = encode.layout
+    blocks = room(layout, 1, keys.shape[1], 4 * BLOCK, device)
+    with on(device):
+        encode(keys.to(device), table_of(blocks), first=1)
+    assert (blocks[:, [0, 2, 3]] == GARBAGE).all()
+    fields = layout.views(blocks[:, 1])
+    fields["weights"] = fields["weights"][:, :, places(device)]
+    for name in ("signs", "weights", "logs", "magnitudes"):
+        assert (fields[name][:, :, 30:] == GARBAGE).all()
+        assert (fields[name][:, :, :30] != GARBAGE).any()
+    assert (fields["center"] == GARBAGE).all() == (not centered)
+    # what fills words of signs and planes is zero
+    M, width = dim // 8, layout.stride
+    words = blocks[:, 1, :, : BLOCK * width].unflatten(-1, (BLOCK, width))[:, :, :30, M:]
+    sizes = blocks[:, 1, :, layout.magnitudes : layout.magnitudes + BLOCK * 3 * width]
+    sizes = sizes.unflatten(-1, (BLOCK, 3, width))[:, :, :30, :, M:]
+    assert not words.any()
+    assert not sizes.any()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_strides_do_not_matter(dtype, device):
+    keys, encode = keys_of(Case(head_dim=64, batch=2, dtype=dtype), 300), encoder(64, device=device)
+    keys, valid = keys.to(device), torch.rand(300, 2).gt(0.3).T.to(device)
+    want = written(encode, keys, valid.contiguous())
+    turned = keys.transpose(1, 2).contiguous().transpose(1, 2)
+    wide = keys.new_zeros(2, 2, 300, 99)
+    wide[..., 3:67] = keys  # no key begins at a multiple of 16 bytes
+    for same in (turned, wide[..., 3:67]):
+        assert not same.is_contiguous()
+        assert torch.equal(written(encode, same, valid), want)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_keys_beyond_2_to_the_31_elements_are_found(device):
+    keys = keys_of(Case(head_dim=64, dtype=torch.bfloat16), 40).to(device)
+    encode = encoder(64, device=device)
+    assert torch.equal(written(encode, far_apart(keys)), written(encode, keys))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_batch_equals_its_rows(device):
+    keys = keys_of(Case(head_dim=96, batch=3, dtype=torch.float16), 300).to(device)
+    encode = encoder(96, device=device)
+    blocks = written(encode, keys)
+    for b in range(3):
+        assert torch.equal(blocks[b : b + 1], written(encode, keys[b : b + 1]))
+
+
+@pytest.mark.parametrize("dim", [128, 80])
+@pytest.mark.skipif(not emulator.available(), reason="no g++ to emulate with")
+def test_no_order_of_threads_changes_a_byte(dim, monkeypatch):
+    keys = keys_of(Case(q_heads=2, kv_heads=2, head_dim=dim, dtype=torch.bfloat16), 600)
+    encode = encoder(dim)
+    want = written(encode, keys)
+    for order in ("backward", "random"):
+        monkeypatch.setitem(globals(), "on", lambda _, order=order: emulator.emulated(order=order))
+        assert torch.equal(written(encode, keys), want)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("power", [-100, -40, 10, 40])
+def test_weights_are_on_an_absolute_scale(power, device):
+    """A power of two moves them by whole octaves, to the scale's ends, and changes no other bit."""
+    keys, encode = keys_of(Case(head_dim=64), 300).to(device), encoder(64, device=device)
+    want, got = (
+        encode.layout.fields(written(encode, keys * scale), 300) for scale in (1, 2.0**power)
+    )
+    for name in ("signs", "magnitudes"):
+        assert torch.equal(got[name], want[name])
+    moved = (logs_of(want) + power * OCTAVE).clamp(1, 2**16 - 1)
+    assert torch.equal(logs_of(got), moved)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dim", [64, 80])
+def test_without_centers_zero_and_sparse_keys(dim, device):
+    keys = torch.zeros(1, 2, 40, dim)
+    keys[:, :, torch.arange(1, 40), torch.arange(1, 40)] = torch.linspace(-3, 3, 39)
+    keys, encode = keys.to(device), encoder(dim, device=device, centered=False)
+    got = encode.layout.fields(written(encode, keys), 40)
+    assert (got["signs"][:, :, 0] == 255).all()
+    for name in ("weights", "logs", "magnitudes"):
+        assert not got[name][:, :, 0].any()
+    directions, norms = transform.normalize(keys)
+    rotated = transform.rotate(directions, transform.rotation(dim, 0, device))
+    want = codes.encode(rotated, norms, codes.levels(dim, 3, device), block=dim)
+    assert torch.equal(got["signs"], want["signs"])
+    true = codes.log_codes(want["weights"], 16)[..., 0]
+    assert ((logs_of(got) - true).abs() <= 1).all()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("dim", "dtype"), [(128, DTYPES[2]), (192, DTYPES[0])], ids=str)
+def test_without_centers_codes_are_the_references(dim, dtype, device):
+    case = Case(q_heads=2, kv_heads=2, head_dim=dim, batch=2, dtype=dtype)
+    keys, valid = keys_of(case, 600).to(device), left_padding([0, 90], 600).to(device)
+    encode = encoder(dim, device=device, centered=False)
+    compared(encode, written(encode, keys, valid), keys, valid)
+    with pytest.raises(AssertionError):
+        compared(encoder(dim, device=device), written(encode, keys, valid), keys, valid)
+
+
+def test_a_matrix_that_is_no_rotation_is_refused():
+    rotation, levels = transform.rotation(96, 0), codes.levels(96, 3)
+    for wrong in (rotation.T.contiguous(), torch.eye(96)):
+        with pytest.raises(ValueError, match="rotation: got another matrix"):
+            Encoder(Layout(96, 3), wrong, levels)
+    for wrong in (torch.linspace(0, 1e-3, 8).cumsum(0) ** 4, levels * 1.001):  # no float16
+        with pytest.raises(
+            ValueError, match=r"levels: got \[.*, allowed are those of ops.codes.levels"
+        ):
+            Encoder(Layout(96, 3), rotation, wrong)
+
+    with pytest.raises(ValueError, match="layout: got D = 264 and 3 bits"):
+        Encoder(Layout(264, 3), rotation, levels)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(first=2), "first: got 2 for 1 blocks of keys, allowed is within the table's 2"),
+        (dict(first=-1), "first: got -1"),
+        (dict(keys=torch.zeros(1, 2, 513, 64)), "first: got 0 for 3 blocks"),
+        (dict(keys=torch.zeros(1, 2, 40, 64).double()), "keys: got torch.float64"),
+        (dict(keys=torch.zeros(1, 2, 40, 32)), "keys: got shape"),
+        (dict(table=torch.zeros(1, 2)), "table: got torch.float32"),
+        (dict(table=torch.zeros(2, 2, dtype=torch.int64)), "table: got shape"),
+        (dict(valid=torch.ones(1, 39, dtype=torch.bool)), "valid: got shape"),
+        (dict(valid=torch.ones(1, 40)), "valid: got torch.float32"),
+        (dict(wrong=torch.zeros(1)), "wrong: got torch.float32"),
+        (dict(wrong=torch.zeros(2, dtype=torch.int32)), "wrong: got 2 elements"),
+        ({}, "encode: got tensors on cpu, allowed is a CUDA device"),
+    ],
+    ids=lambda part: ",".join(part) if isinstance(part, dict) else "",
+)
+def test_wrong_tensors_are_refused(change, message):
+    given = dict(
+        keys=torch.zeros(1, 2, 40, 64), table=torch.zeros(1, 2, dtype=torch.int64), first=0
+    )
+    with pytest.raises(ValueError, match=message):
+        encoder(64)(**(given | change))

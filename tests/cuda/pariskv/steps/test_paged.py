@@ -1,0 +1,235 @@
+"""Steps over an engine's pages, held to attention over the same pages in plain torch."""
+
+import pytest
+import torch
+
+from kvindex.core.geometry import Geometry
+from kvindex_adapters.vllm import pages
+from kvindex_adapters.vllm.attention import PagedAttention, Sequence
+from kvindex_adapters.vllm.options import Options
+from kvindex_cuda.memory.layout import BLOCK
+from kvindex_cuda.memory.pages import Pages
+from kvindex_cuda.pariskv.steps.paged import PagedSteps, unserved
+from tests.cuda.devices import on, on_devices
+
+H, G, D, LAYERS, PAGES = 4, 2, 16, 2, 16
+
+LENGTHS = 1100, 700, 300, 1024, 1, 0
+"""Of sequences: the last one is a row that is none."""
+
+
+class Engine:
+    """An engine's caches, full of what was there before, and sequences whose tokens come."""
+
+    def __init__(self, device, *, tokens=BLOCK, order="HND", dtype=torch.float32, **options):
+        given = {"index": "pariskv:preset=fast", "k": 4096, "sink": 4, "local_window": 20}
+        self.options = Options(**{**given, "dense_below": 400, **options})
+        self.geometry = Geometry.of(
+            q_heads=H, kv_heads=G, head_dim=D, dtype=dtype, device=torch.device(device)
+        )
+        self.paged = PagedAttention.of(self.options, self.geometry)
+        self.tokens, self.device, self.generator = tokens, device, torch.Generator().manual_seed(0)
+        # a record's page is whole bytes a token, as the plug-in's cache is
+        record = -(-self.paged.layout.head_bytes // BLOCK) * BLOCK
+        shape = PAGES, G, tokens // BLOCK, record
+        self.codes = [self.filled(shape, 0xA5, torch.uint8) for _ in range(LAYERS)]
+        if order == "HND":
+            rows = [self.filled((PAGES, G, tokens, 2 * D), 7, dtype) for _ in range(LAYERS)]
+        else:
+            rows = [self.filled((PAGES, tokens, G, 2 * D), 7, dtype) for _ in range(LAYERS)]
+            rows = [part.transpose(1, 2) for part in rows]
+        self.rows = rows
+        width = -(-max(LENGTHS) // tokens)
+        free = (torch.randperm(PAGES - 1, generator=self.generator) + 1).tolist()
+        self.tables = torch.zeros(len(LENGTHS), width, dtype=torch.int32, device=device)
+        for b, length in enumerate(LENGTHS):
+            for i in range(-(-length // tokens)):
+                self.tables[b, i] = free.pop()
+        self.steps = PagedSteps(
+            self.geometry,
+            self.options.config,
+            Pages(self.codes, self.rows),
+            k=self.options.k,
+            sink=self.options.sink,
+            local_window=self.options.local_window,
+            dense_below=self.options.dense_below,
+            most_rows=len(LENGTHS),
+            tokens=1280,
+            new_tokens=2048,
+        )
+
+    def filled(self, shape, value, dtype):
+        return torch.full(shape, value, dtype=dtype, device=self.device)
+
+    def write(self, sequence, start, stop):
+        """New tokens of a sequence, in all layers: their slots."""
+        places = torch.arange(start, stop, device=self.device)
+        table = self.tables[sequence].long()
+        slots = table[places // self.tokens] * self.tokens + places % self.tokens
+        for rows in self.rows:
+            keys, values = (self.normal(stop - start, G, D) for _ in range(2))
+            pages.write_rows(rows, slots, keys, values)
+        return slots
+
+    def normal(self, *shape):
+        made = torch.randn(*shape, generator=self.generator)
+        return made.to(self.geometry.dtype).to(self.device)
+
+    def prefill(self):
+        """All but the last token of each sequence, in two chunks."""
+        for chunk in range(2):
+            slots = []
+            for b, length in enumerate(LENGTHS):
+                bounds = 0, length // 3, max(length - 1, 0)
+                slots.append(self.write(b, bounds[chunk], bounds[chunk + 1]))
+            self.begin(torch.cat(slots), rows=0)
+
+    def begin(self, slots, *, rows, lengths=LENGTHS):
+        lengths = torch.tensor(lengths, dtype=torch.int32, device=self.device)
+        with on(self.device):
+            self.steps.begin(self.tables[: max(len(lengths), 1)], lengths, slots, rows=rows)
+
+    def decode(self, lengths=LENGTHS):
+        """A step of all sequences: the kernels' outputs of each layer, and those in torch."""
+        slots = [
+            self.write(b, length - 1, length) if length else torch.tensor([-1], device=self.device)
+            for b, length in enumerate(lengths)
+        ]
+        self.begin(torch.cat(slots), rows=len(lengths), lengths=lengths)
+        for layer in range(LAYERS):
+            queries = self.normal(len(lengths), H, D)
+            output = torch.full_like(queries, torch.nan)
+            with on(self.device):
+                self.steps.attend(layer, queries, output)
+            yield output, self.expected(layer, queries, lengths)
+
+    def expected(self, layer, queries, lengths):
+        """Codes are those that are there: what the kernels wrote."""
+        found = torch.zeros_like(queries)
+        records = self.codes[layer][..., : self.paged.layout.head_bytes]
+        for b, length in enumerate(lengths):
+            if length:
+                sequence = Sequence(self.rows[layer], records, self.tables[b], length)
+                found[b] = self.paged.attend(queries[b, None], sequence)[0]
+        return found
+
+
+def assert_close(pairs, **bounds):
+    for found, expected in pairs:
+        torch.testing.assert_close(found, expected, **(bounds or dict(rtol=1e-4, atol=1e-5)))
+
+
+@on_devices
+@pytest.mark.parametrize(
+    ("tokens", "order", "preset"),
+    [(256, "HND", "fast"), (512, "NHD", "fast"), (512, "NHD", "paper")],
+)
+def test_as_many_rows_as_there_are_give_full_attention(tokens, order, preset, device):
+    engine = Engine(device, tokens=tokens, order=order, index=f"pariskv:preset={preset}")
+    engine.prefill()
+    assert_close(engine.decode())
+    if preset == "paper":
+        return  # of all that is resident it attends as the others
+    whole = Engine(device, tokens=tokens, order=order, dense_below=4096)
+    whole.prefill()
+    assert_close(whole.decode())
+
+
+@on_devices
+@pytest.mark.parametrize(
+    "spec", ["pariskv:preset=fast", "pariskv:preset=precise", "pariskv:preset=paper"]
+)
+def test_few_rows_are_those_of_plain_torch(spec, device):
+    engine = Engine(device, index=spec, k=6)
+    engine.prefill()
+    assert_close(engine.decode())
+
+
+@on_devices
+def test_rows_that_are_drawn(device):
+    engine = Engine(device, index="pariskv:sign_decoder=mean", k=6)
+    engine.prefill()
+    assert_close(engine.decode())
+
+
+@on_devices
+def test_a_block_that_fills_is_searched_once_the_window_has_passed_it(device):
+    engine = Engine(device, sink=0, local_window=1, dense_below=0, k=4)
+    engine.prefill()
+    for step in range(3):  # 1,024 tokens are full, and searched from the next step on
+        lengths = tuple(length + step if length else 0 for length in LENGTHS)
+        if -(-lengths[3] // BLOCK) > engine.tables.shape[1]:
+            continue
+        engine.tables[3, 4] = 0 if step == 0 else 15
+        assert_close(engine.decode(lengths))
+
+
+@on_devices
+@pytest.mark.parametrize(
+    "index", ["pariskv:preset=fast", "pariskv:sign_decoder=mean", "pariskv:preset=paper"]
+)
+def test_batches_of_all_sizes_take_turns_in_the_same_buffers(index, device):
+    engine = Engine(device, index=index, k=6)
+    engine.prefill()
+    for count in (4, 2, 6, 1, 4):
+        assert_close(engine.decode(LENGTHS[:count]))
+
+
+@on_devices
+@pytest.mark.parametrize(("preset", "largest"), [("fast", "_list"), ("paper", "_pieces")])
+def test_memory_of_batches_that_grow_by_one_does_not_add_up(preset, largest, device):
+    engine = Engine(device, index=f"pariskv:preset={preset}", k=6)
+    nowhere = torch.tensor([-1], device=device)
+    for count in (1, 2, 3, 4, 5, 6, 3):
+        engine.begin(nowhere, rows=count, lengths=[0] * count)
+    lists = [getattr(step, largest).untyped_storage() for step, _ in engine.steps._steps.values()]
+    taken = {one.data_ptr(): one.nbytes() for one in lists}
+    single = min(taken.values())
+    assert sorted(size // single for size in taken.values()) == [1, 2, 4, 6]
+
+
+@on_devices
+@pytest.mark.parametrize(
+    ("tokens", "preset"), [(256, "fast"), (512, "fast"), (256, "paper"), (512, "paper")]
+)
+def test_full_blocks_have_the_codes_of_their_keys_and_others_none(tokens, preset, device):
+    engine = Engine(device, tokens=tokens, index=f"pariskv:preset={preset}")
+    engine.prefill()
+    list(engine.decode())
+    engine.begin(torch.tensor([-1], device=device), rows=0)
+    for rows, codes in zip(engine.rows, engine.codes, strict=True):
+        written = 0
+        for b, length in enumerate(LENGTHS):
+            full = length // BLOCK * BLOCK
+            written += full // BLOCK
+            if not full:
+                continue
+            records = codes[..., : engine.paged.layout.head_bytes]
+            sequence = Sequence(rows, records, engine.tables[b], full)
+            found = engine.paged.codes(sequence, full)
+            keys = pages.read_rows(rows, sequence.table, 0, full).keys
+            alone = dict(engine.paged.encoding.encode(keys, None))
+            for name in ("signs", "magnitudes", "weights"):  # sums of a center are rounded
+                assert (found[name] == alone[name]).float().mean() > 0.99
+            if preset == "paper":
+                continue
+            close = dict(rtol=0.01, atol=1e-3)
+            torch.testing.assert_close(found["centers"].float(), alone["centers"].float(), **close)
+        parts = codes.transpose(1, 2).flatten(0, 1)
+        assert int((parts != 0xA5).flatten(1).any(1).sum()) == written
+
+
+def test_what_is_not_served_is_said():
+    geometry = Geometry.of(q_heads=H, kv_heads=G, head_dim=D)
+    assert unserved(Options().config, geometry) is None
+    said = unserved(Options(index="pariskv").config, geometry)
+    assert "sign_decoder: got 'regression', allowed is 'mean'" in said
+    for preset in ("fast", "precise", "paper"):
+        assert unserved(Options(index=f"pariskv:preset={preset}").config, geometry) is None
+    said = unserved(Options(index="pariskv:preset=scan").config, geometry)
+    assert "coarse: got 'none'" in said
+    wide = Geometry.of(q_heads=H, kv_heads=G, head_dim=512)
+    said = unserved(Options(index="pariskv:preset=paper").config, wide)
+    assert "head_dim: got 512, allowed is up to 256 for 'tiers'" in said
+    many = Geometry.of(q_heads=64, kv_heads=2, head_dim=D, value_in_key=False)
+    assert "q_heads" in unserved(Options(index="pariskv:preset=paper").config, many)

@@ -1,0 +1,171 @@
+"""Indexes of latents with many heads on kernels, against themselves in plain torch."""
+
+from contextlib import nullcontext
+from dataclasses import replace
+
+import pytest
+import torch
+
+from kvindex.core.protocol import Attends, CapturesStep, DecodesStep
+from kvindex.core.resident import ResidentRows
+from kvindex.layer import AttentionLayer
+from kvindex.pariskv import decode_step
+from kvindex.testing.contract.attending import check_attention_where_few_tokens_are_valid
+from kvindex_cuda.pariskv.dispatch import kind_of, refusal
+from kvindex_cuda.pariskv.steps.latents import LatentStep
+from tests.cuda import emulator
+from tests.cuda.buffers import addressed
+from tests.cuda.devices import DEVICES, on, on_devices, torch_ops_and_an_executor
+from tests.cuda.launches import Launches
+from tests.cuda.pariskv.test_pool import joined
+from tests.support.helpers import ROUNDED, Case, assert_same_hits, follow_changes, part
+from tests.support.steps import Layer
+
+CASE = Case(20, 1, 64, 48, batch=2, value_in_key=True)
+OPTIONS = dict(least_candidates=1)
+LAUNCHES = ["prepare_latents", "sample_latents", "vote_latents", "take_candidates"]
+LAUNCHES += ["estimate_latents", "select_latents", "attend_latents", "merge_latents"]
+
+
+@pytest.fixture(params=DEVICES)
+def device(request, monkeypatch):
+    """The torch ops with the fused step beside them; the kernels emulated on a CPU."""
+    torch_ops_and_an_executor(monkeypatch, far=request.param == "cpu")
+    with emulator.emulated() if request.param == "cpu" else nullcontext():
+        yield request.param
+
+
+def pair(device, case=CASE, **options):
+    options = OPTIONS | dict(device=device) | options
+    return [case.index("pariskv", backend=name, **options) for name in ("cuda", "torch")]
+
+
+def assert_same(mine, theirs, queries, k=20):
+    assert "executor: fused latents" in mine.explain()
+    assert_same_hits(mine.search(queries, k=k), theirs.search(queries, k=k), close=ROUNDED)
+
+
+@pytest.mark.parametrize("preset", ["fast", pytest.param("drawn", marks=pytest.mark.slow)])
+def test_it_follows_appends_truncation_reordering_and_reset(device, preset):
+    mine, theirs = pair(device, preset=preset)
+    follow_changes(mine, theirs, CASE, device, assert_same)
+
+
+def test_it_attends_where_few_tokens_are_valid(device):
+    case = replace(CASE, device=device)
+    options = OPTIONS | dict(preset="sampled", backend="cuda")
+    check_attention_where_few_tokens_are_valid(
+        lambda **others: case.index("pariskv", **options, **others), case
+    )
+
+
+@pytest.mark.parametrize("rows", ["plain", "int8"])
+@pytest.mark.parametrize("preset", ["fast", "drawn"])
+def test_a_layer_attends_in_one_go(device, preset, rows):
+    mine, theirs = pair(device, preset=preset, row_codec=rows)
+    sizes = dict(k=20, sink=4, local_window=16, update_every=4, dense_below=64)
+    layers = [AttentionLayer(index, **sizes) for index in (mine, theirs)]
+    tokens = [piece.to(device) for piece in CASE.tokens(307)]
+    for t, stop in [(0, 300), *((t, t + 1) for t in range(300, 307))]:
+        queries = CASE.tensor(t, 2, 20, stop - t, 64).to(device)
+        got, want = (layer.step(queries, *part(tokens, t, stop)) for layer in layers)
+        torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-3)
+    assert "attend: in one go" in mine.explain()
+    assert "cache" not in mine.explain()
+    for name in ("rows_read", "bytes_fetched"):
+        got, want = (float(vars(layer.traffic)[name]) for layer in layers)
+        assert got == want, name
+    for offered in (Attends, DecodesStep, CapturesStep):
+        assert mine.capability(offered) is not None
+        assert theirs.capability(offered) is None
+
+
+def test_a_step_is_eight_launches(device):
+    index = pair(device)[0]
+    index.append(*(piece.to(device) for piece in CASE.tokens(300)))
+    queries = CASE.queries().to(device)
+    index.warm_up(k=20, tokens=300)
+    resident = resident_of(index)
+    with Launches() as launches:
+        index.attend(queries, resident, k=20)
+    assert launches.names == LAUNCHES
+
+
+def resident_of(index):
+    return ResidentRows(index.geometry, CASE.batch, 3)
+
+
+def test_a_chosen_row_is_read_where_it_lies(device):
+    case = replace(CASE, q_heads=4)
+    indexes = [case.index("exact", backend=name, device=device) for name in ("cuda", "torch")]
+    layers = [AttentionLayer(index, k=5, sink=4, local_window=16) for index in indexes]
+    tokens = [piece.to(device) for piece in case.tokens(303)]
+    ids = torch.tensor([299, 3, 7, 200, 298, -1, 150, 0], device=device).expand(2, 1, 1, -1)
+    for layer in layers:
+        layer.step(case.tensor(1, 2, 4, 300, 64).to(device), *part(tokens, 0, 300))
+    for t in range(300, 303):
+        query = case.tensor(t, 2, 4, 1, 64).to(device)
+        with Launches() as launches:
+            got, want = (layer.step(query, *part(tokens, t, t + 1), ids=ids) for layer in layers)
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+        assert launches.names[:2] == ["attend_latents", "merge_latents"]
+
+
+@on_devices
+@pytest.mark.parametrize("preset", ["drawn", "fast"])
+def test_a_ragged_step_is_that_of_each_row_alone(preset, device):
+    case, lengths = replace(CASE, batch=1), [700, 5, 256, 1]
+    layers = [
+        Layer.of(case, count, preset=preset, tokens=case.tokens(count + 40, seed), **OPTIONS)
+        for seed, count in enumerate(lengths)
+    ]
+    config, state = layers[0].config, joined([layer.state for layer in layers])
+    queries, k = case.queries(7, len(layers)), layers[0].k
+    step = LatentStep(
+        replace(config.geometry, device=torch.device(device)),
+        config.layout,
+        most=int(state.wanted.max()),
+        batch=len(layers),
+        k=k,
+        multiprocessors=2,
+        ragged=True,
+        seed=config.seed,
+        query_max=config.query_max,
+        centered=config.centered,
+        drawn=config.drawn,
+        tempered=config.tempered,
+        together=state.regression is not None,
+    )
+    read, _, _blocks = addressed(state, device)
+    for b, count in enumerate(lengths):
+        for table in (read.codes, read.rows):
+            table[b, -(-count // 256) :] = 0
+    with on(device):
+        step(queries.to(device), read)
+    want = decode_step.decode_step(queries, state, k, config)
+    torch.testing.assert_close(step.output.cpu(), want.output, rtol=2e-5, atol=2e-5)
+    torch.testing.assert_close(step.lse.cpu(), want.lse, rtol=2e-5, atol=2e-5)
+    assert torch.equal(step.found.cpu(), want.found[:, 0])
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (dict(), None),
+        (dict(q_heads=128, head_dim=576, value_dim=512), None),
+        (dict(q_heads=8, head_dim=576, value_dim=512), None),
+        (dict(q_heads=129), "q_heads: got 129, allowed is 128 a head"),
+        (dict(q_heads=40, kv_heads=2), "kv_heads: got 2, allowed is 1 with 20 heads on each"),
+        (dict(value_in_key=False), "q_heads: got 20, allowed is 16 a head"),
+        (
+            dict(q_heads=9, head_dim=320, value_in_key=False),
+            "q_heads: got 9, allowed is 8 a head",
+        ),
+    ],
+    ids=str,
+)
+def test_which_geometries_a_step_serves(change, said):
+    index = replace(CASE, **change).index("pariskv")
+    assert refusal(index.config, index.geometry) == said
+    kind = None if said else "votes" if change.get("q_heads") == 8 else "latents"
+    assert kind_of(index.config, index.geometry) == kind
