@@ -13,13 +13,17 @@ from kvindex_cuda.memory.layout import BLOCK, Layout, SubspaceLayout
 from kvindex_cuda.ops.attend_latents import MOST_HEADS as LATENT_HEADS
 from kvindex_cuda.ops.attend_latents import unserved
 from kvindex_cuda.pariskv.steps.base import MOST_HEADS, BaseStep
-from kvindex_cuda.pariskv.steps.latents import TILE, LatentStep
-from kvindex_cuda.pariskv.steps.sign_votes import Step
-from kvindex_cuda.pariskv.steps.tiered_votes import TableStep
+from kvindex_cuda.pariskv.steps.latents import TILE, LatentsStep
+from kvindex_cuda.pariskv.steps.sign_votes import SignVotesStep
+from kvindex_cuda.pariskv.steps.tiered_votes import TieredVotesStep
 
-STEPS: dict[str, type[BaseStep]] = {"votes": Step, "tiers": TableStep, "latents": LatentStep}
+STEPS: dict[str, type[BaseStep]] = {
+    "sign_votes": SignVotesStep,
+    "tiered_votes": TieredVotesStep,
+    "latents": LatentsStep,
+}
 """By kind: of the presets `drawn`, `fast` and `precise`, of `paper`, and of the former over latents
-with more heads or coordinates than `votes` has room for.
+with more heads or coordinates than `sign_votes` has room for.
 """
 
 VOTES = dict(
@@ -27,8 +31,8 @@ VOTES = dict(
 )
 
 OPTIONS: dict[str, dict[str, Any]] = {
-    "votes": VOTES,
-    "tiers": dict(
+    "sign_votes": VOTES,
+    "tiered_votes": dict(
         coarse="tiered_votes", candidates_per="head", block="subspace", weights="bfloat16"
     ),
     "latents": VOTES,
@@ -48,7 +52,7 @@ def kind_of(config: ParisKVConfig, geometry: Geometry) -> str | None:
         return None
     kind = next(kind for kind in OPTIONS if not _unlike(config, kind))
     many = geometry.group_size > _most_heads(geometry)
-    return "latents" if kind == "votes" and many else kind
+    return "latents" if kind == "sign_votes" and many else kind
 
 
 def _most_heads(geometry: Geometry) -> int:
@@ -67,16 +71,16 @@ def refusal(config: ParisKVConfig, geometry: Geometry) -> str | None:
         ("group", config.group, config.group in POLICIES, " or ".join(map(repr, POLICIES))),
         ("center", config.center, config.center in (0, BLOCK), f"0 or {BLOCK}"),
         ("single_stage_below", config.single_stage_below, not config.single_stage_below, "0"),
-        ("sampling", config.sampling, config.sampling == "none" or kind == "votes", "'none'"),
+        ("sampling", config.sampling, config.sampling == "none" or kind == "sign_votes", "'none'"),
         ("head_dim", geometry.head_dim, geometry.head_dim % 8 == 0, "a multiple of 8"),
     ]
     heads, most_heads = geometry.group_size, _most_heads(geometry)
-    if kind == "votes" and geometry.value_in_key and heads > most_heads:
+    if kind == "sign_votes" and geometry.value_in_key and heads > most_heads:
         most_heads = LATENT_HEADS
         one = geometry.kv_heads == 1
         limits.append(("kv_heads", geometry.kv_heads, one, f"1 with {heads} heads on each"))
     limits.append(("q_heads", heads, heads <= most_heads, f"{most_heads} a head"))
-    if kind == "votes":
+    if kind == "sign_votes":
         limits.append(("query_max", query_max, query_max <= most, f"up to {most}"))
     else:
         limits.append(("head_dim", geometry.head_dim, geometry.head_dim <= WIDEST, widest))
@@ -124,7 +128,7 @@ def layout_of(config: ParisKVConfig, geometry: Geometry) -> Layout:
 def options_of(kind: str, config: ParisKVConfig) -> dict[str, Any]:
     """What a step of a kind is told of a `ParisKVConfig`."""
     options = dict(seed=config.seed, policy=config.group)
-    if kind != "tiers":
+    if kind != "tiered_votes":
         options |= dict(query_max=config.query_max, centered=bool(config.center))
         options |= dict(drawn=config.sampling != "none", tempered=config.sampling == "tempered")
         options |= dict(together=config.sign_decoder == "regression")
@@ -133,4 +137,4 @@ def options_of(kind: str, config: ParisKVConfig) -> dict[str, Any]:
 
 def room_of(kind: str, tokens: int, candidates: int) -> int:
     """What a step of a kind must have room for: its `most`."""
-    return tokens if kind == "tiers" else candidates
+    return tokens if kind == "tiered_votes" else candidates

@@ -64,12 +64,15 @@ def test_no_backend_is_chosen_in_silence():
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({}, ["fused votes", "append: kernels write codes", "attend: in one go"]),
-        (dict(preset="paper"), ["fused tiers", "append: codes are made op by op"]),
-        (dict(value_dim=12), ["fused votes", "attend: value_dim: got 12, allowed is a multiple"]),
+        ({}, ["fused sign_votes", "append: kernels write codes", "attend: in one go"]),
+        (dict(preset="paper"), ["fused tiered_votes", "append: codes are made op by op"]),
+        (
+            dict(value_dim=12),
+            ["fused sign_votes", "attend: value_dim: got 12, allowed is a multiple"],
+        ),
         (
             dict(preset="scan"),
-            ["none, op by op (coarse: got 'none', allowed is 'sign_votes' for 'votes'"],
+            ["none, op by op (coarse: got 'none', allowed is 'sign_votes' for 'sign_votes'"],
         ),
         (
             dict(preset="fast", group="union"),

@@ -22,7 +22,7 @@ from kvindex.pariskv.sign_votes import SAMPLED
 from kvindex_cuda.memory.layout import BLOCK, Layout
 from kvindex_cuda.pariskv.device_state import State
 from kvindex_cuda.pariskv.steps.base import COUNTERS
-from kvindex_cuda.pariskv.steps.sign_votes import Step
+from kvindex_cuda.pariskv.steps.sign_votes import SignVotesStep
 from kvindex_cuda.runtime.constants import (
     APART,
     BINS,
@@ -42,10 +42,11 @@ def tile_of(heads: int) -> int:
     return next(size for size in range(TILE, 0, -1) if heads % size == 0)
 
 
-class LatentStep(Step):
+class LatentsStep(SignVotesStep):
     """Buffers and launches of such a step for a batch of `B` rows.
 
-    most: candidates that there is room for, as of `Step`; votes have room for a table's tokens.
+    most: candidates that there is room for, as of `SignVotesStep`; votes have room for
+    a table's tokens.
     Raises ValueError for more than one KV head.
     """
 
@@ -102,7 +103,7 @@ class LatentStep(Step):
         self.counts, self._candidate_counts, self._select_tickets = counters[:3].unbind()
 
     def _open_heads(self) -> tuple[int, int]:
-        """As `Step._open_heads`."""
+        """As `SignVotesStep._open_heads`."""
         return self._groups * self._tiles, self._tile
 
     def select(self, queries: Tensor, state: State) -> None:

@@ -48,8 +48,8 @@ WAVES = 8
 
 
 PAGED: dict[str, type[PagedLayout] | type[PagedSubspaceLayout]] = {
-    "votes": PagedLayout,
-    "tiers": PagedSubspaceLayout,
+    "sign_votes": PagedLayout,
+    "tiered_votes": PagedSubspaceLayout,
 }
 """Kinds of steps that are served (`dispatch.STEPS`), and how their codes lie in pages."""
 
@@ -120,7 +120,7 @@ class PagedSteps:
         self._candidates = torch.tensor(candidates, dtype=torch.int32, device=device)
         self._bounds: Tensor | None = None
         self._tiers: Tensor | None = None
-        if kind == "tiers":
+        if kind == "tiered_votes":
             bounds = [config.tier_bounds(count) for count in searched]
             self._bounds = torch.tensor(bounds, device=device)
             self._tiers = torch.zeros(most_rows, len(TIERS), dtype=torch.int64, device=device)

@@ -28,7 +28,7 @@ from kvindex_cuda.runtime.constants import SAMPLED, SCAN_STAGES, SCAN_WARPS
 from kvindex_cuda.runtime.launch import capturing, launch
 
 
-class Step(BaseStep):
+class SignVotesStep(BaseStep):
     """Buffers and launches of a step for a batch of `B` rows.
 
     most: the largest `C` that `State.wanted` will hold; seed, query_max, policy: as

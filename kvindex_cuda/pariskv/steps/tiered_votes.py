@@ -32,12 +32,12 @@ COUNTED = 4 * CHUNK
 """Keys of a block of `count_keys` at least: it adds to as many counts as a centroid each."""
 
 
-class TableStep(BaseStep):
+class TieredVotesStep(BaseStep):
     """Buffers and launches of a step by look-ups.
 
     most: tokens that there is room for, 36 bytes for each and KV head at 4 heads; those past it
-    are not seen. seed: as for `Step`; counts: whether each step counts keys per centroid itself,
-    and reads no `State.histogram`.
+    are not seen. seed: as for `SignVotesStep`; counts: whether each step counts keys per centroid
+    itself, and reads no `State.histogram`.
     """
 
     layout: SubspaceLayout

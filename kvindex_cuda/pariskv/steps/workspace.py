@@ -15,9 +15,9 @@ from kvindex_cuda.memory.layout import Layout
 from kvindex_cuda.pariskv.device_state import State
 from kvindex_cuda.pariskv.dispatch import options_of
 from kvindex_cuda.pariskv.steps.base import BaseStep
-from kvindex_cuda.pariskv.steps.latents import LatentStep
-from kvindex_cuda.pariskv.steps.sign_votes import Step
-from kvindex_cuda.pariskv.steps.tiered_votes import TableStep
+from kvindex_cuda.pariskv.steps.latents import LatentsStep
+from kvindex_cuda.pariskv.steps.sign_votes import SignVotesStep
+from kvindex_cuda.pariskv.steps.tiered_votes import TieredVotesStep
 from kvindex_cuda.runtime.arguments import multiprocessors
 from kvindex_cuda.runtime.launch import capturing
 
@@ -97,19 +97,21 @@ class Use:
         return self.need > self.step.most
 
 
-class _Votes(SharedStep, Step):
-    """`Step`, shared."""
+class _SignVotes(SharedStep, SignVotesStep):
+    """`SignVotesStep`, shared."""
 
 
-class _Table(SharedStep, TableStep):
-    """`TableStep`, shared."""
+class _TieredVotes(SharedStep, TieredVotesStep):
+    """`TieredVotesStep`, shared."""
 
 
-class _Latents(SharedStep, LatentStep):
-    """`LatentStep`, shared."""
+class _Latents(SharedStep, LatentsStep):
+    """`LatentsStep`, shared."""
 
 
-SHARED: dict[str, type[SharedStep]] = dict(votes=_Votes, tiers=_Table, latents=_Latents)
+SHARED: dict[str, type[SharedStep]] = dict(
+    sign_votes=_SignVotes, tiered_votes=_TieredVotes, latents=_Latents
+)
 """By kind (`dispatch.kind_of`)."""
 
 _alive: WeakValueDictionary[tuple[Any, ...], SharedStep] = WeakValueDictionary()

@@ -20,7 +20,7 @@ from kvindex.pariskv.index import ParisKV
 from kvindex.testing.contract.attending import check_attention_where_few_tokens_are_valid
 from kvindex_cuda.pariskv.device_state import put
 from kvindex_cuda.pariskv.steps import workspace
-from kvindex_cuda.pariskv.steps.sign_votes import Step
+from kvindex_cuda.pariskv.steps.sign_votes import SignVotesStep
 from tests.cuda import emulator, sanitize
 from tests.cuda.devices import DEVICES, torch_ops_and_an_executor
 from tests.cuda.launches import Launches
@@ -440,9 +440,9 @@ def layers_of(device, case, indexes, steps=6):
 )
 def test_a_layer_over_rows_of_every_codec(device, rows, value_dim, wrapper, monkeypatch):
     case, calls = Case(q_heads=4, kv_heads=2, head_dim=64, value_dim=value_dim), []
-    attend = Step.attend
+    attend = SignVotesStep.attend
     monkeypatch.setattr(
-        Step, "attend", lambda *given, **how: calls.append(given) or attend(*given, **how)
+        SignVotesStep, "attend", lambda *given, **how: calls.append(given) or attend(*given, **how)
     )
     name, options = "pariskv" + wrapper, OPTIONS | dict(row_codec=rows, device=device)
     indexes = [case.index(name, backend=backend, **options) for backend in ("cuda", "torch")]

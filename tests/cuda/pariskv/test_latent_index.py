@@ -12,7 +12,7 @@ from kvindex.layer import AttentionLayer
 from kvindex.pariskv import decode_step
 from kvindex.testing.contract.attending import check_attention_where_few_tokens_are_valid
 from kvindex_cuda.pariskv.dispatch import kind_of, refusal
-from kvindex_cuda.pariskv.steps.latents import LatentStep
+from kvindex_cuda.pariskv.steps.latents import LatentsStep
 from tests.cuda import emulator
 from tests.cuda.buffers import addressed
 from tests.cuda.devices import DEVICES, on, on_devices, torch_ops_and_an_executor
@@ -121,7 +121,7 @@ def test_a_ragged_step_is_that_of_each_row_alone(preset, device):
     ]
     config, state = layers[0].config, joined([layer.state for layer in layers])
     queries, k = case.queries(7, len(layers)), layers[0].k
-    step = LatentStep(
+    step = LatentsStep(
         replace(config.geometry, device=torch.device(device)),
         config.layout,
         most=int(state.wanted.max()),
@@ -167,5 +167,5 @@ def test_a_ragged_step_is_that_of_each_row_alone(preset, device):
 def test_which_geometries_a_step_serves(change, said):
     index = replace(CASE, **change).index("pariskv")
     assert refusal(index.config, index.geometry) == said
-    kind = None if said else "votes" if change.get("q_heads") == 8 else "latents"
+    kind = None if said else "sign_votes" if change.get("q_heads") == 8 else "latents"
     assert kind_of(index.config, index.geometry) == kind

@@ -16,8 +16,8 @@ from kvindex.core.protocol import Hits, JoinsBatch
 from kvindex.pariskv import decode_step
 from kvindex_cuda.memory.slab_pool import DeviceAllocator
 from kvindex_cuda.pariskv.steps.graph import WARM
-from kvindex_cuda.pariskv.steps.sign_votes import Step
-from kvindex_cuda.pariskv.steps.tiered_votes import TableStep
+from kvindex_cuda.pariskv.steps.sign_votes import SignVotesStep
+from kvindex_cuda.pariskv.steps.tiered_votes import TieredVotesStep
 from tests.cuda.buffers import addressed
 from tests.cuda.devices import DEVICES, on, on_devices
 from tests.cuda.graphs import kept
@@ -73,11 +73,11 @@ def test_a_ragged_step_is_that_of_each_row_alone(preset, device):
     geometry = replace(config.geometry, device=torch.device(device))
     sizes = dict(batch=B, k=k, multiprocessors=1, ragged=True, seed=config.seed)
     if preset == "paper":
-        step = TableStep(geometry, config.layout, most=max(LENGTHS), **sizes)
+        step = TieredVotesStep(geometry, config.layout, most=max(LENGTHS), **sizes)
     else:
         sizes |= dict(query_max=config.query_max, centered=config.centered, drawn=config.drawn)
         sizes |= dict(tempered=config.tempered, together=state.regression is not None)
-        step = Step(geometry, config.layout, most=int(state.wanted.max()), **sizes)
+        step = SignVotesStep(geometry, config.layout, most=int(state.wanted.max()), **sizes)
     read, _, _blocks = addressed(state, device)
     for b, count in enumerate(LENGTHS):
         for table in (read.codes, read.rows):

@@ -19,7 +19,7 @@ from kvindex_cuda.memory.layout import Layout
 from kvindex_cuda.memory.row_cache import RowCache
 from kvindex_cuda.memory.slab_pool import DeviceAllocator
 from kvindex_cuda.pariskv.device_state import State
-from kvindex_cuda.pariskv.steps.sign_votes import Step
+from kvindex_cuda.pariskv.steps.sign_votes import SignVotesStep
 from tests.cuda import emulator
 from tests.cuda.pariskv.steps.test_sign_votes import DEVICES
 from tests.support.helpers import Case, sampled
@@ -82,7 +82,7 @@ class Attending:
             | dict(row_bytes=self.store.row_bytes, codec=name, row_center=self.center)
         )
         sizes = dict(batch=case.batch, k=K, most=1, multiprocessors=4)
-        self.step = Step(g, Layout(g.head_dim, 3), **sizes)
+        self.step = SignVotesStep(g, Layout(g.head_dim, 3), **sizes)
 
     def hits(self, case, device, weighted):
         """Rows in no order, the last slots unused; weights, of which some hide a row."""

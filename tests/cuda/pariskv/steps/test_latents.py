@@ -15,7 +15,7 @@ from kvindex.pariskv import decode_step
 from kvindex.pariskv.decode_step import Draw, Prepared, Scanned, Selected
 from kvindex.pariskv.sign_votes import center_products, planes_of, sample_of, thresholds_of
 from kvindex.pariskv.step_state import EMPTY, id_of, vote_of
-from kvindex_cuda.pariskv.steps.latents import LatentStep, tile_of
+from kvindex_cuda.pariskv.steps.latents import LatentsStep, tile_of
 from tests.cuda.buffers import addressed, places_of_words
 from tests.cuda.devices import on, on_devices
 from tests.support.helpers import Case, left_padding
@@ -68,7 +68,7 @@ def ran(name, device, order="forward"):
     valid = None if pads is None else left_padding(pads, count)
     layer = Layer.of(case, count, tokens=(keys, values), valid=valid, **options)
     c = layer.config
-    step = LatentStep(
+    step = LatentsStep(
         replace(c.geometry, device=torch.device(device)),
         c.layout,
         most=max(1, int(layer.state.wanted.max())),
@@ -275,4 +275,4 @@ def test_more_kv_heads_are_refused():
     case = Case(40, 2, 64, 32, value_in_key=True)
     layer = Layer.of(case, 10, preset="fast")
     with pytest.raises(ValueError, match="kv_heads: got 2, allowed is 1"):
-        LatentStep(layer.config.geometry, layer.config.layout, most=1, batch=1, k=1)
+        LatentsStep(layer.config.geometry, layer.config.layout, most=1, batch=1, k=1)

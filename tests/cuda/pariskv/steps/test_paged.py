@@ -230,6 +230,6 @@ def test_what_is_not_served_is_said():
     assert "coarse: got 'none'" in said
     wide = Geometry.of(q_heads=H, kv_heads=G, head_dim=512)
     said = unserved(Options(index="pariskv:preset=paper").config, wide)
-    assert "head_dim: got 512, allowed is up to 256 for 'tiers'" in said
+    assert "head_dim: got 512, allowed is up to 256 for 'tiered_votes'" in said
     many = Geometry.of(q_heads=64, kv_heads=2, head_dim=D, value_in_key=False)
     assert "q_heads" in unserved(Options(index="pariskv:preset=paper").config, many)

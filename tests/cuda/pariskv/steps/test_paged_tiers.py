@@ -15,7 +15,7 @@ from kvindex.pariskv.step_state import State
 from kvindex_adapters.vllm import pages
 from kvindex_adapters.vllm.attention import PagedAttention
 from kvindex_cuda.memory.layout import BLOCK
-from kvindex_cuda.pariskv.steps.tiered_votes import TableStep
+from kvindex_cuda.pariskv.steps.tiered_votes import TieredVotesStep
 from tests.cuda.buffers import addressed
 from tests.cuda.devices import on, on_devices
 from tests.cuda.graphs import WholeGraph
@@ -131,7 +131,7 @@ def test_thread_blocks_add_up(multiprocessors, device):
     read, _, _blocks = addressed(state, device)
     options = dict(batch=len(lengths), k=4, most=max(lengths), ragged=True, counts=True)
     geometry = replace(geometry, device=torch.device(device))
-    step = TableStep(geometry, layout, multiprocessors=multiprocessors, **options)
+    step = TieredVotesStep(geometry, layout, multiprocessors=multiprocessors, **options)
     step._histogram.fill_(-9)
     with on(device):
         step._count(read, step._histogram)

@@ -15,8 +15,8 @@ from kvindex.pariskv import decode_step, sign_regression, tiered_votes
 from kvindex.pariskv.block_layout import BLOCK, places
 from kvindex.pariskv.sign_votes import integers_of, sample_of, thresholds_of
 from kvindex.pariskv.step_state import queries_of, rotated
-from kvindex_cuda.pariskv.steps.sign_votes import Step
-from kvindex_cuda.pariskv.steps.tiered_votes import TableStep
+from kvindex_cuda.pariskv.steps.sign_votes import SignVotesStep
+from kvindex_cuda.pariskv.steps.tiered_votes import TieredVotesStep
 from tests.cuda.buffers import Buffers, addressed
 from tests.cuda.devices import on, on_devices
 from tests.support.helpers import Case, left_padding
@@ -97,14 +97,14 @@ def ran(name, preset, device):
     options = dict(seed=config.seed, policy=config.policy) | sizes
     geometry = replace(config.geometry, device=torch.device(device))
     if preset == "paper":
-        step = TableStep(geometry, config.layout, most=count, counts=True, **options)
+        step = TieredVotesStep(geometry, config.layout, most=count, counts=True, **options)
     else:
         options |= dict(query_max=config.query_max, centered=config.centered)
         options |= dict(drawn=config.drawn, tempered=config.tempered)
         options |= dict(together=layer.state.regression is not None)
         behind = places()[1 + (count - 1) % BLOCK :]
         config.layout.views(layer.state.codes)["weights"][:, -1, :, behind] = 255
-        step = Step(geometry, config.layout, most=int(layer.state.wanted.max()), **options)
+        step = SignVotesStep(geometry, config.layout, most=int(layer.state.wanted.max()), **options)
     step.capacity = capacity or step.capacity
     state, wrong, _blocks = addressed(layer.state, device)
     with on(device):
@@ -236,7 +236,7 @@ def test_attention_over_them(name, device):
 def assert_selected(layer, kernels):
     """Scores of these cases are equal, or further apart than rounding."""
     got = kernels.selected
-    draw = None if isinstance(kernels.step, TableStep) else kernels.prepared.draw
+    draw = None if isinstance(kernels.step, TieredVotesStep) else kernels.prepared.draw
     want = decode_step.select_rows(layer.state, kernels.reranked, layer.k, layer.config, draw)
     assert_equal(got, want, "ids", "found")
     close(got.scores, want.scores)

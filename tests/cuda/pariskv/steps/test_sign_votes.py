@@ -17,7 +17,7 @@ from kvindex_cuda.memory.layout import BLOCK, Layout
 from kvindex_cuda.memory.row_cache import RowCache
 from kvindex_cuda.pariskv.device_state import State
 from kvindex_cuda.pariskv.dispatch import STEPS, kind_of, layout_of, options_of, room_of
-from kvindex_cuda.pariskv.steps.sign_votes import Step
+from kvindex_cuda.pariskv.steps.sign_votes import SignVotesStep
 from kvindex_cuda.runtime.constants import BINS
 from tests.cuda import emulator
 from tests.cuda.devices import DEVICES
@@ -64,8 +64,10 @@ def setting(case, count, *, resident=40, valid=None, device="cpu", tokens=None, 
         resident_mask=torch.ones(case.batch, resident, dtype=torch.uint8, device=device),
         resident_count=torch.tensor([resident], device=device),
         row_bytes=host.shape[-1] * host.element_size(),
-        histogram=index._histogram if kind == "tiers" else None,
-        tiers=index.config.limits(index.counts, k)[0].to(device) if kind == "tiers" else None,
+        histogram=index._histogram if kind == "tiered_votes" else None,
+        tiers=index.config.limits(index.counts, k)[0].to(device)
+        if kind == "tiered_votes"
+        else None,
     )
     return index, layout, state, (blocks, host, keys, values), k
 
@@ -279,7 +281,7 @@ def test_centers_meet_queries_as_in_float32(dtype, device):
     case = Case(q_heads=8, kv_heads=2, head_dim=96, dtype=dtype)
     index, layout, state, _kept, k = setting(case, 600, device=device)
     sizes = dict(batch=1, k=k, most=int(state.wanted.max()), multiprocessors=4)
-    step = Step(index.geometry, layout, **sizes, **options_of("votes", index.config))
+    step = SignVotesStep(index.geometry, layout, **sizes, **options_of("sign_votes", index.config))
     queries = case.queries().to(device)
     with emulator.emulated() if device == "cpu" else nullcontext():
         step.select(queries, state)
@@ -389,7 +391,7 @@ def test_what_the_kernels_do_not_serve_is_refused(options, message):
     case = replace(Case(), head_dim=64, **options)
     geometry = case.index("exact").geometry
     with pytest.raises(ValueError, match=message):
-        Step(geometry, Layout(64, 3), batch=1, k=5, most=20, policy=policy)
+        SignVotesStep(geometry, Layout(64, 3), batch=1, k=5, most=20, policy=policy)
 
 
 @pytest.mark.parametrize("device", DEVICES)
