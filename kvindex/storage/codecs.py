@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from enum import IntEnum
 from typing import Protocol
 
 import torch
@@ -37,7 +38,23 @@ CODES = {"int8": (torch.int8, 127.0), "fp8": (torch.float8_e4m3fn, 448.0)}
 BITS = {"int4": 4, "int2": 2}
 """Codec with groups -> bits of a code."""
 
-NAMES = ("plain", *CODES, *BITS)
+
+class CodecNumber(IntEnum):
+    """The number of each row codec, for compiled kernels.
+
+    A codec keeps its number when others are added. CUDA kernels get all of them as macros
+    (`CODEC_INT8` is 1) and compare `CODEC` with those.
+    """
+
+    PLAIN = 0
+    INT8 = 1
+    FP8 = 2
+    INT4 = 3
+    INT2 = 4
+
+
+NAMES = tuple(number.name.lower() for number in CodecNumber)
+"""The codecs' names, as options spell them."""
 
 LARGEST_CODED = 2.0**56
 """Above any number that the codes of an allowed key stand for: 2^49 from its center, times `√D`

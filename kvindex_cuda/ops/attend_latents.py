@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from kvindex.core.geometry import Geometry
-from kvindex.storage.codecs import NAMES
+from kvindex.storage.codecs import CodecNumber
 from kvindex_cuda.runtime.arguments import CODES
 from kvindex_cuda.runtime.constants import LATENT_ROWS, LATENT_SPLITS
 from kvindex_cuda.runtime.constants import TOKENS as BLOCK
@@ -78,7 +78,7 @@ class LatentAttention:
             PART=part,
             DTYPE=CODES[g.dtype],
             SOFTCAP=int(g.softcap is not None),
-            CODEC=NAMES.index(codec),
+            CODEC=int(CodecNumber[codec.upper()]),
             RAGGED=int(ragged),
         )
         launch(

@@ -10,6 +10,7 @@ from kvindex.pariskv import block_layout
 from kvindex.pariskv import sign_votes as votes
 from kvindex.pariskv import step_state as step
 from kvindex.pariskv import tiered_votes as table
+from kvindex.storage.codecs import BITS, CodecNumber
 
 TOKENS = block_layout.BLOCK
 """Of a block of codes or rows."""
@@ -88,6 +89,7 @@ NOISE = dict(
     **{f"FACTOR_{i}": factor for i, factor in enumerate(priority.FACTORS)},
     **{f"CURVE_{i}": factor for i, factor in enumerate(priority.CURVE)},
 )
+CODECS = {f"CODEC_{n.name}": int(n) for n in CodecNumber if n.name.lower() not in BITS}
 PIECEWISE = dict(CHUNK=CHUNK, PIECES=PIECES, POINTS=POINTS)
 
 FILES: dict[str, dict[str, int]] = {
@@ -98,14 +100,14 @@ FILES: dict[str, dict[str, int]] = {
         NOISE | SHARES, THREADS=SELECT_THREADS, ENTRIES=SELECT_ENTRIES, WAYS=WAYS
     ),
     "step/attend.cu": dict(
-        MOST_SPLITS=MOST_SPLITS, HEADS_AT_ONCE=HEADS_AT_ONCE, AHEAD=ATTEND_AHEAD, WAYS=WAYS
+        CODECS, MOST_SPLITS=MOST_SPLITS, HEADS_AT_ONCE=HEADS_AT_ONCE, AHEAD=ATTEND_AHEAD, WAYS=WAYS
     ),
     "step/prepare_latents.cu": NOISE | CENTERS,
     "step/sample_latents.cu": dict(NOISE | STEP, SAMPLED=SAMPLED),
     "step/vote_latents.cu": dict(NOISE, STAGES=VOTE_STAGES),
     "step/estimate_latents.cu": dict(NOISE | STEP | SHARES, THREADS=TAKE_THREADS),
     "step/select_latents.cu": dict(NOISE | SHARES, THREADS=SELECT_THREADS),
-    "step/attend_latents.cu": dict(ROWS=LATENT_ROWS, MOST_SPLITS=LATENT_SPLITS),
+    "step/attend_latents.cu": dict(CODECS, ROWS=LATENT_ROWS, MOST_SPLITS=LATENT_SPLITS),
     "step/query_table.cu": dict(TIERS=len(coarse.TIERS)),
     "step/count_keys.cu": dict(CHUNK=CHUNK, PIECES=PIECES),
     "step/vote.cu": PIECEWISE,

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvindex.core.geometry import DTYPES, Geometry
-from kvindex.storage.codecs import BITS, CODES, NAMES, codec, rotated
+from kvindex.storage.codecs import BITS, CODES, NAMES, CodecNumber, codec, rotated
 from kvindex.storage.quantize import code_bytes, dequantize, groups, quantize
 
 TINY = torch.finfo(torch.float32).tiny
@@ -291,3 +291,9 @@ def test_rows_of_groups_stand_by_themselves(name):
     assert torch.equal(one, whole[:, :, 7:8])
     for got, want in zip(both(rows.decode(one)), both(rows.decode(whole)), strict=True):
         assert torch.equal(got, want[:, :, 7:8])
+
+
+def test_each_codec_has_a_number_that_kernels_compare_with():
+    assert set(NAMES) == {"plain", *CODES, *BITS}
+    numbers = {name: int(CodecNumber[name.upper()]) for name in NAMES}
+    assert numbers == dict(plain=0, int8=1, fp8=2, int4=3, int2=4)

@@ -15,7 +15,7 @@
 // Codes are of what a key differs from a center by, the same for all of a KV head's: a product with it joins the
 // logits of such rows, once it is known.
 // Compile-time: D, DV, GROUP (query heads of a part), PARTS (of a KV head's), DTYPE, SOFTCAP, CODEC (of the rows
-// selected: 0 plain, 1 int8, 2 fp8),
+// selected: CODEC_PLAIN, CODEC_INT8 or CODEC_FP8),
 // GIVEN (0; 1 where the rows are those of a caller's hits: ids below 0 are none, weights on logits; 2 where rows
 // were drawn: a weight for all heads), NEAR (whether some blocks of rows are on the device, others on the host:
 // the cache keeps rows of the latter; a byte more is read of a row that it lacks, while that row is on its way), PAGED
@@ -69,7 +69,7 @@ struct Pending {
 };
 __device__ __forceinline__ void write_row(const Words& words, char* place) {
     each_chunk([&](int chunk, bool value, int j) {
-        if (CODEC) {
+        if (ROWS_CODED) {
             uint4 word = words[j][0];
             reinterpret_cast<uint2*>(place)[chunk] = {word.x, word.y};
             if (chunk == (value ? D / 8 : 0)) reinterpret_cast<u32*>(place + D + DV)[value] = word.z;
@@ -147,7 +147,7 @@ __device__ __forceinline__ void add_row(Running& run, const Words& words, const 
 #pragma unroll
     for (int h = 0; h < GROUP; h++) {
         float s = logit[h];
-#if CODEC
+#if CODEC != CODEC_PLAIN
         s += centered[h];
 #endif
         s *= scale;
@@ -253,7 +253,7 @@ struct Arguments {
     i64 k, kv_heads;
     float scale, softcap;
     const u8* near;             // [B, row]: whether a block is on the device; only if NEAR
-    const float* center;        // [BG, D]: that coded rows are codes from, or null for zeros; only if CODEC
+    const float* center;        // [BG, D]: that coded rows are codes from, or null for zeros; only if rows are coded
 };
 
 extern "C" __global__ void __launch_bounds__(256, GROUP * VALUES <= 8 ? 2 : 1)
@@ -292,7 +292,7 @@ attend(const __grid_constant__ Arguments args) {
         to[j % 4] = element(args.queries, (part * GROUP + h) * D + j);
     }
     const float* centered = nullptr;
-#if CODEC
+#if CODEC != CODEC_PLAIN
     __shared__ float products[2][GROUP];  // with the center, of rows as they are and of coded ones
     centered = products[0];
 #pragma unroll 1
@@ -383,7 +383,7 @@ attend(const __grid_constant__ Arguments args) {
                     if (part % PARTS == 0 && kept(id)) row.slot = MISSING;
                 }
             }
-            copy_row(place_of(n), from, CODEC && phase);
+            copy_row(place_of(n), from, ROWS_CODED && phase);
         };
         auto begin = [&](Pending& row, int i, int n, int id, int tag) {
             int slot = caches ? slot_of<LANES>(name_of(id), tag, args.cached) : NOWHERE;
@@ -403,7 +403,7 @@ attend(const __grid_constant__ Arguments args) {
             }
             if (looks && row.slot == CACHED && !hit) {
                 pieces_wait();
-                copy_row(place_of(n), stored(id), CODEC);
+                copy_row(place_of(n), stored(id), ROWS_CODED);
                 pieces_wait();
             }
             slot = __shfl_sync(ALL, slot, 0, LANES);
@@ -437,8 +437,8 @@ attend(const __grid_constant__ Arguments args) {
             begin(after, i + ahead * step, n + ahead, third, third_tag);
             third = fourth, third_tag = tag_of(third);
             fourth = selected(i + 4 * step);
-            add_row(run, words, one, in && visible >> n % LANES & 1, CODEC && phase, queries,
-                    CODEC ? centered + phase * GROUP : nullptr, args.scale, args.softcap);
+            add_row(run, words, one, in && visible >> n % LANES & 1, ROWS_CODED && phase, queries,
+                    ROWS_CODED ? centered + phase * GROUP : nullptr, args.scale, args.softcap);
         }
         // as long as others select nobody waits for this one: it brings the merge's instructions here
         if (phase || args.signaled) merge_teams(run, merged, peaks, partial + split * (GROUP * PARTIAL), phase);

@@ -13,7 +13,7 @@
 // Resident rows do not wait for the kernel before, which selects: what it takes to attend to them, all but the writing,
 // runs beside it. float32 has no such unit: a thread has a head and a row, then a head and a column.
 // Compile-time: D, DV, GROUP, PART (a power of two times 16, up to 128), DTYPE, SOFTCAP, CODEC (of the rows selected:
-// 0 plain, 1 int8, 2 fp8), RAGGED (each row of the batch has a count of resident rows).
+// CODEC_PLAIN, CODEC_INT8 or CODEC_FP8), RAGGED (each row of the batch has a count of resident rows).
 #include "common/row_codes.cuh"
 
 constexpr int SLICES = DTYPE == 0 ? 1 : 128 / PART;       // of a sum over coordinates: eight warps for all heads
@@ -31,7 +31,7 @@ static_assert(D % 8 == 0 && DV % 8 == 0 && DV < D, "rows are read in pieces of 1
 __device__ __forceinline__ void bring(char* to, u64 row, bool coded, const void* anything) {
     int lane = threadIdx.x % 32;
     const char* from = row ? reinterpret_cast<const char*>(row) : static_cast<const char*>(anything);
-    if (!CODEC || !coded || !row) {
+    if (!ROWS_CODED || !coded || !row) {
         for (int i = lane; i < D * SIZE / 16; i += 32)
             copy_piece<16>(shared_place(to) + i * 16, row ? from + i * 16 : from, row != 0);
         return;

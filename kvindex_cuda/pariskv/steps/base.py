@@ -15,7 +15,7 @@ from torch import Tensor
 from kvindex.core.geometry import Geometry
 from kvindex.core.protocol import Hits
 from kvindex.ops import priority
-from kvindex.storage.codecs import NAMES
+from kvindex.storage.codecs import CodecNumber
 from kvindex_cuda.memory.arena import Arena
 from kvindex_cuda.memory.layout import BLOCK, Layout
 from kvindex_cuda.ops.attend_latents import LatentAttention
@@ -309,7 +309,11 @@ class BaseStep:
             shared_bytes=self._attend_bytes(heads),
             overlap=hits is None,  # else what is resident may just be being written
             **(self._defines | self._capped | dict(DV=g.value_dim, GROUP=heads, PARTS=parts)),
-            **dict(CODEC=NAMES.index(state.codec), GIVEN=given, NEAR=int(state.near is not None)),
+            **dict(
+                CODEC=int(CodecNumber[state.codec.upper()]),
+                GIVEN=given,
+                NEAR=int(state.near is not None),
+            ),
             **self._ragged,
             PAGED=int(state.sink is not None) + int(state.segments is not None),
         )
