@@ -39,8 +39,8 @@ class State:
     step reads. Of tiers alone: histogram: keys per centroid, int64 `[B, G, M, 256]`; tiers: keys
     that bound each, int64 `[B, 6]`. Of an engine's pages alone (`steps.paged`): sink: how many of a
     sequence's first tokens are resident where any token is searched; resident rows lie in the
-    blocks of `rows` then, those of the window behind the `length` tokens searched; head_bytes: from
-    a KV head's rows of a block to the next one's; segments: numbers of those blocks among all
+    blocks of `rows` then, those of the window behind the `length` tokens searched; page_head_bytes:
+    from a KV head's rows of a block to the next one's; segments: numbers of those blocks among all
     pages, int32 `[B, S]`, where the pages are on the host: then `cache` has a group for each KV
     head, of all sequences' rows by their slots.
     """
@@ -70,8 +70,65 @@ class State:
     token: Rows | None = None
     ticket: Tensor | None = None
     sink: int | None = None
-    head_bytes: int | None = None
+    page_head_bytes: int | None = None
     segments: Tensor | None = None
+
+    # What kernels' parameters have the names of, beside the fields (`runtime.resolve`)
+
+    @property
+    def row(self) -> int:
+        """Blocks that each row of `codes` has room for."""
+        return self.codes.shape[1]
+
+    @property
+    def table_row(self) -> int:
+        """Blocks that each row of `rows` has room for."""
+        return self.rows.shape[1]
+
+    @property
+    def room(self) -> int:
+        """Resident rows that there is room for."""
+        return self.resident.shape[2]
+
+    @property
+    def rows_head_bytes(self) -> int:
+        """Bytes from a KV head's rows of a block to the next head's."""
+        return self.page_head_bytes or BLOCK * self.row_bytes
+
+    @property
+    def sink_rows(self) -> int:
+        """First tokens of a sequence that are resident, 0 outside of an engine's pages."""
+        return self.sink or 0
+
+    @property
+    def cached(self) -> int:
+        """Slots of the row cache per group, 0 without one."""
+        return self.cache.capacity if self.cache else 0
+
+    @property
+    def cached_rows(self) -> Tensor | None:
+        """Rows in the cache."""
+        return self.cache.data if self.cache else None
+
+    @property
+    def tags(self) -> Tensor | None:
+        """Which row each slot of the cache has."""
+        return self.cache.tags if self.cache else None
+
+    @property
+    def stamps(self) -> Tensor | None:
+        """When each slot of the cache was last used."""
+        return self.cache.stamps if self.cache else None
+
+    @property
+    def clocks(self) -> Tensor | None:
+        """Steps that the cache has served."""
+        return self.cache.clocks if self.cache else None
+
+    @property
+    def lookups(self) -> Tensor | None:
+        """Rows that were looked up in the cache, and found."""
+        return self.cache.counts if self.cache else None
 
 
 def opened(geometry: Geometry, table: Tensor, contents: Contents) -> State:

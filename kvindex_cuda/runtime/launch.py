@@ -101,7 +101,7 @@ def warpgroups(device: torch.device) -> int:
 _signatures: dict[tuple[str, str], tuple[Path, Signature]] = {}
 
 
-def _takes(file: str, name: str) -> Signature:
+def signature_of(file: str, name: str) -> Signature:
     """The signature of a kernel, read once from one folder of sources."""
     known = _signatures.get((file, name))
     if known is None or known[0] is not SOURCES:
@@ -128,18 +128,38 @@ def launch(
     without CuPy, RuntimeError for a device that cannot run it, ValueError for other names or types
     of arguments, tensors of several devices.
     """
-    takes = _takes(file, name)
-    device, passed = _passed(takes, arguments)
+    takes = signature_of(file, name)
+    if len(arguments) != len(takes.fields):
+        raise takes.wrong_names(arguments)
+    try:
+        values = [arguments[name] for name in takes.names]
+    except KeyError:
+        raise takes.wrong_names(arguments) from None
+    run(file, takes, values, grid, block, shared_bytes, overlap, tuple(defines.items()))
+
+
+def run(
+    file: str,
+    takes: Signature,
+    values: list[Any],
+    grid: Grid,
+    block: Grid,
+    shared_bytes: int,
+    overlap: bool | int,
+    defines: tuple[tuple[str, int], ...],
+) -> None:
+    """Run a kernel as `launch` does, with its arguments in the order of its signature."""
+    device, passed = _passed(takes, values)
     if device.type not in LOADERS:
-        raise ValueError(f"{name}: got tensors on {device}, allowed is a CUDA device")
+        raise ValueError(f"{takes.kernel}: got tensors on {device}, allowed is a CUDA device")
     if 0 in grid:
         return
-    load, opened = LOADERS[device.type], tuple(defines.items())
+    load, name = LOADERS[device.type], takes.kernel
     if device.type != "cuda" or device.index == raw_device():
-        load(file, name, opened)(grid, block, passed, shared_bytes, bool(overlap))
+        load(file, name, defines)(grid, block, passed, shared_bytes, bool(overlap))
         return
     with torch.cuda.device(device):
-        load(file, name, opened)(grid, block, passed, shared_bytes, bool(overlap))
+        load(file, name, defines)(grid, block, passed, shared_bytes, bool(overlap))
 
 
 def load(file: str, name: str, device: torch.device, **defines: int) -> None:
@@ -156,16 +176,10 @@ def load(file: str, name: str, device: torch.device, **defines: int) -> None:
         LOADERS[device.type](file, name, tuple(defines.items()))
 
 
-def _passed(takes: Signature, arguments: Mapping[str, Argument]) -> tuple[torch.device, list[Any]]:
-    """The device of the tensors, and the arguments in the order of a signature, as addresses."""
+def _passed(takes: Signature, passed: list[Any]) -> tuple[torch.device, list[Any]]:
+    """The device of the tensors, and the arguments, in which addresses take the tensors' place."""
     device: torch.device | None = None
     number = -1  # of the device, -1 for none: soon compared
-    if len(arguments) != len(takes.fields):
-        raise takes.wrong_names(arguments)
-    try:
-        passed: list[Any] = [arguments[name] for name in takes.names]
-    except KeyError:
-        raise takes.wrong_names(arguments) from None
     for i, kind in takes.numbers:
         if type(passed[i]) is not kind:
             raise takes.wrong_type(i, passed[i])
@@ -198,7 +212,7 @@ def _compiled(file: str, name: str, defines: tuple[tuple[str, int], ...], device
             module = cupy.RawModule(path=str(path))
         else:
             module = cupy.RawModule(code=keyed(file), options=given)
-        return _Kernel(_takes(file, name), module.get_function(name), device)
+        return _Kernel(signature_of(file, name), module.get_function(name), device)
 
 
 def _kept(nvrtc: Any, file: str, given: tuple[str, ...]) -> bytes:

@@ -53,7 +53,7 @@ class Buffers:
     def _operands(self, places: Tensor) -> Tensor:
         """Float16 `[B, G, g, D, 2]`, which lie at `places` of a group's."""
         B, G = self.step.batch, self.step.geometry.kv_heads
-        halves = self.step._operands.cpu().view(B, G, -1).view(torch.float16)
+        halves = self.step.operands.cpu().view(B, G, -1).view(torch.float16)
         return halves[:, :, places]
 
     def _entries(self, name: str, room: int, counts: Tensor) -> tuple[Tensor, Tensor]:
@@ -77,51 +77,51 @@ class Buffers:
     def prepared(self) -> Prepared:
         """Of `prepare_query`."""
         g, group = self.step.geometry, self._group
-        fragments = self.step._planes.cpu().unflatten(0, (self.step.batch, -1))
+        fragments = self.step.planes.cpu().unflatten(0, (self.step.batch, -1))
         return Prepared(
             planes=planes_of(fragments)[:, :, :group, :, : g.head_dim],
-            sums=self._read("_sums", 4 * self._sets)[..., :group],
-            units=self._read("_units", 4 * self._sets)[..., :group],
+            sums=self._read("sums", 4 * self._sets)[..., :group],
+            units=self._read("units", 4 * self._sets)[..., :group],
             operands=self._operands(places_of_words(group, g.head_dim)),
-            ups=self._read("_ups", group),
-            sample=self._read("_sample", SAMPLED),
-            thresholds=self._read("_thresholds"),
-            bases=self._read("_bases"),
-            shifts=self._read("_shifts"),
+            ups=self._read("ups", group),
+            sample=self._read("sample", SAMPLED),
+            thresholds=self._read("thresholds"),
+            bases=self._read("bases"),
+            shifts=self._read("shifts"),
             wrong=self.wrong.cpu(),
             draw=self._draw if self._drawn else None,
         )
 
     @property
     def _draw(self) -> Draw:
-        gains, totals = self._read("_scales", 4 * self._sets, 2)[:, :, : self._group].unbind(-1)
-        return Draw(gains, totals, self._read("_seeds").long() & 0xFFFFFFFF)
+        gains, totals = self._read("scales", 4 * self._sets, 2)[:, :, : self._group].unbind(-1)
+        return Draw(gains, totals, self._read("seeds").long() & 0xFFFFFFFF)
 
     @cached_property
     def scanned(self) -> Scanned:
         """Of `scan`."""
         counts = self._read("counts")
-        products = self._read("_products", self.step._products.shape[1], self._group)
+        products = self._read("products", self.step.products.shape[1], self._group)
         return Scanned(
             counts=counts,
-            list=self._entries("_list", self.step.capacity, counts)[0],
-            histogram=self._read("_hist", BINS),
+            list=self._entries("list", self.step.capacity, counts)[0],
+            histogram=self._read("hist", BINS),
             products=products[:, :, : -(-self.tokens // BLOCK)],
         )
 
     @property
     def counted(self) -> Tensor:
         """Of `count_keys`."""
-        return self._read("_histogram", self.step.geometry.head_dim // 8, 256)
+        return self._read("own_histogram", self.step.geometry.head_dim // 8, 256)
 
     @cached_property
     def query(self) -> QueryTable:
         """Of `query_table`."""
         g, group = self.step.geometry, self._group
-        table = self._read("_table", self._sets, g.head_dim // 8, 256, 4)
+        table = self._read("table", self._sets, g.head_dim // 8, 256, 4)
         return QueryTable(
             operands=self._operands(places_of_subspaces(group, g.head_dim)),
-            ups=self._read("_ups", group),
+            ups=self._read("ups", group),
             table=table.permute(0, 1, 2, 5, 3, 4).flatten(2, 3)[:, :, :group],
             wrong=self.wrong.cpu(),
         )
@@ -129,37 +129,37 @@ class Buffers:
     @cached_property
     def voted(self) -> Voted:
         """Of `vote`: points of four heads lie in a word."""
-        votes = self._read("_votes", self._sets, self.step.most)[..., None].view(torch.uint8)
+        votes = self._read("votes", self._sets, self.step.most)[..., None].view(torch.uint8)
         votes = votes.transpose(3, 4).flatten(2, 3)[:, :, : self._group, : self.tokens]
         return Voted(
             votes=votes.int(),
-            totals=self._read("_counted", self._group, POINTS),
-            pieces=self._read("_pieces", self._group, PIECES, POINTS),
+            totals=self._read("totals", self._group, POINTS),
+            pieces=self._read("pieces", self._group, PIECES, POINTS),
         )
 
     @cached_property
     def chosen(self) -> Candidates:
         """Of `candidates`."""
-        counts = self._read("_candidate_counts")
-        return Candidates(self._entries("_candidates", self.step.capacity, counts)[0], counts)
+        counts = self._read("candidate_counts")
+        return Candidates(self._entries("candidates", self.step.capacity, counts)[0], counts)
 
     @cached_property
     def reranked(self) -> Reranked:
         """Of `rerank`, or of `rerank_blocks`, which knows no cut."""
-        tiers, room = not hasattr(self.step, "_planes"), self.step.capacity
-        counts, edge_counts = self._read("_candidate_counts"), self._read("_edge_counts")
-        candidates, order = self._entries("_candidates", room, counts)
-        edge, edge_order = self._entries("_edge", EDGE, edge_counts)
-        cuts = self._read("_cuts", 2)
+        tiers, room = not hasattr(self.step, "planes"), self.step.capacity
+        counts, edge_counts = self._read("candidate_counts"), self._read("edge_counts")
+        candidates, order = self._entries("candidates", room, counts)
+        edge, edge_order = self._entries("edge", EDGE, edge_counts)
+        cuts = self._read("cuts", 2)
         return Reranked(
             candidates=candidates,
             candidate_counts=counts,
-            estimates=self._estimates("_estimates", room, candidates, order),
-            buckets=self._read("_buckets", 2 * self._group * BUCKETS)
+            estimates=self._estimates("estimates", room, candidates, order),
+            buckets=self._read("buckets", 2 * self._group * BUCKETS)
             .view(torch.int64)
             .unflatten(-1, (self._group, BUCKETS)),
             edge=edge,
-            edge_estimates=self._estimates("_edge_estimates", EDGE, edge, edge_order),
+            edge_estimates=self._estimates("edge_estimates", EDGE, edge, edge_order),
             edge_counts=edge_counts,
             cuts=torch.tensor([-1, 0], dtype=torch.int32).expand_as(cuts) if tiers else cuts,
         )

@@ -260,7 +260,7 @@ class PagedSteps:
             resident_mask=self._none,
             resident_count=self._resident_count,
             row_bytes=kept.stride(2) * kept.element_size(),
-            head_bytes=(kept.stride(1) if g.kv_heads > 1 else 0) * kept.element_size(),
+            page_head_bytes=(kept.stride(1) if g.kv_heads > 1 else 0) * kept.element_size(),
             sink=self._limits["sink"],
             segments=self._segments,
         )

@@ -11,6 +11,7 @@ replayed while the index grows.
 from __future__ import annotations
 
 import math
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -25,7 +26,8 @@ from kvindex_cuda.pariskv.device_state import State
 from kvindex_cuda.pariskv.steps.base import BaseStep
 from kvindex_cuda.pariskv.steps.grid_sizes import rerank_splits
 from kvindex_cuda.runtime.constants import SAMPLED, SCAN_STAGES, SCAN_WARPS
-from kvindex_cuda.runtime.launch import capturing, launch
+from kvindex_cuda.runtime.launch import capturing
+from kvindex_cuda.runtime.resolve import NamedLaunch
 
 
 class SignVotesStep(BaseStep):
@@ -59,42 +61,50 @@ class SignVotesStep(BaseStep):
         super().__init__(geometry, layout, **options)
         g, device = geometry, geometry.device
         groups, group = self._open_heads()
-        self._query_max = min(query_max, 2**15 // g.head_dim)
-        planes = next((digits for digits, most in PLANES.items() if self._query_max <= most), None)
+        self.query_max = min(query_max, 2**15 // g.head_dim)
+        planes = next((digits for digits, most in PLANES.items() if self.query_max <= most), None)
         if planes is None:
             most = PLANES[max(PLANES)]
-            raise ValueError(f"query_max: got {self._query_max}, allowed is up to {most}")
-        self._votes = self._defines | self._ragged | dict(CENTERED=int(centered), PLANES=planes)
-        self._votes |= dict(GROUP=group, DRAWN=int(drawn))
-        self._prepares = self._votes | dict(TOGETHER=int(together))
-        self._rerank = self._votes | self._capped | dict(BITS=layout.magnitude_bits)
+            raise ValueError(f"query_max: got {self.query_max}, allowed is up to {most}")
+        self._vote_defines = (
+            self._defines | self._ragged | dict(CENTERED=int(centered), PLANES=planes)
+        )
+        self._vote_defines |= dict(GROUP=group, DRAWN=int(drawn))
+        self._prepares = self._vote_defines | dict(TOGETHER=int(together))
+        self._rerank = self._vote_defines | self._capped | dict(BITS=layout.magnitude_bits)
         resident = 1 if g.head_dim > 128 or layout.magnitude_bits > 3 or group > 8 else 2
-        self._rerank_splits = rerank_splits(self._groups, self._multiprocessors, resident=resident)
-        self._level = reference.lloyd_max(g.head_dim, 0)[0]
+        self._rerank_splits = rerank_splits(self.groups, self._multiprocessors, resident=resident)
+        self.level = reference.lloyd_max(g.head_dim, 0)[0]
         odd = g.head_dim // (g.head_dim & -g.head_dim)
         angles = torch.arange(odd, dtype=torch.float64) * (2 * math.pi / odd)
         waves = (angles.cos() + angles.sin()).float().to(device)
-        self._rotation = torch.cat([transform.rotation(g.head_dim, seed, device)[0], waves])
-        self._levels = reference.levels(g.head_dim, layout.magnitude_bits, device)
-        self._factors = reference.log_factors(16, device)
+        self.rotation = torch.cat([transform.rotation(g.head_dim, seed, device)[0], waves])
+        self.levels = reference.levels(g.head_dim, layout.magnitude_bits, device)
+        self.factors = reference.log_factors(16, device)
         quads, sets, parts = -(-(layout.stride // 4) // 4), -(-group // 4), 1 if group <= 4 else 2
         ints, floats = self._memory.zeros, self._memory.empty
         # of `prepare_query`
-        self._planes = ints(groups, sets, quads, planes // 2, 32)
-        self._sums, self._units = ints(groups, 4 * sets), floats(groups, 4 * sets)
-        self._operands = ints(groups, -(-group // 8), quads, 8, 32, parts, 2)  # 0 for no head
-        self._ups = floats(groups, group)
-        self._sample, self._sample_tickets = ints(groups, SAMPLED), ints(groups)
-        self._scales = floats(groups, 4 * sets, 2) if drawn else None
-        self._seed = seed
-        self._thresholds = ints(groups)
+        self.planes = ints(groups, sets, quads, planes // 2, 32)
+        self.sums, self.units = ints(groups, 4 * sets), floats(groups, 4 * sets)
+        self.operands = ints(groups, -(-group // 8), quads, 8, 32, parts, 2)  # 0 for no head
+        self.ups = floats(groups, group)
+        self.sample, self.sample_tickets = ints(groups, SAMPLED), ints(groups)
+        self.scales = floats(groups, 4 * sets, 2) if drawn else None
+        # numbers
+        L = layout
+        self.seed, self.value_dim = seed, g.value_dim
+        self.head_bytes, self.logs, self.magnitudes = L.head_bytes, L.logs, L.magnitudes
+        self.factor_max = float(reference.FACTOR)
+        self.octaves = self.scale / math.log(2)
+        self.gain = self.scale * priority.UNIT / math.log(2)
+        self.thresholds = ints(groups)
         # of `scan`
-        self._products = floats(self._groups, blocks, g.group_size) if blocks else None
-        self._list = self._memory.empty(self._groups, self.capacity, dtype=torch.int64)
+        self.products = floats(self.groups, blocks, g.group_size) if blocks else None
+        self.list = self._memory.empty(self.groups, self.capacity, dtype=torch.int64)
 
     def _open_heads(self) -> tuple[int, int]:
         """For how many groups queries are prepared, and of how many heads each."""
-        return self._groups, self.geometry.group_size
+        return self.groups, self.geometry.group_size
 
     def _prepare(self, queries: Tensor, state: State) -> None:
         """The first launch.
@@ -102,160 +112,86 @@ class SignVotesStep(BaseStep):
         With a token it reads codes before the launch before has ended, which in a graph makes the
         token alone; outside of one that may have written codes, so that it begins no earlier.
         """
-        groups = self._groups
-        launch(
+        groups = self.groups
+        staged = state.token
+        self._prepare_launch(
+            self,
+            state,
+            grid=(max(1, min(16, 2 * self._multiprocessors // groups)), groups),
+            block=(256,),
+            defines=self._prepares,
+            overlap=staged is None or capturing(queries.device),
+            queries=queries,
+            token_keys=None if staged is None else staged.keys,
+            token_values=None if staged is None else staged.values,
+            resident=None if staged is None else state.resident,
+            resident_count=None if staged is None else state.resident_count,
+            room=0 if staged is None else state.room,
+        )
+
+    @cached_property
+    def _prepare_launch(self) -> NamedLaunch:
+        return NamedLaunch(
             "step/prepare_query.cu",
             "prepare_query",
-            (max(1, min(16, 2 * self._multiprocessors // groups)), groups),
-            (256,),
-            arguments=dict(
-                queries=queries,
-                rotation=self._rotation,
-                weight_scale=state.weight_scale,
-                regression=state.regression,
-                codes=state.codes,
-                valid=state.valid,
-                length=state.length,
-                wanted=state.wanted,
-                counted=state.counted,
-                factors=self._factors,
-                planes=self._planes,
-                sums=self._sums,
-                units=self._units,
-                operands=self._operands,
-                ups=self._ups,
-                sample=self._sample,
-                tickets=self._sample_tickets,
-                thresholds=self._thresholds,
-                bases=self._bases,
-                shifts=self._shifts,
-                scales=self._scales,
-                seeds=self._seeds,
-                cleared=self._cleared,
-                wrong=state.wrong,
-                token_keys=None if state.token is None else state.token.keys,
-                token_values=None if state.token is None else state.token.values,
-                resident=None if state.token is None else state.resident,
-                resident_count=None if state.token is None else state.resident_count,
-                ticket=state.ticket,
-                row=state.codes.shape[1],
-                head_bytes=self.layout.head_bytes,
-                words=len(self._cleared),
-                kv_heads=self.geometry.kv_heads,
-                room=0 if state.token is None else state.resident.shape[2],
-                value_dim=self.geometry.value_dim,
-                query_max=self._query_max,
-                seed=self._seed,
-                level=self._level,
-                factor_max=float(reference.FACTOR),
-                octaves=self._scale / math.log(2),
-                gain=self._scale * priority.UNIT / math.log(2),
-            ),
-            overlap=state.token is None or capturing(queries.device),
-            **self._prepares,
+            self,
+            State,
+            given=("queries", "token_keys", "token_values", "resident", "resident_count", "room"),
+            tickets="sample_tickets",
+            words="words_cleared",
         )
 
     def select(self, queries: Tensor, state: State) -> None:
         """As `BaseStep.select`."""
-        g, L, kv = self.geometry, self.layout, self.geometry.kv_heads
+        g, groups, row = self.geometry, self.groups, state.row
         queries = queries if queries.data_ptr() % 16 == 0 else queries.clone()
-        groups, row = self._groups, state.codes.shape[1]
-        if self._products is None or self._products.shape[1] != row:
+        if self.products is None or self.products.shape[1] != row:
             shape = (groups, row, g.group_size)
-            self._products = torch.empty(shape, device=g.device)
+            self.products = torch.empty(shape, device=g.device)
         self._prepare(queries, state)
         scanners = (1 if g.head_dim > 128 else 2) * self._multiprocessors
-        launch(
-            "step/scan.cu",
-            "scan",
-            (scanners,),
-            (32 * SCAN_WARPS,),
-            arguments=dict(
-                codes=state.codes,
-                planes=self._planes,
-                sums=self._sums,
-                queries=queries,
-                units=self._units,
-                weight_scale=state.weight_scale,
-                factors=self._factors,
-                valid=state.valid,
-                length=state.length,
-                thresholds=self._thresholds,
-                bases=self._bases,
-                shifts=self._shifts,
-                scales=self._scales,
-                seeds=self._seeds,
-                counts=self.counts,
-                list=self._list,
-                histogram=self._hist,
-                products=self._products,
-                signals=self._signals,
-                row=row,
-                head_bytes=L.head_bytes,
-                capacity=self.capacity,
-                groups=groups,
-                kv_heads=kv,
-            ),
+        self._scan_launch(
+            self,
+            state,
+            grid=(scanners,),
+            block=(32 * SCAN_WARPS,),
+            defines=self._vote_defines,
             shared_bytes=SCAN_WARPS * SCAN_STAGES * self._stage(),
             overlap=True,
-            **self._votes,
+            queries=queries,
         )
-        self._signalers = min(self._rerank_splits, -(-self.capacity // 128))
-        launch(
-            "step/rerank.cu",
-            "rerank",
-            (self._signalers, groups),
-            (256,),
-            arguments=dict(
-                codes=state.codes,
-                operands=self._operands,
-                ups=self._ups,
-                products=self._products,
-                levels=self._levels,
-                wanted=state.wanted,
-                counted=state.counted,
-                bases=self._bases,
-                shifts=self._shifts,
-                counts=self.counts,
-                list=self._list,
-                histogram=self._hist,
-                candidates=self._candidates,
-                candidate_counts=self._candidate_counts,
-                estimates=self._estimates,
-                buckets=self._buckets,
-                edge=self._edge,
-                edge_estimates=self._edge_estimates,
-                edge_counts=self._edge_counts,
-                cuts=self._cuts,
-                thresholds=self._thresholds,
-                scales=self._scales,
-                seeds=self._seeds,
-                planes=self._planes,
-                sums=self._sums,
-                queries=queries,
-                units=self._units,
-                weight_scale=state.weight_scale,
-                factors=self._factors,
-                valid=state.valid,
-                length=state.length,
-                signals=self._signals,
-                row=row,
-                head_bytes=L.head_bytes,
-                logs=L.logs,
-                magnitudes=L.magnitudes,
-                scanners=SCAN_WARPS * scanners,
-                capacity=self.capacity,
-                kv_heads=kv,
-                scale=self._scale,
-                softcap=self._softcap,
-            ),
+        self.signalers = min(self._rerank_splits, -(-self.capacity // 128))
+        self._rerank_launch(
+            self,
+            state,
+            grid=(self.signalers, groups),
+            block=(256,),
+            defines=self._rerank,
             overlap=True,
-            **self._rerank,
+            queries=queries,
+            scanners=SCAN_WARPS * scanners,
         )
         self._select_rows(state)
+
+    @cached_property
+    def _scan_launch(self) -> NamedLaunch:
+        return NamedLaunch(
+            "step/scan.cu", "scan", self, State, given=("queries",), histogram="hist"
+        )
+
+    @cached_property
+    def _rerank_launch(self) -> NamedLaunch:
+        return NamedLaunch(
+            "step/rerank.cu",
+            "rerank",
+            self,
+            State,
+            given=("queries", "scanners"),
+            histogram="hist",
+        )
 
     def _stage(self) -> int:
         """Bytes of a block that `scan` copies to shared memory."""
         L = self.layout
-        scanned = L.center + (2 * L.head_dim if self._votes["CENTERED"] else 0)
+        scanned = L.center + (2 * L.head_dim if self._vote_defines["CENTERED"] else 0)
         return -(-scanned // 128) * 128

@@ -10,6 +10,7 @@ that shares its codes with others nobody has counted them before.
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from kvindex_cuda.memory.layout import SubspaceLayout
 from kvindex_cuda.pariskv.device_state import State
 from kvindex_cuda.pariskv.steps.base import BaseStep
 from kvindex_cuda.runtime.constants import CHUNK, PIECES, POINTS
-from kvindex_cuda.runtime.launch import launch
+from kvindex_cuda.runtime.resolve import NamedLaunch
 
 BLOCKS = 4
 """Of `vote` on a multiprocessor: what registers leave room for."""
@@ -56,145 +57,114 @@ class TieredVotesStep(BaseStep):
         super().__init__(
             geometry, layout, most=most, capacity=most, counted=group * POINTS, **options
         )
-        device, groups, sets = g.device, self._groups, -(-group // 4)
-        self._rotation = transform.rotation(g.head_dim, seed, device)
-        self._levels = reference.levels(SUBSPACE, layout.magnitude_bits, device)
+        device, groups, sets = g.device, self.groups, -(-group // 4)
+        self.rotation = transform.rotation(g.head_dim, seed, device)
+        self.levels = reference.levels(SUBSPACE, layout.magnitude_bits, device)
 
         ints = self._memory.zeros
         # of `query_table`: what no head or subspace fills stays 0
-        self._operands = ints(groups, sets, -(-M // 2), 32, 4, dtype=torch.int16)
-        self._table = ints(groups, sets, M, 256, 4, dtype=torch.uint8)
-        self._ups = self._memory.empty(groups, group)
+        self.operands = ints(groups, sets, -(-M // 2), 32, 4, dtype=torch.int16)
+        self.table = ints(groups, sets, M, 256, 4, dtype=torch.uint8)
+        self.ups = self._memory.empty(groups, group)
         # of `vote`
-        self._votes = ints(groups, sets, most)
-        self._pieces = ints(groups, group, PIECES, POINTS)
+        self.votes = ints(groups, sets, most)
+        self.pieces, self.totals = ints(groups, group, PIECES, POINTS), self.more_counts
+        # numbers
+        L = layout
+        self.head_bytes, self.magnitudes, self.code_weights = L.head_bytes, L.magnitudes, L.weights
         # of `count_keys`
-        self._histogram = ints(groups, M, 256, dtype=torch.int64) if counts else None
+        self.own_histogram = ints(groups, M, 256, dtype=torch.int64) if counts else None
 
     @property
     def listed(self) -> Tensor:
         """As `BaseStep.listed`."""
-        return self._candidate_counts
+        return self.candidate_counts
 
     def select(self, queries: Tensor, state: State) -> None:
         """As `BaseStep.select`."""
-        g, L, kv, groups = self.geometry, self.layout, self.geometry.kv_heads, self._groups
-        M, row, group = g.head_dim // SUBSPACE, state.codes.shape[1], dict(GROUP=g.group_size)
-        if self._histogram is not None:
-            self._count(state, self._histogram)
-        launch(
-            "step/query_table.cu",
-            "query_table",
-            (M, g.group_size, groups),
-            (256,),
-            arguments=dict(
-                queries=queries,
-                rotation=self._rotation,
-                histogram=state.histogram if self._histogram is None else self._histogram,
-                tiers=state.tiers,
-                operands=self._operands,
-                ups=self._ups,
-                table=self._table,
-                cleared=self._cleared,
-                wrong=state.wrong,
-                words=len(self._cleared),
-                kv_heads=kv,
-            ),
+        g, groups = self.geometry, self.groups
+        M, group = g.head_dim // SUBSPACE, dict(GROUP=g.group_size)
+        histogram = state.histogram
+        if self.own_histogram is not None:
+            histogram = self.own_histogram
+            self._count(state, histogram)
+        self._table_launch(
+            self,
+            state,
+            grid=(M, g.group_size, groups),
+            block=(256,),
+            defines=self._defines,
             overlap=True,
-            **self._defines,
+            queries=queries,
+            histogram=histogram,
         )
         splits = max(1, BLOCKS * self._multiprocessors // groups)
         grid = min(splits, -(-self.most // CHUNK)), groups
-        launch(
-            "step/vote.cu",
-            "vote",
-            grid,
-            (256,),
-            arguments=dict(
-                codes=state.codes,
-                query_table=self._table,
-                valid=state.valid,
-                length=state.length,
-                votes=self._votes,
-                totals=self._counted,
-                pieces=self._pieces,
-                row=row,
-                head_bytes=L.head_bytes,
-                capacity=self.capacity,
-                kv_heads=kv,
-            ),
+        self._vote_launch(
+            self,
+            state,
+            grid=grid,
+            block=(256,),
+            defines=group | self._ragged | dict(D=g.head_dim),
             shared_bytes=M * 1024,
             overlap=True,
-            **(group | self._ragged | dict(D=g.head_dim)),
         )
-        launch(
-            "step/candidates.cu",
-            "candidates",
-            grid,
-            (256,),
-            arguments=dict(
-                votes=self._votes,
-                totals=self._counted,
-                pieces=self._pieces,
-                valid=state.valid,
-                length=state.length,
-                wanted=state.wanted,
-                counted=state.counted,
-                candidates=self._candidates,
-                candidate_counts=self._candidate_counts,
-                row=row,
-                capacity=self.capacity,
-                kv_heads=kv,
-            ),
-            overlap=True,
-            **(group | self._ragged),
+        self._candidates_launch(
+            self, state, grid=grid, block=(256,), defines=group | self._ragged, overlap=True
         )
-        launch(
-            "step/rerank_blocks.cu",
-            "rerank_blocks",
-            (min(max(1, 2 * self._multiprocessors // groups), -(-self.most // 128)), groups),
-            (256,),
-            arguments=dict(
-                codes=state.codes,
-                operands=self._operands,
-                ups=self._ups,
-                levels=self._levels,
-                candidate_counts=self._candidate_counts,
-                candidates=self._candidates,
-                estimates=self._estimates,
-                buckets=self._buckets,
-                row=row,
-                head_bytes=L.head_bytes,
-                weights=L.weights,
-                magnitudes=L.magnitudes,
-                capacity=self.capacity,
-                kv_heads=kv,
-                scale=self._scale,
-                softcap=self._softcap,
-            ),
+        bits = dict(D=g.head_dim, BITS=self.layout.magnitude_bits)
+        self._rerank_launch(
+            self,
+            state,
+            grid=(min(max(1, 2 * self._multiprocessors // groups), -(-self.most // 128)), groups),
+            block=(256,),
+            defines=group | self._capped | bits,
             overlap=True,
-            **(group | self._capped | dict(D=g.head_dim, BITS=L.magnitude_bits)),
         )
         self._select_rows(state)
 
+    @cached_property
+    def _table_launch(self) -> NamedLaunch:
+        return NamedLaunch(
+            "step/query_table.cu",
+            "query_table",
+            self,
+            State,
+            given=("queries", "histogram"),
+            words="words_cleared",
+        )
+
+    @cached_property
+    def _vote_launch(self) -> NamedLaunch:
+        return NamedLaunch("step/vote.cu", "vote", self, State, query_table="table")
+
+    @cached_property
+    def _candidates_launch(self) -> NamedLaunch:
+        return NamedLaunch("step/candidates.cu", "candidates", self, State)
+
+    @cached_property
+    def _rerank_launch(self) -> NamedLaunch:
+        return NamedLaunch(
+            "step/rerank_blocks.cu", "rerank_blocks", self, State, weights="code_weights"
+        )
+
     def _count(self, state: State, histogram: Tensor) -> None:
         """Keys per centroid, of the codes."""
-        g, groups = self.geometry, self._groups
+        g, groups = self.geometry, self.groups
         histogram.zero_()
-        launch(
-            "step/count_keys.cu",
-            "count_keys",
-            (max(1, min(2 * self._multiprocessors // groups, -(-self.most // COUNTED))), groups),
-            (256,),
-            arguments=dict(
-                codes=state.codes,
-                valid=state.valid,
-                length=state.length,
-                histogram=histogram,
-                row=state.codes.shape[1],
-                head_bytes=self.layout.head_bytes,
-                kv_heads=g.kv_heads,
+        self._count_launch(
+            self,
+            state,
+            grid=(
+                max(1, min(2 * self._multiprocessors // groups, -(-self.most // COUNTED))),
+                groups,
             ),
+            block=(256,),
+            defines=self._ragged | dict(D=g.head_dim),
             shared_bytes=g.head_dim // SUBSPACE * 1024,
-            **(self._ragged | dict(D=g.head_dim)),
+            histogram=histogram,
         )
+
+    @cached_property
+    def _count_launch(self) -> NamedLaunch:
+        return NamedLaunch("step/count_keys.cu", "count_keys", self, State, given=("histogram",))

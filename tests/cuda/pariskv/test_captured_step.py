@@ -13,6 +13,7 @@ from kvindex.core.protocol import Rows
 from kvindex.layer import AttentionLayer
 from kvindex.pariskv.index import ParisKV
 from kvindex_cuda.pariskv.steps import sign_votes
+from kvindex_cuda.runtime.resolve import NamedLaunch
 from tests.cuda.graphs import WholeGraph, kept
 from tests.cuda.launches import Launches
 from tests.support.helpers import Case, Operations
@@ -99,15 +100,15 @@ def replayed(device, tokens=6, **options):
 
 def test_codes_are_read_early_in_a_graph_alone(device, monkeypatch):
     """Outside of it the launch before may be what writes them."""
-    found, launch = [], sign_votes.launch
+    found, launch = [], NamedLaunch.__call__
 
-    def noted(file, name, *given, overlap, **named):
-        if name == "prepare_query":
-            found.append((overlap, named["arguments"]["token_keys"] is not None))
-        launch(file, name, *given, overlap=overlap, **named)
+    def noted(self, *namespaces, overlap=False, **named):
+        if "token_keys" in named:  # `prepare_query`
+            found.append((overlap, named["token_keys"] is not None))
+        launch(self, *namespaces, overlap=overlap, **named)
 
     pair = replayed(device, tokens=1)
-    monkeypatch.setattr(sign_votes, "launch", noted)
+    monkeypatch.setattr(NamedLaunch, "__call__", noted)
     layer, parts = pair.layers[0], pair._parts
     layer.step(*parts)
     for captured in (False, True):

@@ -160,7 +160,7 @@ def stepped(index, layout, state, queries, k, device):
 
 def table_of(step, queries, group):
     """The table of a step that has run, as `ops.coarse.tier_table` gives it."""
-    both = step._table.permute(0, 1, 4, 2, 3).flatten(1, 2)[:, :group]
+    both = step.table.permute(0, 1, 4, 2, 3).flatten(1, 2)[:, :group]
     return both.unflatten(0, (len(queries), -1))
 
 
@@ -178,12 +178,12 @@ def test_votes_and_candidates_are_the_references_to_the_bit(name, pads, device):
     table = table_of(step, queries, g)
     assert table.shape == (B, G, g, M, 256)
     votes = coarse.votes(index._codes["signs"], table)
-    mine = step._votes.view(torch.uint8).view(B, G, -1, count, 4)
+    mine = step.votes.view(torch.uint8).view(B, G, -1, count, 4)
     mine = mine.transpose(3, 4).flatten(2, 3)[:, :, :g]
     assert torch.equal(mine.int(), votes)
     wanted = select.candidates(votes, state.wanted.long(), valid)
     for row, ids in enumerate(wanted.flatten(0, 1)):
-        entries = step._candidates[row, : int(step._candidate_counts[row])]
+        entries = step.candidates[row, : int(step.candidate_counts[row])]
         kept = {0xFFFFFFFF - (int(entry) & 0xFFFFFFFF) for entry in entries}
         assert kept == set(ids[ids >= 0].tolist())
 
@@ -211,7 +211,7 @@ def test_ties_in_pieces_of_several_chunks(device):
     step = stepped(index, layout, state, queries, k, device)
     votes = coarse.votes(index._codes["signs"], table_of(step, queries, 2))
     want = select.candidates(votes, state.wanted.long())[0, 0]
-    kept = 0xFFFFFFFF - (step._candidates[0, : int(step._candidate_counts[0])] & 0xFFFFFFFF)
+    kept = 0xFFFFFFFF - (step.candidates[0, : int(step.candidate_counts[0])] & 0xFFFFFFFF)
     assert torch.equal(kept.sort().values, want)
     mine = step.ids[0].sort().values
     want = index.search(queries, k=k).ids[0, 0].sort().values

@@ -280,9 +280,7 @@ def test_a_subnormal_float16_is_its_number_to_the_bit(device):
 
 def cached(one, rows):
     """Give a step's state a cache of so many rows, which it returns."""
-    cache = RowCache(
-        one.step._groups, one.store.row_bytes, one.state.resident.device, capacity=rows
-    )
+    cache = RowCache(one.step.groups, one.store.row_bytes, one.state.resident.device, capacity=rows)
     cache.data.fill_(0xFF)
     one.state = replace(one.state, cache=cache)
     return cache

@@ -110,24 +110,24 @@ class Found:
         def heads(part):  # of tiles `[B, tiles, heads of a tile and more, ...]`
             return part.cpu().view(B, tiles, *part.shape[1:])[:, :, :tile].flatten(1, 2)[:, None]
 
-        integers = rounded(step._integers.cpu(), g.q_heads, g.head_dim)[:, None].int()
+        integers = rounded(step.integers.cpu(), g.q_heads, g.head_dim)[:, None].int()
         planes = planes_of(integers, layer.config.largest)
         thresholds, bases, shifts = (
-            part.cpu()[:, None] for part in (step._thresholds[:B], step._bases, step._shifts)
+            part.cpu()[:, None] for part in (step.thresholds[:B], step.bases, step.shifts)
         )
-        halves = step._operands.cpu().view(B, tiles, -1).view(torch.float16)
+        halves = step.operands.cpu().view(B, tiles, -1).view(torch.float16)
         operands = halves[:, :, places_of_words(tile, g.head_dim)].flatten(1, 2)[:, None]
         draw = None
         if layer.config.drawn:
-            gains, totals = heads(step._scales).unbind(-1)
-            draw = Draw(gains, totals, step._seeds.cpu()[:, None].long() & 0xFFFFFFFF)
+            gains, totals = heads(step.scales).unbind(-1)
+            draw = Draw(gains, totals, step.seeds.cpu()[:, None].long() & 0xFFFFFFFF)
         self.prepared = Prepared(
             planes=planes,
-            sums=heads(step._sums),
-            units=heads(step._units),
+            sums=heads(step.sums),
+            units=heads(step.units),
             operands=operands,
-            ups=heads(step._ups),
-            sample=step._sample.cpu()[:B, None],
+            ups=heads(step.ups),
+            sample=step.sample.cpu()[:B, None],
             thresholds=thresholds,
             bases=bases,
             shifts=shifts,
@@ -135,22 +135,22 @@ class Found:
             draw=draw,
         )
         blocks = -(-layer.state.tokens // 256)
-        self.products = step._products[:, None, :blocks].cpu()
+        self.products = step.products[:, None, :blocks].cpu()
         self.counts = step.counts.cpu()[:, None]
         there = torch.arange(step.capacity) < self.counts[..., None]
-        raw = step._list.cpu().flatten()[: B * step.capacity].view(B, 1, -1)
+        raw = step.list.cpu().flatten()[: B * step.capacity].view(B, 1, -1)
         entries = torch.where(there, raw ^ EMPTY, EMPTY)
         self.scanned = Scanned(
             counts=self.counts,
             list=entries.sort(-1, descending=True).values[..., : int(self.counts.max())],
-            histogram=step._hist.cpu().view(B, 1, -1),
+            histogram=step.hist.cpu().view(B, 1, -1),
             products=self.products,
         )
-        self.votes = step._all_votes.cpu()[:, None, : layer.state.tokens]
-        counts = step._candidate_counts.cpu()
-        raw = step._candidates.cpu().flatten()[: B * step.capacity].view(B, -1)
+        self.votes = step.votes.cpu()[:, None, : layer.state.tokens]
+        counts = step.candidate_counts.cpu()
+        raw = step.candidates.cpu().flatten()[: B * step.capacity].view(B, -1)
         self.candidates = [row[:n] ^ EMPTY for row, n in zip(raw, counts, strict=True)]
-        flat = step._estimates.cpu().flatten()[: B * step.capacity * g.q_heads]
+        flat = step.estimates.cpu().flatten()[: B * step.capacity * g.q_heads]
         estimates = flat.view(B, -1, g.q_heads)
         self.estimates = [row[:n] for row, n in zip(estimates, counts, strict=True)]
         found, k = step.found.cpu(), step.k
@@ -214,7 +214,7 @@ def test_the_best_keys_are_candidates(name, device):
         if layer.config.drawn:
             limits = priority.thresholds(found.votes[b : b + 1], state.wanted[b : b + 1])[0, 0]
             want = (votes >= limits[1]).nonzero()[:, 0].tolist()
-            assert step._cuts[b].tolist() == limits.tolist()
+            assert step.cuts[b].tolist() == limits.tolist()
         else:
             order = votes.long().argsort(descending=True, stable=True)
             want = sorted(order[: target[b]].tolist())

@@ -176,7 +176,7 @@ def test_batches_of_all_sizes_take_turns_in_the_same_buffers(index, device):
 
 
 @on_devices
-@pytest.mark.parametrize(("preset", "largest"), [("fast", "_list"), ("paper", "_pieces")])
+@pytest.mark.parametrize(("preset", "largest"), [("fast", "list"), ("paper", "pieces")])
 def test_memory_of_batches_that_grow_by_one_does_not_add_up(preset, largest, device):
     engine = Engine(device, index=f"pariskv:preset={preset}", k=6)
     nowhere = torch.tensor([-1], device=device)

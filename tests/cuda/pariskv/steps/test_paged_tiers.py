@@ -79,7 +79,7 @@ def test_points_decide(device):
 def of_the_last_step(engine, rows):
     """Counts `[R, G, M, 256]` and bounds of tiers `[R, tiers]` as the kernels have them."""
     step, states = engine.steps._steps[rows]
-    return step._histogram.view(rows, G, -1, 256), states[-1].tiers[:rows]
+    return step.own_histogram.view(rows, G, -1, 256), states[-1].tiers[:rows]
 
 
 @on_devices
@@ -132,10 +132,10 @@ def test_thread_blocks_add_up(multiprocessors, device):
     options = dict(batch=len(lengths), k=4, most=max(lengths), ragged=True, counts=True)
     geometry = replace(geometry, device=torch.device(device))
     step = TieredVotesStep(geometry, layout, multiprocessors=multiprocessors, **options)
-    step._histogram.fill_(-9)
+    step.own_histogram.fill_(-9)
     with on(device):
-        step._count(read, step._histogram)
-    found = step._histogram.cpu().view(len(lengths), G, D // 8, 256)
+        step._count(read, step.own_histogram)
+    found = step.own_histogram.cpu().view(len(lengths), G, D // 8, 256)
     for b, length in enumerate(lengths):
         signs = layout.fields(blocks[b, None], length)["signs"]
         assert torch.equal(found[b], coarse.histogram(signs, flags[b, None, :length])[0])

@@ -101,8 +101,8 @@ WHOLE = {"g3-D120", "g8-D256", "g16", "blocks"}
 """Beside what `test_reference.py` compares launch by launch, the ends: the others are slow, and not
 in CI where a case of that file is the same."""
 
-POISONED = ("ids", "_cleared", "_edge", "_finalists", "_candidates", "_list", "_sample")
-POISONED += ("_pieces", "_votes")
+POISONED = ("ids", "cleared", "edge", "finalists", "candidates", "list", "sample")
+POISONED += ("pieces", "votes")
 
 
 def run(
@@ -131,8 +131,8 @@ def run(
     if capacity:
         step.capacity = capacity
     if votes:
-        step._votes |= votes
-    for part in (step.output, step._estimates, step.scores, step._partial):
+        step._vote_defines |= votes
+    for part in (step.output, step.estimates, step.scores, step.partial):
         part.fill_(float("nan"))
     for name in POISONED:
         if isinstance(part := getattr(step, name, None), torch.Tensor):
@@ -206,12 +206,12 @@ def test_a_long_list(device, options):
 
     def counted(step):  # as `bin_of` in common.cuh
         for group, n in enumerate(step.counts.tolist()):
-            votes = (step._list[group, :n] >> 32) + 2**31
+            votes = (step.list[group, :n] >> 32) + 2**31
             votes = torch.where(votes >= 2**31, votes - 2**32, votes)
-            base, shift = int(step._bases[group]), int(step._shifts[group])
+            base, shift = int(step.bases[group]), int(step.shifts[group])
             bins = (votes - base >> shift).clamp(0, BINS - 1)
             want = torch.bincount(bins, minlength=BINS)
-            assert step._hist.view(-1, BINS)[group].tolist() == want.tolist()
+            assert step.hist.view(-1, BINS)[group].tolist() == want.tolist()
 
     got = run(index, layout, state, queries, k, device=device, look=counted, **options)
     hits, want = expected(index, queries, state, k)
@@ -288,7 +288,7 @@ def test_centers_meet_queries_as_in_float32(dtype, device):
     centers, asked = codes_of(index)[1].double(), queries.double().view(1, 2, 4, 96)
     want = torch.einsum("bgsd,bghd->bgsh", centers, asked)
     terms = torch.einsum("bgsd,bghd->bgsh", centers.abs(), asked.abs())
-    got = step._products.view(1, 2, -1, 4)[:, :, : want.shape[2]].double()
+    got = step.products.view(1, 2, -1, 4)[:, :, : want.shape[2]].double()
     assert want.shape[2] == 3
     assert ((got - want).abs() <= 8 * torch.finfo(torch.float32).eps * terms).all()
 

@@ -1,0 +1,112 @@
+"""Resolve a kernel's arguments by name, once, when a launch is built.
+
+A kernel's source names its parameters. A `NamedLaunch` looks each of them up in namespaces: objects
+that have an attribute of that name, such as a step's buffers and the state of a layer. So no
+launcher lists the arguments, and a parameter that is added to a kernel needs an attribute only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from operator import attrgetter
+from typing import Any
+
+from kvindex_cuda.runtime.launch import Argument, Grid, run, signature_of
+
+
+class NamedLaunch:
+    """A kernel whose arguments are attributes of namespaces, found by the parameters' names.
+
+    Args:
+        file: Path of the source below `kernels/`.
+        kernel: Name of the function in it.
+        *namespaces: Objects, or the classes of objects, that each call passes in this order. Only
+            their attributes' names are read here, and no object is kept.
+        given: Parameters that each call passes by keyword instead.
+        **renamed: Parameter -> attribute, where the two have different names.
+
+    Raises:
+        ValueError: No namespace has an attribute for a parameter, or several have; or the kernel
+            has no parameter of a name in `given` or `renamed`.
+    """
+
+    def __init__(
+        self, file: str, kernel: str, *namespaces: object, given: Sequence[str] = (), **renamed: str
+    ) -> None:
+        takes = signature_of(file, kernel)
+        if unknown := {*given, *renamed} - {*takes.names}:
+            raise ValueError(f"{kernel}: got {sorted(unknown)}, allowed are {[*takes.names]}")
+        known = [_attributes(namespace) for namespace in namespaces]
+        found: list[list[str]] = [[] for _ in namespaces]
+        places: dict[str, tuple[int, int]] = {}  # parameter -> namespace, place in `found`
+        for name in takes.names:
+            if name in given:
+                continue
+            attribute = renamed.get(name, name)
+            owners = [i for i, names in enumerate(known) if attribute in names]
+            if len(owners) != 1:
+                have = " and ".join(_called(namespaces[i]) for i in owners) or "nobody"
+                allowed = " or ".join(map(_called, namespaces))
+                raise ValueError(
+                    f"{kernel}.{name}: got an attribute {attribute!r} of {have}, allowed is one of "
+                    f"{allowed} alone"
+                )
+            places[name] = owners[0], len(found[owners[0]])
+            found[owners[0]].append(attribute)
+        starts = [sum(map(len, found[:i])) for i in range(len(found) + 1)]
+        places |= {name: (len(found), i) for i, name in enumerate(given)}
+        self._order = [starts[i] + place for i, place in (places[name] for name in takes.names)]
+        self._file, self._takes, self._given = file, takes, tuple(given)
+        self._readers = [_reader(names) for names in found]
+
+    def __call__(
+        self,
+        *namespaces: object,
+        grid: Grid,
+        block: Grid,
+        defines: Mapping[str, int],
+        shared_bytes: int = 0,
+        overlap: bool = False,
+        **given: Argument,
+    ) -> None:
+        """Launch the kernel with what the namespaces' attributes are now.
+
+        Other arguments and errors are those of `launch.launch`.
+        """
+        values: list[Argument] = []
+        for read, namespace in zip(self._readers, namespaces, strict=True):
+            values += read(namespace)
+        if given.keys() != {*self._given}:
+            got = f"{sorted(given)} by keyword"
+            raise ValueError(f"{self._takes.kernel}: got {got}, allowed are {[*self._given]}")
+        values += [given[name] for name in self._given]
+        run(
+            self._file,
+            self._takes,
+            [values[i] for i in self._order],
+            grid,
+            block,
+            shared_bytes,
+            overlap,
+            tuple(defines.items()),
+        )
+
+
+def _attributes(namespace: object) -> set[str]:
+    """Names of the attributes of an object, or of a class's objects."""
+    more = {field.name for field in fields(namespace)} if is_dataclass(namespace) else set()
+    return {*dir(namespace), *more}
+
+
+def _called(namespace: object) -> str:
+    kind = namespace if isinstance(namespace, type) else type(namespace)
+    return kind.__name__
+
+
+def _reader(names: Sequence[str]) -> Callable[[object], Sequence[Any]]:
+    """A function that reads attributes of an object, in this order."""
+    if not names:
+        return lambda namespace: ()
+    read = attrgetter(*names)
+    return read if len(names) > 1 else lambda namespace: (read(namespace),)
