@@ -1,6 +1,17 @@
-"""The ops of `kvindex.ops` as CUDA kernels: same names, same signatures, on CUDA tensors.
+"""CUDA backend: kernels for indexes, stores and attention, for `backend="cuda"`.
 
-Importing it needs neither CuPy nor a GPU: the first launch does (`launch.checked`).
+A caller of `kvindex` chooses this backend by its name, and rarely imports it. It contains:
+
+- `accelerate`: an executor that runs a whole ParisKV index with fused kernels, about five launches
+  for a decode step (`pariskv/`), or None where the index runs operation by operation;
+- `attention`, `coarse`, `codes` and so on: the operations of `kvindex.ops` with the same names and
+  signatures, for CUDA tensors (`ops/`);
+- `store`: blocks of keys and values on the device, in pinned host memory, or both (`memory/`);
+- `kvindex_cuda.triton`: attention over blocks for prompts, and layers of language models. It needs
+  Triton and is imported by its full name;
+- `kernels/`: the CUDA sources, which NVRTC compiles at their first launch (`runtime/`).
+
+Importing this package needs neither CuPy nor a GPU. The first launch needs both (`ready`).
 """
 
 from __future__ import annotations

@@ -14,7 +14,8 @@ sorted; its buffers go on to a capacity, here they end where the longest does, w
    Or candidates and rows are drawn, both by the same noise (`priority`): votes become sizes.
 5. attend: softmax over those rows and the resident ones, sink and window (B.3).
 
-The presets `fast` and `precise` take these; `paper` has other stages 1 to 3 (`table_step.py`).
+All presets but `paper` run these stages: `sampled` (the default), `fast` and `precise`. `paper` has
+other stages 1 to 3 (`table_step.py`).
 Integers are equal to kernels' to the bit, given the same inputs; floats up to rounding.
 """
 

@@ -22,8 +22,11 @@ STEPS: dict[str, type[BaseStep]] = {
     "tiered_votes": TieredVotesStep,
     "latents": LatentsStep,
 }
-"""By kind: of the presets `drawn`, `fast` and `precise`, of `paper`, and of the former over latents
-with more heads or coordinates than `sign_votes` has room for.
+"""The class of each kind of step.
+
+`sign_votes` serves the presets `sampled`, `fast` and `precise`, and `tiered_votes` serves `paper`.
+`latents` serves the same presets as `sign_votes` over latents with more query heads or coordinates
+than that has room for.
 """
 
 VOTES = dict(

@@ -1,11 +1,13 @@
-"""One decoding step of one layer, from query to attention output, in 5 launches.
+"""Decode step of one layer by votes of signs, from query to attention output, in 5 launches.
 
     prepare_query -> scan -> rerank -> select_rows -> attend
 
-Signed dots with one 16-bit log weight per key, one list of candidates per group (the presets
-`fast` and `precise`). Nothing here waits for the device, or allocates more than results: buffers
-are made once, lengths are read on the device, so that a step can be captured in a CUDA graph and
-replayed while the index grows.
+This step serves the presets `sampled` (the default), `fast` and `precise`. A key has a sign for
+each coordinate and one 16-bit log weight. Its vote is the dot product of a quantized query with the
+signs, scaled by the weight. Each KV head has one list of candidates for all of its query heads.
+
+A step can be captured in a CUDA graph and replayed while the index grows: its buffers are allocated
+once, kernels read lengths on the device, and the host waits for nothing.
 """
 
 from __future__ import annotations
