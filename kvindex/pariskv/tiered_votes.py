@@ -3,7 +3,7 @@
 As `decode_step.py`, which goes on with `select_rows` and `attend`. Votes are looked up in a table
 made for the query, with a list of candidates for each query head; votes of all keys are kept, and
 candidates found from their histograms: exact, with no sample. An index counts the keys of each
-centroid as they come; of an engine's pages, which sequences share, `count_keys` counts them first.
+centroid as they come.
 
 1. query_table: the query is rotated; the points of each centroid (paper, A.1 and B.2.1).
 2. vote: each key's points, for each head, and how many keys have how many (B.2.1).
@@ -44,12 +44,6 @@ def find_candidates(queries: Tensor, state: State, config: StepConfig) -> Rerank
     query = query_table(queries, state, config)
     chosen = candidates(state, vote(state, query, config))
     return rerank_blocks(state, query, chosen, config)
-
-
-def count_keys(state: State, config: StepConfig) -> Tensor:
-    """Keys per centroid of each row's valid tokens: a histogram, int64 `[B, G, M, 256]`."""
-    signs = config.layout.fields(state.codes, state.tokens)["signs"]
-    return coarse.histogram(signs, state.flags)
 
 
 @dataclass(frozen=True)

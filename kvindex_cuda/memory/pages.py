@@ -9,24 +9,12 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from kvindex_cuda.memory.layout import BLOCK, Layout, SubspaceLayout
+from kvindex_cuda.memory.layout import BLOCK, Layout
 
 
 @dataclass(frozen=True)
 class PagedLayout(Layout):
     """`Layout` in pages: `head_bytes` is from a KV head's record to the next one's."""
-
-    record_bytes: int
-
-    @cached_property
-    def head_bytes(self) -> int:
-        """Of a page's records."""
-        return self.record_bytes
-
-
-@dataclass(frozen=True)
-class PagedSubspaceLayout(SubspaceLayout):
-    """`SubspaceLayout` in pages, likewise."""
 
     record_bytes: int
 

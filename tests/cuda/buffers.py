@@ -26,7 +26,7 @@ from kvindex_cuda.runtime.constants import EDGE
 
 @dataclass(frozen=True)
 class Buffers:
-    """Of a step that has run once, of `fast` or `precise` or (counted to chosen) of `paper`."""
+    """Of a step that has run once, of `fast` or `precise` or (query to chosen) of `paper`."""
 
     step: base.BaseStep
     tokens: int
@@ -108,11 +108,6 @@ class Buffers:
             histogram=self._read("hist", BINS),
             products=products[:, :, : -(-self.tokens // BLOCK)],
         )
-
-    @property
-    def counted(self) -> Tensor:
-        """Of `count_keys`."""
-        return self._read("own_histogram", self.step.geometry.head_dim // 8, 256)
 
     @cached_property
     def query(self) -> QueryTable:

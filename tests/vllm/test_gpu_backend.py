@@ -27,9 +27,8 @@ pytestmark = pytest.mark.skipif(not emulator.available(), reason="no g++ to emul
 __all__ = ["entered"]  # a fixture
 
 
-@pytest.mark.parametrize("preset", ["fast", "paper"])
-def test_prompts_are_flash_attentions_and_decoded_tokens_search(entered, preset):
-    config = entered({**EVERY, "index": f"pariskv:preset={preset}"})
+def test_prompts_are_flash_attentions_and_decoded_tokens_search(entered):
+    config = entered({**EVERY, "index": "pariskv:preset=fast"})
     layers = layers_of(config)
     builder = builder_of(config, layers)
     tables = torch.tensor([[3, 7, 1], [4, 2, 0], [9, 0, 0], [0, 0, 0]]).int()
@@ -89,6 +88,7 @@ def test_graphs_are_of_decoded_tokens_alone(entered):
     ("asked", "said"),
     [
         ({"index": "pariskv"}, "on a GPU: sign_decoder: got 'regression', allowed is 'mean'"),
+        ({"index": "pariskv:preset=paper"}, "on a GPU: coarse: got 'tiers', allowed is 'dots'"),
         ({"index": "pariskv:preset=scan"}, "on a GPU: coarse: got 'none', allowed is 'sign_votes'"),
         ({**EVERY, "local_window": 0}, "local_window: got 0, allowed is 1 or more on a GPU"),
     ],
@@ -114,8 +114,8 @@ def test_the_backend_stands_in_for_flash_attention(entered):
     assert SearchingFlashBackend.get_impl_cls() is SearchingFlashAttention
 
 
-@pytest.fixture(params=["fast", "paper"])
-def emulated_engine(request, stock, engine, model):
+@pytest.fixture
+def emulated_engine(stock, engine, model):
     """An engine on a CPU whose decoded tokens search by the kernels of a GPU."""
     from vllm.v1.attention import selector
     from vllm.v1.attention.backends import registry
@@ -125,7 +125,7 @@ def emulated_engine(request, stock, engine, model):
     registry.register_backend(own, "tests.vllm.on_a_cpu.Backend")
     selector._cached_get_attn_backend.cache_clear()
     with emulator.emulated():
-        asked = {**EVERY, "index": f"pariskv:preset={request.param}"}
+        asked = {**EVERY, "index": "pariskv:preset=fast"}
         yield engine(model, {**asked, "dense_below": 350, "local_window": 40})
     registry.register_backend(own, before)
     selector._cached_get_attn_backend.cache_clear()

@@ -20,15 +20,11 @@
 // for its center; other blocks code meanwhile.
 // Times are in benchmarks/results/append.json. float32 keys take 1.4 times as many instructions.
 //
-// With SUBSPACE each 8 coordinates, a lane's byte of a key, are coded as a direction of their own and have a
-// weight, bfloat16 (A.3, equations 7 and 9): written are 2 D / 8 bytes of weights per key in place of 3.
-//
 // As the reference but for rounding: sums are in float32, and the center goes off after four
 // stages, so that an error of y is in proportion to ‖k‖ + ‖μ‖. Keys from 2^120 on may overflow.
 // Compile-time: D, BITS (of a magnitude), DTYPE (of the keys), WIDE (whether each key begins at a
 // multiple of 16 bytes), RESIDENT (blocks of a multiprocessor), CENTERED (whether blocks have centers), PAGED
-// (whether keys are those of an engine's pages: of each layer and head the segments that `due` names, whole ones),
-// SUBSPACE (whether each subspace has a weight; then blocks have no centers).
+// (whether keys are those of an engine's pages: of each layer and head the segments that `due` names, whole ones).
 // Longer than most files: it is one kernel.
 #include "common/rotated.cuh"
 
@@ -40,8 +36,6 @@ constexpr int LOADS = STAGED ? 4 : 8;                 // of four keys, in flight
 constexpr int HALF = 8, GROUP = 32;                   // keys at a time; whose weights lie together
 constexpr int TILES = (M + 7) / 8;                    // of 8 bytes
 constexpr int STEPS = 65536 / OCTAVES;                // of a log weight to an octave
-constexpr int SPAN = (M + 1) / 2 * 2;                 // weights of a key with SUBSPACE, in whole words
-static_assert(!SUBSPACE || !CENTERED, "a block has a center, or its keys weights for each subspace");
 
 // Eight coordinates as they lie in memory. LAST: nobody reads them again.
 template <bool LAST>
@@ -412,26 +406,12 @@ encode(const __grid_constant__ Arguments args) {
                 squares = quad_sum(squares);
             }
             float inverse = squares > 0 ? rsqrtf(squares) : 0.0f, length = squares * inverse;
-#if SUBSPACE
-            float unit = fminf(length * longer * args.root, float(LONGEST)) * inverse;  // ‖k‖ / ‖y‖
-            u16* weights = reinterpret_cast<u16*>(own.block + own.head + args.weights) + (half * HALF + lane / 4) * SPAN;
-#else
             float per = inverse * args.size_scale, aligned = 0;
-#endif
             u32 rows[WORDS][(C + 1) / 2 * 2] = {};
 #pragma unroll
             for (int c = 0; c < C; c++) {
                 u32 words[WORDS];
-#if SUBSPACE
-                float square = 0, share = 0;  // ‖y_b‖²; Σ |y| level, which is ‖y_b‖ α_b
-#pragma unroll
-                for (int i = 0; i < 8; i++) square = fmaf(y[c][i / 4][i % 4], y[c][i / 4][i % 4], square);
-                coded(words, share, y[c], square > 0 ? rsqrtf(square) * args.size_scale : 0.0f, tables);
-                u16 weight = to_bfloat16(square > 0 ? __fdividef(square, share) * unit : 0.0f);
-                if (c * 4 + t < SPAN && half * HALF + lane / 4 < to) weights[c * 4 + t] = weight;
-#else
                 coded(words, aligned, y[c], per, tables);
-#endif
 #pragma unroll
                 for (int w = 0; w < WORDS; w++)
                     rows[w][c] = M % 4 && c * 4 + t >= M ? 0 : words[w];
@@ -452,7 +432,6 @@ encode(const __grid_constant__ Arguments args) {
                     to_row = own.block + own.head + args.magnitudes + (key * BITS + plane - 1) * STRIDE;
                 if (plane <= BITS && key < to) store_row(to_row, mine);
             }
-#if !SUBSPACE
             aligned = quad_sum(aligned) * inverse;
             float norm = fminf(length * longer * args.root, float(LONGEST));
             float weight = squares > 0 ? __fdividef(norm, aligned) : 0.0f;
@@ -474,7 +453,6 @@ encode(const __grid_constant__ Arguments args) {
                     u8(code >> 8);  // block_layout.places
                 reinterpret_cast<u16*>(record + args.logs)[id] = u16(code);
             }
-#endif
         }
     }
 }

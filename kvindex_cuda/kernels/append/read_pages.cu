@@ -4,7 +4,6 @@
 // A sequence is searched up to `window` tokens before its end, in whole segments, if it has `dense_below`
 // tokens and more than `sink` are left; else not at all, and all its tokens are resident. A row of the batch of
 // no tokens is resident nowhere; its first addresses are those of a page that is there.
-// Steps by tiers have no scale; there the keys that bound each tier are told (paper, B.2.1).
 // Where rows are kept by their slots (`segments`), a sequence's segments are told by number, too, and a clock goes on:
 // stamps of a cache of rows that all sequences share (common/row_cache.cuh).
 // Grid: (any, R + 1, L), THREADS threads; rows 0 to R - 1 of the grid are the batch's, of a layer each; of the
@@ -27,9 +26,7 @@ struct Arguments {
     i64* resident_count;     // [room]: tokens that are not, and the sink
     int* counted;            // [room]: tokens that are searched, but the sink
     int* wanted;             // [room]: C
-    const i64* bounds;       // [row + 1, TIERS]: keys that bound each tier of so many segments, or null
-    i64* tiers;              // [room, TIERS]: of a row, or null
-    float* weight_scale;     // [L, room, KV heads]: 0, of a row that is searched its scale; or null
+    float* weight_scale;     // [L, room, KV heads]: 0, of a row that is searched its scale
     i64* due;                // [1 + most]: how many segments have their last token among the slots, and which
     int* segments;           // [room, row]: numbers of segments, page · parts + part, or null
     int* clock;              // [1]: steps so far, or null
@@ -74,8 +71,6 @@ read_pages(const __grid_constant__ Arguments args) {
         args.counted[r] = int(searched * TOKENS - sink);
         args.wanted[r] = args.candidates[searched];
     }
-    if (args.tiers && layer == 0 && blockIdx.x == 0 && threadIdx.x < TIERS)
-        args.tiers[r * TIERS + threadIdx.x] = args.bounds[searched * TIERS + threadIdx.x];
     auto page_of = [&](i64 s) {
         i64 page = s / args.parts < args.table ? args.tables[r * args.table + s / args.parts] : 0;
         return page >= 0 && page < args.pages ? page : 0;
@@ -87,7 +82,6 @@ read_pages(const __grid_constant__ Arguments args) {
         args.codes[place * args.row + s] = codes + page * args.codes_page + part * args.codes_part;
         args.rows[place * args.row + s] = rows + page * args.rows_page + part * args.rows_part;
     }
-    if (!args.weight_scale) return;
     // of each record the largest byte of its weights
     i64 records = searched * args.kv_heads;
     int lane = threadIdx.x % LANES;

@@ -46,12 +46,11 @@ class Encoder:
     """What the kernel needs of a rotation and of levels, made once; a call encodes keys.
 
     rotation: of `ops.transform.rotation`, float32 `[D, D]`; levels: float32 `[2^bits]`, those of
-    a weight per key (`ops.codes.levels(D, bits)`), or of a `SubspaceLayout` those of one per
-    subspace (`levels(8, bits)`). Copied to the host: not for a decoding step.
+    a weight per key (`ops.codes.levels(D, bits)`). Copied to the host: not for a decoding step.
     centered: whether a block's center is made and taken off its keys.
     Raises ValueError for a matrix that is no such rotation, levels that do not fit the layout, a
-    head dimension that 8 does not divide or that the kernel does not serve, more than 7 bits,
-    centers of a `SubspaceLayout`, which has no room for them.
+    head dimension that 8 does not divide or that the kernel does not serve, more than 7 bits, a
+    `SubspaceLayout`.
     """
 
     def __init__(
@@ -63,9 +62,8 @@ class Encoder:
                 f"layout: got D = {D} and {bits} bits, allowed are multiples of 8 up to {WIDEST}, "
                 f"up to {LATENT} where their odd part is at most {MOST_ODD}, and 0 to {MOST_BITS}"
             )
-        subspace = isinstance(layout, SubspaceLayout)
-        if subspace and centered:
-            raise ValueError("centered: got True with weights per subspace, allowed is False")
+        if isinstance(layout, SubspaceLayout):
+            raise ValueError("layout: got a SubspaceLayout, allowed is a Layout")
         of_shape("rotation", of_type("rotation", rotation, torch.float32), D, D)
         of_shape("levels", of_type("levels", levels, torch.float32), 2**bits)
         self.layout, self.device, self.centered = layout, rotation.device, centered
@@ -75,7 +73,7 @@ class Encoder:
         self.largest, tables = _tables(levels.cpu())
         self._tables = tables.to(self.device)
         self._taken: Tensor | None = None
-        self._defines = dict(D=D, BITS=bits, CENTERED=int(centered), SUBSPACE=int(subspace))
+        self._defines = dict(D=D, BITS=bits, CENTERED=int(centered))
 
     def __call__(
         self,
@@ -231,19 +229,14 @@ def serves(D: int) -> bool:
 
 
 def encoder_of(
-    config: ParisKVConfig,
-    layout: Layout,
-    rotation: Tensor,
-    levels: Tensor,
-    *,
-    pages: bool = False,
+    config: ParisKVConfig, layout: Layout, rotation: Tensor, levels: Tensor
 ) -> Encoder | None:
-    """For a `ParisKV` whose kernels are fused, where `encode.cu` serves it.
+    """Return the encoder of a ParisKV with fused kernels, or None where `encode.cu` has none.
 
-    pages: whether blocks are whole segments of pages. Elsewhere codes with a weight per subspace
-    are made op by op: an index counts keys by these codes as they come.
+    Codes with a weight for each subspace are made operation by operation: the index counts keys by
+    these codes as they come.
     """
-    if (config.block != "key" and not pages) or not serves(layout.head_dim):
+    if config.block != "key" or not serves(layout.head_dim):
         return None
     return Encoder(layout, rotation, levels, centered=bool(config.center))
 

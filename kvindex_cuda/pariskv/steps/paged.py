@@ -6,8 +6,6 @@ scales are read on the device, at places that stay. Nothing here waits for the d
 
 A block that has become full is encoded before the model's next step, from the rows in its page.
 Pages of rows may lie in host memory: then rows that a step reads go through a cache of the layer.
-A step by tiers (the preset `paper`) counts the keys of each centroid itself, of the sequence's
-codes: no more than a sequence's length is known of it here.
 """
 
 from __future__ import annotations
@@ -20,17 +18,17 @@ from torch import Tensor
 
 from kvindex import ops
 from kvindex.core.geometry import Geometry
-from kvindex.ops.coarse import TIERS
 from kvindex.pariskv.block_layout import words_of
 from kvindex.pariskv.config import ParisKVConfig
 from kvindex.pariskv.encoding import Encoding
 from kvindex_cuda.memory.arena import Arena
 from kvindex_cuda.memory.layout import BLOCK, Layout
-from kvindex_cuda.memory.pages import PagedLayout, PagedSubspaceLayout, Pages
+from kvindex_cuda.memory.pages import PagedLayout, Pages
 from kvindex_cuda.memory.row_cache import RowCache
 from kvindex_cuda.pariskv.append.encode import Encoder, encoder_of
 from kvindex_cuda.pariskv.device_state import State
 from kvindex_cuda.pariskv.dispatch import (
+    OPTIONS,
     STEPS,
     kind_of,
     layout_of,
@@ -47,25 +45,29 @@ WAVES = 8
 """Thread blocks of `read_pages` for each multiprocessor, as far as there is work."""
 
 
-PAGED: dict[str, type[PagedLayout] | type[PagedSubspaceLayout]] = {
-    "sign_votes": PagedLayout,
-    "tiered_votes": PagedSubspaceLayout,
-}
-"""Kinds of steps that are served (`dispatch.STEPS`), and how their codes lie in pages."""
+KIND = "sign_votes"
+"""The kind of steps that is served (`dispatch.STEPS`)."""
 
 
 def unserved(config: ParisKVConfig, geometry: Geometry) -> str | None:
     """Why these steps do not serve a configuration, None where they do."""
     if why := refusal(config, geometry):
         return why
+    kind = kind_of(config, geometry)
+    if kind == "tiered_votes":
+        return (
+            f"coarse: got {config.coarse!r}, allowed is {OPTIONS[KIND]['coarse']!r} "
+            "(pariskv:preset=fast or preset=precise): over pages preset=paper was slower than "
+            "FlashAttention from four sequences on; transformers runs it, and vLLM on a CPU"
+        )
     if config.sign_decoder != "mean":
         return (
             f"sign_decoder: got {config.sign_decoder!r}, allowed is 'mean' "
             "(pariskv:sign_decoder=mean, or preset=fast): a regression is fitted to one sequence, "
             "and sequences share pages"
         )
-    if (kind := kind_of(config, geometry)) not in PAGED:
-        return f"kind of step: got {kind!r}, allowed is {' or '.join(map(repr, PAGED))}"
+    if kind != KIND:
+        return f"kind of step: got {kind!r}, allowed is {KIND!r}"
     if _encoder(config, geometry, layout_of(config, geometry)) is None:
         return f"head_dim: got {geometry.head_dim}, which the encoder does not serve"
     return None
@@ -107,23 +109,14 @@ class PagedSteps:
         self._most_rows, blocks = most_rows, -(-tokens // BLOCK)
         codes = pages.codes[0]
         record = codes.stride(1) if G > 1 else codes.stride(0)
-        kind = kind_of(config, geometry)
-        assert kind is not None  # or `unserved` would have said
-        self._kind: str = kind
-        self._layout = PAGED[kind](geometry.head_dim, config.magnitude_bits, record)
+        self._layout = PagedLayout(geometry.head_dim, config.magnitude_bits, record)
         encoder = _encoder(config, geometry, self._layout)
         assert encoder is not None  # likewise
         self._encoder: Encoder = encoder
         searched = [max(count * BLOCK - sink, 0) for count in range(blocks + 1)]
         candidates = [config.candidates(count, k) if count else 0 for count in searched]
-        self._most = max(room_of(kind, blocks * BLOCK, max(candidates)), 1)
+        self._most = max(room_of(KIND, blocks * BLOCK, max(candidates)), 1)
         self._candidates = torch.tensor(candidates, dtype=torch.int32, device=device)
-        self._bounds: Tensor | None = None
-        self._tiers: Tensor | None = None
-        if kind == "tiered_votes":
-            bounds = [config.tier_bounds(count) for count in searched]
-            self._bounds = torch.tensor(bounds, device=device)
-            self._tiers = torch.zeros(most_rows, len(TIERS), dtype=torch.int64, device=device)
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
@@ -155,7 +148,7 @@ class PagedSteps:
         if rows > self._most_rows:
             raise ValueError(f"rows: got {rows}, allowed is up to {self._most_rows}")
         new = bool(rows) and rows not in self._steps
-        if rows and self._tiers is None:
+        if rows:
             self._scales.zero_()
         layers, codes = len(self._pages.rows), self._pages.codes[0]
         splits = WAVES * multiprocessors(self._geometry.device) // (layers * max(rows, 1))
@@ -177,9 +170,7 @@ class PagedSteps:
                 resident_count=self._resident_count,
                 counted=self._counted,
                 wanted=self._wanted,
-                bounds=self._bounds,
-                tiers=self._tiers,
-                weight_scale=self._scales if self._tiers is None else None,
+                weight_scale=self._scales,
                 due=self._due,
                 segments=self._segments,
                 clock=self._caches[0].clocks if self._caches[0] else None,
@@ -240,12 +231,10 @@ class PagedSteps:
 
     def _step_for(self, rows: int) -> BaseStep:
         """A step for so many sequences, whose buffers are those of all steps."""
-        g, tiers = self._geometry, self._tiers is not None
-        options = options_of(self._kind, self._config)
+        g, options = self._geometry, options_of(KIND, self._config)
         options |= dict(batch=rows, k=self._k, most=self._most, ragged=True, arena=self._arena)
-        options |= dict(counts=True) if tiers else dict(blocks=self._codes.shape[2])
-        options["multiprocessors"] = multiprocessors(g.device)
-        return STEPS[self._kind](g, self._layout, **options)
+        options |= dict(blocks=self._codes.shape[2], multiprocessors=multiprocessors(g.device))
+        return STEPS[KIND](g, self._layout, **options)
 
     def _states(self) -> list[State]:
         """What steps read of each layer."""
@@ -255,7 +244,6 @@ class PagedSteps:
             length=self._length,
             wanted=self._wanted,
             counted=self._counted,
-            tiers=self._tiers,
             resident=self._none,
             resident_mask=self._none,
             resident_count=self._resident_count,
@@ -274,7 +262,7 @@ class PagedSteps:
 def _encoder(config: ParisKVConfig, geometry: Geometry, layout: Layout) -> Encoder | None:
     """Of whole segments, None where there is none."""
     known = Encoding.of(config, geometry, ops)
-    return encoder_of(config, layout, known.rotation, known.levels, pages=True)
+    return encoder_of(config, layout, known.rotation, known.levels)
 
 
 def _check_caches(caches: Sequence[RowCache | None], pages: Pages) -> None:

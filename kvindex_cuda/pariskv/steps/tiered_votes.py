@@ -4,8 +4,7 @@
 
 Votes are looked up in a table made for the query (`kvindex/ops/coarse.py`), with a list of
 candidates for each query head. Votes of all keys are kept, and candidates found from their
-histograms: exact, with no sample. Over an engine's pages `count_keys` comes first: of a sequence
-that shares its codes with others nobody has counted them before.
+histograms: exact, with no sample. The index counts the keys of each centroid as they come.
 """
 
 from __future__ import annotations
@@ -29,9 +28,6 @@ from kvindex_cuda.runtime.resolve import NamedLaunch
 BLOCKS = 4
 """Of `vote` on a multiprocessor: what registers leave room for."""
 
-COUNTED = 4 * CHUNK
-"""Keys of a block of `count_keys` at least: it adds to as many counts as a centroid each."""
-
 
 class TieredVotesStep(BaseStep):
     """Buffers and launches of a step by look-ups.
@@ -50,7 +46,6 @@ class TieredVotesStep(BaseStep):
         *,
         most: int,
         seed: int = 0,
-        counts: bool = False,
         **options: Any,
     ) -> None:
         g, group, M = geometry, geometry.group_size, geometry.head_dim // SUBSPACE
@@ -72,8 +67,6 @@ class TieredVotesStep(BaseStep):
         # numbers
         L = layout
         self.head_bytes, self.magnitudes, self.code_weights = L.head_bytes, L.magnitudes, L.weights
-        # of `count_keys`
-        self.own_histogram = ints(groups, M, 256, dtype=torch.int64) if counts else None
 
     @property
     def listed(self) -> Tensor:
@@ -84,10 +77,6 @@ class TieredVotesStep(BaseStep):
         """As `BaseStep.select`."""
         g, groups = self.geometry, self.groups
         M, group = g.head_dim // SUBSPACE, dict(GROUP=g.group_size)
-        histogram = state.histogram
-        if self.own_histogram is not None:
-            histogram = self.own_histogram
-            self._count(state, histogram)
         self._table_launch(
             self,
             state,
@@ -96,7 +85,6 @@ class TieredVotesStep(BaseStep):
             defines=self._defines,
             overlap=True,
             queries=queries,
-            histogram=histogram,
         )
         splits = max(1, BLOCKS * self._multiprocessors // groups)
         grid = min(splits, -(-self.most // CHUNK)), groups
@@ -130,7 +118,7 @@ class TieredVotesStep(BaseStep):
             "query_table",
             self,
             State,
-            given=("queries", "histogram"),
+            given=("queries",),
             words="words_cleared",
         )
 
@@ -147,24 +135,3 @@ class TieredVotesStep(BaseStep):
         return NamedLaunch(
             "step/rerank_blocks.cu", "rerank_blocks", self, State, weights="code_weights"
         )
-
-    def _count(self, state: State, histogram: Tensor) -> None:
-        """Keys per centroid, of the codes."""
-        g, groups = self.geometry, self.groups
-        histogram.zero_()
-        self._count_launch(
-            self,
-            state,
-            grid=(
-                max(1, min(2 * self._multiprocessors // groups, -(-self.most // COUNTED))),
-                groups,
-            ),
-            block=(256,),
-            defines=self._ragged | dict(D=g.head_dim),
-            shared_bytes=g.head_dim // SUBSPACE * 1024,
-            histogram=histogram,
-        )
-
-    @cached_property
-    def _count_launch(self) -> NamedLaunch:
-        return NamedLaunch("step/count_keys.cu", "count_keys", self, State, given=("histogram",))

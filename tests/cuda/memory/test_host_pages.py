@@ -93,7 +93,6 @@ def test_as_many_rows_as_there_are_give_full_attention(tokens, device):
     [
         ("pariskv:preset=fast", 4),
         ("pariskv:sign_decoder=mean", 4096),
-        ("pariskv:preset=paper", 4096),
         pytest.param("pariskv:preset=fast", 4096, marks=pytest.mark.slow),
         pytest.param("pariskv:sign_decoder=mean", 4, marks=pytest.mark.slow),
     ],

@@ -42,7 +42,7 @@ AGREE = dict(GROUP=4, SOFTCAP=0, POLICY=0, DRAWN=0)
 COARSE = dict(D=128, WIDE=0, FACTORS=0, TABLES=1)
 ESTIMATE = dict(D=128, BITS=3, HEADS=4, BLOCK=128, DTYPE=0)
 ATTENTION = dict(D=128, DV=128, HEADS=4, DTYPE=2, SOFTCAP=0, WIDTH=8, LANES=16)
-ENCODE = dict(D=128, BITS=3, DTYPE=2, WIDE=1, RESIDENT=3, CENTERED=1, PAGED=0, SUBSPACE=0)
+ENCODE = dict(D=128, BITS=3, DTYPE=2, WIDE=1, RESIDENT=3, CENTERED=1, PAGED=0)
 ATTEND = STEP | dict(DV=128, PARTS=1, SOFTCAP=0, CODEC=0, GIVEN=0, NEAR=0, PAGED=0, RAGGED=0)
 LATENTS = dict(D=576, DV=512, GROUP=128, PART=32, DTYPE=2, SOFTCAP=0, CODEC=0, RAGGED=0)
 TILED = dict(D=576, GROUP=8, TILES=16, CENTERED=1, DRAWN=0, RAGGED=0)
@@ -143,11 +143,6 @@ DEFINES = {
     ],
     "step/candidates.cu": [dict(GROUP=4, RAGGED=0), dict(GROUP=16, RAGGED=1)],
     "ops/codes.cu": [{}],
-    "step/count_keys.cu": [
-        dict(D=128, RAGGED=1),
-        dict(D=256, RAGGED=1),
-        dict(D=64, RAGGED=0),
-    ],
     "step/vote.cu": [
         COUNT | dict(RAGGED=0),
         dict(D=256, GROUP=12, RAGGED=0),
@@ -166,9 +161,6 @@ DEFINES = {
         ENCODE | dict(D=576, RESIDENT=1),
         ENCODE | dict(CENTERED=0),
         ENCODE | dict(PAGED=1),
-        ENCODE | dict(PAGED=1, CENTERED=0, SUBSPACE=1),
-        ENCODE | dict(PAGED=1, CENTERED=0, SUBSPACE=1, D=64, DTYPE=1, RESIDENT=4),
-        ENCODE | dict(PAGED=1, CENTERED=0, SUBSPACE=1, D=256, BITS=5, DTYPE=0, RESIDENT=1),
     ],
     "ops/rerank.cu": [
         ESTIMATE,
