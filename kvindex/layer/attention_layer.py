@@ -5,8 +5,7 @@ then buffer); when the buffer is full the newest `local` tokens stay and the old
 the index. A row's sink is its first real tokens among those that moved: they are always attended
 to, and marked invalid in the index so that it never returns them (docs/pipeline/regions.md).
 How they move is in `updates.py`, how a token searches in `retrieval.py`, what a step refuses in
-`arguments.py`; steps with other layers are in `joined.py`, those of a caller's graph in
-`captured.py`.
+`arguments.py`; steps with other layers, and those of a caller's graph, are in `captured.py`.
 """
 
 from __future__ import annotations
@@ -28,10 +27,9 @@ from kvindex.layer.arguments import (
     check_valid,
     check_visible,
 )
-from kvindex.layer.captured import CapturedSteps
+from kvindex.layer.captured import CapturedSteps, JoinsSteps
 from kvindex.layer.chosen import attend_chosen, check_ids
 from kvindex.layer.dense import attend_densely
-from kvindex.layer.joined import JoinsSteps
 from kvindex.layer.retrieval import output_of
 from kvindex.storage.recipe import Recipe, class_name
 from kvindex.storage.saved import save_folder

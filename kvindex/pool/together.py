@@ -12,7 +12,7 @@ from kvindex.core import check
 from kvindex.core.capability import required
 from kvindex.core.protocol import Attended, JoinsBatch, Rows
 from kvindex.core.resident import ResidentRows
-from kvindex.layer.joined import JoinsSteps
+from kvindex.layer.captured import JoinsSteps
 
 
 class LayersTogether:

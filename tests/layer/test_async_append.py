@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from kvindex.core.protocol import Rows
-from kvindex.layer import async_append
-from kvindex.layer.async_append import AsyncAppend
+from kvindex.layer import updates
 from kvindex.layer.regions import Leaving
+from kvindex.layer.updates import AsyncAppend
 
 
 class Part:
@@ -49,7 +49,7 @@ def notes(monkeypatch):
         yield
         notes.append("back")
 
-    monkeypatch.setattr(async_append, "side_stream", lambda device: side)
+    monkeypatch.setattr(updates, "side_stream", lambda device: side)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: steps)
     monkeypatch.setattr(torch.cuda, "stream", on)
     return notes

@@ -9,7 +9,7 @@ from hypothesis.stateful import precondition, rule
 
 import kvindex
 from kvindex.layer import AttentionLayer
-from kvindex.layer.joined import JoinsSteps
+from kvindex.layer.captured import JoinsSteps
 from tests.pool.machine import SequencesMachine, seeds
 from tests.support.helpers import Case
 

@@ -12,7 +12,7 @@ from hypothesis.stateful import run_state_machine_as_test
 import kvindex
 from kvindex.core.resident import ResidentRows
 from kvindex.layer import AttentionLayer
-from kvindex.layer.joined import JoinsSteps
+from kvindex.layer.captured import JoinsSteps
 from kvindex.pool import together
 from kvindex_cuda.memory.slab_pool import DeviceAllocator
 from kvindex_cuda.pariskv import executor
