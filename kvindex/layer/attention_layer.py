@@ -154,12 +154,12 @@ class AttentionLayer(JoinsSteps, CapturedSteps):
         elif searches:
             output = self._search(queries, keys, values, valid, bias, sinks)
         else:
-            self._regions.append(len(self.index), keys, values, valid)
+            self._window.append(len(self.index), keys, values, valid)
             self._observe(queries, valid)
-            window, real = self._regions.window, self._regions.valid
-            first = self._regions.sink
+            rows, real = self._window.rows, self._window.valid
+            first = self._window.sink
             options: Any = dict(sink=first, visible=visible)
-            output = attend_densely(self.index, window, queries, real, bias, sinks, **options)
+            output = attend_densely(self.index, rows, queries, real, bias, sinks, **options)
         if decoded and T > 1:
             self._looked = before
         else:
@@ -192,7 +192,7 @@ class AttentionLayer(JoinsSteps, CapturedSteps):
         if not keys.shape[2]:
             return
         self._update_due()
-        self._regions.append(len(self.index), keys, values, valid)
+        self._window.append(len(self.index), keys, values, valid)
         self._update(0)
         self._searched = 0
 
@@ -234,9 +234,9 @@ class AttentionLayer(JoinsSteps, CapturedSteps):
         counts: bool,
     ) -> Tensor:
         """Append tokens that attend to the rows `ids`. counts: whether `traffic` counts them."""
-        self._regions.append(len(self.index), keys, values, valid)
+        self._window.append(len(self.index), keys, values, valid)
         self._observe(queries, valid)
-        read = attend_chosen(self.index, self._regions, queries, ids)
+        read = attend_chosen(self.index, self._window, queries, ids)
         newer, outputs = len(read), []
         for t, one in enumerate(read):
             own = None if sinks is None else sinks[..., t]
@@ -260,9 +260,9 @@ class AttentionLayer(JoinsSteps, CapturedSteps):
         T = queries.shape[2]
         sinks = self._sinks(sink_logits, queries)
         if not self._searched:
-            window, real = self._regions.window, self._regions.valid
-            first = self._regions.sink
-            return attend_densely(self.index, window, queries, real, None, sinks, sink=first)
+            rows, real = self._window.rows, self._window.valid
+            first = self._window.sink
+            return attend_densely(self.index, rows, queries, real, None, sinks, sink=first)
         self._check_finite("queries", queries)
         outputs = []
         for t in range(T):
@@ -283,10 +283,10 @@ class AttentionLayer(JoinsSteps, CapturedSteps):
         new = rows.keys[:, :, before:], rows.values[:, :, before:]
         keys, values, valid = self._checked(queries, *new, valid)
         self.settle()
-        self._regions.append(len(self.index), keys, values, valid)
+        self._window.append(len(self.index), keys, values, valid)
         self._observe(queries, valid)
-        output = attend_densely(self.index, rows, queries, self._regions.valid, indexed=0)
-        if self._regions.buffer >= self.update_every:
+        output = attend_densely(self.index, rows, queries, self._window.valid, indexed=0)
+        if self._window.buffer >= self.update_every:
             self._begin_update(capability(self.index, AppendsAsync))
         return output
 

@@ -96,17 +96,17 @@ class CapturedSteps(RetrievingSteps):
 
     def _capturing(self) -> tuple[CapturesStep, ResidentRows]:
         """The index, and its resident rows with room for a token."""
-        resident = self._regions.resident(len(self.index), more=1)
+        resident = self._window.resident(len(self.index), more=1)
         return required(self.index, CapturesStep), resident
 
     def count_replay(self) -> None:
         """A graph with `captured_step` has been replayed: the token is the layer's, an update may
         begin or end. Where that raises, the token has come all the same.
         """
-        regions = self._regions
-        resident = regions.count_staged()
+        window = self._window
+        resident = window.count_staged()
         length = len(self)
-        sizes = len(resident), resident.masked, length, regions.padded
+        sizes = len(resident), resident.masked, length, window.padded
         self._tally.count(Counts(None, *sizes, self._row_bytes))
         if length >= self._due_at and self._is_due(1):
             self._update_replayed()
@@ -134,7 +134,7 @@ class JoinsSteps(RetrievingSteps):
         or to the window alone.
         """
         index = self.index
-        if not self.decodes(tokens) or self.coverage is not None or self._regions.batch_size != 1:
+        if not self.decodes(tokens) or self.coverage is not None or self._window.batch_size != 1:
             return False
         if not len(index):
             return True
@@ -147,13 +147,13 @@ class JoinsSteps(RetrievingSteps):
         settled = self._sealed and self._looked is None
         if not settled or (tokens == 1 and len(self) + 1 >= self._due_from()):
             return partial(self.rollback, self.checkpoint())
-        before = self._regions.counted, self._tally.checkpoint(), self._searched
+        before = self._window.counted, self._tally.checkpoint(), self._searched
         return partial(self._uncount, before)
 
     def _uncount(self, before: tuple[int, Any, int]) -> None:
         counted, tally, self._searched = before
         self._looked = None
-        self._regions.uncount(counted)
+        self._window.uncount(counted)
         self._tally.rollback(tally)
 
     def begin_decoding(self) -> None:
@@ -162,18 +162,18 @@ class JoinsSteps(RetrievingSteps):
 
     def resident_room(self, tokens: int) -> int:
         """Rows of sink and window that `lie_in` must have room for, with so many tokens to come."""
-        return self._regions.room(tokens)
+        return self._window.room(tokens)
 
     def lies_in(self, resident: ResidentRows) -> bool:
         """Whether sink and window lie there for steps."""
-        return self._regions.lies_in(resident)
+        return self._window.lies_in(resident)
 
     def lie_in(self, resident: ResidentRows | None) -> None:
         """Have sink and window lie there for steps, of a batch of 1; None: in memory of their own.
 
         Changes nothing that can be seen.
         """
-        self._regions.lie_in(resident)
+        self._window.lie_in(resident)
 
     def asks(self) -> int:
         """Rows per KV head that a step asks the index for, 0 where it is empty."""
@@ -185,16 +185,16 @@ class JoinsSteps(RetrievingSteps):
 
         Raises as `JoinsBatch.batch_row`.
         """
-        self._regions.resident(len(self.index), more=tokens)
+        self._window.resident(len(self.index), more=tokens)
         if not len(self.index):
             return None
         return required(self.index, JoinsBatch).batch_row(queries, k=k)
 
     def count_joined(self, attended: Attended) -> None:
         """A step has put a token behind the resident rows, and attended to these rows."""
-        resident = self._regions.count_staged()
+        resident = self._window.count_staged()
         if len(self.index):
-            sizes = len(resident), resident.masked, len(self), self._regions.padded
+            sizes = len(resident), resident.masked, len(self), self._window.padded
             self._tally.count(Counts(attended.found, *sizes, self._row_bytes))
 
     def end_joined(self, tokens: int) -> None:

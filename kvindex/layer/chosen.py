@@ -13,8 +13,8 @@ from kvindex.core import check
 from kvindex.core.capability import capability
 from kvindex.core.protocol import UNUSED, Attended, Attends, Hits, KVIndex, Rows
 from kvindex.core.resident import ResidentRows
-from kvindex.layer.regions import Regions
 from kvindex.layer.retrieval import Retrieved, bias_of
+from kvindex.layer.window import Window
 from kvindex.ops.fetch import gather_rows
 
 FETCHED_BYTES = 2**28
@@ -45,31 +45,29 @@ def check_ids(ids: Tensor, queries: Tensor, index: KVIndex, before: int) -> Tens
     return ids
 
 
-def attend_chosen(
-    index: KVIndex, regions: Regions, queries: Tensor, ids: Tensor
-) -> list[Retrieved]:
+def attend_chosen(index: KVIndex, window: Window, queries: Tensor, ids: Tensor) -> list[Retrieved]:
     """What each of `T` queries `[B, H, T, D]` attends to: the rows `ids` `[B, G, T, K]` alone.
 
     An id is a position in the sequence, -1 for none. Padded tokens are not seen.
     """
     if ids.shape[2] == 1 and len(index) and (attends := capability(index, Attends)):
-        return [_where_they_lie(attends, index, regions, queries[:, :, 0], ids[:, :, 0])]
+        return [_where_they_lie(attends, index, window, queries[:, :, 0], ids[:, :, 0])]
     g, read = index.geometry, []
     per_token = ids[:, :, :1].numel() * (g.head_dim + g.value_dim) * queries.element_size()
     size = max(FETCHED_BYTES // max(per_token, 1), 1)
     parts = torch.split(queries, size, dim=2), torch.split(ids, size, dim=2)
     for some, chosen in zip(*parts, strict=True):
-        read += _block(index, regions, some, chosen)
+        read += _block(index, window, some, chosen)
     return read
 
 
 def _where_they_lie(
-    attends: Attends, index: KVIndex, regions: Regions, queries: Tensor, ids: Tensor
+    attends: Attends, index: KVIndex, window: Window, queries: Tensor, ids: Tensor
 ) -> Retrieved:
     """As `_block`, of one token: queries `[B, H, D]`, ids `[B, G, K]`. Rows are not fetched."""
     g, indexed, seen = index.geometry, len(index), ids != UNUSED
-    if regions.valid is not None:
-        real = regions.valid[:, None].expand(-1, g.kv_heads, -1)
+    if window.valid is not None:
+        real = window.valid[:, None].expand(-1, g.kv_heads, -1)
         seen = seen & real.gather(-1, ids.clamp_min(0))
     inside = ids.masked_fill(~seen | (ids >= indexed), UNUSED)
     beside = (ids - indexed).masked_fill(~seen | (ids < indexed), UNUSED)
@@ -77,8 +75,8 @@ def _where_they_lie(
     far = attends.attend_hits(queries, hits, ResidentRows(g, len(ids), 1))
     output, lse = ops.attention.attend(
         queries,
-        gather_rows(regions.window.keys, beside),
-        gather_rows(regions.window.values, beside),
+        gather_rows(window.rows.keys, beside),
+        gather_rows(window.rows.values, beside),
         scale=g.scale,
         softcap=g.softcap,
         bias=bias_of(beside >= 0).repeat_interleave(g.group_size, dim=1),
@@ -89,14 +87,14 @@ def _where_they_lie(
     return Retrieved(ops.attention.merge([far, near]), ids.shape[-1], masked)
 
 
-def _block(index: KVIndex, regions: Regions, queries: Tensor, ids: Tensor) -> list[Retrieved]:
+def _block(index: KVIndex, window: Window, queries: Tensor, ids: Tensor) -> list[Retrieved]:
     """As `attend_chosen`, with all rows at once."""
     g, indexed = index.geometry, len(index)
     B, G, T, K = ids.shape
-    rows = _rows(index, regions.window, ids.flatten(2))
+    rows = _rows(index, window.rows, ids.flatten(2))
     seen = ids != UNUSED
-    if regions.valid is not None:
-        real = regions.valid[:, None, None].expand(-1, G, T, -1)
+    if window.valid is not None:
+        real = window.valid[:, None, None].expand(-1, G, T, -1)
         seen = seen & real.gather(-1, ids.clamp_min(0))
     keys, values = (
         part.view(B, G, T, K, -1).transpose(1, 2).flatten(0, 1) for part in (rows.keys, rows.values)

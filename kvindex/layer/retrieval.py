@@ -29,9 +29,9 @@ from kvindex.core.protocol import (
     RunsOps,
 )
 from kvindex.layer.arguments import check_tokens, checked_sinks
-from kvindex.layer.regions import Regions
 from kvindex.layer.stats import Counts, Traffic
 from kvindex.layer.updates import WindowUpdates
+from kvindex.layer.window import Window
 from kvindex.ops.attention import with_sink_logits
 
 
@@ -53,30 +53,30 @@ def decode_step(
     index: DecodesStep,
     queries: Tensor,
     token: Rows,
-    regions: Regions,
+    window: Window,
     indexed: int,
     k: int,
     graphs: bool,
 ) -> Retrieved:
     """As `attend_resident`, once the window holds the token, keys `[B, G, 1, D]`."""
-    resident = regions.resident(indexed, more=1)
-    window = regions.claim(indexed, token.keys, token.values, None)
-    attended = index.decode_step(queries, token, resident, window, k=k, graphs=graphs)
+    resident = window.resident(indexed, more=1)
+    places = window.claim(indexed, token.keys, token.values, None)
+    attended = index.decode_step(queries, token, resident, places, k=k, graphs=graphs)
     return Retrieved(attended, len(resident), resident.masked)
 
 
 def attend_resident(
-    index: Attends, regions: Regions, indexed: int, queries: Tensor, *, k: int
+    index: Attends, window: Window, indexed: int, queries: Tensor, *, k: int
 ) -> Retrieved:
     """Attention of queries `[B, H, D]` to sink and window in their buffer, and to `k` rows."""
-    resident = regions.resident(indexed)
+    resident = window.resident(indexed)
     attended = index.attend(queries, resident, k=k)
     return Retrieved(attended, len(resident), resident.masked)
 
 
 def search_and_attend(
     index: KVIndex,
-    regions: Regions,
+    window: Window,
     queries: Tensor,
     *,
     k: int,
@@ -90,21 +90,21 @@ def search_and_attend(
     bias: a term of the logits, of all tokens `[B, H, N]`; sink_logits: `[B, H]`, which the coverage
     counts; newer: how many of the newest tokens are not seen.
     """
-    seen = regions.real(len(index))
+    seen = window.real(len(index))
     if seen is None:
         seen = torch.ones_like(queries[:, 0, :1], dtype=torch.bool)
-        seen = seen.expand(-1, len(regions))
+        seen = seen.expand(-1, len(window))
     if newer:
         seen = seen.clone()
         seen[:, -newer:] = False
     hits = index.search(queries, k=k, coverage=coverage)
     found = index.fetch(hits)
-    return attend_over(index, regions, queries, hits, found, seen, bias, sink_logits)
+    return attend_over(index, window, queries, hits, found, seen, bias, sink_logits)
 
 
 def attend_over(
     index: KVIndex,
-    regions: Regions,
+    window: Window,
     queries: Tensor,
     hits: Hits,
     found: Rows,
@@ -115,18 +115,18 @@ def attend_over(
     """Attention of queries `[B, H, D]` to `found`, the sink and the window's `seen` rows.
 
     seen: bool `[B, W]`; bias: a term of the logits, of all tokens `[B, H, N]`; sink_logits:
-    `[B, H]`, which the coverage counts, but not the attention. Regions of batch 1 serve any `B`
+    `[B, H]`, which the coverage counts, but not the attention. A window of batch 1 serves any `B`
     queries.
     """
     g, B = index.geometry, len(queries)
-    resident, seen = regions.rows(seen)
+    resident, seen = window.with_sink(seen)
     used = hits.ids != UNUSED
     visible = torch.cat([used, seen[:, None].expand(*used.shape[:2], -1)], dim=2)
     mask = bias_of(visible).repeat_interleave(g.group_size, dim=1)  # [B, H, K + S + W]
     if hits.log_weight is not None:
         mask[..., : hits.log_weight.shape[-1]] += hits.log_weight
     if bias is not None:
-        beside = regions.positions(len(index))[:, None]
+        beside = window.positions(len(index))[:, None]
         places = torch.cat([hits.ids, beside.expand(-1, g.kv_heads, -1)], dim=2)
         places = places.repeat_interleave(g.group_size, dim=1)
         mask += bias.float().gather(-1, places.clamp_min(0)).masked_fill(places < 0, 0)
@@ -201,12 +201,12 @@ class RetrievingSteps(WindowUpdates):
     @property
     def valid(self) -> Tensor | None:
         """Which tokens are real, bool `[B, N]`, or None where all are."""
-        return self._regions.valid
+        return self._window.valid
 
     @property
     def batch_size(self) -> int:
         """Rows of the batch, `B`; 0 before the first token and after `reset`."""
-        return self._regions.batch_size
+        return self._window.batch_size
 
     @property
     def traffic(self) -> Traffic:
@@ -277,20 +277,20 @@ class RetrievingSteps(WindowUpdates):
         sinks: Tensor | None,
     ) -> Tensor:
         """As `_search`, of one token."""
-        index, regions, indexed = self.index, self._regions, len(self.index)
+        index, window, indexed = self.index, self._window, len(self.index)
         sinks = None if sinks is None else sinks[..., 0]
         plain = valid is None and bias is None and self.coverage is None
         decodes = capability(index, DecodesStep) if plain else None
         if decodes is None or capability(index, ObservesQueries) is not None:
             self._check_finite("queries", queries)  # as the index would, but before it is too late
         if decodes is None:
-            regions.append(indexed, keys, values, valid)
+            window.append(indexed, keys, values, valid)
             self._observe(queries, valid)
             some = None if bias is None else bias[:, :, 0]
             return self._retrieve(queries[:, :, 0], some, sinks)[:, :, None]
         self._observe(queries, new=1)
         one, token, k = queries.select(2, 0), Rows(keys, values), rows_to_ask(index, self.k)
-        read = decode_step(decodes, one, token, regions, indexed, k, self.graphs)
+        read = decode_step(decodes, one, token, window, indexed, k, self.graphs)
         return output_of(self._counted(read, len(self)), sinks).unsqueeze(2)
 
     def _retrieve(
@@ -300,20 +300,20 @@ class RetrievingSteps(WindowUpdates):
 
         bias: of all tokens, `[B, H, N]`; sinks: `[B, H]`; newer: newest tokens that are not seen.
         """
-        index, regions, k = self.index, self._regions, rows_to_ask(self.index, self.k)
+        index, window, k = self.index, self._window, rows_to_ask(self.index, self.k)
         plain = bias is None and self.coverage is None and not newer
         attends = capability(index, Attends) if plain else None
         if attends is not None:
-            read = attend_resident(attends, regions, len(index), queries, k=k)
+            read = attend_resident(attends, window, len(index), queries, k=k)
             return output_of(self._counted(read, len(self)), sinks)
         length = len(self) - newer
         options: Any = dict(k=k, coverage=self.coverage, bias=bias, sink_logits=sinks, newer=newer)
-        read = search_and_attend(index, regions, queries, **options)
+        read = search_and_attend(index, window, queries, **options)
         return output_of(self._counted(read, length), sinks)
 
     def _counted(self, read: Retrieved, length: int) -> Attended:
         """What a step attended to, which `traffic` counts. length: tokens of the sequence."""
-        padded, found = self._regions.padded, read.attended.found
+        padded, found = self._window.padded, read.attended.found
         size = self._row_bytes
         step = Counts(found, read.beside, read.masked, length, padded, size, read.coverage)
         self._tally.count(step)

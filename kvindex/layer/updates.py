@@ -18,8 +18,8 @@ from kvindex.core.protocol import AppendsAsync, ChecksState, EncodesBlocks, Keep
 from kvindex.core.restore import Restorable, cut_back
 from kvindex.core.streams import side_stream
 from kvindex.core.transaction import Guarded
-from kvindex.layer.regions import Leaving, Regions
 from kvindex.layer.stats import Tally
+from kvindex.layer.window import Leaving, Window
 from kvindex.storage.layout import TensorSpec, check_layout
 from kvindex.storage.state import (
     ABOUT,
@@ -135,7 +135,7 @@ class WindowUpdates(Guarded):
         self._most = 2 * update_every if turns and unit > 1 else update_every
         room = local_window + self._most + LAG + search_up_to - 1
         sizes = dict(sink_size=sink, local_size=local_window, room=room)
-        self._regions = Regions(index.geometry, unit=unit, **sizes)
+        self._window = Window(index.geometry, unit=unit, **sizes)
         self._move: AsyncAppend | None = None  # of the rows that are leaving
         self._sealed = False
         self._looked: int | None = None  # length up to which updates were made, if one may be due
@@ -146,7 +146,7 @@ class WindowUpdates(Guarded):
 
     def __len__(self) -> int:
         """Tokens seen, `N`: those in the index and those in the window."""
-        return len(self.index) + len(self._regions)
+        return len(self.index) + len(self._window)
 
     @property
     def tokens(self) -> int:
@@ -170,7 +170,7 @@ class WindowUpdates(Guarded):
         Returns:
             The entries of the index, and `window` (sink, local window, update buffer).
         """
-        return {**self.index.nbytes(), "window": self._regions.nbytes()}
+        return {**self.index.nbytes(), "window": self._window.nbytes()}
 
     # Updates
 
@@ -220,7 +220,7 @@ class WindowUpdates(Guarded):
     def _due_from(self) -> int:
         """Length of the sequence before which single tokens let no update begin or end."""
         length, begun = len(self), self._move
-        first = length + self._most - self._regions.buffer
+        first = length + self._most - self._window.buffer
         if self._turn is not None:
             first = min(first, length + 1 + (self._turn - length - 1) % self.update_every)
         return first if begun is None else min(first, begun.begun + LAG)
@@ -228,21 +228,21 @@ class WindowUpdates(Guarded):
     def _may_begin(self, decoded: int) -> bool:
         """Whether the buffer is full, or the layer's turn has come with one of so many tokens."""
         full = self._most if decoded else self.update_every
-        return self._regions.buffer >= full or self._has_turn(decoded)
+        return self._window.buffer >= full or self._has_turn(decoded)
 
     def _may_end(self, decoded: int) -> bool:
         """Whether what is leaving has had its `LAG` tokens, or waits for the next turn's update."""
         move = self._move
         if move is None or not decoded or self._has_turn(decoded):
             return move is not None
-        return len(self) - move.begun >= LAG or self._regions.buffer >= self._most
+        return len(self) - move.begun >= LAG or self._window.buffer >= self._most
 
     def _begin_update(self, beside: AppendsAsync | None) -> None:
         """All but the newest `local` tokens begin to leave; without `beside` they are gone, too."""
-        leaving = self._regions.oldest(len(self.index))
+        leaving = self._window.oldest(len(self.index))
         if leaving.count:
             self._move = AsyncAppend(self.index, leaving, beside=beside, begun=len(self))
-        self._regions.begin(leaving.count)
+        self._window.begin(leaving.count)
         if beside is None:
             self._finish()
 
@@ -257,10 +257,10 @@ class WindowUpdates(Guarded):
         move, self._move = self._move, None
         if move is None:
             return
-        rest = self._regions.without(move.leaving.count)
+        rest = self._window.without(move.leaving.count)
         with self._rows_moving():
             move.end()
-            self._regions.end(rest, move.leaving.sink)
+            self._window.end(rest, move.leaving.sink)
 
     @contextmanager
     def _rows_moving(self) -> Iterator[None]:
@@ -281,7 +281,7 @@ class WindowUpdates(Guarded):
         if self._move is not None:
             self._move.wait()  # the index writes to the same places again
             self._move = None
-            self._regions.stay()
+            self._window.stay()
 
     # Tokens go, and rows of the batch move
 
@@ -289,33 +289,33 @@ class WindowUpdates(Guarded):
         """Forget the tokens from position `length` on. Raises ValueError below 0."""
         check.at_least("length", length, 0)
         self._searched = 0
-        regions, indexed = self._regions, len(self.index)
+        window, indexed = self._window, len(self.index)
         if self._move is not None and length < indexed + self._move.leaving.count:
             self._give_up()
-        sink = regions.sink
+        sink = window.sink
         with self._rows_moving():
             if length < indexed:
                 sink = None if sink is None else sink.before(length)
                 self.index.truncate(length)
-            regions.truncate(indexed, length, sink)
+            window.truncate(indexed, length, sink)
 
     def reorder(self, batch_indices: Tensor) -> None:
         """Row `b` of the batch becomes what row `batch_indices[b]` was; int64 `[B']`."""
-        batch = self._regions.batch_size
+        batch = self._window.batch_size
         check.rows("batch_indices", batch_indices, batch or None)
         if not batch:
             return
         self._finish()
-        regions = self._regions.reordered(batch_indices)
+        window = self._window.reordered(batch_indices)
         self.index.reorder(batch_indices)
-        self._regions = regions
+        self._window = window
 
     def reset(self) -> None:
         """Forget everything."""
         self._give_up()
         with self._rows_moving():
             self.index.reset()
-            self._regions.reset()
+            self._window.reset()
         self._sealed, self._looked, self._searched, self._broken = False, None, 0, None
         self._tally = Tally()
 
@@ -326,9 +326,9 @@ class WindowUpdates(Guarded):
 
     def checkpoint(self) -> Any:
         """What the layer is now, for `rollback`: it asks the device for nothing."""
-        index, regions, tally = self.index, self._regions, self._tally
+        index, window, tally = self.index, self._window, self._tally
         before = index.checkpoint() if isinstance(index, Restorable) else len(index)
-        parts = before, regions, regions.checkpoint(), tally, tally.checkpoint()
+        parts = before, window, window.checkpoint(), tally, tally.checkpoint()
         return parts, self._move, self._sealed, self._looked, self._searched
 
     def rollback(self, checkpoint: Any) -> None:
@@ -337,12 +337,12 @@ class WindowUpdates(Guarded):
         One that is no `Restorable` is truncated to what it held, and keeps what signals told it.
         """
         parts, move, self._sealed, self._looked, self._searched = checkpoint
-        before, self._regions, regions, self._tally, tally = parts
+        before, self._window, window, self._tally, tally = parts
         if self._move is not None and self._move is not move:
             self._move.wait()  # the index writes to the same places again
         self._move = move
         with self._rows_moving():
-            self._regions.rollback(regions)
+            self._window.rollback(window)
             self._tally.rollback(tally)
             if isinstance(self.index, Restorable):
                 self.index.rollback(before)
@@ -364,7 +364,7 @@ class WindowUpdates(Guarded):
         for an index that does not offer `protocol.KeepsState`.
         """
         self.settle()
-        state = above("index", self._stateful().state_dict()) | self._regions.packed()
+        state = above("index", self._stateful().state_dict()) | self._window.packed()
         return signed(self._whose(), {**state, "sealed": torch.tensor(self._sealed)})
 
     def check_state(self, state: Mapping[str, Tensor]) -> None:
@@ -383,7 +383,7 @@ class WindowUpdates(Guarded):
         }
         sealed = {name: parts.pop(name) for name in ("sealed",) if name in parts}
         check_layout({"sealed": TensorSpec("", torch.bool)}, sealed, {})
-        self._regions.check(parts, length_and_batch(below("index", state)))
+        self._window.check(parts, length_and_batch(below("index", state)))
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Become what a layer of the same sizes was, around an index of the same configuration.
@@ -397,7 +397,7 @@ class WindowUpdates(Guarded):
             raise ValueError(f"state: got a layer that holds {len(self)} tokens, allowed is empty")
         with self._rows_moving():
             self._stateful().load_state_dict(below("index", state))
-            self._regions.unpack(state)
+            self._window.unpack(state)
         self._sealed, self._broken = bool(state["sealed"]), None
 
     def _stateful(self) -> KeepsState:

@@ -94,11 +94,11 @@ def begun(name):
         index = CASE.index(spec)
     layer = AttentionLayer(index, k=6, **SIZES)
     sequence.feed(layer, 0, 22)
-    while layer._regions.buffer < EVERY - 1:
+    while layer._window.buffer < EVERY - 1:
         update(layer, sequence)()
     if "ends" in name:
         update(layer, sequence)()
-        while layer._regions.buffer < LAG - 1:
+        while layer._window.buffer < LAG - 1:
             update(layer, sequence)()
         assert layer._move is not None
     return sequence, layer

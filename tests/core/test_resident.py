@@ -57,20 +57,20 @@ def test_a_layer_fills_the_buffer_with_what_attention_needs(name):
     want, where = sequence.dense(), None
     for start, stop in steps_of(20, *[1] * 12, 5, *[1] * 12):
         sequence.assert_equals(sequence.feed(layer, start, stop), want, start)
-        if layer._regions._resident is not None:
-            where = where or addresses(layer._regions._resident)
-            assert addresses(layer._regions._resident) == where
+        if layer._window._resident is not None:
+            where = where or addresses(layer._window._resident)
+            assert addresses(layer._window._resident) == where
     assert where
     layer.truncate(41)
     for start in range(41, 50):
         sequence.assert_equals(sequence.feed(layer, start, start + 1), want, start)
-    assert addresses(layer._regions._resident) == where
+    assert addresses(layer._window._resident) == where
     order = torch.arange(case.batch).flip(0)
     layer.reorder(order)
     turned = sequence.rows(order.tolist())
     for start in range(50, 60):
         turned.assert_equals(turned.feed(layer, start, start + 1), turned.dense(), start)
-    assert addresses(layer._regions._resident) == where
+    assert addresses(layer._window._resident) == where
 
 
 @pytest.mark.parametrize("pads", [None, [0, 7, 16]])
@@ -87,7 +87,7 @@ def test_its_traffic_is_that_of_search_and_fetch(pads):
         assert float(getattr(mine, name)) == pytest.approx(float(getattr(theirs, name)))
     assert (
         layers[0].nbytes()["window"]
-        == layers[1].nbytes()["window"] + layers[0]._regions._resident.nbytes()
+        == layers[1].nbytes()["window"] + layers[0]._window._resident.nbytes()
     )
 
 
@@ -99,9 +99,9 @@ def test_a_batch_of_another_size_gets_another_buffer():
     layer.reorder(torch.tensor([2]))
     alone = sequence.rows([2])
     alone.assert_equals(alone.feed(layer, 30, 31), alone.dense(), 30)
-    assert layer._regions._resident.batch == 1
+    assert layer._window._resident.batch == 1
     layer.reset()
-    assert layer._regions._resident is None
+    assert layer._window._resident is None
 
 
 def test_a_step_that_fails_leaves_the_buffer_right(monkeypatch):

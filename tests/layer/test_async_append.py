@@ -9,8 +9,8 @@ import torch
 
 from kvindex.core.protocol import Rows
 from kvindex.layer import updates
-from kvindex.layer.regions import Leaving
 from kvindex.layer.updates import AsyncAppend
+from kvindex.layer.window import Leaving
 
 
 class Part:

@@ -35,7 +35,7 @@ def test_every_step_is_dense_attention(case, sizes, threshold):
 def test_a_wrapper_passes_it_on_unless_it_appends_more(around, passed_on):
     sequence, layer = Sequence.of(Case(), 60), beside(Case(), around=around, local_window=4)
     feed(layer, sequence, [(0, 14), *singles(14, 22)])
-    assert layer._regions.leaving == (6 if passed_on else 0)
+    assert layer._window.leaving == (6 if passed_on else 0)
     feed(layer, sequence, singles(22, 60))
 
 
@@ -66,7 +66,7 @@ def test_an_update_is_never_longer_under_way_than_it_takes_to_the_next():
 def test_several_tokens_at_once_end_it_and_go_at_once():
     sequence, layer = leaving()
     feed(layer, sequence, [(22, 24)])
-    assert (len(layer.index), layer._regions.leaving) == (16, 0)
+    assert (len(layer.index), layer._window.leaving) == (16, 0)
     feed(layer, sequence, [(24, 40), *singles(40, 60)])
 
 

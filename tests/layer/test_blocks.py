@@ -95,7 +95,7 @@ def test_every_step_is_dense_attention_and_layers_take_their_turns(phase, prompt
 
     feed(made, sequence, [(0, prompt)])
     made.index.start_append = noted
-    room = made._regions._room
+    room = made._window._room
     for start, stop in singles(prompt, 80):
         feed(made, sequence, [(start, stop)])
         assert len(made.index) % 8 == 0

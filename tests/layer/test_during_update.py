@@ -20,7 +20,7 @@ def test_cut_while_rows_are_leaving(case, length):
     sequence, layer = leaving(case, pads)
     layer.truncate(length)
     assert len(layer) == length
-    assert layer._regions.leaving == (6 if length >= 16 else 0)
+    assert layer._window.leaving == (6 if length >= 16 else 0)
     assert len(layer.index) == min(10, length)
     other = Sequence.of(case, 80, pads, seed=1)
     feed(layer, sequence.then(length, other), [(i, i + 1) for i in range(length, length + 20)])
@@ -31,7 +31,7 @@ def test_reordered_while_rows_are_leaving(order):
     case, pads = CASES["padded"]
     sequence, layer = leaving(case, pads)
     layer.reorder(torch.tensor(order))
-    assert (len(layer.index), layer._regions.leaving) == (16, 0)
+    assert (len(layer.index), layer._window.leaving) == (16, 0)
     feed(layer, sequence.rows(order), singles(22, 60))
 
 
@@ -72,7 +72,7 @@ def test_a_step_that_fails_while_rows_are_leaving(monkeypatch, at, error, tokens
         patch.setattr(type(layer.index), at, fail)
         with pytest.raises(error):
             sequence.feed(layer, tokens, tokens + 1)
-    assert (len(layer), len(layer.index), layer._regions.leaving) == (tokens, 10, 6)
+    assert (len(layer), len(layer.index), layer._window.leaving) == (tokens, 10, 6)
     assert (layer.traffic, layer.nbytes()["window"]) == (traffic, window)
     feed(layer, sequence, singles(tokens, 60))
 
@@ -89,7 +89,7 @@ def test_an_update_that_cannot_begin_leaves_all_as_it_was(monkeypatch, error):
         patch.setattr(type(layer.index), "start_append", fail)
         with pytest.raises(error):
             sequence.feed(layer, 19, 20)
-    assert (len(layer), len(layer.index), layer._regions.leaving) == (19, 10, 0)
+    assert (len(layer), len(layer.index), layer._window.leaving) == (19, 10, 0)
     feed(layer, sequence, singles(19, 60))
     assert len(layer.index) > 40
 
@@ -108,10 +108,10 @@ def test_an_update_that_cannot_end_ends_later(monkeypatch, at, by):
 
     last = layer, sequence, singles(23, 24)
     with monkeypatch.context() as patch:
-        patch.setattr(layer._regions if at == "without" else layer._move, at, fail)
+        patch.setattr(layer._window if at == "without" else layer._move, at, fail)
         with pytest.raises(MemoryError):
             act()
-    assert (len(layer), len(layer.index), layer._regions.leaving) == (23, 10, 6)
+    assert (len(layer), len(layer.index), layer._window.leaving) == (23, 10, 6)
     feed(layer, sequence, singles(23, 60))
     assert len(layer.index) > 40
 

@@ -258,7 +258,7 @@ def test_dense_attention_tells_its_log_sum_exp():
     sequence.feed(layer, 0, 33)
     assert 0 < len(layer.index) < 33
     g, queries = layer.index.geometry, sequence.queries[:, :, 28:33]
-    given = layer.index, layer._regions.window, queries, layer.valid
+    given = layer.index, layer._window.rows, queries, layer.valid
     output, lse = dense.attend_by_block(*given)
     assert torch.equal(output, dense.attend_densely(*given))
     keys = sequence.keys[:, :, :33].double().repeat_interleave(g.group_size, dim=1)

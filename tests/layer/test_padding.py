@@ -109,7 +109,7 @@ def test_searches_return_none_of_it_and_sinks_hold_none(name, padding):
     layer.index.search = lambda *given, **more: found.append(search(*given, **more)) or found[-1]
     for start, stop in PLANS["two turns"]:
         sequence.feed(layer, start, stop)
-        sink = layer._regions.sink
+        sink = layer._window.sink
         for b in range(3):
             ids = [] if sink is None else [i for i in sink.ids[b].tolist() if i >= 0]
             assert sequence.valid[b, ids].all()

@@ -34,7 +34,7 @@ def test_tokens_are_those_of_a_layer_that_is_asked_for_all(options):
             reads = layer.prepare_next() if number else None
             skipped += reads is not None
             assert (reads or layer.prepare_replay()) is layer.index.prepare_replay(
-                layer._regions._resident, k=9
+                layer._window._resident, k=9
             )
             outputs.append(layer.captured_step(*one))
             if number:

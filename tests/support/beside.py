@@ -74,5 +74,5 @@ def leaving(case=None, pads=None, **sizes):
     case = case or Case(batch=2)
     sequence, layer = Sequence.of(case, 80, pads), beside(case, **{"local_window": 4, **sizes})
     feed(layer, sequence, [(0, 14), *singles(14, 22)])
-    assert (len(layer.index), layer._regions.leaving) == (10, 6)
+    assert (len(layer.index), layer._window.leaving) == (10, 6)
     return sequence, layer

@@ -79,7 +79,7 @@ class ParallelLayer(AttentionLayer):
         sinks = self._sinks(sink_logits, queries)
         done, outputs = 0, []
         while done < queries.shape[2]:
-            room = max(self.update_every - self._regions.buffer, 1)
+            room = max(self.update_every - self._window.buffer, 1)
             block = slice(done, done + room)
             done += room
             parts = queries[:, :, block], keys[:, :, block], values[:, :, block]
@@ -104,15 +104,15 @@ class ParallelLayer(AttentionLayer):
 
         sinks: `[1, H, T]`, or None.
         """
-        T, held = queries.shape[2], len(self._regions)
-        self._regions.append(len(self.index), keys, values, None)
+        T, held = queries.shape[2], len(self._window)
+        self._window.append(len(self.index), keys, values, None)
         each = queries[0].transpose(0, 1).contiguous()  # the steps are rows of a batch
         index = self._expanding().expand_batch(T)
         hits = index.search(each, k=rows_to_ask(self.index, self.k), coverage=self.coverage)
         rows = torch.arange(held + T, device=queries.device)
         seen = rows <= torch.arange(held, held + T, device=queries.device)[:, None]
         own = None if sinks is None else sinks[0].mT
-        over = self._regions, each, hits, index.fetch(hits), seen
+        over = self._window, each, hits, index.fetch(hits), seen
         read = attend_over(self.index, *over, sink_logits=own)
         output = output_of(self._counted(read, len(self)), own)
         positions = torch.arange(len(self) - T, len(self), device=queries.device)

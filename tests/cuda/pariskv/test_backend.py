@@ -96,6 +96,6 @@ def test_a_layer_attends_as_in_torch(spec, pinned, device, monkeypatch):
         mine, theirs = (layer.step(query, *part(tokens, t, t + 1)) for layer in layers)
         off.append(float((mine - theirs).norm() / theirs.norm()))
     assert [len(layer.index) for layer in layers] == [292] * 2
-    assert [layer._regions.leaving for layer in layers] == [8] * 2
+    assert [layer._window.leaving for layer in layers] == [8] * 2
     assert sorted(off)[len(off) // 2] < 1e-3
     assert max(off) < 0.1  # a row that is another, of nearly the same score

@@ -187,7 +187,7 @@ def test_a_token_beyond_the_room_is_written_nowhere_and_not_counted(device):
     """The first launch of a step stages it; a graph that is replayed too often must not overrun."""
     pair = replayed(device)
     layer = pair.layers[0]
-    resident = layer._regions.resident(len(layer.index))
+    resident = layer._window.resident(len(layer.index))
     rows = resident.rows.clone()
     for held in (resident.room - 1, resident.room):
         resident.count.fill_(held)
@@ -201,7 +201,7 @@ def test_a_token_of_another_size_is_refused(device):
     pair = replayed(device)
     layer = pair.layers[0]
     queries, keys, values = pair._parts
-    resident, index = layer._regions.resident(len(layer.index), more=1), layer.index
+    resident, index = layer._window.resident(len(layer.index), more=1), layer.index
     for name, token in (("keys", (keys[..., 1:], values)), ("values", (keys, values.double()))):
         with pytest.raises(ValueError, match=rf"^{name}: got"):
             index.captured_step(queries[:, :, 0], Rows(*token), resident, k=20)
@@ -283,7 +283,7 @@ def test_a_deep_copy_has_what_was_staged_and_a_graph_of_its_own(device):
 
 def test_an_update_that_fails_leaves_the_token_and_comes_again(device, monkeypatch):
     pair = replayed(device, tokens=0)
-    while pair.layers[0]._regions.buffer < SIZES["update_every"] - 1 or pair.layers[0]._move:
+    while pair.layers[0]._window.buffer < SIZES["update_every"] - 1 or pair.layers[0]._move:
         pair.feed()
     parts = [one.to(device) for one in pair.sequence.parts(pair.length, pair.length + 1)]
     with monkeypatch.context() as patch:

@@ -110,7 +110,7 @@ class ReplayLayer(ParallelLayer):
         """
         for start, end in chunks(len(ids), CHUNK):
             first, some = len(self), (keys[:, :, start:end], values[:, :, start:end])
-            self._regions.append(len(self.index), *some, None)
+            self._window.append(len(self.index), *some, None)
             self._update_window()
             self.index.observe_tokens(ids[None, start:end], first=first)
 

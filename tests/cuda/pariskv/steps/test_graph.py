@@ -87,7 +87,7 @@ def test_a_step_is_few_operations_and_launches(device, graphs, monkeypatch, case
             layer.step(*parts)
         found.append((launches.names, operations.names))
         assert operations.count <= 18
-    resident = pair.layers[1]._regions.resident(len(pair.layers[1].index))
+    resident = pair.layers[1]._window.resident(len(pair.layers[1].index))
     with Launches() as alone:
         pair.layers[1].index.attend(parts[0][:, :, 0], resident, k=SIZES["k"])
     assert found[0] == (["stage_token"], ["aten.clone.default"])  # beside the replay

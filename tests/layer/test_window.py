@@ -8,7 +8,7 @@ import torch
 
 from kvindex import Hits
 from kvindex.indexes.exact import Exact
-from kvindex.layer.regions import Regions
+from kvindex.layer.window import Window
 from tests.support.helpers import Case, all_rows
 from tests.support.sequences import SIZES, Sequence, layer_of, steps_of
 
@@ -290,7 +290,7 @@ def test_signals_reach_the_index():
 def test_staged_tokens_are_taken_over_in_inference_mode_too():
     """By whatever reads the window: a checkpoint is nobody's guarded call."""
     case = Case(q_heads=2, kv_heads=2, head_dim=8, value_dim=8)
-    own = Regions(case.index("exact").geometry, sink_size=0, local_size=4, room=64)
+    own = Window(case.index("exact").geometry, sink_size=0, local_size=4, room=64)
     tokens = case.tokens(60)
     own.append(0, *(part[:, :, :1] for part in tokens), None)
     for n in range(1, 59):
@@ -300,12 +300,12 @@ def test_staged_tokens_are_taken_over_in_inference_mode_too():
     with torch.inference_mode():
         own.checkpoint()
     own.append(0, *(part[:, :, 59:] for part in tokens), None)
-    assert torch.equal(own.window.keys, tokens[0])
+    assert torch.equal(own.rows.keys, tokens[0])
 
 
 def test_rows_that_have_left_are_let_go_though_someone_keeps_a_checkpoint():
     case = Case()
-    held = Regions(case.index("exact").geometry, sink_size=2, local_size=4, room=8)
+    held = Window(case.index("exact").geometry, sink_size=2, local_size=4, room=8)
     empty = held.checkpoint()
     held.append(0, *case.tokens(20), None)
     full, kept = held.checkpoint(), weakref.ref(held._window._data["keys"])
@@ -314,7 +314,7 @@ def test_rows_that_have_left_are_let_go_though_someone_keeps_a_checkpoint():
     assert len(held) == 4
     held.rollback(full)
     assert len(held) == 20
-    assert torch.equal(held.window.keys, case.tokens(20)[0])
+    assert torch.equal(held.rows.keys, case.tokens(20)[0])
     del full
     held.begin(16)
     held.end(held.without(16), None)
@@ -327,7 +327,7 @@ def test_a_row_that_a_failed_step_added_is_not_attended_to():
     """`rollback` also discards it from the resident buffer; the next token takes its place."""
     case = Case()
     keys, values = case.tokens(12)
-    held = Regions(case.index("exact").geometry, sink_size=0, local_size=4, room=16)
+    held = Window(case.index("exact").geometry, sink_size=0, local_size=4, room=16)
     held.append(0, keys[:, :, :10], values[:, :, :10], None)
     held.resident(0)
     before = held.checkpoint()
@@ -337,6 +337,6 @@ def test_a_row_that_a_failed_step_added_is_not_attended_to():
     held.append(0, keys[:, :, 11:], values[:, :, 11:], None)
     resident = held.resident(0)
     assert len(resident) == 11
-    want = torch.cat([held.window.keys, held.window.values], dim=-1)
+    want = torch.cat([held.rows.keys, held.rows.values], dim=-1)
     assert torch.equal(resident.rows[:, :, :11], want)
     assert torch.equal(want[:, :, 10], torch.cat([keys[:, :, 11], values[:, :, 11]], dim=-1))

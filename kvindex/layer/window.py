@@ -38,7 +38,7 @@ class Leaving:
         return self.rows.keys.shape[2]
 
 
-class Regions(NamedState, Restorable):
+class Window(NamedState, Restorable):
     """Rows of the newest tokens, and of the first ones among those that have left for the index.
 
     sink_size, local_size: in tokens; room: tokens that the window holds while single ones come;
@@ -106,7 +106,7 @@ class Regions(NamedState, Restorable):
         return self._packed()
 
     def check(self, state: Mapping[str, Tensor], sizes: Mapping[str, int]) -> None:
-        """Raises ValueError for tensors that `packed` of such regions never gives.
+        """Raises ValueError for tensors that `packed` of such a window never gives.
 
         sizes: tokens `N` and, where it is known, sequences `B` of the index.
         """
@@ -164,7 +164,7 @@ class Regions(NamedState, Restorable):
         return len(self) - self.leaving - self.local
 
     @property
-    def window(self) -> Rows:
+    def rows(self) -> Rows:
         """Its rows, `[B, G, W, D]`."""
         self._take_staged()
         return Rows(self._window["keys"], self._window["values"])
@@ -223,7 +223,7 @@ class Regions(NamedState, Restorable):
         self._valid.truncate(length)
         self._padded = None
 
-    def reordered(self, batch_indices: Tensor) -> Regions:
+    def reordered(self, batch_indices: Tensor) -> Window:
         """A copy in which row `b` of the batch is row `batch_indices[b]` of this."""
         self._take_staged()
         other = self._shallow()
@@ -282,8 +282,8 @@ class Regions(NamedState, Restorable):
         """All that are not local, up to the last unit that they fill; changes nothing."""
         count = len(self) - min(len(self), self._local_size)
         count = max(count - (indexed + count) % self._unit, 0)
-        window = self.window
-        rows = Rows(window.keys[:, :, :count], window.values[:, :, :count])
+        own = self.rows
+        rows = Rows(own.keys[:, :, :count], own.values[:, :, :count])
         if not count:
             return Leaving(rows, None, self.sink)
         real = self.real(indexed, indexed + count)
@@ -325,14 +325,14 @@ class Regions(NamedState, Restorable):
         """Places of the sink, which come first among the resident rows."""
         return 0 if self.sink is None else self.sink.ids.shape[1]
 
-    def rows(self, seen: Tensor) -> tuple[Rows, Tensor]:
+    def with_sink(self, seen: Tensor) -> tuple[Rows, Tensor]:
         """Rows of sink and window `[B, G, S + W, D]`, and which are mask, bool `[B', S + W]`.
 
         seen: bool `[B', W]`, which of the window's are.
         """
         if self.sink is None:
-            return self.window, seen
-        parts = [self.sink.rows, self.window]
+            return self.rows, seen
+        parts = [self.sink.rows, self.rows]
         keys = torch.cat([part.keys for part in parts], dim=2)
         values = torch.cat([part.values for part in parts], dim=2)
         return Rows(keys, values), torch.cat([self.sink.mask.expand(len(seen), -1), seen], dim=1)
@@ -359,7 +359,7 @@ class Regions(NamedState, Restorable):
         if self._moved or not len(resident):
             resident.replace(self._parts(indexed))
         elif (new := len(resident) - held) < length:
-            window, seen = self.window, self.real(indexed + new)
+            window, seen = self.rows, self.real(indexed + new)
             resident.add(window.keys[:, :, new:], window.values[:, :, new:], seen)
         self._moved = False
         return resident
@@ -384,7 +384,7 @@ class Regions(NamedState, Restorable):
         if sink is not None:
             parts.append((sink.rows.keys, sink.rows.values, None if sink.whole else sink.mask))
         if len(self):
-            parts.append((self.window.keys, self.window.values, self.real(indexed)))
+            parts.append((self.rows.keys, self.rows.values, self.real(indexed)))
         return parts
 
     def nbytes(self) -> int:
