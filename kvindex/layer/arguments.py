@@ -45,6 +45,12 @@ def check_valid(valid: Tensor, keys: Tensor) -> None:
     check.tensor("valid", valid, sizes, torch.bool, keys.device)
 
 
+def check_finite(name: str, tensor: Tensor) -> None:
+    """Raise ValueError for NaN or infinite values, but on a GPU, where this would wait for it."""
+    if tensor.device.type != "cuda":
+        check.finite(name, tensor)
+
+
 def check_queries(g: Geometry, batch: int, queries: Tensor, most: int) -> None:
     """Raises TypeError or ValueError for others than `[B, H, T, D]` of 1 to `most` tokens."""
     shape = {"B": batch or None, "H": g.q_heads, "T": None, "D": g.head_dim}
@@ -86,8 +92,19 @@ def check_visible(visible: Tensor, queries: Tensor, length: int) -> None:
     check.tensor("visible", visible, shape, torch.bool, queries.device)
 
 
-def checked_sinks(sink_logits: Tensor, queries: Tensor) -> Tensor:
-    """As float32 `[B, H, T]`, from `[H]` or that. Raises TypeError or ValueError for others."""
+def checked_sinks(sink_logits: Tensor | None, queries: Tensor) -> Tensor | None:
+    """Return logits of learned sinks as float32 `[B, H, T]`, or None where there are none.
+
+    Args:
+        sink_logits: `[H]` or `[B, H, T]`, or None.
+        queries: `[B, H, T, D]`.
+
+    Raises:
+        ValueError: The shape, dtype or device does not fit.
+        TypeError: `sink_logits` is not a tensor.
+    """
+    if sink_logits is None:
+        return None
     B, H, T, _ = queries.shape
     alone = isinstance(sink_logits, Tensor) and sink_logits.ndim == 1
     shape: dict[str, int | None] = {"H": H} if alone else {"B": B, "H": H, "T": T}

@@ -1,41 +1,67 @@
-"""What an attention layer does in a step: append, attend, move old tokens into the index.
+"""An attention layer: what happens in a step to new tokens, their queries and the window.
 
-A token's id in the index is its position in the sequence. New tokens wait in the window (local,
-then buffer); when the buffer is full the newest `local` tokens stay and the older ones move to
-the index. A row's sink is its first real tokens among those that moved: they are always attended
-to, and marked invalid in the index so that it never returns them (docs/pipeline/regions.md).
-How they move is in `updates.py`, how a token searches in `retrieval.py`, what a step refuses in
-`arguments.py`; steps with other layers, and those of a caller's graph, are in `captured.py`.
+A token's id in the index is its position in the sequence. New tokens enter the window. When its
+buffer is full, the newest `local_window` tokens stay and the older ones move into the index. The
+first real tokens that move are the sink: steps always attend to them, and the index never returns
+them, because they are marked invalid there (docs/pipeline/regions.md).
+
+The layer has these parts: `Contents` (index and window), `Updates` (when tokens move into the
+index), `Retrieval` (how a decoded token searches and attends), `Tally` (counts for `traffic`), and
+`CapturedSteps` and `JoinedSteps` (steps in a caller's CUDA graph, and with other layers).
 """
 
 from __future__ import annotations
 
 import inspect
 import os
-from typing import Any
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
+from kvindex.core import check
 from kvindex.core.capability import capability
-from kvindex.core.protocol import AppendsAsync, KVIndex, ObservesQueries, ReportsRecipe, Rows
+from kvindex.core.protocol import (
+    Attended,
+    KVIndex,
+    ObservesQueries,
+    ReportsCoverage,
+    ReportsRecipe,
+    Rows,
+)
+from kvindex.core.resident import ResidentRows
+from kvindex.core.transaction import Guarded
 from kvindex.layer.arguments import (
     check_bias,
+    check_finite,
     check_new_rows,
     check_queries,
     check_rows,
+    check_tokens,
     check_valid,
     check_visible,
+    checked_sinks,
 )
-from kvindex.layer.captured import CapturedSteps, JoinsSteps
+from kvindex.layer.captured import CapturedSteps, JoinedSteps
 from kvindex.layer.chosen import attend_chosen, check_ids
+from kvindex.layer.contents import Contents
 from kvindex.layer.dense import attend_densely
-from kvindex.layer.retrieval import output_of
+from kvindex.layer.retrieval import Retrieval, output_of
+from kvindex.layer.stats import Tally, Traffic
+from kvindex.layer.updates import LAG, Updates, longest_buffer, unit_of
+from kvindex.layer.window import Window
+from kvindex.storage.layout import TensorSpec, check_layout
 from kvindex.storage.recipe import Recipe, class_name
 from kvindex.storage.saved import save_folder
+from kvindex.storage.state import ABOUT, State, check_signed, signed
+
+SETTLING = frozenset({"state_dict", "__deepcopy__"})
+"""Reads that first let a pending append finish, which is a change."""
 
 
-class AttentionLayer(JoinsSteps, CapturedSteps):
+class AttentionLayer(Guarded):
     """Attention over an index: append, attend, and let old tokens go into the index.
 
     index: empty; k: rows per KV head that a step retrieves; coverage: fewer, where fewer are
@@ -69,18 +95,96 @@ class AttentionLayer(JoinsSteps, CapturedSteps):
         update_phase: float | None = None,
         graphs: bool = True,
     ) -> None:
-        super().__init__(
-            index,
-            k=k,
-            coverage=coverage,
-            dense_below=dense_below,
-            graphs=graphs,
-            sink=sink,
-            local_window=local_window,
-            update_every=update_every,
-            search_up_to=search_up_to,
-            update_phase=update_phase,
-        )
+        self.k = check.wanted_rows(k)
+        self.coverage = None if coverage is None else check.within("coverage", coverage, 0, 1)
+        self.dense_below = check.at_least("dense_below", dense_below, 0)
+        self.graphs = check.flag("graphs", graphs)
+        tells = capability(index, ReportsCoverage)
+        if coverage is not None and tells is not None:
+            tells.check_coverage(coverage)
+        self.sink = check.at_least("sink", sink, 0)
+        self.local_window = check.at_least("local_window", local_window, 0)
+        self.update_every = check.at_least("update_every", update_every, 1)
+        self.search_up_to = check.at_least("search_up_to", search_up_to, 1)
+        if update_phase is not None and not 0 <= update_phase < 1:
+            raise ValueError(
+                f"update_phase: got {update_phase}, allowed is a number in [0, 1), or None"
+            )
+        self.update_phase = update_phase
+        if len(index):
+            raise ValueError(f"index: got one that holds {len(index)} tokens, allowed is empty")
+
+        unit = self._unit(index)
+        turns = dict[str, Any](update_every=update_every, update_phase=update_phase)
+        most = longest_buffer(index, unit, **turns)
+        room = local_window + most + LAG + search_up_to - 1
+        sizes = dict(sink_size=sink, local_size=local_window, room=room)
+        self._contents = Contents(index, Window(index.geometry, unit=unit, **sizes))
+        self._tally = Tally()
+        self._updates = Updates(self._contents, most=most, **turns)
+        self._retrieval = Retrieval(self._contents, self._tally)
+        counting = self._tally, self._retrieval.row_bytes
+        self._captured = CapturedSteps(self._contents, self._updates, *counting)
+        self._joined = JoinedSteps(self._contents, *counting)
+        self._searched = 0  # number of tokens of the last step, if it searched
+        self._usual: object = None  # shapes and dtypes that were checked last
+
+    def _unit(self, index: KVIndex) -> int:
+        """Return how many tokens move into the index together."""
+        return unit_of(index, self.update_every)
+
+    # What the layer contains
+
+    @property
+    def index(self) -> KVIndex:
+        """The index. Another one may take its place, for example a wrapper around it."""
+        return self._contents.index
+
+    @index.setter
+    def index(self, index: KVIndex) -> None:
+        self._contents.index = index
+
+    @property
+    def _window(self) -> Window:
+        return self._contents.window
+
+    def __len__(self) -> int:
+        """Number of tokens, `N`: those in the index and those in the window."""
+        return len(self._contents)
+
+    @property
+    def tokens(self) -> int:
+        """`len(self)`, which any thread may read at any time, also while rows move to the index."""
+        return self._contents.tokens
+
+    @property
+    def batch_size(self) -> int:
+        """Number of sequences, `B`; 0 before the first token and after `reset`."""
+        return self._window.batch_size
+
+    @property
+    def valid(self) -> Tensor | None:
+        """Which tokens are real, bool `[B, N]`, or None where all are."""
+        return self._window.valid
+
+    @property
+    def traffic(self) -> Traffic:
+        """What the searching steps have read so far."""
+        return self._tally.traffic
+
+    def nbytes(self) -> dict[str, int]:
+        """Bytes in use per memory tier. Any thread may call this at any time.
+
+        Returns:
+            The entries of the index, and `window` (sink, local window, update buffer).
+        """
+        return self._contents.nbytes()
+
+    # Steps
+
+    def decodes(self, tokens: int) -> bool:
+        """Return whether a step of `tokens` tokens decodes, and is not a chunk of a prompt."""
+        return len(self) > 0 and tokens <= self.search_up_to
 
     def step(
         self,
@@ -131,39 +235,37 @@ class AttentionLayer(JoinsSteps, CapturedSteps):
         """
         keys, values, valid = self._checked(queries, keys, values, valid)
         before, T = len(self), queries.shape[2]
-        if visible is not None:
-            check_visible(visible, queries, before + T)
-            if ids is not None:
-                raise ValueError("visible: got a tensor, allowed is None together with ids")
-        decoded = self.decodes(T) and visible is None
-        if decoded:
-            self._begin_decoding()
-        else:
-            self._update_due()
-        if bias is not None:
-            check_bias(bias, queries, before + T)
-        sinks = self._sinks(sink_logits, queries)
+        self._check_options(queries, bias, ids, visible)
+        sinks = checked_sinks(sink_logits, queries)
         if ids is not None:
-            if bias is not None:
-                raise ValueError("bias: got a tensor, allowed is None beside ids")
             ids = check_ids(ids, queries, self.index, before)
-        searches = decoded and before + 1 >= self.dense_below and len(self.index) > 0
-        if ids is not None:
-            searches, tokens = False, (queries, keys, values)
-            output = self._attend_chosen(*tokens, valid, sinks, ids, counts=decoded)
-        elif searches:
-            output = self._search(queries, keys, values, valid, bias, sinks)
+        decoded = self.decodes(T) and visible is None
+
+        # Before the tokens come: an update that the last step deferred
+        if decoded:
+            self._updates.begin_decoding()
+        else:
+            self._updates.catch_up()
+
+        # The tokens enter the window, and attend
+        long_enough = before + 1 >= self.dense_below and len(self.index) > 0
+        searches = decoded and long_enough and ids is None
+        if searches:  # one token after the other: it enters the window, searches, and attends
+            how: Any = dict(k=self.k, coverage=self.coverage, graphs=self.graphs)
+            output = self._retrieval.decode(queries, keys, values, valid, bias, sinks, **how)
         else:
             self._window.append(len(self.index), keys, values, valid)
-            self._observe(queries, valid)
-            rows, real = self._window.rows, self._window.valid
-            first = self._window.sink
-            options: Any = dict(sink=first, visible=visible)
-            output = attend_densely(self.index, rows, queries, real, bias, sinks, **options)
+            self._retrieval.observe(queries, valid)
+            if ids is not None:
+                output = self._attend_chosen(queries, sinks, ids, counts=decoded)
+            else:
+                output = self._attend_densely(queries, bias, sinks, visible)
+
+        # After it: if the buffer is full, old tokens move from the window into the index
         if decoded and T > 1:
-            self._looked = before
+            self._updates.defer(before)  # tokens that are rejected must not be in the index
         else:
-            self._update(int(T == 1 and visible is None))
+            self._updates.update_if_due(int(T == 1 and visible is None))
         self._searched = T if searches else 0
         return output
 
@@ -191,60 +293,10 @@ class AttentionLayer(JoinsSteps, CapturedSteps):
         keys, values, valid = self._checked_rows(keys, values, valid)
         if not keys.shape[2]:
             return
-        self._update_due()
+        self._updates.catch_up()
         self._window.append(len(self.index), keys, values, valid)
-        self._update(0)
+        self._updates.update_if_due(0)
         self._searched = 0
-
-    # Parts of a step
-
-    def _checked(
-        self, queries: Tensor, keys: Tensor, values: Tensor, valid: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Keys and values with padded tokens as zeros, and `valid`, None where none is padded.
-
-        Or an error, and nothing changed.
-        """
-        self._check_shapes(queries, keys, values)
-        return self._checked_rows(keys, values, valid)
-
-    def _checked_rows(
-        self, keys: Tensor, values: Tensor, valid: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """As `_checked`, for keys and values that have the right shapes."""
-        if valid is not None:
-            check_valid(valid, keys)
-            valid = None if bool(valid.all()) else valid
-        if valid is not None:
-            padded = ~valid[:, None, :, None]
-            keys, values = keys.masked_fill(padded, 0), values.masked_fill(padded, 0)
-        self._check_finite("keys", keys)
-        if keys.requires_grad or values.requires_grad:
-            keys, values = keys.detach(), values.detach()
-        return keys, values, valid
-
-    def _attend_chosen(
-        self,
-        queries: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        valid: Tensor | None,
-        sinks: Tensor | None,
-        ids: Tensor,
-        counts: bool,
-    ) -> Tensor:
-        """Append tokens that attend to the rows `ids`. counts: whether `traffic` counts them."""
-        self._window.append(len(self.index), keys, values, valid)
-        self._observe(queries, valid)
-        read = attend_chosen(self.index, self._window, queries, ids)
-        newer, outputs = len(read), []
-        for t, one in enumerate(read):
-            own = None if sinks is None else sinks[..., t]
-            attended = self._counted(one, len(self) - newer + t + 1) if counts else one.attended
-            outputs.append(output_of(attended, own))
-        return torch.stack(outputs, dim=2)
-
-    # Other steps
 
     def attend(self, queries: Tensor, *, sink_logits: Tensor | None = None) -> Tensor:
         """Attend again from the newest `T` tokens, with queries of another layer that shares these
@@ -258,16 +310,15 @@ class AttentionLayer(JoinsSteps, CapturedSteps):
         most = self._searched or len(self)
         check_queries(self.index.geometry, self.batch_size, queries, most)
         T = queries.shape[2]
-        sinks = self._sinks(sink_logits, queries)
+        sinks = checked_sinks(sink_logits, queries)
         if not self._searched:
-            rows, real = self._window.rows, self._window.valid
-            first = self._window.sink
-            return attend_densely(self.index, rows, queries, real, None, sinks, sink=first)
-        self._check_finite("queries", queries)
-        outputs = []
+            return self._attend_densely(queries, None, sinks)
+        check_finite("queries", queries)
+        outputs, how = [], dict[str, Any](k=self.k, coverage=self.coverage)
         for t in range(T):
             own = None if sinks is None else sinks[..., t]
-            outputs.append(self._retrieve(queries[:, :, t], None, own, newer=T - 1 - t))
+            query, newer = queries[:, :, t], T - 1 - t
+            outputs.append(self._retrieval.attend(query, None, own, newer=newer, **how))
         return torch.stack(outputs, dim=2)
 
     def read_piece(self, queries: Tensor, rows: Rows, *, valid: Tensor | None = None) -> Tensor:
@@ -284,19 +335,375 @@ class AttentionLayer(JoinsSteps, CapturedSteps):
         keys, values, valid = self._checked(queries, *new, valid)
         self.settle()
         self._window.append(len(self.index), keys, values, valid)
-        self._observe(queries, valid)
-        output = attend_densely(self.index, rows, queries, self._window.valid, indexed=0)
-        if self._window.buffer >= self.update_every:
-            self._begin_update(capability(self.index, AppendsAsync))
+        self._retrieval.observe(queries, valid)
+        output = attend_densely(self.index, rows, queries, self.valid, indexed=0)
+        self._updates.update_chunk()
         return output
 
-    # Of subclasses, and of files
+    # Parts of a step
+
+    def _checked(
+        self, queries: Tensor, keys: Tensor, values: Tensor, valid: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Check tokens, and return keys and values with zeros for padding, and `valid`.
+
+        `valid` is None if no token is padded.
+        """
+        self._check_shapes(queries, keys, values)
+        return self._checked_rows(keys, values, valid)
+
+    def _check_shapes(self, queries: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Check shapes, dtypes and devices, unless they are those of the step before."""
+        kinds = check.kind(queries), check.kind(keys), check.kind(values), self.batch_size
+        if kinds == self._usual:
+            return
+        check_tokens(self.index.geometry, self.batch_size, queries, keys, values)
+        self._usual = kinds
+
+    def _checked_rows(
+        self, keys: Tensor, values: Tensor, valid: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """As `_checked`, for keys and values that have the right shapes."""
+        if valid is not None:
+            check_valid(valid, keys)
+            valid = None if bool(valid.all()) else valid
+        if valid is not None:
+            padded = ~valid[:, None, :, None]
+            keys, values = keys.masked_fill(padded, 0), values.masked_fill(padded, 0)
+        check_finite("keys", keys)
+        if keys.requires_grad or values.requires_grad:
+            keys, values = keys.detach(), values.detach()
+        return keys, values, valid
+
+    def _check_options(
+        self, queries: Tensor, bias: Tensor | None, ids: Tensor | None, visible: Tensor | None
+    ) -> None:
+        """Check `bias` and `visible` of a step, and that nothing else comes with `ids`."""
+        length = len(self) + queries.shape[2]
+        if visible is not None:
+            check_visible(visible, queries, length)
+            if ids is not None:
+                raise ValueError("visible: got a tensor, allowed is None together with ids")
+        if bias is not None:
+            check_bias(bias, queries, length)
+            if ids is not None:
+                raise ValueError("bias: got a tensor, allowed is None beside ids")
+
+    def _attend_densely(
+        self,
+        queries: Tensor,
+        bias: Tensor | None,
+        sinks: Tensor | None,
+        visible: Tensor | None = None,
+    ) -> Tensor:
+        """Attend from the newest tokens to all tokens: `[B, H, T, Dv]`."""
+        window = self._window
+        options: Any = dict(sink=window.sink, visible=visible)
+        return attend_densely(
+            self.index, window.rows, queries, window.valid, bias, sinks, **options
+        )
+
+    def _attend_chosen(
+        self, queries: Tensor, sinks: Tensor | None, ids: Tensor, *, counts: bool
+    ) -> Tensor:
+        """Attend from the newest tokens to the rows `ids`: `[B, H, T, Dv]`.
+
+        counts: whether `traffic` counts these rows.
+        """
+        read = attend_chosen(self.index, self._window, queries, ids)
+        newer, outputs = len(read), []
+        for t, one in enumerate(read):
+            own = None if sinks is None else sinks[..., t]
+            length = len(self) - newer + t + 1
+            attended = self._retrieval.counted(one, length) if counts else one.attended
+            outputs.append(output_of(attended, own))
+        return torch.stack(outputs, dim=2)
+
+    # Tokens go, and sequences of the batch are reordered
+
+    def settle(self) -> None:
+        """Run an update that was deferred, and finish the one that is pending."""
+        self._updates.settle()
+
+    def truncate(self, length: int) -> None:
+        """Remove the tokens from position `length` on.
+
+        Args:
+            length: Number of tokens to keep, at least 0.
+
+        Raises:
+            ValueError: `length` is negative.
+        """
+        check.at_least("length", length, 0)
+        self._searched = 0
+        self._updates.keep(length)
+        self._contents.truncate(length)
+
+    def reorder(self, batch_indices: Tensor) -> None:
+        """Replace sequence `b` of the batch by sequence `batch_indices[b]`.
+
+        Args:
+            batch_indices: Int64 `[B']`. A sequence may come several times, or not at all.
+
+        Raises:
+            ValueError: The shape or dtype does not fit, or there is no such sequence.
+            TypeError: `batch_indices` is not a tensor.
+        """
+        batch = self.batch_size
+        check.rows("batch_indices", batch_indices, batch or None)
+        if batch:
+            self._updates.finish()
+            self._contents.reorder(batch_indices)
+
+    def reset(self) -> None:
+        """Remove all tokens, and what `traffic` has counted."""
+        self._updates.reset()
+        self._contents.reset()
+        self._searched, self._broken = 0, None
+        self._tally.reset()
+
+    # Steps in a CUDA graph of the caller's
 
     def capture_refusal(self) -> str | None:
-        """Why a graph cannot hold the step of the next token, or None where it can."""
+        """Return why a CUDA graph cannot contain the step of the next token.
+
+        Returns:
+            The reason, or None if a graph can.
+        """
         if type(self).step is not AttentionLayer.step:
             return f"layer: got {type(self).__name__}, whose step is its own"
-        return super().capture_refusal()
+        return self._captured.refusal(coverage=self.coverage, dense_below=self.dense_below)
+
+    def prepare_replay(self) -> object | None:
+        """Prepare a capture or a replay of `captured_step` on the current stream.
+
+        Afterwards everything that the graph reads is where it reads it.
+
+        Returns:
+            An object that stays the same for as long as one graph may be replayed; or None if the
+            next token must take `step`, for the reason that `capture_refusal` returns.
+        """
+        self._captured.forget()
+        if self.capture_refusal() is not None:
+            return None
+        return self._captured.prepare(self._situation(), self.k)
+
+    def prepare_next(self) -> object | None:
+        """Prepare the next replay in less time than `prepare_replay`, if nothing else has changed.
+
+        It asks the index alone, so that a model with many layers can call it for each token.
+
+        Returns:
+            What `prepare_replay` would return; or None if `prepare_replay` must be called, because
+            something other than `count_replay` was called since, or the buffer of the resident
+            rows is full.
+        """
+        return self._captured.prepare_next(self._situation())
+
+    def _situation(self) -> object:
+        """Return what `prepare_replay` depends on, apart from the index's own part."""
+        return self.calls_begun, id(self.index), self.k, self.coverage, self.dense_below
+
+    def captured_step(
+        self,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        *,
+        sink_logits: Tensor | None = None,
+    ) -> Tensor:
+        """Launch the step of one real token per sequence, for a CUDA graph to capture.
+
+        The kernels read on the device where the token goes and how many rows there are. Call
+        `prepare_replay` before the capture and before each replay, and `count_replay` after each
+        replay.
+
+        Args:
+            queries: `[B, H, 1, D]`, after the rotary embedding.
+            keys: `[B, G, 1, D]`, after the rotary embedding.
+            values: `[B, G, 1, Dv]`.
+            sink_logits: As in `step`.
+
+        Returns:
+            Attention outputs `[B, H, 1, Dv]`, which the next replay overwrites.
+
+        Raises:
+            ValueError: A shape, dtype or device does not fit. Values are not checked.
+            TypeError: An argument is not a tensor.
+        """
+        self._check_shapes(queries, keys, values)
+        sinks = checked_sinks(sink_logits, queries)
+        return self._captured.step(queries, Rows(keys, values), sinks, self.k)
+
+    def count_replay(self) -> None:
+        """Count the token of a replay, and begin or end an update if one is due.
+
+        If this raises, the layer has the token all the same.
+        """
+        if self._captured.count():
+            self._update_replayed()
+
+    def _update_replayed(self) -> None:
+        """Update after a replay. This is a transaction of its own."""
+        self._updates.update_if_due(1)
+
+    # Steps with other layers. For each layer, in this order: `way_back`, `begin_decoding`, `joins`,
+    # for each token `row_of_step` and `count_joined`, then `end_joined`; all ways back if one fails
+
+    def way_back(self, tokens: int) -> Callable[[], None]:
+        """Return a function that undoes all that a step of `tokens` tokens may change.
+
+        It needs no copy of the layer's state if the step brings no update.
+        """
+        if not self._updates.idle_for(tokens):
+            return partial(self.rollback, self.checkpoint())
+        before = self._joined.checkpoint(), self._updates.checkpoint(), self._searched
+        return partial(self._uncount, before)
+
+    def _uncount(self, before: tuple[Any, Any, int]) -> None:
+        joined, updates, self._searched = before
+        self._updates.rollback(updates)
+        self._joined.rollback(joined)
+
+    def begin_decoding(self) -> None:
+        """Run what was deferred to the next decode step, and end the prompt once."""
+        self._updates.begin_decoding()
+
+    def joins(self, tokens: int) -> bool:
+        """Return whether the next `tokens` tokens can be a row of a step with other layers."""
+        if not self.decodes(tokens) or self.coverage is not None:
+            return False
+        return self._joined.possible(searches=len(self) + 1 >= self.dense_below)
+
+    def resident_room(self, tokens: int) -> int:
+        """Return how many rows `lie_in` must have room for, if `tokens` tokens are to come."""
+        return self._window.room(tokens)
+
+    def lies_in(self, resident: ResidentRows) -> bool:
+        """Return whether `resident` is where sink and window are stored for steps."""
+        return self._window.lies_in(resident)
+
+    def lie_in(self, resident: ResidentRows | None) -> None:
+        """Store sink and window in `resident` for steps; None: in memory of the layer's own.
+
+        resident: of batch size 1.
+        """
+        self._window.lie_in(resident)
+
+    def asks(self) -> int:
+        """Return how many rows per KV head a step asks the index for; 0 if it is empty."""
+        return self._joined.asks(self.k)
+
+    def row_of_step(self, queries: Tensor, tokens: int, *, k: int) -> object | None:
+        """Return what a step reads of the index, or None if the index is empty.
+
+        queries: `[1, H, D]`; tokens: how many tokens need room behind the resident rows, which are
+        filled. Raises the errors of `JoinsBatch.batch_row`.
+        """
+        return self._joined.row(queries, tokens, k=k)
+
+    def count_joined(self, attended: Attended) -> None:
+        """Count a token that a step has written behind the resident rows, and what it read."""
+        self._joined.count(attended)
+
+    def end_joined(self, tokens: int) -> None:
+        """End a step of `tokens` tokens: begin or end an update, or defer it, as `step` does."""
+        searched = len(self.index) > 0
+        if tokens > 1:
+            self._updates.defer(len(self) - tokens)
+        else:
+            self._updates.update_if_due(1)
+        self._searched = tokens if searched else 0
+
+    # Transactions and copies
+
+    def _alone(self, name: str) -> bool:
+        return name in SETTLING or super()._alone(name)
+
+    def checkpoint(self) -> Any:
+        """Return the layer's present state, for `rollback`, without waiting for the device."""
+        parts = self._contents.checkpoint(), self._updates.checkpoint(), self._tally.checkpoint()
+        return parts, self._searched
+
+    def rollback(self, checkpoint: Any) -> None:
+        """Go back to a checkpoint.
+
+        An index that is not `Restorable` is truncated to its former length, and keeps what it has
+        learned from signals since then.
+        """
+        (contents, updates, tally), self._searched = checkpoint
+        self._captured.forget()
+        self._updates.rollback(updates)
+        self._tally.rollback(tally)
+        self._contents.rollback(contents)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Return an independent copy. A pending append finishes before."""
+        self.settle()
+        return super().__deepcopy__(memo)
+
+    # State, and files
+
+    def state_dict(self) -> State:
+        """Return the state of index, window and sink as named tensors.
+
+        A pending append finishes before. `traffic` is not part of the state.
+
+        Returns:
+            The tensors of the index, with names below `index`, and those of window and sink.
+
+        Raises:
+            ValueError: The index does not offer `protocol.KeepsState`.
+        """
+        self.settle()
+        sealed = {"sealed": torch.tensor(self._updates.prompt_ended)}
+        return signed(self._whose(), self._contents.packed() | sealed)
+
+    def check_state(self, state: Mapping[str, Tensor]) -> None:
+        """Check a state before it is loaded: first the index's part, then window and sink.
+
+        Args:
+            state: A state, or an outline of one whose tensors are on the meta device.
+
+        Raises:
+            ValueError: `load_state_dict` would not load it.
+            TypeError: It is not a mapping from names to tensors.
+        """
+        check_signed(self._whose(), state)
+        self._contents.check_index(state)
+        self._check_own(state)
+
+    def _check_own(self, state: Mapping[str, Tensor]) -> None:
+        parts = {
+            name: part
+            for name, part in state.items()
+            if name != ABOUT and not name.startswith("index.")
+        }
+        sealed = {name: parts.pop(name) for name in ("sealed",) if name in parts}
+        check_layout({"sealed": TensorSpec("", torch.bool)}, sealed, {})
+        self._contents.check_window(parts, state)
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Load a state into this empty layer.
+
+        Args:
+            state: What `state_dict` of a layer returned that has the same sizes, and an index of
+                the same configuration.
+
+        Raises:
+            ValueError: The state is another one, or the layer has tokens. The layer is unchanged.
+            TypeError: The state is not a mapping from names to tensors.
+        """
+        check_signed(self._whose(), state)
+        self._check_own(state)
+        if len(self):
+            raise ValueError(f"state: got a layer that holds {len(self)} tokens, allowed is empty")
+        self._contents.unpack(state)
+        self._updates.prompt_ended, self._broken = bool(state["sealed"]), None
+
+    def _whose(self) -> dict[str, Any]:
+        sizes = dict(sink=self.sink, local_window=self.local_window, update_every=self.update_every)
+        return {"layer": sizes}
 
     def recipe(self) -> Recipe:
         """The layer's options, and how its index is made, which None stands for if unknown."""

@@ -1,13 +1,12 @@
-"""Steps of a caller's CUDA graph, and tokens of several layers as one step.
+"""Steps that others run: in a caller's CUDA graph, or together with those of other layers.
 
-In both the rows of a token lie behind the resident ones, and the window takes them over when
-someone asks for them. So a token that brings no update is undone without a copy.
+Such a step writes the token's key and value behind the resident rows (sink and window in one
+buffer) by itself. The layer only counts the token, which is then staged: the window copies its row
+when someone asks for the rows. So undoing a token that brings no update needs no copy.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -15,193 +14,152 @@ from torch import Tensor
 from kvindex.core.capability import capability, required
 from kvindex.core.protocol import Attended, CapturesStep, JoinsBatch, ObservesQueries, Rows
 from kvindex.core.resident import ResidentRows
-from kvindex.layer.retrieval import RetrievingSteps, output_of, rows_to_ask
-from kvindex.layer.stats import Counts
+from kvindex.core.restore import Restorable
+from kvindex.layer.contents import Contents
+from kvindex.layer.retrieval import output_of, rows_to_ask
+from kvindex.layer.stats import Counts, Tally
+from kvindex.layer.updates import Updates
 
 
-class CapturedSteps(RetrievingSteps):
-    """A layer whose step of one token can be captured in a graph of the caller's.
+class CapturedSteps(Restorable):
+    """Steps of one token that a CUDA graph of the caller's contains.
 
-    Before each replay comes `prepare_replay`, or `prepare_next`; after it `count_replay`.
+    Args:
+        contents: The index and the window.
+        updates: The updates of the window, which must not become due inside a replay.
+        tally: Counts what the steps read.
+        row_bytes: Bytes of a row that the index fetches.
     """
 
     _prepared: tuple[object, CapturesStep, ResidentRows, int] | None = None
-    _due_at = 0  # length before which no replay lets an update begin or end
+    _due_at = 0  # a replay below this length brings no update
 
-    def capture_refusal(self) -> str | None:
-        """Why a graph cannot hold the step of the next token, or None where it can."""
-        index, name = self.index, type(self.index).__name__
-        if self.coverage is not None:
-            return f"coverage: got {self.coverage}, allowed is None"
+    def __init__(self, contents: Contents, updates: Updates, tally: Tally, row_bytes: int) -> None:
+        self._contents, self._updates, self._tally = contents, updates, tally
+        self._row_bytes = row_bytes
+
+    def refusal(self, *, coverage: float | None, dense_below: int) -> str | None:
+        """Return why a graph cannot contain the step of the next token, or None if it can."""
+        index, length = self._contents.index, len(self._contents)
+        name = type(index).__name__
+        if coverage is not None:
+            return f"coverage: got {coverage}, allowed is None"
         if capability(index, ObservesQueries) is not None:
             return f"index: got {name}, which looks at every token's queries on the host"
-        if not self._sealed or len(self) + 1 < self.dense_below or not len(index):
-            return f"tokens: got {len(self)}, too few for a step that searches"
+        if not self._updates.prompt_ended or length + 1 < dense_below or not len(index):
+            return f"tokens: got {length}, too few for a step that searches"
         if capability(index, CapturesStep) is None:
             return f"index: got {name}, whose steps are no kernels that read the device's counts"
-        return None if self._looked is None else "an update is due before the next token"
+        return "an update is due before the next token" if self._updates.deferred else None
 
-    def prepare_replay(self) -> object | None:
-        """Before a graph with `captured_step` is captured or replayed on the current stream.
+    def prepare(self, situation: object, k: int) -> object | None:
+        """Put what a graph reads where it reads it, before a capture or a replay.
 
-        Then what it reads is where it reads it. Gives the same object for as long as one graph may
-        be replayed; None where the next token must take `step` (`capture_refusal`).
+        situation: equals a later one as long as nothing has changed but by `count`. Returns the
+        same object for as long as one graph may be replayed.
         """
-        self._prepared = None
-        if self.capture_refusal() is not None:
-            return None
         index, resident = self._capturing()
-        k, self._due_at = rows_to_ask(self.index, self.k), self._due_from()
-        self._prepared = self._prepared_for(), index, resident, k
+        k, self._due_at = rows_to_ask(self._contents.index, k), self._updates.due_from()
+        self._prepared = situation, index, resident, k
         return index.prepare_replay(resident, k=k)
 
-    def prepare_next(self) -> object | None:
-        """As `prepare_replay`, or None where that must be called: where anything but `count_replay`
-        was called since, or the resident rows have no room.
-
-        Before each token of many layers: it asks the index alone.
+    def prepare_next(self, situation: object) -> object | None:
+        """As `prepare`, but ask the index alone, or return None if the situation is another one or
+        the resident rows have no room.
         """
         if (prepared := self._prepared) is None:
             return None
-        made_for, index, resident, k = prepared
-        if made_for != self._prepared_for() or len(resident) >= resident.room:
+        before, index, resident, k = prepared
+        if before != situation or len(resident) >= resident.room:
             return None
         return index.prepare_replay(resident, k=k)
 
-    def _prepared_for(self) -> object:
-        """What `prepare_replay` depends on, but for the index's part."""
-        return self.calls_begun, id(self.index), self.k, self.coverage, self.dense_below
+    def step(self, queries: Tensor, token: Rows, sinks: Tensor | None, k: int) -> Tensor:
+        """Launch the kernels of a step, for a graph to capture: `[B, H, 1, Dv]`.
 
-    def captured_step(
-        self,
-        queries: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        *,
-        sink_logits: Tensor | None = None,
-    ) -> Tensor:
-        """As `step` of one real token for each row of the batch, for a CUDA graph of the caller's.
-
-        Where the token goes and how many rows there are is read on the device. Before a capture
-        and before each replay comes `prepare_replay`, after each replay `count_replay`; what is
-        given back is overwritten by the next one. Raises as `step`, but for values.
+        queries: `[B, H, 1, D]`; token: keys `[B, G, 1, D]`, and values; sinks: `[B, H, 1]` or None.
         """
-        self._check_shapes(queries, keys, values)
-        sinks = self._sinks(sink_logits, queries)
         index, resident = self._capturing()
-        one, token, k = queries.select(2, 0), Rows(keys, values), rows_to_ask(self.index, self.k)
-        attended = index.captured_step(one, token, resident, k=k)
+        k = rows_to_ask(self._contents.index, k)
+        attended = index.captured_step(queries.select(2, 0), token, resident, k=k)
         self._tally.watch(attended.found)
         return output_of(attended, None if sinks is None else sinks[..., 0]).unsqueeze(2)
 
-    def _capturing(self) -> tuple[CapturesStep, ResidentRows]:
-        """The index, and its resident rows with room for a token."""
-        resident = self._window.resident(len(self.index), more=1)
-        return required(self.index, CapturesStep), resident
-
-    def count_replay(self) -> None:
-        """A graph with `captured_step` has been replayed: the token is the layer's, an update may
-        begin or end. Where that raises, the token has come all the same.
-        """
-        window = self._window
+    def count(self) -> bool:
+        """Count the token of a replay. Return whether an update is due now."""
+        contents, window = self._contents, self._contents.window
         resident = window.count_staged()
-        length = len(self)
+        length = len(contents)
         sizes = len(resident), resident.masked, length, window.padded
         self._tally.count(Counts(None, *sizes, self._row_bytes))
-        if length >= self._due_at and self._is_due(1):
-            self._update_replayed()
+        return length >= self._due_at and self._updates.is_due(1)
 
-    def _update_replayed(self) -> None:
-        """As `_update` after a token, as a call of its own."""
-        self._update(1)
-
-    def rollback(self, checkpoint: Any) -> None:
-        """As the base; what was prepared for a replay is so no longer."""
+    def forget(self) -> None:
+        """What was prepared is valid no longer."""
         self._prepared = None
-        super().rollback(checkpoint)
+
+    def _capturing(self) -> tuple[CapturesStep, ResidentRows]:
+        """Return the index, and its resident rows with room for a token."""
+        index = self._contents.index
+        return required(index, CapturesStep), self._contents.window.resident(len(index), more=1)
+
+    def _after_copy(self) -> None:
+        self.forget()
 
 
-class JoinsSteps(RetrievingSteps):
-    """A layer of a batch of 1 whose next tokens can be a row of a step with other layers'.
+class JoinedSteps(Restorable):
+    """Steps of one sequence that are rows of a step with other layers (`pool.LayerPool`).
 
-    Whoever steps them calls for each, in this order: `way_back`, `begin_decoding`, `joins`, for
-    each token `row_of_step` and `count_joined`, then `end_joined`; and all ways back where one
-    raises.
+    Args:
+        contents: The index and the window.
+        tally: Counts what the steps read.
+        row_bytes: Bytes of a row that the index fetches.
     """
 
-    def joins(self, tokens: int) -> bool:
-        """Whether so many tokens attend to sink, window and `k` rows of an index that joins others,
-        or to the window alone.
+    def __init__(self, contents: Contents, tally: Tally, row_bytes: int) -> None:
+        self._contents, self._tally, self._row_bytes = contents, tally, row_bytes
+
+    def possible(self, *, searches: bool) -> bool:
+        """Return whether the next tokens can join others.
+
+        They can if they attend to the window alone, or search an index that joins others. searches:
+        whether the sequence is long enough to search.
         """
-        index = self.index
-        if not self.decodes(tokens) or self.coverage is not None or self._window.batch_size != 1:
+        index, window = self._contents.index, self._contents.window
+        if window.batch_size != 1:
             return False
         if not len(index):
             return True
-        searches = len(self) + 1 >= self.dense_below
         joins = capability(index, JoinsBatch) is not None
         return searches and joins and capability(index, ObservesQueries) is None
 
-    def way_back(self, tokens: int) -> Callable[[], None]:
-        """What undoes all that so many tokens may change; with no copy where none is an update."""
-        settled = self._sealed and self._looked is None
-        if not settled or (tokens == 1 and len(self) + 1 >= self._due_from()):
-            return partial(self.rollback, self.checkpoint())
-        before = self._window.counted, self._tally.checkpoint(), self._searched
-        return partial(self._uncount, before)
+    def asks(self, k: int) -> int:
+        """Return how many rows per KV head to ask the index for; 0 if it is empty."""
+        index = self._contents.index
+        return rows_to_ask(index, k) if len(index) else 0
 
-    def _uncount(self, before: tuple[int, Any, int]) -> None:
-        counted, tally, self._searched = before
-        self._looked = None
-        self._window.uncount(counted)
-        self._tally.rollback(tally)
-
-    def begin_decoding(self) -> None:
-        """What waits for tokens that are no piece of a prompt is done."""
-        self._begin_decoding()
-
-    def resident_room(self, tokens: int) -> int:
-        """Rows of sink and window that `lie_in` must have room for, with so many tokens to come."""
-        return self._window.room(tokens)
-
-    def lies_in(self, resident: ResidentRows) -> bool:
-        """Whether sink and window lie there for steps."""
-        return self._window.lies_in(resident)
-
-    def lie_in(self, resident: ResidentRows | None) -> None:
-        """Have sink and window lie there for steps, of a batch of 1; None: in memory of their own.
-
-        Changes nothing that can be seen.
+    def row(self, queries: Tensor, tokens: int, *, k: int) -> object | None:
+        """Return what a step reads of the index, or None if it is empty, and fill the resident
+        rows, with room for `tokens` tokens.
         """
-        self._window.lie_in(resident)
+        index = self._contents.index
+        self._contents.window.resident(len(index), more=tokens)
+        return required(index, JoinsBatch).batch_row(queries, k=k) if len(index) else None
 
-    def asks(self) -> int:
-        """Rows per KV head that a step asks the index for, 0 where it is empty."""
-        return rows_to_ask(self.index, self.k) if len(self.index) else 0
-
-    def row_of_step(self, queries: Tensor, tokens: int, *, k: int) -> object | None:
-        """What a step reads of the index for queries `[1, H, D]`, None where that is empty; sink
-        and window are where they are to lie, with room for so many tokens.
-
-        Raises as `JoinsBatch.batch_row`.
-        """
-        self._window.resident(len(self.index), more=tokens)
-        if not len(self.index):
-            return None
-        return required(self.index, JoinsBatch).batch_row(queries, k=k)
-
-    def count_joined(self, attended: Attended) -> None:
-        """A step has put a token behind the resident rows, and attended to these rows."""
-        resident = self._window.count_staged()
-        if len(self.index):
-            sizes = len(resident), resident.masked, len(self), self._window.padded
+    def count(self, attended: Attended) -> None:
+        """Count a token that a step has written behind the resident rows, and what it read."""
+        contents, window = self._contents, self._contents.window
+        resident = window.count_staged()
+        if len(contents.index):
+            sizes = len(resident), resident.masked, len(contents), window.padded
             self._tally.count(Counts(attended.found, *sizes, self._row_bytes))
 
-    def end_joined(self, tokens: int) -> None:
-        """So many tokens have come: an update may begin or end."""
-        searched = len(self.index) > 0
-        if tokens > 1:
-            self._looked = len(self) - tokens
-        else:
-            self._update(1)
-        self._searched = tokens if searched else 0
+    def checkpoint(self) -> Any:
+        """Return a checkpoint that is valid until an update; it copies nothing."""
+        return self._contents.window.counted, self._tally.checkpoint()
+
+    def rollback(self, checkpoint: Any) -> None:
+        """Forget the tokens that were counted since a checkpoint."""
+        counted, tally = checkpoint
+        self._contents.window.uncount(counted)
+        self._tally.rollback(tally)

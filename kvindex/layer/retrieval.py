@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from kvindex import ops
-from kvindex.core import check
 from kvindex.core.capability import capability
 from kvindex.core.protocol import (
     UNUSED,
@@ -23,14 +22,14 @@ from kvindex.core.protocol import (
     Hits,
     KVIndex,
     ObservesQueries,
-    ReportsCoverage,
     ReportsRowBytes,
     Rows,
     RunsOps,
 )
-from kvindex.layer.arguments import check_tokens, checked_sinks
-from kvindex.layer.stats import Counts, Traffic
-from kvindex.layer.updates import WindowUpdates
+from kvindex.core.restore import Restorable
+from kvindex.layer.arguments import check_finite
+from kvindex.layer.contents import Contents
+from kvindex.layer.stats import Counts, Tally
 from kvindex.layer.window import Window
 from kvindex.ops.attention import with_sink_logits
 
@@ -171,80 +170,19 @@ def row_bytes(index: KVIndex) -> int:
     return plain if tells is None else tells.row_bytes
 
 
-class RetrievingSteps(WindowUpdates):
-    """A layer's decoded tokens: what each is checked for, how it attends, what of it is counted.
+class Retrieval(Restorable):
+    """Attends from decoded tokens, each to the sink, the rows that its query finds, and the window.
 
-    Base of `AttentionLayer`, which says what the options mean.
+    Args:
+        contents: The index and the window.
+        tally: Counts what each search reads.
     """
 
-    def __init__(
-        self,
-        index: KVIndex,
-        *,
-        k: int,
-        coverage: float | None,
-        dense_below: int,
-        graphs: bool,
-        **sizes: Any,
-    ) -> None:
-        self.k = check.wanted_rows(k)
-        self.coverage = None if coverage is None else check.within("coverage", coverage, 0, 1)
-        self.dense_below = check.at_least("dense_below", dense_below, 0)
-        self.graphs = check.flag("graphs", graphs)
-        tells = capability(index, ReportsCoverage)
-        if coverage is not None and tells is not None:
-            tells.check_coverage(coverage)
-        super().__init__(index, **sizes)
-        self._row_bytes = row_bytes(index)
-        self._usual: object = None  # kinds of tensors that were checked last
+    def __init__(self, contents: Contents, tally: Tally) -> None:
+        self._contents, self._tally = contents, tally
+        self.row_bytes = row_bytes(contents.index)
 
-    @property
-    def valid(self) -> Tensor | None:
-        """Which tokens are real, bool `[B, N]`, or None where all are."""
-        return self._window.valid
-
-    @property
-    def batch_size(self) -> int:
-        """Rows of the batch, `B`; 0 before the first token and after `reset`."""
-        return self._window.batch_size
-
-    @property
-    def traffic(self) -> Traffic:
-        """What the searching steps have read so far."""
-        return self._tally.traffic
-
-    def _check_shapes(self, queries: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Raises TypeError or ValueError; what is as in the step before is seen at a glance."""
-        kinds = check.kind(queries), check.kind(keys), check.kind(values), self.batch_size
-        if kinds == self._usual:
-            return
-        check_tokens(self.index.geometry, self.batch_size, queries, keys, values)
-        self._usual = kinds
-
-    def _check_finite(self, name: str, tensor: Tensor) -> None:
-        """As `check.finite`, where that does not wait for a device."""
-        if self.index.geometry.device.type != "cuda":
-            check.finite(name, tensor)
-
-    def _sinks(self, sink_logits: Tensor | None, queries: Tensor) -> Tensor | None:
-        """Logits of learned sinks as float32 `[B, H, T]`, or None."""
-        return None if sink_logits is None else checked_sinks(sink_logits, queries)
-
-    def _observe(self, queries: Tensor, valid: Tensor | None = None, new: int = 0) -> None:
-        """Pass queries `[B, H, T, D]` to an index that observes them, with zeros for padding.
-
-        valid: bool `[B, T]`, or None for no padding; new: how many of their tokens are not in the
-        window yet.
-        """
-        observer = capability(self.index, ObservesQueries)
-        if observer is not None:
-            if valid is not None:
-                queries = queries.masked_fill(~valid[:, None, :, None], 0)
-            length, T = len(self) + new, queries.shape[2]
-            positions = torch.arange(length - T, length, device=queries.device)
-            observer.observe_queries(queries, positions)
-
-    def _search(
+    def decode(
         self,
         queries: Tensor,
         keys: Tensor,
@@ -252,11 +190,19 @@ class RetrievingSteps(WindowUpdates):
         valid: Tensor | None,
         bias: Tensor | None,
         sinks: Tensor | None,
+        *,
+        k: int,
+        coverage: float | None,
+        graphs: bool,
     ) -> Tensor:
-        """Append `T` tokens one by one, each of which searches: `[B, H, T, Dv]`."""
-        before, T = len(self), queries.shape[2]
+        """Append `T` tokens one by one. Each searches with its own query: `[B, H, T, Dv]`.
+
+        The arguments are those of `AttentionLayer.step`, after its checks; sinks: `[B, H, T]`.
+        """
+        before, T = len(self._contents), queries.shape[2]
+        how: Any = dict(k=k, coverage=coverage, graphs=graphs)
         if T == 1:
-            return self._search_one(queries, keys, values, valid, bias, sinks)
+            return self._decode_one(queries, keys, values, valid, bias, sinks, **how)
         outputs = []
         for t in range(T):
             one = slice(t, t + 1)
@@ -264,10 +210,10 @@ class RetrievingSteps(WindowUpdates):
             term = None if bias is None else bias[:, :, one, : before + t + 1]
             parts = queries[:, :, one], keys[:, :, one], values[:, :, one]
             own = None if sinks is None else sinks[..., one]
-            outputs.append(self._search_one(*parts, real, term, own))
+            outputs.append(self._decode_one(*parts, real, term, own, **how))
         return torch.cat(outputs, dim=2)
 
-    def _search_one(
+    def _decode_one(
         self,
         queries: Tensor,
         keys: Tensor,
@@ -275,46 +221,76 @@ class RetrievingSteps(WindowUpdates):
         valid: Tensor | None,
         bias: Tensor | None,
         sinks: Tensor | None,
+        *,
+        k: int,
+        coverage: float | None,
+        graphs: bool,
     ) -> Tensor:
-        """As `_search`, of one token."""
-        index, window, indexed = self.index, self._window, len(self.index)
+        """As `decode`, of one token."""
+        index, window = self._contents.index, self._contents.window
+        indexed = len(index)
         sinks = None if sinks is None else sinks[..., 0]
-        plain = valid is None and bias is None and self.coverage is None
+        plain = valid is None and bias is None and coverage is None
         decodes = capability(index, DecodesStep) if plain else None
         if decodes is None or capability(index, ObservesQueries) is not None:
-            self._check_finite("queries", queries)  # as the index would, but before it is too late
+            check_finite("queries", queries)  # as the index would, but before it is too late
         if decodes is None:
             window.append(indexed, keys, values, valid)
-            self._observe(queries, valid)
+            self.observe(queries, valid)
             some = None if bias is None else bias[:, :, 0]
-            return self._retrieve(queries[:, :, 0], some, sinks)[:, :, None]
-        self._observe(queries, new=1)
-        one, token, k = queries.select(2, 0), Rows(keys, values), rows_to_ask(index, self.k)
-        read = decode_step(decodes, one, token, window, indexed, k, self.graphs)
-        return output_of(self._counted(read, len(self)), sinks).unsqueeze(2)
+            return self.attend(queries[:, :, 0], some, sinks, k=k, coverage=coverage)[:, :, None]
+        self.observe(queries, new=1)
+        one, token, k = queries.select(2, 0), Rows(keys, values), rows_to_ask(index, k)
+        read = decode_step(decodes, one, token, window, indexed, k, graphs)
+        return output_of(self.counted(read, len(self._contents)), sinks).unsqueeze(2)
 
-    def _retrieve(
-        self, queries: Tensor, bias: Tensor | None, sinks: Tensor | None, newer: int = 0
+    def attend(
+        self,
+        queries: Tensor,
+        bias: Tensor | None,
+        sinks: Tensor | None,
+        *,
+        k: int,
+        coverage: float | None,
+        newer: int = 0,
     ) -> Tensor:
-        """Attention of queries `[B, H, D]` to sink, hits and window: `[B, H, Dv]`.
+        """Search with queries `[B, H, D]`, and attend to sink, hits and window: `[B, H, Dv]`.
 
-        bias: of all tokens, `[B, H, N]`; sinks: `[B, H]`; newer: newest tokens that are not seen.
+        bias: for all tokens, `[B, H, N]`; sinks: `[B, H]`; newer: how many of the newest tokens the
+        queries do not see.
         """
-        index, window, k = self.index, self._window, rows_to_ask(self.index, self.k)
-        plain = bias is None and self.coverage is None and not newer
+        index, window = self._contents.index, self._contents.window
+        k, length = rows_to_ask(index, k), len(self._contents)
+        plain = bias is None and coverage is None and not newer
         attends = capability(index, Attends) if plain else None
         if attends is not None:
             read = attend_resident(attends, window, len(index), queries, k=k)
-            return output_of(self._counted(read, len(self)), sinks)
-        length = len(self) - newer
-        options: Any = dict(k=k, coverage=self.coverage, bias=bias, sink_logits=sinks, newer=newer)
+            return output_of(self.counted(read, length), sinks)
+        options: Any = dict(k=k, coverage=coverage, bias=bias, sink_logits=sinks, newer=newer)
         read = search_and_attend(index, window, queries, **options)
-        return output_of(self._counted(read, length), sinks)
+        return output_of(self.counted(read, length - newer), sinks)
 
-    def _counted(self, read: Retrieved, length: int) -> Attended:
-        """What a step attended to, which `traffic` counts. length: tokens of the sequence."""
-        padded, found = self._window.padded, read.attended.found
-        size = self._row_bytes
+    def observe(self, queries: Tensor, valid: Tensor | None = None, new: int = 0) -> None:
+        """Pass queries `[B, H, T, D]` to an index that observes them, with zeros for padding.
+
+        valid: bool `[B, T]`, or None for no padding; new: how many of their tokens are not in the
+        window yet.
+        """
+        observer = capability(self._contents.index, ObservesQueries)
+        if observer is not None:
+            if valid is not None:
+                queries = queries.masked_fill(~valid[:, None, :, None], 0)
+            length, T = len(self._contents) + new, queries.shape[2]
+            positions = torch.arange(length - T, length, device=queries.device)
+            observer.observe_queries(queries, positions)
+
+    def counted(self, read: Retrieved, length: int) -> Attended:
+        """Count what a step has read, and return its attention.
+
+        length: tokens of the sequence that full attention would have read.
+        """
+        padded, found = self._contents.window.padded, read.attended.found
+        size = self.row_bytes
         step = Counts(found, read.beside, read.masked, length, padded, size, read.coverage)
         self._tally.count(step)
         return read.attended

@@ -92,6 +92,10 @@ class Tally(Restorable):
     """
 
     def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all steps."""
         self._state = State(Traffic(), [], [])
 
     def watch(self, found: Tensor) -> None:
@@ -140,9 +144,11 @@ class Tally(Restorable):
         before, copies = checkpoint
         pairs = zip(before.watched, copies, strict=False)  # no copies if no step was captured
         rest = {id(one.found): copy.sum() - one.counted for one, copy in pairs}
+        now = self._state.watched
+        lost = [one for one in before.watched if all(one.found is not two.found for two in now)]
         watched = [
             Watched(one.found, one.found.sum() - rest.get(id(one.found), 0))
-            for one in self._state.watched
+            for one in (*lost, *now)  # some are lost if `reset` was called in between
         ]
         self._state = State(before.total, before.new, watched)
 

@@ -12,7 +12,7 @@ from kvindex.core import check
 from kvindex.core.capability import required
 from kvindex.core.protocol import Attended, JoinsBatch, Rows
 from kvindex.core.resident import ResidentRows
-from kvindex.layer.captured import JoinsSteps
+from kvindex.layer.attention_layer import AttentionLayer
 
 
 class LayersTogether:
@@ -23,18 +23,18 @@ class LayersTogether:
     layer, of whose sort all are; graphs: as of `AttentionLayer`.
     """
 
-    def __init__(self, like: JoinsSteps, *, graphs: bool) -> None:
+    def __init__(self, like: AttentionLayer, *, graphs: bool) -> None:
         self._geometry, self._graphs = like.index.geometry, graphs
         self._batch = required(like.index, JoinsBatch).new_batch()
         self._resident = ResidentRows(self._geometry, 0, 0, ragged=True)
-        self._places: list[tuple[weakref.ref[JoinsSteps], ResidentRows]] = []
+        self._places: list[tuple[weakref.ref[AttentionLayer], ResidentRows]] = []
 
     def step(
-        self, layers: Sequence[JoinsSteps], queries: Tensor, keys: Tensor, values: Tensor
+        self, layers: Sequence[AttentionLayer], queries: Tensor, keys: Tensor, values: Tensor
     ) -> Tensor:
         """As `AttentionLayer.step` of each, which all join: `[n, H, T, Dv]`.
 
-        One index at least holds a token. Whoever calls this undoes it (`JoinsSteps.way_back`).
+        One index at least holds a token. Whoever calls this undoes it (`AttentionLayer.way_back`).
         """
         T, outputs = queries.shape[2], []
         if self._geometry.device.type != "cuda":  # as a layer: a device would be waited for
@@ -50,7 +50,7 @@ class LayersTogether:
         return torch.stack(outputs, dim=2)
 
     def _token(
-        self, layers: Sequence[JoinsSteps], queries: Tensor, keys: Tensor, values: Tensor
+        self, layers: Sequence[AttentionLayer], queries: Tensor, keys: Tensor, values: Tensor
     ) -> Attended:
         """A token of each layer: queries `[n, H, D]`, keys `[n, G, 1, D]`, values."""
         k = max(layer.asks() for layer in layers)
@@ -64,7 +64,7 @@ class LayersTogether:
             layer.count_joined(Attended(*parts))
         return attended
 
-    def _place(self, layers: Sequence[JoinsSteps], tokens: int) -> None:
+    def _place(self, layers: Sequence[AttentionLayer], tokens: int) -> None:
         """Have row `i` of the buffer be that of `layers[i]`, with room for so many tokens."""
         room = max(layer.resident_room(tokens) for layer in layers)
         if len(self._places) != len(layers) or self._resident.room < room:
@@ -84,7 +84,7 @@ class LayersTogether:
             layer.lie_in(place)
 
 
-def _leave(whose: weakref.ref[JoinsSteps], place: ResidentRows) -> None:
+def _leave(whose: weakref.ref[AttentionLayer], place: ResidentRows) -> None:
     """A layer's resident rows are no longer there, which is nobody's place from now on."""
     layer = whose()
     if layer is not None and layer.lies_in(place):

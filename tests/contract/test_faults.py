@@ -100,14 +100,14 @@ def begun(name):
         update(layer, sequence)()
         while layer._window.buffer < LAG - 1:
             update(layer, sequence)()
-        assert layer._move is not None
+        assert layer._updates.pending is not None
     return sequence, layer
 
 
 def goes_on(layer, sequence):
     """What can be seen of a layer as it goes on, on a copy."""
     seen = [len(layer), layer.nbytes(), len(layer.index), float(layer.traffic.rows_read)]
-    seen.append(layer._move is None)
+    seen.append(layer._updates.pending is None)
     layer, start = copy.deepcopy(layer), len(layer)
     steps = range(start, start + EVERY + 1)  # past the next update
     return seen, [sequence.feed(layer, token, token + 1) for token in steps]

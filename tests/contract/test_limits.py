@@ -262,7 +262,7 @@ def test_two_threads_in_one_layer_are_told():
     layer = AttentionLayer(CASE.index("exact"), k=6, **SIZES)
     sequence = Sequence.of(CASE, 60)
     sequence.feed(layer, 0, 30)
-    gate = Gate(layer, "_retrieve")
+    gate = Gate(layer._retrieval, "attend")
     message, _ = beside(gate, lambda: sequence.feed(layer, 30, 31), lambda: layer.truncate(3))
     assert message.startswith("truncate: got a call while another thread's is under way")
     assert len(layer) == 31

@@ -110,7 +110,7 @@ def test_a_step_that_fails_leaves_the_buffer_right(monkeypatch):
     for start, stop in steps_of(25, *[1] * 5):
         sequence.feed(layer, start, stop)
     with monkeypatch.context() as context:
-        context.setattr(layer, "_update", lambda _: 1 / 0)
+        context.setattr(layer._updates, "update_if_due", lambda _: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             sequence.feed(layer, 30, 31)
     sequence.assert_equals(sequence.feed(layer, 30, 32), sequence.dense(), 30)

@@ -139,7 +139,7 @@ def test_an_update_phase_out_of_range_is_refused(update_phase):
 
 def test_another_index_takes_no_turns():
     sequence, layer = Sequence.of(Case(), 60), layer_of(Case(), local_window=4, update_every=6)
-    layer._turn = 1
+    layer._updates.turn = 1
     for start, stop in [(0, 14), *singles(14, 20)]:
         sequence.feed(layer, start, stop)
-    assert (len(layer.index), layer._move) == (16, None)
+    assert (len(layer.index), layer._updates.pending) == (16, None)

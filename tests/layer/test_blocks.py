@@ -118,8 +118,8 @@ def test_a_block_that_waits_for_its_turn_costs_nothing_and_each_update_has_its_l
         Sequence.of(Case(), 80),
         [],
     )
-    update = made._update_window
-    made._update_window = lambda *given: (called.append(len(made)), update(*given))
+    update = made._updates.update
+    made._updates.update = lambda *given: (called.append(len(made)), update(*given))
     feed(made, sequence, [(0, 20), *singles(20, 80)])
     called = [length for length in called if length > 40]
     begun = called[0] if called[0] % 8 == int(phase * 8) else called[0] - LAG

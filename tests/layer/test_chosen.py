@@ -75,7 +75,11 @@ def test_learned_sinks_and_what_traffic_counts():
     rows = (ids[:, :, steps] >= 0).sum(-1).float().mean((0, 1)).sum()
     assert float(layer.traffic.rows_read) == pytest.approx(float(rows))
     assert float(layer.traffic.rows_full) == sum(t + 1 for t in steps)
-    assert 0 < int(layer.traffic.bytes_fetched) < float(rows) * layer._row_bytes * case.kv_heads
+    assert (
+        0
+        < int(layer.traffic.bytes_fetched)
+        < float(rows) * layer._retrieval.row_bytes * case.kv_heads
+    )
 
 
 def test_searches_and_chosen_rows_take_turns():

@@ -46,7 +46,7 @@ def test_reordered_after_every_step_as_beams_are():
 def test_reset_while_rows_are_leaving():
     layer = leaving()[1]
     layer.reset()
-    assert (len(layer), layer._move) == (0, None)
+    assert (len(layer), layer._updates.pending) == (0, None)
     feed(layer, Sequence.of(Case(batch=3), 40, seed=1), [(0, 14), *singles(14, 40)])
 
 
@@ -108,7 +108,7 @@ def test_an_update_that_cannot_end_ends_later(monkeypatch, at, by):
 
     last = layer, sequence, singles(23, 24)
     with monkeypatch.context() as patch:
-        patch.setattr(layer._window if at == "without" else layer._move, at, fail)
+        patch.setattr(layer._window if at == "without" else layer._updates.pending, at, fail)
         with pytest.raises(MemoryError):
             act()
     assert (len(layer), len(layer.index), layer._window.leaving) == (23, 10, 6)
@@ -153,7 +153,7 @@ def test_whatever_happens_it_is_what_a_layer_without_it_is(seed, device):
         elif done == "fail" and length:
             for layer in layers:
                 with pytest.MonkeyPatch.context() as patch:
-                    patch.setattr(layer, "_update", lambda _: 1 / 0)
+                    patch.setattr(layer._updates, "update_if_due", lambda _: 1 / 0)
                     with pytest.raises(ZeroDivisionError):
                         tokens.feed(layer, length, length + 1)
         else:

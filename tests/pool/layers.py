@@ -9,7 +9,6 @@ from hypothesis.stateful import precondition, rule
 
 import kvindex
 from kvindex.layer import AttentionLayer
-from kvindex.layer.captured import JoinsSteps
 from tests.pool.machine import SequencesMachine, seeds
 from tests.support.helpers import Case
 
@@ -32,7 +31,7 @@ class FailsAt:
     """A method of a layer that raises when it is called for the `last` time of so many."""
 
     def __init__(self, name, last):
-        self.method, self.left = getattr(JoinsSteps, name), last
+        self.method, self.left = getattr(AttentionLayer, name), last
 
     def __get__(self, layer, kind):
         def call(*given, **options):
@@ -95,7 +94,7 @@ class LayersMachine(SequencesMachine):
         some = self.some(data)
         before = [len(self.pool[each]) for each in some]
         given = tokens(self.case, count, seed, len(some))
-        with mock.patch.object(JoinsSteps, deed, failing := FailsAt(deed, last)):
+        with mock.patch.object(AttentionLayer, deed, failing := FailsAt(deed, last)):
             try:
                 self.pool.step(some, *given)
             except MemoryError:

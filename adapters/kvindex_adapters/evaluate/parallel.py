@@ -10,6 +10,7 @@ from torch import Tensor
 from kvindex.core.capability import capability
 from kvindex.core.protocol import ExpandsBatch, KVIndex
 from kvindex.layer import AttentionLayer
+from kvindex.layer.arguments import checked_sinks
 from kvindex.layer.retrieval import attend_over, output_of, rows_to_ask
 
 
@@ -29,8 +30,8 @@ class ParallelLayer(AttentionLayer):
 
     def begin(self) -> None:
         """End the prompt: tokens that follow are steps."""
-        self.index.end_prompt()
-        self._sealed = self._begun = True
+        self._updates.end_prompt()
+        self._begun = True
 
     def pause(self) -> None:
         """Tokens that follow are a prompt, or steps one by one, until `begin`."""
@@ -76,7 +77,7 @@ class ParallelLayer(AttentionLayer):
                     f"{name}: got a tensor, allowed is None where steps run in parallel"
                 )
         keys, values, _ = self._checked(queries, keys, values, valid)
-        sinks = self._sinks(sink_logits, queries)
+        sinks = checked_sinks(sink_logits, queries)
         done, outputs = 0, []
         while done < queries.shape[2]:
             room = max(self.update_every - self._window.buffer, 1)
@@ -114,11 +115,11 @@ class ParallelLayer(AttentionLayer):
         own = None if sinks is None else sinks[0].mT
         over = self._window, each, hits, index.fetch(hits), seen
         read = attend_over(self.index, *over, sink_logits=own)
-        output = output_of(self._counted(read, len(self)), own)
+        output = output_of(self._retrieval.counted(read, len(self)), own)
         positions = torch.arange(len(self) - T, len(self), device=queries.device)
         for step in range(T):
             self.index.observe_queries(queries[:, :, step, None], positions[step, None])
-        self._update_window()
+        self._updates.update()
         return output.transpose(0, 1)[None]
 
     def _expanding(self) -> ExpandsBatch:

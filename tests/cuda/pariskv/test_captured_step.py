@@ -283,12 +283,14 @@ def test_a_deep_copy_has_what_was_staged_and_a_graph_of_its_own(device):
 
 def test_an_update_that_fails_leaves_the_token_and_comes_again(device, monkeypatch):
     pair = replayed(device, tokens=0)
-    while pair.layers[0]._window.buffer < SIZES["update_every"] - 1 or pair.layers[0]._move:
+    while (
+        pair.layers[0]._window.buffer < SIZES["update_every"] - 1 or pair.layers[0]._updates.pending
+    ):
         pair.feed()
     parts = [one.to(device) for one in pair.sequence.parts(pair.length, pair.length + 1)]
     with monkeypatch.context() as patch:
         patch.setattr("kvindex.layer.updates.AsyncAppend", _no_memory)
-        patch.setattr(pair.layers[1], "_update", lambda _: None)
+        patch.setattr(pair.layers[1]._updates, "update_if_due", lambda _: None)
         with pytest.raises(MemoryError):
             pair._replay(parts)
         pair.layers[1].step(*parts)

@@ -12,7 +12,6 @@ from hypothesis.stateful import run_state_machine_as_test
 import kvindex
 from kvindex.core.resident import ResidentRows
 from kvindex.layer import AttentionLayer
-from kvindex.layer.captured import JoinsSteps
 from kvindex.pool import together
 from kvindex_cuda.memory.slab_pool import DeviceAllocator
 from kvindex_cuda.pariskv import executor
@@ -157,7 +156,7 @@ def test_a_step_that_fails_after_a_cut_is_undone(device):
     pool.truncate(a, 29)
     alone[a].truncate(29)
     with (
-        mock.patch.object(JoinsSteps, "end_joined", FailsAt("end_joined", 2)),
+        mock.patch.object(AttentionLayer, "end_joined", FailsAt("end_joined", 2)),
         pytest.raises(MemoryError),
     ):
         pool.step(some, *tokens(case, 1, 1, 2))
@@ -186,7 +185,7 @@ class Fails:
     [
         (together, "ResidentRows", 1, 3),  # a buffer for one more
         (ResidentRows, "row", 1, 2),  # the place of one that has left
-        (JoinsSteps, "lie_in", 2, 3),  # the second of those that leave
+        (AttentionLayer, "lie_in", 2, 3),  # the second of those that leave
     ],
 )
 def test_a_list_that_finds_no_memory_is_followed_by_others(device, whose, name, last, others):

@@ -38,7 +38,7 @@ def test_a_piece_asks_the_device_for_nothing_and_costs_few_operations(device, mo
     """The host decides how soon the device has something to do: it must stay ahead."""
     if device == "cpu":  # as a GPU's layer does
         monkeypatch.setattr(ParisKV, "_defers", True)
-        monkeypatch.setattr(AttentionLayer, "_check_finite", lambda *given: None)
+        monkeypatch.setattr("kvindex.layer.attention_layer.check_finite", lambda *_: None)
     monkeypatch.setattr(
         "kvindex.layer.attention_layer.attend_densely",
         lambda index, rows, queries, *_, **__: queries,

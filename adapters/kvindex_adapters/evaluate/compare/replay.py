@@ -95,7 +95,7 @@ class ReplayLayer(ParallelLayer):
     def __init__(self, index: KVIndex, **options: Any) -> None:
         AttentionLayer.__init__(self, index, **{**options, "update_phase": None})
 
-    def _unit(self) -> int:
+    def _unit(self, index: KVIndex) -> int:
         return 1 if self.update_every % BLOCK else BLOCK
 
     @property
@@ -111,7 +111,7 @@ class ReplayLayer(ParallelLayer):
         for start, end in chunks(len(ids), CHUNK):
             first, some = len(self), (keys[:, :, start:end], values[:, :, start:end])
             self._window.append(len(self.index), *some, None)
-            self._update_window()
+            self._updates.update()
             self.index.observe_tokens(ids[None, start:end], first=first)
 
 

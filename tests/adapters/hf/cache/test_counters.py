@@ -9,6 +9,7 @@ import torch
 
 import kvindex_adapters.hf as kvhf
 from kvindex.layer import AttentionLayer
+from kvindex.layer.updates import Updates
 from kvindex_adapters.decoder import Decoder
 from kvindex_adapters.hf.batching.attach_batch import Batching
 from tests.adapters.decoder.families import ids_of, model_of
@@ -130,21 +131,23 @@ def test_continuous_batching_is_asked_while_it_generates():
     assert_grows([one.steps for one in reports], 0, 3 * 12)
 
 
-def test_a_length_is_right_at_every_line_of_a_move_into_the_index():
+def test_a_length_is_right_at_every_line_of_a_move_into_the_index(monkeypatch):
     """Read the length at every line at which the thread that moves rows may be interrupted."""
     model, inputs = build("llama", num_hidden_layers=1), prompt(1, 45)
     seen = set()
 
-    class Asked(AttentionLayer):
-        def _finish(self):
-            ask = lambda *_: seen.add(self.tokens) or ask  # noqa: E731
-            sys.settrace(ask)
-            try:
-                super()._finish()
-            finally:
-                sys.settrace(None)
+    finish = Updates.finish
 
-    with kvhf.attach(model, index="exact", layer=Asked, **SIZES) as cache:
+    def asked(self):
+        ask = lambda *_: seen.add(cache.attention_layers()[0].tokens) or ask  # noqa: E731
+        sys.settrace(ask)
+        try:
+            finish(self)
+        finally:
+            sys.settrace(None)
+
+    monkeypatch.setattr(Updates, "finish", asked)
+    with kvhf.attach(model, index="exact", **SIZES) as cache:
         steps(model, cache, inputs, [40])
         seen.clear()
         steps(model, cache, {n: t[:, 40:] for n, t in inputs.items()}, [3])

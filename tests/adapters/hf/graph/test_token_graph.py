@@ -16,6 +16,7 @@ from transformers.models.llama.modeling_llama import LlamaModel
 import kvindex_adapters.hf as kvhf
 from kvindex.core import graphs as capturing
 from kvindex.layer import AttentionLayer
+from kvindex.layer.updates import Updates
 from tests.adapters.hf.generation.test_generation import Words
 from tests.adapters.hf.model.test_rotary_length import LONGROPE
 from tests.adapters.tiny import build, prompt
@@ -279,7 +280,7 @@ def test_an_exception_between_tokens_is_undone(graphs, monkeypatch, where):
                 if not failed and where == "a replay" and graphs.replays == 6:
                     patch.setattr(graphs, "replay", fail)
                 if not failed and where == "an update" and graphs.replays == 6:
-                    patch.setattr(AttentionLayer, "_update", fail)
+                    patch.setattr(Updates, "update_if_due", fail)
                 try:
                     out = model(ids, past_key_values=cache, position_ids=positions)
                 except KeyboardInterrupt:

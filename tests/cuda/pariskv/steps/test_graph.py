@@ -239,7 +239,7 @@ def test_candidates_that_outgrow_their_buffers(device, graphs):
     before = pair.layers[0].index._executor._newest(2).step
     more = CASE.tokens(500, seed=7)
     for layer in pair.layers:
-        layer._finish()  # of an update that is under way
+        layer._updates.finish()  # of an update that is under way
         layer.index.append(*(one.to(device) for one in more))
     mine, theirs = pair.layers
     assert mine.index._executor._newest(2).outgrown
@@ -257,7 +257,7 @@ def test_a_step_that_fails_after_a_replay_is_undone(device, graphs, monkeypatch)
     pair = two(device)
     traffic = float(pair.layers[0].traffic.rows_read)
     with monkeypatch.context() as patch:
-        patch.setattr(pair.layers[0], "_update", lambda _: 1 / 0)
+        patch.setattr(pair.layers[0]._updates, "update_if_due", lambda _: 1 / 0)
         parts = [one.to(device) for one in pair.sequence.parts(pair.length, pair.length + 1)]
         with pytest.raises(ZeroDivisionError):
             pair.layers[0].step(*parts)

@@ -1,0 +1,138 @@
+"""The tokens of a layer: the older ones in its index, the newer ones and the sink in its window."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from copy import deepcopy
+from typing import Any, Self
+
+from torch import Tensor
+
+from kvindex.core.capability import capability
+from kvindex.core.protocol import ChecksState, KeepsState, KVIndex
+from kvindex.core.restore import Restorable, cut_back
+from kvindex.layer.window import Window
+from kvindex.storage.state import State, above, below, length_and_batch
+
+
+class Contents(Restorable):
+    """An index, and the window with the tokens that come after those in the index.
+
+    A layer and its parts share one object of this class. So all of them see the same window after
+    `reorder`, and the same index after `layer.index` was replaced.
+    """
+
+    def __init__(self, index: KVIndex, window: Window) -> None:
+        self.index, self.window = index, window
+        # while tokens move from the window to the index: the length before the move
+        self._length_in_move: list[int] = []
+
+    def __len__(self) -> int:
+        """Number of tokens, `N`: those in the index and those in the window."""
+        return len(self.index) + len(self.window)
+
+    @property
+    def tokens(self) -> int:
+        """`len(self)`, which any thread may read at any time, also during a move to the index."""
+        while True:
+            in_move = self._length_in_move
+            length = in_move[0] if in_move else len(self)
+            if self._length_in_move is in_move:  # no move began or ended in between
+                return length
+
+    @contextmanager
+    def moving(self) -> Iterator[None]:
+        """Keep `tokens` at its present value inside the context, while tokens move."""
+        self._length_in_move = [len(self)]
+        try:
+            yield
+        finally:
+            self._length_in_move = []
+
+    def truncate(self, length: int) -> None:
+        """Remove the tokens from position `length` on, none of which is leaving the window."""
+        window, indexed = self.window, len(self.index)
+        sink = window.sink
+        with self.moving():
+            if length < indexed:
+                sink = None if sink is None else sink.before(length)
+                self.index.truncate(length)
+            window.truncate(indexed, length, sink)
+
+    def reorder(self, batch_indices: Tensor) -> None:
+        """Replace sequence `b` of the batch by sequence `batch_indices[b]`."""
+        window = self.window.reordered(batch_indices)
+        self.index.reorder(batch_indices)
+        self.window = window
+
+    def reset(self) -> None:
+        """Remove all tokens."""
+        with self.moving():
+            self.index.reset()
+            self.window.reset()
+
+    def nbytes(self) -> dict[str, int]:
+        """Bytes in use per memory tier of the index, and those of the `window`."""
+        return {**self.index.nbytes(), "window": self.window.nbytes()}
+
+    # Copies
+
+    def checkpoint(self) -> Any:
+        """Return the present contents, for `rollback`, without waiting for the device."""
+        index, window = self.index, self.window
+        before = index.checkpoint() if isinstance(index, Restorable) else len(index)
+        return before, window, window.checkpoint()
+
+    def rollback(self, checkpoint: Any) -> None:
+        """Go back to a checkpoint.
+
+        An index that is not `Restorable` is truncated to its former length, and keeps what it has
+        learned from signals since then.
+        """
+        before, self.window, window = checkpoint
+        with self.moving():
+            self.window.rollback(window)
+            if isinstance(self.index, Restorable):
+                self.index.rollback(before)
+            else:
+                cut_back(self.index, before)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Return a copy whose index is a copy, too, also where the index is not `Restorable`."""
+        twin = super().__deepcopy__(memo)
+        if not isinstance(self.index, Restorable):
+            twin.index = deepcopy(self.index, memo)
+        return twin
+
+    # State as named tensors
+
+    def packed(self) -> State:
+        """Return the index's state, with names below `index`, and the window's.
+
+        Raises ValueError for an index without the capability `KeepsState`.
+        """
+        return above("index", self._stateful().state_dict()) | self.window.packed()
+
+    def check_index(self, state: Mapping[str, Tensor]) -> None:
+        """Raise ValueError if the index would not load its part of a state."""
+        index = capability(self.index, ChecksState)
+        if index is not None:
+            index.check_state(below("index", state))
+
+    def check_window(self, parts: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
+        """Raise ValueError if `parts`, the window's tensors of `state`, do not fit the rest."""
+        self.window.check(parts, length_and_batch(below("index", state)))
+
+    def unpack(self, state: Mapping[str, Tensor]) -> None:
+        """Load a state that `packed` returned."""
+        with self.moving():
+            self._stateful().load_state_dict(below("index", state))
+            self.window.unpack(state)
+
+    def _stateful(self) -> KeepsState:
+        index = capability(self.index, KeepsState)
+        if index is None:
+            name = type(self.index).__name__
+            raise ValueError(f"index: got {name}, allowed is one that offers KeepsState")
+        return index
