@@ -1,17 +1,7 @@
-"""Doors: what one file knows of another's objects, and how many files a decoded token crosses."""
+"""Doors between files: no file reads private names of another's objects, and indexes have types."""
 
 import ast
-import sys
-from contextlib import nullcontext
 from pathlib import Path
-
-import pytest
-
-from kvindex.layer import AttentionLayer
-from tests.cuda import emulator
-from tests.cuda.graphs import kept
-from tests.support.helpers import Case
-from tests.support.sequences import Sequence
 
 ROOT = Path(__file__).parents[1]
 CODE = sorted(
@@ -115,92 +105,3 @@ class A:
     def _f(self): return run._replace(a=1)
 """
     assert private_names_of_others(source) == {"_literal", "_learned"}
-
-
-# A decoded token
-
-
-CASE = Case(q_heads=2, kv_heads=1, head_dim=64, value_dim=64)
-SIZES = dict(k=20, sink=4, local_window=8, update_every=40, dense_below=40)
-PROMPT, WARM = 60, 15
-
-ABOVE = 8
-"""Files between the call of a step and a kernel, or an op of torch, at most."""
-
-KERNELS = {
-    "torch": ("kvindex/ops/", "kvindex/pariskv/"),
-    "cuda": ("kvindex_cuda/runtime/", "tests/cuda/"),
-}
-"""Where what runs on tensors begins; `kvindex/pariskv` has a file for each stage, functions that
-keep nothing, and `tests/cuda` what stands for a graph and for kernels."""
-
-INDEX_FILES = {"torch": "kvindex/pariskv/index.py", "cuda": "kvindex/bases/executed.py"}
-"""What a layer calls as its index."""
-
-
-def files_crossed(call, kernels):
-    """The files that a call enters, and those on the way from it to the kernels."""
-    entered, above = set(), set()
-
-    def entering(frame, event, argument):
-        file = file_of(frame)
-        if event == "call" and file:
-            entered.add(file)
-            while file.startswith(kernels) and (frame := frame.f_back) is not None:
-                above.add(file_of(frame))
-
-    before = sys.getprofile()
-    sys.setprofile(entering)
-    try:
-        call()
-    finally:
-        sys.setprofile(before)
-    ours = {file for file in entered if not file.startswith("tests/")}
-    return ours, {file for file in above & ours if not file.startswith(kernels)}
-
-
-def file_of(frame):
-    """A frame's file below the root, or "" for one of others (.venv may lie there)."""
-    name = frame.f_code.co_filename
-    below = name.removeprefix(f"{ROOT}/")
-    return "" if below == name or below.startswith(".") else below
-
-
-def crossed(backend, graphs):
-    """`files_crossed` of a token's step, once kernels are compiled and a graph is captured."""
-    cuda = backend == "cuda"
-    with emulator.emulated() if cuda else nullcontext(), kept() if cuda else nullcontext():
-        layer = AttentionLayer(CASE.index("pariskv", backend=backend), graphs=graphs, **SIZES)
-        sequence = Sequence.of(CASE, PROMPT + WARM + 1, None)
-        sequence.feed(layer, 0, PROMPT)
-        for token in range(PROMPT, PROMPT + WARM):
-            sequence.feed(layer, token, token + 1)
-        last = sequence.parts(PROMPT + WARM, PROMPT + WARM + 1)
-        return files_crossed(lambda: layer.step(*last), KERNELS[backend])
-
-
-ON_KERNELS = pytest.mark.skipif(not emulator.available(), reason="no g++ to emulate with")
-
-
-@pytest.mark.parametrize(
-    ("backend", "graphs", "most"),
-    [
-        ("torch", False, 34),
-        pytest.param("cuda", False, 24, marks=ON_KERNELS),
-        pytest.param("cuda", True, 22, marks=ON_KERNELS),
-    ],
-)
-def test_a_decoded_token_crosses_few_files(backend, graphs, most):
-    """most: files that are entered in all, helpers, ops and launches, too. It may only shrink."""
-    entered, above = crossed(backend, graphs)
-    assert len(above) <= ABOVE, sorted(above)
-    assert {"kvindex/layer/attention_layer.py", INDEX_FILES[backend]} < above
-    assert len(entered) <= most, sorted(entered)
-
-
-def test_files_are_counted():
-    layer = AttentionLayer(CASE.index("exact"))
-    parts = Sequence.of(CASE, 2, None).parts(0, 2)
-    entered, above = files_crossed(lambda: layer.step(*parts), "kvindex/layer/dense.py")
-    assert {"kvindex/core/check.py", "kvindex/layer/dense.py"} < entered
-    assert above == {"kvindex/core/transaction.py", "kvindex/layer/attention_layer.py"}
