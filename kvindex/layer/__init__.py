@@ -1,4 +1,4 @@
-"""One attention layer over an index: sink, retrieval, local window, update buffer."""
+"""An attention layer over an index: sink, retrieval, local window and update buffer."""
 
 from kvindex.layer.attention_layer import AttentionLayer
 

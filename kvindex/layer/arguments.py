@@ -1,4 +1,4 @@
-"""Checks of what a step is given: shapes, dtypes and devices of queries, keys, values and terms."""
+"""Checks of a step's arguments: shapes, dtypes and devices of queries, keys, values and biases."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from kvindex.core.protocol import Rows
 
 
 def check_tokens(g: Geometry, batch: int, queries: Tensor, keys: Tensor, values: Tensor) -> None:
-    """Raises TypeError or ValueError for others than queries `[B, H, T, D]`, keys `[B, G, T, D]`,
-    values `[B, G, T, Dv]`. batch: `B`, or 0 where any is allowed.
+    """Check that tensors are queries `[B, H, T, D]`, keys `[B, G, T, D]`, values `[B, G, T, Dv]`.
+
+    batch: `B`, or 0 to allow any. Raises TypeError or ValueError.
     """
     check_new_rows(g, batch, keys, values)
     shape: dict[str, int | None] = {"B": keys.shape[0], "H": g.q_heads, "T": keys.shape[2]}
@@ -40,19 +41,19 @@ def check_new_rows(g: Geometry, batch: int, keys: Tensor, values: Tensor) -> Non
 
 
 def check_valid(valid: Tensor, keys: Tensor) -> None:
-    """Raises TypeError or ValueError for other flags than bool `[B, T]` of these keys."""
+    """Check that `valid` is bool `[B, T]`. Raises TypeError or ValueError."""
     sizes: dict[str, int | None] = {"B": keys.shape[0], "T": keys.shape[2]}
     check.tensor("valid", valid, sizes, torch.bool, keys.device)
 
 
 def check_finite(name: str, tensor: Tensor) -> None:
-    """Raise ValueError for NaN or infinite values, but on a GPU, where this would wait for it."""
+    """Raise ValueError for NaN or infinite values, except on a GPU, where the check would wait."""
     if tensor.device.type != "cuda":
         check.finite(name, tensor)
 
 
 def check_queries(g: Geometry, batch: int, queries: Tensor, most: int) -> None:
-    """Raises TypeError or ValueError for others than `[B, H, T, D]` of 1 to `most` tokens."""
+    """Check queries `[B, H, T, D]` of 1 to `most` tokens. Raises TypeError or ValueError."""
     shape = {"B": batch or None, "H": g.q_heads, "T": None, "D": g.head_dim}
     check.tensor("queries", queries, shape, g.dtype, g.device)
     T = queries.shape[2]
@@ -61,7 +62,7 @@ def check_queries(g: Geometry, batch: int, queries: Tensor, most: int) -> None:
 
 
 def check_rows(g: Geometry, batch: int, rows: Rows, length: int) -> None:
-    """Raises TypeError or ValueError for rows that are not those of so many tokens."""
+    """Check keys and values of `length` tokens. Raises TypeError or ValueError."""
     shape = {"B": batch or None, "G": g.kv_heads, "N": length}
     check.tensor("rows.keys", rows.keys, {**shape, "D": g.head_dim}, g.dtype, g.device)
     shape["B"] = len(rows.keys)
@@ -69,7 +70,7 @@ def check_rows(g: Geometry, batch: int, rows: Rows, length: int) -> None:
 
 
 def check_bias(bias: Tensor, queries: Tensor, length: int) -> None:
-    """Raises TypeError or ValueError for a bias that is not `[B, H, T, N]` of these queries."""
+    """Check a bias `[B, H, T, N]` for queries `[B, H, T, D]`. Raises TypeError or ValueError."""
     shape = {"B": queries.shape[0], "H": queries.shape[1], "T": queries.shape[2], "N": length}
     check.tensor("bias", bias, dict(shape), device=queries.device)
     if not bias.is_floating_point():

@@ -62,23 +62,41 @@ SETTLING = frozenset({"state_dict", "__deepcopy__"})
 
 
 class AttentionLayer(Guarded):
-    """Attention over an index: append, attend, and let old tokens go into the index.
+    """An attention layer that keeps recent tokens in a window and older ones in an index.
 
-    index: empty; k: rows per KV head that a step retrieves; coverage: fewer, where fewer are
-    estimated to hold this fraction of the index's attention (`KVIndex.search`); sink, local_window,
-    update_every: sizes of the regions in tokens; dense_below: while the sequence is shorter,
-    attention is dense (the index fills all the same); search_up_to: a step of up to so many tokens
-    after others searches, each of its tokens for itself, as in verifying what was speculated; a
-    longer one is a piece of a prompt.
+    Each step appends tokens and computes their attention. Tokens of a prompt attend to all tokens
+    before them. A decoded token attends to the sink (the first real tokens), to the `k` rows per KV
+    head that the index finds for its query, and to the window (the newest tokens). A row is one
+    token's key and value.
 
-    Into an index of blocks (`protocol.EncodesBlocks`) go whole ones, where `update_every` is a
-    multiple of them. Of an index whose appends run beside searches (`protocol.AppendsAsync`),
-    updates end `LAG` tokens after they began, and the window is so much longer; update_phase: they
-    begin when the length is this share of `update_every` past a multiple of it, that layers may
-    take turns; a block may then wait for its turn.
-    graphs: on a GPU, steps that are all alike are captured in a CUDA graph and replayed, by an
-    index that can (`protocol.DecodesStep`); results are the same. Raises ValueError for sizes out
-    of range, or a coverage that the index cannot tell.
+    When the window is full, its oldest tokens move into the index. They move in whole blocks if
+    the index encodes blocks (`protocol.EncodesBlocks`) and `update_every` is a multiple of the
+    block. If the index can append concurrently with searches (`protocol.AppendsAsync`), a move
+    ends `LAG` tokens after it began, and the window is that much longer.
+
+    Args:
+        index: An empty index.
+        k: Rows that a step retrieves per KV head.
+        coverage: Retrieve fewer rows where fewer are estimated to contain this fraction of the
+            attention weight of the tokens in the index (`KVIndex.search`).
+        sink: Number of sink tokens.
+        local_window: Number of tokens that stay in the window when older ones move into the index.
+        update_every: Number of new tokens after which tokens move into the index.
+        dense_below: A decoded token attends to all tokens while the sequence is shorter than this.
+            The index is filled in the meantime.
+        search_up_to: A step of up to this many tokens searches, with one query after the other, as
+            verifying speculated tokens needs. A longer step is a chunk of a prompt.
+        update_phase: In [0, 1). Updates begin when the length modulo `update_every` is this
+            fraction of `update_every`, so that the layers of a model can take turns. A full block
+            waits for the layer's turn. None: updates begin when the buffer is full.
+        graphs: Whether the index may capture steps that are alike in a CUDA graph and replay it, if
+            it can (`protocol.DecodesStep`). The results are equal.
+
+    Raises:
+        ValueError: A size is out of range, the index is not empty, or it cannot estimate the
+            coverage.
+
+    Source: Qi et al., ParisKV (ICML 2026), section 4.2.1.
     """
 
     def __init__(
@@ -241,16 +259,16 @@ class AttentionLayer(Guarded):
             ids = check_ids(ids, queries, self.index, before)
         decoded = self.decodes(T) and visible is None
 
-        # Before the tokens come: an update that the last step deferred
+        # 1. Run an update that the last step deferred, and end the prompt when decoding begins.
         if decoded:
             self._updates.begin_decoding()
         else:
             self._updates.catch_up()
 
-        # The tokens enter the window, and attend
+        # 2. The new tokens enter the window, and attend.
         long_enough = before + 1 >= self.dense_below and len(self.index) > 0
         searches = decoded and long_enough and ids is None
-        if searches:  # one token after the other: it enters the window, searches, and attends
+        if searches:  # one token after the other enters the window, searches, and attends
             how: Any = dict(k=self.k, coverage=self.coverage, graphs=self.graphs)
             output = self._retrieval.decode(queries, keys, values, valid, bias, sinks, **how)
         else:
@@ -261,9 +279,9 @@ class AttentionLayer(Guarded):
             else:
                 output = self._attend_densely(queries, bias, sinks, visible)
 
-        # After it: if the buffer is full, old tokens move from the window into the index
+        # 3. If the buffer is full, move old tokens from the window into the index.
         if decoded and T > 1:
-            self._updates.defer(before)  # tokens that are rejected must not be in the index
+            self._updates.defer(before)  # the caller may reject and truncate these tokens
         else:
             self._updates.update_if_due(int(T == 1 and visible is None))
         self._searched = T if searches else 0
@@ -272,8 +290,8 @@ class AttentionLayer(Guarded):
     def append(self, keys: Tensor, values: Tensor, *, valid: Tensor | None = None) -> None:
         """Append tokens of a prompt without computing their attention.
 
-        Afterwards the layer's state is the same as after a `step` of these tokens. But the index
-        has not seen their queries.
+        Afterwards the layer's state is the same as after a `step` of these tokens, except that the
+        index has not observed their queries.
 
         Args:
             keys: `[B, G, T, D]`, after the rotary embedding.
@@ -299,13 +317,23 @@ class AttentionLayer(Guarded):
         self._searched = 0
 
     def attend(self, queries: Tensor, *, sink_logits: Tensor | None = None) -> Tensor:
-        """Attend again from the newest `T` tokens, with queries of another layer that shares these
-        keys and values: `[B, H, T, Dv]`.
+        """Attend once more from the newest tokens, with the queries of another layer.
 
-        queries `[B, H, T, D]`; sink_logits: as in `step`. They search where the last step searched,
-        and else attend exactly to everything. Nothing is appended, and the index observes no query.
-        Raises ValueError or TypeError for a wrong tensor, or for more tokens than there are, or
-        than the last step had that searched.
+        This serves layers that share this layer's keys and values. The queries search if the last
+        step searched, and otherwise attend to all tokens. Nothing is appended, and the index does
+        not observe these queries.
+
+        Args:
+            queries: `[B, H, T, D]`, of the newest `T` tokens, after the rotary embedding.
+            sink_logits: As in `step`.
+
+        Returns:
+            Attention outputs `[B, H, T, Dv]`.
+
+        Raises:
+            ValueError: A shape, dtype or device does not fit, or `T` is larger than the number of
+                tokens, or than that of the last step if it searched.
+            TypeError: An argument is not a tensor.
         """
         most = self._searched or len(self)
         check_queries(self.index.geometry, self.batch_size, queries, most)
@@ -322,12 +350,24 @@ class AttentionLayer(Guarded):
         return torch.stack(outputs, dim=2)
 
     def read_piece(self, queries: Tensor, rows: Rows, *, valid: Tensor | None = None) -> Tensor:
-        """As `step` of a piece of a prompt, whose caller holds the rows of all tokens.
+        """Append a chunk of a prompt, and attend to rows that the caller has stored.
 
-        queries `[B, H, T, D]`: of the newest tokens; rows `[B, G, N + T, D]`: theirs, after those
-        of the `N` tokens before; valid bool `[B, T]`, as of `step`. Queries attend to these rows,
-        not to the index's, however few they are. An index that can (`protocol.AppendsAsync`)
-        appends beside what comes next, until the next piece or `settle`. Raises as `step`.
+        Attention reads all keys and values from `rows`, and none from the index. An index with
+        `protocol.AppendsAsync` appends concurrently with what follows, until the next chunk or
+        `settle`.
+
+        Args:
+            queries: `[B, H, T, D]`, of the new tokens, after the rotary embedding.
+            rows: Keys `[B, G, N + T, D]` and values `[B, G, N + T, Dv]`: those of the `N` tokens
+                before, and then those of the new tokens.
+            valid: As in `step`.
+
+        Returns:
+            Attention outputs `[B, H, T, Dv]`.
+
+        Raises:
+            ValueError: As in `step`.
+            TypeError: An argument is not a tensor.
         """
         before, T = len(self), queries.shape[2]
         check_rows(self.index.geometry, self.batch_size, rows, before + T)
@@ -419,7 +459,7 @@ class AttentionLayer(Guarded):
             outputs.append(output_of(attended, own))
         return torch.stack(outputs, dim=2)
 
-    # Tokens go, and sequences of the batch are reordered
+    # Truncation, and the order of the batch
 
     def settle(self) -> None:
         """Run an update that was deferred, and finish the one that is pending."""
@@ -547,8 +587,9 @@ class AttentionLayer(Guarded):
         """Update after a replay. This is a transaction of its own."""
         self._updates.update_if_due(1)
 
-    # Steps with other layers. For each layer, in this order: `way_back`, `begin_decoding`, `joins`,
-    # for each token `row_of_step` and `count_joined`, then `end_joined`; all ways back if one fails
+    # Steps with other layers. The caller (`pool.LayerPool`) calls for each layer: `way_back`,
+    # `begin_decoding` and `joins`; for each token `row_of_step` and `count_joined`; and at the end
+    # `end_joined`. If any call fails, it calls all functions that `way_back` returned.
 
     def way_back(self, tokens: int) -> Callable[[], None]:
         """Return a function that undoes all that a step of `tokens` tokens may change.
@@ -584,10 +625,7 @@ class AttentionLayer(Guarded):
         return self._window.lies_in(resident)
 
     def lie_in(self, resident: ResidentRows | None) -> None:
-        """Store sink and window in `resident` for steps; None: in memory of the layer's own.
-
-        resident: of batch size 1.
-        """
+        """Store sink and window for steps in `resident`, of batch size 1; None: in own memory."""
         self._window.lie_in(resident)
 
     def asks(self) -> int:
@@ -706,7 +744,12 @@ class AttentionLayer(Guarded):
         return {"layer": sizes}
 
     def recipe(self) -> Recipe:
-        """The layer's options, and how its index is made, which None stands for if unknown."""
+        """Return the options from which an equal, empty layer can be made.
+
+        Returns:
+            A dict with `layer` (the name of the class), `options`, and `index` (the recipe of the
+            index, or None if it has none).
+        """
         index, names = capability(self.index, ReportsRecipe), inspect.signature(AttentionLayer)
         options = {name: vars(self)[name] for name in names.parameters if name != "index"}
         made = None if index is None else index.recipe()
@@ -715,7 +758,13 @@ class AttentionLayer(Guarded):
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Write layer and index to a new folder, for `kvindex.load`.
 
-        The folder is whole, or is not there. Raises OSError for one that is there already or cannot
-        be written, and as `state_dict`.
+        The folder appears only when it is complete.
+
+        Args:
+            folder: A path that does not exist yet.
+
+        Raises:
+            OSError: The folder exists already, or cannot be written.
+            ValueError: The index does not offer `protocol.KeepsState`.
         """
         save_folder(folder, "layer", self.recipe(), {"state": self.state_dict})

@@ -1,6 +1,6 @@
-"""Sparse attention to rows that the caller chose: by a trained indexer, or scores from elsewhere.
+"""Sparse attention to rows that the caller chose, for example by a trained indexer.
 
-The index searches for nothing: it keeps rows, wherever its store has them, and fetches them.
+The index does not search. It only stores and fetches rows.
 """
 
 from __future__ import annotations
@@ -18,16 +18,28 @@ from kvindex.layer.window import Window
 from kvindex.ops.fetch import gather_rows
 
 FETCHED_BYTES = 2**28
-"""Rows are fetched for so many tokens at a time that they take about this: bounds the memory that
-a prompt needs, not its result."""
+"""Rows of a prompt are fetched for a few tokens at a time, which together take about this much
+memory. The limit does not change the result."""
 
 
 def check_ids(ids: Tensor, queries: Tensor, index: KVIndex, before: int) -> Tensor:
-    """Ids int64 `[B, G, T, K]` of rows for the tokens of queries `[B, H, T, D]`.
+    """Check the ids that a caller chose, and return them.
 
-    before: tokens that came earlier. Raises ValueError or TypeError for a wrong tensor, and on a
-    CPU for a token after the query's own; on a CUDA device, whose host must not wait, such ids
-    become -1.
+    On a CPU a wrong id raises ValueError. On a CUDA device it becomes -1, because the host must not
+    wait for the device.
+
+    Args:
+        ids: Int64 `[B, G, T, K]`, positions of rows, or -1.
+        queries: `[B, H, T, D]`.
+        index: The index that stores the rows.
+        before: Number of tokens before those of the queries.
+
+    Returns:
+        The ids, int64 `[B, G, T, K]`.
+
+    Raises:
+        ValueError: The shape, dtype or device does not fit, or an id is after the query's token.
+        TypeError: `ids` is not a tensor.
     """
     B, _, T, _ = queries.shape
     shape = {"B": B, "G": index.geometry.kv_heads, "T": T, "K": None}
@@ -46,9 +58,9 @@ def check_ids(ids: Tensor, queries: Tensor, index: KVIndex, before: int) -> Tens
 
 
 def attend_chosen(index: KVIndex, window: Window, queries: Tensor, ids: Tensor) -> list[Retrieved]:
-    """What each of `T` queries `[B, H, T, D]` attends to: the rows `ids` `[B, G, T, K]` alone.
+    """Attend from `T` queries `[B, H, T, D]`, each to its rows of `ids` `[B, G, T, K]` alone.
 
-    An id is a position in the sequence, -1 for none. Padded tokens are not seen.
+    An id is a position in the sequence, or -1 for none. Rows of padding are not attended to.
     """
     if ids.shape[2] == 1 and len(index) and (attends := capability(index, Attends)):
         return [_where_they_lie(attends, index, window, queries[:, :, 0], ids[:, :, 0])]
@@ -64,7 +76,10 @@ def attend_chosen(index: KVIndex, window: Window, queries: Tensor, ids: Tensor) 
 def _where_they_lie(
     attends: Attends, index: KVIndex, window: Window, queries: Tensor, ids: Tensor
 ) -> Retrieved:
-    """As `_block`, of one token: queries `[B, H, D]`, ids `[B, G, K]`. Rows are not fetched."""
+    """As `_block`, of one token, by an index that attends to rows where they are stored.
+
+    queries: `[B, H, D]`; ids: `[B, G, K]`.
+    """
     g, indexed, seen = index.geometry, len(index), ids != UNUSED
     if window.valid is not None:
         real = window.valid[:, None].expand(-1, g.kv_heads, -1)
@@ -88,7 +103,7 @@ def _where_they_lie(
 
 
 def _block(index: KVIndex, window: Window, queries: Tensor, ids: Tensor) -> list[Retrieved]:
-    """As `attend_chosen`, with all rows at once."""
+    """As `attend_chosen`, with the rows of all queries fetched together."""
     g, indexed = index.geometry, len(index)
     B, G, T, K = ids.shape
     rows = _rows(index, window.rows, ids.flatten(2))
@@ -99,7 +114,7 @@ def _block(index: KVIndex, window: Window, queries: Tensor, ids: Tensor) -> list
     keys, values = (
         part.view(B, G, T, K, -1).transpose(1, 2).flatten(0, 1) for part in (rows.keys, rows.values)
     )
-    one = queries.transpose(1, 2).flatten(0, 1)  # each token a row of the batch
+    one = queries.transpose(1, 2).flatten(0, 1)  # each token is a sequence of the batch
     mask = bias_of(seen).transpose(1, 2).flatten(0, 1).repeat_interleave(g.group_size, dim=1)
     output, lse = ops.attention.attend(
         one, keys, values, scale=g.scale, softcap=g.softcap, bias=mask, return_lse=True
@@ -113,7 +128,7 @@ def _block(index: KVIndex, window: Window, queries: Tensor, ids: Tensor) -> list
 
 
 def _rows(index: KVIndex, window: Rows, ids: Tensor) -> Rows:
-    """Rows of the index or of the window, by their positions int64 `[B, G, n]`."""
+    """Return rows of the index or the window by their positions, int64 `[B, G, n]`."""
     indexed = len(index)
     beside = torch.where(ids < indexed, UNUSED, ids - indexed)
     keys, values = gather_rows(window.keys, beside), gather_rows(window.values, beside)

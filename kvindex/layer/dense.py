@@ -1,4 +1,4 @@
-"""Exact dense attention, causal or by a mask, to the rows of an index and those of the window."""
+"""Exact dense attention, causal or with a mask, to all rows of an index and of the window."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ from kvindex.layer.sink import Sink
 from kvindex.ops.attention import attend_blocks, attend_causal, with_sink_logits
 
 BLOCK = 1024
-"""Queries and rows taken at a time: bounds the memory that this needs, not its result."""
+"""Number of queries and of rows in a block. It limits memory, and does not change the result."""
 
 GATHERED_BYTES = 2**30
-"""Rows up to this size are copied out of the index for one fused call of torch's attention, several
-times as fast on a CPU (benchmarks/results/reference.json); more are read block by block."""
+"""Up to this size, rows are copied out of the index for one fused call of torch's attention, which
+is several times as fast on a CPU (benchmarks/results/reference.json). Larger ones are read block by
+block."""
 
 
 def attend_densely(
@@ -72,9 +73,10 @@ def attend_by_block(
     sink: Sink | None = None,
     visible: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """As `attend_densely`, and the logarithms of the sums of exponentials, float32 `[B, H, T]`.
+    """As `attend_densely`, block by block, and return the log-sum-exp of the logits, too.
 
-    Never more than a block's logits are held; a query at a padded token may see nothing (`-inf`).
+    The log-sum-exp is float32 `[B, H, T]`; it is `-inf` if a query attends to nothing, which can
+    happen at a padded token. Only the logits of one block are in memory at a time.
     """
     g, parts, indexed = index.geometry, [], len(index) if indexed is None else indexed
     N, T = indexed + window.keys.shape[2], queries.shape[2]
@@ -97,12 +99,12 @@ def _gathered(
     valid: Tensor | None,
     sink: Sink | None,
 ) -> Tensor:
-    """The same with all rows in one piece, where that fits."""
+    """As `attend_densely`, with all rows in one tensor."""
     rows, scale = _all_rows(index, window, indexed, valid, sink), index.geometry.scale
     if valid is None:
         return attend_causal(queries, rows.keys, rows.values, scale=scale)
     N, T, parts = rows.keys.shape[2], queries.shape[2], []
-    for start in range(0, T, BLOCK):  # a mask is held per block
+    for start in range(0, T, BLOCK):  # a mask exists for one block at a time
         some = queries[:, :, start : start + BLOCK]
         end = N - T + start + some.shape[2]
         seen = rows.keys[:, :, :end], rows.values[:, :, :end]
@@ -113,7 +115,7 @@ def _gathered(
 def _all_rows(
     index: KVIndex, window: Rows, indexed: int, valid: Tensor | None, sink: Sink | None
 ) -> Rows:
-    """Rows of all tokens, in order."""
+    """Return the rows of all tokens, in order of position."""
     if not indexed:
         return window
     end = indexed + window.keys.shape[2]
@@ -160,7 +162,7 @@ def _visible_blocks(
 def _blocks(
     index: KVIndex, window: Rows, indexed: int, end: int, valid: Tensor | None, sink: Sink | None
 ) -> Iterator[tuple[int, Rows]]:
-    """The rows before position `end`, in order: (position of the first, rows)."""
+    """Yield the rows before position `end`, in order: (position of the first row, rows)."""
     keys, values = window.keys, window.values
     for start in range(0, min(indexed, end), BLOCK):
         ids = torch.arange(start, min(start + BLOCK, indexed, end), device=keys.device)
@@ -175,12 +177,12 @@ def _blocks(
 
 
 def _with_sink(rows: Rows, start: int, sink: Sink) -> Rows:
-    """Rows from position `start` on, the sink's among them as they came."""
+    """Return rows from position `start` on, with the exact rows of the sink in their places."""
     count, places = rows.keys.shape[2], sink.ids - start
     places = torch.where((places >= 0) & (places < count), places, count)[:, None, :, None]
 
     def put(part: Tensor, own: Tensor) -> Tensor:
-        room = pad(part, (0, 0, 0, 1))  # for those that lie elsewhere
+        room = pad(part, (0, 0, 0, 1))  # for sink tokens at other positions
         return room.scatter(2, places.expand_as(own), own)[:, :, :count]
 
     return Rows(put(rows.keys, sink.rows.keys), put(rows.values, sink.rows.values))

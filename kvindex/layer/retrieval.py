@@ -1,7 +1,9 @@
-"""A decoded token's attention: sink, window, and the rows that the index retrieves.
+"""A decoded token's attention: to the sink, to rows that the index retrieves, and to the window.
 
-Three ways, the shortest that the index offers: the whole step at once (`DecodesStep`), attention to
-rows where they lie (`Attends`), or search, fetch, and attention over what is put together.
+There are three ways, and the first that the index offers is taken. With `DecodesStep` the index
+computes the whole step. With `Attends` the index searches and attends to rows where they are
+stored. Any other index searches and fetches rows, and the layer concatenates them with sink and
+window and attends.
 """
 
 from __future__ import annotations
@@ -36,10 +38,10 @@ from kvindex.ops.attention import with_sink_logits
 
 @dataclass(frozen=True, eq=False)
 class Retrieved:
-    """What a step attends to, and what it has read.
+    """The result of a step's attention, and the counts of what it has read.
 
-    beside: rows of sink and window; masked: how many of those are not attended to, mean over the
-    batch; coverage: of `Hits`, or None.
+    beside: number of rows of sink and window; masked: how many of those are not attended to, mean
+    over the batch; coverage: `Hits.coverage`, or None.
     """
 
     attended: Attended
@@ -57,7 +59,7 @@ def decode_step(
     k: int,
     graphs: bool,
 ) -> Retrieved:
-    """As `attend_resident`, once the window holds the token, keys `[B, G, 1, D]`."""
+    """Append a token, keys `[B, G, 1, D]`, and attend from it, both by the index's executor."""
     resident = window.resident(indexed, more=1)
     places = window.claim(indexed, token.keys, token.values, None)
     attended = index.decode_step(queries, token, resident, places, k=k, graphs=graphs)
@@ -67,7 +69,7 @@ def decode_step(
 def attend_resident(
     index: Attends, window: Window, indexed: int, queries: Tensor, *, k: int
 ) -> Retrieved:
-    """Attention of queries `[B, H, D]` to sink and window in their buffer, and to `k` rows."""
+    """Let the index attend from queries `[B, H, D]` to sink, window and `k` rows."""
     resident = window.resident(indexed)
     attended = index.attend(queries, resident, k=k)
     return Retrieved(attended, len(resident), resident.masked)
@@ -84,10 +86,10 @@ def search_and_attend(
     sink_logits: Tensor | None = None,
     newer: int = 0,
 ) -> Retrieved:
-    """The same by search and fetch.
+    """Search, fetch and attend from queries `[B, H, D]` to sink, window and `k` rows.
 
-    bias: a term of the logits, of all tokens `[B, H, N]`; sink_logits: `[B, H]`, which the coverage
-    counts; newer: how many of the newest tokens are not seen.
+    bias: added to the logits, of all tokens `[B, H, N]`; sink_logits: `[B, H]`, for the coverage;
+    newer: how many of the newest tokens the queries do not see.
     """
     seen = window.real(len(index))
     if seen is None:
@@ -111,11 +113,11 @@ def attend_over(
     bias: Tensor | None = None,
     sink_logits: Tensor | None = None,
 ) -> Retrieved:
-    """Attention of queries `[B, H, D]` to `found`, the sink and the window's `seen` rows.
+    """Attend from queries `[B, H, D]` to the rows `found`, the sink, and the window's `seen` rows.
 
-    seen: bool `[B, W]`; bias: a term of the logits, of all tokens `[B, H, N]`; sink_logits:
-    `[B, H]`, which the coverage counts, but not the attention. A window of batch 1 serves any `B`
-    queries.
+    seen: bool `[B, W]`; bias: added to the logits, of all tokens `[B, H, N]`; sink_logits:
+    `[B, H]`, for the coverage, but not part of the attention. A window of batch size 1 serves any
+    number of queries.
     """
     g, B = index.geometry, len(queries)
     resident, seen = window.with_sink(seen)
@@ -145,26 +147,29 @@ def attend_over(
 
 
 def output_of(attended: Attended, sink_logits: Tensor | None) -> Tensor:
-    """The output, with logits of learned sinks `[B, H]` in its denominator unless None."""
+    """Return the output, with logits of learned sinks `[B, H]` in the softmax's denominator."""
     if sink_logits is None:
         return attended.output
     return with_sink_logits(attended.output, attended.lse, sink_logits)
 
 
 def bias_of(visible: Tensor) -> Tensor:
-    """0 where a row is visible, `-inf` where it is not; float32."""
+    """Return a float32 bias for logits: 0 where a row is visible, and `-inf` elsewhere."""
     return torch.zeros_like(visible, dtype=torch.float32).masked_fill(~visible, float("-inf"))
 
 
 def rows_to_ask(index: KVIndex, k: int) -> int:
-    """`k`, but not far above what an index can hold, a summary a token."""
+    """Return `k`, limited to the least power of two that is at least twice the index's length.
+
+    An index returns at most two rows for each token: the token's own, and a summary.
+    """
     held = len(index)
     most: int = k if k <= held else 2 ** (2 * held - 1).bit_length()
     return min(k, most)
 
 
 def row_bytes(index: KVIndex) -> int:
-    """What a fetched row costs: as the index says, or its key and value as they are."""
+    """Return the bytes of a fetched row: as the index reports, or those of its key and value."""
     g, tells = index.geometry, capability(index, ReportsRowBytes)
     plain = (g.head_dim + g.value_dim) * g.dtype.itemsize
     return plain if tells is None else tells.row_bytes

@@ -1,4 +1,4 @@
-"""The first real tokens of a sequence: always attended to, and never searched for."""
+"""The sink: the first real tokens of a sequence, which every query attends to without a search."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ from kvindex.ops.select import compact
 
 @dataclass(frozen=True, eq=False)
 class Sink:
-    """ids: positions int64 `[B, S]`, -1 for none; rows: theirs, `[B, G, S, D]`; fewest: how many
-    the row of the batch has that has fewest.
+    """The sinks of a batch of sequences.
+
+    ids: positions of the tokens, int64 `[B, S]`, -1 where a place is unused; rows: their keys and
+    values, `[B, G, S, D]`; fewest: number of tokens in the smallest sink of the batch.
     """
 
     ids: Tensor
@@ -24,41 +26,41 @@ class Sink:
 
     @staticmethod
     def of(ids: Tensor, rows: Rows) -> Sink:
-        """Counts them: waits for the device."""
+        """Make a sink, and count its tokens, which waits for the device."""
         return Sink(ids, rows, int((ids != UNUSED).sum(1).min()))
 
     @property
     def whole(self) -> bool:
-        """Whether every place of every row of the batch holds a token."""
+        """Whether every place of every sequence contains a token."""
         return self.fewest == self.ids.shape[1]
 
     @property
     def mask(self) -> Tensor:
-        """Which places hold a token, bool `[B, S]`."""
+        """Which places contain a token, bool `[B, S]`."""
         return self.ids != UNUSED
 
     def before(self, length: int) -> Sink:
-        """Without the tokens from position `length` on."""
+        """Return the sink without the tokens from position `length` on."""
         ids = self.ids.masked_fill(self.ids >= length, UNUSED)
-        some = (ids != UNUSED).any(0)  # places that a row of the batch still uses
+        some = (ids != UNUSED).any(0)  # places that a sequence still uses
         rows = Rows(self.rows.keys[:, :, some], self.rows.values[:, :, some])
         return Sink.of(ids[:, some], rows)
 
     def reordered(self, batch_indices: Tensor) -> Sink:
-        """Row `b` is row `batch_indices[b]` of this."""
+        """Return the sinks in another order: sequence `b` is sequence `batch_indices[b]` here."""
         order = batch_indices.to(self.ids.device)
         return Sink.of(self.ids[order], Rows(self.rows.keys[order], self.rows.values[order]))
 
     def nbytes(self) -> int:
-        """Bytes of its rows."""
+        """Bytes of the keys and values."""
         return self.rows.keys.nbytes + self.rows.values.nbytes
 
 
 def joining(sink: Sink | None, size: int, moved: Rows, real: Tensor | None) -> Tensor | None:
-    """Which of the rows `moved`, `[B, G, n, D]`, join a sink of `size` tokens for each row.
+    """Return which of the rows `moved`, `[B, G, n, D]`, become part of the sink.
 
-    Bool `[B, n]`, or None for none, which a full sink knows without asking the device. real: bool
-    `[B, n]`, or None where all are.
+    size: number of tokens of a full sink; real: bool `[B, n]`, or None where no token is padded.
+    The result is bool `[B, n]`, or None if the sink is full, which needs no look at the device.
     """
     if (0 if sink is None else sink.fewest) >= size:
         return None
@@ -70,7 +72,7 @@ def joining(sink: Sink | None, size: int, moved: Rows, real: Tensor | None) -> T
 
 
 def first_of(size: int, moved: Rows, start: int) -> Sink:
-    """The first `size` of rows `[B, G, n, D]` that are all real, the first at position `start`."""
+    """Make a sink of the first `size` of the rows `moved`, all real, from position `start` on."""
     rows = Rows(*(part[:, :, :size].clone() for part in (moved.keys, moved.values)))
     batch, _, count, _ = rows.keys.shape
     ids = torch.arange(start, start + count, device=rows.keys.device)
@@ -78,7 +80,10 @@ def first_of(size: int, moved: Rows, start: int) -> Sink:
 
 
 def joined(sink: Sink | None, new: Tensor, moved: Rows, start: int) -> Sink:
-    """With the tokens `new`, bool `[B, n]`, of the rows `moved`, the first at position `start`."""
+    """Return the sink with the rows of `moved` that `new` marks, bool `[B, n]`.
+
+    start: position of the first of these rows.
+    """
     ids = compact(new)
     wide = ids[:, None].expand(-1, moved.keys.shape[1], -1)
     rows = Rows(gather_rows(moved.keys, wide), gather_rows(moved.values, wide))
@@ -86,7 +91,7 @@ def joined(sink: Sink | None, new: Tensor, moved: Rows, start: int) -> Sink:
     if sink is None:
         return Sink.of(ids, rows)
     ids = torch.cat([sink.ids, ids], dim=1)
-    slots = compact(ids != UNUSED)  # rows that are padded differently leave gaps
+    slots = compact(ids != UNUSED)  # sequences with different padding leave gaps
     wide = slots[:, None].expand(-1, moved.keys.shape[1], -1)
     ids = ids.gather(1, slots.clamp_min(0)).masked_fill(slots == UNUSED, UNUSED)
     keys = torch.cat([sink.rows.keys, rows.keys], dim=2)

@@ -1,4 +1,4 @@
-"""Traffic: rows and bytes that a layer's searching steps have read."""
+"""Statistics of a layer: rows and bytes that its searching steps have read."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from kvindex.core.restore import Restorable
 T = TypeVar("T")
 
 AT_ONCE = 128
-"""Steps whose counts are added up together: a few operations of the device for all of them."""
+"""Number of steps whose counts are added up together, in a few operations on the device."""
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """Sums over the searching steps of a layer; the counts stay on the device until read.
+    """Sums over the searching steps of a layer. The counts stay on the device until they are read.
 
-    steps: queries that searched, one for each token of such a step; rows_read: rows attended to and
-    rows_full: rows that full attention would have read, both per KV head and row of the batch;
-    bytes_fetched: of rows that the store gave; coverage: `Hits.coverage`, mean over heads, where
-    searches were asked for one.
+    steps: number of tokens that searched; rows_read: rows that they attended to, and rows_full:
+    rows that full attention would have read, both per KV head and sequence; bytes_fetched: bytes of
+    the rows that were fetched from the index; coverage: sum of `Hits.coverage`, mean over heads, of
+    the searches that were asked for a coverage.
     """
 
     steps: int = 0
@@ -35,13 +35,14 @@ class Traffic:
 
 
 class Counts(NamedTuple):
-    """What one step has read, as it comes, so that counting it takes no operation.
+    """What one step has read. Making it launches no operation on the device.
 
-    found: rows that the index gave, int `[B, G]`, or None where the device adds them up
-    (`Tally.watch`); beside: others that were attended to, and
-    length: tokens of the sequence, padded ones in both; masked, padded: how many of each are
-    padded, mean over the batch; row_bytes: of a row found; coverage: of `Hits`, or None; steps: of
-    several captured ones that are alike, how many: `beside` and `length` are sums over them.
+    found: number of rows that the index returned, int `[B, G]`, or None if the device adds them up
+    (`Tally.watch`); beside: number of rows of sink and window, padding included; masked: how many
+    of those are not attended to, mean over the batch; length: number of tokens of the sequence,
+    padding included; padded: how many of those are padding, mean over the batch; row_bytes: bytes
+    of a row of the index; coverage: `Hits.coverage`, or None; steps: number of captured steps that
+    were merged into this one, of which `beside` and `length` are sums.
     """
 
     found: Tensor | None
@@ -54,7 +55,7 @@ class Counts(NamedTuple):
     steps: int = 1
 
     def joined(self, step: Counts) -> Counts | None:
-        """This and one more captured step, or None where they must be counted apart."""
+        """Merge this captured step with another one; None if they must be counted separately."""
         if self.found is not None or step.found is not None or self.row_bytes != step.row_bytes:
             return None
         if not (_same(self.masked, step.masked) and _same(self.padded, step.padded)):
@@ -111,9 +112,10 @@ class Tally(Restorable):
         self._state = State(total, new, [*(one for one in watched if one is not same), same])
 
     def count(self, step: Counts) -> None:
-        """A step more. Its tensors must stay as they are.
+        """Count a step. Nobody may write to its tensors afterwards.
 
-        Captured ones take no operation, however many: all layers would add up at the same token.
+        Captured steps launch no operation, however many there are, because otherwise all layers
+        would add up their counts at the same token.
         """
         total, new, watched = self._state
         together = new[-1].joined(step) if new else None
@@ -153,7 +155,7 @@ class Tally(Restorable):
         self._state = State(before.total, before.new, watched)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """A copy, whose captured steps are others."""
+        """Return a copy. Steps that are captured later for one of the two count for it alone."""
         self._state = _added_up(self._state)
         return super().__deepcopy__(memo)
 
@@ -187,9 +189,9 @@ def _added_up(state: State) -> State:
 
 
 def _of_rows(found: list[tuple[Tensor, int]]) -> tuple[Tensor | float, Tensor | int]:
-    """Rows found, mean over heads and batch, and their bytes: sums over the steps.
+    """Return the rows found, mean over heads and batch, and their bytes, summed over the steps.
 
-    found: of each step, and the bytes of a row.
+    found: for each step the number of rows `[B, G]`, and the bytes of a row.
     """
     mean: Tensor | float = 0.0
     nbytes: Tensor | int = 0
@@ -200,7 +202,7 @@ def _of_rows(found: list[tuple[Tensor, int]]) -> tuple[Tensor | float, Tensor | 
 
 
 def _less(steps: list[Counts], all_of: str, some_of: str) -> Tensor | float:
-    """The sum of one count, less that of another."""
+    """Return the sum of the count `all_of` minus that of `some_of`."""
     total: Tensor | float = float(sum(getattr(step, all_of) for step in steps))
     for some in _alike(steps, lambda step: id(getattr(step, some_of))):
         total = total - sum(step.steps for step in some) * getattr(some[0], some_of)
@@ -208,12 +210,12 @@ def _less(steps: list[Counts], all_of: str, some_of: str) -> Tensor | float:
 
 
 def _same(one: Tensor | float, other: Tensor | float) -> bool:
-    """Whether two counts are surely the same, as far as the host knows."""
+    """Return whether two counts are equal without doubt, without waiting for the device."""
     return one is other or (isinstance(one, float) and isinstance(other, float) and one == other)
 
 
 def _alike(steps: list[T], what: Callable[[T], Hashable]) -> list[list[T]]:
-    """The steps, those together that are alike in this."""
+    """Group the steps by the value of `what`."""
     found: dict[Hashable, list[T]] = {}
     for step in steps:
         found.setdefault(what(step), []).append(step)

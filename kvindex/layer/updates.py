@@ -18,20 +18,24 @@ from kvindex.layer.contents import Contents
 from kvindex.layer.window import Leaving
 
 LAG = 4
-"""Tokens that come while an update runs beside the steps, so that none waits for it
-(`benchmarks/append.py`); each of them is a row more in the window."""
+"""Number of tokens for which an update may run concurrently with the steps, so that no step waits
+for it (`benchmarks/append.py`). The window is longer by as many rows."""
 
 
 Append = Callable[[], None]
 
 
 class AsyncAppend:
-    """An append of rows to an index that begins now and that `end` completes.
+    """An append of rows to an index, which begins now and which `end` completes.
 
-    beside: the index as one whose `start_append` is called at once, on a CUDA device by a stream
-    that all layers share, so that the current one goes on with the index as it was; without it
-    `end` does it all. In between the index and the rows must stay as they are. begun: tokens of the
-    sequence now. Raises as `append`.
+    On a CUDA device the append runs on a stream that all layers share, so that the current stream
+    can go on to search the index as it was. Until `end` nobody may change the index or the rows.
+
+    Args:
+        index: The index that the rows are for.
+        leaving: The rows.
+        beside: The index with its `start_append`, which is called now; None: `end` does everything.
+        begun: Length of the sequence at this time.
     """
 
     _done: torch.cuda.Event | None = None  # until the current stream has waited for it
@@ -52,33 +56,33 @@ class AsyncAppend:
             self._rest = begin()
 
     def end(self) -> None:
-        """The index holds the rows, for what the current stream runs from here on."""
+        """Complete the append. Later work of the current stream sees the rows in the index."""
         self.wait()
         self._rest()
 
     def wait(self) -> None:
-        """What the current stream runs from here on comes after all that was begun."""
+        """Let later work of the current stream wait for the side stream."""
         done, self._done = self._done, None
         if done is not None:
             torch.cuda.current_stream(self._device.index).wait_event(done)
 
     def __del__(self) -> None:
-        """An index that is let go of gives its memory to others, which must not be written to."""
+        """Wait before the index's memory is freed: the side stream may still write to it."""
         if not sys.is_finalizing():
             self.wait()
 
     def _begun_beside(self, begin: Callable[[], Append], read: list[Tensor | None]) -> Append:
-        """Call `begin`, which reads these tensors, on the side stream."""
+        """Call `begin` on the side stream; `read` are the tensors that it reads."""
         side, current = side_stream(self._device), torch.cuda.current_stream(self._device.index)
         side.wait_stream(current)
         for tensor in read:
             if tensor is not None:
-                tensor.record_stream(side)  # it may be let go of before the side stream is done
+                tensor.record_stream(side)  # it may be freed before the side stream is done
         try:
             with torch.cuda.stream(side):
                 rest = begin()
         except BaseException:
-            current.wait_stream(side)  # some of it may be under way
+            current.wait_stream(side)  # it may have launched something
             raise
         self._done = side.record_event()
         return rest

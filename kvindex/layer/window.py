@@ -1,4 +1,4 @@
-"""The window and the sink: rows of the newest and of the first tokens, beside the index."""
+"""The window: keys and values of the newest tokens, and of the first ones, the sink."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from kvindex.storage.state import NamedState, State
 
 @dataclass(frozen=True, eq=False)
 class Leaving:
-    """The oldest rows of a window, `[B, G, n, D]`, as they go into the index.
+    """The oldest rows of a window, `[B, G, n, D]`, which are to move into the index.
 
-    retrievable: bool `[B, n]`, which of them searches may return, or None for all; sink: what it
-    is once they are there.
+    retrievable: bool `[B, n]`, which of them a search may return, or None for all; sink: the sink
+    after the move.
     """
 
     rows: Rows
@@ -34,19 +34,27 @@ class Leaving:
 
     @property
     def count(self) -> int:
-        """`n`."""
+        """Number of tokens, `n`."""
         return self.rows.keys.shape[2]
 
 
 class Window(NamedState, Restorable):
-    """Rows of the newest tokens, and of the first ones among those that have left for the index.
+    """Rows (keys and values) of the newest tokens, and of the sink.
 
-    sink_size, local_size: in tokens; room: tokens that the window holds while single ones come;
-    unit: tokens that leave together, counted from the index's first one.
-    The window is `leaving` tokens on their way into the index, then `local` ones, then the
-    `buffer`: tokens that came since. The newest may be `staged`: a captured step has put their rows
-    behind the resident ones, and the window takes them over when someone asks for it. Positions are
-    those in the sequence, `indexed` is how many tokens the index holds, `N` those and the window's.
+    In order of position, the window contains: `leaving` tokens, which are moving into the index;
+    `local` tokens, the newest at the last update; and the `buffer`, tokens that came since then.
+    The newest tokens may be staged: a captured step has written their rows behind the resident
+    rows, and the window copies them when someone asks for its rows.
+
+    In all methods a position is one in the sequence, `indexed` is the number of tokens in the
+    index, and `N` is the number of tokens in index and window together.
+
+    Args:
+        geometry: The layer's geometry.
+        sink_size: Size of the sink in tokens.
+        local_size: Number of tokens that stay in the window at an update.
+        room: Number of tokens to reserve memory for.
+        unit: Number of tokens that leave together, counted from the index's first token.
     """
 
     statistics = ("_window", "_valid", "local", "sink")
@@ -64,35 +72,35 @@ class Window(NamedState, Restorable):
         self.reset()
 
     def reset(self) -> None:
-        """Hold nothing."""
+        """Remove all tokens."""
         self._window, self._valid, self.sink = Columns(), Valid(), None
         self.leaving = self.local = self._local_before = 0
         self._resident: ResidentRows | None = (
             None  # sink and window, for an index that attends by itself
         )
-        self._moved = False  # whether rows have gone or moved since that was filled
-        self._counted = 0  # tokens of the window with staged ones, or fewer where there are none
+        self._moved = False  # whether rows were removed or moved since `_resident` was filled
+        self._counted = 0  # tokens of the window, staged ones included; less if none is staged
         self._padded: Tensor | float | None = 0.0  # None: not counted yet
 
     def checkpoint(self) -> Any:
-        """What is held now, for `rollback`: one by one, for each step asks for it."""
+        """Return the present state, for `rollback`. This is written out because it must be fast."""
         self._take_staged()
         sizes = self.leaving, self.local, self._local_before
         parts = self._window, self._window.checkpoint(), self._valid, self._valid.checkpoint()
         return sizes, parts, self.sink, self._resident, self._padded
 
     def rollback(self, checkpoint: Any) -> None:
-        """Be again what `checkpoint` says."""
+        """Go back to a checkpoint."""
         sizes, parts, self.sink, self._resident, self._padded = checkpoint
         self.leaving, self.local, self._local_before = sizes
         self._counted = 0
         self._window, window, self._valid, valid = parts
         self._window.rollback(window)
         self._valid.rollback(valid)
-        self._moved = True  # the buffer may hold what has been forgotten
+        self._moved = True  # the resident rows may contain tokens that are gone now
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """A copy with a window of its own, which both write to in the next step."""
+        """Return a copy with memory of its own, because the next step of either writes to it."""
         self._take_staged()
         memo[id(self._window)] = self._window.after(0, self._room)
         return super().__deepcopy__(memo)
@@ -101,14 +109,14 @@ class Window(NamedState, Restorable):
         self._resident = None
 
     def packed(self) -> State:
-        """What is held while nothing is leaving, as named tensors."""
+        """Return the state as named tensors. No token may be leaving."""
         self._take_staged()
         return self._packed()
 
     def check(self, state: Mapping[str, Tensor], sizes: Mapping[str, int]) -> None:
-        """Raises ValueError for tensors that `packed` of such a window never gives.
+        """Raise ValueError for a state that `packed` of a window of these sizes never returns.
 
-        sizes: tokens `N` and, where it is known, sequences `B` of the index.
+        sizes: number of tokens `N` in the index and, if it is known, of sequences `B`.
         """
         g, indexed = self._geometry, sizes.get("N", 0)
         keys, ids = state.get("window.keys"), state.get("sink.ids")
@@ -144,28 +152,28 @@ class Window(NamedState, Restorable):
         check_layout(layout, state, known)
 
     def unpack(self, state: Mapping[str, Tensor]) -> None:
-        """Hold what `packed` gave."""
+        """Load a state that `packed` returned."""
         self.reset()
         self._unpack(state, self._geometry.device)
         self._padded = None
 
     def __len__(self) -> int:
-        """Tokens in the window, `W`."""
+        """Number of tokens in the window, `W`."""
         return max(len(self._window), self._counted)
 
     @property
     def batch_size(self) -> int:
-        """Rows of the batch, `B`; 0 before the first token."""
+        """Number of sequences, `B`; 0 before the first token."""
         return self._window.batch
 
     @property
     def buffer(self) -> int:
-        """Tokens that are neither leaving nor local."""
+        """Number of tokens that are neither leaving nor local."""
         return len(self) - self.leaving - self.local
 
     @property
     def rows(self) -> Rows:
-        """Its rows, `[B, G, W, D]`."""
+        """Keys and values of the window's tokens, `[B, G, W, D]`."""
         self._take_staged()
         return Rows(self._window["keys"], self._window["values"])
 
@@ -176,32 +184,32 @@ class Window(NamedState, Restorable):
         return self._valid.flags
 
     def real(self, start: int, stop: int | None = None) -> Tensor | None:
-        """`valid` from position `start` on; None, too, where none is padded from there on."""
+        """Return `valid` from position `start` on, or None if no token is padded from there on."""
         if self.valid is None or start >= self._valid.all_from:
             return None
         return self.valid[:, start:stop]
 
     @property
     def padded(self) -> Tensor | float:
-        """Tokens that are not real, mean over the batch: the same object until there are others."""
+        """Number of padded tokens, mean over the batch; the same object until it may differ."""
         if self._padded is None:
-            flags = self._valid.flags  # staged tokens are real, and stay where they are
+            flags = self._valid.flags  # staged tokens are real, and stay staged
             self._padded = 0.0 if flags is None else (~flags).sum(1).float().mean()
         return self._padded
 
-    # Tokens come and go
+    # Append and truncate
 
     def append(self, indexed: int, keys: Tensor, values: Tensor, valid: Tensor | None) -> None:
-        """More tokens: keys `[B, G, T, D]`, values `[B, G, T, Dv]`.
+        """Append tokens: keys `[B, G, T, D]`, values `[B, G, T, Dv]`.
 
-        valid: bool `[B, T]`, or None where none of these is padded.
+        valid: bool `[B, T]`, or None if none of them is padded.
         """
         places = self.claim(indexed, keys, values, valid)
         places.keys.copy_(keys)
         places.values.copy_(values)
 
     def claim(self, indexed: int, keys: Tensor, values: Tensor, valid: Tensor | None) -> Rows:
-        """As `append`, but for copying: where the caller is to write keys and values."""
+        """As `append`, but return the memory to which the caller must write keys and values."""
         self._take_staged()
         start = indexed + len(self)
         flags = self._valid.reserve(start, keys, valid)
@@ -212,9 +220,9 @@ class Window(NamedState, Restorable):
         return Rows(places["keys"], places["values"])
 
     def truncate(self, indexed: int, length: int, sink: Sink | None) -> None:
-        """Forget the tokens from position `length` on, none of which is leaving.
+        """Remove the tokens from position `length` on, none of which is leaving.
 
-        sink: what is left of it.
+        sink: the sink after this.
         """
         self._take_staged()
         self.sink, self._moved, self._counted = sink, True, 0
@@ -224,7 +232,7 @@ class Window(NamedState, Restorable):
         self._padded = None
 
     def reordered(self, batch_indices: Tensor) -> Window:
-        """A copy in which row `b` of the batch is row `batch_indices[b]` of this."""
+        """Return a copy in which sequence `b` is sequence `batch_indices[b]` of this window."""
         self._take_staged()
         other = self._shallow()
         other._window = self._window.reordered(batch_indices)
@@ -233,12 +241,12 @@ class Window(NamedState, Restorable):
         other._moved, other._padded, other._counted = True, None, 0
         return other
 
-    # Tokens of replayed graphs
+    # Staged tokens, whose rows a captured step has written behind the resident rows
 
     def count_staged(self) -> ResidentRows:
-        """A token more, whose rows a captured step has put behind the resident ones: all of those.
+        """Count one more staged token, and return the resident rows with it.
 
-        Raises RuntimeError where there are none, or no room.
+        Raises RuntimeError if there are no resident rows, or no room behind them.
         """
         resident = self._resident
         if resident is None or self._moved or len(resident) >= resident.room:
@@ -249,20 +257,20 @@ class Window(NamedState, Restorable):
 
     @property
     def counted(self) -> int:
-        """What `uncount` goes back to."""
+        """Number of counted tokens, to which `uncount` goes back."""
         return self._counted
 
     def uncount(self, counted: int) -> None:
-        """Forget the staged tokens since then: between, none has left, and none was truncated."""
+        """Forget the tokens that were staged since then. None may have left or been truncated."""
         self._counted, self._moved = counted, True  # the device may have counted more
 
     def _take_staged(self) -> None:
-        """The window holds the rows that are staged: copied from where they lie."""
+        """Copy the rows of staged tokens into the window."""
         held, resident = len(self._window), self._resident
         if self._counted > held and resident is not None:
             self._take(held, resident)
 
-    @in_plain_torch  # whoever asks may be nobody's guarded call
+    @in_plain_torch  # the caller may be outside of a transaction
     def _take(self, held: int, resident: ResidentRows) -> None:
         start = held + self._sink_width
         rows = resident.rows[:, :, start : start + self._counted - held]
@@ -276,10 +284,10 @@ class Window(NamedState, Restorable):
             self._valid.rollback(before[1])
             raise
 
-    # They leave for the index: `oldest`, `begin`, then `without` and `end`, or `stay`
+    # Moves into the index: `oldest`, `begin`, and then `without` and `end`, or `stay`
 
     def oldest(self, indexed: int) -> Leaving:
-        """All that are not local, up to the last unit that they fill; changes nothing."""
+        """Return the tokens that are to leave: all but the newest, in whole units."""
         count = len(self) - min(len(self), self._local_size)
         count = max(count - (indexed + count) % self._unit, 0)
         own = self.rows
@@ -287,7 +295,7 @@ class Window(NamedState, Restorable):
         if not count:
             return Leaving(rows, None, self.sink)
         real = self.real(indexed, indexed + count)
-        if self.sink is None and real is None and self._sink_size:  # known without a device
+        if self.sink is None and real is None and self._sink_size:  # no need to ask the device
             first = min(count, self._sink_size)
             leaves = torch.arange(count, device=rows.keys.device) >= first
             sink = first_of(first, rows, indexed)
@@ -299,36 +307,37 @@ class Window(NamedState, Restorable):
         return Leaving(rows, ~new if real is None else real & ~new, sink)
 
     def begin(self, count: int) -> None:
-        """The oldest `count` tokens are leaving."""
+        """Mark the oldest `count` tokens as leaving."""
         self._local_before, self.leaving = self.local, count
         self.local = min(len(self) - count, self._local_size)
 
     def without(self, count: int) -> Columns:
-        """A copy of the window without its oldest `count` tokens, for `end`; need not grow soon."""
+        """Return a copy of the window without its oldest `count` tokens, with room, for `end`."""
         self._take_staged()
         return self._window.after(count, self._room)
 
     def end(self, rest: Columns, sink: Sink | None) -> None:
-        """They are gone. Does not fail."""
+        """Replace the window by `rest`: the tokens have left. This never fails."""
         self._counted = 0
         self._window.let_go()
         self._window, self.sink, self.leaving, self._moved = rest, sink, 0, True
 
     def stay(self) -> None:
-        """None is leaving: all is as it was before `begin`."""
+        """Undo `begin`: no token is leaving."""
         self.leaving, self.local = 0, min(self._local_before, len(self))
 
-    # What attention reads of them
+    # Rows for attention
 
     @property
     def _sink_width(self) -> int:
-        """Places of the sink, which come first among the resident rows."""
+        """Number of places of the sink, which come first among the resident rows."""
         return 0 if self.sink is None else self.sink.ids.shape[1]
 
     def with_sink(self, seen: Tensor) -> tuple[Rows, Tensor]:
-        """Rows of sink and window `[B, G, S + W, D]`, and which are mask, bool `[B', S + W]`.
+        """Return the rows of sink and window `[B, G, S + W, D]`, and which are attended to.
 
-        seen: bool `[B', W]`, which of the window's are.
+        seen: bool `[B', W]`, which of the window's rows are attended to. The result is bool
+        `[B', S + W]`.
         """
         if self.sink is None:
             return self.rows, seen
@@ -338,15 +347,15 @@ class Window(NamedState, Restorable):
         return Rows(keys, values), torch.cat([self.sink.mask.expand(len(seen), -1), seen], dim=1)
 
     def positions(self, indexed: int) -> Tensor:
-        """Where the tokens of `rows` are in the sequence, int64 `[B, S + W]`, -1 for none."""
+        """Return the positions of the rows of `with_sink`, int64 `[B, S + W]`, -1 if unused."""
         window = torch.arange(indexed, indexed + len(self), device=self._geometry.device)
         window = window.expand(self.batch_size, -1)
         return window if self.sink is None else torch.cat([self.sink.ids, window], dim=1)
 
     def resident(self, indexed: int, more: int = 0) -> ResidentRows:
-        """The same in a buffer that gets what has come since the last step.
+        """Return the rows of sink and window in one buffer, after adding the newest tokens to it.
 
-        more: rows that it has room for beyond those.
+        more: number of further rows that the buffer must have room for.
         """
         resident, length = self._resident, len(self)
         held, count = self._sink_width, length + more
@@ -365,21 +374,21 @@ class Window(NamedState, Restorable):
         return resident
 
     def room(self, more: int) -> int:
-        """Resident rows that there is to be room for, with so many tokens to come."""
+        """Return how many resident rows need room, if `more` tokens are to come."""
         return max(self._sink_width, self._sink_size) + max(len(self) + more, self._room)
 
     def lies_in(self, resident: ResidentRows) -> bool:
-        """Whether these are the resident rows."""
+        """Return whether `resident` is the buffer of sink and window."""
         return self._resident is resident
 
     def lie_in(self, resident: ResidentRows | None) -> None:
-        """Have the resident rows there from now on, of a batch of as many; None: anywhere."""
+        """Use `resident`, of the same batch size, as the buffer from now on; None: a new one."""
         if self._resident is not resident:
             self._take_staged()
             self._resident, self._moved = resident, True
 
     def _parts(self, indexed: int) -> list[tuple[Tensor, Tensor, Tensor | None]]:
-        """Sink and window, as `ResidentRows.replace` takes them."""
+        """Return sink and window in the form that `ResidentRows.replace` takes."""
         sink, parts = self.sink, list[tuple[Tensor, Tensor, Tensor | None]]()
         if sink is not None:
             parts.append((sink.rows.keys, sink.rows.values, None if sink.whole else sink.mask))
