@@ -1,4 +1,4 @@
-"""LayerPool: an attention layer of many sequences, each with sink, window and index of its own."""
+"""LayerPool: one attention layer for many sequences, each with its own sink, window and index."""
 
 from __future__ import annotations
 
@@ -19,9 +19,13 @@ from kvindex.pool.together import LayersTogether
 
 
 class LayerPool(Sequences[AttentionLayer]):
-    """Sequences of one attention layer, as an engine steps them: prompts, pieces, tokens.
+    """Many sequences of one attention layer, which an engine steps in any combination.
 
-    layer: empty; each sequence is a copy of it, with a batch of 1.
+    Args:
+        layer: An empty layer. Each sequence is a copy of it, with batch size 1.
+
+    Raises:
+        ValueError: The layer is not empty.
     """
 
     def __init__(self, layer: AttentionLayer) -> None:
@@ -31,18 +35,29 @@ class LayerPool(Sequences[AttentionLayer]):
         plain = type(layer).step is AttentionLayer.step and layer.coverage is None
         if plain and capability(self._like.index, JoinsBatch) is not None:
             self._together = LayersTogether(self._like, graphs=layer.graphs)
-        self._joined = self._alone = 0  # steps of sequences
+        self._joined = self._alone = 0  # number of steps of one sequence
 
     @in_plain_torch
     def step(
         self, sequences: Sequence[int], queries: Tensor, keys: Tensor, values: Tensor
     ) -> Tensor:
-        """Append `T` tokens to each and attend from them, causally: `[n, H, T, Dv]`.
+        """Append `T` tokens to each of `n` sequences and attend from them, causally.
 
-        queries `[n, H, T, D]`, keys `[n, G, T, D]`, values `[n, G, T, Dv]`, row `i` of
-        `sequences[i]`. Those that search, or attend to a window alone, take one step together where
-        their index can (`explain`). Raises as `AttentionLayer.step`, and ValueError for sequences
-        that are not open or come twice; then all are as they were.
+        Sequences that search, or that attend to a window alone, run in one step together if their
+        index can do so (`explain`). If this fails, all sequences are unchanged.
+
+        Args:
+            sequences: Numbers of open sequences, each once.
+            queries: `[n, H, T, D]`, after the rotary embedding; entry `i` is of `sequences[i]`.
+            keys: `[n, G, T, D]`, after the rotary embedding.
+            values: `[n, G, T, Dv]`.
+
+        Returns:
+            Attention outputs `[n, H, T, Dv]`.
+
+        Raises:
+            ValueError: A sequence is not open or comes twice, or `AttentionLayer.step` raises it.
+            TypeError: An argument is not a tensor.
         """
         some, g = self._several(sequences), self.geometry
         check_tokens(keys, values, len(some), g)
@@ -72,7 +87,10 @@ class LayerPool(Sequences[AttentionLayer]):
     def _joining(
         self, layers: list[AttentionLayer], tokens: int, ways_back: list[Callable[[], None]]
     ) -> list[int]:
-        """Which of them take the next step together; ways_back: gets what undoes it."""
+        """Return which layers take the next step together.
+
+        Functions that undo the changes to these layers are added to `ways_back`.
+        """
         if self._together is None:
             return []
         decoding = [i for i, layer in enumerate(layers) if layer.decodes(tokens)]
@@ -86,7 +104,11 @@ class LayerPool(Sequences[AttentionLayer]):
         return joining if several else []
 
     def explain(self) -> str:
-        """How a list of sequences is stepped, and how each index runs, a line each."""
+        """Explain which implementation runs.
+
+        Returns:
+            A line about the steps of several sequences, and one or more about each index.
+        """
         explains = capability(self._like.index, Explains)
         how = "one after the other, each by the graphs and kernels of its index"
         if self._together is not None:
@@ -97,10 +119,12 @@ class LayerPool(Sequences[AttentionLayer]):
         return f"sequences: {how}" + ("" if explains is None else f"\n{explains.explain()}")
 
     def report(self) -> LayersReport:
-        """What the indexes of all sequences hold together, what of it they share, and how many
-        steps of sequences were together or alone so far.
+        """Report the memory of all indexes, how much of it they share, and the number of steps.
 
-        tokens: in the indexes; sink and window are each sequence's own.
+        Sink and window are not counted: they are not shared.
+
+        Returns:
+            Numbers of sequences, tokens in the indexes, blocks of memory, bytes and steps.
         """
         layers = list(self._open.values())  # another thread may open or close sequences meanwhile
         indexes = [layer.index for layer in layers]

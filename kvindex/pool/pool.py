@@ -1,4 +1,4 @@
-"""Pool: an index of many sequences, with lengths of their own, searched and attended together."""
+"""Pool: the indexes of many sequences of different lengths, searched and attended to together."""
 
 from __future__ import annotations
 
@@ -30,12 +30,21 @@ from kvindex.registry import create
 
 
 class Pool(Sequences[KVIndex]):
-    """Sequences of one attention layer, each an index of a batch of 1; calls take any list of them.
+    """Many sequences of one attention layer. Each has an index of its own, with batch size 1.
 
-    The protocol's names with a list of sequences before the arguments, which are as of a batch of
-    so many: row `i` is that of `sequences[i]`. index, options: as `kvindex.create` takes them, or
-    an empty index. It knows no sink and no window: whoever has rows beside merges attention over
-    them by `Attended.lse` (`kvindex.ops.attention.merge`); `LayerPool` has whole layers.
+    The methods have the names of `KVIndex`, and take a list of sequences as their first argument.
+    Entry `i` of the other arguments belongs to `sequences[i]`.
+
+    A pool has no sink and no window. A caller that stores rows elsewhere merges its attention over
+    them with that of the pool, by `Attended.lse` (`kvindex.ops.attention.merge`). `LayerPool` has
+    whole attention layers instead.
+
+    Args:
+        index: The name and options of an index, as for `kvindex.create`; or an empty index.
+        **options: Further options of `kvindex.create`.
+
+    Raises:
+        ValueError: The index is not empty, or cannot undo a failed call.
     """
 
     @in_plain_torch
@@ -44,7 +53,7 @@ class Pool(Sequences[KVIndex]):
         self.geometry = self._like.geometry
         joins = capability(self._like, JoinsBatch)
         self._batch = None if joins is None else joins.new_batch()
-        self._none = ResidentRows(self.geometry, 1, 1)  # there are no resident rows
+        self._none = ResidentRows(self.geometry, 1, 1)  # empty: a pool has no resident rows
         self._nones = ResidentRows(self.geometry, 1, 1, ragged=True)
 
     def append(
@@ -55,10 +64,18 @@ class Pool(Sequences[KVIndex]):
         *,
         valid: Tensor | None = None,
     ) -> None:
-        """Add `T` tokens to each: keys `[n, G, T, D]`, values `[n, G, T, Dv]`, valid bool `[n, T]`.
+        """Append `T` tokens to each of `n` sequences. If this fails, all are unchanged.
 
-        Raises as `KVIndex.append`, and ValueError for sequences that are not open or come twice;
-        then all are as they were.
+        Args:
+            sequences: Numbers of open sequences, each once.
+            keys: `[n, G, T, D]`, after the rotary embedding.
+            values: `[n, G, T, Dv]`.
+            valid: Bool `[n, T]`, False for padding; None where no token is padded.
+
+        Raises:
+            ValueError: A sequence is not open or comes twice, a shape, dtype or device does not
+                fit, or a valid key is NaN or infinite.
+            TypeError: An argument is not a tensor.
         """
         some = self._several(sequences)
         check_tokens(keys, values, len(some), self.geometry)
@@ -75,9 +92,21 @@ class Pool(Sequences[KVIndex]):
     def search(
         self, sequences: Sequence[int], queries: Tensor, *, k: int, coverage: float | None = None
     ) -> Hits:
-        """The `k` rows per KV head of each that its query, of `[n, H, D]`, should attend to.
+        """Select the rows that each sequence's query should attend to.
 
-        As `KVIndex.search`; of an empty sequence all slots are unused.
+        Args:
+            sequences: Numbers of open sequences, each once.
+            queries: `[n, H, D]`, after the rotary embedding.
+            k: Rows to select per KV head, at least 1.
+            coverage: As in `KVIndex.search`.
+
+        Returns:
+            Hits with ids `[n, G, k]`, as from `KVIndex.search`. All slots of an empty sequence are
+            unused.
+
+        Raises:
+            ValueError: A sequence is not open or comes twice, or another argument does not fit.
+            TypeError: `queries` is not a tensor.
         """
         some = self._several(sequences)
         check_queries(queries, len(some), self.geometry, None)
@@ -85,7 +114,7 @@ class Pool(Sequences[KVIndex]):
         if self._batch is not None and coverage is None and (rows := _rows(some, queries, k)):
             most = min(k, max(map(len, some)))
             return self._batch.search(rows, queries.detach(), k=most).widened(k)
-        with all_or_nothing(some):  # some remember what they found
+        with all_or_nothing(some):  # some indexes store what they find
             found = [
                 index.search(queries[i : i + 1], k=k, coverage=coverage)
                 for i, index in enumerate(some)
@@ -93,7 +122,19 @@ class Pool(Sequences[KVIndex]):
         return _together(found, self.geometry.group_size)
 
     def fetch(self, sequences: Sequence[int], hits: Hits) -> Rows:
-        """Full-precision rows of hits `[n, G, K]`, on the compute device; as `KVIndex.fetch`."""
+        """Return keys and values of hits.
+
+        Args:
+            sequences: Numbers of open sequences, each once.
+            hits: Hits with ids `[n, G, K]`.
+
+        Returns:
+            Keys `[n, G, K, D]` and values `[n, G, K, Dv]` on the compute device, in the geometry's
+            dtype; zeros for unused slots.
+
+        Raises:
+            ValueError: A sequence is not open or comes twice, or the ids do not fit.
+        """
         some = self._several(sequences)
         shape = {"n": len(some), "G": self.geometry.kv_heads, "K": None}
         check.tensor("hits.ids", hits.ids, shape, torch.int64, self.geometry.device)
@@ -102,9 +143,20 @@ class Pool(Sequences[KVIndex]):
 
     @in_plain_torch
     def attend(self, sequences: Sequence[int], queries: Tensor, *, k: int) -> Attended:
-        """Attention of queries `[n, H, D]`, each over the best `k` rows of its own sequence.
+        """Attend from each sequence's query to the `k` best rows of the sequence.
 
-        Of an empty sequence output is zeros, `lse` is `-inf`. Raises as `search`.
+        Args:
+            sequences: Numbers of open sequences, each once.
+            queries: `[n, H, D]`, after the rotary embedding.
+            k: Rows to select per KV head, at least 1.
+
+        Returns:
+            Outputs `[n, H, Dv]` and log-sum-exp `[n, H]` of the logits. For an empty sequence the
+            output is zeros and the log-sum-exp is `-inf`.
+
+        Raises:
+            ValueError: A sequence is not open or comes twice, or another argument does not fit.
+            TypeError: `queries` is not a tensor.
         """
         some = self._several(sequences)
         check_queries(queries, len(some), self.geometry, None)
@@ -123,12 +175,20 @@ class Pool(Sequences[KVIndex]):
         )
 
     def report(self) -> Report:
-        """What all sequences hold together, and what of it they share."""
+        """Report the memory of all sequences, and how much of it they share.
+
+        Returns:
+            Numbers of sequences, tokens and blocks of memory, and bytes.
+        """
         indexes = list(self._open.values())  # another thread may open or close sequences meanwhile
         return Report.of(indexes, sum(map(len, indexes)))
 
     def explain(self) -> str:
-        """How a list of sequences is stepped, and how each index runs, a line each."""
+        """Explain which implementation runs.
+
+        Returns:
+            A line about the steps of several sequences, and one or more about each index.
+        """
         how = "one after the other"
         if self._batch is not None:
             how = f"together, by kernels (with coverage, or where one is empty: {how})"
@@ -136,7 +196,7 @@ class Pool(Sequences[KVIndex]):
         return f"sequences: {how}" + ("" if explains is None else f"\n{explains.explain()}")
 
     def _attend(self, index: KVIndex, queries: Tensor, k: int) -> Attended:
-        """Of one query `[1, H, D]`."""
+        """Attend from one query `[1, H, D]`."""
         attends, rows = capability(index, Attends), rows_to_ask(index, k)
         if attends is not None and len(index):
             return attends.attend(queries, self._none, k=rows)
@@ -144,7 +204,7 @@ class Pool(Sequences[KVIndex]):
 
 
 def _rows(indexes: list[KVIndex], queries: Tensor, k: int) -> list[object]:
-    """What a batch reads of each; none where there is but one, or one is empty."""
+    """Return each index's part of a batch, or nothing if there is one index, or one is empty."""
     if len(indexes) == 1 or not all(map(len, indexes)):
         return []
     pairs = zip(indexes, queries[:, None], strict=True)
@@ -152,7 +212,7 @@ def _rows(indexes: list[KVIndex], queries: Tensor, k: int) -> list[object]:
 
 
 def _attend_to(index: KVIndex, queries: Tensor, hits: Hits) -> Attended:
-    """Attention of queries `[B, H, D]` over the rows of hits, which are fetched."""
+    """Fetch the rows of hits, and attend to them from queries `[B, H, D]`."""
     g, rows, used = index.geometry, index.fetch(hits), hits.ids != UNUSED
     bias = bias_of(used).repeat_interleave(g.group_size, dim=1)
     if hits.log_weight is not None:
@@ -170,10 +230,10 @@ def _attend_to(index: KVIndex, queries: Tensor, hits: Hits) -> Attended:
 
 
 def _together(found: list[Hits], group_size: int) -> Hits:
-    """Hits of several sequences as those of a batch."""
+    """Concatenate the hits of several sequences to those of a batch."""
     ids, scores = torch.cat([hits.ids for hits in found]), torch.cat([h.scores for h in found])
     weights = [hits.log_weight for hits in found]
-    if any(weight is not None for weight in weights):  # of an empty sequence there is none
+    if any(weight is not None for weight in weights):  # an empty sequence has none
         weights = [_weight(hits, group_size) for hits in found]
     shares = [hits.coverage for hits in found]
     return Hits(ids, scores, _cat(weights), _cat(shares))
@@ -191,5 +251,5 @@ def _cat(parts: list[Tensor | None]) -> Tensor | None:
 
 
 def _of(hits: Hits, row: int) -> Hits:
-    """Those of one row of the batch."""
+    """Return the hits of one sequence of the batch."""
     return Hits(hits.ids[row : row + 1], hits.scores[row : row + 1])

@@ -1,4 +1,4 @@
-"""Report of a pool: blocks of codes and rows, how many of them several sequences share, bytes."""
+"""Reports of pools: blocks of memory, how many of them sequences share, and bytes."""
 
 from __future__ import annotations
 
@@ -11,12 +11,16 @@ from kvindex.core.protocol import KVIndex, ReportsMemory
 
 @dataclass(frozen=True)
 class Report:
-    """What the sequences of a pool hold together.
+    """Memory of the sequences of a pool.
 
-    sequences, tokens: how many, those of each sequence counted. blocks: distinct pieces of memory
-    that codes and rows are in (blocks of kernels, else columns); shared: those that several
-    sequences hold; held_bytes: of all blocks, each once; separate_bytes: what the sequences would
-    take without sharing.
+    Args:
+        sequences: Number of sequences.
+        tokens: Number of tokens, summed over the sequences.
+        blocks: Number of distinct blocks of memory for codes and rows: blocks of the CUDA kernels,
+            or whole columns elsewhere.
+        shared: Number of blocks that several sequences use.
+        held_bytes: Bytes of all blocks, each counted once.
+        separate_bytes: Bytes that the sequences would need without sharing.
     """
 
     sequences: int
@@ -28,14 +32,15 @@ class Report:
 
     @staticmethod
     def of(indexes: Collection[KVIndex], tokens: int) -> Report:
-        """Of these sequences, which hold so many tokens."""
+        """Make a report on the indexes of sequences that have `tokens` tokens together."""
         told = [capability(index, ReportsMemory) for index in indexes]
         pieces = [each.memory() for each in told if each is not None]
         held: dict[int, int] = {}
         users: dict[int, int] = {}
         for piece in pieces:
             for address, size in piece.items():
-                held[address] = max(size, held.get(address, 0))  # of a column each uses some
+                # sequences may use different parts of a column
+                held[address] = max(size, held.get(address, 0))
                 users[address] = users.get(address, 0) + 1
         return Report(
             sequences=len(indexes),
@@ -49,9 +54,11 @@ class Report:
 
 @dataclass(frozen=True)
 class LayersReport(Report):
-    """What the sequences of a pool of layers hold, and how they were stepped.
+    """Memory of the sequences of a pool of layers, and how they were stepped.
 
-    together: steps of a sequence that were a row of a step with others, so far; alone: all others.
+    Args:
+        together: Number of steps that a sequence took in one step with others.
+        alone: Number of all other steps of a sequence.
     """
 
     together: int = 0

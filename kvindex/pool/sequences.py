@@ -1,4 +1,4 @@
-"""Sequences that come and go: opened, forked, cut and closed, each by a number of its own."""
+"""Sequences that are opened, forked, truncated and closed; the base of both pools."""
 
 from __future__ import annotations
 
@@ -20,11 +20,17 @@ S = TypeVar("S", KVIndex, AttentionLayer)
 
 
 class Sequences(Generic[S]):
-    """Sequences of one kind, each a copy of `like`: what a fork has of its source is shared.
+    """Sequences, each a copy of one index or layer. A fork shares memory with its source.
 
-    A sequence is named by the number that `open` or `fork` gives, which no other one ever has. A
-    call on several is all or nothing. To be used by one thread at a time. like: empty; its memory
-    is the pool's. Raises ValueError for one that holds tokens, or cannot go back after an error.
+    `open` and `fork` return a number by which calls refer to the sequence. A number is never used
+    again. A call on several sequences changes either all of them or none. Only one thread may use a
+    pool at a time.
+
+    Args:
+        like: An empty index or layer. All sequences use its memory pool.
+
+    Raises:
+        ValueError: `like` is not empty, or cannot undo a failed call (it is no `Restorable`).
     """
 
     def __init__(self, like: S) -> None:
@@ -33,42 +39,75 @@ class Sequences(Generic[S]):
             raise ValueError(f"index: got {name}, allowed is one that is a Restorable")
         if len(like):
             raise ValueError(f"index: got one that holds {len(like)} tokens, allowed is empty")
-        self._like: S = deepcopy(like)  # its owner may go on with it
+        self._like: S = deepcopy(like)  # the caller may continue to use it
         self._open: dict[int, S] = {}
         self._next = 0
 
     def __len__(self) -> int:
-        """Sequences that are open."""
+        """Number of open sequences."""
         return len(self._open)
 
     def __iter__(self) -> Iterator[int]:
-        """Those that are open, the first opened first."""
+        """Iterate over the open sequences, in the order in which they were opened."""
         return iter(tuple(self._open))
 
     def __contains__(self, sequence: object) -> bool:
         return sequence in self._open
 
     def __getitem__(self, sequence: int) -> S:
-        """What an open sequence is, to read and to tell signals. Raises ValueError."""
+        """Return the index or layer of an open sequence, to read it or to pass it signals.
+
+        Raises:
+            ValueError: The sequence is not open.
+        """
         if sequence not in self._open:
             raise ValueError(f"sequence: got {sequence!r}, allowed is one that is open")
         return self._open[sequence]
 
     def open(self) -> int:
-        """A new sequence, empty."""
+        """Open a new, empty sequence.
+
+        Returns:
+            Its number.
+        """
         return self._added(deepcopy(self._like))
 
     def fork(self, sequence: int) -> int:
-        """A new sequence that goes on from what another one holds; rows and codes are shared."""
+        """Open a new sequence that continues another one. The two share rows and codes.
+
+        Args:
+            sequence: Number of an open sequence.
+
+        Returns:
+            The number of the new sequence.
+
+        Raises:
+            ValueError: The sequence is not open.
+        """
         return self._added(deepcopy(self[sequence]))
 
     def close(self, sequence: int) -> None:
-        """Forget a sequence: what no other one shares is free. Raises ValueError if not open."""
+        """Close a sequence, and free the memory that no other sequence shares.
+
+        Args:
+            sequence: Number of an open sequence.
+
+        Raises:
+            ValueError: The sequence is not open.
+        """
         self[sequence]
         del self._open[sequence]
 
     def truncate(self, sequence: int, length: int) -> None:
-        """Forget its tokens with ids from `length` on. Raises ValueError below 0."""
+        """Remove the tokens of a sequence from position `length` on.
+
+        Args:
+            sequence: Number of an open sequence.
+            length: Number of tokens to keep, at least 0.
+
+        Raises:
+            ValueError: The sequence is not open, or `length` is negative.
+        """
         self[sequence].truncate(length)
 
     def _added(self, new: S) -> int:
@@ -77,7 +116,7 @@ class Sequences(Generic[S]):
         return sequence
 
     def _several(self, sequences: Sequence[int]) -> list[S]:
-        """Those of a call, each once. Raises ValueError."""
+        """Return the indexes or layers of sequences. Raises ValueError unless each comes once."""
         if not sequences or len(set(sequences)) < len(sequences):
             got = list(sequences)
             raise ValueError(f"sequences: got {got}, allowed are one or more, each once")
@@ -86,7 +125,7 @@ class Sequences(Generic[S]):
 
 @contextmanager
 def all_or_nothing(some: Sequence[object]) -> Iterator[None]:
-    """Each of these, a `Restorable`, is as it was before, where anything raises."""
+    """Restore each `Restorable` in `some` if anything inside the context raises."""
     restorable = (one for one in some if isinstance(one, Restorable))
     with undone([partial(one.rollback, one.checkpoint()) for one in restorable]):
         yield
@@ -94,18 +133,24 @@ def all_or_nothing(some: Sequence[object]) -> Iterator[None]:
 
 @contextmanager
 def undone(ways_back: list[Callable[[], None]]) -> Iterator[None]:
-    """Where anything raises, all ways back are gone, the last one first; more may come."""
+    """If anything inside the context raises, call all functions in the list, the last one first.
+
+    Functions may be added to the list inside the context.
+    """
     try:
         yield
     except BaseException:  # an interrupt, too
-        with ExitStack() as back:  # each, though one may fail
+        with ExitStack() as back:  # call each, even if one fails
             for way in ways_back:
                 back.callback(way)
         raise
 
 
 def check_queries(queries: Tensor, count: int, geometry: Geometry, tokens: int | None) -> None:
-    """Raises TypeError or ValueError for other than queries `[n, H, T, D]`; None: `[n, H, D]`."""
+    """Check queries `[n, H, T, D]`, or `[n, H, D]` if `tokens` is None.
+
+    Raises TypeError or ValueError.
+    """
     g = geometry
     shape: dict[str, int | None] = {"n": count, "H": g.q_heads, "T": tokens, "D": g.head_dim}
     if tokens is None:
@@ -114,7 +159,7 @@ def check_queries(queries: Tensor, count: int, geometry: Geometry, tokens: int |
 
 
 def check_tokens(keys: Tensor, values: Tensor, count: int, geometry: Geometry) -> None:
-    """Raises TypeError or ValueError for other than keys `[n, G, T, D]`, values `[n, G, T, Dv]`."""
+    """Check keys `[n, G, T, D]` and values `[n, G, T, Dv]`. Raises TypeError or ValueError."""
     g = geometry
     shape = {"n": count, "G": g.kv_heads, "T": None, "D": g.head_dim}
     check.tensor("keys", keys, shape, g.dtype, g.device)

@@ -1,4 +1,4 @@
-"""Layers together: the next tokens of several sequences as one step of their indexes' executor."""
+"""Steps of several layers together: the next tokens of several sequences in one call of kernels."""
 
 from __future__ import annotations
 
@@ -16,11 +16,13 @@ from kvindex.layer.attention_layer import AttentionLayer
 
 
 class LayersTogether:
-    """Steps of one list of layers after another, whose indexes join each other.
+    """Runs steps of lists of layers whose indexes support a common step (`protocol.JoinsBatch`).
 
-    Sinks and windows of the list lie in one buffer, each layer's in a row of it. A layer that comes
-    into the list moves its rows there, and one that is no longer in it takes them along. like: a
-    layer, of whose sort all are; graphs: as of `AttentionLayer`.
+    The sinks and windows of all layers in a list are in one buffer, which has an entry for each
+    layer. When the next list has another layer, that layer copies its rows into the buffer, and a
+    layer that is no longer in the list uses memory of its own again.
+
+    like: a layer like all those that will be stepped; graphs: as in `AttentionLayer`.
     """
 
     def __init__(self, like: AttentionLayer, *, graphs: bool) -> None:
@@ -32,12 +34,13 @@ class LayersTogether:
     def step(
         self, layers: Sequence[AttentionLayer], queries: Tensor, keys: Tensor, values: Tensor
     ) -> Tensor:
-        """As `AttentionLayer.step` of each, which all join: `[n, H, T, Dv]`.
+        """Run `AttentionLayer.step` of all layers together: `[n, H, T, Dv]`.
 
-        One index at least holds a token. Whoever calls this undoes it (`AttentionLayer.way_back`).
+        At least one index must have a token. If this fails, the caller undoes it
+        (`AttentionLayer.way_back`).
         """
         T, outputs = queries.shape[2], []
-        if self._geometry.device.type != "cuda":  # as a layer: a device would be waited for
+        if self._geometry.device.type != "cuda":  # as in a layer, a GPU is not waited for
             check.finite("keys", keys)
             check.finite("queries", queries)
         self._place(layers, T)
@@ -52,7 +55,7 @@ class LayersTogether:
     def _token(
         self, layers: Sequence[AttentionLayer], queries: Tensor, keys: Tensor, values: Tensor
     ) -> Attended:
-        """A token of each layer: queries `[n, H, D]`, keys `[n, G, 1, D]`, values."""
+        """Run the step of one token of each layer: queries `[n, H, D]`, keys `[n, G, 1, D]`."""
         k = max(layer.asks() for layer in layers)
         each = zip(layers, queries[:, None], strict=True)
         rows = [layer.row_of_step(query, 1, k=k) for layer, query in each]
@@ -65,10 +68,10 @@ class LayersTogether:
         return attended
 
     def _place(self, layers: Sequence[AttentionLayer], tokens: int) -> None:
-        """Have row `i` of the buffer be that of `layers[i]`, with room for so many tokens."""
+        """Make entry `i` of the buffer that of `layers[i]`, with room for `tokens` more tokens."""
         room = max(layer.resident_room(tokens) for layer in layers)
         if len(self._places) != len(layers) or self._resident.room < room:
-            left, self._places = self._places, []  # where what follows fails, the next list is new
+            left, self._places = self._places, []  # stays empty if the next lines fail
             for whose, place in left:
                 _leave(whose, place)
             self._resident = ResidentRows(self._geometry, len(layers), room, ragged=True)
@@ -77,7 +80,7 @@ class LayersTogether:
             ]
         for i, layer in enumerate(layers):
             whose, place = self._places[i]
-            if whose() is not layer or not place.room:  # retired by a step that failed right then
+            if whose() is not layer or not place.room:  # retired by a step that failed
                 _leave(whose, place)
                 place = self._resident.row(i)
                 self._places[i] = weakref.ref(layer), place
@@ -85,7 +88,7 @@ class LayersTogether:
 
 
 def _leave(whose: weakref.ref[AttentionLayer], place: ResidentRows) -> None:
-    """A layer's resident rows are no longer there, which is nobody's place from now on."""
+    """Let a layer store its resident rows elsewhere, and retire its place in the buffer."""
     layer = whose()
     if layer is not None and layer.lies_in(place):
         layer.lie_in(None)
