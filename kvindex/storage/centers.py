@@ -1,9 +1,10 @@
-"""Center of keys: what rows that are kept as codes are codes from.
+"""Centers of keys: quantized rows encode the difference of a key from a center.
 
-What all keys of a head have in common (the biases of some models' projections) costs a code its
-accuracy, and attention nothing: a softmax does not see it. So a store whose codec is `is_centered`
-keeps codes of `key - center`, in float32, and a center for each head. The first append to an empty
-store decides it, and no later one changes it.
+All keys of a head can have a large common part, for example from the bias of a projection. It makes
+codes less accurate, but does not change attention, because a softmax ignores what is added to all
+logits. So a store with such a codec (`is_centered`) encodes `key - center`, computed in float32,
+and stores one center per head. The first append to an empty store determines the center, and later
+appends do not change it.
 """
 
 from __future__ import annotations
@@ -15,34 +16,40 @@ from kvindex.core import check
 from kvindex.core.geometry import Geometry
 
 CENTER_TOKENS = 16
-"""Keys whose mean a center is; why so many, docs/decisions/0051 says."""
+"""Number of keys whose mean is the center. docs/decisions/0051 explains the number."""
 
 
 class JoinedRows(dict[str, Tensor]):
-    """Parts of rows by name, as `RowStore.join` makes them.
+    """Encoded rows, by the name of their parts, as `RowStore.join` returns them.
 
-    center: that they are codes from, where an empty store is to take it; None for zeros.
+    center: the center that an empty store should take; None for zeros.
     """
 
     center: Tensor | None = None
 
 
 def is_centered(codec: str, geometry: Geometry) -> bool:
-    """Whether rows are codes of what keys differ from a center by.
+    """Return whether a codec encodes keys relative to a center.
 
-    Neither plain rows are nor latents, whose keys begin with their values.
+    Plain rows do not, and neither do latents, whose keys contain their values.
     """
     return codec != "plain" and not geometry.value_in_key
 
 
 def center_of(keys: Tensor, valid: Tensor | None = None) -> Tensor:
-    """The mean of the first `CENTER_TOKENS` valid ones of keys `[B, G, N, D]`, float32 `[B, G, D]`.
+    """Return the mean of the first `CENTER_TOKENS` valid keys of each head.
 
-    By additions in order, so that no bit depends on how keys lie. valid: bool `[B, N]`, None for
-    all; what is not (padding, a layer's sink) may be anything. A row of the batch in which nothing
-    is valid has the mean of the others' centers, for what keys share is a model's; if nothing is in
-    any row, the first keys are taken as they are: a layer's that has moved no more than its sink. A
-    coordinate that no allowed key has (of padding, or where keys are looked at later) is 0.
+    A sequence without a valid key gets the mean of the other sequences' centers, because the common
+    part comes from the model. If no sequence has a valid key, the first keys are used: this happens
+    when a layer has moved only its sink. Coordinates that are too large for a key are set to 0.
+    Numbers are added in order, so that the result does not depend on strides.
+
+    Args:
+        keys: `[B, G, N, D]`.
+        valid: Bool `[B, N]`, False for padding and for a layer's sink; None for all.
+
+    Returns:
+        Float32 `[B, G, D]`.
     """
     some = keys.detach()[:, :, :CENTER_TOKENS].float()
     center = _added(some) / some.shape[2]
@@ -54,7 +61,9 @@ def center_of(keys: Tensor, valid: Tensor | None = None) -> Tensor:
 def _center_of_valid(keys: Tensor, valid: Tensor) -> Tensor:
     rank, last = valid.cumsum(1), keys.shape[2] - 1
     asked = torch.arange(1, CENTER_TOKENS + 1, device=keys.device).repeat(len(keys), 1)
-    ids = torch.searchsorted(rank, asked).clamp_max(last)  # [B, 16], of the first, the second, …
+    ids = torch.searchsorted(rank, asked).clamp_max(
+        last
+    )  # [B, 16]: the first valid key, the second, …
     there = asked <= rank[:, -1:]
     some = keys.gather(2, ids[:, None, :, None].expand(-1, keys.shape[1], -1, keys.shape[3]))
     counts = there.sum(1)[:, None, None]
@@ -70,12 +79,12 @@ def _added(keys: Tensor) -> Tensor:
 
 
 def check_center(center: Tensor | None, *, centered: bool, held: int) -> None:
-    """Raises ValueError for a center that a store of `held` tokens cannot take."""
+    """Raise ValueError for a center that a store of `held` tokens cannot take."""
     if center is not None and (held or not centered):
         got = f"one to a store that holds {held} tokens" if held else "one of rows without"
         raise ValueError(f"center: got {got}, allowed is one with the first coded rows, or None")
 
 
 def of_rows(center: Tensor | None) -> Tensor | None:
-    """A center `[B, G, D]` beside keys `[B, G, N, D]`."""
+    """Return a center `[B, G, D]` with an axis for tokens, for keys `[B, G, N, D]`."""
     return None if center is None else center[:, :, None]

@@ -1,9 +1,9 @@
-"""Row codecs: bytes of a cached row, a token's key and value (plain, int8, fp8, int4, int2).
+"""Row codecs: how a token's key and value are stored as bytes (plain, int8, fp8, int4, int2).
 
-A row is a multiple of 16 bytes, so that every row of an aligned block can be read 16 bytes at a
-time; padding is zero. A row of zero bytes is a key and a value of zeros. Where a geometry says that
-the value is in the key (`value_in_key`), a row is the key alone; codes of other rows are of what
-the key differs from a center by (`storage/centers.py`).
+A row has a multiple of 16 bytes, so that each row of an aligned block can be read 16 bytes at a
+time. Padding is zero, and a row of zero bytes stands for a key and a value of zeros. If a geometry
+says that the value is part of the key (`value_in_key`), a row contains only the key. Otherwise
+quantized keys are relative to a center (`storage/centers.py`).
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from kvindex.core.protocol import Rows
 from kvindex.storage.quantize import code_bytes, dequantize, groups, quantize
 
 WORD = torch.int64
-"""Element of a copy: rows are multiples of it, and few large elements copy fastest."""
+"""Element type for copies: a row has a multiple of its size, and large elements copy fastest."""
 
 ALIGNMENT_BYTES = 16
-"""The widest load of a GPU's thread."""
+"""Bytes of the widest load of a GPU thread."""
 
 SMALLEST_SCALE = torch.finfo(torch.float32).tiny
-"""Smallest scale: a subnormal one has few bits, and kernels may flush it to zero."""
+"""Smallest scale. A subnormal one has fewer bits, and kernels may flush it to zero."""
 
 CODES = {"int8": (torch.int8, 127.0), "fp8": (torch.float8_e4m3fn, 448.0)}
-"""Codec with scales -> dtype of a code, largest value of a code."""
+"""Codec with one scale per vector -> dtype of a code, and the largest value of a code."""
 
 BITS = {"int4": 4, "int2": 2}
-"""Codec with groups -> bits of a code."""
+"""Codec with groups -> number of bits of a code."""
 
 
 class CodecNumber(IntEnum):
@@ -57,11 +57,11 @@ NAMES = tuple(number.name.lower() for number in CodecNumber)
 """The codecs' names, as options spell them."""
 
 LARGEST_CODED = 2.0**56
-"""Above any number that the codes of an allowed key stand for: 2^49 from its center, times `√D`
-where a rotation may gather a key in one coordinate."""
+"""Larger than any number in the codes of an allowed key. Its difference from a center is at most
+2^49, and a rotation may collect a vector in one coordinate, which is a factor of `√D`."""
 
 PIECE = 2**17
-"""Rows encoded at a time: bounds their float32 copies."""
+"""Number of rows to encode at a time, which limits the memory of float32 copies."""
 
 
 class RowCodec(Protocol):
@@ -73,28 +73,52 @@ class RowCodec(Protocol):
         ...
 
     def encode(self, keys: Tensor, values: Tensor, center: Tensor | None = None) -> Tensor:
-        """Uint8 `[..., row_bytes]` of finite keys `[..., D]` and values `[..., Dv]`.
+        """Encode rows.
 
-        center: float32, of a shape that expands to that of keys; None for zeros.
+        Args:
+            keys: Finite, `[..., D]`.
+            values: Finite, `[..., Dv]`.
+            center: Float32, with a shape that expands to that of `keys`; None for zeros.
+
+        Returns:
+            Uint8 `[..., row_bytes]`.
         """
         ...
 
     def decode(self, rows: Tensor, center: Tensor | None = None) -> Rows:
-        """Keys and values, of the geometry's dtype, of uint8 `[B, G, N, row_bytes]`.
+        """Decode rows.
 
-        center: that of `encode`, `[B, G, 1, D]`.
+        Args:
+            rows: Uint8 `[B, G, N, row_bytes]`.
+            center: The center of `encode`, float32 `[B, G, 1, D]`; None for zeros.
+
+        Returns:
+            Keys `[B, G, N, D]` and values `[B, G, N, Dv]` in the geometry's dtype.
         """
         ...
 
     def wrong(self, rows: Tensor) -> Tensor:
-        """Which of uint8 `[..., row_bytes]` hold a key that `encode` never makes, NaN for one:
-        bool `[...]`.
+        """Return which rows have a key that `encode` never makes, for example NaN.
+
+        Args:
+            rows: Uint8 `[..., row_bytes]`.
+
+        Returns:
+            Bool `[...]`.
         """
         ...
 
 
 def codec(name: str, geometry: Geometry) -> RowCodec:
-    """The codec `name`, one of `NAMES`. Raises ValueError for another."""
+    """Return a row codec.
+
+    Args:
+        name: One of `NAMES`.
+        geometry: The index's geometry.
+
+    Raises:
+        ValueError: There is no such codec.
+    """
     check.one_of("row_codec", name, NAMES)
     if name == "plain":
         return Plain(geometry)
@@ -109,9 +133,9 @@ def codec(name: str, geometry: Geometry) -> RowCodec:
 
 @dataclass(frozen=True)
 class Plain:
-    """Keys and values bit for bit: `D` elements, then `Dv`, but for those in the key.
+    """Stores keys and values unchanged: `D` elements, then `Dv`, unless the value is in the key.
 
-    A center is not looked at.
+    A center is ignored.
     """
 
     geometry: Geometry
@@ -122,14 +146,14 @@ class Plain:
         return _aligned(self._used)
 
     def encode(self, keys: Tensor, values: Tensor, center: Tensor | None = None) -> Tensor:
-        """Uint8 `[..., row_bytes]`."""
+        """Encode keys `[..., D]` and values `[..., Dv]` as uint8 `[..., row_bytes]`."""
         parts = [keys.detach(), *([] if self.geometry.value_in_key else [values.detach()])]
         rows = torch.cat(_in_words(*parts), dim=-1).view(torch.uint8)
         padding = self.row_bytes - self._used
         return pad(rows, (0, padding)) if padding else rows  # `pad` by 0 copies
 
     def put(self, keys: Tensor, values: Tensor, rows: Tensor) -> None:
-        """As `encode`, into uint8 `[..., row_bytes]`: keys and values are copied once."""
+        """As `encode`, but write to `rows`, uint8 `[..., row_bytes]`, with one copy."""
         held = self.decode(rows)
         held.keys.copy_(keys)
         if not self.geometry.value_in_key:
@@ -137,14 +161,14 @@ class Plain:
         rows[..., self._used :] = 0
 
     def decode(self, rows: Tensor, center: Tensor | None = None) -> Rows:
-        """Keys `[B, G, N, D]` and values `[B, G, N, Dv]`: views where `rows` allows it."""
+        """Decode to keys `[B, G, N, D]` and values `[B, G, N, Dv]`, as views if possible."""
         g, both = self.geometry, rows[..., : self._used].view(self.geometry.dtype)
         return Rows(both[..., : g.head_dim], both[..., g.value_start :][..., : g.value_dim])
 
     def wrong(self, rows: Tensor) -> Tensor:
         """As `RowCodec.wrong`."""
         keys = self.decode(rows).keys
-        if check.in_range(keys):  # one operation, and nearly always so
+        if check.in_range(keys):  # one operation, which is nearly always enough
             return torch.zeros(keys.shape[:-1], dtype=torch.bool, device=keys.device)
         return check.out_of_range(keys).any(-1)
 
@@ -156,13 +180,16 @@ class Plain:
 
 @dataclass(frozen=True)
 class Scaled:
-    """One byte per number, and one float32 scale for a row's key, one for its value.
+    """Stores one byte per number, one float32 scale for a row's key, and one for its value.
 
-    `D` key codes, `Dv` value codes, zeros up to a multiple of 4, the key's scale, the value's. A
-    number is `code · scale`, computed in float32; `scale = absmax / largest code`, and 0 with
-    zero codes for a part whose scale would not be a normal float32 (zeros, for one).
+    A row consists of `D` key codes, `Dv` value codes, zeros up to a multiple of 4, the key's scale
+    and the value's scale. A number is `code · scale`, computed in float32, where `scale = absmax /
+    largest code`. If the scale would not be a normal float32 (for zeros, for example), scale and
+    codes are 0.
 
-    codes: "int8" (rounded half to even, -127 to 127) or "fp8" (e4m3, up to 448).
+    Args:
+        geometry: The index's geometry.
+        codes: "int8" (rounded half to even, -127 to 127) or "fp8" (e4m3, up to 448).
     """
 
     geometry: Geometry
@@ -175,11 +202,11 @@ class Scaled:
 
     @property
     def scales_at(self) -> int:
-        """The first byte of the two scales."""
+        """Position of the first byte of the two scales."""
         return _aligned(self.geometry.head_dim + self.geometry.value_dim, 4)
 
     def encode(self, keys: Tensor, values: Tensor, center: Tensor | None = None) -> Tensor:
-        """Uint8 `[..., row_bytes]`."""
+        """Encode keys `[..., D]` and values `[..., Dv]` as uint8 `[..., row_bytes]`."""
         return _in_pieces(self._row, keys, values, self.row_bytes, center)
 
     def _row(self, keys: Tensor, values: Tensor) -> Tensor:
@@ -191,7 +218,7 @@ class Scaled:
         return torch.cat([pad(codes, (0, self.scales_at - codes.shape[-1])), scales], dim=-1)
 
     def wrong(self, rows: Tensor, *, values: bool = False) -> Tensor:
-        """As `RowCodec.wrong`; values: whether to look at these, too."""
+        """As `RowCodec.wrong`; values: whether to check the values, too."""
         D, largest = self.geometry.head_dim, CODES[self.codes][1]
         scales = rows[..., self.scales_at : self.scales_at + 8].contiguous().view(torch.float32)
         scales = scales if values else scales[..., :1]
@@ -202,7 +229,7 @@ class Scaled:
         return wrong | (codes & 127 == 127).any(-1)  # NaN in e4m3
 
     def decode(self, rows: Tensor, center: Tensor | None = None) -> Rows:
-        """Keys `[B, G, N, D]` and values `[B, G, N, Dv]`."""
+        """Decode to keys `[B, G, N, D]` and values `[B, G, N, Dv]`."""
         D, Dv = self.geometry.head_dim, self.geometry.value_dim
         dtype, _ = CODES[self.codes]
         codes = rows[..., : D + Dv].view(dtype).float()
@@ -213,14 +240,18 @@ class Scaled:
 
 @dataclass(frozen=True)
 class Grouped:
-    """Few bits per number, and a lowest value and a step for each group of at most 32 of them.
+    """Stores 2 or 4 bits per number, and a lowest value and a step for each group of at most 32.
 
-    Codes of the key, codes of the value, a zero byte where they are odd, scales of the key, scales
-    of the value (`storage/quantize.py`). Before it is quantized a key is rotated (`rotated`), so
-    that no channel's outliers set the step of 31 others; values have none (KIVI, arXiv 2402.02750,
-    whose keys are quantized along a channel instead, which ties rows to each other).
+    A row consists of the codes of the key and of the value, a zero byte if their number of bytes is
+    odd, the scales of the key, and those of the value (`storage/quantize.py`). Keys are rotated
+    first (`rotated`), so that an outlier in one channel does not enlarge the step of 31 others.
+    Values have no such outliers (KIVI, arXiv 2402.02750). KIVI quantizes keys along a channel
+    instead, where rows depend on each other.
 
-    bits: 4 or 2; rotates_values: whether values are rotated, too, which parts of keys are.
+    Args:
+        geometry: The index's geometry.
+        bits: 4 or 2.
+        rotates_values: Whether to rotate values, too: for "values" that are parts of keys.
     """
 
     geometry: Geometry
@@ -234,7 +265,7 @@ class Grouped:
 
     @property
     def _ends(self) -> tuple[int, int, int, int, int]:
-        """Ends of key's codes, value's, the scales' beginning, ends of key's scales, value's."""
+        """Positions: end of key codes and value codes, start of scales, end of both scales."""
         D, Dv = self.geometry.head_dim, self.geometry.value_dim
         keys, both = code_bytes(D, self.bits), code_bytes(D, self.bits) + code_bytes(Dv, self.bits)
         scales = _aligned(both, 2)
@@ -242,7 +273,7 @@ class Grouped:
         return keys, both, scales, key_scales, key_scales + 4 * groups(Dv)[0]
 
     def encode(self, keys: Tensor, values: Tensor, center: Tensor | None = None) -> Tensor:
-        """Uint8 `[..., row_bytes]`."""
+        """Encode keys `[..., D]` and values `[..., Dv]` as uint8 `[..., row_bytes]`."""
         return _in_pieces(self._row, keys, values, self.row_bytes, center)
 
     def _row(self, keys: Tensor, values: Tensor) -> Tensor:
@@ -253,14 +284,14 @@ class Grouped:
         return torch.cat([pad(torch.cat(codes, -1), (0, first - both)), *of_scales], dim=-1)
 
     def wrong(self, rows: Tensor, *, values: bool = False) -> Tensor:
-        """As `RowCodec.wrong`; values: whether to look at these, too."""
+        """As `RowCodec.wrong`; values: whether to check the values, too."""
         _, _, first, middle, last = self._ends
         stop = last if values else middle
         scales = rows[..., first:stop].contiguous().view(torch.bfloat16)
         return _beyond(scales.reshape(*scales.shape[:-1], -1, 2), 2**self.bits - 1)
 
     def decode(self, rows: Tensor, center: Tensor | None = None) -> Rows:
-        """Keys `[B, G, N, D]` and values `[B, G, N, Dv]`."""
+        """Decode to keys `[B, G, N, D]` and values `[B, G, N, Dv]`."""
         keys, both, first, middle, last = self._ends
         key = self._part(rows[..., :keys], rows[..., first:middle], self.geometry.head_dim)
         value = self._part(rows[..., keys:both], rows[..., middle:last], self.geometry.value_dim)
@@ -275,9 +306,14 @@ class Grouped:
 
 
 def scaled(vectors: Tensor, codes: str) -> tuple[Tensor, Tensor]:
-    """Codes uint8 `[..., D]` of finite vectors, and a scale for each, float32 `[..., 1]`.
+    """Quantize finite vectors `[..., D]` with one scale each, as `Scaled` explains.
 
-    codes: "int8" or "fp8", as of `Scaled`, which says what they stand for.
+    Args:
+        vectors: Finite, `[..., D]`.
+        codes: "int8" or "fp8".
+
+    Returns:
+        Codes uint8 `[..., D]`, and scales float32 `[..., 1]`.
     """
     dtype, largest = CODES[codes]
     vectors = vectors.float()
@@ -292,11 +328,15 @@ def scaled(vectors: Tensor, codes: str) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class InKey:
-    """A key whose beginning is the value, stored once: that by another codec, and the rest.
+    """Stores keys that begin with their value, once, by another codec.
 
-    What they call a key are the first `Dv` coordinates, what they call a value the other `D - Dv`:
-    a latent and a rotated key differ in magnitude, and have scales of their own. A center is not
-    looked at: it would be in the values.
+    For that codec the "key" is the first `Dv` coordinates and the "value" the other `D - Dv`,
+    because a latent and a rotated key have different magnitudes, and so need scales of their own. A
+    center is ignored, because it would change the values.
+
+    Args:
+        geometry: The index's geometry.
+        parts: The codec of the two parts.
     """
 
     geometry: Geometry
@@ -308,7 +348,7 @@ class InKey:
         return self.parts.row_bytes
 
     def encode(self, keys: Tensor, values: Tensor, center: Tensor | None = None) -> Tensor:
-        """Uint8 `[..., row_bytes]`; the values are not read."""
+        """Encode keys `[..., D]` as uint8 `[..., row_bytes]`. The values are not read."""
         return self.parts.encode(*keys.tensor_split([self.geometry.value_dim], dim=-1))
 
     def wrong(self, rows: Tensor) -> Tensor:
@@ -316,14 +356,14 @@ class InKey:
         return self.parts.wrong(rows, values=True)
 
     def decode(self, rows: Tensor, center: Tensor | None = None) -> Rows:
-        """Keys `[B, G, N, D]` and their beginnings `[B, G, N, Dv]`, a view."""
+        """Decode to keys `[B, G, N, D]` and values `[B, G, N, Dv]`, which are views of the keys."""
         parts = self.parts.decode(rows)
         keys = torch.cat([parts.keys, parts.values], dim=-1)
         return Rows(keys, keys[..., : self.geometry.value_dim])
 
 
 def _beyond(scales: Tensor, levels: int) -> Tensor:
-    """Which vectors have a group beyond `LARGEST_CODED`, bool `[...]`.
+    """Return which vectors have a number above `LARGEST_CODED`, bool `[...]`.
 
     scales: lowest values and steps, bfloat16 `[..., groups, 2]`; levels: the highest code.
     """
@@ -332,9 +372,16 @@ def _beyond(scales: Tensor, levels: int) -> Tensor:
 
 
 def check_rows(name: str, geometry: Geometry, rows: Tensor, valid: Tensor | None) -> None:
-    """Raises ValueError for rows uint8 `[B, G, N, row_bytes]` of which a valid one has a wrong key.
+    """Check the keys of encoded rows.
 
-    name: of the codec; valid: bool `[B, N]`, or None for all.
+    Args:
+        name: Name of the codec.
+        geometry: The index's geometry.
+        rows: Uint8 `[B, G, N, row_bytes]`.
+        valid: Bool `[B, N]`, the tokens to check; None for all.
+
+    Raises:
+        ValueError: A key is NaN, infinite or too large.
     """
     of_rows = codec(name, geometry)
     for start in range(0, rows.shape[2], PIECE):
@@ -351,10 +398,17 @@ def check_rows(name: str, geometry: Geometry, rows: Tensor, valid: Tensor | None
 
 
 def rotated(vectors: Tensor) -> Tensor:
-    """Vectors float32 `[..., D]` by a block-diagonal Hadamard matrix, which is its own inverse.
+    """Multiply vectors by a block-diagonal Hadamard matrix, which is its own inverse.
 
-    Blocks are of the largest power of two that divides `D` (Sylvester's matrix, normalized). By
-    butterflies: a row's bits do not depend on those beside it.
+    The size of a block is the largest power of two that divides `D` (Sylvester's construction,
+    normalized). The product is computed by butterflies, so that the bits of a row do not depend on
+    other rows.
+
+    Args:
+        vectors: Float32 `[..., D]`.
+
+    Returns:
+        Float32 `[..., D]`.
     """
     D = vectors.shape[-1]
     block, size = D & -D, 1
@@ -367,12 +421,12 @@ def rotated(vectors: Tensor) -> Tensor:
 
 
 def _beside(center: Tensor | None, keys: Tensor, geometry: Geometry) -> Tensor:
-    """Keys float32 `[B, G, N, D]` from a center on, of the geometry's dtype."""
+    """Add the center to keys float32 `[B, G, N, D]`, and convert them to the geometry's dtype."""
     return _of_dtype(keys if center is None else center + keys, geometry)
 
 
 def _of_dtype(part: Tensor, geometry: Geometry) -> Tensor:
-    largest = torch.finfo(geometry.dtype).max  # which half a step may be above
+    largest = torch.finfo(geometry.dtype).max  # rounding may exceed it by half a step
     return part.clamp(-largest, largest).to(geometry.dtype)
 
 
@@ -383,7 +437,7 @@ def _in_pieces(
     row_bytes: int,
     center: Tensor | None,
 ) -> Tensor:
-    """What `row` makes of keys, from a center on, and values, then zeros: `[..., row_bytes]`."""
+    """Encode keys relative to a center, and values, by `row`, `PIECE` rows at a time."""
     center = None if center is None else center.expand(keys.shape)
     outer = keys.shape[:-1]
     rows = torch.zeros((*outer, row_bytes), dtype=torch.uint8, device=keys.device)
@@ -399,7 +453,7 @@ def _in_pieces(
 
 
 def _in_words(*parts: Tensor) -> tuple[Tensor, ...]:
-    """The parts viewed as words, where all are aligned to words; else the parts."""
+    """Return the parts viewed as words, or unchanged if one is not aligned to words."""
     for part in parts:
         elements = [part.shape[-1], part.storage_offset(), *part.stride()[:-1]]
         offsets = [part.data_ptr(), *(count * part.element_size() for count in elements)]

@@ -1,4 +1,4 @@
-"""Growable per-token tensors."""
+"""Tensors that grow along their token axis: `Columns`, and flags of padded tokens: `Valid`."""
 
 from __future__ import annotations
 
@@ -16,21 +16,25 @@ from kvindex.storage.sharing import Sharing
 class Columns(Restorable):
     """Named tensors that grow along their token axis, like the columns of a table.
 
-    Capacity doubles when it runs out, so that `N` appends of one token copy `O(N)` rows. On a CPU
-    there is as much to spare from the first append on: memory that nobody touches is none. The
-    first append fixes names, dtypes, devices and all sizes but that of the token axis.
-    A deep copy shares what both hold: the one that appends while the other could read there, of a
-    length that it has held, copies first.
-    fill: what room holds that nobody has written; None for anything.
+    The capacity doubles when it runs out, so that `N` appends of one token copy `O(N)` rows. On a
+    CPU the first append already reserves twice the size, because untouched memory costs nothing.
+    The first append fixes names, dtypes, devices, and all sizes except that of the token axis.
+
+    A deep copy shares memory with the original. If one of them would write where the other has
+    ever had tokens, it copies the memory first.
+
+    Args:
+        axis: The token axis.
+        fill: The value of reserved room that nobody has written yet; None for any value.
     """
 
     def __init__(self, axis: int = 2, fill: int | None = None) -> None:
         self._axis, self._fill = axis, fill
-        self._data: dict[str, Tensor] = {}  # each as long as its capacity
+        self._data: dict[str, Tensor] = {}  # the size of each is its capacity
         self._length = 0
-        self._most = 0  # that was held: a checkpoint may hold it still
-        self._sharing = Sharing()  # of this memory, with deep copies
-        self._lent = False  # whether this is a view of others' memory
+        self._most = 0  # the longest length so far: a checkpoint may still need those tokens
+        self._sharing = Sharing()  # users of this memory: this object and its deep copies
+        self._lent = False  # whether this is a view of another one's memory
 
     def __len__(self) -> int:
         return self._length
@@ -42,28 +46,28 @@ class Columns(Restorable):
         return name in self._data
 
     def __getitem__(self, name: str) -> Tensor:
-        """A view of the column: its shape has `len(self)` at the token axis."""
+        """Return a view of a column, with size `len(self)` at the token axis."""
         return self._data[name].narrow(self._axis, 0, self._entries(name, self._length))
 
     def every(self, name: str, tokens: int, stride: int) -> Tensor:
-        """A view of every so many of a column's first tokens, from the first one on."""
+        """Return a view of every `stride`-th of a column's first `tokens` tokens."""
         index = [slice(None)] * self._axis + [slice(0, tokens, stride)]
         return self[name][tuple(index)]
 
     @property
     def written(self) -> int:
-        """Tokens that `every` may read: those held, and others that `write` put after them."""
+        """Number of tokens that `every` may read: the appended ones, and those of `write`."""
         return self._length
 
     @property
     def batch(self) -> int:
-        """Rows of the batch, 0 before the first append."""
+        """Number of sequences, 0 before the first append."""
         for tensor in self._data.values():
             return tensor.size(0)
         return 0
 
     def reserve(self, new: Mapping[str, Tensor]) -> None:
-        """Make room for `new`. May run out of memory; what is held stays as it was.
+        """Make room for `new`, without a change to existing tokens. This may run out of memory.
 
         Raises RuntimeError for a view.
         """
@@ -77,17 +81,17 @@ class Columns(Restorable):
             self._data = self._room(new)
 
     def write(self, new: Mapping[str, Tensor]) -> None:
-        """Nothing: `append` copies."""
+        """Do nothing: `append` copies."""
 
     def append(self, new: Mapping[str, Tensor]) -> None:
-        """Append tensors that agree with the columns in all but the token axis."""
+        """Append tensors, which may differ from the columns only in the size of the token axis."""
         if not new:
             return
         for name, place in self.claim(new).items():
             place.copy_(new[name])
 
     def claim(self, new: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """As `append`, but for copying: where the caller is to write each of `new`."""
+        """As `append`, but return the places to which the caller must copy the tensors of `new`."""
         self.reserve(new)
         axis, start = self._axis, self._length
         self._length += max(tensor.size(axis) for tensor in new.values())
@@ -102,14 +106,15 @@ class Columns(Restorable):
         self._length = min(self._length, length)
 
     def let_go(self) -> None:
-        """Hold nothing, for other columns have come in this one's place.
+        """Release all memory, because other columns replace these.
 
-        Whoever keeps a checkpoint from when this was empty keeps it, too, but not what came since.
+        A checkpoint from the time when these were empty still refers to this object, but does not
+        keep its tensors.
         """
         self._data, self._length = {}, 0
 
     def after(self, count: int, room: int = 0) -> Columns:
-        """A copy without the first `count` tokens, with room for `room` tokens at least."""
+        """Return a copy without the first `count` tokens, and with room for at least `room`."""
         copy, rest = Columns(self._axis, self._fill), len(self) - count
         for name, tensor in self._data.items():
             shape = list(tensor.shape)
@@ -119,7 +124,7 @@ class Columns(Restorable):
         return copy
 
     def reordered(self, batch_indices: Tensor) -> Self:
-        """A copy in which row `b` is row `batch_indices[b]` of this."""
+        """Return a copy in which sequence `b` is sequence `batch_indices[b]` of this object."""
         copy = self._fresh()
         copy._length = self._length
         for name, tensor in self._data.items():
@@ -129,7 +134,7 @@ class Columns(Restorable):
         return copy
 
     def expand_batch(self, count: int) -> Columns:
-        """A view of a batch of 1 as one of `count`; it cannot be appended to."""
+        """Return a read-only view of one sequence as a batch of `count` sequences."""
         view = self._fresh()
         view._length, view._lent = self._length, True
         view._data = {
@@ -138,17 +143,17 @@ class Columns(Restorable):
         return view
 
     def checkpoint(self) -> Any:
-        """What is held now, for `rollback`: an object of few attributes, many times a step."""
+        """Return the present state, for `rollback`. This is short because it runs in every step."""
         return self._data, self._length, self._sharing
 
     def rollback(self, checkpoint: Any) -> None:
-        """Be again what `checkpoint` says."""
+        """Go back to a checkpoint."""
         self._data, self._length, self._sharing = checkpoint
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """A copy that shares what is held now, until one of both writes where the other reads.
+        """Return a copy that shares memory until one of the two would write where the other reads.
 
-        Of a view, memory of its own.
+        The copy of a view has memory of its own.
         """
         if self._lent:
             return self.reordered(torch.arange(self.batch))
@@ -159,15 +164,15 @@ class Columns(Restorable):
         return twin
 
     def emptied(self) -> Self:
-        """The same before its first append, names and sizes included."""
+        """Return empty columns with the same options."""
         return self._fresh()
 
     def nbytes(self) -> int:
-        """Bytes in use (what is reserved beyond the length is not counted)."""
+        """Bytes in use, without room that is reserved behind the last token."""
         return sum(nbytes for _, nbytes in self._in_use())
 
     def memory(self) -> dict[int, int]:
-        """As `protocol.ReportsMemory.memory`: a column is in one piece, of the bytes in use."""
+        """Return address and bytes of each column, as `protocol.ReportsMemory.memory` requires."""
         return {column.data_ptr(): nbytes for column, nbytes in self._in_use() if nbytes}
 
     def _in_use(self) -> list[tuple[Tensor, int]]:
@@ -187,11 +192,11 @@ class Columns(Restorable):
         return type(self)(self._axis, self._fill)
 
     def _entries(self, name: str, tokens: int) -> int:
-        """Entries of a column for so many tokens."""
+        """Return the number of entries of a column for `tokens` tokens."""
         return tokens
 
     def _fits(self, new: Mapping[str, Tensor]) -> bool:
-        """Whether there is room for `new` after what is held, as there mostly is."""
+        """Return whether there is room for `new` already."""
         axis, length = self._axis, self._length
         for name, tensor in new.items():
             held = self._data.get(name) if length else None
@@ -200,12 +205,12 @@ class Columns(Restorable):
         return True
 
     def _claimed(self, new: Mapping[str, Tensor]) -> bool:
-        """Whether no copy reads where `new` will be written, nor will from now on."""
+        """Return whether `new` can be written without a copy of this object reading it."""
         count = max((tensor.size(self._axis) for tensor in new.values()), default=0)
         return self._sharing.claim(self, self._length, self._length + count)
 
     def _room(self, new: Mapping[str, Tensor], anew: bool = False) -> dict[str, Tensor]:
-        """Columns with room for `new`; anew: all of them in memory of their own."""
+        """Return columns with room for `new`; anew: allocate memory for all of them."""
         grown = dict(self._data)
         for name in grown.keys() - new.keys() if anew else ():
             grown[name] = grown[name].clone()
@@ -232,9 +237,12 @@ class Columns(Restorable):
 
 
 class BlockColumns(Columns):
-    """Columns of whole blocks of `block` tokens; the column `centers` has an entry for each block.
+    """Columns of whole blocks of tokens. The column `centers` has one entry for each block.
 
-    What is appended begins and ends a block, and one that `truncate` cuts into goes whole.
+    Each append consists of whole blocks. `truncate` removes a block of which it removes a token.
+
+    Args:
+        block: Number of tokens in a block.
     """
 
     def __init__(self, block: int = 1) -> None:
@@ -242,7 +250,7 @@ class BlockColumns(Columns):
         self._block = block
 
     def truncate(self, length: int) -> None:
-        """Keep the blocks that the first `length` tokens fill."""
+        """Keep the blocks that are completely within the first `length` tokens."""
         super().truncate(length // self._block * self._block)
 
     def _entries(self, name: str, tokens: int) -> int:
@@ -258,20 +266,24 @@ def _alike(held: Tensor, new: Tensor, axis: int) -> bool:
 
 
 class Valid(Restorable):
-    """Which tokens are real, bool `[B, N]`: takes no memory before the first padded token.
+    """Flags of real (not padded) tokens, bool `[B, N]`. There are none before the first padded one.
 
-    all_from: tokens from this one on are real, as far as the host knows without asking a device;
-    their flags are what unwritten room holds, so that they cost no operation.
+    Unwritten room contains the flags of real tokens, so appending real tokens launches nothing.
+
+    Attributes:
+        all_from: All tokens from this position on are real, as far as the host knows.
     """
 
     def __init__(self) -> None:
         self._columns = Columns(axis=1, fill=1)
-        self._touched = [0]  # of this room, tokens that ever had flags; going back leaves it
+        self._touched = [
+            0
+        ]  # largest number of tokens whose flags were written here; rollback keeps it
         self.all_from = 0
 
     @staticmethod
     def of(flags: Tensor) -> Valid:
-        """That of tokens with these flags, bool `[B, N]`."""
+        """Make an object with these flags, bool `[B, N]`."""
         valid = Valid()
         valid.append(valid.reserve(0, flags[:, None], flags), all_real=False)
         return valid
@@ -282,12 +294,20 @@ class Valid(Restorable):
         return self._columns["valid"] if len(self._columns) else None
 
     def reserve(self, length: int, like: Tensor, valid: Tensor | None) -> dict[str, Tensor]:
-        """Make room for tokens `[B, G, n, ...]` `like` after `length` others; gives the flags."""
+        """Make room for more tokens, and return their flags, for `append`.
+
+        Args:
+            length: Number of tokens so far.
+            like: A tensor `[B, G, n, ...]` of the new tokens.
+            valid: Bool `[B, n]`, or None if no new token is padded.
+        """
         B, count, device = like.shape[0], like.shape[2], like.device
         if valid is None and self.flags is None:
             return {}
         if valid is None:
-            valid = self._columns["valid"][:, :1].expand(B, count)  # of that shape: not read
+            valid = self._columns["valid"][:, :1].expand(
+                B, count
+            )  # for its shape: the values are not read
         elif self.flags is None:
             before = torch.ones((B, length), dtype=torch.bool, device=device)
             valid = torch.cat([before, valid], dim=1)
@@ -295,7 +315,7 @@ class Valid(Restorable):
         return {"valid": valid}
 
     def append(self, reserved: dict[str, Tensor], *, all_real: bool) -> None:
-        """Append what `reserve` gave; all_real: whether it had no flags to go by."""
+        """Append the flags that `reserve` returned; all_real: whether its `valid` was None."""
         if not reserved:
             return
         start, touched = len(self._columns), self._touched
@@ -305,14 +325,14 @@ class Valid(Restorable):
             place.copy_(reserved["valid"])
             self.all_from = len(self._columns)
         elif start < touched[0]:
-            place.fill_(1)  # of a sequence that was cut, or of a call that failed
+            place.fill_(1)  # flags of truncated tokens, or of a call that failed
 
     def checkpoint(self) -> Any:
-        """What is held now, for `rollback`."""
+        """Return the present state, for `rollback`."""
         return self._columns, self._columns.checkpoint(), self._touched, self.all_from
 
     def rollback(self, checkpoint: Any) -> None:
-        """Be again what `checkpoint` says."""
+        """Go back to a checkpoint."""
         self._columns, columns, self._touched, self.all_from = checkpoint
         self._columns.rollback(columns)
 
@@ -322,20 +342,20 @@ class Valid(Restorable):
         self.all_from = min(self.all_from, length)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Valid:
-        """A copy that shares flags, and what is known of the room after them, as `Columns`."""
+        """Return a copy that shares memory, as a copy of `Columns` does."""
         twin = self._shallow()
         twin._columns = deepcopy(self._columns, memo)
         return twin
 
     def reordered(self, batch_indices: Tensor) -> Valid:
-        """A copy in which row `b` is row `batch_indices[b]` of this."""
+        """Return a copy in which sequence `b` is sequence `batch_indices[b]` of this object."""
         copy = Valid()
         copy._columns = self._columns.reordered(batch_indices)
         copy._touched, copy.all_from = self._touched.copy(), self.all_from
         return copy
 
     def emptied(self) -> Valid:
-        """The same before its first append."""
+        """Return an object without flags."""
         return Valid()
 
     def nbytes(self) -> int:

@@ -1,10 +1,10 @@
-"""Layouts: what each tensor of a state must be like, declared once and checked before it is used.
+"""Layouts: declarations of the tensors of a state, with which a state is compared before its use.
 
 A state may come from a file that someone else wrote, so its numbers are not trusted. An index
 declares its tensors (`Hooks._layout`), and `check_layout` compares a state with the declaration:
-names first, then shapes and dtypes, then numbers. The check allocates no more than the state
-holds, and changes nothing. Of a tensor on the meta device (`SavedFolder.outline`) it sees only
-the shape and dtype.
+first names, then shapes and dtypes, then numbers. The check allocates no more memory than the state
+has, and changes nothing. Of a tensor on the meta device (`SavedFolder.outline`) it checks only
+shape and dtype.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 Rule: TypeAlias = Callable[[Mapping[str, Tensor]], bool | Tensor]
-"""Returns whether the numbers of a state agree with each other. All of its shapes are right."""
+"""Returns whether the numbers of a state agree with each other. Shapes have been checked before."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class TensorSpec:
         most: The largest number that it may contain.
         infinite: Whether it may contain infinity.
         optional: Whether it may be missing.
-        allowed: What `rule` asks for, as the end of the sentence "allowed is …".
+        allowed: The requirement of `rule`, as the end of an error message "allowed is …".
         rule: A check of its numbers against those of other tensors.
     """
 
@@ -50,7 +50,7 @@ class TensorSpec:
 
 
 Layout: TypeAlias = dict[str, TensorSpec]
-"""Name of a tensor -> what it must be like."""
+"""Name of a tensor -> its specification."""
 
 
 @dataclass(frozen=True)
@@ -58,11 +58,10 @@ class Held:
     """The sizes and names that a state contains, from which an index declares its tensors.
 
     Args:
-        batch: Sequences, or None where none was appended.
-        length: Tokens.
-        counts: Valid tokens of each sequence, int64 `[B]`, or None where they are not known yet.
-        names: Names of the state's tensors.
-        state: The tensors.
+        batch: Number of sequences, or None before the first append.
+        length: Number of tokens.
+        counts: Number of valid tokens of each sequence, int64 `[B]`, or None if not known yet.
+        state: The tensors by name.
     """
 
     batch: int | None
@@ -75,7 +74,7 @@ class Held:
         return any(other == name or other.startswith(f"{name}.") for other in self.state)
 
     def units(self, tokens: int) -> str:
-        """The size of an axis of units of `tokens` valid tokens each, in the longest sequence."""
+        """Return the size of an axis of units of `tokens` valid tokens, in the longest sequence."""
         if self.counts is None:
             return f"U<={-(-self.length // tokens)}"
         most = int(self.counts.max()) if self.counts.numel() else 0
@@ -88,9 +87,9 @@ def check_layout(
     """Compare a state with a layout.
 
     Args:
-        layout: Every name that the state may have.
-        state: The tensors.
-        sizes: Sizes of axes that are known.
+        layout: Specifications of all tensors that the state may have.
+        state: The tensors by name.
+        sizes: Known sizes of axes, by the axis's name.
 
     Raises:
         ValueError: A tensor is missing, unknown, or not as declared. The message names it.
@@ -114,29 +113,25 @@ def check_layout(
 
 
 def scalar(name: str, state: Mapping[str, Tensor], *, least: int = 0, most: int = 2**62) -> int:
-    """An integer of a state.
-
-    Raises:
-        ValueError: It is missing, no int64 without axes, or out of range.
-    """
+    """Return an integer of a state. Raises ValueError if it is missing or out of range."""
     spec = TensorSpec("", torch.int64, least=least, most=most)
     check_layout({name: spec}, {other: state[other] for other in state if other == name}, {})
     return int(state[name])
 
 
 def distinct(ids: Tensor) -> Tensor:
-    """Return True if no id occurs twice in the last dimension of `[..., n]`; -1 is no id."""
+    """Return whether no id occurs twice along the last dimension of `[..., n]`; -1 is no id."""
     ordered = ids.sort(-1).values
     return ~((ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)).any()
 
 
 def ascending(numbers: Tensor) -> Tensor:
-    """Return True if numbers `[n]` are in ascending order."""
+    """Return whether numbers `[n]` are strictly ascending."""
     return (numbers[1:] > numbers[:-1]).all()
 
 
 def below(numbers: Tensor, most: Tensor | int) -> bool:
-    """Return True if all numbers are below `most`."""
+    """Return whether all numbers are below `most`."""
     return bool((numbers < most).all())
 
 
@@ -157,13 +152,13 @@ def _check_shape(name: str, tensor: Tensor, spec: TensorSpec, known: dict[str, i
 def _check_numbers(name: str, tensor: Tensor, spec: TensorSpec) -> None:
     if tensor.is_meta or not tensor.numel():
         return
-    if tensor.dtype == torch.bool:  # bytes of a file need not be 0 or 1
+    if tensor.dtype == torch.bool:  # the bytes of a file may be others than 0 and 1
         byte = int(tensor.contiguous().view(torch.uint8).max())
         if byte > 1:
             raise ValueError(f"state[{name!r}]: got the byte {byte}, allowed is 0 or 1")
         return
     numbers = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    low, high = (bound.item() for bound in numbers.aminmax())  # NaN where there is one
+    low, high = (bound.item() for bound in numbers.aminmax())  # NaN if any number is NaN
     least = float("-inf") if spec.least is None else spec.least
     most = float("inf") if spec.most is None else spec.most
     finite = spec.infinite or max(abs(low), abs(high)) < float("inf")

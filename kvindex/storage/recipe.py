@@ -1,4 +1,4 @@
-"""Recipes: how an object is made again, as JSON. Classes by name, tensors of options by bytes."""
+"""Recipes: JSON from which an equal, empty index, wrapper or layer can be made."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from kvindex.storage.codecs import codec
 from kvindex.storage.safetensors import DTYPES, NAMES
 
 Recipe = dict[str, Any]
-"""What `recipe()` of an index, a wrapper or a layer gives."""
+"""The result of `recipe()` of an index, a wrapper or a layer."""
 
 
 MOST_DIM = 2**12
-"""Head and value dimensions, and heads, of an index that a file describes: `core.check.LARGEST`
-allows no more dimensions, and an index of 2^20 would take minutes to make."""
+"""Largest number of dimensions or heads of an index that a file describes. `core.check.LARGEST`
+assumes no more dimensions, and making an index with 2^20 would take minutes."""
 
 T = TypeVar("T")
 
 
 def field(value: Any, name: str, kind: type[T], *, where: str) -> T:
-    """A field of a manifest, if it is there and of this type.
+    """Return a field of a JSON object after a check of its type.
 
     Args:
-        value: What should be a JSON object with this field.
-        name: The field.
+        value: An object that should have the field. Any type is allowed.
+        name: The field's name.
         kind: The Python type of its JSON value.
-        where: What the error calls the object.
+        where: The object's name in error messages.
 
     Raises:
-        ValueError: It is missing, or of another type.
+        ValueError: The field is missing or has another type.
     """
     found = value.get(name) if isinstance(value, Mapping) else None
     right = isinstance(found, kind) and (kind is bool or not isinstance(found, bool))
@@ -46,17 +46,18 @@ def field(value: Any, name: str, kind: type[T], *, where: str) -> T:
 
 
 def geometry_from(value: Any, row_codec: str | None, state: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Keywords of a geometry without its device, compared with the rows of an index's state.
+    """Return the options of a saved geometry, without its device.
 
-    Nothing is allocated that depends on the sizes in `value`.
+    The sizes are compared with the rows of the index's state. Nothing is allocated that depends on
+    sizes in the file.
 
     Args:
-        value: JSON, as `as_json` gave it of `Geometry.options()`.
-        row_codec: Name of the index's row codec, or None where it is not known.
+        value: JSON that `as_json` made of `Geometry.options()`.
+        row_codec: Name of the index's row codec, or None if it is not known.
         state: The index's state, or its outline.
 
     Raises:
-        ValueError: A field is missing, unknown or of another type, or the rows are of another size.
+        ValueError: A field is missing, unknown or of another type, or the rows have another size.
     """
     named = {name: field(value, name, int, where="geometry") for name in SIZES}
     known = {part.name for part in dataclasses.fields(Geometry)} - {"device"}
@@ -90,14 +91,15 @@ _OF_GEOMETRY: dict[str, Any] = {"rope": Tensor | None, "dtype": torch.dtype}
 
 
 def class_name(kind: type) -> str:
-    """A class as `module:Class`."""
+    """Return the name of a class as `module:Class`."""
     return f"{kind.__module__}:{kind.__qualname__}"
 
 
 def as_json(value: Any) -> Any:
-    """An option as JSON, for `from_json`. Raises TypeError for one that is not of these kinds:
+    """Return an option as JSON, for `from_json`.
 
-    numbers, text, None, tensors, dtypes, tuples and dataclasses of these.
+    Raises TypeError unless it is a number, text, None, a tensor, a dtype, or a tuple or dataclass
+    of these.
     """
     if isinstance(value, Tensor):
         raw = value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
@@ -118,7 +120,7 @@ def as_json(value: Any) -> Any:
 
 
 def from_json(hint: Any, value: Any) -> Any:
-    """The option of type `hint` of which `as_json` gave this."""
+    """Return the option of type `hint` that `as_json` turned into `value`."""
     kinds = get_args(hint) or (hint,)
     if isinstance(value, list):
         return tuple(from_json(Any, part) for part in value)
@@ -134,7 +136,7 @@ def from_json(hint: Any, value: Any) -> Any:
 
 
 def dataclass_from(kind: Any, value: Mapping[str, Any]) -> Any:
-    """The dataclass of which `as_json` gave this.
+    """Return the dataclass that `as_json` turned into `value`.
 
     Raises ValueError for a field that is missing, unknown or of another type.
     """

@@ -1,8 +1,9 @@
-"""Tensors in a file of the safetensors format, written and read with torch and numpy alone.
+"""Reads and writes safetensors files, with torch and numpy alone.
 
-8 bytes little-endian: the header's length; the header, JSON: name -> dtype, shape, and where its
-bytes begin and end; the bytes, one tensor after the other. Nothing in it is code. Any reader of
-safetensors opens such a file; this one also holds it to a digest, and to having no gaps.
+A file begins with the header's length (8 bytes, little-endian) and the header, which is JSON: name
+of each tensor -> dtype, shape, and the positions where its bytes begin and end. The bytes of all
+tensors follow. Nothing in a file is code. Other readers of the format can open these files. This
+reader also compares a digest, and allows no gaps between tensors.
 """
 
 from __future__ import annotations
@@ -35,15 +36,15 @@ DTYPES = {
     "F64": torch.float64,
     "C64": torch.complex64,
 }
-"""The format's names of dtypes -> those of torch that a state may have."""
+"""The format's name of each dtype that a state may have -> the torch dtype."""
 
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 MOST_HEADER_BYTES = 10**8
-"""Of the format."""
+"""Largest header that the format allows."""
 
 PIECE = 2**22
-"""Bytes read at a time: what is hashed is still in the processor's cache."""
+"""Bytes to read at a time, few enough to be still in the processor's cache for the digest."""
 
 
 SMALL_BYTES, MOST_OUTLINE_BYTES = 2**20, 2**24
@@ -51,7 +52,7 @@ SMALL_BYTES, MOST_OUTLINE_BYTES = 2**20, 2**24
 
 
 class Written(NamedTuple):
-    """A file's size, and the SHA-256 of all of it."""
+    """A file's size, and the SHA-256 digest of its bytes."""
 
     nbytes: int
     digest: str
@@ -65,12 +66,22 @@ class _Place(NamedTuple):
 
 
 def write(path: Path, state: State) -> Written:
-    """Write tensors, on whatever device, to a new file.
+    """Write tensors from any device to a new file. Only one tensor is copied at a time.
 
-    No more than one of them is copied at a time. Raises OSError, and TypeError for a dtype that is
-    not in `DTYPES`.
+    Args:
+        path: A path that does not exist yet.
+        state: The tensors by name.
+
+    Returns:
+        The file's size and digest.
+
+    Raises:
+        OSError: The file exists or cannot be written.
+        TypeError: A tensor's dtype is not in `DTYPES`.
     """
-    names = sorted(state, key=lambda name: (-state[name].element_size(), name))  # all aligned
+    names = sorted(
+        state, key=lambda name: (-state[name].element_size(), name)
+    )  # so that all are aligned
     header, at = {}, 0
     for name in names:
         tensor = state[name]
@@ -95,10 +106,20 @@ def write(path: Path, state: State) -> Written:
 
 
 def outline(path: Path, written: Written) -> State:
-    """The tensors of a file, of which only the small ones are read: the others are on "meta".
+    """Read the small tensors of a file, to check shapes and dtypes before a large file is read.
 
-    Shapes and dtypes can so be checked before a large file is read. No digest is compared. Raises
-    as `read`.
+    The digest is not compared.
+
+    Args:
+        path: The file.
+        written: Its size and digest.
+
+    Returns:
+        All tensors of the file; large ones are on the meta device.
+
+    Raises:
+        ValueError: The file has another size, or its header is not valid.
+        OSError: The file cannot be read.
     """
     state: State = {}
     with _opened(path, written) as file:
@@ -117,9 +138,18 @@ def outline(path: Path, written: Written) -> State:
 
 
 def read(path: Path, written: Written) -> State:
-    """The tensors of a file, on the CPU, each with memory of its own.
+    """Read the tensors of a file to the CPU.
 
-    Raises ValueError, in words, for a file that is not as it was written, and OSError.
+    Args:
+        path: The file.
+        written: Its size and digest.
+
+    Returns:
+        The tensors by name. They share no memory.
+
+    Raises:
+        ValueError: The file was changed after it was written.
+        OSError: The file cannot be read.
     """
     with _opened(path, written) as file:
         digest = hashlib.sha256()
@@ -135,7 +165,7 @@ def read(path: Path, written: Written) -> State:
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """A file to read. Raises ValueError at once for a pipe, a device or a folder."""
+    """Open a regular file to read. Raises ValueError immediately for a pipe, device or folder."""
     descriptor = os.open(path, os.O_RDONLY | (os.O_NONBLOCK if os.name == "posix" else 0))
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -168,13 +198,13 @@ def _is_size(value: object) -> bool:
 
 
 def to_disk(file: BinaryIO) -> None:
-    """What was written is there even if the machine stops now; errors that were put off come."""
+    """Write a file's buffers to disk, so that delayed errors are raised now."""
     file.flush()
     os.fsync(file.fileno())
 
 
 def _pieces(header: bytes, tensors: Iterable[Tensor]) -> Iterator[bytes | memoryview]:
-    """What a file is made of; a tensor is copied unless it lies on the CPU without gaps."""
+    """Yield the bytes of a file. A tensor is copied unless it is contiguous on the CPU."""
     yield len(header).to_bytes(8, "little")
     yield header
     for tensor in tensors:
@@ -182,13 +212,13 @@ def _pieces(header: bytes, tensors: Iterable[Tensor]) -> Iterator[bytes | memory
 
 
 def _view(raw: Tensor) -> memoryview:
-    """The memory of uint8 `[n]` on the CPU."""
+    """Return the memory of a CPU tensor, uint8 `[n]`."""
     array: Any = raw.numpy()
     return memoryview(array)
 
 
 def _header(file: BinaryIO, path: Path, nbytes: int, digest: Any) -> Iterator[_Place]:
-    """The tensors in the order of their bytes; all of them are looked at before the first."""
+    """Yield the tensors in the order of their bytes, after a check of all of them."""
     first = file.read(8)
     length = int.from_bytes(first, "little")
     if len(first) < 8 or not 2 <= length <= min(nbytes - 8, MOST_HEADER_BYTES):

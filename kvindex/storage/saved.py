@@ -1,9 +1,10 @@
-"""A saved folder: tensors in files of safetensors, and a manifest that tells what they are.
+"""Saved folders: tensors in safetensors files, and a manifest.
 
-`manifest.json` has the format's name and version, what was saved (an index, a layer, a cache) and
-how another like it is made, and size and SHA-256 of every file, its own text included. A folder is
-written under another name beside its place and renamed; what is not as it was saved is refused
-before anything is made of it. Nothing is unpickled, and no name in a file is imported.
+`manifest.json` contains the name and version of the format, the kind of object (an index, a layer,
+a cache), a recipe to make an empty one, and the size and SHA-256 digest of every file and of the
+manifest itself. A folder is written under a temporary name and then renamed. Reading raises
+ValueError for a folder that was changed, before any object is made from it. Nothing is unpickled,
+and no name in a file is imported.
 """
 
 from __future__ import annotations
@@ -44,11 +45,19 @@ def save_folder(
     about: Mapping[str, Any],
     parts: Mapping[str, Callable[[], State]],
 ) -> None:
-    """Write a new folder: whole, or not at all.
+    """Write a new folder, completely or not at all.
 
-    kind: what is saved; about: how another like it is made, JSON; parts: name of a file -> its
-    tensors, asked for one after the other, so that no two are held at a time. Raises OSError for a
-    folder that is there or cannot be written, and what the parts raise.
+    Args:
+        folder: A path that does not exist yet.
+        kind: What is saved: "index", "layer" or "cache".
+        about: The recipe, as JSON.
+        parts: Name of each file -> a function that returns its tensors. The functions are called
+            one after the other, so that only one file's tensors are in memory at a time.
+
+    Raises:
+        OSError: The folder exists, or cannot be written.
+        ValueError: The path is not valid, or a function raises it.
+        TypeError: `folder` is not a path.
     """
     path = check_new(folder)
     new = _beside(path)
@@ -75,9 +84,15 @@ def save_folder(
 
 
 def check_new(folder: str | os.PathLike[str]) -> Path:
-    """The path of a folder that can be made.
+    """Check that a folder can be made at a path, and return the absolute path.
 
-    Raises TypeError or ValueError for what is no path, and OSError for one that cannot be made.
+    Args:
+        folder: A path that does not exist yet.
+
+    Raises:
+        OSError: The folder exists, or cannot be made.
+        ValueError: The path is not valid text.
+        TypeError: `folder` is not a path.
     """
     try:
         path = Path(os.path.abspath(folder))
@@ -105,9 +120,13 @@ def check_new(folder: str | os.PathLike[str]) -> Path:
 
 @dataclass(frozen=True)
 class SavedFolder:
-    """A folder whose manifest, and names and sizes of files, are as they were saved.
+    """A saved folder whose manifest and file sizes have been checked.
 
-    kind, about: as `save_folder` took them; files: name -> size and digest.
+    Args:
+        path: The folder.
+        kind: As in `save_folder`.
+        about: As in `save_folder`.
+        files: Name of each file -> its size and digest.
     """
 
     path: Path
@@ -117,9 +136,15 @@ class SavedFolder:
 
     @staticmethod
     def open(folder: str | os.PathLike[str], kinds: Collection[str]) -> SavedFolder:
-        """That of a folder, of which no tensor is read yet; kinds: what may have been saved.
+        """Open a folder, without reading tensors.
 
-        Raises FileNotFoundError or ValueError, in words.
+        Args:
+            folder: Path of the folder.
+            kinds: The allowed kinds.
+
+        Raises:
+            FileNotFoundError: There is no manifest.
+            ValueError: The folder is of another kind, or was changed after it was saved.
         """
         path = Path(folder)
         if not (path / MANIFEST).is_file():
@@ -146,17 +171,30 @@ class SavedFolder:
         return SavedFolder(path, kind, about, files)
 
     def outline(self, name: str) -> State:
-        """Tensors of a file; of a large file the large ones are on the meta device.
+        """Read the small tensors of a file, for a check before `part` reads all of it.
 
-        For a check before `part` reads them. Raises ValueError for a file that is not as it was
-        saved, as far as it is read.
+        Args:
+            name: Name of the file, without its ending.
+
+        Returns:
+            The file's tensors. Large tensors of a large file are on the meta device.
+
+        Raises:
+            ValueError: The part that is read was changed after it was saved.
         """
         file = self._named(name)
         small = self.files[file].nbytes <= MOST_OUTLINE_BYTES
         return (read if small else outline)(self.path / file, self.files[file])
 
     def part(self, name: str) -> State:
-        """Tensors of a file. Raises ValueError for one that is not as it was saved."""
+        """Read the tensors of a file.
+
+        Args:
+            name: Name of the file, without its ending.
+
+        Raises:
+            ValueError: The file was changed after it was saved.
+        """
         file = self._named(name)
         return read(self.path / file, self.files[file])
 
@@ -168,7 +206,7 @@ class SavedFolder:
 
 
 def _manifest(path: Path) -> tuple[str, dict[str, Any], dict[str, Written]]:
-    """Kind, about and files. Raises ValueError for a manifest that is not as it was saved."""
+    """Read kind, recipe and files. Raises ValueError for a manifest that was changed."""
     try:
         with open_regular(path) as file:
             text = file.read(MOST_HEADER_BYTES + 1)

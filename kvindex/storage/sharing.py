@@ -1,4 +1,4 @@
-"""Who shares a buffer whose tokens are written once, and which of its tokens each may read."""
+"""Sharing of a buffer between copies: which of its tokens each user may read or write."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ _lock = forks.lock(sys.modules[__name__], "_lock")
 
 
 class Sharing:
-    """Users of one buffer, and up to which token each has ever held it.
+    """The users of one buffer, and the largest length that each of them has ever had.
 
-    A user writes only beyond what every other one may read: so what one appends never shows in
-    another, and what all hold is there once. Safe between threads.
+    A user may write only behind the tokens that every other user may read. So tokens that all of
+    them have are stored once, and tokens that one appends never appear in another. Methods may be
+    called from any thread.
 
-    shared: whether there was ever more than one; else nobody need ask.
+    Attributes:
+        shared: Whether the buffer ever had several users. If not, `claim` is not needed.
     """
 
     def __init__(self) -> None:
@@ -24,13 +26,13 @@ class Sharing:
         self._held: WeakKeyDictionary[object, int] = WeakKeyDictionary()
 
     def join(self, user: object, length: int) -> None:
-        """`user` may read the first `length` tokens."""
+        """Let `user` read the first `length` tokens."""
         with _lock:
             self.shared = True
             self._held[user] = max(length, self._held.get(user, 0))
 
     def claim(self, user: object, start: int, stop: int) -> bool:
-        """Whether `user` may write the tokens from `start` to `stop`, which are then its own."""
+        """Return whether `user` may write tokens `start` to `stop`, which then belong to it."""
         with _lock:
             if any(held > start for other, held in self._held.items() if other is not user):
                 return False

@@ -1,7 +1,8 @@
-"""State as named tensors: what an object keeps, by flat names with dots, and back again.
+"""State: conversion of an object's attributes to tensors with flat, dotted names, and back.
 
-Numbers are tensors without dimensions, and None is a name that is not there. `about` is text, JSON
-in uint8: whose state it is, and the type and shape of each tensor, so that another's is refused.
+Numbers become tensors without dimensions, and None becomes a missing name. The tensor `about`
+contains JSON text in uint8: to which kind of object the state belongs, and the dtype and shape of
+each tensor. Loading the state of another object raises ValueError.
 """
 
 from __future__ import annotations
@@ -30,36 +31,36 @@ from kvindex.storage.layout import Layout, TensorSpec, scalar
 State: TypeAlias = dict[str, Tensor]
 
 OnHost: TypeAlias = Annotated[Tensor, "host"]
-"""A tensor that is on the CPU wherever the index is."""
+"""A tensor that is always on the CPU, also if the index is on another device."""
 
 ABOUT = "about"
 
 
 class NamedState:
-    """An object of which some attributes are state: tensors, numbers, and what is made of them.
+    """An object with attributes that are part of its state.
 
-    Their annotations say what they are: `Tensor`, `OnHost`, `bool`, `int`, `float`, tuples,
-    dataclasses, `Columns`, `Valid`, and each of these or None.
+    The class annotates their types: `Tensor`, `OnHost`, `bool`, `int`, `float`, tuples,
+    dataclasses, `Columns`, `Valid`, or one of these or None.
     """
 
     statistics: ClassVar[tuple[str, ...]] = ()
-    """Names of the attributes that this class adds to those of its bases."""
+    """Names of the attributes of the state that this class adds to those of its bases."""
 
     def _packed(self) -> State:
-        """The attributes, without the underscore that their names begin with."""
+        """Return the state. Names have no underscore at the beginning."""
         state: State = {}
         for name in self._names():
             state |= packed(name.lstrip("_"), vars(self)[name])
         return state
 
     def _unpack(self, state: Mapping[str, Tensor], device: torch.device) -> None:
-        """The attributes become what `_packed` gave."""
+        """Set the attributes from a state that `_packed` returned."""
         hints = get_type_hints(type(self), include_extras=True)
         for name in self._names():
             setattr(self, name, unpacked(name.lstrip("_"), hints[name], state, device))
 
     def _layout_of_attributes(self, state: Mapping[str, Tensor]) -> Layout:
-        """Return what packed tensors must be like, by the annotations of the attributes."""
+        """Return the layout of the state, from the annotations of the attributes."""
         hints = get_type_hints(type(self), include_extras=True)
         layout: Layout = {}
         for name in self._names():
@@ -72,7 +73,7 @@ class NamedState:
 
 
 def packed(name: str, value: Any) -> State:
-    """The tensors of a value, named `name` and `name.part`."""
+    """Return the tensors of a value, named `name` or `name.part`."""
     if value is None:
         return {}
     if isinstance(value, Tensor):
@@ -91,14 +92,14 @@ def packed(name: str, value: Any) -> State:
 
 def _parts(value: Any) -> list[tuple[str, Any]]:
     if isinstance(value, Columns):
-        return [(part, value[part].clone()) for part in value]  # room beyond it is written to
+        return [(part, value[part].clone()) for part in value]  # the original may be written to
     if isinstance(value, tuple):
         return [(str(place), one) for place, one in enumerate(value)]
     return [(field.name, getattr(value, field.name)) for field in dataclasses.fields(value)]
 
 
 def unpacked(name: str, hint: Any, state: Mapping[str, Tensor], device: torch.device) -> Any:
-    """The value of type `hint` of which `packed` gave these tensors."""
+    """Return the value of type `hint` from tensors that `packed` returned."""
     origin, inner = get_origin(hint), get_args(hint)
     parts = below(name, state)
     if NoneType in inner:  # X | None
@@ -132,11 +133,11 @@ def unpacked(name: str, hint: Any, state: Mapping[str, Tensor], device: torch.de
 
 
 SCALARS = {bool: torch.bool, int: torch.int64, float: torch.float64}
-"""Type of a number -> dtype of the tensor that holds it."""
+"""Type of a number -> dtype of its tensor."""
 
 
 def annotated(name: str, hint: Any, state: Mapping[str, Tensor]) -> Layout:
-    """Return what the packed tensors of a value must be like if its type is `hint`."""
+    """Return the layout of the tensors of a value of type `hint`."""
     origin, inner = get_origin(hint), get_args(hint)
     if NoneType in inner:  # X | None
         if name not in state and not below(name, state):
@@ -165,12 +166,12 @@ def annotated(name: str, hint: Any, state: Mapping[str, Tensor]) -> Layout:
 
 
 def above(name: str, state: Mapping[str, Tensor]) -> State:
-    """The same tensors with names below `name`."""
+    """Return the tensors with `name.` before their names."""
     return {f"{name}.{part}": tensor for part, tensor in state.items()}
 
 
 def below(name: str, state: Mapping[str, Tensor]) -> State:
-    """The tensors with names below `name`, without it."""
+    """Return the tensors whose names begin with `name.`, without that beginning."""
     return {
         part.removeprefix(f"{name}."): tensor
         for part, tensor in state.items()
@@ -179,30 +180,30 @@ def below(name: str, state: Mapping[str, Tensor]) -> State:
 
 
 def length_and_batch(state: Mapping[str, Tensor]) -> dict[str, int]:
-    """`N` tokens and `B` sequences of the innermost index in a state, where it says so."""
+    """Return `N` tokens and `B` sequences of the innermost index in a state, if they are known."""
     while "length" not in state and (inner := below("inner", state)):
         state = inner
     known = (("N", "length"), ("B", "batch"))
     return {letter: scalar(name, state) for letter, name in known if name in state}
 
 
-# Whose it is
+# The owner of a state
 
 
 def signed(whose: Mapping[str, Any], state: State) -> State:
-    """With `about`: whose state it is, and what each tensor is like."""
+    """Return the state with `about`: its owner, and the dtype and shape of each tensor."""
     text = json.dumps({"whose": _plain(whose), "tensors": _likes(state)}, sort_keys=True)
     return {**state, ABOUT: torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)}
 
 
 def extended(state: State, more: State) -> State:
-    """A state with more tensors in it, of the same owner."""
+    """Return a state of the same owner with more tensors."""
     whose = json.loads(bytes(state[ABOUT].tolist()))["whose"]
     return signed(whose, {name: t for name, t in (state | more).items() if name != ABOUT})
 
 
 def check_signed(whose: Mapping[str, Any], state: Any) -> None:
-    """Raises TypeError or ValueError for what is no state of `whose`, complete as it was made."""
+    """Raise TypeError or ValueError unless this is a complete, unchanged state of `whose`."""
     if not isinstance(state, Mapping) or not all(
         isinstance(name, str) and isinstance(tensor, Tensor) for name, tensor in state.items()
     ):
@@ -240,7 +241,7 @@ def _likes(state: Mapping[str, Tensor]) -> dict[str, str]:
 
 
 def _plain(value: Any) -> Any:
-    """A value as JSON has it; a tensor by a digest."""
+    """Return a value as JSON, with a digest in place of a tensor."""
     if isinstance(value, Tensor):
         words = value.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
         return f"{value.dtype} {list(value.shape)} {hashlib.sha256(words).hexdigest()[:16]}"

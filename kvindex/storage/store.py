@@ -1,7 +1,7 @@
-"""Where full-precision rows live: what an index asks of a store, and the store of plain torch.
+"""Stores of rows: the protocols that an index requires, and a store in plain torch.
 
-A row is the key and the value of a token for one head, side by side, as a codec makes them. An
-index takes its rows from any `RowStore`; kernels read those of one that has `AddressedRows`.
+A row is one token's key and value for one head, encoded as contiguous bytes by a row codec. An
+index can use any `RowStore`. CUDA kernels need one that offers `AddressedRows`.
 """
 
 from __future__ import annotations
@@ -28,53 +28,69 @@ PLACES = ("device", "host", "auto")
 
 @runtime_checkable
 class RowStore(Protocol):
-    """The rows of an index, in append order; `store=` takes an empty one.
+    """The rows of an index, in the order of appends. The option `store=` takes an empty one.
 
-    It is a `kvindex.core.restore.Restorable`, too: a call that fails is undone, so that what is
-    there is not written to, or `checkpoint` and `rollback` say more. Rows come in two steps: `join`
-    makes of keys and values what `reserve`, `write` and `append` of the same tokens take.
+    A store must also be a `kvindex.core.restore.Restorable`, because a call that fails is undone:
+    either it never overwrites existing rows, or its `checkpoint` and `rollback` restore them. An
+    append has two steps: `join` encodes keys and values, and `reserve`, `write` and `append` take
+    the result.
     """
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a token's key and value for one head, as they are kept."""
+        """Bytes of one stored row: a token's key and value for one head."""
         ...
 
     @property
     def row_codec(self) -> str:
-        """How rows are kept: a name of `kvindex.storage.codecs`."""
+        """Name of the row codec (`kvindex.storage.codecs.NAMES`)."""
         ...
 
     def __len__(self) -> int:
-        """Tokens held."""
+        """Number of tokens."""
         ...
 
     def join(self, keys: Tensor, values: Tensor) -> Any:
-        """Rows of keys `[B, G, N, D]` and values `[B, G, N, Dv]` for an append at this length."""
+        """Encode rows for an append at the present length.
+
+        Args:
+            keys: `[B, G, N, D]`.
+            values: `[B, G, N, Dv]`.
+
+        Returns:
+            An object that `reserve`, `write` and `append` take.
+        """
         ...
 
     def reserve(self, rows: Any) -> None:
-        """Make room for `rows`; what is held stays as it was. May run out of memory."""
+        """Make room for `rows`, without a change to existing rows. This may run out of memory."""
         ...
 
     def reserve_tokens(self, tokens: int) -> None:
-        """Make room for so many tokens in all, as far as that takes long."""
+        """Make room for `tokens` tokens in all, if making room takes long."""
         ...
 
     def write(self, rows: Any) -> None:
-        """Put `rows` beyond the last token, where nobody reads, if that is better done early."""
+        """Write `rows` behind the last token, where nobody reads, if writing early is useful."""
         ...
 
     def append(self, rows: Any) -> None:
-        """Hold `rows`, for which `reserve` has made room."""
+        """Append `rows`, for which `reserve` has made room."""
         ...
 
     def gather(self, ids: Tensor) -> Rows:
-        """Rows of ids int64 `[B, G, K]` in `[-1, N)`, on the compute device; `-1` gives zeros."""
+        """Return rows by their ids.
+
+        Args:
+            ids: Int64 `[B, G, K]`, from -1 to `N - 1`.
+
+        Returns:
+            Keys `[B, G, K, D]` and values `[B, G, K, Dv]` on the compute device, zeros for -1.
+        """
         ...
 
     def blocks(self, size: int) -> Iterator[tuple[int, Rows]]:
-        """All rows in order, at most `size` tokens at a time: (first id, rows)."""
+        """Yield all rows in order, at most `size` tokens at a time: (first id, rows)."""
         ...
 
     def truncate(self, length: int) -> None:
@@ -82,15 +98,15 @@ class RowStore(Protocol):
         ...
 
     def reordered(self, batch_indices: Tensor) -> Self:
-        """A copy in which row `b` of the batch is row `batch_indices[b]` of this."""
+        """Return a copy in which sequence `b` is sequence `batch_indices[b]` of this store."""
         ...
 
     def expand_batch(self, count: int) -> Self:
-        """A view of a batch of 1 as one of `count`, to read."""
+        """Return a read-only view of one sequence as a batch of `count` sequences."""
         ...
 
     def emptied(self) -> Self:
-        """The same before its first append."""
+        """Return an empty store with the same options."""
         ...
 
     def nbytes(self) -> int:
@@ -99,87 +115,88 @@ class RowStore(Protocol):
 
 
 METHODS = frozenset(name for name in vars(RowStore) if name == "__len__" or name[0] != "_")
-"""Of a `RowStore`."""
+"""Names of the methods and properties of a `RowStore`."""
 
 
 @runtime_checkable
 class EncodedRows(Protocol):
-    """A store whose rows can be had, and given back, as the row codec made them.
+    """A store that returns and takes rows as the bytes that its row codec made.
 
-    Of a store with a center (`CenteredRows`) its rows are nothing without that.
+    The rows of a store with a center (`CenteredRows`) can only be decoded together with it.
     """
 
     def encoded(self) -> Tensor:
-        """All rows, uint8 `[B, G, N, row_bytes]`."""
+        """Return all rows, uint8 `[B, G, N, row_bytes]`."""
         ...
 
     def append_encoded(self, rows: Tensor) -> None:
-        """Append rows that `encoded` gave."""
+        """Append rows that `encoded` returned."""
         ...
 
 
 @runtime_checkable
 class CenteredRows(EncodedRows, Protocol):
-    """A store whose rows may be codes of what keys differ from a center by (`storage/centers.py`).
+    """A store that may encode keys as their difference from a center (`storage/centers.py`).
 
-    The first append to an empty store decides it; it stays until the store is empty again.
+    The first append to an empty store determines the center, which stays until the store is empty
+    again.
     """
 
     def join(self, keys: Tensor, values: Tensor, *, valid: Tensor | None = None) -> Any:
-        """As `RowStore.join`; valid: bool `[B, N]`, what no center is made of, None for all."""
+        """As `RowStore.join`; valid: bool `[B, N]`, the keys for the center; None for all."""
         ...
 
     @property
     def center(self) -> Tensor | None:
-        """Of the rows held, float32 `[B, G, D]` on the compute device; None for zeros.
+        """The center of the stored keys, float32 `[B, G, D]` on the compute device; None for zeros.
 
-        Of a store with `AddressedRows` the same tensor for as long as `B` stays, as its table.
+        In a store with `AddressedRows` it is the same tensor for as long as `B` does not change.
         """
         ...
 
     def append_encoded(self, rows: Tensor, center: Tensor | None = None) -> None:
-        """Append rows that `encoded` gave, and the center they are codes from; None for zeros.
+        """Append rows that `encoded` returned, relative to `center`; None for zeros.
 
-        Raises ValueError for a center to a store that holds rows, or whose codec has none.
+        Raises ValueError for a center if the store is not empty, or its codec uses no center.
         """
         ...
 
 
 @runtime_checkable
 class AttendsToRows(Protocol):
-    """A store that can attend to its rows where they lie."""
+    """A store that can attend to its rows where they are stored."""
 
     @property
     def attends(self) -> bool:
-        """Whether it does: to rows as `row_codec` makes them."""
+        """Whether it can, with rows of its `row_codec`."""
         ...
 
     def attend(self, queries: Tensor, hits: Hits, resident: ResidentRows) -> Attended:
-        """As `kvindex.core.protocol.Attends.attend_hits`, of ids that are there."""
+        """As `kvindex.core.protocol.Attends.attend_hits`, for ids of existing tokens."""
         ...
 
 
 @runtime_checkable
 class AddressedRows(Protocol):
-    """What kernels read of a store: pages that never move, found by a table of their addresses.
+    """A store whose rows kernels can read: in pages that never move, found by a table of addresses.
 
-    The row of token `n`, head `g` and row `b` of the batch begins at `table[b, n // page_tokens] +
+    The row of token `n`, head `g` and sequence `b` begins at `table[b, n // page_tokens] +
     g · head_bytes + n % page_tokens · row_bytes`, a multiple of 16: the key, then the value, as
-    `row_codec` makes them. Kernels read pages of 256 tokens with `head_bytes = 256 · row_bytes`;
-    of a store with others an index searches with kernels, and fetches by `gather`.
+    encoded by `row_codec`. Kernels read pages of 256 tokens with `head_bytes = 256 · row_bytes`. If
+    the pages are others, an index searches with kernels, and fetches with `gather`.
     """
 
     @property
     def table(self) -> Tensor:
-        """Addresses of pages, int64 `[B, S]` on the compute device; 0 where there is none.
+        """Addresses of pages, int64 `[B, S]` on the compute device; 0 for a missing page.
 
-        The same tensor for as long as `B` stays, with room for the longest sequence.
+        It has room for the longest sequence, and is the same tensor as long as `B` is the same.
         """
         ...
 
     @property
     def page_tokens(self) -> int:
-        """Tokens of a page."""
+        """Number of tokens in a page."""
         ...
 
     @property
@@ -194,42 +211,45 @@ class AddressedRows(Protocol):
 
     @property
     def row_codec(self) -> str:
-        """A name of `kvindex.storage.codecs`."""
+        """Name of the row codec (`kvindex.storage.codecs.NAMES`)."""
         ...
 
     @property
     def far(self) -> bool:
-        """Whether rows are worth keeping on the device once read: those of the host are."""
+        """Whether rows are on the host, so that keeping read ones on the device pays."""
         ...
 
     def wait(self) -> None:
-        """What the current stream runs from here on sees all rows that are held."""
+        """Let later work of the current stream wait until all appended rows are written."""
         ...
 
 
 @runtime_checkable
 class PlacedRows(AddressedRows, Protocol):
-    """It knows which of its rows are where; `far` may become true as it grows."""
+    """A store with rows on both device and host. `far` may become True when it grows."""
 
     @property
     def near(self) -> Tensor | None:
-        """Which pages are in the device's memory, uint8 `[B, S]` there; None where all are alike.
+        """Which pages are on the device, uint8 `[B, S]` there; None if all are in one place.
 
-        The same tensor for as long as `table` is. Kernels keep no row of such a page.
+        It is the same tensor as long as `table` is. Kernels do not cache rows of these pages.
         """
         ...
 
     def rows_by_place(self) -> dict[str, int]:
-        """Rows held of all heads and rows of the batch: how many are on the `device` and `host`."""
+        """Return the number of rows on the `device` and the `host`, of all heads and sequences."""
         ...
 
 
 @runtime_checkable
 class PinsAhead(Protocol):
-    """Memory for its rows takes long to get, and can be got beside other work."""
+    """A store that can allocate memory in the background, because that takes long."""
 
     def pin_ahead(self, tokens: int, batch: int) -> None:
-        """Begin to get it, for so many tokens of so many sequences; neither waits nor fails."""
+        """Start to allocate memory for `tokens` tokens of `batch` sequences, and return at once.
+
+        This never fails.
+        """
         ...
 
 
@@ -241,10 +261,19 @@ def row_store(
     row_codec: str = "plain",
     device_share: float | None = None,
 ) -> RowStore:
-    """The store of an index: the backend's for one of `PLACES`, or the caller's own.
+    """Return the store of an index: a new one of the backend, or the caller's own.
 
-    Raises ValueError or TypeError for a store that is none, holds tokens, or has another codec, and
-    for a share of another one than "auto".
+    Args:
+        store: One of `PLACES`, or an empty store.
+        geometry: The index's geometry.
+        backend: Name of the backend, whose store is used for a place.
+        row_codec: Name of the row codec.
+        device_share: Fraction of the rows to place on the device, only with "auto".
+
+    Raises:
+        ValueError: The store is not a `RowStore`, has tokens or another codec, or `device_share` is
+            given with another store.
+        TypeError: An option has the wrong type.
     """
     if device_share is not None:
         check.within("device_share", device_share, 0, 1)
@@ -275,12 +304,19 @@ def row_store(
 
 
 class TensorStore(Restorable):
-    """Rows as the bytes that a codec makes of them, on the compute device or in host memory.
+    """A store of encoded rows in one tensor, on the compute device or in host memory.
 
-    One row is one contiguous read. `place="device"` keeps rows beside the codes; `"host"` keeps
-    them in CPU memory and copies what is fetched (pinned, mapped memory comes with the GPU path);
-    `"auto"` is for a CPU, where both are the same. row_codec: one of
-    `kvindex.storage.codecs.NAMES`. Raises ValueError for "auto" elsewhere.
+    Each row is contiguous, so that it is read in one piece.
+
+    Args:
+        geometry: The index's geometry.
+        place: "device" to store rows on the compute device; "host" to store them in CPU memory and
+            copy fetched rows (not pinned: the CUDA backend has stores of its own); "auto" only for
+            a CPU, where both are the same.
+        row_codec: One of `kvindex.storage.codecs.NAMES`.
+
+    Raises:
+        ValueError: The place is "auto" and the device is not a CPU, or a name is unknown.
     """
 
     def __init__(self, geometry: Geometry, place: str = "device", row_codec: str = "plain") -> None:
@@ -293,23 +329,23 @@ class TensorStore(Restorable):
         self._codec, self._centered = codec(row_codec, geometry), is_centered(row_codec, geometry)
         self._device = torch.device("cpu") if place == "host" else geometry.device
         self._columns = Columns()
-        self._center: Tensor | None = None  # of the rows held
+        self._center: Tensor | None = None  # of the stored rows
 
     def __len__(self) -> int:
         return len(self._columns)
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a token's key and value for one head, a multiple of 16."""
+        """Bytes of one row, a multiple of 16."""
         return self._codec.row_bytes
 
     def join(
         self, keys: Tensor, values: Tensor, *, valid: Tensor | None = None
     ) -> dict[str, Tensor]:
-        """Rows of keys `[B, G, N, D]` and values `[B, G, N, Dv]`, where the store keeps them.
+        """Encode keys `[B, G, N, D]` and values `[B, G, N, Dv]`, and copy them to the store.
 
-        valid: as of `CenteredRows.join`. Plain ones that are there already are left as they are:
-        `append` puts them side by side.
+        Plain ones that are already there are returned unchanged, and `append` copies them once.
+        valid: as in `CenteredRows.join`.
         """
         if isinstance(self._codec, Plain) and keys.device == values.device == self._device:
             return {"keys": keys.detach(), "values": values.detach()}
@@ -322,17 +358,17 @@ class TensorStore(Restorable):
         return rows
 
     def reserve(self, rows: dict[str, Tensor]) -> None:
-        """Make room for `rows`, as `join` makes them."""
+        """Make room for `rows` from `join`."""
         self._columns.reserve(self._as_joined(rows))
 
     def reserve_tokens(self, tokens: int) -> None:
-        """Nothing: a tensor grows as tokens come."""
+        """Do nothing: the tensor grows with its tokens."""
 
     def write(self, rows: dict[str, Tensor]) -> None:
-        """Nothing: `append` copies."""
+        """Do nothing: `append` copies."""
 
     def append(self, rows: dict[str, Tensor]) -> None:
-        """Append `rows`, as `join` makes them."""
+        """Append `rows` from `join`."""
         if "rows" in rows:
             center = rows.center if isinstance(rows, JoinedRows) else None
             center = self._center if len(self) else center
@@ -343,23 +379,23 @@ class TensorStore(Restorable):
             self._codec.put(rows["keys"], rows["values"], place.view(torch.uint8))
 
     def gather(self, ids: Tensor) -> Rows:
-        """Rows of ids int64 `[B, G, K]` in `[-1, N)`, on the compute device; `-1` gives zeros."""
+        """Return rows of ids int64 `[B, G, K]` on the compute device, zeros for -1."""
         if len(self) == 0:
             none = torch.zeros((*ids.shape, self.row_bytes // WORD.itemsize), dtype=WORD)
             return self._decoded(none)
         return self._decoded(gather_rows(self._columns["rows"], ids.to(self._device)), ids)
 
     def blocks(self, size: int) -> Iterator[tuple[int, Rows]]:
-        """All rows in order, at most `size` tokens at a time: (first id, rows)."""
+        """Yield all rows in order, at most `size` tokens at a time: (first id, rows)."""
         for start in range(0, len(self), size):
             rows = self._columns["rows"][:, :, start : start + size]
-            batch, same = len(rows), rows.stride(0) == 0  # those of one sequence, decoded once
+            batch, same = len(rows), rows.stride(0) == 0  # a view of one sequence is decoded once
             found = self._decoded(rows[:1] if same else rows)
             parts = (found.keys, found.values)
             yield start, Rows(*(part.expand(batch, -1, -1, -1) for part in parts))
 
     def encoded(self) -> Tensor:
-        """All rows as the codec made them, uint8 `[B, G, N, row_bytes]`; a copy."""
+        """Return a copy of all encoded rows, uint8 `[B, G, N, row_bytes]`."""
         return self._columns["rows"].view(torch.uint8).clone()
 
     @property
@@ -375,7 +411,10 @@ class TensorStore(Restorable):
         self.append(joined)
 
     def contiguous_rows(self) -> Tensor:
-        """All rows as they lie, int64 `[B, G, N, row_bytes / 8]`: a view, until the next change."""
+        """Return a view of all encoded rows, int64 `[B, G, N, row_bytes / 8]`.
+
+        It is valid until the next change.
+        """
         return self._columns["rows"]
 
     def truncate(self, length: int) -> None:
@@ -383,7 +422,7 @@ class TensorStore(Restorable):
         self._columns.truncate(length)
 
     def reordered(self, batch_indices: Tensor) -> Self:
-        """A copy in which row `b` of the batch is row `batch_indices[b]` of this."""
+        """Return a copy in which sequence `b` is sequence `batch_indices[b]` of this store."""
         copied = self._shallow()
         copied._columns = self._columns.reordered(batch_indices)
         if (center := self.center) is not None:
@@ -391,7 +430,7 @@ class TensorStore(Restorable):
         return copied
 
     def expand_batch(self, count: int) -> Self:
-        """A view of a batch of 1 as one of `count`; it cannot be appended to."""
+        """Return a read-only view of one sequence as a batch of `count` sequences."""
         view = self._shallow()
         view._columns = self._columns.expand_batch(count)
         if (center := self.center) is not None:
@@ -399,7 +438,7 @@ class TensorStore(Restorable):
         return view
 
     def emptied(self) -> Self:
-        """The same before its first append."""
+        """Return an empty store with the same options."""
         empty = self._shallow()
         empty._columns, empty._center = self._columns.emptied(), None
         return empty
@@ -413,14 +452,14 @@ class TensorStore(Restorable):
         return self._columns.memory()
 
     def _as_joined(self, rows: dict[str, Tensor]) -> dict[str, Tensor]:
-        """A tensor of the shape of `rows` side by side, which nobody reads."""
+        """Return a tensor with the shape of the encoded rows. Its values are not used."""
         if "rows" in rows:
             return rows
         one = torch.empty((), dtype=WORD, device=self._device)
         return {"rows": one.expand(*rows["keys"].shape[:3], self.row_bytes // WORD.itemsize)}
 
     def _decoded(self, words: Tensor, ids: Tensor | None = None) -> Rows:
-        """What words stand for, of the first rows of the batch; ids: theirs, -1 for zeros."""
+        """Decode rows of the first sequences; ids: the rows' ids, where -1 stands for zeros."""
         raw, center = words.to(self._geometry.device).view(torch.uint8), self.center
         if center is None:
             return self._codec.decode(raw)
