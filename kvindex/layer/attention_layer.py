@@ -5,7 +5,7 @@ buffer is full, the newest `local_window` tokens stay and the older ones move in
 first real tokens that move are the sink: steps always attend to them, and the index never returns
 them, because they are marked invalid there (docs/pipeline/regions.md).
 
-The layer has these parts: `Contents` (index and window), `Updates` (when tokens move into the
+The layer has these parts: `LayerContents` (index and window), `Updates` (when tokens move into the
 index), `Retrieval` (how a decoded token searches and attends), `Tally` (counts for `traffic`), and
 `CapturedSteps` and `JoinedSteps` (steps in a caller's CUDA graph, and with other layers).
 """
@@ -46,7 +46,7 @@ from kvindex.layer.arguments import (
 )
 from kvindex.layer.captured import CapturedSteps, JoinedSteps
 from kvindex.layer.chosen import attend_chosen, check_ids
-from kvindex.layer.contents import Contents
+from kvindex.layer.contents import LayerContents
 from kvindex.layer.dense import attend_densely
 from kvindex.layer.retrieval import Retrieval, output_of
 from kvindex.layer.stats import Tally, Traffic
@@ -137,7 +137,7 @@ class AttentionLayer(Guarded):
         most = longest_buffer(index, unit, **turns)
         room = local_window + most + LAG + search_up_to - 1
         sizes = dict(sink_size=sink, local_size=local_window, room=room)
-        self._contents = Contents(index, Window(index.geometry, unit=unit, **sizes))
+        self._contents = LayerContents(index, Window(index.geometry, unit=unit, **sizes))
         self._tally = Tally()
         self._updates = Updates(self._contents, most=most, **turns)
         self._retrieval = Retrieval(self._contents, self._tally)

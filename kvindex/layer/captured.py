@@ -15,7 +15,7 @@ from kvindex.core.capability import capability, required
 from kvindex.core.protocol import Attended, CapturesStep, JoinsBatch, ObservesQueries, Rows
 from kvindex.core.resident import ResidentRows
 from kvindex.core.restore import Restorable
-from kvindex.layer.contents import Contents
+from kvindex.layer.contents import LayerContents
 from kvindex.layer.retrieval import output_of, rows_to_ask
 from kvindex.layer.stats import Counts, Tally
 from kvindex.layer.updates import Updates
@@ -34,7 +34,9 @@ class CapturedSteps(Restorable):
     _prepared: tuple[object, CapturesStep, ResidentRows, int] | None = None
     _due_at = 0  # a replay below this length brings no update
 
-    def __init__(self, contents: Contents, updates: Updates, tally: Tally, row_bytes: int) -> None:
+    def __init__(
+        self, contents: LayerContents, updates: Updates, tally: Tally, row_bytes: int
+    ) -> None:
         self._contents, self._updates, self._tally = contents, updates, tally
         self._row_bytes = row_bytes
 
@@ -116,7 +118,7 @@ class JoinedSteps(Restorable):
         row_bytes: Bytes of a row that the index fetches.
     """
 
-    def __init__(self, contents: Contents, tally: Tally, row_bytes: int) -> None:
+    def __init__(self, contents: LayerContents, tally: Tally, row_bytes: int) -> None:
         self._contents, self._tally, self._row_bytes = contents, tally, row_bytes
 
     def possible(self, *, searches: bool) -> bool:

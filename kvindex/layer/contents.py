@@ -16,7 +16,7 @@ from kvindex.layer.window import Window
 from kvindex.storage.state import State, above, below, length_and_batch
 
 
-class Contents(Restorable):
+class LayerContents(Restorable):
     """An index, and the window with the tokens that come after those in the index.
 
     A layer and its parts share one object of this class. So all of them see the same window after

@@ -30,7 +30,7 @@ from kvindex.core.protocol import (
 )
 from kvindex.core.restore import Restorable
 from kvindex.layer.arguments import check_finite
-from kvindex.layer.contents import Contents
+from kvindex.layer.contents import LayerContents
 from kvindex.layer.stats import Counts, Tally
 from kvindex.layer.window import Window
 from kvindex.ops.attention import with_sink_logits
@@ -183,7 +183,7 @@ class Retrieval(Restorable):
         tally: Counts what each search reads.
     """
 
-    def __init__(self, contents: Contents, tally: Tally) -> None:
+    def __init__(self, contents: LayerContents, tally: Tally) -> None:
         self._contents, self._tally = contents, tally
         self.row_bytes = row_bytes(contents.index)
 

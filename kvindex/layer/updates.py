@@ -14,7 +14,7 @@ from kvindex.core.capability import capability
 from kvindex.core.protocol import AppendsAsync, EncodesBlocks, KVIndex
 from kvindex.core.restore import Restorable
 from kvindex.core.streams import side_stream
-from kvindex.layer.contents import Contents
+from kvindex.layer.contents import LayerContents
 from kvindex.layer.window import Leaving
 
 LAG = 4
@@ -123,7 +123,7 @@ class Updates(Restorable):
     """
 
     def __init__(
-        self, contents: Contents, *, update_every: int, update_phase: float | None, most: int
+        self, contents: LayerContents, *, update_every: int, update_phase: float | None, most: int
     ) -> None:
         self._contents, self._every, self._most = contents, update_every, most
         self.turn = None if update_phase is None else int(update_phase * update_every)
