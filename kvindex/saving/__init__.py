@@ -1,1 +1,1 @@
-"""What was saved is loaded: indexes by the registry's names, and layers around them."""
+"""Loading of saved indexes and layers."""

@@ -21,7 +21,7 @@ from kvindex.storage.state import State, below
 from kvindex.storage.store import RowStore
 
 KINDS = ("index", "layer")
-"""What may have been saved; a cache is loaded by the adapter that it is of."""
+"""Kinds of saved folders. A saved cache is loaded by its adapter."""
 
 T = TypeVar("T")
 
@@ -48,14 +48,23 @@ def load(
     backend: str | None = None,
     into: object = None,
 ) -> object:
-    """The index or the layer that was saved in a folder, which goes on as the one that was.
+    """Load a saved index or layer, which continues exactly where the saved one was.
 
-    device, store, backend: as `kvindex.create` takes them; they may be others than those of the
-    index that was saved. into: an empty index or layer of the same class, geometry and
-    configuration, to load into; for an index that has no name here.
+    Args:
+        folder: The folder that `save` wrote.
+        device: As in `kvindex.create`. It may differ from the device of the saved index.
+        store: As in `kvindex.create`. It may differ from the store of the saved index.
+        backend: As in `kvindex.create`. It may differ from the backend of the saved index.
+        into: An empty index or layer to load into, of the same class, geometry and configuration.
+            It is needed for an index that has no registered name.
 
-    Raises FileNotFoundError or ValueError, in words, for a folder that is not as it was saved, or
-    of another index than `into`; `into` stays as it was.
+    Returns:
+        The index or layer; `into` if it is given.
+
+    Raises:
+        FileNotFoundError: There is no saved folder.
+        ValueError: The folder was changed after it was saved, or belongs to another kind of index
+            than `into`, which is then unchanged.
     """
     saved = SavedFolder.open(folder, KINDS)
     outline = saved.outline("state")
@@ -81,9 +90,9 @@ def load(
 
 
 def _made(recipe: Mapping[str, Any], place: Mapping[str, Any], state: State, name: str) -> object:
-    """An empty index or layer. Raises ValueError for a recipe that makes none.
+    """Make an empty index or layer from a recipe. Raises ValueError for a wrong recipe.
 
-    state: its outline, which sizes in the recipe are compared with.
+    state: the outline of the saved state, with which sizes in the recipe are compared.
     """
     if "layer" not in recipe:
         return _index(recipe, place, state)
@@ -116,7 +125,7 @@ def _index(recipe: Any, place: Mapping[str, Any], state: State) -> KVIndex:
 
 
 def _around(kind: Callable[..., T], index: KVIndex, recipe: Mapping[str, Any]) -> T:
-    """A wrapper or layer with the options of a recipe. Raises ValueError for those it has not."""
+    """Make a wrapper or layer with the options of a recipe. Raises ValueError for unknown ones."""
     options = field(recipe, "options", dict, where="about")
     try:
         return kind(index, **options)
