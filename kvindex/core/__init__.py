@@ -1,1 +1,1 @@
-"""The protocol, and what every other room builds on."""
+"""The index protocol, and the foundations that all other packages build on."""

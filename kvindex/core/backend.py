@@ -1,4 +1,4 @@
-"""Which implementation of the ops an index runs on, and what runs it whole, if anything does."""
+"""Backends: implementations of the ops, and executors that run a whole index."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ BACKENDS = {"torch": "kvindex.ops", "cuda": "kvindex_cuda", "cpu": "kvindex.cpu"
 
 
 def resolve(backend: str) -> ModuleType:
-    """The module of ops behind a backend's name.
+    """Return the module of a backend.
 
-    Raises ValueError for an unknown name, ImportError where the backend is not installed.
+    Raises ValueError for an unknown name, and ImportError if the backend is not installed.
     """
     module = BACKENDS[check.one_of("backend", backend, BACKENDS)]
     if importlib.util.find_spec(module) is None:
@@ -32,9 +32,9 @@ def resolve(backend: str) -> ModuleType:
 
 
 def choose(device: torch.device) -> tuple[str, str]:
-    """The backend of an index that is told of none, and why.
+    """Return the default backend for a device, and the reason.
 
-    "cuda" or "cpu", whose kernels run on such a device, where this machine has what they need.
+    It is "cuda" or "cpu" if kernels can run on this machine and device, and "torch" otherwise.
     """
     name = device.type
     if name not in ("cuda", "cpu"):
@@ -49,9 +49,9 @@ def choose(device: torch.device) -> tuple[str, str]:
 def accelerate(
     backend: str, geometry: Geometry, config: object, constants: Mapping[str, Tensor]
 ) -> Executor | None:
-    """What runs an index of such a configuration whole; None where its ops run one by one.
+    """Return an executor for an index, or None if the index must call its ops one by one.
 
-    constants: what the index has made of its configuration, by name. Plain torch has none.
+    constants: tensors that the index derives from its configuration, by name.
     """
     if backend == "torch":
         return None
@@ -60,7 +60,7 @@ def accelerate(
 
 
 def refusal(backend: str, geometry: Geometry, config: object) -> str:
-    """Why `accelerate` gives None."""
+    """Return the reason why `accelerate` returns None."""
     if backend == "torch":
         return "plain torch has no executor"
     why: str = resolve(backend).refusal(geometry, config)

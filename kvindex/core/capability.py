@@ -1,7 +1,8 @@
-"""Which capabilities an index has: the small protocols of `kvindex.core.protocol`, by instance.
+"""Capabilities of an index: which small protocols of `kvindex.core.protocol` an instance supports.
 
-A class may have a method that an instance cannot serve (kernels that are not there, an inner index
-that has it not), so whoever needs one asks, and gets the index itself or None.
+A class may have a method that an instance does not support, for example because its kernels are
+missing, or because the index inside a wrapper lacks it. So callers ask with `capability`, which
+returns the index or None.
 """
 
 from __future__ import annotations
@@ -10,31 +11,33 @@ from typing import TypeVar
 
 P = TypeVar("P")
 
-_speaks: dict[tuple[type, type], bool] = {}  # (class, protocol) -> whether its instances have all
+_speaks: dict[
+    tuple[type, type], bool
+] = {}  # (class, protocol) -> whether instances have all of its methods
 
 
 class Capable:
-    """An object that says itself which capabilities it has."""
+    """An object that decides itself which capabilities it has."""
 
     def capability(self, wanted: type[P]) -> P | None:
-        """This object, if it can do what the protocol `wanted` says, else None."""
+        """Return this object if it supports the protocol `wanted`, otherwise None."""
         if not self._offers(wanted):
             return None
         known = type(self), wanted
-        if known not in _speaks:  # looking at a protocol takes longer than a kernel
+        if known not in _speaks:  # `isinstance` with a protocol takes longer than a kernel
             _speaks[known] = isinstance(self, wanted)
         return self if _speaks[known] else None  # type: ignore[return-value]
 
     def _offers(self, wanted: type) -> bool:
-        """Whether this instance serves a protocol whose methods its class has."""
+        """Return whether this instance supports a protocol whose methods its class has."""
         return True
 
 
 def capability(index: object, wanted: type[P]) -> P | None:
-    """`index`, if it can do what the protocol `wanted` says, else None.
+    """Return `index` if it supports the protocol `wanted`, otherwise None.
 
-    One of others that does not say it (`Capable`) can do what it has the methods for. Compare with
-    None: an index is false while it is empty.
+    An index that is not `Capable` supports every protocol whose methods it has. Compare the result
+    with None, because an empty index is false.
     """
     if isinstance(index, Capable):
         return index.capability(wanted)
@@ -42,9 +45,9 @@ def capability(index: object, wanted: type[P]) -> P | None:
 
 
 def required(index: object, wanted: type[P], *, name: str = "index") -> P:
-    """`index`, which can do what the protocol `wanted` says. Raises TypeError where it cannot.
+    """Return `index`, or raise TypeError if it does not support the protocol `wanted`.
 
-    name: what the error calls it.
+    name: the argument's name in the error message.
     """
     able = capability(index, wanted)
     if able is None:

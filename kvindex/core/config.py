@@ -1,4 +1,4 @@
-"""Configurations: frozen dataclasses, presets, and the one-line form of the command line."""
+"""Configurations of indexes: dataclasses, presets, and their form as one line of text."""
 
 from __future__ import annotations
 
@@ -13,17 +13,23 @@ from kvindex.core import check
 
 @dataclass(frozen=True)
 class NoConfig:
-    """The configuration of an index that has none."""
+    """The configuration of an index without options."""
 
 
 def make_config(
     owner: Any, preset: str | None, options: Mapping[str, Any], *, others: Iterable[str] = ()
 ) -> Any:
-    """`owner.Config`: its defaults, or a preset's differences from them; single fields override.
+    """Make an `owner.Config` from its defaults, a preset, and options, which override the preset.
 
-    others: what may be given beside the fields, which a message names, too. Raises ValueError for
-    an unknown preset or option (with near matches), and whatever the configuration's own
-    validation raises.
+    Args:
+        owner: An index class with `Config` and `presets`.
+        preset: Name of a preset, or None.
+        options: Fields of the configuration.
+        others: Names of other options, which error messages list, too.
+
+    Raises:
+        ValueError: The preset or an option is unknown (the message lists similar names), or a value
+            is not allowed.
     """
     fields = {}
     if preset is not None:
@@ -38,10 +44,10 @@ def make_config(
 
 
 def parse_spec(spec: str) -> tuple[str, dict[str, Any]]:
-    """`"pariskv:preset=paper:beta=.05"` as `("pariskv", {"preset": "paper", "beta": 0.05})`.
+    """Parse `"pariskv:preset=paper:beta=.05"` to `("pariskv", {"preset": "paper", "beta": 0.05})`.
 
-    Values read as integers, decimals, `true`, `false` or `none` where they look like one.
-    Raises ValueError for a part that is not `option=value`.
+    Values become integers, floats, booleans or None if they look like one. Raises ValueError for a
+    part that is not `option=value`.
     """
     name, *parts = check.text("index", spec).split(":")
     options: dict[str, Any] = {}
@@ -54,7 +60,7 @@ def parse_spec(spec: str) -> tuple[str, dict[str, Any]]:
 
 
 def unknown(kind: str, name: str, known: Iterable[str]) -> str:
-    """The message for an unknown name, with near matches."""
+    """Return the error message for an unknown name, with similar names."""
     known = sorted(known)
     near = difflib.get_close_matches(name, known, n=3)
     hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else ""

@@ -11,15 +11,14 @@ import threading
 from typing import Any
 from weakref import WeakKeyDictionary
 
-_owners: WeakKeyDictionary[object, str] = WeakKeyDictionary()  # -> the name of its lock
+_owners: WeakKeyDictionary[object, str] = WeakKeyDictionary()  # owner -> name of its lock attribute
 
 
 def lock(owner: object, name: str) -> Any:
     """Return a `threading.RLock` for the attribute `name` of an object or a module.
 
-    In the child of a fork the attribute is another lock, which nobody holds. What it protects may
-    be half changed there: use it where each step leaves a usable state, or where the child makes
-    that state anew.
+    In the child of a fork the attribute becomes a new lock. The protected state may be half changed
+    there, so use this only if every step leaves a usable state, or if the child rebuilds it.
     """
     _owners[owner] = name
     return threading.RLock()

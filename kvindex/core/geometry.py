@@ -1,4 +1,4 @@
-"""Geometry: heads, dimensions, scale, rope, dtype and device of the layer that an index serves."""
+"""Geometry: heads, dimensions, scale, rope, dtype and device of an attention layer."""
 
 from __future__ import annotations
 
@@ -16,18 +16,22 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True)
 class Geometry:
-    """Shapes, scale and place of one attention layer.
+    """The shapes, scale, dtype and device of one attention layer. Make one with `Geometry.of`.
 
-    q_heads, kv_heads: `H` and `G`, `H % G == 0`.
-    head_dim: `D`, a multiple of 8 (the byte of sign bits that the kernels read).
-    value_dim: `Dv`, `head_dim` unless given.
-    scale: factor on `q·k` before softmax, from 2^-126 to 2^16, `D**-0.5` unless given.
-    softcap: logits become `softcap · tanh(logit / softcap)`, from 2^-126 to 2^64, or None.
-    rope: inverse frequencies of the keys' rotary embedding, float `[F]` (`core/rope.py`), or None.
-    dtype: of keys, values and queries: float32, float16 or bfloat16.
-    device: where codes live and searches run.
-    value_in_key: whether a value is the first `Dv` coordinates of its key, as that of a latent;
-      stores keep the key alone.
+    Args:
+        q_heads: Number of query heads, `H`, a multiple of `kv_heads`.
+        kv_heads: Number of KV heads, `G`.
+        head_dim: Dimension of keys and queries, `D`, a multiple of 8, because kernels read sign
+            bits in bytes.
+        value_dim: Dimension of values, `Dv`.
+        scale: Factor on `q·k` before the softmax, from 2^-126 to 2^16.
+        softcap: If given, logits become `softcap · tanh(logit / softcap)`; from 2^-126 to 2^64.
+        rope: Inverse frequencies of the keys' rotary embedding, float `[F]` (`core/rope.py`), or
+            None.
+        dtype: Dtype of keys, values and queries: float32, float16 or bfloat16.
+        device: Device of the codes and of the search.
+        value_in_key: Whether a value is the first `Dv` coordinates of its key, as in latent
+            attention. Stores then contain only the key.
     """
 
     q_heads: int
@@ -42,8 +46,11 @@ class Geometry:
     value_in_key: bool
 
     def options(self) -> dict[str, Any]:
-        """The keywords of an index for such a layer; `value_in_key` only where it is so, as what
-        was saved before there was any has none.
+        """Return the keyword arguments of an index for this layer.
+
+        Returns:
+            The fields by name. `value_in_key` is missing if it is False, because older saved
+            folders do not have it.
         """
         options = {part.name: getattr(self, part.name) for part in fields(self)}
         if not self.value_in_key:
@@ -64,9 +71,24 @@ class Geometry:
         device: torch.device | str = "cpu",
         value_in_key: bool = False,
     ) -> Geometry:
-        """Validate and fill in defaults.
+        """Make a geometry after checking its fields.
 
-        Raises ValueError naming the argument, the value received and what is allowed.
+        Args:
+            q_heads: As in `Geometry`.
+            kv_heads: As in `Geometry`.
+            head_dim: As in `Geometry`.
+            value_dim: As in `Geometry`; None for `head_dim`.
+            scale: As in `Geometry`; None for `head_dim**-0.5`.
+            softcap: As in `Geometry`.
+            rope: As in `Geometry`.
+            dtype: As in `Geometry`.
+            device: As in `Geometry`. "cuda" means the current CUDA device.
+            value_in_key: As in `Geometry`.
+
+        Raises:
+            ValueError: A field is not allowed. The message names the argument, the value, and what
+                is allowed.
+            TypeError: `rope` is not a tensor.
         """
         value_dim = head_dim if value_dim is None else value_dim
         sizes = dict(q_heads=q_heads, kv_heads=kv_heads, head_dim=head_dim, value_dim=value_dim)
@@ -101,7 +123,7 @@ class Geometry:
 
     @property
     def value_start(self) -> int:
-        """Where the value begins among a row's numbers: after the key, or where the key does."""
+        """Position of the value's first number in a row: 0 if the value is part of the key."""
         return 0 if self.value_in_key else self.head_dim
 
     @property

@@ -13,19 +13,27 @@ from kvindex.core.streams import new_stream
 
 
 class Graph(Protocol):
-    """What was captured."""
+    """A captured graph."""
 
     def replay(self) -> None:
-        """Do it again, on the current stream."""
+        """Run the captured work on the current stream."""
         ...
 
 
 class CudaGraph:
-    """What `work` launches, captured; it runs when it is replayed, not before.
+    """A CUDA graph of everything that `work` launches. The work runs only when it is replayed.
 
-    Each graph has a pool of its own: one that graphs share is not to be had again once the last of
-    them is gone. draws: what random numbers in it are drawn from, on the device: replays go on from
-    where it is, as calls would. Raises RuntimeError where the driver refuses.
+    Each graph has its own memory pool, because a pool that graphs share cannot be used again after
+    the last of them is gone.
+
+    Args:
+        device: The CUDA device.
+        work: The function to capture.
+        draws: The device's generator of random numbers in `work`, which replays advance as calls
+            would.
+
+    Raises:
+        RuntimeError: The driver cannot capture the work.
     """
 
     def __init__(
@@ -40,7 +48,7 @@ class CudaGraph:
         if draws is not None:
             graph.register_generator_state(draws)
         collects = gc.isenabled()
-        gc.disable()  # what is let go of in between might call what a capture forbids
+        gc.disable()  # a finalizer might call something that a capture forbids
         try:
             with torch.cuda.device(device), torch.cuda.stream(side):
                 # another thread may pin memory meanwhile
@@ -61,4 +69,5 @@ def _capturing_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 GRAPHS: dict[str, Callable[..., Graph]] = {"cuda": CudaGraph}
-"""By type of device. Tests add `cpu`: work that is kept (`tests/cuda/graphs.py`)."""
+"""Device type -> class of its graphs. Tests add `cpu`, which records work and repeats it
+(`tests/cuda/graphs.py`)."""

@@ -1,4 +1,4 @@
-"""`lazy`: a property that is computed once for each object, without a lock."""
+"""`lazy`: a property that is computed once per object, without a lock."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ T = TypeVar("T")
 
 
 class lazy(Generic[T]):  # noqa: N801  # used as `functools.cached_property` is
-    """As `functools.cached_property`, which before Python 3.12 holds a lock for all objects of a
-    class: another thread's would stay locked in the child of a fork.
+    """As `functools.cached_property`, without its lock.
 
-    Threads that ask at the same time may compute it twice.
+    Before Python 3.12 that lock is common to all objects of a class. If another thread has it at a
+    fork, it stays locked in the child. Without it, two threads may compute the value twice.
     """
 
     def __init__(self, make: Callable[[Any], T]) -> None:
@@ -20,5 +20,5 @@ class lazy(Generic[T]):  # noqa: N801  # used as `functools.cached_property` is
 
     def __get__(self, instance: Any, owner: type | None = None) -> T:
         value: T = self._make(instance)
-        instance.__dict__[self._name] = value  # found there first from now on
+        instance.__dict__[self._name] = value  # later reads find this first
         return value

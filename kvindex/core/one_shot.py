@@ -1,7 +1,8 @@
-"""`OneShot`: sums of few bytes over the GPUs of one host, in one kernel.
+"""`OneShot`: sums of small tensors over the GPUs of one host, in one kernel.
 
-Each GPU reads what the others have written to memory that all of them see (torch's symmetric
-memory), where NCCL's kernel sends and waits. Of few bytes it is the waiting that takes time.
+Each GPU reads what the other GPUs have written to memory that all of them can access (torch's
+symmetric memory). NCCL's kernel sends data and waits instead, and for small tensors the waiting
+takes most of the time.
 """
 
 from __future__ import annotations
@@ -14,20 +15,22 @@ from torch import Tensor
 from kvindex.core.ranks import Ranks
 
 MOST_BYTES = 2**16
-"""Sums of more bytes go by NCCL: there all ranks no longer read all of it."""
+"""Largest tensor. NCCL adds larger ones, because not every rank has to read all data there."""
 
 ALIGNED_BYTES = 16
-"""What a kernel reads at once."""
+"""Number of bytes that a kernel reads at a time."""
 
 DTYPES = (torch.bfloat16, torch.float32)
-"""What torch's kernel adds."""
+"""Dtypes that torch's kernel supports."""
 
 
 class OneShot:
-    """A buffer that all GPUs of a group see. Made by `of`."""
+    """A buffer that all GPUs of a group can access. Use `of` to make one."""
 
     def __init__(self, ranks: Ranks, device: torch.device) -> None:
-        from torch.distributed import _symmetric_memory as symmetric  # asked for where it is used
+        from torch.distributed import (
+            _symmetric_memory as symmetric,
+        )  # imported only where it is used
 
         self._name = str(ranks.group.group_name)
         self._buffer = symmetric.empty(MOST_BYTES, dtype=torch.uint8, device=device)
@@ -35,9 +38,9 @@ class OneShot:
 
     @staticmethod
     def of(ranks: Ranks, device: torch.device) -> OneShot | None:
-        """One for a group of GPUs of one host, or None, with a warning where it is not to be had.
+        """Make one for a group of GPUs of one host. All ranks must call this.
 
-        All ranks call it, and all get one or none does.
+        Returns None on all ranks, with a warning, if any of them cannot access the others' memory.
         """
         if device.type != "cuda" or ranks.count < 2:
             return None
@@ -56,14 +59,15 @@ class OneShot:
         return None
 
     def takes(self, tensor: Tensor) -> bool:
-        """Whether a tensor is one that it adds up."""
+        """Return whether `sum` supports a tensor."""
         fits = tensor.nbytes <= MOST_BYTES and not tensor.nbytes % ALIGNED_BYTES
         return fits and tensor.dtype in DTYPES and tensor.is_contiguous()
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """The sum of all ranks' tensors of this shape, a new one. A graph may hold it.
+        """Return the sum of all ranks' tensors as a new tensor. A CUDA graph may contain this.
 
-        Ranks may add in another order each: more than two of them may differ in rounding.
+        Each rank may add in another order, so with more than two ranks results may differ by
+        rounding.
         """
         place = self._buffer[: tensor.nbytes].view(tensor.dtype)
         ops = torch.ops.symm_mem

@@ -1,10 +1,11 @@
 """Ranks: the processes of a `torch.distributed` group, and the few collectives that indexes need.
 
-Every rank makes the same calls in the same order. A rank that dies or hangs ends the others with a
-`RankError` that names it: those that are left sign in at the group's store, and who is missing
-there after the timeout is the one. With NCCL a collective is a kernel, which the host does not wait
-for: there torch's own watchdog ends a process after the same timeout (docs/distributed.md). It does
-not see those of a graph, so whoever replays one waits by `Ranks.wait_for`.
+All ranks must make the same calls in the same order. If a rank dies or hangs, the others raise
+`RankError`, which names it: the remaining ranks sign in at the group's store, and the lost rank is
+missing there after the timeout. An NCCL collective is a kernel, for which the host does not wait,
+so there torch's own watchdog ends a process after the same timeout (docs/distributed.md). The
+watchdog does not see collectives in a CUDA graph, so a caller that replays a graph must wait with
+`Ranks.wait_for`.
 """
 
 from __future__ import annotations
@@ -20,27 +21,28 @@ import torch.distributed as dist
 from torch import Tensor
 
 TIMEOUT_S = 60.0
-"""Seconds that a rank waits for the others, unless told: less than a user waits before he looks,
-more than the longest time between two layers of a prompt."""
+"""Default number of seconds that a rank waits for the others: longer than any layer of a prompt
+takes, and short enough that a user sees the error."""
 
 ASK_EVERY_S = 0.05
-"""Seconds between two looks for who has signed in: nothing else is left to do."""
+"""Seconds between two looks for ranks that have signed in."""
 
 LOOK_EVERY_S = 1e-4
-"""Seconds between two looks at an event: little of a token, of which some are launched ahead."""
+"""Seconds between two looks at an event, a small part of a decode step."""
 
 WORD = 8
-"""Bytes to which parts of a message are aligned: of the widest number."""
+"""Alignment of the parts of a message in bytes: the size of the widest number."""
 
 
 class RankError(RuntimeError):
-    """Another rank is gone, or has made another call; no rank can go on."""
+    """A rank is lost, or has made another call. No rank can continue."""
 
 
 class Ranks:
-    """One of `count` processes, its `rank`, and its way to the others; one alone needs no group.
+    """This process as one of `count` ranks, and its communication with the others.
 
-    `of` gives one object for each group and timeout, so that layers share a communicator.
+    A single process needs no group. `of` returns the same object for the same group and timeout, so
+    that layers share a communicator.
     """
 
     def __init__(self, group: Any, timeout_s: float) -> None:
@@ -56,10 +58,10 @@ class Ranks:
 
     @staticmethod
     def of(group: Any = None, timeout_s: float = TIMEOUT_S) -> Ranks:
-        """The ranks of a process group; None: of the default one, or this process alone.
+        """Return the ranks of a process group. All of them must call this.
 
-        All of them call it. Raises ValueError for a process that torchrun has started and that has
-        no group yet.
+        group: None for the default group, or for this process alone. Raises ValueError if torchrun
+        has started this process, and there is no group yet.
         """
         if group is None and dist.is_available() and dist.is_initialized():
             group = dist.group.WORLD
@@ -74,13 +76,13 @@ class Ranks:
         return _known[known]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Ranks:
-        """Itself: copies of an index talk to the same processes."""
+        """Return this object, because copies of an index use the same processes."""
         return self
 
     def check_same(self, what: str, facts: Mapping[str, Any]) -> None:
-        """Raises ValueError on every rank unless all of them give the same facts, as JSON has them.
+        """Raise ValueError on all ranks unless they all pass the same facts.
 
-        what: what the facts are of, for the error.
+        what: the subject of the facts, for the error message; facts: JSON values by name.
         """
         if self._group is None:
             return
@@ -95,9 +97,9 @@ class Ranks:
                     )
 
     def gather(self, *parts: Tensor) -> list[Tensor]:
-        """Tensors of the same shapes on all ranks: each of all of them, `[W, ...]`, by rank.
+        """Gather tensors, which have the same shapes on all ranks. Return each as `[W, ...]`.
 
-        One all-gather of their bytes, whatever their dtypes. Raises RankError.
+        This is one all-gather of bytes for all dtypes. Raises RankError.
         """
         if self._group is None:
             return [part[None] for part in parts]
@@ -110,16 +112,16 @@ class Ranks:
         return found
 
     def gather_object(self, value: Any) -> list[Any]:
-        """Objects of all ranks, by rank; they are pickled. Raises RankError."""
+        """Return the objects of all ranks, which are pickled. Raises RankError."""
         every = [value] * self.count
         if self._group is not None:
             self._run(dist.all_gather_object, every, value, group=self._group)
         return every
 
     def gather_message(self, message: Tensor) -> Tensor:
-        """Messages of all ranks, uint8 `[W, n]`, from this one's, uint8 `[n]`: one all-gather.
+        """Return the messages of all ranks, uint8 `[W, n]`, by one all-gather.
 
-        Raises RankError.
+        message: this rank's, uint8 `[n]`. Raises RankError.
         """
         if self._group is None:
             return message[None]
@@ -129,31 +131,28 @@ class Ranks:
 
     @property
     def group(self) -> Any:
-        """torch's group of several processes. Raises ValueError for one process alone."""
+        """The torch process group. Raises ValueError for a single process."""
         if self._group is None:
             raise ValueError("group: got one process alone, allowed is a group of several")
         return self._group
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """The sum of tensors of one shape, on all, in place of this one: one all-reduce.
-
-        Raises RankError.
-        """
+        """Add the tensors of all ranks in place, by one all-reduce. Raises RankError."""
         if self._group is not None:
             self._run(dist.all_reduce, tensor, group=self._group)
         return tensor
 
     def first(self, tensor: Tensor) -> Tensor:
-        """Rank 0's tensor, on all, in place of this one: one broadcast. Raises RankError."""
+        """Copy rank 0's tensor into those of all ranks, by one broadcast. Raises RankError."""
         if self._group is not None:
             first = dist.get_global_rank(self._group, 0)  # torch before 2.6 knows no `group_src`
             self._run(dist.broadcast, tensor, first, group=self._group)
         return tensor
 
     def add(self, tensor: Tensor) -> Tensor:
-        """The sum of tensors that are not zero at the same place on two ranks: exact, on all.
+        """Return the exact sum of tensors. No element may be nonzero on two ranks.
 
-        One all-reduce of their bytes. Raises RankError.
+        This is one all-reduce of bytes. Raises RankError.
         """
         if self._group is None:
             return tensor
@@ -162,9 +161,9 @@ class Ranks:
         return raw[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
 
     def wait_for(self, event: Any) -> None:
-        """Until a device has come to an event of its own, after messages that a graph holds.
+        """Wait for an event on the device that comes after collectives of a CUDA graph.
 
-        torch's watchdog does not see those. Raises RankError after the timeout.
+        torch's watchdog does not see those collectives. Raises RankError after the timeout.
         """
         end = time.monotonic() + self.timeout_s
         while self._group is not None and not event.query():
@@ -185,7 +184,7 @@ class Ranks:
             raise RankError(self._lost) from error
 
     def _found(self, reason: str) -> str:
-        """Which ranks do not sign in within the timeout, in words. Takes as long as they take."""
+        """Return a message with the ranks that do not sign in within the timeout, after waiting."""
         assert self._group is not None
         store, end = self._group.get_group_store(), time.monotonic() + self.timeout_s
         missing = [rank for rank in range(self.count) if rank != self.rank]
@@ -208,7 +207,7 @@ _known: dict[tuple[Any, float], Ranks] = {}
 
 @cache
 def _all_gather() -> Any:
-    """torch's all-gather into one tensor, which torch before 2.13 has by another name."""
+    """Return torch's all-gather into one tensor, whose name is another one before torch 2.13."""
     try:
         from torch.distributed import all_gather_single
     except ImportError:
@@ -217,6 +216,6 @@ def _all_gather() -> Any:
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """A copy as uint8, and zeros up to a whole word."""
+    """Return a copy as uint8, padded with zeros to whole words."""
     raw = tensor.contiguous().view(-1).view(torch.uint8)
     return torch.nn.functional.pad(raw, (0, -len(raw) % WORD))

@@ -1,4 +1,4 @@
-"""Resident rows: sink and window in one buffer at a fixed address, which kernels attend to."""
+"""Resident rows: a buffer at a fixed address with the rows of sink and window, for kernels."""
 
 from __future__ import annotations
 
@@ -12,13 +12,22 @@ from kvindex.core.geometry import Geometry
 
 
 class ResidentRows:
-    """Rows that attention sees whatever is retrieved; its tensors stay where they are.
+    """Rows that every query attends to, in addition to those that it retrieves.
 
-    rows `[B, G, W, D + Dv]`: keys and values side by side, of the geometry's dtype; count: int64
-    `[1]`, how many of the `W` there are; mask: uint8 `[B, W]`, which of them are attended to.
-    All are on the compute device, to be read by a captured graph that is replayed as they change.
-    batch, room: `B` and `W`; ragged: whether each row of the batch has a count of its own, int64
-    `[B]`: such rows are filled one by one (`row`).
+    The tensors are on the compute device and never move, so that a captured graph can read them
+    while their contents change.
+
+    Args:
+        geometry: The layer's geometry.
+        batch: Number of sequences, `B`.
+        room: Number of rows that have room, `W`.
+        ragged: Whether each sequence has a count of its own. Such sequences are filled one by one
+            (`row`).
+
+    Attributes:
+        rows: Keys and values next to each other, `[B, G, W, D + Dv]`, in the geometry's dtype.
+        mask: Which rows are attended to, uint8 `[B, W]`.
+        count: Number of rows, int64 `[1]`, or `[B]` if ragged.
     """
 
     def __init__(self, geometry: Geometry, batch: int, room: int, *, ragged: bool = False) -> None:
@@ -30,31 +39,31 @@ class ResidentRows:
         self.batch, self.room, self.ragged = batch, room, ragged
         self._count = 0
         self._masked: Tensor | float = 0.0
-        self._hides = False  # whether `mask` was written to since it was all ones
+        self._hides = False  # whether `mask` may contain zeros
 
     def __len__(self) -> int:
-        """Rows held."""
+        """Number of rows."""
         return self._count
 
     def row(self, b: int) -> ResidentRows:
-        """Row `b` of ragged ones by itself, in the same memory; it holds nothing yet."""
+        """Return sequence `b` of a ragged buffer, empty and in the same memory."""
         one, own = copy(self), slice(b, b + 1)
         one.rows, one.mask, one.count = self.rows[own], self.mask[own], self.count[own]
-        one.batch, one.ragged, one._hides = 1, False, True  # as it was left
+        one.batch, one.ragged, one._hides = 1, False, True  # the mask is as the last user left it
         one._forget()
         return one
 
     def retire(self) -> None:
-        """The memory is for others from now on: here is no room for anybody."""
+        """Set the room to 0, because the memory belongs to another object from now on."""
         self.batch = self.room = 0
 
     @property
     def masked(self) -> Tensor | float:
-        """Masked rows, mean over the batch: the same object until there are others."""
+        """Number of masked rows, mean over the batch; the same object until it may differ."""
         return self._masked
 
     def add(self, keys: Tensor, values: Tensor, mask: Tensor | None) -> None:
-        """Add rows: keys `[B, G, n, D]`, values `[B, G, n, Dv]`, for which there must be room.
+        """Append keys `[B, G, n, D]` and values `[B, G, n, Dv]`. There must be room.
 
         mask: bool `[B, n]`, which of them are attended to; None for all.
         """
@@ -62,9 +71,9 @@ class ResidentRows:
         self.count.fill_(self._count)
 
     def replace(self, parts: Sequence[tuple[Tensor, Tensor, Tensor | None]]) -> None:
-        """Hold these rows in place of all others, in a few launches; each part as `add` takes it.
+        """Replace all rows, in a few launches. Each part has the arguments of `add`.
 
-        Where it raises, as far as the host knows nothing is held.
+        If this raises, the buffer counts as empty.
         """
         self._forget()
         try:
@@ -76,7 +85,7 @@ class ResidentRows:
         self.count.fill_(self._count)
 
     def _put(self, keys: Tensor, values: Tensor, mask: Tensor | None) -> None:
-        """As `add`, but for `count`."""
+        """As `add`, without writing `count`."""
         start = self.claim(keys.shape[2])
         some = slice(start, self._count)
         self.rows[:, :, some, : keys.shape[3]].copy_(keys)
@@ -87,29 +96,29 @@ class ResidentRows:
             self._masked = self._masked + (~mask).sum(1).float().mean()
 
     def claim(self, count: int) -> int:
-        """Reserve `count` visible rows for the caller to fill, who sets `self.count` then.
+        """Count `count` more visible rows, and return the position of the first.
 
-        Returns where the first of them goes. There must be room.
+        There must be room. The caller writes the rows, and then `self.count`.
         """
         start, self._count = self._count, self._count + count
         return start
 
     def clear(self) -> None:
-        """Hold nothing."""
+        """Remove all rows."""
         self._forget()
         self.count.zero_()
 
     def _forget(self) -> None:
-        """As `clear`, but for `count`."""
+        """As `clear`, without writing `count`."""
         self._count, self._masked = 0, 0.0
         if self._hides:
             self.mask.fill_(1)
             self._hides = False
 
     def unseen(self) -> ResidentRows:
-        """The same rows, as many as the device counts of these, none of which is attended to.
+        """Return a copy in which no row is attended to, with the same rows and device count.
 
-        For steps that a graph holds; the host's count is its own.
+        It is for steps in a graph. The host's count is separate.
         """
         twin = copy(self)
         twin.mask = torch.zeros_like(self.mask)

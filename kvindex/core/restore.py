@@ -1,8 +1,9 @@
-"""Checkpoint and rollback: what an object was before a call that failed, or before a branch.
+"""Checkpoints and rollback, to undo a failed call or to branch a sequence.
 
-A checkpoint is a copy of references. It holds because what can be seen is never written to: an
-attribute gets a new value, and tensors are written only where nobody looks yet (room beyond a
-length). So it takes no memory of the device, and going back to it asks the device for nothing.
+A checkpoint contains references, and no copies of tensors. It stays valid because visible data is
+never overwritten: an attribute is assigned a new object, and tensors are written only behind the
+present length, where nobody reads. So a checkpoint needs no device memory, and a rollback does not
+wait for the device.
 """
 
 from __future__ import annotations
@@ -15,20 +16,20 @@ if TYPE_CHECKING:
 
 
 class Restorable:
-    """An object whose attributes are replaced, never changed; those that are `Restorable`, too.
+    """An object whose attributes are replaced and never modified, unless they are `Restorable`.
 
-    A checkpoint holds until the object is truncated, or rolled back, below what it held then, and
-    appended to again.
+    A checkpoint is valid until tokens that it has are truncated, or rolled back, and others are
+    appended in their place.
     """
 
     def checkpoint(self) -> Any:
-        """What this object is now, for `rollback`: its attributes and its parts' checkpoints."""
+        """Return the attributes, and the checkpoints of those that are `Restorable`."""
         state = vars(self).copy()
         parts = [(part, part.checkpoint()) for part in state.values() if _is_part(part)]
         return state, parts
 
     def rollback(self, checkpoint: Any) -> None:
-        """Be again what `checkpoint` says; it may be gone back to more than once."""
+        """Go back to a checkpoint. The same checkpoint may be used several times."""
         state, parts = checkpoint
         self.__dict__ = state.copy()
         for part, before in parts:
@@ -36,19 +37,19 @@ class Restorable:
         self._after_rollback()
 
     def _after_rollback(self) -> None:
-        """After `rollback`: what lies outside of attributes (device state) follows them again."""
+        """Called after `rollback`, to update state outside of the attributes, as on a device."""
 
     def _after_copy(self) -> None:
-        """On a deep copy, once it is made: what must not be shared is made anew."""
+        """Called on a new deep copy, to replace objects that it must not share."""
 
     def _shallow(self) -> Self:
-        """An object with the same attributes."""
+        """Return an object with the same attributes."""
         twin = type(self).__new__(type(self))
         vars(twin).update(vars(self))
         return twin
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """A copy that shares tensors which neither ever writes to."""
+        """Return a copy. It shares tensors, because neither object ever overwrites them."""
         twin = self._shallow()
         memo[id(self)] = twin
         for name, value in vars(self).items():
@@ -60,7 +61,7 @@ class Restorable:
         return twin
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Raises TypeError: there is no pickle of it."""
+        """Raise TypeError, because pickling is not supported."""
         raise TypeError(
             f"pickle: got a {type(self).__name__}, which lives in this process (its memory may be "
             "pinned or on a device); allowed is copy.deepcopy"
@@ -68,9 +69,9 @@ class Restorable:
 
 
 def cut_back(index: KVIndex, held: int) -> None:
-    """An index of others, which is no `Restorable`, holds so many tokens again, as far as it can.
+    """Truncate an index that is not `Restorable` to `held` tokens, to undo a failed call.
 
-    What signals told it stays told.
+    The index keeps what it has learned from signals.
     """
     if len(index) != held:
         index.truncate(held)

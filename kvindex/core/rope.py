@@ -1,7 +1,8 @@
-"""The rotary embedding that keys come with, for indexes that look behind it.
+"""The rotary embedding of keys, for indexes that undo it.
 
-`Geometry.rope` are its inverse frequencies, float `[F]`: coordinate `j < F` of the token at
-position `t` is rotated with coordinate `j + F` by the angle `t · rope[j]`; others are not rotated.
+`Geometry.rope` contains its inverse frequencies, float `[F]`. Coordinates `j` and `j + F` of the
+token at position `t` are rotated by the angle `t · rope[j]`, for `j < F`. Other coordinates are not
+rotated.
 """
 
 from __future__ import annotations
@@ -15,7 +16,10 @@ from kvindex.core import check
 
 
 def checked(rope: Any, head_dim: int, device: torch.device) -> Tensor | None:
-    """`rope`, if it is None or inverse frequencies. Raises TypeError or ValueError."""
+    """Check that `rope` is None or inverse frequencies, and return it.
+
+    Raises TypeError or ValueError.
+    """
     if rope is None:
         return None
     check.tensor("rope", rope, {"F": None}, device=device)
@@ -29,9 +33,9 @@ def checked(rope: Any, head_dim: int, device: torch.device) -> Tensor | None:
 
 
 def rotate(vectors: Tensor, positions: Tensor, rope: Tensor | None) -> Tensor:
-    """Vectors float32 `[…, n, D]`, rotated by the angles of positions, integers `[…, n]`.
+    """Rotate vectors, float32 `[…, n, D]`, by the angles of positions, integers `[…, n]`.
 
-    Negated positions undo the rotation.
+    Negative positions undo the rotation.
     """
     if rope is None:
         return vectors

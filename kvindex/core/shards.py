@@ -1,4 +1,4 @@
-"""Shards of a sequence: which rank holds which tokens, round robin by blocks."""
+"""Shards of a sequence: ranks store blocks of tokens in turn (round robin)."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from kvindex.core.protocol import UNUSED
 
 @dataclass(frozen=True)
 class Shard:
-    """The blocks of `block` tokens that are those of `rank`, one of `count`: `rank`, then every
-    `count`-th. The `i`-th of its tokens, by position, is `i` in its own index.
+    """The tokens of one rank: block `rank`, and then every `count`-th block of `block` tokens.
+
+    In the rank's own index, the ids of its tokens are dense and in order of position.
     """
 
     rank: int
@@ -21,13 +22,13 @@ class Shard:
     block: int
 
     def tokens(self, length: int) -> int:
-        """How many of the first `length` tokens it holds."""
+        """Return how many of the first `length` tokens the rank has."""
         round_tokens = self.block * self.count
         rest = length % round_tokens - self.rank * self.block
         return length // round_tokens * self.block + min(max(rest, 0), self.block)
 
     def parts(self, start: int, stop: int) -> list[slice]:
-        """Its tokens from position `start` to `stop`, as slices that count from `start`."""
+        """Return the rank's tokens from `start` to `stop`, as slices relative to `start`."""
         first, last = start // self.block, (stop - 1) // self.block
         first += (self.rank - first) % self.count
         blocks = range(first, last + 1, self.count)
@@ -35,9 +36,9 @@ class Shard:
         return [slice(max(a, start) - start, min(b, stop) - start) for a, b in ends]
 
     def to_whole(self, ids: Tensor) -> Tensor:
-        """Ids int64 of its own index as those of the sequence.
+        """Convert ids of the rank's own index, int64, to ids of the sequence.
 
-        Of ids below -1 each rank has its own: row `s` of `rank` is row `s · count + rank`.
+        Ids below -1 name rows that are not tokens: row `s` of a rank becomes `s · count + rank`.
         """
         block = ids // self.block
         rows = ids + (block * (self.count - 1) + self.rank) * self.block
@@ -45,7 +46,7 @@ class Shard:
         return torch.where(ids < 0, torch.where(ids < UNUSED, named, UNUSED), rows)
 
     def to_own(self, ids: Tensor) -> Tensor:
-        """Ids int64 of the sequence as those of its own index, -1 for those of others."""
+        """Convert ids of the sequence, int64, to ids of the rank's own index, -1 if not there."""
         block, row = ids // self.block, UNUSED - 1 - ids
         rows = (block // self.count) * self.block + ids % self.block
         named = UNUSED - 1 - row // self.count
@@ -54,7 +55,7 @@ class Shard:
         return torch.where(mine & (ids != UNUSED), own, UNUSED)
 
     def to_own_positions(self, positions: Tensor) -> Tensor:
-        """Positions int64 as those of its newest token up to each, in its own index; 0 for none."""
+        """Return for each position the id of the rank's newest token up to it; 0 for none."""
         round_tokens = self.block * self.count
         rest = (positions + 1) % round_tokens - self.rank * self.block
         tokens = (positions + 1) // round_tokens * self.block + rest.clamp(0, self.block)

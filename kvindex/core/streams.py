@@ -10,25 +10,25 @@ from torch import Tensor
 
 
 def new_stream(device: torch.device) -> torch.cuda.Stream:
-    """A stream of its own."""
+    """Return a new stream."""
     make: Callable[..., torch.cuda.Stream] = torch.cuda.Stream  # torch leaves it untyped
     return make(device)
 
 
 def raw_stream(device: int) -> int:
-    """The driver's handle of the current stream of a CUDA device: cheaper than torch's object."""
+    """Return the driver's handle of the current stream, which is faster than torch's object."""
     handle: int = torch._C._cuda_getCurrentRawStream(device)
     return handle
 
 
 def raw_device() -> int:
-    """The current CUDA device where there is one in use: cheaper than torch's function."""
+    """Return the current CUDA device, faster than torch's function; CUDA must be in use."""
     number: int = torch._C._cuda_getDevice()
     return number
 
 
 def to_host(tensor: Tensor) -> Callable[[], Tensor]:
-    """Have a tensor copied to the CPU: what is given back waits for the copy, and gives it."""
+    """Start to copy a tensor to the CPU, and return a function that waits for the copy."""
     copy = tensor.to("cpu", non_blocking=True)
     if tensor.device.type != "cuda":
         return lambda: copy
@@ -43,5 +43,5 @@ def to_host(tensor: Tensor) -> Callable[[], Tensor]:
 
 @lru_cache
 def side_stream(device: torch.device) -> torch.cuda.Stream:
-    """The one that appends of all layers run on, so that they follow one another."""
+    """Return the stream for appends of all layers, which therefore run one after the other."""
     return new_stream(device)

@@ -1,10 +1,11 @@
-"""Guarded calls: all or nothing, the same arithmetic for every caller, threads told apart.
+"""Transactions around public calls: undo of failures, fixed torch settings, and thread checks.
 
-All or nothing: a call that raises, wherever it does, leaves the object as it was, or says of every
-later call that `reset` must come first. Same arithmetic: autocast, the default dtype and the
-default device of the caller change nothing, nor does inference mode, so that what was begun in it
-goes on outside. Threads: several may read at the same time, and nothing else may run at the same
-time as a change. Of two calls that conflict the first goes on, and the second raises RuntimeError.
+- Undo: a call that raises leaves the object as it was. If that is impossible, every later call
+  raises RuntimeError until `reset`.
+- Settings: autocast, the default dtype, the default device and inference mode of the caller have no
+  effect. So what began in inference mode can go on outside of it.
+- Threads: several threads may read at the same time, and nothing may run concurrently with a
+  change. If two calls conflict, the first one continues, and the second one raises RuntimeError.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ ALONE = frozenset(
         *("prepare_replay", "captured_step", "batch_row", "begin_decoding"),
     }
 )
-"""Calls that use buffers, but change nothing that can be seen."""
+"""Calls that use shared buffers, but change nothing visible. No other call may run meanwhile."""
 
 CHANGES = frozenset(
     {
@@ -52,10 +53,10 @@ CHANGES = frozenset(
         *("read_piece", "_update_replayed"),
     }
 )
-"""Calls that are undone where they fail."""
+"""Calls that are undone if they fail."""
 
 DEVICE_TYPES = ("cpu", "cuda")
-"""Whose autocast is looked for."""
+"""Device types whose autocast is checked."""
 
 _FLOAT32, _default_dtype = torch.float32, torch.get_default_dtype
 _autocast, _modes = torch.is_autocast_enabled, torch._C._len_torch_function_stack
@@ -63,43 +64,42 @@ _inference = torch.is_inference_mode_enabled
 
 
 Change: TypeAlias = tuple[int, str, Any]
-"""A change that is under way: its number, the call's name, the checkpoint before it."""
+"""A running change: its number, the call's name, and the checkpoint before it."""
 
 _begun = count()
-"""Numbers of changes: of two, the one that contains the other began first."""
+"""Source of numbers for changes. A change has a lower number than those that it contains."""
 
 
 _HOLDER = 0
-"""The one key of a dictionary of holders."""
+"""The only key of a dictionary of holders."""
 
 _SHARED = -1
-"""The holder while threads read, and after it; no thread has this number."""
+"""The holder while threads read, and afterwards. No thread has this number."""
 
 
 class Access:
-    """Which threads are inside: any number that read, or one that is alone.
+    """Access of threads to one object: several threads that read, or one thread alone.
 
-    Of two calls that conflict the one that came first goes on, and the other raises. Looking and
-    entering are one step: `dict.setdefault`, or a lock among threads that read. So a call that is
-    refused was never inside and disturbs nobody, and what a thread calls inside its own call is
-    never refused, because nobody else can have come in.
+    If two calls conflict, the first one continues, and the other one raises. The check and the
+    entry are one atomic step: `dict.setdefault`, or a lock between threads that read. So a call
+    that raises has never entered. A call inside another one of the same thread never raises,
+    because no other thread can have entered in between.
     """
 
     def __init__(self) -> None:
-        self._holder: dict[int, int] = {}  # _HOLDER -> the thread that is alone, or _SHARED
-        self._depth = 0  # calls of the thread that is alone
-        self._readers: dict[int, int] = {}  # thread -> calls
-        self._lock = RLock()  # a finalizer or a signal's handler may come again in its thread
+        self._holder: dict[int, int] = {}  # _HOLDER -> the thread that has access alone, or _SHARED
+        self._depth = 0  # nested calls of the thread that has access alone
+        self._readers: dict[int, int] = {}  # thread -> nested calls
+        self._lock = RLock()  # reentrant, because of finalizers and signal handlers
         self.begun = 0
-        """Calls that have begun, but for reads inside reads."""
+        """Number of calls so far, without reads inside reads."""
         self.change: Change | None = None
-        """The outermost change that is under way."""
+        """The outermost running change."""
 
     def enter(self, name: str, *, alone: bool) -> None:
         """Begin a call, which `leave` ends.
 
-        Raises RuntimeError, and begins nothing, while another thread's call is under way, unless
-        both only read.
+        Raises RuntimeError if a call of another thread is running, unless both only read.
         """
         me = get_ident()
         holder = self._holder.setdefault(_HOLDER, me) if alone else self._holder.get(_HOLDER)
@@ -112,9 +112,9 @@ class Access:
             self._readers[me] += 1
 
     def _enter_first(self, me: int, name: str, alone: bool) -> None:
-        """Begin a thread's first read, or a call that is alone after reads."""
+        """Begin a thread's first read, or a call with access alone after reads."""
         readers = self._readers
-        with self._lock:  # without which threads may leave meanwhile
+        with self._lock:  # so that no thread leaves meanwhile
             holder = self._holder.setdefault(_HOLDER, _SHARED)
             if holder != _SHARED or (alone and len(readers) > (me in readers)):
                 raise RuntimeError(_refusal(name, alone))
@@ -125,11 +125,11 @@ class Access:
             self.begun += 1
 
     def leave(self, *, alone: bool) -> None:
-        """End a call. For one that was refused it does nothing."""
+        """End a call. Do nothing for a call that could not enter."""
         me = get_ident()
         if self._holder.get(_HOLDER) == me:
             self._depth -= 1
-            if self._depth <= 0:  # below 0 where `enter` was interrupted
+            if self._depth <= 0:  # below 0 if `enter` was interrupted
                 self._depth = 0
                 if me in self._readers:
                     self._holder[_HOLDER] = _SHARED
@@ -143,12 +143,12 @@ class Access:
                 self._readers.pop(me, None)
 
     def forget_threads(self) -> Change | None:
-        """In the child of a fork: only calls of this thread are under way.
+        """In the child of a fork, forget the calls of other threads.
 
-        Returns the change that another thread of the parent was in, which is to be undone.
+        Returns the running change of another thread, which must be undone.
         """
         me, holder, change = get_ident(), self._holder.get(_HOLDER), None
-        self._lock = RLock()  # another thread may have held it
+        self._lock = RLock()  # another thread may have had it locked
         self._readers = {me: self._readers[me]} if me in self._readers else {}
         if holder != me:
             self._holder = {_HOLDER: _SHARED} if self._readers else {}
@@ -157,7 +157,7 @@ class Access:
 
 
 def _refusal(name: str, alone: bool) -> str:
-    """Return the error for a call during another thread's call."""
+    """Return the error message for a call during another thread's call."""
     said = f"{name}: got a call while another thread's is under way, allowed are reads beside reads"
     if alone and name in READS:
         return (
@@ -168,39 +168,39 @@ def _refusal(name: str, alone: bool) -> str:
 
 
 _objects: WeakSet[Guarded] = WeakSet()
-"""All that there are, for the child of a fork."""
+"""All existing objects, for the child of a fork."""
 
 
 class Guarded(Restorable):
-    """Base of what has public calls: methods of the names above are guarded in every subclass."""
+    """Base of classes with public calls. Methods with the names above become transactions."""
 
     parts_are_its_own: ClassVar[bool] = False
-    """Whether only its own calls change its parts: a checkpoint then holds until one does."""
+    """Whether only the object's own calls change its parts, so that a checkpoint can be reused."""
 
     _access: Access
     _broken: str | None
     _last_checkpoint: Any  # the checkpoint since the last change
 
     def __new__(cls, *args: Any, **options: Any) -> Self:
-        """An object that nobody has called yet."""
+        """Make an object, and its state of access."""
         made = super().__new__(cls)
         made._access, made._broken, made._last_checkpoint = Access(), None, None
         _objects.add(made)
         return made
 
     def __init_subclass__(cls, *, guarded: bool = True, **options: Any) -> None:
-        """guarded: False for a class whose public methods do nothing."""
+        """Wrap the public methods of a subclass; guarded: False if they all do nothing."""
         super().__init_subclass__(**options)
         if "__init__" in vars(cls):
             cls.__init__ = in_plain_torch(cls.__init__)  # type: ignore[method-assign]
         for name in READS | ALONE | CHANGES if guarded else ():
             owner = next((base for base in cls.__mro__ if name in vars(base)), Guarded)
-            if owner is cls or not issubclass(owner, Restorable):  # its own, or of a mixin
+            if owner is cls or not issubclass(owner, Restorable):  # defined here, or in a mixin
                 setattr(cls, name, _guarded(vars(owner)[name]))
 
     @property
     def calls_begun(self) -> int:
-        """Guarded calls so far: while it stays the same, none has changed anything."""
+        """Number of calls so far. As long as it is the same, no call has changed anything."""
         return self._access.begun
 
     def _shallow(self) -> Self:
@@ -209,7 +209,7 @@ class Guarded(Restorable):
         return twin
 
     def checkpoint(self) -> Any:
-        """What this object is now, for `rollback`."""
+        """Return the present state, for `rollback`."""
         if not self.parts_are_its_own:
             return super().checkpoint()
         if self._last_checkpoint is None:
@@ -217,14 +217,14 @@ class Guarded(Restorable):
         return self._last_checkpoint
 
     def _after_fork(self) -> None:
-        """In the child of a fork: forget what a read of another thread may have left half done."""
+        """In the child of a fork, clean up after reads of other threads that never end."""
 
     def _undone(self, name: str) -> bool:
-        """Whether a call is undone where it fails."""
+        """Return whether a call of this name is undone if it fails."""
         return name in CHANGES
 
     def _alone(self, name: str) -> bool:
-        """Whether no other call may be under way beside one of this name."""
+        """Return whether a call of this name needs access alone."""
         return name not in READS or self._undone(name)
 
     def _check_usable(self, name: str) -> None:
@@ -265,7 +265,7 @@ def _guarded(method: Callable[..., Any]) -> Callable[..., Any]:
                 if before is not None:
                     self._last_checkpoint = None
             except BaseException:  # an interrupt, too
-                if before is not None:  # before another thread may look
+                if before is not None:  # before another thread may enter
                     self._undo(name, before)
                     before = None
                 raise
@@ -274,7 +274,7 @@ def _guarded(method: Callable[..., Any]) -> Callable[..., Any]:
                     access.change = None
                 access.leave(alone=alone)
             return result
-        except BaseException:  # an interrupt that comes after all is done
+        except BaseException:  # an interrupt after the call has ended
             if before is not None:
                 self._undo(name, before)
             raise
@@ -283,7 +283,7 @@ def _guarded(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def in_plain_torch(method: Callable[..., Any]) -> Callable[..., Any]:
-    """The same, computed as by default whatever the caller has set (`plain_torch`)."""
+    """Wrap a method so that it runs with torch's default settings (`plain_torch`)."""
 
     @functools.wraps(method)
     def call(*args: Any, **options: Any) -> Any:
@@ -295,8 +295,8 @@ def in_plain_torch(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _plainly(method: Callable[..., Any], /, *args: Any, **options: Any) -> Any:
-    """What the method returns in plain torch."""
-    if _inference():  # nobody could write outside of it to tensors that were made in it
+    """Call a method with torch's default settings."""
+    if _inference():  # its tensors could not be written to outside of it
         with torch.inference_mode(False), torch.no_grad():
             return _plainly(method, *args, **options)
     if not _unusual():
@@ -306,27 +306,27 @@ def _plainly(method: Callable[..., Any], /, *args: Any, **options: Any) -> Any:
 
 
 def _unusual() -> bool:
-    """Whether torch computes or allocates other than by default."""
-    # torch's own functions by their names here: this runs around every call
+    """Return whether a setting of torch differs from its default."""
+    # torch's functions are module globals here, because this runs in every call
     if _default_dtype() is not _FLOAT32 or _autocast("cpu") or _autocast("cuda"):
         return True
-    # a default device is a function mode; asking for it takes longer than all of this
+    # a default device is a function mode, and reading it takes longer than the rest
     return _modes() > 0 and torch.get_default_device().type != "cpu"
 
 
 class _Float32:
-    """float32 as the default dtype while a thread is inside: it is the whole process's."""
+    """Sets the default dtype of the process to float32 while any thread is inside."""
 
     def __init__(self) -> None:
         self._lock, self._before = forks.lock(self, "_lock"), torch.float32
-        self._inside: Counter[int] = Counter()  # thread -> how often
+        self._inside: Counter[int] = Counter()  # thread -> number of entries
 
     def __enter__(self) -> None:
         with self._lock:
             first = not self._inside
             if first:
                 self._before = torch.get_default_dtype()
-            self._inside[get_ident()] += 1  # before the change, which a forked child undoes
+            self._inside[get_ident()] += 1  # before the change, so that a forked child undoes it
             if first:
                 torch.set_default_dtype(torch.float32)
 
@@ -335,7 +335,7 @@ class _Float32:
             self._left(get_ident(), 1)
 
     def forget_threads(self) -> None:
-        """In the child of a fork: other threads of the parent are not inside."""
+        """In the child of a fork, let the other threads of the parent leave."""
         for thread in [*self._inside]:
             if thread != get_ident():
                 self._left(thread, self._inside[thread])
@@ -353,7 +353,7 @@ _float32 = _Float32()
 
 @contextmanager
 def plain_torch() -> Iterator[None]:
-    """torch as it is by default: no autocast, float32, the CPU where no device is named."""
+    """Set torch's defaults inside the context: no autocast, dtype float32, device CPU."""
     with ExitStack() as stack:
         stack.enter_context(_float32)
         stack.enter_context(torch.device("cpu"))
@@ -363,12 +363,12 @@ def plain_torch() -> Iterator[None]:
         yield
 
 
-# a copy is a read
+# copying is a read
 Guarded.__deepcopy__ = _guarded(Restorable.__deepcopy__)  # type: ignore[method-assign]
 
 
 def _forget_threads() -> None:
-    """In the child of a fork: end the calls of threads that only the parent has.
+    """In the child of a fork, end the calls of threads that exist only in the parent.
 
     Their changes are undone, the last one first, because one may be a part of another.
     """
@@ -376,10 +376,10 @@ def _forget_threads() -> None:
     lost = [(each._access.forget_threads(), each) for each in list(_objects)]
     changes = [(change, each) for change, each in lost if change is not None]
     for _, each in lost:
-        with suppress(Exception):  # one that another thread was making is nobody's
+        with suppress(Exception):  # another thread may not have finished making it
             each._after_fork()
     for (_, name, before), each in sorted(changes, key=lambda one: one[0][0], reverse=True):
-        with suppress(Exception):  # then every call but `reset` says so
+        with suppress(Exception):  # if it fails, every call but `reset` raises
             each._undo(name, before)
 
 

@@ -1,3 +1,3 @@
-"""Version: all ranks of a run have the same; `kvindex.__version__`."""
+"""The version, `kvindex.__version__`. All ranks of a run must have the same version."""
 
 __version__ = "0.1.0"

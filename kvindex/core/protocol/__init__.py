@@ -1,18 +1,19 @@
-"""The protocol every index speaks (encode, append, search, fetch), and its capabilities.
+"""The protocol of every index (encode, append, search, fetch), and its optional capabilities.
 
-Letters used in every signature, docstring and page:
-`B` batch, `H` query heads, `G` KV heads (`H % G == 0`), `N` tokens in the index, `D` head
-dimension, `M` subspaces of `m = D / M` dimensions, `C` candidates after the coarse stage,
-`K` rows selected per KV head. `Dv` is the value dimension, `T` a number of new tokens.
+These letters are used in all signatures, docstrings and pages: `B` sequences in the batch, `H`
+query heads, `G` KV heads (`H % G == 0`), `N` tokens in the index, `D` head dimension, `M` subspaces
+of `m = D / M` dimensions, `C` candidates after the coarse stage, `K` rows selected per KV head,
+`Dv` value dimension, `T` new tokens.
 
-Invariants (`kvindex.testing.check_index` holds an index to them):
-  - ids are dense and in append order, the first token is 0; an invalid token keeps its id;
-  - `search` returns exactly `k` slots: ids distinct within a row, scores descending, equal
-    scores by the lower id, unused slots `-1` with score `-inf`;
-  - an id below -1 names a row that is not a token; `fetch` resolves it;
+Invariants, which `kvindex.testing.check_index` tests:
+  - ids are dense and in the order of appends, and the first token is 0; an invalid token has an id;
+  - `search` returns exactly `k` slots for each head: ids are distinct, scores are descending, equal
+    scores are ordered by id, and unused slots have id -1 and score `-inf`;
+  - an id below -1 names a row that is not a token; `fetch` can return it;
   - a call that raises leaves the index as it was.
 
-Indexes, results, capabilities, steps and executors have a file each; names are imported from here.
+Import all names from this package. Its files are for the index, results, capabilities, steps and
+executors.
 """
 
 # ruff: noqa: I001, RUF022  # in the order of the reference page

@@ -1,6 +1,7 @@
-"""Capabilities: what an index may offer beyond `KVIndex`, asked for by `kvindex.core.capability`.
+"""Capabilities: methods that an index may offer in addition to `KVIndex`.
 
-Those that attend, or do a whole step, are in `steps.py`.
+Callers ask for them with `kvindex.core.capability`. Capabilities that compute attention, or a whole
+step, are in `steps.py`.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from kvindex.core.protocol.results import Hits, Placement
 
 @runtime_checkable
 class ObservesQueries(Protocol):
-    """`observe_queries` does something; else nobody need call it."""
+    """An index that uses the queries of `observe_queries`. Others need not be called."""
 
     def observe_queries(self, queries: Tensor, positions: Tensor) -> None:
         """As `KVIndex.observe_queries`."""
@@ -25,59 +26,59 @@ class ObservesQueries(Protocol):
 
 @runtime_checkable
 class ReportsCoverage(Protocol):
-    """It knows whether a search can tell what share of the attention its rows hold."""
+    """An index that may estimate which fraction of the attention weight the found rows have."""
 
     def check_coverage(self, coverage: float) -> None:
-        """Raises ValueError where a search takes no such `coverage`."""
+        """Raise ValueError if a search does not support this `coverage`."""
         ...
 
 
 @runtime_checkable
 class ReportsRowBytes(Protocol):
-    """It knows what a fetched row costs; else a row is as wide as its key and value."""
+    """An index that reports the size of a row. Otherwise it is that of a plain key and value."""
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a token's key and value for one head, as they are stored and fetched."""
+        """Bytes of one stored row: a token's key and value for one head."""
         ...
 
 
 @runtime_checkable
 class PlacesRows(Protocol):
-    """It knows where its rows are."""
+    """An index that reports where its rows are."""
 
     def placement(self) -> Placement:
-        """How many are where, and what a cache had of them; waits for the device."""
+        """Return how many rows are in each place, and the use of a cache. Waits for the device."""
         ...
 
 
 @runtime_checkable
 class CountsTokens(Protocol):
-    """It knows how many tokens of each row of the batch are real, and which."""
+    """An index that reports which tokens of each sequence are real, and how many."""
 
     @property
     def counts(self) -> Tensor:
-        """Valid tokens of each row of the batch, int64 `[B]`, on the CPU."""
+        """Number of valid tokens of each sequence, int64 `[B]`, on the CPU."""
         ...
 
     @property
     def valid(self) -> Tensor | None:
-        """Which tokens are real, bool `[B, N]`, or None where all are."""
+        """Which tokens are real, bool `[B, N]`, or None if all are."""
         ...
 
 
 @runtime_checkable
 class Explains(Protocol):
-    """It says how it runs."""
+    """An index that explains how it runs."""
 
     def explain(self) -> str:
-        """Which backend, store and path of execution it has, and why, a line each."""
+        """Return the backend, the store and the path of execution, with reasons, one per line."""
         ...
 
 
 @runtime_checkable
 class WeighsRows(Protocol):
-    """Rows that a search finds have weights of their own (`Hits.log_weight`)."""
+    """An index whose searches return a weight for each row (`Hits.log_weight`)."""
 
     @property
     def weighted(self) -> bool:
@@ -87,7 +88,7 @@ class WeighsRows(Protocol):
 
 @runtime_checkable
 class RunsOps(Protocol):
-    """It computes by the ops of a backend."""
+    """An index that computes with the ops of a backend."""
 
     @property
     def backend(self) -> str:
@@ -96,131 +97,140 @@ class RunsOps(Protocol):
 
     @property
     def ops(self) -> Any:
-        """The module of its ops, named and signed as `kvindex.ops`."""
+        """The backend's module, with the same functions as `kvindex.ops`."""
         ...
 
 
 @runtime_checkable
 class ExpandsBatch(Protocol):
-    """Searches do not depend on the queries of other steps: many steps can be searched at once."""
+    """An index whose searches do not depend on earlier queries, so many steps can be batched."""
 
     def expand_batch(self, count: int) -> KVIndex:
-        """A view of a batch of 1 as one of `count`, to search and fetch from as it stays."""
+        """Return a read-only view of one sequence as a batch of `count` sequences."""
         ...
 
 
 @runtime_checkable
 class SearchesShare(Protocol):
-    """It finds among its tokens what a search of the tokens of several indexes would find there.
+    """An index that can be one shard of a larger one, because scores are comparable between shards.
 
-    Then the best of what each finds are those of all; else scores of two indexes do not compare.
+    The best rows of all shards are then those that a search of all tokens would find.
     """
 
     def search_share(self, queries: Tensor, *, k: int, total: Callable[[Tensor], Tensor]) -> Hits:
-        """As `search`, by scores that compare; an index without tokens finds nothing.
+        """As `search`, with scores that are comparable between shards.
 
-        total: gives, of the logarithms of the sums of the exponentials of all logits in this index,
-        float32 `[B, G, g]`, those in all of them. Each calls it as often as the others.
+        Args:
+            queries: `[B, H, D]`.
+            k: Rows to select per KV head.
+            total: A function from the log-sum-exp of all logits in this shard, float32 `[B, G, g]`,
+                to the log-sum-exp over all shards. All shards must call it equally often.
+
+        Returns:
+            Hits among the tokens of this shard; none if it is empty.
         """
         ...
 
 
 @runtime_checkable
 class KeepsState(Protocol):
-    """All that it keeps are named tensors, to be written to a file or sent to another."""
+    """An index whose whole state can be exported as named tensors."""
 
     def state_dict(self) -> dict[str, Tensor]:
-        """What it keeps, by name (`kvindex.bases.state`)."""
+        """Return the state as named tensors (`kvindex.bases.state`)."""
         ...
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Become what another was of the same geometry and configuration.
+        """Load the state of another index with the same geometry and configuration.
 
-        Raises TypeError or ValueError for anything else, and stays as it was.
+        Raises TypeError or ValueError for any other state. The index is then unchanged.
         """
         ...
 
 
 @runtime_checkable
 class ChecksState(Protocol):
-    """It can say whether it would load a state, without loading it."""
+    """An index, wrapper or layer that can check a state before loading it."""
 
     def check_state(self, state: Mapping[str, Tensor]) -> None:
-        """Compare a state with what this index, wrapper or layer could have saved.
+        """Raise TypeError or ValueError, which names the tensor, for a state that does not fit.
 
-        Tensors on the meta device are checked for shape and dtype alone, which costs no reading.
-        Raises TypeError or ValueError that names the tensor; changes nothing.
+        Of a tensor on the meta device only shape and dtype are checked, without reading data. The
+        index is not changed.
         """
         ...
 
 
 @runtime_checkable
 class ReportsRecipe(Protocol):
-    """It knows how another like it is made, so that what was saved is loaded by itself."""
+    """An index that can describe how to make an equal, empty one, for loading saved folders."""
 
     def recipe(self) -> dict[str, Any]:
-        """How, as JSON (`kvindex.storage.recipe`)."""
+        """Return the description as JSON (`kvindex.storage.recipe`)."""
         ...
 
 
 @runtime_checkable
 class ReportsMemory(Protocol):
-    """It knows where its codes and rows lie, so that what copies share is counted once."""
+    """An index that reports its blocks of memory, so that shared ones are counted once."""
 
     def memory(self) -> dict[int, int]:
-        """Address -> bytes of each block, or column, that codes and rows of tokens are in."""
+        """Return address -> bytes of each block, or column, of codes and rows."""
         ...
 
 
 @runtime_checkable
 class EncodesBlocks(Protocol):
-    """It encodes tokens a block at a time: whoever appends whole blocks appends at the least cost.
+    """An index that encodes tokens in blocks, for which appending whole blocks is the cheapest.
 
-    Tokens of a block that is not full are encoded, and again as it fills.
+    Tokens of an incomplete block are encoded, and encoded again when more tokens come.
     """
 
     @property
     def block_tokens(self) -> int:
-        """Tokens of a block."""
+        """Number of tokens in a block."""
         ...
 
 
 @runtime_checkable
 class AppendsAsync(Protocol):
-    """An append leaves the host and other streams alone: a layer has it run beside its steps."""
+    """An index whose appends can run concurrently with a layer's steps, on another stream."""
 
     def start_append(
         self, keys: Tensor, values: Tensor, *, valid: Tensor | None = None
     ) -> Callable[[], None]:
-        """The first part of an append, the long one; what is returned is the rest."""
+        """Start an append, and return a function that completes it.
+
+        This part takes most of the time. The arguments are those of `KVIndex.append`.
+        """
         ...
 
 
 @runtime_checkable
 class Reserves(Protocol):
-    """Memory can be taken before it is needed."""
+    """An index that can allocate memory in advance."""
 
     def reserve(self, tokens: int) -> None:
-        """Take now what codes and rows need until the index holds `tokens` tokens.
+        """Allocate the memory for codes and rows of `tokens` tokens in all.
 
-        Raises MemoryError; what is held stays as it was.
+        Raises MemoryError. The contents of the index do not change.
         """
         ...
 
 
 @runtime_checkable
 class ReservesAhead(Protocol):
-    """Memory can be got beside other work, before the first token."""
+    """An index that can allocate memory in the background, before the first token."""
 
     def reserve_ahead(self, tokens: int, *, batch: int) -> None:
-        """Begin to get what rows of so many tokens of `batch` sequences need; waits for nothing."""
+        """Start to allocate memory for rows of `tokens` tokens of `batch` sequences, and return."""
         ...
 
 
 @runtime_checkable
 class WarmsUp(Protocol):
-    """The first search makes buffers and compiles kernels."""
+    """An index whose first search would allocate buffers and compile kernels."""
 
     def warm_up(self, *, k: int, tokens: int) -> None:
-        """Do so now, for searches of `k` rows until the index holds `tokens` tokens."""
+        """Do this now, for searches of `k` rows in up to `tokens` tokens."""
         ...

@@ -1,4 +1,4 @@
-"""`Executor`: what runs an index on a device in place of its ops."""
+"""`Executor`: runs a whole index by kernels of a device, in place of ops."""
 
 from __future__ import annotations
 
@@ -14,15 +14,21 @@ from kvindex.core.resident import ResidentRows
 
 @dataclass(frozen=True, eq=False)
 class Contents:
-    """What an index holds, as its executor is told of it after every change.
+    """The contents of an index, which it passes to its executor after every change.
 
-    codes: those of the executor, or a copy or a view of them; rows: the index's store; length: its
-    tokens; counts: valid ones of each row of the batch, int64 `[B]` on the CPU; valid: which are,
-    bool `[B, N]`, or None where all are; real_from: the token from which on all are; opened: of
-    the last tokens, that fill no block, `open_keys` `[B, G, n, D]`, or, unless the executor
-    encodes, codes; statistics: named tensors; regression: what signs tell together, float16
-    `[B, G, D, D]`, made when it is first asked for, the same object while it stays as it is; or
-    None.
+    Args:
+        codes: The executor's codes, or a copy or view of them.
+        rows: The index's store.
+        length: Number of tokens.
+        counts: Number of valid tokens of each sequence, int64 `[B]` on the CPU.
+        valid: Which tokens are valid, bool `[B, N]`, or None if all are.
+        real_from: All tokens from this one on are valid.
+        opened: The last tokens, which do not fill a block: `open_keys` `[B, G, n, D]`, or their
+            codes if the executor does not encode.
+        statistics: Learned tensors by name.
+        regression: A function that returns the matrix of the sign regression, float16
+            `[B, G, D, D]`, and makes it at the first call. It is the same object as long as the
+            matrix is the same. None if there is none.
     """
 
     codes: object
@@ -37,15 +43,15 @@ class Contents:
 
 
 class Executor(Protocol):
-    """What runs an index on a device in place of its ops (`accelerate` of a backend gives it).
+    """Runs an index by kernels, in place of its ops. A backend's `accelerate` makes it.
 
-    It owns the codes, and all that kernels read beside the rows. The index holds it, checks
-    arguments, and tells it of every change before anyone calls it again (`update`).
+    The executor owns the codes, and all other data of kernels except the rows. The index checks
+    arguments, and calls `update` after every change.
     """
 
     @property
     def codes(self) -> Any:
-        """Where codes lie, with the interface of `kvindex.storage.columns.Columns`."""
+        """The codes, with the interface of `kvindex.storage.columns.Columns`."""
         ...
 
     @property
@@ -55,68 +61,80 @@ class Executor(Protocol):
 
     @property
     def appends_async(self) -> bool:
-        """Whether nothing waits for `prepare`, and searches may run beside it (`AppendsAsync`)."""
+        """Whether searches may run concurrently with `prepare` (`AppendsAsync`)."""
         ...
 
     @property
     def searches_at_once(self) -> bool:
-        """True if several threads may search at the same time; otherwise searches share buffers."""
+        """Whether several threads may search at the same time, without common buffers."""
         ...
 
     @property
     def attends(self) -> bool:
-        """Whether kernels read the rows where they lie, to attend to them."""
+        """Whether kernels attend to rows where they are stored."""
         ...
 
     @property
     def length(self) -> Tensor | None:
-        """Tokens of the index on the device, int64 `[1]` at one address; None before a search."""
+        """Number of tokens on the device, int64 `[1]`, at a fixed address; None before a search."""
         ...
 
     def explain(self) -> str:
-        """Which path a step takes, and why."""
+        """Return which kernels a step uses, and why."""
         ...
 
     def cache_use(self) -> tuple[int, int, int]:
-        """Rows of the host per KV head that a cache on the device has room for, 0 without one;
-        rows that were looked up there so far, and found. Waits for the device.
+        """Return the use of the device cache for rows of the host. Waits for the device.
+
+        Returns:
+            The number of rows per KV head that it has room for (0 without a cache), and the numbers
+            of rows that were looked up and found so far.
         """
         ...
 
     def update(self, contents: Contents) -> Executor:
-        """Tokens came or went, or the batch did: gives what serves the index from here on."""
+        """Return the executor for the index after a change of its tokens or its batch."""
         ...
 
     def prepare(
         self, keys: Tensor, valid: Tensor | None, *, beyond: int, wrong: Tensor | None = None
     ) -> Any:
-        """Codes of whole blocks, of keys `[B, G, N, D]` after the full ones: for `codes.append`.
+        """Encode whole blocks, and return the codes for `codes.append`. Only if `encodes`.
 
-        Written at once, beyond the last token, unless a block is open. beyond: tokens that come
-        after them, of the next open block. wrong: int32 `[]`, set to 1 where a valid key is not
-        finite. Where `encodes` alone.
+        Codes are written immediately, behind the last token, unless there is an incomplete block.
+
+        Args:
+            keys: `[B, G, N, D]`, after those of complete blocks.
+            valid: Bool `[B, N]`, or None if all are valid.
+            beyond: Number of tokens that come after these, in the next incomplete block.
+            wrong: Int32 `[]`, set to 1 if a valid key is not finite.
         """
         ...
 
     def encoded(self, keys: Tensor, valid: Tensor | None) -> Codes | None:
-        """Codes of keys `[B, G, N, D]`, the first of which begins a block, as columns take them.
+        """Encode keys, of which the first begins a block.
 
-        valid: bool `[B, N]`, or None: all are; an invalid key is zero. None where ops make them.
+        Args:
+            keys: `[B, G, N, D]`, with zeros for invalid ones.
+            valid: Bool `[B, N]`, or None if all are valid.
+
+        Returns:
+            Codes for the columns, or None if ops must encode.
         """
         ...
 
     def discard(self) -> None:
-        """What `prepare` has written is not appended."""
+        """Discard what `prepare` has written: it will not be appended."""
         ...
 
     def search(self, queries: Tensor, k: int) -> Hits:
-        """The best `k` rows for queries `[B, H, D]`."""
+        """Return the `k` best rows for queries `[B, H, D]`."""
         ...
 
     def attend(
         self, queries: Tensor, resident: ResidentRows, k: int, wrong: Tensor | None = None
     ) -> Attended:
-        """As `Attends.attend`; wrong: int32 `[]`, set to 1 where a query is not finite."""
+        """As `Attends.attend`; wrong: int32 `[]`, set to 1 if a query is not finite."""
         ...
 
     def attend_hits(self, queries: Tensor, hits: Hits, resident: ResidentRows) -> Attended:
@@ -137,9 +155,9 @@ class Executor(Protocol):
         ...
 
     def warm_up(self, k: int, tokens: int) -> None:
-        """Make what searches for `k` rows need until there are so many tokens."""
+        """Allocate and compile everything for searches of `k` rows in up to `tokens` tokens."""
         ...
 
     def reserve(self, tokens: int) -> None:
-        """Take the memory that codes of so many tokens need."""
+        """Allocate memory for codes of `tokens` tokens."""
         ...

@@ -1,4 +1,4 @@
-"""`KVIndex`: what every index does."""
+"""`KVIndex`: the methods of every index."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class KVIndex(Protocol):
 
     @property
     def geometry(self) -> Geometry:
-        """Shapes, scale and place."""
+        """Shapes, scale, dtype and device."""
         ...
 
     @property
@@ -25,27 +25,63 @@ class KVIndex(Protocol):
         ...
 
     def encode(self, keys: Tensor) -> Codes:
-        """Codes of keys `[B, G, N, D]`; deterministic, changes nothing."""
+        """Encode keys, without a change to the index. The result is deterministic.
+
+        Args:
+            keys: `[B, G, N, D]`, after the rotary embedding.
+
+        Returns:
+            Codes by name, `[B, G, N, ...]`.
+        """
         ...
 
     def append(self, keys: Tensor, values: Tensor, *, valid: Tensor | None = None) -> None:
-        """Add tokens: keys `[B, G, N, D]`, values `[B, G, N, Dv]`, valid bool `[B, N]`."""
+        """Append tokens.
+
+        Args:
+            keys: `[B, G, N, D]`, after the rotary embedding.
+            values: `[B, G, N, Dv]`.
+            valid: Bool `[B, N]`; a search never returns a token with False. None: all are valid.
+
+        Raises:
+            ValueError: A shape, dtype or device does not fit, or a valid key is not finite.
+            TypeError: An argument is not a tensor.
+        """
         ...
 
     def search(self, queries: Tensor, *, k: int, coverage: float | None = None) -> Hits:
-        """The `k` rows per KV head that queries `[B, H, D]` should attend to.
+        """Select the rows that each KV head should attend to.
 
-        coverage: fewer, where fewer are estimated to hold this fraction of the attention (some
-        indexes only).
+        Args:
+            queries: `[B, H, D]`, after the rotary embedding.
+            k: Rows to select per KV head, at least 1.
+            coverage: Select fewer rows where fewer are estimated to have this fraction of the
+                attention weight, in (0, 1]. Only some indexes support it (`ReportsCoverage`).
+
+        Returns:
+            Token ids, scores and weights, best rows first.
+
+        Raises:
+            ValueError: A shape, dtype or device does not fit, a query is not finite, or `k` or
+                `coverage` is not allowed.
+            TypeError: `queries` is not a tensor.
         """
         ...
 
     def fetch(self, hits: Hits) -> Rows:
-        """Full-precision rows of `hits`, on the compute device."""
+        """Return keys and values of hits.
+
+        Args:
+            hits: Hits with ids `[B, G, K]`.
+
+        Returns:
+            Keys `[B, G, K, D]` and values `[B, G, K, Dv]` on the compute device; zeros for unused
+            slots.
+        """
         ...
 
     def end_prompt(self) -> None:
-        """The prompt is complete."""
+        """Receive the signal that the prompt is complete."""
         ...
 
     def observe_queries(self, queries: Tensor, positions: Tensor) -> None:
@@ -59,32 +95,47 @@ class KVIndex(Protocol):
         ...
 
     def mark_boundary(self) -> None:
-        """A sentence or segment ends with the newest token."""
+        """Receive the signal that a sentence or segment ends with the newest token."""
         ...
 
     def observe_tokens(self, tokens: Tensor, *, first: int) -> None:
-        """The text: ids int64 `[B, T]` (or `[T]` for all rows) of the tokens from `first` on."""
+        """Receive the text.
+
+        Args:
+            tokens: Vocabulary ids, int64 `[B, T]`, or `[T]` for all sequences.
+            first: Position of the first of these tokens.
+        """
         ...
 
     def __len__(self) -> int:
-        """Tokens held, `N`, invalid ones included."""
+        """Number of tokens, `N`, invalid ones included."""
         ...
 
     def truncate(self, length: int) -> None:
-        """Forget the tokens with ids from `length` on."""
+        """Remove the tokens with ids from `length` on.
+
+        Args:
+            length: Number of tokens to keep.
+        """
         ...
 
     def reorder(self, batch_indices: Tensor) -> None:
-        """Row `b` becomes what row `batch_indices[b]` was; int64 `[B']`, `B'` may differ."""
+        """Replace sequence `b` of the batch by sequence `batch_indices[b]`.
+
+        Args:
+            batch_indices: Int64 `[B']`, where `B'` may differ from `B`.
+        """
         ...
 
     def reset(self) -> None:
-        """Forget everything, learned parameters and batch size included."""
+        """Remove all tokens, learned parameters, and the batch size."""
         ...
 
     def nbytes(self) -> dict[str, int]:
-        """Bytes in use per tier: `codes` on the compute device, `rows` in the store.
+        """Bytes in use per memory tier.
 
-        `rows_device` and `rows_host` in place of `rows`, of a store that has both.
+        Returns:
+            `codes` on the compute device, and `rows` in the store. A store with rows in both places
+            has `rows_device` and `rows_host` instead.
         """
         ...

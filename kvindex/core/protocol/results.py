@@ -1,4 +1,4 @@
-"""What the calls of the protocol give: codes, hits, rows, attention, places."""
+"""Results of the protocol's methods: codes, hits, rows, attention, places of rows."""
 
 from __future__ import annotations
 
@@ -10,21 +10,24 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 Codes: TypeAlias = Mapping[str, Tensor]
-"""What an index keeps per token on the compute device: named tensors `[B, G, N, ...]`."""
+"""Codes of tokens on the compute device, by name: tensors `[B, G, N, ...]`."""
 
 UNUSED = -1
-"""The id of a slot that holds no row."""
+"""The id of an unused slot."""
 
 
 @dataclass(frozen=True, eq=False)
 class Hits:
-    """The rows a search selected, best first.
+    """The rows that a search selected, best first.
 
-    ids: int64 `[B, G, K]`; `-1` marks an unused slot, lower ids name rows that are not tokens.
-    scores: float32 `[B, G, K]`, descending; what the group of query heads agreed on.
-    log_weight: float32 `[B, H, K]` added to the attention logit before softmax, or None (zeros).
-    coverage: float32 `[B, H]`, the fraction of the index's attention that each query head finds in
-      these rows by an estimate, where the search was asked for one; else None.
+    Args:
+        ids: Int64 `[B, G, K]`; -1 marks an unused slot, and lower ids name rows that are not
+            tokens.
+        scores: Float32 `[B, G, K]`, descending, of a whole group of query heads.
+        log_weight: Float32 `[B, H, K]`, added to the attention logits before the softmax, or None
+            for zeros.
+        coverage: Float32 `[B, H]`, an estimate of the fraction of the index's attention weight that
+            these rows have for each query head, or None if the search was not asked for it.
     """
 
     ids: Tensor
@@ -33,7 +36,7 @@ class Hits:
     coverage: Tensor | None = None
 
     def widened(self, k: int) -> Hits:
-        """The same hits with unused slots after them, `K = k`."""
+        """Return the same hits with `k` slots, of which the new ones are unused."""
         more = (0, k - self.ids.shape[-1])
         weight = self.log_weight
         return Hits(
@@ -46,7 +49,12 @@ class Hits:
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """Full-precision rows: keys `[B, G, K, D]`, values `[B, G, K, Dv]`; unused slots are zero."""
+    """Keys and values of tokens in full precision. Unused slots are zero.
+
+    Args:
+        keys: `[B, G, K, D]`.
+        values: `[B, G, K, Dv]`.
+    """
 
     keys: Tensor
     values: Tensor
@@ -54,12 +62,13 @@ class Rows:
 
 @dataclass(frozen=True, eq=False)
 class Attended:
-    """What attention over some rows gives, and what it takes to merge it with that over others.
+    """The result of attention over some rows, which can be merged with that over other rows.
 
-    output: `[B, H, Dv]`, of the geometry's dtype.
-    lse: float32 `[B, H]`, the natural logarithm of the sum of the exponentials of the logits, after
-      scale, softcap and weights; `-inf` where no row is visible.
-    found: int32 `[B, G]`, rows that a search found among those attended to.
+    Args:
+        output: `[B, H, Dv]`, in the geometry's dtype.
+        lse: Float32 `[B, H]`, the log-sum-exp (natural logarithm) of the logits after scale,
+            softcap and weights; `-inf` where no row is visible.
+        found: Int32 `[B, G]`, the number of rows that a search found among those attended to.
     """
 
     output: Tensor
@@ -69,11 +78,16 @@ class Attended:
 
 @dataclass(frozen=True)
 class Placement:
-    """Where an index's rows are, and what a cache of them on the device has spared.
+    """The places of an index's rows, and the use of a device cache for rows of the host.
 
-    device, host: rows there, of all KV heads and rows of the batch; row_codec: how they are kept,
-    in so many row_bytes each. cache_rows: of the host's, what the cache has room for, per KV head;
-    0 for none. looked_up: rows of the host that steps have wanted so far; found: those it had.
+    Args:
+        row_codec: Name of the row codec.
+        row_bytes: Bytes of a row.
+        device: Number of rows on the device, of all KV heads and sequences.
+        host: Number of rows on the host, of all KV heads and sequences.
+        cache_rows: Number of host rows per KV head that the cache has room for; 0 without a cache.
+        looked_up: Number of host rows that steps have looked up so far.
+        found: Number of those that were in the cache.
     """
 
     row_codec: str
@@ -86,11 +100,11 @@ class Placement:
 
     @property
     def hit_rate(self) -> float:
-        """Share of the host's rows that were found in the cache; 0 before any was wanted."""
+        """Fraction of the looked-up rows that were in the cache; 0 before the first look-up."""
         return self.found / self.looked_up if self.looked_up else 0.0
 
     def __add__(self, other: Placement) -> Placement:
-        """Of two indexes together, which keep rows alike."""
+        """Return the sum for two indexes with the same row codec."""
         return replace(
             self,
             device=self.device + other.device,

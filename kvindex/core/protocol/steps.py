@@ -1,4 +1,4 @@
-"""Capabilities of an index that attends by itself: to rows, in a step, in a graph, in a batch."""
+"""Capabilities of an index that computes attention itself: of rows, steps, graphs and batches."""
 
 from __future__ import annotations
 
@@ -13,26 +13,41 @@ from kvindex.core.resident import ResidentRows
 
 @runtime_checkable
 class Attends(Protocol):
-    """It attends by itself, to rows where they lie; else search, fetch and attend."""
+    """An index that attends to rows where they are stored.
+
+    With other indexes, the caller searches, fetches and attends.
+    """
 
     def attend(self, queries: Tensor, resident: ResidentRows, *, k: int) -> Attended:
-        """Search, fetch and attend in one go.
+        """Search, fetch and attend in one call.
 
-        The attention of queries `[B, H, D]` over the best `k` rows and those that `resident` shows;
-        each head needs one at least. Raises as `search`.
+        Args:
+            queries: `[B, H, D]`, after the rotary embedding.
+            resident: Further rows to attend to. Each head must have at least one row in all.
+            k: Rows to select per KV head.
+
+        Returns:
+            Attention over the `k` best rows and the resident ones.
+
+        Raises:
+            ValueError: As in `KVIndex.search`.
         """
         ...
 
     def attend_hits(self, queries: Tensor, hits: Hits, resident: ResidentRows) -> Attended:
-        """Attention of queries `[B, H, D]` over the rows of `hits`, with their weights, and those
-        that `resident` shows. Raises as `fetch`.
+        """Attend from queries `[B, H, D]` to the rows of `hits`, with their weights.
+
+        The resident rows are attended to as well. Raises the errors of `KVIndex.fetch`.
         """
         ...
 
 
 @runtime_checkable
 class DecodesStep(Attends, Protocol):
-    """It does the whole of a decoded token's step; else copy the rows and call `attend`."""
+    """An index that computes the whole step of a decoded token.
+
+    With other indexes, the caller copies the token's rows and calls `attend`.
+    """
 
     def decode_step(
         self,
@@ -44,58 +59,73 @@ class DecodesStep(Attends, Protocol):
         k: int,
         graphs: bool = True,
     ) -> Attended:
-        """As `attend`, once `resident` and a window hold the token's rows.
+        """Write a token's rows to `resident` and `window`, and then do what `attend` does.
 
-        token: keys `[B, G, 1, D]` and values `[B, G, 1, Dv]`; window: places of that shape;
-        graphs: whether steps that are all alike may be captured in a CUDA graph. `resident` must
-        have room. Raises as `attend`, and ValueError for rows of other shapes; what `resident` and
-        the window hold of the token is then undefined.
+        Args:
+            queries: `[B, H, D]`, after the rotary embedding.
+            token: Keys `[B, G, 1, D]` and values `[B, G, 1, Dv]`.
+            resident: Rows to attend to, with room for one more.
+            window: Memory for the token, with the same shapes as `token`.
+            k: Rows to select per KV head.
+            graphs: Whether steps that are alike may be captured in a CUDA graph.
+
+        Raises:
+            ValueError: As in `attend`, or the rows have other shapes. The token's rows in
+                `resident` and `window` are then undefined.
         """
         ...
 
 
 @runtime_checkable
 class CapturesStep(Protocol):
-    """A step of it can be captured in a caller's CUDA graph, that is replayed for each token.
+    """An index whose step a caller can capture in a CUDA graph, and replay for each token.
 
-    What happens to such an index between tokens are updates; it hears no `observe_tokens`.
+    Between tokens only updates change such an index. It receives no `observe_tokens`.
     """
 
     def prepare_replay(self, resident: ResidentRows, *, k: int) -> object:
-        """Before a capture or a replay on the current stream: what the step reads is there.
+        """Prepare a capture or a replay on the current stream.
 
-        Gives what tells one set of addresses from another: a graph may be replayed for as long as
-        this is the same object. Raises as `attend`.
+        Returns:
+            An object that represents the addresses that the step reads. A graph may be replayed for
+            as long as this is the same object.
+
+        Raises:
+            ValueError: As in `Attends.attend`.
         """
         ...
 
     def captured_step(
         self, queries: Tensor, token: Rows, resident: ResidentRows, *, k: int
     ) -> Attended:
-        """As `DecodesStep.decode_step` without a window, but for what the host knows.
+        """As `DecodesStep.decode_step` without a window, with all counts read on the device.
 
-        The token goes where `resident.count` says on the device, which it then counts; whoever
-        replays the graph makes room before and calls `resident.claim(1)` for each time. What is
-        given back is overwritten by the next replay; `found`, int64, is added up over them, until
-        the caller sets it to 0. A step like it comes before, uncaptured.
+        The token is written at the position `resident.count` on the device, which is then
+        increased. The caller makes room before each replay, and calls `resident.claim(1)` for it.
+        An equal step must have run before, without a capture.
+
+        Returns:
+            Attention that the next replay overwrites. Its `found` is int64, and the sum over all
+            replays until the caller sets it to 0.
         """
         ...
 
 
 class IndexBatch(Protocol):
-    """Indexes of a batch of 1, with lengths of their own, as the rows of one step.
+    """Runs one step for several indexes of batch size 1, which may have different lengths.
 
-    rows: what `JoinsBatch.batch_row` gave for each row of this very call.
+    In all methods, `rows` are the results of `JoinsBatch.batch_row` of each index, made for this
+    call.
     """
 
     def search(self, rows: Sequence[object], queries: Tensor, *, k: int) -> Hits:
-        """As `KVIndex.search` of each, for queries `[B, H, D]`."""
+        """Run `KVIndex.search` of each index, for queries `[B, H, D]`."""
         ...
 
     def attend(
         self, rows: Sequence[object], queries: Tensor, resident: ResidentRows, *, k: int
     ) -> Attended:
-        """As `Attends.attend` of each; resident: ragged, of a batch of as many."""
+        """Run `Attends.attend` of each index; resident: ragged, with an entry for each index."""
         ...
 
     def decode_step(
@@ -108,26 +138,39 @@ class IndexBatch(Protocol):
         k: int,
         graphs: bool = True,
     ) -> Attended:
-        """As `attend`, once a token of each, keys `[B, G, 1, D]` and values `[B, G, 1, Dv]`, is
-        behind its resident rows, where the device counts it.
+        """Write a token of each sequence behind its resident rows, and then do what `attend` does.
 
-        rows: None for an index that is empty, not for all. graphs: as of `DecodesStep.decode_step`.
-        Whoever filled the resident rows sees to it that there is room, and counts them, too.
+        The caller makes room in the resident rows, and counts the tokens on the host.
+
+        Args:
+            rows: None for an empty index. At least one index must not be empty.
+            queries: `[B, H, D]`, after the rotary embedding.
+            token: Keys `[B, G, 1, D]` and values `[B, G, 1, Dv]`.
+            resident: Ragged resident rows, with an entry for each index.
+            k: Rows to select per KV head.
+            graphs: As in `DecodesStep.decode_step`.
         """
         ...
 
 
 @runtime_checkable
 class JoinsBatch(Protocol):
-    """It can be a row of a batch with others made like it, whatever their lengths."""
+    """An index that can run in one step with others of the same kind and any length."""
 
     def new_batch(self) -> IndexBatch:
-        """What joins indexes like it, first one list of them, then another."""
+        """Return an object that runs steps of lists of such indexes."""
         ...
 
     def batch_row(self, queries: Tensor, *, k: int) -> object:
-        """What a batch reads of it, of a batch of 1 that holds a token, until it changes.
+        """Return what a step with others reads of this index. It is valid until the index changes.
 
-        queries: those of its row, `[1, H, D]`. Raises as `Attends.attend`.
+        The index must have batch size 1 and at least one token.
+
+        Args:
+            queries: This sequence's, `[1, H, D]`.
+            k: Rows to select per KV head.
+
+        Raises:
+            ValueError: As in `Attends.attend`.
         """
         ...
