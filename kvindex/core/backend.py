@@ -38,7 +38,7 @@ def choose(device: torch.device) -> tuple[str, str]:
     """
     name = device.type
     if name not in ("cuda", "cpu"):
-        return "torch", f"tensors lie on {name!r}"
+        return "torch", f"tensors are on {name!r}"
     try:
         resolve(name).ready(device)
     except (ImportError, RuntimeError, ValueError) as error:

@@ -149,7 +149,7 @@ def rows(name: str, value: object, batch: int | None) -> Tensor:
     if len(indices) == 0 or bool(wrong.any()):
         last = "" if batch is None else f" to {batch - 1}"
         raise ValueError(
-            f"{name}: got {indices.tolist()}, allowed are rows from 0{last}, at least one"
+            f"{name}: got {indices.tolist()}, allowed are sequences from 0{last}, at least one"
         )
     return indices
 

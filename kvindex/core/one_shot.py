@@ -54,7 +54,8 @@ class OneShot:
         if bool(every.all()):
             return made
         warnings.warn(
-            f"one_shot: no memory that all GPUs see ({why}); sums go by NCCL", stacklevel=3
+            f"one_shot: no memory that all GPUs can access ({why}); NCCL computes sums",
+            stacklevel=3,
         )
         return None
 

@@ -158,13 +158,13 @@ class Access:
 
 def _refusal(name: str, alone: bool) -> str:
     """Return the error message for a call during another thread's call."""
-    said = f"{name}: got a call while another thread's is under way, allowed are reads beside reads"
+    said = f"{name}: got a call while another thread's is under way, allowed are concurrent reads"
     if alone and name in READS:
         return (
             f"{said}, but {name} of this object is none (it shares buffers or keeps what it "
             "found): use a lock"
         )
-    return f"{said} (search, fetch, encode) and nothing beside a change: use a lock"
+    return f"{said} (search, fetch, encode), and no call during a change: use a lock"
 
 
 _objects: WeakSet[Guarded] = WeakSet()
@@ -230,7 +230,7 @@ class Guarded(Restorable):
     def _check_usable(self, name: str) -> None:
         if name != "reset":
             raise RuntimeError(
-                f"{name}: got a {type(self).__name__} of which {self._broken} failed and could not "
+                f"{name}: got a {type(self).__name__} whose {self._broken} failed and could not "
                 "be undone, allowed is reset()"
             )
 

@@ -427,7 +427,7 @@ class AttentionLayer(Guarded):
         if bias is not None:
             check_bias(bias, queries, length)
             if ids is not None:
-                raise ValueError("bias: got a tensor, allowed is None beside ids")
+                raise ValueError("bias: got a tensor, allowed is None together with ids")
 
     def _attend_densely(
         self,

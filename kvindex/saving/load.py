@@ -74,11 +74,11 @@ def load(
             made: object = _made(saved.about, place, outline, name=str(folder))
         except RecursionError as error:
             raise ValueError(
-                f"folder: got {str(folder)!r}, with wrappers inside wrappers without end, allowed "
+                f"folder: got {str(folder)!r}, whose wrappers are nested too deeply, allowed "
                 "is what save() made"
             ) from error
     elif (device, store, backend) != ("cpu", "device", None):
-        raise ValueError("into: got one with device, store or backend, allowed is one or the other")
+        raise ValueError("into: got an object and device, store or backend, allowed is one of both")
     else:
         made = into
     taking = required(made, KeepsState, name="into")
@@ -100,7 +100,7 @@ def _made(recipe: Mapping[str, Any], place: Mapping[str, Any], state: State, nam
     if recipe["layer"] != known or index is None:
         raise ValueError(
             f"folder: got {name!r}, a layer {recipe['layer']!r} around "
-            f"{'an index that tells no recipe' if index is None else 'an index'}, "
+            f"{'an index without a recipe' if index is None else 'an index'}, "
             f"allowed is {known!r} around one that has a name; of another, load into an empty "
             "one: kvindex.load(folder, into=…)"
         )
@@ -111,7 +111,7 @@ def _index(recipe: Any, place: Mapping[str, Any], state: State) -> KVIndex:
     role = "wrapper" if isinstance(recipe, Mapping) and "wrapper" in recipe else "index"
     kind = class_of(field(recipe, role, str, where="about"))
     if issubclass(kind, BaseIndex) != (role == "index"):
-        raise ValueError(f"about.{role}: got {recipe[role]!r}, which is none, allowed is one")
+        raise ValueError(f"about.{role}: got {recipe[role]!r}, which is no {role}, allowed is one")
     if not issubclass(kind, BaseIndex):
         inner = field(recipe, "inner", dict, where="about")
         return _around(kind, _index(inner, place, below("inner", state)), recipe)

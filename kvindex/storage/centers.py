@@ -81,7 +81,7 @@ def _added(keys: Tensor) -> Tensor:
 def check_center(center: Tensor | None, *, centered: bool, held: int) -> None:
     """Raise ValueError for a center that a store of `held` tokens cannot take."""
     if center is not None and (held or not centered):
-        got = f"one to a store that holds {held} tokens" if held else "one of rows without"
+        got = f"one to a store that holds {held} tokens" if held else "one to a store without"
         raise ValueError(f"center: got {got}, allowed is one with the first coded rows, or None")
 
 

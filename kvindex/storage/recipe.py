@@ -149,7 +149,7 @@ def dataclass_from(kind: Any, value: Mapping[str, Any]) -> Any:
         return _made(kind, value, hints)
     except (TypeError, KeyError, AttributeError, RuntimeError) as error:
         raise ValueError(
-            f"{kind.__name__}: got fields that make none ({error!r}), allowed is what save() made"
+            f"{kind.__name__}: got fields that do not fit ({error!r}), allowed is what save() made"
         ) from error
 
 

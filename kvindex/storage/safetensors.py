@@ -240,7 +240,7 @@ def _header(file: BinaryIO, path: Path, nbytes: int, digest: Any) -> Iterator[_P
             at = end
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(
-            f"{path}: got a header that does not tell where tensors lie ({error!r}), allowed is a "
+            f"{path}: got a header without the positions of all tensors ({error!r}), allowed is a "
             "file of safetensors"
         ) from error
     if at != nbytes - 8 - length:

@@ -213,7 +213,7 @@ def check_signed(whose: Mapping[str, Any], state: Any) -> None:
         owner, likes = dict(about["whose"]), dict(about["tensors"])
     except (KeyError, ValueError, TypeError, RecursionError, NotImplementedError) as error:
         raise ValueError(
-            f"state: got no {ABOUT!r} that tells whose it is, allowed is what state_dict() gave"
+            f"state: got no {ABOUT!r} with its owner, allowed is what state_dict() returned"
         ) from error
     got, want = _flat(owner), _flat(_plain(whose))
     for name in dict.fromkeys([*want, *got]):

@@ -290,7 +290,7 @@ def row_store(
         lacks = "" if isinstance(store, str) else ", ".join(sorted(METHODS - {*dir(store)}))
         got = f"{store!r}, which lacks {lacks}" if lacks else repr(store)
         raise ValueError(
-            f"store: got {got}, allowed is 'device', 'host', 'auto' or a store of one's own: a "
+            f"store: got {got}, allowed is 'device', 'host', 'auto' or your own store: a "
             "kvindex.storage.store.RowStore and kvindex.core.restore.Restorable"
         )
     if len(store):

@@ -134,7 +134,7 @@ def without(name):
 WRONG = {
     "no mapping": (lambda state: 5, "state: got int, allowed is a dict of named tensors"),
     "no tensors": (lambda state: {**state, "rows": 1}, "state: got dict, allowed is a dict of"),
-    "no about": (without("about"), "state: got no 'about' that tells whose it is"),
+    "no about": (without("about"), "state: got no 'about' with its owner"),
     "nonsense": (lambda state: {**state, "about": torch.zeros(3)}, "state: got no 'about'"),
     "missing": (without("rows"), r"state\['rows'\]: got none, allowed is torch.uint8"),
     "unknown": (

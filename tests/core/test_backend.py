@@ -43,7 +43,7 @@ def test_where_they_cannot_it_is_plain_torch_and_says_why(error, monkeypatch):
 
 
 def test_other_devices_have_no_kernels():
-    assert backend.choose(torch.device("meta")) == ("torch", "tensors lie on 'meta'")
+    assert backend.choose(torch.device("meta")) == ("torch", "tensors are on 'meta'")
 
 
 @pytest.mark.parametrize("name", kvindex.names())

@@ -318,7 +318,7 @@ def test_in_a_forked_child_a_change_that_cannot_be_undone_asks_for_reset():
         raise MemoryError("no more")
 
     def check():
-        with pytest.raises(RuntimeError, match="of which append failed and could not be undone"):
+        with pytest.raises(RuntimeError, match="whose append failed and could not be undone"):
             index.search(CASE.queries(), k=K)
         index.reset()
         index.append(*CASE.tokens(9))

@@ -178,7 +178,9 @@ def test_wrong_queries_are_refused():
         ValueError, match="keys: got a batch of 3, allowed is 2, that of the queries"
     ):
         index.append(*CASE.tokens(4, batch=3))
-    with pytest.raises(ValueError, match=r"batch_indices: got \[2\], allowed are rows from 0 to 1"):
+    with pytest.raises(
+        ValueError, match=r"batch_indices: got \[2\], allowed are sequences from 0 to 1"
+    ):
         index.reorder(torch.tensor([2]))
     assert len(index) == 0
 

@@ -98,7 +98,7 @@ class Half:
 @pytest.mark.parametrize(
     ("store", "words"),
     [
-        ("disk", "store: got 'disk', allowed is 'device', 'host', 'auto' or a store of one's own"),
+        ("disk", "store: got 'disk', allowed is 'device', 'host', 'auto' or your own store"),
         (None, "store: got None, which lacks .*append.* allowed is 'device', 'host'"),
         (Half(), "store: got .*Half.*, which lacks __len__, append, blocks, .*, write, allowed"),
     ],

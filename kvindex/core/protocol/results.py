@@ -119,5 +119,5 @@ class Placement:
         told = f"{self.device:,} on the device, {self.host:,} on the host ({size})"
         if not self.cache_rows:
             return told
-        had = f"had {self.hit_rate:.1%} of {self.looked_up:,} rows of the host"
+        had = f"had {self.hit_rate:.1%} of {self.looked_up:,} host rows"
         return f"{told}; a cache of {self.cache_rows:,} per KV head {had}"
