@@ -132,7 +132,7 @@ def test_it_is_not_loaded_into_another(tmp_path):
         assert len(other) == 0
     with pytest.raises(TypeError, match="into: got int, allowed is one that offers KeepsState"):
         kvindex.load(tmp_path / "saved", into=3)
-    with pytest.raises(ValueError, match="into: got one with device, store or backend"):
+    with pytest.raises(ValueError, match="into: got an object and device, store or backend"):
         kvindex.load(tmp_path / "saved", into=made("exact"), store="host")
 
 
