@@ -42,7 +42,7 @@ class CudaGraph:
         work: Callable[[], object],
         draws: torch.Generator | None = None,
     ) -> None:
-        make: Callable[[], Any] = torch.cuda.CUDAGraph  # torch leaves it untyped
+        make: Callable[[], Any] = torch.cuda.CUDAGraph  # torch does not annotate it
         graph, side = make(), _capturing_stream(device)
         side.wait_stream(torch.cuda.current_stream(device))
         if draws is not None:

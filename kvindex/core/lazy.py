@@ -9,7 +9,7 @@ T = TypeVar("T")
 
 
 class lazy(Generic[T]):  # noqa: N801  # used as `functools.cached_property` is
-    """As `functools.cached_property`, without its lock.
+    """Like `functools.cached_property`, without its lock.
 
     Before Python 3.12 that lock is common to all objects of a class. If another thread has it at a
     fork, it stays locked in the child. Without it, two threads may compute the value twice.

@@ -145,7 +145,7 @@ class Ranks:
     def first(self, tensor: Tensor) -> Tensor:
         """Copy rank 0's tensor into those of all ranks, by one broadcast. Raises RankError."""
         if self._group is not None:
-            first = dist.get_global_rank(self._group, 0)  # torch before 2.6 knows no `group_src`
+            first = dist.get_global_rank(self._group, 0)  # torch before 2.6 has no `group_src`
             self._run(dist.broadcast, tensor, first, group=self._group)
         return tensor
 
@@ -194,7 +194,7 @@ class Ranks:
                 missing = [rank for rank in missing if not store.check([f"kvindex/left/{rank}"])]
                 time.sleep(ASK_EVERY_S)
             gone = f"rank {' and '.join(map(str, missing))}" if missing else "a message"
-        except RuntimeError:  # no store
+        except RuntimeError:  # the store is gone
             gone = "rank 0 or whoever else holds the store"
         return (
             f"ranks: lost {gone} of {self.count} (this is rank {self.rank}, which waits "
@@ -207,7 +207,7 @@ _known: dict[tuple[Any, float], Ranks] = {}
 
 @cache
 def _all_gather() -> Any:
-    """Return torch's all-gather into one tensor, whose name is another one before torch 2.13."""
+    """Return torch's all-gather into one tensor, which has another name before torch 2.13."""
     try:
         from torch.distributed import all_gather_single
     except ImportError:

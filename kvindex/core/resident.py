@@ -46,10 +46,14 @@ class ResidentRows:
         return self._count
 
     def row(self, b: int) -> ResidentRows:
-        """Return sequence `b` of a ragged buffer, empty and in the same memory."""
+        """Return the part of sequence `b` of a ragged buffer as an empty buffer."""
         one, own = copy(self), slice(b, b + 1)
         one.rows, one.mask, one.count = self.rows[own], self.mask[own], self.count[own]
-        one.batch, one.ragged, one._hides = 1, False, True  # the mask is as the last user left it
+        one.batch, one.ragged, one._hides = (
+            1,
+            False,
+            True,
+        )  # the last user may have left zeros in the mask
         one._forget()
         return one
 
@@ -85,7 +89,7 @@ class ResidentRows:
         self.count.fill_(self._count)
 
     def _put(self, keys: Tensor, values: Tensor, mask: Tensor | None) -> None:
-        """As `add`, without writing `count`."""
+        """Like `add`, without writing `count`."""
         start = self.claim(keys.shape[2])
         some = slice(start, self._count)
         self.rows[:, :, some, : keys.shape[3]].copy_(keys)
@@ -109,16 +113,16 @@ class ResidentRows:
         self.count.zero_()
 
     def _forget(self) -> None:
-        """As `clear`, without writing `count`."""
+        """Like `clear`, without writing `count`."""
         self._count, self._masked = 0, 0.0
         if self._hides:
             self.mask.fill_(1)
             self._hides = False
 
     def unseen(self) -> ResidentRows:
-        """Return a copy in which no row is attended to, with the same rows and device count.
+        """Return a copy whose mask hides all rows, for steps in a CUDA graph.
 
-        It is for steps in a graph. The host's count is separate.
+        It shares the rows and the device's count, and has a host count of its own.
         """
         twin = copy(self)
         twin.mask = torch.zeros_like(self.mask)

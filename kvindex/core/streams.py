@@ -11,7 +11,7 @@ from torch import Tensor
 
 def new_stream(device: torch.device) -> torch.cuda.Stream:
     """Return a new stream."""
-    make: Callable[..., torch.cuda.Stream] = torch.cuda.Stream  # torch leaves it untyped
+    make: Callable[..., torch.cuda.Stream] = torch.cuda.Stream  # torch does not annotate it
     return make(device)
 
 

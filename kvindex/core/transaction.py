@@ -112,7 +112,7 @@ class Access:
             self._readers[me] += 1
 
     def _enter_first(self, me: int, name: str, alone: bool) -> None:
-        """Begin a thread's first read, or a call with access alone after reads."""
+        """Begin a thread's first read, or a call that needs access alone while its thread reads."""
         readers = self._readers
         with self._lock:  # so that no thread leaves meanwhile
             holder = self._holder.setdefault(_HOLDER, _SHARED)
@@ -264,7 +264,7 @@ def _guarded(method: Callable[..., Any]) -> Callable[..., Any]:
                     result = method(self, *args, **options)
                 if before is not None:
                     self._last_checkpoint = None
-            except BaseException:  # an interrupt, too
+            except BaseException:  # also KeyboardInterrupt
                 if before is not None:  # before another thread may enter
                     self._undo(name, before)
                     before = None
@@ -296,7 +296,7 @@ def in_plain_torch(method: Callable[..., Any]) -> Callable[..., Any]:
 
 def _plainly(method: Callable[..., Any], /, *args: Any, **options: Any) -> Any:
     """Call a method with torch's default settings."""
-    if _inference():  # its tensors could not be written to outside of it
+    if _inference():  # tensors made in inference mode cannot be modified outside of it
         with torch.inference_mode(False), torch.no_grad():
             return _plainly(method, *args, **options)
     if not _unusual():
@@ -307,10 +307,10 @@ def _plainly(method: Callable[..., Any], /, *args: Any, **options: Any) -> Any:
 
 def _unusual() -> bool:
     """Return whether a setting of torch differs from its default."""
-    # torch's functions are module globals here, because this runs in every call
+    # the functions of torch are module globals, because attribute look-ups cost time in every call
     if _default_dtype() is not _FLOAT32 or _autocast("cpu") or _autocast("cuda"):
         return True
-    # a default device is a function mode, and reading it takes longer than the rest
+    # a default device is a torch function mode; counting modes is faster than asking for the device
     return _modes() > 0 and torch.get_default_device().type != "cpu"
 
 
@@ -376,10 +376,10 @@ def _forget_threads() -> None:
     lost = [(each._access.forget_threads(), each) for each in list(_objects)]
     changes = [(change, each) for change, each in lost if change is not None]
     for _, each in lost:
-        with suppress(Exception):  # another thread may not have finished making it
+        with suppress(Exception):  # another thread may not have finished its `__init__`
             each._after_fork()
     for (_, name, before), each in sorted(changes, key=lambda one: one[0][0], reverse=True):
-        with suppress(Exception):  # if it fails, every call but `reset` raises
+        with suppress(Exception):  # if the undo fails, every later call but `reset` raises
             each._undo(name, before)
 
 

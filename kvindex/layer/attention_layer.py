@@ -201,7 +201,7 @@ class AttentionLayer(Guarded):
     # Steps
 
     def decodes(self, tokens: int) -> bool:
-        """Return whether a step of `tokens` tokens decodes, and is not a chunk of a prompt."""
+        """Return whether a step of `tokens` tokens is a decode step, not a chunk of a prompt."""
         return len(self) > 0 and tokens <= self.search_up_to
 
     def step(
@@ -403,7 +403,7 @@ class AttentionLayer(Guarded):
     def _checked_rows(
         self, keys: Tensor, values: Tensor, valid: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """As `_checked`, for keys and values that have the right shapes."""
+        """Like `_checked`, for keys and values whose shapes have been checked."""
         if valid is not None:
             check_valid(valid, keys)
             valid = None if bool(valid.all()) else valid
@@ -502,7 +502,7 @@ class AttentionLayer(Guarded):
         self._searched, self._broken = 0, None
         self._tally.reset()
 
-    # Steps in a CUDA graph of the caller's
+    # Steps in a CUDA graph that the caller captures and replays
 
     def capture_refusal(self) -> str | None:
         """Return why a CUDA graph cannot contain the step of the next token.
@@ -517,7 +517,7 @@ class AttentionLayer(Guarded):
     def prepare_replay(self) -> object | None:
         """Prepare a capture or a replay of `captured_step` on the current stream.
 
-        Afterwards everything that the graph reads is where it reads it.
+        Afterwards all data is at the addresses that the graph reads.
 
         Returns:
             An object that stays the same for as long as one graph may be replayed; or None if the

@@ -22,7 +22,7 @@ from kvindex.layer.updates import Updates
 
 
 class CapturedSteps(Restorable):
-    """Steps of one token that a CUDA graph of the caller's contains.
+    """Steps of one token that the caller captures in a CUDA graph of its own.
 
     Args:
         contents: The index and the window.
@@ -66,8 +66,9 @@ class CapturedSteps(Restorable):
         return index.prepare_replay(resident, k=k)
 
     def prepare_next(self, situation: object) -> object | None:
-        """As `prepare`, but ask the index alone, or return None if the situation is another one or
-        the resident rows have no room.
+        """Like `prepare`, but faster, because only the index is asked.
+
+        Returns None if the situation has changed, or the resident rows have no room.
         """
         if (prepared := self._prepared) is None:
             return None

@@ -76,7 +76,7 @@ def attend_chosen(index: KVIndex, window: Window, queries: Tensor, ids: Tensor) 
 def _where_they_lie(
     attends: Attends, index: KVIndex, window: Window, queries: Tensor, ids: Tensor
 ) -> Retrieved:
-    """As `_block`, of one token, by an index that attends to rows where they are stored.
+    """Like `_block`, for one token, by an index that attends to rows where they are stored.
 
     queries: `[B, H, D]`; ids: `[B, G, K]`.
     """
@@ -103,7 +103,7 @@ def _where_they_lie(
 
 
 def _block(index: KVIndex, window: Window, queries: Tensor, ids: Tensor) -> list[Retrieved]:
-    """As `attend_chosen`, with the rows of all queries fetched together."""
+    """Like `attend_chosen`, with the rows of all queries fetched together."""
     g, indexed = index.geometry, len(index)
     B, G, T, K = ids.shape
     rows = _rows(index, window.rows, ids.flatten(2))

@@ -73,7 +73,7 @@ def attend_by_block(
     sink: Sink | None = None,
     visible: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """As `attend_densely`, block by block, and return the log-sum-exp of the logits, too.
+    """Like `attend_densely`, block by block, and return the log-sum-exp of the logits, too.
 
     The log-sum-exp is float32 `[B, H, T]`; it is `-inf` if a query attends to nothing, which can
     happen at a padded token. Only the logits of one block are in memory at a time.
@@ -99,7 +99,7 @@ def _gathered(
     valid: Tensor | None,
     sink: Sink | None,
 ) -> Tensor:
-    """As `attend_densely`, with all rows in one tensor."""
+    """Like `attend_densely`, with all rows in one tensor."""
     rows, scale = _all_rows(index, window, indexed, valid, sink), index.geometry.scale
     if valid is None:
         return attend_causal(queries, rows.keys, rows.values, scale=scale)

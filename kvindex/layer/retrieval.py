@@ -231,14 +231,16 @@ class Retrieval(Restorable):
         coverage: float | None,
         graphs: bool,
     ) -> Tensor:
-        """As `decode`, of one token."""
+        """Like `decode`, for one token."""
         index, window = self._contents.index, self._contents.window
         indexed = len(index)
         sinks = None if sinks is None else sinks[..., 0]
         plain = valid is None and bias is None and coverage is None
         decodes = capability(index, DecodesStep) if plain else None
         if decodes is None or capability(index, ObservesQueries) is not None:
-            check_finite("queries", queries)  # as the index would, but before it is too late
+            check_finite(
+                "queries", queries
+            )  # before the token is appended; the index would check later
         if decodes is None:
             window.append(indexed, keys, values, valid)
             self.observe(queries, valid)

@@ -82,7 +82,7 @@ class State(NamedTuple):
 
     total: Traffic
     new: list[Counts]
-    watched: list[Watched]  # the last entry belongs to the last graph
+    watched: list[Watched]  # the last entry is the counter of the last captured graph
 
 
 class Tally(Restorable):

@@ -38,7 +38,7 @@ class AsyncAppend:
         begun: Length of the sequence at this time.
     """
 
-    _done: torch.cuda.Event | None = None  # until the current stream has waited for it
+    _done: torch.cuda.Event | None = None  # None after the current stream has waited for it
 
     def __init__(
         self, index: KVIndex, leaving: Leaving, *, beside: AppendsAsync | None, begun: int = 0
@@ -139,7 +139,7 @@ class Updates(Restorable):
         """Whether a step of several tokens has left an update to the next step."""
         return self._deferred_from is not None
 
-    # Called by a layer before its step
+    # Calls before a step of the layer
 
     def catch_up(self) -> None:
         """Run the update that a step of several tokens deferred, if the tokens that remain of it
@@ -160,7 +160,7 @@ class Updates(Restorable):
         self._contents.index.end_prompt()
         self.prompt_ended = True
 
-    # Called after it
+    # Calls after a step
 
     def update_if_due(self, decoded: int) -> None:
         """Begin or end an update if one is due.
@@ -277,7 +277,7 @@ class Updates(Restorable):
     def _cancel(self) -> None:
         """Cancel the pending append: the tokens that were leaving stay in the window."""
         if self.pending is not None:
-            self.pending.wait()  # the index writes to the same places again
+            self.pending.wait()  # because the index will write to the same memory again
             self.pending = None
             self._contents.window.stay()
 
@@ -294,5 +294,5 @@ class Updates(Restorable):
         """Go back to a checkpoint. Index and window must go back after this."""
         pending, self.prompt_ended, self._deferred_from = checkpoint
         if self.pending is not None and self.pending is not pending:
-            self.pending.wait()  # the index writes to the same places again
+            self.pending.wait()  # because the index will write to the same memory again
         self.pending = pending

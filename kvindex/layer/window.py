@@ -209,7 +209,7 @@ class Window(NamedState, Restorable):
         places.values.copy_(values)
 
     def claim(self, indexed: int, keys: Tensor, values: Tensor, valid: Tensor | None) -> Rows:
-        """As `append`, but return the memory to which the caller must write keys and values."""
+        """Like `append`, but return the memory to which the caller must write keys and values."""
         self._take_staged()
         start = indexed + len(self)
         flags = self._valid.reserve(start, keys, valid)
@@ -241,7 +241,7 @@ class Window(NamedState, Restorable):
         other._moved, other._padded, other._counted = True, None, 0
         return other
 
-    # Staged tokens, whose rows a captured step has written behind the resident rows
+    # Staged tokens: a captured step has written their rows behind those of sink and window
 
     def count_staged(self) -> ResidentRows:
         """Count one more staged token, and return the resident rows with it.
@@ -262,7 +262,7 @@ class Window(NamedState, Restorable):
 
     def uncount(self, counted: int) -> None:
         """Forget the tokens that were staged since then. None may have left or been truncated."""
-        self._counted, self._moved = counted, True  # the device may have counted more
+        self._counted, self._moved = counted, True  # the device's count may be larger
 
     def _take_staged(self) -> None:
         """Copy the rows of staged tokens into the window."""

@@ -139,7 +139,7 @@ def undone(ways_back: list[Callable[[], None]]) -> Iterator[None]:
     """
     try:
         yield
-    except BaseException:  # an interrupt, too
+    except BaseException:  # also KeyboardInterrupt
         with ExitStack() as back:  # call each, even if one fails
             for way in ways_back:
                 back.callback(way)

@@ -153,7 +153,7 @@ class Plain:
         return pad(rows, (0, padding)) if padding else rows  # `pad` by 0 copies
 
     def put(self, keys: Tensor, values: Tensor, rows: Tensor) -> None:
-        """As `encode`, but write to `rows`, uint8 `[..., row_bytes]`, with one copy."""
+        """Like `encode`, but write to `rows`, uint8 `[..., row_bytes]`, with one copy."""
         held = self.decode(rows)
         held.keys.copy_(keys)
         if not self.geometry.value_in_key:
@@ -166,7 +166,7 @@ class Plain:
         return Rows(both[..., : g.head_dim], both[..., g.value_start :][..., : g.value_dim])
 
     def wrong(self, rows: Tensor) -> Tensor:
-        """As `RowCodec.wrong`."""
+        """Return which rows have a key that `encode` never makes, bool `[...]`."""
         keys = self.decode(rows).keys
         if check.in_range(keys):  # one operation, which is nearly always enough
             return torch.zeros(keys.shape[:-1], dtype=torch.bool, device=keys.device)
@@ -218,7 +218,7 @@ class Scaled:
         return torch.cat([pad(codes, (0, self.scales_at - codes.shape[-1])), scales], dim=-1)
 
     def wrong(self, rows: Tensor, *, values: bool = False) -> Tensor:
-        """As `RowCodec.wrong`; values: whether to check the values, too."""
+        """Return which rows have a key that `encode` never makes; values: or such a value."""
         D, largest = self.geometry.head_dim, CODES[self.codes][1]
         scales = rows[..., self.scales_at : self.scales_at + 8].contiguous().view(torch.float32)
         scales = scales if values else scales[..., :1]
@@ -284,7 +284,7 @@ class Grouped:
         return torch.cat([pad(torch.cat(codes, -1), (0, first - both)), *of_scales], dim=-1)
 
     def wrong(self, rows: Tensor, *, values: bool = False) -> Tensor:
-        """As `RowCodec.wrong`; values: whether to check the values, too."""
+        """Return which rows have a key that `encode` never makes; values: or such a value."""
         _, _, first, middle, last = self._ends
         stop = last if values else middle
         scales = rows[..., first:stop].contiguous().view(torch.bfloat16)
@@ -352,7 +352,7 @@ class InKey:
         return self.parts.encode(*keys.tensor_split([self.geometry.value_dim], dim=-1))
 
     def wrong(self, rows: Tensor) -> Tensor:
-        """As `RowCodec.wrong`."""
+        """Return which rows have a key that `encode` never makes, bool `[...]`."""
         return self.parts.wrong(rows, values=True)
 
     def decode(self, rows: Tensor, center: Tensor | None = None) -> Rows:

@@ -91,7 +91,7 @@ class Columns(Restorable):
             place.copy_(new[name])
 
     def claim(self, new: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """As `append`, but return the places to which the caller must copy the tensors of `new`."""
+        """Like `append`, but return the places to which the caller must copy the tensors."""
         self.reserve(new)
         axis, start = self._axis, self._length
         self._length += max(tensor.size(axis) for tensor in new.values())
@@ -219,7 +219,7 @@ class Columns(Restorable):
             need = held_entries + tensor.shape[self._axis]
             held = self._data.get(name)
             if held is not None and not self._length and not _alike(held, tensor, self._axis):
-                held = None  # left by a first append that failed
+                held = None  # it comes from a first append that failed
             capacity = 0 if held is None else held.shape[self._axis]
             if held is not None and need <= capacity and not anew:
                 continue
@@ -254,7 +254,7 @@ class BlockColumns(Columns):
         super().truncate(length // self._block * self._block)
 
     def _entries(self, name: str, tokens: int) -> int:
-        """As `Columns._entries`."""
+        """Return the number of entries of a column for `tokens` tokens."""
         return tokens // self._block if name == "centers" else tokens
 
     def _fresh(self) -> Self:

@@ -152,7 +152,7 @@ def _check_shape(name: str, tensor: Tensor, spec: TensorSpec, known: dict[str, i
 def _check_numbers(name: str, tensor: Tensor, spec: TensorSpec) -> None:
     if tensor.is_meta or not tensor.numel():
         return
-    if tensor.dtype == torch.bool:  # the bytes of a file may be others than 0 and 1
+    if tensor.dtype == torch.bool:  # a file may contain other bytes than 0 and 1
         byte = int(tensor.contiguous().view(torch.uint8).max())
         if byte > 1:
             raise ValueError(f"state[{name!r}]: got the byte {byte}, allowed is 0 or 1")

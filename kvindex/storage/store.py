@@ -143,7 +143,7 @@ class CenteredRows(EncodedRows, Protocol):
     """
 
     def join(self, keys: Tensor, values: Tensor, *, valid: Tensor | None = None) -> Any:
-        """As `RowStore.join`; valid: bool `[B, N]`, the keys for the center; None for all."""
+        """Like `RowStore.join`; valid: bool `[B, N]`, the keys for the center; None for all."""
         ...
 
     @property
@@ -172,7 +172,7 @@ class AttendsToRows(Protocol):
         ...
 
     def attend(self, queries: Tensor, hits: Hits, resident: ResidentRows) -> Attended:
-        """As `kvindex.core.protocol.Attends.attend_hits`, for ids of existing tokens."""
+        """Attend to the rows of hits (see `kvindex.core.protocol.Attends.attend_hits`)."""
         ...
 
 
@@ -216,7 +216,7 @@ class AddressedRows(Protocol):
 
     @property
     def far(self) -> bool:
-        """Whether rows are on the host, so that keeping read ones on the device pays."""
+        """Whether the rows are in host memory, so that a device cache of rows is useful."""
         ...
 
     def wait(self) -> None:
@@ -400,11 +400,11 @@ class TensorStore(Restorable):
 
     @property
     def center(self) -> Tensor | None:
-        """As `CenteredRows.center`."""
+        """The center of the stored keys, float32 `[B, G, D]`; None for zeros."""
         return self._center if len(self) else None
 
     def append_encoded(self, rows: Tensor, center: Tensor | None = None) -> None:
-        """As `CenteredRows.append_encoded`."""
+        """Append rows that `encoded` returned, relative to `center`; None for zeros."""
         check_center(center, centered=self._centered, held=len(self))
         joined = JoinedRows(rows=rows.contiguous().view(WORD).to(self._device))
         joined.center = center if center is None else center.to(self._geometry.device)
@@ -448,7 +448,7 @@ class TensorStore(Restorable):
         return self._columns.nbytes()
 
     def memory(self) -> dict[int, int]:
-        """As `kvindex.core.protocol.ReportsMemory.memory`."""
+        """Return address -> bytes of each column in use."""
         return self._columns.memory()
 
     def _as_joined(self, rows: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -20,7 +20,7 @@ class ObservesQueries(Protocol):
     """An index that uses the queries of `observe_queries`. Others need not be called."""
 
     def observe_queries(self, queries: Tensor, positions: Tensor) -> None:
-        """As `KVIndex.observe_queries`."""
+        """Receive the newest queries (see `KVIndex.observe_queries`)."""
         ...
 
 
@@ -118,7 +118,7 @@ class SearchesShare(Protocol):
     """
 
     def search_share(self, queries: Tensor, *, k: int, total: Callable[[Tensor], Tensor]) -> Hits:
-        """As `search`, with scores that are comparable between shards.
+        """Like `search`, with scores that are comparable between shards.
 
         Args:
             queries: `[B, H, D]`.

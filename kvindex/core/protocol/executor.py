@@ -134,11 +134,11 @@ class Executor(Protocol):
     def attend(
         self, queries: Tensor, resident: ResidentRows, k: int, wrong: Tensor | None = None
     ) -> Attended:
-        """As `Attends.attend`; wrong: int32 `[]`, set to 1 if a query is not finite."""
+        """Run `Attends.attend`; wrong: int32 `[]`, set to 1 if a query is not finite."""
         ...
 
     def attend_hits(self, queries: Tensor, hits: Hits, resident: ResidentRows) -> Attended:
-        """As `Attends.attend_hits`."""
+        """Run `Attends.attend_hits`."""
         ...
 
     def decode_step(
@@ -151,7 +151,7 @@ class Executor(Protocol):
         wrong: Tensor | None,
         graphs: bool,
     ) -> Attended:
-        """As `DecodesStep.decode_step`; wrong: as in `attend`."""
+        """Run `DecodesStep.decode_step`; wrong: as in `attend`."""
         ...
 
     def warm_up(self, k: int, tokens: int) -> None:

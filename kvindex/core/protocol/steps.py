@@ -98,7 +98,7 @@ class CapturesStep(Protocol):
     def captured_step(
         self, queries: Tensor, token: Rows, resident: ResidentRows, *, k: int
     ) -> Attended:
-        """As `DecodesStep.decode_step` without a window, with all counts read on the device.
+        """Like `DecodesStep.decode_step` without a window, with all counts read on the device.
 
         The token is written at the position `resident.count` on the device, which is then
         increased. The caller makes room before each replay, and calls `resident.claim(1)` for it.
