@@ -265,7 +265,7 @@ class AttentionLayer(Guarded):
         else:
             self._updates.catch_up()
 
-        # 2. The new tokens enter the window, and attend.
+        # 2. Keys and values of the new tokens enter the window, and their queries attend.
         long_enough = before + 1 >= self.dense_below and len(self.index) > 0
         searches = decoded and long_enough and ids is None
         if searches:  # one token after the other enters the window, searches, and attends
@@ -274,12 +274,12 @@ class AttentionLayer(Guarded):
         else:
             self._window.append(len(self.index), keys, values, valid)
             self._retrieval.observe(queries, valid)
-            if ids is not None:
+            if ids is not None:  # to rows that the caller chose
                 output = self._attend_chosen(queries, sinks, ids, counts=decoded)
-            else:
+            else:  # to all tokens
                 output = self._attend_densely(queries, bias, sinks, visible)
 
-        # 3. If the buffer is full, move old tokens from the window into the index.
+        # 3. If the window's buffer is full, move its old tokens into the index.
         if decoded and T > 1:
             self._updates.defer(before)  # the caller may reject and truncate these tokens
         else:
