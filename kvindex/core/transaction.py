@@ -310,7 +310,7 @@ def _unusual() -> bool:
     # the functions of torch are module globals, because attribute look-ups cost time in every call
     if _default_dtype() is not _FLOAT32 or _autocast("cpu") or _autocast("cuda"):
         return True
-    # a default device is a torch function mode; counting modes is faster than asking for the device
+    # a default device is a function mode of torch; counting modes is faster than reading the device
     return _modes() > 0 and torch.get_default_device().type != "cpu"
 
 

@@ -578,7 +578,7 @@ class AttentionLayer(Guarded):
     def count_replay(self) -> None:
         """Count the token of a replay, and begin or end an update if one is due.
 
-        If this raises, the layer has the token all the same.
+        If this raises, the token stays in the layer.
         """
         if self._captured.count():
             self._update_replayed()

@@ -25,7 +25,7 @@ class LayerContents(Restorable):
 
     def __init__(self, index: KVIndex, window: Window) -> None:
         self.index, self.window = index, window
-        # while tokens move from the window to the index: the length before the move
+        # the length before a move from the window to the index; empty if nothing is moving
         self._length_in_move: list[int] = []
 
     def __len__(self) -> int:
@@ -51,7 +51,7 @@ class LayerContents(Restorable):
             self._length_in_move = []
 
     def truncate(self, length: int) -> None:
-        """Remove the tokens from position `length` on, none of which is leaving the window."""
+        """Remove the tokens from position `length` on. None of them may be leaving the window."""
         window, indexed = self.window, len(self.index)
         sink = window.sink
         with self.moving():

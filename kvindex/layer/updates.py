@@ -287,11 +287,11 @@ class Updates(Restorable):
         self.prompt_ended, self._deferred_from = False, None
 
     def checkpoint(self) -> Any:
-        """Return the present state, for `rollback`; that of index and window is not in it."""
+        """Return the present state, for `rollback`, without that of index and window."""
         return self.pending, self.prompt_ended, self._deferred_from
 
     def rollback(self, checkpoint: Any) -> None:
-        """Go back to a checkpoint. Index and window must go back after this."""
+        """Go back to a checkpoint. The caller must roll back index and window after this."""
         pending, self.prompt_ended, self._deferred_from = checkpoint
         if self.pending is not None and self.pending is not pending:
             self.pending.wait()  # because the index will write to the same memory again

@@ -284,7 +284,8 @@ class Window(NamedState, Restorable):
             self._valid.rollback(before[1])
             raise
 
-    # Moves into the index: `oldest`, `begin`, and then `without` and `end`, or `stay`
+    # To move tokens into the index: call `oldest` and `begin`, and later `without` and `end`; or
+    # call `stay` to cancel the move.
 
     def oldest(self, indexed: int) -> Leaving:
         """Return the tokens that are to leave: all but the newest, in whole units."""

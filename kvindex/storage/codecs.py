@@ -318,7 +318,7 @@ def scaled(vectors: Tensor, codes: str) -> tuple[Tensor, Tensor]:
     dtype, largest = CODES[codes]
     vectors = vectors.float()
     scale = vectors.abs().amax(dim=-1, keepdim=True) / largest
-    # float32's largest number / largest may round up: the product must stay finite
+    # for the largest float32, the scale may be rounded up so that scale * largest is infinite
     scale = torch.where((scale * largest).isinf(), scale.nextafter(scale * 0), scale)
     scale = torch.where(scale < SMALLEST_SCALE, 0, scale)
     numbers = torch.where(scale > 0, vectors / scale, 0)

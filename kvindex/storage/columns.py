@@ -266,7 +266,7 @@ def _alike(held: Tensor, new: Tensor, axis: int) -> bool:
 
 
 class Valid(Restorable):
-    """Flags of real (not padded) tokens, bool `[B, N]`. There are none before the first padded one.
+    """Flags of real (not padded) tokens, bool `[B, N]`, stored from the first padded token on.
 
     Unwritten room contains the flags of real tokens, so appending real tokens launches nothing.
 

@@ -16,7 +16,8 @@ Import all names from this package. Its files are for the index, results, capabi
 executors.
 """
 
-# ruff: noqa: I001, RUF022  # in the order of the reference page
+# Imports and names are in the order of the reference page, so they are not sorted.
+# ruff: noqa: I001, RUF022
 from kvindex.core.protocol.index import KVIndex
 from kvindex.core.protocol.results import Hits, Rows, Attended, Placement, Codes, UNUSED
 from kvindex.core.protocol.capabilities import (
