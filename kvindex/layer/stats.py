@@ -21,10 +21,13 @@ AT_ONCE = 128
 class Traffic:
     """Sums over the searching steps of a layer. The counts stay on the device until they are read.
 
-    steps: number of tokens that searched; rows_read: rows that they attended to, and rows_full:
-    rows that full attention would have read, both per KV head and sequence; bytes_fetched: bytes of
-    the rows that were fetched from the index; coverage: sum of `Hits.coverage`, mean over heads, of
-    the searches that were asked for a coverage.
+    Args:
+        steps: Number of tokens that searched.
+        rows_read: Number of rows that they attended to, per KV head and sequence.
+        rows_full: Number of rows that full attention would have read, per KV head and sequence.
+        bytes_fetched: Bytes of the rows that the index returned.
+        coverage: Sum of `Hits.coverage` (mean over heads and sequences) over the searches that were
+            asked for a coverage.
     """
 
     steps: int = 0
