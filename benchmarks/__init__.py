@@ -1,1 +1,1 @@
-"""Benchmarks, one script a question: each checks the answer, then measures (`results/`)."""
+"""Benchmarks. Each script answers one question: it checks the results first, then measures."""

@@ -1,11 +1,11 @@
-"""A comparison's folder as a result: what the report shows of answers, without single ones.
+"""Reduce the folder of a comparison to a result that `report.py` can show, without single answers.
 
     python -m benchmarks.answers FOLDER --json benchmarks/results/answers_field.json
 
-FOLDER: of `kvindex compare`, or what `evaluate.compare` wrote. `--index A,B`: of these alone, and
-of prompts that all of them answered at each k, where a run ended early. Names that the report
-knows: answers_field (every index, one length, one k), answers_lengths, answers_rows (several k),
-answers_depth; of more models answers_field_MODEL and so on, which are shown beside.
+FOLDER was written by `kvindex compare` or `evaluate.compare`. For a run that ended early, `--index
+A,B` keeps only these indexes, and the prompts that all of them answered at each k. The report knows
+these names: answers_field (every index, one length, one k), answers_lengths, answers_rows (several
+k) and answers_depth. It also shows results with a suffix, such as answers_field_MODEL.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from kvindex_adapters.evaluate.compare.summary import SCHEMA, summarize
 from kvindex_adapters.evaluate.output_files import output, write_json
 
 DIGITS = 4
-"""Of a figure, significant ones."""
+"""Significant digits of each figure."""
 
 Row = dict[str, Any]
 
 
 def reduced(summary: Row) -> Row:
-    """What a result keeps of `results.json`: of several lengths no means by task, of differences
-    those of all tasks from full attention and `exact`.
+    """Return the parts of `results.json` that a result keeps.
 
-    Raises ValueError for another form of it.
+    For several lengths it leaves out means by task; of the differences it keeps those of all tasks
+    to full attention and to `exact`. Raises ValueError if `results.json` has another format.
     """
     if summary.get("schema") != SCHEMA:
         raise ValueError(f"schema: got {summary.get('schema')!r}, allowed is {SCHEMA!r}")
@@ -49,10 +49,10 @@ def reduced(summary: Row) -> Row:
 
 
 def answered_by_all(folder: Path, indexes: list[str]) -> Row:
-    """What `results.json` would hold of these indexes and full attention alone, and of prompts that
-    each of them has answered for every `k` that any has.
+    """Return what `results.json` would contain for these indexes and their common prompts.
 
-    Raises ValueError for an index without answers.
+    Full attention is contained, too. A common prompt was answered by each index at every `k` that
+    any of them has. Raises ValueError for an index without answers.
     """
     lines = [
         json.loads(line) for line in (folder / "results.jsonl").read_text("utf-8").split("\n")[:-1]
@@ -94,7 +94,7 @@ def _rounded(value: Any) -> Any:
 
 
 def main(told: list[str] | None = None) -> None:
-    """Reduce a folder, write, and print what the report says of it."""
+    """Reduce a folder, write the result, and print the report's table of it."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--index", type=lambda text: text.split(","))

@@ -1,14 +1,17 @@
-"""Append latency on a GPU: a prompt, and updates of windows while layers decode.
+"""Measure appends on a GPU: a whole prompt, and updates of windows while layers decode.
 
     python -m benchmarks.append [--index SPEC] [--tokens N] [--context N …] [--layers L]
         [--periods P] [--json OUT]
 
-H = 32, G = 8, D = 128, bfloat16. First a step over appended tokens is checked; a wrong one is not
-timed. `prompts`: N tokens in pieces of 65,536, which are coded and whose rows are stored, until
-the device is done; memory was taken before. `layers`: attention layers that are launched one by
-one while the host waits for each step, as one that samples a token does; each of them moves 256
-tokens of its window into the index every 256 steps (P times), at a turn of its own. Steps on which
-an update begins or ends are told from plain ones.
+32 query heads, 8 KV heads, D = 128, bfloat16. First a step over appended tokens is checked; nothing
+is timed if it is wrong.
+
+`prompts`: time to append N tokens in chunks of 65,536, until the device is done. Memory is reserved
+before.
+
+`layers`: attention layers that are launched one by one; the host waits for each step, as if it
+sampled a token. Each layer moves 256 tokens of its window into the index every 256 steps (P times),
+and each at a different step. Steps in which an update begins or ends are counted separately.
 """
 
 from __future__ import annotations
@@ -30,17 +33,21 @@ from kvindex.core.geometry import Geometry
 from kvindex_adapters.evaluate.machine import describe
 from kvindex_adapters.evaluate.output_files import output, write_json
 
-PLANS = {"beside": "what a layer does by itself", "room": "the same, memory taken before"}
-KINDS = {"plain": "nothing but a token", "updated": "an update of a window began or ended"}
+PLANS = {"beside": "one layer at a time", "room": "the same, with memory reserved before"}
+KINDS = {"plain": "a token only", "updated": "an update of a window begins or ends"}
 
 
 def arguments(given: list[str] | None = None) -> argparse.Namespace:
-    """What the command was told; exits with words where it cannot be done."""
+    """Parse the command line. Exits with an error message if it cannot be run."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--tokens", type=int, default=2**20, help="of a prompt")
-    parser.add_argument("--context", nargs="*", type=int, default=[2**17], help="of the layers")
+    parser.add_argument("--tokens", type=int, default=2**20, help="tokens of the prompt")
+    parser.add_argument(
+        "--context", nargs="*", type=int, default=[2**17], help="tokens that the layers contain"
+    )
     parser.add_argument("--layers", type=int, default=16)
-    parser.add_argument("--periods", type=int, default=4, help="of 256 steps")
+    parser.add_argument(
+        "--periods", type=int, default=4, help="how often each layer updates, every 256 steps"
+    )
     add_index(parser)
     parser.add_argument("--json", type=output())
     found = parser.parse_args(given)
@@ -51,10 +58,10 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
 
 
 def prompt(g: Geometry, spec: str, tokens: int, place: str, repeats: int) -> dict[str, Any]:
-    """Microseconds until a prompt is in an index whose rows lie at a place."""
+    """Measure the microseconds of appending a prompt, with rows on the host or the device."""
     pieces = list(workload.tokens_of(g, 0, 1, tokens))
     index, times = workload.created(g, spec, store=place), []
-    for _ in range(repeats + 1):  # the first takes memory and compiles
+    for _ in range(repeats + 1):  # the first repetition allocates memory and compiles
         index.reset()
         settled()
         start = time.perf_counter()
@@ -69,7 +76,7 @@ def prompt(g: Geometry, spec: str, tokens: int, place: str, repeats: int) -> dic
 
 
 def steps(decoding: Decoding, count: int) -> tuple[list[float], list[str]]:
-    """Microseconds of each step, until the device is done, and which of `KINDS` it was."""
+    """Run steps. Return the microseconds of each until the device is done, and its `KINDS`."""
     times, kinds, layers = [], [], decoding.layers
     for _ in range(count):
         before, start = [len(layer.index) for layer in layers], time.perf_counter()
@@ -84,7 +91,7 @@ def steps(decoding: Decoding, count: int) -> tuple[list[float], list[str]]:
 
 
 def delays(times: list[float], kinds: list[str]) -> dict[str, Any]:
-    """How much longer steps of each kind are than plain ones of the same run."""
+    """Return how much longer steps of each kind take than plain ones of the same run."""
     usual = statistics.median(t for t, kind in zip(times, kinds, strict=True) if kind == "plain")
     found: dict[str, Any] = {"amortised": sum(times) / len(times) / usual - 1}
     for kind, words in KINDS.items():
@@ -98,18 +105,18 @@ def delays(times: list[float], kinds: list[str]) -> dict[str, Any]:
 
 
 def updates(g: Geometry, spec: str, tokens: int, layers: int, periods: int) -> dict[str, Any]:
-    """Each plan over so many periods of 256 steps."""
+    """Measure each plan over `periods` periods of 256 steps."""
     found: dict[str, Any] = {"tokens": tokens, "layers": layers}
     for plan, words in PLANS.items():
         room = (periods + 2) * UPDATE if plan == "room" else 0
         decoding = Decoding(g, spec, tokens, layers, room=room)
-        steps(decoding, UPDATE)  # compiles what is new, and brings each layer to its turn
+        steps(decoding, UPDATE)  # compiles what is new, and staggers the updates of the layers
         found[plan] = {"is": words, **delays(*steps(decoding, periods * UPDATE))}
     return found
 
 
 def main() -> None:
-    """Check, measure, print and write, after each part what there is."""
+    """Check and measure. Print and write the results after each part."""
     given, g = arguments(), workload.geometry("cuda")
     result: dict[str, Any] = {"index": given.index, "machine": describe("cuda")}
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Time per generated token of a model, beside dense attention, with CUDA graphs and without.
+"""Time per generated token, with an index and with full attention.
 
     python -m benchmarks.generation --text FILE [--tokens N] [--written T] [--turn T] [--layers L]
         [--context N] [--steps S] [--seconds S] [--index SPEC] [--model … --gguf-file … --lora …]
@@ -10,47 +10,53 @@
         --json OUT
     python -m benchmarks.generation --decoder SHAPE --prefill N [--weights fp8] … --json OUT
 
-What is compared is measured in turns, round after round, a few tokens of each plan at a time
-(`--turn`), so that what slows a host for a while slows them all. `layers`: L attention layers
-(H = 32, G = 8, D = 128) over N synthetic tokens each. First what they give with graphs is compared
-with what they give without, which must be the same to the bit; else nothing is timed. Then the
-microseconds that the host spends on a layer and token, the device being idle at the start of each
-step, and those until the device is done, over S steps, updates of the windows among them. `model`:
-the text's first N tokens are a prompt, after which T tokens are written greedily, by transformers
-with its own cache (`dense`) and through the index, each by a copy of the model; milliseconds per
-token of a turn, between its first and its last one, and seconds that all of the prompt but its last
-chunk took. `--without-graphs`, for a CPU: the `model` alone, `dense` and through the index.
+Each command measures several plans in turns, a few tokens at a time (`--turn`), round after
+round, so that a slow moment of the host affects all of them. Figures are medians with quartiles
+(`_low`, `_high`) and the values of each round (`_rounds`). `ratio` compares a plan's time with
+another plan's time in the same round. No turn begins while memory is being pinned ahead of use,
+and no round begins after `--seconds`; `left_out` is the number of rounds that were not begun.
 
-`--decoder`: tokens of the minimal decoder, each one CUDA graph, with random weights of a model's
-shape (`common/token.py`), every layer over N synthetic tokens of each of B sequences (Triton's
-products take 16 at most, torch's more): without attention (`weights`), with full attention over all
-of them in device memory (where it fits; `dense`: torch's kernel over just so many rows; `growing`:
-the decoder's own, which the device tells how many there are), and through the index, where
-attention is so sharp that `--hit-rate` of the rows wanted from the host lie in the cache of rows
-(`cached`), and where that is emptied before each token (`uncached`). Inputs are new each time;
-`tokens_per_s` is of all sequences together. Milliseconds of the device (`device_ms`), and as the
-host reads tokens (`token_ms`: the mean of a turn, from a device without work to the turn's last
-token, `between_ms`: of single ones), updates of the windows among them; `ratio`: to `dense`, or to
-`weights`; `floor_ms`: the weights' bytes at the rate at which a sum reads memory. A round of which
-a figure is below the floor ends the run with an error, and is not written.
-Before that the tokens of two layers by graphs must be those by steps; else nothing is timed.
+**With --text**, two parts:
 
-`--through transformers` (key `transformers`): a model of transformers of that shape, with random
-weights, writes tokens drawn at random through `attach`, whole tokens as graphs of the decoder's
-kernels (`fused`, on a GPU with Triton) or of the model's own forward (`token_graph`), or a graph
-for each layer's step (`layer_graphs`), beside the `decoder` with the same weights, which `ratio` is
-to; both hold N tokens a layer, in indexes of their own. `token_ms` and `floor_ms` alone, from the
-first token of a turn on.
+- `layers`: L attention layers (32 query heads, 8 KV heads, D = 128) over N synthetic tokens each.
+  First, results with CUDA graphs must equal those without to the bit; else nothing is timed. Then
+  S steps are timed, including updates of the windows: the microseconds that the host spends on a
+  layer, with an idle device at the start of each step, and those until the device is done.
+- `model_run`: the first N tokens of the text are a prompt, after which T tokens are generated
+  greedily, by transformers with its own cache (`dense`) and with the index, each by a copy of the
+  model. Results are milliseconds per token of a turn, and the seconds that the prompt took
+  without its last chunk.
 
-`--prefill N` (key `prefill`): the decoder reads N random tokens layer by layer, into an index
-(`indexed`) and without one (`full`, where all rows fit), the last token's logits alone: seconds of
-the `first` reading and of warm ones, the device's memory at most (`peak_bytes`), and that over the
-bytes of the weights, one layer's keys and values, and a chunk's activations (`memory`).
-Each part is a run, and a file, of its own.
+`--without-graphs` is for a CPU: it measures only the model, `dense` and with the index.
 
-Figures are medians with quartiles (`_low`, `_high`) and each round's (`_rounds`); `ratio`: of a
-plan's time to that with graphs in the same round, unless said. No turn begins before all memory
-that is pinned ahead is pinned, no round after `--seconds`; `left_out` says how many were not begun.
+**With --decoder**, tokens of the minimal decoder, each one CUDA graph, with random weights in a
+model's shape (`common/token.py`). Every layer has N synthetic tokens of each of B sequences (at
+most 16 with Triton's products). Plans:
+
+- `weights`: no attention.
+- `dense`, `growing`: full attention over all rows in device memory, if they fit, with torch's
+  kernel over buffers of exactly this length, and with the decoder's own over buffers that grow.
+- `cached`: the index. The sharpness of attention is set so that the cache of rows contains
+  `--hit-rate` of the rows wanted from the host.
+- `uncached`: the index, with this cache emptied before each token.
+
+Figures are milliseconds of the device (`device_ms`), and as the host reads tokens: the mean of a
+turn (`token_ms`) and single intervals (`between_ms`). `tokens_per_s` counts all sequences.
+`ratio` is to `dense`, or to `weights` if that does not fit. `floor_ms` is the time to read the
+bytes of the weights as fast as a sum reads memory; a figure below it ends the run with an error.
+Before timing, two layers must generate the same tokens with graphs and without.
+
+**With --through transformers**, a transformers model of that shape and the decoder with the same
+weights generate sampled tokens, each with an index of N tokens a layer. Plans of transformers:
+`fused` (one graph per token with the decoder's kernels, on a GPU with Triton), `token_graph` (one
+graph per token of the model's own forward pass) and `layer_graphs` (one graph per layer). `ratio`
+is to `decoder`.
+
+**With --prefill N**, the decoder reads N random tokens layer by layer, into an index (`indexed`)
+and without one (`full`, if all rows fit), and computes the logits of the last token. Figures are
+seconds of the `first` reading and of later ones, the device's peak memory (`peak_bytes`), and its
+ratio to the bytes of the weights, one layer's keys and values, and a chunk's activations
+(`memory`).
 """
 
 from __future__ import annotations
@@ -84,7 +90,7 @@ from kvindex_adapters.hf.generate import ONE_ANSWER
 from kvindex_adapters.hf.generation.prefill import prefill
 
 OF_DECODER = {"decoder": decoder, "transformers": attached, "prefill": prompt}
-"""What is measured and shown of a decoder, by part."""
+"""Modules that measure the decoder and print the results, by part."""
 
 SHAPE = dict(q_heads=H, kv_heads=G, head_dim=D)
 PLANS = {"dense": "transformers, dense attention", "eager": "graphs off", "graphs": "graphs on"}
@@ -93,29 +99,52 @@ CHECKED = 20
 """Steps whose results are compared."""
 
 WARM, CHUNK = 16, 1024
-"""Tokens that a model writes before any is timed; of the prompt, read at a time."""
+"""Tokens that a model generates before any is timed; tokens of a chunk of the prompt."""
 
 
 def arguments(given: list[str] | None = None) -> argparse.Namespace:
-    """What the command was told; exits with words where it cannot be done."""
+    """Parse the command line. Exits with an error message if it cannot be run."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--text", type=Path)
-    parser.add_argument("--decoder", choices=SHAPES, help="shape of its random weights")
-    parser.add_argument("--through", choices=("transformers",), help="beside the decoder")
-    parser.add_argument("--prefill", type=int, metavar="N", help="tokens that the decoder reads")
-    parser.add_argument("--batch", type=int, default=1, help="sequences of the decoder")
-    parser.add_argument("--torch-products", action="store_true", help="of the decoder: no Triton")
-    parser.add_argument("--weights", choices=WEIGHTS, default=PLAIN, help="of the decoder")
-    parser.add_argument("--hit-rate", type=float, default=0.93, help="of the decoder's rows")
-    parser.add_argument("--tokens", type=int, default=7000, help="of the prompt")
+    parser.add_argument(
+        "--decoder", choices=SHAPES, help="measure the decoder with random weights in this shape"
+    )
+    parser.add_argument(
+        "--through",
+        choices=("transformers",),
+        help="measure transformers with the same weights, too",
+    )
+    parser.add_argument(
+        "--prefill", type=int, metavar="N", help="measure how the decoder reads N tokens"
+    )
+    parser.add_argument("--batch", type=int, default=1, help="sequences that the decoder generates")
+    parser.add_argument(
+        "--torch-products",
+        action="store_true",
+        help="compute the decoder's products in torch, not Triton",
+    )
+    parser.add_argument(
+        "--weights", choices=WEIGHTS, default=PLAIN, help="how the decoder stores its weights"
+    )
+    parser.add_argument(
+        "--hit-rate",
+        type=float,
+        default=0.93,
+        help="fraction of the decoder's rows that are in the cache of rows",
+    )
+    parser.add_argument("--tokens", type=int, default=7000, help="tokens of the prompt")
     parser.add_argument("--written", type=int, default=160, help="tokens that are timed")
-    parser.add_argument("--turn", type=int, default=20, help="tokens until it is another's turn")
+    parser.add_argument(
+        "--turn", type=int, default=20, help="tokens of a plan before the next plan's turn"
+    )
     parser.add_argument("--layers", type=int, default=16)
-    parser.add_argument("--context", type=int, default=32_768, help="tokens of each layer")
-    parser.add_argument("--steps", type=int, default=300, help="of the layers that are timed")
-    parser.add_argument("--seconds", type=float, default=600, help="after which no round is begun")
+    parser.add_argument("--context", type=int, default=32_768, help="tokens in each layer")
+    parser.add_argument("--steps", type=int, default=300, help="steps of the layers that are timed")
+    parser.add_argument("--seconds", type=float, default=600, help="begin no round after this time")
     parser.add_argument("--index", default="pariskv")
-    parser.add_argument("--without-graphs", action="store_true", help="the model alone, on a CPU")
+    parser.add_argument(
+        "--without-graphs", action="store_true", help="measure only the model, on a CPU"
+    )
     parser.add_argument("--dtype", choices=("float32", "float16", "bfloat16"), default="bfloat16")
     add_model(parser)
     found = parser.parse_args(given)
@@ -139,7 +168,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
 
 
 def turn(decoding: Decoding, steps: int) -> Figures:
-    """Microseconds per layer of each step: of the host, and until the device is done."""
+    """Run steps. Return microseconds per layer: of the host, and until the device is done."""
     found: Figures = {"host_us": [], "done_us": []}
     each = 1e6 / len(decoding.layers)
     for _ in range(steps):
@@ -153,7 +182,7 @@ def turn(decoding: Decoding, steps: int) -> Figures:
 
 
 def measured_layers(given: argparse.Namespace, end: float) -> Iterator[dict[str, Any]]:
-    """Both plans, after each round. Raises SystemExit where they do not give the same."""
+    """Yield both plans' times after each round. Raises SystemExit if their results differ."""
     about = {"layers": given.layers, "context": given.context, "turn": given.turn}
     g = Geometry.of(**SHAPE, dtype=getattr(torch, given.dtype), device=given.device)
     of = g, given.index, given.context, given.layers
@@ -168,16 +197,16 @@ def measured_layers(given: argparse.Namespace, end: float) -> Iterator[dict[str,
 
 
 class Writer:
-    """A model that has read a prompt, ids int64 `[N]`, and writes on by a plan until `until`.
+    """A model that has read a prompt, ids int64 `[N]`, and generates by a plan.
 
-    ids: int64 `[1, N + written]`.
+    `ids` are int64 `[1, N + written]`. The model is detached when `until` closes.
     """
 
     def __init__(self, model: Any, plan: str, ids: Tensor, index: str, until: ExitStack) -> None:
         self._model, self.ids = copy.deepcopy(model), ids[None].to(model.device)
         self._cache: Any = DynamicCache(config=model.config)
         if plan != "dense":
-            graphs = plan == "graphs"  # of layers
+            graphs = plan == "graphs"  # graphs of layers
             attached = attach(self._model, index=index, graphs=graphs, token_graph=False)
             self._cache = until.enter_context(attached)
         stop, start = max(len(ids) - CHUNK, 0), time.perf_counter()
@@ -185,7 +214,7 @@ class Writer:
         self.prefill_s = time.perf_counter() - start
 
     def turn(self, count: int) -> Figures:
-        """Milliseconds per token of `count` more, from the first to the last."""
+        """Generate `count` tokens. Return milliseconds per token, from the first to the last."""
         drained()
         marks, options = Marks(), dict(max_new_tokens=count, min_new_tokens=count)
         self.ids = self._model.generate(
@@ -201,7 +230,7 @@ class Writer:
 
 
 def measured_model(given: argparse.Namespace, end: float) -> Iterator[dict[str, Any]]:
-    """Every plan, after each round. Raises ValueError for a text that is too short."""
+    """Yield all plans' times after each round. Raises ValueError for a text that is too short."""
     model, tokenizer = loaded(given, dtype=getattr(torch, given.dtype))
     ids = torch.tensor(tokenizer(given.text.read_text(encoding="utf-8"))["input_ids"])[
         : given.tokens
@@ -215,7 +244,7 @@ def measured_model(given: argparse.Namespace, end: float) -> Iterator[dict[str, 
         about["prefill_s"] = {plan: writer.prefill_s for plan, writer in writers.items()}
         for writer in writers.values():
             writer.turn(WARM)
-        gc.collect()  # what is let go of may unpin memory
+        gc.collect()  # freed objects may unpin memory
         turns = {plan: partial(writer.turn, given.turn) for plan, writer in writers.items()}
         for found in in_turns(turns, given.written // given.turn, end):
             same = torch.equal(writers[plans[-2]].ids, writers["graphs"].ids)
@@ -223,7 +252,7 @@ def measured_model(given: argparse.Namespace, end: float) -> Iterator[dict[str, 
 
 
 def main() -> None:
-    """Check, measure, print and write, after each round what there is."""
+    """Check and measure. Print and write the results after each round."""
     given = arguments()
     end = time.monotonic() + given.seconds
     result: dict[str, Any] = {"index": given.index, "dtype": given.dtype}
@@ -245,7 +274,7 @@ def main() -> None:
             if given.decoder:
                 lines = OF_DECODER[part].shown(result[part])
             print(*lines, sep="\n", flush=True)
-            gc.collect()  # its memory is unpinned now, not in what comes next
+            gc.collect()  # unpin memory now, not during the next measurement
 
 
 if __name__ == "__main__":

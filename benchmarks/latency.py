@@ -1,4 +1,4 @@
-"""Latency of a decoding step of one layer on a GPU or a CPU, beside dense attention.
+"""Latency of one layer's decode step on a GPU or a CPU, compared with dense attention.
 
     python -m benchmarks.latency [--tokens N …] [--batch B …] [--index SPEC] [--hit-rate H]
         [--on-device SHARE] [--latents H] [--layers L] [--replays R] [--seconds S] [--no-dense]
@@ -6,22 +6,28 @@
     python -m benchmarks.latency --device cpu [--tokens N …] [--index SPEC] [--beside SPEC …]
         [--layers L] [--replays R] [--json OUT]
 
-On a GPU: H = 32, G = 8, D = 128, bfloat16, k = 100; the index is one that fused kernels serve, as
-`pariskv:preset=paper`. First the answer is checked; a wrong one is not timed. Times are of replays
-of a CUDA graph that holds the public call, `index.attend`, of L layers one after another (of fewer
-where memory is short), divided by L, by CUDA events, after the L2 cache was filled with something
-else and with other queries in each replay. Rows lie on the host and none is in the cache
-(`step_host`), on the host and as many in the cache as --hit-rate says (`step_cached`), or on the
-device (`step_device`); with --on-device that share of them is there and the others are on the host
-(`step_split`, with a cache `step_split_cached`). Rows that the cache has room for, and how many it
-had, are told beside each time (`caches`). Rivals are attention over all keys and values (SDPA, the
-faster of two ways), and exact scores with topk. With --latents a layer has latents of 512 + 64
-coordinates, as DeepSeek-V3's, and so many query heads; no kernel of SDPA takes them, so the rival
-is two products of torch with a softmax between them, or what reading all latents takes (`read`).
+**On a GPU**: 32 query heads, 8 KV heads, D = 128, bfloat16, k = 100; an index with a fused step,
+such as `pariskv:preset=paper`. First the result is checked; nothing is timed if it is wrong. A
+CUDA graph contains the public call `index.attend` of L layers one after another (fewer if memory
+is short). Times are of its replays by CUDA events, divided by L, with other queries in each
+replay and the L2 cache filled with other data before.
 
-On a CPU (`benchmarks/common/cpu_steps.py`): H = 9, G = 3, D = 64, float32, k = 100; a step of
-`AttentionLayer` around this index and others (`--beside`), and SDPA, in turns, one layer after
-another, with one thread and with as many as torch has.
+- `step_host`: rows on the host, none of them in the cache of rows.
+- `step_cached`: rows on the host, with a fraction of them (--hit-rate) in the cache.
+- `step_device`: rows on the device.
+- `step_split`, `step_split_cached`: the fraction --on-device of the rows on the device, the
+  others on the host, without and with a cache.
+
+`caches` has the size and the hit rate of the cache for each time. Rivals are attention over all
+keys and values (SDPA, the faster of two ways to call it), and exact scores with topk.
+
+With --latents, a layer has latents of 512 + 64 coordinates, as in DeepSeek-V3, and H query heads.
+No kernel of SDPA supports them, so the rivals are two products of torch with a softmax between
+them, and one read of all latents (`read`).
+
+**On a CPU** (`benchmarks/common/cpu_steps.py`): 9 query heads, 3 KV heads, D = 64, float32, k =
+100. Steps of `AttentionLayer` around this index and others (--beside), and SDPA, are measured in
+turns, with one thread and with all of torch's threads.
 """
 
 from __future__ import annotations
@@ -48,22 +54,30 @@ from kvindex_adapters.evaluate.machine import describe
 from kvindex_adapters.evaluate.output_files import output, write_json
 
 FUSED = [SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
-"""All but the one that writes the logits down, which would need several times the memory."""
+"""All backends but the one that stores the logits, which would need several times the memory."""
 
 
 def arguments(given: list[str] | None = None) -> argparse.Namespace:
-    """What the command was told; exits with words where it cannot be done."""
+    """Parse the command line. Exits with an error message if it cannot be run."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--tokens", nargs="+", type=int)
     parser.add_argument("--batch", nargs="+", type=int, default=[1])
     add_index(parser)
-    parser.add_argument("--on-device", type=float, help="a share of rows, the others on the host")
-    parser.add_argument("--latents", type=int, help="query heads of a layer of latents")
+    parser.add_argument(
+        "--on-device",
+        type=float,
+        help="fraction of rows on the device, with the others on the host",
+    )
+    parser.add_argument("--latents", type=int, help="query heads of a layer over latents")
     parser.add_argument("--layers", type=int)
-    parser.add_argument("--beside", nargs="*", help="other indexes, in turns with this one")
-    parser.add_argument("--seconds", type=float, default=480, help="after which nothing is begun")
-    parser.add_argument("--no-dense", action="store_true", help="measure no rivals")
+    parser.add_argument(
+        "--beside", nargs="*", help="other indexes that are measured in turns with this one"
+    )
+    parser.add_argument("--seconds", type=float, default=480, help="begin no point after this time")
+    parser.add_argument(
+        "--no-dense", action="store_true", help="do not measure dense attention and topk"
+    )
     parser.add_argument("--json", type=output())
     found = parser.parse_args(given)
     on_cpu = found.device == "cpu"
@@ -78,14 +92,16 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
 
 
 def add_index(parser: argparse.ArgumentParser) -> None:
-    """Options of the step that is measured."""
-    parser.add_argument("--index", default="pariskv", help="as kvindex.create takes it")
-    parser.add_argument("--hit-rate", type=float, default=0.9, help="of the cache of rows")
-    parser.add_argument("--replays", type=int, default=50, help="of a graph")
+    """Add options for the measured step."""
+    parser.add_argument("--index", default="pariskv", help="index, as kvindex.create takes it")
+    parser.add_argument(
+        "--hit-rate", type=float, default=0.9, help="fraction of rows that are in the cache of rows"
+    )
+    parser.add_argument("--replays", type=int, default=50, help="replays of each graph")
 
 
 def refuse(parser: argparse.ArgumentParser, found: argparse.Namespace, **least: int) -> None:
-    """Exits with words where a number is below its `least`, or the index cannot be measured."""
+    """Exit with an error message if a number is below its `least`, or for a wrong index."""
     for name, low in least.items():
         values = getattr(found, name)
         for value in values if isinstance(values, list) else [values]:
@@ -113,9 +129,9 @@ def steps(
     on_device: float | None = None,
     **sizes: Any,
 ) -> dict[str, Any]:
-    """Microseconds of a layer's step, with rows here and there.
+    """Measure microseconds of a layer's step, with rows in each place.
 
-    sizes: more for `Layers`. Raises SystemExit where all places do not give the same.
+    sizes: More options for `Layers`. Raises SystemExit if the places give different results.
     """
     found: dict[str, Any] = {"layers": layers, "hit_rate": hit_rate, "caches": {}}
     answers = {}
@@ -142,7 +158,7 @@ def steps(
 
 
 def cache_use(before: Placement, after: Placement) -> dict[str, Any]:
-    """Where rows are, and what the caches had of them between two looks."""
+    """Return where rows are, and the hit rate of the caches between two placements."""
     used = replace(
         after, looked_up=after.looked_up - before.looked_up, found=after.found - before.found
     )
@@ -160,7 +176,7 @@ def beside(
     hit_rate: float,
     rounds: int = 6,
 ) -> dict[str, Any]:
-    """Of other indexes, their steps' times over the first one's in the same round, in turns."""
+    """Measure other indexes in turns with the first. Return ratios of their times to its."""
     found: dict[str, Any] = {spec: {} for spec in specs[1:]}
     for place, name in (("host", "step_cached"), ("device", "step_device")):
         works = {
@@ -184,7 +200,7 @@ def beside(
 
 
 def agree(answers: dict[str, Tensor]) -> None:
-    """Raises SystemExit if outputs over rows on the host and elsewhere differ."""
+    """Raise SystemExit if outputs with rows on the host and elsewhere differ."""
     want = answers["host"].float()
     for place, answer in answers.items():
         if not torch.allclose(want, answer.float(), rtol=2e-2, atol=1e-2):
@@ -194,10 +210,10 @@ def agree(answers: dict[str, Tensor]) -> None:
 def rivals(
     g: Geometry, tokens: int, batch: int, layers: int, timed: Timed, k: int = workload.K
 ) -> dict[str, Any]:
-    """Attention over all keys and values, and exact scores with the best k, in device memory.
+    """Measure dense attention, and exact scores with the best k, over all rows on the device.
 
-    Attention is timed as SDPA with `enable_gqa`, and with a group's heads as so many queries of
-    one KV head, which is the same; the faster one is `dense`.
+    Dense attention is timed as SDPA with `enable_gqa`, and with a group's heads as several queries
+    of one KV head, which gives the same result. The faster one is `dense`.
     """
     shape = (layers, 2, batch, g.kv_heads, tokens, g.head_dim)
     keys, values = torch.empty(shape, dtype=g.dtype, device=g.device).normal_().unbind(1)
@@ -231,7 +247,7 @@ def rivals(
 def latent_rivals(
     g: Geometry, tokens: int, batch: int, layers: int, timed: Timed, k: int = workload.K
 ) -> dict[str, Any]:
-    """Attention over all latents by products of torch, one pass over them, and exact topk."""
+    """Measure dense attention over all latents in torch, one read of them, and exact topk."""
     shape = (layers, batch, 1, tokens, g.head_dim)
     latents = torch.empty(shape, dtype=g.dtype, device=g.device).normal_()
     folded = workload.queries_of(g, layers, batch)[:, :, None]  # [L, B, 1, H, D]
@@ -254,7 +270,7 @@ def latent_rivals(
 
 
 def measure(given: argparse.Namespace) -> dict[str, Any]:
-    """Check, then measure point by point; what is known is written after each."""
+    """Check, then measure point by point. The results so far are written after each."""
     g, timed = workload.geometry("cuda", given.latents), GraphTimer(given.replays)
     start, dense = time.monotonic(), rivals if given.latents is None else latent_rivals
     result: dict[str, Any] = {

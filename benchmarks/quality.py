@@ -8,14 +8,17 @@
     python -m benchmarks.quality lists --text FILE… [--tokens N] [--steps T]
     python -m benchmarks.quality field --text FILE… [--tokens N] [--index SPEC …] [--rows K …]
 
-`recall`: share of each query head's own true rows, of attention coverage, and bytes, by preset and
-share of candidates. `kl`: KL from full attention beside exact search with as many rows. `fidelity`:
-KL, agreement and recall, a token at a time on a fixed text. `rows`: what row codecs do to the
-output and to KL. `scales`: what keys of few bits do to the output, with a scale for each token and
-for each channel. `lists`: what it costs that all heads of a layer share one list. `field`: all
-indexes under one protocol. Each takes --json OUT, and `--model … --gguf-file … --lora …
---device …`; without --model: SmolLM2-135M-Instruct. More: `python -m benchmarks.quality recall
---help`.
+- `recall`: how many of each query head's best rows a preset finds, their attention weight, and
+  bytes, for several fractions of candidates.
+- `kl`: KL from full attention, compared with exact search for as many rows.
+- `fidelity`: KL, agreement and recall on a fixed text, token by token.
+- `rows`: what row codecs do to the attention output and to KL.
+- `scales`: what keys of few bits do to the output, with scales for each token or each channel.
+- `lists`: what it costs that all heads of a layer share one list of rows.
+- `field`: all indexes under one protocol.
+
+All take --json OUT, and `--model … --gguf-file … --lora … --device …`; the default model is
+SmolLM2-135M-Instruct. For more options: `python -m benchmarks.quality recall --help`.
 """
 
 from __future__ import annotations
@@ -35,9 +38,11 @@ COMMANDS = {
 
 
 def refuse(given: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
-    """Exit with words, before a model is loaded, where an index cannot be made or kl has no block.
+    """Exit with an error message if an index cannot be made or kl cannot run.
 
-    given: with `index` or `presets`, if the command has one.
+    This comes before a model is loaded.
+
+    given: Has `index` or `presets`, if the command has such an option.
     """
     told = vars(given)
     specs = [*(told.get("index") or ())]
@@ -53,7 +58,7 @@ def refuse(given: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
 
 
 def main(told: list[str] | None = None) -> None:
-    """Run what the command line says."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     commands = parser.add_subparsers(required=True, metavar="|".join(COMMANDS))
     for name, module in COMMANDS.items():

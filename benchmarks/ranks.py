@@ -1,25 +1,31 @@
-"""Time per generated token of several GPUs of a host beside one, by heads and by tokens.
+"""Time per generated token of several GPUs of one host that share the heads or the tokens.
 
     torchrun --nproc-per-node=2 -m benchmarks.ranks [--decoder SHAPE] [--context N] [--index SPEC]
         [--written T] [--turn T] [--parts heads tokens] [--hit-rate R] [--dtype …] [--device …]
         --json OUT
 
-Tokens of the minimal decoder, each one CUDA graph with its collectives, with random weights of a
-model's shape, every layer over synthetic tokens with rows on the host. In one run: rank 0 alone
-over N tokens, while the others wait (`one`); every rank with the whole model and N tokens of a
-sequence of as many times N (`tokens`, by an index `+sharded`); all ranks over N tokens, each with
-its heads (`heads`: sums by NCCL; `one_shot`: in one kernel over memory that all GPUs see, where
-that is to be had; `silent`: no sums at all, which computes nonsense and shows what sums take).
-Attention is as sharp as it takes for `--hit-rate` of one GPU's rows.
+Tokens of the minimal decoder, each one CUDA graph with its collectives, with random weights in a
+model's shape. Every layer has synthetic tokens with rows on the host. One run measures:
 
-First what ranks give together is compared, in two layers: logits of tokens that attend to all rows
-with those of one process and full attention (`check`: their distance, relative to the norm), and
-tokens by graphs with those of the same launches op by op; else nothing is timed. Milliseconds of
-the device (`device_ms`) and as the host reads tokens (`token_ms`, a mean of a turn), of rank 0,
-updates of the windows among them: medians with quartiles (`_low`, `_high`) and each round's
-(`_rounds`).
-`ratio`: of medians of `device_ms`, to `one`. `sum_us`: a sum of one token's activations, of 64 in a
-graph of nothing else. Each rank pins its own rows: twice N tokens' in all, of `--index`.
+- `one`: rank 0 alone over N tokens, while the others wait.
+- `tokens`: every rank with the whole model and N tokens of a longer sequence, with an index
+  `+sharded`.
+- `heads`: all ranks over the same N tokens, each with its heads, and sums by NCCL.
+- `one_shot`: the same with sums in one kernel over memory that all GPUs see, if there is such
+  memory.
+- `silent`: the same without sums. Results are wrong; it shows how long sums take.
+
+The sharpness of attention is set so that one GPU's cache contains `--hit-rate` of its rows.
+
+First a model of two layers is checked; nothing is timed if it fails. With k as large as the
+sequence, logits must be those of one process with full attention (`check` has their distance,
+relative to the norm), and tokens from graphs must equal those of the same launches one by one.
+
+Figures are milliseconds of rank 0, including updates of the windows: of the device (`device_ms`)
+and as the host reads tokens (`token_ms`), as medians with quartiles (`_low`, `_high`) and the
+values of each round (`_rounds`). `ratio` compares medians of `device_ms` with `one`. `sum_us` is
+one sum of a token's activations, in a graph of 64 sums. Each rank pins its own rows, together
+those of twice N tokens.
 """
 
 from __future__ import annotations
@@ -39,23 +45,25 @@ from kvindex_adapters.evaluate.output_files import output
 PARTS = ("heads", "tokens")
 PLANS = {
     "one": "one GPU",
-    "tokens": "by tokens",
-    "heads": "by heads",
-    "one_shot": "by heads, sums in one kernel",
-    "silent": "by heads, without sums: nonsense",
+    "tokens": "tokens shared",
+    "heads": "heads shared",
+    "one_shot": "heads shared, sums in one kernel",
+    "silent": "heads shared, no sums (wrong)",
 }
 
 
 def arguments(given: list[str] | None = None) -> argparse.Namespace:
-    """What the command was told; exits with words where it cannot be done."""
+    """Parse the command line. Exits with an error message if it cannot be run."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--decoder", choices=SHAPES, default="llama-3.1-8b")
     parser.add_argument("--context", type=int, default=2**20, help="tokens of one GPU")
     parser.add_argument("--index", default="pariskv:row_codec=int8")
-    parser.add_argument("--block", type=int, default=256, help="of `sharded`")
+    parser.add_argument("--block", type=int, default=256, help="tokens of a block of `+sharded`")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--written", type=int, default=120, help="tokens that are timed")
-    parser.add_argument("--turn", type=int, default=20, help="tokens until it is another's turn")
+    parser.add_argument(
+        "--turn", type=int, default=20, help="tokens of a plan before the next plan's turn"
+    )
     parser.add_argument("--hit-rate", type=float, default=0.93)
     parser.add_argument("--dtype", choices=("float32", "float16", "bfloat16"), default="bfloat16")
     parser.add_argument("--device", default="cuda")
@@ -68,7 +76,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
 
 
 def shown(found: dict[str, Any]) -> list[str]:
-    """What was measured, a line for each plan."""
+    """Return a line for each plan that was measured."""
     lines = [f"check: {found['check']}; {found['seconds']:.0f} s so far"]
     for plan in (plan for plan in PLANS if plan in found):
         ms, low, high = (found[plan][f"device_ms{part}"] for part in ("", "_low", "_high"))
@@ -79,7 +87,7 @@ def shown(found: dict[str, Any]) -> list[str]:
 
 
 def main() -> None:
-    """Check, measure, print and write, after each part what there is."""
+    """Check and measure. Print and write the results after each part."""
     given = arguments()
     if parallel.launched():
         given.device = parallel.join(given.device, ranks.WAIT_S)

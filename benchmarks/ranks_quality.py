@@ -1,13 +1,13 @@
-"""What each way of sharing tokens among ranks does to a model's next token: KL from full attention.
+"""Measure what sharing tokens among ranks does to the next token: KL from full attention.
 
     torchrun --nproc-per-node=2 -m benchmarks.ranks_quality --text FILE… [--index SPEC …]
         [--tokens N] [--steps T] [-k K] [--model … --gguf-file … --lora …] --json OUT
 
-On each rank the whole model (without --model: SmolLM2-135M-Instruct) reads N tokens of a text and
-is then fed the next T, one at a time, through each index: in one process (`one`), and with its
-tokens on W ranks, where a step attends to the K rows of each rank (`own`), to K / W of each
-(`own_part`), or to the K best of all (`best`). Ratios are to the same index in one process, over
-texts, with the paired bootstrap of `benchmarks.quality kl`. On CPUs, by gloo.
+On each rank the whole model (SmolLM2-135M-Instruct by default) reads N tokens of a text and then
+the next T, one at a time, through each index. `one`: in one process. With the tokens on W ranks, a
+step attends to K rows of each rank (`own`), to K / W rows of each rank (`own_part`), or to the best
+K rows of all ranks (`best`). Ratios are to the same index in one process, over texts, with the
+paired bootstrap of `benchmarks.quality kl`. It runs on CPUs with gloo.
 """
 
 from __future__ import annotations
@@ -28,27 +28,28 @@ from kvindex_adapters.hf import attach
 from kvindex_adapters.hf.generation.prefill import prefill
 
 BLOCK = 10
-"""Tokens that the bootstrap draws together: of few steps."""
+"""Tokens that the bootstrap resamples together; few, because there are few steps."""
 
 WAIT_S = 600
-"""Seconds that a rank waits for another, which may share its cores with others."""
+"""Seconds that a rank waits for another one, which may share its cores."""
 
 
 def followed(model: Any, cache: Any, rest: Tensor, full: Tensor, k: int, rows: str) -> Tensor:
-    """KL at each token of `rest` `[T]`, float64 `[T]`, in a cache that holds the prompt.
+    """Return KL at each token of `rest` `[T]`, float64 `[T]`, after the prompt in the cache.
 
-    k, rows: of its steps; full: logits `[T, V]`.
+    k, rows: Options of the steps.
+    full: Logits of full attention, `[T, V]`.
     """
     for layer in cache.attention_layers():
         layer.k, index = k, parallel.sharded(layer.index)
         if index is not None:
-            index.rows = rows  # which each step asks for
+            index.rows = rows  # read by each step
     steps = [model(input_ids=one.view(1, 1), past_key_values=cache).logits[0, -1] for one in rest]
     return torch.tensor([kl(*pair) for pair in zip(full, steps, strict=True)]).double()
 
 
 def summary(ways: dict[str, list[Tensor]]) -> dict[str, Any]:
-    """By way: means of each text and over all, and the ratio to one process."""
+    """Summarize each way: means of each text and over all, and the ratio to one process."""
     told: dict[str, Any] = {}
     for way, cells in ways.items():
         means, pairs = [float(kls.mean()) for kls in cells], zip(cells, ways["one"], strict=True)
@@ -60,7 +61,7 @@ def summary(ways: dict[str, list[Tensor]]) -> dict[str, Any]:
 
 @torch.no_grad()
 def main(told: list[str] | None = None) -> None:
-    """Measure, and print and write after each text what there is."""
+    """Measure. Print and write the results after each text."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     add_model(parser)
     parser.add_argument("--text", nargs="+", type=Path, required=True)

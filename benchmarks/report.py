@@ -1,11 +1,11 @@
-"""Write the tables in README and docs from `benchmarks/results/*.json`, and draw the pictures.
+"""Write the tables of README and docs from `benchmarks/results/*.json`, and draw the pictures.
 
     python -m benchmarks.report [--check] [--draw NAME …]
 
-A table stands between `<!-- name:begin -->` and `<!-- name:end -->`. With --check nothing is
-written, and the exit status is 1 where a table is not what the results say. --draw writes
-docs/pictures/NAME.png as well: decode_step, decoder_tokens, ranks, recall, cpu_steps, and the
-answers_… of the tables.
+A page marks a table by `<!-- name:begin -->` and `<!-- name:end -->`. --check writes nothing, and
+exits with status 1 if a table differs from the results. --draw also writes docs/pictures/NAME.png:
+decode_step, decoder_tokens, ranks, recall, cpu_steps, answers_lengths, answers_rows, answers_depth,
+answers_along.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SOURCES = {
     "cpu_summary": "cpu_steps",
     "cpu_tokens": "generation_cpu_4k",
 }
-"""Of a table, the result that it is made of, where that has another name."""
+"""The result from which a table is made, if its name differs from the table's."""
 
 TABLES: dict[str, Callable[[Result], str]] = {
     "demo": quality.demo,
@@ -80,13 +80,13 @@ TABLES: dict[str, Callable[[Result], str]] = {
 
 
 def pages() -> list[Path]:
-    """Those with tables."""
+    """Return the pages that contain tables."""
     found = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
     return [path for path in found if "<!-- " in path.read_text(encoding="utf-8")]
 
 
 def rewritten(page: str) -> str:
-    """The page with its tables made anew. Raises KeyError for a table that nobody writes."""
+    """Return the page with its tables written again. Raises KeyError for an unknown table."""
     for name in re.findall(r"<!-- (\w+):begin -->", page):
         render, result = TABLES[name], stored(SOURCES.get(name, name))
         if result is not None:
@@ -97,13 +97,13 @@ def rewritten(page: str) -> str:
 
 
 def stale() -> dict[Path, str]:
-    """Pages that are not what the results say, and what they should be."""
+    """Return pages whose tables differ from the results, and their new text."""
     found = {path: rewritten(path.read_text(encoding="utf-8")) for path in pages()}
     return {path: new for path, new in found.items() if new != path.read_text(encoding="utf-8")}
 
 
 def main(told: list[str] | None = None) -> int:
-    """Write the pages, or check them."""
+    """Write the tables of all pages, or check them."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--draw", nargs="+", default=[], metavar="NAME")

@@ -1,26 +1,31 @@
-"""Time per generated token of a served model: vLLM with the plug-in beside its own attention.
+"""Time per generated token in vLLM, with the plug-in and with vLLM's own attention.
 
     python -m benchmarks.serving [--shape SHAPE] [--layers L] [--context N] [--batch B …] [--shared]
         [--index SPEC] [--k K] [--rows WHERE] [--written T] [--rounds R] [--stock-block TOKENS]
         [--plain] [--arrivals PER_S --requests N] [--without-check] --json OUT
 
-Each engine is a process of its own, with the same random weights of a model's shape (`plans`):
-`stock`, with the attention that vLLM chooses, and `kvindex`. First (`check`) a model of four such
-layers writes tokens greedily, where as many rows are retrieved as there are: tokens must be those
-of `stock`, as far as its first and second choice lie further apart than roundings do, by graphs
-too; else nothing is timed. Then sequences of N random tokens are read, and each writes T tokens, R
-times (`--shared`: they are one text up to their last 256 tokens, whose pages they share, for cards
-that hold no more); a prompt that was read is found in the cache of prefixes again. Milliseconds
-between two tokens of the whole batch as the host gets them (`token_ms`), medians with quartiles and
-each round's; `ratio`: to `stock`; `prefill_s`: of the first reading, all sequences one after the
-other. `--rows host`: rows in pinned memory, with a cache of 2,048 for each sequence, and as many
-blocks as the sequences take. `--plain`: no torch.compile, graphs of decoded tokens alone: starts
-sooner, for both engines.
+It runs on a GPU that vLLM 0.26 or newer supports. Each plan is an engine in a process of its own,
+with the same random weights in a model's shape: `stock` with the attention that vLLM selects, and
+`kvindex`.
 
-`--arrivals`: requests come one by one at random moments in place of batches, so many a second, the
-same for both engines, at most `--batch` at a time: milliseconds until a request's first token
-(`first_ms`) and between two tokens of one (`between_ms`), medians and 99th percentiles.
-Runs on a GPU that vLLM 0.26 or newer serves.
+**Check.** A model of four such layers generates tokens greedily, with k as large as the sequence.
+The tokens of both engines must be equal, in batches too, unless the two best tokens are closer
+than rounding; else nothing is timed.
+
+**Batches.** Sequences of N random tokens are read, and each generates T tokens, R times. Later
+rounds find the prompts in the prefix cache. With --shared the sequences have all tokens in common
+except the last 256, so that they share pages and fit on a smaller card. `token_ms` is the time
+between two tokens of the batch as the host receives them: medians with quartiles, and the values
+of each round. `ratio` is to `stock`. `prefill_s` is the time to read all sequences one after
+another.
+
+**--arrivals**: instead of batches, requests arrive at random times, the same for both engines,
+and at most --batch run at a time. Figures are milliseconds until a request's first token
+(`first_ms`) and between two of its tokens (`between_ms`), as medians and 99th percentiles.
+
+--rows host puts rows into pinned memory, with a cache of 2,048 rows for each sequence and as many
+blocks as the sequences need. --plain turns off torch.compile for both engines and captures only
+decode steps, so that engines start sooner.
 """
 
 from __future__ import annotations
@@ -49,32 +54,36 @@ from kvindex_adapters.evaluate.output_files import output, write_json
 PLANS = "stock", "kvindex"
 
 BLOCK, TAIL = 256, 256
-"""Tokens of a page with the plug-in; last ones of prompts that share the rest."""
+"""Tokens of a page with the plug-in; last tokens of prompts that share all others."""
 
 CHECKED, CHECK_LAYERS, CHECK_TOKENS = (700, 20, 1500, 3000), 4, 24
 """Lengths of the prompts whose answers are compared; layers of that model; tokens of an answer."""
 
 CLOSE = 0.1
-"""Between logarithms of probabilities of the first and second choice, below which bf16 decides."""
+"""Difference of log probabilities of the two best tokens, below which rounding may decide."""
 
 
 def arguments(given: list[str] | None = None) -> argparse.Namespace:
-    """What the command was told; exits with words where it cannot be done."""
+    """Parse the command line. Exits with an error message if it cannot be run."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--shape", choices=SHAPES, default="qwen3-8b")
-    parser.add_argument("--layers", type=int, help="fewer than the shape has")
+    parser.add_argument("--layers", type=int, help="use fewer layers than the shape has")
     parser.add_argument("--context", type=int, default=131_072, help="tokens of each sequence")
     parser.add_argument("--batch", type=int, nargs="+", default=[1])
-    parser.add_argument("--shared", action="store_true", help="sequences share most pages")
+    parser.add_argument("--shared", action="store_true", help="let sequences share most pages")
     parser.add_argument("--index", default="pariskv:sign_decoder=mean")
     parser.add_argument("--k", type=int, default=100)
     parser.add_argument("--rows", choices=("device", "host"), default="device")
     parser.add_argument("--written", type=int, default=128, help="tokens that are timed")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--stock-block", type=int, help="tokens of stock's pages")
-    parser.add_argument("--plain", action="store_true", help="no torch.compile")
-    parser.add_argument("--arrivals", type=float, help="requests a second, in place of batches")
-    parser.add_argument("--requests", type=int, default=32, help="that arrive")
+    parser.add_argument("--stock-block", type=int, help="tokens of a page of vLLM's own attention")
+    parser.add_argument("--plain", action="store_true", help="run without torch.compile")
+    parser.add_argument(
+        "--arrivals",
+        type=float,
+        help="let this number of requests arrive per second, instead of batches",
+    )
+    parser.add_argument("--requests", type=int, default=32, help="requests that arrive")
     parser.add_argument("--without-check", action="store_true")
     parser.add_argument("--plans", nargs="+", choices=PLANS, default=[*PLANS])
     parser.add_argument("--worker", nargs=3, help=argparse.SUPPRESS)
@@ -92,7 +101,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
 
 
 def configuration(shape: Shape, layers: int, tokens: int) -> dict[str, Any]:
-    """A model's config.json, as transformers and vLLM read it."""
+    """Return a model's config.json, as transformers and vLLM read it."""
     kind = "Qwen3" if shape.normed else "Llama"
     return dict(
         architectures=[f"{kind}ForCausalLM"],
@@ -117,10 +126,10 @@ def configuration(shape: Shape, layers: int, tokens: int) -> dict[str, Any]:
 
 
 def randomize(model: torch.nn.Module) -> None:
-    """Weights that keep the variance of what they multiply, the same in every process.
+    """Set random weights that preserve the variance of activations, the same in every process.
 
-    A head of its own chooses between two tokens, by the sign of one number: a rounding decides far
-    fewer of them than where every token of the vocabulary is as likely.
+    The output head only chooses between two tokens, by the sign of one number. So rounding changes
+    far fewer tokens than if all tokens of the vocabulary were equally likely.
     """
     draw = torch.Generator(next(model.parameters()).device).manual_seed(1)
     with torch.no_grad():
@@ -137,7 +146,7 @@ def randomize(model: torch.nn.Module) -> None:
 
 
 def opened(given: argparse.Namespace, plan: str, folder: str, **options: Any) -> Any:
-    """An engine with random weights; options: of the plug-in, and `layers`, `tokens`, `rows`."""
+    """Return an engine with random weights. options: the plug-in's, `layers`, `tokens`, `rows`."""
     from vllm import LLM
 
     layers, tokens, rows = (options.pop(name) for name in ("layers", "tokens", "rows"))
@@ -175,14 +184,14 @@ def opened(given: argparse.Namespace, plan: str, folder: str, **options: Any) ->
 
 
 def text(shape: Shape, count: int, seed: int) -> list[int]:
-    """Random token ids."""
+    """Return random token ids."""
     draw = torch.Generator().manual_seed(seed)
     ids: Tensor = torch.randint(3, shape.vocabulary, (count,), generator=draw)
     return ids.tolist()
 
 
 def prompts(given: argparse.Namespace, batch: int) -> list[list[int]]:
-    """Of the sequences that are timed."""
+    """Return the prompts of the sequences that are timed."""
     shape, common = SHAPES[given.shape], given.context - TAIL
     if not given.shared:
         return [text(shape, given.context, 10 + row) for row in range(batch)]
@@ -191,7 +200,7 @@ def prompts(given: argparse.Namespace, batch: int) -> list[list[int]]:
 
 
 def answered(engine: Any, ids: list[list[int]], count: int) -> list[dict[str, Any]]:
-    """Greedy tokens, and how far the second choice lay behind each."""
+    """Return greedy tokens, and the distance of the second best token at each step."""
     from vllm import SamplingParams
 
     options = dict(temperature=0, max_tokens=count, ignore_eos=True, detokenize=False, logprobs=2)
@@ -206,7 +215,7 @@ def answered(engine: Any, ids: list[list[int]], count: int) -> list[dict[str, An
 
 
 def checked(given: argparse.Namespace, plan: str, folder: str) -> Any:
-    """Answers of a small model, as many rows being retrieved as there are."""
+    """Return answers of a small model that retrieves as many rows as there are."""
     tokens = max(CHECKED) + CHECK_TOKENS + BLOCK
     options = dict(index=given.index, k=tokens, dense_below=0, sink=4, local_window=16)
     sizes = dict(layers=CHECK_LAYERS, tokens=tokens, rows=len(CHECKED))
@@ -219,14 +228,14 @@ def checked(given: argparse.Namespace, plan: str, folder: str) -> Any:
 
 
 def large(given: argparse.Namespace, plan: str, folder: str) -> Any:
-    """The engine that is timed."""
+    """Return the engine that is timed."""
     tokens = given.context + given.written + BLOCK
     sizes = dict(layers=given.layers, tokens=tokens, rows=max(given.batch))
     return opened(given, plan, folder, index=given.index, k=given.k, **sizes)
 
 
 def timed(given: argparse.Namespace, plan: str, folder: str) -> Any:
-    """Milliseconds between tokens, by batch: of each round its own."""
+    """Measure milliseconds between tokens, by batch and round."""
     engine, found = large(given, plan, folder), []
     for batch in given.batch:
         ids, start = prompts(given, batch), time.perf_counter()
@@ -239,7 +248,7 @@ def timed(given: argparse.Namespace, plan: str, folder: str) -> Any:
 
 
 def written(engine: Any, ids: list[list[int]], count: int) -> list[float]:
-    """Milliseconds between tokens of all sequences, while all of them write."""
+    """Generate. Return milliseconds between tokens of all sequences, while all of them generate."""
     from vllm import SamplingParams
 
     params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, detokenize=False)
@@ -257,7 +266,7 @@ def written(engine: Any, ids: list[list[int]], count: int) -> list[float]:
 
 
 def arrived(given: argparse.Namespace, plan: str, folder: str) -> Any:
-    """What requests waited for that came one by one."""
+    """Measure how long requests wait that arrive one by one."""
     engine, ids = large(given, plan, folder), prompts(given, given.requests)
     written(engine, [text(SHAPES[given.shape], given.context, 1)], 8)  # compiles
     draw = random.Random(0)
@@ -267,14 +276,14 @@ def arrived(given: argparse.Namespace, plan: str, folder: str) -> Any:
 
 
 def arriving(core: Any, due: list[tuple[float, list[int]]], count: int) -> dict[str, list[float]]:
-    """Milliseconds until first tokens, and between two tokens of a request.
+    """Return milliseconds until first tokens, and between two tokens of a request.
 
-    due: seconds at which requests come, rising, and their prompts; each writes so many tokens.
+    due: Seconds at which requests arrive, in order, and their prompts; each gets `count` tokens.
     """
     from vllm import SamplingParams
 
     params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, detokenize=False)
-    came: dict[str, list[float]] = {}  # seconds at which a request came and had its tokens
+    came: dict[str, list[float]] = {}  # seconds at which a request arrived and had its tokens
     start = time.perf_counter()
     while len(came) < len(due) or core.has_unfinished_requests():
         now = time.perf_counter() - start
@@ -296,7 +305,7 @@ def arriving(core: Any, due: list[tuple[float, list[int]]], count: int) -> dict[
 
 
 def worker(given: argparse.Namespace) -> None:
-    """An engine's process: `check`, `time` or `arrive`, a plan, and the file that it writes."""
+    """Run an engine in this process (`check`, `time` or `arrive` a plan), and write the result."""
     what, plan, to = given.worker
     work = {"check": checked, "time": timed, "arrive": arrived}[what]
     with tempfile.TemporaryDirectory() as folder:
@@ -305,7 +314,7 @@ def worker(given: argparse.Namespace) -> None:
 
 
 def ran(what: str, plan: str) -> Any:
-    """What an engine's process found. Raises SystemExit where it ends with an error."""
+    """Return what an engine's process found. Raises SystemExit if it ends with an error."""
     settings = dict(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_NO_USAGE_STATS="1", HF_HUB_OFFLINE="1")
     with tempfile.TemporaryDirectory() as folder:
         to = Path(folder) / "found.json"
@@ -317,7 +326,7 @@ def ran(what: str, plan: str) -> Any:
 
 
 def compared(stock: list[dict[str, Any]], mine: list[dict[str, Any]]) -> dict[str, int]:
-    """How many tokens of all are equal. Raises SystemExit where one that is not close differs."""
+    """Return the number of equal tokens. SystemExit: rounding does not explain a difference."""
     equal = total = 0
     for number, (one, other) in enumerate(zip(stock, mine, strict=True)):
         for place, (token, gap) in enumerate(zip(one["tokens"], one["gaps"], strict=True)):
@@ -327,14 +336,14 @@ def compared(stock: list[dict[str, Any]], mine: list[dict[str, Any]]) -> dict[st
                         f"check: answer {number}: token {place} is {other['tokens'][place]}, not "
                         f"{token}, which led by {gap:.3f}; nothing is timed"
                     )
-                break  # from here on the texts differ
+                break  # the texts differ from here on
             equal += 1
         total += len(one["tokens"])
     return dict(equal=equal, tokens=total)
 
 
 def summarized(found: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """Of each batch its plans' medians, and their ratios to `stock`."""
+    """Return the plans' medians for each batch, and their ratios to `stock`."""
     batches = []
     for number, first in enumerate(next(iter(found.values()))):
         plans: dict[str, dict[str, Any]] = {}
@@ -351,7 +360,7 @@ def summarized(found: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
 
 
 def waits(found: dict[str, list[float]]) -> dict[str, float]:
-    """Of each kind of wait the median and the 99th percentile."""
+    """Return the median and the 99th percentile of each kind of wait."""
     shares = {"": 0.5, "_99": 0.99}
     return {
         f"{kind}{end}": float(torch.tensor(times).quantile(share))

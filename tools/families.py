@@ -51,12 +51,14 @@ LIMIT_S, LIMIT_BYTES = 120, 8 << 30
 NAMED = re.compile(r"^model: got \w+, ")
 EQUAL, DIFFERENT, REFUSED, ERROR, NONE = "equal", "different", "refused", "error", "no tiny model"
 MEANING = {
-    EQUAL: "its logits are those of its own attention",
-    DIFFERENT: "they are not: a defect",
-    REFUSED: "`attach` or the first step says why not",
-    ERROR: "neither served nor refused in words: a defect",
-    NONE: "it could not be made or run small enough to ask",
+    EQUAL: "Supported: logits equal those of the model's own attention.",
+    DIFFERENT: "A defect: logits differ.",
+    REFUSED: "`attach` or the first step raises an error that says why.",
+    ERROR: "A defect: another error, or no answer.",
+    NONE: "Not tested: no tiny model of this family could be made or run.",
 }
+SHOWN = {REFUSED: "not supported"}
+"""Outcomes under another name on the page."""
 
 
 class Captured(AttentionLayer):
@@ -230,40 +232,57 @@ def faults(found: dict[str, Any], stored: dict[str, Any]) -> Iterator[str]:
 def page(families: dict[str, Any], machine: dict[str, Any]) -> str:
     """The table as Markdown."""
     counts = Counter(one["outcome"] for one in families.values())
+    graphs = [one["graph"] for one in families.values() if "graph" in one]
     lines = [
         "# Families of transformers",
         "",
-        f"All {len(families)} families that transformers {machine['transformers']} maps to causal "
-        f"language models, each as a tiny random model in float32 (torch {machine['torch']}; "
-        f"sizes in `tools/family_sizes.py`): logits of {PROMPT} tokens of prompt and {STEPS} "
-        "steps, with the model's own attention and inside `attach` with `exact` and every row. "
-        "Written by `tools/families.py`.",
+        f"`attach` was tested with all {len(families)} families that transformers "
+        f"{machine['transformers']} maps to causal language models. Look up the `model_type` of "
+        "your model's configuration in the [table](#all-families):",
+        "",
+        "```python",
+        "from transformers import AutoConfig",
+        "",
+        'print(AutoConfig.from_pretrained("HuggingFaceTB/SmolLM2-135M-Instruct").model_type)',
+        "```",
         "",
         *("| outcome | families | meaning |", "|---|---|---|"),
-        *(f"| {name} | {counts[name]} | {MEANING[name]} |" for name in MEANING),
+        *(f"| {SHOWN.get(name, name)} | {counts[name]} | {MEANING[name]} |" for name in MEANING),
         "",
-        f"Equal means within {TOLERANCE:g} of the largest logit, that one row instead of all gives "
-        "other logits (or rows as int8, where the model chooses which), and that the model is as "
-        "it was afterwards; beside it, the layers that searched, or attended to rows that the "
-        "model chose. Other words are those of the exception.",
+        "## What was tested",
         "",
-        f"Switches: `kvhf.generate` reads a prompt of {LONG} tokens, {CHUNK} at a time, and the "
-        "answer's logits must be equal, too (`tools/family_switches.py`). `longrope`: the prompt "
-        "crosses the length at which the family gets other rotary frequencies; in the Phi-3 family "
-        "an answer does so as well. `chunks`: the family can have no such frequencies. Every "
-        "prompt is longer than the sliding windows.",
+        f"Each family is a tiny random model in float32 (torch {machine['torch']}; sizes in "
+        f"`tools/family_sizes.py`). It reads a prompt of {PROMPT} tokens and decodes {STEPS} "
+        "tokens twice: with its own attention, and inside `attach` with the index `exact`, which "
+        "retrieves every row (a token's key and value). Each prompt is longer than the model's "
+        "sliding windows.",
         "",
-        "One graph says whether a token can "
-        "be captured whole ([how it is asked](transformers.md#a-token-as-one-graph)), by an index "
-        f"that can: {sum(one.get('graph') == 'yes' for one in families.values())} of "
-        f"{sum('graph' in one for one in families.values())} that were asked.",
+        f"- **equal**: logits differ by at most {TOLERANCE:g} of the largest one. As a "
+        "counter-test, other logits must result when one row is retrieved instead of all (or, if "
+        "the model itself chooses the rows, when rows are stored as int8). After the context the "
+        "model must be as it was before. The column *details* says how many layers of the tiny "
+        "model searched, or attended to rows that the model chose.",
+        f"- **{SHOWN[REFUSED]}**, and other outcomes: *details* is the text of the error.",
+        f"- **chunks**: `kvhf.generate` reads a prompt of {LONG} tokens in chunks of {CHUNK}, and "
+        "the logits of the answer must be equal, too (`tools/family_switches.py`). *longrope*: the "
+        "prompt also crosses the length at which the family changes its rotary frequencies; in "
+        "the Phi-3 family an answer crosses it as well. *yes*: the family has no such change.",
+        "- **one graph**: whether a decode step can be captured as "
+        "[one CUDA graph](transformers.md#a-token-as-one-graph), with an index that has a step for "
+        f"a graph, or why not. It can in {graphs.count('yes')} of {len(graphs)} families.",
         "",
-        *("| family | outcome | words | switches | one graph |", "|---|---|---|---|---|"),
+        "`PYTHONPATH=.:adapters python tools/families.py` repeats the test and writes this page.",
+        "",
+        "## All families",
+        "",
+        *("| family | outcome | details | chunks | one graph |", "|---|---|---|---|---|"),
     ]
     for family, one in sorted(families.items()):
-        words = NAMED.sub("", " ".join(one["words"].split())).replace("|", "\\|")
-        more = f"{one.get('crossed', '')} | {one.get('graph', '')}"
-        lines.append(f"| {family} | {one['outcome']} | {words} | {more} |")
+        details = NAMED.sub("", " ".join(one["words"].split())).replace("|", "\\|")
+        details = re.sub("^which ", "", re.sub("^whose ", "its ", details))
+        chunks = one.get("crossed", "").replace("chunks", "yes")
+        outcome = SHOWN.get(one["outcome"], one["outcome"])
+        lines.append(f"| {family} | {outcome} | {details} | {chunks} | {one.get('graph', '')} |")
     return "\n".join(lines) + "\n"
 
 

@@ -1,1 +1,1 @@
-"""Shared parts of the benchmarks: correctness, decoding, timing, workload."""
+"""Parts that several benchmarks use."""

@@ -1,4 +1,4 @@
-"""Timing of a transformers model's tokens through `attach`, beside the decoder's: same weights."""
+"""Time tokens of a transformers model in `attach` and of the decoder with the same weights."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ from kvindex_adapters.llama.weights import read_weights
 
 
 class Marks(BaseStreamer):
-    """When tokens come, in seconds; the prompt is the first."""
+    """A streamer that records when tokens arrive, in seconds. The first one is the prompt."""
 
     def __init__(self) -> None:
         self.at: list[float] = []
 
     def put(self, value: Tensor) -> None:
-        """One more; the first token of the answer leaves nothing under way."""
+        """Record a token. Before the first one of the answer, wait until the device is idle."""
         if len(self.at) == 1:
             drained()
         self.at.append(time.perf_counter())
 
     def end(self) -> None:
-        """No more come."""
+        """Do nothing at the end of the answer."""
 
     def figures(self) -> Figures:
         """Return the figures of all tokens after the first one."""
@@ -47,14 +47,14 @@ class Marks(BaseStreamer):
 
 
 class Attached:
-    """A model that writes on by `kvhf.generate`'s loop, tokens drawn at random, in an empty cache.
+    """A model that samples tokens with the loop of `kvhf.generate`.
 
-    All layers first hold so many tokens; there is memory for `room` more.
+    First it fills an empty cache with `tokens` tokens in each layer, with memory for `room` more.
     """
 
     def __init__(self, model: Any, cache: IndexCache, tokens: int, room: int) -> None:
         self._model, self._cache = model, cache
-        size = (1, tokens + 1)  # the last is the first that is read by a step
+        size = (1, tokens + 1)  # the last token is the first one that a step reads
         self._ids = torch.randint(model.config.vocab_size, size, device=model.device)
         first = token.first()
         prefill(model, self._ids[0], cache, stop=first, chunk=first)
@@ -63,9 +63,9 @@ class Attached:
         settled()
 
     def turn(self, count: int, graph: TokenGraph | None) -> Figures:
-        """Milliseconds of so many tokens but the first, as the host reads them (`of_tokens`).
+        """Generate tokens. Return the milliseconds of all but the first, as the host reads them.
 
-        graph: of whole ones.
+        graph: Captures whole tokens; None: each layer's step is a graph of its own.
         """
         drained()
         self._cache.token_graph = graph
@@ -81,10 +81,10 @@ class Attached:
 
 
 def measured(given: argparse.Namespace, end: float) -> Iterator[dict[str, Any]]:
-    """Tokens of the decoder and of transformers with token graphs and without, in turns."""
+    """Measure the decoder, and transformers with and without graphs of tokens, in turns."""
     shape = SHAPES[given.decoder]
     g = shape.geometry(getattr(torch, given.dtype), given.device)
-    # of all turns, their warm tokens among them, and those that sharpen
+    # for all turns, including tokens to warm up and to set the sharpness
     room = 4 * given.written + (given.written // given.turn + 4) * token.WARM
     model = model_of(shape, g, given.context + room)
     weights = read_weights(model)
@@ -126,7 +126,7 @@ def measured(given: argparse.Namespace, end: float) -> Iterator[dict[str, Any]]:
 
 
 def shown(found: dict[str, Any]) -> Iterator[str]:
-    """What was measured, a line for each plan."""
+    """Return a line for each plan that was measured."""
     if not found["rounds"]:
         return
     yield f"floor {found['floor_ms']:.2f} ms: {found['weights_bytes'] / 1e9:.2f} GB of weights"

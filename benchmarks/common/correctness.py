@@ -1,4 +1,4 @@
-"""Correctness check of a decoding step, before it is timed."""
+"""Check the results of a decode step before it is timed."""
 
 from __future__ import annotations
 
@@ -16,23 +16,28 @@ from kvindex.core.protocol import Attends, Hits
 from kvindex.core.resident import ResidentRows
 
 CHECKED = 20_224
-"""Tokens at which the answer is checked."""
+"""Number of tokens in the check."""
 
 SAME, CLOSE = 0.98, 5e-3
-"""Least share of the ids that are the reference's (the others lie at the edge of the candidates
-or tie), and largest relative error of the output: that of rounding to bfloat16 is 1e-3."""
+"""Least fraction of ids that equal the reference's, and largest relative error of the output.
+
+The other ids are at the edge of the candidates, or have equal scores. Rounding to bfloat16 alone
+gives an error of 1e-3.
+"""
 
 ROUNDED = {"int8": 0.02, "fp8": 0.1}
-"""Largest error of the output over rows that are codes."""
+"""Largest relative error of the output over rows that a codec stores."""
 
 
 def check(
     g: Geometry, spec: str, *, batch: int = 2, k: int = K, window: int = WINDOW, **options: Any
 ) -> dict[str, Any]:
-    """The ids against those of plain torch, the output against SDPA over the rows chosen.
+    """Compare ids with those of plain torch, and the output with SDPA over the selected rows.
 
-    Tokens come in two pieces, the first of no whole blocks. options: for `created`, with rows on
-    the host unless they say otherwise. Raises SystemExit where they differ.
+    Tokens are appended in two calls, the first of which does not end at a block. Raises SystemExit
+    if the results differ.
+
+    options: For `created`; rows are on the host unless they contain `store`.
     """
     keys, values = next(iter(tokens_of(g, 1000, batch, CHECKED + window, CHECKED + window)))
     cut = CHECKED * 2 // 3
@@ -49,9 +54,7 @@ def check(
     hits = [index.search(queries, k=k) for index in (mine, mine, theirs)]
     got, again, want = (found.ids.sort(-1).values for found in hits)
     attends = required(mine, Attends)
-    outputs = [
-        attends.attend(queries, resident, k=k) for _ in range(2)
-    ]  # from the host, from the cache
+    outputs = [attends.attend(queries, resident, k=k) for _ in range(2)]  # host, then cache
     true = over(g, queries, keys, values, hits[0], CHECKED)
     result = {
         "tokens": CHECKED,
@@ -67,7 +70,7 @@ def check(
 
 
 def over(g: Geometry, queries: Tensor, keys: Tensor, values: Tensor, hits: Hits, n: int) -> Tensor:
-    """Attention over hits among the first `n` tokens and over all later ones, `[B, H, D]`."""
+    """Attend to hits among the first `n` tokens and to all later ones. Returns `[B, H, D]`."""
     chosen = hits.ids.clamp_min(0)[..., None]
     rows = [
         torch.cat([p[:, :, :n].gather(2, chosen.expand(-1, -1, -1, p.shape[3])), p[:, :, n:]], 2)
@@ -83,7 +86,7 @@ def over(g: Geometry, queries: Tensor, keys: Tensor, values: Tensor, hits: Hits,
 
 
 def judge(found: dict[str, Any], k: int, close: float = CLOSE) -> None:
-    """Raises SystemExit if what `check` found is not good enough."""
+    """Raise SystemExit if what `check` found is not good enough."""
     wrong = []
     if not found["same_ids"] >= SAME:
         wrong.append(f"{found['same_ids']:.3f} of the ids are the reference's, not {SAME}")

@@ -1,4 +1,4 @@
-"""A layer's decoding step on a CPU beside attention over all rows, in turns, by wall time."""
+"""Measure one layer's decode step and dense attention on a CPU, in turns, by wall time."""
 
 from __future__ import annotations
 
@@ -20,22 +20,24 @@ from kvindex.core.geometry import Geometry
 from kvindex.layer import AttentionLayer
 
 SHAPE = dict(q_heads=9, kv_heads=3, head_dim=64)
-"""SmolLM2-135M's."""
+"""Shape of a layer of SmolLM2-135M."""
 
 TOKENS = [2**n for n in range(11, 18)]
 
 Step = Callable[[int], Tensor]
-"""Of the layer with a number: attention `[1, H, Dv]`."""
+"""Runs the step of a layer, by its number. Returns the attention output `[1, H, Dv]`."""
 
 
 def geometry() -> Geometry:
-    """Of the layer that is measured."""
+    """Return the geometry of the measured layer."""
     return Geometry.of(**SHAPE, dtype=torch.float32)
 
 
 def dense(g: Geometry, tokens: int, layers: int) -> dict[str, Step]:
-    """SDPA of a query over all rows: as models call it, and with a group's heads as so many
-    queries of one KV head, which is the same and faster.
+    """Return two ways to run dense attention of one query with SDPA.
+
+    `dense` is how models call it. `dense_folded` passes the heads of a group as several queries of
+    one KV head, which gives the same result and is faster.
     """
     rows = [next(workload.tokens_of(g, n, 1, tokens, tokens)) for n in range(layers)]
     queries = workload.queries_of(g, layers, 1)
@@ -47,7 +49,7 @@ def dense(g: Geometry, tokens: int, layers: int) -> dict[str, Step]:
 
 
 class Indexed:
-    """Steps of attention layers around an index, of `tokens` tokens each, window included."""
+    """Attention layers around an index, with `tokens` tokens each, including the window."""
 
     def __init__(self, g: Geometry, spec: str, tokens: int, layers: int) -> None:
         self._queries = workload.queries_of(g, layers, 1)[..., None, :]
@@ -64,16 +66,16 @@ class Indexed:
             self._layers.append(layer)
 
     def __call__(self, number: int) -> Tensor:
-        """A step of a layer."""
+        """Run the step of one layer."""
         return self._layers[number].step(self._queries[number], *self._last)[:, :, 0]
 
     def back(self, number: int) -> None:
-        """Let the layer forget the step's token."""
+        """Remove the step's token from the layer."""
         self._layers[number].truncate(self._tokens)
 
 
 def timed(step: Step, layers: int, back: Callable[[int], None] | None) -> list[float]:
-    """Milliseconds of a step of each layer."""
+    """Run a step of each layer. Return their milliseconds."""
     found = []
     for number in range(layers):
         start = time.perf_counter()
@@ -85,8 +87,9 @@ def timed(step: Step, layers: int, back: Callable[[int], None] | None) -> list[f
 
 
 def point(g: Geometry, specs: list[str], tokens: int, layers: int, rounds: int) -> dict[str, Any]:
-    """Medians over rounds in ms, and their ratios to `dense` in the same round; where a row codec
-    ends a spec, to the index with plain rows, too, if it is measured.
+    """Return medians over rounds in ms, and their ratios to `dense` in the same round.
+
+    For a spec that ends with a row codec, also the ratio to the index with plain rows, if measured.
     """
     plans: dict[str, Any] = dense(g, tokens, layers)
     plans |= {spec: Indexed(g, spec, tokens, layers) for spec in specs}
@@ -95,7 +98,7 @@ def point(g: Geometry, specs: list[str], tokens: int, layers: int, rounds: int) 
         for name, plan in plans.items()
     }
     taken: dict[str, list[float]] = {name: [] for name in plans}
-    for number in range(-2, rounds):  # the first two warm up
+    for number in range(-2, rounds):  # the first two rounds warm up
         order = [*plans][number % len(plans) :] + [*plans][: number % len(plans)]
         for name in order:
             times = rows[name]()
@@ -115,7 +118,7 @@ def point(g: Geometry, specs: list[str], tokens: int, layers: int, rounds: int) 
 
 
 def append(g: Geometry, spec: str, rounds: int) -> dict[str, Any]:
-    """Milliseconds of an append of 1,024 keys, and over the products of SmolLM2's layer."""
+    """Measure an append of 1,024 keys, in ms and relative to the products of SmolLM2's layer."""
     hidden, wide, count = g.q_heads * g.head_dim, 1536, 1024
     rows_of = g.kv_heads * g.head_dim
     shapes = [(hidden, hidden)] * 2 + [(rows_of, hidden)] * 2 + [(wide, hidden)] * 2
@@ -140,7 +143,7 @@ def append(g: Geometry, spec: str, rounds: int) -> dict[str, Any]:
 
 
 def measure(specs: list[str], lengths: list[int], layers: int, rounds: int) -> dict[str, Any]:
-    """Check the first index, then measure all, with one thread and with all of torch's."""
+    """Check the first index. Measure all of them, with one thread and with all of torch's."""
     g, most = geometry(), torch.get_num_threads()
     options = dict(store="device", backend=None)
     result: dict[str, Any] = {"shape": {**SHAPE, "k": workload.K}, "layers": layers}

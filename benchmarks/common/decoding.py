@@ -1,4 +1,4 @@
-"""Attention layers filled with a prompt, which then decode token by token."""
+"""Attention layers that are filled with a prompt and then decode token by token."""
 
 from __future__ import annotations
 
@@ -17,16 +17,17 @@ from kvindex.layer import AttentionLayer
 from kvindex_adapters.common.placement import default_placement
 
 UPDATE = 256
-"""Tokens between two updates of a layer, and of each update."""
+"""Tokens between two updates of a layer, and tokens that an update moves."""
 
 LOCAL = 256
-"""Tokens of the local window; there is no sink."""
+"""Size of the local window; there is no sink."""
 
 
 class Decoding:
-    """Layers that hold `tokens` tokens each and update their windows in turns.
+    """Layers that contain `tokens` tokens each and update their windows at different steps.
 
-    room: for how many tokens more memory is taken before. options: for `AttentionLayer`.
+    room: Tokens for which memory is reserved in addition.
+    options: For `AttentionLayer`.
     """
 
     def __init__(
@@ -39,7 +40,7 @@ class Decoding:
             index = kvindex.create(spec, **g.options(), **default_placement(g.device, spec))
             layer = AttentionLayer(index, update_phase=number / layers, **options)
             keys, values = next(workload.tokens_of(g, number, 1, tokens, tokens))
-            # a layer would attend from all of these
+            # appended directly: a layer's step would attend to all of them
             index.append(keys[:, :, :-LOCAL], values[:, :, :-LOCAL])
             keys, values = keys[:, :, -LOCAL:], values[:, :, -LOCAL:]
             layer.step(keys.repeat_interleave(g.group_size, dim=1), keys, values)
@@ -52,13 +53,13 @@ class Decoding:
         settled()
 
     def step(self) -> list[Tensor]:
-        """A token of every layer; what each gives."""
+        """Run one token through every layer. Return the layers' outputs."""
         queries, (keys, values) = self._queries[self._token % 64], self._rows[:, self._token % 64]
         self._token += 1
         layers = zip(self.layers, queries, keys, values, strict=True)
         return [layer.step(*token) for layer, *token in layers]
 
     def wait(self) -> None:
-        """Until the device is done."""
+        """Wait until the device is done."""
         if self._rows.device.type == "cuda":
             torch.cuda.synchronize(self._rows.device)

@@ -1,4 +1,4 @@
-"""Timing and memory of prefill by the minimal decoder: through an index, and without one."""
+"""Time and memory of reading a prompt with the minimal decoder, with an index and without."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from kvindex_adapters.decoder.prefill import default_chunk, token_bytes
 from kvindex_adapters.llama.weights import Weights
 
 ROUNDS = 3
-"""Warm readings of each plan."""
+"""Readings of each plan after the first one."""
 
 
 def read(decoder: Decoder, ids: Tensor, index: str | None) -> Figures:
-    """Seconds until the device is done, and bytes of it at most, of reading ids int64 `[N]`.
+    """Read a prompt. Return seconds until the device is done and, on a GPU, the peak of its memory.
 
-    The bytes are those that torch gave out at once, all weights among them; on a GPU alone.
+    ids: Int64 `[N]`. The peak is what torch allocated at one time, including the weights.
     """
     on_gpu = decoder.device.type == "cuda"
     session = decoder.session(index=index)
@@ -45,7 +45,7 @@ def read(decoder: Decoder, ids: Tensor, index: str | None) -> Figures:
 
 
 def least(shape: Shape, weights: Weights, tokens: int, chunk: int) -> dict[str, int]:
-    """Bytes that reading so many tokens needs beside the weights, `chunk` at a time.
+    """Return the bytes that reading `tokens` tokens needs in addition to the weights.
 
     layer: one layer's keys and values; chunk: a chunk's activations (`prefill.token_bytes`);
     states: hidden states of the whole prompt.
@@ -60,7 +60,7 @@ def least(shape: Shape, weights: Weights, tokens: int, chunk: int) -> dict[str, 
 
 
 def measured(given: argparse.Namespace, end: float) -> Iterator[dict[str, Any]]:
-    """Reading of random tokens, after each round; full attention where its rows fit."""
+    """Read random tokens. Yield results after each round; full attention only if its rows fit."""
     shape, tokens = SHAPES[given.decoder], given.prefill
     g = shape.geometry(getattr(torch, given.dtype), given.device)
     decoder = Decoder.of(model_of(shape, g, tokens), weights=given.weights)
@@ -84,7 +84,7 @@ def measured(given: argparse.Namespace, end: float) -> Iterator[dict[str, Any]]:
 
 
 def shown(found: dict[str, Any]) -> Iterator[str]:
-    """What was measured, a line for each plan."""
+    """Return a line for each plan that was measured."""
     for plan, first in found["first"].items():
         line = f"{plan:8} first {first['seconds'][0]:.2f} s"
         if found["rounds"]:

@@ -1,4 +1,4 @@
-"""What ranks of a host measure together: a decoder's tokens by heads and by tokens."""
+"""Measure decode steps on several GPUs of one host that share the heads or the tokens."""
 
 from __future__ import annotations
 
@@ -28,40 +28,42 @@ from kvindex_adapters.llama.shares import share
 from kvindex_adapters.llama.weights import Weights
 
 ROOM = 4096
-"""Tokens for which there is memory beside the context: more than are written."""
+"""Tokens for which there is memory in addition to the context; more than are generated."""
 
 WAIT_S = 300
-"""Seconds that a rank waits for a message; four times as many for memory to be pinned."""
+"""Seconds that a rank waits for a message; four times as long while memory is pinned."""
 
 CHECKED, ALL, CLOSE = 700, 512, 3e-2
-"""Of the check: tokens of a layer; rows that a step wants of them; distance of logits, relative to
-their norm: two layers in bfloat16, with rows of eight bits."""
+"""Of the check: tokens of a layer; rows that a step retrieves; largest relative distance of logits.
+
+The distance is for two layers in bfloat16 with rows of eight bits.
+"""
 
 TRIED = 20
 """Tokens that are compared."""
 
 SUMS = 64
-"""Two of each of 32 layers."""
+"""Sums in a graph: two for each of 32 layers."""
 
 
 class Silent(HeadRanks):
-    """Says nothing and hears nothing: what a token takes without collectives, wrong as it is."""
+    """Ranks that exchange nothing. Results are wrong; it shows the time without collectives."""
 
     def sum(self, partial: Tensor) -> Tensor:
-        """This rank's part."""
+        """Return this rank's part."""
         return partial
 
     def gather_logits(self, logits: Tensor) -> Tensor:
-        """This rank's, in place of the others', too."""
+        """Return this rank's logits in place of all ranks' logits."""
         return logits.repeat(1, self.count)
 
     def first(self, tokens: Tensor) -> Tensor:
-        """This rank's."""
+        """Return this rank's tokens."""
         return tokens
 
 
 class Together:
-    """The ranks, sizes of what they measure, and how they wait without a GPU's help."""
+    """The ranks, the sizes of what they measure, and a way to wait without the GPU."""
 
     def __init__(self, shape: Shape, g: Geometry, spec: str) -> None:
         self.shape, self.g, self.spec = shape, g, spec
@@ -70,28 +72,28 @@ class Together:
         self._waiting = dist.new_group(backend="gloo", timeout=limit) if self.count > 1 else None
 
     def told(self, value: Any) -> Any:
-        """What rank 0 has, once all are here."""
+        """Return rank 0's value after all ranks have called this."""
         values = [value]
         if self._waiting is not None:
             dist.broadcast_object_list(values, src=0, group=self._waiting)
         return values[0]
 
     def wait(self) -> None:
-        """Until all are here."""
+        """Wait until all ranks have called this."""
         if self._waiting is not None:
             dist.barrier(self._waiting)
 
     def ranks(self, kind: type[HeadRanks] = HeadRanks, **how: bool) -> HeadRanks:
-        """Those that share heads."""
+        """Return ranks that share the heads."""
         return kind(Ranks.of(None, WAIT_S), self.g.device, **how)
 
     def sharded(self, block: int) -> str:
-        """The index, with its tokens on all ranks."""
+        """Return the spec of the index whose tokens are on all ranks."""
         return f"{self.spec}+sharded:block={block}:timeout_s={WAIT_S}"
 
     @property
     def own(self) -> tuple[Shape, Geometry]:
-        """Shape and geometry of this rank's heads."""
+        """Return shape and geometry of this rank's heads."""
         shape = self.shape._replace(
             q_heads=self.shape.q_heads // self.count, kv_heads=self.shape.kv_heads // self.count
         )
@@ -100,14 +102,14 @@ class Together:
     def draw(
         self, g: Geometry, number: int, batch: int, tokens: int
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """As `workload.tokens_of`, of the whole model this rank's heads."""
+        """Yield what `workload.tokens_of` yields for the whole model, of this rank's heads only."""
         part = slice(self.rank * g.kv_heads, (self.rank + 1) * g.kv_heads)
         for keys, values in workload.tokens_of(self.g, number, batch, tokens):
             yield keys[:, part].contiguous(), values[:, part].contiguous()
 
 
 def with_ranks(weights: Weights, ranks: HeadRanks) -> Weights:
-    """The same share, whose sums go another way."""
+    """Return the same weights with other ranks, which sum in another way."""
     layers = tuple(replace(layer, ranks=ranks) for layer in weights.layers)
     return replace(weights, layers=layers)
 
@@ -116,10 +118,10 @@ def with_ranks(weights: Weights, ranks: HeadRanks) -> Weights:
 
 
 def check(together: Together, block: int) -> dict[str, float]:
-    """Distances of logits from those of full attention in one process, by part.
+    """Return the distances of logits from those of full attention in one process, by part.
 
-    Raises SystemExit on all ranks where one is not close, or where tokens by graphs are others than
-    by the same launches op by op.
+    Raises SystemExit on all ranks if one is too large, or if tokens from graphs differ from tokens
+    of the same launches one by one.
     """
     few, (own, g) = together.shape._replace(layers=2), together.own
     own = own._replace(layers=2)
@@ -154,7 +156,7 @@ def check(together: Together, block: int) -> dict[str, float]:
 
 
 def gathered(together: Together, value: bool) -> list[bool]:
-    """What each rank says."""
+    """Return the values of all ranks."""
     if together.count == 1:
         return [value]
     said = [torch.tensor([value], device=together.g.device)]
@@ -162,7 +164,7 @@ def gathered(together: Together, value: bool) -> list[bool]:
 
 
 def dense(together: Together) -> list[DenseAttention]:
-    """Two layers of full attention over the tokens that `token.indexed` gives an index."""
+    """Return two layers of full attention over the tokens that `token.indexed` appends."""
     g, made = together.g, []
     for number in range(2):
         layer = DenseAttention(g.scale, CHECKED + 64)
@@ -175,7 +177,7 @@ def dense(together: Together) -> list[DenseAttention]:
 
 @contextmanager
 def op_by_op(device: torch.device) -> Iterator[None]:
-    """Graphs are the work that they hold, launched once more."""
+    """Replace graphs by running their work again, operation by operation."""
 
     class Again:
         def __init__(self, device: torch.device, work: Callable[[], Any], draws: Any) -> None:
@@ -195,7 +197,7 @@ def op_by_op(device: torch.device) -> Iterator[None]:
 
 
 def measured(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """What there is, after each part; on all ranks, rank 0's figures."""
+    """Yield the results after each part. All ranks get the figures of rank 0."""
     shape, start = SHAPES[given.decoder], time.monotonic()
     g = shape.geometry(getattr(torch, given.dtype), given.device)
     together = Together(shape, g, given.index)
@@ -248,7 +250,7 @@ def measured(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
         spec, context = together.sharded(given.block), together.count * given.context
         layers = token.indexed(g, spec, context, shape.layers, ROOM)
         together.wait()
-        torch.manual_seed(0)  # ids that ranks have alike
+        torch.manual_seed(0)  # so that all ranks sample the same ids
         timed(by_hits("tokens", token.Plan(shape, g, weights, layers)))
         del layers
         yield noted()
@@ -257,7 +259,7 @@ def measured(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
         shared = share(weights, together.ranks())
         del weights
         empty()
-        workload.free()  # rows of other sizes come
+        workload.free()  # the next rows have other sizes
         size = given.context, shape.layers, ROOM
         layers = token.indexed(geometry, given.index, *size, draw=together.draw)
         together.wait()
@@ -277,11 +279,11 @@ def measured(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 HEADS = ("heads", "one_shot", "silent")
-"""Ways of sums by which heads are together."""
+"""Ways to sum over ranks that share the heads."""
 
 
 def sum_us(ranks: HeadRanks, g: Geometry, hidden: int) -> float:
-    """Microseconds of a sum of one token's activations, of `SUMS` in a graph of nothing else."""
+    """Return the microseconds of one sum of a token's activations, in a graph of `SUMS` sums."""
     part = torch.zeros((1, hidden), dtype=g.dtype, device=g.device)
 
     def run() -> None:
@@ -298,7 +300,7 @@ def sum_us(ranks: HeadRanks, g: Geometry, hidden: int) -> float:
 
 
 def empty() -> None:
-    """Give back what the device has no use for; what is pinned stays for the next rows."""
+    """Free unused memory of the device; pinned memory stays for the next rows."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

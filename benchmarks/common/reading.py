@@ -1,4 +1,4 @@
-"""A real model for benchmarks: options, text, layers, its own continuation."""
+"""Load a real model for benchmarks: options, text, layers, and text that the model generates."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from kvindex_adapters.hf.model.load_model import load, smollm2
 SEED = 0
 
 CHUNK = 32_768
-"""Tokens read at once: in float32 attention with groups holds all its logits, 39 GB at 32K."""
+"""Tokens read at once. In float32, grouped attention stores all its logits: 39 GB at 32K tokens."""
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
-    """Options: which model (SmolLM2-135M-Instruct without any), where it runs, where to write."""
+    """Add options for the model (SmolLM2-135M-Instruct by default), device and output file."""
     parser.add_argument("--model")
     parser.add_argument("--gguf-file")
     parser.add_argument("--lora", type=Path)
@@ -32,13 +32,13 @@ def add_model(parser: argparse.ArgumentParser) -> None:
 
 
 def loaded(given: argparse.Namespace, **options: Any) -> tuple[Any, Any]:
-    """The model and its tokenizer; options and errors as of `hf.model.load_model.load`."""
+    """Load the model and its tokenizer. Options and errors are those of `load_model.load`."""
     folder, file = _named(given)
     return load(folder, gguf_file=file, lora=given.lora, device=given.device, **options)
 
 
 def described(given: argparse.Namespace) -> dict[str, Any]:
-    """For a result: the model's name, what was added to it, the machine."""
+    """Return the model's name, its low-rank addition and the machine, for a result."""
     folder, file = _named(given)
     return {
         "model": Path(file or folder).name,
@@ -48,19 +48,19 @@ def described(given: argparse.Namespace) -> dict[str, Any]:
 
 
 def write(result: dict[str, Any], out: Path | None) -> None:
-    """The result as JSON, if it is asked for (`files.write_json`)."""
+    """Write the result as JSON if the command line asks for it."""
     if out is not None:
         write_json(out, result)
 
 
 def reported(progress: Progress, title: str) -> Callable[[str, int, int], None]:
-    """What shows in a line of `progress` how far reading is."""
+    """Return a callback that shows in a line of `progress` how much was read."""
     task = progress.add_task(title, total=1.0)
     return lambda _, done, total: progress.update(task, completed=done, total=total)
 
 
 def ids_of(tokenizer: Any, text: str, count: int) -> Tensor:
-    """The first tokens of a text, int64 `[count]`. Raises ValueError for one that is too short."""
+    """Return the first `count` ids of a text, int64 `[count]`. ValueError: it is shorter."""
     ids = tokenizer(text, add_special_tokens=False)["input_ids"][:count]
     if len(ids) < count:
         raise ValueError(f"text: got {len(ids)} tokens, allowed is at least {count}")
@@ -68,7 +68,7 @@ def ids_of(tokenizer: Any, text: str, count: int) -> Tensor:
 
 
 def continued(model: Any, ids: Tensor, written: int) -> Tensor:
-    """Ids int64 `[N + written]`: those given, then sampled ones."""
+    """Return ids int64 `[N + written]`: the given ones, then sampled ones."""
     prompt = ids[None].to(model.device)
     torch.manual_seed(SEED)
     with torch.no_grad():
@@ -89,7 +89,7 @@ def continued(model: Any, ids: Tensor, written: int) -> Tensor:
 def read_and_write(
     model: Any, ids: Tensor, written: int, progress: Progress, title: str
 ) -> list[Captured]:
-    """Captured layers after `ids` and `written` sampled ones, the newest queries."""
+    """Capture layers after `ids` and `written` sampled tokens, with the newest queries."""
     everything = continued(model, ids, written).cpu()
     return capture(model, everything, queries=written, on_progress=reported(progress, title))
 

@@ -1,4 +1,4 @@
-"""Random weights of a model's shape, for the minimal decoder or as a transformers model."""
+"""Random weights in the shape of a model, for the minimal decoder or as a transformers model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,11 @@ from kvindex_adapters.llama.weights import LayerWeights, Linear, Norm, Weights
 
 
 class Shape(NamedTuple):
-    """Sizes of a model. normed: norms of queries and keys; tied: the head is the embedding."""
+    """Sizes of a model.
+
+    normed: Queries and keys are normalized.
+    tied: The output head is the embedding.
+    """
 
     layers: int
     hidden: int
@@ -28,7 +32,7 @@ class Shape(NamedTuple):
     tied: bool = False
 
     def geometry(self, dtype: torch.dtype, device: str) -> Geometry:
-        """Of a layer."""
+        """Return the geometry of a layer."""
         sizes = dict(q_heads=self.q_heads, kv_heads=self.kv_heads, head_dim=self.head_dim)
         return Geometry.of(**sizes, dtype=dtype, device=device)
 
@@ -37,12 +41,12 @@ SHAPES = {
     "qwen3-8b": Shape(36, 4096, 12_288, 32, 8, 128, 151_936, normed=True),
     "llama-3.1-8b": Shape(32, 4096, 14_336, 32, 8, 128, 128_256),
     "smollm2-135m": Shape(30, 576, 1536, 9, 3, 64, 49_152, tied=True),
-    "glm-4-9b": Shape(40, 4096, 13_696, 32, 2, 128, 151_552),  # but all of a head rotates
+    "glm-4-9b": Shape(40, 4096, 13_696, 32, 2, 128, 151_552),  # here whole heads rotate
 }
 
 
 def weights_of(shape: Shape, g: Geometry, kind: str = PLAIN) -> Weights:
-    """Random weights that keep the variance of what they multiply; kind: as of `Decoder.of`."""
+    """Return random weights that preserve the variance of activations. kind: as in `Decoder.of`."""
     draw = torch.Generator(g.device).manual_seed(1)
     size = shape.vocabulary, shape.hidden
     embedding = torch.empty(size, dtype=g.dtype, device=g.device).normal_(generator=draw)
@@ -87,7 +91,7 @@ def weights_of(shape: Shape, g: Geometry, kind: str = PLAIN) -> Weights:
 
 
 def sharpen(weights: Weights, factor: float) -> None:
-    """Multiply the logits of attention."""
+    """Multiply the logits of attention by a factor."""
     for layer in weights.layers:
         (weight, _, scale), norm = layer.query, layer.query_norm
         if norm is not None:
@@ -96,7 +100,7 @@ def sharpen(weights: Weights, factor: float) -> None:
 
 
 def bytes_read(weights: Weights) -> int:
-    """Bytes of weights that a token reads: all but the embedding's other rows."""
+    """Return the bytes of weights that a token reads, with one row of the embedding."""
     parts: list[Tensor] = [weights.head.weight]
     for layer in weights.layers:
         names = "query", "key", "value", "output", "gate", "up", "down"
@@ -105,9 +109,9 @@ def bytes_read(weights: Weights) -> int:
 
 
 def model_of(shape: Shape, g: Geometry, positions: int) -> Any:
-    """A transformers model of a shape on the device, with the random weights of its class.
+    """Return a transformers model with this shape on the device, with its class's random weights.
 
-    No token of it ends an answer.
+    No token ends an answer.
     """
     kind: type[PreTrainedConfig] = Qwen3Config if shape.normed else LlamaConfig
     config = kind(

@@ -1,4 +1,4 @@
-"""Timing of CUDA graph replays over cold caches, interleaved between the plans compared."""
+"""Time replays of CUDA graphs over cold caches, with the compared plans in turns."""
 
 from __future__ import annotations
 
@@ -13,36 +13,36 @@ import torch
 
 Times = dict[str, float]
 Timed = Callable[..., Times]
-"""Of what does the work of so many layers: microseconds of one (`GraphTimer`)."""
+"""Times a function that does the work of several layers. Returns microseconds of one layer."""
 
 Figures = dict[str, list[float]]
 """What a turn measures, by name."""
 
 
 def quartiles(times_us: list[float]) -> Times:
-    """Median and quartiles of times, microseconds."""
+    """Return the median and the quartiles of times in microseconds."""
     low, middle, high = statistics.quantiles(times_us, n=4)
     return {"median_us": middle, "low_us": low, "high_us": high, "replays": len(times_us)}
 
 
 class GraphTimer:
-    """Times replays of CUDA graphs by CUDA events, after the L2 cache was filled otherwise."""
+    """Times replays of CUDA graphs with CUDA events, after filling the L2 cache with other data."""
 
     def __init__(self, replays: int) -> None:
         self._replays = replays
         l2_bytes = torch.cuda.get_device_properties(0).L2_cache_size
-        self._flush = torch.ones(l2_bytes, dtype=torch.int32, device="cuda")  # four times as much
+        self._flush = torch.ones(l2_bytes, dtype=torch.int32, device="cuda")  # 4 × L2
 
     def __call__(
         self, run: Callable[[], Any], layers: int, before: Callable[[int], Any] | None = None
     ) -> Times:
-        """`run`'s time over `layers`; before: is called with the replay's number, untimed."""
+        """Time `run`, divided by `layers`. `before` gets the replay's number and is not timed."""
         replay = captured(run).replay
         marks = [
             tuple(torch.cuda.Event(enable_timing=True) for _ in range(2))
             for _ in range(self._replays)
         ]
-        for number, (start, stop) in enumerate([*marks[:2], *marks]):  # the first two warm up
+        for number, (start, stop) in enumerate([*marks[:2], *marks]):  # two replays to warm up
             if before is not None:
                 before(number)
             self._flush.sum()
@@ -54,7 +54,7 @@ class GraphTimer:
 
 
 def captured(run: Callable[[], Any]) -> torch.cuda.CUDAGraph:
-    """A CUDA graph of `run`, which is run twice before."""
+    """Capture a CUDA graph of `run`, after running it twice."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -70,7 +70,7 @@ def captured(run: Callable[[], Any]) -> torch.cuda.CUDAGraph:
 
 
 def settled() -> float:
-    """Wait until no thread pins memory ahead any more; gives the seconds that took."""
+    """Wait until no thread pins memory ahead of use. Return the seconds that this took."""
     start = time.perf_counter()
     for thread in threading.enumerate():
         if thread.name == "kvindex-pin":
@@ -80,26 +80,27 @@ def settled() -> float:
 
 
 def drained() -> None:
-    """Wait until the device has done all that was launched: no later turn is to time it."""
+    """Wait until the device has finished all launched work, so that no later turn includes it."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 
 
 def of_tokens(at: list[float]) -> Figures:
-    """Milliseconds of tokens, by the seconds at which the host read them.
+    """Return milliseconds of tokens from the seconds at which the host read them.
 
-    at: the first is that of a drained device, before all tokens that are counted. `token_ms` is
-    their mean: a host that is late reads several at once, so that single intervals, `between_ms`,
-    may be shorter than any token takes.
+    `token_ms` is the mean. `between_ms` has the single intervals; a late host reads several tokens
+    at once, so an interval may be shorter than any token takes.
+
+    at: Seconds. The first one is when the device was idle, before all tokens that count.
     """
     between = [1e3 * (new - old) for old, new in pairwise(at)]
     return {"token_ms": [sum(between) / len(between)], "between_ms": between}
 
 
 def check_floor(found: Mapping[str, Any], plans: Iterable[str], floor_ms: float) -> None:
-    """Raises SystemExit for a plan that took less than reading the weights takes.
+    """Raise SystemExit for a plan that took less time than reading the weights takes.
 
-    found: as `in_turns` gives it.
+    found: As from `in_turns`.
     """
     for plan in plans if found["rounds"] else ():
         for name in ("device_ms", "token_ms"):
@@ -115,12 +116,20 @@ def check_floor(found: Mapping[str, Any], plans: Iterable[str], floor_ms: float)
 def in_turns(
     turns: Mapping[str, Callable[[], Figures]], rounds: int, end: float, over: str = "graphs"
 ) -> Iterator[dict[str, Any]]:
-    """Every plan's turn in each round, another one first: what slows a host slows them all.
+    """Run every plan's turn in each round, so that a slow moment of the host affects all plans.
 
-    turns: what a turn measures, by plan; over: the one that the others are compared with; end: of
-    `time.monotonic`, after which no round is begun. Gives, after each round, `rounds` and those
-    `left_out`, seconds waited for memory (`settled_s`), by plan its figures (`spread`) with
-    their medians in each round, and the `ratio` of plans' figures.
+    Each round begins with another plan.
+
+    Args:
+        turns: What measures a turn, by plan.
+        rounds: Number of rounds.
+        end: No round begins after this time of `time.monotonic`.
+        over: The plan with which the others are compared.
+
+    Yields:
+        After each round: `rounds`, and those `left_out`; seconds spent waiting for pinned memory
+        (`settled_s`); by plan its figures (`spread`) with the median of each round; and the
+        `ratio` of the plans' figures to those of `over`.
     """
     taken: dict[str, list[Figures]] = {plan: [] for plan in turns}
     waited = settled()
@@ -142,14 +151,14 @@ def in_turns(
 
 
 def spread(name: str, values: list[float]) -> dict[str, float]:
-    """The median as `name`, quartiles as `name_low` and `name_high`."""
+    """Return the median as `name`, and quartiles as `name_low` and `name_high`."""
     several = values if len(values) > 1 else 2 * values
     low, middle, high = statistics.quantiles(several, n=4, method="inclusive")
     return {name: middle, f"{name}_low": low, f"{name}_high": high}
 
 
 def _ratios(found: dict[str, dict[str, Any]], over: str) -> dict[str, dict[str, float]]:
-    """Of each plan's medians of a round to those of `over`, over rounds."""
+    """Return the ratios of each plan's medians to those of `over` in the same round."""
     ratios: dict[str, dict[str, float]] = {}
     for plan in [plan for plan in found if plan != over]:
         ratios[plan] = {}

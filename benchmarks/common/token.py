@@ -1,7 +1,8 @@
-"""A token of the minimal decoder: random weights of a model's shape, and layers that hold tokens.
+"""A decode step of the minimal decoder, with random weights and layers that contain tokens.
 
-Nothing is read: keys are synthetic, every token's input is random and new, and positions turn
-nothing. How sharp attention is (`sharpen`) decides how many of a step's rows the last steps had.
+No text is read: keys are synthetic, the input of every token is random and new, and positions
+rotate nothing. The sharpness of attention (`sharpen`) decides how many of a step's rows were also
+retrieved by the previous steps.
 """
 
 from __future__ import annotations
@@ -36,17 +37,17 @@ from kvindex_adapters.llama.weights import Weights
 from kvindex_cuda.memory.row_cache import RowCache
 
 SINK, LOCAL, UPDATE, K = 64, 256, 256, 100
-"""Regions and rows: the defaults of `attach`."""
+"""Regions and rows, as the defaults of `attach`."""
 
 
 WARM, REFILLED = 24, 128
-"""Tokens before any is timed, whenever something has changed, and where caches may be empty."""
+"""Tokens before any is timed: after any change, and where caches may be empty."""
 
 
 class Everything:
-    """Full attention over exactly `N` rows, the token's own the last, by torch's fused kernel.
+    """Full attention over exactly `N` rows, the last of them the token's, in torch's fused kernel.
 
-    The least that full attention takes in a graph: nothing is masked, and nothing grows.
+    This is the least that full attention takes in a graph: nothing is masked, and nothing grows.
     """
 
     def __init__(self, g: Geometry, tokens: int, batch: int = 1) -> None:
@@ -55,15 +56,15 @@ class Everything:
         self._keys, self._values = torch.empty(shape, dtype=g.dtype, device=g.device).normal_()
 
     def capture_refusal(self) -> str | None:
-        """As `AttentionLayer`."""
+        """Return what `AttentionLayer` returns."""
         return None
 
     def prepare_replay(self) -> object:
-        """As `AttentionLayer`."""
+        """Return what `AttentionLayer` returns."""
         return self
 
     def captured_step(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """As `AttentionLayer`."""
+        """Run as in `AttentionLayer`."""
         self._keys[:, :, -1:].copy_(keys)
         self._values[:, :, -1:].copy_(values)
         return sdpa(queries, self._keys, self._values, scale=self._scale, enable_gqa=True)
@@ -71,17 +72,17 @@ class Everything:
     def step(
         self, queries: Tensor, keys: Tensor, values: Tensor, *, valid: Tensor | None = None
     ) -> Tensor:
-        """As `AttentionLayer`."""
+        """Run as in `AttentionLayer`."""
         return self.captured_step(queries, keys, values)
 
     def count_replay(self) -> None:
-        """As `AttentionLayer`."""
+        """Run as in `AttentionLayer`."""
 
 
 def dense(
     shape: Shape, g: Geometry, tokens: int, room: int, batch: int = 1
 ) -> list[DenseAttention]:
-    """The decoder's own layers of full attention, which hold so many tokens a row."""
+    """Return the decoder's own layers of full attention, with `tokens` tokens of each sequence."""
     made = []
     for number in range(shape.layers):
         layer = DenseAttention(g.scale, tokens + room)
@@ -92,18 +93,18 @@ def dense(
 
 
 class Nothing(Everything):
-    """No attention: what a token takes without."""
+    """No attention, to measure a token without it."""
 
     def __init__(self) -> None:
-        """Holds nothing."""
+        """Store nothing."""
 
     def captured_step(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """The queries."""
+        """Return the queries."""
         return queries
 
 
 Draw = Callable[[Geometry, int, int, int], Iterator[tuple[Tensor, Tensor]]]
-"""Keys and values of a layer, as `workload.tokens_of`."""
+"""Returns keys and values of a layer, as `workload.tokens_of` does."""
 
 
 def indexed(
@@ -117,9 +118,10 @@ def indexed(
     k: int | None = None,
     draw: Draw = workload.tokens_of,
 ) -> list[AttentionLayer]:
-    """Layers that hold so many tokens a row, in an index, a sink and a window; memory for more.
+    """Return layers that contain tokens in an index, a sink and a window, with memory for more.
 
-    k: rows that a step retrieves, `K`; draw: gives the tokens.
+    k: Rows that a step retrieves; None: `K`.
+    draw: Generates the keys and values.
     """
     made = []
     for number in range(layers):
@@ -135,7 +137,7 @@ def indexed(
 
 
 def first() -> int:
-    """Tokens that a layer reads: of so many some leave its window, whole blocks of its index."""
+    """Return the number of tokens to read so that some leave a layer's window for the index."""
     return LOCAL + max(UPDATE, SINK)
 
 
@@ -146,9 +148,10 @@ def fill(
     room: int,
     draw: Draw = workload.tokens_of,
 ) -> None:
-    """Let a layer of this number hold so many tokens a row; memory for more.
+    """Fill the layer with a number of tokens, and reserve memory for more.
 
-    It has read the `first` of them, which leave it a sink; the others go straight to its index.
+    The layer reads the `first` of them, which become its sink; the others are appended to its
+    index.
     """
     index, read = layer.index, len(layer)
     for keys, values in draw(index.geometry, number, layer.batch_size, tokens):
@@ -158,13 +161,13 @@ def fill(
 
 
 def fits(g: Geometry, tokens: int, layers: int) -> bool:
-    """Whether nine tenths of free memory have room for all keys and values, of a whole batch."""
+    """Return True if nine tenths of the free memory have room for all keys and values."""
     need = 2 * layers * tokens * g.kv_heads * g.head_dim * g.dtype.itemsize
     return g.device.type != "cuda" or need < 0.9 * torch.cuda.mem_get_info(g.device)[0]
 
 
 class Plan:
-    """A decoder that writes on, by graphs of whole tokens; how: of its Triton kernels (`Fused`)."""
+    """A decoder that generates with graphs of whole tokens. how: options of its kernels."""
 
     def __init__(
         self,
@@ -189,7 +192,7 @@ class Plan:
         self._written = 0
 
     def tokens(self, count: int) -> list[list[int]]:
-        """So many tokens of each row, each after the one before."""
+        """Generate `count` tokens of each sequence, each one after the one before."""
         made = []
         for _ in range(count):
             self._graph.step()
@@ -197,8 +200,9 @@ class Plan:
         return made
 
     def logits(self, ids: Sequence[int]) -> Tensor:
-        """Logits `[n, V]` after each of some tokens of one sequence: what a graph holds, op by op,
-        where a token may be one.
+        """Return logits `[n, V]` after each of `ids` of one sequence.
+
+        Runs what a graph contains, operation by operation, if a token can be a graph.
         """
         session, made = self._session, []
         for number in ids:
@@ -212,10 +216,10 @@ class Plan:
         return torch.cat(made)
 
     def turn(self, count: int, before: Callable[[], None] | None = None) -> Figures:
-        """Milliseconds of `count` tokens: of the device, and as the host reads them (`of_tokens`).
+        """Generate `count` tokens. Return milliseconds of the device, and as the host reads them.
 
-        All are launched and read in the turn, which begins with a drained device. before: called
-        before each token, and not among the device's.
+        All tokens are launched and read in this turn, which begins when the device is idle.
+        `before` is called before each token and is not part of the device's time.
         """
         drained()
         token = self._session.token
@@ -227,7 +231,7 @@ class Plan:
             at.append(time.perf_counter())
 
         for _ in range(count):
-            # in place of the tokens that were chosen, some that surely were not there before
+            # replace the sampled tokens by ids that did not occur before
             first = self._written % (len(self._ids) - batch)
             token.copy_(self._ids[first : first + batch, None])
             self._written += batch
@@ -245,7 +249,7 @@ class Plan:
 
 
 class Mark:
-    """A point of what a device does: of its current stream, or now on a CPU."""
+    """A point in time on the device's current stream, or on the host for a CPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._at, self._event = time.perf_counter(), None
@@ -254,7 +258,7 @@ class Mark:
             self._event.record(torch.cuda.current_stream(device))
 
     def until(self, later: Mark) -> float:
-        """Milliseconds; waits for the later one."""
+        """Wait for the later point. Return the milliseconds between both."""
         if self._event is None or later._event is None:
             return 1e3 * (later._at - self._at)
         later._event.synchronize()
@@ -271,7 +275,7 @@ def check(
     kind: str = PLAIN,
     batch: int = 1,
 ) -> None:
-    """Raises SystemExit where two layers do not give the same tokens by graphs and by steps."""
+    """Raise SystemExit if two layers give different tokens with graphs and without."""
     few = shape._replace(layers=2)
     weights = weights_of(few, g, kind)
     made = []
@@ -284,18 +288,18 @@ def check(
 
 
 def caches() -> list[RowCache]:
-    """All caches of rows that there are."""
+    """Return all caches of rows that exist."""
     return [found for found in gc.get_objects() if type(found) is RowCache]
 
 
 class Hits:
-    """Rows that steps have wanted since the last time, and that caches had."""
+    """Counts how many rows steps looked up since the last call, and how many were cached."""
 
     def __init__(self) -> None:
         self._before = self._counts()
 
     def rate(self) -> float:
-        """Share of them; 0 where none was wanted."""
+        """Return the hit rate since the last call; 0 if nothing was looked up."""
         before, self._before = self._before, self._counts()
         looked_up, found = (self._before - before).tolist()
         return found / looked_up if looked_up else 0.0
@@ -306,14 +310,14 @@ class Hits:
 
 
 MOST_SHARPENED = 640
-"""Tokens that `sharpen_for` takes at most."""
+"""Maximum number of tokens that `sharpen_for` generates."""
 
 
 def sharpen_for(weights: Weights, plan: Plan, wanted: float, count: int = 40) -> float:
-    """Make attention as sharp as it takes for so many hits, by halving; how sharp that is."""
+    """Bisect the sharpness of attention until the hit rate is `wanted`. Return the sharpness."""
     hits, sharpness, step = Hits(), 1.0, 4.0
     nearest = math.inf, sharpness
-    while step > 1.01:  # weights of 16 bits differ by up to 1/128
+    while step > 1.01:  # 16-bit weights differ by up to 1/128
         plan.turn(count)
         hits.rate()
         plan.turn(count)
@@ -327,7 +331,7 @@ def sharpen_for(weights: Weights, plan: Plan, wanted: float, count: int = 40) ->
 
 
 def read_rate(device: torch.device) -> float:
-    """Bytes a second that a sum over memory reads, at best."""
+    """Return the bytes per second at which a sum reads memory, at best."""
     data = torch.ones(2**30 if device.type == "cuda" else 2**20, device=device)
     best = math.inf
     for _ in range(6):

@@ -1,6 +1,6 @@
-"""Synthetic workload of a decoding step: layers of keys, each an index, sink and window.
+"""Synthetic workload of a decode step: layers with an index, a sink and a window.
 
-Everything goes by the public calls of an index, so that any version of it can be measured.
+It uses only public calls of an index, so that it can measure any version of the library.
 """
 
 from __future__ import annotations
@@ -39,24 +39,24 @@ from kvindex_cuda.memory.slab_pool import DeviceAllocator, Tier
 
 H, G, D, K = 32, 8, 128, 100
 WINDOW = 64 + 256
-"""Sink and local window, as `AttentionLayer` has them by default."""
+"""Sink and local window, as in the defaults of `AttentionLayer`."""
 
 SEGMENT = 256
-"""Tokens around a mean of their own."""
+"""Tokens that have a common mean."""
 
 PIECE = 2**16
-"""Tokens that are drawn and appended at once."""
+"""Tokens that are generated and appended at once."""
 
 SETS = 8
-"""Of queries that come again."""
+"""Number of sets of queries that are used repeatedly."""
 
 
 LATENT = dict(kv_heads=1, head_dim=512 + 64, value_dim=512, scale=192**-0.5, value_in_key=True)
-"""Of DeepSeek-V3's layers: a latent and a rotated key of 64; its heads have 128 + 64."""
+"""A layer of DeepSeek-V3: a latent of 512 and a rotated key of 64; its heads have 128 + 64."""
 
 
 def geometry(device: str, latents: int | None = None) -> Geometry:
-    """Of the layer that is measured; latents: query heads, where it has latents."""
+    """Return the geometry of the measured layer. latents: query heads of a layer over latents."""
     sizes: dict[str, Any] = dict(q_heads=H, kv_heads=G, head_dim=D)
     if latents is not None:
         sizes = dict(LATENT, q_heads=latents)
@@ -64,10 +64,10 @@ def geometry(device: str, latents: int | None = None) -> Geometry:
 
 
 def synthetic(g: Geometry, sequence: int, start: int, count: int) -> Tensor:
-    """Keys `[1, G, count, D]` of a sequence's tokens from `start`, a multiple of 256.
+    """Return synthetic keys `[1, G, count, D]` of a sequence from token `start`, a multiple of 256.
 
-    Normal noise around a mean for each 256 tokens, which moves on a wave of amplitude 1 per head
-    and coordinate, with a period of 20 to 2000 segments.
+    They are normal noise around one mean for each 256 tokens. The mean moves on a wave of amplitude
+    1 for each head and coordinate, with a period of 20 to 2000 segments.
     """
     draw = torch.Generator(g.device)
     shape, options = (g.kv_heads, 1, g.head_dim), dict(generator=draw, device=g.device)
@@ -84,7 +84,7 @@ def synthetic(g: Geometry, sequence: int, start: int, count: int) -> Tensor:
 def tokens_of(
     g: Geometry, layer: int, batch: int, tokens: int, piece: int = PIECE
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Keys and values `[B, G, n, D]` of a layer, a piece at a time."""
+    """Yield keys and values `[B, G, n, D]` of a layer, `piece` tokens at a time."""
     for start in range(0, tokens, piece):
         count = min(piece, tokens - start)
         keys, values = (
@@ -95,7 +95,7 @@ def tokens_of(
 
 
 def queries_of(g: Geometry, *shape: int, seed: int = 1) -> Tensor:
-    """`[..., H, D]`: the heads of a group share half of their variance."""
+    """Return queries `[..., H, D]`. The heads of a group have half of their variance in common."""
     draw = torch.Generator(g.device).manual_seed(seed)
     options = dict(generator=draw, device=g.device)
     own = torch.randn(*shape, g.kv_heads, g.group_size, g.head_dim, **options)
@@ -104,14 +104,14 @@ def queries_of(g: Geometry, *shape: int, seed: int = 1) -> Tensor:
 
 
 def created(g: Geometry, spec: str, **options: Any) -> KVIndex:
-    """An empty index. options: `backend`, "cuda" by default, and `store`."""
+    """Return an empty index. options: `store` and `backend`, by default "cuda"."""
     return kvindex.create(spec, **{**g.options(), "backend": "cuda", **options})
 
 
 def split_store(g: Geometry, spec: str, tokens: int, batch: int, share: float) -> BlockStore:
-    """An empty store for an index, with the first `share` of so many tokens' rows on the device.
+    """Return an empty store with the first `share` of the rows on the device, others on the host.
 
-    What `store="auto"` is where the device has just so much room; the others are on the host.
+    This is what `store="auto"` makes when the device has only this much room.
     """
     device, near = g.device, DeviceAllocator(g.device)
     row_codec = parse_spec(spec.partition("+")[0])[1].get("row_codec", "plain")
@@ -124,7 +124,7 @@ def split_store(g: Geometry, spec: str, tokens: int, batch: int, share: float) -
 
 
 def measurable(spec: str) -> str:
-    """The spec of an index, for argparse's `type=`. Raises ValueError unless kernels serve it."""
+    """Return the spec of an index, for argparse's `type=`. ValueError: it has no fused step."""
     index = kvindex.create(spec, **geometry("cpu").options())
     if not isinstance(index, DecodesStep):
         raise ValueError(f"index: got {spec!r}, allowed is one whose steps are kernels")
@@ -132,11 +132,12 @@ def measurable(spec: str) -> str:
 
 
 class Layers:
-    """Indexes of L layers that hold `tokens` tokens each, and a step of all of them.
+    """Indexes of L layers that contain `tokens` tokens each, and a step of all of them.
 
-    place: of rows, `host` or `device`, or the share of them on the device. Queries `[L, B, H, D]`
-    are of one of `SETS` sets; with a hit rate each KV head's are fresh ones as often as rows shall
-    not lie in the cache.
+    Queries `[L, B, H, D]` come from one of `SETS` sets. With a hit rate below 1, some KV heads get
+    new queries instead, so that their rows are not in the cache.
+
+    place: Where rows are stored: "host", "device", or the fraction of rows on the device.
     """
 
     def __init__(
@@ -170,11 +171,11 @@ class Layers:
         settled()
 
     def __len__(self) -> int:
-        """`L`."""
+        """Return the number of layers."""
         return len(self.indexes)
 
     def run(self) -> list[Attended]:
-        """A step of every layer."""
+        """Run a step of every layer."""
         layers = zip(self.indexes, self.queries, self.residents, strict=True)
         return [
             required(index, Attends).attend(queries, resident, k=self.k)
@@ -182,7 +183,7 @@ class Layers:
         ]
 
     def ask(self, number: int, hit_rate: float = 0.0) -> None:
-        """Let the next step read other queries, of that many KV heads those of a set."""
+        """Set the next step's queries: a set's for a `hit_rate` of the KV heads, else new ones."""
         g, again = self.geometry, self._sets[number % SETS]
         fresh = queries_of(g, *again.shape[:2], seed=1000 + number).unflatten(2, (g.kv_heads, -1))
         draw = torch.Generator(g.device).manual_seed(number)
@@ -191,17 +192,17 @@ class Layers:
         self.queries.copy_(again.unflatten(2, (g.kv_heads, -1)).where(known, fresh).flatten(2, 3))
 
     def fill(self) -> None:
-        """Every set's rows come into the caches once."""
+        """Run the queries of every set once, so that their rows are in the caches."""
         for number in range(SETS):
             self.queries.copy_(self._sets[number])
             self.run()
 
     def placement(self) -> Placement:
-        """Where the rows of all layers are, and what their caches had so far."""
+        """Return where the rows of all layers are, and the hit counts of their caches so far."""
         return reduce(add, [required(each, PlacesRows).placement() for each in self.indexes])
 
     def answers(self) -> Tensor:
-        """Outputs `[L, B, H, D]` to the first set. Raises SystemExit where surely wrong."""
+        """Return outputs `[L, B, H, D]` for the first set. Raises SystemExit if surely wrong."""
         self.queries.copy_(self._sets[0])
         done = self.run()
         outputs = torch.stack([attended.output for attended in done])
@@ -213,7 +214,7 @@ class Layers:
 
 
 def layers_that_fit(g: Geometry, tokens: int, batch: int, most: int, share: float = 0.6) -> int:
-    """How many layers' rows the device and the host can hold, at most `most`; 0 for none."""
+    """Return the number of layers, at most `most`, whose rows fit on the device and the host."""
     need = tokens * batch * g.kv_heads * (g.head_dim + g.value_dim) * g.dtype.itemsize
     room = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
     if g.device.type == "cuda":
@@ -222,7 +223,7 @@ def layers_that_fit(g: Geometry, tokens: int, batch: int, most: int, share: floa
 
 
 def free() -> None:
-    """Give back what nothing refers to any more."""
+    """Free all unused memory."""
     gc.collect()
     release_pinned()
     if torch.cuda.is_available():

@@ -1,7 +1,7 @@
-"""KL, agreement and recall on a fixed text, a token at a time.
+"""Measure KL, agreement and recall on a fixed text, token by token.
 
-The model reads 4,000 tokens of the Python language reference, then the next 200 tokens of it one
-at a time through each index. Full attention reads the same in one pass.
+The model reads 4,000 tokens of the Python language reference, then the next 200 tokens one at a
+time through each index. Full attention reads the same tokens in one pass.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ INDEXES = (
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """Its options."""
+    """Add the command's options."""
     parser.add_argument("--index", nargs="+", default=INDEXES)
 
 
 def text_ids(tokenizer: Any, count: int, seed: int) -> Tensor:
-    """The first `count` tokens of the reference's paragraphs in random order, int64 `[count]`."""
+    """Return the first `count` tokens of the reference's shuffled paragraphs, int64 `[count]`."""
     text = python_reference()
     random.Random(seed).shuffle(text)
     return ids_of(tokenizer, "\n\n".join(text), count)

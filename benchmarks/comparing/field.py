@@ -1,12 +1,14 @@
-"""Comparison of all indexes under one protocol: same keys and queries of a model, same rows.
+"""Compare all indexes under one protocol: same keys and queries of a model, same number of rows.
 
-The model reads N tokens of each text (with --sampled the last of them are its own) and writes T
-more, whose queries ask. Each index gets the text twice, at once and with its last part in pieces as
-while reading on; one that can be stale (`stale=true`) a third time. Bytes are those of the text at
-once. Sink and window are attended to besides. Indexes are told the text's tokens, and those that
-want them the ids of the tokenizer's punctuation. On a CUDA device pariskv runs on its kernels and
-FAISS where it has a GPU part, if they can. All indexes are measured on one layer, then on the next,
-the --first N at most. OUT is written after each layer; --add keeps what it holds of other lengths.
+The model reads N tokens of each text (with --sampled it generates the last of them itself), and
+generates T more, whose queries are searched for. Each index gets the text twice: in one append, and
+with its last part in chunks, as if the text went on. An index with the option `stale` gets it a
+third time with `stale=true`. Sink and window are always attended to. Indexes get the ids of the
+text's tokens, and those that need them the ids of the tokenizer's punctuation.
+
+On a CUDA device, pariskv runs on its kernels and FAISS on its GPU indexes, where possible. All
+indexes are measured on one layer, then on the next, at most on the --first N. OUT is written after
+each layer; with --add it keeps its results of other lengths.
 """
 
 from __future__ import annotations
@@ -51,30 +53,41 @@ SPECS = {
     "louiskv": ("louiskv", "louiskv+reuse", "louiskv+reuse:tau=.86"),  # docs/indexes/louiskv.md
     **{name: (f"{name}:budget={{k}}",) for name in ("streaming", "h2o", "snapkv", "triattention")},
 }
-"""What is measured of an index where that is not its default alone; {k} are the rows asked for."""
+"""Specs that are measured for an index, if not only its default. {k} is the number of rows."""
 
 ROWS = (64, 100, 256, 512, 1024)
 
 LEAST = 1e-9
-"""An error below this counts as this where a ratio is taken."""
+"""Smaller errors count as this one in ratios."""
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """Its options."""
+    """Add the command's options."""
     parser.add_argument("--text", nargs="+", type=Path, required=True)
     parser.add_argument("--tokens", type=int, default=7000)
-    parser.add_argument("--written", type=int, default=32, help="sampled tokens whose queries ask")
-    parser.add_argument("--index", nargs="+", help="default: all")
+    parser.add_argument(
+        "--written", type=int, default=32, help="sampled tokens whose queries are searched for"
+    )
+    parser.add_argument("--index", nargs="+", help="indexes to measure; default: all")
     parser.add_argument("--rows", nargs="+", type=int, default=ROWS)
-    parser.add_argument("--layers", type=int, default=6, help="every so many")
-    parser.add_argument("--first", type=int, help="measure so many layers of all texts, at most")
-    parser.add_argument("--generated", type=int, default=2048, help="of the text, in pieces")
-    parser.add_argument("--sampled", action="store_true", help="these are the model's own")
-    parser.add_argument("--add", action="store_true", help="to what --json holds already")
+    parser.add_argument("--layers", type=int, default=6, help="measure every L-th layer")
+    parser.add_argument(
+        "--first", type=int, help="measure at most this number of layers of all texts"
+    )
+    parser.add_argument(
+        "--generated",
+        type=int,
+        default=2048,
+        help="tokens of the text that arrive in chunks after the prompt",
+    )
+    parser.add_argument(
+        "--sampled", action="store_true", help="let the model sample these tokens itself"
+    )
+    parser.add_argument("--add", action="store_true", help="add the run to the results in --json")
 
 
 def default_specs() -> list[str]:
-    """Every index that is there: `exact`, ours, the others; FAISS last, whose asserts abort."""
+    """Return the specs of all indexes: `exact`, pariskv, others; FAISS last, as it may abort."""
     first = {"exact": 0, "pariskv": 1}
     last = {name: 3 for name in kvindex.names() if name.startswith("faiss-")}
     names = sorted(kvindex.names(), key=lambda name: {**first, **last}.get(name, 2))
@@ -82,7 +95,7 @@ def default_specs() -> list[str]:
 
 
 def stale(spec: str) -> str | None:
-    """The spec of an index that freezes after the prompt, or None where it has no such option."""
+    """Return the spec of the index that freezes after the prompt, or None without that option."""
     name, *around = spec.split("+")
     config = kvindex.get(name.split(":")[0]).Config
     if "stale" not in {field.name for field in dataclasses.fields(config)}:
@@ -91,12 +104,12 @@ def stale(spec: str) -> str | None:
 
 
 def middle(rows: Sequence[int]) -> int:
-    """The rows at which what arrives in pieces is measured."""
+    """Return the number of rows for which arrival in chunks is measured."""
     return MIDDLE if MIDDLE in rows else rows[0]
 
 
 def faster(device: torch.device) -> tuple[dict[str, dict[str, Any]], list[str]]:
-    """By index, options that make it run on this device's own ways; and why others do not."""
+    """Return options that use this device's kernels, by index, and notes why others do not."""
     found: dict[str, dict[str, Any]] = {}
     notes = []
     if device.type == "cuda":
@@ -114,10 +127,10 @@ def faster(device: torch.device) -> tuple[dict[str, dict[str, Any]], list[str]]:
 
 
 def summary(cells: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Over texts and layers: means, medians of times, errors of the worst layer.
+    """Summarize cells over texts and layers: means, medians of times, error of the worst layer.
 
-    of_exact: geometric mean of the error over that of exact search, in which a layer with small
-    errors counts as much as another.
+    `of_exact` is the geometric mean of the error over that of exact search. In it a layer with
+    small errors counts as much as any other.
     """
 
     def over(each: list[dict[str, Any]]) -> dict[str, float]:
@@ -139,7 +152,7 @@ def summary(cells: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def joined(old: dict[str, Any] | None, new: dict[str, Any]) -> dict[str, Any]:
-    """`{"machine", "runs"}` with the run `new`, and those of `old` of other lengths and models."""
+    """Return `{"machine", "runs"}` with the run `new`, and those of `old` of another kind."""
 
     def kind(run: dict[str, Any]) -> tuple[int, bool, str]:
         return run["setting"]["tokens"], run["sampled"], run["lora"] or ""
@@ -150,9 +163,9 @@ def joined(old: dict[str, Any] | None, new: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass
 class Comparison:
-    """Layers of all texts, what is true of each, and what was found out so far.
+    """The layers of all texts with their ground truth, and the results so far.
 
-    told: by spec, more options for `kvindex.create`.
+    told: More options for `kvindex.create`, by spec.
     """
 
     setting: Setting
@@ -168,7 +181,7 @@ class Comparison:
         self._found: dict[str, dict[str, list[dict[str, Any]]]] = {}
 
     def measure(self, spec: str, number: int) -> None:
-        """Measure one index on one layer; whatever it raises is its result."""
+        """Measure one index on one layer. An error is stored as its result."""
         if spec in self.failed:
             return
         ways = self._faster.get(spec.split("+")[0].split(":")[0], {})
@@ -182,10 +195,10 @@ class Comparison:
             first = next(iter(str(error).splitlines()), "")
             self.failed[spec] = f"{type(error).__name__}: {first}"
             if torch.cuda.is_available():
-                torch.cuda.empty_cache()  # it may have wanted too much
+                torch.cuda.empty_cache()  # the index may have allocated too much
 
     def lines(self) -> list[dict[str, Any]]:
-        """One for each index and arrival."""
+        """Return one line for each index and arrival."""
         return [
             {"index": spec, "arrival": arrival, **self._facts[spec], **summary(cells)}
             for spec, arrivals in self._found.items()
@@ -194,7 +207,7 @@ class Comparison:
         ]
 
     def _once(self, spec: str, options: dict[str, Any]) -> dict[str, float]:
-        """Bytes; and what only the first build must wait for: kernels, libraries."""
+        """Return the bytes, after a first build that compiles kernels and loads libraries."""
         first, k, told = self.layers[0], middle(self.rows), self.told.get(spec, {})
         next(built(first, spec, self.setting, k=k, **options))
         return sizes(first, spec, self.setting, k, **told)
@@ -213,7 +226,7 @@ class Comparison:
 def captured(
     given: argparse.Namespace, model: Any, tokenizer: Any, progress: Progress
 ) -> list[list[Layer]]:
-    """Layers of each text."""
+    """Return the captured layers of each text."""
     texts, own = [], given.generated if given.sampled else 0
     for text in given.text:
         ids = ids_of(tokenizer, text.read_text(encoding="utf-8"), given.tokens - own)
@@ -227,13 +240,13 @@ def captured(
 
 
 def in_turn(texts: list[list[Layer]]) -> list[Layer]:
-    """Layers of all texts, in an order in which any first few are of different texts and depths."""
+    """Order the layers of all texts so that the first few are of different texts and depths."""
     depth = len(texts[0])
     return [each[(at + step) % depth] for step in range(depth) for at, each in enumerate(texts)]
 
 
 def run(given: argparse.Namespace) -> None:
-    """Capture, then measure layer by layer; print and write."""
+    """Capture layers, then measure one after another. Print and write."""
     start, setting = time.monotonic(), Setting(given.tokens, generated=given.generated)
     specs, rows = given.index or default_specs(), sorted(given.rows)
     old = (

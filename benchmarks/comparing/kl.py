@@ -1,8 +1,8 @@
-"""KL of a model's next token from full attention's, beside `exact` with as many rows.
+"""Measure the KL of the next token from full attention's, and its ratio to that of `exact`.
 
-The model reads N tokens of a text and is then fed the next T, one at a time as decoding would
-(all between two updates at once), through each index. Intervals: a paired bootstrap over blocks
-of tokens, the same blocks for both indexes.
+The model reads N tokens of a text, and then the next T through each index, one at a time as in
+decoding (all tokens between two updates in one call). Intervals are a paired bootstrap over blocks
+of tokens, with the same blocks for both indexes.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from kvindex_adapters.evaluate.fidelity import divergences, full_logits
 PRESETS = ("paper:beta=.05:rho=.25", "fast", "accurate", "precise", "scan")
 INDEXES = tuple(f"pariskv:preset={preset}" for preset in PRESETS)
 BLOCK, RESAMPLES = 50, 4000
-"""Tokens that are drawn together, for neighbors are alike; and how often."""
+"""Tokens of a block, because neighboring tokens are alike; number of resamples."""
 
-Kls = dict[tuple[str, int], Tensor]  # by text and length: of each token, float64 [T]
+Kls = dict[tuple[str, int], Tensor]  # by text and length: KL of each token, float64 [T]
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """Its options."""
+    """Add the command's options."""
     parser.add_argument("--text", nargs="+", type=Path, required=True)
     parser.add_argument("--tokens", nargs="+", type=int, default=[4000])
     parser.add_argument("--steps", type=int, default=2000)
@@ -40,10 +40,10 @@ def add(parser: argparse.ArgumentParser) -> None:
 def ratio_interval(
     cells: list[tuple[Tensor, Tensor]], *, block: int = BLOCK
 ) -> tuple[float, float, float]:
-    """Geometric mean over cells of mean KL over `exact`'s, with its paired 95% interval.
+    """Return the geometric mean over cells of mean KL over `exact`'s, and its paired 95% interval.
 
-    cells: (KL of the index, KL of exact) per token, float64 `[T]` each; block: tokens that are
-    drawn together.
+    cells: KL of the index and of `exact` for each token, float64 `[T]` each.
+    block: Tokens that are resampled together.
     """
     generator = torch.Generator().manual_seed(0)
     logs, draws = [], []
@@ -59,13 +59,13 @@ def ratio_interval(
 
 
 def group_of(spec: str) -> str:
-    """`exact` with the same policy of the group."""
+    """Return the spec of `exact` with the same group policy."""
     policy = [part for part in spec.split("+")[0].split(":") if part.startswith("group=")]
     return ":".join(["exact", *policy])
 
 
 def summary(mine: Kls, exact: Kls) -> dict[str, Any]:
-    """Of one index: its mean, and the ratio to that of `exact`."""
+    """Summarize one index: its mean KL, and its ratio to that of `exact`."""
     ratio, low, high = ratio_interval([(mine[cell], exact[cell]) for cell in mine])
     means = {cell: float(kl.mean()) for cell, kl in mine.items()}
     cells = [
@@ -94,5 +94,5 @@ def run(given: argparse.Namespace) -> None:
                     found[index][text.stem, tokens] = kl
             written = {index: summary(found[index], found[group_of(index)]) for index in indexes}
             result = {**described(given), "k": given.k, "steps": given.steps, "indexes": written}
-            write(result, given.json)  # what there is, should a longer text not end
+            write(result, given.json)  # the results so far, in case a longer text fails
     print(report.TABLES["divergence"](result))

@@ -1,4 +1,4 @@
-"""Layers of a real model with every input of an index: keys, values, every query."""
+"""Layers of a real model with every input of an index: keys, values, all queries."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from kvindex_adapters.hf.generation.prefill import prefill
 
 @dataclass(frozen=True)
 class Layer(Captured):
-    """Keys `[G, N, D]`, values `[G, N, Dv]` and the queries `[H, N, D]` of all tokens.
+    """Keys `[G, N, D]`, values `[G, N, Dv]` and queries `[H, N, D]` of all tokens of one layer.
 
-    rope: inverse frequencies of the rotary embedding, `[F]`, or None where they cannot be told;
-    tokens: ids of the text, int64 `[N]` on the CPU, or None where nobody knows them; name: of
-    which text, and which layer.
+    rope: Inverse frequencies of the rotary embedding, `[F]`, or None if they are unknown.
+    tokens: Ids of the text, int64 `[N]` on the CPU, or None if they are unknown.
+    name: Which text and layer this is.
     """
 
     values: Tensor
@@ -32,7 +32,7 @@ class Layer(Captured):
     name: str = ""
 
     def options(self) -> dict[str, Any]:
-        """The geometry, as `kvindex.create` takes it."""
+        """Return the geometry as keywords of `kvindex.create`."""
         return dict(
             q_heads=len(self.queries),
             kv_heads=len(self.keys),
@@ -46,7 +46,7 @@ class Layer(Captured):
         )
 
     def to(self, *, dtype: torch.dtype | None = None, device: str | None = None) -> Layer:
-        """The same keys, values and queries in another dtype, or elsewhere."""
+        """Return the same keys, values and queries in another dtype or on another device."""
         parts = dict(keys=self.keys, queries=self.queries, values=self.values)
         moved = {name: part.to(device=device, dtype=dtype) for name, part in parts.items()}
         rope = None if self.rope is None else self.rope.to(device=device)
@@ -54,7 +54,7 @@ class Layer(Captured):
 
 
 class _Keeper(Wrapper):
-    """Keeps every query, where its place among those that are told one is wanted."""
+    """An index that stores the queries it observes, in every `every`-th of the layers in `told`."""
 
     own = frozenset({ObservesQueries})
 
@@ -79,13 +79,13 @@ class _Keeper(Wrapper):
 
 
 def capture(model: Any, ids: Tensor, *, every: int = 1, progress: Any = None) -> list[Layer]:
-    """Layers 0, `every`, 2 · `every`, … after reading ids int64 `[N]`, densely."""
-    told: list[_Keeper] = []  # layers in order; others are made only to be looked at
+    """Capture layers 0, `every`, 2 · `every`, … while ids int64 `[N]` are read densely."""
+    told: list[_Keeper] = []  # layers in order; other geometries are only probed
 
     def keeper(**geometry: Any) -> KVIndex:
         return _Keeper(kvindex.create("exact", **geometry), told, every)
 
-    # no window: every token is in the index when its step ends; and never long enough to search
+    # no window: each token is in the index after its step; never long enough to search
     regions: Any = dict(sink=0, local_window=0, update_every=1, dense_below=2**62)
     with attach(model, index=keeper, **regions) as cache, torch.no_grad():
         prefill(model, ids.to(model.device), cache, stop=len(ids), chunk=1024, report=progress)

@@ -1,8 +1,9 @@
-"""What it costs that all heads of a layer share one list of rows, as over latents they do.
+"""Measure what it costs that all heads of a layer share one list of rows, as they do over latents.
 
-A model whose KV heads have keys of their own, read through exact search: a list for each KV head,
-or one for all query heads of a layer, by the same policy. The model reads N tokens of a text and
-then the next T one at a time. Over latents one list of R rows reads R, and m lists of R read m R.
+The model's KV heads have keys of their own and are read through exact search, with one list for
+each KV head or one for all query heads of a layer, by the same policy. The model reads N tokens of
+a text and then the next T one at a time. Over latents, one list of R rows reads R rows, and m lists
+of R rows read m · R.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from kvindex_adapters.hf.generation.prefill import prefill
 
 
 class OneList(Exact):
-    """All query heads of a layer agree on one list, of which each KV head has its own rows."""
+    """All query heads of a layer agree on one list; each KV head fetches its own rows of it."""
 
     def _search(self, queries: Tensor, k: int) -> Hits:
         g = self.geometry
@@ -38,11 +39,11 @@ class OneList(Exact):
 
 
 WAYS = {"one": OneList, "several, as many rows": Exact, "several": Exact}
-"""To choose rows: a name, and the index that does it."""
+"""Ways to select rows: a name, and the index that does it."""
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """Its options."""
+    """Add the command's options."""
     parser.add_argument("--text", nargs="+", type=Path, required=True)
     parser.add_argument("--tokens", type=int, default=4000)
     parser.add_argument("--steps", type=int, default=200)

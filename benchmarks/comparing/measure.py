@@ -1,4 +1,4 @@
-"""One index on one layer, at several numbers of rows, beside full attention and `exact`."""
+"""Measure one index on one layer with several numbers of rows, by full attention and `exact`."""
 
 from __future__ import annotations
 
@@ -20,18 +20,20 @@ from kvindex.wrappers import Wrapper
 
 Made = TypeVar("Made")
 Truths = dict[int, Truth]
-"""By point of the text."""
+"""Ground truth by number of tokens."""
 
 
 def built(
     layer: Layer, spec: str, setting: Setting, *, k: int, pieces: bool = False, **options: Any
 ) -> Iterator[tuple[int, KVIndex, float]]:
-    """An index each time that it is to be asked: the point, the index, seconds to `end_prompt`.
+    """Yield the index each time that it is to be searched: point, index, seconds of the build.
 
-    In the spec, {k} stands for k. It is told what a layer tells: the prompt's queries, its tokens
-    in one append, their ids, `end_prompt`. pieces: the last `generated` tokens come later, in
-    pieces of `every`: queries, ids, then keys. A wrapper that decides step by step observes these
-    queries one by one and is searched at each. options: for `kvindex.create`.
+    The index gets what a layer passes to it: the prompt's queries, its tokens in one append, their
+    ids, and `end_prompt`. In the spec, {k} stands for k.
+
+    pieces: The last `generated` tokens come later, `every` at a time: queries, ids, then keys.
+        A wrapper that decides step by step observes these queries one by one, searching after each.
+    options: For `kvindex.create`.
     """
     keys, values, queries = layer.keys[None], layer.values[None], layer.queries[None]
     points = setting.points if pieces else [setting.tokens]
@@ -70,13 +72,13 @@ def built(
 
 
 def read(layer: Layer, index: KVIndex, start: int, stop: int) -> None:
-    """Tell an index the ids of these tokens of the text, after their step, as a layer does."""
+    """Pass the ids of these tokens to the index after their step, as a layer does."""
     if layer.tokens is not None:
         index.observe_tokens(layer.tokens[start:stop], first=start)
 
 
 def truths(layer: Layer, setting: Setting, rows: list[int]) -> Truths:
-    """What is true at each point, by full attention and by `exact` with its own policy."""
+    """Return the truth at each point, by full attention and by `exact` with its default policy."""
     exact = built(layer, "exact", setting, k=rows[0], pieces=True)
     return {point: truth(layer, setting, index, point, rows) for point, index, _ in exact}
 
@@ -91,10 +93,11 @@ def measure(
     pieces: bool = False,
     **options: Any,
 ) -> dict[str, Any]:
-    """The layer's name, `build_s`; by k what the text's end shows (`worth`, and `search_s`).
+    """Return the layer's name, `build_s`, and by k the worth of hits and `search_s`.
 
-    pieces: `along` has the same for the first k, by tokens that came after the prompt. A wrapper,
-    or a budget, has one k only, so it is built for each.
+    A wrapper, or an index with a budget, has only one k, so it is built again for each.
+
+    pieces: `along` has the same for the first k, by the number of tokens after the prompt.
     """
     found: dict[str, Any] = {"layer": layer.name, "rows": {}, "along": {}}
     for some in [[k] for k in rows] if "+" in spec or "{k}" in spec else [rows]:
@@ -112,12 +115,12 @@ def measure(
 def _asked(
     layer: Layer, setting: Setting, index: KVIndex, known: Truth, rows: list[int]
 ) -> dict[int, dict[str, Any]]:
-    """By k, what the queries after a point find, told and asked one by one; times are medians."""
+    """Return by k the worth of what the queries after a point find; times are medians."""
     found: dict[int, list[tuple[Hits, Rows]]] = {k: [] for k in rows}
     times: dict[int, list[float]] = {k: [] for k in rows}
     asked = asking(layer, setting, known.point)
     for k in rows:
-        index.search(layer.queries[None, :, asked.start - 1], k=k)  # what is made once
+        index.search(layer.queries[None, :, asked.start - 1], k=k)  # what is computed only once
     for at in asked:
         query = layer.queries[None, :, at]
         index.observe_queries(query[:, :, None], torch.tensor([at], device=query.device))
@@ -131,13 +134,13 @@ def _asked(
 
 
 def sizes(layer: Layer, spec: str, setting: Setting, k: int, **options: Any) -> dict[str, float]:
-    """`BaseIndex.bytes_per_key` on these keys in bfloat16."""
+    """Return `BaseIndex.bytes_per_key` for these keys in bfloat16."""
     _, index, _ = next(built(layer.to(dtype=torch.bfloat16), spec, setting, k=k, **options))
     return inmost(index).bytes_per_key()
 
 
 def timed(call: Callable[[], Made], device: torch.device) -> tuple[Made, float]:
-    """What it returns, and the seconds that it takes."""
+    """Return the result of a call, and its seconds."""
     wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     wait()
     start = time.perf_counter()
@@ -147,7 +150,7 @@ def timed(call: Callable[[], Made], device: torch.device) -> tuple[Made, float]:
 
 
 def inmost(index: KVIndex) -> BaseIndex:
-    """The index inside all wrappers. Raises TypeError for one of others."""
+    """Return the index inside all wrappers. Raises TypeError if a wrapper has several."""
     while isinstance(index, Wrapper):
         index = index.inner
     if not isinstance(index, BaseIndex):

@@ -1,7 +1,7 @@
-"""Recall, attention coverage and bytes of presets.
+"""Measure recall, coverage of attention and bytes of presets.
 
-The model reads N tokens of each text, then writes some of its own; the newest queries search the
-keys of the text, each query head on its own.
+The model reads N tokens of each text, then generates some. The newest queries search the keys of
+the text, each query head on its own.
 """
 
 from __future__ import annotations
@@ -23,20 +23,22 @@ BETAS = (0.02, 0.05, 0.1, 0.2, 1.0)
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """Its options."""
+    """Add the command's options."""
     parser.add_argument("--text", nargs="+", type=Path, required=True)
     parser.add_argument("--tokens", nargs="+", type=int, default=[7000])
-    parser.add_argument("--written", type=int, default=64, help="sampled tokens whose queries ask")
     parser.add_argument(
-        "--presets", nargs="+", default=PRESETS, help="of pariskv; PRESET:OPTION=VALUE…"
+        "--written", type=int, default=64, help="sampled tokens whose queries are searched for"
+    )
+    parser.add_argument(
+        "--presets", nargs="+", default=PRESETS, help="presets of pariskv, as PRESET:OPTION=VALUE…"
     )
     parser.add_argument("--beta", nargs="+", type=float, default=BETAS)
-    parser.add_argument("--rho", type=float, default=0.25, help="of paper")
+    parser.add_argument("--rho", type=float, default=0.25, help="rho of the preset `paper`")
     parser.add_argument("-k", type=int, default=100)
 
 
 def expand(presets: list[str], betas: list[float], rho: float) -> list[str]:
-    """Specs: each preset at each β, but `scan` and those that say it themselves."""
+    """Return specs: each preset at each β, except `scan` and presets that contain a β."""
     specs = []
     for preset in presets:
         more = f":rho={rho}" if preset == "paper" else ""
@@ -47,7 +49,7 @@ def expand(presets: list[str], betas: list[float], rho: float) -> list[str]:
 
 
 def summary(found: Recall) -> dict[str, float]:
-    """Mean, worst layer and worst decile of the heads; coverage over that of the true top k."""
+    """Summarize recall (mean, worst layer, worst tenth of heads), and relative coverage."""
     heads = found.recall.flatten().sort().values
     return {
         "recall": float(found.recall.mean()),
@@ -58,7 +60,7 @@ def summary(found: Recall) -> dict[str, float]:
 
 
 def cell_of(layers: Any, spec: str, given: argparse.Namespace, **where: Any) -> dict[str, Any]:
-    """What is found of an index."""
+    """Measure one index."""
     options = parse_spec(spec)[1]
     found = summary(measure(layers, spec, k=given.k, prompt=where["tokens"]))
     return {

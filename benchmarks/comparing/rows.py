@@ -1,9 +1,9 @@
-"""What row codecs cost: error of attention's output, KL of the model's next token.
+"""Measure what row codecs cost: the error of the attention output, and KL of the next token.
 
-The model reads N tokens of a text and T more. First by itself: queries of the last T attend to all
-keys and values up to their own, as they are and as a codec gives them back. Then in the model: it
-is fed the last T through an index whose rows are codes, all of them read, or k by `exact` and by
-`pariskv`. In both the first 64 tokens stay as they are, as a layer keeps them.
+The model reads N tokens of a text and T more. First, attention is computed alone: the queries of
+the last T tokens attend to all earlier keys and values, as they are and as a codec returns them.
+Then the model reads the last T tokens through an index with coded rows: all rows, or k rows by
+`exact` and by `pariskv`. In both the first 64 tokens are not coded, as in a layer's sink.
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ from kvindex_adapters.hf.attach import attach
 from kvindex_adapters.hf.generation.prefill import prefill
 
 PARTS = ("both", "keys", "values")
-"""Of a row, what is coded."""
+"""Which parts of a row are coded."""
 
 INDEXES = ("exact", "pariskv")
 
 SINK = 64
-"""First tokens, which a layer keeps as they are."""
+"""First tokens, which are not coded."""
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """Its options."""
+    """Add the command's options."""
     parser.add_argument("--text", nargs="+", type=Path, required=True)
     parser.add_argument("--tokens", type=int, default=2000)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("-k", type=int, default=100)
-    parser.add_argument("--without-kl", action="store_true", help="errors alone")
+    parser.add_argument("--without-kl", action="store_true", help="measure only errors")
 
 
 def coded(rows: Rows, name: str) -> Rows:
-    """Keys and values float32 `[1, G, N, D]` as a codec gives them back; `plain` in bfloat16."""
+    """Return keys and values float32 `[1, G, N, D]` after a codec; `plain`: as bfloat16."""
     dtype = torch.bfloat16 if name == "plain" else torch.float32
     G, _, D = rows.keys.shape[1:]
     sizes = dict(q_heads=G, kv_heads=G, head_dim=D, value_dim=rows.values.shape[-1])
@@ -61,7 +61,7 @@ def coded(rows: Rows, name: str) -> Rows:
 
 
 def errors(layer: Captured, names: tuple[str, ...] = NAMES) -> dict[tuple[str, str], Tensor]:
-    """By codec and part: `‖õ − o‖ / ‖o‖` of each head and query `[H, T]`."""
+    """Return `‖õ − o‖ / ‖o‖` of each head and query, `[H, T]`, by codec and part."""
     plain = Rows(layer.keys[None].float(), layer.values[None].float())
     N, T = plain.keys.shape[2], layer.queries.shape[1]
     queries = layer.queries.float().flatten(0, 1)[None]  # each is a head of its group
@@ -80,7 +80,7 @@ def errors(layer: Captured, names: tuple[str, ...] = NAMES) -> dict[tuple[str, s
 
 
 def summary(layers: list[Tensor]) -> dict[str, float]:
-    """Of the errors of layers: their mean, nine tenths' bound, the worst layer's mean."""
+    """Summarize the errors of layers: mean, 90th percentile, and the worst layer's mean."""
     every = torch.cat([layer.flatten() for layer in layers]).sort().values
     return {
         "mean": float(every.mean()),
@@ -90,7 +90,7 @@ def summary(layers: list[Tensor]) -> dict[str, float]:
 
 
 def read_whole(model: Any, prompt: Tensor, rest: Tensor, full: Tensor, index: str) -> Tensor:
-    """As `divergences`, by attention to every row: KL of each token, float64 `[T]`."""
+    """Return KL of each token, float64 `[T]`, with attention to every row of an index."""
     ids = torch.cat([prompt, rest]).to(model.device)
     with attach(model, index=index, dense_below=2**62) as cache:
         prefill(model, ids, cache, stop=len(prompt), chunk=1024)

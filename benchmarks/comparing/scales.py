@@ -1,9 +1,9 @@
-"""Output error of keys of few bits: a scale for 32 coordinates of a token, or of a channel.
+"""Measure the output error of keys of few bits, with scales for a token or for a channel.
 
-The model reads N tokens of each text, then writes some of its own; attention of the newest queries
-over coded keys of the text beside the same over keys as they are, values as they are. A group is 32
-numbers, with a lowest value and a step, in both: bytes are equal. Channels' groups begin at
-multiples of 32 tokens (KIVI, arXiv 2402.02750).
+The model reads N tokens of each text, then generates some. The newest queries attend to coded keys
+of the text and to the original keys, with the original values. A group is 32 numbers with a lowest
+value and a step, either of one token or of one channel, so bytes are equal. Groups of channels
+begin at multiples of 32 tokens (KIVI, arXiv 2402.02750).
 """
 
 from __future__ import annotations
@@ -26,14 +26,18 @@ from kvindex_adapters.evaluate.capture import Captured
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """Its options."""
+    """Add the command's options."""
     parser.add_argument("--text", nargs="+", type=Path, required=True)
-    parser.add_argument("--tokens", type=int, default=4096, help="a multiple of 32")
-    parser.add_argument("--written", type=int, default=64, help="sampled tokens whose queries ask")
+    parser.add_argument(
+        "--tokens", type=int, default=4096, help="tokens of each text, a multiple of 32"
+    )
+    parser.add_argument(
+        "--written", type=int, default=64, help="sampled tokens whose queries are evaluated"
+    )
 
 
 def coded(keys: Tensor, bits: int) -> Tensor:
-    """Keys `[G, N, D]` in groups of a token's coordinates."""
+    """Return keys `[G, N, D]` after coding in groups of a token's coordinates."""
     return dequantize(*quantize(keys, bits), keys.shape[-1], bits)
 
 
@@ -43,13 +47,14 @@ KEYS = {
     "channel": lambda keys, bits: coded(keys.mT, bits).mT,
     "channel, rotated": lambda keys, bits: rotated(coded(rotated(keys).mT, bits).mT),
 }
-"""What groups are of -> keys float32 `[G, N, D]` as they come back; `int4` has the second."""
+"""Functions from a kind of group to keys float32 `[G, N, D]` after coding; `int4` uses the
+second."""
 
 
 def errors(layer: Captured, keys: Tensor) -> Tensor:
-    """`‖õ − o‖ / ‖o‖` of each head and query `[H, T]`.
+    """Return `‖õ − o‖ / ‖o‖` of each head and query, `[H, T]`.
 
-    keys: what stands for the first ones of the layer, float32 `[G, N, D]`.
+    keys: Coded keys that replace the first ones of the layer, float32 `[G, N, D]`.
     """
     N, queries = keys.shape[1], layer.queries.float().flatten(0, 1)  # each is a head of its group
     got, want = (
@@ -66,7 +71,7 @@ def errors(layer: Captured, keys: Tensor) -> Tensor:
 
 
 def cell_of(layers: list[Captured], name: str, codec: str, tokens: int) -> dict[str, Any]:
-    """Errors of all layers, heads and queries."""
+    """Return the errors over all layers, heads and queries."""
     bits = BITS[codec]
     keys = [KEYS[name](layer.keys[:, :tokens].float(), bits) for layer in layers]
     found = torch.stack([errors(*pair) for pair in zip(layers, keys, strict=True)])

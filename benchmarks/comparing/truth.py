@@ -1,4 +1,4 @@
-"""Ground truth: regions of tokens, full attention at evaluated queries, quality of hits."""
+"""Ground truth: regions of tokens, full attention at evaluated queries, and the worth of hits."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ MEASURES = ("recall", "coverage", "error", "used", "error_exact")
 
 @dataclass(frozen=True)
 class Setting:
-    """Of a text of `tokens`, and some that were written after it, whose queries ask.
+    """Regions of a text of `tokens` tokens, after which the model generates evaluated queries.
 
-    sink: first ones, always attended to; local_window: the newest ones before a query that asks,
-    which with all after them are attended to as well. All others are the index's. generated: how
-    many of the text's last tokens come after the prompt has ended, where the text comes in pieces;
-    every: in pieces of how many (`update_every` of `kvindex.AttentionLayer`).
+    sink: First tokens, which are always attended to.
+    local_window: Newest tokens before an evaluated query. They and later ones are always attended
+        to. All other tokens are in the index.
+    generated: Last tokens of the text, which arrive after the prompt has ended.
+    every: Tokens of a chunk in which they arrive (`update_every` of `kvindex.AttentionLayer`).
     """
 
     tokens: int
@@ -42,21 +43,23 @@ class Setting:
 
     @property
     def points(self) -> list[int]:
-        """Tokens of the text that have come where is asked: the prompt's, then by quarters."""
+        """Return numbers of tokens at which the index is evaluated, from prompt to whole text."""
         prompt = self.tokens - self.generated
         return [prompt, *(prompt + self.generated * share // 4 for share in (1, 2)), self.tokens]
 
     def valid(self, start: int, stop: int, device: Any) -> Tensor:
-        """Which of these the index may find, bool `[1, stop - start]`."""
+        """Return which of these tokens the index may return, bool `[1, stop - start]`."""
         return torch.arange(start, stop, device=device)[None] >= self.sink
 
 
 @dataclass(frozen=True)
 class Truth:
-    """Of each of the T queries after `point` tokens of the text.
+    """What is true of each of the T queries after `point` tokens of the text.
 
-    output `[T, H, Dv]` of full attention; share `[T, H, n]` of the attention among the index's
-    tokens; ids int64 `[T, G, k]` that `exact` returns, and the error of these, by k.
+    output: Of full attention, `[T, H, Dv]`.
+    share: Attention weights among the index's tokens, `[T, H, n]`.
+    ids: What `exact` returns, int64 `[T, G, k]`, by k.
+    error: The error of these rows, by k.
     """
 
     point: int
@@ -67,12 +70,12 @@ class Truth:
 
 
 def asking(layer: Layer, setting: Setting, point: int) -> range:
-    """Positions of the queries that ask after `point` tokens: as many as were written."""
+    """Return the positions of the evaluated queries after `point` tokens."""
     return range(point, point + layer.keys.shape[1] - setting.tokens)
 
 
 def truth(layer: Layer, setting: Setting, exact: KVIndex, point: int, rows: list[int]) -> Truth:
-    """By full attention, and by `exact`, which holds what an index is to be asked about."""
+    """Compute the truth with full attention and with `exact`, which contains the index's tokens."""
     outputs, shares = [], []
     found: dict[int, list[tuple[Hits, Rows]]] = {k: [] for k in rows}
     for at in asking(layer, setting, point):
@@ -93,12 +96,12 @@ def truth(layer: Layer, setting: Setting, exact: KVIndex, point: int, rows: list
 def worth(
     layer: Layer, setting: Setting, found: list[tuple[Hits, Rows]], known: Truth, k: int
 ) -> dict[str, float]:
-    """What the hits of the queries that ask are worth, means over queries and heads.
+    """Return the worth of hits as means over queries and heads.
 
-    recall: share of the rows of `exact`; coverage: share of the index's attention that the tokens
-    found hold (rows that stand for several tokens hold none); error: of the output over sink,
-    rows and window, with log-weights, relative to full attention's; used: slots that hold a row;
-    error_exact: that of `exact` with as many rows.
+    recall: fraction of the rows of `exact` that were found. coverage: attention weight of the
+    tokens found among the index's tokens (a row that stands for several tokens has none). error: of
+    the output over sink, rows and window, with log weights, relative to full attention. used: slots
+    that contain a row. error_exact: the error of `exact` with as many rows.
     """
     heads = len(layer.queries) // len(layer.keys)
     slots = torch.cat([hits.ids for hits, _ in found])  # [T, G, K]
@@ -130,12 +133,15 @@ def worth(
     wrong = (output - known.output).float().norm(dim=-1) / known.output.float().norm(dim=-1)
     recall, used = same.sum() / (wanted >= 0).sum(), (slots != UNUSED).sum(-1).float()
     means = torch.stack([recall, held.sum(-1).mean(), wrong.mean(), used.mean()])
-    exact = known.error.get(k, float("nan"))  # not known while it is being found out
+    exact = known.error.get(k, float("nan"))  # unknown while `exact` itself is evaluated
     return dict(zip(MEASURES, [*means.tolist(), exact], strict=True))
 
 
 def _share(layer: Layer, setting: Setting, query: Tensor, indexed: int) -> Tensor:
-    """Of a query `[1, H, D]`, float32 `[H, n]`: softmax among the index's tokens, 0 in the sink."""
+    """Return attention weights of a query `[1, H, D]` among the index's tokens, float32 `[H, n]`.
+
+    They are 0 in the sink.
+    """
     keys = layer.keys[:, :indexed].float()
     folded = query[0].float().reshape(len(keys), -1, keys.shape[-1])
     logits = cap(folded @ keys.mT, layer.scale, layer.softcap).flatten(0, 1)

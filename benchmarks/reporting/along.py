@@ -1,4 +1,4 @@
-"""Recall along an answer: what an index finds as the model writes on."""
+"""Recall along an answer: what an index finds while the model generates."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from benchmarks.reporting.parts import Result, machine, named, stored, table
 
 
 def along(result: Result) -> str:
-    """Recall of exact search's rows and error over its error, as an answer grows."""
+    """Return recall of exact search's rows, and error over its error, while an answer grows."""
     return "\n\n".join(map(_along, sampled(result)))
 
 
 def sampled(result: Result) -> list[Result]:
-    """Runs in which the model writes itself: those of the result, then of the field."""
+    """Return the runs in which the model generates the text: the result's, then the field's."""
     runs = [*result["runs"], *(stored("field") or {"runs": []})["runs"]]
     return [run for run in runs if run["sampled"]]
 
@@ -27,8 +27,9 @@ def _along(run: Result) -> str:
     setting = run["setting"]
     about = (
         f"The model ({named(run['model'], run['lora'])}) reads {setting['tokens'] - points[-1]:,} "
-        f"tokens of {', '.join(run['texts'])} and samples {points[-1]:,}; {run['measured']} "
-        "layers. Recall of exact search's rows, and in parentheses the error over its error."
+        f"tokens of {', '.join(run['texts'])} and samples {points[-1]:,} more; {run['measured']} "
+        "layers are measured. A cell has the fraction of exact search's rows that the index finds, "
+        "and in parentheses its error divided by that of exact search."
     )
     return "\n\n".join(
         [about, table(("index", *(f"after {n:,}" for n in points)), rows), machine(run)]
@@ -36,7 +37,7 @@ def _along(run: Result) -> str:
 
 
 def along_lines(run: Result) -> dict[str, dict[int, Result]]:
-    """By index, and by tokens of the answer, what its rows are worth."""
+    """Return recall and error by index and by the number of generated tokens."""
     return {
         line["index"]: {int(at): worth for at, worth in line["along"].items()}
         for line in run["indexes"]

@@ -21,13 +21,13 @@ from kvindex_adapters.evaluate.compare.records import FULL
 DEFAULT = "pariskv"
 
 STRONGEST = 10
-"""Indexes that are shown by length, at most, beside full attention and `exact`."""
+"""Maximum number of indexes shown by length, in addition to full attention and `exact`."""
 
 Row = dict[str, Any]
 
 
 def field(result: Result) -> str:
-    """Every index at the shortest length: what it answers and costs, then by task."""
+    """Return accuracy and cost of every index at the shortest length, then accuracy by task."""
     return "\n\n".join(_field(each) for each in stored_beside("answers_field", result))
 
 
@@ -45,7 +45,7 @@ def _field(result: Result) -> str:
         for index in _ranked(result, [here])
     ]
     counted = ("prompts",) if _prompts(result, FULL, here) else ()
-    head = ("index", *counted, "accuracy", "minus full attention", "minus `exact`")
+    head = ("index", *counted, "accuracy", "minus full attention's", "minus `exact`'s")
     head = (*head, "KL over `exact`'s")
     names = list(result["tasks"])
     by_task = [
@@ -56,16 +56,18 @@ def _field(result: Result) -> str:
         for index in _ranked(result, [here])
     ]
     about = (
-        f"**{tokens:,} tokens, {k} rows** ({_model(result)}): {_counts(result, here)}. In percent "
-        "and points, with 95% intervals."
+        f"**{tokens:,} tokens, {k} rows** ({_model(result)}): {_counts(result, here)}. Accuracy in "
+        "percent, differences in percentage points, with 95% intervals. KL is the divergence of "
+        "the next token's distribution from full attention's."
     )
-    parts = [about, table((*head, "rows read", "MiB a step"), rows), "By task:"]
+    parts = [about, table((*head, "rows read", "MiB per step"), rows)]
+    parts += ["Accuracy by task, in percent:"]
     parts += [table(("index", *(f"`{name}`" for name in names)), by_task), *_failures(result)]
     return "\n\n".join([*parts, _where(result)])
 
 
 def _prompts(result: Result, index: str, here: Row) -> tuple[str, ...]:
-    """How many prompts an index has answered, where they are not as many for all."""
+    """Return how many prompts an index answered, if that differs between indexes."""
     rows = some(result["accuracy"], tokens=here["tokens"], task=None)
     if len({row["count"] for row in rows if row["k"] in (None, here["k"])}) == 1:
         return ()
@@ -74,20 +76,20 @@ def _prompts(result: Result, index: str, here: Row) -> tuple[str, ...]:
 
 
 def summary(result: Result) -> str:
-    """A sentence: what the default answers beside full attention and exact search."""
+    """Return a sentence that compares the default with full attention and exact search."""
     here = {"k": _middle(result), "tokens": None}
     full, best, mine = (
         _one(result, "accuracy", index, here, task=None) for index in (FULL, "exact", DEFAULT)
     )
     return (
-        f"Questions about long texts: {_percent(mine)}% right with `{DEFAULT}`, {_percent(full)}% "
+        f"Correct answers about long texts: {_percent(mine)}% with `{DEFAULT}`, {_percent(full)}% "
         f"with full attention, {_percent(best)}% with exact search for as many rows "
         "([answers](docs/results/answers.md))."
     )
 
 
 def lengths(result: Result) -> str:
-    """The strongest indexes by length: accuracy, and KL over that of exact search."""
+    """Return accuracy and KL of the strongest indexes by length."""
     return "\n\n".join(_lengths(each) for each in stored_beside("answers_lengths", result))
 
 
@@ -109,17 +111,17 @@ def _lengths(result: Result) -> str:
         for index in ranked
         if index in (FULL, "exact", *others)
     ]
-    head = ("index", *map(_short, at), "all, minus full attention")
+    head = ("index", *map(_short, at), "all lengths, minus full attention's")
     head = (*head, *(f"KL over `exact`'s, {_short(n)}" for n in shown))
     about = (
-        f"**{k} rows** ({_model(result)}): {_counts(result, pooled)}. Accuracy in percent, with "
-        "95% intervals."
+        f"**{k} rows** ({_model(result)}): {_counts(result, pooled)}. Accuracy in percent by the "
+        "prompt's length, with 95% intervals."
     )
     return "\n\n".join([about, table(head, rows), *_failures(result), _where(result)])
 
 
 def rows(result: Result) -> str:
-    """Accuracy by the number of rows, and the fewest that keep full attention's."""
+    """Return accuracy by the number of rows, and the fewest rows that are enough."""
     return "\n\n".join(_rows(each) for each in stored_beside("answers_rows", result))
 
 
@@ -135,13 +137,16 @@ def _rows(result: Result) -> str:
         (_name(index), *map(_percent, cells), _needed(needed.get(index)))
         for index, cells in found.items()
     ]
-    head = ("index", *(f"{k} rows" for k in ks), "rows within 2 points (over `exact`'s)")
-    about = f"{_model(result)}; {_counts(result, dict(k=ks[-1], tokens=tokens))}. In percent."
+    head = ("index", *(f"{k} rows" for k in ks), "fewest rows that are enough (over `exact`'s)")
+    about = (
+        f"{_model(result)}; {_counts(result, dict(k=ks[-1], tokens=tokens))}. Accuracy in percent. "
+        "Rows are enough if accuracy stays within 2 points of full attention's."
+    )
     return "\n\n".join([about, table(head, lines), _where(result)])
 
 
 def _needed(row: Row | None) -> str:
-    """The fewest rows that keep full attention's answers, and their ratio to exact search's."""
+    """Return the fewest rows that are enough, and their ratio to those of exact search."""
     if row is None or row["rows"] is None:
         return "–"
     over = row["over_exact"]
@@ -149,20 +154,21 @@ def _needed(row: Row | None) -> str:
 
 
 def depth(result: Result) -> str:
-    """What the heat map is of."""
+    """Return a sentence that says what the heat map shows."""
     parts = []
     for each in stored_beside("answers_depth", result):
         counts = [row["count"] for row in each["depths"] if row["index"] == FULL]
         parts.append(
-            f"{sum(counts):,} answers of {_model(each)} that stand at one place of their text "
-            f"(of {', '.join(f'`{name}`' for name in each['tasks'])}), {_middle(each)} rows; "
-            f"{min(counts)} to {max(counts)} in a cell. {_where(each)}"
+            f"The picture shows {sum(counts):,} questions whose answer is at one place of the text "
+            f"({', '.join(f'`{name}`' for name in each['tasks'])}), with {_middle(each)} rows; "
+            f"{min(counts)} to {max(counts)} in a cell. Model: {_model(each)}. "
+            f"{_where(each)}"
         )
     return "\n\n".join(parts)
 
 
 def depth_cells(result: Result, index: str) -> dict[tuple[int, float], float]:
-    """By length and depth, accuracy: full attention's, or of an index what it lacks to that."""
+    """Return full attention's accuracy, or an index's difference to it, by length and depth."""
     k = _middle(result)
     full = {_place(row): row for row in some(result["depths"], index=FULL)}
     if index == FULL:
@@ -183,12 +189,12 @@ def _ks(result: Result) -> list[int]:
 
 
 def _middle(result: Result) -> int:
-    """The rows that tables of one number of rows are about."""
+    """Return the number of rows for tables that show one number of rows."""
     return MIDDLE if MIDDLE in _ks(result) else _ks(result)[0]
 
 
 def _one(result: Result, name: str, index: str, here: Row, **more: Any) -> Row | None:
-    """The row of a table of the result, None where nothing was measured."""
+    """Return one object of a table of the result, or None if it was not measured."""
     where = {**here, **more, "index": index}
     if index == FULL:
         where["k"] = None
@@ -196,8 +202,9 @@ def _one(result: Result, name: str, index: str, here: Row, **more: Any) -> Row |
 
 
 def _ranked(result: Result, places: Sequence[Row]) -> list[str]:
-    """Indexes with answers at all places: full attention, then by what they lose to it, then by
-    divergence.
+    """Return the indexes that have answers at all places, best first.
+
+    Full attention comes first; then the order is by the loss to it, then by divergence.
     """
     found = {}
     for index in values(result["accuracy"], "index"):
@@ -231,7 +238,7 @@ def _points(row: Row | None) -> str:
 
 
 def _cost(row: Row | None) -> tuple[str, str, str]:
-    """KL over exact search's, rows, MiB of a step."""
+    """Return KL over that of exact search, rows read, and MiB per step."""
     if row is None:
         return "", "", ""
     ratio = "{over_exact:.2f} ({over_exact_low:.2f} to {over_exact_high:.2f})"
@@ -240,18 +247,18 @@ def _cost(row: Row | None) -> tuple[str, str, str]:
 
 
 def _counts(result: Result, here: Row) -> str:
-    """How many prompts, and steps of which text."""
+    """Return the number of prompts, and of steps of which text."""
     answers = _one(result, "accuracy", FULL, here, task=None)
     count, settings = answers["count"] if answers else 0, result["settings"]
     tasks = len(result["tasks"])
     prompts = f"{count:,} prompts of {tasks} task{'s' * (tasks > 1)}"
     if not result["text"]:
         return prompts
-    return f"{prompts}, {settings['steps']} steps of {settings['text'].partition(' (')[0]}"
+    return f"{prompts}, and {settings['steps']} steps along {settings['text'].partition(' (')[0]}"
 
 
 def _failures(result: Result) -> Iterator[str]:
-    """What could not be measured, in words."""
+    """Return sentences about what could not be measured, with the error's text."""
     for row in result["failures"]:
         at = f"{row['task'] or 'text'}, {row['tokens']:,} tokens"
         yield f"Not measured: {_name(row['index'] or 'all')} at {at}: {row['words']}"

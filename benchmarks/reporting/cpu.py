@@ -1,4 +1,4 @@
-"""Tables of results on a CPU: a layer's step, a model's tokens."""
+"""Tables of results on a CPU: a layer's decode step, and a model's tokens."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from benchmarks.common.timing import spread
 from benchmarks.reporting.parts import Result, machine, some, stored, table, values
 
 SHOWN = 2**15
-"""Tokens that README tells of."""
+"""Number of tokens in the README's sentence."""
 
 
 def steps(result: Result) -> str:
-    """A layer's step beside SDPA, by length and threads."""
+    """Return the times of a layer's step and of SDPA, by length and threads."""
     names = [name for name, found in result["points"][0].items() if isinstance(found, dict)]
     rows = [
         (
@@ -23,9 +23,10 @@ def steps(result: Result) -> str:
     ]
     shape = result["shape"]
     about = (
-        f"Milliseconds of a layer's step, and over dense: medians of {result['rounds']} rounds in "
-        f"which all take turns, with quartiles of the ratio; H = {shape['q_heads']}, "
-        f"G = {shape['kv_heads']}, D = {shape['head_dim']}, float32, k = {shape['k']}."
+        "Milliseconds for one layer's step, and in parentheses the ratio to dense attention. "
+        f"Medians of {result['rounds']} rounds in which all take turns, with quartiles of the "
+        f"ratio; {shape['q_heads']} query heads, {shape['kv_heads']} KV heads, "
+        f"D = {shape['head_dim']}, float32, k = {shape['k']}."
     )
     appends = [
         f"{one['of_products']:.3f} ({one['of_products_low']:.3f} to {one['of_products_high']:.3f}) "
@@ -33,10 +34,10 @@ def steps(result: Result) -> str:
         for one in result["appends"]
     ]
     about += (
-        f" An append of {result['appends'][0]['tokens']:,} keys takes {' and '.join(appends)} of "
-        "the layer's matrix products for as many tokens."
+        f" An append of {result['appends'][0]['tokens']:,} keys takes this fraction of the time of "
+        f"the layer's matrix products for as many tokens: {' and '.join(appends)}."
     )
-    head = ("tokens", "threads", "dense (SDPA)", "the same, heads folded")
+    head = ("tokens", "threads", "dense (SDPA)", "dense, heads folded")
     head = (*head, *(f"`{name}`" for name in names[2:]))
     return f"{about}\n\n{table(head, rows)}\n\n{machine(result)}"
 
@@ -47,7 +48,7 @@ def _ratio(found: Result, over: str = "of_dense") -> str:
 
 
 def indexes(result: Result) -> str:
-    """Each index on compiled parts, beside the same in plain torch."""
+    """Return the times of each index with compiled operations and in plain torch."""
     (point,), plain = result["points"], ":backend=torch"
     pairs = [(name.removesuffix(plain), name) for name in point if name.endswith(plain)]
     rows = [
@@ -56,12 +57,15 @@ def indexes(result: Result) -> str:
         for ratio in [f"{point[name]['ms'] / point[torch]['ms']:.2f}"]
     ]
     head = ("index", "plain torch, ms", "compiled, ms", "ratio")
-    about = f"A layer's step as above, {point['tokens']:,} tokens, {point['threads']} thread."
+    about = (
+        f"One layer's step over {point['tokens']:,} tokens with {point['threads']} thread, "
+        "measured as above."
+    )
     return f"{about}\n\n{table(head, rows)}\n\n{machine(result)}"
 
 
 def row_codecs(result: Result) -> str:
-    """Steps of each index by row codec, and over those of the same index with plain rows."""
+    """Return the times of each index's step by row codec, and their ratios to plain rows."""
     (point,), mark = result["points"], ":row_codec="
     pairs = [name.split(mark) for name in point if mark in name]
     names, codecs = (list(dict.fromkeys(part)) for part in zip(*pairs, strict=True))
@@ -70,26 +74,25 @@ def row_codecs(result: Result) -> str:
         steps = [point[name + mark + codec] for name in names]
         cells = [cell for of in steps for cell in (f"{of['ms']:.2f}", _ratio(of, "of_plain"))]
         rows.append([f"`{codec}`", *cells])
-    head = ["rows", *(text for name in names for text in (f"`{name}`, ms", "ratio to `plain`"))]
+    head = ["row codec", *(t for name in names for t in (f"`{name}`, ms", "ratio to `plain`"))]
     shape = result["shape"]
     about = (
-        f"Time of one layer's step on a CPU in milliseconds, {point['tokens']:,} tokens, "
-        f"{point['threads']} thread, and its ratio to the step with `plain` rows. Medians of "
-        f"{result['rounds']} rounds in which all variants take turns; ratios with quartiles. "
-        f"H = {shape['q_heads']}, G = {shape['kv_heads']}, D = {shape['head_dim']}, float32, "
-        f"k = {shape['k']}."
+        f"Milliseconds for one layer's step on a CPU over {point['tokens']:,} tokens with "
+        f"{point['threads']} thread, and the ratio to `plain` rows. Medians of {result['rounds']} "
+        f"rounds in which all take turns, with quartiles of the ratio; {shape['q_heads']} query "
+        f"heads, {shape['kv_heads']} KV heads, D = {shape['head_dim']}, float32, k = {shape['k']}."
     )
     return f"{about}\n\n{table(head, rows)}\n\n{machine(result)}"
 
 
 def summary(result: Result) -> str:
-    """A sentence: over dense attention, with all threads."""
+    """Return a sentence: the ratio to dense attention, with all threads."""
     most = max(values(result["points"], "threads"))
     (point,) = some(result["points"], threads=most, tokens=SHOWN)
     name = result["index"]
     return (
-        f"On a CPU a layer's step of `{name}` takes {point[name]['of_dense']:.2f} of the time of "
-        f"dense attention at {SHOWN:,} tokens ([more](docs/cpu.md))."
+        f"On a CPU with {SHOWN:,} tokens, one layer's step of `{name}` takes "
+        f"{point[name]['of_dense']:.2f} of the time of dense attention ([more](docs/cpu.md))."
     )
 
 
@@ -97,7 +100,7 @@ LENGTHS = ("4k", "8k", "32k")
 
 
 def tokens(_: Result) -> str:
-    """Tokens of a model with each prompt, of results beside the first."""
+    """Return the times of a model's tokens after prompts of each length, from all results."""
     runs = [found for name in LENGTHS if (found := stored(f"generation_cpu_{name}"))]
     rows = []
     for run in runs:
@@ -115,12 +118,13 @@ def tokens(_: Result) -> str:
                 f"{prefill['graphs'] / prefill['dense']:.2f}",
             )
         )
-    head = ("model", "prompt", "full attention, ms a token", f"`{runs[0]['index']}`", "ratio")
-    head = (*head, "prompt with full attention, s", f"with `{runs[0]['index']}`", "ratio")
+    head = ("model", "tokens of the prompt", "full attention, ms per token")
+    head = (*head, f"`{runs[0]['index']}`, ms per token", "ratio")
+    head = (*head, "prompt with full attention, s", f"prompt with `{runs[0]['index']}`, s", "ratio")
     about = (
-        f"{runs[0]['dtype']}, greedy; medians of rounds in which both write "
-        f"{runs[0]['model_run']['turn']} tokens in turn, with quartiles of the ratio. The prompt "
-        "is read in chunks of 1,024 tokens, once."
+        f"{runs[0]['dtype']}, greedy decoding. Medians of rounds in which both generate "
+        f"{runs[0]['model_run']['turn']} tokens in turns, with quartiles of the ratio. The prompt "
+        "is read once, in chunks of 1,024 tokens."
     )
     threads = runs[0]["machine"]["threads"]
     return f"{about}\n\n{table(head, rows)}\n\n{machine(runs[0])} {threads} threads."

@@ -1,4 +1,4 @@
-"""Tables of all indexes under one protocol: by a text's length, and along the text."""
+"""Tables of all indexes under one protocol: by the text's length, and while the text grows."""
 
 from __future__ import annotations
 
@@ -7,27 +7,27 @@ from typing import Any
 from benchmarks.reporting.parts import machine, table
 
 WHOLE, PIECES, STALE = "whole", "pieces", "stale"
-"""How the text arrives: at once, in pieces, in pieces to an index that is frozen."""
+"""How the text arrives: at once, in chunks, or in chunks with `stale=true`."""
 
 ARRIVALS = (WHOLE, PIECES, STALE)
 
 MIDDLE = 100
-"""Rows that tables and pictures are about, where they are among those asked for."""
+"""Number of rows in tables and pictures, if it was measured."""
 
 
 def middle_of(run: dict[str, Any]) -> str:
-    """`MIDDLE`, or the first of the rows, as the lines' keys."""
+    """Return `MIDDLE`, or the first number of rows, as a key of the result's lines."""
     return str(MIDDLE if MIDDLE in run["rows"] else run["rows"][0])
 
 
 def field(result: dict[str, Any]) -> str:
-    """A table for each text, the shortest first; one of all runs, the model's own among them."""
+    """Return a table for each run over given texts, and one of all runs while their texts grow."""
     texts = [_at_once(run) for run in result["runs"] if not run["sampled"]]
     return "\n\n".join([*texts, _going_on(result["runs"])])
 
 
 def _at_once(run: dict[str, Any]) -> str:
-    """One line per index, which holds all of the text when it is asked."""
+    """Return one line per index, which contains the whole text when it is searched."""
     lines = [line for line in run["indexes"] if line["arrival"] == WHOLE]
     ks, k = [str(k) for k in run["rows"]], middle_of(run)
     on_gpu = any("cpu_search_ms" in line for line in lines)
@@ -45,9 +45,10 @@ def _at_once(run: dict[str, Any]) -> str:
                 f"{at['of_exact']:.2f}",
             )
         )
-    times = ("search, ms", "on the CPU") if on_gpu else ("search, ms",)
-    head = ("index", "kept B", "scanned B", "build, ms", *times, f"recall@{k}", f"coverage@{k}")
-    head = (*head, *(f"error@{each}" for each in ks), f"of `exact` @{k}")
+    times = ("search, ms", "search on the CPU, ms") if on_gpu else ("search, ms",)
+    head = ("index", "bytes stored", "bytes scanned", "build, ms", *times)
+    head = (*head, f"recall@{k}", f"coverage@{k}", *(f"error@{each}" for each in ks))
+    head = (*head, f"error@{k} over `exact`'s")
     rows += [(f"`{index}`", why, *("",) * (len(head) - 2)) for index, why in run["failed"].items()]
     return (
         f"{_about(run)}\n\n{table(head, rows)}\n\n{machine(run)} {run['dtype']}, "
@@ -57,7 +58,7 @@ def _at_once(run: dict[str, Any]) -> str:
 
 
 def _going_on(runs: list[dict[str, Any]]) -> str:
-    """One line per index: after the last token, had it come at once, in pieces, to a frozen one."""
+    """Return one line per index: its error at the end of each run's text, by how the text came."""
     found = [{(line["index"], line["arrival"]): line for line in run["indexes"]} for run in runs]
     names = dict.fromkeys(index for lines in found for index, _ in lines)
     rows = [
@@ -72,18 +73,22 @@ def _going_on(runs: list[dict[str, Any]]) -> str:
         for name in names
     ]
     head = [
-        part for run in runs for part in (f"{_short(run)}: at once", "in pieces", "frozen (stale)")
+        part for run in runs for part in (f"{_short(run)}: at once", "in chunks", "frozen (stale)")
     ]
     about = "; ".join(f"*{_short(run)}* {_last(run)}" for run in runs)
     return (
-        f"**As a text goes on:** {about}. At the end, with {middle_of(runs[0])} rows: the error "
-        "over that of exact search, recall in parentheses; before the arrow, when the prompt "
-        f"ended.\n\n{table(('index', *head), rows)}"
+        f"**While a text grows.** In each run the text has a prompt and later tokens: {about}. A "
+        f"cell has the error at the end of the text with {middle_of(runs[0])} rows, divided by the "
+        "error of exact search, and the recall in parentheses. *At once*: the whole text was "
+        "appended at once. *In chunks*: the index learned from the prompt, and later tokens came "
+        "in chunks; the number before the arrow was measured at the end of the prompt. *Frozen*: "
+        "in chunks with `stale=true`, where an index has this option.\n\n"
+        + table(("index", *head), rows)
     )
 
 
 def _arrived(run: dict[str, Any], *lines: dict[str, Any] | None) -> tuple[str, ...]:
-    """The run's cells of an index: what came at once, in pieces, to a frozen one."""
+    """Return an index's cells of a run: at once, in chunks, and frozen."""
     k = middle_of(run)
     rows = [line and line["rows"][k] for line in lines]
     ends = [f"{at['of_exact']:.2f} ({at['recall']:.2f})" if at else "" for at in rows]
@@ -98,16 +103,16 @@ def _short(run: dict[str, Any]) -> str:
 
 
 def _last(run: dict[str, Any]) -> str:
-    """Which tokens of a run come after its prompt."""
-    own = ", sampled by the model itself" if run["sampled"] else ""
+    """Return which tokens of a run come after its prompt."""
+    own = ", which the model sampled itself" if run["sampled"] else ""
     return (
         f"the last {run['setting']['generated']:,} of {run['setting']['tokens']:,} tokens of "
-        f"{', '.join(run['texts'])}{own}, {run['measured']} layers"
+        f"{', '.join(run['texts'])}{own} ({run['measured']} layers)"
     )
 
 
 def _faster(run: dict[str, Any]) -> list[str]:
-    """What ran on a GPU's own ways."""
+    """Return sentences that say which indexes ran on a GPU's kernels or FAISS's GPU indexes."""
     parts = {"backend": "on the kernels of `kvindex_cuda`", "where": "on FAISS's GPU indexes"}
     found = {
         ways: dict.fromkeys(line["index"].split(":")[0] for line in run["indexes"] if part in line)
@@ -122,8 +127,9 @@ def _about(run: dict[str, Any]) -> str:
     layers = len(run["texts"]) * run["layers"]
     some = f", {run['measured']} of them measured" if run["measured"] != layers else ""
     return (
-        f"**{setting['tokens']:,} tokens** of {', '.join(run['texts'])} ({model}), "
-        f"{run['written']} written ones ask; {layers} layers of {shape['q_heads']} query and "
-        f"{shape['kv_heads']} KV heads{some}; the first {setting['sink']} tokens, the text's last "
-        f"{setting['local_window']} and the written ones are attended to besides."
+        f"**{setting['tokens']:,} tokens** of {', '.join(run['texts'])} ({model}). The queries are "
+        f"those of {run['written']} tokens that the model generates after each text, in {layers} "
+        f"layers of {shape['q_heads']} query heads and {shape['kv_heads']} KV heads{some}. The "
+        f"first {setting['sink']} tokens of a text, its last {setting['local_window']} and the "
+        "generated ones are always attended to."
     )

@@ -1,4 +1,4 @@
-"""Figures of the docs, drawn from results."""
+"""Pictures of the docs, drawn from results."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from kvindex_adapters.evaluate.output_files import save_figure
 matplotlib.use("Agg")
 
 REACH = 0.3
-"""A difference of accuracy that has the darkest color."""
+"""Difference of accuracy with the darkest color."""
 
 
 def decode_step(result: Result) -> Any:
-    """Time against length at batch 1."""
+    """Plot the time of a step against the length, for one sequence."""
     lines = (
-        ("step_host", "this step, rows on the host", "o-"),
-        ("step_cached", "the same, most rows in the cache", "o:"),
-        ("step_device", "this step, rows on the device", "o--"),
+        ("step_host", "rows on the host", "o-"),
+        ("step_cached", "rows on the host, most of them cached", "o:"),
+        ("step_device", "rows on the device", "o--"),
         ("dense", "dense attention (SDPA)", "s-"),
-        ("topk", "exact scores and topk", "^-"),
+        ("topk", "exact search with topk", "^-"),
     )
     longer = stored("decode_step_4m") or {"points": []}
     points = some([*result["points"], *longer["points"]], batch=1)
@@ -53,7 +53,7 @@ def decode_step(result: Result) -> Any:
 
 
 def cpu_steps(result: Result) -> Any:
-    """Time against length on a CPU with all threads, each line named where it ends."""
+    """Plot the time of a step against the length on a CPU with all threads."""
     threads = max(values(result["points"], "threads"))
     points = some(result["points"], threads=threads)
     tokens = values(points, "tokens")
@@ -88,7 +88,7 @@ def cpu_steps(result: Result) -> Any:
 
 
 def _crossing(tokens: list[int], mine: list[float], theirs: list[float]) -> float | None:
-    """Tokens from which on `mine` is less, between the points by a line in logarithms."""
+    """Return the length from which on `mine` is less, interpolated in logarithms."""
     over = [math.log(a / b) for a, b in zip(mine, theirs, strict=True)]
     for i in range(1, len(over)):
         if over[i - 1] > 0 >= over[i]:
@@ -104,11 +104,11 @@ PUBLISHED = {
     "RetroInfer": [(2**17, 29.1)],
     "ShadowKV": [(2**17, 18.8)],
 }
-"""Milliseconds a token that were published, on other machines (docs/performance.md)."""
+"""Published milliseconds per token, on other machines (docs/performance.md)."""
 
 
 def decoder_tokens(result: Result) -> Any:
-    """Time per token against length on one kind of GPU, the published points in gray."""
+    """Plot the time per token against the length on one kind of GPU, published times in gray."""
     plans = {"dense": "full attention", "cached": f"{result['index']}, rows on the host"}
     styles = {model: f"{mark}-" for model, mark in zip(SHAPES, MARKS, strict=False)}
     figure, axes = pyplot.subplots(figsize=(8, 4.5))
@@ -128,7 +128,7 @@ def decoder_tokens(result: Result) -> Any:
             for plan, label in plans.items()
         }
         floor = [(one["decoder"]["context"], one["decoder"]["floor_ms"]) for one in mine]
-        lines["reading the weights alone"] = floor
+        lines["reading the weights only"] = floor
         for (label, line), color in zip(lines.items(), LIGHT.colors, strict=False):
             if line:
                 axes.plot(*zip(*line, strict=True), styles[model], color=color)
@@ -145,7 +145,7 @@ def decoder_tokens(result: Result) -> Any:
 
 
 def ranks(result: Result) -> Any:
-    """A bar a plan: a token of several GPUs, in color, beside one's."""
+    """Draw a bar for the time per token of one GPU, and of each way to use several."""
     found = result["ranks"]
     plans = {plan: name for plan, name in ranks_plans(found).items() if plan != "silent"}
     names = list(plans.values())
@@ -167,7 +167,7 @@ def ranks(result: Result) -> Any:
 
 
 def recall(result: Result) -> Any:
-    """Recall against β, and against bytes that a step reads per key, presets side by side."""
+    """Plot recall against β, and against the bytes per key that a step reads, for each preset."""
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 4), sharey=True)
     for preset in values(result["cells"], "preset"):
         points = []
@@ -179,7 +179,7 @@ def recall(result: Result) -> Any:
         shares, sizes, found = zip(*sorted(points), strict=True)
         left.plot(shares, found, "o-", label=preset)
         right.plot(sizes, found, "o-", label=preset)
-    left.set(xscale="log", xlabel="share of the keys reranked, β")
+    left.set(xscale="log", xlabel="fraction of the keys that are reranked, β")
     left.set(ylabel=f"recall@{result['k']}")
     right.set(xscale="log", xlabel="bytes read per key and KV head, D = 128")
     left.legend()
@@ -190,7 +190,7 @@ def recall(result: Result) -> Any:
 
 
 def answers_depth(result: Result) -> Any:
-    """Full attention's accuracy by an answer's depth and the length, and what the default lacks."""
+    """Draw heat maps by depth and length: full attention's accuracy, and the default's loss."""
     tokens = result["tokens"]
     panels = [
         (FULL, f"{FULL}, %", "Blues", (0, 1), "{:.0f}"),
@@ -208,16 +208,16 @@ def answers_depth(result: Result) -> Any:
         axis.set_title(title, loc="left", fontsize=11)
         axis.set_xticks(range(PARTS), [f"{part / PARTS:.1f}" for part in range(PARTS)])
         axis.set_yticks(range(len(tokens)), [f"{n // 1024}K" for n in tokens])
-        axis.set(xlabel="depth of the answer in the text, from")
+        axis.set(xlabel="depth of the answer in the text")
     axes[0].set(ylabel="tokens")
     figure.tight_layout()
     return figure
 
 
 def answers_along(result: Result) -> Any:
-    """Recall of exact search's rows by tokens of an answer, in the run of most indexes.
+    """Plot recall of exact search's rows against the length of an answer.
 
-    The default has a name, and those that change most.
+    It shows the run with most indexes; the default and the indexes that change most are labeled.
     """
     run = max(sampled(result), key=lambda run: len(run["indexes"]))
     lines = {
@@ -250,11 +250,11 @@ PICTURES = {
     **dict(answers_lengths=picture, answers_rows=picture),
     **dict(answers_depth=answers_depth, answers_along=answers_along),
 }
-"""By the name of the result and of the file."""
+"""What draws each picture, by the name of the result and of the picture's file."""
 
 
 def draw(folder: Path, names: list[str]) -> None:
-    """Write the pictures of these results to a folder."""
+    """Draw the pictures of these results into a folder."""
     for name in names:
         if result := stored(name):
             figure = PICTURES[name](result)

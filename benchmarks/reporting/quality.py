@@ -21,7 +21,7 @@ POOL = 4
 
 
 def demo(result: Result) -> str:
-    """Full attention and the index, side by side."""
+    """Return the demo's table: full attention compared with the index."""
     full, index = result["full"], result["index"]
     found = ("yes" if one["found"] else "no" for one in (full, index))
     recall = f"{index['recall_at_k']:.2f} ({index['recall_limit']:.2f})"
@@ -30,14 +30,14 @@ def demo(result: Result) -> str:
         ("answer", full["answer"], index["answer"]),
         (f"needle {result['needle']} found", *found),
         ("rows read per token", "100%", f"{index['rows_read_fraction']:.1%}"),
-        (f"recall of each head's own top {index['k']} (exact search, as many rows)", "1", recall),
+        (f"recall of each query head's top {index['k']} (of exact search)", "1", recall),
         (
-            f"same next token; mean KL, {steps} steps",
+            f"fraction of equal next tokens; mean KL, over {steps} steps",
             "1; 0",
             f"{index['agreement']:.2f}; {index['kl_mean']:.4f} nats",
         ),
-        ("prefill, seconds", f"{full['prefill_s']:.1f}", f"{index['prefill_s']:.1f}"),
-        ("per token, seconds", f"{full['token_s']:.2f}", f"{index['token_s']:.2f}"),
+        ("reading the prompt, seconds", f"{full['prefill_s']:.1f}", f"{index['prefill_s']:.1f}"),
+        ("per generated token, seconds", f"{full['token_s']:.2f}", f"{index['token_s']:.2f}"),
     ]
     memory = ", ".join(f"{tier} {size / 2**20:.1f} MiB" for tier, size in index["nbytes"].items())
     return (
@@ -48,7 +48,7 @@ def demo(result: Result) -> str:
 
 
 def fidelity(result: Result) -> str:
-    """Each index against full attention, teacher-forced."""
+    """Return each index's divergence from full attention on given tokens."""
     parts = {"kl_mean": ".4f", "agreement": ".3f", "recall_at_k": ".3f", "recall_limit": ".3f"}
     rows = [
         (f"`{name}`", *(f"{found[part]:{form}}" for part, form in parts.items()))
@@ -56,24 +56,26 @@ def fidelity(result: Result) -> str:
     ]
     k = result["k"]
     drawn = any("+sample" in name for name in result["indexes"])
-    note = " `+sample` draws half of the rows at random." if drawn else ""
-    head = ("index", "mean KL, nats", "same next token", f"recall@{k}", "exact search")
+    note = " `+sample` samples half of the rows at random." if drawn else ""
+    head = ("index", "mean KL, nats", "same next token", f"recall@{k}", "recall of exact search")
     return (
-        f"SmolLM2-135M-Instruct, {result['prompt_tokens']} tokens of prose, then "
-        f"{result['steps']} steps with given tokens; {k} rows per KV head shared by 3 query "
-        "heads, sink 64, local 256. Recall is of each query head's own true top "
-        f"{k}; the last column is what exact search reaches with the same policy and rows."
+        f"SmolLM2-135M-Instruct reads {result['prompt_tokens']} tokens of prose, then "
+        f"{result['steps']} given tokens, one in each step. A KV head retrieves {k} rows for its "
+        "3 query heads, and always reads the first 64 and the last 256 tokens. Mean KL is the "
+        "divergence of the next token's distribution from full attention's. Recall is the "
+        f"fraction of each query head's own top {k} that was retrieved; the last column is the "
+        "recall of exact search with the same number of rows and the same group policy."
         f"{note}\n\n" + table(head, rows) + f"\n\n{machine(result)}"
     )
 
 
 def row_codecs(result: Result) -> str:
-    """What each codec does to the output and to KL, in each model."""
+    """Return, for each model, what each row codec does to the attention output and to KL."""
     return "\n\n".join(_row_codecs(each) for each in stored_beside("row_codecs", result))
 
 
 def _row_codecs(result: Result) -> str:
-    read = ("all", "exact", "pariskv") if result["cells"] else ()  # errors alone else
+    read = ("all", "exact", "pariskv") if result["cells"] else ()  # else only errors
     rows = []
     for name, row_bytes in result["row_bytes_128"].items():
         off = result["errors"][name]
@@ -82,27 +84,28 @@ def _row_codecs(result: Result) -> str:
         kls = [some(result["cells"], read=each, rows=name) for each in read]
         line = [f"`{name}`", str(row_bytes), *(f"{part:.2%}" for part in parts)]
         rows.append([*line, *(f"{mean(cells, 'kl_mean'):.5f}" for cells in kls)])
-    head = ["rows", "bytes, D = 128", "error, keys coded", "values coded", "both"]
-    head += ["90th percentile", "worst layer"]
+    head = ["row codec", "bytes per row, D = 128", "error: keys coded", "values coded"]
+    head += ["both coded", "90th percentile", "worst layer"]
     about = (
-        f"{named(result['model'], result['lora'])} reads {result['tokens']} tokens of each text "
-        f"({', '.join(result['texts'])}); the queries are those of the next {result['steps']} "
-        "tokens. An error is `‖õ − o‖ / ‖o‖` of a head's output: full attention over rows stored "
-        "with a codec, except the first 64, compared with full attention over float32 rows. The "
-        "columns are means over all layers, heads and queries, then two figures for keys and "
-        "values both coded. The errors of `plain` are those of bfloat16."
+        f"{named(result['model'], result['lora'])} reads {result['tokens']} tokens of "
+        f"{' and of '.join(result['texts'])}, then {result['steps']} more, whose queries are "
+        "evaluated. An error is `‖õ − o‖ / ‖o‖` of a head's attention output: full attention over "
+        "coded rows (except the first 64, which are not coded) compared with full attention over "
+        "float32 rows, in all layers, heads and queries. The errors of `plain` are those of "
+        "bfloat16."
     )
     if read:
-        head += ["KL, all rows", *(f"KL, `{index}`, k = {result['k']}" for index in read[1:])]
+        head += ["KL, all rows", *(f"`{index}`, k = {result['k']}" for index in read[1:])]
         about += (
-            " KL divergences are from full attention, in nats, of the float32 model over the same "
-            "tokens; there `plain` rows are float32."
+            " KL is the divergence from full attention in nats, of the model in float32 with "
+            "float32 `plain` rows, on the same tokens: of full attention over coded rows, and of "
+            "two indexes."
         )
     return f"{about}\n\n{table(head, rows)}\n\n{machine(result)}"
 
 
 def row_scales(result: Result) -> str:
-    """The output's error by what the groups of a key's codes are of."""
+    """Return the attention output's error for each way to group the numbers of coded keys."""
     parts = ("error", "error_90", "error_worst_layer")
     rows = [
         (
@@ -111,19 +114,20 @@ def row_scales(result: Result) -> str:
         )
         for cell in result["cells"]
     ]
-    head = ("text", "bits", "32 numbers of one", "bytes per key", "mean", "90th percentile")
+    head = ("text", "bits", "a scale for 32 numbers of a", "bytes per key", "mean error")
+    head = (*head, "90th percentile", "worst layer")
     return (
-        f"{result['model']}, {result['tokens']} tokens of each text, then "
-        f"{result['queries_per_head']} generated tokens, whose queries are used. Errors are "
-        "‖õ − o‖ / ‖o‖ of a head's output: full attention over quantized keys, compared with "
-        "unquantized keys. Values are not quantized.\n\n"
-        + table((*head, "worst layer"), rows)
+        f"{result['model']} reads {result['tokens']} tokens of each text, then samples "
+        f"{result['queries_per_head']} tokens, whose queries are evaluated. An error is "
+        "‖õ − o‖ / ‖o‖ of a head's attention output: full attention over coded keys compared with "
+        "full attention over the original keys, with the original values.\n\n"
+        + table(head, rows)
         + f"\n\n{machine(result)}"
     )
 
 
 def lists(result: Result) -> str:
-    """KL and recall of one list for all heads of a layer, and of several."""
+    """Return KL and recall of one list of rows for all heads of a layer, and of several lists."""
     rows = []
     for one in stored_beside("lists", result):
         texts = list(dict.fromkeys(cell["text"] for cell in one["cells"]))
@@ -138,17 +142,22 @@ def lists(result: Result) -> str:
                     f"{mean(cells, 'recall_at_k'):.2f}",
                 )
             )
-    head = ("model", "lists", "rows that latents would read", "KL, nats", "texts")
+    head = ("model", "lists and rows", "rows that a step over latents would read", "KL, nats")
+    head = (*head, "texts")
     words = (
-        f"Exact search, {result['tokens']:,} tokens of a text, then {result['steps']} steps with "
-        "given tokens. Recall is of each query head's own best rows, as many as its list has."
+        f"Exact search after {result['tokens']:,} tokens of a text, in {result['steps']} steps "
+        "with given tokens. Recall is the fraction of each query head's own best rows that are in "
+        "its list, for as many rows as the list has."
     )
     return f"{words}\n\n{table((*head, 'recall'), rows)}\n\n{machine(result)}"
 
 
 def divergence(result: Result) -> str:
-    """KL over that of exact search with as many rows; longer texts from files beside it."""
-    parts = [("to 6K", result)]
+    """Return each index's KL and its ratio to that of exact search with the same `k`.
+
+    Results of longer texts are added from files of their own.
+    """
+    parts = [("up to 6K", result)]
     for name in ("16k", "32k", "62k"):
         if found := stored(f"divergence_{name}"):
             parts.append((f"{name.upper()}, long model", found))
@@ -162,11 +171,13 @@ def divergence(result: Result) -> str:
         for index, found in part["indexes"].items()
         if index != "exact"
     ]
-    head = ("index", "prompt", "cells", "mean KL, nats", "of `exact`", "ratio (95%)")
+    head = ("index", "prompt", "cells", "mean KL, nats", "KL of `exact`", "ratio (95%)")
     return (
-        f"Each cell: a text (prose, code, dialogue) and a length, {result['steps']} steps with "
-        f"given tokens, k = {result['k']} rows per KV head shared by 3 query heads. The ratio is "
-        "the geometric mean over cells; its interval a paired bootstrap over tokens.\n\n"
+        "A cell is one text (prose, code or dialogue) at one length. After the prompt, the model "
+        f"reads {result['steps']} given tokens, and a KV head retrieves k = {result['k']} rows for "
+        "its 3 query heads. KL is the divergence of the next token's distribution from full "
+        "attention's. The ratio compares it with exact search: it is the geometric mean over "
+        "cells, with a paired bootstrap over tokens as its interval.\n\n"
         + table(head, rows)
         + "\n\n"
         + " ".join([*(part["note"] for _, part in parts if "note" in part), machine(result)])
@@ -175,14 +186,15 @@ def divergence(result: Result) -> str:
 
 WAYS = {
     "one": "one process, {k}",
-    "own": "{ranks} ranks, the {k} of each (`own`, k = {k})",
-    "own_part": "{ranks} ranks, the {part} of each (`own`, k = {part})",
-    "best": "{ranks} ranks, the {k} of all (`best`, k = {k})",
+    "own": "{ranks} ranks, {k} of each rank (`own`, k = {k})",
+    "own_part": "{ranks} ranks, {part} of each rank (`own`, k = {part})",
+    "best": "{ranks} ranks, the best {k} of all ranks (`best`, k = {k})",
 }
+"""Ways to select rows where ranks share the tokens, as the table names them."""
 
 
 def ranks(result: Result) -> str:
-    """KL of each way to share tokens, beside the same index in one process."""
+    """Return the KL of each way to share tokens among ranks, compared with one process."""
     sizes = {"part": result["k"] // result["ranks"], **result}
     rows = [
         (
@@ -195,17 +207,19 @@ def ranks(result: Result) -> str:
         for index, ways in result["indexes"].items()
         for way, found in ways.items()
     ]
-    head = ("index", "rows of a step", "mean KL, nats", *result["texts"], "of one process's (95%)")
+    head = ("index", "rows of a step", "mean KL, nats", *result["texts"])
+    head = (*head, "ratio to one process (95%)")
     about = (
-        f"{named(result['model'], result['lora'])}, {result['steps']} given tokens after a prompt "
-        f"of {result['tokens']:,}. The ratio is the geometric mean over texts; its interval a "
-        "paired bootstrap over tokens."
+        f"{named(result['model'], result['lora'])} reads {result['steps']} given tokens after a "
+        f"prompt of {result['tokens']:,} tokens. KL is the divergence from full attention. The "
+        "ratio is the geometric mean over texts, with a paired bootstrap over tokens as its "
+        "interval."
     )
     return f"{about}\n\n{table(head, rows)}\n\n{machine(result)}"
 
 
 def drawn(result: Result) -> str:
-    """KL over that of exact search by length: of other models, and of other numbers of rows."""
+    """Return KL divided by that of exact search, by length, for several models and `k`."""
     names = ("256", "qwen", "qwen_256")
     parts = [result, *(found for name in names if (found := stored(f"divergence_drawn_{name}")))]
     lengths = values([c for part in parts for c in part["indexes"]["exact"]["cells"]], "tokens")
@@ -225,7 +239,10 @@ def drawn(result: Result) -> str:
             )
     head = ("model", "index", "rows", *(f"{tokens:,} tokens" for tokens in lengths), "all (95%)")
     texts = len(values(result["indexes"]["exact"]["cells"], "text"))
-    about = f"{texts} texts, {result['steps']} steps with given tokens after each prompt."
+    about = (
+        f"KL from full attention, divided by the KL of exact search with as many rows: geometric "
+        f"means over {texts} texts, {result['steps']} steps with given tokens after each prompt."
+    )
     machines = dict.fromkeys(machine(part) for part in parts)
     return f"{table(head, rows)}\n\n{about} {' '.join(machines)}"
 
@@ -234,7 +251,7 @@ def drawn(result: Result) -> str:
 
 
 def recall(result: Result) -> str:
-    """Presets at several β: bytes, recall and coverage, means over texts."""
+    """Return bytes, recall and coverage of presets at several β, as means over texts."""
     rows, cells, k = [], result["cells"], result["k"]
     for index in values(cells, "index"):
         mine = some(cells, index=index)
@@ -242,26 +259,28 @@ def recall(result: Result) -> str:
         share = f"{first['beta']:.0%}"
         if first["beta"] * first["tokens"] < least and first["preset"] != "paper":
             if first["beta"] > 0.02:
-                continue  # the pool is larger: the same row twice
+                continue  # the number of candidates is `least` again: the same line twice
             share += f" ({least} keys)"
         size = (f"{first['bytes_128'][part]:.0f}" for part in ("kept", "scanned"))
         worst = f"{min(cell['recall_worst_layer'] for cell in mine):.3f}"
         tenth, coverage = (f"{mean(mine, of):.3f}" for of in ("recall_worst_decile", "mass_ratio"))
         found = f"{mean(mine, 'recall'):.3f}"
         rows.append((f"`{first['preset']}`", share, *size, found, worst, tenth, coverage))
-    head = ("preset", "β", "bytes kept", "scanned", f"recall@{k}", "worst layer")
+    head = ("preset", "β", "bytes stored", "bytes scanned", f"recall@{k}", "worst layer")
     return (
-        f"SmolLM2-135M-Instruct, {cells[0]['tokens']} tokens of "
-        f"{', '.join(values(cells, 'text'))}; all 30 layers, each of 9 "
-        f"query heads on its own, {result['queries_per_head']} queries each; bytes per key and KV "
-        f"head at D = 128; coverage is that of the selected rows over that of the true top {k}.\n\n"
+        f"SmolLM2-135M-Instruct, {cells[0]['tokens']:,} tokens of "
+        f"{', '.join(values(cells, 'text'))}; all 30 layers, {result['queries_per_head']} queries "
+        "of each of 9 query heads, each head on its own. β is the fraction of the keys that become "
+        f"candidates. Recall@{k} is the fraction of the true top {k} keys that are found; coverage "
+        "is the attention weight of the selected rows, divided by that of the true top "
+        f"{k}. Bytes are per key and KV head at D = 128.\n\n"
         + table((*head, "worst tenth of heads", "coverage"), rows)
         + f"\n\n{machine(result)}"
     )
 
 
 def lengths(result: Result) -> str:
-    """Recall at other lengths: with the results at 7,000 tokens and those of the long model."""
+    """Return recall by length, from all results of recall, those of the long model included."""
     more = (stored(name) or {"cells": []} for name in ("recall", "recall_long", "recall_62k"))
     cells = [*result["cells"], *(cell for part in more for cell in part["cells"])]
     at, k = sorted(set(values(cells, "tokens"))), result["k"]
@@ -278,5 +297,5 @@ def lengths(result: Result) -> str:
             row.append(f"{mean(here, 'recall'):.3f} ({worst:.3f})" if here else "")
         rows.append(row)
     head = ("", *(f"{tokens:,}" + (" (long model)" if tokens > 8192 else "") for tokens in at))
-    title = "Recall@100 by the prompt's length, means over texts (worst layer):"
+    title = "Recall@100 by the length of the prompt: means over texts, worst layer in parentheses."
     return f"{title}\n\n" + table(head, rows)

@@ -1,4 +1,4 @@
-"""Tables of a decoder: tokens beside full attention's, the floor and transformers', and prompts."""
+"""Tables of decode steps of whole models, in the decoder, transformers and vLLM, and of prompts."""
 
 from __future__ import annotations
 
@@ -9,48 +9,52 @@ from benchmarks.reporting.parts import Result, machine, stored_beside, table
 
 PLANS = {
     "weights": "no attention",
-    "dense": "full attention, torch's kernel over exactly those tokens",
-    "growing": "full attention, the decoder's own",
+    "dense": "full attention, torch's kernel, buffers of exactly this length",
+    "growing": "full attention, the decoder's own, in buffers that grow",
     "cached": "`{index}`",
-    "uncached": "`{index}`, the cache of rows emptied before each token",
+    "uncached": "`{index}`, cache of rows emptied before each token",
 }
+"""What each layer attends through, as the table of the decoder names it."""
 
 THROUGH = {
     "decoder": "the decoder",
     "fused": "transformers, `attach(fused=True)`",
-    "token_graph": "transformers, a token as one graph",
-    "layer_graphs": "transformers, a graph for each layer's step",
+    "token_graph": "transformers, one graph per token",
+    "layer_graphs": "transformers, one graph per layer",
 }
+"""What generates the tokens, as the table of transformers names it."""
 
 AHEAD = {
     "none": "none",
-    "output+0": "the output matrix, by its product as that begins: what the decoder does",
-    "output+0-early": "the same, and attention lets that begin while rows are being selected",
-    "output+16-early": "the same, and 16 MiB of gate's and up's",
-    "query": "the output matrix, by the product of queries, keys and values as that ends",
-    "branch+0": "the output matrix, by a launch beside the index's step",
-    "launch+0": "the output matrix, by a launch before the index's step",
-    "rows-8192": "8,192 bytes of each row of every matrix, by its product as that begins",
+    "output+0": "output projection, when its own product begins (what the decoder does)",
+    "output+0-early": "the same, and this product may begin while rows are being selected",
+    "output+16-early": "the same, and 16 MiB of gate and up",
+    "query": "output projection, when the product of queries, keys and values ends",
+    "branch+0": "output projection, by a launch concurrent with the index's step",
+    "launch+0": "output projection, by a launch before the index's step",
+    "rows-8192": "8,192 bytes of each row of every matrix, when its own product begins",
 }
+"""Which weights are requested into L2 ahead of their product, and when."""
 
 RANKS = {
     "one": "one GPU, {context}",
-    "tokens": "{ranks} GPUs by tokens, {all}",
-    "heads": "{ranks} GPUs by heads, {context}",
+    "tokens": "{ranks} GPUs share the tokens, {all}",
+    "heads": "{ranks} GPUs share the heads, {context}",
     "one_shot": "the same, sums in one kernel",
-    "silent": "the same, without sums (nonsense)",
+    "silent": "the same, without sums (wrong results)",
 }
+"""How GPUs share a model's work, as the table and the picture name it."""
 
 
 def ranks_plans(found: Result) -> dict[str, str]:
-    """What was measured, in words: GPUs, how they share and tokens."""
+    """Return the name of each measured variant: number of GPUs, what they share, tokens."""
     sizes = dict(ranks=found["ranks"], context=f"{found['context']:,} tokens")
     sizes["all"] = f"{found['ranks'] * found['context']:,} tokens"
     return {plan: words.format(**sizes) for plan, words in RANKS.items() if plan in found}
 
 
 def ranks(result: Result) -> str:
-    """Milliseconds a token of several GPUs beside one's, and what sums take."""
+    """Return the time of a decode step on several GPUs and on one, and the time of a sum."""
     rows, found = [], result["ranks"]
     for plan, words in ranks_plans(found).items():
         ms, low, high = (found[plan][f"device_ms{part}"] for part in ("", "_low", "_high"))
@@ -58,39 +62,44 @@ def ranks(result: Result) -> str:
         cells = words, f"{ms:.2f} ({low:.2f} to {high:.2f})"
         over = "" if ratio is None else f"{ratio:.2f}"
         rows.append((*cells, over, f"{statistics.median(rates):.2f}" if rates else ""))
-    head = ("", "ms a token", "of one GPU's", "rows in the cache")
+    head = ("", "ms per token", "ratio to one GPU", "cache hit rate")
     about = (
-        f"Shape of {result['model']}, random weights, {result['dtype']}, `{result['index']}`, rows "
-        f"on the host, one sequence, every token one CUDA graph; k = {found['k']}, of each rank by "
-        "tokens. Medians (quartiles)."
+        f"Random weights in the shape of {result['model']}, {result['dtype']}, "
+        f"`{result['index']}`, rows on the host, one sequence, each decode step one CUDA graph; "
+        f"k = {found['k']} rows, on each GPU where the GPUs share the tokens. Medians (quartiles)."
     )
     ways = {"heads": "by NCCL", "one_shot": "in one kernel"}
     sums = [f"{us:.1f} µs {ways[way]}" for way, us in found.get("sum_us", {}).items()]
     last = (
-        f" A sum of one token's activations, of 64 in a graph: {', '.join(sums)}." if sums else ""
+        f" Time of one sum of a token's activations over the GPUs, in a graph of 64 sums: "
+        f"{', '.join(sums)}."
+        if sums
+        else ""
     )
-    where = machine(result).removesuffix(".") + f", {result['machine']['gpus']} of one host."
+    where = machine(result).removesuffix(".") + f"; {result['machine']['gpus']} GPUs in one host."
     return f"{about}\n\n{table(head, rows)}\n\n{where}{last}"
 
 
 def decoder_tokens(result: Result) -> str:
-    """Milliseconds a token of each shape: medians and quartiles."""
+    """Return the time of a decode step of each model shape: medians and quartiles."""
     results = stored_beside("decoder_tokens", result)
     rows = [row for one in results for row in _rows(one)]
-    head = ("shape, tokens", "GPU", "attention", "ms a token", "of the floor", "of full attention")
-    head = (*head, "rows in the cache", "worst token over the median")
+    head = ("shape, tokens", "GPU", "attention", "ms per token", "ratio to the floor")
+    head = (*head, "ratio to full attention", "cache hit rate", "slowest token over the median")
     found = result["decoder"]
     about = (
-        f"Random weights, {result['dtype']}, one sequence unless said, every token one CUDA graph; "
-        f"k = {found['k']}, sink {found['sink']}, window {found['window']}, updates every "
-        f"{found['update_every']} tokens among them. Medians (quartiles). The floor: the bytes of "
-        "weights at the rate at which a sum reads memory in the same run."
+        f"Random weights in the shape of a model, {result['dtype']}, one sequence unless noted, "
+        f"each decode step one CUDA graph; k = {found['k']}, sink {found['sink']}, window "
+        f"{found['window']}; the index's updates, every {found['update_every']} tokens, are "
+        "included. Medians (quartiles). The floor is the time to read the bytes of the weights "
+        "once, as fast as a sum over a large tensor read memory in the same run. Ratios to full "
+        "attention are to torch's kernel."
     )
     return f"{about}\n\n{table(head, rows)}"
 
 
 def ahead(result: Result) -> str:
-    """Milliseconds a token with weights brought into L2 before the product that reads them."""
+    """Return the time of a decode step with weights requested into L2 before their product."""
     rows, found = [], result["ahead"]
     for plan, words in AHEAD.items():
         ms, low, high = (found[plan][f"device_ms{part}"] for part in ("", "_low", "_high"))
@@ -99,16 +108,17 @@ def ahead(result: Result) -> str:
         over = f"{statistics.median(ratio):.3f} ({min(ratio):.3f} to {max(ratio):.3f})"
         rows.append((words, f"{ms:.3f} ({low:.3f} to {high:.3f})", over if plan != "none" else ""))
     about = (
-        f"Shape of {result['model']}, random weights, {result['dtype']}, `{result['index']}` over "
-        f"{found['context']:,} tokens, one sequence, every token one CUDA graph. Milliseconds: "
-        f"medians (quartiles); {found['rounds']} rounds over none's: median (least to most)."
+        f"Random weights in the shape of {result['model']}, {result['dtype']}, "
+        f"`{result['index']}` over {found['context']:,} tokens, one sequence, each decode step one "
+        "CUDA graph. Milliseconds: medians (quartiles). Ratios of "
+        f"{found['rounds']} rounds: median (smallest to largest)."
     )
-    head = ("weights brought into L2", "ms a token", "of none's")
+    head = ("weights requested into L2", "ms per token", "ratio to none")
     return f"{about}\n\n{table(head, rows)}\n\n{machine(result)}"
 
 
 def serving(result: Result) -> str:
-    """Milliseconds a token of a served model, beside vLLM's own attention."""
+    """Return the time of a decode step in vLLM with the index and with vLLM's own attention."""
     rows, found = [], result["serving"]["settings"]
     for one in stored_beside("serving", result):
         about = one["serving"]["settings"]
@@ -122,44 +132,45 @@ def serving(result: Result) -> str:
             lengths = f"{about['context']:,}" + (", shared" if about["shared"] else "")
             rows.append((str(batch["batch"]), lengths, gpu(one), words, where, times, ratio))
     words = (
-        f"{found['shape']}, random weights, bfloat16; k = {found['k']}; between two tokens of the "
-        "batch that the host gets. Medians (quartiles); for each place of rows a run of its own. "
-        "Shared: all of the tokens but those of a sequence's last pages."
+        f"Random weights in the shape of {found['shape']}, bfloat16, k = {found['k']}. Times are "
+        "between two tokens of the batch, as the host receives them: medians (quartiles). Each "
+        "place of rows was measured in a run of its own. Shared: the sequences have all tokens in "
+        "common except those of their last pages."
     )
-    head = ("sequences", "tokens of each", "GPU", "attention", "rows", "ms a token")
-    head = (*head, "over FlashAttention's")
+    head = ("sequences", "tokens of each", "GPU", "attention", "rows", "ms per token")
+    head = (*head, "ratio to FlashAttention")
     return f"{words}\n\n{table(head, rows)}\n\n{machine(result)}"
 
 
 def arrivals(result: Result) -> str:
-    """What requests waited for that came one by one."""
+    """Return latencies of requests that arrive at random times."""
     found = result["serving"]
     about, rows = found["settings"], []
     for plan, words in {"stock": "FlashAttention", "kvindex": f"`{about['index']}`"}.items():
         waits = found["arrivals"][plan]
         first = f"{waits['first_ms']:,.0f} ({waits['first_ms_99']:,.0f})"
         rows.append((words, first, f"{waits['between_ms']:.2f} ({waits['between_ms_99']:.0f})"))
-    shared = "a shared prompt" if about["shared"] else "prompts of their own"
+    shared = "a shared prompt" if about["shared"] else "different prompts"
     words = (
-        f"{about['requests']} requests of {about['context']:,} tokens, {shared}, "
-        f"{about['arrivals']} a second at random moments, {about['written']} tokens written for "
-        "each. Medians (99th percentiles)."
+        f"{about['requests']} requests of {about['context']:,} tokens with {shared} arrive at "
+        f"random times, {about['arrivals']} per second on average; {about['written']} tokens are "
+        "generated for each. Medians (99th percentiles)."
     )
     head = ("attention", "ms to the first token", "ms between tokens")
     return f"{words}\n\n{table(head, rows)}\n\n{machine(result)}"
 
 
 def served(result: Result) -> str:
-    """A sentence: one sequence, rows on the device."""
+    """Return a sentence about one sequence with rows on the device."""
     ratio = result["serving"]["batches"][0]["plans"]["kvindex"]["ratio"]
     return (
-        f"In vLLM, at the shorter of these lengths, a token takes {ratio:.2f} of FlashAttention's "
-        "time ([more](docs/adapters/vllm.md#how-fast))."
+        f"In vLLM, a decode step over the shorter of these contexts takes {ratio:.2f} of "
+        "FlashAttention's time ([more](docs/adapters/vllm.md#how-fast))."
     )
 
 
 def summary(result: Result) -> str:
-    """The same for a reader in a hurry: weights as they are, one sequence."""
+    """Return the README's lines of `decoder_tokens`: one sequence, weights not quantized."""
     rows = []
     for one in plain(result):
         found = one["decoder"]
@@ -168,12 +179,15 @@ def summary(result: Result) -> str:
         note = "" if other == result["index"] else f" (`{other}`)"
         times = full, f"{found['cached']['device_ms']:.1f}{note}"
         rows.append((f"{found['context']:,}", one["model"], gpu(one), *times))
-    head = ("tokens", "shape of", "GPU", "full attention, ms", f"`{result['index']}`, ms")
+    head = ("tokens", "model shape", "GPU", "full attention, ms", f"`{result['index']}`, ms")
     return table(head, rows)
 
 
 def plain(result: Result) -> list[Result]:
-    """On one kind of GPU, of one sequence, 8 KV heads, weights as they are, shortest first."""
+    """Return results on the same kind of GPU, shortest first.
+
+    Only those of one sequence, of 8 KV heads, and of weights that are not quantized.
+    """
     found = [one for one in stored_beside("decoder_tokens", result) if gpu(one) == gpu(result)]
     found = [one for one in found if one["decoder"].get("batch", 1) == 1]
     found = [one for one in found if one["decoder"].get("shape", {}).get("kv_heads", 8) == 8]
@@ -182,7 +196,7 @@ def plain(result: Result) -> list[Result]:
 
 
 def through(result: Result) -> str:
-    """Milliseconds a token of a transformers model, beside the decoder's with the same weights."""
+    """Return the time of a decode step in transformers and in the decoder with the same weights."""
     rows = []
     for one in stored_beside("transformers_tokens", result):
         found = one["transformers"]
@@ -194,16 +208,17 @@ def through(result: Result) -> str:
             shape = f"{one['model']}, {found['context']:,}"
             over = "" if ratio is None else f"{ratio:.2f}"
             rows.append((shape, words, f"{ms:.2f} ({low:.2f} to {high:.2f})", over))
-    head = ("shape, tokens", "written by", "ms a token", "over the decoder's")
+    head = ("shape, tokens", "generated by", "ms per token", "ratio to the decoder")
     about = (
-        f"Random weights, {result['dtype']}, `{result['index']}`, one sequence, tokens drawn at "
-        "random; between two tokens that the host reads. Medians (quartiles)."
+        f"Random weights in the shape of a model, {result['dtype']}, `{result['index']}`, one "
+        "sequence, sampled tokens. Times are between two tokens that the host reads: medians "
+        "(quartiles)."
     )
     return f"{about}\n\n{table(head, rows)}\n\n{machine(result)}"
 
 
 def prefill(result: Result) -> str:
-    """Seconds and device memory of prompts, through the index and without one."""
+    """Return seconds and device memory of reading prompts, with the index and without."""
     rows, plans = [], {"indexed": f"`{result['index']}`", "full": "full attention"}
     results = sorted(stored_beside("prefill_decoder", result), key=lambda one: _tokens(one))
     for found, (plan, words) in product((one["prefill"] for one in results), plans.items()):
@@ -220,19 +235,20 @@ def prefill(result: Result) -> str:
                 f"{found['memory'][plan]:.3f}",
             )
         )
-    head = ("tokens", "attention", "first time, s", "then, s", "over full attention's")
+    head = ("tokens", "attention", "first run, s", "later runs, s", "ratio to full attention")
     found = result["prefill"]
     about = (
-        f"{result['model']}, random tokens, random weights, {result['dtype']}, "
-        f"{found['chunk']:,} computed at a time, the last one's logits alone. Medians (quartiles). "
-        "Needed: weights, one layer's keys and values, a chunk's activations."
+        f"Random tokens and weights in the shape of {result['model']}, {result['dtype']}; chunks "
+        f"of {found['chunk']:,} tokens; logits of the last token only. Medians (quartiles). The "
+        "memory needed is that of the weights, one layer's keys and values, and a chunk's "
+        "activations."
     )
-    head = (*head, "device at most, GB", "of what is needed")
+    head = (*head, "peak on the device, GB", "ratio to the memory needed")
     return f"{about}\n\n{table(head, rows)}\n\n{machine(result)}"
 
 
 def gpu(result: Result) -> str:
-    """Its short name, `none` of a CPU."""
+    """Return the GPU's short name, or `none` for a CPU."""
     return str(result["machine"].get("gpu", "none")).removeprefix("NVIDIA ").split()[0]
 
 

@@ -78,7 +78,7 @@ def test_ways_to_share_tokens_are_the_same_in_one_process(tiny, monkeypatch):
         for found in ways.values():
             assert found["kl_texts"] == pytest.approx(ways["one"]["kl_texts"], rel=1e-3)
     page = report.TABLES["ranks_quality"](result)
-    assert "| `exact` | 1 ranks, the 4 of all (`best`, k = 4) |" in page
+    assert "| `exact` | 1 ranks, the best 4 of all ranks (`best`, k = 4) |" in page
 
 
 SETTING = Setting(tokens=420, sink=4, local_window=32, generated=128, every=32)

@@ -125,7 +125,7 @@ def test_ranks_are_timed_beside_one_and_wrong_ones_are_not(tiny_decoder, monkeyp
     found, result["machine"]["gpus"] = result["ranks"], 2
     page = report.TABLES["ranks"](result)
     assert f"| one GPU, 520 tokens | {found['one']['device_ms']:.2f} (" in page
-    assert "| the same, without sums (nonsense) | " in page
+    assert "| the same, without sums (wrong results) | " in page
     assert found["ratio"].keys() == {"tokens", "heads", "silent"}
     assert found["check"].keys() == {"heads", "tokens"}
     assert max(found["check"].values()) < 1e-3
