@@ -139,7 +139,7 @@ def test_a_layer_attends_in_one_go(device, softcap, monkeypatch):
     assert float(mine.bytes_fetched) == float(theirs.bytes_fetched)
 
 
-@pytest.mark.parametrize("preset", ["fast", "drawn"])
+@pytest.mark.parametrize("preset", ["fast", "sampled"])
 def test_it_attends_where_few_tokens_are_valid(device, preset):
     case = replace(CASE, device=device)
     options = OPTIONS | dict(preset=preset, backend="cuda")

@@ -45,7 +45,7 @@ def assert_same(mine, theirs, queries, k=20):
     assert_same_hits(mine.search(queries, k=k), theirs.search(queries, k=k), close=ROUNDED)
 
 
-@pytest.mark.parametrize("preset", ["fast", pytest.param("drawn", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("preset", ["fast", pytest.param("sampled", marks=pytest.mark.slow)])
 def test_it_follows_appends_truncation_reordering_and_reset(device, preset):
     mine, theirs = pair(device, preset=preset)
     follow_changes(mine, theirs, CASE, device, assert_same)
@@ -60,7 +60,7 @@ def test_it_attends_where_few_tokens_are_valid(device):
 
 
 @pytest.mark.parametrize("rows", ["plain", "int8"])
-@pytest.mark.parametrize("preset", ["fast", "drawn"])
+@pytest.mark.parametrize("preset", ["fast", "sampled"])
 def test_a_layer_attends_in_one_go(device, preset, rows):
     mine, theirs = pair(device, preset=preset, row_codec=rows)
     sizes = dict(k=20, sink=4, local_window=16, update_every=4, dense_below=64)
@@ -112,7 +112,7 @@ def test_a_chosen_row_is_read_where_it_lies(device):
 
 
 @on_devices
-@pytest.mark.parametrize("preset", ["drawn", "fast"])
+@pytest.mark.parametrize("preset", ["sampled", "fast"])
 def test_a_ragged_step_is_that_of_each_row_alone(preset, device):
     case, lengths = replace(CASE, batch=1), [700, 5, 256, 1]
     layers = [

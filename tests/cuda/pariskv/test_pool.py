@@ -61,7 +61,7 @@ def joined(states):
 
 
 @on_devices
-@pytest.mark.parametrize("preset", ["drawn", "fast", "paper"])
+@pytest.mark.parametrize("preset", ["sampled", "fast", "paper"])
 def test_a_ragged_step_is_that_of_each_row_alone(preset, device):
     """With more groups than warps of the scan; of what a row has not, no address is read."""
     layers = [

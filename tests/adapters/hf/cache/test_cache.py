@@ -310,7 +310,11 @@ def test_linear_attention_cannot_go_back_and_says_so(family, options):
         (lambda cache: cache.crop(-3), RuntimeError, "past"),
         (lambda cache: cache.reorder_cache(torch.tensor([5, 0])), (ValueError, IndexError), None),
         (lambda cache: cache.reorder_cache(torch.tensor([-1, 0])), (ValueError, IndexError), None),
-        (lambda cache: cache.batch_select_indices(torch.tensor([-1])), ValueError, "rows from 0"),
+        (
+            lambda cache: cache.batch_select_indices(torch.tensor([-1])),
+            ValueError,
+            "sequences from 0",
+        ),
         (
             lambda cache: cache.batch_select_indices(torch.tensor([True])),
             (ValueError, IndexError),

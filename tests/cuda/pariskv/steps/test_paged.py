@@ -218,6 +218,6 @@ def test_what_is_not_served_is_said():
     said = unserved(Options(index="pariskv:preset=scan").config, geometry)
     assert "coarse: got 'none'" in said
     said = unserved(Options(index="pariskv:preset=paper").config, geometry)
-    assert "coarse: got 'tiers', allowed is 'dots' (pariskv:preset=fast or" in said
+    assert "coarse: got 'tiered_votes', allowed is 'sign_votes' (pariskv:preset=fast or" in said
     many = Geometry.of(q_heads=64, kv_heads=2, head_dim=D, value_in_key=False)
     assert "q_heads" in unserved(Options(index="pariskv:preset=fast").config, many)
