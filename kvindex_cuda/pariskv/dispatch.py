@@ -1,4 +1,4 @@
-"""Which fused step serves a configuration of ParisKV, over which codes and rows; and why not."""
+"""Choose the kind of fused step for a configuration of ParisKV, or report why none serves it."""
 
 from __future__ import annotations
 
@@ -40,17 +40,18 @@ OPTIONS: dict[str, dict[str, Any]] = {
     ),
     "latents": VOTES,
 }
-"""What a kind serves."""
+"""The options that each kind of step requires."""
 
 POLICIES = "mean_share", "max_share"
 
 WIDEST = 256
-"""Head dimension of steps by look-ups: points of tiers fit a byte, tables fit shared memory. Beyond
-it shared memory has room for the queries of `TILE` heads."""
+"""Largest head dimension of steps by tiered votes: votes fit a byte, tables fit shared memory.
+
+Beyond it the shared memory of other steps has room for the queries of `TILE` heads only."""
 
 
 def kind_of(config: ParisKVConfig, geometry: Geometry) -> str | None:
-    """The kind of step for a ParisKV, or None where its ops run one by one (`refusal`)."""
+    """Return the kind of step for a ParisKV, or None if it runs op by op (see `refusal`)."""
     if refusal(config, geometry) is not None:
         return None
     kind = next(kind for kind in OPTIONS if not _unlike(config, kind))
@@ -59,12 +60,12 @@ def kind_of(config: ParisKVConfig, geometry: Geometry) -> str | None:
 
 
 def _most_heads(geometry: Geometry) -> int:
-    """Query heads per KV head that a step but one of latents has room for."""
+    """Return the most query heads per KV head of a step that is not over latents."""
     return MOST_HEADS if geometry.head_dim <= WIDEST else TILE
 
 
 def refusal(config: ParisKVConfig, geometry: Geometry) -> str | None:
-    """Why no fused step serves a ParisKV, by its first option in the way; None where one does."""
+    """Return why no fused step serves a ParisKV, by the first option at fault, or None."""
     kind = min(OPTIONS, key=lambda kind: len(_unlike(config, kind)))
     for name in _unlike(config, kind):
         return _said(name, getattr(config, name), f"{OPTIONS[kind][name]!r} for {kind!r}")
@@ -93,7 +94,7 @@ def refusal(config: ParisKVConfig, geometry: Geometry) -> str | None:
 
 
 def _unlike(config: ParisKVConfig, kind: str) -> list[str]:
-    """Options of a kind that a configuration has otherwise."""
+    """Return the required options of a kind that a configuration sets to other values."""
     return [name for name, value in OPTIONS[kind].items() if getattr(config, name) != value]
 
 
@@ -102,10 +103,10 @@ def _said(name: str, got: object, allowed: str) -> str:
 
 
 def unreadable(rows: object, geometry: Geometry) -> str | None:
-    """Why kernels do not attend to the rows of a store, None where they do.
+    """Return why kernels cannot attend to the rows of a store, or None if they can.
 
-    They read pages of 256 tokens, `[G, 256, row_bytes]`, a row in chunks of 8 elements of two bytes
-    or one. Of latents other kernels (`ops.attend_latents`).
+    Kernels read pages of 256 tokens, `[G, 256, row_bytes]`, and a row 8 elements at a time, each of
+    one or two bytes. Latents have kernels of their own (`ops.attend_latents`).
     """
     if geometry.value_in_key and (why := unserved(geometry)):
         return why
@@ -123,13 +124,13 @@ def unreadable(rows: object, geometry: Geometry) -> str | None:
 
 
 def layout_of(config: ParisKVConfig, geometry: Geometry) -> Layout:
-    """How the codes of such an index lie."""
+    """Return the layout of an index's codes."""
     layout = SubspaceLayout if config.block == "subspace" else Layout
     return layout(geometry.head_dim, config.magnitude_bits)
 
 
 def options_of(kind: str, config: ParisKVConfig) -> dict[str, Any]:
-    """What a step of a kind is told of a `ParisKVConfig`."""
+    """Return the options of a step of a kind for a `ParisKVConfig`."""
     options = dict(seed=config.seed, policy=config.group)
     if kind != "tiered_votes":
         options |= dict(query_max=config.query_max, centered=bool(config.center))
@@ -139,5 +140,5 @@ def options_of(kind: str, config: ParisKVConfig) -> dict[str, Any]:
 
 
 def room_of(kind: str, tokens: int, candidates: int) -> int:
-    """What a step of a kind must have room for: its `most`."""
+    """Return the `most` of a step: tokens for tiered votes, candidates for the other kinds."""
     return tokens if kind == "tiered_votes" else candidates

@@ -1,6 +1,7 @@
-"""What an append of ParisKV writes: codes of whole blocks, and those of the block that is open.
+"""Write the codes of appended tokens: those of full blocks, and those of the open block.
 
-The open block lies behind the full ones, and is encoded again as it fills.
+The open block contains the last tokens, which do not fill a block. It comes after the full blocks
+and is encoded again when tokens are added to it.
 """
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ from kvindex_cuda.pariskv.append.encode import Encoder
 
 
 class AppendedCodes:
-    """The part of a `kvindex.core.protocol.Executor` that is called as tokens come.
+    """The part of a `kvindex.core.protocol.Executor` that appends call.
 
-    codes: full blocks, which take the place of the index's columns; encoder: append's kernel, where
-    it serves it.
+    codes: Full blocks, which replace the index's columns. encoder: The kernel that encodes keys, or
+    None if no kernel serves the configuration.
     """
 
     _length: int  # tokens of the index
@@ -33,7 +34,7 @@ class AppendedCodes:
 
     @property
     def searches_at_once(self) -> bool:
-        """As `Executor.searches_at_once`: kernels of a search write to buffers of the executor."""
+        """As `Executor.searches_at_once`: False, since searches write to shared buffers."""
         return False
 
     @property
@@ -63,7 +64,7 @@ class AppendedCodes:
         return fill
 
     def encoded(self, keys: Tensor, valid: Tensor | None) -> Codes | None:
-        """As `Executor.encoded`: none, for they are written where they lie."""
+        """As `Executor.encoded`: None, since kernels write codes to their final place."""
         return None
 
     def discard(self) -> None:
@@ -71,7 +72,7 @@ class AppendedCodes:
         self.codes.forget()
 
     def _put_open(self, contents: Contents) -> None:
-        """Write the codes of the open block, if there is one and it has changed."""
+        """Write the codes of the open block if it has changed."""
         start, opened = len(self.codes), contents.opened
         if start == contents.length or opened is self._opened:
             return

@@ -1,4 +1,4 @@
-"""Append's fast path: blocks of keys to centers and codes, in one kernel (`append/encode.cu`)."""
+"""Encode blocks of keys as centers and codes, in one kernel (`append/encode.cu`)."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from kvindex_cuda.runtime.constants import ENCODE_WARPS, MOST_BITS
 from kvindex_cuda.runtime.launch import launch
 
 WIDEST, LATENT, MOST_ODD = 256, 576, 31
-"""The largest head dimension; that of latents (512 coordinates and 64 rotary ones), and the largest
-odd part of one beyond the former."""
+"""Largest head dimension; that of latents (512 coordinates and 64 rotary ones); and the largest odd
+factor of a head dimension beyond the first."""
 
 NO_PAGES = dict(
     due=None,
@@ -36,21 +36,26 @@ NO_PAGES = dict(
     rows_page=0,
     rows_part=0,
 )
-"""What the kernel is told of an engine's pages where keys are a tensor."""
+"""Arguments about an engine's pages when keys are a tensor."""
 
 ROOM = 2.0**-10
-"""The largest size of a coordinate that is told apart lies above the last edge by this share."""
+"""The largest magnitude in the tables is above the last edge by this fraction."""
 
 
 class Encoder:
-    """What the kernel needs of a rotation and of levels, made once; a call encodes keys.
+    """Encodes keys with one kernel. Its tables are made once, from a rotation and levels.
 
-    rotation: of `ops.transform.rotation`, float32 `[D, D]`; levels: float32 `[2^bits]`, those of
-    a weight per key (`ops.codes.levels(D, bits)`). Copied to the host: not for a decoding step.
-    centered: whether a block's center is made and taken off its keys.
-    Raises ValueError for a matrix that is no such rotation, levels that do not fit the layout, a
-    head dimension that 8 does not divide or that the kernel does not serve, more than 7 bits, a
-    `SubspaceLayout`.
+    Construction copies tensors to the host, so it must not happen in a decode step.
+
+    Args:
+        layout: Layout of the blocks of codes, with one weight per key.
+        rotation: Of `ops.transform.rotation`, float32 `[D, D]`.
+        levels: Of `ops.codes.levels(D, bits)`, float32 `[2^bits]`.
+        centered: Compute the center of each block and subtract it from the block's keys.
+
+    Raises:
+        ValueError: `rotation` or `levels` come from elsewhere, or the kernel does not serve the
+            head dimension, the number of bits or the layout.
     """
 
     def __init__(
@@ -84,17 +89,23 @@ class Encoder:
         valid: Tensor | None = None,
         wrong: Tensor | None = None,
     ) -> None:
-        """Write codes of keys `[B, G, N, D]`, the first of which begins block `first`.
+        """Write the codes of keys, and the center of each block they are in.
 
-        All fields of the keys' places, and of each block the center, as `ops.codes.centers` makes
-        it but for rounding (sums are in float32, a warp's 32 keys at a time); the rest of a block
-        stays as it is. An invalid key counts as zero before the center is taken off, and has no
-        share in it; its weight is 0.
+        The center equals that of `ops.codes.centers` up to rounding, because the kernel sums in
+        float32, 32 keys at a time. An invalid key takes no part in the center. It is
+        encoded as a zero key, from which the center is subtracted, with weight 0. Other entries of
+        the blocks stay unchanged.
 
-        table: int64 `[B, S]`, addresses of blocks; valid: bool `[B, N]`, or None: all are; wrong:
-        int32 of one element, set to 1 where a valid key is not finite or far above
-        `check.LARGEST`, or None. Raises ValueError for wrong dtypes or shapes, blocks beyond the
-        table.
+        Args:
+            keys: `[B, G, N, D]`.
+            table: Addresses of blocks, int64 `[B, S]`.
+            first: Block that begins with the first key.
+            valid: Valid keys, bool `[B, N]`, or None if all are.
+            wrong: int32 of one element, set to 1 if a valid key is not finite or far above
+                `check.LARGEST`, or None.
+
+        Raises:
+            ValueError: Dtypes or shapes are wrong, or blocks are beyond the table.
         """
         D = self.layout.head_dim
         B, G, N, _ = of_type("keys", keys, *CODES).shape
@@ -156,11 +167,19 @@ class Encoder:
         rows_page: int,
         rows_part: int,
     ) -> None:
-        """Write codes of whole segments of an engine's pages (`memory.pages.Pages`).
+        """Write the codes of full segments (256 tokens) in an engine's pages, for all layers.
 
-        rows: of one layer `[pages, G, tokens, 2 D]`, all of which are alike, wherever they lie;
-        due: int64 `[1 + n]`, how many segments there are and which, counted over all pages, read on
-        the device; bases: int64 `[layers, 2]`; the rest in bytes, `parts` segments of a page.
+        Args:
+            rows: Rows of any layer, `[pages, G, tokens, 2 D]`. All layers have the same strides.
+            due: The number of segments, then their numbers counted over all pages, int64
+                `[1 + n]`. The kernel reads them on the device.
+            bases: Addresses of codes and rows of each layer, int64 `[layers, 2]`.
+            layers: Number of layers.
+            parts: Segments of a page.
+            codes_page: Bytes from a page of codes to the next one.
+            codes_part: Bytes from a segment's codes to the next one's.
+            rows_page: Bytes from a page of rows to the next one.
+            rows_part: Bytes from a segment's rows to the next one's.
         """
         D, device = self.layout.head_dim, due.device
         keys = of_type("rows", rows, *CODES)[..., :D]
@@ -206,7 +225,7 @@ class Encoder:
         )
 
     def _constants(self) -> dict[str, Tensor | float]:
-        """Arguments that are alike for all keys."""
+        """Return the arguments that are the same for all keys."""
         L = self.layout
         return dict(
             flips=self._flips,
@@ -223,7 +242,7 @@ class Encoder:
 
 
 def serves(D: int) -> bool:
-    """Whether the kernel has a head dimension."""
+    """Return True if the kernel serves a head dimension."""
     widest = WIDEST if D // (D & -D) > MOST_ODD else LATENT
     return D % 8 == 0 and 8 <= D <= widest
 
@@ -242,7 +261,7 @@ def encoder_of(
 
 
 def _factors(rotation: Tensor) -> tuple[Tensor, Tensor]:
-    """Signs `[D]` of `R = (Q ⊗ H) diag(s) / √D`, and `Q` with zeros up to what the lanes hold."""
+    """Return the signs s `[D]` of `R = (Q ⊗ H) diag(s) / √D`, and `Q` padded with zeros."""
     D = len(rotation)
     power = D & -D
     odd = D // power
@@ -258,7 +277,7 @@ def _factors(rotation: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _flips(signs: Tensor) -> Tensor:
-    """Sign bits of pairs of 16-bit numbers, int32 `[D / 2]` up to whole words of a plane."""
+    """Return sign bits for pairs of 16-bit numbers, int32 `[D / 2]`, padded to whole planes."""
     D = len(signs)
     bits = np.zeros(-(-D // 32) * 32, dtype=np.uint32)
     bits[:D] = (signs < 0).numpy() * np.uint32(0x8000)
@@ -267,9 +286,10 @@ def _flips(signs: Tensor) -> Tensor:
 
 
 def _tables(levels: Tensor) -> tuple[float, Tensor]:
-    """The largest size that is told apart; by cells of it edges, indices of levels; levels.
+    """Return the largest magnitude, and the tables that find the level of a magnitude.
 
-    Raises ValueError for levels two of whose edges share a cell, or that are no float16.
+    The tables are one tensor: the edge in each cell, the indices of the levels below and above it,
+    and the levels. Raises ValueError if two edges share a cell, or levels are not float16 numbers.
     """
     bits, edges = len(levels).bit_length() - 1, (levels[1:] + levels[:-1]) / 2
     cells = 16 if bits <= 3 else 4 << bits
@@ -286,9 +306,9 @@ def _tables(levels: Tensor) -> tuple[float, Tensor]:
 
 
 def _resident(D: int, size: int, wide: bool) -> int:
-    """Blocks of a multiprocessor, as an H100's registers and shared memory allow.
+    """Return the thread blocks that fit on a multiprocessor of an H100.
 
-    size: bytes of a coordinate.
+    size: Bytes of a coordinate. wide: Each key begins at a multiple of 16 bytes.
     """
     held, odd = -(-D // 32) * 2 * size, D // (D & -D)  # words of a lane's coordinates
     if wide and held <= 16 and odd <= 3:
@@ -297,9 +317,10 @@ def _resident(D: int, size: int, wide: bool) -> int:
 
 
 def _staged(D: int, size: int, wide: bool, resident: int) -> int:
-    """Bytes of a segment's keys in a block's shared memory, 0 where they do not go there.
+    """Return the bytes of shared memory for a segment's keys, 0 if the kernel does not copy them.
 
-    As `STAGED` in the kernel; 200 of an H100's 228 KB leave room for what else a block has.
+    The condition is `STAGED` of the kernel. It uses 200 of an H100's 228 KB, which leaves room for
+    the other variables of a thread block.
     """
     row = -(-D * size // 128) * 128
     return BLOCK * row if wide and row <= 256 and BLOCK * row * resident <= 200 * 1024 else 0

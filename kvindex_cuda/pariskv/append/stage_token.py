@@ -1,4 +1,4 @@
-"""Stage a decoded token where a step reads it, in one launch: its key, value and queries."""
+"""Copy a decoded token's key, value and queries to where a step reads them, in one launch."""
 
 from __future__ import annotations
 
@@ -24,14 +24,22 @@ def stage_token(
     *,
     ticket: Tensor | None = None,
 ) -> None:
-    """Put a token's rows behind the resident ones and into its places in the window.
+    """Copy a token's key and value to the end of the resident rows and to its place in the window.
 
-    token: keys `[B, G, 1, D]` and values `[B, G, 1, Dv]`; window: places of that shape, strided, or
-    None: none; queries: `[B, H, D]`, copied to graph_queries, contiguous, if given. All of one
-    dtype. ticket: int32 `[1]`, 0 between launches: the token goes where `resident.count` says when
-    the kernel runs, and the caller tells `resident`, or its rows where those are ragged, which need
-    one; without it this does. Raises ValueError for
-    other shapes or dtypes, before anything is written.
+    All tensors have the same dtype. Nothing is written if an error is raised.
+
+    Args:
+        resident: The resident rows.
+        token: Keys `[B, G, 1, D]` and values `[B, G, 1, Dv]`.
+        window: The token's place in the window, of the same shapes, with any strides, or None.
+        queries: `[B, H, D]`.
+        graph_queries: Contiguous tensor to which the queries are copied, or None.
+        ticket: int32 `[1]`, 0 between launches. With a ticket the kernel reads the token's place
+            from `resident.count` when it runs, and the caller updates the host's count. Ragged
+            resident rows need a ticket. Without a ticket this function claims the place.
+
+    Raises:
+        ValueError: Shapes or dtypes do not fit, or there is no room for the token.
     """
     rows, keys, values = resident.rows, _near_by(token.keys), _near_by(token.values)
     queries, places = _near_by(queries), token if window is None else window
@@ -86,7 +94,7 @@ def stage_token(
 
 
 def token_to_stage(g: Geometry, resident: ResidentRows, token: Rows) -> Rows:
-    """A token's rows without gaps, for a step that stages them itself (`device_state.State.token`).
+    """Return a token's key and value, contiguous, for a step that stages them (`State.token`).
 
     Raises ValueError for other shapes than `[B, G, 1, D]` and `[B, G, 1, Dv]`, or other dtypes.
     """
@@ -97,7 +105,7 @@ def token_to_stage(g: Geometry, resident: ResidentRows, token: Rows) -> Rows:
 
 
 def load_stage_token(g: Geometry) -> None:
-    """Have the kernel compiled and on the device, so that a capture can hold its first launch."""
+    """Compile the kernel and load it on the device, so that its first launch can be captured."""
     defines = _defines(g.head_dim, g.value_dim, g.dtype, g.group_size)
     load("step/stage_token.cu", "stage_token", g.device, **defines)
 
@@ -107,5 +115,5 @@ def _defines(D: int, Dv: int, dtype: torch.dtype, group: int) -> dict[str, int]:
 
 
 def _near_by(tensor: Tensor) -> Tensor:
-    """The tensor, or a copy of it whose last dimension has no gaps."""
+    """Return the tensor, or a copy if its last dimension is not contiguous."""
     return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] == 1 else tensor.contiguous()

@@ -1,4 +1,4 @@
-"""Update what a step reads on the device of how many tokens there are, in one launch."""
+"""Update the device's copy of an index's length and counts, in one launch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from kvindex_cuda.runtime.constants import UPDATE_THREADS
 from kvindex_cuda.runtime.launch import launch
 
 WORDS, PIECES, MOST_BLOCKS = BLOCK // 32, BLOCK // 16, 16
-"""Of a block: words of bits of tokens, 16 bytes of weights; thread blocks of a head at most."""
+"""Of a block of tokens: 32-bit words of valid bits, and 16-byte pieces of weights. Then the most
+thread blocks of a KV head."""
 
 
 def update_state(
@@ -26,13 +27,21 @@ def update_state(
     codes_from: int | None = None,
     layout: Layout | None = None,
 ) -> None:
-    """Put into a state, in place, what holds for so many tokens; what is None stays as it was.
+    """Update a state in place for an index of `tokens` tokens. Arguments of None change nothing.
 
-    first: the block from which on all tokens are real, in all rows; count: valid keys, the same in
-    all rows; wanted: int32 `[B]`, to hold so many `candidates` each; codes_from: the block from
-    which on codes, of a `layout` with log weights, are read for `largest` and `weight_scale`:
-    blocks before it were full and read at the last call, and 0 forgets what was read. Raises
-    ValueError for wrong dtypes or shapes, a block or tokens that there is no room for.
+    Args:
+        state: The state to update.
+        tokens: Length of the index.
+        first: Block from which all tokens are valid, in all sequences.
+        count: Valid keys, the same number in all sequences.
+        wanted: int32 `[B]`, set to `candidates`.
+        candidates: Number of candidates of each sequence.
+        codes_from: Block from which codes are read for `State.largest` and `State.weight_scale`.
+            Earlier blocks were full and read by the last call. 0 starts anew.
+        layout: Layout of these codes, which must have log weights.
+
+    Raises:
+        ValueError: Dtypes or shapes are wrong, or there is no room for the tokens.
     """
     (B, room, _), last = state.valid.shape, -(-tokens // BLOCK)
     if not 0 <= last <= room:
@@ -70,13 +79,13 @@ def update_state(
 
 
 NOTHING = dict(codes=None, largest=None, kv_heads=0, head_bytes=0, weights=0, codes_from=0)
-"""Is read of codes."""
+"""Arguments of the kernel when it reads no codes."""
 
 
 def _reads(
     state: State, tokens: int, codes_from: int, layout: Layout | None
 ) -> dict[str, Tensor | int | None]:
-    """What the kernel reads of codes. Raises ValueError where there are none with log weights."""
+    """Return the kernel's arguments for codes. Raises ValueError unless they have log weights."""
     if not 0 <= codes_from <= tokens // BLOCK:
         raise ValueError(f"codes_from: got {codes_from}, allowed is 0 to {tokens // BLOCK}")
     if layout is None or isinstance(layout, SubspaceLayout) or state.largest is None:

@@ -1,8 +1,8 @@
-"""What every fused step ends with: the rows selected for a group, and attention over them.
+"""Base class of fused steps: select a group's rows among candidates, and attend to them.
 
-Nothing here waits for the device, or allocates more than results: buffers are made once, lengths
-are read on the device, so that a step can be captured in a CUDA graph and replayed while the index
-grows.
+All kinds of step end with these two launches. A step can be captured in a CUDA graph and replayed
+while the index grows: its buffers are allocated once, kernels read lengths on the device, and the
+host waits for nothing.
 """
 
 from __future__ import annotations
@@ -37,31 +37,46 @@ from kvindex_cuda.runtime.constants import (
 from kvindex_cuda.runtime.resolve import NamedLaunch
 
 COUNTERS = 9
-"""Of each group, in lines of memory of their own: entries listed, candidates, of them at the edge,
-finalists; a ticket of `select_rows`; three signals; parts that `attend` is done with. Its tickets,
-one for each part of a group's heads, come last."""
+"""Counters of each group, each in a memory line of its own.
+
+In order: entries listed, candidates, candidates at the edge, finalists, a ticket of `select_rows`,
+three signals, and the parts that `attend` has finished. The tickets of `attend`, one for each part
+of a group's heads, follow."""
 
 MOST_HEADS = SELECT_THREADS // 32
-"""Query heads per KV head: each has a warp of `select_rows`."""
+"""Most query heads per KV head, because each one has a warp of `select_rows`."""
 
 
 class BaseStep:
-    """Buffers and launches that all steps for a batch of `B` rows have: `select_rows` and `attend`.
+    """Buffers and launches that all kinds of step share, for a batch of `B` sequences.
 
-    A step's `select` fills candidates and estimates, as `rerank.cu` does, then `_select_rows`.
-    most: as the step says; capacity: entries that a group's candidates have room for; counted:
-    further int32 per group that a step has cleared, at a multiple of 16 bytes (`more_counts`);
-    policy: as `ParisKVConfig.group`; drawn: whether rows are drawn (`ops.priority`): there
-    `weights` has the logarithm of how many keys each stands for, times `priority.temper` if
-    tempered; ragged: whether `State.length` and `resident_count` are of each row of the batch;
-    arena: whose memory its buffers are, shared with steps of other batches that never run
-    beside it. Attributes that kernels read or write have the names of their parameters, and are
-    found by these (`runtime.resolve`).
-    Raises ValueError for what the kernels do not serve.
+    A subclass's `select` finds candidates with their estimates, and then calls `_select_rows`.
+    Attributes that kernels read or write have the names of the kernels' parameters, by which a
+    launch finds them (`runtime.resolve`).
+
+    Args:
+        geometry: Shapes, dtype and device of the layer.
+        layout: Layout of the blocks of codes.
+        batch: Sequences, `B`.
+        k: Rows to select per KV head.
+        most: Tokens or candidates that the buffers have room for (each subclass says which).
+        capacity: Entries that a group's list of candidates has room for.
+        policy: How a group's query heads agree, as `ParisKVConfig.group`.
+        multiprocessors: Of the device, from which grids are computed.
+        counted: int32 counters per group that a subclass has cleared with the others
+            (`more_counts`), which begin at a multiple of 16 bytes.
+        drawn: Sample the rows (`ops.priority`). Then `weights` contains the logarithm of the number
+            of keys that each sampled row stands for.
+        tempered: Multiply those logarithms by `priority.temper`.
+        ragged: `State.length` and `State.resident_count` have an entry for each sequence.
+        arena: Memory for the buffers, shared with steps that never run at the same time.
+
+    Raises:
+        ValueError: The kernels do not serve these options.
     """
 
     stages: ClassVar[bool] = False
-    """Whether the first launch puts `State.token` behind the resident rows."""
+    """True if the first launch appends `State.token` to the resident rows."""
 
     def __init__(
         self,
@@ -112,11 +127,11 @@ class BaseStep:
         self.lse = floats(batch, g.q_heads)
 
     def _splits(self, parts: int) -> int:
-        """Blocks of `attend` for each of so many parts of a group's heads."""
+        """Return the thread blocks of `attend` for each of `parts` parts of a group's heads."""
         return max(1, min(MOST_SPLITS, 2 * self._multiprocessors // (self.groups * parts)))
 
     def _attend_bytes(self, heads: int) -> int:
-        """Of shared memory, as attend.cu lays it out for so many heads."""
+        """Return the bytes of shared memory that attend.cu needs for `heads` heads."""
         g = self.geometry
         wider = max(g.head_dim, g.value_dim)
         lanes = next((lanes for lanes in (8, 16) if wider <= 8 * lanes), 32)
@@ -127,7 +142,7 @@ class BaseStep:
         return max(ring, merged)
 
     def _open_selection(self, counted: int) -> None:
-        """Make what `select` leaves for `select_rows`, and counters."""
+        """Allocate the counters, and the buffers that `select` fills for `select_rows`."""
         groups, group, capacity = self.groups, self.geometry.group_size, self.capacity
         drawn, ints, floats = self.weights is not None, self._memory.zeros, self._memory.empty
         if group > MOST_HEADS:
@@ -160,29 +175,33 @@ class BaseStep:
         self.signalers = 0  # blocks of a group that signal `select_rows` that they are done
 
     def __call__(self, queries: Tensor, state: State) -> Tensor:
-        """Attention of queries `[B, H, D]` over the best `k` rows and resident ones: `output`."""
+        """Select the best `k` rows for queries `[B, H, D]`, attend to them, and return `output`.
+
+        The resident rows take part in the attention.
+        """
         self.select(queries, state)
         return self.attend(queries, state, selected=True)
 
     @property
     def listed(self) -> Tensor:
-        """How many entries the last step has listed of each group, int32 `[B G]`."""
+        """Entries that the last step listed for each group, int32 `[B G]`."""
         return self.counts
 
     def renew(self) -> None:
-        """The caller keeps `output`, `lse` and `found`: a step from now on writes to new ones."""
+        """Give `output`, `lse` and `found` to the caller: the next step writes to new tensors."""
         self.output, self.lse = torch.empty_like(self.output), torch.empty_like(self.lse)
         self.found = torch.empty_like(self.found)
 
     def select(self, queries: Tensor, state: State) -> None:
-        """The best `k` rows of each group: the first `found` of `ids`, with `scores`.
+        """Select the best `k` rows of each group: the first `found` of `ids`, with `scores`.
 
-        In ascending order (from 2,049 rows on in any order). scores: what `group.agree` gives.
+        Ids are in ascending order for up to 2,048 rows, and in any order beyond. A score is the
+        value that `group.agree` computes from the estimates of the group's query heads.
         """
         raise NotImplementedError
 
     def _select_rows(self, state: State) -> None:
-        """The best of the candidates."""
+        """Select the best of the candidates."""
         cache = None if state.segments is not None else state.cache
         self._select_launch(
             self,
@@ -210,13 +229,17 @@ class BaseStep:
     def attend(
         self, queries: Tensor, state: State, hits: Hits | None = None, *, selected: bool = False
     ) -> Tensor:
-        """Attention over the rows that `select` found, or those of `hits`, and the resident rows.
+        """Attend to the rows that `select` found, or to those of `hits`, and the resident rows.
 
-        Writes `output`, and `lse` `[B, H]`: the natural logarithm of the sum of exponentials of the
-        logits, after scale, softcap and weights, -inf where no row is visible.
+        Writes `output`, and `lse` `[B, H]`: the logarithm of the sum of exponentials of the logits,
+        after scale, softcap and weights, or -inf where no row is visible.
 
-        hits: any number of rows, all of them tokens'; selected: whether `select` comes right
-        before, which signals each group's blocks when to begin.
+        Args:
+            queries: `[B, H, D]`.
+            state: What the step reads of the layer.
+            hits: Rows to attend to instead of the selected ones. No slot may be unused.
+            selected: `select` was launched just before, and signals each group's thread blocks
+                when to begin.
         """
         g = self.geometry
         ids, found, weights, k = self.ids, self.found, self.weights, self.k

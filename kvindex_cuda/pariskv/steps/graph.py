@@ -1,8 +1,8 @@
-"""A step of an index as a graph: captured once, replayed for every token after it.
+"""A layer's step as a CUDA graph, captured once and replayed for later tokens.
 
-What a step reads is at fixed addresses and updated in place (`executor.py`), so that one graph
-serves a layer for as long as these stay. Queries are copied to where it reads them, and its results
-from where it writes them: buffers that all layers share, as they share those of a step.
+A step reads tensors at fixed addresses that are updated in place (`executor.py`), so a graph stays
+valid while these addresses stay the same. Queries are copied to the tensor that the graph reads,
+and results from the tensor that it writes. All layers share these two tensors.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from kvindex_cuda.pariskv.device_state import State
 from kvindex_cuda.pariskv.steps.workspace import SharedStep
 
 WARM = 2
-"""Steps that are launched one by one before one is captured: the first compiles kernels."""
+"""Steps that are launched without a graph before one is captured. The first compiles kernels."""
 
 
 class Replay:
     """A captured step of a layer.
 
-    reads: what it reads, which must be the same, and kept, for as long as it is replayed.
+    reads: The tensors that the graph reads. They must be kept, unmoved, while it is replayed.
     """
 
     def __init__(self, step: SharedStep, reads: State) -> None:
@@ -38,17 +38,17 @@ class Replay:
             step.output, step.lse, step.found = before  # nobody else writes there
 
     def acquire(self) -> None:
-        """As `SharedStep.acquire`, before anything is written that the graph reads."""
+        """Call `SharedStep.acquire`. Must come before anything is written that the graph reads."""
         self._step.acquire()
 
     def __call__(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Attention of the queries in `asked` `[B, H, D]`: `output`, `lse`, `found` `[B, G]`."""
+        """Return `output`, `lse` and `found` `[B, G]` for the queries in `asked` `[B, H, D]`."""
         self._graph.replay()
         return self._step.parts(self._answer.clone())
 
 
 class Replays:
-    """When a layer's steps are captured: once several in a row have read the same."""
+    """Captures a layer's step once several steps in a row have read the same tensors."""
 
     def __init__(self, device: torch.device) -> None:
         self._serves = device.type in GRAPHS
@@ -57,9 +57,9 @@ class Replays:
         self.replay: Replay | None = None
 
     def of(self, step: SharedStep, reads: State) -> Replay | None:
-        """The graph of a step that reads this, or None where it is to be launched.
+        """Return the graph of a step that reads `reads`, or None if there is none (yet).
 
-        Warns where the driver refuses to capture it, and does not ask again.
+        Warns once if the driver refuses to capture the step, and then always returns None.
         """
         if not self._serves:
             return None

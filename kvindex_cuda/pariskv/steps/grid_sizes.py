@@ -1,30 +1,32 @@
-"""Launches of a step where groups are few: how its kernels divide work that 8 groups divide alone.
+"""Grid sizes of a step's launches where there are few groups.
 
-A group is a KV head of a row of the batch. A GPU has 132 multiprocessors (H100, H200), and launches
-that give each group its blocks fill it from `FULL` groups on. With fewer, and more heads in each
-(GLM-4-9B: 2 of 16), the same heads' work falls to fewer blocks, each of which has more of it to do
-one after another. What is divided otherwise is said here, launch by launch; from `FULL` groups on
-every launch is what it was.
+A group is one KV head of one sequence. An H100 or H200 has 132 multiprocessors, and launches that
+give each group its own thread blocks fill them from `FULL` groups on. With fewer groups, which have
+more query heads each (GLM-4-9B has 2 groups of 16 heads), each thread block would do more work one
+after another. The functions here divide the work further in that case.
 """
 
 from __future__ import annotations
 
 FULL = 8
-"""Groups from which on a launch's blocks fill a GPU: all launches were tuned with so many."""
+"""Groups whose thread blocks fill a GPU. All launches were tuned with this number."""
 
 
 def rerank_splits(groups: int, multiprocessors: int, *, resident: int) -> int:
-    """Blocks of a group in `rerank`.
+    """Return the thread blocks of each group in `rerank`.
 
-    resident: blocks of the kernel that a multiprocessor holds at once, by its registers: 2, or 1
-    where a group has more than 8 heads, keys more than 128 coordinates or magnitudes more than 3
-    bits.
+    From `FULL` groups on there are two blocks for each multiprocessor. Fewer groups get at most as
+    many blocks as run at once, because a block that waits for another one repeats the whole chain
+    of reads after it, which doubled the kernel's time at 16 heads. They also get at most one block
+    for every two multiprocessors: a list of some 4,000 entries (128K tokens) then has 7 for each
+    warp, and a warp multiplies 16 candidates in the time of one, so more warps would not help.
 
-    From `FULL` groups on there are two blocks for each multiprocessor. Fewer groups get no more
-    than are resident at once, for a block that waits for another to end goes through the whole
-    chain of reads after it: at 16 heads that was twice the kernel. Nor do they get more than one
-    for every second multiprocessor: a list of some 4,000 entries (128K tokens) then gives a warp
-    7, and it multiplies 16 candidates in the time of one; more warps only add to the same sums.
+    Args:
+        groups: KV heads of all sequences.
+        multiprocessors: Of the device.
+        resident: Blocks of the kernel that a multiprocessor runs at once, by its registers: 2, or 1
+            if a group has more than 8 heads, keys have more than 128 coordinates, or magnitudes
+            have more than 3 bits.
     """
     if groups >= FULL:
         return max(1, 2 * multiprocessors // groups)
@@ -32,15 +34,14 @@ def rerank_splits(groups: int, multiprocessors: int, *, resident: int) -> int:
 
 
 def attend_parts(groups: int, heads: int) -> int:
-    """Into how many parts `attend` divides the query heads of a group, each with blocks of its own.
+    """Return the parts into which `attend` divides the query heads of a group.
 
-    The most that divide the heads evenly while there are `FULL` parts at most, which with 16 splits
-    each are 128 blocks. What a block does for a head comes after what it does for the one before:
-    the logits and the values of a row, the sums of its warps, in the last block those of all
-    splits. More splits would give a warp fewer rows, of which it has one of 100 already, and the
-    last block more to add up. A part reads all of its group's rows: 420 of 512 bytes, from L2 for
-    all parts but the first, or over PCIe again where a row is neither on the device nor in the
-    cache.
+    Each part has thread blocks of its own. The result is the largest divisor of the heads with at
+    most `FULL` parts in all, which are 128 blocks with 16 splits each. Parts help because a block
+    processes its heads one after another. More splits would not: a warp has one row of 100 already,
+    and the last block would have more to add up. Each part reads all rows of its group (about 420
+    of 512 bytes). Parts after the first find them in L2, or read them over PCIe again if a row is
+    neither on the device nor in the cache.
     """
     parts = [n for n in range(1, heads + 1) if heads % n == 0 and n * groups <= FULL]
     return max(parts, default=1)

@@ -1,4 +1,4 @@
-"""Hits of a step: the rows that it selected, in the order that `search` promises."""
+"""Convert the rows that a step selected to `Hits`, in the order that `search` promises."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ LAST = torch.iinfo(torch.int64).min
 
 
 def ordered_hits(step: BaseStep, places: Tensor) -> Hits:
-    """What `select` has left, scores descending, then ids ascending. places: `0` to `k - 1`."""
+    """Return the selected rows by descending score, equal scores by ascending id.
+
+    places: `0` to `k - 1` on the device.
+    """
     bits = (step.scores + 0.0).view(torch.int32)  # both as one integer
     order = (bits ^ (bits >> 31 & 0x7FFFFFFF)).long() << 32 | (0xFFFFFFFF - step.ids)
     order.masked_fill_(places >= step.found[:, None], LAST)

@@ -1,7 +1,7 @@
-"""Layers whose pages of rows lie on the host: what they have on the device, and where rows go.
+"""Pages of rows in host memory, with a cache on the device for each layer.
 
-The device keeps of a layer its codes and the rows that were read lately; of all layers one copy of
-a sequence's rows, which a prompt attends to.
+The device stores the codes of each layer and its recently used rows. It also has one scratch copy
+of a sequence's rows, which all layers share, for the attention of prompts.
 """
 
 from __future__ import annotations
@@ -23,11 +23,20 @@ from kvindex_cuda.pariskv.steps.paged import PagedSteps
 
 
 class HostRows:
-    """Made with the layers, before an engine knows how many pages it has room for; then opened.
+    """Rows of all layers in pinned host memory.
 
-    geometry: of every layer; tokens: of the longest sequence; page_tokens: of a page; cached: rows
-    per KV head and layer that stay on the device, of all sequences together, a power of two from 4.
-    scratch: `[tokens / page_tokens, G, page_tokens, 2 D]`. Raises ValueError.
+    An engine makes this object with its layers, before it knows how many pages fit. `open` then
+    allocates the pages.
+
+    Args:
+        geometry: Of every layer.
+        tokens: Of the longest sequence.
+        page_tokens: Tokens of a page.
+        cached: Rows per KV head and layer that the device caches for all sequences together, a
+            power of two from 4.
+
+    Attributes:
+        scratch: Copy of a sequence's rows, `[tokens / page_tokens, G, page_tokens, 2 D]`.
     """
 
     def __init__(self, geometry: Geometry, *, tokens: int, page_tokens: int, cached: int) -> None:
@@ -46,25 +55,25 @@ class HostRows:
 
     @property
     def pages(self) -> Pages:
-        """Of all layers. Raises RuntimeError before `open`."""
+        """Pages of all layers. Raises RuntimeError before `open`."""
         if self._pages is None:
             raise RuntimeError("rows on the host: got none, allowed is after open")
         return self._pages
 
     @property
     def opened(self) -> bool:
-        """Whether there are pages."""
+        """True after `open`."""
         return self._pages is not None
 
     def check_geometry(self, geometry: Geometry) -> None:
-        """Raises ValueError for a layer of another one."""
+        """Raise ValueError for a layer with another geometry."""
         if geometry != self._geometry:
             raise ValueError(
                 f"geometry: got {geometry}, allowed is that of the other layers: {self._geometry}"
             )
 
     def add_layer(self) -> int:
-        """Make a layer's cache: the layer's number."""
+        """Allocate a layer's cache, and return the layer's number."""
         g = self._geometry
         row_bytes = (g.head_dim + g.value_dim) * self.scratch.element_size()
         made = RowCache(g.kv_heads, row_bytes, g.device, self._cached, clock=self._clock)
@@ -72,10 +81,18 @@ class HostRows:
         return len(self.caches) - 1
 
     def open(self, config: ParisKVConfig, codes: Sequence[Tensor], **options: Any) -> PagedSteps:
-        """Pin memory for as many pages as the codes have, and make steps over both.
+        """Pin memory for as many pages as the codes have, and return steps over both.
 
-        codes: of each layer, as `Pages`; options: of `PagedSteps`. What was opened before is given
-        back. Raises MemoryError with numbers, ValueError as `PagedSteps`.
+        Frees the pages of an earlier call first.
+
+        Args:
+            config: Of the index.
+            codes: Codes of each layer, as in `Pages`.
+            **options: Of `PagedSteps`.
+
+        Raises:
+            MemoryError: The host has no room for the pages. The message has the numbers.
+            ValueError: As `PagedSteps`.
         """
         if len(codes) != len(self.caches):
             raise ValueError(f"codes: got {len(codes)} layers, allowed are {len(self.caches)}")
@@ -95,7 +112,7 @@ class HostRows:
         return made
 
     def close(self) -> None:
-        """Give pinned memory back; nothing may be under way that reads it."""
+        """Free the pinned memory. No kernel that reads it may still run."""
         for cache in self.caches:
             cache.forget()
         self._pages = None
@@ -117,8 +134,9 @@ class HostRows:
         keys: Tensor,
         values: Tensor,
     ) -> Tensor:
-        """As `gather_pages`, to `scratch`, which holds it until the next one: a sequence's pages
-        are those of `table`.
+        """Copy the rows of sequences to `scratch`, as `gather_pages`, and return it.
+
+        `table` returns the pages of each sequence there. The next call overwrites them.
 
         tables: int32 `[R, width]`. Raises ValueError for more pages than the scratch has.
         """
@@ -140,11 +158,11 @@ class HostRows:
         return self.scratch
 
     def table(self, count: int, width: int) -> Tensor:
-        """Of the scratch, the pages of so many sequences, int32 `[count, width]`."""
+        """Return the pages of `scratch` that `count` sequences use, int32 `[count, width]`."""
         return self._numbers[: count * width].view(count, width)
 
     def explain(self) -> str:
-        """What lies where, in words."""
+        """Return a sentence that says which memory contains what."""
         size = {name: f"{nbytes / 1e9:.2f} GB" for name, nbytes in self.nbytes().items()}
         pages = 0 if self._host is None else len(self._host.rows[0])
         return (
@@ -154,6 +172,6 @@ class HostRows:
         )
 
     def nbytes(self) -> dict[str, int]:
-        """Bytes beside the codes: on the device and pinned."""
+        """Return the bytes on the device and in pinned memory, without the codes."""
         device = self.scratch.nbytes + sum(cache.nbytes() for cache in self.caches)
         return dict(device=device, host=0 if self._host is None else self._host.nbytes)

@@ -1,10 +1,11 @@
-"""One decoding step over latents for many query heads of one KV head, in 8 launches.
+"""Decode step of one layer over latents, for many query heads of one KV head, in 8 launches.
 
     prepare_latents -> sample_latents -> vote_latents -> take_candidates -> estimate_latents
         -> select_latents -> attend_latents -> merge_latents
 
-The stages of `step.py` (the same presets, the same rows) where registers and shared memory have no
-room for the heads or the head dimension: heads come in tiles, votes of all keys are kept.
+This step selects the same rows as `sign_votes`, for the same presets. It serves layers whose query
+heads or head dimension do not fit the registers and shared memory of that step's kernels: heads are
+processed in tiles, and the votes of all keys are stored.
 """
 
 from __future__ import annotations
@@ -33,20 +34,19 @@ from kvindex_cuda.runtime.launch import warpgroups
 from kvindex_cuda.runtime.resolve import NamedLaunch
 
 TILE = 8
-"""Heads of a tile at most: what `estimate_latents` multiplies at once, and fits 48 KB."""
+"""Most heads of a tile: those that `estimate_latents` multiplies at once, and that fit 48 KB."""
 
 
 def tile_of(heads: int) -> int:
-    """Heads of a tile: the most that divide a group's."""
+    """Return the heads of a tile: the largest divisor of a group's heads up to `TILE`."""
     return next(size for size in range(TILE, 0, -1) if heads % size == 0)
 
 
 class LatentsStep(SignVotesStep):
-    """Buffers and launches of such a step for a batch of `B` rows.
+    """Buffers and launches of a step over latents. Options are those of `SignVotesStep`.
 
-    most: candidates that there is room for, as of `SignVotesStep`; votes have room for
-    a table's tokens.
-    Raises ValueError for more than one KV head.
+    Raises:
+        ValueError: There is more than one KV head.
     """
 
     stages = False
@@ -220,7 +220,7 @@ class LatentsStep(SignVotesStep):
         )
 
     def _prepare_latents(self, queries: Tensor, state: State) -> None:
-        """The first launch."""
+        """Launch the first kernel."""
         g, tiles, together = self.geometry, self._tiles, self._prepares["TOGETHER"]
         columns = 3 if tiles > 8 else 2 if tiles > 4 else 1  # sixteens of the matrix a block
         blocks = tiles * (-(-g.head_dim // (16 * columns)) if together else 1)

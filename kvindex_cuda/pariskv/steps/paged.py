@@ -1,11 +1,11 @@
-"""Steps over an engine's pages: rows and codes of many layers, under one block table on the device.
+"""Decode steps over the pages of an engine such as vLLM, for all layers under one block table.
 
-Before a model's step two launches read the engine's tables for all layers (`begin`); then each
-layer's step is the fused one (`attend`), which can be captured in a graph: addresses, lengths and
-scales are read on the device, at places that stay. Nothing here waits for the device.
+Before a model's step, `begin` reads the engine's tables for all layers in two launches. Then
+`attend` runs the fused step of each layer. It can be captured in a graph, since addresses, lengths
+and scales are read on the device from fixed places. The host waits for nothing.
 
-A block that has become full is encoded before the model's next step, from the rows in its page.
-Pages of rows may lie in host memory: then rows that a step reads go through a cache of the layer.
+A block of tokens that has become full is encoded before the model's next step, from the rows in its
+page. Pages of rows may be in host memory: then each layer has a cache of rows on the device.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ from kvindex_cuda.runtime.constants import UPDATE_THREADS
 from kvindex_cuda.runtime.launch import launch
 
 WAVES = 8
-"""Thread blocks of `read_pages` for each multiprocessor, as far as there is work."""
+"""Most thread blocks of `read_pages` for each multiprocessor."""
 
 
 KIND = "sign_votes"
-"""The kind of steps that is served (`dispatch.STEPS`)."""
+"""The only kind of step that runs over pages (`dispatch.STEPS`)."""
 
 
 def unserved(config: ParisKVConfig, geometry: Geometry) -> str | None:
-    """Why these steps do not serve a configuration, None where they do."""
+    """Return why no step over pages serves a configuration, or None if one does."""
     if why := refusal(config, geometry):
         return why
     kind = kind_of(config, geometry)
@@ -74,13 +74,25 @@ def unserved(config: ParisKVConfig, geometry: Geometry) -> str | None:
 
 
 class PagedSteps:
-    """Steps of layers over `Pages`, for batches of up to `most_rows` sequences.
+    """Steps of all layers over `Pages`, for batches of up to `most_rows` sequences.
 
-    geometry: of every layer; k, sink, local_window, dense_below: as the vLLM plug-in's options,
-    local_window at least 1, so that a block is encoded before it is searched; tokens: the longest
-    sequence; new_tokens: the most that a step brings; caches: where rows lie on the host, of each
-    layer one with a group for each KV head and a clock that all share, which forgets what
-    `write_pages` writes. Raises ValueError for what no kernel serves.
+    Args:
+        geometry: Of every layer.
+        config: Of the index.
+        pages: Codes and rows of all layers.
+        k: Rows to select per KV head, as the plug-in's option. So are the next three.
+        sink: First tokens of a sequence that are always attended to.
+        local_window: Newest tokens that are always attended to, at least 1, so that a block is
+            encoded before it is searched.
+        dense_below: Shorter sequences are attended to whole.
+        most_rows: Sequences of the largest batch.
+        tokens: Of the longest sequence.
+        new_tokens: Most tokens that one step of the model adds.
+        caches: If rows are on the host, a cache for each layer with a group for each KV head. All
+            share one clock. `write_pages` removes the rows that it overwrites.
+
+    Raises:
+        ValueError: No kernel serves the configuration.
     """
 
     def __init__(
@@ -137,12 +149,15 @@ class PagedSteps:
         self._steps: dict[int, tuple[BaseStep, list[State]]] = {}
 
     def begin(self, tables: Tensor, lengths: Tensor, slots: Tensor, *, rows: int) -> None:
-        """Before a model's step, in no graph: read what the engine says of it.
+        """Read the engine's tables before a model's step, and encode the blocks that are now full.
 
-        tables: int32 `[R, blocks]`, pages of each sequence; lengths: int32 `[R]`, with the new
-        token, 0 for a row that is none; slots: int64 `[T]`, where new tokens go, below 0 for
-        nowhere; rows: of those sequences how many, the first ones, `attend` will ask about: `R`,
-        or 0 where it will not. Encodes what the step before has filled.
+        Must not be captured in a graph.
+
+        Args:
+            tables: Pages of each sequence, int32 `[R, blocks]`.
+            lengths: Tokens of each sequence with the new one, int32 `[R]`, 0 for an unused entry.
+            slots: Where new tokens are written, int64 `[T]`, below 0 for nowhere.
+            rows: The number of sequences that `attend` will run for: `R`, or 0 if it will not run.
         """
         self._encode_due()
         if rows > self._most_rows:
@@ -199,9 +214,9 @@ class PagedSteps:
             )  # kernels are compiled: none in a graph
 
     def attend(self, layer: int, queries: Tensor, output: Tensor) -> None:
-        """Attention of queries `[R, H, D]`, one of each sequence, into `output` of the same shape.
+        """Write the attention of queries `[R, H, D]`, one per sequence, to `output` `[R, H, D]`.
 
-        For as many rows as `begin` was told of, or a graph was captured with.
+        `R` is the number that was passed to `begin`, or that a graph was captured with.
         """
         step, states = self._steps[len(queries)]
         step.output = output
@@ -218,10 +233,10 @@ class PagedSteps:
         )
 
     def _grow(self, rows: int) -> None:
-        """Take memory for steps of so many sequences, or of twice as many as before.
+        """Allocate memory for steps of `rows` sequences, or of twice as many as before.
 
-        What was too small stays with its steps, whose graphs have it: all of it is less than twice
-        what is taken last.
+        Smaller buffers stay allocated, because graphs contain them. All together they are smaller
+        than twice the newest.
         """
         if rows <= self._reserved:
             return
@@ -230,14 +245,14 @@ class PagedSteps:
         self._reserved = reserved
 
     def _step_for(self, rows: int) -> BaseStep:
-        """A step for so many sequences, whose buffers are those of all steps."""
+        """Return a step for `rows` sequences in the memory that all steps share."""
         g, options = self._geometry, options_of(KIND, self._config)
         options |= dict(batch=rows, k=self._k, most=self._most, ragged=True, arena=self._arena)
         options |= dict(blocks=self._codes.shape[2], multiprocessors=multiprocessors(g.device))
         return STEPS[KIND](g, self._layout, **options)
 
     def _states(self) -> list[State]:
-        """What steps read of each layer."""
+        """Return what the steps read of each layer."""
         g, kept = self._geometry, self._pages.rows[0]
         common: dict[str, Any] = dict(
             valid=self._valid,
@@ -260,13 +275,13 @@ class PagedSteps:
 
 
 def _encoder(config: ParisKVConfig, geometry: Geometry, layout: Layout) -> Encoder | None:
-    """Of whole segments, None where there is none."""
+    """Return the encoder of whole blocks of tokens, or None if no kernel serves the layout."""
     known = Encoding.of(config, geometry, ops)
     return encoder_of(config, layout, known.rotation, known.levels)
 
 
 def _check_caches(caches: Sequence[RowCache | None], pages: Pages) -> None:
-    """Raises ValueError for caches that do not fit pages of rows on the host."""
+    """Raise ValueError unless the caches fit the pages of rows on the host."""
     rows = pages.rows[0]
     shape = rows.shape[1], rows.shape[3] * rows.element_size()
     found = {

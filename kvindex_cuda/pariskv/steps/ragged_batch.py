@@ -1,8 +1,9 @@
-"""Batch of sequences with lengths of their own: one fused step whose rows are indexes.
+"""One fused step for several indexes, each with one sequence of its own length.
 
-What a step reads of each index is copied beside that of the others, on the device: addresses of
-blocks, bits of tokens, a scale, and no code or row of K/V. A row is copied again once its index has
-changed, which in a layer is every `update_every` tokens; lengths are read on the device.
+The batch copies what a step reads of each index into one tensor on the device: addresses of blocks,
+bits of valid tokens and a scale, but no codes, keys or values. It copies the part of an index again
+after that index has changed, which happens every `update_every` tokens in a layer. Kernels read
+lengths on the device.
 """
 
 from __future__ import annotations
@@ -29,19 +30,23 @@ from kvindex_cuda.pariskv.steps.workspace import SharedStep, shared, with_headro
 from kvindex_cuda.runtime.launch import capturing
 
 PER_BLOCK = "codes", "rows", "near", "valid"
-"""Of a `State`, what has an entry for each block."""
+"""Fields of a `State` with an entry for each block."""
 
 WHOLE = "weight_scale", "regression", "histogram", "tiers", "row_center"
-"""And what else a row of the batch has."""
+"""Other fields of a `State` with an entry for each sequence."""
 
 
 @dataclass(frozen=True, eq=False)
 class BatchRow:
-    """What a batch reads of an index of one sequence.
+    """One index's part of a batch.
 
-    state: its own, with rows, without resident ones; tokens: its length; count: valid ones; far:
-    whether some rows are the host's; version: another object once anything has changed; text: once
-    an id may stand for another row.
+    Attributes:
+        state: What a step reads of the index, without the resident rows.
+        tokens: Length of the index.
+        count: Valid tokens.
+        far: Some rows are in host memory.
+        version: A new object whenever anything has changed.
+        text: A new object whenever an id may stand for another row.
     """
 
     state: State
@@ -53,13 +58,14 @@ class BatchRow:
 
 
 EMPTY = object()
-"""Version and text of a row whose index is empty."""
+"""Version and text of an empty index."""
 
 
 class ParisKVBatch:
-    """A `kvindex.core.protocol.IndexBatch` of ParisKV, for one list of indexes after another.
+    """A `kvindex.core.protocol.IndexBatch` of ParisKV.
 
-    Buffers are those of the last list's size, and of its `k`; it holds no index's memory.
+    Each call passes a list of indexes. Buffers have the size of the last list and its `k`. The
+    batch keeps no memory of an index alive.
     """
 
     def __init__(
@@ -88,7 +94,7 @@ class ParisKVBatch:
     def attend(
         self, rows: Sequence[object], queries: Tensor, resident: ResidentRows, *, k: int
     ) -> Attended:
-        """As `IndexBatch.attend`; steps that read the same places are captured, and replayed."""
+        """As `IndexBatch.attend`. Steps that read the same tensors are captured and replayed."""
         return self._attend(rows, queries, None, resident, k, graphs=True)
 
     def decode_step(
@@ -113,7 +119,7 @@ class ParisKVBatch:
         k: int,
         graphs: bool,
     ) -> Attended:
-        """As `decode_step`, or `attend` without a token."""
+        """Run `decode_step`, or `attend` if there is no token."""
         step, state = self._ready(cast(Sequence[BatchRow | None], rows), k)
         reads = self._reads_of(step, state, resident)
         replay = self._replays.of(step, reads) if graphs else None
@@ -129,7 +135,7 @@ class ParisKVBatch:
         return Attended(output, step.lse, step.found.view(len(queries), -1))
 
     def _ready(self, rows: Sequence[BatchRow | None], k: int) -> tuple[SharedStep, State]:
-        """A step for these rows, its turn, and what it reads of them."""
+        """Return a step for these indexes, after its last user, and what it reads of them."""
         if capturing(self._geometry.device):
             raise RuntimeError(
                 "graph: got a step of a list of sequences, allowed is an index's own"
@@ -150,7 +156,7 @@ class ParisKVBatch:
         return step, state
 
     def _reads_of(self, step: SharedStep, state: State, resident: ResidentRows) -> State:
-        """All that `attend` reads: the same object for as long as places stay the same."""
+        """Return all that `attend` reads: the same object while the tensors stay the same."""
         made_of = step, state, resident, self._cache, self._wrong
         if any(old is not new for old, new in zip(self._made_of, made_of, strict=True)):
             self._made_of = made_of
@@ -165,7 +171,7 @@ class ParisKVBatch:
         return self._reads
 
     def _with_rows(self, rows: Sequence[BatchRow | None], like: State) -> State:
-        """The state, with what has changed of each row."""
+        """Return the state after the parts of changed indexes are copied."""
         if self._state is None or len(rows) != len(self._held):
             self._state, self._held, self._asked = _empty(like, len(rows)), [None] * len(rows), 0
         for b, row in enumerate(rows):
@@ -194,7 +200,7 @@ class ParisKVBatch:
         return step
 
     def _with_cache(self, rows: Sequence[BatchRow | None], some: Sequence[BatchRow]) -> None:
-        """Have a cache, where rows are on the host; it forgets those of texts that are gone."""
+        """Make a cache if rows are on the host, and remove the rows of sequences that changed."""
         if not any(row.far for row in some):
             self._cache = None
             return
@@ -211,7 +217,7 @@ class ParisKVBatch:
 
 
 def _empty(like: State, batch: int) -> State:
-    """A state for as many rows."""
+    """Return an empty state for `batch` sequences."""
 
     def tensor(part: Tensor | None) -> Tensor | None:
         return None if part is None else part.new_zeros((batch, *part.shape[1:]))
@@ -222,7 +228,7 @@ def _empty(like: State, batch: int) -> State:
 
 
 def _copy(state: State, b: int, row: BatchRow) -> None:
-    """A row becomes that of its index, as far as that has blocks."""
+    """Copy what an index has, up to its last block, to entry `b` of the state."""
     parts, own, blocks = vars(state), vars(row.state), -(-row.tokens // BLOCK)
     for name in PER_BLOCK:
         if parts[name] is not None:

@@ -33,13 +33,22 @@ from kvindex_cuda.runtime.resolve import NamedLaunch
 
 
 class SignVotesStep(BaseStep):
-    """Buffers and launches of a step for a batch of `B` rows.
+    """Buffers and launches of a step by votes of signs.
 
-    most: the largest `C` that `State.wanted` will hold; seed, query_max, policy: as
-    `ParisKVConfig`; centered: whether blocks hold centers; drawn, tempered: whether rows are drawn,
-    with lower weights; together: whether signs vote together, by `State.regression`; blocks: `S` of
-    the tables that it will read, 0 where it is not known yet.
-    Raises ValueError for what the kernels do not serve.
+    Args:
+        geometry: As `BaseStep`.
+        layout: As `BaseStep`.
+        most: The largest number of candidates `C` that `State.wanted` may contain.
+        seed: Seed of the rotation, as `ParisKVConfig`.
+        query_max: Largest integer of a quantized query, as `ParisKVConfig`.
+        centered: Blocks of codes contain centers.
+        drawn: Sample the rows, as `BaseStep`.
+        together: Decode the signs with a regression (`State.regression`).
+        blocks: Blocks of the tables that the step will read, 0 if that is not known yet.
+        **options: As `BaseStep`.
+
+    Raises:
+        ValueError: The kernels do not serve these options.
     """
 
     stages = True
@@ -105,14 +114,15 @@ class SignVotesStep(BaseStep):
         self.list = self._memory.empty(self.groups, self.capacity, dtype=torch.int64)
 
     def _open_heads(self) -> tuple[int, int]:
-        """For how many groups queries are prepared, and of how many heads each."""
+        """Return the number of groups that queries are prepared for, and the heads of each."""
         return self.groups, self.geometry.group_size
 
     def _prepare(self, queries: Tensor, state: State) -> None:
-        """The first launch.
+        """Launch the first kernel.
 
-        With a token it reads codes before the launch before has ended, which in a graph makes the
-        token alone; outside of one that may have written codes, so that it begins no earlier.
+        When it also stages a token, it reads codes before it waits for the previous launch. In a
+        graph the previous launch only makes the token. Outside of a graph the previous launch may
+        write codes, so this one must not begin early.
         """
         groups = self.groups
         staged = state.token
@@ -193,7 +203,7 @@ class SignVotesStep(BaseStep):
         )
 
     def _stage(self) -> int:
-        """Bytes of a block that `scan` copies to shared memory."""
+        """Return the bytes of a block of codes that `scan` copies to shared memory."""
         L = self.layout
         scanned = L.center + (2 * L.head_dim if self._vote_defines["CENTERED"] else 0)
         return -(-scanned // 128) * 128

@@ -1,10 +1,11 @@
-"""Two stages by tiers, with a weight for each subspace, in 6 launches (the preset `paper`).
+"""Decode step of one layer by tiered votes, the paper's method, in 6 launches (preset `paper`).
 
     query_table -> vote -> candidates -> rerank_blocks -> select_rows -> attend
 
-Votes are looked up in a table made for the query (`kvindex/ops/coarse.py`), with a list of
-candidates for each query head. Votes of all keys are kept, and candidates found from their
-histograms: exact, with no sample. The index counts the keys of each centroid as they come.
+A key has a weight for each subspace of 8 coordinates. Its vote is a sum of points, which `vote`
+looks up in a table made for the query (`kvindex/ops/coarse.py`). Each query head has a list of
+candidates of its own. The step stores the votes of all keys and finds the exact cut from their
+histogram, without sampling. The index counts the keys of each centroid when they are appended.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from kvindex_cuda.runtime.constants import CHUNK, PIECES, POINTS
 from kvindex_cuda.runtime.resolve import NamedLaunch
 
 BLOCKS = 4
-"""Of `vote` on a multiprocessor: what registers leave room for."""
+"""Thread blocks of `vote` that fit on a multiprocessor, by its registers."""
 
 
 class TieredVotesStep(BaseStep):

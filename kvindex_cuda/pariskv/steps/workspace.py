@@ -1,4 +1,4 @@
-"""Buffers of steps that all indexes of a shape share, one after another; what each asks of them."""
+"""Steps whose buffers all indexes of the same shape share, one index after another."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from kvindex_cuda.runtime.arguments import multiprocessors
 from kvindex_cuda.runtime.launch import capturing
 
 HEADROOM = 2**16
-"""Of buffers: they are made anew past it."""
+"""Most spare entries of buffers. A step that needs more room gets new buffers."""
 
 
 class SharedStep(BaseStep):
-    """A step that several indexes run one after another, whatever the stream."""
+    """A step that several indexes run one after another, on any streams."""
 
     _stream: torch.cuda.Stream | None = None
     _handle: int | None = None  # its own
     _fixed: tuple[Tensor, Tensor] | None = None
 
     def acquire(self) -> None:
-        """What the current stream runs from here on comes after what another one has run.
+        """Make the current stream wait for the stream that used the buffers last.
 
-        Not so for a captured stream: a graph is replayed when its owner says so.
+        Does nothing while a stream is captured: the order of replays is up to the graph's owner.
         """
         device = self.geometry.device
         if device.type != "cuda" or raw_stream(device.index) == self._handle or capturing(device):
@@ -48,7 +48,10 @@ class SharedStep(BaseStep):
     # What graphs of steps share
 
     def fixed(self) -> tuple[Tensor, Tensor]:
-        """Where a graph reads queries `[B, H, D]`, and where it writes `parts`, both contiguous."""
+        """Return the tensors from which a graph reads queries and to which it writes results.
+
+        Queries are `[B, H, D]`. `parts` returns views of the results. Both are contiguous.
+        """
         if self._fixed is None:
             g, output = self.geometry, self.output
             words = (self.lse.nbytes + self.found.nbytes) // output.element_size()
@@ -57,7 +60,10 @@ class SharedStep(BaseStep):
         return self._fixed
 
     def parts(self, answer: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """`output` `[B, H, Dv]`, `lse` `[B, H]`, `found` `[B, G]`: of one tensor, for one copy."""
+        """Return `output` `[B, H, Dv]`, `lse` `[B, H]` and `found` `[B, G]`, views of one tensor.
+
+        One copy of `answer` therefore copies all three.
+        """
         g, B = self.geometry, self.batch
         H, G, Dv = g.q_heads, g.kv_heads, g.value_dim
         output = answer.as_strided((B, H, Dv), (H * Dv, Dv, 1))
@@ -69,11 +75,15 @@ class SharedStep(BaseStep):
 
 @dataclass
 class Use:
-    """A step, and what an index asks of it: wanted int32 `[B]`, never more than it has room for.
+    """A shared step as one index uses it.
 
-    places: `0` to `k - 1`; captured: whether a graph holds it, so that it must stay; need: what it
-    must have room for now; reads: what it read last beside a `ResidentRows`, and of what that was
-    made.
+    Attributes:
+        step: The step.
+        wanted: Candidates of each sequence, int32 `[B]`, at most as many as the step has room for.
+        places: `0` to `k - 1` on the device.
+        captured: A graph contains the step, so its buffers must be kept.
+        need: Room that the index needs now.
+        reads: The last `State` that the step read, with the objects that it was made of.
     """
 
     step: SharedStep
@@ -84,16 +94,16 @@ class Use:
     reads: tuple[tuple[object, ...], State] | None = None
 
     def want(self, candidates: list[int], need: int) -> list[int]:
-        """Have so many candidates asked for, of each row of the batch, for which room is needed.
+        """Note the room that is needed, and return what `wanted` must contain.
 
-        Gives what `wanted` must then hold.
+        candidates: Candidates of each sequence.
         """
         self.need = need
         return [min(each, self.step.most) for each in candidates]
 
     @property
     def outgrown(self) -> bool:
-        """Whether there is room for fewer than that."""
+        """True if the index needs more room than the step has."""
         return self.need > self.step.most
 
 
@@ -129,10 +139,18 @@ def shared(
     most: int,
     ragged: bool = False,
 ) -> SharedStep:
-    """A step of a kind for `k` rows with room for at least `most`: the one in use, or a new one.
+    """Return a step of a kind for `k` rows with room for `most`: the one in use, or a new one.
 
-    config: a `ParisKVConfig`; blocks: `S` of the tables that it will read; ragged: as
-    of `BaseStep`.
+    Args:
+        geometry: Of the layer.
+        layout: Of the blocks of codes.
+        kind: A key of `dispatch.STEPS`.
+        config: A `ParisKVConfig`.
+        batch: Sequences, `B`.
+        blocks: Blocks of the tables that the step will read.
+        k: Rows to select per KV head.
+        most: Tokens or candidates to have room for (`dispatch.room_of`).
+        ragged: As `BaseStep`.
     """
     g = geometry
     sizes = (g.q_heads, g.kv_heads, g.head_dim, g.value_dim, g.scale, g.softcap, g.dtype, g.device)
@@ -148,5 +166,5 @@ def shared(
 
 
 def with_headroom(need: int) -> int:
-    """Room over what is needed, and no more than as much again."""
+    """Return `need` with spare room: twice as much, but at most `HEADROOM` more."""
     return need + min(need, HEADROOM)
