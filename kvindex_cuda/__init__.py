@@ -63,7 +63,13 @@ __all__ = [
 
 
 def ready(device: torch.device) -> None:
-    """Raises ValueError for a device that is no CUDA device, and as `launch.checked`."""
+    """Raise an error unless kernels can run on a device.
+
+    Raises:
+        ValueError: It is no CUDA device.
+        ImportError: CuPy is not installed.
+        RuntimeError: The GPU or its driver cannot run the kernels.
+    """
     if device.type not in launch.LOADERS:
         raise ValueError(f"device: got {device} with backend='cuda', allowed is a CUDA device")
     if device.type == "cuda":
@@ -73,11 +79,14 @@ def ready(device: torch.device) -> None:
 def store(
     geometry: Geometry, place: str, row_codec: str = "plain", device_share: float | None = None
 ) -> BlockStore:
-    """Where rows live, in blocks that kernels read: "host" (pinned), "device", or "auto".
+    """Return a store of keys and values in blocks that kernels read.
 
-    "auto": on the device as long as there is room, then on its host; a CPU has one place.
-    row_codec: as of `kvindex.storage.codecs.NAMES`; device_share: as of
-    `memory.device_budget.DeviceBudget`.
+    Args:
+        geometry: Of the index.
+        place: "host" (pinned memory), "device", or "auto": on the device while there is room, then
+            on the host. A CPU has one place.
+        row_codec: Codec of a row, one of `kvindex.storage.codecs.NAMES`.
+        device_share: Fraction of the device's memory, as `memory.device_budget.DeviceBudget`.
     """
     device = geometry.device
     near = DeviceAllocator(device)
@@ -90,9 +99,12 @@ def store(
 def accelerate(
     geometry: Geometry, config: object, constants: Mapping[str, Tensor]
 ) -> Executor | None:
-    """What runs an index of this configuration on kernels; None where ops run one by one.
+    """Return an executor for an index, or None if the index runs operation by operation.
 
-    constants: of a ParisKV: its rotation and levels.
+    Args:
+        geometry: Of the index.
+        config: Of the index. Only a `ParisKVConfig` can have an executor.
+        constants: The rotation and levels of a ParisKV.
     """
     if not isinstance(config, ParisKVConfig):
         return None
@@ -100,7 +112,7 @@ def accelerate(
 
 
 def refusal(geometry: Geometry, config: object) -> str:
-    """Why `accelerate` gives None."""
+    """Return why `accelerate` returns None, or "none"."""
     if not isinstance(config, ParisKVConfig):
         return f"config: got {type(config).__name__}, allowed is ParisKVConfig"
     return dispatch.refusal(config, geometry) or "none"

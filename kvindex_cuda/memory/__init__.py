@@ -1,1 +1,1 @@
-"""Blocks of codes and rows at addresses that kernels follow."""
+"""Memory that kernels read: blocks of rows and codes, slabs, pinned memory, the row cache."""

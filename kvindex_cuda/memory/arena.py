@@ -1,4 +1,4 @@
-"""Buffers of steps of several sizes, which take turns in the same memory."""
+"""Memory that steps of several sizes share, because they never run at the same time."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from torch import Tensor
 
 
 class Arena:
-    """Gives the tensors that a step asks for, in the order in which it asks.
+    """Allocates the buffers of steps, and gives later steps the same memory.
 
-    Whoever asks anew, from `begin` on, gets the same memory, as far as that has room; else new one,
-    and the former owner keeps what it has. So make the largest first. Zeros are zeros when they are
-    new: later ones are what the step before has left there.
+    After `begin`, the n-th tensor that is requested uses the memory of the n-th tensor before, if
+    that is large enough. Otherwise it gets new memory, and the earlier step keeps its own. So the
+    largest step should be made first. Memory of `zeros` is zeroed only when it is allocated: a
+    later step finds there what an earlier one left.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -21,16 +22,16 @@ class Arena:
         self._buffers: list[Tensor] = []
 
     def begin(self) -> Arena:
-        """Who asks from here on may have what others were given."""
+        """Start again with the first tensor, for another step."""
         self._next = 0
         return self
 
     def zeros(self, *shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
-        """A tensor that was zeros when its memory was taken."""
+        """Return a tensor whose memory was zeroed when it was allocated."""
         return self._tensor(shape, dtype, zeros=True)
 
     def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """A tensor that holds anything."""
+        """Return an uninitialized tensor."""
         return self._tensor(shape, dtype, zeros=False)
 
     def _tensor(self, shape: tuple[int, ...], dtype: torch.dtype, *, zeros: bool) -> Tensor:

@@ -1,4 +1,4 @@
-"""Pinned host memory, and copies into it beside the computation."""
+"""Pinned host memory, and copies into it that run concurrently with the computation."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class PinnedSlab:
     device: int
 
     def view(self, nbytes: int) -> Tensor:
-        """Its bytes, uint8 `[nbytes]`."""
+        """Return its bytes, uint8 `[nbytes]`."""
         return host_view(self.host_address, nbytes)
 
     def settle(self) -> None:
@@ -61,7 +61,7 @@ class PinnedAllocator:
         checked(self._device)
 
     def allocate(self, nbytes: int) -> PinnedSlab:
-        """A slab of `nbytes`. Raises MemoryError."""
+        """Return a slab of `nbytes`. Raises MemoryError."""
         cupy = checked(self._device)
         runtime = cupy.cuda.runtime
         with cupy.cuda.Device(self._device):
@@ -92,9 +92,10 @@ class Offload:
     ) -> torch.cuda.Event | None:
         """Copy pairs of (slab, device) uint8 `[h, w]` whose rows are contiguous.
 
-        sources: the tensors that all of the second are views of; what writes them on the current
-        stream comes first, and they may be let go of at once. Gives what tells that the copies are
-        done, for `wait`; None on a CPU, where they are.
+        The copies wait for the work that the current stream has. They keep the sources alive.
+
+        sources: The tensors that the second ones of all pairs are views of. Returns an event for
+        `wait`, or None on a CPU, where the copies are already done.
         """
         if self._side is None:
             for target, piece in pieces:
@@ -111,7 +112,7 @@ class Offload:
         return self._done
 
     def wait(self, done: torch.cuda.Event | None) -> None:
-        """What the current stream runs from here on sees these copies, and those before."""
+        """Make the current stream wait for these copies and all before them."""
         if done is None:
             return
         stream = raw_stream(self._device.index)
@@ -123,7 +124,7 @@ class Offload:
         self._waited[1].add(stream)
 
     def synchronize(self) -> None:
-        """The host waits for all copies, and for the current stream, which may have kept rows."""
+        """Wait on the host for all copies, and for the current stream, which may read rows."""
         if self._done is not None:
             self._done.synchronize()
         if self._side is not None:

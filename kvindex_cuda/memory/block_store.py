@@ -1,4 +1,4 @@
-"""Full-precision rows in blocks that kernels read: pinned on the host, on the device, or both."""
+"""Store of rows in blocks that kernels read: in pinned host memory, on the device, or both."""
 
 from __future__ import annotations
 
@@ -27,31 +27,35 @@ from kvindex_cuda.ops.attend_latents import LatentAttention, unserved
 from kvindex_cuda.ops.fetch import gather_blocks
 
 SLAB_BYTES = 32 * 2**20
-"""32 blocks of the usual 8 heads of 512 B: 8K tokens between two calls that pin."""
+"""Slab size on the host: 32 blocks of 8 heads with 512-byte rows, which are 8K tokens."""
 
 DEVICE_SLAB_BYTES = 4 * 2**20
-"""Of rows on the device alone, where memory is had at once: a layer's last slab is half empty."""
+"""Slab size on the device. It is smaller, because a layer's last slab is half empty on average."""
 
 AT_ONCE = 64 * BLOCK
-"""Tokens of a state that are on the device at a time."""
+"""Tokens of a saved state that are on the device at a time."""
 
 FEW = BLOCK
-"""Tokens: an update of the local window. Copies of so few cost the host more than a launch."""
+"""Tokens of a window update. For so few, copies take the host longer than a launch."""
 
 
 class BlockStore(Restorable):
-    """Rows as bytes in blocks `[G, 256, row_bytes]` of one batch row each; nothing ever moves.
+    """Rows as bytes in blocks `[G, 256, row_bytes]`, each of one sequence. Blocks never move.
 
-    A `kvindex.storage.store.RowStore` with `PlacedRows`, whose pages are the blocks, and with
-    `AttendsToRows`, of latents; to be used by one thread at a time.
+    It is a `kvindex.storage.store.RowStore` with `PlacedRows`, whose pages are the blocks, and, for
+    latents, with `AttendsToRows`. One thread may use it at a time.
 
-    allocator: of pinned memory or of the device's (`async_copy.PinnedAllocator`,
-    `slab_pool.DeviceAllocator`). row_codec: of `kvindex.storage.codecs`. max_tokens: what the table
-    has room for. slab_bytes: allocated at a time, rounded down to blocks, at least one; unless
-    given, `SLAB_BYTES` of the host's memory, `DEVICE_SLAB_BYTES` of the device's. budget: unless
-    given, the process's of host memory, and none but the device's own. preferred: where blocks go
-    as long as there is room (its budget has some, its allocator does not fail); then to
-    `allocator`.
+    Args:
+        geometry: Of the index.
+        allocator: Of pinned memory (`async_copy.PinnedAllocator`) or of device memory
+            (`slab_pool.DeviceAllocator`).
+        row_codec: A name of `kvindex.storage.codecs`.
+        max_tokens: Tokens that the table has room for.
+        slab_bytes: Bytes of an allocation, rounded down to whole blocks, at least one. The default
+            is `SLAB_BYTES` for host memory and `DEVICE_SLAB_BYTES` for device memory.
+        budget: The default is the process's budget for host memory, and no limit for the device.
+        preferred: Memory that blocks go to while its budget has room and its allocator does not
+            fail. Afterwards they go to `allocator`.
     """
 
     page_tokens = BLOCK
@@ -119,42 +123,42 @@ class BlockStore(Restorable):
 
     @property
     def far(self) -> bool:
-        """Whether rows are worth keeping on the device once fetched: those of host memory are.
+        """True if rows are in host memory, so that the device should cache fetched rows.
 
-        Of a store that prefers another place, as soon as there is room for one there.
+        With preferred memory it is True once a block is on the host.
         """
         return self._table.far if self._pool.mixed else self._tiers[-1].allocator.far
 
     @property
     def table(self) -> Tensor:
-        """Device addresses of blocks, int64 `[B, S]` on the compute device; 0 where there is none.
+        """Addresses of blocks, int64 `[B, S]` on the compute device, 0 where there is no block.
 
-        The same tensor from the first append until `reset`: `[0, S]` before it; but another one
-        where tokens were cut off that a deep copy still holds, and others come. Whoever reads
-        through it calls `wait` first.
+        It is `[0, S]` before the first append, and then the same tensor until `reset`. It is a new
+        tensor only if tokens were removed that a deep copy still has, and others are appended. Call
+        `wait` before a kernel reads through it.
         """
         return self._table.addresses
 
     @property
     def near(self) -> Tensor | None:
-        """As `kvindex.storage.store.PlacedRows.near`, the same tensor for as long as `table` is."""
+        """As `kvindex.storage.store.PlacedRows.near`. Stays the same tensor as long as `table`."""
         return self._table.near
 
     @property
     def center(self) -> Tensor | None:
-        """As `kvindex.storage.store.CenteredRows.center`; of anything while no row is held."""
+        """As `kvindex.storage.store.CenteredRows.center`. Undefined while the store is empty."""
         return self._center
 
     def wait(self) -> None:
-        """What the current stream runs from here on sees all rows. Not for a captured stream.
+        """Make the current stream wait for copies of appended rows. Not for a captured stream.
 
-        All that are counted and were copied beside a stream: what was only written (`write`) is not
-        waited for, and few rows are there for whoever comes after the stream that appended them.
+        It does not wait for rows that were only written (`write`). An append of few rows runs on
+        the current stream and needs no wait there.
         """
         self._offload.wait(self._copied)
 
     def _settle(self) -> None:
-        """The host waits for all copies that are under way, and for the current stream."""
+        """Wait on the host for all copies in flight, and for the current stream."""
         if self._copied is not None:
             self._copied.synchronize()
         self._offload.synchronize()
@@ -162,12 +166,13 @@ class BlockStore(Restorable):
     def join(
         self, keys: Tensor, values: Tensor, *, valid: Tensor | None = None
     ) -> dict[str, Tensor]:
-        """Rows of keys `[B, G, N, D]` and values `[B, G, N, Dv]`, encoded, where those are.
+        """Encode keys `[B, G, N, D]` and values `[B, G, N, Dv]` as rows, for an append.
 
-        For an append at this length: whole blocks lie as they will in host memory, `[B, S, G, 256,
-        row_bytes]`, so that those of a slab are one copy; what is before and after them as `[B, G,
-        n, row_bytes]`. Few that a kernel can join as it writes them are left as they are.
-        valid: as of `kvindex.storage.store.CenteredRows.join`.
+        Whole blocks have their final layout, `[B, S, G, 256, row_bytes]`, so that a slab needs one
+        copy. Rows before and after them are `[B, G, n, row_bytes]`. Few rows that a kernel can join
+        while it writes them are returned unchanged.
+
+        valid: As `kvindex.storage.store.CenteredRows.join`.
         """
         N, start, encode = keys.shape[2], self._length, self._codec.encode
         center = self._center
@@ -193,7 +198,7 @@ class BlockStore(Restorable):
         return joined
 
     def reserve(self, rows: dict[str, Tensor]) -> None:
-        """Make room for `rows`, as `join` makes them; what is held stays as it was.
+        """Make room for `rows` of `join`, without a change to the stored rows.
 
         Raises ValueError beyond `max_tokens`, MemoryError beyond the budget, MemoryError or
         RuntimeError if no memory can be pinned.
@@ -201,11 +206,11 @@ class BlockStore(Restorable):
         self._room(next(iter(rows.values())).shape[0], _count(rows))
 
     def reserve_tokens(self, tokens: int) -> None:
-        """Pin now what rows of so many tokens need, so that no append until then pins any.
+        """Allocate the memory for `tokens` tokens now, so that appends up to there allocate none.
 
-        Nor does one ahead of need, for which nobody could launch as long as the driver pins; the
-        kernel that writes few rows is loaded. Nothing before the first append, whose batch is not
-        known. Raises as `reserve`.
+        They do not pin a slab ahead either, because launches wait while the driver pins. Also loads
+        the kernel that writes few rows. Does nothing before the first append, which sets the batch
+        size. Raises as `reserve`.
         """
         if self._table.batch:
             self._room(self._table.batch, tokens - self._length)
@@ -228,10 +233,10 @@ class BlockStore(Restorable):
             self._table.room(batch, self._length, count)
 
     def write(self, rows: dict[str, Tensor]) -> None:
-        """Copy `rows` to where `append` of the same will find them; `reserve` comes first.
+        """Copy `rows` to their blocks. `reserve` comes before, and `append` of the same rows after.
 
-        Few by a kernel on the current stream, others beside it (`wait`). Raises ValueError for rows
-        that were joined at a length at which blocks begin elsewhere.
+        A kernel on the current stream writes few rows. Others are copied concurrently (`wait`).
+        Raises ValueError for rows that were joined at another length of the store.
         """
         if "blocks" in rows and (self._length + _count(rows, upto="blocks")) % BLOCK:
             raise ValueError(f"rows: got those of another length, allowed are of {self._length}")
@@ -244,7 +249,7 @@ class BlockStore(Restorable):
         self._writing = self._offload.copy(pieces, rows.values())
 
     def append(self, rows: dict[str, Tensor]) -> None:
-        """Append `rows`, as `join` makes them; raises as `reserve`, which makes the room."""
+        """Append `rows` of `join`. Raises as `reserve`."""
         self.reserve(rows)
         count = _count(rows)
         if not count:
@@ -261,14 +266,14 @@ class BlockStore(Restorable):
             self._pool.ahead()
 
     def _put(self, held: Tensor, rows: dict[str, Tensor]) -> Tensor:
-        """The center of the first rows, in place of one of as many: nobody reads that any more."""
+        """Return the center of the first rows, in place if the batch size is the same."""
         batch, center = self._table.batch, rows.center if isinstance(rows, JoinedRows) else None
         if len(held) != batch:
             held = held.new_empty((batch, *held.shape[1:]))
         return held.zero_() if center is None else held.copy_(center)
 
     def gather(self, ids: Tensor) -> Rows:
-        """Rows of ids int64 `[B, G, K]` in `[-1, N)`, on the compute device; `-1` gives zeros."""
+        """Return the rows of ids int64 `[B, G, K]` in `[-1, N)`, where -1 gives zeros."""
         encoded, center = self._gathered(ids), self._center
         if center is None or not self._length:
             return self._codec.decode(encoded)
@@ -277,9 +282,9 @@ class BlockStore(Restorable):
 
     @property
     def attends(self) -> bool:
-        """As `kvindex.storage.store.AttendsToRows.attends`: to latents that kernels read.
+        """As `kvindex.storage.store.AttendsToRows.attends`: True for latents that kernels read.
 
-        Other rows are attended to by a step that has searched for them (`pariskv.executor`).
+        For other rows the step that searches also attends (`pariskv.executor`).
         """
         latents = self._geometry.value_in_key and self.row_codec not in BITS
         return latents and unserved(self._geometry) is None
@@ -309,7 +314,7 @@ class BlockStore(Restorable):
         return Attended(output, lse, (hits.ids >= 0).sum(-1, dtype=torch.int32))
 
     def _gathered(self, ids: Tensor) -> Tensor:
-        """As `gather`, encoded: uint8 `[B, G, K, row_bytes]`."""
+        """Return the encoded rows of ids, uint8 `[B, G, K, row_bytes]`."""
         if self._geometry.device.type == "cuda" and len(self):
             self.wait()
             sizes = dict(kv_heads=self._geometry.kv_heads, row_bytes=self.row_bytes)
@@ -319,9 +324,9 @@ class BlockStore(Restorable):
         return self._table.read(where).to(self._geometry.device)
 
     def encoded(self) -> Tensor:
-        """All rows as the codec made them, uint8 `[B, G, N, row_bytes]`; a copy.
+        """Return a copy of all encoded rows, uint8 `[B, G, N, row_bytes]`.
 
-        On the CPU where rows are on the host, so that the device need not hold them all.
+        It is on the CPU if rows are on the host, since the device may have no room for all.
         """
         shape = self._table.batch, self._geometry.kv_heads, len(self), self.row_bytes
         device = torch.device("cpu") if self.far else self._geometry.device
@@ -333,7 +338,7 @@ class BlockStore(Restorable):
         return rows
 
     def append_encoded(self, rows: Tensor, center: Tensor | None = None) -> None:
-        """As `kvindex.storage.store.CenteredRows.append_encoded`; raises as `reserve`, too."""
+        """As `kvindex.storage.store.CenteredRows.append_encoded`. Also raises as `reserve`."""
         check_center(center, centered=self._center is not None, held=self._length)
         start = self._length
         for first, last in spans(start, start + rows.shape[2]):
@@ -349,7 +354,7 @@ class BlockStore(Restorable):
                 self.append(joined)
 
     def blocks(self, size: int) -> Iterator[tuple[int, Rows]]:
-        """All rows in order, at most `size` tokens at a time: (first id, rows)."""
+        """Yield all rows in order, at most `size` tokens at a time: (first id, rows)."""
         shape = (self._table.batch, self._geometry.kv_heads, -1)
         for start in range(0, len(self), size):
             stop = min(start + size, len(self))
@@ -357,11 +362,11 @@ class BlockStore(Restorable):
             yield start, self.gather(ids.expand(shape))
 
     def truncate(self, length: int) -> None:
-        """Keep the first `length` rows; the blocks of the others wait for new ones."""
+        """Keep the first `length` rows. The other blocks are kept for reuse."""
         self._length, self._written = min(self._length, length), None
 
     def reordered(self, batch_indices: Tensor) -> BlockStore:
-        """A copy, in its own blocks, in which row `b` of the batch is row `batch_indices[b]`.
+        """Return a copy in its own blocks, whose sequence `b` is sequence `batch_indices[b]`.
 
         Raises as `reserve`.
         """
@@ -382,7 +387,7 @@ class BlockStore(Restorable):
         return copied
 
     def expand_batch(self, count: int) -> BlockStore:
-        """A view of a batch of 1 as one of `count`; it cannot be appended to."""
+        """Return a view of a batch of 1 as one of `count`. It cannot be appended to."""
         view = self._shallow()
         view._lent_by = self
         view._table = self._table.expand_batch(count)
@@ -391,15 +396,15 @@ class BlockStore(Restorable):
         return view
 
     def emptied(self) -> BlockStore:
-        """The same before its first append; this one's memory goes with it."""
+        """Return an empty store of the same kind."""
         empty = self._shallow()
         empty._open()
         return empty
 
     def __deepcopy__(self, memo: dict[int, Any]) -> BlockStore:
-        """A copy that shares the blocks that are full; of a view, rows of its own.
+        """Return a copy that shares the full blocks. A view's copy has its own rows.
 
-        A shared block is never written to: whoever would, once it was cut, has another.
+        Nobody writes to a shared block: a store that was truncated gets another block first.
         """
         if self._lent_by is not None:
             return self.reordered(torch.arange(self._table.batch))
@@ -413,15 +418,16 @@ class BlockStore(Restorable):
         return twin
 
     def rollback(self, checkpoint: Any) -> None:
-        """Be again what `checkpoint` says, but for what lies after the last row: that is anything,
-        and a copy to there may be under way.
+        """Restore the state of `checkpoint`.
+
+        Memory after the last row is undefined, and a copy to there may still be in flight.
         """
         writing = self._writing
         super().rollback(checkpoint)
         self._written, self._writing = None, writing or self._writing
 
     def reset(self) -> None:
-        """Forget everything, and free the memory."""
+        """Remove all rows, and free the memory."""
         try:
             if self._lent_by is None:
                 self._pool.settle()
@@ -430,7 +436,7 @@ class BlockStore(Restorable):
             self._open()
 
     def nbytes(self) -> int:
-        """Bytes of rows in use (see `pinned_bytes`)."""
+        """Return the bytes of the stored rows (see `pinned_bytes`)."""
         return self._table.batch * self._geometry.kv_heads * self._length * self.row_bytes
 
     def memory(self) -> dict[int, int]:
@@ -448,18 +454,18 @@ class BlockStore(Restorable):
 
     @property
     def pinned_bytes(self) -> int:
-        """Bytes of memory held: rows, room for more, the slab that is there ahead of need."""
+        """Bytes of allocated memory: rows, room for more rows, and a slab in advance."""
         return self._pool.pinned_bytes
 
 
 def _in_blocks(part: Tensor) -> Tensor:
-    """`[B, G, N, D]` of whole blocks as `[B, S, G, 256, D]`, a view."""
+    """Return whole blocks `[B, G, N, D]` as a view `[B, S, G, 256, D]`."""
     B, G, _, D = part.shape
     return part.view(B, G, -1, BLOCK, D).transpose(1, 2)
 
 
 def _count(rows: dict[str, Tensor], upto: str = "values") -> int:
-    """Tokens that were joined, or those before a part; values are of their keys' tokens."""
+    """Return the number of tokens that were joined, or of those before the part `upto`."""
     count = 0
     for name, part in rows.items():
         if name == upto:

@@ -1,4 +1,4 @@
-"""Block table: which block of memory holds which tokens' rows, as kernels follow it."""
+"""Block table: which block of memory contains the rows of which tokens, for kernels."""
 
 from __future__ import annotations
 
@@ -15,13 +15,18 @@ from kvindex_cuda.memory.layout import BLOCK
 
 
 class BlockTable:
-    """Blocks `[G, 256, row_bytes]` of one batch row each, in the order of their tokens.
+    """Blocks `[G, 256, row_bytes]` of each sequence, in the order of their tokens.
 
-    addresses: of blocks, for kernels: int64 `[B, S]` on the compute device, `S` blocks of
-    `max_tokens`; 0 where there is none. near: which of them are in the device's memory, uint8 `[B,
-    S]` there, or None where all blocks of the pool are in one place. Each the same tensor for as
-    long as `B` stays, and until a block is written to that a fork holds, too. far: whether some
-    block is in the host's. ledger: all blocks that were taken.
+    `addresses` and `near` stay the same tensors while `B` does not change, until a block is written
+    to that a fork contains, too.
+
+    Attributes:
+        addresses: Addresses of blocks on the compute device, int64 `[B, S]`, where `S` blocks are
+            room for `max_tokens`. 0 where there is no block.
+        near: Which blocks are in device memory, uint8 `[B, S]` on the device, or None if all
+            blocks of the pool are in one place.
+        far: True if some block is in host memory.
+        ledger: All blocks that were taken from the pool.
     """
 
     def __init__(
@@ -41,18 +46,18 @@ class BlockTable:
 
     @property
     def full(self) -> bool:
-        """Whether there is room for `max_tokens`."""
+        """True if there is room for `max_tokens`."""
         return self._numbers.shape[1] == self.addresses.shape[1]
 
     def spare(self, length: int) -> int:
-        """Blocks held for tokens that come after the first `length`."""
+        """Return the blocks that are there for tokens after the first `length`."""
         return self.batch * (self._numbers.shape[1] - -(-length // BLOCK))
 
     def room(self, batch: int, length: int, count: int) -> None:
         """Make room for `count` tokens after `length` others of a batch of `batch`.
 
-        Raises ValueError beyond `max_tokens` or for another batch than that of the others, and as
-        `Pool.take`; then the blocks are the same as before.
+        Raises ValueError beyond `max_tokens` or for another batch size, and the errors of
+        `Pool.take`. The blocks are then the same as before.
         """
         if length + count > self._max_tokens:
             raise ValueError(
@@ -84,10 +89,10 @@ class BlockTable:
         self.far = self.far or any(map(self._pool.is_far, taken))
 
     def fork(self, length: int) -> BlockTable:
-        """A table that shares the blocks that the first `length` tokens fill, with its own ledger.
+        """Return a table that shares the full blocks of the first `length` tokens.
 
-        Of a block that they do not fill, the fork has a copy, which whoever writes to this one has
-        waited for. Raises as `Pool.take`.
+        The fork has its own ledger, and a copy of a block that is not full. The caller has waited
+        for writes to that block. Raises the errors of `Pool.take`.
         """
         twin, full = copy(self), length // BLOCK
         twin._numbers = self._numbers[:, :full].clone()
@@ -108,14 +113,15 @@ class BlockTable:
         return twin
 
     def shares(self, length: int) -> bool:
-        """Whether a fork holds blocks, too, that tokens after the first `length` are written to."""
+        """Return True if tokens after the first `length` would be written to a fork's blocks."""
         rows = self._numbers[:, length // BLOCK :].tolist()  # no operation of torch's
         return any(self._pool.shared([number for row in rows for number in row]))
 
     def owned(self, length: int) -> BlockTable:
-        """The same table where it `shares` none, else one with blocks of its own from there on.
+        """Return this table, or one with its own blocks after `length` if it `shares` some.
 
-        What is copied, of one block a row, must be there. Raises as `Pool.take`.
+        The last block of each sequence is copied, so it must be complete. Raises the errors of
+        `Pool.take`.
         """
         slot = length // BLOCK
         own, shared = copy(self), self._pool.shared(self._numbers[:, slot:].flatten().tolist())
@@ -134,14 +140,14 @@ class BlockTable:
         return own
 
     def _copy_blocks(self, other: BlockTable, slot: int) -> None:
-        """Each row's block at `slot` becomes as another table's, unless it is the same."""
+        """Copy each sequence's block at `slot` from another table, unless it is the same block."""
         pairs = zip(self._numbers[:, slot].tolist(), other._numbers[:, slot].tolist(), strict=True)
         for to, come in pairs:
             if to != come:
                 self._block(to).copy_(other._block(come))
 
     def tokens_near(self, length: int) -> int:
-        """Of the first `length` tokens of all rows of the batch, how many are on the device."""
+        """Return how many of the first `length` tokens of all sequences are on the device."""
         held = -(-length // BLOCK)
         count = 0
         for numbers in self._numbers[:, :held].tolist():
@@ -155,7 +161,7 @@ class BlockTable:
         return {pool.device_address(number): pool.block_bytes for number in held}
 
     def read(self, ids: Tensor) -> Tensor:
-        """Bytes `[B, G, K, row_bytes]` of tokens int64 `[B, G, K]`, on the CPU; -1: zeros."""
+        """Return the bytes `[B, G, K, row_bytes]` of tokens int64 `[B, G, K]`, -1 for zeros."""
         rows = torch.zeros((*ids.shape, self._row_bytes), dtype=torch.uint8)
         b, g, k = (ids > UNUSED).nonzero(as_tuple=True)
         token = ids[b, g, k]
@@ -167,11 +173,13 @@ class BlockTable:
         return rows
 
     def pieces(self, parts: Iterable[Tensor], start: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Where bytes of the tokens from `start` on go, as views: pairs of (host, one of `parts`).
+        """Yield pairs of views (host, one of `parts`) for copies of the tokens from `start` on.
 
-        parts: in order, blocks `[B, S, G, 256, row_bytes]` that are filled whole, and other rows
-        `[B, G, n, row_bytes]`. Both of a pair are uint8 `[h, w]` with contiguous rows: blocks that
-        follow one another (`h` is 1), or the heads of what comes into one block.
+        Both views are uint8 `[h, w]` with contiguous matrix rows: adjacent blocks (`h` is 1), or
+        the heads of rows that go to one block.
+
+        parts: In order, whole blocks `[B, S, G, 256, row_bytes]`, and other rows `[B, G, n,
+        row_bytes]`.
         """
         for part in parts:
             if part.ndim == 5:
@@ -188,7 +196,7 @@ class BlockTable:
                 start += count
 
     def _whole(self, blocks: Tensor, slot: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """As `pieces`, of blocks `[B, S, G, 256, row_bytes]` from `slot` on."""
+        """Yield the pairs of `pieces` for blocks `[B, S, G, 256, row_bytes]` from `slot` on."""
         for b, new in enumerate(blocks):
             numbers = self._numbers[b, slot : slot + len(new)].tolist()
             for at, length in runs(numbers, self._pool.slab_blocks):
@@ -197,13 +205,13 @@ class BlockTable:
                 yield target.view(1, -1), new[at : at + length].view(1, -1)
 
     def copy_from(self, other: BlockTable, batch_indices: Tensor) -> None:
-        """Fill row `b` with the blocks of row `batch_indices[b]` of another, as many as fit."""
+        """Copy the blocks of another table's sequence `batch_indices[b]` to sequence `b`."""
         sources = other._numbers[batch_indices.cpu(), : self._numbers.shape[1]]
         for to, come in zip(self._numbers.flatten(), sources.flatten(), strict=True):
             self._block(int(to)).copy_(other._block(int(come)))
 
     def expand_batch(self, count: int) -> BlockTable:
-        """A view of a batch of 1 as one of `count`, to read."""
+        """Return a read-only view of a batch of 1 as one of `count`."""
         view = copy(self)
         if not self.batch:  # there is no room yet
             view.addresses, view._numbers = self._empty(count)
@@ -215,7 +223,7 @@ class BlockTable:
         return view
 
     def _empty(self, batch: int) -> tuple[Tensor, Tensor]:
-        """Addresses, and numbers of blocks in the pool, int64 `[B, blocks held]` on the CPU."""
+        """Return empty addresses, and numbers of blocks in the pool, int64 `[B, blocks]` (CPU)."""
         shape = (batch, -(-self._max_tokens // BLOCK))
         addresses = torch.zeros(shape, dtype=torch.int64, device=self._device)
         return addresses, torch.zeros((batch, 0), dtype=torch.int64)
@@ -226,7 +234,7 @@ class BlockTable:
         return torch.zeros(self.addresses.shape, dtype=torch.uint8, device=self._device)
 
     def _name(self, row: int, start: int, blocks: list[int]) -> None:
-        """Name a row's blocks from place `start` on; neither pins memory nor waits."""
+        """Enter a sequence's blocks from place `start` on. Neither pins memory nor waits."""
         size = self._pool.block_bytes
         for at, length in runs(blocks, self._pool.slab_blocks):
             first, places = (
@@ -238,16 +246,16 @@ class BlockTable:
                 self.near[row, places] = not self._pool.is_far(blocks[at])
 
     def _block(self, number: int) -> Tensor:
-        """Uint8 `[G, 256, row_bytes]`."""
+        """Return a block, uint8 `[G, 256, row_bytes]`."""
         return self._slab(number // self._pool.slab_blocks)[number % self._pool.slab_blocks]
 
     def _slab(self, slab: int) -> Tensor:
-        """Uint8 `[blocks, G, 256, row_bytes]`."""
+        """Return a slab, uint8 `[blocks, G, 256, row_bytes]`."""
         return self._pool.view(slab).view(-1, self._heads, BLOCK, self._row_bytes)
 
 
 def spans(start: int, end: int) -> Iterator[tuple[int, int]]:
-    """Tokens from `start` to `end` cut into a block's rest, whole blocks and a block's start."""
+    """Split the tokens from `start` to `end` into a block's end, whole blocks, a block's start."""
     whole = min(end, -(-start // BLOCK) * BLOCK)
     rest = max(whole, end // BLOCK * BLOCK)
     for first, last in ((start, whole), (whole, rest), (rest, end)):
@@ -256,7 +264,7 @@ def spans(start: int, end: int) -> Iterator[tuple[int, int]]:
 
 
 def runs(numbers: list[int], slab_blocks: int) -> Iterator[tuple[int, int]]:
-    """Blocks that follow one another in a slab: (place in `numbers`, count)."""
+    """Yield runs of blocks that are adjacent in a slab: (place in `numbers`, count)."""
     at = 0
     for place in range(1, len(numbers) + 1):
         follows = place < len(numbers) and numbers[place] == numbers[place - 1] + 1

@@ -1,4 +1,4 @@
-"""Budget: how many bytes the pools of a process may take, of the host's memory above all."""
+"""Limits on the memory that all pools of a process may take, above all pinned memory."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from pathlib import Path
 from kvindex.core import check, forks
 
 SHARE = 0.9
-"""Of the memory available when the first store is made: what all may pin."""
+"""Fraction of the memory available when the first store is made that all stores may pin."""
 
 
 class Budget:
-    """A limit in bytes over all pools that share it; None: no limit. Safe between threads."""
+    """A limit in bytes that several pools share, or None for no limit. Thread-safe."""
 
     def __init__(self, limit_bytes: int | None = None) -> None:
         self.limit_bytes = None if limit_bytes is None else check.at_least("limit", limit_bytes, 0)
@@ -23,11 +23,11 @@ class Budget:
 
     @property
     def used_bytes(self) -> int:
-        """Bytes taken and not given back."""
+        """Bytes that were taken and not given back."""
         return self._used
 
     def try_take(self, nbytes: int) -> bool:
-        """Take `nbytes`, if that many are left."""
+        """Take `nbytes` and return True if that many are left."""
         with self._lock:
             fits = self.limit_bytes is None or self._used + nbytes <= self.limit_bytes
             self._used += nbytes if fits else 0
@@ -49,13 +49,13 @@ class Budget:
 
 @lru_cache(maxsize=1)
 def shared_budget() -> Budget:
-    """The process's: 90% of what is available at the first call, no limit where that is unknown."""
+    """Return the process's budget: 90% of the memory available at the first call, if known."""
     available = available_bytes()
     return Budget(None if available is None else int(SHARE * available))
 
 
 def available_bytes(meminfo: Path = Path("/proc/meminfo")) -> int | None:
-    """Memory that the machine can give, or None where Linux does not tell."""
+    """Return the memory that the machine can still give, or None if it is unknown."""
     try:
         lines = dict(
             line.split(":", 1) for line in meminfo.read_text(encoding="utf-8").splitlines()

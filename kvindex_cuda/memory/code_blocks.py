@@ -1,4 +1,4 @@
-"""Codes in blocks of 256 tokens that never move: what is allotted when a block is full."""
+"""Codes in blocks of 256 tokens, which stay at their address."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from kvindex_cuda.memory.block_table import spans
 from kvindex_cuda.memory.layout import BLOCK, MAX_TOKENS, Layout
 
 AHEAD_BYTES = 16 * 2**20
-"""The most that one allocation takes ahead of need."""
+"""Most bytes that one allocation takes ahead of need."""
 
 
 class Run(NamedTuple):
-    """Blocks that follow one another in a slab."""
+    """Adjacent blocks in a slab."""
 
     slab: int
     first: int
@@ -28,10 +28,14 @@ class Run(NamedTuple):
 
 @dataclass(frozen=True)
 class Fill:
-    """Codes of `count` tokens of a batch of `batch` that a kernel writes, centers with them.
+    """Codes and centers that a kernel writes, for `count` tokens of a batch of `batch`.
 
-    write: called with addresses of blocks, int64 `[B, S]`; late: whether not before they are
-    appended, as where an open block lies; beyond: tokens of an open block after these.
+    Attributes:
+        batch: Sequences.
+        count: Tokens of each.
+        write: Launches the kernel, given the addresses of blocks, int64 `[B, S]`.
+        late: Call `write` when the codes are appended, not before, because an open block is there.
+        beyond: Tokens of an open block that come after these.
     """
 
     batch: int
@@ -42,12 +46,13 @@ class Fill:
 
 
 class CodeBlocks(Restorable):
-    """Codes of `ParisKV` with one 16-bit log weight per key, in blocks of 256 tokens.
+    """Codes of a ParisKV in blocks of 256 tokens that kernels read.
 
-    The interface of `kvindex.storage.columns.BlockColumns`; a column is put together when it is
-    asked for. table: addresses of blocks, int64 `[B, S]`, 0 where there is none: the same tensor
-    for as long as `B` stays. unit: tokens that come and go together, 1 or 256; centered: whether
-    blocks have centers. Raises ValueError beyond `max_tokens`.
+    It has the interface of `kvindex.storage.columns.BlockColumns`, and assembles a column when that
+    is read. `table` contains the addresses of blocks, int64 `[B, S]`, 0 where there is none. It
+    stays the same tensor while `B` does not change. Appends beyond `max_tokens` raise ValueError.
+
+    unit: Tokens that are added and removed together, 1 or 256. centered: Blocks have centers.
     """
 
     def __init__(
@@ -89,7 +94,7 @@ class CodeBlocks(Restorable):
         return name in tuple(self)
 
     def __getitem__(self, name: str) -> Tensor:
-        """A copy of the column, `[B, G, N, ...]`."""
+        """Return a copy of the column, `[B, G, N, ...]`."""
         rows = []
         for held in self._held:
             runs = [self._column(name, run) for run in held]
@@ -98,9 +103,9 @@ class CodeBlocks(Restorable):
         return torch.stack(rows)
 
     def every(self, name: str, tokens: int, stride: int) -> Tensor:
-        """A copy of every so many of a column's first tokens, `[B, G, N, ...]`.
+        """Return a copy of every `stride`-th of a column's first `tokens` tokens, `[B, G, N, ...]`.
 
-        tokens: of whole blocks; stride: a divisor or a multiple of a block's.
+        tokens: A multiple of 256. stride: A divisor or a multiple of 256.
         """
         apart, inside = max(1, stride // BLOCK), min(stride, BLOCK)
         rows = []
@@ -120,14 +125,14 @@ class CodeBlocks(Restorable):
         return self._length + (0 if self._written is None else self._written.count)
 
     def _column(self, name: str, run: Run) -> Tensor:
-        """The column of blocks, `[G, N, ...]`."""
+        """Return the column of a run of blocks, `[G, N, ...]`."""
         fields = self._fields(run)
         if name == "centers":
             return fields["center"].transpose(0, 1).contiguous().view(torch.bfloat16)[..., 0]
         return self.layout.column(name, fields).transpose(0, 1).flatten(1, 2)
 
     def reserve(self, new: Mapping[str, Tensor] | Fill) -> None:
-        """Make room for `new`. May run out of memory; what is held stays as it was."""
+        """Make room for `new`. If memory runs out, the codes stay unchanged."""
         if not new:
             return
         beyond = new.beyond if isinstance(new, Fill) else 0
@@ -135,17 +140,17 @@ class CodeBlocks(Restorable):
         self._room(batch, count + beyond)
 
     def reserve_open(self, batch: int) -> None:
-        """Make room for the open block. May run out of memory; what is held stays as it was."""
+        """Make room for the open block. If memory runs out, the codes stay unchanged."""
         self._room(batch, 1)
 
     def put_open(self, new: Mapping[str, Tensor]) -> None:
-        """Write codes of the open block, which is not counted."""
+        """Write codes of the open block, whose tokens are not counted."""
         self._copy(new, self._length, _shape(new)[1])
 
     def reserve_tokens(self, tokens: int) -> None:
-        """Room for codes of so many tokens, so that no append until then takes memory.
+        """Take the memory for `tokens` tokens now, so that appends up to there take none.
 
-        Nothing before the first append, whose batch is not known. Raises as `reserve`.
+        Does nothing before the first append, which sets the batch size. Raises as `reserve`.
         """
         if self._held and tokens > self._length:
             self._room(len(self._held), tokens - self._length, ahead=False)
@@ -180,9 +185,9 @@ class CodeBlocks(Restorable):
         self._free, self._held, self._blocks = free, rows, need
 
     def _own(self, first: int) -> None:
-        """Blocks from `first` on are nobody else's: where a copy reads one, others take its place.
+        """Replace the blocks from `first` on if a copy of these codes reads one of them.
 
-        Then the table is another tensor, so that the old one stays for a rollback.
+        The table is then a new tensor, and the old one remains for a rollback.
         """
         if first < self._shared[0] and not self._sharing.claim(self, first, first):
             before = self._held, self._blocks, self.table, self._shared
@@ -193,7 +198,7 @@ class CodeBlocks(Restorable):
                 raise
 
     def _replace(self, first: int) -> None:
-        """Other blocks take the place of those from `first` on, which is copied."""
+        """Replace the blocks from `first` on by others, and copy block `first`."""
         rows = range(len(self._held))
         old = [[*self._runs(row, first, 1)] for row in rows]
         blocks, self._blocks, self._shared = self._blocks, first, [first]
@@ -203,13 +208,13 @@ class CodeBlocks(Restorable):
             self._copy_block(old[row], [*self._runs(row, first, 1)], self)
 
     def _copy_block(self, come: list[Run], to: list[Run], other: CodeBlocks) -> None:
-        """One block, of another's run."""
+        """Copy one block from a run of `other`."""
         for source, target in zip(come, to, strict=True):
             block = other._slabs[source.slab][source.first]
             self._slabs[target.slab][target.first].copy_(block)
 
     def write(self, new: Mapping[str, Tensor] | Fill) -> None:
-        """What a kernel writes, once, where `append` finds it; `reserve` comes first."""
+        """Launch a kernel's writes, once, before `append`. `reserve` comes first."""
         if isinstance(new, Fill) and new.count and not new.late:
             self._fill(new)
         else:
@@ -234,18 +239,18 @@ class CodeBlocks(Restorable):
         self._length += count
 
     def forget(self) -> None:
-        """What was written is not appended."""
+        """Discard what was written and not appended."""
         self._written = None
 
     def _after_rollback(self) -> None:
         self._written = None  # a call that failed may have written to the same places
 
     def truncate(self, length: int) -> None:
-        """Keep what the first `length` tokens fill; blocks stay with their rows."""
+        """Keep the codes of the first `length` tokens. The other blocks are kept for reuse."""
         self._length, self._written = min(self._length, length // self._unit * self._unit), None
 
     def reordered(self, batch_indices: Tensor) -> CodeBlocks:
-        """A copy in which row `b` is row `batch_indices[b]` of this."""
+        """Return a copy whose sequence `b` is sequence `batch_indices[b]` of this one."""
         other = self.emptied()
         order, blocks = batch_indices.tolist(), -(-self._length // BLOCK)
         other._held = [[] for _ in order]
@@ -263,19 +268,19 @@ class CodeBlocks(Restorable):
         return other
 
     def expand_batch(self, count: int) -> CodeBlocks:
-        """A view of a batch of 1 as one of `count`; it cannot be appended to."""
+        """Return a view of a batch of 1 as one of `count`. It cannot be appended to."""
         view = self._shallow()
         view._held = self._held * count
         view.table = self.table.expand(count, -1).contiguous()
         return view
 
     def emptied(self) -> CodeBlocks:
-        """The same before its first append."""
+        """Return empty codes of the same kind."""
         most, same = self._most * BLOCK, dict[str, Any](unit=self._unit, centered=self._centered)
         return CodeBlocks(self.layout, self._heads, self._device, most, **same)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CodeBlocks:
-        """A copy that shares the blocks that are full, and has its own after them."""
+        """Return a copy that shares the full blocks, and has its own blocks after them."""
         full = self._length // BLOCK
         twin = self._shallow()
         twin._held, twin._free = [_first(held, full) for held in self._held], []
@@ -294,7 +299,7 @@ class CodeBlocks(Restorable):
         return twin
 
     def nbytes(self) -> int:
-        """Bytes in use: what tokens of full blocks and centers take up."""
+        """Return the bytes of tokens in full blocks, and of centers."""
         used = self._length * self.layout.key_bytes
         if self._centered:
             used += self._length // BLOCK * 2 * self.layout.head_dim
@@ -309,7 +314,7 @@ class CodeBlocks(Restorable):
         return pieces
 
     def _copy(self, new: Mapping[str, Tensor], start: int, count: int) -> None:
-        """Codes `[B, G, count, ...]` into the blocks of the tokens from `start`."""
+        """Copy codes `[B, G, count, ...]` to the blocks of the tokens from `start` on."""
         for name, part in self.layout.parts(new).items():
             order = self.layout.order(name, self._device)
             for row in range(len(self._held)):
@@ -326,7 +331,7 @@ class CodeBlocks(Restorable):
             self._copy_centers(new["centers"], start // BLOCK)
 
     def _copy_centers(self, centers: Tensor, first: int) -> None:
-        """Centers bfloat16 `[B, G, S, D]` into the blocks from `first` on."""
+        """Copy centers, bfloat16 `[B, G, S, D]`, to the blocks from `first` on."""
         raw = centers.contiguous().view(torch.uint8).view(*centers.shape, 2).transpose(1, 2)
         for row, given in enumerate(raw):  # [S, G, D, 2]
             for run in self._runs(row, first, len(given)):
@@ -334,7 +339,7 @@ class CodeBlocks(Restorable):
                 given = given[run.blocks :]
 
     def _runs(self, row: int, block: int, count: int) -> Iterator[Run]:
-        """Where a row's blocks from `block` on are, as many at a time as lie side by side."""
+        """Yield the runs of adjacent blocks of a sequence, from `block` on."""
         for run in self._held[row]:
             some = min(run.blocks - block, count)
             if some > 0:
@@ -343,18 +348,18 @@ class CodeBlocks(Restorable):
             block -= run.blocks
 
     def _fields(self, run: Run) -> dict[str, Tensor]:
-        """`Layout.views` of blocks, `[count, G, 256, ...]`."""
+        """Return `Layout.views` of a run of blocks, `[count, G, 256, ...]`."""
         return self.layout.views(self._slabs[run.slab][run.first : run.first + run.blocks])
 
     def _name(self, row: int, block: int, run: Run) -> None:
-        """Put a run's addresses in the table, from `block` on; the host waits for nothing."""
+        """Write a run's addresses to the table, from `block` on. The host does not wait."""
         size = self._block_bytes
         first = self._slabs[run.slab].data_ptr() + run.first * size
         names = self.table[row, block : block + run.blocks]
         torch.arange(first, first + run.blocks * size, size, out=names)
 
     def _grow(self, blocks: int, *, ahead: bool) -> None:
-        """Room for `blocks` more; ahead: or a quarter of those held, if more, to `AHEAD_BYTES`."""
+        """Allocate `blocks` more. ahead: at least a quarter more, up to `AHEAD_BYTES`."""
         held = sum(len(slab) for slab in self._slabs)
         count = max(blocks, min(held // 4, AHEAD_BYTES // self._block_bytes) if ahead else 0)
         shape = (count, self._heads, self.layout.head_bytes)
@@ -367,7 +372,7 @@ class CodeBlocks(Restorable):
 
 
 def _first(held: list[Run], count: int) -> list[Run]:
-    """The runs of the first `count` blocks."""
+    """Return the runs of the first `count` blocks."""
     rest, first = count, []
     for run in held:
         if rest > 0:
@@ -377,7 +382,7 @@ def _first(held: list[Run], count: int) -> list[Run]:
 
 
 def _taken(free: list[Run], count: int) -> Iterator[Run]:
-    """So many free blocks, as few runs as there are; they leave `free`."""
+    """Take `count` blocks from `free`, run by run."""
     while count:
         run = free.pop()
         if run.blocks > count:
@@ -389,7 +394,7 @@ def _taken(free: list[Run], count: int) -> Iterator[Run]:
 
 
 def _shape(new: Mapping[str, Tensor] | Fill) -> tuple[int, int]:
-    """Rows of the batch, and tokens."""
+    """Return the sequences and tokens of new codes."""
     if isinstance(new, Fill):
         return new.batch, new.count
     return new["signs"].shape[0], new["signs"].shape[2]

@@ -1,4 +1,4 @@
-"""A pool of blocks that several stores hold: counted, and free again when nobody does."""
+"""A pool of blocks with reference counts, for stores that share blocks."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ from kvindex_cuda.memory.slab_pool import Pool, Tier
 
 
 class CountedPool(Pool):
-    """A `Pool` whose blocks may be held by several members (stores that share a prefix).
+    """A `Pool` whose blocks may belong to several members, such as stores that share a prefix.
 
-    A member has a ledger, the blocks that it holds or has held: they stay its own until it leaves,
-    so that going back to a checkpoint finds them. The pool is closed when the last member leaves.
-    device: whose kernels read blocks. Members may be of several threads.
+    Each member has a ledger of all blocks that it has used. They belong to it until it leaves, so
+    that a rollback to a checkpoint finds them. The pool closes when the last member leaves. Members
+    may be used by different threads.
+
+    device: The device whose kernels read the blocks.
     """
 
     def __init__(
@@ -37,13 +39,13 @@ class CountedPool(Pool):
         )  # again by its own thread, where a collected member leaves
 
     def join(self, ledger: list[int]) -> None:
-        """One more member, which holds the blocks in `ledger` with others."""
+        """Add a member that shares the blocks in `ledger`."""
         with self._lock:
             self._more.update(ledger)
             self._ledgers[id(ledger)] = ledger
 
     def leave(self, ledger: list[int]) -> None:
-        """A member is gone. For the collector, anywhere: it waits for nothing."""
+        """Remove a member. The garbage collector may call this anywhere, since it never waits."""
         if self._ledgers.pop(id(ledger), None) is None:
             return
         self._left.append(ledger)
@@ -51,13 +53,13 @@ class CountedPool(Pool):
             self.close()
 
     def shared(self, blocks: Sequence[int]) -> list[bool]:
-        """Which blocks another member holds, too."""
+        """Return for each block whether another member has it, too."""
         with self._lock:
             self._count()
             return [self._more[block] > 0 for block in blocks]
 
     def take(self, count: int) -> list[int]:
-        """As `Pool.take`; what members held that are gone comes before more memory."""
+        """As `Pool.take`. Blocks of members that have left are used before more memory."""
         with self._lock:
             self._count()
             if len(self._free) < count and self._unread:
@@ -68,24 +70,24 @@ class CountedPool(Pool):
             return super().take(count)
 
     def give(self, blocks: list[int]) -> None:
-        """As `Pool.give`, of a member's blocks: those that another holds stay."""
+        """As `Pool.give`, except for blocks that another member has."""
         with self._lock:
             super().give(self._released(blocks))
 
     def ahead(self) -> None:
-        """As `Pool.ahead`; what members held that are gone counts as free."""
+        """As `Pool.ahead`. Blocks of members that have left count as free."""
         with self._lock:
             self._count()
             if len(self._free) + len(self._unread) < self.slab_blocks:
                 super().ahead()
 
     def _count(self) -> None:
-        """Count what members held that are gone."""
+        """Release the blocks of members that have left."""
         while self._left:
             self._unread += self._released(self._left.popleft())
 
     def _released(self, blocks: list[int]) -> list[int]:
-        """The blocks that nobody holds any more."""
+        """Return those of the blocks that no member has any more."""
         shared = [block for block in blocks if self._more[block] > 0]
         self._more.subtract(shared)
         self._more = +self._more  # without zeros

@@ -1,4 +1,4 @@
-"""Device budget: how much of a GPU's memory rows may take that may lie on the host as well."""
+"""Limit on the GPU memory for rows that could also be stored on the host."""
 
 from __future__ import annotations
 
@@ -11,16 +11,20 @@ from kvindex.core import check
 from kvindex_cuda.memory.budget import Budget
 
 SHARE = 0.6
-"""By default. Codes of a plain row are 15% of its bytes, of a coded one 30%, and those of rows on
-the host are on the device, too: .1 to .2 of what was free; the rest is the model's."""
+"""Default fraction of the device's free memory for rows.
+
+Codes are 15% of a plain row's bytes and 30% of a coded one's. Codes of rows on the host are on the
+device, too, and take 10% to 20% of what was free. The rest is left to the model."""
 
 
 class DeviceBudget(Budget):
-    """Of a device: at most a share of what such rows hold and what is free make together.
+    """Limits rows on a device to a fraction of their own memory and the free memory together.
 
-    That is looked at when memory is to be taken, so that whatever else takes some (the model,
-    codes, another process) leaves less for rows; what they hold already stays. All stores of a
-    device count together, each with a share of its own, in (0, 1]. free: bytes that it can give.
+    The free memory is read each time memory is requested, so other users (the model, codes, another
+    process) leave less for rows. Rows that have memory keep it. The rows of all stores on a device
+    are counted together, while each store has its own fraction `share`, in (0, 1].
+
+    free: Returns the free bytes of a device.
     """
 
     def __init__(
@@ -36,11 +40,11 @@ class DeviceBudget(Budget):
 
     @property
     def used_bytes(self) -> int:
-        """Bytes taken and not given back, by all stores of the device."""
+        """Bytes that all stores of the device have taken and not given back."""
         return self._rows.used_bytes
 
     def try_take(self, nbytes: int) -> bool:
-        """Take `nbytes`, if that many are left."""
+        """Take `nbytes` and return True if that many are left."""
         used = self._rows.used_bytes
         if used + nbytes > self.share * (self._free(self._device) + used):
             return False
@@ -53,12 +57,12 @@ class DeviceBudget(Budget):
 
 @lru_cache
 def rows_of(device: torch.device) -> Budget:
-    """What counts such rows of a device."""
+    """Return the counter of such rows on a device."""
     return Budget()
 
 
 def free_bytes(device: torch.device) -> int:
-    """Memory that a CUDA device can give, or that torch has of it and nobody uses."""
+    """Return the free memory of a CUDA device, with the unused part that torch has reserved."""
     free, _ = torch.cuda.mem_get_info(device)
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return int(free + unused)

@@ -1,4 +1,4 @@
-"""An engine's pages of rows in pinned host memory, which kernels read and write."""
+"""Pages of rows in pinned host memory, for an engine such as vLLM. Kernels read and write them."""
 
 from __future__ import annotations
 
@@ -17,12 +17,24 @@ from kvindex_cuda.memory.slab_pool import Allocator, DeviceAllocator, Slab
 
 
 class HostPages:
-    """Rows of layers, each `[pages, G, tokens, 2 D]`: `rows`, the host's, for kernels at `places`.
+    """Uninitialized rows of each layer in host memory, `[pages, G, tokens, 2 D]`.
 
-    What they hold at first is anything. tokens: of a page; allocator: unless given, of pinned
-    memory, or of torch's where the device is a CPU; budget: unless given, the process's of pinned
-    memory. Freed by `close`, or when nobody holds them. Raises MemoryError with numbers where the
-    budget has no room, or the machine no memory; then nothing is kept.
+    `close` frees them, as does the garbage collector.
+
+    Args:
+        geometry: Of every layer.
+        layers: Number of layers.
+        pages: Pages of each layer.
+        tokens: Tokens of a page.
+        allocator: The default allocates pinned memory, or torch's if the device is a CPU.
+        budget: The default is the process's budget of pinned memory.
+
+    Attributes:
+        rows: The rows of each layer, as tensors of the host.
+        places: Their addresses for kernels.
+
+    Raises:
+        MemoryError: The budget has no room, or the machine no memory. No memory is kept.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Rows to an engine's pages by their slots, and whole sequences from there: one kernel each."""
+"""Write rows to an engine's pages, and gather whole sequences from them, by one kernel each."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WRITE, GATHER = "append/write_pages.cu", "append/gather_pages.cu"
 
 
 def load_kernels(device: torch.device) -> None:
-    """Have both kernels on a device before the first rows come: none is compiled in a graph."""
+    """Load both kernels on a device in advance, since none can be compiled in a graph."""
     load(WRITE, "write_pages", device)
     load(GATHER, "gather_pages", device)
 
@@ -32,11 +32,19 @@ def write_pages(
     *,
     cache: RowCache | None = None,
 ) -> None:
-    """Put keys and values `[T, G, D]` of tokens into a layer's pages.
+    """Write the keys and values of new tokens to a layer's pages. Can be captured in a graph.
 
-    slots: int64 `[T]`, `page · tokens + offset` of each, below 0 for nowhere; cache: of those rows
-    by their slots, with a group for each KV head: it forgets what was there. May be captured.
-    Raises ValueError for other shapes or dtypes.
+    Args:
+        pages: Of all layers.
+        layer: Number of the layer.
+        keys: `[T, G, D]`.
+        values: `[T, G, D]`.
+        slots: Slot of each token, int64 `[T]`: `page · tokens + offset`, below 0 for nowhere.
+        cache: The layer's row cache, with a group for each KV head. It forgets the rows that are
+            overwritten.
+
+    Raises:
+        ValueError: Shapes or dtypes do not fit.
     """
     rows, given = pages.rows[layer], _pieces(pages, keys, values)
     of_shape("slots", of_type("slots", slots, torch.int64), len(keys))
@@ -77,13 +85,22 @@ def gather_pages(
     keys: Tensor,
     values: Tensor,
 ) -> None:
-    """Put the rows of sequences side by side into `copy`, `[R, width, G, tokens, 2 D]`.
+    """Copy the rows of sequences to `copy`, with their pages in order.
 
-    Pages of a sequence in order, its last one up to its last token; what lies beyond stays.
-    tables: int32 `[R, blocks]`, its pages; lengths: int32 `[R]`, with its new tokens; starts: int32
-    `[R + 1]`, where those begin among all and end, of which `keys` and `values` `[T, G, D]` have
-    the rows: those are not read from the pages. Pages are in one piece each. Raises ValueError for
-    others, other shapes or dtypes, and a copy elsewhere than on the device of the codes.
+    The copy ends at a sequence's last token. Entries beyond stay unchanged.
+
+    Args:
+        pages: Of all layers. Each page must be contiguous.
+        layer: Number of the layer.
+        copy: `[R, width, G, tokens, 2 D]`, on the device of the codes.
+        tables: Pages of each sequence, int32 `[R, blocks]`.
+        lengths: Tokens of each sequence with its new ones, int32 `[R]`.
+        starts: Where each sequence's new tokens begin among all, and the end, int32 `[R + 1]`.
+        keys: Of all new tokens, `[T, G, D]`. New rows are not read from the pages.
+        values: Likewise.
+
+    Raises:
+        ValueError: Shapes, dtypes, strides or devices do not fit.
     """
     rows, given = pages.rows[layer], _pieces(pages, keys, values)
     if not rows.is_contiguous():
@@ -120,14 +137,14 @@ def gather_pages(
 
 
 def _counted(pieces: int) -> int:
-    """As kernels count them, in 32 bits."""
+    """Return the number of pieces. Raises ValueError if it exceeds the kernels' 32 bits."""
     if pieces >= 2**31:
         raise ValueError(f"rows: got {pieces} pieces of 16 bytes, allowed are fewer than 2^31")
     return pieces
 
 
 def _pieces(pages: Pages, keys: Tensor, values: Tensor) -> dict[str, int]:
-    """How many pieces of 16 bytes keys and rows have, and strides. Raises ValueError."""
+    """Return the 16-byte pieces of keys and of rows, and strides. Raises ValueError."""
     rows = pages.rows[0]
     size = rows.element_size()
     given: dict[str, int] = {}

@@ -1,4 +1,4 @@
-"""Where codes and rows of layers lie in an engine's pages: on the device, or rows on the host."""
+"""Codes and rows of all layers in the pages of an engine such as vLLM."""
 
 from __future__ import annotations
 
@@ -14,24 +14,28 @@ from kvindex_cuda.memory.layout import BLOCK, Layout
 
 @dataclass(frozen=True)
 class PagedLayout(Layout):
-    """`Layout` in pages: `head_bytes` is from a KV head's record to the next one's."""
+    """`Layout` in pages, where `head_bytes` is the stride from a KV head's record to the next."""
 
     record_bytes: int
 
     @cached_property
     def head_bytes(self) -> int:
-        """Of a page's records."""
+        """Bytes from a KV head's record to the next one."""
         return self.record_bytes
 
 
 @dataclass(frozen=True)
 class Pages:
-    """An engine's two caches of each layer, of equal strides.
+    """The engine's two caches of each layer. All layers have the same strides.
 
-    codes: of each layer uint8 `[pages, G, parts, bytes]`, records of 256 tokens; rows: of each
-    `[pages, G, tokens, 2 D]`, key before value, in any order in memory but that a row is in one
-    piece; places: where kernels find those rows, for pinned memory of the host, whose tensors are
-    the host's. Raises ValueError for layers that differ, or other shapes.
+    Args:
+        codes: Codes of each layer, uint8 `[pages, G, parts, bytes]`, records of 256 tokens.
+        rows: Rows of each layer, `[pages, G, tokens, 2 D]`, the key before the value. Strides are
+            free, but each row is contiguous.
+        places: Addresses of the rows for kernels, if they are in pinned host memory.
+
+    Raises:
+        ValueError: Layers differ, or shapes do not fit.
     """
 
     codes: Sequence[Tensor]
@@ -62,12 +66,12 @@ class Pages:
 
     @property
     def tokens(self) -> int:
-        """Of a page."""
+        """Tokens of a page."""
         return self.rows[0].shape[2]
 
     @property
     def row_places(self) -> Sequence[int]:
-        """Where kernels find the rows of each layer."""
+        """Address of each layer's rows for kernels."""
         return [rows.data_ptr() for rows in self.rows] if self.places is None else self.places
 
     @cached_property
@@ -79,7 +83,7 @@ class Pages:
 
     @cached_property
     def strides(self) -> dict[str, int]:
-        """Bytes, as kernels name them."""
+        """Strides in bytes, by the names of kernels' parameters."""
         codes, rows = self.codes[0], self.rows[0]
         size, part = rows.element_size(), codes.stride(2) if codes.shape[2] > 1 else 0
         return dict(

@@ -1,10 +1,11 @@
-"""Row cache: rows fetched lately from the host, kept on the device; what a cached row costs.
+"""Cache on the device of rows that were recently fetched from the host.
 
-Per KV head a table of `rows` slots in sets of 4, by a hash of the id. A selected row that lies in
-its set is read there; else it is fetched and takes the place of the set's row that was used
-longest ago, unless all four serve this very step. Rows of a step are looked up side by side: one
-may lose its place to another before it is found (kernels/common/row_cache.cuh), and is fetched.
-`attend` decides, reads and fills (kernels/step/attend.cu). All at fixed addresses.
+Each KV head has a table of slots in sets of 4. A hash of the token id selects the set. A selected
+row that is in its set is read there. Otherwise it is fetched from the host and replaces the least
+recently used row of the set, unless all four are used in the same step. Rows of a step are looked
+up in parallel, so one may lose its slot to another before it is found, and is then fetched
+(kernels/common/row_cache.cuh). The kernel `attend` looks up, reads and fills the cache
+(kernels/step/attend.cu). All tensors stay at fixed addresses.
 """
 
 from __future__ import annotations
@@ -16,18 +17,27 @@ from kvindex.core import check
 from kvindex_cuda.runtime.constants import WAYS
 
 CAPACITY = 4096
-"""Per KV head."""
+"""Default slots per KV head."""
 
 
 class RowCache:
-    """A cache for `groups` (batch rows times KV heads) of rows of so many bytes.
+    """A cache of rows with `row_bytes` bytes for each group (a KV head of a sequence).
 
-    capacity: slots per group, a power of two from 4. tags: ids int32 `[groups, capacity]`, -1 for
-    none; stamps: the step that used a slot last, twice its number or one more, int32 `[groups,
-    capacity]`; clocks: steps so far, int32 `[groups]`, or one that is given, `[1]`, which several
-    caches share and somebody else sets (`steps.paged`); counts: rows looked up and found, int32
-    `[groups, 2]`, which wrap around; data: uint8 `[groups, capacity, row_bytes]`.
-    Raises ValueError for another size.
+    Args:
+        groups: Sequences times KV heads.
+        row_bytes: Bytes of a row.
+        device: Where the cache is.
+        capacity: Slots per group, a power of two from 4. Raises ValueError for another number.
+        clock: Count of steps, int32 `[1]`, that several caches share and their owner updates
+            (`steps.paged`). The default is a count for each group.
+
+    Attributes:
+        tags: Token id in each slot, int32 `[groups, capacity]`, -1 for none.
+        stamps: The step that used a slot last, twice its number or one more, int32 `[groups,
+            capacity]`.
+        clocks: Steps so far, int32 `[groups]` or `[1]`.
+        counts: Rows that were looked up, and found, int32 `[groups, 2]`. They wrap around.
+        data: The rows, uint8 `[groups, capacity, row_bytes]`.
     """
 
     def __init__(
@@ -52,23 +62,20 @@ class RowCache:
         self.data = torch.empty((groups, capacity, row_bytes), dtype=torch.uint8, device=device)
 
     def forget(self, groups: slice = slice(None)) -> None:
-        """Ids, of some groups, may stand for other rows from now on. Waits for nothing."""
+        """Empty the cache of some groups, because ids may stand for other rows. Does not wait."""
         self.tags[groups].fill_(-1)
 
     def hit_rate(self) -> float:
-        """Share of the rows looked up so far that were found; 0 before any.
-
-        Waits for the device.
-        """
+        """Return the fraction of looked-up rows that were found. Waits for the device."""
         looked_up, found = self.use()
         return found / looked_up if looked_up else 0.0
 
     def use(self) -> tuple[int, int]:
-        """Rows looked up so far, and found. Waits for the device."""
+        """Return how many rows were looked up, and found. Waits for the device."""
         looked_up, found = self.counts.sum(0).tolist()
         return looked_up, found
 
     def nbytes(self) -> int:
-        """Bytes on the device."""
+        """Return the bytes on the device."""
         parts: tuple[Tensor, ...] = (self.tags, self.stamps, self.clocks, self.counts, self.data)
         return sum(part.nbytes for part in parts)

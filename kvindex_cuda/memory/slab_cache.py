@@ -1,8 +1,8 @@
-"""Slab cache: pinned slabs that outlive an index, so that the next prompt pins none.
+"""Cache of pinned memory: slabs that outlive an index, so that the next prompt pins none.
 
-Pinning is slow: a host gives some 3 GB/s. A slab that is freed waits here, pinned, for whoever
-needs as many bytes next; `release_pinned` gives the memory back. What will be needed can be pinned
-here on a thread, before the index that needs it has its first token.
+Pinning is slow, about 3 GB/s. A freed slab stays pinned here until someone needs the same number of
+bytes. `release_pinned` returns the memory to the machine. A thread can pin memory here before the
+index that needs it has its first token.
 """
 
 from __future__ import annotations
@@ -22,10 +22,13 @@ from kvindex_cuda.memory.slab_pool import Allocator, Slab
 
 
 class SlabCache:
-    """Slabs that nobody uses, of several allocators; with those in use within one budget.
+    """Unused slabs of several allocators.
 
-    budget: of the slabs in use. Safe between threads, and in a finalizer, which the collector may
-    run wherever a thread makes an object: what is looped over are copies.
+    Unused slabs and slabs in use stay within one budget together. The cache is thread-safe, and may
+    be called in finalizers, which the garbage collector may run wherever a thread makes an object.
+    For that reason loops run over copies.
+
+    budget: The budget of the slabs in use.
     """
 
     def __init__(self, budget: Budget) -> None:
@@ -40,17 +43,17 @@ class SlabCache:
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes of all slabs here."""
+        """Bytes of all slabs in the cache."""
         return self._kept
 
     def keep(self, slab: _Lent) -> None:
-        """Take a slab that nobody uses any more."""
+        """Store a slab that nobody uses any more."""
         with self._lock:
             self._slabs[slab.device_address] = slab
             self._kept += slab.nbytes
 
     def take(self, allocator: Allocator, nbytes: int) -> _Lent | None:
-        """The newest slab of an allocator that has so many bytes, if there is one."""
+        """Return the newest slab of an allocator with `nbytes` bytes, or None."""
         with self._lock:
             for slab in reversed(list(self._slabs.values())):
                 if slab.nbytes == nbytes and slab.owner.allocator is allocator:
@@ -62,9 +65,10 @@ class SlabCache:
         return self._slabs.pop(slab.device_address)
 
     def expect(self, owner: CachingAllocator, nbytes: int, count: int) -> None:
-        """So many more slabs will be asked for, or fewer: a thread pins what is not here.
+        """Expect that `count` more slabs (or fewer, below 0) will be requested.
 
-        As long as the budget has room and the machine memory. Never fails.
+        A thread pins those that are missing, while the budget has room and the machine has memory.
+        Never fails.
         """
         with self._lock:
             before = self._expected.get((owner, nbytes), 0)
@@ -79,7 +83,7 @@ class SlabCache:
                 self._worker = None
 
     def _pin(self) -> None:
-        """On the worker."""
+        """Pin expected slabs, on the worker thread."""
         while (wanted := self._missing()) is not None:
             owner, nbytes = wanted
             try:
@@ -91,7 +95,7 @@ class SlabCache:
             self.keep(_Lent(slab, nbytes, owner))
 
     def _missing(self) -> tuple[CachingAllocator, int] | None:
-        """Of which slabs there are fewer than are expected, with room for one; else it is done."""
+        """Return which slab is missing and has room, or None if the worker is done."""
         with self._lock:
             limit = self._budget.limit_bytes
             room = None if limit is None else limit - self._kept - self._budget.used_bytes
@@ -103,13 +107,13 @@ class SlabCache:
         return None
 
     def make_room(self) -> None:
-        """Free the oldest slabs, until those in use and those here are within the budget."""
+        """Free the oldest slabs until the budget has room for all slabs."""
         limit = self._budget.limit_bytes
         if limit is not None:
             self.release(max(0, limit - self._budget.used_bytes))
 
     def release(self, keep_bytes: int = 0) -> int:
-        """Free the oldest slabs until no more than `keep_bytes` are left; gives the bytes freed."""
+        """Free the oldest slabs until at most `keep_bytes` are left. Return the bytes freed."""
         freed = 0
         while True:
             with self._lock:
@@ -122,7 +126,7 @@ class SlabCache:
 
 @dataclass(frozen=True)
 class CachingAllocator:
-    """An `Allocator` whose slabs go to a cache when they are freed, and come from there."""
+    """An `Allocator` that takes slabs from a cache, and returns freed slabs to it."""
 
     allocator: Allocator
     cache: SlabCache
@@ -137,10 +141,9 @@ class CachingAllocator:
         self.cache.expect(self, nbytes, count)
 
     def allocate(self, nbytes: int) -> Slab:
-        """A slab of `nbytes`: one that was kept, or a new one. Raises as the allocator.
+        """Return a slab of `nbytes`: a cached one, or a new one. Raises as the allocator.
 
-        What is kept makes room for a new one: before the budget is passed, and where the machine
-        has no more.
+        Cached slabs are freed if a new one would exceed the budget, or the machine has no memory.
         """
         kept = self.cache.take(self.allocator, nbytes)
         if kept is not None:
@@ -157,7 +160,7 @@ class CachingAllocator:
 
 @dataclass(frozen=True)
 class _Lent:
-    """A `Slab` that goes back to a cache."""
+    """A `Slab` that returns to a cache when it is freed."""
 
     slab: Slab
     nbytes: int
@@ -177,26 +180,30 @@ class _Lent:
         self.slab.settle()
 
     def free(self) -> None:
-        """Keep it for others, once kernels and copies in flight are done."""
+        """Return it to the cache, once kernels and copies in flight are done."""
         self.slab.settle()
         self.owner.cache.keep(self)
 
 
 @lru_cache(maxsize=1)
 def shared_cache() -> SlabCache:
-    """The process's, of pinned memory."""
+    """Return the process's cache of pinned memory."""
     return SlabCache(shared_budget())
 
 
 @lru_cache
 def pinned(device: torch.device) -> CachingAllocator:
-    """What pins memory for a CUDA device. Raises as `PinnedAllocator`."""
+    """Return the allocator of pinned memory for a CUDA device. Raises as `PinnedAllocator`."""
     return CachingAllocator(PinnedAllocator(device), shared_cache())
 
 
 def release_pinned(keep_bytes: int = 0) -> int:
-    """Give pinned memory that no index uses back to the machine; gives the bytes given back.
+    """Return pinned memory that no index uses to the machine.
 
-    keep_bytes: so many may stay for the next prompt.
+    Args:
+        keep_bytes: Bytes that may stay pinned for the next prompt.
+
+    Returns:
+        The bytes that were freed.
     """
     return shared_cache().release(check.at_least("keep_bytes", keep_bytes, 0))

@@ -1,8 +1,7 @@
-"""Slab pool: memory in slabs, cut into blocks of equal size; the host's are had one ahead of need.
+"""Pool of memory slabs, cut into blocks of equal size. Host memory is pinned one slab ahead.
 
-Locks: a pool is used by one thread; its worker hands over through atomic operations of deques
-alone, and `close`, which the garbage collector may run anywhere, waits for nothing. Longer than
-most files: what a slab is and where it comes from, beside the pool.
+One thread uses a pool. Its worker passes slabs through atomic operations of deques, without locks,
+and `close`, which the garbage collector may run anywhere, never waits.
 """
 
 from __future__ import annotations
@@ -21,10 +20,10 @@ from kvindex_cuda.memory.budget import Budget
 
 
 class Slab(Protocol):
-    """A stretch of memory that a GPU can read; addresses are multiples of 16."""
+    """A range of memory that a GPU can read. Addresses are multiples of 16."""
 
     def view(self, nbytes: int) -> Tensor:
-        """Its bytes, uint8 `[nbytes]`, on the host or on the device; valid until `free`."""
+        """Return its bytes, uint8 `[nbytes]`, on the host or the device, valid until `free`."""
         ...
 
     @property
@@ -33,39 +32,39 @@ class Slab(Protocol):
         ...
 
     def settle(self) -> None:
-        """Wait for kernels and copies in flight, which may read it or write to it."""
+        """Wait for kernels and copies in flight that may use it."""
         ...
 
     def free(self) -> None:
-        """Give it back, settled; called once, after which it is not read."""
+        """Free it, after `settle`. It is called once, and the slab is not used afterwards."""
         ...
 
 
 class Allocator(Protocol):
-    """Where slabs come from; called from several threads."""
+    """Allocates slabs. Several threads call it."""
 
     @property
     def far(self) -> bool:
-        """Whether a GPU reads them over a bus: memory of the host, of which there is a budget."""
+        """True for host memory, which a GPU reads over a bus."""
         ...
 
     def allocate(self, nbytes: int) -> Slab:
-        """A slab of `nbytes`, whatever it holds. May raise anything."""
+        """Return an uninitialized slab of `nbytes`. May raise any error."""
         ...
 
 
 @runtime_checkable
 class Foresees(Protocol):
-    """An `Allocator` that can have slabs ready."""
+    """An `Allocator` that can prepare slabs in advance."""
 
     def expect(self, nbytes: int, count: int) -> None:
-        """So many more slabs of `nbytes` will be asked for; fewer, below 0. Does not wait."""
+        """Expect `count` more slabs of `nbytes` (fewer, below 0). Does not wait."""
         ...
 
 
 @dataclass(frozen=True)
 class DeviceSlab:
-    """Memory that torch gives, uint8 `[bytes]`; a `Slab`."""
+    """A `Slab` of torch's memory, uint8 `[bytes]`."""
 
     memory: Tensor
 
@@ -75,7 +74,7 @@ class DeviceSlab:
         return self.memory.data_ptr()
 
     def view(self, nbytes: int) -> Tensor:
-        """Its bytes, uint8 `[nbytes]`."""
+        """Return its bytes, uint8 `[nbytes]`."""
         return self.memory[:nbytes]
 
     def settle(self) -> None:
@@ -84,31 +83,31 @@ class DeviceSlab:
             torch.cuda.synchronize(self.memory.device)
 
     def free(self) -> None:
-        """Settle: torch gives it to others with the last view."""
+        """Wait for work in flight. Torch reuses the memory once the last view is gone."""
         self.settle()
 
 
 @dataclass(frozen=True)
 class DeviceAllocator:
-    """Slabs of a compute device; an `Allocator`."""
+    """An `Allocator` of memory on a compute device."""
 
     device: torch.device
     far: ClassVar[bool] = False
 
     def allocate(self, nbytes: int) -> DeviceSlab:
-        """A slab of `nbytes`. Raises torch.OutOfMemoryError."""
+        """Return a slab of `nbytes`. Raises torch.OutOfMemoryError."""
         return DeviceSlab(torch.empty(nbytes, dtype=torch.uint8, device=self.device))
 
 
 def host_view(address: int, nbytes: int) -> Tensor:
-    """Bytes of host memory, uint8 `[nbytes]`."""
+    """Return host memory as a tensor, uint8 `[nbytes]`."""
     memory = (ctypes.c_uint8 * nbytes).from_address(address)
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 @dataclass(frozen=True)
 class Tier:
-    """A place of slabs, and how much of it may be taken."""
+    """A kind of memory (device or host), and the budget for it."""
 
     allocator: Allocator
     budget: Budget
@@ -116,17 +115,17 @@ class Tier:
 
 @dataclass(frozen=True)
 class _Held:
-    """A slab, and where it came from."""
+    """A slab, and the tier it came from."""
 
     slab: Slab
     tier: Tier
 
 
 class Pool:
-    """Blocks of `block_bytes`, numbered from 0; a number stays at its address until `close`.
+    """Blocks of `block_bytes`, numbered from 0. Each stays at its address until `close`.
 
-    slab_blocks: blocks in a slab; tiers: where slabs come from: the first that has room, and only
-    what the last one says is an error.
+    slab_blocks: Blocks in a slab. tiers: Kinds of memory, in order of preference. A slab comes from
+    the first one that has room, and only a failure of the last one is an error.
     """
 
     def __init__(self, block_bytes: int, slab_blocks: int, *tiers: Tier) -> None:
@@ -147,7 +146,7 @@ class Pool:
 
     @property
     def mixed(self) -> bool:
-        """Whether blocks may lie in several places."""
+        """True if blocks may be in several kinds of memory."""
         return bool(self._preferred)
 
     @property
@@ -156,7 +155,7 @@ class Pool:
         return len(self._held) * self._slab_bytes
 
     def view(self, slab: int) -> Tensor:
-        """Uint8 `[slab_blocks, block_bytes]`: blocks from `slab · slab_blocks` on.
+        """Return a slab, uint8 `[slab_blocks, block_bytes]`: blocks from `slab · slab_blocks` on.
 
         Raises RuntimeError after `close`.
         """
@@ -165,19 +164,19 @@ class Pool:
         return self._views[slab]
 
     def device_address(self, block: int) -> int:
-        """Where kernels find the block."""
+        """Return the block's address for kernels."""
         slab, inside = divmod(block, self.slab_blocks)
         return self._addresses[slab] + inside * self.block_bytes
 
     def is_far(self, block: int) -> bool:
-        """Whether a GPU reads the block over a bus."""
+        """Return True if the block is in host memory."""
         return self._far[block // self.slab_blocks]
 
     def take(self, count: int) -> list[int]:
-        """Numbers of `count` blocks, ascending; what is missing is allocated, after the worker.
+        """Return the numbers of `count` free blocks, ascending. Allocates slabs if needed.
 
-        Raises MemoryError beyond the budget, MemoryError or RuntimeError if pinning fails here or
-        has failed on the worker; then nothing is taken and no memory kept.
+        Raises MemoryError beyond the budget, and MemoryError or RuntimeError if pinning fails here
+        or has failed on the worker. Then it takes no block and keeps no memory.
         """
         self._adopt()
         if len(self._free) < count:
@@ -189,13 +188,13 @@ class Pool:
         return taken
 
     def give(self, blocks: list[int]) -> None:
-        """Take back blocks, for reuse."""
+        """Return blocks to the pool for reuse."""
         self._free = sorted(self._free + blocks)
 
     def ahead(self) -> None:
-        """Let a worker get a slab if less than one is free, and a budget allows. Never fails.
+        """Start allocating a slab on a worker if less than one is free and the budget allows it.
 
-        Nothing where all are the device's, whose memory is had at once.
+        Never fails. Does nothing if all slabs are in device memory, which needs no pinning.
         """
         if self._worker is not None and self._worker.is_alive():
             return
@@ -216,9 +215,9 @@ class Pool:
             tier.budget.give(self._slab_bytes)
 
     def expect(self, blocks: int) -> None:
-        """So many blocks will be held in all: what they lack, and the slab ahead, may be got now.
+        """Expect that `blocks` blocks will be used in all, so that slabs can be pinned in advance.
 
-        Nothing where blocks may lie in several places.
+        Does nothing if blocks may be in several kinds of memory.
         """
         slabs = -(-blocks // self.slab_blocks) + 1 - len(self._held) - self._expected
         if slabs > 0 and not self._preferred:
@@ -236,7 +235,7 @@ class Pool:
             self._worker.join()
 
     def close(self) -> None:
-        """Free every slab, now or (the one being pinned) as soon as the worker has it."""
+        """Free every slab. A slab that is being pinned is freed when the worker has it."""
         self._closed = True
         self._tell(-self._expected)
         self._drain()
@@ -265,11 +264,11 @@ class Pool:
         self._adopt()
 
     def _with_room(self, *tiers: Tier) -> Tier | None:
-        """The first whose budget has room for a slab, which is then taken from it."""
+        """Return the first tier with room for a slab, and take the slab's bytes from its budget."""
         return next((tier for tier in tiers if tier.budget.try_take(self._slab_bytes)), None)
 
     def _allocated(self, tier: Tier) -> _Held:
-        """A slab of a tier, of whose budget it is taken, or else of the last one."""
+        """Return a slab of a tier whose budget has paid for it, or else of the last tier."""
         try:
             held = _Held(tier.allocator.allocate(self._slab_bytes), tier)
             if self._expected:
@@ -289,7 +288,7 @@ class Pool:
         return self._allocated(self._last)
 
     def _get(self, tier: Tier) -> None:
-        """On the worker."""
+        """Allocate a slab, on the worker thread."""
         try:
             held = self._allocated(tier)
         except Exception as error:
@@ -308,7 +307,7 @@ class Pool:
             raise error
 
     def _adopt(self) -> None:
-        """Number the slabs that are ready."""
+        """Add the slabs that the worker has finished."""
         while self._ready:
             held = self._ready.popleft()
             first = len(self._views) * self.slab_blocks

@@ -1,4 +1,4 @@
-"""Write a few rows to their blocks by one kernel, without a copy or an event of the host."""
+"""Write a few rows to their blocks with one kernel, without copies or events on the host."""
 
 from __future__ import annotations
 
@@ -15,22 +15,25 @@ from kvindex_cuda.runtime.launch import launch, load
 FILE = "append/write_rows.cu"
 
 PIECE = 16
-"""Bytes of which a row has some."""
+"""Bytes that a thread copies at once. A row is a multiple of it."""
 
 MOST_BLOCKS = 32
-"""Of threads: 128 KB on their way, some microseconds of a bus of 50 GB/s."""
+"""Most thread blocks: 128 KB in flight, some microseconds of a bus of 50 GB/s."""
 
 
 STRIDES = tuple(f"{part}_{of}" for part in ("one", "other") for of in ("batch", "head", "token"))
 
 
 def write_rows(parts: Sequence[Tensor], table: Tensor, start: int) -> None:
-    """Copy rows of the tokens from `start` on to their blocks, in parts that follow one another.
+    """Copy the rows of the tokens from `start` on to their blocks, on the current stream.
 
-    parts: rows as their codec made them, or keys and values, `[B, G, N, ...]` that `fits` takes;
-    table: addresses of blocks `[G, 256, row_bytes]`, int64 `[B, S]`, multiples of 16. On the
-    current stream, after which whoever reads them must come. Raises ValueError for other sizes, or
-    tokens beyond the table.
+    Args:
+        parts: Encoded rows, or keys and values, `[B, G, N, ...]`, for which `fits` returns True.
+        table: Addresses of blocks `[G, 256, row_bytes]`, int64 `[B, S]`, multiples of 16.
+        start: First token.
+
+    Raises:
+        ValueError: Sizes do not fit, or tokens are beyond the table.
     """
     B, G, N, _ = outer = parts[0].shape
     room = of_type("table", table, torch.int64).shape[1] * BLOCK
@@ -69,11 +72,11 @@ def write_rows(parts: Sequence[Tensor], table: Tensor, start: int) -> None:
 
 
 def load_kernel(device: torch.device) -> None:
-    """Have the kernel on a device before the first rows come."""
+    """Load the kernel on a device in advance."""
     load(FILE, "write_rows", device)
 
 
 def fits(part: Tensor) -> bool:
-    """Whether each row of a tensor `[B, G, N, ...]` is whole pieces, and begins at a multiple."""
+    """Return True if each row of `[B, G, N, ...]` is whole pieces, aligned to their size."""
     whole = part.shape[3] * part.element_size() % PIECE == 0
     return whole and part.stride(3) == 1 and wide(part)

@@ -1,1 +1,1 @@
-"""The ops of `kvindex.ops` as CUDA kernels: same names, same signatures."""
+"""Operations of `kvindex.ops` as CUDA kernels, with the same names and signatures."""

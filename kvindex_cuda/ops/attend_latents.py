@@ -1,4 +1,4 @@
-"""Attention over latents where they lie: rows whose values are what their keys begin with."""
+"""Attention over latents in a store: rows whose values are the first coordinates of their keys."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from kvindex_cuda.runtime.constants import TOKENS as BLOCK
 from kvindex_cuda.runtime.launch import launch
 
 MOST_HEADS = 128
-"""Query heads of a group: eight warps have 16 of them each."""
+"""Most query heads of a group: 16 for each of eight warps."""
 
 NEAR_HEADS = 32
-"""Heads of a block where rows are on the device: 128 and the usual 420 rows are 108 blocks."""
+"""Heads of a thread block if rows are on the device: 128 heads and 420 rows are 108 blocks."""
 
 WIDEST = 1024
-"""Head dimension: rows of float32 lie in shared memory."""
+"""Largest head dimension, with float32 rows in shared memory."""
 
 
 class LatentAttention:
-    """The two launches of `attend_latents.cu`, and what the first leaves for the second."""
+    """The two launches of `attend_latents.cu`, with the buffers between them."""
 
     def __init__(self, geometry: Geometry) -> None:
         self._geometry = geometry
@@ -49,14 +49,25 @@ class LatentAttention:
         overlap: bool = False,
         ragged: bool = False,
     ) -> None:
-        """Write `output` `[B, H, Dv]` and `lse` `[B, H]`: as `BaseStep.attend`.
+        """Attend to the rows of `ids` and the resident rows. All tensors must be contiguous.
 
-        queries: `[B, H, D]`; ids: int64 `[B, G, k]` or `[B G, k]`, below 0 for none; found: how
-        many of them there are, int32 `[B G]`, or None for all; weights: of rows selected, float32
-        `[B, H, k]`, or `[B G, k]` for all heads of a group, or None; rows, row_bytes, codec: as of
-        `State`, as are resident, resident_mask and resident_count; far: whether rows lie on the
-        host: then each is read once, else by each part of the heads; overlap: whether the launch
-        may begin before the one before it ends; ragged: as of `BaseStep`. All contiguous.
+        Args:
+            queries: `[B, H, D]`.
+            ids: Rows to attend to, int64 `[B, G, k]` or `[B G, k]`, below 0 for none.
+            found: How many ids there are, int32 `[B G]`, or None for all.
+            weights: Log weights of these rows, float32 `[B, H, k]`, `[B G, k]` for all heads of a
+                group, or None.
+            rows: As `State` of a step, like the next five arguments.
+            row_bytes: As `State`.
+            codec: As `State`.
+            resident: As `State`.
+            resident_mask: As `State`.
+            resident_count: As `State`.
+            output: Written, `[B, H, Dv]`.
+            lse: Written: logarithms of sums of exponentials, float32 `[B, H]`.
+            far: Rows are on the host. Then each is read once, else once by each part of the heads.
+            overlap: Allow the launch to begin before the previous one ends.
+            ragged: As `BaseStep`.
         """
         g = self._geometry
         groups, k, room = len(queries) * g.kv_heads, ids.shape[-1], resident.shape[2]
@@ -126,7 +137,7 @@ class LatentAttention:
 
 
 def unserved(geometry: Geometry) -> str | None:
-    """Why the kernels do not attend to latents of a geometry, None where they do."""
+    """Return why the kernels do not serve a geometry of latents, or None if they do."""
     g = geometry
     limits = [
         ("q_heads", g.group_size, g.group_size <= MOST_HEADS, f"up to {MOST_HEADS} a head"),
@@ -138,12 +149,12 @@ def unserved(geometry: Geometry) -> str | None:
 
 
 def _padded(geometry: Geometry) -> int:
-    """Heads of a group, up to 16 times a power of two."""
+    """Return a group's heads, rounded up to 16 times a power of two."""
     return 16 << (-(-geometry.group_size // 16) - 1).bit_length()
 
 
 def _shared_bytes(geometry: Geometry, part: int) -> int:
-    """As attend_latents.cu lays it out."""
+    """Return the bytes of shared memory, as attend_latents.cu lays it out."""
     pitch = -(-geometry.head_dim * geometry.dtype.itemsize // 128) * 128 + 32
     logits = part if geometry.dtype == torch.float32 else MOST_HEADS
     return LATENT_ROWS * pitch + logits * 4 * (LATENT_ROWS + 4) + part * 2 * LATENT_ROWS

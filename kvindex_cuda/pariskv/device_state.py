@@ -1,4 +1,4 @@
-"""Device state: what a step reads of a layer, at fixed addresses that the host writes to."""
+"""The state of a layer that steps read, on the device at fixed addresses."""
 
 from __future__ import annotations
 
@@ -18,31 +18,40 @@ from kvindex_cuda.memory.row_cache import RowCache
 
 @dataclass(frozen=True)
 class State:
-    """What a step reads of a layer, all on the device and at fixed addresses.
+    """What a step reads of a layer: tensors on the device, at addresses that stay the same.
 
-    codes, rows: addresses of blocks, int64 `[B, S]` each; valid: bits of tokens, int32 `[B, S, 8]`;
-    length: int64 `[1]`, tokens in the index, or `[B]`, in that of each row of the batch; wanted,
-    counted: int32 `[B]`, candidates `C` and valid keys; weight_scale: float32 `[B, G]`; resident:
-    rows of sink and window `[B, G, W, D + Dv]`; resident_mask: uint8 `[B, W]`; resident_count:
-    int64 `[1]`, how many of the `W` there are, or `[B]`, as of `length`; row_bytes: of a row in a
-    block; codec: of those rows, a name of `kvindex.storage.codecs`; row_center: that they are codes
-    from, float32 `[B, G, D]`, or None for zeros; far: whether they lie on the host, which kernels
-    over latents alone are told; near: which of those blocks are on the device, uint8 `[B, S]`,
-    where they lie in two places; cache: of rows that were fetched from the host, as they lie;
-    wrong: int32 of one element, which a step sets to 1 where a query is not finite; regression: as
-    of `step_state.State`, where signs vote together; found_sum: int64 `[B, G]`, to which it adds
-    how many rows it found, or None; token: rows `[B, G, 1, D]` and `[B, G, 1, Dv]`, contiguous,
-    which a step that `stages` puts behind the resident ones where `resident_count` tells, and moves
-    that on, by a `ticket`, int32 `[1]`, 0 between steps; or None.
-
-    Of log weights alone: largest: upper byte of a weight in full blocks, int32 `[B, G]`, which no
-    step reads. Of tiers alone: histogram: keys per centroid, int64 `[B, G, M, 256]`; tiers: keys
-    that bound each, int64 `[B, 6]`. Of an engine's pages alone (`steps.paged`): sink: how many of a
-    sequence's first tokens are resident where any token is searched; resident rows lie in the
-    blocks of `rows` then, those of the window behind the `length` tokens searched; page_head_bytes:
-    from a KV head's rows of a block to the next one's; segments: numbers of those blocks among all
-    pages, int32 `[B, S]`, where the pages are on the host: then `cache` has a group for each KV
-    head, of all sequences' rows by their slots.
+    Attributes:
+        codes: Addresses of blocks of codes, int64 `[B, S]`.
+        rows: Addresses of blocks of rows (keys and values), int64 `[B, S]`.
+        valid: One bit per token, int32 `[B, S, 8]`.
+        length: Tokens in the index, int64 `[1]`, or `[B]` in a ragged batch.
+        wanted: Candidates `C` of each sequence, int32 `[B]`.
+        counted: Valid keys of each sequence, int32 `[B]`.
+        weight_scale: float32 `[B, G]`.
+        resident: Rows of sink and window, `[B, G, W, D + Dv]`.
+        resident_mask: uint8 `[B, W]`.
+        resident_count: How many of the `W` rows are there, int64 `[1]` or `[B]`, as `length`.
+        row_bytes: Bytes of a row in a block.
+        codec: Codec of those rows, a name of `kvindex.storage.codecs`.
+        row_center: Center that coded keys are relative to, float32 `[B, G, D]`, None for zeros.
+        far: Rows are in host memory. Only kernels over latents read this.
+        near: Which blocks of rows are on the device, uint8 `[B, S]`, if some are on the host.
+        cache: Rows that were fetched from the host.
+        wrong: int32 of one element, which a step sets to 1 if a query is not finite.
+        largest: Upper byte of the largest weight in full blocks, int32 `[B, G]`. No step reads it.
+        regression: Matrices that decode the signs, as `step_state.State`.
+        histogram: Keys per centroid, int64 `[B, G, M, 256]`, for tiered votes only.
+        tiers: Keys that bound each tier, int64 `[B, 6]`, for tiered votes only.
+        found_sum: int64 `[B, G]`, to which a step adds the number of rows it found, or None.
+        token: Keys `[B, G, 1, D]` and values `[B, G, 1, Dv]`, contiguous, which a step that
+            `stages` appends to the resident rows, or None.
+        ticket: int32 `[1]` for that, 0 between steps.
+        sink: In an engine's pages, how many first tokens are resident in a sequence that is
+            searched. Resident rows are then in the blocks of `rows`, those of the window after the
+            `length` tokens that are searched.
+        page_head_bytes: In an engine's pages, bytes from one KV head's rows to the next head's.
+        segments: Numbers of those blocks among all pages, int32 `[B, S]`, if the pages are on the
+            host. Then `cache` has one group per KV head for the rows of all sequences.
     """
 
     codes: Tensor
@@ -73,21 +82,21 @@ class State:
     page_head_bytes: int | None = None
     segments: Tensor | None = None
 
-    # What kernels' parameters have the names of, beside the fields (`runtime.resolve`)
+    # Kernels' parameters that are no fields have the names of these properties (`runtime.resolve`)
 
     @property
     def row(self) -> int:
-        """Blocks that each row of `codes` has room for."""
+        """Blocks of codes that each sequence has room for."""
         return self.codes.shape[1]
 
     @property
     def table_row(self) -> int:
-        """Blocks that each row of `rows` has room for."""
+        """Blocks of rows that each sequence has room for."""
         return self.rows.shape[1]
 
     @property
     def room(self) -> int:
-        """Resident rows that there is room for."""
+        """Resident rows that each sequence has room for."""
         return self.resident.shape[2]
 
     @property
@@ -112,7 +121,7 @@ class State:
 
     @property
     def tags(self) -> Tensor | None:
-        """Which row each slot of the cache has."""
+        """Token id in each slot of the cache."""
         return self.cache.tags if self.cache else None
 
     @property
@@ -122,20 +131,20 @@ class State:
 
     @property
     def clocks(self) -> Tensor | None:
-        """Steps that the cache has served."""
+        """Number of steps that the cache has served."""
         return self.cache.clocks if self.cache else None
 
     @property
     def lookups(self) -> Tensor | None:
-        """Rows that were looked up in the cache, and found."""
+        """How many rows were looked up in the cache, and how many were found."""
         return self.cache.counts if self.cache else None
 
 
 def opened(geometry: Geometry, table: Tensor, contents: Contents) -> State:
-    """A state with room for all that a table of blocks of codes has room for, int64 `[B, S]`.
+    """Return an empty state for a table of blocks of codes, int64 `[B, S]`.
 
-    contents: whose statistics have a histogram for steps by tiers, and which has a regression for
-    signs that vote together.
+    contents: The index's contents. If its statistics have a histogram, the state has room for one
+    (tiered votes), and likewise for a regression.
     """
     histogram = contents.statistics.get("histogram")
     regression = None if contents.regression is None else contents.regression()
@@ -165,7 +174,7 @@ def opened(geometry: Geometry, table: Tensor, contents: Contents) -> State:
 
 
 def put(target: Tensor, values: Sequence[int]) -> None:
-    """Copy numbers, one for each row, into `target` `[B]` without waiting for its device."""
+    """Copy one number for each sequence to `target` `[B]`, without waiting for its device."""
     if len(set(values)) == 1:
         target.fill_(values[0])  # no memory is pinned for what is the same in all rows
         return
@@ -176,12 +185,12 @@ def put(target: Tensor, values: Sequence[int]) -> None:
 
 
 def put_valid(state: State, valid: Tensor, first: int, last: int) -> None:
-    """Bits of tokens that are real, bool `[B, N]`, of the blocks from `first` to `last`."""
+    """Write which tokens are valid, bool `[B, N]`, for the blocks from `first` to `last`."""
     state.valid[:, first:last].copy_(words_of(valid[:, first * BLOCK :], last - first))
 
 
 def put_tiers(state: State, histogram: Tensor, bounds: Sequence[Sequence[int]]) -> None:
-    """Keys per centroid, and for each row of the batch those that bound each tier."""
+    """Write the keys per centroid, and the keys that bound each tier of each sequence."""
     if state.histogram is None or state.tiers is None:
         raise ValueError("histogram: got one for a state without tiers, allowed is none")
     state.histogram.copy_(histogram)

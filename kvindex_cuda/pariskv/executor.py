@@ -1,10 +1,9 @@
-"""ParisKV on its kernels: codes in blocks, and searches that no code leaves the device for.
+"""The executor of ParisKV: it runs appends, searches and decode steps with fused kernels.
 
-What a search reads lies at fixed addresses and is updated in place as tokens come and go; what it
-writes on the way are buffers made once, its results are new each time. So a search that was
-captured in a CUDA graph can be replayed while the index grows. Longer than most files: what a
-search reads, who updates it and when it is made anew are one matter. What an append writes is in
-`append/codes.py`.
+Codes stay on the device, in blocks. A search reads tensors at fixed addresses, which are updated in
+place as tokens are added and removed. It writes to buffers that are allocated once, and returns new
+tensors. So a search that was captured in a CUDA graph can be replayed while the index grows.
+`append/codes.py` has the part that appends call.
 """
 
 from __future__ import annotations
@@ -37,10 +36,17 @@ from kvindex_cuda.runtime.launch import capturing
 
 
 class ParisKVExecutor(AppendedCodes):
-    """`ParisKV` on its kernels: a `kvindex.core.protocol.Executor`.
+    """Runs a ParisKV with fused kernels. The protocol `Executor` documents its methods.
 
-    codes, encoder: as of `AppendedCodes`; kind: of the step (`dispatch.STEPS`). cache: of rows that
-    `attend` fetched from the host; `search` fetches none.
+    Args:
+        geometry: Of the index.
+        config: Of the index.
+        kind: Kind of the step, a key of `dispatch.STEPS`.
+        codes: As `AppendedCodes`.
+        encoder: As `AppendedCodes`.
+
+    Attributes:
+        cache: Rows that `attend` fetched from the host, or None. `search` fetches no rows.
     """
 
     _contents: Contents  # since the first `update`
@@ -88,7 +94,7 @@ class ParisKVExecutor(AppendedCodes):
         return (0, 0, 0) if cache is None else (cache.capacity, *cache.use())
 
     def cleared(self) -> None:
-        """Everything was forgotten."""
+        """Forget all tokens, and everything that steps read."""
         self._state: State | None = None
         self._uses: list[Use] = []  # of each k the newest one last
         self.cache: RowCache | None = None
@@ -130,7 +136,7 @@ class ParisKVExecutor(AppendedCodes):
             self._centered = store if isinstance(store, CenteredRows) else None
 
     def _over(self, codes: object) -> ParisKVExecutor:
-        """The same, of codes that were reordered, expanded or copied."""
+        """Return an executor over codes that were reordered, expanded or copied."""
         if not isinstance(codes, CodeBlocks):
             raise TypeError(f"codes: got {type(codes).__name__}, allowed is CodeBlocks")
         return ParisKVExecutor(self._geometry, self._config, self._kind, codes, self._encode)
@@ -142,18 +148,18 @@ class ParisKVExecutor(AppendedCodes):
             self._begin(k, room)
 
     def reserve(self, tokens: int) -> None:
-        """As `Executor.reserve`: candidates, too, so that no step outgrows its buffers."""
+        """As `Executor.reserve`, for candidates, too, so that steps keep their buffers."""
         self.codes.reserve_tokens(tokens)
         self._promised = max(self._promised, tokens)
         for k in {use.step.k for use in self._uses}:
             self.warm_up(k, self._promised)
 
     def _room(self, k: int, tokens: int) -> int:
-        """What a step for `k` rows must have room for until there are so many tokens."""
+        """Return what a step for `k` rows must have room for, up to a length of `tokens`."""
         return room_of(self._kind, tokens, self._config.most_candidates(tokens, k))
 
     def search(self, queries: Tensor, k: int) -> Hits:
-        """The group's candidates, reranked, the best `k`."""
+        """As `Executor.search`."""
         use, state = self._ready(k)
         step = use.step
         step.select(queries.contiguous(), state)
@@ -180,7 +186,7 @@ class ParisKVExecutor(AppendedCodes):
     ) -> Attended:
         """As `Executor.decode_step`.
 
-        What is the same for the third time is captured, if it may be, and replayed from then on.
+        A step that reads the same tensors for the third time is captured, and replayed afterwards.
         """
         if graphs and (replay := self._replay_of(resident, k, wrong)):
             assert self._rows is not None
@@ -230,14 +236,14 @@ class ParisKVExecutor(AppendedCodes):
         return Attended(output, use.step.lse, self._found_sum)
 
     def attend_hits(self, queries: Tensor, hits: Hits, resident: ResidentRows) -> Attended:
-        """As `Executor.attend_hits`, with the buffers of any step."""
+        """As `Executor.attend_hits`."""
         k = self._uses[-1].step.k if self._uses else hits.ids.shape[-1]
         use, state = self._ready(k, resident)
         output = use.step.attend(queries.contiguous(), state, hits)
         found = (hits.ids != UNUSED).sum(-1, dtype=torch.int32)
         return Attended(output, use.step.lse, found)
 
-    # A row of a batch
+    # As one index of a batch
 
     def new_batch(self) -> ParisKVBatch:
         """As `JoinsBatch.new_batch`."""
@@ -261,14 +267,14 @@ class ParisKVExecutor(AppendedCodes):
     # What a search reads
 
     def _replay_of(self, resident: ResidentRows, k: int, wrong: Tensor | None) -> Replay | None:
-        """The graph of a step that reads the same as those before it, if there is one by now."""
+        """Return the graph of a step that reads the same tensors as before, or None."""
         device, use = self._geometry.device, self._newest(k)
         if use is None or use.outgrown or self._state is None or capturing(device):
             return None
         return self._replays.of(use.step, self._reads(use, resident, wrong))
 
     def _reads(self, use: Use, resident: ResidentRows, wrong: Tensor | None) -> State:
-        """What a step reads: the same object for as long as that stays the same."""
+        """Return what a step reads: the same object while its tensors stay the same."""
         rows = self._rows
         assert rows is not None
         center = self._centered.center if self._centered is not None else None
@@ -291,7 +297,7 @@ class ParisKVExecutor(AppendedCodes):
         return use.reads[1]
 
     def _places(self, rows: AddressedRows) -> dict[str, Any]:
-        """Of a `State`, where rows are and how they are kept; a view's tables are copied."""
+        """Return the fields of `State` that say where rows are, and their format."""
         near = rows.near if isinstance(rows, PlacedRows) else None
         center = self._centered.center if self._centered is not None else None
         return dict(
@@ -306,9 +312,10 @@ class ParisKVExecutor(AppendedCodes):
     def _ready(
         self, k: int, resident: ResidentRows | None = None, wrong: Tensor | None = None
     ) -> tuple[Use, State]:
-        """A step with room enough, its turn, and what it reads, to attend if there is a `resident`.
+        """Return a step with enough room, and what it reads.
 
-        Its results are the caller's: buffers are shared by all layers, these are new each time.
+        The current stream waits for the step's last user. The step writes its results to new
+        tensors, since all layers share its buffers. A step that attends needs `resident`.
         """
         captured, use = capturing(self._geometry.device), self._with_room(k)
         assert self._state is not None
@@ -323,7 +330,7 @@ class ParisKVExecutor(AppendedCodes):
         return use, replace(self._state, wanted=use.wanted)
 
     def _with_room(self, k: int) -> Use:
-        """The newest step for `k` rows, or a new one where that has too little room."""
+        """Return the newest step for `k` rows, or a new one if that has too little room."""
         use = self._newest(k)
         if use is not None and not use.outgrown:
             return use
@@ -336,7 +343,7 @@ class ParisKVExecutor(AppendedCodes):
         return self._begin(k, max(with_headroom(self._need(k)), promised))
 
     def _begin(self, k: int, most: int) -> Use:
-        """A step for `k` rows with room for `most`, from here on the newest."""
+        """Make a step for `k` rows with room for `most`. It is the newest from now on."""
         self._opened_state()
         self._begin_cache()
         device, (batch, blocks) = self._geometry.device, self.codes.table.shape
@@ -349,7 +356,7 @@ class ParisKVExecutor(AppendedCodes):
         return use
 
     def _opened_state(self) -> State:
-        """What steps read beside rows and resident ones."""
+        """Return what steps read, without the rows."""
         if self._state is None:
             self._regression, self._read = None, 0  # maybe of one that could not be filled
             state = opened(self._geometry, self.codes.table, self._contents)
@@ -358,25 +365,25 @@ class ParisKVExecutor(AppendedCodes):
         return self._state
 
     def _begin_cache(self) -> None:
-        """A cache, once there are rows on the host."""
+        """Make a cache if there are rows on the host."""
         rows, latents = self._rows, self._geometry.value_in_key  # whose kernel looks in none
         if self.cache is None and rows is not None and rows.far and not latents:
             groups = len(self.codes.table) * self._geometry.kv_heads
             self.cache = RowCache(groups, rows.row_bytes, self._geometry.device)
 
     def _candidates(self, k: int) -> list[int]:
-        """`C` of each row of the batch."""
+        """Return the number of candidates `C` of each sequence."""
         return [self._config.candidates(n, k) for n in self._contents.counts.tolist()]
 
     def _need(self, k: int) -> int:
-        """What a step for `k` rows must have room for now."""
+        """Return what a step for `k` rows must have room for now."""
         return room_of(self._kind, self._length, max(self._candidates(k)))
 
     def _newest(self, k: int) -> Use | None:
         return next((use for use in reversed(self._uses) if use.step.k == k), None)
 
     def _update(self, state: State, first: int) -> None:
-        """What has changed from block `first` on, in place: in one launch where rows are alike."""
+        """Update a state in place from block `first` on, in one launch if sequences are alike."""
         contents, valid = self._contents, self._contents.valid
         start, tokens, counts = first * BLOCK, contents.length, contents.counts.tolist()
         real = valid is None or start >= contents.real_from
@@ -413,7 +420,7 @@ class ParisKVExecutor(AppendedCodes):
 def executor_of(
     geometry: Geometry, config: ParisKVConfig, rotation: Tensor, levels: Tensor
 ) -> ParisKVExecutor | None:
-    """The executor of a ParisKV, where a fused step serves it."""
+    """Return the executor of a ParisKV, or None if no fused step serves it."""
     kind = kind_of(config, geometry)
     if kind is None:
         return None

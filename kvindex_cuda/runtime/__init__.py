@@ -1,1 +1,1 @@
-"""Compile and launch kernels."""
+"""Compile kernels, resolve their arguments by name, and launch them."""

@@ -1,4 +1,4 @@
-"""What launchers share: checks of tensors, strides, and how many blocks keep a device busy."""
+"""Helpers of launchers: checks of tensors, strides, and grid sizes."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 """`DTYPE` of the kernels' sources."""
 
 EMULATED = 4
-"""Multiprocessors where there is no GPU: enough for several blocks to share a row."""
+"""Multiprocessors to assume without a GPU: enough for several thread blocks to share a row."""
 
 
 def of_type(name: str, tensor: Tensor, *allowed: torch.dtype) -> Tensor:
-    """The tensor. Raises ValueError for another dtype."""
+    """Return the tensor. Raises ValueError for another dtype."""
     if tensor.dtype not in allowed:
         names = " or ".join(str(dtype) for dtype in allowed)
         raise ValueError(f"{name}: got {tensor.dtype}, allowed is {names}")
@@ -24,16 +24,16 @@ def of_type(name: str, tensor: Tensor, *allowed: torch.dtype) -> Tensor:
 
 
 def of_shape(name: str, tensor: Tensor, *shape: int) -> Tensor:
-    """The tensor. Raises ValueError for another shape."""
+    """Return the tensor. Raises ValueError for another shape."""
     if tuple(tensor.shape) != shape:
         raise ValueError(f"{name}: got shape {tuple(tensor.shape)}, allowed is {shape}")
     return tensor
 
 
 def contiguous_rows(tensor: Tensor, inner: int, aligned: int = 1) -> Tensor:
-    """The tensor, or a copy where its last `inner` dimensions have gaps.
+    """Return the tensor, or a contiguous copy if its last `inner` dimensions have gaps.
 
-    Copied too where a row of them does not start at a multiple of `aligned` bytes.
+    It is also copied if they do not start at a multiple of `aligned` bytes everywhere.
     """
     if inner == aligned == 1 and tensor.stride(-1) == 1:
         return tensor  # the rule
@@ -49,19 +49,19 @@ def contiguous_rows(tensor: Tensor, inner: int, aligned: int = 1) -> Tensor:
 
 
 def steps(tensor: Tensor) -> list[int]:
-    """Strides, 0 along a dimension of one entry, which nobody steps along."""
+    """Return the strides, with 0 for a dimension of one entry."""
     pairs = zip(tensor.shape, tensor.stride(), strict=True)
     return [step if size > 1 else 0 for size, step in pairs]
 
 
 def strides(name: str, tensor: Tensor | None, *dimensions: str) -> dict[str, int]:
-    """`steps` of a tensor's first dimensions, as `{name}_{dimension}`; 0 for None."""
+    """Return `steps` of the first dimensions as arguments `{name}_{dimension}`, 0 for None."""
     found = [0] * len(dimensions) if tensor is None else steps(tensor)
     return {f"{name}_{part}": step for part, step in zip(dimensions, found, strict=False)}
 
 
 def wide(rows: Tensor) -> bool:
-    """Whether each row of a tensor, of its last dimension, begins at a multiple of 16 bytes."""
+    """Return True if the last dimension begins at a multiple of 16 bytes everywhere."""
     places, size = rows.data_ptr(), rows.element_size()
     for count, step in zip(rows.shape[:-1], rows.stride()[:-1], strict=True):
         if count > 1:
@@ -70,9 +70,10 @@ def wide(rows: Tensor) -> bool:
 
 
 def busy(device: torch.device, rows: int, work: int, each: int, blocks: int = 4) -> int:
-    """Blocks for each of some rows of `work` items: `blocks` per multiprocessor in all.
+    """Return the thread blocks for each of `rows` rows of `work` items.
 
-    No more than leave `each` items to a block.
+    All rows together get `blocks` thread blocks per multiprocessor, but each thread block has at
+    least `each` items.
     """
     wanted = -(-blocks * multiprocessors(device) // max(1, rows))
     return max(1, min(wanted, -(-work // each), 65535))
@@ -80,7 +81,7 @@ def busy(device: torch.device, rows: int, work: int, each: int, blocks: int = 4)
 
 @lru_cache
 def multiprocessors(device: torch.device) -> int:
-    """Of a device, as many as kernels are launched for."""
+    """Return the number of multiprocessors that grids are computed for."""
     if device.type != "cuda":
         return EMULATED
     count: int = torch.cuda.get_device_properties(device).multi_processor_count

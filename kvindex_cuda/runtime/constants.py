@@ -1,4 +1,4 @@
-"""Numbers that kernels and their launchers share, written once: here or in ops, `-D` to kernels."""
+"""Numbers that kernels and their launchers share. Kernels get them as macros (`-D`)."""
 
 from __future__ import annotations
 
@@ -13,66 +13,65 @@ from kvindex.pariskv import tiered_votes as table
 from kvindex.storage.codecs import BITS, CodecNumber
 
 TOKENS = block_layout.BLOCK
-"""Of a block of codes or rows."""
+"""Tokens of a block of codes or rows."""
 
 BINS, EDGE, BUCKETS = step.BINS, 1024, step.BUCKETS
-"""Of a histogram of votes or shares; entries of the cut's bin that are told apart in shared memory;
-buckets of exponentials, 16 octaves each."""
+"""Bins of a histogram of votes or scores. Then the entries of the cut's bin that shared memory has
+room for, and the buckets of exponentials, 16 octaves each."""
 
 APART = 32
-"""int32 from a group's counter to the next one's: atomics of different groups to one line of memory
-wait for each other."""
+"""int32 from a group's counter to the next one's, since atomics to one memory line wait for each
+other."""
 
 SAMPLED = votes.SAMPLED
-"""Keys of a group whose votes `prepare_query` makes for a threshold."""
+"""Keys of a group whose votes `prepare_query` samples for a threshold."""
 
 SCAN_WARPS, SCAN_STAGES, SCAN_BINNED = 8, 2, 65535
-"""Of a block of `scan`: warps; blocks of keys on their way to each; entries that its histogram in
-shared memory has room for."""
+"""Of a thread block of `scan`: warps, blocks of keys in flight for each warp, and entries that its
+histogram in shared memory has room for."""
 
 SELECT_THREADS, SELECT_ENTRIES = 512, 8
-"""Of `select_rows`: threads of a block (each warp of few blocks costs issue slots) and a thread's
-entries."""
+"""Of `select_rows`: threads of a block, and entries of a thread."""
 
 VOTE_STAGES = 3
-"""Blocks of keys in `vote_latents`' shared memory, of which all but one are on their way."""
+"""Blocks of keys in the shared memory of `vote_latents`, of which all but one are in flight."""
 
 TAKE_THREADS = 512
-"""Of a block of `take_candidates`."""
+"""Threads of a block of `take_candidates`."""
 
 MOST_SPLITS, HEADS_AT_ONCE, ATTEND_AHEAD = 16, 4, 4
-"""Of `attend`: blocks of a group at most; heads that are merged together; rows of a team of lanes
-that are on their way at once, 2 where they are wide."""
+"""Of `attend`: most thread blocks of a group, heads that are merged together, and rows in flight
+for a team of lanes (2 for wide rows)."""
 
 LATENT_ROWS, LATENT_SPLITS = 16, 128
-"""Of `attend_latents`: rows that a block takes at a time; blocks of a group at most, about as many
-as there are multiprocessors."""
+"""Of `attend_latents`: rows that a thread block processes at a time, and most thread blocks of a
+group, about the number of multiprocessors."""
 
 WAYS = 4
-"""Slots of a set of the cache of rows."""
+"""Slots in a set of the row cache."""
 
 CHUNK, PIECES, POINTS = table.CHUNK, table.PIECES, table.POINTS
-"""Of votes by look-ups: keys of a block at a time; pieces of the tokens by which ties are counted;
-more than a key's votes can be."""
+"""Of tiered votes: keys that a thread block processes at a time, pieces of the tokens by which ties
+are counted, and a number above all votes."""
 
 STAGE_THREADS, UPDATE_THREADS, WRITE_THREADS = 128, 256, 256
-"""Of a block of `stage_token`, `update_state` (and `read_pages`) and of what copies rows."""
+"""Threads of a block of `stage_token`, `update_state` (and `read_pages`), and kernels that copy."""
 
 ENCODE_WARPS = 8
-"""Of a block of `encode`."""
+"""Warps of a block of `encode`."""
 
 CODES_THREADS, MOST_BITS = 256, 7
-"""Of `ops/codes.cu`: threads of a block, magnitude bits at most."""
+"""Of `ops/codes.cu`: threads of a block, and most magnitude bits."""
 
 DRAW_THREADS = 1024
-"""Of a block of `draw`."""
+"""Threads of a block of `draw`."""
 
 DIGIT, TILE, SORTED = 11, 2048, 2048
-"""Of `ops/select.cu`: bits of a digit (`2^11 = BINS`), entries whose marks a block makes, entries
-that a block sorts."""
+"""Of `ops/select.cu`: bits of a digit (`2^11 = BINS`), entries that a thread block marks, and
+entries that a thread block sorts."""
 
 ROTATE_TALL, ROTATE_BROAD = 32, 64
-"""Vectors and outputs of a block of `rotate`."""
+"""Vectors and outputs of a thread block of `rotate`."""
 
 EVERYWHERE = dict(
     TOKENS=TOKENS,
@@ -125,10 +124,10 @@ FILES: dict[str, dict[str, int]] = {
     "ops/select.cu": dict(VOTES=0, DIGIT=DIGIT, TILE=TILE, SORTED=SORTED),
     "ops/transform.cu": dict(TALL=ROTATE_TALL, BROAD=ROTATE_BROAD),
 }
-"""By the kernel's file: what it gets beside `EVERYWHERE`, where its launcher says nothing else."""
+"""Kernel's file -> macros in addition to `EVERYWHERE`, unless its launcher sets others."""
 
 
 @cache
 def constants(file: str) -> dict[str, int]:
-    """What a kernel's file is compiled with beside what its launcher defines."""
+    """Return the macros of a kernel's file, without those that its launcher defines."""
     return EVERYWHERE | FILES.get(file, {})

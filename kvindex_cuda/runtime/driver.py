@@ -1,4 +1,4 @@
-"""The CUDA driver's launch, for attributes that CuPy passes none of."""
+"""The CUDA driver's launch function, since CuPy passes no launch attributes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import ClassVar
 
 
 class Attribute(ctypes.Structure):
-    """CUlaunchAttribute. 6, 1: CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION, allowed."""
+    """The driver's CUlaunchAttribute. Id 6, value 1: allow programmatic stream serialization."""
 
     _fields_: ClassVar = [
         ("id", ctypes.c_longlong),  # an int and its padding
@@ -19,7 +19,7 @@ class Attribute(ctypes.Structure):
 
 
 class Config(ctypes.Structure):
-    """CUlaunchConfig: sizes of grid and block, and so on."""
+    """The driver's CUlaunchConfig: sizes of grid and block, and so on."""
 
     _fields_: ClassVar = [
         *((name, ctypes.c_uint) for name in ("gx", "gy", "gz", "bx", "by", "bz", "shared_bytes")),
@@ -31,5 +31,5 @@ class Config(ctypes.Structure):
 
 @lru_cache
 def driver() -> ctypes.CDLL:
-    """The CUDA driver, which CuPy does not pass launch attributes to."""
+    """Load the CUDA driver's library, once."""
     return ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")

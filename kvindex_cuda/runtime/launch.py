@@ -1,8 +1,9 @@
-"""Compile and launch kernels: one `.cu` file in `kernels/`, one function, on the current stream.
+"""Compile kernels with NVRTC, and launch them on the current stream.
 
-A kernel's source is compiled by NVRTC the first time it runs with a set of definitions. Arguments
-are given by name, in no order (`signature.py`): a tensor is passed as its address, None as a null
-pointer. Launchers check dtypes, strides and ranges; here names, types and the device are.
+A kernel is one function in one `.cu` file of `kernels/`. It is compiled the first time it runs with
+a set of definitions. Arguments are passed by name, in any order (`signature.py`): a tensor as its
+address, None as a null pointer. This module checks names, types and the device. Launchers check
+dtypes, strides and ranges.
 """
 
 from __future__ import annotations
@@ -30,44 +31,45 @@ from kvindex_cuda.runtime.signature import Signature, signature
 SOURCES = Path(__file__).parents[1] / "kernels"
 
 OLDEST = (8, 0)
-"""Compute capability: the first with the bit matrix instruction that `scan.cu` uses."""
+"""Oldest compute capability. It introduced the bit matrix instruction that `scan.cu` uses."""
 
 OVERLAPS = (9, 0)
-"""Compute capability: the first whose kernels may begin before the one before them ends."""
+"""First compute capability whose kernels may begin before the previous kernel ends."""
 
 WARPGROUPS = (9, 0)
-"""Compute capability: the only one with the products of warpgroups (`wgmma`) that a kernel compiled
-with `WARPGROUPS=1` has."""
+"""The only compute capability with products of warpgroups (`wgmma`), for `WARPGROUPS=1`."""
 
 OPTIONS = ("--std=c++17",)
 
 ADDED = "-ftz=true", "--device-as-default-execution-space"
-"""By CuPy 14.2, in cupy/cuda/compiler.py: `_compile_with_cache_cuda` the first,
-`_compile_using_nvrtc_no_warning` the second, with an architecture. Its core.pyx adds `-I` of its
-own headers and of CUDA's, where it finds them: the kernels include neither, and get neither."""
+"""Options that CuPy 14.2 adds in cupy/cuda/compiler.py, with an architecture.
+
+`_compile_with_cache_cuda` adds the first, `_compile_using_nvrtc_no_warning` the second. CuPy's
+core.pyx also adds `-I` for its own headers and CUDA's, which the kernels do not include."""
 
 Grid = tuple[int, ...]
 Launch = Callable[[Grid, Grid, list[Any], int, bool], None]
-"""Of a compiled kernel: grid, block, arguments in the order of its signature, addresses for
-tensors, bytes of dynamic shared memory, `overlap`."""
+"""Launches a compiled kernel. Arguments: grid, block, the kernel's arguments in the order of its
+signature with addresses for tensors, bytes of dynamic shared memory, `overlap`."""
 
 Argument = Tensor | int | float | None
 
 Loader = Callable[[str, str, tuple[tuple[str, int], ...]], Launch]
-"""Of a file in `kernels/`, the name of a function in it, and definitions."""
+"""Returns the launch of a function. Arguments: a file in `kernels/`, the function's name, and
+definitions."""
 
 
 _number, _address = Tensor.get_device, Tensor.data_ptr
-"""Unbound, and `type` before `isinstance`: a launch asks some twenty tensors for both."""
+"""Unbound methods, which are faster to call: a launch reads both from some twenty tensors."""
 
 
 def source(file: str) -> str:
-    """The text of `kernels/<file>`."""
+    """Return the text of `kernels/<file>`."""
     return (SOURCES / file).read_text(encoding="utf-8")
 
 
 def included(text: str) -> list[str]:
-    """The texts of what a source includes of `kernels/`, and of what these do."""
+    """Return the texts of all headers in `kernels/` that a source includes, directly or not."""
     found = []
     for name in re.findall(r'^#include "([\w/]+\.cuh)"', text, re.MULTILINE):
         found += [source(name), *included(source(name))]
@@ -75,9 +77,9 @@ def included(text: str) -> list[str]:
 
 
 def keyed(file: str) -> str:
-    """The text of a file, at its end a digest of what it includes.
+    """Return the text of a file, followed by a digest of its headers.
 
-    Machine code is kept on disk by text and options; CuPy does not look at what a text includes.
+    CuPy caches machine code on disk by text and options, and does not look at headers.
     """
     text = source(file)
     return f"{text}\n// {_digest(*included(text))}\n"
@@ -88,13 +90,13 @@ def _digest(*parts: str) -> str:
 
 
 def options(file: str, defines: tuple[tuple[str, int], ...]) -> tuple[str, ...]:
-    """What NVRTC is told for a kernel; CuPy adds the architecture and flags of its own."""
+    """Return NVRTC's options for a kernel. CuPy adds the architecture and flags of its own."""
     given = constants(file) | dict(defines)
     return (*OPTIONS, *(f"-D{key}={value}" for key, value in given.items()), f"-I{SOURCES}")
 
 
 def warpgroups(device: torch.device) -> int:
-    """What `WARPGROUPS` is to be: 1 where a device has their products, as the emulator has."""
+    """Return the value of `WARPGROUPS`: 1 if a device has these products. The emulator does."""
     return int(device.type != "cuda" or torch.cuda.get_device_capability(device) == WARPGROUPS)
 
 
@@ -102,7 +104,7 @@ _signatures: dict[tuple[str, str], tuple[Path, Signature]] = {}
 
 
 def signature_of(file: str, name: str) -> Signature:
-    """The signature of a kernel, read once from one folder of sources."""
+    """Return the signature of a kernel, which is read once per folder of sources."""
     known = _signatures.get((file, name))
     if known is None or known[0] is not SOURCES:
         known = _signatures[file, name] = SOURCES, signature(source(file), name)
@@ -120,13 +122,24 @@ def launch(
     overlap: bool | int = False,
     **defines: int,
 ) -> None:
-    """Run `name` of `kernels/<file>` on torch's current stream of the tensors' device.
+    """Run a kernel on torch's current stream of the tensors' device.
 
-    arguments: by the names of the source, a tensor or None for a pointer, an int or a float for a
-    number; overlap: whether it may begin before the kernel before it ends (`after_previous` in
-    common.cuh); defines: what the source leaves open, as `-Dname=value`. Raises ImportError
-    without CuPy, RuntimeError for a device that cannot run it, ValueError for other names or types
-    of arguments, tensors of several devices.
+    Args:
+        file: Path of the source below `kernels/`.
+        name: Name of the function.
+        grid: Thread blocks in each dimension.
+        block: Threads in each dimension.
+        arguments: Values of the parameters by name: a tensor or None for a pointer, an int or a
+            float for a number.
+        shared_bytes: Dynamic shared memory.
+        overlap: Allow the kernel to begin before the previous one ends (`after_previous` in
+            common.cuh).
+        **defines: Macros that the source leaves open, as `-Dname=value`.
+
+    Raises:
+        ImportError: CuPy is not installed.
+        RuntimeError: The device cannot run the kernel.
+        ValueError: Names or types of arguments are wrong, or tensors are on several devices.
     """
     takes = signature_of(file, name)
     if len(arguments) != len(takes.fields):
@@ -163,9 +176,9 @@ def run(
 
 
 def load(file: str, name: str, device: torch.device, **defines: int) -> None:
-    """Have `name` of `kernels/<file>` compiled and on a device, so that no launch waits for it.
+    """Compile a kernel and load it on a device, so that no launch waits for that.
 
-    defines: as of `launch`, which raises as this does; nothing where kernels do not run.
+    Arguments and errors are those of `launch`. Does nothing on a device that runs no kernels.
     """
     if device.type not in LOADERS:
         return
@@ -177,7 +190,7 @@ def load(file: str, name: str, device: torch.device, **defines: int) -> None:
 
 
 def _passed(takes: Signature, passed: list[Any]) -> tuple[torch.device, list[Any]]:
-    """The device of the tensors, and the arguments, in which addresses take the tensors' place."""
+    """Return the device of the tensors, and the arguments with addresses in place of tensors."""
     device: torch.device | None = None
     number = -1  # of the device, -1 for none: soon compared
     for i, kind in takes.numbers:
@@ -203,7 +216,7 @@ def _passed(takes: Signature, passed: list[Any]) -> tuple[torch.device, list[Any
 
 @cache
 def _compiled(file: str, name: str, defines: tuple[tuple[str, int], ...], device: int) -> _Kernel:
-    """The kernel, compiled for and loaded on one device."""
+    """Return the kernel, compiled for and loaded on one device."""
     cupy, given = checked(device), options(file, defines)
     with cupy.cuda.Device(device), tempfile.TemporaryDirectory() as folder:
         if dict(defines).get("WARPGROUPS"):
@@ -216,7 +229,7 @@ def _compiled(file: str, name: str, defines: tuple[tuple[str, int], ...], device
 
 
 def _kept(nvrtc: Any, file: str, given: tuple[str, ...]) -> bytes:
-    """As `_assembled`, once for all processes: beside the machine code that CuPy keeps."""
+    """Return `_assembled`, from a file in CuPy's cache folder if any process has written it."""
     folder = os.environ.get("CUPY_CACHE_DIR") or os.path.expanduser("~/.cupy/kernel_cache")
     key = _digest(keyed(file), *given, *ADDED, str(nvrtc.getVersion()))
     path = Path(folder, f"kvindex-{key}.cubin")
@@ -232,7 +245,7 @@ def _kept(nvrtc: Any, file: str, given: tuple[str, ...]) -> bytes:
 
 
 def _assembled(nvrtc: Any, file: str, given: tuple[str, ...]) -> bytes:
-    """Machine code for `sm_90a`, with the other options that CuPy adds: it asks for `sm_90`."""
+    """Compile machine code for `sm_90a`, where CuPy would ask for `sm_90`."""
     program = nvrtc.createProgram(source(file), file, (), ())
     try:
         nvrtc.compileProgram(program, (*given, *ADDED, "-arch=sm_90a"))
@@ -250,8 +263,7 @@ def _on_cuda(file: str, name: str, defines: tuple[tuple[str, int], ...]) -> Laun
 class _Kernel:
     """A `Launch` of CuPy's function, on the current stream of its device.
 
-    What the driver is passed lies where it lay the last time: a launch writes numbers there and
-    makes nothing.
+    The memory that is passed to the driver is allocated once. A launch writes numbers there.
     """
 
     def __init__(self, takes: Signature, function: Any, device: int) -> None:
@@ -285,7 +297,7 @@ class _Kernel:
             raise RuntimeError(f"{self._name}: the driver refuses to launch it, error {failed}")
 
     def _resize(self, grid: Grid, block: Grid, shared_bytes: int) -> None:
-        """Tell the driver of other sizes than the last time."""
+        """Set sizes that differ from those of the last launch."""
         if shared_bytes + self._static > self._allowed:
             self._function.max_dynamic_shared_size_bytes = shared_bytes
             self._allowed = shared_bytes + self._static
@@ -296,12 +308,12 @@ class _Kernel:
 
 
 LOADERS: dict[str, Loader] = {"cuda": _on_cuda}
-"""By type of device. Tests add `cpu`: the emulator of `tests/cuda/`."""
+"""Type of device -> its loader. Tests add `cpu`, the emulator in `tests/cuda/`."""
 
 
 @lru_cache
 def checked(device: int) -> Any:
-    """CuPy, if it and the device can run the kernels. Raises ImportError or RuntimeError."""
+    """Return CuPy if it and the device can run kernels. Raises ImportError or RuntimeError."""
     try:
         import cupy
     except ImportError as error:
@@ -337,7 +349,7 @@ def checked(device: int) -> Any:
 
 
 def capturing(device: torch.device) -> bool:
-    """Whether the current stream is being captured in a graph."""
+    """Return True while the current stream is captured in a graph."""
     if device.type != "cuda":
         return False
     if device.index == torch.cuda.current_device():

@@ -1,7 +1,7 @@
-"""What a kernel takes, read from its source: the arguments' names, types and places.
+"""Read a kernel's parameters from its source: their names, types and places in memory.
 
-A kernel has up to six parameters, or one, a struct of named fields by value. Either way arguments
-are given by name, and the source alone says their order and types.
+A kernel has up to six parameters, or one struct of named fields by value. In both cases launchers
+pass arguments by name, and the source alone defines their order and types.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ NUMBERS: dict[str, tuple[str, type]] = {
     "float": ("f", float),
     "double": ("d", float),
 }
-"""Of a type that is no pointer: how `struct` packs it, and the Python type it is given as."""
+"""Types that are no pointers -> format of `struct`, and the Python type of the argument."""
 
 BOUNDS = r"(?:__launch_bounds__\((?:[^()]|\([^()]*\))*\)\s*)?"
 STRUCT = re.compile(r"const __grid_constant__ (\w+) \w+")
@@ -31,11 +31,13 @@ DECLARATION = re.compile(r"(?:const )?([\w ]+?) ?(\*?) ?(?:__restrict__ )?(\w+(?
 
 @dataclass(frozen=True)
 class Signature:
-    """The arguments of a kernel.
+    """The parameters of a kernel.
 
-    fields: their names and what each is given as: a Tensor (or None) for a pointer, an int or a
-    float; formats: a character of `struct` for each; by_value: the struct that holds them, or None
-    for a parameter each.
+    Attributes:
+        kernel: Name of the kernel.
+        fields: Name and Python type of each: a Tensor (or None) for a pointer, an int or a float.
+        formats: A character of `struct` for each.
+        by_value: The struct that contains them, or None if each is a parameter of its own.
     """
 
     kernel: str
@@ -45,32 +47,32 @@ class Signature:
 
     @cached_property
     def packing(self) -> Struct:
-        """As C lays the fields out, each at a multiple of its size; so does a struct's end."""
+        """The fields in C's layout, in which each begins at a multiple of its size."""
         return Struct(f"@{self.formats}0q" if self.by_value else f"@{self.formats}")
 
     @cached_property
     def places(self) -> tuple[int, ...]:
-        """Where each field begins."""
+        """The offset of each field."""
         ends = [calcsize("@" + self.formats[: i + 1]) for i in range(len(self.formats))]
         return tuple(e - calcsize(kind) for e, kind in zip(ends, self.formats, strict=True))
 
     @cached_property
     def names(self) -> tuple[str, ...]:
-        """Of the fields."""
+        """Names of the fields."""
         return tuple(name for name, _ in self.fields)
 
     @cached_property
     def pointers(self) -> tuple[int, ...]:
-        """Which fields are pointers."""
+        """Indices of the fields that are pointers."""
         return tuple(i for i, (_, kind) in enumerate(self.fields) if kind is Tensor)
 
     @cached_property
     def numbers(self) -> tuple[tuple[int, type], ...]:
-        """Which fields are numbers, and their types."""
+        """Indices of the fields that are numbers, and their Python types."""
         return tuple((i, kind) for i, (_, kind) in enumerate(self.fields) if kind is not Tensor)
 
     def wrong_names(self, given: Mapping[str, Any]) -> ValueError:
-        """The error for names that are not those of the fields."""
+        """Return the error for arguments with other names than the fields."""
         names = self.names
         missing, unknown = set(names) - given.keys(), given.keys() - set(names)
         parts = [f"unknown {sorted(unknown)}"] * bool(unknown)
@@ -78,7 +80,7 @@ class Signature:
         return ValueError(f"{self.kernel}: got {' and '.join(parts)}, allowed are {[*names]}")
 
     def wrong_type(self, i: int, given: Any) -> ValueError:
-        """The error for an argument of another type than the i-th field."""
+        """Return the error for an argument of another type than the i-th field."""
         name, kind = self.fields[i]
         allowed = "a tensor or None" if kind is Tensor else kind.__name__
         got = "a tensor" if isinstance(given, Tensor) else repr(given)
@@ -86,7 +88,7 @@ class Signature:
 
 
 def signature(text: str, kernel: str) -> Signature:
-    """Of a kernel in a source. Raises ValueError for none of this name, or a type none has."""
+    """Return the signature of a kernel in a source. Raises ValueError if there is none."""
     text = re.sub(r"//[^\n]*", "", text)
     found = re.search(rf"__global__\s+void\s+{BOUNDS}{kernel}\s*\(([^)]*)\)", text)
     if found is None:

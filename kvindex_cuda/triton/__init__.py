@@ -1,7 +1,7 @@
-"""A decoder's layers as Triton kernels: one token a sequence, one to 16 sequences.
+"""Layers of a language model as Triton kernels, for one token of each of 1 to 16 sequences.
 
-`reference` has the same functions in plain torch. It imports `triton`, which no other part of the
-package asks for: import this module by name where it is wanted.
+`reference` has the same functions in plain torch. This module imports `triton`, which no other part
+of the package needs, so import it by its name.
 """
 
 from kvindex_cuda.triton import reference

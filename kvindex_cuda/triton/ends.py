@@ -1,4 +1,4 @@
-"""The ends of a token: its embedding and angles before the layers, the likeliest one after."""
+"""Launches before and after the layers: embedding and rotary angles, and the likeliest token."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvindex_cuda.triton.kernels import ends as kernels
 from kvindex_cuda.triton.operands import DTYPES, Tile, gapless, launch, shaped
 
 COLUMNS, LOGITS = 1024, 2048
-"""Numbers of a row that a program reads: of the embedding, of logits."""
+"""Numbers that a program reads: of an embedding, of logits."""
 
 
 def begin_token(
@@ -22,13 +22,21 @@ def begin_token(
     *,
     overlap: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What a token's layers begin with: hidden `[B, N]`, cosines and sines `[B, D]`, in one launch.
+    """Look up embeddings and compute the rotary angles of tokens, in one launch.
 
-    ids, positions int64 `[B]`, of any stride; embedding `[V, N]`, float32, float16 or bfloat16, as
-    are the results; frequencies float32 `[D/2]`: angles per position, of both halves of a head;
-    factor: of cosines and sines, which are float32 and rounded once. An id outside of 0 to V - 1
-    reads nothing and gives NaN. overlap: as of `Tile`. Raises ValueError for other shapes, dtypes
-    or devices.
+    Args:
+        ids: Token ids, int64 `[B]`, of any stride. An id outside of 0 to V - 1 gives NaN.
+        positions: int64 `[B]`, of any stride.
+        embedding: `[V, N]`, float32, float16 or bfloat16. Results have its dtype.
+        frequencies: Angles per position, float32 `[D/2]`, for both halves of a head.
+        factor: Multiplies cosines and sines, which are computed in float32 and rounded once.
+        overlap: As `Tile`.
+
+    Returns:
+        Hidden `[B, N]`, cosines and sines `[B, D]`.
+
+    Raises:
+        ValueError: Shapes, dtypes or devices do not fit.
     """
     if ids.ndim != 1 or not len(ids):
         raise ValueError(f"ids: got shape {list(ids.shape)}, allowed is [B]")
@@ -75,12 +83,19 @@ def begin_token(
 def likeliest(
     logits: Tensor, scratch: Tensor, *, out: Tensor | None = None, overlap: bool = False
 ) -> Tensor:
-    """The token of each row's highest logit: int64 `[B]`, in one launch.
+    """Return the token with the highest logit of each sequence, int64 `[B]`, in one launch.
 
-    The lowest of equals; NaN is above all others, as in torch. logits `[B, V]`, float32, float16 or
-    bfloat16; scratch: zeros int64 `[B or more, 2]`, contiguous, which the launch leaves as zeros:
-    launches that run at the same time need one each; out: where the tokens go; overlap: as of
-    `Tile`. Raises ValueError for other shapes, dtypes or devices.
+    Of equal logits the lowest id wins. NaN is above all numbers, as in torch.
+
+    Args:
+        logits: `[B, V]`, float32, float16 or bfloat16.
+        scratch: Zeros, int64 `[B or more, 2]`, contiguous. The launch leaves them zeros. Launches
+            that run at the same time need one each.
+        out: Where the tokens are written.
+        overlap: As `Tile`.
+
+    Raises:
+        ValueError: Shapes, dtypes or devices do not fit.
     """
     if logits.ndim != 2 or not logits.numel() or logits.dtype not in DTYPES:
         got = f"{logits.dtype} of shape {list(logits.shape)}"

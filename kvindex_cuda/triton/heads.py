@@ -1,4 +1,4 @@
-"""A token's queries, keys and values from its activations, written where attention reads them."""
+"""Compute a token's queries, keys and values, and write them to where attention reads them."""
 
 from __future__ import annotations
 
@@ -38,17 +38,29 @@ def project_heads(
     key_norm: Norm | None = None,
     tile: Tile = TILE,
 ) -> None:
-    """Write a token's queries, and its key and value at a place that the device knows.
+    """Write a token's queries, and its key and value to a slot that the device knows.
 
-    They are the product of RMS-normalized x `[B, K]` with a matrix `[(H + 2G)·D, K]`: as
-    `norm_linear` gives it, rounded. Then query and key are normalized (query_norm, key_norm: of
-    each head, factors `[D]`) and rotated: cos, sin `[B, D]` of the token's position, of any float
-    dtype; coordinate `i` is paired with `i + D/2` (Su et al., 2021). queries `[B, H, D]`,
-    contiguous; slots int64 `[B]`: rows of keys and values `[B, G, C, D]`, of any strides but 1 at
-    the end; one outside writes no key and no value. tickets int32, at least one for each of
-    `H + 2G` heads: 0 before and after, of no launch beside this one. A program has rows of one
-    head, the tile's or the most that divide it. Raises ValueError for other shapes, dtypes or
-    devices.
+    Multiplies RMS-normalized activations as `norm_linear` does, then normalizes each query and key
+    head (optional) and rotates it. Coordinate `i` is paired with `i + D/2` (Su et al., 2021).
+
+    Args:
+        x: Activations `[B, K]`.
+        norm: RMS normalization of the activations.
+        matrix: `[(H + 2G)·D, K]`, queries, then keys, then values.
+        cos: Of the token's position, `[B, D]`, any float dtype.
+        sin: Likewise.
+        slots: Row of `keys` and `values`, int64 `[B]`. An index outside writes no key or value.
+        queries: Written, `[B, H, D]`, contiguous.
+        keys: Written, `[B, G, C, D]`, contiguous in the last dimension.
+        values: Written, likewise.
+        tickets: int32, at least one for each of `H + 2G` heads, 0 before and after. Launches that
+            run at the same time need tickets of their own.
+        query_norm: Normalization of each query head, factors `[D]`.
+        key_norm: Normalization of each key head, factors `[D]`.
+        tile: Sizes of the launch. A program has rows of one head.
+
+    Raises:
+        ValueError: Shapes, dtypes or devices do not fit.
     """
     if queries.ndim != 3 or keys.ndim != 4 or values.ndim != 4:
         dimensions = [queries.ndim, keys.ndim, values.ndim]

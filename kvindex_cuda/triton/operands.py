@@ -1,4 +1,4 @@
-"""What the layers' kernels are given: matrices, norms, sizes of tiles; and their checks."""
+"""Arguments of the layers' kernels (matrices, norms, tiles), their checks, and the launch."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ from torch import Tensor
 
 FP8 = torch.float8_e4m3fn
 LARGEST = 448.0
-"""Of FP8's numbers."""
+"""Largest FP8 number."""
 
 SMALLEST_EXPONENT = -126
-"""Of a scale: smaller ones are no normal float32."""
+"""Smallest exponent of a scale, of the smallest normal float32."""
 
 PIECE = 4096
-"""Rows that are rounded at a time: bounds their float32 copies."""
+"""Matrix rows that are rounded at a time, to bound the size of their float32 copies."""
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-"""Of activations."""
+"""Dtypes of activations."""
 
 NARROWEST, ROWS = 8, 16
-"""Sequences of the matrix units' narrowest product, and at most."""
+"""Sequences of the matrix units' narrowest product, and most sequences."""
 
 READS_FP8, OVERLAPS = (8, 9), (9, 0)
-"""Compute capabilities: the first that convert FP8, and whose launches may overlap."""
+"""First compute capability that converts FP8, and first whose launches may overlap."""
 
 
 class Matrix(NamedTuple):
-    """Weights `[N, K]`, a bias `[N]`, and a scale float32 `[N]` of each row where they are FP8.
+    """Weights `[N, K]`, a bias `[N]`, and for FP8 weights a float32 scale of each matrix row `[N]`.
 
-    The bias has the activations' dtype, as the weights have unless they are float8_e4m3fn.
+    Bias and weights have the activations' dtype, unless the weights are float8_e4m3fn.
     """
 
     weight: Tensor
@@ -48,14 +48,20 @@ class Norm(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """How a matrix is cut: rows and columns that a program reads at once, powers of two.
+    """Sizes of a launch.
 
-    Of several sequences each warp multiplies a slice of the columns with all rows: 64 columns a
-    warp and more are copied ahead in whole lines, 32 is the least.
-    warps: of a program; stages: of its pipeline; overlap: a launch begins, and reads its first
-    weights, before the launch before it ends (programmatic dependent launch). Every launch of the
-    chain may have it. It has no effect under Triton's interpreter. ahead: of one sequence, pieces
-    that a program reads before all others, into registers, and multiplies last.
+    With several sequences each warp multiplies a slice of the columns by all rows. A slice has at
+    least 32 columns, and from 64 on it is prefetched in whole memory lines.
+
+    Attributes:
+        rows: Matrix rows that a program reads at once, a power of two.
+        columns: Columns that a program reads at once, a power of two.
+        warps: Warps of a program.
+        stages: Stages of its pipeline.
+        overlap: The launch begins, and reads its first weights, before the previous launch ends
+            (programmatic dependent launch). No effect under Triton's interpreter.
+        ahead: With one sequence, the pieces that a program reads first, into registers, and
+            multiplies last.
     """
 
     rows: int = 16
@@ -67,10 +73,10 @@ class Tile(NamedTuple):
 
 
 def stack(*matrices: Matrix) -> Matrix:
-    """The matrices `[N, K]` one below the other: Q, K and V, or gate and up, in one product.
+    """Stack matrices `[N, K]` such as Q, K and V, or gate and up, for one product.
 
-    Raises ValueError for no matrix, or where only some have a scale; rows of one without a bias
-    get zeros.
+    A matrix without a bias gets zeros if another one has a bias. Raises ValueError for no matrix,
+    or if only some have a scale.
     """
     if not matrices:
         raise ValueError("matrices: got none, allowed is at least one")
@@ -91,11 +97,11 @@ def stack(*matrices: Matrix) -> Matrix:
 
 
 def to_fp8(matrix: Matrix) -> Matrix:
-    """The matrix with weights rounded to FP8 e4m3, each row by its own scale.
+    """Round the weights of a matrix to FP8 (e4m3), with a scale for each matrix row.
 
-    Scales are the least powers of two that bring a row into FP8's range, so that weight times scale
-    is exact in bfloat16, too. Rounding is within 1/16 of a number, or half of the smallest step.
-    Raises ValueError for a matrix that has a scale already.
+    A scale is the smallest power of two that brings the matrix row into FP8's range, so weight
+    times scale is exact in bfloat16. Rounding is within 1/16 of a number, or half of the smallest
+    step. Raises ValueError for a matrix that already has a scale.
     """
     if matrix.scale is not None:
         raise ValueError("scale: got a matrix that has one, allowed is None")
@@ -111,7 +117,7 @@ def to_fp8(matrix: Matrix) -> Matrix:
 
 
 def rows_of(name: str, tensor: Tensor, columns: int, batch: int | None = None) -> int:
-    """The batch `B` of activations `[B, columns]`. Raises ValueError for what no kernel takes."""
+    """Return `B` of activations `[B, columns]`. Raises ValueError unless kernels serve them."""
     if tensor.ndim != 2 or tensor.shape[1] != columns or not 1 <= len(tensor) <= ROWS:
         allowed = f"[1 to {ROWS}, {columns}]" if batch is None else f"[{batch}, {columns}]"
         raise ValueError(f"{name}: got shape {list(tensor.shape)}, allowed is {allowed}")
@@ -123,22 +129,22 @@ def rows_of(name: str, tensor: Tensor, columns: int, batch: int | None = None) -
 
 
 def like(name: str, tensor: Tensor, model: Tensor, *shape: int) -> Tensor:
-    """The tensor, of that shape and with the dtype and device of another. Raises ValueError."""
+    """Return the tensor if it has this shape, and the dtype and device of `model`."""
     shaped(name, tensor, *shape)
     return gapless(name, tensor, model.dtype, model.device)
 
 
 def shaped(name: str, tensor: Tensor, *shape: int) -> Tensor:
-    """The tensor, if it has that shape. Raises ValueError."""
+    """Return the tensor if it has this shape. Raises ValueError otherwise."""
     if tuple(tensor.shape) != shape:
         raise ValueError(f"{name}: got shape {list(tensor.shape)}, allowed is {list(shape)}")
     return tensor
 
 
 def gapless(name: str, tensor: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """The tensor, if it has this dtype and device and its last dimension no gaps.
+    """Return the tensor if it has this dtype and device, and a contiguous last dimension.
 
-    Raises ValueError.
+    Raises ValueError otherwise.
     """
     if tensor.dtype != dtype:
         raise ValueError(f"{name}: got {tensor.dtype}, allowed is {dtype}")
@@ -150,7 +156,7 @@ def gapless(name: str, tensor: Tensor, dtype: torch.dtype, device: torch.device)
 
 
 def of_matrix(matrix: Matrix, x: Tensor, columns: int) -> int:
-    """The rows `N` of a matrix for activations `[B, columns]`. Raises ValueError."""
+    """Return `N` of a matrix for activations `[B, columns]`. Raises ValueError for other shapes."""
     weight, bias, scale = matrix
     if weight.ndim != 2 or weight.shape[1] != columns or not len(weight):
         raise ValueError(f"weight: got shape {list(weight.shape)}, allowed is [N, {columns}]")
@@ -167,9 +173,9 @@ def of_matrix(matrix: Matrix, x: Tensor, columns: int) -> int:
 def launch(
     kernel: Any, grid: tuple[int, ...], tile: Tile, device: torch.device, **named: Any
 ) -> None:
-    """Launch a kernel on the device's current stream. Raises ValueError where it cannot run.
+    """Launch a kernel on the device's current stream.
 
-    A tile's sizes are checked; FP8 and overlap ask for a device that has them.
+    Raises ValueError for wrong sizes of a tile, or a device that cannot run the kernel.
     """
     for name, value in tile._asdict().items():
         if name in ("rows", "columns", "warps") and (value < 1 or value & (value - 1)):
@@ -189,7 +195,7 @@ def launch(
 
 
 def runs_on(device: torch.device, fp8: bool, tile: Tile) -> bool:
-    """Whether launches may overlap there: not under the interpreter. Raises ValueError."""
+    """Return True if launches may overlap. Raises ValueError if the device cannot run the tile."""
     if triton.knobs.runtime.interpret:
         return False
     if device.type != "cuda":

@@ -1,4 +1,4 @@
-"""Products of a matrix with one to 16 rows of activations, and what is fused into them."""
+"""Products of a matrix with the activations of 1 to 16 sequences, fused with other operations."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from kvindex_cuda.triton.operands import (
 TILE = Tile()
 
 SLICE = 32
-"""Columns at least that a warp multiplies at once: what the matrix units take of FP8."""
+"""Fewest columns that a warp multiplies at once: the matrix units' size for FP8."""
 
 BROUGHT = 16
-"""Bytes, of which rows brought into L2 are multiples (PTX, `cp.async.bulk.prefetch`)."""
+"""Prefetches into L2 are multiples of these bytes (PTX, `cp.async.bulk.prefetch`)."""
 
 
 def norm_linear(
@@ -35,11 +35,22 @@ def norm_linear(
     out: Tensor | None = None,
     tile: Tile = TILE,
 ) -> Tensor:
-    """The product of RMS-normalized activations with a matrix `[N, K]`, and its bias: `[B, N]`.
+    """Multiply RMS-normalized activations by a matrix, and add its bias.
 
-    x `[B, K]`, B of 1 to 16, float32, float16 or bfloat16; norm: factors `[K]` of that dtype; out:
-    where the result goes. Sums are float32, rounded once. Raises ValueError for other shapes,
-    dtypes, devices, or a device without what it takes.
+    Sums are float32 and rounded once.
+
+    Args:
+        x: Activations `[B, K]` of 1 to 16 sequences, float32, float16 or bfloat16.
+        norm: Factors `[K]` of that dtype.
+        matrix: `[N, K]`.
+        out: Where the result is written.
+        tile: Sizes of the launch.
+
+    Returns:
+        The product `[B, N]`.
+
+    Raises:
+        ValueError: Shapes, dtypes or devices do not fit, or the device lacks a feature.
     """
     rows_of("x", x, matrix.weight.shape[-1])
     like("norm", norm.weight, x, x.shape[1])
@@ -54,11 +65,12 @@ def norm_swiglu(
     out: Tensor | None = None,
     tile: Tile = TILE,
 ) -> Tensor:
-    """`silu(gate) · up` of RMS-normalized activations: `[B, N]`.
+    """Return `silu(gate) · up` of RMS-normalized activations, `[B, N]` (SwiGLU: Shazeer, 2020).
 
-    matrix `[2N, K]`: gate, then up, stacked (SwiGLU: Shazeer, 2020); a program has half of
-    `tile.rows` of each. As many programs ask for `silu` as for the rows of one more product, where
-    in `swiglu_linear` each program asks for all. Others and errors as of `norm_linear`.
+    Each program computes half of `tile.rows` of gate and of up. Other arguments and errors are
+    those of `norm_linear`.
+
+    matrix: `[2N, K]`, gate then up, stacked.
     """
     rows_of("x", x, matrix.weight.shape[-1])
     like("norm", norm.weight, x, x.shape[1])
@@ -78,13 +90,19 @@ def linear_residual(
     tile: Tile = TILE,
     early: bool = False,
 ) -> Tensor:
-    """The product of activations `[B, K]` with a matrix `[N, K]`, plus a residual `[B, N]`.
+    """Multiply activations `[B, K]` by a matrix `[N, K]`, and add a residual `[B, N]`.
 
-    out: may be the residual; early: of one sequence, whether programs ask for all of their weights
-    to be brought into L2 before they wait for the launch before, if that leaves memory idle: a hint
-    that changes no result, and takes effect with `Tile.overlap`, where rows, and the pieces that a
-    program reads ahead, are of a multiple of 16 bytes.
-    Other arguments and errors as of `norm_linear`.
+    Other arguments and errors are those of `norm_linear`.
+
+    Args:
+        x: Activations `[B, K]`.
+        matrix: `[N, K]`.
+        residual: `[B, N]`.
+        out: Where the result is written. It may be the residual.
+        tile: Sizes of the launch.
+        early: For one sequence, prefetch all weights of a program into L2 before it waits for the
+            previous launch. This changes no result. It helps if the previous launch leaves memory
+            idle, and needs `Tile.overlap` and matrix rows of a multiple of 16 bytes.
     """
     rows_of("x", x, matrix.weight.shape[-1])
     return _multiply(x, None, matrix, residual, out, tile, early=early)
@@ -98,10 +116,12 @@ def swiglu_linear(
     out: Tensor | None = None,
     tile: Tile = TILE,
 ) -> Tensor:
-    """The product of `silu(gate) · up` with a matrix `[N, K]`, plus a residual `[B, N]`.
+    """Multiply `silu(gate) · up` by a matrix `[N, K]`, and add a residual `[B, N]`.
 
-    gate_up `[B, 2K]`: gate, then up, as `norm_linear` of their stacked matrices gives them
-    (SwiGLU: Shazeer, 2020). out: may be the residual. Others and errors as of `norm_linear`.
+    Other arguments and errors are those of `norm_linear`. Source: Shazeer, 2020 (SwiGLU).
+
+    gate_up: `[B, 2K]`, gate then up, as `norm_linear` of their stacked matrices returns them. out:
+    May be the residual.
     """
     rows_of("gate_up", gate_up, 2 * matrix.weight.shape[-1])
     return _multiply(gate_up, None, matrix, residual, out, tile, gated=True)
@@ -119,7 +139,7 @@ def _multiply(
     paired: bool = False,
     early: bool = False,
 ) -> Tensor:
-    """Check what is left to check, and launch."""
+    """Check the matrix, the residual and the output, and launch the kernel."""
     B, K = x.shape[0], matrix.weight.shape[1]
     N = of_matrix(matrix, x, K)
     wide = N // 2 if paired else N
@@ -145,13 +165,13 @@ def _multiply(
 
 
 def _brings(weight: Tensor, tile: Tile) -> bool:
-    """Whether a matrix lies so that all of a row behind its first tiles can be brought into L2."""
+    """Return True if the weights after the first tiles of each matrix row can be prefetched."""
     columns = weight.shape[1] | tile.ahead * tile.columns
     return not (weight.data_ptr() | columns * weight.itemsize) % BROUGHT
 
 
 def of_product(x: Tensor, norm: Norm | None, matrix: Matrix, tile: Tile) -> dict[str, object]:
-    """The arguments of a kernel that takes a product, by name."""
+    """Return the arguments that all kernels with a product have, by name."""
     N, K = matrix.weight.shape
     return dict(
         x=x,

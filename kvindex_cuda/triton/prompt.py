@@ -1,4 +1,4 @@
-"""Attention of a prompt's chunk over rows where they lie."""
+"""Attention of a chunk of a prompt to rows in the pages of a store."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from kvindex_cuda.triton.kernels import attention
 from kvindex_cuda.triton.operands import DTYPES, Tile, gapless, launch, shaped
 
 PAGE = 256
-"""Tokens of a page, as of `kvindex_cuda.memory.block_store.BlockStore`."""
+"""Tokens of a page of `kvindex_cuda.memory.block_store.BlockStore`."""
 
 TILE = Tile(rows=64, columns=64, warps=4, stages=2)
-"""Pairs of token and head that a program has, and rows that it reads at once."""
+"""Pairs of token and head of a program (rows), and rows of keys that it reads at once (columns)."""
 
 
 def attend_prompt(
@@ -30,15 +30,31 @@ def attend_prompt(
     causal: bool = True,
     tile: Tile = TILE,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of `T` queries per head over rows in pages: `[B, H, T, Dv]`, its lse `[B, H, T]`.
+    """Attend with `T` queries per head to rows in pages.
 
-    queries `[B, H, T, D]`, contiguous; table int64 `[B, S]`: addresses of pages as
-    `kvindex.storage.store.AddressedRows` has them, with plain rows of the queries' dtype (the key,
-    then the value); 0 for a page without rows. lengths int64 `[B]`: rows that each sequence has,
-    read on the device, up to `S · page_tokens`. causal: the queries are the last `T` of them, and
-    see themselves and what is before; else all rows. lse: natural logarithm of the sum of
-    exponentials, float32; a query that sees no row gives 0 and `-inf`. Raises ValueError for other
-    shapes, dtypes, sizes or devices.
+    A query that sees no row gives 0, with a logarithm of `-inf`.
+
+    Args:
+        queries: `[B, H, T, D]`, contiguous.
+        table: Addresses of pages, int64 `[B, S]`, as `kvindex.storage.store.AddressedRows`, with
+            plain rows of the queries' dtype (key, then value). 0 for a page without rows.
+        lengths: Rows of each sequence, int64 `[B]`, read on the device, up to `S · page_tokens`.
+        kv_heads: KV heads, `G`.
+        value_dim: Coordinates of a value, `Dv`.
+        scale: Multiplies the logits.
+        row_bytes: Bytes from a row to the next one.
+        head_bytes: Bytes from a KV head's rows of a page to the next head's.
+        page_tokens: Tokens of a page.
+        causal: The queries belong to the last `T` rows, and see these and earlier ones. Otherwise
+            they see all rows.
+        tile: Sizes of the launch.
+
+    Returns:
+        Output `[B, H, T, Dv]`, and the natural logarithm of the sum of exponentials, float32
+        `[B, H, T]`.
+
+    Raises:
+        ValueError: Shapes, dtypes, sizes or devices do not fit.
     """
     B, H, T, D = _sizes(queries, kv_heads)
     size, device = queries.element_size(), queries.device
@@ -85,7 +101,7 @@ def attend_prompt(
 
 
 def _sizes(queries: Tensor, kv_heads: int) -> tuple[int, int, int, int]:
-    """`B, H, T, D` of queries. Raises ValueError."""
+    """Return `B, H, T, D` of queries. Raises ValueError for other shapes."""
     if queries.ndim != 4 or not queries.numel():
         raise ValueError(f"queries: got shape {list(queries.shape)}, allowed is [B, H, T, D]")
     if queries.dtype not in DTYPES:
@@ -99,6 +115,6 @@ def _sizes(queries: Tensor, kv_heads: int) -> tuple[int, int, int, int]:
 
 
 def _check_bytes(name: str, value: int, least: int) -> None:
-    """Raises ValueError unless a step is a multiple of 16 with room for what it steps over."""
+    """Raise ValueError unless a stride is a multiple of 16 bytes, and at least `least`."""
     if value < least or value % 16:
         raise ValueError(f"{name}: got {value}, allowed are multiples of 16 from {least} on")

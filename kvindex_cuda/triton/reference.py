@@ -1,6 +1,7 @@
-"""The layers' kernels in plain torch: their specification, in float32 and rounded once, at the end.
+"""Reference implementation of the layers' kernels in plain torch, which tests compare them with.
 
-Arguments are those of the kernels without tiles; rows of keys and values are tensors here.
+Results are computed in float32 and rounded once. Functions have the kernels' arguments without
+tiles, and take keys and values as tensors.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tiles by product: sizes that were found fastest, and usual ones."""
+"""Tile sizes for each product: measured ones, and a rule for all others."""
 
 from __future__ import annotations
 
@@ -9,17 +9,21 @@ from triton import next_power_of_2
 from kvindex_cuda.triton.operands import Matrix, Tile
 
 PROGRAMS = 132
-"""At least, where a matrix has the rows: multiprocessors of an H100 and an H200."""
+"""Fewest programs, if the matrix has enough rows: the multiprocessors of an H100 or H200."""
 
 MOST_ROWS = 2**16
-"""Matrices with more rows are alike: each has more programs than a GPU runs at once."""
+"""Larger matrices are treated alike, since they have more programs than a GPU runs at once."""
 
 
 class Case(NamedTuple):
-    """What a tile is chosen by.
+    """What decides the tile of a product.
 
-    product: the function's name; rows, columns: the matrix's `N` (at most `MOST_ROWS`) and `K`, up
-    to the next power of two; width: bytes of a weight; one: whether one sequence is multiplied.
+    Attributes:
+        product: Name of the function.
+        rows: The matrix's `N`, rounded up to a power of two, at most `MOST_ROWS`.
+        columns: The matrix's `K`, rounded up to a power of two.
+        width: Bytes of a weight.
+        one: There is one sequence.
     """
 
     product: str
@@ -45,24 +49,25 @@ TILES: dict[Case, Tile] = {
     Case("linear_residual", 4096, 16384, 2, False): Tile(16, 1024, 8, 3),
     Case("norm_linear", 65536, 4096, 2, False): Tile(32, 256, 4, 4),
 }
-"""Tiles measured by whole decode steps on an H200 (docs/lab/decode-step.md): bfloat16 and one
-sequence over an index (first on an H100); FP8, and four and eight sequences, without attention.
-Other cases have the usual tile."""
+"""The fastest tiles, measured by whole tokens on an H200 (docs/lab/decode-step.md).
+
+Those of bfloat16 and one sequence were measured with an index, first on an H100. Those of FP8, and
+of four and eight sequences, were measured without attention. Other cases use `usual`."""
 
 
 def case_of(product: str, matrix: Matrix, batch: int) -> Case:
-    """The case of a product of so many sequences."""
+    """Return the case of a product of `batch` sequences."""
     N, K = matrix.weight.shape
     rows, columns = min(MOST_ROWS, next_power_of_2(N)), next_power_of_2(K)
     return Case(product, rows, columns, matrix.weight.itemsize, batch == 1)
 
 
 def usual(matrix: Matrix, batch: int) -> Tile:
-    """The tile of a product that nobody timed.
+    """Return the tile of a product that was not measured.
 
-    Of several sequences, so that each multiprocessor asks for at least 40 KB ahead, which hide some
-    1,000 cycles of a memory's latency: 32 rows, each 1 KiB wide in 16 bits, three stages; 16 and
-    four where 32 leave some without a program. Short rows are cut into narrower pieces.
+    With several sequences each multiprocessor prefetches at least 40 KB, which hides about 1,000
+    cycles of memory latency: 32 rows of 1 KiB (16-bit weights) in three stages, or 16 rows in four
+    stages if 32 would leave multiprocessors without a program. Short rows get narrower tiles.
     """
     if batch == 1:
         return Tile()
@@ -72,7 +77,7 @@ def usual(matrix: Matrix, batch: int) -> Tile:
 
 
 def tile_of(product: str, matrix: Matrix, batch: int, *, overlap: bool = False) -> Tile:
-    """The tile of a product (`norm_linear`, `norm_swiglu`, `linear_residual`, `swiglu_linear`).
+    """Return the tile of `norm_linear`, `norm_swiglu`, `linear_residual` or `swiglu_linear`.
 
     batch: sequences; overlap: as of `Tile`.
     """

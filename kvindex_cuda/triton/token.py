@@ -1,4 +1,4 @@
-"""Attention of one query a sequence to all of its rows, in a buffer whose ends the device knows."""
+"""Attention of one query per sequence to a range of rows that the device knows."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from kvindex_cuda.triton.kernels import attention
 from kvindex_cuda.triton.operands import DTYPES, Tile, gapless, launch, like, shaped
 
 TILE = Tile(rows=16, columns=64, warps=4, stages=3)
-"""columns: rows of the buffer that a program reads at once."""
+"""Tile of the launch. `columns` is the number of rows that a program reads at once."""
 
 PROGRAMS = 512
-"""Wanted of a launch: some four for each multiprocessor of an H200."""
+"""Programs that a launch should have: about four for each multiprocessor of an H200."""
 
 
 def attend_token(
@@ -27,13 +27,24 @@ def attend_token(
     splits: int | None = None,
     tile: Tile = TILE,
 ) -> Tensor:
-    """Attention `[B, H, Dv]` of queries `[B, H, D]` to rows from `starts[b]` to `ends[b] - 1`.
+    """Attend with one query per head to the rows from `starts[b]` to `ends[b] - 1`.
 
-    keys `[B, G, C, D]`, values `[B, G, C, Dv]`: of any strides but 1 at the end; starts, ends:
-    int64 `[B]`, read on the device; ends may be one number for all (a stride of 0). A sequence
-    without rows gives 0. splits: pieces of a group's rows, a power of two, each for a program
-    (Flash-Decoding: Dao et al., 2023), which a second launch merges. Sums are float32. Raises
-    ValueError for other shapes, dtypes, sizes or devices.
+    Sums are float32. A sequence without rows gives 0.
+
+    Args:
+        queries: `[B, H, D]`.
+        keys: `[B, G, C, D]`, of any strides but contiguous in the last dimension.
+        values: `[B, G, C, Dv]`, likewise.
+        starts: int64 `[B]`, read on the device.
+        ends: int64 `[B]`, read on the device, possibly one number for all (a stride of 0).
+        splits: Parts of a group's rows, a power of two. Each is processed by a program, and a
+            second launch merges them (Flash-Decoding: Dao et al., 2023).
+
+    Returns:
+        Output `[B, H, Dv]`.
+
+    Raises:
+        ValueError: Shapes, dtypes, sizes or devices do not fit.
     """
     if queries.ndim != 3 or keys.ndim != 4 or values.ndim != 4 or not queries.numel():
         dimensions = [queries.ndim, keys.ndim, values.ndim]
