@@ -87,15 +87,15 @@ class BlockStore(Restorable):
         sizes, device = (self.block_bytes, slab_blocks), self._geometry.device
         self._pool = CountedPool(*sizes, *self._tiers, device=device)
         self._offload = Offload(self._geometry.device)
-        self._launched = self._geometry.device.type == "cuda"  # whether a kernel writes few rows
-        self._lent_by: BlockStore | None = None  # whose rows a view reads
+        self._launched = self._geometry.device.type == "cuda"  # True if a kernel writes few rows
+        self._lent_by: BlockStore | None = None  # the store whose rows this view reads
         self._length = 0
-        self._promised = 0  # tokens for which `reserve_tokens` got memory
-        self._written: dict[str, Tensor] | None = None  # after the last row, not yet counted
-        self._writing: torch.cuda.Event | None = None  # tells that those are there
-        self._copied: torch.cuda.Event | None = None  # and this, that those counted are
+        self._promised = 0  # tokens that `reserve_tokens` allocated memory for
+        self._written: dict[str, Tensor] | None = None  # rows after the last one, not yet appended
+        self._writing: torch.cuda.Event | None = None  # recorded when those are written
+        self._copied: torch.cuda.Event | None = None  # recorded when the appended ones are written
         self._table = BlockTable(self._geometry, self.row_bytes, self._max_tokens, self._pool)
-        # that the rows held are codes from: in place, for a graph may have its address
+        # center that stored codes are relative to, updated in place for graphs
         self._center: Tensor | None = None
         if is_centered(self.row_codec, self._geometry):
             shape = (0, self._geometry.kv_heads, self._geometry.head_dim)
@@ -242,7 +242,7 @@ class BlockStore(Restorable):
             raise ValueError(f"rows: got those of another length, allowed are of {self._length}")
         self._written = rows
         if self._launched and _count(rows) <= FEW:
-            self._offload.wait(self._writing)  # what was begun and left may go to the same places
+            self._offload.wait(self._writing)  # an abandoned copy may write to the same blocks
             write_rows(tuple(rows.values()), self.table, self._length)
             return
         pieces = self._table.pieces(rows.values(), self._length)
@@ -261,7 +261,7 @@ class BlockStore(Restorable):
         self._written, self._copied = None, self._writing
         self._length += count
         if self._length + BLOCK <= self._promised or self._table.full:
-            return  # whoever promised so many tokens need not be the one that pins for more
+            return  # reserved room is left: no need to pin more
         if self._table.spare(self._length) < self._pool.slab_blocks:
             self._pool.ahead()
 
@@ -301,7 +301,7 @@ class BlockStore(Restorable):
             hits.ids.contiguous(),
             found=None,
             weights=None if weights is None else weights.contiguous(),
-            rows=self.table.contiguous(),  # a view's is not
+            rows=self.table.contiguous(),  # a view's table is not contiguous
             row_bytes=self.row_bytes,
             codec=self.row_codec,
             resident=resident.rows,
@@ -409,7 +409,7 @@ class BlockStore(Restorable):
         if self._lent_by is not None:
             return self.reordered(torch.arange(self._table.batch))
         if self._length % BLOCK:
-            self._settle()  # rows of the open block are copied
+            self._settle()  # the fork copies the open block
         twin = self._shallow()
         twin._offload = Offload(self._geometry.device)
         twin._center = None if self._center is None else self._center.clone()

@@ -66,7 +66,7 @@ class BlockTable:
         if self.batch != batch:
             if length:
                 raise ValueError(f"rows: got a batch of {batch}, allowed is {self.batch}")
-            held = self.ledger.copy()  # nothing is in them
+            held = self.ledger.copy()  # the blocks are empty
             self.addresses, self._numbers = self._empty(batch)
             self.ledger.clear()
             self.near, self.far = self._none_near(), False
@@ -114,7 +114,7 @@ class BlockTable:
 
     def shares(self, length: int) -> bool:
         """Return True if tokens after the first `length` would be written to a fork's blocks."""
-        rows = self._numbers[:, length // BLOCK :].tolist()  # no operation of torch's
+        rows = self._numbers[:, length // BLOCK :].tolist()  # avoids a torch operation
         return any(self._pool.shared([number for row in rows for number in row]))
 
     def owned(self, length: int) -> BlockTable:
@@ -213,7 +213,7 @@ class BlockTable:
     def expand_batch(self, count: int) -> BlockTable:
         """Return a read-only view of a batch of 1 as one of `count`."""
         view = copy(self)
-        if not self.batch:  # there is no room yet
+        if not self.batch:  # before the first append
             view.addresses, view._numbers = self._empty(count)
             view.near = view._none_near()
             return view

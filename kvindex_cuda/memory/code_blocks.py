@@ -74,12 +74,12 @@ class CodeBlocks(Restorable):
     def reset(self) -> None:
         """Forget everything."""
         self._slabs: list[Tensor] = []  # uint8 [blocks, G, head_bytes] each
-        self._free: list[Run] = []  # the next to be taken last
-        self._held: list[list[Run]] = []  # of each row of the batch, in order
-        self._blocks = 0  # of each row
+        self._free: list[Run] = []  # the last run is taken next
+        self._held: list[list[Run]] = []  # runs of each sequence, in order
+        self._blocks = 0  # blocks of each sequence
         self._length = 0
-        self._written: Fill | None = None  # after the last token, not yet counted
-        # blocks, from the first on, that deep copies read, too; a rollback does not undo a copy
+        self._written: Fill | None = None  # written after the last token, not yet appended
+        # first blocks that deep copies share; a rollback does not undo a copy
         self._shared, self._sharing = [0], Sharing()
         self.table = torch.zeros((0, self._most), dtype=torch.int64, device=self._device)
 
@@ -175,7 +175,7 @@ class CodeBlocks(Restorable):
         for row, held in enumerate(rows):
             at = self._blocks
             for run in _taken(free, more):
-                self._name(row, at, run)  # beyond the last block, where nobody looks
+                self._name(row, at, run)  # after the last block, where nothing is read
                 at += run.blocks
                 last = held[-1] if held else Run(-1, 0, 0)
                 if (last.slab, last.first + last.blocks) == run[:2]:
@@ -243,7 +243,7 @@ class CodeBlocks(Restorable):
         self._written = None
 
     def _after_rollback(self) -> None:
-        self._written = None  # a call that failed may have written to the same places
+        self._written = None  # a failed call may write to the same blocks
 
     def truncate(self, length: int) -> None:
         """Keep the codes of the first `length` tokens. The other blocks are kept for reuse."""
@@ -363,7 +363,7 @@ class CodeBlocks(Restorable):
         held = sum(len(slab) for slab in self._slabs)
         count = max(blocks, min(held // 4, AHEAD_BYTES // self._block_bytes) if ahead else 0)
         shape = (count, self._heads, self.layout.head_bytes)
-        # what fills words is never written by `_copy`; else nobody reads what nobody wrote
+        # zeros, because `_copy` leaves padding unwritten
         padded = self.layout.head_dim % 32
         make = torch.zeros if padded else torch.empty
         slab = make(shape, dtype=torch.uint8, device=self._device)

@@ -30,10 +30,10 @@ class CountedPool(Pool):
     ) -> None:
         super().__init__(block_bytes, slab_blocks, *tiers)
         self._device = device
-        self._more: Counter[int] = Counter()  # holders of a block beyond the first
-        self._ledgers: dict[int, list[int]] = {}  # of members, by their identity
-        self._left: deque[list[int]] = deque()  # ledgers of those that are gone, not yet counted
-        self._unread: list[int] = []  # blocks that nobody holds, but kernels may read still
+        self._more: Counter[int] = Counter()  # further members that have a block, after the first
+        self._ledgers: dict[int, list[int]] = {}  # members' ledgers by identity
+        self._left: deque[list[int]] = deque()  # ledgers of members that left, not yet processed
+        self._unread: list[int] = []  # free blocks that kernels may still read
         self._lock = forks.lock(
             self, "_lock"
         )  # again by its own thread, where a collected member leaves

@@ -38,7 +38,7 @@ class SlabCache:
         self._lock = forks.lock(
             self, "_lock"
         )  # again by its own thread, where a collected pool frees
-        self._expected: dict[tuple[CachingAllocator, int], int] = {}  # slabs of so many bytes
+        self._expected: dict[tuple[CachingAllocator, int], int] = {}  # expected slabs by size
         self._worker: threading.Thread | None = None
 
     @property
@@ -79,7 +79,7 @@ class SlabCache:
             self._worker = worker
             try:
                 worker.start()
-            except RuntimeError:  # no more threads: whoever needs memory pins it
+            except RuntimeError:  # no thread could start: memory is pinned when needed
                 self._worker = None
 
     def _pin(self) -> None:
@@ -88,7 +88,7 @@ class SlabCache:
             owner, nbytes = wanted
             try:
                 slab = owner.allocator.allocate(nbytes)
-            except Exception:  # whoever needs it will say so
+            except Exception:  # the caller that needs it will raise the error
                 with self._lock:
                     self._expected.clear()
                 continue

@@ -134,13 +134,13 @@ class Pool:
         self._slab_bytes = block_bytes * slab_blocks
         *self._preferred, self._last = tiers
         self._views: list[Tensor] = []  # uint8 [slab_blocks, block_bytes] of each slab
-        self._addresses: list[int] = []  # on the device
-        self._far: list[bool] = []  # whether it is the host's
-        self._free: list[int] = []  # ascending, so that what is taken together lies together
+        self._addresses: list[int] = []  # addresses for kernels
+        self._far: list[bool] = []  # True for host memory
+        self._free: list[int] = []  # ascending, so that blocks taken together are adjacent
         self._held: deque[_Held] = deque()  # what close frees
         self._ready: deque[_Held] = deque()  # allocated by the worker, not yet numbered
         self._worker: threading.Thread | None = None
-        self._expected = 0  # slabs that the last tier has been told of
+        self._expected = 0  # slabs that the last tier expects
         self._error: Exception | None = None
         self._closed = False
 
@@ -205,12 +205,12 @@ class Pool:
             return
         tier = self._with_room(*self._preferred, self._last)
         if tier is None:
-            return  # the append that needs it will say so
+            return  # the append that needs it will raise the error
         work = threading.Thread(target=self._get, args=(tier,), name="kvindex-pin", daemon=True)
         self._worker = work
         try:
             work.start()
-        except RuntimeError:  # no more threads: whoever needs memory gets it
+        except RuntimeError:  # no thread could start: memory is allocated when needed
             self._worker = None
             tier.budget.give(self._slab_bytes)
 
@@ -248,7 +248,7 @@ class Pool:
             rest = slabs - len(new)
             self._last.budget.take(rest * self._slab_bytes)
             while rest:
-                rest -= 1  # what is allocated gives back its own
+                rest -= 1  # an allocated slab returns its own bytes
                 try:
                     new.append(self._allocated(self._last))
                 except BaseException:
@@ -317,11 +317,11 @@ class Pool:
             self._free.extend(range(first, first + self.slab_blocks))
 
     def _drain(self) -> None:
-        with ExitStack() as stack:  # every slab is freed, though one may fail
+        with ExitStack() as stack:  # free all slabs even if one fails
             while self._held:
                 try:
                     held = self._held.pop()
-                except IndexError:  # the other thread had it
+                except IndexError:  # another thread took it
                     break
                 stack.callback(held.tier.budget.give, self._slab_bytes)
                 stack.callback(held.slab.free)

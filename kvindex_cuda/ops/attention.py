@@ -1,4 +1,4 @@
-"""Exact softmax attention on the device: one query per head by a kernel, prefill by torch."""
+"""Exact softmax attention on the device. A kernel serves one query per head, torch a prefill."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["attend", "attend_blocks", "attend_causal", "cap", "merge"]
 THREADS, WARPS = 256, 8
 
 SUMS = 64
-"""Registers of a thread for sums of values, up to `HEADS` heads' together."""
+"""Registers of a thread for sums of values of up to `HEADS` heads."""
 
 HEADS = 8
 
@@ -143,7 +143,7 @@ def attend_blocks(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`T` queries per head over blocks of rows, with a running softmax: `[B, H, T, Dv]`.
 
-    The reference as it is: products of large matrices in a prefill, which torch gives to the
+    This is the reference implementation, since torch runs the large products of a prefill on the
     matrix units. Arguments as `kvindex.ops.attention.attend_blocks`.
     """
     parts = reference.attend_blocks(queries, blocks, scale=scale, softcap=softcap, return_lse=True)
@@ -155,7 +155,7 @@ def attend_causal(
 ) -> Tensor:
     """The newest `T` tokens over all `N` rows, causally, in one piece: `[B, H, T, Dv]`.
 
-    The reference as it is: torch's fused kernel. Arguments as
+    This is the reference implementation, torch's fused kernel. Arguments as
     `kvindex.ops.attention.attend_causal`.
     """
     return reference.attend_causal(queries, keys, values, scale=scale, valid=valid)

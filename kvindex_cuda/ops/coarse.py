@@ -26,7 +26,7 @@ __all__ = [
 THREADS, ENTRIES = 256, 2**SUBSPACE
 
 LARGEST_M = 160
-"""A table word per entry, 1 KB for each subspace, in the 163 KB of compute capability 8.0."""
+"""Most subspaces: a table takes 1 KB for each, of the 163 KB that compute capability 8.0 has."""
 
 
 def histogram(signs: Tensor, valid: Tensor | None = None) -> Tensor:
@@ -212,7 +212,7 @@ def votes(
 
 
 def _checked(queries: Tensor) -> tuple[int, int, int, int]:
-    """`B, G, g, M` of queries float32 `[B, G, g, D]`."""
+    """Return `B, G, g, M` of float32 queries `[B, G, g, D]`."""
     B, G, g, D = of_type("queries", queries, torch.float32).shape
     if D % SUBSPACE:
         raise ValueError(f"queries: got {D} coordinates, allowed is a multiple of {SUBSPACE}")

@@ -1,4 +1,4 @@
-"""Sign and magnitude codes of rotated keys (paper, A.2 and A.3); `kvindex.ops.codes` on the GPU."""
+"""Sign and magnitude codes of rotated keys on the device (paper, A.2 and A.3)."""
 
 from __future__ import annotations
 
@@ -48,17 +48,17 @@ __all__ = [
 ]
 
 MOST_BLOCKS = 2**16
-"""Of `encode`, whose blocks of threads go on with further vectors."""
+"""Most thread blocks of `encode`. Each processes further vectors if there are more."""
 
 
 def encode(
     rotated: Tensor, norms: Tensor, levels: Tensor, block: int = SUBSPACE
 ) -> dict[str, Tensor]:
-    """`signs`, `magnitudes` and `weights`: as `kvindex.ops.codes.encode`.
+    """Return `signs`, `magnitudes` and `weights`, as `kvindex.ops.codes.encode`.
 
-    Signs and magnitudes to the bit, weights as far as the order of sums goes. Raises ValueError
-    for wrong dtypes or shapes, a `block` that is no multiple of 8 or does not divide `D`, a `D`
-    above 2,048.
+    Signs and magnitudes equal the reference's to the bit, weights up to the order of sums. Raises
+    ValueError for wrong dtypes or shapes, a `block` that is no multiple of 8 or does not divide
+    `D`, or a `D` above 2,048.
     """
     *outer, D = rotated.shape
     if D % SUBSPACE or D > SUBSPACE * CODES_THREADS or block < 1 or block % SUBSPACE or D % block:
@@ -95,9 +95,9 @@ def encode(
 
 
 def log_codes(weights: Tensor, bits: int) -> Tensor:
-    """Weights float32 on an absolute scale of equal ratios, int32 of `bits` bits.
+    """Return logarithmic codes of float32 weights, int32 of `bits` bits.
 
-    As `kvindex.ops.codes.log_codes`: the logarithm in double too.
+    As `kvindex.ops.codes.log_codes`, with the logarithm in double precision, too.
     """
     given = of_type("weights", weights, torch.float32).contiguous()
     codes = torch.empty(weights.shape, dtype=torch.int32, device=weights.device)
@@ -106,7 +106,7 @@ def log_codes(weights: Tensor, bits: int) -> Tensor:
 
 
 def log_weights(codes: Tensor, bits: int) -> Tensor:
-    """Weights that the codes int32 of `log_codes` represent, float32 of their shape."""
+    """Return the float32 weights that int32 codes of `log_codes` stand for."""
     given = of_type("codes", codes, torch.int32).contiguous()
     weights = torch.empty(codes.shape, dtype=torch.float32, device=codes.device)
     _on_scale("log_weights", bits, codes=given, weights=weights)
@@ -114,7 +114,7 @@ def log_weights(codes: Tensor, bits: int) -> Tensor:
 
 
 def _on_scale(kernel: str, bits: int, *, weights: Tensor, codes: Tensor) -> None:
-    """Launch a kernel that makes one of them of the other. Raises ValueError for wrong bits."""
+    """Launch a kernel that converts weights to codes, or back. Raises ValueError for wrong bits."""
     if not 1 <= bits <= 16:
         raise ValueError(f"bits: got {bits}, allowed are 1 to 16")
     count = codes.numel()

@@ -1,4 +1,4 @@
-"""Gather rows by id on the device (paper, B.3)."""
+"""Gather rows by token id on the device (paper, B.3)."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ MOST_BLOCKS = 2**31 - 1
 
 
 def gather_rows(table: Tensor, ids: Tensor) -> Tensor:
-    """Rows `[B, G, K, ...]` of a table `[B, G, N, ...]` of any dtype; a negative id gives zeros.
+    """Return rows `[B, G, K, ...]` of a table `[B, G, N, ...]` of any dtype.
 
-    ids: int64 `[B, G, K]`, below `N`; one that is not gives zeros too, since nothing here waits
-    for the device.
+    ids: int64 `[B, G, K]`. A negative id gives zeros, and so does one from `N` on, because the host
+    does not wait for the device to check it.
     """
     B, G, N = table.shape[:3]
     K = ids.shape[-1]
@@ -62,10 +62,14 @@ def gather_rows(table: Tensor, ids: Tensor) -> Tensor:
 def gather_blocks(
     table: Tensor, ids: Tensor, *, kv_heads: int, row_bytes: int, tokens: int
 ) -> Tensor:
-    """Rows by id as bytes `[B, G, K, row_bytes]`, read where they lie; a negative id gives zeros.
+    """Return rows by token id as bytes `[B, G, K, row_bytes]`, read from the blocks of a store.
 
-    table: addresses of blocks `[G, 256, row_bytes]`, int64 `[B, S]`; row_bytes: a multiple of 16,
-    as are the addresses; ids: int64 `[B, G, K]`, below `tokens`, else zeros.
+    Args:
+        table: Addresses of blocks `[G, 256, row_bytes]`, int64 `[B, S]`, multiples of 16.
+        ids: int64 `[B, G, K]`. Ids below 0 or from `tokens` on give zeros.
+        tokens: Length of the store.
+        kv_heads: KV heads, `G`.
+        row_bytes: Bytes of a row, a multiple of 16.
     """
     B, K = len(of_type("table", table, torch.int64)), ids.shape[-1]
     of_shape("ids", of_type("ids", ids, torch.int64), B, kv_heads, K)

@@ -1,4 +1,4 @@
-"""Messages of ranks about a step's attention (`kvindex.ops.messages`): a kernel each way."""
+"""Pack and merge the messages of ranks about a step's attention, with one kernel for each."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FILE, THREADS = "ops/messages.cu", 256
 
 
 def pack(own: Attended, *, seen: bool, take: bool = False) -> Tensor:
-    """As `kvindex.ops.messages.pack`; a count that is to be taken has no gaps."""
+    """As `kvindex.ops.messages.pack`. With `take`, the count must be contiguous."""
     found = of_type("found", own.found, torch.int32, torch.int64)
     if take and not found.is_contiguous():
         raise ValueError(f"found: got strides {found.stride()}, allowed is contiguous")
@@ -45,7 +45,7 @@ def pack(own: Attended, *, seen: bool, take: bool = False) -> Tensor:
 
 
 def merge_messages(messages: Tensor, like: Attended, *, total: Tensor | None = None) -> Attended:
-    """As `kvindex.ops.messages.merge_messages`; sums in the order of ranks."""
+    """As `kvindex.ops.messages.merge_messages`. Sums are in the order of ranks."""
     parts = message_parts(messages, like)
     if total is not None and not of_type("total", total, torch.int64).is_contiguous():
         raise ValueError(f"total: got strides {total.stride()}, allowed is contiguous")

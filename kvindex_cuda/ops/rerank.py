@@ -13,10 +13,10 @@ from kvindex_cuda.runtime.launch import launch
 THREADS = 256
 
 HEADS = 8
-"""Query heads that a thread sums for at a time: more would not leave registers for the codes."""
+"""Query heads that a thread sums for at a time. More would leave no registers for the codes."""
 
 LARGEST_D = 768
-"""Queries of 8 heads, and their squares by blocks, in 48 KB of shared memory."""
+"""Largest `D`: queries of 8 heads, and their squares by blocks, fit 48 KB of shared memory."""
 
 
 def estimate(

@@ -1,4 +1,4 @@
-"""Rows drawn at random on the device (docs/decisions/0010)."""
+"""Sample rows at random on the device (docs/decisions/0010)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvindex_cuda.runtime.constants import DRAW_THREADS
 from kvindex_cuda.runtime.launch import launch
 
 MOST = 2**14
-"""Rows that a block's shared memory holds; more are drawn in plain torch."""
+"""Most rows that shared memory has room for. More are sampled in plain torch."""
 
 
 def draw(logits: Tensor, ids: Tensor, k: int, drawn: int) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""Selection by score on the device, by all of it: equal scores go to the lower id."""
+"""Exact selection by score on the device. Equal scores go to the lower id."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ THREADS = 256
 NEVER = float("-inf")
 
 MOST = TILE * 65535
-"""Entries of a row: a grid has no more tiles."""
+"""Most entries of a row, by the largest grid."""
 
 
 def top_k(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -149,10 +149,10 @@ def compact(chosen: Tensor) -> Tensor:
 def _cut(
     scores: Tensor, *, k: int = 0, limits: Tensor | None = None, valid: Tensor | None = None
 ) -> Tensor:
-    """From which word on entries of scores `[R, N]` are selected: `Row`s as int64 `[R, 2]`.
+    """Return where each row of scores `[R, N]` is cut: `Row` structs, int64 `[R, 2]`.
 
-    Without limits `k` float32 scores of a row; else of int32 scores `limits[b]` of each of the
-    rows of `b`.
+    Without limits, `k` float32 scores of each row are selected. With limits, `limits[b]` int32
+    scores of each row of sequence `b`.
     """
     (R, N), device = scores.shape, scores.device
     bits, each = _bits(N), R if limits is None else R // len(limits)
@@ -183,14 +183,14 @@ def _cut(
 
 
 def _marks(rows: int, entries: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Room for a bit per entry and a count per tile, int32."""
+    """Allocate a bit per entry and a count per tile, int32."""
     tiles = -(-entries // TILE)
     words = torch.empty((rows, tiles, TILE // 32), dtype=torch.int32, device=device)
     return words, torch.empty((rows, tiles), dtype=torch.int32, device=device)
 
 
 def _placed(words: Tensor, counts: Tensor) -> Tensor:
-    """Positions of set bits, int64 `[R, C]`, padded with -1."""
+    """Return the positions of set bits, int64 `[R, C]`, padded with -1."""
     ends = counts.cumsum(-1, dtype=torch.int64)
     width = int(ends[:, -1].max())
     ids = torch.full((len(ends), width), UNUSED, device=words.device)
@@ -201,12 +201,12 @@ def _placed(words: Tensor, counts: Tensor) -> Tensor:
 
 
 def _entries(name: str, tensor: Tensor) -> int:
-    """`N` of a tensor `[..., N]`. Raises ValueError for more than kernels serve."""
+    """Return `N` of a tensor `[..., N]`. Raises ValueError for more than kernels serve."""
     if (N := tensor.shape[-1]) > MOST:
         raise ValueError(f"{name}: got {N} entries, allowed are up to {MOST}")
     return N
 
 
 def _bits(entries: int) -> int:
-    """Of a position among so many."""
+    """Return the bits of a position among `entries`."""
     return (entries - 1).bit_length()

@@ -1,4 +1,4 @@
-"""Normalize and rotate (paper, A.1): `k̃ = R k/‖k‖`; `kvindex.ops.transform` on the GPU."""
+"""Normalize and rotate vectors on the device (paper, A.1): `k̃ = R k/‖k‖`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvindex_cuda.runtime.launch import launch
 __all__ = ["LONGEST", "normalize", "rotate", "rotation"]
 
 WARPS = 8
-"""Of a block of `normalize`, a vector each."""
+"""Warps of a thread block of `normalize`, each with a vector."""
 
 
 def normalize(vectors: Tensor) -> tuple[Tensor, Tensor]:
@@ -69,9 +69,9 @@ def rotate(vectors: Tensor, matrix: Tensor) -> Tensor:
 
 
 def _outer(vectors: Tensor) -> tuple[Tensor, dict[str, int]]:
-    """Vectors as `[A, B, C, D]`; `B`, `C` and three strides as the kernels name them.
+    """Return vectors as `[A, B, C, D]`, and the kernels' arguments for its sizes and strides.
 
-    Copied where those cannot say it.
+    The vectors are copied if they do not fit this form.
     """
     given = contiguous_rows(of_type("vectors", vectors, *CODES), 1)
     while given.ndim < 4:

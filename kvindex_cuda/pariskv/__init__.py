@@ -1,1 +1,1 @@
-"""The fused executor of one index: ParisKV."""
+"""ParisKV on a GPU: its executor, decode steps and appends, with fused kernels."""

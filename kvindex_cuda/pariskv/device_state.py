@@ -82,7 +82,7 @@ class State:
     page_head_bytes: int | None = None
     segments: Tensor | None = None
 
-    # Kernels' parameters that are no fields have the names of these properties (`runtime.resolve`)
+    # Properties named as kernels' parameters, for `runtime.resolve`
 
     @property
     def row(self) -> int:
@@ -176,7 +176,7 @@ def opened(geometry: Geometry, table: Tensor, contents: Contents) -> State:
 def put(target: Tensor, values: Sequence[int]) -> None:
     """Copy one number for each sequence to `target` `[B]`, without waiting for its device."""
     if len(set(values)) == 1:
-        target.fill_(values[0])  # no memory is pinned for what is the same in all rows
+        target.fill_(values[0])  # equal numbers need no pinned memory
         return
     staged = torch.tensor(values, dtype=target.dtype)
     if target.device.type == "cuda":

@@ -49,7 +49,7 @@ class ParisKVExecutor(AppendedCodes):
         cache: Rows that `attend` fetched from the host, or None. `search` fetches no rows.
     """
 
-    _contents: Contents  # since the first `update`
+    _contents: Contents  # set by the first `update`
 
     def __init__(
         self,
@@ -62,8 +62,8 @@ class ParisKVExecutor(AppendedCodes):
         super().__init__(codes, encoder)
         self._geometry, self._config, self._kind = geometry, config, kind
         self._store: object = None
-        self._rows: AddressedRows | None = None  # the store's, where kernels read them
-        self._centered: CenteredRows | None = None  # the same, where it may have a center
+        self._rows: AddressedRows | None = None  # the store's rows, if kernels can read them
+        self._centered: CenteredRows | None = None  # the same, if they may have a center
         self._ticket = torch.zeros(1, dtype=torch.int32, device=geometry.device)  # of `stage_token`
         self.cleared()
         self._length = len(codes)
@@ -96,13 +96,13 @@ class ParisKVExecutor(AppendedCodes):
     def cleared(self) -> None:
         """Forget all tokens, and everything that steps read."""
         self._state: State | None = None
-        self._uses: list[Use] = []  # of each k the newest one last
+        self._uses: list[Use] = []  # the newest one of each k comes last
         self.cache: RowCache | None = None
-        self._regression: object = None  # that the state has
-        self._length = self._read = 0  # tokens; blocks whose largest weight the state has
-        self._promised = 0  # tokens that steps are to have room for
+        self._regression: object = None  # the regression that the state contains
+        self._length = self._read = 0  # tokens; full blocks included in `State.largest`
+        self._promised = 0  # tokens that steps must have room for
         self._replays = Replays(self._geometry.device)
-        self._found_sum: Tensor | None = None  # of captured steps
+        self._found_sum: Tensor | None = None  # counts rows that captured steps found
         self._version, self._text = object(), object()  # of `BatchRow`
 
     def update(self, contents: Contents) -> ParisKVExecutor:
@@ -126,7 +126,7 @@ class ParisKVExecutor(AppendedCodes):
             self._begin_cache()
             self._update(self._state, first)
             if self._rows is not None and any(use.captured for use in self._uses):
-                self._rows.wait()  # nobody does when a graph is replayed
+                self._rows.wait()  # a replayed graph does not wait by itself
         return self
 
     def _adopt(self, store: object) -> None:
@@ -212,7 +212,7 @@ class ParisKVExecutor(AppendedCodes):
         if self._found_sum is None or self._found_sum.shape != shape:
             self._found_sum = torch.zeros(shape, dtype=torch.int64, device=self._geometry.device)
             if not use.step.stages:
-                load_stage_token(self._geometry)  # a capture has no room for it
+                load_stage_token(self._geometry)  # a kernel cannot be loaded during a capture
         return self._reads(use, resident, wrong)
 
     def captured_step(
@@ -358,15 +358,15 @@ class ParisKVExecutor(AppendedCodes):
     def _opened_state(self) -> State:
         """Return what steps read, without the rows."""
         if self._state is None:
-            self._regression, self._read = None, 0  # maybe of one that could not be filled
+            self._regression, self._read = None, 0  # an earlier state may be incomplete
             state = opened(self._geometry, self.codes.table, self._contents)
             self._update(state, 0)
-            self._state = state  # none looks whole before it is
+            self._state = state  # only a complete state is visible
         return self._state
 
     def _begin_cache(self) -> None:
         """Make a cache if there are rows on the host."""
-        rows, latents = self._rows, self._geometry.value_in_key  # whose kernel looks in none
+        rows, latents = self._rows, self._geometry.value_in_key  # their kernel uses no cache
         if self.cache is None and rows is not None and rows.far and not latents:
             groups = len(self.codes.table) * self._geometry.kv_heads
             self.cache = RowCache(groups, rows.row_bytes, self._geometry.device)

@@ -36,7 +36,7 @@ def contiguous_rows(tensor: Tensor, inner: int, aligned: int = 1) -> Tensor:
     It is also copied if they do not start at a multiple of `aligned` bytes everywhere.
     """
     if inner == aligned == 1 and tensor.stride(-1) == 1:
-        return tensor  # the rule
+        return tensor  # the usual case
     outer = tensor.ndim - inner
     whole, expected = True, 1
     for size, step in zip(tensor.shape[outer:][::-1], tensor.stride()[outer:][::-1], strict=True):

@@ -192,7 +192,7 @@ def load(file: str, name: str, device: torch.device, **defines: int) -> None:
 def _passed(takes: Signature, passed: list[Any]) -> tuple[torch.device, list[Any]]:
     """Return the device of the tensors, and the arguments with addresses in place of tensors."""
     device: torch.device | None = None
-    number = -1  # of the device, -1 for none: soon compared
+    number = -1  # number of the device, -1 for none: compares fast
     for i, kind in takes.numbers:
         if type(passed[i]) is not kind:
             raise takes.wrong_type(i, passed[i])

@@ -1,1 +1,1 @@
-"""Appends: what kernels write as tokens come."""
+"""Appends: kernels that encode and copy new tokens."""

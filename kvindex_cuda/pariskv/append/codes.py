@@ -21,11 +21,11 @@ class AppendedCodes:
     None if no kernel serves the configuration.
     """
 
-    _length: int  # tokens of the index
+    _length: int  # length of the index
 
     def __init__(self, codes: CodeBlocks, encoder: Encoder | None) -> None:
         self.codes, self._layout, self._encode = codes, codes.layout, encoder
-        self._opened: object = None  # what the open block was made of
+        self._opened: object = None  # codes or keys of the open block
 
     @property
     def encodes(self) -> bool:
@@ -51,7 +51,7 @@ class AppendedCodes:
             raise RuntimeError("prepare: got codes that no kernel writes, allowed if it `encodes`")
 
         def write(table: Tensor) -> None:
-            opened, self._opened = self._opened, None  # these come in its place
+            opened, self._opened = self._opened, None  # the new codes overwrite it
             try:
                 encode(keys, table, first=held // BLOCK, valid=valid, wrong=wrong)
             except Exception:  # nothing was launched
@@ -60,7 +60,7 @@ class AppendedCodes:
 
         fill = Fill(keys.shape[0], keys.shape[2], write, self._length > held, beyond)
         self.codes.reserve(fill)
-        self.codes.write(fill)  # beyond the last token, where nobody looks
+        self.codes.write(fill)  # after the last token, where nothing is read
         return fill
 
     def encoded(self, keys: Tensor, valid: Tensor | None) -> Codes | None:

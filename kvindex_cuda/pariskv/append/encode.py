@@ -123,7 +123,7 @@ class Encoder:
         segments, begins = blocks * G * B, wide(keys)
         resident = _resident(D, keys.element_size(), begins)
         grid = busy(keys.device, 1, segments, 1, resident) if segments else 0
-        more = segments > grid  # than one each: blocks of threads take the next ones in turns
+        more = segments > grid  # thread blocks take further segments when they are done
         launch(
             "append/encode.cu",
             "encode",

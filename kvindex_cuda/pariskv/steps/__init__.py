@@ -1,1 +1,1 @@
-"""Steps: what one decoded token costs a layer, as launches of kernels."""
+"""Decode steps: the kernels that a layer launches for one decoded token."""

@@ -118,7 +118,7 @@ class BaseStep:
         self.found = memory.zeros(groups)
         self.weights = floats(groups, k) if drawn else None
         self._open_selection(counted)
-        # of `attend`
+        # buffers of `attend`
         self.splits = self._splits(1)
         width = 0 if g.value_in_key else g.value_dim + 2
         self.partial = floats(groups, self.splits, group, width)
@@ -159,8 +159,8 @@ class BaseStep:
         self.finalists = longs(groups, capacity)
         self.finalist_weights = floats(groups, capacity) if drawn else None
         self.seeds = ints(groups) if drawn else None
-        # counters, cleared by a step's first launch at once: 8-byte words first, counters last,
-        # each in a line of memory of its own
+        # a step's first launch clears all of these: 8-byte words come first, counters last, each
+        # in a memory line of its own
         lines = COUNTERS + self._parts
         sizes = [2 * group * BUCKETS, BINS, counted, lines * APART]
         self.cleared = ints(groups * sum(sizes))
@@ -172,7 +172,7 @@ class BaseStep:
         self.finalist_counts, self.select_tickets = counters[3:5].unbind()
         self.signals, self.attend_ends = counters[5:8], counters[8]
         self.attend_tickets = counters[9:]
-        self.signalers = 0  # blocks of a group that signal `select_rows` that they are done
+        self.signalers = 0  # thread blocks of a group that signal `select_rows` when they are done
 
     def __call__(self, queries: Tensor, state: State) -> Tensor:
         """Select the best `k` rows for queries `[B, H, D]`, attend to them, and return `output`.
@@ -282,7 +282,7 @@ class BaseStep:
             | self._ragged
             | dict(PAGED=int(state.sink is not None) + int(state.segments is not None)),
             shared_bytes=self._attend_bytes(heads),
-            overlap=hits is None,  # else what is resident may just be being written
+            overlap=hits is None,  # else the previous launch may be writing resident rows
             queries=queries,
             ids=ids,
             found=found,

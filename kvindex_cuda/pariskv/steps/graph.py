@@ -35,7 +35,7 @@ class Replay:
         try:
             self._graph = GRAPHS[device.type](device, lambda: step(self.asked, reads))
         finally:
-            step.output, step.lse, step.found = before  # nobody else writes there
+            step.output, step.lse, step.found = before  # only the graph writes to these tensors
 
     def acquire(self) -> None:
         """Call `SharedStep.acquire`. Must come before anything is written that the graph reads."""
@@ -52,7 +52,7 @@ class Replays:
 
     def __init__(self, device: torch.device) -> None:
         self._serves = device.type in GRAPHS
-        self._last: State | None = None  # what was read last, and by how many steps in a row
+        self._last: State | None = None  # the last `State`, and how many steps in a row read it
         self._alike = 0
         self.replay: Replay | None = None
 

@@ -45,7 +45,7 @@ class HostRows:
         g, device = geometry, geometry.device
         count, width = -(-tokens // page_tokens), g.head_dim + g.value_dim
         shape = count, g.kv_heads, page_tokens, width
-        # zeros, for attention may multiply what it masks
+        # zeros, because attention may multiply masked rows
         self.scratch = torch.zeros(shape, dtype=g.dtype, device=device)
         self._numbers = torch.arange(count, dtype=torch.int32, device=device)
         self._clock = torch.zeros(1, dtype=torch.int32, device=device)

@@ -64,7 +64,7 @@ class LatentsStep(SignVotesStep):
         columns = -(-geometry.group_size // 16) * 16
         self.integers = torch.zeros(
             (self.groups, width // 16, columns, 16), dtype=torch.int8, device=device
-        )  # as byte_votes.cuh has them
+        )  # in the layout of byte_votes.cuh
         self.voting = torch.empty((*rows, geometry.head_dim), device=device)
         self.prepare_tickets = torch.zeros(
             (self.groups, self._tiles), dtype=torch.int32, device=device
@@ -92,9 +92,9 @@ class LatentsStep(SignVotesStep):
         self.estimates = floats(groups, capacity, heads)
         self.totals, self.cuts = floats(groups, heads), ints(groups, 2)
         self.candidate_weights = floats(groups, capacity) if self.weights is not None else None
-        # cleared by the first launch, 8-byte words first
+        # the first launch clears these; 8-byte words come first
         sizes = [2 * heads * BUCKETS, BINS, BINS, self._tiles, COUNTERS * APART]
-        sizes[3] += -self._tiles % 4  # what comes after lies at a multiple of 16 bytes
+        sizes[3] += -self._tiles % 4  # aligns the counters to 16 bytes
         self.cleared = ints(groups * sum(sizes))
         self.words_cleared = len(self.cleared)
         split = torch.split(self.cleared, [groups * size for size in sizes])
@@ -149,7 +149,7 @@ class LatentsStep(SignVotesStep):
             overlap=True,
             room=room,
         )
-        # tiles of a block, candidates at once, blocks for which there is room: estimate_latents.cu
+        # as estimate_latents.cu: tiles and candidates of a thread block, thread blocks that fit
         pair, threads = 2 if tiles % 2 == 0 else 1, 32 * -(-self.layout.stride // 16)
         at_once = 32 if tiles // pair > 2 else 16
         most = 320 // threads * multiprocessors // (groups * (tiles // pair))
@@ -222,12 +222,14 @@ class LatentsStep(SignVotesStep):
     def _prepare_latents(self, queries: Tensor, state: State) -> None:
         """Launch the first kernel."""
         g, tiles, together = self.geometry, self._tiles, self._prepares["TOGETHER"]
-        columns = 3 if tiles > 8 else 2 if tiles > 4 else 1  # sixteens of the matrix a block
+        columns = (
+            3 if tiles > 8 else 2 if tiles > 4 else 1
+        )  # groups of 16 matrix columns per thread block
         blocks = tiles * (-(-g.head_dim // (16 * columns)) if together else 1)
         spread = 0
         if self._vote_defines["CENTERED"]:
             free = (2 * self._multiprocessors - self.groups * blocks) // (self.groups * tiles)
-            spread = min(-(-state.row // 64), max(4, free))  # a warp has 8 centers at once
+            spread = min(-(-state.row // 64), max(4, free))  # a warp processes 8 centers at once
         self._prepare_latents_launch(
             self,
             state,

@@ -123,7 +123,7 @@ class PagedSteps:
         record = codes.stride(1) if G > 1 else codes.stride(0)
         self._layout = PagedLayout(geometry.head_dim, config.magnitude_bits, record)
         encoder = _encoder(config, geometry, self._layout)
-        assert encoder is not None  # likewise
+        assert encoder is not None  # or `unserved` would have said so
         self._encoder: Encoder = encoder
         searched = [max(count * BLOCK - sink, 0) for count in range(blocks + 1)]
         candidates = [config.candidates(count, k) if count else 0 for count in searched]
@@ -211,7 +211,7 @@ class PagedSteps:
             queries = torch.zeros(rows, g.q_heads, g.head_dim, dtype=g.dtype, device=g.device)
             self.attend(
                 0, queries, torch.empty_like(queries)
-            )  # kernels are compiled: none in a graph
+            )  # compiles kernels now, since none can be compiled in a graph
 
     def attend(self, layer: int, queries: Tensor, output: Tensor) -> None:
         """Write the attention of queries `[R, H, D]`, one per sequence, to `output` `[R, H, D]`.

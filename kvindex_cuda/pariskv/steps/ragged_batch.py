@@ -73,15 +73,15 @@ class ParisKVBatch:
     ) -> None:
         self._geometry, self._config, self._kind, self._layout = geometry, config, kind, layout
         self._state: State | None = None
-        self._held: list[object] = []  # versions of the rows that the state has
-        self._asked = 0  # `k` that its `wanted` is for, 0 for none
+        self._held: list[object] = []  # versions of the indexes in the state
+        self._asked = 0  # `k` of the state's `wanted`, 0 for none
         self._step: SharedStep | None = None
         self._cache: RowCache | None = None
-        self._texts: list[object] = []  # that the cache has rows of
-        self._wrong: Tensor | None = None  # of the first row: it tells of all queries
+        self._texts: list[object] = []  # sequences whose rows the cache contains
+        self._wrong: Tensor | None = None  # the first index's flag, set for any query
         self._replays = Replays(geometry.device)
         self._ticket = torch.zeros(1, dtype=torch.int32, device=geometry.device)  # of `stage_token`
-        self._made_of: tuple[object, ...] = (None,) * 5  # what `_reads` has
+        self._made_of: tuple[object, ...] = (None,) * 5  # the objects that `_reads` was made of
         self._reads: State
 
     def search(self, rows: Sequence[object], queries: Tensor, *, k: int) -> Hits:
@@ -177,7 +177,7 @@ class ParisKVBatch:
         for b, row in enumerate(rows):
             version = row.version if row else EMPTY
             if self._held[b] is not version:
-                self._held[b], self._asked = None, 0  # until all of it is there
+                self._held[b], self._asked = None, 0  # until the copy is complete
                 if row:
                     _copy(self._state, b, row)
                 self._held[b] = version

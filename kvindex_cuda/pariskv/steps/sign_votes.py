@@ -67,7 +67,7 @@ class SignVotesStep(BaseStep):
         blocks: int = 0,
         **options: Any,
     ) -> None:
-        capacity = 4 * (most + SAMPLED)  # `rerank` serves what is more
+        capacity = 4 * (most + SAMPLED)  # `rerank` handles longer lists
         options |= dict(most=most, capacity=capacity, drawn=drawn)
         super().__init__(geometry, layout, **options)
         g, device = geometry, geometry.device
@@ -94,14 +94,16 @@ class SignVotesStep(BaseStep):
         self.factors = reference.log_factors(16, device)
         quads, sets, parts = -(-(layout.stride // 4) // 4), -(-group // 4), 1 if group <= 4 else 2
         ints, floats = self._memory.zeros, self._memory.empty
-        # of `prepare_query`
+        # buffers of `prepare_query`
         self.planes = ints(groups, sets, quads, planes // 2, 32)
         self.sums, self.units = ints(groups, 4 * sets), floats(groups, 4 * sets)
-        self.operands = ints(groups, -(-group // 8), quads, 8, 32, parts, 2)  # 0 for no head
+        self.operands = ints(
+            groups, -(-group // 8), quads, 8, 32, parts, 2
+        )  # 0 where there is no head
         self.ups = floats(groups, group)
         self.sample, self.sample_tickets = ints(groups, SAMPLED), ints(groups)
         self.scales = floats(groups, 4 * sets, 2) if drawn else None
-        # numbers
+        # numbers that kernels read
         L = layout
         self.seed, self.value_dim = seed, g.value_dim
         self.head_bytes, self.logs, self.magnitudes = L.head_bytes, L.logs, L.magnitudes
@@ -109,7 +111,7 @@ class SignVotesStep(BaseStep):
         self.octaves = self.scale / math.log(2)
         self.gain = self.scale * priority.UNIT / math.log(2)
         self.thresholds = ints(groups)
-        # of `scan`
+        # buffers of `scan`
         self.products = floats(self.groups, blocks, g.group_size) if blocks else None
         self.list = self._memory.empty(self.groups, self.capacity, dtype=torch.int64)
 

@@ -31,11 +31,15 @@ BLOCKS = 4
 
 
 class TieredVotesStep(BaseStep):
-    """Buffers and launches of a step by look-ups.
+    """Buffers and launches of a step by tiered votes.
 
-    most: tokens that there is room for, 36 bytes for each and KV head at 4 heads; those past it
-    are not seen. seed: as for `SignVotesStep`; counts: whether each step counts keys per centroid
-    itself, and reads no `State.histogram`.
+    Args:
+        geometry: As `BaseStep`.
+        layout: As `BaseStep`.
+        most: Tokens that there is room for, 36 bytes for each and KV head with 4 query heads. Later
+            tokens are ignored.
+        seed: Seed of the rotation, as `ParisKVConfig`.
+        **options: As `BaseStep`.
     """
 
     layout: SubspaceLayout
@@ -58,14 +62,14 @@ class TieredVotesStep(BaseStep):
         self.levels = reference.levels(SUBSPACE, layout.magnitude_bits, device)
 
         ints = self._memory.zeros
-        # of `query_table`: what no head or subspace fills stays 0
+        # buffers of `query_table`: entries without a head or subspace stay 0
         self.operands = ints(groups, sets, -(-M // 2), 32, 4, dtype=torch.int16)
         self.table = ints(groups, sets, M, 256, 4, dtype=torch.uint8)
         self.ups = self._memory.empty(groups, group)
-        # of `vote`
+        # buffers of `vote`
         self.votes = ints(groups, sets, most)
         self.pieces, self.totals = ints(groups, group, PIECES, POINTS), self.more_counts
-        # numbers
+        # numbers that kernels read
         L = layout
         self.head_bytes, self.magnitudes, self.code_weights = L.head_bytes, L.magnitudes, L.weights
 

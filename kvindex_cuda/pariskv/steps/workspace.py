@@ -29,7 +29,7 @@ class SharedStep(BaseStep):
     """A step that several indexes run one after another, on any streams."""
 
     _stream: torch.cuda.Stream | None = None
-    _handle: int | None = None  # its own
+    _handle: int | None = None  # handle of that stream
     _fixed: tuple[Tensor, Tensor] | None = None
 
     def acquire(self) -> None:
@@ -45,7 +45,7 @@ class SharedStep(BaseStep):
             current.wait_stream(self._stream)
         self._stream, self._handle = current, current.cuda_stream
 
-    # What graphs of steps share
+    # Tensors that graphs of steps share
 
     def fixed(self) -> tuple[Tensor, Tensor]:
         """Return the tensors from which a graph reads queries and to which it writes results.
