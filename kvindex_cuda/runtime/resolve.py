@@ -46,12 +46,9 @@ class NamedLaunch:
             attribute = renamed.get(name, name)
             owners = [i for i, names in enumerate(known) if attribute in names]
             if len(owners) != 1:
-                have = " and ".join(_called(namespaces[i]) for i in owners) or "nobody"
-                allowed = " or ".join(map(_called, namespaces))
-                raise ValueError(
-                    f"{kernel}.{name}: got an attribute {attribute!r} of {have}, allowed is one of "
-                    f"{allowed} alone"
-                )
+                among = " and ".join(_called(namespaces[i]) for i in owners or range(len(known)))
+                got = f"{'several attributes' if owners else 'no attribute'} {attribute!r}"
+                raise ValueError(f"{kernel}.{name}: got {got} in {among}, allowed is exactly one")
             places[name] = owners[0], len(found[owners[0]])
             found[owners[0]].append(attribute)
         starts = [sum(map(len, found[:i])) for i in range(len(found) + 1)]
