@@ -1,4 +1,4 @@
-"""`python -m kvindex_adapters`: the command line, for torchrun."""
+"""Run the command line with `python -m kvindex_adapters`, for example under torchrun."""
 
 from kvindex_adapters.cli import main
 

@@ -6,8 +6,8 @@ except ModuleNotFoundError as error:
     if error.name != "typer":
         raise
     raise ImportError(
-        "typer: got no package of this name, which comes with the extra cli: "
-        "pip install 'kvindex-torch[hf,cli]'"
+        "typer: got no package of this name. The command line needs it: "
+        'run pip install -e ".[hf,cli]" in a checkout of kvindex'
     ) from None
 
 __all__ = ["app", "main"]

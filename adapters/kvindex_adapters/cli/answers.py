@@ -1,4 +1,4 @@
-"""Answers of `kvindex generate` from a loaded model: one to a prompt, or one to each question."""
+"""Answer prompts for `kvindex generate`: one answer, or one for each question about a text."""
 
 from __future__ import annotations
 
@@ -23,12 +23,18 @@ from kvindex_adapters.hf.generate import Generation
 
 @dataclass(frozen=True)
 class Request:
-    """Settings of an answer.
+    """Settings of one run of `kvindex generate`.
 
-    index: a line, or None for full attention; k, regions: as `attach` takes them; chat: whether to
-    use the chat template; max_new_tokens: of an answer; options: passed to `model.generate`;
-    save_cache: a new folder for what was read before the first answer; load_cache: one that was
-    saved so, of which nothing is read again; token_graph: as `attach` takes it.
+    Args:
+        index: Name and options of the index, or None for full attention.
+        k: Rows to retrieve per KV head and step.
+        regions: Sizes of the regions, as keywords of `attach`.
+        chat: Whether to apply the chat template.
+        max_new_tokens: Longest answer, in tokens.
+        options: Further options of `model.generate`.
+        save_cache: A new folder to save the prompt's cache in before the first answer.
+        load_cache: A saved cache to load. Its tokens are not read again.
+        token_graph: As in `attach`.
     """
 
     index: str | None
@@ -43,16 +49,18 @@ class Request:
 
     @property
     def keeps_cache(self) -> bool:
-        """Whether the cache is saved or loaded."""
+        """Return True if the cache is saved or loaded."""
         return self.save_cache is not None or self.load_cache is not None
 
 
 BORDER = 8
-"""Tokens at the end of a saved cache that a prompt may have otherwise: what follows a text can cut
-its last words otherwise."""
+"""Number of tokens at the end of a saved cache that may differ from the prompt.
+
+The tokenizer may join the last words of a text differently with the text that follows.
+"""
 
 Answers = list[tuple[str | None, Generation]]
-"""Each question, or None for the prompt itself, and its answer."""
+"""Each question with its answer. The question is None for the prompt itself."""
 
 
 def answer(
@@ -62,7 +70,7 @@ def answer(
     request: Request,
     engine: Engine,
 ) -> Answers:
-    """The answer to a text, or to each question about it; tokens are printed as they come."""
+    """Answer a text, or each question about it, and print the tokens while they are generated."""
     with bars() as progress:
         if questions or request.keeps_cache:
             return _answer_all(tokenizer, text, questions, request, engine, progress)
@@ -76,24 +84,24 @@ def answer(
 
 
 def _warn_of_length(tokens: int, engine: Engine) -> None:
-    """Say where a prompt is longer than the model knows: an index finds rows, not positions."""
+    """Print a warning if the prompt is longer than the model's maximum length."""
     if engine.longest is not None and tokens > engine.longest:
         console.print(
-            f"prompt: got {tokens} tokens, the model was made for up to {engine.longest}: its "
-            "answers may make no sense, with an index or without"
+            f"prompt: got {tokens} tokens, the model was made for up to {engine.longest}. The "
+            "answer may make no sense; an index does not change this"
         )
 
 
 def _attach_options(engine: Engine, request: Request) -> dict[str, Any]:
-    """As `attach` takes them; tokens of the decoder are graphs without being asked to be."""
+    """Return the options of `attach`. The decoder has no option `token_graph`."""
     own = engine.name == "decoder"
     return dict(request.regions) if own else {**request.regions, "token_graph": request.token_graph}
 
 
 def shared_length(prompts: Sequence[Tensor]) -> int:
-    """As `common_length`, but leaving at least two tokens of each.
+    """Return the length of the common prefix, leaving at least two tokens of each prompt.
 
-    A remainder of one token would be a searching step, which need not be exact.
+    A remainder of one token would run as a decode step, which searches and is not exact.
     """
     return max(min(common_length(prompts), min(map(len, prompts)) - 2), 0)
 
@@ -101,7 +109,7 @@ def shared_length(prompts: Sequence[Tensor]) -> int:
 def to_json(
     answers: Answers, request: Request, model: str, device: str, engine: str
 ) -> dict[str, Any]:
-    """The result that `--json` writes."""
+    """Make the result that `--json` writes."""
     result: dict[str, Any] = {"model": model, "index": request.index or "none", "k": request.k}
     result["engine"] = engine
     result |= {"regions": request.regions, "options": request.options}
@@ -133,16 +141,16 @@ def _answer_all(
     engine: Engine,
     progress: Bars,
 ) -> Answers:
-    """Read the shared prefix of all prompts once; each question is a branch of it.
+    """Read the common prefix of all prompts once, then answer each question from a copy of it.
 
-    Without questions the text itself is the only prompt, of which the last tokens are the rest.
+    Without questions, the text is the only prompt, and its last tokens are the remainder.
     """
     asked: list[tuple[int, str] | None] = [*enumerate(questions, start=1)] or [None]
     texts = [text if one is None else f"{text}\n\n{one[1]}" for one in asked]
     prompts = [_ids(tokenizer, each, request) for each in texts]
     _warn_of_length(max(map(len, prompts)), engine)
     numbered = list(zip(asked, prompts, strict=True))
-    if request.index is None:  # full attention has no way back: the text is read anew
+    if request.index is None:  # its cache cannot be cropped, so each question reads the text again
         return [
             (
                 None if question is None else question[1],
@@ -151,7 +159,7 @@ def _answer_all(
             for question, ids in numbered
         ]
     shared, branch = prompts, bool(questions)
-    if questions and request.save_cache:  # what other questions share with these
+    if questions and request.save_cache:  # save only what later questions share with these
         shared = [*prompts, _ids(tokenizer, f"{text}\n\n", request)]
     length, answers = shared_length(shared), Answers()
     options = _attach_options(engine, request)
@@ -174,9 +182,16 @@ def _answer_all(
 
 
 def _loaded(document: Document, folder: Path | None, prompt: Tensor) -> int:
-    """Tokens of a prompt `[N]` that a document holds, loaded from a folder if there is one.
+    """Load a saved cache, if a folder is given, and return how many tokens of `prompt` it contains.
 
-    Raises ValueError for a prompt that does not begin with them, but for the last `BORDER`.
+    Args:
+        document: An empty document.
+        folder: The folder to load, or None.
+        prompt: Ids int64 `[N]`.
+
+    Raises:
+        ValueError: The prompt does not begin with the saved tokens, leaving aside the last
+            `BORDER`.
     """
     if folder is None:
         return 0
@@ -185,15 +200,15 @@ def _loaded(document: Document, folder: Path | None, prompt: Tensor) -> int:
     ids, took = document.ids, time.perf_counter() - start
     if ids is None:
         raise ValueError(
-            f"load-cache: got {str(folder)!r}, which does not know its tokens; allowed is a cache "
-            "that kvhf.read or kvhf.generate filled"
+            f"load-cache: got {str(folder)!r}, which does not record its tokens; allowed is a "
+            "cache that kvhf.read or kvhf.generate filled"
         )
     held = common_length([ids, prompt])
     if held < len(ids) - BORDER or not held:
         raise ValueError(
             f"load-cache: got {str(folder)!r} of {len(ids)} tokens, of which the prompt begins "
             f"with {held}; allowed is a prompt that begins with all of them (but the last "
-            f"{BORDER}): the same text, and chat template"
+            f"{BORDER}): the same text and the same chat template"
         )
     if held < len(ids):
         document.crop(held)
@@ -210,11 +225,11 @@ def _answer_one(
     question: tuple[int, str] | None = None,
     **options: Any,
 ) -> Generation:
-    """Answer ids `[N]`; question: its number and its text, which is printed above."""
+    """Answer ids `[N]`. `question` is a number and a text, which is printed above the answer."""
     name, heading = "the prompt", None
     if question is not None:
         name, heading = f"question {question[0]}", question[1]
-    progress.update(f"reading {name}", 0, len(ids))  # the first report comes after a whole piece
+    progress.update(f"reading {name}", 0, len(ids))  # the first report follows the first chunk
     generation = engine.generate(
         ids,
         max_new_tokens=request.max_new_tokens,
@@ -222,7 +237,7 @@ def _answer_one(
         on_progress=_callback(progress, name, heading),
         **options,
     )
-    if generation.report:  # all processes of torchrun are here, of which the first prints
+    if generation.report:  # all processes of torchrun add up their reports; the first one prints
         generation = replace(generation, report=generation.report.over_ranks())
     console.print(
         f"{len(generation.prompt_ids)} tokens of {name} in {generation.prefill_s:.1f} s, then "
@@ -232,16 +247,21 @@ def _answer_one(
 
 
 def _callback(progress: Bars, name: str, heading: str | None = None) -> Progress:
-    """Progress of prefill as a bar, and of the answer unless a terminal shows it as it comes.
+    """Make a function that shows progress as bars.
 
-    name: of the prompt; heading: printed above the answer.
+    The answer gets a bar only if standard output is not a terminal, which shows the answer itself.
+
+    Args:
+        progress: The bars.
+        name: Name of the prompt.
+        heading: Text to print above the answer, or None.
     """
     live = sys.stdout.isatty()
 
     def update(phase: str, done: int, total: int) -> None:
         if phase == "prefill":
             progress.update(f"reading {name}", done, total)
-            if done == total and live:  # the answer follows, which must not meet the bars
+            if done == total and live:  # stop the bars, because the answer is printed next
                 progress.stop()
             if done == total and heading is not None:
                 print(f"> {heading}", flush=True)

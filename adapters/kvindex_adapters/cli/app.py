@@ -1,6 +1,6 @@
-"""The `kvindex` command: registers its subcommands, and exits with status 2 on a mistake.
+"""The `kvindex` command: register the subcommands, and exit with status 2 on a user's mistake.
 
-Subcommands import torch and transformers when they run: help and version do without.
+Subcommands import torch and transformers when they run, so that help and version stay fast.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kvindex_adapters.cli.list import indexes
 from kvindex_adapters.cli.options import ENCODING_ERROR, check_arguments
 
 app = typer.Typer(
-    help="The KV cache of a language model as a vector database.",
+    help="Run language models whose KV cache is a vector database.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -35,7 +35,7 @@ def _version(requested: bool) -> None:
     try:
         typer.echo(f"kvindex {version('kvindex-torch')}")
     except PackageNotFoundError:
-        typer.echo("kvindex, from a folder that is not installed")
+        typer.echo("kvindex, version unknown: the package is not installed")
     raise typer.Exit
 
 
@@ -45,22 +45,22 @@ def kvindex(
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
     ] = False,
 ) -> None:
-    """The KV cache of a language model as a vector database."""
+    """Run language models whose KV cache is a vector database."""
 
 
 EXTRAS = dict.fromkeys(("transformers", "safetensors", "gguf", "accelerate"), "hf")
 EXTRAS |= dict.fromkeys(("rich", "matplotlib", "jinja2"), "cli")
-"""Of a package that commands import, the extra that brings it."""
+"""Package that a command imports -> the extra of kvindex that installs it."""
 
 
 def main() -> None:
-    """Run a command; a user's mistake is a line on standard error and exit status 2."""
+    """Run a command. A user's mistake prints one line on standard error and exits with status 2."""
     try:
         check_arguments(sys.argv[1:])
         app()
     except ModuleNotFoundError as error:
         extra = EXTRAS.get(error.name or "")
-        how = f"; it comes with the extra {extra}: pip install 'kvindex-torch[{extra}]'"
+        how = f'. To install it, run pip install -e ".[{extra}]" in a checkout of kvindex'
         print(f"error: {error}{how if extra else ''}", file=sys.stderr)
         sys.exit(2)
     except UnicodeEncodeError as error:  # for example, while help is printed

@@ -22,19 +22,19 @@ from kvindex_adapters.hf.cache.saving import open_cache
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 PATIENCE_S = 2.0
-"""Seconds of silence: kernels that are kept on disk are loaded in less."""
+"""Seconds to wait before reporting compilation. Loading cached kernels from disk takes less."""
 
 MOST = check.MOST_ROWS
-"""Largest number of rows or tokens of an option: more than any prompt has, less than memory."""
+"""Largest number of rows or tokens that an option accepts."""
 
 
 def check_dtype(dtype: str) -> torch.dtype:
-    """The type of that name. Raises ValueError for another."""
+    """Return the torch dtype of that name, or raise ValueError."""
     return DTYPES[check.one_of("dtype", dtype, sorted(DTYPES))]
 
 
 def check_size(name: str, value: int, minimum: int, most: int = MOST) -> int:
-    """`value`, if it is from `minimum` to `most`. Raises ValueError."""
+    """Return `value` if it is from `minimum` to `most`, or raise ValueError."""
     if check.at_least(name, value, minimum) > most:
         raise ValueError(f"{name}: got {value}, allowed is {minimum} to {most}")
     return value
@@ -47,10 +47,14 @@ def check_search(
     regions: Mapping[str, Any] | None = None,
     store: str | None = None,
 ) -> None:
-    """Raises ValueError for an index that cannot be made, or for sizes out of range.
+    """Raise ValueError if the index cannot be created, or a size is out of range.
 
-    regions: sizes as `attach` takes them, where they are not its defaults; store: where rows lie,
-    or None for what the index's line says.
+    Args:
+        index: Name and options of the index.
+        k: Rows to retrieve per KV head and step.
+        device: Name of the torch device.
+        regions: Sizes of the regions as keywords of `attach`, or None for its defaults.
+        store: Where rows are stored, or None for the choice of the index's options.
     """
     regions = dict(regions or {})
     check_size("k", k, 1)
@@ -60,9 +64,9 @@ def check_search(
 
 
 def wait_for_compiler(index: str, device: str) -> None:
-    """Return once an index's kernels for a CPU are compiled, which making one has begun.
+    """Wait until the index's CPU kernels are compiled, and report a wait of more than `PATIENCE_S`.
 
-    A wait of more than `PATIENCE_S` is told.
+    Creating an index starts the compilation.
     """
     from kvindex_adapters.cli.progress import console
 
@@ -70,7 +74,7 @@ def wait_for_compiler(index: str, device: str) -> None:
     runs, warms = capability(trial, RunsOps), capability(trial, WarmsUp)
     if runs is not None and warms is not None and runs.backend == "cpu":
         row = torch.ones(1, 1, 1, 8)
-        timer = Timer(PATIENCE_S, console.print, ["compiling kernels for this CPU, once"])
+        timer = Timer(PATIENCE_S, console.print, ["compiling kernels for this CPU (once)"])
         timer.start()
         try:
             trial.append(row, row)
@@ -81,7 +85,7 @@ def wait_for_compiler(index: str, device: str) -> None:
 
 def _trial(index: str, device: str, **options: Any) -> KVIndex:
     check_spec(index)
-    rope = torch.ones(4, device=device)  # the model gives its own later
+    rope = torch.ones(4, device=device)  # a placeholder; `attach` passes the model's own
     sizes: dict[str, Any] = dict(q_heads=1, kv_heads=1, head_dim=8, device=device, rope=rope)
     return kvindex.create(index, **sizes, **options)
 
@@ -95,9 +99,10 @@ def sampling(
     min_p: float | None,
     repetition_penalty: float | None,
 ) -> dict[str, Any]:
-    """Options of `model.generate`; any option of sampling turns sampling on.
+    """Return options for `model.generate`. Any sampling option turns sampling on.
 
-    Raises ValueError for a value out of range.
+    Raises:
+        ValueError: A value is out of range.
     """
     options: dict[str, Any] = {}
     if temperature is not None:
@@ -115,7 +120,8 @@ def sampling(
 
 
 def prompt_of(prompt: str | None, prompt_file: Path | None) -> str:
-    """The text of `--prompt` or of `--prompt-file`. Raises ValueError unless one is given."""
+    """Return the text of `--prompt` or of `--prompt-file`. Raise ValueError unless exactly one is
+    given."""
     if (prompt is None) == (prompt_file is None):
         raise ValueError(
             f"prompt: got {'neither' if prompt is None else 'both'}, allowed is either --prompt or "
@@ -128,20 +134,24 @@ def prompt_of(prompt: str | None, prompt_file: Path | None) -> str:
 
 
 def check_questions(questions: Sequence[str] | None) -> list[str]:
-    """The questions, each with some text. Raises ValueError."""
+    """Return the questions, or raise ValueError if one is blank."""
     return [_not_blank("ask", question) for question in questions or ()]
 
 
 def check_alone(save_cache: Path | None, load_cache: Path | None) -> None:
-    """Raises ValueError for what several processes of torchrun do not do together."""
+    """Raise ValueError if a cache is saved or loaded under torchrun."""
     if save_cache or load_cache:
-        raise ValueError("save-cache, load-cache: got one in torchrun, allowed is one process")
+        raise ValueError(
+            "save-cache, load-cache: got one of them under torchrun, allowed is one process"
+        )
 
 
 def check_folders(index: str | None, save_cache: Path | None, load_cache: Path | None) -> None:
-    """Raises OSError or ValueError for a cache that cannot be saved there, or loaded."""
+    """Raise OSError or ValueError unless the cache can be saved, or loaded, as the options say."""
     if index is None and (save_cache or load_cache):
-        raise ValueError("save-cache, load-cache: got one with --index none, allowed is an index")
+        raise ValueError(
+            "save-cache, load-cache: got one of them with --index none, allowed is an index"
+        )
     if save_cache is not None:
         check_new(save_cache)
     if load_cache is not None:
@@ -149,9 +159,17 @@ def check_folders(index: str | None, save_cache: Path | None, load_cache: Path |
 
 
 def read_text(path: Path, name: str = "prompt-file") -> str:
-    """The text of a file, or of standard input for `-`; name: of the option.
+    """Read a text file, or standard input if the path is `-`.
 
-    A UTF-8 byte order mark at the beginning is removed. Raises FileNotFoundError or ValueError.
+    A UTF-8 byte order mark at the beginning is removed.
+
+    Args:
+        path: The file, or `-`.
+        name: Name of the option, for messages.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        ValueError: The text is empty or not UTF-8.
     """
     if str(path) == "-":
         if sys.stdin is None or sys.stdin.closed:

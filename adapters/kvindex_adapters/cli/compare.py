@@ -1,4 +1,4 @@
-"""`kvindex compare`: indexes on one model with the same inputs, and a report of it."""
+"""`kvindex compare`: measure several indexes on one model with the same inputs; write a report."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ import typer
 from kvindex_adapters.cli.options import (
     Device,
     Dtype,
+    GgufFile,
     Local,
     Sink,
     UpdateEvery,
@@ -32,67 +33,99 @@ USUAL: dict[str, Any] = dict(tokens="4K", tries=10, steps=256) | dict(
     tasks="needle,needle-multikey,needle-multivalue,chain,lookup,copy"
 )
 QUICK: dict[str, Any] = dict(tokens="2K", tries=2, steps=64, tasks="needle,needle-multikey,chain")
-"""What is measured unless it is given, and with `--quick`, which is to end in minutes."""
+"""Defaults of the options, and the smaller ones of `--quick`, which ends within minutes."""
 
-_UNLESS = {name: f"{usual} unless given; {QUICK[name]} if quick." for name, usual in USUAL.items()}
-"""What help says of them."""
+_DEFAULTS = {
+    name: f"Default {usual}; with --quick {QUICK[name]}.".replace(",", ", ")
+    for name, usual in USUAL.items()
+}
+"""The part of each option's help that gives its defaults."""
 
 SHOWN = ("index", "k", "accuracy", "KL, nats", "rows read", "ms per step")
-"""Columns that the command prints; all are in the report."""
+"""Columns that the command prints. The report has all columns."""
 
 
 def compare(
-    out: Annotated[Path, typer.Option(help="Folder of the report; what is in it is kept.")],
+    out: Annotated[
+        Path,
+        typer.Option(help="Folder for the report. Measurements that are already in it are reused."),
+    ],
     model: Annotated[
         str | None,
-        typer.Option(help="Folder, .gguf file or hub id of the model; SmolLM2-135M unless given."),
+        typer.Option(help="Folder, .gguf file or hub id of the model (default: SmolLM2-135M)."),
     ] = None,
     index: Annotated[
-        str, typer.Option(help="Indexes, as name:option=value:…, with commas between them.")
+        str,
+        typer.Option(
+            help="Indexes to compare, separated by commas, each as name:option=value:option=value."
+        ),
     ] = "pariskv,quest,exact",
     k: Annotated[
-        str, typer.Option("-k", help="Rows retrieved per KV head and step, as 32,100.")
+        str,
+        typer.Option(
+            "-k",
+            help="Number of tokens that each KV head retrieves per decode step. Separate several "
+            "values by commas, for example 32,100.",
+        ),
     ] = "100",
     tasks: Annotated[
-        str | None, typer.Option(help=f"Tasks, with commas between them. {_UNLESS['tasks']}")
+        str | None,
+        typer.Option(help=f"Tasks to answer, separated by commas. {_DEFAULTS['tasks']}"),
     ] = None,
     tokens: Annotated[
-        str | None, typer.Option(help=f"Lengths of a prompt, as 4K,16K. {_UNLESS['tokens']}")
+        str | None,
+        typer.Option(
+            help="Prompt lengths in tokens, separated by commas, for example 4K,16K. "
+            f"{_DEFAULTS['tokens']}"
+        ),
     ] = None,
     tries: Annotated[
-        int | None, typer.Option(help=f"Prompts of each task and length. {_UNLESS['tries']}")
+        int | None,
+        typer.Option(help=f"Number of prompts per task and length. {_DEFAULTS['tries']}"),
     ] = None,
     text: Annotated[
         Path | None,
         typer.Option(
-            help="Text file on which next tokens are compared; Python's reference unless given."
+            help="Text file on which next-token predictions are compared with those of full "
+            "attention (default: the Python language reference)."
         ),
     ] = None,
     steps: Annotated[
         int | None,
         typer.Option(
-            help=f"Tokens of it on which they are; 0 for answers alone. {_UNLESS['steps']}"
+            help="Number of tokens of the text to compare; 0 to measure only the answers. "
+            f"{_DEFAULTS['steps']}"
         ),
     ] = None,
-    quick: Annotated[bool, typer.Option(help="Few and short prompts: some minutes.")] = False,
+    quick: Annotated[
+        bool, typer.Option(help="Use few and short prompts, to finish within minutes.")
+    ] = False,
     jobs: Annotated[
-        int, typer.Option(help="Processes that measure at once, each with the model.")
+        int,
+        typer.Option(help="Number of processes that measure in parallel. Each loads the model."),
     ] = 1,
-    gguf_file: Annotated[str | None, typer.Option(help="Name of the GGUF file inside it.")] = None,
-    lora: Annotated[Path | None, typer.Option(help="Low-rank addition to the model.")] = None,
+    gguf_file: GgufFile = None,
+    lora: Annotated[
+        Path | None, typer.Option(help="File with a LoRA adapter to merge into the model.")
+    ] = None,
     sink: Sink = 64,
     local_window: Local = 256,
     update_every: UpdateEvery = 256,
     store: Annotated[
         str | None,
-        typer.Option(help="Where rows lie: device, host or auto; as usual unless given."),
+        typer.Option(
+            help="Memory that stores the keys and values: device, host, or auto (the device while "
+            "it has room, then the host). Default: the index's own choice."
+        ),
     ] = None,
     dtype: Dtype = "float32",
     device: Device = "cpu",
 ) -> None:
-    """Compare indexes on one model: answers, divergence from full attention, rows, time, memory.
+    """Compare indexes on one model, and write an HTML report.
 
-    A run that was interrupted goes on where it was; the same command with more of anything adds it.
+    The report shows answers, divergence from full attention, rows read, time and memory. An
+    interrupted run continues where it stopped. The same command with more indexes, lengths or
+    tasks measures only what is missing.
     """
     check_stdout()
     announce_imports()
@@ -127,13 +160,13 @@ def compare(
     settings.claim(out)
     options: Any = dict(gguf_file=gguf_file, lora=lora, dtype=number, device=device)
     for line in plan.indexes:
-        common.wait_for_compiler(line, device)  # which began at the check
+        common.wait_for_compiler(line, device)  # the check started it
     _compare(functools.partial(load, model, content, **options), settings, plan, out, jobs)
     _report(out, settings)
 
 
 def _compare(load: Load, settings: Settings, plan: Plan, out: Path, jobs: int) -> None:
-    """Measure what is missing; an interruption is told in words, with exit status 130."""
+    """Measure what is missing. Ctrl-C ends with a message and exit status 130."""
     from kvindex_adapters.cli.progress import console
     from kvindex_adapters.evaluate.compare.records import Records
     from kvindex_adapters.evaluate.compare.run import Comparison
@@ -147,15 +180,16 @@ def _compare(load: Load, settings: Settings, plan: Plan, out: Path, jobs: int) -
             if jobs == 1
             else ParallelComparison(load, **options, jobs=jobs).run
         )
-        with _left() as on_progress:
+        with _progress_bar() as on_progress:
             run(on_progress)
     except KeyboardInterrupt:
-        console.print("interrupted: the same command goes on from here")
+        console.print("interrupted; run the same command again to continue")
         raise typer.Exit(130) from None
 
 
 def _report(out: Path, settings: Settings) -> None:
-    """Write the report of all that the folder holds; print its first table, and what failed."""
+    """Write the report of all measurements in the folder, and print its first table and the
+    failures."""
     from rich.console import Console
     from rich.table import Table
 
@@ -177,7 +211,7 @@ def _report(out: Path, settings: Settings) -> None:
 
 
 def _plan(index: str, k: str, chosen: dict[str, Any]) -> Plan:
-    """The plan that the options name. Raises ValueError, or for a task that cannot be made."""
+    """Make the plan from the options. Raise ValueError for a bad option or an unavailable task."""
     from kvindex_adapters.evaluate.compare.settings import Plan
     from kvindex_adapters.evaluate.tasks import available
 
@@ -195,25 +229,25 @@ def _plan(index: str, k: str, chosen: dict[str, Any]) -> Plan:
 
 
 def _parts(name: str, text: str) -> list[str]:
-    """What stands between commas. Raises ValueError where nothing does."""
+    """Split a text at commas. Raise ValueError if an entry is empty."""
     parts = [part.strip() for part in text.split(",")]
     if not all(parts):
-        raise ValueError(f"{name}: got {text!r}, allowed are entries with commas between them")
+        raise ValueError(f"{name}: got {text!r}, allowed are entries separated by commas")
     return parts
 
 
 def _count(name: str, text: str) -> int:
-    """A number; "4K" is 4096. Raises ValueError for another, or one out of range."""
+    """Parse a number; "4K" is 4096. Raise ValueError if it is no number or out of range."""
     from kvindex_adapters.cli.common import check_size
 
     digits = text.upper().removesuffix("K")
     if not digits.isdecimal():
-        raise ValueError(f"{name}: got {text!r}, allowed is a number, as 4096 or 4K")
+        raise ValueError(f"{name}: got {text!r}, allowed is a number, for example 4096 or 4K")
     return check_size(name, int(digits) * (1024 if digits != text else 1), 1)
 
 
 def _text(path: Path | None) -> tuple[str, str]:
-    """The text of `--text`, or prose of Python's reference; its name, with a hash of it."""
+    """Return the text of `--text`, or of the Python reference, and its name with a hash."""
     from kvindex_adapters.cli.common import read_text
     from kvindex_adapters.evaluate.texts import python_reference
 
@@ -225,8 +259,8 @@ def _text(path: Path | None) -> tuple[str, str]:
 
 
 @contextmanager
-def _left() -> Iterator[Progress]:
-    """A bar with what is done now and the time left."""
+def _progress_bar() -> Iterator[Progress]:
+    """Show a bar with the current measurement and the estimated time left."""
     from rich import progress
 
     from kvindex_adapters.cli.progress import console

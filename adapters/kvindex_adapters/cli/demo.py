@@ -1,4 +1,4 @@
-"""`kvindex demo`: find a needle in a long prompt, with full attention and through an index."""
+"""`kvindex demo`: find a sentence in a long prompt, with full attention and with an index."""
 
 from __future__ import annotations
 
@@ -34,28 +34,42 @@ if TYPE_CHECKING:
 MODEL = "SmolLM2-135M-Instruct (Q4_1, computed in {dtype})"
 ANSWER_TOKENS = 48
 SHORTEST, LONGEST = 500, 8000
-"""Tokens of a prompt: with its answer no more than the 8,192 that the model was made for."""
+"""Prompt lengths in tokens. With its answer, a prompt fits into the model's 8,192 tokens."""
 
 
 def demo(
     tokens: Annotated[
-        int, typer.Option(help=f"Length of the prompt, about: {SHORTEST} to {LONGEST}.")
+        int,
+        typer.Option(
+            help=f"Approximate length of the prompt in tokens, from {SHORTEST} to {LONGEST}."
+        ),
     ] = 7000,
-    index: Annotated[str, typer.Option(help=INDEX + ".")] = "pariskv",
+    index: Annotated[str, typer.Option(help=f"{INDEX}.")] = "pariskv",
     k: K = 100,
     sink: Sink = 64,
     local_window: Local = 256,
     update_every: UpdateEvery = 256,
     dense_below: DenseBelow = 2048,
-    seed: Annotated[int, typer.Option(help="Of the needle and of the order of the text.")] = 0,
+    seed: Annotated[
+        int,
+        typer.Option(help="Seed for the hidden sentence, its place and the order of the text."),
+    ] = 0,
     prompt_file: Annotated[
-        Path | None, typer.Option(help="Hide the needle in this text; - for standard input.")
+        Path | None,
+        typer.Option(
+            help="Text file to hide the sentence in; - reads standard input (default: the Python "
+            "language reference)."
+        ),
     ] = None,
     dtype: Dtype = "float32",
     device: Device = "cpu",
     json_file: JsonFile = None,
 ) -> None:
-    """Let a real model find a needle in a long prompt, with full attention and with an index."""
+    """Let a small model find a sentence hidden in a long prompt.
+
+    The command runs the model with full attention and with an index, and compares answers, rows
+    read, memory and time.
+    """
     check_stdout()
     announce_imports()
     from kvindex.core import check
@@ -82,7 +96,7 @@ def demo(
     folder, file = load_model.smollm2()
     console.print("loading the model")  # transformers shows bars of its own
     model, tokenizer = load_model.load(folder, gguf_file=file, dtype=number, device=device)
-    common.wait_for_compiler(index, device)  # which began at the check
+    common.wait_for_compiler(index, device)  # the check started it
     with bars() as progress:
         needle = hide(tokenizer, text, tokens=tokens, seed=seed)
         logits: list[Tensor] = []
@@ -110,7 +124,7 @@ def _answer(
         if phase == "prefill":
             progress.update(f"{name}: reading", done, total)
 
-    report("prefill", 0, len(ids))  # the first report comes after a whole piece
+    report("prefill", 0, len(ids))  # the first report follows the first chunk
     return generate(
         model,
         tokenizer,
@@ -123,7 +137,7 @@ def _answer(
 
 
 class _Recorder:
-    """Keeps the logits of every step, which `model.generate` shows to such a function."""
+    """A logits processor that records the logits of every step."""
 
     def __init__(self, logits: list[Tensor]) -> None:
         self._logits = logits
@@ -141,16 +155,19 @@ def _compared(
     full: Generation,
     logits: list[Tensor],
 ) -> Fidelity:
-    """Full attention's answer, read through the cache that holds the prompt and an answer.
+    """Run full attention's answer through the index's cache, and compare each step.
 
-    logits: of full attention before each of its tokens, `[V]`.
+    The cache contains the prompt and the index's own answer, which is removed first.
+
+    Args:
+        logits: Full attention's logits before each token of its answer, each `[V]`.
     """
     import torch
 
     from kvindex_adapters.evaluate.fidelity import followed
     from kvindex_adapters.hf.generation.prefill import prefill
 
-    last = indexed.prompt_ids[-2:]  # several tokens: an update that is under way ends
+    last = indexed.prompt_ids[-2:]  # reading several tokens finishes a pending append
     cache.crop(-len(indexed.answer_ids) - len(last))
     with torch.no_grad():
         prefill(model, last, cache, stop=len(last), chunk=len(last))
@@ -166,7 +183,7 @@ def _compared(
 def _result(
     needle: Needle, index: str, k: int, full: Generation, indexed: Generation, fidelity: Fidelity
 ) -> dict[str, Any]:
-    """The result that `--json` writes."""
+    """Make the result that `--json` writes."""
     assert indexed.report is not None
     return {
         "prompt_tokens": len(needle.ids),
@@ -214,9 +231,9 @@ def _show(result: dict[str, Any]) -> None:
     if index["recall_at_k"] is None:
         read += f" ({index['read']})"
     table.add_row("rows read per token", "100%", read)
-    recall = "nothing was searched"
+    recall = "the index was not searched"
     if index["recall_at_k"] is not None:
-        limit = f"exact search with as many rows: {index['recall_limit']:.2f}"
+        limit = f"exact search with the same number of rows: {index['recall_limit']:.2f}"
         recall = f"{index['recall_at_k']:.2f} ({limit})"
     table.add_row(f"recall@{k} of each head's own top {k}", "1", recall)
     table.add_row(
@@ -227,7 +244,7 @@ def _show(result: dict[str, Any]) -> None:
     table.add_row("memory", "", tiers)
     table.add_row("prefill", f"{full['prefill_s']:.1f} s", f"{index['prefill_s']:.1f} s")
     table.add_row("per token", f"{full['token_s']:.3f} s", f"{index['token_s']:.3f} s")
-    if index["token_s"]:  # an answer of several tokens
+    if index["token_s"]:  # 0 for an answer of one token
         table.add_row("speedup per token", "1", f"{full['token_s'] / index['token_s']:.2f}")
     out = Console()
     out.print(table)
@@ -237,6 +254,6 @@ def _show(result: dict[str, Any]) -> None:
 
 
 def _where(machine: dict[str, Any], backend: str) -> str:
-    """The backend that ran, and on what."""
+    """Describe the backend that ran, and its processor."""
     cores = f"{machine['threads']} of {machine['cores']} cores of {machine['processor']}"
     return f"backend {backend!r} on {machine.get('gpu', cores)}"

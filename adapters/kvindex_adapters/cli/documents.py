@@ -1,4 +1,4 @@
-"""What an engine of `kvindex generate` has read of a text, to answer several questions from."""
+"""Texts that an engine of `kvindex generate` has read, to answer several questions about them."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from kvindex_adapters.hf.generation.tokenizer import punctuated
 
 
 class Document(Protocol):
-    """Tokens that an index holds, to which a prompt is appended."""
+    """Tokens that an index stores, to which prompts are appended."""
 
     @property
     def ids(self) -> Tensor | None:
-        """Ids int64 `[N]` of its tokens, if they are known."""
+        """Ids int64 `[N]` of the tokens, or None if unknown."""
         ...
 
     def read(self, ids: Tensor, report: Progress) -> None:
@@ -31,27 +31,28 @@ class Document(Protocol):
         ...
 
     def crop(self, length: int) -> None:
-        """Forget the tokens from position `length` on, whose ids are known."""
+        """Remove the tokens from position `length` on. The ids must be known."""
         ...
 
     def save(self, folder: Path) -> None:
-        """Write it to a new folder."""
+        """Write the tokens to a new folder."""
         ...
 
     def load(self, folder: Path) -> None:
-        """Be what was saved."""
+        """Fill this empty document from a folder that `save` wrote."""
         ...
 
     def options(self, *, branch: bool) -> dict[str, Any]:
-        """Options of the engine's `generate`: of a prompt that follows.
+        """Return options for the engine's `generate`, to answer a prompt after these tokens.
 
-        branch: it leaves the document as it is.
+        Args:
+            branch: Whether the document stays unchanged by the prompt and the answer.
         """
         ...
 
 
 class CacheDocument:
-    """A cache of `attach`."""
+    """A document in a cache of `attach`."""
 
     def __init__(self, model: Any, tokenizer: Any, cache: IndexCache) -> None:
         self._model, self._tokenizer, self._cache = model, tokenizer, cache
@@ -61,7 +62,11 @@ class CacheDocument:
     def opened(
         model: Any, tokenizer: Any, branch: bool, index: str, k: int, attach_options: dict[str, Any]
     ) -> Iterator[Document]:
-        """An empty one. Raises as `attach`, and for a model whose caches have no way back."""
+        """Open an empty document.
+
+        Raises:
+            ValueError: The caches of this model cannot be cropped; also whatever `attach` raises.
+        """
         options = punctuated(index, tokenizer, attach_options)
         with attach(model, index=index, k=k, **options) as cache:
             check_follows(cache, "branch" if branch else "continue")
@@ -69,35 +74,35 @@ class CacheDocument:
 
     @property
     def ids(self) -> Tensor | None:
-        """As `Document.ids`."""
+        """See `Document.ids`."""
         return self._cache.ids
 
     def read(self, ids: Tensor, report: Progress) -> None:
-        """As `Document.read`."""
+        """See `Document.read`."""
         given = self._model, self._tokenizer, ids
         read(*given, cache=self._cache, used="continue", on_progress=report)
 
     def crop(self, length: int) -> None:
-        """As `Document.crop`."""
+        """See `Document.crop`."""
         if (ids := self._cache.ids) is not None:
             self._cache.crop(length - len(ids))
             self._cache.ids = ids[:length]
 
     def save(self, folder: Path) -> None:
-        """As `Document.save`."""
+        """See `Document.save`."""
         self._cache.save(folder)
 
     def load(self, folder: Path) -> None:
-        """As `Document.load`."""
+        """See `Document.load`."""
         self._cache.load(folder)
 
     def options(self, *, branch: bool) -> dict[str, Any]:
-        """As `Document.options`."""
+        """See `Document.options`."""
         return {"cache": self._cache, "used": "branch" if branch else "continue"}
 
 
 class SessionDocument:
-    """A session of the decoder."""
+    """A document in a session of the decoder."""
 
     def __init__(self, decoder: Decoder, session: OpenSession) -> None:
         self._decoder, self._session = decoder, session
@@ -107,31 +112,31 @@ class SessionDocument:
     def opened(
         decoder: Decoder, branch: bool, index: str, k: int, attach_options: dict[str, Any]
     ) -> Iterator[Document]:
-        """An empty one. Raises as `Decoder.session`."""
+        """Open an empty document, with the errors of `Decoder.session`."""
         session = decoder.session(index=index, k=k, attach_options=attach_options)
         yield SessionDocument(decoder, session)
 
     @property
     def ids(self) -> Tensor | None:
-        """As `Document.ids`."""
+        """See `Document.ids`."""
         return self._session.ids
 
     def read(self, ids: Tensor, report: Progress) -> None:
-        """As `Document.read`."""
+        """See `Document.read`."""
         self._decoder.read(ids, self._session, on_progress=report)
 
     def crop(self, length: int) -> None:
-        """As `Document.crop`."""
+        """See `Document.crop`."""
         self._session.truncate(length)
 
     def save(self, folder: Path) -> None:
-        """As `Document.save`."""
+        """See `Document.save`."""
         self._session.save(folder)
 
     def load(self, folder: Path) -> None:
-        """As `Document.load`."""
+        """See `Document.load`."""
         self._session.load(folder)
 
     def options(self, *, branch: bool) -> dict[str, Any]:
-        """As `Document.options`."""
+        """See `Document.options`."""
         return {"session": self._session.fork() if branch else self._session}

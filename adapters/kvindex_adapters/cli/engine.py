@@ -1,4 +1,4 @@
-"""Which engine answers: the minimal decoder, or transformers."""
+"""Choose the engine that answers: the minimal decoder, or transformers."""
 
 from __future__ import annotations
 
@@ -20,11 +20,15 @@ ENGINES = ("decoder", "transformers")
 
 
 class Engine(NamedTuple):
-    """What answers: its name, and a function of a prompt and the options of `kvhf.generate`.
+    """An engine that answers prompts of one model.
 
-    opened: gives an empty document, from whether prompts are branches of it, index, k and
-    the options of `attach`; longest: tokens of the longest text that the model was made for, or
-    None where its configuration does not say.
+    Args:
+        name: One of `ENGINES`.
+        generate: Function of a prompt and the options of `kvhf.generate`.
+        opened: Function that opens an empty document from `branch`, `index`, `k` and
+            `attach_options`.
+        longest: Tokens of the longest text that the model was made for, or None if its
+            configuration does not give it.
     """
 
     name: str
@@ -36,10 +40,17 @@ class Engine(NamedTuple):
 def check_engine(
     engine: str | None, weights: str = PLAIN, *, keeps_cache: bool = False
 ) -> str | None:
-    """The engine, which the weights may decide: of others than plain ones it is the decoder.
+    """Return the engine that the options name, or None if they leave the choice open.
 
-    weights: as of `Decoder.of`; keeps_cache: whether one is saved or loaded. Raises ValueError for
-    an engine that there is not, or that does not do what is asked.
+    FP8 weights choose the decoder.
+
+    Args:
+        engine: Value of `--engine`, or None.
+        weights: As in `Decoder.of`.
+        keeps_cache: Whether a cache is saved or loaded.
+
+    Raises:
+        ValueError: There is no such engine, or it does not support the other options.
     """
     if engine is not None:
         check.one_of("engine", engine, ENGINES)
@@ -49,7 +60,7 @@ def check_engine(
     if weights != PLAIN and keeps_cache:
         raise ValueError(
             f"weights: got {weights!r} with --save-cache or --load-cache, allowed is {PLAIN!r}: "
-            "rows of other weights are of another model"
+            "keys and values that other weights computed do not fit the model"
         )
     return "decoder" if weights != PLAIN else engine
 
@@ -63,10 +74,21 @@ def choose(
     weights: str = PLAIN,
     ranks: HeadRanks | None = None,
 ) -> Engine:
-    """The engine of a loaded model: unless one is named, the decoder on a GPU where it can.
+    """Make the engine of a loaded model.
 
-    options: as of `model.generate`; weights: as of `check_engine`; ranks: of the decoder, as of
-    `Decoder.of`. Raises ValueError where the decoder was asked for and cannot.
+    Unless an engine is named, the decoder answers on a GPU if it supports the model.
+
+    Args:
+        engine: One of `ENGINES`, or None.
+        model: The transformers model.
+        tokenizer: The model's tokenizer.
+        options: Options of `model.generate`.
+        seed: Seed for sampling.
+        weights: As in `Decoder.of`.
+        ranks: As in `Decoder.of`.
+
+    Raises:
+        ValueError: The decoder was named, and does not support the model or the options.
     """
     opened = partial(CacheDocument.opened, model, tokenizer)
     sizes = model.config.get_text_config(decoder=True).to_dict()
@@ -81,8 +103,8 @@ def choose(
         decoder = Decoder.of(model, tokenizer, weights=weights, ranks=ranks)
     except ValueError as error:
         if engine is not None:
-            raise ValueError(f"engine: got 'decoder', which does not do it: {error}") from None
-        console.print(f"transformers runs the model, not the decoder: {error}", markup=False)
+            raise ValueError(f"engine: got 'decoder', which cannot run this: {error}") from None
+        console.print(f"using transformers instead of the decoder: {error}", markup=False)
         return other
     opened = partial(SessionDocument.opened, decoder)
     return Engine("decoder", partial(decoder.generate, sampling=sampling), opened, longest)

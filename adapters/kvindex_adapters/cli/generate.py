@@ -1,4 +1,4 @@
-"""`kvindex generate`: answer a prompt from a model of one's own, through an index."""
+"""`kvindex generate`: answer a prompt from a model of your choice, with an index."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from kvindex_adapters.cli.options import (
     DenseBelow,
     Device,
     Dtype,
+    GgufFile,
     JsonFile,
     K,
     Local,
@@ -24,65 +25,94 @@ from kvindex_adapters.cli.options import (
 
 def generate(
     model: Annotated[str, typer.Option(help="Folder, .gguf file or hub id of the model.")],
-    prompt: Annotated[str | None, typer.Option(help="The prompt itself.")] = None,
+    prompt: Annotated[str | None, typer.Option(help="Text of the prompt.")] = None,
     prompt_file: Annotated[
-        Path | None, typer.Option(help="Text file with the prompt; - for standard input.")
+        Path | None, typer.Option(help="Text file with the prompt; - reads standard input.")
     ] = None,
     ask: Annotated[
         list[str] | None,
-        typer.Option(help="A question about the prompt, which is read once. May be repeated."),
+        typer.Option(
+            help="Question about the prompt. Repeat the option for several questions; the prompt "
+            "is read only once."
+        ),
     ] = None,
     save_cache: Annotated[
-        Path | None, typer.Option(help="Save what was read of the prompt in this new folder.")
+        Path | None,
+        typer.Option(help="New folder to save the prompt's KV cache in, for --load-cache."),
     ] = None,
     load_cache: Annotated[
-        Path | None, typer.Option(help="Folder of --save-cache: the prompt's beginning, read.")
+        Path | None,
+        typer.Option(
+            help="Folder that --save-cache wrote. The prompt must begin with the saved text, which "
+            "is then not read again."
+        ),
     ] = None,
-    gguf_file: Annotated[str | None, typer.Option(help="Name of the GGUF file inside it.")] = None,
-    index: Annotated[str, typer.Option(help=INDEX + "; 'none' for full attention.")] = "pariskv",
+    gguf_file: GgufFile = None,
+    index: Annotated[str, typer.Option(help=f"{INDEX}, or none for full attention.")] = "pariskv",
     k: K = 100,
     sink: Sink = 64,
     local_window: Local = 256,
     update_every: UpdateEvery = 256,
     dense_below: DenseBelow = 2048,
     max_new_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 256,
-    chat: Annotated[bool, typer.Option(help="Put the prompt into the chat template.")] = False,
-    sample: Annotated[bool, typer.Option(help="Sample instead of the most likely token.")] = False,
+    chat: Annotated[bool, typer.Option(help="Apply the model's chat template.")] = False,
+    sample: Annotated[
+        bool, typer.Option(help="Sample tokens instead of choosing the most likely one.")
+    ] = False,
     temperature: Annotated[
         float | None,
-        typer.Option(help="Sample; below 1 sharpens the probabilities."),
+        typer.Option(
+            help="Sample, with logits divided by this temperature: below 1 favors likely tokens."
+        ),
     ] = None,
     top_p: Annotated[
-        float | None, typer.Option(help="Sample from the likeliest tokens of this share in all.")
+        float | None,
+        typer.Option(
+            help="Sample from the smallest set of most likely tokens whose probabilities add up "
+            "to this."
+        ),
     ] = None,
     top_k: Annotated[
-        int | None, typer.Option(help="Sample from so many of the likeliest tokens.")
+        int | None, typer.Option(help="Sample from this number of most likely tokens.")
     ] = None,
     min_p: Annotated[
-        float | None, typer.Option(help="Sample from tokens with this share of the likeliest's.")
+        float | None,
+        typer.Option(
+            help="Sample from tokens whose probability is at least this fraction of the most "
+            "likely token's."
+        ),
     ] = None,
     repetition_penalty: Annotated[
-        float | None, typer.Option(help="Above 1: tokens that were there become less likely.")
+        float | None,
+        typer.Option(help="Make tokens that occurred before less likely, by a factor above 1."),
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed for sampling.")] = 0,
     engine: Annotated[
         str | None,
-        typer.Option(help="decoder or transformers; unless given, the decoder on a GPU."),
+        typer.Option(
+            help="Engine that runs the model: decoder or transformers (default: the decoder on a "
+            "GPU if it supports the model, otherwise transformers)."
+        ),
     ] = None,
     token_graph: Annotated[
         bool | None,
         typer.Option(
-            help="A token in transformers as one graph; unless given, on a GPU, if it can."
+            help="Run each decode step of transformers as one CUDA graph (default: on a GPU if "
+            "the model supports it)."
         ),
     ] = None,
     weights: Annotated[
-        str, typer.Option(help="plain, or fp8: the decoder's matrices take a byte a number.")
+        str,
+        typer.Option(
+            help="Precision of the model's weights: plain (unchanged), or fp8 (8-bit copies, with "
+            "the decoder)."
+        ),
     ] = "plain",
     dtype: Dtype = "float32",
     device: Device = "cpu",
     json_file: JsonFile = None,
 ) -> None:
-    """Generate from a prompt through an index; tokens appear as they come."""
+    """Answer a prompt with a model and an index, and print tokens while they are generated."""
     check_stdout()
     announce_imports()
     import torch
@@ -138,7 +168,7 @@ def generate(
     console.print("loading the model")  # transformers shows bars of its own
     heads = together and "sharded" not in (part.partition(":")[0] for part in index.split("+"))
     ranks = HeadRanks.of(device) if heads and engine == "decoder" else None
-    alone = ranks is None  # else each rank takes its share from the host's memory
+    alone = ranks is None  # otherwise each rank copies its shard from host memory
     loaded, tokenizer = load_model.load(
         model,
         gguf_file=gguf_file,
@@ -149,10 +179,10 @@ def generate(
     torch.manual_seed(seed)
     chosen = engines.choose(engine, loaded, tokenizer, request.options, seed, weights, ranks)
     if weights != "plain" or not alone:
-        loaded = None  # so that the matrices that were copied are freed
+        loaded = None  # frees the matrices that the decoder has copied
     result = answers.answer(tokenizer, text, questions, request, chosen)
     if json_file and parallel.rank()[0] == 0:
-        told = answers.to_json(result, request, model, device, chosen.name)
-        write_json(json_file, {**told, "weights": weights}, indent=2)
+        written = answers.to_json(result, request, model, device, chosen.name)
+        write_json(json_file, {**written, "weights": weights}, indent=2)
     if together:
         parallel.leave()

@@ -1,4 +1,4 @@
-"""`kvindex indexes`: list indexes with their options, presets and wrappers."""
+"""`kvindex indexes`: list the indexes with their options, presets and wrappers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kvindex_adapters.cli.options import check_stdout
 
 
 def indexes() -> None:
-    """List the indexes, their options, their presets, and the wrappers around them."""
+    """List all indexes with their options and presets, and the wrappers around indexes."""
     check_stdout()
     import warnings
 
@@ -23,9 +23,9 @@ def indexes() -> None:
     from kvindex.storage.codecs import NAMES
     from kvindex.storage.store import PLACES
 
-    table = Table("index", "options (what one gets)", "presets, and what they change")
+    table = Table("index", "options (defaults)", "presets, and the options that they change")
     brought, left_out = installed(), refused()
-    with warnings.catch_warnings(action="ignore"):  # `left_out` is printed
+    with warnings.catch_warnings(action="ignore"):  # `left_out` is printed below
         names = kvindex.names()
     for name in names:
         owner = brought[name].dist if name in brought else None
@@ -38,9 +38,9 @@ def indexes() -> None:
         lines = [f"{preset}: {_written(changed, 'nothing')}" for preset, changed in others.items()]
         table.add_row(called, given, "\n".join(lines) or "-")
     shared = {"backend": BACKENDS, "store": PLACES, "row_codec": NAMES}
-    told = [f"{option}: {' or '.join(allowed)}" for option, allowed in shared.items()]
-    told.append("device_share: of the device's memory for rows, with store=auto")
-    table.add_row("every index", "; ".join(told), "-")
+    common = [f"{option}: {' or '.join(allowed)}" for option, allowed in shared.items()]
+    common.append("device_share: fraction of the device's memory for rows, with store=auto")
+    table.add_row("every index", "; ".join(common), "-")
     for name, options in wrapper_options().items():
         table.add_row(f"…+{name}", _written(options), "-")
     console = Console()
@@ -50,12 +50,12 @@ def indexes() -> None:
 
 
 def defaults(name: str) -> dict[str, Any]:
-    """The options of an index as `kvindex.create` fills them in."""
+    """Return the options of an index with the defaults that `kvindex.create` uses."""
     return _options(name, None)
 
 
 def presets(name: str) -> dict[str, dict[str, Any]]:
-    """What each preset changes of `defaults`: option -> value."""
+    """Return the options that each preset changes, as preset -> option -> value."""
     import kvindex
 
     usual = defaults(name)

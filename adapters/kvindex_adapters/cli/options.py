@@ -1,4 +1,4 @@
-"""Options and checks that several commands share. Imports no torch, so that help is quick."""
+"""Options and checks that several commands share. Imports no torch, so that help is fast."""
 
 from __future__ import annotations
 
@@ -10,28 +10,44 @@ from typing import Annotated
 
 import typer
 
-INDEX = "Index, as name:option=value:…"
+INDEX = "Index, as name:option=value:option=value (kvindex indexes lists them)"
 
-K = Annotated[int, typer.Option("-k", help="Rows retrieved per KV head and step.")]
-Sink = Annotated[int, typer.Option(help="First tokens, which are always attended to.")]
-Local = Annotated[int, typer.Option(help="Newest tokens, which are always attended to.")]
-UpdateEvery = Annotated[int, typer.Option(help="Tokens that wait until they join the index.")]
-DenseBelow = Annotated[int, typer.Option(help="Below this length attention is dense.")]
-Dtype = Annotated[str, typer.Option(help="float32, float16 or bfloat16.")]
-Device = Annotated[str, typer.Option(help="cpu, or cuda.")]
+K = Annotated[
+    int,
+    typer.Option("-k", help="Number of tokens that each KV head retrieves per decode step."),
+]
+Sink = Annotated[
+    int, typer.Option(help="Number of tokens at the beginning that are always attended to.")
+]
+Local = Annotated[int, typer.Option(help="Number of newest tokens that are always attended to.")]
+UpdateEvery = Annotated[
+    int,
+    typer.Option(
+        help="Number of tokens that leave the local window together and are added to the index."
+    ),
+]
+DenseBelow = Annotated[
+    int, typer.Option(help="Number of tokens below which full attention is used.")
+]
+GgufFile = Annotated[
+    str | None, typer.Option(help="Name of the .gguf file inside the model's folder.")
+]
+Dtype = Annotated[str, typer.Option(help="Data type to compute in: float32, float16 or bfloat16.")]
+Device = Annotated[str, typer.Option(help="Device to run on: cpu or cuda.")]
 JsonFile = Annotated[
-    Path | None, typer.Option("--json", help="Write the result and the machine here.")
+    Path | None,
+    typer.Option("--json", help="JSON file to write the result and the machine's description to."),
 ]
 
 
 def announce_imports() -> None:
-    """Say what the first seconds of a command go to; of several processes the first one says it."""
+    """Print why a command starts slowly. Under torchrun only the first process prints."""
     if "transformers" not in sys.modules and os.environ.get("RANK", "0") == "0":
-        typer.echo("importing torch and transformers", err=True)
+        typer.echo("importing torch and transformers (some seconds)", err=True)
 
 
 BEYOND_ASCII = "é…世😀"
-"""Characters as answers may contain them, of two to four bytes in UTF-8."""
+"""Characters that answers may contain, of two to four bytes in UTF-8."""
 
 
 ENCODING_ERROR = (
@@ -41,12 +57,12 @@ ENCODING_ERROR = (
 
 
 def check_stdout() -> None:
-    """Check that the standard output can print every answer.
+    """Check that standard output can print every answer.
 
-    Commands call this first, because it takes minutes until an answer is printed.
+    Commands call this first, because computing an answer takes minutes.
 
     Raises:
-        ValueError: The standard output is closed, or its encoding lacks characters.
+        ValueError: Standard output is closed, or its encoding lacks characters.
     """
     if sys.stdout is None or sys.stdout.closed:
         raise ValueError("standard output: got a closed one, allowed is an open one")

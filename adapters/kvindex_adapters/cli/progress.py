@@ -1,4 +1,4 @@
-"""Progress bars of prefill, decoding and k-means, and answers as they come."""
+"""Progress bars of prefill, decoding and k-means, and answers while they are generated."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from transformers.generation.streamers import BaseStreamer
 from kvindex.ops.kmeans import watched
 
 console = Console(stderr=True)
-"""Progress goes to standard error, so that standard output holds the result alone."""
+"""Progress goes to standard error, so that standard output contains only the result."""
 
 
 class Display(Progress):
-    """Bars, and on a terminal the answers so far below them."""
+    """Progress bars, and on a terminal the answers so far below them."""
 
     def __init__(self, *columns: Any, **options: Any) -> None:
-        self.answers: dict[str, tuple[str, str]] = {}  # whose -> text, seconds per token
+        self.answers: dict[str, tuple[str, str]] = {}  # name -> text, seconds per token
         super().__init__(*columns, **options)
 
     def get_renderables(self) -> Iterable[RenderableType]:
-        """rich's hook: what is drawn."""
+        """Yield what rich should draw (a hook of rich)."""
         yield from super().get_renderables()
         if self.answers and self.console.is_terminal:
             table = Table.grid(padding=(0, 2))
@@ -45,7 +45,7 @@ class Display(Progress):
 
 
 class Bars:
-    """One bar per phase, which appears when it is first reported; then answers, as they come."""
+    """One bar per phase, shown from its first report on, and answers while they are generated."""
 
     def __init__(self, progress: Display) -> None:
         self._progress = progress
@@ -53,31 +53,36 @@ class Bars:
         self._passes = 0
 
     def update(self, phase: str, done: int, total: int) -> None:
-        """`done` of `total` steps of a phase; after `stop` nothing is shown."""
+        """Show `done` of `total` steps of a phase. After `stop` nothing is shown."""
         if phase not in self._tasks:
             self._tasks[phase] = self._progress.add_task(phase, total=total)
         self._progress.update(self._tasks[phase], completed=done, total=total)
 
     def answer(self, name: str, text: str, more: str, token_s: float) -> None:
-        """An answer so far, of which `more` is new: below the bars, or in a line of plain text.
+        """Show an answer so far, below the bars, or as plain text without a terminal.
 
-        token_s: seconds per token.
+        Args:
+            name: Name of the answer.
+            text: The whole answer so far.
+            more: The part of it that is new.
+            token_s: Seconds per token.
         """
         first = name not in self._progress.answers
         self._progress.answers[name] = text, f"{token_s:.3f} s per token"
         self._plain(f"{name}: {more}" if first else more)
 
     def end_answer(self, name: str) -> None:
-        """It is complete."""
+        """End the answer of that name."""
         self._plain(f" ({self._progress.answers[name][1]})\n")
 
     def _plain(self, text: str) -> None:
-        """Print where nothing is drawn."""
+        """Print the text unless a terminal draws the answers."""
         if not self._progress.console.is_terminal:
             print(text, end="", file=self._progress.console.file, flush=True)
 
     def clustering(self, done: int, total: int) -> None:
-        """Pass `done` of `total` of a k-means (`kvindex.ops.kmeans.watched`); one bar shows all."""
+        """Show pass `done` of `total` of a k-means (`kvindex.ops.kmeans.watched`) in one common
+        bar."""
         self._passes += 1
         self.update("clustering keys", self._passes, self._passes + total - done)
 
@@ -87,15 +92,15 @@ class Bars:
 
 
 class Answer(BaseStreamer):
-    """Shows the tokens of an answer as they come, and the time that one takes."""
+    """A streamer that shows an answer while it is generated, and the time per token."""
 
     def __init__(self, progress: Bars, name: str, tokenizer: Any) -> None:
         self._progress, self._name, self._tokenizer = progress, name, tokenizer
-        self._tokens: list[int] | None = None  # since the prompt has passed
+        self._tokens: list[int] | None = None  # None until the prompt has passed
         self._shown, self._first = "", 0.0
 
     def put(self, value: Tensor) -> None:
-        """Take the prompt first, then tokens of the answer."""
+        """Receive the prompt in the first call, then tokens of the answer."""
         if self._tokens is None:
             self._tokens = []
             return
@@ -103,7 +108,7 @@ class Answer(BaseStreamer):
         self._first = self._first if self._tokens else now
         self._tokens += value.flatten().tolist()
         text = self._tokenizer.decode(self._tokens, skip_special_tokens=True)
-        text = " ".join(text.rstrip("\ufffd").split())  # the rest of a character is to come
+        text = " ".join(text.rstrip("\ufffd").split())  # drops a character that is incomplete
         more, self._shown = text[len(self._shown) :], text
         token_s = (now - self._first) / max(len(self._tokens) - 1, 1)
         self._progress.answer(self._name, text, more, token_s)
@@ -115,14 +120,14 @@ class Answer(BaseStreamer):
 
 @contextmanager
 def bars() -> Iterator[Bars]:
-    """Bars that stay on the screen when their phase is over."""
+    """Show bars that stay on the screen after their phase."""
     columns = (
         TextColumn("{task.description:<28}"),
         BarColumn(),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
     )
-    # what a command prints is its result, not a part of the display
+    # a command's output is its result, not a part of the display
     progress = Display(*columns, console=console, redirect_stdout=False, redirect_stderr=False)
     phases = Bars(progress)
     with progress, watched(phases.clustering):

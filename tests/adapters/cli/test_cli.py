@@ -139,7 +139,10 @@ def test_indexes_lists_all():
         (("--prompt", "Hi", "--save-cache", "no/such/folder"), "which is in no folder that exists"),
         (("--prompt", "Hi", "--save-cache", "/tmp"), "folder: got '/tmp', which is there already"),
         (("--prompt", "Hi", "--load-cache", "nowhere"), "folder: got 'nowhere', which has no man"),
-        (("--prompt", "Hi", "--save-cache", "x", "--index", "none"), "one with --index none, all"),
+        (
+            ("--prompt", "Hi", "--save-cache", "x", "--index", "none"),
+            "one of them with --index none, all",
+        ),
         (("--prompt", "Hi", "--token-graph", "--index", "none"), "token_graph: got True with i"),
     ],
 )
@@ -187,7 +190,7 @@ def test_what_is_not_installed_is_told_with_its_extra(lacking, extra):
     )
     done = process(code)
     assert done.returncode
-    assert f"pip install 'kvindex-torch[{extra}]'" in done.stderr.splitlines()[-1]
+    assert f'pip install -e ".[{extra}]"' in done.stderr.splitlines()[-1]
 
 
 class Impatient:

@@ -90,5 +90,5 @@ def test_the_decoder_prints_once_what_one_process_prints(folder, index):
 
 
 def test_what_processes_do_not_do_together_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="save-cache, load-cache: got one in torchrun"):
+    with pytest.raises(ValueError, match="save-cache, load-cache: got one of them under torchrun"):
         common.check_alone(tmp_path, None)

@@ -75,7 +75,7 @@ def test_a_seed_draws_the_same_answer(tiny, tmp_path):
         (("--engine", "vllm"), "engine: got 'vllm', allowed is one of"),
         (
             ("--engine", "decoder", "--repetition-penalty", 1.1),
-            "engine: got 'decoder', which does not do it: repetition_penalty: got 1.1, allowed",
+            "engine: got 'decoder', which cannot run this: repetition_penalty: got 1.1, allowed",
         ),
         (("--engine", "decoder", "--min-p", 0.1), "min_p: got 0.1, allowed in the decoder is None"),
         (("--weights", "int4"), "weights: got 'int4', allowed is one of"),
@@ -96,7 +96,7 @@ def test_a_model_that_the_decoder_does_not_run_is_an_error(tiny, monkeypatch):
         "kvindex_adapters.hf.model.load_model.load", lambda *a, **o: (build("gemma3_text"), Chats())
     )
     given = ("generate", "--model", "tiny", "--prompt", words(9), "--engine", "decoder")
-    assert "which does not do it: model: got Gemma3ForCausalLM" in str(run(*given).exception)
+    assert "which cannot run this: model: got Gemma3ForCausalLM" in str(run(*given).exception)
 
 
 class OnGpu:
@@ -124,7 +124,7 @@ def test_on_a_gpu_the_decoder_is_the_default_where_it_can(monkeypatch, capsys):
     assert engines.choose(None, model, None, {"min_p": 0.1, "do_sample": True}, 0).name == (
         "transformers"
     )
-    assert "transformers runs the model, not the decoder" in capsys.readouterr().err
+    assert "using transformers instead of the decoder" in capsys.readouterr().err
     assert len(made) == 2
 
 

@@ -169,7 +169,7 @@ def test_demo_hides_the_needle_in_a_text_of_the_user(loaded, tmp_path, monkeypat
     assert 100 < written["prompt_tokens"] < 300  # the file is shorter than --tokens
     assert written["index"]["rows_read_fraction"] == 1.0  # below the threshold: dense
     assert written["index"]["recall_at_k"] is None
-    assert "nothing was searched" in result.output
+    assert "the index was not searched" in result.output
     assert written["index"]["read"] == "shorter than 2048 tokens: attention was dense"
 
 
