@@ -1,8 +1,11 @@
-"""The minimal decoder: a model's forward pass in plain torch, small enough to read in an hour.
+"""A minimal decoder: a language model's forward pass in plain torch, short enough to read.
 
+```python
 from kvindex_adapters.decoder import Decoder
+
 decoder = Decoder.from_pretrained("folder", device="cuda")
 print(decoder.generate("Once upon a time", index="pariskv", k=100).text)
+```
 
 Read `layers.py` first, then `session.py`, then `decoder.py`.
 """

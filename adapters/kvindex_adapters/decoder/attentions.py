@@ -1,4 +1,4 @@
-"""What each layer attends through: an index by the options of `attach`, or all tokens."""
+"""Make the attention of each layer: through an index, or to all tokens."""
 
 from __future__ import annotations
 
@@ -16,9 +16,16 @@ from kvindex_adapters.hf.unsupported import check_dense
 def make_attentions(
     config: DecoderConfig, ropes: Ropes, like: Tensor, options: LayerOptions | None
 ) -> list[AttentionLayer | DenseAttention]:
-    """Attention of each layer, without tokens, for keys and values `like` a weight.
+    """Make one attention object per layer, without tokens.
 
-    options: None for no index. Raises for bad ones.
+    Args:
+        config: Sizes of the model.
+        ropes: Rotary frequencies of each layer.
+        like: A weight; keys and values have its dtype and device.
+        options: Options of `attach`, or None for full attention in all layers.
+
+    Raises:
+        ValueError: An option does not fit the model.
     """
     numbers = list(range(config.layers))
     if options is None:
@@ -34,7 +41,7 @@ def make_attentions(
 
 
 def _geometry(config: DecoderConfig, like: Tensor) -> dict[str, Any]:
-    """What an index of one layer is told of the model."""
+    """Return the model's sizes that `kvindex.create` needs for the index of a layer."""
     sizes = dict(q_heads=config.q_heads, kv_heads=config.kv_heads, head_dim=config.head_dim)
     where = dict(dtype=like.dtype, device=like.device)
     return {**sizes, "value_dim": config.head_dim, "scale": config.scale, **where}

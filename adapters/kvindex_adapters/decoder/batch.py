@@ -1,4 +1,4 @@
-"""`Batch`: prompts of unequal lengths as one tensor, padded on the left."""
+"""Prompts of unequal lengths as one tensor, padded on the left."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from kvindex_adapters.common.prompt_chunks import check_prompt
 from kvindex_adapters.decoder.config import DecoderConfig
 
 Prompts = list[str] | list[list[dict[str, str]]] | list[Tensor]
-"""Several prompts, each as `Prompt` says."""
+"""Several prompts, all text, all chat messages, or all ids (see `Prompt`)."""
 
 
 class Batch(NamedTuple):
-    """Ids int64 `[B, N]`, and how many of each row are padding."""
+    """Ids int64 `[B, N]`, and the number of padded tokens of each sequence."""
 
     ids: Tensor
     padding: list[int]
 
 
 def is_one(prompt: Prompt | Prompts) -> bool:
-    """Whether it is one prompt: a text, messages, or ids."""
+    """Return True for one prompt (text, messages or ids), False for a list of prompts."""
     return not isinstance(prompt, list) or isinstance(next(iter(prompt), None), Mapping)
 
 
 def prompts_of(prompt: Prompt | Prompts) -> list[Any]:
-    """The prompts, one or several, in a list."""
+    """Return the prompts, one or several, in a list."""
     return [prompt] if is_one(prompt) else list(prompt)
 
 
@@ -74,7 +74,7 @@ def check_tokenizer(tokenizer: Any, prompts: Sequence[Any]) -> None:
 
 
 def left_padded(rows: Sequence[Tensor], device: torch.device) -> Batch:
-    """Rows int64 `[N]` side by side, with zeros before the shorter ones."""
+    """Stack sequences of ids, int64 `[N]` each, with zeros before the shorter ones."""
     longest = max(map(len, rows))
     padding = [longest - len(row) for row in rows]
     padded = [

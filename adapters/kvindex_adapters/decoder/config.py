@@ -1,4 +1,4 @@
-"""`DecoderConfig`: the sizes of a model that the decoder runs, or an error in words."""
+"""The sizes of a model that the decoder supports, or an error that says why it does not."""
 
 from __future__ import annotations
 
@@ -16,9 +16,15 @@ from kvindex_adapters.hf.model.wrapped import no_model
 
 @dataclass(frozen=True)
 class DecoderConfig:
-    """Sizes of a model: layers, `H` query heads, `G` KV heads, head dimension `D`, vocabulary `V`.
+    """Sizes of a model.
 
-    scale: of the logits of attention.
+    Args:
+        layers: Number of layers.
+        q_heads: Query heads, `H`.
+        kv_heads: KV heads, `G`.
+        head_dim: Dimension of a head, `D`.
+        vocabulary: Size of the vocabulary, `V`.
+        scale: Factor of the attention logits.
     """
 
     layers: int
@@ -29,12 +35,12 @@ class DecoderConfig:
     scale: float
 
     def share(self, ranks: int) -> DecoderConfig:
-        """Sizes of a rank's share of the heads."""
+        """Return the sizes of one rank's shard of the heads."""
         return replace(self, q_heads=self.q_heads // ranks, kv_heads=self.kv_heads // ranks)
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> DecoderConfig:
-        """Sizes of a loaded model, which `check_model` has checked."""
+        """Return the sizes of a loaded model that `check_model` has checked."""
         attention = model.model.layers[0].self_attn
         head_dim = attention.head_dim
         return cls(
@@ -48,21 +54,25 @@ class DecoderConfig:
 
 
 def check_share(config: DecoderConfig, inner: Sequence[int], ranks: int) -> None:
-    """Raises UnsupportedError for a model that so many ranks do not share evenly.
+    """Raise UnsupportedError if the ranks cannot divide the model evenly.
 
-    inner: rows of the perceptron's matrices of each layer.
+    Args:
+        config: Sizes of the whole model.
+        inner: Rows of the gate matrix of each layer.
+        ranks: Number of ranks.
     """
     sizes = [("KV heads", config.kv_heads), *(("rows of the perceptron", rows) for rows in inner)]
     for name, size in sizes:
         if size % ranks:
             raise UnsupportedError(
                 f"heads: got {ranks} ranks for {size} {name}, allowed are numbers of ranks that "
-                "divide them, or an index that shares tokens, as pariskv+sharded does"
+                "divide them, or an index that distributes tokens, for example pariskv+sharded"
             )
 
 
 def check_model(model: Any) -> None:
-    """Raises TypeError for what is no transformers model, UnsupportedError for one not served."""
+    """Raise TypeError if this is no transformers model, UnsupportedError if the decoder cannot run
+    it."""
     if not isinstance(model, PreTrainedModel):
         raise no_model(model)
     if model in attached:
@@ -71,7 +81,14 @@ def check_model(model: Any) -> None:
 
 
 def supports(model: Any) -> str | None:
-    """Why the decoder does not run a model, or None where it does."""
+    """Return why the decoder does not support a model, or None if it does.
+
+    Args:
+        model: A loaded transformers model.
+
+    Returns:
+        One sentence, or None.
+    """
     try:
         check_model(model)
     except (TypeError, UnsupportedError) as error:

@@ -1,4 +1,4 @@
-"""`Decoder`: a model of the Llama family that generates through any index, or without one."""
+"""`Decoder`: run a model of the Llama family with any index, or with full attention."""
 
 from __future__ import annotations
 
@@ -52,11 +52,12 @@ from kvindex_adapters.llama.weights import Weights
 
 
 class Decoder:
-    """A model's weights and its tokenizer; each call of `generate` is a sequence of its own.
+    """A model's weights and its tokenizer, which generate answers with an index.
 
-    Made by `of` or `from_pretrained`. The weights are the model's own. Each call checks whether the
-    model has changed, and then reads it again or raises an error. With `weights="fp8"` or `ranks`,
-    the layers' matrices are copies; then the model must not change as long as it exists.
+    Make one with `of` or `from_pretrained`. Each call of `generate` is a new sequence, unless it
+    gets a session. The weights are the model's own. Each call checks whether the model has changed,
+    and then reads it again or raises an error. With `weights="fp8"` or `ranks`, the layers'
+    matrices are copies, and the model must not change while it exists.
     """
 
     def __init__(self, reading: Reading, tokenizer: Any, ends: Collection[int]) -> None:
@@ -73,17 +74,28 @@ class Decoder:
         weights: str = PLAIN,
         ranks: HeadRanks | None = None,
     ) -> Self:
-        """A decoder of a loaded model; tokenizer: None where prompts are ids.
+        """Make a decoder of a loaded model.
 
-        weights: "plain", as the model has them, or "fp8": the layers' matrices are copies, float8
-        e4m3 with a scale for each row. The model stays as it is; its matrices are freed with it.
-        ranks: those that share the heads of the model, which is whole on each of them, wherever it
-        is; this decoder has copies of its own share, on the ranks' device. All ranks make the same
-        calls, and get the same tokens (docs/distributed.md).
+        Args:
+            model: The transformers model. The decoder does not change it.
+            tokenizer: The model's tokenizer, or None if all prompts are ids.
+            weights: "plain" to use the model's weights, or "fp8" to copy the layers' matrices as
+                float8 e4m3 with a scale per matrix row. The model's own matrices are freed with the
+                model.
+            ranks: Processes that share the model's heads, or None for one process. Each process
+                passes the whole model, on any device, and copies its own shard to the ranks'
+                device. All processes make the same calls and get the same tokens
+                (docs/distributed.md).
 
-        Raises TypeError for what is no transformers model, UnsupportedError (a ValueError) for one
-        that the decoder does not run, or that so many ranks do not share, ValueError for weights of
-        another kind, or without Triton, or where ranks have other models.
+        Returns:
+            The decoder.
+
+        Raises:
+            TypeError: `model` is not a transformers model.
+            UnsupportedError: The decoder does not support the model, or the ranks cannot divide its
+                heads. This is a ValueError.
+            ValueError: `weights` has another value, or "fp8" without Triton, or the ranks have
+                different models.
         """
         check_weights(weights)
         check_model(model)
@@ -103,13 +115,24 @@ class Decoder:
         weights: str = PLAIN,
         ranks: HeadRanks | None = None,
     ) -> Self:
-        """A decoder of a folder with safetensors, a .gguf file, or a hub id.
+        """Load a model and its tokenizer, and make a decoder of them.
 
-        gguf_file: its name inside the folder; lora: a low-rank addition to merge; device: None for
-        that of `ranks`, or the CPU; weights, ranks: as of `of`, where those that were quantized are
-        freed, and ranks read the model into the host's memory and keep their shares. Raises
-        FileNotFoundError for what is not there, ValueError for what cannot be loaded or for another
-        device than that of `ranks`, and what `of` raises.
+        Args:
+            model: A folder with safetensors, a .gguf file, or a hub id.
+            gguf_file: Name of the .gguf file inside the folder.
+            lora: A LoRA adapter to merge into the model.
+            dtype: Data type to compute in.
+            device: Device of the weights; None for that of `ranks`, or the CPU.
+            weights: As in `of`. With "fp8" the original matrices are freed.
+            ranks: As in `of`. Each process reads the model into host memory and keeps its shard.
+
+        Returns:
+            The decoder.
+
+        Raises:
+            FileNotFoundError: The model or a file does not exist.
+            ValueError: The model cannot be loaded, or `device` is not that of `ranks`; also what
+                `of` raises.
         """
         check_weights(weights)
         if ranks is not None and device is not None and not ranks.on(torch.device(device)):
@@ -130,7 +153,7 @@ class Decoder:
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
+        """Device of the weights."""
         return self.weights.embedding.device
 
     @overload
@@ -170,8 +193,8 @@ class Decoder:
         and lengths come from the options. (`kvhf.generate` uses the whole configuration.)
 
         Args:
-            prompt: Text as it is, messages for the tokenizer's chat template, ids int64 `[N]`, or a
-                list of these.
+            prompt: Text (used unchanged), messages for the tokenizer's chat template, ids int64
+                `[N]`, or a list of these.
             session: A session of this decoder, in place of `index`, `k` and `attach_options`. The
                 prompt follows its tokens, and prompt and answer are appended to it. Messages
                 continue the chat in it as in `kvhf.generate`. A call that fails leaves it as it
@@ -226,7 +249,18 @@ class Decoder:
         graphs: bool = True,
         fused: bool = True,
     ) -> OpenSession:
-        """A sequence without tokens, for `read` and `generate`; options: as of `generate`."""
+        """Open a session without tokens, for `read` and `generate`.
+
+        Args:
+            index: As in `Options`.
+            k: As in `Options`.
+            attach_options: As in `Options`.
+            graphs: As in `Options`.
+            fused: As in `Options`.
+
+        Returns:
+            The session.
+        """
         self._follow()
         layers = self._attentions(index, k, attach_options, graphs)
         return OpenSession(self._reading, layers, self._fused_for(1, fused))
@@ -239,10 +273,18 @@ class Decoder:
         chunk: int | None = None,
         on_progress: Progress | None = None,
     ) -> None:
-        """Read a prompt into a session, after what it holds, without answering.
+        """Read a prompt into a session, after the tokens that it stores, without answering.
 
-        prompt, chunk, on_progress: as of `generate`, but messages get no cue to answer. A call
-        that fails leaves the session as it was. Raises as `generate`.
+        If the call fails, the session keeps its state.
+
+        Args:
+            prompt: As in `generate`. Messages get no generation prompt.
+            session: A session of this decoder.
+            chunk: As in `Options`.
+            on_progress: As in `generate`.
+
+        Raises:
+            ValueError: As in `generate`.
         """
         self._follow()
         chunk = self._chunk(chunk, batch=1)
@@ -256,27 +298,55 @@ class Decoder:
                 on_progress("prefill", len(ids), len(ids))
 
     def stream(self, prompt: Prompt | Prompts, **options: Unpack[Options]) -> Iterator[Tensor]:
-        """Tokens int64 `[B]` on the CPU as they come, one of each prompt at a time.
+        """Yield the tokens of an answer while they are generated.
 
-        prompt, options: as of `generate`, whose errors it raises. It ends when each row has had a
-        stop token; what a row gets after its own means nothing.
+        The iteration ends when each sequence has had a stop token. Ignore the tokens of a sequence
+        after its own stop token.
+
+        Args:
+            prompt: As in `generate`.
+            **options: `Options`.
+
+        Returns:
+            An iterator of int64 `[B]` on the CPU: one token of each prompt at a time.
+
+        Raises:
+            ValueError: As in `generate`.
         """
         return self.start(prompt, **options).tokens()
 
     def start(self, prompt: Prompt | Prompts, **options: Unpack[Options]) -> Run:
-        """A run that has not read its prompts yet, which holds what `stream` goes through.
+        """Prepare a run that has not read its prompts yet.
 
-        prompt, options: as of `generate`, whose errors it raises.
+        Args:
+            prompt: As in `generate`.
+            **options: `Options`.
+
+        Returns:
+            The run, whose `tokens()` are those that `stream` yields.
+
+        Raises:
+            ValueError: As in `generate`.
         """
         self._follow()
         rows = encode(self.tokenizer, prompts_of(prompt), self.config)
         return self._begin(rows, **options)
 
     def explain(self, *, batch: int = 1, **options: Unpack[Options]) -> str:
-        """Which path a token of so many prompts would take, and why, a line each.
+        """Report how a decode step would run, and why.
 
-        options: as of `generate`, whose errors it raises. A layer that must hold tokens before it
-        can tell says so; `start(prompt, …).explain()` tells of a run as it is.
+        A layer that cannot report before it stores tokens says so. For a run in its present state,
+        call `start(prompt, …).explain()`.
+
+        Args:
+            batch: Number of prompts.
+            **options: `Options`.
+
+        Returns:
+            Text of several lines.
+
+        Raises:
+            ValueError: As in `generate`.
         """
         self._follow()
         check.at_least("batch", batch, 1)
@@ -309,7 +379,7 @@ class Decoder:
         graphs: bool = True,
         fused: bool = True,
     ) -> Run:
-        """A run that has not read its prompts yet. Raises for bad options."""
+        """Make a run that has not read its prompts yet. Raise ValueError for bad options."""
         chunk = self._chunk(chunk, batch=len(rows))
         check.at_least("max_new_tokens", max_new_tokens, 1)
         check.flag("graphs", graphs)
@@ -321,7 +391,7 @@ class Decoder:
             passed["attach_options"] = attach_options is not None
             for name in (name for name, changed in passed.items() if changed):
                 raise ValueError(
-                    f"{name}: got a value, allowed is none with session=, which has it"
+                    f"{name}: got a value, allowed is none with session=, which has its own"
                 )
         given: Session = session or Session(
             self.weights,
@@ -342,7 +412,7 @@ class Decoder:
         )
 
     def _chunk(self, chunk: int | None, *, batch: int) -> int:
-        """Tokens of each of so many prompts that a layer computes at a time."""
+        """Return how many tokens of each prompt a layer computes at a time."""
         if chunk is None:
             return default_chunk(self.weights, batch, self.device)
         return check.at_least("chunk", chunk, 2)
@@ -354,7 +424,7 @@ class Decoder:
         attach_options: Mapping[str, Any] | None,
         graphs: bool,
     ) -> list[AttentionLayer | DenseAttention]:
-        """Attention of each layer, without tokens."""
+        """Make the attention of each layer, without tokens."""
         options = None
         if index is not None:
             check_attach_options(attach_options)
@@ -367,7 +437,7 @@ class Decoder:
         return made
 
     def _fused_for(self, batch: int, fused: bool) -> Fused | None:
-        """What runs single tokens of so many sequences, or None for torch."""
+        """Return the kernels that run decode steps of `batch` sequences, or None for torch."""
         runs = fused and fused_refusal(self.weights, batch) is None
         return self._reading.kernels if runs else None
 

@@ -1,4 +1,4 @@
-"""`DenseAttention`: full attention over keys and values in buffers that grow, without an index."""
+"""Full attention over keys and values in buffers that grow, without an index."""
 
 from __future__ import annotations
 
@@ -12,13 +12,15 @@ from kvindex.core.protocol import Rows
 from kvindex.ops.attention import attend_causal
 
 STEP = 256
-"""Buffers grow by at least so many tokens."""
+"""Tokens by which buffers grow, at least."""
 
 
 class DenseAttention:
     """Attention of one layer to all tokens.
 
-    scale: of the logits; capacity: tokens that fit before the buffers move.
+    Args:
+        scale: Factor of the logits.
+        capacity: Number of tokens for which the first buffers have room.
     """
 
     def __init__(self, scale: float, capacity: int = STEP) -> None:
@@ -26,25 +28,25 @@ class DenseAttention:
         self._length = 0
         self._keys = self._values = torch.empty(0)
         self._valid: Tensor | None = None
-        # of captured steps
-        self._kernels = False  # whether these are Triton's
+        # state of captured steps
+        self._kernels = False  # whether Triton's kernels run them
         self._count = self._starts = torch.empty(0, dtype=torch.int64)  # [1], [B] on the device
-        self._told = -1  # what the count is there, as far as the host knows
+        self._told = -1  # the value of the device's count that the host expects
         self._read = 0
-        self._reads: object = None  # stands for what they read, at its addresses
+        self._reads: object = None  # replaced when captured addresses become invalid
 
     def __len__(self) -> int:
-        """Tokens seen, `N`."""
+        """Number of tokens, `N`."""
         return self._length
 
     @property
     def batch_size(self) -> int:
-        """Rows of the batch, `B`; 0 before the first token."""
+        """Number of sequences, `B`; 0 before the first token."""
         return len(self._keys) if self._length else 0
 
     @property
     def rows(self) -> Rows:
-        """Keys and values of all tokens, `[B, G, N, D]`, where they lie; there must be some."""
+        """Views of the keys and values of all tokens, `[B, G, N, D]` each. There must be tokens."""
         return Rows(self._keys[:, :, : self._length], self._values[:, :, : self._length])
 
     @property
@@ -57,10 +59,16 @@ class DenseAttention:
     def step(
         self, queries: Tensor, keys: Tensor, values: Tensor, *, valid: Tensor | None = None
     ) -> Tensor:
-        """Append `T` tokens and attend from them, causally: `[B, H, T, D]`.
+        """Append `T` tokens, and compute causal attention from them.
 
-        queries `[B, H, T, D]`, keys and values `[B, G, T, D]`; valid bool `[B, T]` marks left
-        padding. What a padded query gets means nothing.
+        Args:
+            queries: `[B, H, T, D]`.
+            keys: `[B, G, T, D]`.
+            values: `[B, G, T, D]`.
+            valid: Bool `[B, T]`, False for padding on the left; None if there is none.
+
+        Returns:
+            Output `[B, H, T, D]`. The output of padded queries is undefined.
         """
         if self._kernels and keys.shape[2] == 1 and valid is None:
             self.prepare_replay()
@@ -74,7 +82,7 @@ class DenseAttention:
         return attend_causal(queries, keys, values, scale=self._scale, valid=some)
 
     def append(self, keys: Tensor, values: Tensor, valid: Tensor | None = None) -> None:
-        """Hold more tokens, as `step`, and attend from none."""
+        """Append tokens as `step` does, without computing attention."""
         start, end = self._length, self._length + keys.shape[2]
         self._reserve(end, keys)
         self._keys[:, :, start:end] = keys
@@ -83,39 +91,39 @@ class DenseAttention:
         self._length = end
 
     def reserve(self, tokens: int) -> None:
-        """Make buffers for so many tokens, once there are any: those that are there stay."""
+        """Give the first buffers room for `tokens` tokens. Buffers that exist are not changed."""
         if not self._length:
             self._capacity = max(self._capacity, tokens)
 
     def truncate(self, length: int) -> None:
-        """Forget the tokens from position `length` on."""
+        """Remove the tokens from position `length` on."""
         self._length = min(self._length, length)
         if self._valid is not None:
             self._valid[:, self._length :] = True
 
     def checkpoint(self) -> int:
-        """What it holds now, for `rollback`: tokens are written behind one another."""
+        """Return the present state for `rollback`: the length, because tokens are only appended."""
         return self._length
 
     def rollback(self, checkpoint: int) -> None:
-        """Be again what `checkpoint` says."""
+        """Restore the state that `checkpoint` returned."""
         self.truncate(checkpoint)
 
-    # Steps of a graph: kernels read on the device how many tokens there are
+    # Steps in a CUDA graph: kernels read the number of tokens from device memory
 
     def capture_refusal(self) -> str | None:
-        """As `AttentionLayer.capture_refusal`: None once there are tokens."""
+        """Return None once there are tokens (see `AttentionLayer.capture_refusal`)."""
         return None if self._length else "tokens: got 0, too few for a step that attends"
 
     def prepare_replay(self) -> object | None:
-        """As `AttentionLayer.prepare_replay`."""
+        """See `AttentionLayer.prepare_replay`."""
         if not self._length:
             return None
         self._reserve(self._length + 1, self._keys)
         if self._length != self._told:
             self._count.fill_(self._length)
             self._told = self._length
-        # places that a step reads and masks: kernels read no more than there are tokens
+        # positions that a step reads and masks; Triton's kernels stop at the last token
         read = self._capacity if self._kernels else -(-(self._length + 1) // STEP) * STEP
         if self._reads is None or read != self._read:
             self._reads, self._read = object(), read
@@ -124,13 +132,13 @@ class DenseAttention:
         return self._reads
 
     def captured_step(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """As `AttentionLayer.captured_step`."""
+        """See `AttentionLayer.captured_step`."""
         self._keys.index_copy_(2, self._count, keys)
         self._values.index_copy_(2, self._count, values)
         self._count += 1
         places = self._starts, self._count.expand(len(self._starts))
         if self._kernels:
-            from kvindex_cuda.triton import attend_token  # asked for where it is used
+            from kvindex_cuda.triton import attend_token  # imported here, because it is optional
 
             one, rows = queries.flatten(1, 2), (self._keys, self._values)
             return attend_token(one, *rows, *places, scale=self._scale)[:, :, None]
@@ -142,12 +150,12 @@ class DenseAttention:
         )
 
     def count_replay(self) -> None:
-        """As `AttentionLayer.count_replay`."""
+        """See `AttentionLayer.count_replay`."""
         self._length += 1
         self._told += 1
 
     def _reserve(self, tokens: int, like: Tensor) -> None:
-        """Make buffers for so many tokens; those that must grow become twice as large."""
+        """Make room for `tokens` tokens. Buffers that must grow become twice as large."""
         if self._length and tokens <= self._capacity:
             return
         if tokens > self._capacity:
@@ -161,7 +169,7 @@ class DenseAttention:
             self._valid = self._all_valid(self._valid)
 
     def _grown(self, buffer: Tensor, like: Tensor) -> Tensor:
-        """A buffer of the capacity `[B, G, capacity, D]` with the tokens of another."""
+        """Return a buffer `[B, G, capacity, D]` with the tokens of `buffer`."""
         batch, heads, _, width = like.shape
         grown = like.new_zeros(batch, heads, self._capacity, width)
         if self._length:
@@ -169,7 +177,7 @@ class DenseAttention:
         return grown
 
     def _mark(self, start: int, end: int, valid: Tensor | None) -> None:
-        """Remember which tokens are padding; without a word of it they are none."""
+        """Record which new tokens are padding. If `valid` is None, none are."""
         if valid is None:
             return
         if self._valid is None:
@@ -177,5 +185,5 @@ class DenseAttention:
         self._valid[:, start:end] = valid
 
     def _all_valid(self, known: Tensor) -> Tensor:
-        """Which tokens are real, bool `[B, capacity]`: those known, and all after them."""
+        """Extend `known` to bool `[B, capacity]`, with True for all later tokens."""
         return functional.pad(known, (0, self._capacity - known.shape[1]), value=True)

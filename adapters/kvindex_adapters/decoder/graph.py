@@ -1,8 +1,8 @@
-"""`TokenGraph`: a whole token of a model as one CUDA graph.
+"""`TokenGraph`: run a whole decode step as one CUDA graph.
 
-A replay does all of a token: embedding, layers, logits, the choice of the next token and its
-position. The host launches a few of them ahead, counts, and updates windows in between; it reads a
-token from pinned memory when the device has written it.
+A replay computes embedding, layers and logits, chooses the next token and advances its position.
+The host launches a few replays ahead, counts tokens, and updates windows between them. It reads a
+token from pinned memory after the device has written it.
 """
 
 from __future__ import annotations
@@ -17,14 +17,16 @@ from kvindex_adapters.decoder.sampling import Sampler
 from kvindex_adapters.decoder.session import Session
 
 WARM = 1
-"""Tokens like it that are launched op by op before one is captured: they compile and allocate."""
+"""Decode steps that run without a graph before one is captured, so that kernels are compiled."""
 
 
 class TokenGraph:
-    """The tokens of a session, one after the other: replays where they can be, else op by op.
+    """Run the decode steps of a session, as graph replays where possible.
 
-    session: has read its prompt; sampler: has chosen its first token, which `session.token` holds.
-    graphs: whether any are captured.
+    Args:
+        session: A session that has read its prompt, and whose `token` is the first of the answer.
+        sampler: The sampler that chose this token.
+        graphs: Whether to capture graphs.
     """
 
     def __init__(self, session: Session, sampler: Sampler, *, graphs: bool = True) -> None:
@@ -32,15 +34,15 @@ class TokenGraph:
         self._serves = graphs and session.token.device.type in GRAPHS
         self._ahead = AHEAD if self._serves and session.ranks is not None else 0
         self._graph: Graph | None = None
-        self._reads: list[object] = []  # what it was captured for
+        self._reads: list[object] = []  # the layers' answers to `prepare_replay` at the capture
         self._warm = 0
 
     @property
     def ahead(self) -> int:
-        """Tokens that may be launched before one is read: more than 0 once a graph is replayed.
+        """Number of decode steps that may be launched before a token is read: above 0 with a graph.
 
-        Of several ranks from the first token on, whatever one of them captures: those that launched
-        more would wait for the others.
+        With several ranks, the number is the same on all from the first token on. Ranks that
+        launched more would wait for the others.
         """
         return AHEAD if self._graph is not None else self._ahead
 
@@ -67,13 +69,13 @@ class TokenGraph:
         self._session.count_replay()
 
     def _same(self, reads: list[object]) -> bool:
-        """Whether the graph reads just this."""
+        """Return True if the graph was captured for exactly these `reads`."""
         pairs = zip(reads, self._reads, strict=True)
         return self._graph is not None and all(new is old for new, old in pairs)
 
     def _capture(self, reads: list[object]) -> None:
-        """The graph of a token that reads this; a driver that refuses is not asked again."""
-        session, self._graph = self._session, None  # its memory goes before there is another's
+        """Capture a decode step. If the driver refuses, no later step is captured."""
+        session, self._graph = self._session, None  # frees the old graph's memory first
 
         def work() -> None:
             session.token.copy_(self._chosen(session.captured_step()))
@@ -84,8 +86,8 @@ class TokenGraph:
         except RuntimeError as error:
             self._serves = False
             warnings.warn(
-                f"graphs: the driver refuses to capture a token ({error}), so that each is "
-                "launched op by op; graphs=False does so without a warning",
+                f"graphs: the driver refuses to capture a decode step ({error}), so each step "
+                "launches its operations one by one; graphs=False does this without a warning",
                 stacklevel=2,
             )
         self._reads = reads

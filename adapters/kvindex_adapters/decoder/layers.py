@@ -1,6 +1,6 @@
-"""The forward pass: from ids to logits, through layers of attention and a perceptron.
+"""The forward pass: from ids to logits, through layers of attention and MLP.
 
-No function here asks the device for a number, so one token's pass can be captured as a whole.
+No function here makes the host wait for the device, so a decode step can be captured as one graph.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from kvindex_adapters.llama.weights import LayerWeights, Linear, Norm, Weights, 
 
 
 class Attention(Protocol):
-    """What a layer attends through: `kvindex.AttentionLayer`, or `dense.DenseAttention`."""
+    """The attention of one layer: `kvindex.AttentionLayer`, or `dense.DenseAttention`."""
 
     def step(
         self, queries: Tensor, keys: Tensor, values: Tensor, *, valid: Tensor | None = None
     ) -> Tensor:
-        """Append `T` tokens and attend from them, causally: `[B, H, T, D]`."""
+        """Append `T` tokens, and return causal attention from them, `[B, H, T, D]`."""
         ...
 
 
@@ -33,9 +33,18 @@ def forward(
     head_dim: int,
     valid: Tensor | None = None,
 ) -> Tensor:
-    """Logits `[B, V]` after the last of ids int64 `[B, T]`, which every layer appends.
+    """Append tokens to every layer, and compute logits after the last one.
 
-    positions: int64 `[B, T]`; attentions: one a layer; valid: bool `[B, T]`, which are no padding.
+    Args:
+        weights: The model's weights.
+        ids: Int64 `[B, T]`.
+        positions: Int64 `[B, T]`.
+        attentions: One per layer.
+        head_dim: Dimension of a head, `D`.
+        valid: Bool `[B, T]`, False for padding; None if there is none.
+
+    Returns:
+        Logits `[B, V]`.
     """
     hidden = functional.embedding(ids, weights.embedding)
     angles = weights.rotary.at(positions, hidden.dtype)
@@ -52,14 +61,14 @@ def add_block(
     head_dim: int,
     valid: Tensor | None,
 ) -> None:
-    """One layer: attention, then the perceptron, each added to hidden `[B, T, hidden]` in place."""
+    """Add a layer's attention, then its MLP, to hidden `[B, T, hidden]` in place."""
     normed = normalize(hidden, layer.attention_norm)
     hidden += attend(normed, layer, attention, angles, head_dim, valid)
     hidden += perceptron(normalize(hidden, layer.mlp_norm), layer)
 
 
 def logits(hidden: Tensor, weights: Weights) -> Tensor:
-    """Logits `[B, V]` of hidden `[B, hidden]` after the last layer."""
+    """Compute logits `[B, V]` from hidden states `[B, hidden]` after the last layer."""
     return whole(linear(normalize(hidden, weights.norm), weights.head), weights)
 
 
@@ -71,7 +80,7 @@ def attend(
     head_dim: int,
     valid: Tensor | None,
 ) -> Tensor:
-    """Attention of hidden `[B, T, hidden]`, of the same shape; zeros from padded tokens."""
+    """Compute a layer's attention, `[B, T, hidden]`. It is zero for padded tokens."""
     queries = rotate(heads(hidden, layer.query, layer.query_norm, head_dim), *angles)
     keys = rotate(heads(hidden, layer.key, layer.key_norm, head_dim), *angles)
     values = heads(hidden, layer.value, None, head_dim)
@@ -90,27 +99,27 @@ def heads(hidden: Tensor, projection: Linear, norm: Norm | None, head_dim: int) 
 
 
 def perceptron(hidden: Tensor, layer: LayerWeights) -> Tensor:
-    """The gated perceptron (SwiGLU: Shazeer, 2020) of hidden `[B, T, hidden]`."""
+    """Compute the gated MLP (SwiGLU: Shazeer, 2020) of hidden `[B, T, hidden]`."""
     gate = functional.silu(linear(hidden, layer.gate))
     return summed(linear(gate.mul_(linear(hidden, layer.up)), layer.down), layer)
 
 
 def summed(partial: Tensor, layer: LayerWeights) -> Tensor:
-    """What a layer adds to the residual, of all ranks, from this one's part."""
+    """Sum a product over all ranks of the layer."""
     return partial if layer.ranks is None else layer.ranks.sum(partial)
 
 
 def normalize(hidden: Tensor, norm: Norm) -> Tensor:
     """RMS normalization along the last dimension (Zhang and Sennrich, 2019), in float32.
 
-    One kernel on a GPU. What it gives in 16 bits is rounded once, after the factors.
+    On a GPU this is one kernel. In 16 bits, the result is rounded once, after the factors.
     """
     return functional.rms_norm(hidden, norm.weight.shape, norm.weight, norm.eps)
 
 
 def linear(hidden: Tensor, projection: Linear) -> Tensor:
-    """The product with a matrix, and its bias; one in FP8 is multiplied as what it stands for."""
+    """Multiply by a matrix and add its bias. An FP8 matrix is converted first."""
     weight, bias, scale = projection
-    if scale is not None:  # powers of two, so that this is exact
+    if scale is not None:  # scales are powers of two, so the conversion is exact
         weight = weight.to(hidden.dtype) * scale[:, None].to(hidden.dtype)
     return functional.linear(hidden, weight, bias)

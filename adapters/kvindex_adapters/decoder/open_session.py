@@ -1,4 +1,4 @@
-"""`OpenSession`: one sequence that takes more prompts, is forked, and goes to a folder and back."""
+"""`OpenSession`: a sequence that takes several prompts, can be forked, and can be saved."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ class OpenSession(Session):
         super().__init__(reading.weights, reading.config, attentions, [0], fused)
         self._reading = reading
         self.ids: Tensor | None = torch.zeros(0, dtype=torch.int64)
-        """Ids int64 `[N]` of its tokens, on the CPU; None where a loaded folder does not tell."""
+        """Ids int64 `[N]` of the tokens, on the CPU; None if a loaded folder does not have them."""
         self.conversation: Conversation | None = None
-        """As in `IndexCache`."""
+        """The chat messages of the tokens, or None."""
 
     def check_reading(self, reading: Reading) -> None:
         """Check that the session was opened with these weights.
@@ -67,10 +67,13 @@ class OpenSession(Session):
 
     @in_plain_torch
     def fork(self) -> OpenSession:
-        """A session that goes on from here by itself.
+        """Make an independent session with the same tokens.
 
-        It shares rows and codes of indexes as `copy.deepcopy` of an index does, and copies the
-        rows of layers without an index.
+        The fork shares rows and codes of indexes as `copy.deepcopy` of an index does, and copies
+        the keys and values of layers without an index.
+
+        Returns:
+            The new session.
         """
         with self.exclusive():
             other = copy(self)
@@ -80,7 +83,14 @@ class OpenSession(Session):
             return other
 
     def truncate(self, length: int) -> None:
-        """Forget the tokens from position `length` on. Raises ValueError below 0."""
+        """Remove the tokens from position `length` on.
+
+        Args:
+            length: Tokens to keep, at least 0.
+
+        Raises:
+            ValueError: `length` is negative.
+        """
         check.at_least("length", length, 0)
         with self.exclusive():
             if length >= self.length:

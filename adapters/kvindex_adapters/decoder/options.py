@@ -1,4 +1,4 @@
-"""`Options`: what `Decoder.generate` and `Decoder.stream` take beside a prompt."""
+"""Options of `Decoder.generate` and `Decoder.stream`, in addition to the prompt."""
 
 from __future__ import annotations
 
@@ -9,28 +9,30 @@ from kvindex_adapters.common.layer_options import IndexFactory
 from kvindex_adapters.decoder.sampling import Sampling
 
 GREEDY = Sampling()
-"""The likeliest token each time."""
+"""Choose the most likely token each time."""
 
 
 class Options(TypedDict, total=False):
     """Options of `Decoder.generate` and `Decoder.stream`."""
 
     index: str | IndexFactory | None
-    """A name, a line or a factory as `kvhf.attach` takes it ("pariskv"), or None: no index."""
+    """Name and options of an index or a factory, as in `kvhf.attach` (default "pariskv"); None for
+    full attention."""
     k: int
-    """Rows per KV head that a step retrieves (100)."""
+    """Rows to retrieve per KV head and step (default 100)."""
     attach_options: Mapping[str, Any] | None
-    """More keywords of `kvhf.attach`; an index that reads punctuation gets the tokenizer's."""
+    """Further keywords of `kvhf.attach`. An index that needs sentence ends gets the tokenizer's."""
     max_new_tokens: int
-    """Longest answer, in tokens (256)."""
+    """Longest answer, in tokens (default 256)."""
     sampling: Sampling
-    """How tokens are chosen (the likeliest)."""
+    """How tokens are chosen (default: the most likely one)."""
     stop: Collection[int] | None
-    """Tokens that end an answer (None: the end tokens of the model's generation configuration)."""
+    """Tokens that end an answer (default None: the end tokens of the model's generation
+    configuration)."""
     chunk: int | None
-    """Tokens of the prompt that a layer computes at a time (None: 1024 on a CPU; on a GPU up to
-    4096, as many as activations have room for)."""
+    """Tokens of the prompt that a layer computes at a time (default None: 1024 on a CPU; on a GPU
+    up to 4096, as many as fit into memory)."""
     graphs: bool
-    """Whether a token may be one CUDA graph (True); without any, results are the same."""
+    """Whether a decode step may be one CUDA graph (default True). Results do not depend on it."""
     fused: bool
-    """Whether a token's products run as Triton kernels on a GPU (True); else as torch's."""
+    """Whether Triton kernels run the matrix products of a decode step on a GPU (default True)."""

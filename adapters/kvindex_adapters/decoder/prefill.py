@@ -1,8 +1,9 @@
-"""Prefill layer by layer: one layer's keys and values are on the device at a time.
+"""Read a first prompt layer by layer, to keep only one layer's keys and values on the device.
 
-Hidden states of the whole prompt stay; a layer goes through them piece by piece, in place, and what
-it computes on the way is of one piece. Its keys and values lie in one buffer, which the next layer
-overwrites: its index has got them by then, beside the computation where it can.
+The hidden states of the whole prompt stay in memory. Each layer processes them in chunks and in
+place, so its temporary tensors are of one chunk. Its keys and values are in one buffer, which the
+next layer overwrites. By then the layer's index has copied them, concurrently with the computation
+where possible.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ from kvindex_adapters.decoder.config import DecoderConfig
 from kvindex_adapters.llama.weights import Weights
 
 Told = Callable[[layers.Attention, int, int], None]
-"""Called when a layer has read a piece: its attention, first and end of the piece."""
+"""Called after a layer has read a chunk: its attention, the chunk's first and end position."""
 
 
 class AtHand:
-    """An attention layer without tokens, and a buffer of the rows of the prompt that it reads."""
+    """An attention layer without tokens, and a buffer with the keys and values of its prompt."""
 
     def __init__(self, layer: AttentionLayer, buffer: Rows) -> None:
         self._layer, self._buffer = layer, buffer
@@ -33,7 +34,7 @@ class AtHand:
     def step(
         self, queries: Tensor, keys: Tensor, values: Tensor, *, valid: Tensor | None = None
     ) -> Tensor:
-        """As `AttentionLayer.step` of a piece, which attends to the buffer's rows."""
+        """Read one chunk of the prompt, with attention to the rows in the buffer."""
         start, end = len(self._layer), len(self._layer) + keys.shape[2]
         self._buffer.keys[:, :, start:end] = keys
         self._buffer.values[:, :, start:end] = values
@@ -42,15 +43,15 @@ class AtHand:
 
 
 def default_chunk(weights: Weights, batch: int, device: torch.device) -> int:
-    """Tokens of each of so many rows that a layer computes at a time, where nobody says."""
+    """Return the default number of tokens per sequence that a layer computes at a time."""
     return chunk_of(batch * token_bytes(weights), device)
 
 
 def token_bytes(weights: Weights) -> int:
-    """Bytes of a token's activations in a layer.
+    """Return the bytes of one token's activations in a layer.
 
-    Queries, keys, values and output of its attention, the gate, what it multiplies and their
-    product, and what a layer adds to.
+    These are queries, keys, values and the output of attention; gate, up and their product in the
+    MLP; and the input and output of the residual sum.
     """
     layer, (_, width) = weights.layers[0], weights.embedding.shape
     heads = 2 * (len(layer.query.weight) + len(layer.key.weight))
@@ -68,10 +69,20 @@ def read_by_layer(
     attentions: Sequence[layers.Attention],
     told: Told,
 ) -> Tensor:
-    """Logits `[B, V]` after ids int64 `[B, N]`, which every layer appends, none of which has any.
+    """Append a prompt to layers that have no tokens.
 
-    padding: padded tokens on the left of each row, int64 `[B, 1]`; longest: the most of them;
-    pieces: first and end of each, in order.
+    Args:
+        weights: The model's weights.
+        config: Sizes of the model.
+        ids: Int64 `[B, N]`.
+        padding: Number of padded tokens on the left of each sequence, int64 `[B, 1]`.
+        longest: Largest number in `padding`.
+        pieces: First and end position of each chunk, in order.
+        attentions: One per layer.
+        told: Called after each chunk of each layer.
+
+    Returns:
+        Logits `[B, V]` after the last token.
     """
     hidden = functional.embedding(ids, weights.embedding)
     buffer, before = None, None
@@ -97,11 +108,11 @@ def read_by_layer(
 
 
 def has_plain_steps(layer: AttentionLayer) -> bool:
-    """Whether its steps are `AttentionLayer`'s; one with others reads a prompt by those."""
+    """Return True if the layer uses `AttentionLayer.step`. Others read prompts in their own way."""
     return type(layer).step is AttentionLayer.step
 
 
 def _buffer(config: DecoderConfig, hidden: Tensor) -> Rows:
-    """Room for keys and values `[B, G, N, D]` of hidden states `[B, N, hidden]`."""
+    """Make room for keys and values `[B, G, N, D]` of hidden states `[B, N, hidden]`."""
     shape = len(hidden), config.kv_heads, hidden.shape[1], config.head_dim
     return Rows(hidden.new_empty(shape), hidden.new_empty(shape))

@@ -1,4 +1,4 @@
-"""FP8 weights: a model's matrices as float8 e4m3fn, with a scale for each row."""
+"""FP8 weights: a model's matrices as float8 e4m3fn, with one scale per matrix row."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from kvindex_adapters.llama.weights import LayerWeights, Linear, Weights
 
 PLAIN = "plain"
 WEIGHTS = (PLAIN, "fp8")
-"""Values of `weights=`: as the model has them, or quantized."""
+"""Values of the option `weights`: the model's own, or quantized copies."""
 
 
 def check_weights(weights: str) -> None:
-    """Raises ValueError for weights of another kind, or without what quantizes them."""
+    """Raise ValueError for another value, or for FP8 without Triton."""
     check.one_of("weights", weights, WEIGHTS)
     if weights != PLAIN and find_spec("triton") is None:
         raise ValueError(f"weights: got {weights!r}, allowed without Triton installed is {PLAIN!r}")
 
 
 def quantize(weights: Weights) -> Weights:
-    """A model whose layers' matrices are FP8 copies; embedding, head and norms are the other's.
+    """Copy the layers' matrices as FP8. Embedding, head and norms stay those of `weights`.
 
-    Those that one product takes together lie one below the other. Scales are those of
-    `kvindex_cuda.triton.to_fp8`. The head stays: rounding it moves logits more than all layers do
-    (docs/decisions/0034).
+    Matrices that one product multiplies are adjacent in memory. The scales come from
+    `kvindex_cuda.triton.to_fp8`. The head stays unquantized, because rounding it changes logits
+    more than rounding all layers does (docs/decisions/0034).
     """
     return dataclasses.replace(weights, layers=tuple(map(_layer, weights.layers)))
 
@@ -42,8 +42,8 @@ def _layer(layer: LayerWeights) -> LayerWeights:
 
 
 def _together(*linears: Linear) -> list[Linear]:
-    """The matrices as FP8, one below the other in memory, and so are their scales."""
-    from kvindex_cuda.triton import Matrix, stack, to_fp8  # asked for where it is used
+    """Quantize matrices into one block of memory, and their scales into another."""
+    from kvindex_cuda.triton import Matrix, stack, to_fp8  # imported here, because it is optional
 
     whole = stack(*(to_fp8(Matrix(linear.weight)) for linear in linears))  # without biases
     sizes = [len(linear.weight) for linear in linears]

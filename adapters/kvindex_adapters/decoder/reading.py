@@ -28,7 +28,7 @@ from kvindex_adapters.llama.shares import share
 from kvindex_adapters.llama.weights import Weights, read_weights
 
 _version = attrgetter("_version")
-"""How many times a tensor was written to in place; torch has no public name for it."""
+"""Get the number of writes to a tensor. torch has no public name for this counter."""
 
 
 class Reading:
@@ -71,10 +71,11 @@ class Reading:
 
     @property
     def current(self) -> bool:
-        """Whether the model has not changed since it was read; True if the model no longer exists.
+        """True if the model has not changed since it was read, or no longer exists.
 
         Raises:
-            UnsupportedError: The decoder no longer runs the model, for example because of a hook.
+            UnsupportedError: The decoder no longer supports the model, for example because of a
+                hook.
         """
         model = self._source()
         if model is None:

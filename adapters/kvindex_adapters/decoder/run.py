@@ -1,4 +1,4 @@
-"""`Run`: the loop from a prompt to the end of its answers."""
+"""`Run`: generate answers to prompts, from reading the prompts to the last token."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class Run:
         session: A session without tokens, or one that the prompt follows.
         reading: The weights with which the session was opened.
         ids: The prompts, int64 `[B, N]`.
-        sampling: How tokens are sampled.
-        max_new_tokens: Tokens of an answer, at most.
-        chunk: Tokens of the prompts that are read at a time.
+        sampling: How tokens are chosen.
+        max_new_tokens: Longest answer, in tokens.
+        chunk: Tokens of the prompts to read at a time.
         stops: Tokens that end an answer.
         graphs: Whether a decode step may be one CUDA graph.
     """
@@ -41,9 +41,16 @@ class Run:
     graphs: bool = True
 
     def tokens(self, on_progress: Progress | None = None) -> Iterator[Tensor]:
-        """Tokens int64 `[B]` on the CPU, one of each row, until each row has had a stop token.
+        """Yield tokens until each sequence has had a stop token.
 
-        Where tokens are replayed, some are computed ahead, a few past the last stop token, too.
+        When a CUDA graph is replayed, some decode steps run ahead, and a few run past the last stop
+        token.
+
+        Args:
+            on_progress: As in `Decoder.generate`.
+
+        Returns:
+            An iterator of int64 `[B]` on the CPU: one token of each sequence at a time.
         """
         self.reading.check_unchanged()  # the model may have changed since `Decoder.start`
         sampler = Sampler(self.sampling, self.ids.device, self.session.fused)
@@ -70,13 +77,21 @@ class Run:
             ring.wait()
 
     def explain(self) -> str:
-        """Which path the next token takes, and why: `Session.explain`."""
+        """Report how the next decode step will run, and why (see `Session.explain`).
+
+        Returns:
+            Text of several lines.
+        """
         return self.session.explain(graphs=self.graphs)
 
     def cut(self, tokens: list[Tensor]) -> list[Tensor]:
-        """The answer int64 `[N]` of each row: its tokens up to the first stop token, with it.
+        """Cut each sequence after its first stop token.
 
-        On the prompts' device.
+        Args:
+            tokens: What `tokens()` yielded, int64 `[B]` each.
+
+        Returns:
+            The answer of each sequence, int64 `[N]`, on the prompts' device.
         """
         answers = []
         for row in torch.stack(tokens, dim=1):

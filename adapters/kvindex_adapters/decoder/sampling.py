@@ -1,4 +1,4 @@
-"""Sampling: the next token of each row from its logits, on the device."""
+"""Choose the next token of each sequence from its logits, on the device."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvindex.core import check
 from kvindex_adapters.llama.fused import Fused
 
 TOP_K = 50
-"""What transformers takes where a configuration says nothing and tokens are drawn."""
+"""The value that transformers uses if tokens are sampled and the configuration gives none."""
 
 NEUTRAL: dict[str, Any] = dict(
     repetition_penalty=1.0,
@@ -37,22 +37,29 @@ NEUTRAL: dict[str, Any] = dict(
     remove_invalid_values=False,
     num_beams=1,
 )
-"""Options of a generation configuration that the decoder does not know -> without effect."""
+"""Options of a generation configuration that the decoder lacks -> the value without effect."""
 
 NEUTRAL_DRAWN: dict[str, Any] = dict(
     min_p=None, typical_p=1.0, epsilon_cutoff=0.0, eta_cutoff=0.0, top_h=None
 )
-"""The same, of options that count where tokens are drawn."""
+"""The same for options that only matter if tokens are sampled."""
 
 
 @dataclass(frozen=True)
 class Sampling:
     """How the next token is chosen.
 
-    temperature: 0 for the likeliest token, else what logits are divided by; top_k: draw from so
-    many of the likeliest tokens; top_p: then from the fewest of them that hold this share of their
-    probability (nucleus sampling: Holtzman et al., 2020); seed: of what is drawn. Rows of a batch
-    draw different numbers. Raises ValueError for a value out of range.
+    Args:
+        temperature: Divisor of the logits, or 0 to choose the most likely token.
+        top_k: Sample from this number of most likely tokens; None for all.
+        top_p: Sample from the fewest of these tokens whose probabilities add up to this fraction of
+            their total; None for all.
+        seed: Seed of the random numbers. The sequences of a batch get different numbers.
+
+    Raises:
+        ValueError: A value is out of range.
+
+    Source: Holtzman et al., The Curious Case of Neural Text Degeneration (ICLR 2020), for `top_p`.
     """
 
     temperature: float = 0.0
@@ -72,15 +79,23 @@ class Sampling:
         for name, value in filtered.items():
             if value is not None and not self.temperature:
                 raise ValueError(
-                    f"{name}: got {value} at temperature 0, which takes the likeliest token; "
+                    f"{name}: got {value} at temperature 0, which takes the most likely token; "
                     "allowed is None, or a temperature above 0"
                 )
 
 
 def sampling_like(config: Mapping[str, Any], seed: int = 0) -> Sampling:
-    """What `model.generate` does under a generation configuration, given as a mapping.
+    """Convert the sampling options of a transformers generation configuration.
 
-    Raises ValueError for an option that has an effect there and none here.
+    Args:
+        config: The configuration, as a mapping.
+        seed: Seed of the random numbers.
+
+    Returns:
+        A `Sampling` that chooses tokens as `model.generate` does.
+
+    Raises:
+        ValueError: An option has an effect in transformers, but not in the decoder.
     """
     drawn = bool(config.get("do_sample"))
     for name, neutral in (NEUTRAL | NEUTRAL_DRAWN if drawn else NEUTRAL).items():
@@ -99,10 +114,12 @@ def sampling_like(config: Mapping[str, Any], seed: int = 0) -> Sampling:
 
 
 class Sampler:
-    """Chooses tokens, one call after the other, from the seed of a `Sampling` on.
+    """Chooses tokens by a `Sampling`, continuing one sequence of random numbers.
 
-    fused: whose kernel finds the likeliest token, None: torch's. generator: of what is drawn, on
-    the device; None where nothing is.
+    Args:
+        sampling: How tokens are chosen.
+        device: Device of the logits.
+        fused: Kernels to find the most likely token with, or None for torch.
     """
 
     def __init__(
@@ -117,19 +134,19 @@ class Sampler:
             self.generator = torch.Generator(device).manual_seed(sampling.seed)
 
     def choose(self, logits: Tensor) -> Tensor:
-        """The next token int64 `[B]` from logits `[B, V]`."""
+        """Choose the next token, int64 `[B]`, from logits `[B, V]`."""
         if not self._sampling.temperature:
             return self._likeliest(logits)
         scores = logits.float() / self._sampling.temperature
         scores = keep_likeliest(scores, self._sampling.top_k)
         scores = keep_nucleus(scores, self._sampling.top_p)
-        # the smallest of exponential times at these rates is one of the softmax's draws
+        # exponential variables with these rates: the smallest is at token i with probability p_i
         times = torch.empty_like(scores).exponential_(generator=self.generator)
         return (scores.softmax(-1) / times.clamp_min(torch.finfo(torch.float32).tiny)).argmax(-1)
 
 
 def keep_likeliest(scores: Tensor, top_k: int | None) -> Tensor:
-    """Scores `[B, V]`, of which the others than the `top_k` highest (and equals) are `-inf`."""
+    """Set all scores `[B, V]` except the `top_k` highest (and their equals) to `-inf`."""
     if top_k is None or top_k >= scores.shape[-1]:
         return scores
     least = scores.topk(top_k, dim=-1).values[:, -1:]
@@ -137,10 +154,11 @@ def keep_likeliest(scores: Tensor, top_k: int | None) -> Tensor:
 
 
 def keep_nucleus(scores: Tensor, top_p: float | None) -> Tensor:
-    """Scores `[B, V]`, of which the others than the fewest of share `top_p` are `-inf`."""
+    """Keep the fewest highest scores `[B, V]` with probability `top_p` in all; set others to
+    `-inf`."""
     if top_p is None or top_p == 1:
         return scores
     ordered, order = scores.sort(dim=-1, descending=True, stable=True)
     shares = ordered.softmax(-1)
-    dropped = shares.cumsum(-1) - shares >= top_p  # what comes before holds enough
+    dropped = shares.cumsum(-1) - shares >= top_p  # more likely tokens already add up to top_p
     return scores.masked_fill(torch.zeros_like(dropped).scatter(-1, order, dropped), float("-inf"))

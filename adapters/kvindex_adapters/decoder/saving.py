@@ -1,4 +1,4 @@
-"""A session in a folder of the form that `attach`'s caches have: each reads the other's."""
+"""Save and load sessions. The folders have the same format as those of `attach`'s caches."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def save_session(
         conversation: The messages of these ids, or None.
 
     Raises:
-        As `kvindex_adapters.hf.cache.saving.save_cache`.
+        ValueError, OSError, RuntimeError: See `kvindex_adapters.hf.cache.saving.save_cache`.
     """
     layers = [_cache_layer(attention) for attention in attentions]
     save_cache(folder, layers, ids, find_decoder(model), model.config, conversation)
@@ -57,7 +57,8 @@ def load_session(
         Ids int64 `[N]` of the tokens, and their conversation; each is None if unknown.
 
     Raises:
-        As `kvindex_adapters.hf.cache.saving.load_cache`. Some layers may then contain tokens.
+        ValueError, OSError, RuntimeError: See `kvindex_adapters.hf.cache.saving.load_cache`. Some
+            layers may then contain tokens.
     """
     layers = [_cache_layer(attention) for attention in attentions]
     known = load_cache(folder, layers, find_decoder(model), model.config)
@@ -72,7 +73,7 @@ def load_session(
 
 
 def _cache_layer(attention: AttentionLayer | DenseAttention) -> IndexedLayer | DynamicLayer:
-    """The layer of a transformers cache that holds what this one holds, without a copy."""
+    """Make a layer of a transformers cache with the same tensors, without copying them."""
     if isinstance(attention, AttentionLayer):
         indexed = IndexedLayer(lambda **_: attention, Padding())
         indexed.attention = attention if len(attention) else None

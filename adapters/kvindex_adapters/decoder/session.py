@@ -29,45 +29,50 @@ from kvindex_adapters.llama.weights import Weights
 
 
 class Attention(layers.Attention, Protocol):
-    """What a layer attends through; its steps may be captured, as `AttentionLayer` says."""
+    """The attention of one layer, whose steps may be captured (see `AttentionLayer`)."""
 
     def capture_refusal(self) -> str | None:
-        """Why a graph cannot hold the step of the next token, or None where it can."""
+        """Return why a graph cannot run the next decode step, or None if it can."""
         ...
 
     def prepare_replay(self) -> object | None:
-        """Before a capture or a replay: the same object for as long as a graph may be replayed."""
+        """Prepare a capture or a replay. The same object is returned while a graph stays valid."""
         ...
 
     def captured_step(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """As `step` of one real token for each row of the batch, counted on the device."""
+        """Append one token of each sequence and attend from it, counting tokens on the device."""
         ...
 
     def count_replay(self) -> None:
-        """A graph has been replayed."""
+        """Count the token that a replay has appended."""
         ...
 
 
 class Captured(NamedTuple):
-    """A layer whose steps are for a graph."""
+    """A layer whose steps are captured in a graph."""
 
     layer: Attention
 
     def step(
         self, queries: Tensor, keys: Tensor, values: Tensor, *, valid: Tensor | None = None
     ) -> Tensor:
-        """As `captured_step` of the layer, of real tokens."""
+        """Run the layer's `captured_step`. No token is padding."""
         return self.layer.captured_step(queries, keys, values)
 
 
 class Session:
-    """Attention of all layers, and the place of the next token.
+    """The attention of all layers, and the position of the next token.
 
-    attentions: one a layer, without tokens; padding: padded tokens on the left of each row.
-    fused: what runs single tokens, or None for `layers.forward`.
-    A token's step reads its id (`token`, int64 `[B, 1]`) and its position where they lie on the
-    device. Only one thread at a time may read prompts and run steps (`exclusive`). Any thread may
-    call `report` and read `length` at any time.
+    A decode step reads its token (`token`, int64 `[B, 1]`) and its position from device memory.
+    Only one thread at a time may read prompts and run steps (`exclusive`). Any thread may call
+    `report` and read `length` at any time.
+
+    Args:
+        weights: The model's weights.
+        config: Sizes of the model.
+        attentions: One per layer, without tokens.
+        padding: Number of padded tokens on the left of each sequence.
+        fused: Kernels that run decode steps, or None for `layers.forward`.
     """
 
     @in_plain_torch
@@ -84,29 +89,40 @@ class Session:
         self._weights, self._config, self._attentions = weights, config, attentions
         device = weights.embedding.device
         self._longest = max(padding)
-        self._position = -torch.tensor(padding, device=device)[:, None]  # of the next token, [B, 1]
+        # position of the next token, [B, 1]
+        self._position = -torch.tensor(padding, device=device)[:, None]
         self.token = torch.zeros_like(self._position)
         self.length = 0
 
     def read_prompt(
         self, ids: Tensor, chunk: int, room: int, report: Progress | None = None
     ) -> Tensor:
-        """Logits `[B, V]` after ids int64 `[B, N]`, of which about `chunk` are computed at a time.
+        """Read a prompt in chunks, with exact attention.
 
-        A first prompt is read layer by layer (`prefill`), one that follows tokens piece by piece.
-        room: tokens in all for which memory is got beside that. A layer's attention is exact.
+        A first prompt is read layer by layer (`prefill`), a later one chunk by chunk through all
+        layers.
+
+        Args:
+            ids: Int64 `[B, N]`.
+            chunk: Approximate number of tokens to compute at a time.
+            room: Total number of tokens for which to reserve memory, concurrently with the
+                computation.
+            report: Called with the phase, the tokens done and the tokens in total.
+
+        Returns:
+            Logits `[B, V]` after the last token.
         """
         with self.exclusive():
             return self._read_prompt(ids, chunk, room, report)
 
     def _read_prompt(self, ids: Tensor, chunk: int, room: int, report: Progress | None) -> Tensor:
-        """As `read_prompt`, once this thread has entered `exclusive`."""
+        """Run `read_prompt`, after this thread has entered `exclusive`."""
         batch, N = ids.shape
         expect([layer.index for layer in self._indexed()], room, batch)
         for layer in self._dense():
             layer.reserve(room)
         stop = max(N - chunk, 0)
-        if self.length and stop == 1:  # one token would be a step that searches
+        if self.length and stop == 1:  # a chunk of one token would run as a searching step
             stop = 0
         pieces = [*chunks(stop, chunk), (stop, N)]
         if not self.length:
@@ -124,7 +140,14 @@ class Session:
         return logits
 
     def step(self, tokens: Tensor) -> Tensor:
-        """Logits `[B, V]` after one more token of each row, int64 `[B]`."""
+        """Run one decode step.
+
+        Args:
+            tokens: One token of each sequence, int64 `[B]`.
+
+        Returns:
+            Logits `[B, V]` after these tokens.
+        """
         with self.exclusive():
             self.token.copy_(tokens[:, None])
             logits = self._read(self.token)
@@ -132,23 +155,33 @@ class Session:
             return logits
 
     def agreed(self, tokens: Tensor) -> Tensor:
-        """Tokens int64 `[B]` as the first of several ranks has chosen them; one alone: as they are.
+        """Return the tokens that the first rank has chosen, or `tokens` if there is one rank.
 
-        A collective, which a graph may hold.
+        This is a collective, which a graph may contain.
+
+        Args:
+            tokens: Int64 `[B]`.
+
+        Returns:
+            Int64 `[B]`, equal on all ranks.
         """
         ranks = self.ranks
         return tokens if ranks is None else ranks.first(tokens)
 
     @property
     def ranks(self) -> HeadRanks | Sharded | None:
-        """Those that have the heads, or the tokens, together with this one; None: it has all."""
+        """Ranks that share the model's heads or the index's tokens, or None for one process."""
         first = next(iter(self._indexed()), None)
         return self._weights.ranks or (None if first is None else sharded(first.index))
 
-    # One token as a graph
+    # A decode step as one graph
 
     def capture_refusal(self) -> str | None:
-        """Why the next token is not one graph, by the first layer in the way; None where it is."""
+        """Return why the next decode step cannot be one graph, or None if it can.
+
+        Returns:
+            The first layer that prevents it, with its reason, or None.
+        """
         for number, layer in enumerate(self._attentions):
             why = layer.capture_refusal()
             if why is not None:
@@ -157,9 +190,10 @@ class Session:
 
     @in_plain_torch
     def prepare_replay(self) -> list[object] | None:
-        """Before `captured_step` is captured or replayed, as `AttentionLayer.prepare_replay`.
+        """Prepare to capture or replay `captured_step` (see `AttentionLayer.prepare_replay`).
 
-        What it gives for each layer, or None where one of them must take a step by itself.
+        Returns:
+            The layers' objects, or None if a layer must run this step without a graph.
         """
         if self.length < self._longest:
             return None
@@ -174,27 +208,34 @@ class Session:
     @in_plain_torch
     @torch.no_grad()
     def captured_step(self) -> Tensor:
-        """Logits `[B, V]` after `token`, for a graph: all that it counts, it counts on the device.
+        """Run one decode step in a graph. All counts are updated on the device.
 
-        After each replay comes `count_replay`. Indexes are not told of the token: those that want
-        to be are not captured.
+        Call `count_replay` after each replay. Indexes do not observe the token; layers with an
+        index that needs to are not captured.
+
+        Returns:
+            Logits `[B, V]` after `token`.
         """
         logits = self._forward_one([Captured(layer) for layer in self._attentions])
         self._position += 1
         return logits
 
     def count_replay(self) -> None:
-        """A graph of `captured_step` has been replayed."""
+        """Count the token that a replay of `captured_step` has appended."""
         self.length += 1
         for layer in self._attentions:
             layer.count_replay()
 
     def indexes(self) -> list[KVIndex]:
-        """The indexes of the layers that hold tokens."""
+        """List the indexes of all layers that store tokens.
+
+        Returns:
+            The indexes, in the order of the layers.
+        """
         return [layer.index for layer in self._indexed() if layer.tokens]
 
     def report(self, *, all_ranks: bool = False) -> Report:
-        """Rows and bytes that the searching steps have read so far, and memory of the layers.
+        """Report rows and bytes that searching steps have read so far, and memory of the layers.
 
         Any thread may call this at any time. During a step, some layers may already include the new
         tokens, and others not yet.
@@ -202,6 +243,9 @@ class Session:
         Args:
             all_ranks: Add up the reports of all processes. All of them must call this
                 (`Report.over_ranks`).
+
+        Returns:
+            The report.
         """
         dense = self._dense()
         other = sum(layer.nbytes for layer in dense) if dense else None
@@ -210,9 +254,13 @@ class Session:
         return report.over_ranks() if all_ranks else report
 
     def explain(self, *, graphs: bool = True) -> str:
-        """Which path the next token takes, and why, a line each; of attention the first index's.
+        """Report how the next decode step will run, and why.
 
-        graphs: whether a token may be one graph.
+        Args:
+            graphs: Whether a decode step may be one graph.
+
+        Returns:
+            Text of several lines. The first index describes attention.
         """
         weights, indexed, layers = self._weights, self._indexed(), len(self._attentions)
         dtype = str(weights.embedding.dtype).removeprefix("torch.")
@@ -231,7 +279,7 @@ class Session:
         return "\n".join(lines if told is None else [*lines, told.explain()])
 
     def _explained_ranks(self) -> list[str]:
-        """Who has the other heads, in words, if there is somebody."""
+        """Describe which heads this rank has, if there are several ranks."""
         ranks = self._weights.ranks
         if ranks is None:
             return []
@@ -251,7 +299,7 @@ class Session:
         return [layer for layer in self._attentions if isinstance(layer, AttentionLayer)]
 
     def _forward_one(self, attentions: Sequence[layers.Attention]) -> Tensor:
-        """Logits `[B, V]` after `token`, of which none is padding."""
+        """Compute logits `[B, V]` after `token`. No token is padding."""
         given = self.token, self._position, attentions, self._config.head_dim
         if self.fused is not None:
             return self.fused.forward(*given)
@@ -262,7 +310,7 @@ class Session:
     def _read_by_layer(
         self, ids: Tensor, pieces: Sequence[tuple[int, int]], report: Progress | None
     ) -> Tensor:
-        """Logits `[B, V]` after the first ids of all layers, int64 `[B, N]`."""
+        """Read the first ids, int64 `[B, N]`, layer by layer. Return logits `[B, V]`."""
         N, count, done = ids.shape[1], len(self._attentions), 0
 
         def told(layer: layers.Attention, start: int, end: int) -> None:
@@ -282,7 +330,7 @@ class Session:
     @in_plain_torch
     @torch.no_grad()
     def _read(self, ids: Tensor) -> Tensor:
-        """Append ids int64 `[B, T]` to every layer: logits `[B, V]` after the last."""
+        """Append ids int64 `[B, T]` to every layer. Return logits `[B, V]` after the last one."""
         T, positions, valid = ids.shape[1], self._position, None
         if ids is self.token and self.length >= self._longest:
             logits = self._forward_one(self._attentions)
@@ -301,6 +349,6 @@ class Session:
         return logits
 
     def _tell(self, ids: Tensor) -> None:
-        """Show the indexes the newest ids int64 `[B, T]`."""
+        """Pass the newest ids, int64 `[B, T]`, to the indexes."""
         for layer in self._indexed():
             layer.index.observe_tokens(ids, first=self.length - ids.shape[1])
