@@ -1,4 +1,4 @@
-"""Models of the Llama family as tensors: weights, rotary embedding, one token by Triton kernels.
+"""Models of the Llama family as tensors: weights, rotary embedding, and a fused forward pass.
 
-What the minimal decoder and `hf.attach(fused=True)` share.
+The minimal decoder and `hf.attach(fused=True)` use these modules.
 """

@@ -1,11 +1,15 @@
-"""One token's forward pass by Triton kernels: as `decoder.layers.forward`, in four launches a layer
-beside attention's.
+"""The forward pass of one decode step with Triton kernels: four launches per layer plus attention.
 
-Queries, keys and values are one product, gate and up another, each after its normalization; queries
-and keys are rotated as part of the one, each sum with the residual is part of the product before
-it. `silu(gate) · up` is part of the product that takes it; of several sequences, of the one that
-gives it, for the other's programs would each compute all of it. Sums are float32 and rounded once,
-so that logits are those of `decoder.layers.forward` within rounding.
+It computes the same as `decoder.layers.forward`, within rounding: sums are float32 and are rounded
+once. The following operations are fused:
+
+- The first kernel of a layer normalizes, multiplies by the matrices of queries, keys and values,
+  and rotates queries and keys.
+- The gate and up projections are one product, with the normalization before it.
+- Each product that ends in the residual also adds it.
+- For one sequence, `silu(gate) · up` is computed by the down projection. For several sequences, the
+  gate and up projections compute it, because each program of the down projection would compute all
+  of it.
 """
 
 from __future__ import annotations
@@ -25,22 +29,22 @@ if TYPE_CHECKING:
     from kvindex_cuda.triton import Norm as FusedNorm
 
 BATCH = 16
-"""Sequences at most: what the kernels take."""
+"""Largest number of sequences that the kernels support."""
 
 READS_FP8, OVERLAPS = (8, 9), (9, 0)
-"""Compute capabilities from which on kernels convert FP8, and launches may overlap."""
+"""Lowest compute capabilities for which kernels convert FP8, and launches may overlap."""
 
 
 class Attention(Protocol):
-    """What a layer attends through."""
+    """The attention of one layer."""
 
     def step(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """Append a token of each row and attend from it: `[B, H, 1, D]`."""
+        """Append one token of each sequence, and return attention from it, `[B, H, 1, D]`."""
         ...
 
 
 def refusal(weights: Weights, batch: int) -> str | None:
-    """Why a token of so many sequences does not run by these kernels, or None where it does."""
+    """Return why these kernels cannot decode `batch` sequences, or None if they can."""
     device = weights.embedding.device
     if why := device_refusal(device):
         return why
@@ -51,14 +55,14 @@ def refusal(weights: Weights, batch: int) -> str | None:
 
 
 def device_refusal(device: torch.device) -> str | None:
-    """Why no token runs by these kernels there, or None where some do."""
+    """Return why these kernels cannot run on the device, or None if they can."""
     if device.type != "cuda":
         return f"device: got {device}, allowed is a GPU"
     return "triton: it is not installed" if find_spec("triton") is None else None
 
 
 class FusedLayer(NamedTuple):
-    """A layer's matrices as they are multiplied: `[out, in]` each."""
+    """A layer's matrices `[out, in]`, joined as they are multiplied, and its norms."""
 
     attention_norm: FusedNorm
     query_key_value: Matrix
@@ -71,15 +75,19 @@ class FusedLayer(NamedTuple):
 
 
 class FusedBody:
-    """The pass of one token through all layers of a model whose weights lie on a GPU.
+    """Runs one decode step through all layers of a model on a GPU.
 
-    Matrices that are multiplied together are read where they lie, if that is one below the other
-    (`weights.lay_together`), else from a copy. overlap: as of `kvindex_cuda.triton.Tile`, None:
-    where the device can.
+    Matrices that one product multiplies are read in place if they are adjacent in memory
+    (`weights.lay_together`), otherwise from a joined copy.
+
+    Args:
+        weights: The model's weights.
+        overlap: As in `kvindex_cuda.triton.Tile`; None to overlap launches where the device
+            supports it.
     """
 
     def __init__(self, weights: Body, *, overlap: bool | None = None) -> None:
-        from kvindex_cuda import triton  # asked for where it is used
+        from kvindex_cuda import triton  # imported here, because it is optional
 
         def normed(norm: Norm) -> FusedNorm:
             return triton.Norm(*norm)
@@ -89,7 +97,7 @@ class FusedBody:
         if overlap is None:
             overlap = device.type == "cuda" and torch.cuda.get_device_capability(device) >= OVERLAPS
         self._overlap = overlap
-        # what stays: graphs read it
+        # these tensors stay allocated, because CUDA graphs read them
         self._slots = torch.zeros(BATCH, dtype=torch.int64, device=device)
         self._no_residual: Tensor | None = None
         if weights.ranks is not None and weights.ranks.rank:
@@ -111,14 +119,18 @@ class FusedBody:
     def read(
         self, ids: Tensor, positions: Tensor, attentions: Sequence[Attention], head_dim: int
     ) -> Tensor:
-        """Hidden `[B, hidden]` after all layers, of ids int64 `[B, 1]` at positions int64 `[B, 1]`.
+        """Return hidden states `[B, hidden]` after all layers, before the last normalization.
 
-        It is not normalized.
+        Args:
+            ids: Int64 `[B, 1]`.
+            positions: Int64 `[B, 1]`.
+            attentions: One per layer.
+            head_dim: Dimension of a head, `D`.
         """
         run, batch, D = self._run, len(ids), head_dim
         tile = partial(run.tile_of, batch=batch, overlap=self._overlap)
         after = partial(run.tile_of, batch=batch, overlap=self._after_sum)
-        # of this call alone: others may run beside it
+        # allocated per call, because calls may run concurrently
         most = max(len(layer.query_key_value.weight) for layer in self._layers) // D
         tickets = torch.zeros(most, dtype=torch.int32, device=ids.device)
         embedding, rotary = self._weights.embedding, self._weights.rotary
@@ -172,20 +184,22 @@ class FusedBody:
 
     @property
     def _after_sum(self) -> bool:
-        """Whether a product's launch may overlap what gives it the residual: not a collective."""
+        """True if the launch after a residual sum may overlap it. A collective must not be
+        overlapped."""
         return self._overlap and self._weights.ranks is None
 
     def _residual(self, hidden: Tensor) -> Tensor:
-        """What a rank's product is added to: of several ranks the first alone has the residual."""
+        """Return what this rank's product is added to: the residual on the first rank, zeros on
+        others."""
         return hidden if self._no_residual is None else self._no_residual[: len(hidden)]
 
     def _summed(self, hidden: Tensor) -> Tensor:
-        """The residual after a product, from this rank's part."""
+        """Sum the ranks' parts of a product into the residual."""
         ranks = self._weights.ranks
         return hidden if ranks is None else ranks.sum(hidden)
 
     def _together(self, *linears: Linear) -> Matrix:
-        """The matrices one below the other: where they lie if they lie so, else a copy."""
+        """Join matrices into one: a view if they are adjacent in memory, otherwise a copy."""
         run = self._run
         parts = [run.Matrix(*linear) for linear in linears]
         whole = adjacent([part.weight for part in parts])
@@ -200,7 +214,7 @@ class FusedBody:
 
 
 class Fused(FusedBody):
-    """The pass of one token of a whole model, from ids to logits."""
+    """Runs one decode step of a whole model, from ids to logits."""
 
     def __init__(self, weights: Weights, *, overlap: bool | None = None) -> None:
         super().__init__(weights, overlap=overlap)
@@ -210,7 +224,7 @@ class Fused(FusedBody):
     def forward(
         self, ids: Tensor, positions: Tensor, attentions: Sequence[Attention], head_dim: int
     ) -> Tensor:
-        """Logits `[B, V]` after ids int64 `[B, 1]` at positions int64 `[B, 1]`."""
+        """Return logits `[B, V]` after ids int64 `[B, 1]` at positions int64 `[B, 1]`."""
         hidden = self.read(ids, positions, attentions, head_dim)
         how = dict(batch=len(ids), overlap=self._after_sum)
         tile = self._run.tile_of("norm_linear", self._head, **how)
@@ -218,9 +232,9 @@ class Fused(FusedBody):
         return whole(logits, self._whole)
 
     def chooser(self) -> Callable[[Tensor], Tensor]:
-        """What gives the likeliest token int64 `[B]` of logits `[B, V]`, on one stream at a time.
+        """Return a function that finds the most likely token, int64 `[B]`, of logits `[B, V]`.
 
-        It must live as long as a graph of what it does.
+        Use the function on one stream at a time. Keep it as long as a graph that captured it.
         """
         scratch = self._slots.new_zeros(BATCH, 2)
         return partial(self._run.likeliest, scratch=scratch, overlap=self._after_sum)

@@ -1,8 +1,8 @@
-"""`HeadRanks`: the processes that have a model's heads together, and what they say to each other.
+"""Tensor parallelism over attention heads: the processes that share a model, and their messages.
 
-Tensor parallelism (Shoeybi et al., 2019): a rank has rows of the matrices that give queries, keys,
-values, gate and up, and the columns of those that take what comes of them; the two products of a
-layer that end in the residual are sums over the ranks.
+A rank has a shard of the heads: rows of the matrices that produce queries, keys, values, gate and
+up, and columns of the matrices that consume them. The two products per layer that end in the
+residual are summed over the ranks (Shoeybi et al., Megatron-LM, 2019).
 """
 
 from __future__ import annotations
@@ -17,11 +17,14 @@ from kvindex.core.ranks import TIMEOUT_S, Ranks
 
 
 class HeadRanks:
-    """One of several ranks, which has its share of the heads on `device`.
+    """One of several ranks, which has a shard of the heads on `device`.
 
-    ranks: of a process group whose messages reach the device (NCCL for a GPU, gloo for a CPU);
-    one_shot: whether sums of few bytes are one kernel over the memory of all GPUs of a host
-    (`OneShot`), where that is to be had; `one_shot` then says so.
+    Args:
+        ranks: Ranks of a process group with a backend for the device (NCCL for a GPU, gloo for a
+            CPU).
+        device: Device of this rank.
+        one_shot: Whether to compute sums of few bytes with one kernel over the memory of all GPUs
+            of a host (`OneShot`), if supported. The property `one_shot` reports whether it is used.
     """
 
     def __init__(self, ranks: Ranks, device: torch.device, *, one_shot: bool = False) -> None:
@@ -37,10 +40,20 @@ class HeadRanks:
         timeout_s: float = TIMEOUT_S,
         one_shot: bool = False,
     ) -> HeadRanks:
-        """The ranks of a process group, or of the default one. All of them call it.
+        """Make the ranks of a process group. All processes of the group must call this.
 
-        Raises ValueError in a process of torchrun that has no group yet, and for a GPU that is not
-        the current one, from which torch sends what is no tensor.
+        Args:
+            device: Device of this rank.
+            group: A process group of torch, or None for the default group.
+            timeout_s: Seconds to wait for other ranks before a call raises an error.
+            one_shot: As in `HeadRanks`.
+
+        Returns:
+            This process's rank.
+
+        Raises:
+            ValueError: torchrun started this process and there is no process group yet, or `device`
+                is not the current GPU, from which torch sends objects.
         """
         place = torch.device(device)
         if place.type == "cuda" and place.index not in (None, torch.cuda.current_device()):
@@ -52,36 +65,44 @@ class HeadRanks:
 
     @property
     def one_shot(self) -> bool:
-        """Whether sums of few bytes go through memory that all GPUs see."""
+        """True if sums of few bytes use memory that all GPUs can access."""
         return self._one_shot is not None
 
     def on(self, device: torch.device) -> bool:
-        """Whether a device is this rank's; one without a number is the current one, as it is."""
+        """Return True if `device` is this rank's. A GPU without a number counts as this rank's
+        GPU."""
         same = {device.index, self.device.index} - {None}
         return device.type == self.device.type and len(same) < 2
 
     def sum(self, partial: Tensor) -> Tensor:
-        """The sum of all ranks' tensors of this shape, the same on all; this one is used up.
+        """Sum tensors of equal shape over all ranks, with one all-reduce that a graph may contain.
 
-        One all-reduce, which a graph may hold. Raises `RankError`.
+        Args:
+            partial: This rank's tensor, which the call overwrites.
+
+        Returns:
+            The sum, equal on all ranks.
+
+        Raises:
+            RankError: Another rank failed or did not answer in time.
         """
         if self._one_shot is not None and self._one_shot.takes(partial):
             return self._one_shot.sum(partial)
         return self._ranks.sum(partial)
 
     def gather_logits(self, logits: Tensor) -> Tensor:
-        """Logits `[B, V]` from each rank's `[B, V / W]`: one all-gather."""
+        """Gather logits `[B, V]` from each rank's `[B, V / W]`, with one all-gather."""
         (every,) = self._ranks.gather(logits)
         return every.movedim(0, 1).flatten(1)
 
     def first(self, tokens: Tensor) -> Tensor:
-        """Rank 0's tokens, on all: one broadcast."""
+        """Return the first rank's tokens on all ranks, with one broadcast."""
         return self._ranks.first(tokens)
 
     def wait_for(self, event: Any) -> None:
-        """As `Ranks.wait_for`."""
+        """See `Ranks.wait_for`."""
         self._ranks.wait_for(event)
 
     def check_same(self, what: str, facts: dict[str, Any]) -> None:
-        """As `Ranks.check_same`."""
+        """See `Ranks.check_same`."""
         self._ranks.check_same(what, facts)

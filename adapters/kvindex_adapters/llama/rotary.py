@@ -1,6 +1,6 @@
-"""Rotary embedding: a pair of coordinates turns by an angle that grows with the position.
+"""Rotary embedding: rotate pairs of coordinates by an angle that grows with the position.
 
-Su et al., 2021. Coordinate `i` of a head is paired with `i + D/2`.
+Coordinate `i` of a head is paired with `i + D/2` (Su et al., RoFormer, 2021).
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from torch import Tensor
 
 
 class Rotary(NamedTuple):
-    """Angles per position float32 `[D/2]`, and a factor of cosines and sines (YaRN's)."""
+    """Angles per position, float32 `[D/2]`, and a factor of cosines and sines (for YaRN)."""
 
     frequencies: Tensor
     factor: float
 
     def at(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Cosines and sines `[B, 1, T, D]` at positions int64 `[B, T]`."""
+        """Return cosines and sines `[B, 1, T, D]` at positions int64 `[B, T]`."""
         angles = positions[:, None, :, None, None] * self.frequencies
         angles = angles.expand(-1, -1, -1, 2, -1)  # both halves of a head
         cos, sin = angles.cos().flatten(-2), angles.sin().flatten(-2)
@@ -28,7 +28,7 @@ class Rotary(NamedTuple):
 
 
 def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Queries or keys `[B, heads, T, D]`, rotated by angles that are alike in both halves."""
+    """Rotate queries or keys `[B, heads, T, D]`. Both halves of a head have equal angles."""
     rotated, crossed = heads * cos, heads * sin
     first, second = rotated.chunk(2, dim=-1)
     first -= crossed[..., first.shape[-1] :]

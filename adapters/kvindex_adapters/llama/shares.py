@@ -1,4 +1,4 @@
-"""A rank's share of a model's heads: rows of what gives them, columns of what takes them."""
+"""Copy one rank's shard of a model: rows of matrices that produce heads, columns of consumers."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from kvindex_adapters.llama.weights import LayerWeights, Linear, Norm, Weights
 
 
 def share(weights: Weights, ranks: HeadRanks) -> Weights:
-    """This rank's share of a whole model, as copies on the ranks' device, layer by layer.
+    """Copy this rank's shard of a whole model to the ranks' device, layer by layer.
 
-    Consecutive heads; embedding and norms are whole (the model's own, if it is on that device), as
-    is a head whose rows the ranks do not divide. Scales of FP8 are those of the whole matrices, so
-    that ranks together multiply by what one process does.
+    A shard has consecutive heads. Embedding and norms are whole (and not copied if they are on that
+    device). The language-model head is whole if the ranks do not divide its rows. Scales of FP8 are
+    those of the whole matrices, so that the ranks together compute the same products as one
+    process.
     """
     device, frequencies = ranks.device, weights.rotary.frequencies
     embedding, head = weights.embedding.to(device), weights.head
@@ -58,7 +59,8 @@ def _layer(layer: LayerWeights, ranks: HeadRanks) -> LayerWeights:
 
 
 def _together(linears: Sequence[Linear], ranks: HeadRanks) -> list[Linear]:
-    """Shares of rows, one below the other in memory, as are biases and scales that all have."""
+    """Copy this rank's rows of several matrices into one block of memory, and their biases and
+    scales."""
     parts = [_rows(linear, ranks) for linear in linears]
     weights = _stacked([part.weight for part in parts], ranks.device)
     biases = _if_all([part.bias for part in parts], ranks.device)
@@ -67,7 +69,7 @@ def _together(linears: Sequence[Linear], ranks: HeadRanks) -> list[Linear]:
 
 
 def _if_all(parts: Sequence[Tensor | None], device: torch.device) -> Sequence[Tensor | None]:
-    """Those that there are, one below the other if they are all there."""
+    """Copy tensors into one block of memory if none is None, otherwise separately."""
     some = [part for part in parts if part is not None]
     if len(some) == len(parts):
         return _stacked(some, device)
@@ -80,7 +82,7 @@ def _stacked(parts: Sequence[Tensor], device: torch.device) -> Sequence[Tensor]:
 
 
 def _rows(linear: Linear, ranks: HeadRanks) -> Linear:
-    """A view of the rows of this rank's heads."""
+    """Return a view of the matrix rows of this rank's heads."""
     size = len(linear.weight) // ranks.count
     own = slice(ranks.rank * size, (ranks.rank + 1) * size)
     weight, *others = linear
@@ -88,7 +90,7 @@ def _rows(linear: Linear, ranks: HeadRanks) -> Linear:
 
 
 def _columns(linear: Linear, ranks: HeadRanks) -> Linear:
-    """The columns of this rank's heads; the bias, which is added once, is the first rank's."""
+    """Copy the matrix columns of this rank's heads. Only the first rank has the bias."""
     weight, bias, scale = linear
     size = weight.shape[1] // ranks.count
     own = weight[:, ranks.rank * size : (ranks.rank + 1) * size]
@@ -102,7 +104,7 @@ def _copied(linear: Linear, device: torch.device) -> Linear:
 
 
 def _copy(tensor: Tensor, device: torch.device) -> Tensor:
-    """Memory of its own, so that the whole tensor's can go."""
+    """Copy a tensor, so that the whole tensor's memory can be freed."""
     return tensor.to(device, copy=True, memory_format=torch.contiguous_format)
 
 

@@ -1,6 +1,7 @@
-"""`Weights`: the tensors of a model, by what they do: its own, but for matrices in FP8.
+"""`Weights`: the tensors of a model, named by their purpose.
 
-On a GPU those that one product takes together are laid one below the other in memory.
+They are the model's own parameters, except matrices in FP8. On a GPU, matrices that one product
+multiplies are adjacent in memory.
 """
 
 from __future__ import annotations
@@ -22,7 +23,11 @@ if TYPE_CHECKING:
 class Linear(NamedTuple):
     """A matrix `[out, in]`, and a bias `[out]` or None.
 
-    scale: float32 `[out]`, of each row of a matrix in FP8 (`quantized.py`), else None.
+    Args:
+        weight: The matrix.
+        bias: The bias.
+        scale: Float32 `[out]`, the scale of each matrix row in FP8 (`quantized.py`), otherwise
+            None.
     """
 
     weight: Tensor
@@ -31,7 +36,7 @@ class Linear(NamedTuple):
 
 
 class Norm(NamedTuple):
-    """Factors `[n]` of RMS normalization, and the number that keeps it from dividing by zero."""
+    """Factors `[n]` of RMS normalization, and the number that avoids a division by zero."""
 
     weight: Tensor
     eps: float
@@ -39,10 +44,12 @@ class Norm(NamedTuple):
 
 @dataclass(frozen=True)
 class LayerWeights:
-    """One layer: attention, then a gated perceptron, each after a normalization.
+    """The weights of one layer: attention and a gated MLP, each after a normalization.
 
-    query_norm, key_norm: of each head before rotation (Qwen3), or None; ranks: those that have the
-    layer's heads together, of which this is one's share, or None.
+    Args:
+        query_norm: Normalization of each query head before rotation (Qwen3), or None.
+        key_norm: The same for key heads.
+        ranks: The ranks that share the layer's heads, or None if the layer is whole.
     """
 
     attention_norm: Norm
@@ -61,7 +68,7 @@ class LayerWeights:
 
 @dataclass(frozen=True)
 class Body:
-    """A model without its head."""
+    """The weights of a model without its language-model head."""
 
     embedding: Tensor
     rotary: Rotary
@@ -70,20 +77,23 @@ class Body:
 
     @property
     def fp8(self) -> bool:
-        """Whether the layers' matrices are FP8."""
+        """True if the layers' matrices are FP8."""
         return any(layer.query.scale is not None for layer in self.layers)
 
     @property
     def ranks(self) -> HeadRanks | None:
-        """Those that have the heads together, of which this is one's share; None: it is whole."""
+        """The ranks that share the heads, or None if the model is whole."""
         return self.layers[0].ranks
 
 
 @dataclass(frozen=True)
 class Weights(Body):
-    """A model; head may be the embedding `[V, hidden]` itself (tied), or a rank's rows of it.
+    """The weights of a whole model.
 
-    head_is_shared: whether it has the rows of a rank alone.
+    Args:
+        head: The language-model head. It may be the embedding `[V, hidden]` itself (tied weights),
+            or a rank's rows.
+        head_is_shared: Whether it has only a rank's rows.
     """
 
     head: Linear
@@ -91,7 +101,8 @@ class Weights(Body):
 
 
 def whole(logits: Tensor, weights: Weights) -> Tensor:
-    """Logits `[B, V]` from what `head` gives: of all ranks, where each has some of its rows."""
+    """Return logits `[B, V]` from the output of `head`. If each rank has some of its rows, gather
+    them."""
     ranks = weights.ranks
     if ranks is None or not weights.head_is_shared:
         return logits
@@ -99,9 +110,9 @@ def whole(logits: Tensor, weights: Weights) -> Tensor:
 
 
 def read_body(body: Any) -> Body:
-    """The weights of a model's decoder, which `hf.llama_family` has checked.
+    """Read the weights of a model's decoder, which `hf.llama_family` has checked.
 
-    On a GPU those of one product are laid together.
+    On a GPU, this moves matrices that one product multiplies next to each other.
     """
     rotary = body.rotary_emb
     if body.embed_tokens.weight.is_cuda:
@@ -116,12 +127,13 @@ def read_body(body: Any) -> Body:
 
 
 def read_weights(model: PreTrainedModel) -> Weights:
-    """The weights of a model that `decoder.config.check_model` has checked, as `read_body`."""
+    """Read the weights of a model that `decoder.config.check_model` has checked, as `read_body`
+    does."""
     return Weights(**vars(read_body(model.model)), head=_linear(model.lm_head))
 
 
 def products(body: Any) -> list[tuple[nn.Linear, ...]]:
-    """The modules of a decoder whose weights one product takes together."""
+    """List the modules of a decoder whose weights one product multiplies together."""
     found: list[tuple[nn.Linear, ...]] = []
     for layer in body.layers:
         attention, mlp = layer.self_attn, layer.mlp
@@ -131,14 +143,14 @@ def products(body: Any) -> list[tuple[nn.Linear, ...]]:
 
 
 def lay_together(*modules: nn.Linear) -> None:
-    """Weights of one width lie one below the other from here on, as views of one matrix.
+    """Move weights of equal width next to each other in memory, as views of one matrix.
 
-    So do biases, where all have one. What the modules compute stays as it is; what else was a view
-    of their weights is none any more.
+    Biases are moved too, if all modules have one. The modules compute the same results. Earlier
+    views of their weights no longer share memory with them.
     """
     with torch.inference_mode(False):
         for parts in _parameters(modules):
-            if adjacent(parts) is None:  # else as an earlier decoder has laid them
+            if adjacent(parts) is None:  # otherwise an earlier decoder has already moved them
                 joined = torch.cat([part.detach() for part in parts])
                 rows = torch.split(joined, list(map(len, parts)))
                 for part, its_own in zip(parts, rows, strict=True):
@@ -146,7 +158,7 @@ def lay_together(*modules: nn.Linear) -> None:
 
 
 def lay_apart(*modules: nn.Linear) -> None:
-    """Weights that lie together have memory of their own from here on, as do biases."""
+    """Give weights and biases that are adjacent in memory separate memory again."""
     with torch.inference_mode(False):
         for parts in _parameters(modules):
             if adjacent(parts) is not None:
@@ -155,12 +167,12 @@ def lay_apart(*modules: nn.Linear) -> None:
 
 
 def are_together(*modules: nn.Linear) -> bool:
-    """Whether weights and biases are as `lay_together` leaves them."""
+    """Return True if weights and biases are stored as by `lay_together`."""
     return None not in map(adjacent, _parameters(modules))
 
 
 def adjacent(parts: Sequence[Tensor]) -> Tensor | None:
-    """The tensor that these are, one below the other in memory; None where they lie otherwise."""
+    """Return one tensor over parts that are adjacent in memory, or None if they are not."""
     first, end = parts[0], parts[0].data_ptr()
     storage = first.untyped_storage().data_ptr()
     for part in parts:
@@ -173,7 +185,7 @@ def adjacent(parts: Sequence[Tensor]) -> Tensor | None:
 
 
 def _parameters(modules: Sequence[nn.Linear]) -> list[list[Tensor]]:
-    """The weights of some modules, and their biases if all have one."""
+    """List the modules' weights, and their biases if all have one."""
     weights: list[Tensor] = [module.weight for module in modules]
     biases: list[Tensor] = [module.bias for module in modules if module.bias is not None]
     return [weights, biases] if len(biases) == len(weights) else [weights]
