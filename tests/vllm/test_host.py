@@ -73,7 +73,7 @@ def test_what_the_host_does_not_serve_is_refused():
             unsupported.check_host(engine(**other), sliding=sliding)
     with pytest.raises(ValueError, match="rows: got host, allowed is 'device' on a CPU"):
         unsupported.check_device("host")
-    with pytest.raises(ValueError, match="kvindex: no room; say num_gpu_blocks_override"):
+    with pytest.raises(ValueError, match="kvindex: no room; set num_gpu_blocks_override"):
         unsupported.refuse_memory(MemoryError("no room"))
     unsupported.refuse_capture(False)
     with pytest.raises(ValueError, match="rows: got host, and a graph captured before"):

@@ -1,6 +1,7 @@
-"""Attention of one layer over an engine's pages: all of them, or the rows that a search finds.
+"""Attention of one layer over vLLM's pages: to all tokens, or to the rows that a search selects.
 
-In plain torch, a sequence at a time: what kernels over the same pages will have to equal.
+This is the reference in plain torch, one sequence at a time. Kernels over the same pages compute
+the same.
 """
 
 from __future__ import annotations
@@ -24,12 +25,19 @@ from kvindex_adapters.vllm import pages
 from kvindex_adapters.vllm.options import Options
 
 ROWS = 1024
-"""Rows that attention with a softcap takes at a time, which bounds its logits."""
+"""Rows that attention with a softcap processes at a time, which bounds the memory of its logits."""
 
 
 @dataclass(frozen=True)
 class Sequence:
-    """Where the tokens of one sequence are: rows and records (`pages`), its table, its length."""
+    """The tokens of one sequence.
+
+    Args:
+        rows: Pages of keys and values of all sequences (see `pages`).
+        records: Pages of codes of all sequences.
+        table: The sequence's block table.
+        length: Number of tokens.
+    """
 
     rows: Tensor
     records: Tensor
@@ -39,7 +47,7 @@ class Sequence:
 
 @dataclass(frozen=True)
 class PagedAttention:
-    """What a layer does with pages, whoever keeps them."""
+    """Attention of one layer over pages, independent of who owns the pages."""
 
     geometry: Geometry
     options: Options
@@ -48,18 +56,18 @@ class PagedAttention:
 
     @staticmethod
     def of(options: Options, geometry: Geometry) -> PagedAttention:
-        """For a layer of a geometry."""
+        """Make the attention of a layer with a geometry."""
         encoding = Encoding.of(options.config, geometry, ops)
         return PagedAttention(geometry, options, encoding, options.layout(geometry.head_dim))
 
     def explain(self) -> str:
-        """Describe which index a layer uses, and which sequences it searches in."""
+        """Describe which index the layer uses, and which sequences it searches."""
         return f"{self.options.explain()}, in plain torch; prefill is exact"
 
     def encode(self, rows: Tensor, records: Tensor, slots: Tensor) -> None:
-        """Write the codes of the blocks whose last key lies at one of the slots int64 `[T]`.
+        """Encode the blocks whose last key was just written to one of `slots`, int64 `[T]`.
 
-        From the block's own 256 keys, whatever came when: an earlier code is written over.
+        Codes depend only on the block's own 256 keys. They overwrite earlier codes.
         """
         segments = pages.filled(slots)
         if not len(segments):
@@ -69,23 +77,24 @@ class PagedAttention:
         pages.write_records(records, segments, packed[:, 0])
 
     def attend(self, queries: Tensor, sequence: Sequence) -> Tensor:
-        """Attention of the newest tokens' queries `[T, H, D]`, of the same shape.
+        """Return the attention `[T, H, D]` of a sequence's newest queries `[T, H, D]`.
 
-        A single one of a sequence that is long enough searches; others see all that is before them.
+        A single query of a sequence that is long enough searches. Others attend to all tokens
+        before them.
         """
         if len(queries) == 1 and (indexed := self.searched(sequence.length)):
             return self._search(queries, sequence, indexed)
         return self.attend_dense(queries, sequence)
 
     def searched(self, length: int) -> int:
-        """Tokens of whole blocks before the window that a step of such a sequence searches."""
+        """Return how many tokens a step searches at this length: whole blocks before the window."""
         if length < self.options.dense_below:
             return 0
         indexed = max(length - self.options.local_window, 0) // BLOCK * BLOCK
         return indexed if indexed > self.options.sink else 0
 
     def hits(self, queries: Tensor, sequence: Sequence, indexed: int) -> Hits:
-        """What is retrieved for queries `[1, H, D]` of the first `indexed` tokens but the sink."""
+        """Search for queries `[1, H, D]` in the first `indexed` tokens, without the sink."""
         valid = torch.arange(indexed, device=queries.device)[None] >= self.options.sink
         tokens = Tokens.of_blocks(
             self.codes(sequence, indexed), self.encoding, self.geometry, valid
@@ -95,7 +104,7 @@ class PagedAttention:
         return search(tokens, Queries.of(queries, tokens), k)
 
     def codes(self, sequence: Sequence, indexed: int) -> Codes:
-        """Codes of the first tokens of a sequence, whole blocks of them, `[1, G, indexed, …]`."""
+        """Return the codes of a sequence's first whole blocks, `[1, G, indexed, …]`."""
         records = pages.read_records(sequence.records, sequence.table, indexed // BLOCK)[None]
         codes = self.layout.unpack(records, indexed)
         if self.encoding.config.center:
@@ -119,7 +128,7 @@ class PagedAttention:
         return attend(queries, keys, values, scale=g.scale, softcap=g.softcap, bias=bias)
 
     def attend_dense(self, queries: Tensor, sequence: Sequence) -> Tensor:
-        """The same over all that is before them, in whatever sequence."""
+        """Return the attention of queries `[T, H, D]` to all tokens before them."""
         g, heads = self.geometry, queries.transpose(0, 1)[None]  # [1, H, T, D]
         rows = pages.read_rows(sequence.rows, sequence.table, 0, sequence.length)
         if g.softcap is None:
@@ -131,7 +140,7 @@ class PagedAttention:
 
 
 def _causal_blocks(rows: Rows, count: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """All rows, some at a time, with what hides them from the newest `count` tokens."""
+    """Yield all rows in blocks, with a bias that hides later tokens from the newest `count`."""
     length = rows.keys.shape[2]
     positions = torch.arange(length, device=rows.keys.device)
     for start in range(0, length, ROWS):

@@ -1,6 +1,7 @@
-"""`SearchingBackend`: vLLM's attention on a CPU, whose full-attention layers search.
+"""`SearchingBackend`: vLLM's attention backend for CPUs, with search in full-attention layers.
 
-Registered in the place of vLLM's own CPU backend, which it is unless the engine asks for kvindex.
+The plug-in registers it in place of vLLM's own CPU backend. For an engine that does not use
+kvindex, it is identical to that backend.
 """
 
 from __future__ import annotations
@@ -23,18 +24,18 @@ from kvindex_adapters.vllm.unsupported import check_causal, check_device, check_
 
 
 class SearchingBackend(CPUAttentionBackend):
-    """vLLM's own; layers search where `additional_config` has "kvindex"."""
+    """vLLM's CPU backend. Layers search if `additional_config` has the key "kvindex"."""
 
     @staticmethod
     def get_impl_cls() -> type[CPUAttentionBackendImpl]:
-        """As the base."""
+        """See vLLM's base class."""
         if options_of(get_current_vllm_config()) is None:
             return CPUAttentionBackendImpl
         return SearchingAttention
 
 
 class SearchingAttention(PluginAttention, CPUAttentionBackendImpl):
-    """One layer: a sliding one as vLLM's own, a full one over rows and codes in plain torch."""
+    """One layer: a sliding one as in vLLM, a full one over rows and codes in plain torch."""
 
     def __init__(self, *given: Any, **named: Any) -> None:
         super().__init__(*given, **named)
@@ -50,7 +51,7 @@ class SearchingAttention(PluginAttention, CPUAttentionBackendImpl):
         self.codes = CodesLayer(config, geometry.kv_heads, self.paged.layout.head_bytes)
 
     def explain(self) -> str:
-        """As `PluginAttention.explain`."""
+        """See `PluginAttention.explain`."""
         return self.paged.explain()
 
     def do_kv_cache_update(
@@ -61,7 +62,7 @@ class SearchingAttention(PluginAttention, CPUAttentionBackendImpl):
         kv_cache: Tensor,
         slot_mapping: Tensor,
     ) -> None:
-        """Write keys and values `[T, G, D]`, and the codes of the blocks that they fill."""
+        """Write keys and values `[T, G, D]`, and the codes of the blocks that they complete."""
         if self.codes is None:
             super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
             return
@@ -81,7 +82,7 @@ class SearchingAttention(PluginAttention, CPUAttentionBackendImpl):
         output_scale: Tensor | None = None,
         output_block_scale: Tensor | None = None,
     ) -> Tensor:
-        """As the base: attention of queries `[T, H, D]` of all sequences, one after the other."""
+        """Compute attention of queries `[T, H, D]`, one sequence at a time (see vLLM's base)."""
         if attn_metadata is None or self.codes is None:
             given = layer, query, key, value, kv_cache, attn_metadata, output
             return super().forward(*given, output_scale, output_block_scale)

@@ -1,7 +1,7 @@
-"""The cache of codes as vLLM sees it: a layer with pages of its own under the same block table.
+"""The cache of codes as vLLM sees it: a layer with its own pages, under the same block table.
 
-What differs between versions of vLLM is here: 0.26 asks the backend for the shape of its cache,
-0.32 for an order of its dimensions.
+Differences between versions of vLLM are handled here. Version 0.26 asks the backend for the shape
+of its cache, version 0.32 for the order of its dimensions.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from kvindex_adapters.vllm import BACKEND
 from kvindex_adapters.vllm.options import Options
 from kvindex_adapters.vllm.unsupported import check_engine, check_layer, check_sliding
 
-logger = init_logger(f"vllm.{__name__}")  # vLLM shows its own loggers alone
+logger = init_logger(f"vllm.{__name__}")  # vLLM only shows loggers below its own name
 
 
 def options_of(config: VllmConfig) -> Options | None:
@@ -66,10 +66,17 @@ def geometry_of(
     sinks: Tensor | None = None,
     **others: Any,
 ) -> Geometry | None:
-    """Of a layer that searches, None for a sliding one.
+    """Return the geometry of a layer that searches, or None for a sliding-window layer.
 
-    After the device come the arguments of vLLM's `AttentionImpl`, as vLLM gives them; others: what
-    a version of it adds, of which its own class knows. Raises ValueError for what is not served.
+    After the device come the arguments that vLLM passes to its `AttentionImpl`.
+
+    Args:
+        config: The engine's configuration.
+        device: Device of the layer.
+        **others: Arguments that only some versions of vLLM pass. They are ignored.
+
+    Raises:
+        ValueError: The engine or the layer is not supported.
     """
     check_engine(config)
     if sliding_window is not None:
@@ -96,15 +103,17 @@ def geometry_of(
 
 
 def spec_of_rows(spec: FullAttentionSpec, geometry: Geometry) -> FullAttentionSpec:
-    """Of pages with a layer's rows, as vLLM's attention expects it."""
+    """Return the specification of pages with a layer's keys and values, as vLLM's attention expects
+    it."""
     g = geometry
     sizes = dict(head_size=g.head_dim, head_size_v=g.value_dim, dtype=g.dtype)
     return replace(spec, num_kv_heads=g.kv_heads, **sizes)
 
 
 def keep_no_rows(layer: Any) -> None:
-    """Have a layer's own pages hold next to nothing, a byte of a key for each token and one of a
-    value: its rows lie elsewhere, and its pages only bring it the block table.
+    """Reduce a layer's pages to two bytes per token, because its rows are stored elsewhere.
+
+    vLLM then still gives the layer its block table.
     """
 
     def get_kv_cache_spec(vllm_config: VllmConfig) -> FullAttentionSpec:
@@ -117,10 +126,11 @@ def keep_no_rows(layer: Any) -> None:
 
 
 class CodesLayer(AttentionLayerBase):
-    """Pages of codes for one layer's rows: one record for each KV head and 256 tokens of a block.
+    """Pages of codes for one layer's keys: one record per KV head and 256 tokens of a block.
 
-    Full attention's, so that vLLM puts them into the group of these rows: one block table, shared,
-    copied and forgotten with the rows.
+    The layer has the specification of full attention, so vLLM puts it into the same group as the
+    layer's rows. Both share one block table, and codes are shared, copied and freed with their
+    rows.
     """
 
     def __init__(self, config: VllmConfig, kv_heads: int, record_bytes: int) -> None:
@@ -130,7 +140,7 @@ class CodesLayer(AttentionLayerBase):
         self.kv_heads, self.record_bytes = kv_heads, record_bytes
         self.token_bytes = -(-record_bytes // BLOCK)
         self.kv_cache = torch.empty(0)
-        self.host: Any = None  # what all layers have in common whose rows lie on the host
+        self.host: Any = None  # the `HostRows` of all layers, if rows are stored on the host
 
     @staticmethod
     def name(number: int) -> str:
@@ -143,17 +153,17 @@ class CodesLayer(AttentionLayerBase):
 
     @property
     def records(self) -> Tensor:
-        """uint8 `[blocks, G, tokens / 256, bytes]`, a view of the pages."""
+        """A view of the pages, uint8 `[blocks, G, tokens / 256, bytes]`."""
         blocks, heads, _, token_bytes = self.kv_cache.shape
         records = self.kv_cache.view(blocks, heads, -1, BLOCK * token_bytes)
         return records[..., : self.record_bytes]
 
     def get_attn_backend(self) -> type[AttentionBackend]:
-        """As the base."""
+        """See vLLM's base class."""
         return CodesBackend
 
     def get_kv_cache_spec(self, vllm_config: VllmConfig) -> FullAttentionSpec:
-        """As the base: a "key" of bytes, and no value."""
+        """See vLLM's base class. The codes are declared as keys of bytes, with empty values."""
         return FullAttentionSpec(
             block_size=vllm_config.cache_config.block_size,
             num_kv_heads=self.kv_heads,
@@ -198,21 +208,21 @@ def explain(config: VllmConfig) -> str:
 
 
 class CodesBackend(AttentionBackend):
-    """Of a cache that nobody attends to by itself."""
+    """Backend of the codes' cache, to which no layer attends directly."""
 
     @staticmethod
     def get_name() -> str:
-        """As the base."""
+        """See vLLM's base class."""
         return "KVINDEX_CODES"
 
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
-        """As the base."""
+        """See vLLM's base class."""
         return [MultipleOf(BLOCK)]
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[Any, ...]:
-        """As the base, of 0.32: a block's heads one after the other, each in one piece."""
+        """See vLLM's base class (0.32). The bytes of each head of a block are contiguous."""
         return (kv_cache_interface.KVCacheLayout.LBHNC,)
 
     @staticmethod
@@ -223,22 +233,22 @@ class CodesBackend(AttentionBackend):
         head_size: int,
         cache_dtype_str: str = "auto",
     ) -> tuple[int, ...]:
-        """As the base, of 0.26."""
+        """See vLLM's base class (0.26)."""
         return num_blocks, num_kv_heads, block_size, head_size
 
     @staticmethod
     def get_impl_cls() -> Any:
-        """As the base. Raises NotImplementedError."""
+        """Raise NotImplementedError, because codes have no attention of their own."""
         raise NotImplementedError("kvindex: codes are read by the layer whose rows they are of")
 
     @staticmethod
     def get_builder_cls() -> type[CodesBuilder]:
-        """As the base."""
+        """See vLLM's base class."""
         return CodesBuilder
 
 
 class CodesBuilder(AttentionMetadataBuilder[Any]):
-    """Of metadata that nobody reads: the layer of the rows has the block table."""
+    """Builder of unused metadata. The layer with the rows has the block table."""
 
     _cudagraph_support = AttentionCGSupport.ALWAYS
 
@@ -255,5 +265,5 @@ class CodesBuilder(AttentionMetadataBuilder[Any]):
         common_attn_metadata: CommonAttentionMetadata,
         fast_build: bool = False,
     ) -> CommonAttentionMetadata:
-        """As the base."""
+        """See vLLM's base class."""
         return common_attn_metadata

@@ -1,9 +1,12 @@
-"""`SearchingFlashBackend`: vLLM's FlashAttention on a GPU, whose decoded tokens search.
+"""`SearchingFlashBackend`: vLLM's FlashAttention on a GPU, with search in decode steps.
 
-Registered in the place of vLLM's own, which it is unless the engine asks for kvindex. Prompts,
-chunks of them and mixed batches are FlashAttention's, over the same pages; a batch of decoded
-tokens alone is a fused step of each layer, which vLLM captures in its graphs. Where rows lie on the
-host, FlashAttention has a copy of a sequence's, and decoded tokens of mixed batches search, too.
+The plug-in registers it in place of vLLM's own backend. For an engine that does not use kvindex, it
+is identical to that backend.
+
+FlashAttention computes prompts, chunks of prompts and mixed batches over the same pages. A batch of
+decode steps alone runs as one fused step per layer, which vLLM captures in its CUDA graphs. If rows
+are stored on the host, FlashAttention reads a copy of a sequence's rows, and decode steps in mixed
+batches search as well.
 """
 
 from __future__ import annotations
@@ -21,16 +24,16 @@ from kvindex_adapters.vllm.gpu_layer import SearchingFlashAttention
 
 
 class SearchingFlashBackend(FlashAttentionBackend):
-    """vLLM's own; layers search where `additional_config` has "kvindex"."""
+    """vLLM's FlashAttention backend. Layers search if `additional_config` has the key "kvindex"."""
 
     @staticmethod
     def get_impl_cls() -> type[FlashAttentionImpl]:
-        """As the base."""
+        """See vLLM's base class."""
         if options_of(get_current_vllm_config()) is None:
             return FlashAttentionImpl
         return SearchingFlashAttention
 
     @staticmethod
     def get_builder_cls() -> type[FlashAttentionMetadataBuilder]:
-        """As the base."""
+        """See vLLM's base class."""
         return SearchingFlashBuilder

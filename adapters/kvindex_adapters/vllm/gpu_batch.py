@@ -1,4 +1,4 @@
-"""What a batch is to layers on a GPU: `Searching`, which `SearchingFlashBuilder` makes."""
+"""The metadata of a batch for the plug-in's layers on a GPU, and the builder that makes it."""
 
 from __future__ import annotations
 
@@ -23,10 +23,15 @@ from kvindex_cuda.pariskv.steps.paged import PagedSteps
 
 
 class Searching:
-    """What a batch is to the layers of one builder: so many decoded tokens, and then prompts.
+    """A batch as the layers of one builder see it: decode steps first, then prompts.
 
-    steps: of the layers, whose numbers are theirs by their codes; parts: of the other sequences,
-    where rows lie on the host, each with what FlashAttention is told; common: of the whole batch.
+    Args:
+        steps: Fused steps of the layers.
+        numbers: The number in `steps` of each layer, by its codes.
+        rows: Number of sequences that are decoding.
+        parts: The other sequences if rows are stored on the host, each part with the metadata for
+            FlashAttention.
+        common: vLLM's metadata of the whole batch.
     """
 
     def __init__(
@@ -49,13 +54,14 @@ class Searching:
         values: Tensor,
         output: Tensor,
     ) -> None:
-        """Attention of a layer's queries `[T, H, D]`, of which the first ones are the batch's."""
+        """Compute a layer's attention of queries `[T, H, D]` into `output`. The decoding sequences
+        come first."""
         some = slice(0, self._rows)
         if self._rows:
             assert impl.codes is not None  # true for every layer that searches
             self._steps.attend(self._numbers[impl.codes], queries[some], output[some])
         for part, metadata in self._parts:
-            assert impl.host is not None  # or there would be no parts
+            assert impl.host is not None  # there are parts only if rows are stored on the host
             rows, own, common = part.sequences, part.tokens, self._common
             copy = impl.host.gather(
                 impl.number,
@@ -70,7 +76,8 @@ class Searching:
 
 
 class SearchingFlashBuilder(FlashAttentionMetadataBuilder):
-    """vLLM's own, which reads the engine's tables for the layers that search."""
+    """vLLM's builder of FlashAttention's metadata. It also prepares the steps of layers that
+    search."""
 
     def __init__(
         self, kv_cache_spec: Any, layer_names: list[str], vllm_config: VllmConfig, device: Any
@@ -92,19 +99,19 @@ class SearchingFlashBuilder(FlashAttentionMetadataBuilder):
                 self._layers.sort(key=lambda layer: layer.impl.number)
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         if self._layers:
-            self.supports_update_block_table = False  # of a step there is one plan, not a copy
+            self.supports_update_block_table = False  # a step has one plan, which is not copied
         if self._host is not None:
-            self.reorder_batch_threshold = 1  # decoded tokens first: they search in any batch
+            self.reorder_batch_threshold = 1  # decode steps come first: they search in any batch
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: VllmConfig, kv_cache_spec: Any) -> Any:
-        """As the base: batches of decoded tokens alone are one graph."""
+        """See vLLM's base class. If layers search, only batches of decode steps are graphs."""
         if options_of(vllm_config) is None:
             return super().get_cudagraph_support(vllm_config, kv_cache_spec)
         return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
 
     def use_cascade_attention(self, *args: Any, **kwargs: Any) -> bool:
-        """As the base; not where layers search."""
+        """See vLLM's base class. False if layers search."""
         return False if self._layers else super().use_cascade_attention(*args, **kwargs)
 
     def build(
@@ -113,7 +120,7 @@ class SearchingFlashBuilder(FlashAttentionMetadataBuilder):
         common_attn_metadata: CommonAttentionMetadata,
         fast_build: bool = False,
     ) -> FlashAttentionMetadata:
-        """As the base."""
+        """See vLLM's base class."""
         common = common_attn_metadata
         rows, starts = 0, []
         if self._layers and common.max_query_len == 1:
@@ -122,7 +129,7 @@ class SearchingFlashBuilder(FlashAttentionMetadataBuilder):
             starts = common.query_start_loc_cpu[: common.num_reqs + 1].tolist()
             reading = common.is_prefilling
             rows = single(starts, None if reading is None else reading.tolist())
-        alone = bool(rows) or self._host is not None  # vLLM's own plan is not asked for
+        alone = bool(rows) or self._host is not None  # vLLM's own plan is not needed
         metadata = super().build(common_prefix_len, common, fast_build or alone)
         metadata.searching = None
         if not self._layers:
@@ -140,25 +147,25 @@ class SearchingFlashBuilder(FlashAttentionMetadataBuilder):
     def _parts(
         self, common: CommonAttentionMetadata, starts: list[int], first: int
     ) -> list[tuple[Part, FlashAttentionMetadata]]:
-        """Sequences from `first` on, whose rows are copied from the host, and what is told of them.
+        """Split the sequences from `first` on into parts that are copied from the host together.
 
-        A copy's room is that of the longest sequence.
+        A copy has room for the longest sequence. Each part comes with its metadata.
         """
         host, lengths = self._host, common.seq_lens_cpu_upper_bound
-        assert host is not None  # or nothing would be copied
+        assert host is not None  # only rows on the host are copied
         known = (common.seq_lens if lengths is None else lengths)[: common.num_reqs].tolist()
         sizes = dict(page_tokens=host.scratch.shape[2], room=len(host.scratch))
         found = []
         for part in split(starts, known, first=first, **sizes):
-            told = part.of(
+            some = part.of(
                 common, host.table(part.sequences.stop - part.sequences.start, part.width)
             )
-            found.append((part, super().build(0, told, True)))
+            found.append((part, super().build(0, some, True)))
         return found
 
     @in_plain_torch
     def _opened(self) -> PagedSteps:
-        """Steps over the caches that the layers have: vLLM may give them others."""
+        """Return steps over the layers' present caches. vLLM may replace the caches."""
         caches = [layer.kv_cache for layer in self._layers]
         caches += [layer.impl.codes.kv_cache for layer in self._layers]
         same = len(caches) == len(self._caches)
@@ -166,7 +173,7 @@ class SearchingFlashBuilder(FlashAttentionMetadataBuilder):
             assert self._steps is not None
             return self._steps
         config, options = self.vllm_config, self._options
-        assert options is not None  # or no layer would search
+        assert options is not None  # a layer searches only with options
         scheduler, compilation = config.scheduler_config, config.compilation_config
         most_rows = max(scheduler.max_num_seqs, compilation.max_cudagraph_capture_size or 0)
         geometries = {layer.impl.geometry for layer in self._layers}
@@ -197,5 +204,5 @@ class SearchingFlashBuilder(FlashAttentionMetadataBuilder):
 
 
 def searches(impl: Any) -> bool:
-    """Whether a layer is one of full attention, and ours."""
+    """Return True for a full-attention layer of the plug-in."""
     return isinstance(impl, SearchingFlashAttention) and impl.geometry is not None

@@ -1,4 +1,4 @@
-"""`SearchingFlashAttention`: a layer of vLLM's on a GPU."""
+"""`SearchingFlashAttention`: one attention layer of vLLM on a GPU."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from kvindex_cuda.pariskv.steps.paged import unserved
 
 
 class SearchingFlashAttention(PluginAttention, FlashAttentionImpl):
-    """One layer: vLLM's own but for decoded tokens of a full one."""
+    """One layer. It is vLLM's own, except for decode steps of a full-attention layer."""
 
     def __init__(self, *given: Any, **named: Any) -> None:
         super().__init__(*given, **named)
@@ -49,7 +49,7 @@ class SearchingFlashAttention(PluginAttention, FlashAttentionImpl):
         if self.geometry is None:
             return
         kvindex_cuda.ready(self.geometry.device)
-        # vLLM makes layers with a model's dtype and device as torch's defaults
+        # vLLM constructs layers with the model's dtype and device as torch's defaults
         why = in_plain_torch(unserved)(options.config, self.geometry)
         check_searched(why, options.local_window)
         record_bytes = options.layout(self.geometry.head_dim).head_bytes
@@ -61,7 +61,7 @@ class SearchingFlashAttention(PluginAttention, FlashAttentionImpl):
         self.options = options
 
     def explain(self) -> str:
-        """As `PluginAttention.explain`."""
+        """See `PluginAttention.explain`."""
         others = "FlashAttention computes all other batches"
         if self.options.rows == "host":
             others = (
@@ -82,7 +82,7 @@ class SearchingFlashAttention(PluginAttention, FlashAttentionImpl):
         output_scale: Tensor | None = None,
         output_block_scale: Tensor | None = None,
     ) -> Tensor:
-        """As the base: attention of queries `[T, H, D]` of all sequences."""
+        """Compute attention of queries `[T, H, D]` of all sequences (see vLLM's base class)."""
         if attn_metadata is None or self.geometry is None or attn_metadata.searching is None:
             given = layer, query, key, value, kv_cache, attn_metadata, output
             return self.attend_whole(*given, output_scale, output_block_scale)
@@ -91,7 +91,7 @@ class SearchingFlashAttention(PluginAttention, FlashAttentionImpl):
         return output
 
     def attend_whole(self, *given: Any) -> Tensor:
-        """As `forward` of the base: attention to all that is before a token."""
+        """Attend to all tokens before each query, with vLLM's own `forward`."""
         return super().forward(*given)
 
     def do_kv_cache_update(
@@ -102,18 +102,18 @@ class SearchingFlashAttention(PluginAttention, FlashAttentionImpl):
         kv_cache: Tensor,
         slot_mapping: Tensor,
     ) -> None:
-        """As the base: write keys and values `[T, G, D]`, wherever rows lie."""
+        """Write keys and values `[T, G, D]`, to vLLM's pages or to host memory."""
         if self.host is None:
             super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
             return
-        if not self.host.opened:  # vLLM tries how much memory a batch takes: it has no slots
+        if not self.host.opened:  # vLLM measures a batch's memory: there are no slots yet
             refuse_capture(key.is_cuda and torch.cuda.is_current_stream_capturing())
             return
         count = len(slot_mapping)
         self.host.write(self.number, key[:count], value[:count], slot_mapping)
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
-        """As the base; vLLM asks for the sizes of pages after it."""
+        """See vLLM's base class. Afterwards vLLM asks for the sizes of pages."""
         super().process_weights_after_loading(act_dtype)
         if self.host is not None:
             mine = (part for part in self.context.values() if isinstance(part, Attention))
@@ -121,7 +121,8 @@ class SearchingFlashAttention(PluginAttention, FlashAttentionImpl):
 
 
 def host_of(config: VllmConfig, geometry: Geometry, options: Options) -> HostRows:
-    """What the layers of an engine have in common whose rows lie on the host: made by the first."""
+    """Return the rows on the host, which all layers of an engine share. The first layer makes
+    them."""
     for layer in config.compilation_config.static_forward_context.values():
         if isinstance(layer, CodesLayer) and layer.host is not None:
             layer.host.check_geometry(geometry)

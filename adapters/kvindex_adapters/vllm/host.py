@@ -1,6 +1,6 @@
-"""Prompts whose rows lie on the host: which sequences are copied to the device side by side.
+"""Choose which sequences are copied from host memory to the device together, for prompts.
 
-Nothing here knows of vLLM but the names of what it tells of a batch.
+This module does not import vLLM. It only uses the field names of vLLM's batch metadata.
 """
 
 from __future__ import annotations
@@ -15,10 +15,14 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Part:
-    """Sequences that are copied together, `width` pages of room for each.
+    """Sequences of a batch that are copied together.
 
-    sequences, tokens: which ones of a batch; longest: the most tokens that one has; new: the most
-    that one brings.
+    Args:
+        sequences: Numbers of the sequences in the batch.
+        tokens: Numbers of their new tokens in the batch.
+        width: Pages of room for each sequence.
+        longest: Length of the longest sequence in tokens, an upper bound.
+        new: Largest number of new tokens of a sequence.
     """
 
     sequences: slice
@@ -28,7 +32,7 @@ class Part:
     new: int
 
     def of(self, common: Any, table: Tensor) -> Any:
-        """What vLLM tells of a batch, of this part of it, whose pages are those of a table."""
+        """Return vLLM's batch metadata for these sequences alone, with another block table."""
         some, first = self.sequences, self.tokens.start
         rows = slice(some.start, some.stop + 1)
         lengths = common.seq_lens_cpu_upper_bound
@@ -48,11 +52,14 @@ class Part:
 
 
 def single(starts: Sequence[int], prompts: Sequence[bool] | None = None) -> int:
-    """How many of a batch's first sequences decode: bring one token each, which is no prompt's.
+    """Return how many of a batch's first sequences are decoding, with one new token each.
 
-    starts: of each, and the end; prompts: of each whether its prompt is still being read, None
-    where nobody says. One that finds its prefix in a block which the same batch fills, vLLM starts
-    in that batch: no codes are there yet to search.
+    If a prompt's prefix is in a block that the same batch fills, vLLM starts the prompt in this
+    batch with one new token. Its codes do not exist yet, so it must not search.
+
+    Args:
+        starts: First new token of each sequence, and the end.
+        prompts: Whether each sequence's prompt is still being read, or None if unknown.
     """
     for number, (start, stop) in enumerate(pairwise(starts)):
         if stop - start != 1 or (prompts is not None and prompts[number]):
@@ -63,10 +70,16 @@ def single(starts: Sequence[int], prompts: Sequence[bool] | None = None) -> int:
 def split(
     starts: Sequence[int], lengths: Sequence[int], *, first: int, page_tokens: int, room: int
 ) -> list[Part]:
-    """Parts of a batch's sequences from `first` on, as few as fit into `room` pages each.
+    """Split a batch's sequences into parts whose pages fit into `room`, as few parts as possible.
 
-    starts: where each sequence's new tokens begin among all, and the end; lengths: of each, or
-    more. One sequence always fits: it has at most `room` pages.
+    One sequence always fits, because it has at most `room` pages.
+
+    Args:
+        starts: First new token of each sequence, and the end.
+        lengths: Length of each sequence in tokens, or an upper bound.
+        first: First sequence to split; those before it are skipped.
+        page_tokens: Tokens of a page.
+        room: Pages that fit on the device.
     """
     parts: list[Part] = []
     begin = width = longest = new = 0

@@ -1,4 +1,4 @@
-"""`Options`: what `additional_config={"kvindex": {…}}` may say."""
+"""The options that `additional_config={"kvindex": {…}}` may contain."""
 
 from __future__ import annotations
 
@@ -15,28 +15,36 @@ from kvindex.pariskv.config import ParisKVConfig
 from kvindex_adapters.vllm import BACKEND
 
 KEY = "kvindex"
-"""The key of `additional_config` under which the options are."""
+"""The key of `additional_config` for the plug-in's options."""
 
 INDEX = "pariskv"
-"""The index whose codes are a function of their block, which alone an engine can share."""
+"""The only index that an engine can use: its codes depend only on their own block."""
 
 DEFAULT = f"{INDEX}:sign_decoder=mean"
-"""The default but for a matrix of each sequence, which pages have no place for on a GPU."""
+"""The default index. Pages on a GPU have no place for a matrix per sequence."""
 
 ROWS = "device", "host"
-"""Where keys and values may lie."""
+"""Where keys and values may be stored."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """What a layer searches with.
+    """Options of the search.
 
-    index: a line such as "pariskv:preset=paper"; k: rows per KV head that a decoded token
-    retrieves; sink, local_window: tokens at either end of a sequence that are always attended to
-    (with up to 255 more, as whole blocks are searched); dense_below: a shorter sequence is attended
-    to whole; rows: where keys and values lie, "device", in vLLM's pages, or "host", in pinned
-    memory; cached_rows: of the latter alone, how many rows per KV head and layer stay on the
-    device, of all sequences together, a power of two. Raises ValueError.
+    Args:
+        index: Name and options of the index, for example "pariskv:preset=paper".
+        k: Rows to retrieve per KV head in a decode step.
+        sink: Tokens at the beginning of a sequence that are always attended to.
+        local_window: Newest tokens that are always attended to. Up to 255 more are, because whole
+            blocks are searched.
+        dense_below: Length below which a sequence gets full attention.
+        rows: Where keys and values are stored: "device" for vLLM's pages, or "host" for pinned
+            memory.
+        cached_rows: With `rows="host"`, rows per KV head and layer that stay on the device, for all
+            sequences together. A power of two.
+
+    Raises:
+        ValueError: A value is not supported.
     """
 
     index: str = DEFAULT
@@ -61,7 +69,8 @@ class Options:
 
     @staticmethod
     def of(given: object) -> Options:
-        """Of a mapping. Raises ValueError, for unknown names with near matches."""
+        """Make options from a mapping, or raise ValueError. It suggests names similar to an unknown
+        one."""
         if not isinstance(given, Mapping):
             raise ValueError(f"kvindex: got {given!r}, allowed is a mapping from name to value")
         known = [field.name for field in fields(Options)]
@@ -104,7 +113,11 @@ class Options:
 
     @property
     def config(self) -> ParisKVConfig:
-        """Of the index. Raises ValueError."""
+        """The index's configuration.
+
+        Raises:
+            ValueError: The index or its options are not supported.
+        """
         name, given = parse_spec(self.index)
         if name != INDEX:
             raise ValueError(
@@ -116,14 +129,15 @@ class Options:
         return config
 
     def explain(self) -> str:
-        """Describe which rows a step retrieves, and in which sequences."""
+        """Describe which rows a decode step retrieves, and in which sequences."""
         return (
             f"By {self.index}: k={self.k} rows of sequences of at least {self.dense_below} tokens, "
             f"in addition to {self.sink} first and {self.local_window} or more newest ones"
         )
 
     def layout(self, head_dim: int) -> Layout:
-        """How codes lie in their pages. Raises ValueError for codes that no layout knows."""
+        """Return the layout of codes in their pages. Raise ValueError if there is none for these
+        codes."""
         config = self.config
         kind = config.block, config.weights, config.center
         if kind in (("key", "log", BLOCK), ("key", "log", 0)) and config.weight_bits == 16:
@@ -138,6 +152,6 @@ class Options:
 
 
 def _resembles(key: str) -> bool:
-    """Whether a key of `additional_config` is probably a misspelling of "kvindex"."""
+    """Return True if a key of `additional_config` is probably a misspelling of "kvindex"."""
     letters = re.sub("[^a-z]", "", key.lower())
     return letters.startswith(KEY) or bool(difflib.get_close_matches(letters, [KEY], cutoff=0.85))

@@ -1,4 +1,4 @@
-"""What the plug-in refuses, in words and before the first token, rather than serve it wrongly."""
+"""Checks that reject unsupported engines and layers with a clear message before the first token."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from kvindex.pariskv.block_layout import BLOCK
 
 
 def check_engine(config: Any) -> None:
-    """Raises ValueError for a `VllmConfig` with something that was not tried."""
+    """Raise ValueError if a `VllmConfig` has a setting that is not supported."""
     parallel, cache, model = config.parallel_config, config.cache_config, config.model_config
     block, sizes = cache.block_size, f"a multiple of {BLOCK} (block_size={BLOCK})"
     _refuse(
         ("block_size", block, block is not None and block % BLOCK == 0, sizes),
         *(
-            (name, value, value == 1, "1: no other was tried")
+            (name, value, value == 1, "1: no other value is tested")
             for name, value in (
                 ("tensor_parallel_size", parallel.tensor_parallel_size),
                 ("pipeline_parallel_size", parallel.pipeline_parallel_size),
@@ -26,7 +26,7 @@ def check_engine(config: Any) -> None:
             )
         ),
         *(
-            (name, value, value is None, "None: it was not tried")
+            (name, value, value is None, "None: it is not tested")
             for name, value in (
                 ("speculative_config", config.speculative_config),
                 ("kv_transfer_config", config.kv_transfer_config),
@@ -35,9 +35,9 @@ def check_engine(config: Any) -> None:
         ),
         (
             "model",
-            "state of linear attention beside the KV cache",
+            "state of linear attention in addition to the KV cache",
             not model.is_hybrid,
-            "one that has none: they would lie in pages of one size",
+            "one without it: vLLM would store both in pages of one size",
         ),
     )
 
@@ -51,14 +51,20 @@ def check_layer(
     kv_cache_dtype: str,
     dtype: torch.dtype,
 ) -> None:
-    """Raises ValueError for a full-attention layer that needs more than the softmax over its rows.
+    """Raise ValueError if a full-attention layer needs more than a softmax over its rows.
 
-    kv_cache_dtype: of its rows, in vLLM's words; dtype: the model's.
+    Args:
+        attn_type: vLLM's type of attention.
+        alibi_slopes: Slopes of ALiBi, or None.
+        sinks: Learned attention sinks, or None.
+        kv_sharing_target_layer_name: Layer whose cache this one uses, or None.
+        kv_cache_dtype: Data type of the cache, as vLLM names it.
+        dtype: Data type of the model.
     """
     plain = kv_cache_dtype in ("auto", str(dtype).removeprefix("torch."))
     _refuse(
         ("attention", attn_type, attn_type == "decoder", "'decoder'"),
-        ("alibi_slopes", alibi_slopes, alibi_slopes is None, "None: scores know no positions"),
+        ("alibi_slopes", alibi_slopes, alibi_slopes is None, "None: scores have no positions"),
         ("sinks", "learned sinks in the softmax", sinks is None, "None"),
         (
             "kv_sharing_target_layer_name",
@@ -71,7 +77,7 @@ def check_layer(
 
 
 def check_sliding(config: Any) -> None:
-    """Raises ValueError where sliding layers would get a block table of their own."""
+    """Raise ValueError if vLLM would give sliding-window layers a block table of their own."""
     disabled = config.scheduler_config.disable_hybrid_kv_cache_manager
     _refuse(
         (
@@ -85,7 +91,12 @@ def check_sliding(config: Any) -> None:
 
 
 def check_searched(why: str | None, local_window: int) -> None:
-    """Raises ValueError for what no fused step serves: why, or a window of no tokens."""
+    """Raise ValueError if no fused step supports the index, or the local window is empty.
+
+    Args:
+        why: The reason why no fused step supports the index, or None.
+        local_window: The option.
+    """
     if why is not None:
         raise ValueError(f"kvindex: on a GPU: {why}")
     _refuse(
@@ -99,7 +110,7 @@ def check_searched(why: str | None, local_window: int) -> None:
 
 
 def check_host(config: Any, *, sliding: bool) -> None:
-    """Raises ValueError for a layer, sliding or not, whose rows cannot lie on the host."""
+    """Raise ValueError if the layer's rows cannot be stored on the host."""
     cache, parallel = config.cache_config, config.parallel_config
     sleeps = config.model_config.enable_sleep_mode
     unit = cache.prefix_match_unit
@@ -118,7 +129,7 @@ def check_host(config: Any, *, sliding: bool) -> None:
 
 
 def check_device(rows: str) -> None:
-    """Raises ValueError for rows elsewhere than in vLLM's pages, where those are a CPU's."""
+    """Raise ValueError on a CPU unless rows are stored in vLLM's pages."""
     _refuse(("rows", rows, rows == "device", "'device' on a CPU: there is one memory"))
 
 
@@ -148,21 +159,22 @@ def check_output(*scales: Tensor | None) -> None:
 
 
 def refuse_capture(captured: bool) -> None:
-    """Raises ValueError for a graph that would write no rows, as there are no pages yet."""
-    own = "vLLM's own splitting_ops, which write rows in no graph but that of a decoded token"
+    """Raise ValueError if a graph is captured before there are pages, because it would write no
+    rows."""
+    own = "vLLM's own splitting_ops, with which only graphs of decode steps write rows"
     _refuse(("rows", "host, and a graph captured before there are pages", not captured, own))
 
 
 def refuse_memory(error: MemoryError) -> None:
-    """Raises ValueError for pages whose rows the host has no room for."""
+    """Raise ValueError because the host lacks memory for the rows of all pages."""
     raise ValueError(
-        f"kvindex: {error}; say num_gpu_blocks_override (--num-gpu-blocks-override), so that vLLM "
-        "makes fewer"
+        f"kvindex: {error}; set num_gpu_blocks_override (--num-gpu-blocks-override), so that vLLM "
+        "makes fewer pages"
     ) from error
 
 
 def refuse_latent(name: str) -> None:
-    """Raises ValueError for multi-head latent attention."""
+    """Raise ValueError for multi-head latent attention."""
     _refuse(
         (
             "model",
@@ -200,12 +212,12 @@ def refuse_layer(name: str, kind: str) -> None:
 
 
 def refuse_dense_model() -> None:
-    """Raises ValueError for a model in which nothing searches."""
+    """Raise ValueError for a model in which no layer searches."""
     _refuse(("model", "no full-attention layer", False, "one with at least one of them to index"))
 
 
 def _refuse(*limits: tuple[str, object, bool, str]) -> None:
-    """Raises ValueError for the first that does not fit, of `(name, got, fits, allowed)`."""
+    """Raise ValueError for the first entry `(name, got, fits, allowed)` that does not fit."""
     for name, got, fits, allowed in limits:
         if not fits:
             raise ValueError(f"kvindex: {name}: got {got}, allowed is {allowed}")
