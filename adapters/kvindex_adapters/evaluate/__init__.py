@@ -1,1 +1,1 @@
-"""Evaluation of indexes on real models: captured keys, recall, KL from full attention, tasks."""
+"""Evaluate indexes on real models: recall, divergence from full attention, and tasks."""

@@ -1,4 +1,4 @@
-"""Capture the keys and queries of a real model as it reads a text."""
+"""Capture the keys and queries of a real model while it reads a text."""
 
 from __future__ import annotations
 
@@ -21,10 +21,14 @@ from kvindex_adapters.hf.generation.prefill import prefill
 
 @dataclass(frozen=True)
 class Captured:
-    """A captured full-attention layer: keys `[G, N, D]`, queries `[H, T, D]` of the newest `T`.
+    """The tensors of one full-attention layer, as attention sees them (after rotary embedding).
 
-    values: `[G, N, Dv]`; scale, softcap: of the layer's logits. As attention sees them, after
-    rotary embedding.
+    Args:
+        keys: `[G, N, D]`.
+        queries: `[H, T, D]`, those of the newest `T` tokens.
+        scale: Factor of the layer's logits.
+        softcap: Softcap of the layer's logits, or None.
+        values: `[G, N, Dv]`.
     """
 
     keys: Tensor
@@ -64,10 +68,19 @@ def capture(
     chunk: int = 1024,
     on_progress: Progress | None = None,
 ) -> list[Captured]:
-    """Keys and queries of each full-attention layer after reading ids int64 `[N]`.
+    """Return the keys and queries of each full-attention layer after reading a text.
 
-    queries: number of newest tokens whose queries are recorded. Attention is dense. Raises
-    ValueError for sizes out of range, and what `attach` raises.
+    The model reads the text with full attention.
+
+    Args:
+        model: The transformers model.
+        ids: Int64 `[N]`.
+        queries: Number of newest tokens whose queries are recorded.
+        chunk: Tokens to read at a time.
+        on_progress: Called with the phase, the tokens done and the tokens in total.
+
+    Raises:
+        ValueError: A size is out of range; also what `attach` raises.
     """
     check.tensor("ids", ids, {"N": None}, torch.int64)
     if check.at_least("queries", queries, 1) > len(ids):
@@ -77,7 +90,7 @@ def capture(
     def recorder(**geometry: Any) -> KVIndex:
         return _Recorder(kvindex.create("exact", **geometry), start)
 
-    # no window: every token is in the index when its step ends; and never long enough to search
+    # without a window every token is in the index after its step, and no step searches
     regions: dict[str, Any] = dict(sink=0, local_window=0, update_every=1, dense_below=2**62)
     with attach(model, index=recorder, **regions) as cache, torch.no_grad():
         prefill(model, ids.to(model.device), cache, stop=len(ids), chunk=chunk, report=on_progress)

@@ -21,18 +21,21 @@ from kvindex_adapters.hf.cache.cache import IndexCache
 from kvindex_adapters.hf.generation.prefill import prefill
 
 BLOCK = 128
-"""Steps that run at once: bounds the rows gathered for them."""
+"""Steps that run in parallel, which bounds the memory of the rows gathered for them."""
 
 
 @dataclass(frozen=True)
 class Fidelity:
-    """Means over teacher-forced steps.
+    """Means over teacher-forced steps (0 without a step).
 
-    steps: tokens compared, means over none are 0; kl_mean: KL divergence of the index's next-token
-    distribution from full attention's, nats; agreement: share of steps with the same most likely
-    token; recall_at_k: share of each query head's own true top k that was retrieved, mean over
-    layers and heads, None where no step searched; recall_limit: the same for exact search with as
-    many rows per KV head.
+    Args:
+        steps: Number of tokens compared.
+        kl_mean: KL divergence of the index's next-token distribution from full attention's, in
+            nats.
+        agreement: Fraction of steps with the same most likely token.
+        recall_at_k: Fraction of each query head's own true top k that was retrieved, as a mean over
+            layers and heads. None if no step searched.
+        recall_limit: The same for exact search with the same number of rows per KV head.
     """
 
     steps: int
@@ -53,10 +56,22 @@ def teacher_forced(
     attach_options: dict[str, Any] | None = None,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> Fidelity:
-    """Feed `continuation` int64 `[T]` after `prompt` int64 `[N]`, one token a step, and compare.
+    """Feed a continuation token by token after a prompt, and compare with full attention.
 
-    Both runs read the same tokens; full attention reads them in one pass. Raises ValueError for
-    tensors of another shape and what `attach` raises.
+    Both runs read the same tokens. Full attention reads them in one pass.
+
+    Args:
+        model: The transformers model.
+        prompt: Int64 `[N]`.
+        continuation: Int64 `[T]`.
+        index: Name and options of the index.
+        k: Rows to retrieve per KV head and step.
+        chunk: Tokens of the prompt to read at a time.
+        attach_options: Further options of `attach`.
+        on_progress: Called with the steps done and the steps in total.
+
+    Raises:
+        ValueError: A tensor has another shape; also what `attach` raises.
     """
     check.tensor("prompt", prompt, {"N": None}, torch.int64)
     check.tensor("continuation", continuation, {"T": None}, torch.int64)
@@ -82,10 +97,16 @@ def followed(
     *,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> Fidelity:
-    """`teacher_forced` in a cache that has read the prompt, and now reads the continuation.
+    """Run `teacher_forced` in a cache that has read the prompt.
 
-    continuation: int64 `[T]`, on the model's device; full: full attention's logits at each of its
-    tokens, `[T, V]`. Indexes are measured from here on (`MeasureRecall`).
+    From here on, `MeasureRecall` wraps the indexes.
+
+    Args:
+        model: The attached model.
+        cache: Its cache, which reads the continuation.
+        continuation: Int64 `[T]`, on the model's device.
+        full: Full attention's logits at each of these tokens, `[T, V]`.
+        on_progress: Called with the steps done and the steps in total.
     """
     layers, steps, divergence, same = cache.attention_layers(), len(continuation), 0.0, 0
     for layer in layers:
@@ -119,11 +140,24 @@ def divergences(
     chunk: int = 1024,
     attach_options: dict[str, Any] | None = None,
 ) -> Tensor:
-    """KL divergence from full attention at each token of `continuation`, nats, float64 `[T]`.
+    """Compute the KL divergence from full attention at each token of a continuation.
 
-    As `teacher_forced` measures it, but all steps between two updates run at once
-    (`ParallelLayer`), which makes thousands of steps affordable. full: logits `[T, V]` of
-    `full_logits`. Every step searches, whatever the length.
+    The result is that of `teacher_forced`, but all steps between two updates run in parallel
+    (`ParallelLayer`), so that thousands of steps are affordable. Every step searches, whatever the
+    length.
+
+    Args:
+        model: The transformers model.
+        prompt: Int64 `[N]`.
+        continuation: Int64 `[T]`.
+        full: Logits `[T, V]` of `full_logits`.
+        index: Name and options of the index.
+        k: Rows to retrieve per KV head and step.
+        chunk: Tokens of the prompt to read at a time.
+        attach_options: Further options of `attach`.
+
+    Returns:
+        Nats, float64 `[T]`.
     """
     ids = torch.cat([prompt, continuation]).to(model.device)
     options: dict[str, Any] = {"dense_below": 0, **(attach_options or {})}
@@ -143,10 +177,10 @@ def divergences(
 
 
 def full_logits(model: PreTrainedModel, prompt: Tensor, continuation: Tensor) -> Tensor:
-    """Full attention's logits at each token of the continuation, `[T, V]`.
+    """Return full attention's logits at each token of the continuation, `[T, V]`.
 
-    With transformers' own cache and attention, some tokens at a time: at 64K tokens in float32 it
-    would hold all logits of attention at once.
+    The model reads some tokens at a time with transformers' own cache, to bound the memory of the
+    attention logits.
     """
     ids = torch.cat([prompt, continuation]).to(model.device)
     cache, logits = DynamicCache(config=model.config), []
@@ -164,7 +198,8 @@ def _mean(values: list[float | None]) -> float | None:
 
 
 def kl(full: Tensor, other: Tensor) -> float:
-    """`KL(full ‖ other)` in nats between the distributions of two vectors of logits `[V]`."""
+    """Return `KL(full ‖ other)` in nats between the distributions of two vectors of logits
+    `[V]`."""
     p = full.double().log_softmax(-1)
     q = other.double().log_softmax(-1)
     return float((p.exp() * (p - q)).sum())

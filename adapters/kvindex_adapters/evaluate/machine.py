@@ -1,4 +1,4 @@
-"""Machine and library versions that a result was measured with."""
+"""Describe the machine and the library versions of a measurement."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 
 def describe(device: str = "cpu") -> dict[str, str | int]:
-    """Machine and versions, for the JSON of a result."""
+    """Return the machine and the versions, for the JSON of a result."""
     machine: dict[str, str | int] = {
         "platform": platform.platform(),
         "python": platform.python_version(),

@@ -1,4 +1,4 @@
-"""Output files: checked before the work starts, written whole or not at all."""
+"""Output files: check them before the work starts, and write them completely or not at all."""
 
 from __future__ import annotations
 
@@ -13,14 +13,18 @@ from pathlib import Path
 from typing import Any
 
 PICTURES = (".png", ".pdf", ".svg")
-"""Allowed endings of `--plot`: matplotlib takes the format from them."""
+"""Allowed endings of `--plot`. Matplotlib derives the format from the ending."""
 
 
 def check_output(name: str, path: Path | None, *, endings: tuple[str, ...] = ()) -> None:
-    """Raises OSError for a file that could not be written at the end, with the reason.
+    """Raise OSError with a reason if a file cannot be written later.
 
-    A file is made beside `path` and removed again, which is what the end of the work will do.
-    endings: allowed ends of the name; empty for all. A path of None is not checked.
+    The check creates a file next to `path` and removes it.
+
+    Args:
+        name: Name of the option, for the message.
+        path: The file, or None for no check.
+        endings: Allowed ends of the name, or empty for all.
     """
     if path is None:
         return
@@ -36,9 +40,9 @@ def check_output(name: str, path: Path | None, *, endings: tuple[str, ...] = ())
 
 
 def _hindrance(path: Path, endings: tuple[str, ...]) -> str | None:
-    """The reason why the file cannot be written, if any. Raises OSError where the system does."""
+    """Return why the file cannot be written, or None. Raise OSError if the system does."""
     if path.is_symlink() and not path.exists():
-        return "is a link to what is not there"
+        return "is a link to a file that does not exist"
     if not path.parent.is_dir():
         return "is no such folder"
     if path.is_dir():
@@ -48,7 +52,7 @@ def _hindrance(path: Path, endings: tuple[str, ...]) -> str | None:
     if endings and path.suffix.lower() not in endings:
         return f"is a name that does not end in {' or '.join(endings)}"
     if path.exists() and not os.access(path, os.W_OK):
-        return "is a file that must not be written"
+        return "is a file without write permission"
     beside = _beside(path)
     beside.touch()
     beside.unlink()
@@ -57,10 +61,16 @@ def _hindrance(path: Path, endings: tuple[str, ...]) -> str | None:
 
 @contextmanager
 def replacing(path: Path, name: str = "json") -> Iterator[Path]:
-    """A new file beside `path` to write to, which then becomes `path`; name: of the option.
+    """Open a context that writes a temporary file, which then replaces `path`.
 
-    Where anything fails, `path` is what it was and the new file is gone. Raises OSError where the
-    file system refuses (no space, no permission).
+    If anything fails, `path` is unchanged and the temporary file is removed.
+
+    Args:
+        path: The file to replace.
+        name: Name of the option, for the message.
+
+    Raises:
+        OSError: The file system reports an error, for example no space or no permission.
     """
     new = _beside(path)
     try:
@@ -68,12 +78,12 @@ def replacing(path: Path, name: str = "json") -> Iterator[Path]:
         if path.exists():
             shutil.copymode(path, new)
         with new.open("rb") as whole:
-            os.fsync(whole.fileno())  # some file systems report only now that there is no space
+            os.fsync(whole.fileno())  # some file systems report a lack of space only here
         new.replace(path.resolve())  # a link stays a link
     except OSError as error:
         raise OSError(
             f"{name}: got {str(path)!r}, which could not be written ({error.strerror or error}); "
-            "what it held before is as it was"
+            "its earlier content is unchanged"
         ) from error
     finally:
         with suppress(OSError):
@@ -81,24 +91,24 @@ def replacing(path: Path, name: str = "json") -> Iterator[Path]:
 
 
 def write_text(path: Path, text: str, name: str = "json") -> None:
-    """Write a whole file or nothing. Raises OSError."""
+    """Write a file completely or not at all. Raise OSError if that fails."""
     with replacing(path, name) as new:
         new.write_text(text, encoding="utf-8")
 
 
 def write_json(path: Path, result: Any, *, indent: int = 1) -> None:
-    """Write a result, for `--json`. Raises OSError."""
+    """Write a result as JSON, for `--json`. Raise OSError if that fails."""
     write_text(path, json.dumps(result, indent=indent) + "\n")
 
 
 def save_figure(figure: Any, path: Path, *, dpi: int) -> None:
-    """Write a figure of matplotlib, for `--plot`. Raises OSError."""
+    """Write a figure of matplotlib, for `--plot`. Raise OSError if that fails."""
     with replacing(path, "plot") as new:
         figure.savefig(new, dpi=dpi)
 
 
 def output(*endings: str) -> Callable[[str], Path]:
-    """For argparse's `type=`: the path of an output file, checked while arguments are read."""
+    """Return a parser for argparse's `type=` that checks the path of an output file immediately."""
 
     def parsed(text: str) -> Path:
         try:
@@ -111,6 +121,7 @@ def output(*endings: str) -> Callable[[str], Path]:
 
 
 def _beside(path: Path) -> Path:
-    """A name in the folder of the file that `path` is or links to; it keeps the ending."""
+    """Return a temporary name with the same ending, in the folder of the file that `path` links
+    to."""
     real = path.resolve()
     return real.with_name(f".kvindex-{secrets.token_hex(4)}{real.suffix}")

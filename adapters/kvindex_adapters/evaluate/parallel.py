@@ -1,4 +1,4 @@
-"""Teacher-forced decoding steps in parallel: one forward, batched over the steps."""
+"""Run teacher-forced decode steps in parallel, as one batch."""
 
 from __future__ import annotations
 
@@ -15,11 +15,14 @@ from kvindex.layer.retrieval import attend_over, output_of, rows_to_ask
 
 
 class ParallelLayer(AttentionLayer):
-    """After `begin`, each of several tokens attends as a decoding step of its own would.
+    """A layer in which, after `begin`, each of several tokens attends as its own decode step would.
 
-    Between two updates an index does not change, so all steps between them can search it at once,
-    and it observes their queries one by one before the update. For a batch of 1 without padding.
-    Raises ValueError for an index whose steps cannot be searched at once (`ExpandsBatch`).
+    An index does not change between two updates, so all steps between them can search it in one
+    batch. The index observes their queries one by one before the update. Only for one sequence
+    without padding.
+
+    Raises:
+        ValueError: The index cannot search in one batch for several steps (`ExpandsBatch`).
     """
 
     _begun = False
@@ -29,12 +32,12 @@ class ParallelLayer(AttentionLayer):
         self._expanding()
 
     def begin(self) -> None:
-        """End the prompt: tokens that follow are steps."""
+        """End the prompt: the tokens that follow are decode steps."""
         self._updates.end_prompt()
         self._begun = True
 
     def pause(self) -> None:
-        """Tokens that follow are a prompt, or steps one by one, until `begin`."""
+        """Treat the tokens that follow as a prompt, or as single steps, until `begin`."""
         self._begun = False
 
     def step(
@@ -92,22 +95,22 @@ class ParallelLayer(AttentionLayer):
         return torch.cat(outputs, dim=2)
 
     def attend(self, queries: Tensor, *, sink_logits: Tensor | None = None) -> Tensor:
-        """As `AttentionLayer.attend`. Raises ValueError where steps come at once."""
+        """See `AttentionLayer.attend`. Raise ValueError while steps run in parallel."""
         if self._begun:
             raise ValueError(
-                "queries: got those of a layer that shares the keys of another, allowed are a "
-                "layer's own where steps come at once"
+                "queries: got those of a layer that shares the keys of another layer, allowed is "
+                "a layer with its own keys while steps run in parallel"
             )
         return super().attend(queries, sink_logits=sink_logits)
 
     def _steps(self, queries: Tensor, keys: Tensor, values: Tensor, sinks: Tensor | None) -> Tensor:
-        """Steps between two updates: queries `[1, H, T, D]`; gives `[1, H, T, Dv]`.
+        """Run the steps between two updates. Return the output, `[1, H, T, Dv]`.
 
-        sinks: `[1, H, T]`, or None.
+        The queries are `[1, H, T, D]`, and the sinks `[1, H, T]` or None.
         """
         T, held = queries.shape[2], len(self._window)
         self._window.append(len(self.index), keys, values, None)
-        each = queries[0].transpose(0, 1).contiguous()  # the steps are rows of a batch
+        each = queries[0].transpose(0, 1).contiguous()  # the steps are sequences of a batch
         index = self._expanding().expand_batch(T)
         hits = index.search(each, k=rows_to_ask(self.index, self.k), coverage=self.coverage)
         rows = torch.arange(held + T, device=queries.device)
@@ -123,12 +126,13 @@ class ParallelLayer(AttentionLayer):
         return output.transpose(0, 1)[None]
 
     def _expanding(self) -> ExpandsBatch:
-        """The index as one that serves many steps at once. Raises ValueError for another."""
+        """Return the index's capability to search for several steps. Raise ValueError without
+        it."""
         index = capability(self.index, ExpandsBatch)
         if index is None:
             raise ValueError(
-                f"index: got {type(self.index).__name__}, whose searches depend on the steps "
-                "before them or serve one at a time; allowed is one whose steps can be searched "
-                "at once (`ExpandsBatch`), or a layer that makes them one by one"
+                f"index: got {type(self.index).__name__}, whose searches depend on earlier steps "
+                "or serve one step at a time; allowed is an index that can search for several "
+                "steps in one batch (`ExpandsBatch`), or a layer that runs them one by one"
             )
         return index

@@ -1,4 +1,4 @@
-"""Mean queries of each layer of a model over a text: calibrates `triattention`."""
+"""Calibrate `triattention` for a model: average the queries of each layer over a text."""
 
 from __future__ import annotations
 
@@ -48,10 +48,24 @@ def calibrate_centers(
     chunk: int = 1024,
     on_progress: Progress | None = None,
 ) -> dict[int, dict[str, Centers]]:
-    """The centers of each full-attention layer over a text, for `attach(layer_options=…)`.
+    """Return the query centers of each full-attention layer, for `attach(layer_options=…)`.
 
-    The model reads ids int64 `[N]` densely. Raises ValueError for a tensor of another shape or
-    fewer than two tokens, a model of unknown rotary frequencies, and what `attach` raises.
+    The model reads the text with full attention.
+
+    Args:
+        model: The transformers model.
+        ids: Text, int64 `[N]`, at least two tokens.
+        chunk: Tokens to read at a time.
+        on_progress: Called with the phase, the tokens done and the tokens in total.
+
+    Returns:
+        Layer number -> options of the index.
+
+    Raises:
+        ValueError: `ids` has another shape or too few tokens, or the model's rotary frequencies are
+            unknown; also what `attach` raises.
+
+    Source: TriAttention (docs/indexes/triattention.md).
     """
     check.tensor("ids", ids, {"N": None}, torch.int64)
     check.at_least("ids.shape[0]", len(ids), 2)
@@ -59,12 +73,12 @@ def calibrate_centers(
     def averager(**geometry: Any) -> KVIndex:
         if geometry.get("rope") is None:
             raise ValueError(
-                "model: got one whose rotary embedding cannot be told, allowed is one of fixed "
+                "model: got one whose rotary embedding is unknown, allowed is one with fixed "
                 "frequencies that rotates coordinates in two halves"
             )
         return _Averager(kvindex.create("exact", **geometry))
 
-    # no window: every token is in the index when its step ends; and never long enough to search
+    # without a window every token is in the index after its step, and no step searches
     regions: Any = dict(sink=0, local_window=0, update_every=1, dense_below=2**62)
     with attach(model, index=averager, **regions) as cache, torch.no_grad():
         prefill(model, ids.to(model.device), cache, stop=len(ids), chunk=chunk, report=on_progress)

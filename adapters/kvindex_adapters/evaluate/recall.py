@@ -17,18 +17,20 @@ from kvindex.ops.select import top_k
 from kvindex_adapters.evaluate.capture import Captured
 
 SINK = 64
-"""First tokens, left out: a layer always attends to them."""
+"""First tokens, which are left out because a layer always attends to them."""
 
 TOKENS = 4096
-"""Tokens that share per-index bytes where bytes per key are counted."""
+"""Number of tokens over which the fixed bytes of an index are spread to count bytes per key."""
 
 
 @dataclass(frozen=True)
 class Recall:
-    """Per layer and query head, float64 `[L, H]`, means over queries.
+    """Means over queries, for each layer and query head, float64 `[L, H]` each.
 
-    recall: share of the true top `k` rows by `q·k`; coverage: share of the softmax of the hits over
-    the rows of the index, and coverage_true: of the true top `k`.
+    Args:
+        recall: Fraction of the true top `k` rows by `q·k` that was retrieved.
+        coverage: Attention weight of the retrieved rows, by a softmax over the rows of the index.
+        coverage_true: Attention weight of the true top `k` rows.
     """
 
     recall: Tensor
@@ -39,10 +41,16 @@ class Recall:
 def measure(
     layers: Sequence[Captured], index: str, *, k: int, prompt: int, first: int | None = None
 ) -> Recall:
-    """Search the prompt's rows (but the sink's) with each query head on its own (`G = H`).
+    """Search the prompt's rows with each query head separately (`G = H`), and measure recall.
 
-    The queries are those captured after the first `prompt` tokens. first: tokens of the first
-    append (what an index learns from); all of them by default.
+    The sink's rows are left out. The queries are those captured after the first `prompt` tokens.
+
+    Args:
+        layers: Captured layers.
+        index: Name and options of the index.
+        k: Rows to retrieve.
+        prompt: Tokens of the prompt.
+        first: Tokens of the first append, from which an index may learn; None for all.
     """
     measured = []
     for layer in layers:
@@ -61,7 +69,7 @@ def measure(
 
 
 def bytes_per_key(index: str, head_dim: int) -> dict[str, float]:
-    """`BaseIndex.bytes_per_key` of keys in bfloat16."""
+    """Return `BaseIndex.bytes_per_key` for keys in bfloat16."""
     options: dict[str, Any] = dict(q_heads=1, kv_heads=1, head_dim=head_dim, rope=torch.ones(1))
     trial = kvindex.create(index, dtype=torch.bfloat16, **options)
     assert isinstance(trial, BaseIndex)
@@ -72,7 +80,8 @@ def bytes_per_key(index: str, head_dim: int) -> dict[str, float]:
 def _prepare(
     layer: Captured, spec: str, prompt: int, first: int | None
 ) -> tuple[KVIndex, Tensor, Tensor]:
-    """An index expanded to `T` rows, their queries `[T, H, D]`, and true `q·k` `[T, H, N]`."""
+    """Return an index expanded to `T` sequences, queries `[T, H, D]`, and true `q·k` `[T, H,
+    N]`."""
     H, T, D = layer.queries.shape
     keys = layer.keys[None, :, SINK:prompt].repeat_interleave(H // len(layer.keys), dim=1)
     index = kvindex.create(
@@ -94,7 +103,7 @@ def _prepare(
 
 
 def _flags(ids: Tensor, scores: Tensor) -> Tensor:
-    """Flags of the rows in `ids`, bool in the shape of `scores`."""
+    """Return bool flags of the rows in `ids`, in the shape of `scores`."""
     width = scores.shape[-1]
     flags = torch.zeros((*scores.shape[:-1], width + 1), dtype=torch.bool, device=scores.device)
     return flags.scatter_(-1, torch.where(ids < 0, width, ids), True)[..., :width]

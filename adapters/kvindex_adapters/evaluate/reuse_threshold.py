@@ -1,4 +1,4 @@
-"""Calibrate the threshold `tau` of `kvindex.wrappers.Reuse`, which reuses hits, for a model."""
+"""Calibrate the threshold `tau` of `kvindex.wrappers.Reuse` for a model."""
 
 from __future__ import annotations
 
@@ -20,16 +20,20 @@ from kvindex_adapters.evaluate.capture import Captured, capture
 from kvindex_adapters.evaluate.recall import SINK
 
 ALWAYS = math.nextafter(1.0, 2.0)
-"""Least threshold at which every step searches."""
+"""Smallest threshold with which every step searches."""
 
 TAUS = (-1.0, 0.0, *(percent / 100 for percent in range(50, 101)), ALWAYS)
-"""Thresholds to try: queries that follow each other are seldom less alike than .5."""
+"""Thresholds to try. The similarity of successive queries is rarely below 0.5."""
 
 
 @dataclass(frozen=True)
 class Point:
-    """Means over layers and steps. rate: share of steps that searched; held: share of a step's own
-    best `k` rows that are among the hits it used.
+    """Results of one threshold, as means over layers and steps.
+
+    Args:
+        tau: The threshold.
+        rate: Fraction of steps that searched.
+        held: Fraction of a step's own best `k` rows that are among the hits that it used.
     """
 
     tau: float
@@ -39,14 +43,19 @@ class Point:
 
 @dataclass(frozen=True)
 class Calibration:
-    """tau: the least of those tried that holds enough; points: all of them, ascending."""
+    """The result of a calibration.
+
+    Args:
+        tau: The smallest threshold with which enough of the best rows are used.
+        points: Results of all thresholds, ascending.
+    """
 
     tau: float
     points: tuple[Point, ...]
 
     @property
     def chosen(self) -> Point:
-        """The point of `tau`."""
+        """The results of `tau`."""
         return next(point for point in self.points if point.tau == self.tau)
 
 
@@ -61,11 +70,27 @@ def calibrate_tau(
     chunk: int = 1024,
     on_progress: Progress | None = None,
 ) -> Calibration:
-    """The least tau at which reused hits hold the share `held` of what a search would find.
+    """Find the smallest `tau` with which reused hits contain the fraction `held` of the best rows.
 
-    The model reads ids int64 `[N]`; its newest `steps` tokens are taken as steps, and search the
-    tokens before them exactly, without the first `SINK`. A tau at which every step searches is
-    always tried. Raises ValueError for sizes out of range, and what `capture` raises.
+    The model reads the text. Its newest tokens count as decode steps, which search the tokens
+    before all of them exactly, without the first `SINK`. A threshold with which every step searches
+    is always tried.
+
+    Args:
+        model: The transformers model.
+        ids: Text, int64 `[N]`.
+        steps: Number of newest tokens that count as decode steps.
+        k: Rows to retrieve.
+        held: Fraction of a step's best `k` rows that the used hits must contain, in (0, 1].
+        taus: Thresholds to try.
+        chunk: Tokens to read at a time.
+        on_progress: Called with the phase, the tokens done and the tokens in total.
+
+    Returns:
+        The threshold, and the results of all thresholds.
+
+    Raises:
+        ValueError: A size is out of range; also what `capture` raises.
     """
     check.within("held", held, 0, 1)
     check.tensor("ids", ids, {"N": None}, torch.int64)
@@ -80,7 +105,7 @@ def calibrate_tau(
 def calibrated(
     layers: Sequence[Captured], *, k: int, held: float, taus: Sequence[float] = TAUS
 ) -> Calibration:
-    """The same from captured layers, whose first query is that before the first step."""
+    """Calibrate from captured layers, whose first query comes before the first step."""
     tried = sorted({float(tau) for tau in taus} | {ALWAYS})
     rates, shares = torch.zeros(2, len(tried), dtype=torch.float64)
     for layer in layers:
@@ -101,13 +126,13 @@ def calibrated(
 
 
 def _similarities(layer: Captured) -> Tensor:
-    """Similarity of the query of each step to the one before, `[T - 1]`."""
+    """Return the similarity of each step's query to the one before, `[T - 1]`."""
     directions = normalize(layer.queries.float(), dim=-1).transpose(0, 1)  # [T, H, D]
     return similarity(directions[:-1], directions[1:]).clamp(-1, 1)
 
 
 def _best(layer: Captured, k: int) -> Tensor:
-    """The best `k` rows of each step, int64 `[T - 1, G, k]`, as `exact` finds them."""
+    """Return the best `k` rows of each step, int64 `[T - 1, G, k]`, as `exact` finds them."""
     T = layer.queries.shape[1] - 1
     keys = layer.keys[:, SINK : layer.keys.shape[1] - T].float()
     queries = layer.queries[:, 1:].float()

@@ -1,4 +1,4 @@
-"""Real texts that every Python installation has: prose of its reference, code of its library."""
+"""Texts that every Python installation has: prose of its reference, and code of its library."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from pathlib import Path
 
 
 def python_reference() -> list[str]:
-    """Paragraphs of prose from `pydoc_data.topics` (the Python documentation; PSF licence)."""
+    """Return paragraphs of prose from `pydoc_data.topics` (the Python documentation; PSF
+    license)."""
     from pydoc_data.topics import topics
 
     texts: dict[str, None] = {}
@@ -25,12 +26,12 @@ def python_reference() -> list[str]:
 
 
 def paragraphs(text: str) -> list[str]:
-    """The paragraphs of a text, separated by blank lines."""
+    """Split a text at blank lines."""
     return [part.strip() for part in re.split(r"\n\s*\n", text) if part.strip()]
 
 
 def python_source() -> str:
-    """Source code of the modules of the standard library, by name."""
+    """Return the source code of the standard library's modules, ordered by name."""
     folder = Path(sysconfig.get_paths()["stdlib"])
     files = sorted(path for path in folder.glob("*.py") if not path.name.startswith("_"))
     return "\n\n".join(f"# {path.name}\n{path.read_text('utf-8', 'ignore')}" for path in files)

@@ -57,7 +57,7 @@ def test_devices_and_folders_of_the_system_are_refused(path, tmp_path):
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
 def test_a_folder_or_a_file_without_permission_is_refused(tmp_path):
     (tmp_path / "old.json").touch(mode=0o444)
-    assert "must not be written" in refused(tmp_path / "old.json")
+    assert "without write permission" in refused(tmp_path / "old.json")
     tmp_path.chmod(0o555)
     assert "Permission denied" in refused(tmp_path / "a.json")
     tmp_path.chmod(0o755)
@@ -67,7 +67,7 @@ def test_permissions_are_asked_of_the_system(tmp_path, monkeypatch):
     """As root, too, whom the one above is skipped for."""
     (tmp_path / "old.json").touch()
     monkeypatch.setattr(output_files.os, "access", lambda path, mode: False)
-    assert "must not be written" in refused(tmp_path / "old.json")
+    assert "without write permission" in refused(tmp_path / "old.json")
 
 
 def test_what_can_be_written_is_not_touched_by_the_check(tmp_path):

@@ -1,6 +1,6 @@
 """RULER's tasks: texts and scores as the package's own scripts give them, of the length asked for.
 
-Where nvidia-long-context-eval is not installed most is skipped: pip install 'kvindex-torch[tasks]'.
+Where nvidia-long-context-eval is not installed most is skipped: pip install -e ".[tasks]".
 """
 
 import json

@@ -1,1 +1,1 @@
-"""Indexes compared on one model: answers to tasks, divergence on a text, rows, bytes, time."""
+"""Compare indexes on one model: answers to tasks, divergence on a text, rows, bytes and time."""

@@ -1,8 +1,8 @@
-"""Greedy answers: full attention's, and an index's, which is the same until a token differs.
+"""Generate greedy answers with full attention, and with an index.
 
-Tokens that are expected are read at once, and stay as far as they are the likeliest (as speculative
-decoding does it: Stern et al., 2018): of full attention what a right answer has, of an index what
-full attention says.
+Several expected tokens are read in one step, and accepted as long as they are the most likely ones,
+as in speculative decoding (Stern et al., 2018). For full attention the expected tokens are those of
+a right answer. For an index they are full attention's answer.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kvindex_adapters.evaluate.fidelity import BLOCK
 
 
 class Steps(Protocol):
-    """A model and a cache of it, which can go back."""
+    """A model and its cache, which can return to an earlier state."""
 
     @property
     def model(self) -> PreTrainedModel:
@@ -28,15 +28,15 @@ class Steps(Protocol):
         ...
 
     def step(self, ids: Tensor) -> Tensor:
-        """Read ids int64 `[T]`: the logits `[T, V]` after each of them."""
+        """Read ids int64 `[T]`, and return the logits `[T, V]` after each of them."""
         ...
 
     def checkpoint(self) -> Any:
-        """What the cache is now, for `rollback`."""
+        """Return the state of the cache, for `rollback`."""
         ...
 
     def rollback(self, checkpoint: Any) -> None:
-        """Be again what `checkpoint` says."""
+        """Restore the state that `checkpoint` returned."""
         ...
 
 
@@ -46,8 +46,12 @@ def _never(answer: list[int]) -> bool:
 
 @dataclass(frozen=True)
 class Limit:
-    """Where an answer ends: after `most` tokens, after a token whose id is one of `ends`, or when
-    it is `settled`: nothing that follows makes it better or worse.
+    """Where an answer ends.
+
+    Args:
+        most: Longest answer, in tokens.
+        ends: Ids of tokens that end an answer.
+        settled: Function that returns True if no further token can change the answer's score.
     """
 
     most: int
@@ -58,23 +62,28 @@ class Limit:
     def of(
         cls, model: PreTrainedModel, most: int, settled: Callable[[list[int]], bool] = _never
     ) -> Self:
-        """With the ids that end the model's answers."""
+        """Make a limit with the ids that end the model's answers."""
         config: Any = model.generation_config
         end = None if config is None else config.eos_token_id
         ends = () if end is None else (end,) if isinstance(end, int) else tuple(end)
         return cls(most, ends, settled)
 
     def reached(self, answer: list[int]) -> bool:
-        """Whether an answer of a token or more ends here."""
+        """Return True if an answer of at least one token ends here."""
         return len(answer) >= self.most or answer[-1] in self.ends or self.settled(answer)
 
 
 def continued(
     steps: Steps, answer: list[int], limit: Limit, guesses: Sequence[list[int]] = ()
 ) -> list[int]:
-    """An answer, whose last token is not read yet, and the most likely tokens that follow.
+    """Continue an answer with the most likely tokens. Its last token has not been read yet.
 
-    guesses: ids that may come: where the answer ends with what one begins with, its rest is tried.
+    Args:
+        steps: The model and its cache.
+        answer: The tokens so far.
+        limit: Where the answer ends.
+        guesses: Ids that may follow. If the answer ends with the beginning of a guess, the rest of
+            the guess is tried.
     """
     answer = list(answer)
     while not limit.reached(answer):
@@ -86,11 +95,16 @@ def continued(
 
 
 def checked(indexed: Indexed, draft: list[int], limit: Limit) -> list[int]:
-    """The answer through an index that has read the prompt; draft: full attention's answer.
+    """Return the answer with an index that has read the prompt.
 
-    Its first token is the draft's: it follows the prompt, which every index reads exactly. Where
-    steps may come at once they read the draft, up to the first token that is not the likeliest.
-    The rest comes token by token.
+    The first token is the draft's, because every index reads the prompt exactly. Where steps may
+    run in parallel, they read the draft up to the first token that is not the most likely one. The
+    rest is generated token by token.
+
+    Args:
+        indexed: The model with the index.
+        draft: Full attention's answer.
+        limit: Where the answer ends.
     """
     answer = draft[:1]
     indexed.begin()
@@ -102,7 +116,7 @@ def checked(indexed: Indexed, draft: list[int], limit: Limit) -> list[int]:
 
 
 def expected(answer: list[int], guesses: Sequence[list[int]]) -> list[int]:
-    """What follows in the guess whose beginning is the most of the answer's end."""
+    """Return the rest of the guess whose beginning matches the longest end of the answer."""
     rest, longest = list[int](), 0
     for guess in guesses:
         for size in range(min(len(answer), len(guess) - 1), longest, -1):
@@ -113,28 +127,28 @@ def expected(answer: list[int], guesses: Sequence[list[int]]) -> list[int]:
 
 
 def _likeliest(steps: Steps, token: int, ahead: list[int]) -> list[int]:
-    """The most likely tokens after a token: those of `ahead` that are, and one more.
+    """Read a token and the tokens of `ahead` that are the most likely ones.
 
-    The token is read, and all that is given but the last.
+    Return these tokens and one more, which is not read.
     """
     before = steps.checkpoint()
     found = _after(steps, [token, *ahead])
     right = _common(found, ahead)
-    if right < len(ahead):  # read what is right, and no more
+    if right < len(ahead):  # read only the tokens that are right
         steps.rollback(before)
         _after(steps, [token, *ahead[:right]])
     return found[: right + 1]
 
 
 def _after(steps: Steps, ids: list[int]) -> list[int]:
-    """The most likely token after each of the ids, which are read."""
+    """Read ids, and return the most likely token after each of them."""
     logits = steps.step(torch.tensor(ids, device=steps.model.device))
     found: list[int] = logits.argmax(-1).tolist()
     return found
 
 
 def _common(some: list[int], others: list[int]) -> int:
-    """Number of tokens that two answers begin with alike."""
+    """Return the length of the common prefix of two answers."""
     count = 0
     for one, other in zip(some, others, strict=False):
         if one != other:

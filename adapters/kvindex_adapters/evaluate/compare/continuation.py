@@ -1,4 +1,4 @@
-"""Steps along a text: divergence from full attention, rows, bytes, time and memory."""
+"""Measure steps along a text: divergence from full attention, rows, bytes, time and memory."""
 
 from __future__ import annotations
 
@@ -15,16 +15,20 @@ from kvindex_adapters.evaluate.compare.replay import FullAttention, Indexed
 from kvindex_adapters.evaluate.fidelity import BLOCK
 
 TIMED, UNTIMED = 12, 4
-"""Steps whose time counts, and those before them: buffers are made, kernels compiled."""
+"""Steps that are timed, and steps before them, in which buffers are made and kernels compiled."""
 
 
 @dataclass(frozen=True)
 class Steady:
-    """What a step costs that comes alone.
+    """The cost of one decode step that runs alone.
 
-    step_s: seconds, median; rows_read, rows_full: rows per KV head that it attends to, and that
-    full attention would read; step_bytes: copied out of the stores, all layers; nbytes: of the
-    cache, by tier; peak_bytes: of the process, most in use.
+    Args:
+        step_s: Seconds, the median.
+        rows_read: Rows per KV head that the step attends to.
+        rows_full: Rows per KV head that full attention would read.
+        step_bytes: Bytes copied out of the stores of all layers.
+        nbytes: Bytes of the cache, by memory tier.
+        peak_bytes: Largest memory of the process.
     """
 
     step_s: float
@@ -36,7 +40,7 @@ class Steady:
 
 
 def dense_cost(full: FullAttention, ids: Tensor) -> Steady:
-    """What a step of full attention costs along ids int64 `[T]`."""
+    """Measure steps of full attention along ids int64 `[T]`."""
     before = full.checkpoint()
     forget_peak()
     step_s = _timed(full, ids)
@@ -46,7 +50,7 @@ def dense_cost(full: FullAttention, ids: Tensor) -> Steady:
 
 
 def cost(indexed: Indexed, ids: Tensor, *, k: int) -> Steady:
-    """What a step through an index costs along ids int64 `[T]`; it stays as it is."""
+    """Measure steps with an index along ids int64 `[T]`. The index is restored afterwards."""
     with indexed.branch(k):
         forget_peak()
         step_s, report = _timed(indexed, ids), indexed.cache.report()
@@ -61,7 +65,8 @@ def cost(indexed: Indexed, ids: Tensor, *, k: int) -> Steady:
 
 
 def dense_logits(full: FullAttention, ids: Tensor) -> Tensor:
-    """Full attention's logits `[T, V]` after each of ids int64 `[T]`; it stays as it is."""
+    """Return full attention's logits `[T, V]` after each of ids int64 `[T]`. The cache is
+    restored."""
     before = full.checkpoint()
     logits = torch.cat([full.step(block) for block in torch.split(ids, BLOCK)])
     full.rollback(before)
@@ -69,10 +74,19 @@ def dense_logits(full: FullAttention, ids: Tensor) -> Tensor:
 
 
 def divergence(indexed: Indexed, ids: Tensor, full: Tensor, *, k: int) -> tuple[Tensor, Tensor]:
-    """KL divergence from full attention after each of ids int64 `[T]`, and whether tokens agree.
+    """Compare the predictions of an index with full attention's after each of ids int64 `[T]`.
 
-    full: logits `[T, V]`. Gives nats, float64 `[T]`, and bool `[T]`: whether the most likely token
-    is the same. The index stays as it is.
+    The index is restored afterwards.
+
+    Args:
+        indexed: The model with the index.
+        ids: Int64 `[T]`.
+        full: Full attention's logits `[T, V]`.
+        k: Rows to retrieve.
+
+    Returns:
+        KL divergence in nats, float64 `[T]`, and bool `[T]`, True if the most likely token is the
+        same.
     """
     found = []
     with indexed.branch(k):
@@ -91,7 +105,7 @@ def _differ(full: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _timed(steps: Steps, ids: Tensor) -> float:
-    """Seconds of a step that comes alone, median."""
+    """Return the median seconds of a step that runs alone."""
     times = []
     for token in ids[: UNTIMED + TIMED, None]:
         start = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Accuracy by the depth at which an answer stands in its context."""
+"""Accuracy by the depth of an answer in its context."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 from kvindex_adapters.evaluate.compare.records import ANSWERS, Records
 
 PARTS = 10
-"""Parts of equal length into which a context is cut."""
+"""Number of parts of equal length into which a context is divided."""
 
 
 def depth_rows(records: Records) -> Iterator[dict[str, Any]]:
-    """A row for each index, `k`, length and part of the context, over tasks with one answer.
+    """Yield the accuracy for each index, `k`, length and part of the context.
 
-    depth: where the part begins, from 0 to 1.
+    Only tasks with one answer count. `depth` is the beginning of the part, from 0 to 1.
     """
     found: dict[Any, list[float]] = {}
     for key, record in records.of(ANSWERS):

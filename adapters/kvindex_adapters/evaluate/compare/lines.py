@@ -1,4 +1,4 @@
-"""The lines of a picture: one for each index, along lengths, or along `k`; and which have names."""
+"""The lines of the report's picture: one per index, over prompt lengths or over `k`."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import Any, NamedTuple
 from kvindex_adapters.evaluate.compare.records import FULL
 
 NAMED = 6
-"""Lines with a name, at most."""
+"""Largest number of lines with a name."""
 
 LEAST = 1e-6
-"""Where a logarithmic scale ends."""
+"""Lower end of a logarithmic scale."""
 
 Row = dict[str, Any]
 
 
 class Point(NamedTuple):
-    """A value, the ends of its interval, and where it stands."""
+    """A value at `x`, and the ends of its interval."""
 
     x: int
     y: float
@@ -28,7 +28,14 @@ class Point(NamedTuple):
 
 @dataclass(frozen=True)
 class Panel:
-    """Values of one kind. along: "tokens" or "k"; lines: name -> points from left to right."""
+    """A panel of the picture.
+
+    Args:
+        title: Heading.
+        along: Quantity of the horizontal axis, "tokens" or "k".
+        lines: Name of a line -> its points from left to right.
+        logarithmic: Whether the vertical axis is logarithmic.
+    """
 
     title: str
     along: str
@@ -37,7 +44,7 @@ class Panel:
 
 
 def panels(summary: dict[str, Any]) -> list[Panel]:
-    """Accuracy of all tasks, and divergence on the text, where there are any."""
+    """Make the panels for accuracy of all tasks and for divergence on the text, if measured."""
     measured = [*summary["text"], *summary["accuracy"]]
     ks, lengths = ({row[name] for row in measured} - {None} for name in ("k", "tokens"))
     one_length = len(lengths) < 2
@@ -56,9 +63,9 @@ def panels(summary: dict[str, Any]) -> list[Panel]:
 
 
 def named(panels: Sequence[Panel]) -> list[str]:
-    """Lines that get a name: full attention, exact, the first index, then the best by a mean.
+    """Choose the lines with a name: full attention, exact, the first index, then the best by mean.
 
-    Of an index with a line for each `k` the last one stands for it, unless others are best.
+    If an index has a line for each `k`, the last one gets the name, unless others are better.
     """
     lines = list(dict.fromkeys(name for panel in panels for name in panel.lines))
     last = {name.partition(", k = ")[0]: name for name in lines}
@@ -69,7 +76,8 @@ def named(panels: Sequence[Panel]) -> list[str]:
 
 
 def _mean(panel: Panel, name: str) -> float:
-    """Of a line; the best is the least."""
+    """Return a line's mean, negated where larger is better, so that the best line is the
+    smallest."""
     values = [point.y for point in panel.lines[name]]
     mean = sum(values) / len(values)
     return mean if panel.logarithmic else -mean
@@ -78,7 +86,15 @@ def _mean(panel: Panel, name: str) -> float:
 def _lines(
     rows: Sequence[Row], along: str, several: bool, names: Sequence[str], least: float = 0.0
 ) -> dict[str, list[Point]]:
-    """Points of each line; several: whether an index has a line for each `k`; least: of values."""
+    """Return the points of each line.
+
+    Args:
+        rows: Rows of a summary's table.
+        along: "tokens" or "k".
+        several: Whether an index has a line for each `k`.
+        names: Fields of the value and of the ends of its interval.
+        least: Lower bound of the values.
+    """
     xs = sorted({row[along] for row in rows} - {None})
     lines: dict[str, list[Point]] = {}
     for row in rows:

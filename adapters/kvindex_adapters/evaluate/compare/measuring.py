@@ -1,4 +1,4 @@
-"""A text, or an instance of a task, is read once, then goes through every index."""
+"""Measure one text or task instance: read it once with full attention, then with every index."""
 
 from __future__ import annotations
 
@@ -24,27 +24,31 @@ from kvindex_adapters.hf.model import load_model
 from kvindex_adapters.hf.unsupported import check_model
 
 Measured = tuple[Key, Record]
-"""A record and what it is of; of kind "failure" for what an index or a task cannot do, in words."""
+"""A record and its key. If an index or a task fails, the kind is "failure", with the message."""
 
 Loaded = tuple[PreTrainedModel, Any, Tensor]
-"""A model, its tokenizer, and the ids int64 `[N]` of the text on which it is compared."""
+"""A model, its tokenizer, and the ids int64 `[N]` of the text for comparing predictions."""
 
 
 def load(model: str, text: str, **options: Any) -> Loaded:
-    """Load a model, and encode a text; options: as `load_model.load` takes them.
-
-    Raises what that raises.
-    """
+    """Load a model, and encode a text. Options and errors are those of `load_model.load`."""
     loaded, tokenizer = load_model.load(model, **options)
     return loaded, tokenizer, torch.tensor(tokenizer(text)["input_ids"], dtype=torch.int64)
 
 
 @dataclass(eq=False, repr=False)
 class Measuring:
-    """A model that measures works of a plan.
+    """A model that measures the works of a plan.
 
-    text: ids int64 `[N]` of the text on which distributions are compared. Raises ValueError for a
-    model or a length that cannot be served, or a text that is too short.
+    Args:
+        model: The transformers model.
+        tokenizer: Its tokenizer.
+        text: Ids int64 `[N]` of the text for comparing predictions.
+        settings: Settings of the comparison.
+        plan: Plan of the comparison.
+
+    Raises:
+        ValueError: The model or a length is not supported, or the text is too short.
     """
 
     model: PreTrainedModel
@@ -58,10 +62,10 @@ class Measuring:
         check_model(self.model)
         _check_lengths(self.model, self.text, self.settings, self.plan)
         options = functools.partial(_attach_options, self.tokenizer, self.settings)
-        self._options = functools.cache(options)  # of no method: that would be a cycle
+        self._options = functools.cache(options)  # caching a method would make a reference cycle
 
     def measure(self, work: Work) -> Iterator[Measured]:
-        """The records of a work one by one; an index that fails has no more, but for the words."""
+        """Yield the records of a work. If an index fails, its last record is the failure."""
         reading = self._reading(work.reading)
         if not isinstance(reading, InstanceReading | TextReading):
             yield _failure(replace(work.reading, index=None), reading)
@@ -73,7 +77,8 @@ class Measuring:
                 yield from self._through(reading, list(keys))
 
     def _reading(self, key: Key) -> InstanceReading | TextReading | ValueError:
-        """What full attention reads; the error where a task cannot be made so short."""
+        """Read a text or an instance with full attention. Return the error if a task cannot be that
+        short."""
         if key.task is None:
             return TextReading(self.model, self.text[: key.tokens], self.settings.steps)
         assert key.seed is not None
@@ -86,7 +91,7 @@ class Measuring:
     def _through(
         self, reading: InstanceReading | TextReading, keys: list[Key]
     ) -> Iterator[Measured]:
-        """The records of one index, for each `k`."""
+        """Yield the records of one index, one for each `k`."""
         index, left = keys[0].index, list(keys)
         assert index is not None
         try:
@@ -96,12 +101,12 @@ class Measuring:
                 while left:
                     yield left[0], reading.through(cache, left[0].k)
                     left.pop(0)
-        except Exception as error:  # whatever an index raises: the others go on
+        except Exception as error:  # an index may raise any error; the others continue
             yield _failure(left[0], error)
 
 
 def _attach_options(tokenizer: Any, settings: Settings, index: str) -> dict[str, Any]:
-    """What `attach` is told for an index's line."""
+    """Return the options of `attach` for an index."""
     options: dict[str, Any] = dict(settings.regions)
     if settings.store is not None and "store" not in parse_spec(index.partition("+")[0])[1]:
         options["index_options"] = {"store": settings.store}
@@ -109,7 +114,7 @@ def _attach_options(tokenizer: Any, settings: Settings, index: str) -> dict[str,
 
 
 def in_words(error: Exception) -> str:
-    """What an error says; with its type's name where it is no ValueError."""
+    """Return an error's message, with the type's name unless it is a ValueError."""
     words = str(error) or type(error).__name__
     return words if isinstance(error, ValueError) else f"{type(error).__name__}: {words}"
 
@@ -119,7 +124,7 @@ def _failure(key: Key, error: Exception) -> Measured:
 
 
 def _check_lengths(model: PreTrainedModel, text: Tensor, settings: Settings, plan: Plan) -> None:
-    """Raises ValueError for lengths that the model, the text or the steps do not allow."""
+    """Raise ValueError if the model, the text or the steps do not allow the plan's lengths."""
     shortest, longest = min(plan.tokens), max(plan.tokens)
     config = model.config.get_text_config(decoder=True).to_dict()
     most = config.get("max_position_embeddings")

@@ -11,7 +11,7 @@ import torch
 
 
 def forget_peak() -> None:
-    """Count from here on; where the system cannot, the host's peak stays that of the process."""
+    """Reset the peak memory. Where this is not supported, the host's peak is the process's."""
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
     with suppress(OSError):
@@ -19,7 +19,7 @@ def forget_peak() -> None:
 
 
 def peak() -> dict[str, int]:
-    """Most bytes in use since then: `host`, and `device` where there is one."""
+    """Return the largest number of bytes since then: `host`, and `device` with a GPU."""
     found = {"host": _host()}
     if torch.cuda.is_available():
         found["device"] = torch.cuda.max_memory_allocated()

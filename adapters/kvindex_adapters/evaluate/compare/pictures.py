@@ -1,7 +1,7 @@
-"""The picture of a comparison: a few lines by name, where they end, the others in gray.
+"""Draw the picture of a comparison: a few lines with names at their ends, the others in gray.
 
-Named lines differ in color and in the shape of their marks. The colors are those that Okabe and
-Ito (2008) chose for all kinds of color vision.
+Named lines differ in color and in the shape of their marks. The colors suit all kinds of color
+vision (Okabe and Ito, 2008).
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from kvindex_adapters.evaluate.compare.lines import Panel, Point, named, panels
 
 MARKS = "osD^vP"
 SIZE, GAP = (5.8, 4.2), 0.055
-"""Inches of a panel; the least distance of two names, as a share of its height."""
+"""Inches of a panel; the smallest distance of two names, as a fraction of its height."""
 
 
 @dataclass(frozen=True)
 class Theme:
-    """Colors of text and axes, of what is behind, of lines without a name and with one."""
+    """Colors of text, background, lines without a name and lines with a name."""
 
     ink: str
     paper: str
@@ -45,7 +45,7 @@ DARK = Theme(
 
 
 def picture(summary: dict[str, Any], theme: Theme = LIGHT) -> Figure:
-    """Panels of accuracy and of divergence, side by side."""
+    """Draw the panels of accuracy and divergence next to each other."""
     drawn = panels(summary)
     look: Any = {name: theme.ink for name in ("text.color", "axes.labelcolor", "axes.edgecolor")}
     look |= {"xtick.color": theme.ink, "ytick.color": theme.ink, "svg.hashsalt": "kvindex"}
@@ -58,7 +58,7 @@ def picture(summary: dict[str, Any], theme: Theme = LIGHT) -> Figure:
 
 
 def as_address(figure: Figure) -> str:
-    """An address (`data:`) that holds the picture itself, as SVG."""
+    """Return the picture as SVG in a `data:` address."""
     file = io.BytesIO()
     figure.savefig(file, format="svg", metadata={"Date": None})
     return f"data:image/svg+xml;base64,{base64.b64encode(file.getvalue()).decode()}"
@@ -79,7 +79,7 @@ def _draw(ax: Axes, panel: Panel, names: Sequence[str], theme: Theme) -> None:
 
 
 def _line(ax: Axes, line: Sequence[Point], look: Any, place: float) -> None:
-    """A line with intervals; place: of its name among the others, so that intervals lie apart."""
+    """Draw a line with intervals. `place` shifts it sideways, so that intervals do not overlap."""
     xs = [p.x * 1.012**place for p in line]
     ys = [p.y for p in line]
     reach = [[max(p.y - p.low, 0) for p in line], [max(p.high - p.y, 0) for p in line]]
@@ -103,7 +103,7 @@ def _axes(ax: Axes, panel: Panel) -> None:
 
 
 def _names(ax: Axes, ends: Sequence[Point], names: Sequence[str], colors: Sequence[str]) -> None:
-    """Write each name at the right, at the height of its line's end or as near as there is room."""
+    """Write each name to the right of its line's end, as near as there is room."""
     to_share = (ax.transData + ax.transAxes.inverted()).transform
     heights = [float(to_share((end.x, end.y))[1]) for end in ends]
     for height, i in zip(
@@ -121,7 +121,7 @@ def _names(ax: Axes, ends: Sequence[Point], names: Sequence[str], colors: Sequen
 
 
 def _apart(heights: Sequence[float]) -> list[float]:
-    """Ascending heights in [0, 1], moved so that they are `GAP` apart."""
+    """Move ascending heights in [0, 1] so that they are at least `GAP` apart."""
     placed: list[float] = []
     for height in heights:
         placed.append(max(height, placed[-1] + GAP) if placed else max(height, 0.0))

@@ -1,4 +1,4 @@
-"""What all indexes read, after full attention has: an instance of a task, or a text."""
+"""An instance or a text that full attention has read, so that all indexes can read it."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from kvindex_adapters.evaluate.compare.replay import FullAttention, Indexed, Pie
 from kvindex_adapters.evaluate.tasks import Instance
 
 DIGITS = 6
-"""Of a divergence in a record."""
+"""Significant digits of a divergence in a record."""
 
 
 class InstanceReading:
-    """An instance that full attention has read, with its answers.
+    """A task instance that full attention has read and answered.
 
-    context: what indexes read first; own: the record of full attention.
+    Its `context` is what indexes read first, and `own` is full attention's record.
     """
 
     def __init__(self, model: PreTrainedModel, tokenizer: Any, instance: Instance) -> None:
@@ -43,7 +43,7 @@ class InstanceReading:
         self.own = self._record([draft for _, draft, _ in self._asked])
 
     def through(self, indexed: Indexed, k: int) -> Record:
-        """The record of an index that holds the context."""
+        """Return the record of an index that has read the context."""
         answers = []
         for piece, draft, limit in self._asked:
             with indexed.branch(k):
@@ -59,10 +59,7 @@ class InstanceReading:
 
 
 class TextReading:
-    """A text that full attention has read but for its last `steps` tokens, and its logits there.
-
-    ids: int64 `[N]`.
-    """
+    """A text that full attention has read up to its last `steps` tokens, and its logits there."""
 
     def __init__(self, model: PreTrainedModel, ids: Tensor, steps: int) -> None:
         full, ids = FullAttention(model), ids.to(model.device)
@@ -73,7 +70,7 @@ class TextReading:
         self.own = self._record(torch.zeros(steps), torch.ones(steps), cost)
 
     def through(self, indexed: Indexed, k: int) -> Record:
-        """The record of an index that holds the text."""
+        """Return the record of an index that has read the text."""
         cost = continuation.cost(indexed, self._steps, k=k)
         found = continuation.divergence(indexed, self._steps, self._logits, k=k)
         return self._record(*found, cost)
@@ -88,7 +85,7 @@ def _settled(instance: Instance, tokenizer: Any, number: int, answer: list[int])
 
 
 def _as_ids(tokenizer: Any, answers: tuple[str, ...]) -> list[list[int]]:
-    """Right answers as ids, at the beginning of a line and after a word."""
+    """Encode right answers, both at the beginning of a line and after a word."""
     texts = [space + answer for answer in answers for space in ("", " ")]
     return [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
 

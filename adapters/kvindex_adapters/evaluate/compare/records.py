@@ -1,4 +1,4 @@
-"""Records of what has been measured: a line of JSON each, added when it is known."""
+"""Records of measurements: one line of JSON each, appended as soon as it is known."""
 
 from __future__ import annotations
 
@@ -15,16 +15,20 @@ TEXT, ANSWERS, FAILURE = "text", "answers", "failure"
 """Kinds of records."""
 
 FULL = "full attention"
-"""Its name among indexes."""
+"""The name of full attention among the indexes."""
 
 
 @dataclass(frozen=True)
 class Key:
-    """What a record is of.
+    """The measurement that a record belongs to.
 
-    kind: `TEXT`, `ANSWERS` or `FAILURE`; index: a line, or `FULL`, or None where it is of none;
-    k: rows that a step retrieves, 0 where none does; task, seed: of an instance; tokens: the
-    length of a prompt.
+    Args:
+        kind: `TEXT`, `ANSWERS` or `FAILURE`.
+        tokens: Length of the prompt.
+        index: Name and options of the index, `FULL`, or None if it concerns no index.
+        k: Rows that a step retrieves; 0 for full attention.
+        task: Task of the instance, or None.
+        seed: Seed of the instance, or None.
     """
 
     kind: str
@@ -36,9 +40,9 @@ class Key:
 
 
 class Records:
-    """The records of a folder, in the file `results.jsonl`, by key; a later one takes the place.
+    """The records in a folder's file `results.jsonl`, by key. Later records replace earlier ones.
 
-    A line that an interruption has cut is dropped.
+    A last line that an interruption has cut off is removed.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -58,20 +62,20 @@ class Records:
         return key in self._found
 
     def of(self, kind: str) -> Iterator[tuple[Key, Record]]:
-        """Keys and records of a kind, oldest first."""
+        """Return keys and records of a kind, oldest first."""
         return ((key, record) for key, record in self._found.items() if key.kind == kind)
 
     def add(self, key: Key, record: Record) -> None:
-        """Write a record; once this returns it stays."""
+        """Write a record. It is on disk when this returns."""
         self._write({**asdict(key), **record})
 
     def forget(self, key: Key) -> None:
-        """It is no longer so (a failure that was tried again)."""
+        """Remove a record, for example a failure that is tried again."""
         if key in self._found:
             self._write({**asdict(key), "gone": True})
 
     def run_on(self, machine: Any) -> None:
-        """Records that follow are of this machine (`machine.describe`)."""
+        """Record the machine of the records that follow (`machine.describe`)."""
         if machine not in self.machines:
             self._write({"kind": "machine", "machine": machine})
 

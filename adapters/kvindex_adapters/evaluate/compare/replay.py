@@ -1,7 +1,7 @@
-"""A prompt's keys and values, which full attention reads once, put into the cache of any index.
+"""Copy a prompt's keys and values, which full attention computed once, into the cache of any index.
 
-While a prompt is read attention is exact, whatever the index: its keys and values are those of
-full attention. So the model reads a prompt once, and every index gets what that left.
+Attention is exact while a prompt is read, whatever the index, so keys and values are equal. The
+model therefore reads a prompt once, and every index gets the result.
 """
 
 from __future__ import annotations
@@ -29,15 +29,18 @@ from kvindex_adapters.hf.generation.prefill import prefill
 from kvindex_adapters.hf.unsupported import has_full_attention
 
 CHUNK = 1024
-"""Tokens of a prompt that are read, and that an index gets, at a time: as `kvhf.generate` does."""
+"""Tokens of a prompt that the model reads, and that an index gets, at a time, as in
+`kvhf.generate`."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Some tokens of a prompt, and what full attention's cache keeps of them.
+    """Some tokens of a prompt, and what full attention's cache stores for them.
 
-    ids: int64 `[T]`; layers: of each layer with full attention `keys` `[1, G, T, D]` and `values`
-    `[1, G, T, Dv]`, of any other its attributes after these tokens.
+    Args:
+        ids: Int64 `[T]`.
+        layers: For each full-attention layer `keys` `[1, G, T, D]` and `values` `[1, G, T, Dv]`;
+            for another layer its attributes after these tokens.
     """
 
     ids: Tensor
@@ -45,9 +48,10 @@ class Piece:
 
 
 class FullAttention:
-    """A model with a cache of its own, which reads pieces of a prompt and can go back.
+    """A model with transformers' own cache, which reads parts of a prompt and can go back.
 
-    Raises UnsupportedError for a model with linear attention.
+    Raises:
+        UnsupportedError: The model has linear attention.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -55,11 +59,12 @@ class FullAttention:
         if any(isinstance(layer, LinearAttentionLayer) for layer in self.cache.layers):
             raise UnsupportedError(
                 f"model: got {type(model).__name__}, whose linear attention cannot go back to the "
-                "end of a prompt; allowed are models without"
+                "end of a prompt; allowed are models without linear attention"
             )
 
     def read(self, ids: Tensor) -> tuple[Piece, Tensor]:
-        """Read ids int64 `[T]`: what they leave in the cache, and the logits `[V]` after them."""
+        """Read ids int64 `[T]`. Return what the cache stores for them, and the logits `[V]` after
+        them."""
         start, ids = self.cache.get_seq_length(), ids.to(self.model.device)
         with torch.no_grad():
             prefill(self.model, ids, self.cache, stop=len(ids) - 1, chunk=CHUNK)
@@ -67,29 +72,30 @@ class FullAttention:
         return Piece(ids, [_kept(layer, start) for layer in self.cache.layers]), logits
 
     def step(self, ids: Tensor) -> Tensor:
-        """Read ids int64 `[T]`: the logits `[T, V]` after each of them."""
+        """Read ids int64 `[T]`, and return the logits `[T, V]` after each of them."""
         return _step(self.model, self.cache, ids)
 
     def checkpoint(self) -> list[dict[str, Any]]:
-        """What the cache is now, for `rollback`: its layers replace tensors, and keep the old."""
+        """Return the state of the cache, for `rollback`. Layers replace tensors, so the old ones
+        stay."""
         return [dict(vars(layer)) for layer in self.cache.layers]
 
     def rollback(self, checkpoint: list[dict[str, Any]]) -> None:
-        """Be again what `checkpoint` says."""
+        """Restore the state that `checkpoint` returned."""
         for layer, before in zip(self.cache.layers, checkpoint, strict=True):
             vars(layer).update(before)
 
     def nbytes(self) -> int:
-        """Bytes of keys and values."""
+        """Return the bytes of keys and values."""
         return sum(layer.keys.nbytes + layer.values.nbytes for layer in self.cache.layers)
 
 
 class ReplayLayer(ParallelLayer):
-    """A layer that takes the rows of a prompt as they are.
+    """A layer that copies the keys and values of a prompt.
 
-    Unlike its base it takes any index; steps come at once where the index allows it (`parallel`).
-    Whatever the index, tokens wait in the window for a block to be full, and layers update when
-    their buffers are: all indexes are searched beside the same rows.
+    Unlike its base class it accepts any index. Steps run in parallel if the index supports it
+    (`parallel`). For every index, tokens wait in the window until a block is full, and layers
+    update when their buffers are full, so all indexes search the same rows.
     """
 
     def __init__(self, index: KVIndex, **options: Any) -> None:
@@ -100,13 +106,16 @@ class ReplayLayer(ParallelLayer):
 
     @property
     def parallel(self) -> bool:
-        """Whether steps may come at once, between `begin` and `pause`."""
+        """True if steps may run in parallel, between `begin` and `pause`."""
         return capability(self.index, ExpandsBatch) is not None
 
     def fill(self, keys: Tensor, values: Tensor, ids: Tensor) -> None:
-        """Hold rows as `step` would, for an index that observes no queries.
+        """Store rows as `step` would, for an index that observes no queries.
 
-        keys `[1, G, T, D]`, values `[1, G, T, Dv]`, ids int64 `[T]`.
+        Args:
+            keys: `[1, G, T, D]`.
+            values: `[1, G, T, Dv]`.
+            ids: Int64 `[T]`.
         """
         for start, end in chunks(len(ids), CHUNK):
             first, some = len(self), (keys[:, :, start:end], values[:, :, start:end])
@@ -116,10 +125,13 @@ class ReplayLayer(ParallelLayer):
 
 
 class Indexed:
-    """An attached model and its cache, which gets the pieces of a prompt that full attention read.
+    """An attached model and its cache, which gets a prompt that full attention has read.
 
-    first: ids int64 `[T]` of the prompt's first tokens, two at least: reading them, the model says
-    what its layers are like.
+    Args:
+        model: The attached model.
+        cache: Its cache.
+        first: Ids int64 `[T]` of the prompt's first tokens, at least two. The model reads them once
+            to create its layers.
     """
 
     def __init__(self, model: PreTrainedModel, cache: IndexCache, first: Tensor) -> None:
@@ -136,17 +148,18 @@ class Indexed:
 
     @property
     def layers(self) -> list[ReplayLayer]:
-        """The layers with an index; none before the first piece."""
+        """The layers with an index; none before the first part of the prompt."""
         layers = self.cache.attention_layers()
         return [layer for layer in layers if isinstance(layer, ReplayLayer)]
 
     @property
     def parallel(self) -> bool:
-        """Whether steps may come at once."""
+        """True if steps may run in parallel."""
         return all(layer.parallel for layer in self.layers)
 
     def read(self, piece: Piece) -> None:
-        """Hold one more piece. For an index that observes queries the model reads it again."""
+        """Store a further part of the prompt. For an index that observes queries, the model reads
+        it again."""
         if self._observes:
             with torch.no_grad():
                 prefill(self.model, piece.ids, self.cache, stop=len(piece.ids), chunk=CHUNK)
@@ -159,20 +172,20 @@ class Indexed:
                 vars(layer).update(kept)
 
     def step(self, ids: Tensor) -> Tensor:
-        """Read ids int64 `[T]`: the logits `[T, V]` after each of them."""
+        """Read ids int64 `[T]`, and return the logits `[T, V]` after each of them."""
         return _step(self.model, self.cache, ids)
 
     def checkpoint(self) -> Any:
-        """What the cache is now, for `rollback`."""
+        """Return the state of the cache, for `rollback`."""
         return self.cache.checkpoint()
 
     def rollback(self, checkpoint: Any) -> None:
-        """Be again what `checkpoint` says."""
+        """Restore the state that `checkpoint` returned."""
         self.cache.rollback(checkpoint)
 
     @contextmanager
     def branch(self, k: int) -> Iterator[None]:
-        """Steps inside retrieve `k` rows; afterwards all is as it was."""
+        """Retrieve `k` rows per step in this context, and restore the state at its end."""
         before = self.checkpoint()
         for layer in self.layers:
             layer.k = k
@@ -183,13 +196,13 @@ class Indexed:
             self.rollback(before)
 
     def begin(self) -> None:
-        """Steps that follow come at once, where they may."""
+        """Run the steps that follow in parallel, where supported."""
         for layer in self.layers:
             if layer.parallel:
                 layer.begin()
 
     def pause(self) -> None:
-        """Steps that follow come one by one, and several tokens are a prompt."""
+        """Run the steps that follow one by one. Several tokens are then a prompt."""
         for layer in self.layers:
             layer.pause()
 
@@ -198,9 +211,9 @@ class Indexed:
 def indexed(
     model: PreTrainedModel, first: Tensor, *, index: str, **options: Any
 ) -> Iterator[Indexed]:
-    """An empty cache for prompts that begin with `first`; options: as `attach` takes them.
+    """Open an empty cache for prompts that begin with `first`, with the options of `attach`.
 
-    Every step searches, whatever the length. Raises what `attach` raises.
+    Every step searches, whatever the length. The errors are those of `attach`.
     """
     options = {"dense_below": 0, **options}
     with attach(model, index=index, layer=ReplayLayer, **options) as cache:
@@ -214,7 +227,7 @@ def _step(model: PreTrainedModel, cache: Any, ids: Tensor) -> Tensor:
 
 
 def _kept(layer: Any, start: int) -> dict[str, Any]:
-    """Of a layer of transformers' cache what `Piece.layers` says; start: of the piece."""
+    """Return what a cache layer stores for the tokens from `start` on (see `Piece.layers`)."""
     if not has_full_attention(layer):
         return dict(vars(layer))
     if not start:

@@ -1,4 +1,4 @@
-"""What a comparison leaves in its folder: a page, a picture, CSV and JSON."""
+"""Write the report of a comparison: an HTML page, a picture, CSV and JSON."""
 
 from __future__ import annotations
 
@@ -19,27 +19,31 @@ from kvindex_adapters.evaluate.output_files import save_figure, write_json, writ
 PAGE = Path(__file__).with_name("page")
 
 ABOUT = (
-    "Every index reads the same prompts: while a prompt is read attention is exact, and each step "
-    "of an answer retrieves k rows per KV head beside the first and the newest tokens. Answers are "
-    "greedy. Full attention is the reference."
+    "Every index reads the same prompts. Attention is exact while a prompt is read. Each decode "
+    "step of an answer attends to the first tokens, to the newest tokens, and to k tokens per KV "
+    "head that the index retrieves. Answers are greedy. Full attention is the reference."
 )
 ALT = (
-    "Accuracy over all tasks and divergence from full attention on a text, with 95% intervals. "
-    "Full attention, exact search, the index named first and the best of the others have names, "
-    "where their lines end; the rest is gray. All figures are in the tables."
+    "Accuracy over all tasks, and divergence from full attention on a text, with 95% intervals. "
+    "The names of full attention, exact search, the first index and the best other indexes are at "
+    "the ends of their lines. Other indexes are gray. All figures are in the tables."
 )
 
 COLUMNS = (
     *("table", "index", "k", "base", "task", "tokens", "measure"),
     *("value", "low", "high", "count", "not_inferior", "p", "p_corrected"),
 )
-"""Of `results.csv`, which has a row for each figure."""
+"""Columns of `results.csv`, which has a row for each figure."""
 
 
 def write_report(folder: Path, settings: Settings, records: Records) -> Row:
-    """Write report.html, answers.png, results.csv and results.json; gives what the last holds.
+    """Write report.html, answers.png, results.csv and results.json.
 
-    Raises OSError.
+    Returns:
+        The content of results.json.
+
+    Raises:
+        OSError: A file cannot be written.
     """
     summary = summarize(settings, records)
     write_json(folder / "results.json", summary)
@@ -63,7 +67,7 @@ def _page(summary: Row) -> str:
 
 
 def _facts(summary: Row) -> Iterator[tuple[str, str]]:
-    """Settings, tasks and machines, in words."""
+    """Yield settings, tasks and machines as text."""
     for name, value in summary["settings"].items():
         if value is not None:
             parts = value.items() if isinstance(value, dict) else ()
@@ -90,7 +94,7 @@ FORMULA = ("=", "+", "-", "@", "\t", "\r")
 def _plain(cell: object) -> object:
     """Put an apostrophe before a text that a spreadsheet would evaluate as a formula.
 
-    Numbers stay as they are, also negative ones.
+    Numbers stay unchanged, also negative ones.
     """
     return f"'{cell}" if isinstance(cell, str) and cell.startswith(FORMULA) else cell
 

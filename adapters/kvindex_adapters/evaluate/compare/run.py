@@ -1,4 +1,4 @@
-"""The run of a plan in this process, work after work."""
+"""Run a plan in this process, one work after another."""
 
 from __future__ import annotations
 
@@ -13,8 +13,16 @@ from kvindex_adapters.evaluate.compare.schedule import Progress, Schedule
 class Comparison(Measuring):
     """A plan for one model, and the records that it fills.
 
-    text: ids int64 `[N]` of the text on which distributions are compared. Raises ValueError for a
-    model or a length that cannot be served, or a text that is too short.
+    Args:
+        model: The transformers model.
+        tokenizer: Its tokenizer.
+        text: Ids int64 `[N]` of the text for comparing predictions.
+        settings: Settings of the comparison.
+        plan: Plan of the comparison.
+        records: Records of the comparison.
+
+    Raises:
+        ValueError: The model or a length is not supported, or the text is too short.
     """
 
     _: KW_ONLY
@@ -23,8 +31,7 @@ class Comparison(Measuring):
     def run(self, on_progress: Progress = lambda done, total, what: None) -> None:
         """Measure what the records lack.
 
-        What an index cannot do becomes a record of kind "failure", in words; the next run tries
-        again.
+        If an index fails, its message becomes a record of kind "failure". The next run tries again.
         """
         schedule = Schedule(self.settings, self.plan, self.records, on_progress)
         for work in schedule.begin([*schedule.texts, *schedule.instances]):

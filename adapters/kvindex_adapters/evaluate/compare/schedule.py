@@ -1,4 +1,4 @@
-"""What the records of a plan lack, work by work, and how much of it is done."""
+"""The works of a plan that have missing records, and how much of them is done."""
 
 from __future__ import annotations
 
@@ -18,17 +18,20 @@ from kvindex_adapters.evaluate.compare.settings import Plan, Settings
 from kvindex_adapters.evaluate.machine import describe
 
 Progress = Callable[[int, int, str], None]
-"""Called with work done, work in all, and what was done last or comes next."""
+"""Called with the work done, the work in total, and the name of the present work."""
 
 READING, STEPPING = 4, 8
-"""Work of full attention's reading, and of an index along a text, whose steps come alone for a
-while, next to that of an index's answers: estimates, for the time left alone."""
+"""Estimated time of full attention's reading, and of an index on a text, where some steps run
+alone, relative to an index's answers. They serve only to estimate the time left."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """A text or an instance, by the key of full attention's record; keys: of it that lack, index
-    by index.
+    """A text or an instance to measure.
+
+    Args:
+        reading: Key of full attention's record.
+        keys: Keys of the missing records, index by index.
     """
 
     reading: Key
@@ -36,9 +39,14 @@ class Work:
 
 
 class Schedule:
-    """The works of a plan that records lack something of, texts first, which are measured alone.
+    """The works of a plan that have missing records. Texts come first and are measured alone.
 
-    jobs: how many works are measured at once; then the longest come first.
+    Args:
+        settings: Settings of the comparison.
+        plan: Plan of the comparison.
+        records: Records of the comparison.
+        on_progress: See `Progress`.
+        jobs: Number of works that are measured in parallel. With several, the longest come first.
     """
 
     def __init__(
@@ -64,9 +72,9 @@ class Schedule:
         self._done, self._total = 0, sum(self._size(key) for work in works for key in work.keys)
 
     def begin(self, works: list[Work]) -> Iterator[Work]:
-        """Those of the works that are still to be done, each when it is asked for.
+        """Yield the works that are still to be done, each when it is requested.
 
-        An index that failed gets no more of the same length.
+        An index that failed gets no further work of the same length.
         """
         for work in works:
             failed = {key for key in work.keys if (key.index, key.tokens) in self._failed}
@@ -75,7 +83,7 @@ class Schedule:
                 yield Work(work.reading, keys)
 
     def take(self, key: Key, record: Record) -> None:
-        """Keep a record, which is a failure or one of a work's."""
+        """Store a record, which is a failure or belongs to a work."""
         self._records.add(key, record)
         if key.kind == FAILURE:
             self._failed.add((key.index, key.tokens))
@@ -83,7 +91,7 @@ class Schedule:
             self._progress(key, key)
 
     def end(self, work: Work) -> None:
-        """Nothing more comes of a work."""
+        """End a work, which yields no more records."""
         self._progress(work.reading, *(key for key in work.keys if key not in self._records))
 
     def _progress(self, what: Key, *done: Key) -> None:
@@ -104,7 +112,7 @@ class Schedule:
         return tuple(key for key in keys if key not in self._records)
 
     def _size(self, key: Key) -> int:
-        """How long it takes, about, in units of what all jobs do."""
+        """Return the approximate time of a record, in units of the total over all jobs."""
         share = READING if key.index == FULL else STEPPING if key.kind == TEXT else 1
         return share * key.tokens * (self._jobs if key.kind == TEXT else 1)
 

@@ -1,4 +1,4 @@
-"""What a comparison is of: settings that all its results share, and a plan, which may grow."""
+"""Settings that all results of a comparison share, and a plan, which may grow."""
 
 from __future__ import annotations
 
@@ -15,12 +15,18 @@ from kvindex_adapters.evaluate.output_files import write_json
 
 @dataclass(frozen=True)
 class Settings:
-    """What cannot change while a folder of results grows.
+    """Settings that cannot change while a folder of results grows.
 
-    model, lora: names of files; dtype, device: as `load_model.load` takes them; text: name and hash
-    of what next tokens are compared on; steps: tokens of it where they are, 0 for answers alone;
-    regions: sizes as `attach` takes them; store: where rows lie, unless an index's line says it;
-    None for what is usual on the device.
+    Args:
+        model: Name of the model's file or folder.
+        text: Name and hash of the text for comparing predictions.
+        lora: Name of the LoRA file, or None.
+        dtype: As in `load_model.load`.
+        device: As in `load_model.load`.
+        steps: Tokens of the text for comparing predictions, or 0 to measure only answers.
+        regions: Sizes of the regions, as keywords of `attach`.
+        store: Where rows are stored unless the index's options say it; None for the device's
+            default.
     """
 
     model: str
@@ -33,9 +39,11 @@ class Settings:
     store: str | None = None
 
     def claim(self, folder: Path) -> None:
-        """Make the folder one of these settings.
+        """Make the folder a folder of these settings.
 
-        Raises ValueError where it is one of others, OSError where it cannot be made.
+        Raises:
+            ValueError: The folder has results of other settings.
+            OSError: The folder cannot be created.
         """
         path, own = folder / "settings.json", dataclasses.asdict(self)
         try:
@@ -51,18 +59,24 @@ class Settings:
         for name, before in json.loads(path.read_text(encoding="utf-8")).items():
             if own.get(name) != before:
                 raise ValueError(
-                    f"{name}: got {own.get(name)!r}, allowed is {before!r}, with which the results "
-                    f"in {str(folder)!r} were begun, or another --out"
+                    f"{name}: got {own.get(name)!r}, allowed is {before!r}, the setting of the "
+                    f"results in {str(folder)!r}, or another --out"
                 )
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is compared; a folder may get more of each.
+    """The measurements to make. Further ones can be added to the same folder later.
 
-    indexes: lines `name:option=value+wrapper`; ks: rows that a step retrieves; tasks: names;
-    tokens: lengths of a prompt; tries: instances of each task and length, by seeds from 0 on.
-    Raises ValueError for an empty or repeated entry, or a number below 1.
+    Args:
+        indexes: Names and options of indexes and wrappers, as `name:option=value+wrapper`.
+        ks: Rows that a step retrieves.
+        tasks: Names of tasks.
+        tokens: Lengths of prompts.
+        tries: Instances of each task and length, with seeds from 0.
+
+    Raises:
+        ValueError: A list is empty or repeats an entry, or a number is below 1.
     """
 
     indexes: tuple[str, ...]

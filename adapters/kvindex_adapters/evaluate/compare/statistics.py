@@ -1,4 +1,5 @@
-"""Intervals and tests: Wilson's, the bootstrap, the sign test, Holm's correction."""
+"""Confidence intervals and tests: Wilson's interval, the bootstrap, the sign test, Holm's
+correction."""
 
 from __future__ import annotations
 
@@ -10,19 +11,19 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 Z = 1.959964
-"""Standard deviations of the normal distribution within which 95% lie."""
+"""Standard deviations of the normal distribution within which 95% of it are."""
 
 RESAMPLES, SEED = 4000, 0
-"""Of the bootstrap: how many, from which seed."""
+"""Number of resamples of the bootstrap, and their seed."""
 
 Interval = tuple[float, float]
 
 
 def wilson(scores: Sequence[float]) -> Interval:
-    """95% interval of the mean of scores in [0, 1] (Wilson, 1927).
+    """Return the 95% interval of the mean of scores in [0, 1] (Wilson, 1927).
 
-    Shares vary less than right and wrong answers of the same mean: for them it is wider than need
-    be.
+    Fractional scores vary less than right and wrong answers of the same mean, so their interval is
+    wider than necessary.
     """
     n, mean, square = len(scores), float(np.mean(scores)), Z * Z
     half = Z * math.sqrt(mean * (1 - mean) / n + square / (4 * n * n))
@@ -31,26 +32,26 @@ def wilson(scores: Sequence[float]) -> Interval:
 
 
 def bootstrap(values: Sequence[float]) -> Interval:
-    """95% interval of a mean: percentiles over resamples (Efron, 1979)."""
+    """Return the 95% interval of a mean: percentiles over resamples (Efron, 1979)."""
     return _percentiles(_means(values))
 
 
 def bootstrap_ratio(above: Sequence[float], below: Sequence[float]) -> Interval:
-    """95% interval of the ratio of two means of paired values; those below are positive."""
+    """Return the 95% interval of the ratio of two means of paired values (`below` is positive)."""
     means = _means(np.stack([above, below], axis=1))
     return _percentiles(means[:, 0] / means[:, 1])
 
 
 def in_blocks(values: Sequence[float], size: int) -> list[float]:
-    """Means of about `size` values in a row: to resample what depends on its neighbors."""
+    """Return means of about `size` successive values, to resample values that are correlated."""
     parts = np.array_split(np.asarray(values, dtype=float), max(len(values) // size, 1))
     return [float(part.mean()) for part in parts]
 
 
 def sign_test(differences: Sequence[float]) -> float:
-    """Probability of signs as uneven, or more so, were both equally likely; zeros do not count.
+    """Return the probability that signs are at least this uneven if both are equally likely.
 
-    Of right and wrong answers it is McNemar's exact test.
+    Zeros do not count. For right and wrong answers, this is McNemar's exact test.
     """
     signs = np.sign(differences)
     fewer, n = int(min((signs > 0).sum(), (signs < 0).sum())), int((signs != 0).sum())
@@ -58,9 +59,9 @@ def sign_test(differences: Sequence[float]) -> float:
 
 
 def holm(probabilities: Sequence[float]) -> list[float]:
-    """Probabilities corrected for their number (Holm, 1979), in the same order.
+    """Correct probabilities for their number (Holm, 1979), in the same order.
 
-    Of all that come out below 5%, one is there by chance in 5% of such lists at most.
+    The chance that any of those below 5% is a coincidence is at most 5%.
     """
     n, least = len(probabilities), 0.0
     corrected = [0.0] * n
@@ -71,14 +72,14 @@ def holm(probabilities: Sequence[float]) -> list[float]:
 
 
 def _means(values: ArrayLike) -> NDArray[np.float64]:
-    """Means of resamples, `[RESAMPLES]` of values `[n]`, or `[RESAMPLES, C]` of `[n, C]`."""
+    """Return means of resamples, `[RESAMPLES]` for values `[n]`, `[RESAMPLES, C]` for `[n, C]`."""
     values = np.asarray(values, dtype=float)
     return _counts(len(values)) @ values / len(values)
 
 
 @functools.lru_cache(maxsize=4)
 def _counts(n: int) -> NDArray[np.float64]:
-    """How often each of `n` values is in a resample: `[RESAMPLES, n]`."""
+    """Return how often each of `n` values is in a resample, `[RESAMPLES, n]`."""
     return np.random.default_rng(SEED).multinomial(n, [1 / n] * n, RESAMPLES).astype(float)
 
 

@@ -1,4 +1,4 @@
-"""The records of a comparison as tables: accuracy, differences, divergence, and what steps cost."""
+"""Summarize the records of a comparison as tables: accuracy, differences, divergence and costs."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ from kvindex_adapters.evaluate.compare.statistics import (
 SCHEMA = "kvindex.compare/1"
 
 BLOCK = 16
-"""Neighboring steps of a text that a bootstrap draws together."""
+"""Neighboring steps of a text that the bootstrap resamples together."""
 
 MARGIN = 0.02
-"""Of accuracy, by which an index may be below full attention and still keep its answers."""
+"""Loss of accuracy up to which an index counts as equal to full attention."""
 
 Row = dict[str, Any]
 Who = tuple[str, int]
 """An index and its `k`, 0 for full attention."""
 Instances = dict[tuple[Any, int, Any], float]
-"""Task, tokens, seed -> share right of an instance's questions."""
+"""Task, tokens, seed -> fraction of an instance's questions that were answered right."""
 
 
 def summarize(settings: Settings, records: Records) -> dict[str, Any]:
-    """What `results.json` holds (docs/adapters/compare.md)."""
+    """Make the content of `results.json` (docs/adapters/compare.md)."""
     answers = _answers(records)
     bases = _bases(list(answers))
     differences = [row for base in bases for row in _differences(answers, base)]
@@ -60,7 +60,7 @@ def summarize(settings: Settings, records: Records) -> dict[str, Any]:
 
 
 def _answers(records: Records) -> dict[Who, Instances]:
-    """By index and `k`, full attention first, then as they came; their instances in order."""
+    """Return the instances of each index and `k`, full attention first."""
     found: dict[Who, Instances] = {(FULL, 0): {}}
     for key, record in records.of(ANSWERS):
         share = sum(record["scores"]) / len(record["scores"])
@@ -69,7 +69,7 @@ def _answers(records: Records) -> dict[Who, Instances]:
 
 
 def _asks(task: str) -> str:
-    """What a task asks; nothing for one that is no longer there."""
+    """Return the description of a task, or "" if the task no longer exists."""
     try:
         return tasks.describe(task)
     except ValueError:
@@ -77,12 +77,12 @@ def _asks(task: str) -> str:
 
 
 def _sorted(answers: dict[Who, Instances], place: int) -> list[Any]:
-    """The tasks (0) or the lengths (1) that some instance has."""
+    """Return the tasks (`place` 0) or the lengths (`place` 1) of all instances."""
     return sorted({of[place] for instances in answers.values() for of in instances})
 
 
 def _scopes(instances: Instances) -> Iterator[tuple[str | None, int | None, list[Any]]]:
-    """Task and length, each or all of them (None), and the instances of these."""
+    """Yield task and length, each one or all (None), with their instances."""
     names: list[str | None] = [None, *sorted({task for task, _, _ in instances})]
     lengths: list[int | None] = [None, *sorted({tokens for _, tokens, _ in instances})]
     for task, tokens in product(names, lengths):
@@ -99,13 +99,14 @@ def _accuracy(who: Who, instances: Instances) -> Iterator[Row]:
 
 
 def _bases(all_of: list[Who]) -> list[str]:
-    """What others are compared with: full attention, `exact`, the index that was named first."""
+    """Return what others are compared with: full attention, `exact`, and the first index."""
     named = [index for index, _ in all_of if index != FULL]
     return list(dict.fromkeys([FULL, *(i for i in named if i == "exact"), *named[:1]]))
 
 
 def _differences(answers: dict[Who, Instances], base: str) -> Iterator[Row]:
-    """Of each index from the base at the same `k`, over the instances that both have answered."""
+    """Yield each index's difference from the base at the same `k`, over instances that both
+    answered."""
     for who, instances in answers.items():
         other = answers.get((base, 0 if base == FULL else who[1]))
         if other is None or who[0] in (base, FULL):
@@ -119,7 +120,7 @@ def _differences(answers: dict[Who, Instances], base: str) -> Iterator[Row]:
 
 
 def _corrected(rows: list[Row]) -> list[Row]:
-    """With probabilities corrected among those of one base and one kind of scope."""
+    """Add probabilities corrected among rows of the same base and the same kind of scope."""
     families: dict[Any, list[Row]] = {}
     for row in rows:
         family = row["base"], row["task"] is None, row["tokens"] is None
@@ -131,7 +132,7 @@ def _corrected(rows: list[Row]) -> list[Row]:
 
 
 def _rows_needed(differences: list[Row]) -> list[Row]:
-    """The least `k` from which on an index stays within the margin of full attention, by scope."""
+    """Return the smallest `k` from which an index stays within the margin, for each scope."""
     losses: dict[Any, dict[int, float]] = {}
     for row in differences:
         if row["base"] == FULL:
@@ -145,17 +146,17 @@ def _rows_needed(differences: list[Row]) -> list[Row]:
 
 
 def _least(losses: dict[int, float]) -> int | None:
-    """The least `k` whose loss, and that of all above it, is within the margin."""
+    """Return the smallest `k` such that it and all larger ones lose at most the margin."""
     least = None
     for k in sorted(losses, reverse=True):
-        if losses[k] > MARGIN + 1e-9:  # a loss of as much is within, however it is rounded
+        if losses[k] > MARGIN + 1e-9:  # a loss equal to the margin is allowed despite rounding
             break
         least = k
     return least
 
 
 def _over(losses: dict[int, float], exact: dict[int, float]) -> float | None:
-    """The ratio of two such `k`, of losses at the same ones."""
+    """Return the ratio of the `k` that an index and `exact` need, if both have the same values."""
     ends = _least(losses), _least(exact)
     if losses.keys() != exact.keys() or ends[0] is None or ends[1] is None:
         return None
@@ -163,7 +164,7 @@ def _over(losses: dict[int, float], exact: dict[int, float]) -> float | None:
 
 
 def _texts(records: Records) -> list[Row]:
-    """Divergence and costs by index, `k` and length."""
+    """Return divergence and costs by index, `k` and length."""
     texts = {(key.tokens, key.index, key.k): record for key, record in records.of(TEXT)}
     rows = []
     for (tokens, index, k), record in texts.items():
@@ -174,11 +175,11 @@ def _texts(records: Records) -> list[Row]:
 
 
 COSTS = ("step_s", "rows_read", "rows_full", "step_bytes", "nbytes", "peak_bytes")
-"""Fields of a text's record that stay as they are."""
+"""Fields of a text's record that the summary copies."""
 
 
 def _divergence(record: Record, exact: Record | None) -> Row:
-    """Mean divergence and agreement, each with its interval, and the divergence over exact's."""
+    """Return mean divergence, agreement and the divergence relative to exact's, with intervals."""
     kl, same = in_blocks(record["kl"], BLOCK), record["same"]
     row: Row = {"steps": len(same), "kl": sum(record["kl"]) / len(same)}
     row |= _ends(bootstrap(kl), "kl_") | {"agreement": sum(same) / len(same)}

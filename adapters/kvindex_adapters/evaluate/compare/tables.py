@@ -1,4 +1,4 @@
-"""The tables of a report: cells of text, each with the number by which it is sorted."""
+"""The tables of a report: cells of text, each with a number to sort by."""
 
 from __future__ import annotations
 
@@ -13,8 +13,13 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Cell:
-    """A text; number: by which it is sorted, None for a text; note: in small letters after it;
-    shade: in [0, 1], of what is behind it.
+    """A cell of a table.
+
+    Args:
+        text: Text to show.
+        number: Number to sort by, or None to sort by the text.
+        note: Text in small letters after it.
+        shade: Strength of the background color, in [0, 1].
     """
 
     text: str
@@ -28,7 +33,7 @@ EMPTY = Cell("")
 
 @dataclass(frozen=True)
 class Table:
-    """A table; about: what its figures are."""
+    """A table, with a text `about` that explains its figures."""
 
     title: str
     about: str
@@ -37,7 +42,7 @@ class Table:
 
 
 def tables(summary: dict[str, Any]) -> list[Table]:
-    """All tables that have a row."""
+    """Return all tables that have a row."""
     by_task = [_by_task(summary, tokens) for tokens in summary["tokens"]]
     found = [_overview(summary), _failures(summary), *by_task]
     found += [_rows_needed(summary), _differences(summary), _texts(summary)]
@@ -61,9 +66,9 @@ def _overview(summary: dict[str, Any]) -> Table:
         for who in dict.fromkeys([*accuracy, *texts])
     ]
     about = (
-        "Means over all tasks and lengths, with 95% intervals; differences are in points of "
-        "accuracy, over the answers that both gave. Divergence, rows, bytes and time are of the "
-        "steps along the text, means over lengths."
+        "Means over all tasks and lengths, with 95% intervals. Differences are in percentage "
+        "points of accuracy, over the answers that both gave. Divergence, rows, bytes and time "
+        "are measured in steps along the text, as means over lengths."
     )
     columns = ["index", "k", "accuracy", *(f"minus {_short(base)}" for base in bases), *COSTS]
     return Table("Overview", about, columns, rows)
@@ -71,12 +76,12 @@ def _overview(summary: dict[str, Any]) -> Table:
 
 COSTS = (
     *("KL, nats", "KL over exact's", "same token", "rows read"),
-    *("ms per step", "MiB per step", "MiB kept", "peak MiB"),
+    *("ms per step", "MiB per step", "MiB cached", "peak MiB"),
 )
 
 
 def _means(rows: Sequence[Row]) -> list[Cell]:
-    """Divergence and costs, means over the lengths of a text."""
+    """Return cells of divergence and costs, as means over the lengths of a text."""
     if not rows:
         return [EMPTY] * len(COSTS)
 
@@ -105,18 +110,18 @@ def _by_task(summary: dict[str, Any], tokens: int) -> Table:
         for who in dict.fromkeys(_who(row) for row in rows)
     ]
     columns = ["index", "k", *(task or "all tasks" for task in tasks)]
-    about = "Accuracy with its 95% interval (Wilson); darker is better."
+    about = "Accuracy with its 95% interval (Wilson). Darker is better."
     return Table(f"Accuracy by task, {tokens:,} tokens", about, columns, lines)
 
 
 KEEPS = "above \N{MINUS SIGN}2 points"
 
 FEW = 183
-"""Pairs of which, were one in 50 lost, some differ in 39 samples of 40: .98^183 < .025."""
+"""Pairs below which a loss of one in 50 may be invisible: 0.98^183 < 0.025."""
 
 
 def _rows_needed(summary: dict[str, Any]) -> Table:
-    """A row for each index and length, where several `k` were measured."""
+    """Make a row for each index and length for which several `k` were measured."""
     tasks = [*([None] if len(summary["tasks"]) > 1 else []), *summary["tasks"]]
     some = [row for row in summary["rows_needed"] if len(row["ks"]) > 1]
     cells = {(row["index"], row["tokens"], row["task"]): _need(row) for row in some}
@@ -127,8 +132,8 @@ def _rows_needed(summary: dict[str, Any]) -> Table:
         if tokens is None or not one_length
     ]
     about = (
-        "The least k among those measured from which on accuracy stays within 2 points of full "
-        "attention's, and how often exact's that is."
+        "The smallest measured k from which accuracy stays within 2 percentage points of full "
+        "attention's, and its ratio to the k that exact search needs."
     )
     columns = ["index", "tokens", *(task or "all tasks" for task in tasks)]
     return Table("Rows needed", about, columns, rows)
@@ -159,10 +164,11 @@ def _differences(summary: dict[str, Any]) -> Table:
         if not _repeats(summary, row)
     ]
     about = (
-        "In points of accuracy, with 95% intervals of a paired bootstrap over instances. "
-        f"{KEEPS}: whether the interval's lower end is; few: with so few pairs, a loss of 2 points "
-        "is likely enough to leave no trace. p: of the exact sign test; corrected for the number "
-        "of comparisons with one base (Holm)."
+        "Differences in percentage points of accuracy, with 95% intervals of a paired bootstrap "
+        f"over instances. The column “{KEEPS}” says whether the lower end of the interval is. "
+        "“Few” marks rows with too few pairs to detect a loss of 2 points reliably. p is the "
+        "probability of the exact sign test. The last column corrects it for the number of "
+        "comparisons with the same base (Holm)."
     )
     columns = ["index", "k", "minus", "task", "tokens", "pairs", "difference", KEEPS]
     return Table("Differences", about, [*columns, "p", "p corrected"], rows)
@@ -187,10 +193,12 @@ def _texts(summary: dict[str, Any]) -> Table:
         for row in summary["text"]
     ]
     about = (
-        "Steps along a text that full attention and the index read alike. KL divergence of the "
-        "index's next token from full attention's, with 95% intervals of a bootstrap over blocks "
-        "of neighboring steps; the median time of a step that comes alone; bytes copied out of the "
-        "stores in it; the cache; the peak of the process."
+        "Full attention and the index read the same text, step by step. The columns are: KL "
+        "divergence of the index's next-token distribution from full attention's, with 95% "
+        "intervals of a bootstrap over blocks of neighboring steps; the same relative to exact "
+        "search; how often the most likely token is the same; rows that a step attends to per KV "
+        "head; the median time of a step that runs alone; the bytes that a step copies out of the "
+        "stores; the size of the cache; and the peak memory of the process."
     )
     return Table("Text", about, ["index", "k", "tokens", *COSTS], rows)
 
@@ -205,12 +213,12 @@ def _failures(summary: dict[str, Any]) -> Table:
         ]
         for row in summary["failures"]
     ]
-    about = "What an index or a task cannot do on this model; the other figures are without it."
+    about = "Measurements that failed on this model. The other tables do not contain them."
     return Table("Not measured", about, ["index", "at", "tokens", "why"], rows)
 
 
 def _repeats(summary: dict[str, Any], row: Row) -> bool:
-    """Whether the row of all tasks, or of all lengths, says the same: there is but one."""
+    """Return True if a row repeats that of all tasks or all lengths, because there is only one."""
     one_task, one_length = len(summary["tasks"]) < 2, len(summary["tokens"]) < 2
     return (one_task and row["task"] is not None) or (one_length and row["tokens"] is not None)
 

@@ -1,4 +1,4 @@
-"""The run of a plan in several processes, each with the model: instances at once, texts alone."""
+"""Run a plan in several processes, each with the model: instances in parallel, texts alone."""
 
 from __future__ import annotations
 
@@ -25,17 +25,19 @@ from kvindex_adapters.evaluate.compare.schedule import Progress, Schedule, Work
 from kvindex_adapters.evaluate.compare.settings import Plan, Settings
 
 Load = Callable[[], Loaded]
-"""Called in every worker. It is pickled: a function of a module, or a `functools.partial`."""
+"""Loads the model in every worker. It is pickled, so it is a module's function or a
+`functools.partial`."""
 
 PATIENCE_S = 5
-"""How long processes may take to end what they are at."""
+"""Seconds that processes get to finish when they are stopped."""
 
 
 @dataclass(eq=False, repr=False)
 class ParallelComparison:
     """A plan for a model that each of `jobs` processes loads, and the records that it fills.
 
-    A script that runs one does so under `if __name__ == "__main__"`: the processes import it.
+    A script must use this under `if __name__ == "__main__"`, because the processes import the
+    script.
     """
 
     load: Load
@@ -51,9 +53,11 @@ class ParallelComparison:
     def run(self, on_progress: Progress = lambda done, total, what: None) -> None:
         """Measure what the records lack, as `Comparison.run` does.
 
-        Texts come first, in one process while the others do not run: their times are of a machine
-        that does nothing else. Raises ChildProcessError where a process fails, with what it said;
-        what was measured stays.
+        Texts come first, in one process while the others are idle, so that times are those of an
+        idle machine.
+
+        Raises:
+            ChildProcessError: A process failed; the message is its own. Records so far stay.
         """
         settings, plan = self.settings, self.plan
         schedule = Schedule(settings, plan, self.records, on_progress, jobs=self.jobs)
@@ -69,7 +73,7 @@ class ParallelComparison:
 
 
 def _share(schedule: Schedule, works: list[Work], workers: list[_Worker]) -> None:
-    """Give the works to workers, one at a time to each, and take what they measure."""
+    """Give each worker one work at a time, and store the records that the workers send."""
     left = schedule.begin(works)
     threads = max(torch.get_num_threads() // max(len(workers), 1), 1)
     for worker in workers:
@@ -87,7 +91,7 @@ def _share(schedule: Schedule, works: list[Work], workers: list[_Worker]) -> Non
 
 
 def _stop(processes: list[BaseProcess]) -> None:
-    """End processes, whatever they do."""
+    """Stop processes, whatever they are doing."""
     for process in processes:
         process.terminate()
     deadline = time.monotonic() + PATIENCE_S
@@ -98,7 +102,7 @@ def _stop(processes: list[BaseProcess]) -> None:
 
 
 def _context() -> Any:
-    """How processes begin: copies of one that has imported what they need, and used no GPU."""
+    """Return a way to start processes: copies of one that has imported modules and used no GPU."""
     if "forkserver" not in get_all_start_methods():  # Windows
         return get_context("spawn")
     context = get_context("forkserver")
@@ -107,7 +111,7 @@ def _context() -> Any:
 
 
 class _Worker:
-    """A process that measures works; work: what it is at, if anything; pipe: to it."""
+    """A process that measures works, its present work, and a pipe to it."""
 
     def __init__(self, number: int, load: Load, settings: Settings, plan: Plan) -> None:
         context = _context()
@@ -120,21 +124,21 @@ class _Worker:
         end.close()
 
     def give(self, work: Work | None, threads: int) -> None:
-        """Let it measure a work, on so many threads; None is nothing to do."""
+        """Let the process measure a work with a number of threads. None gives it nothing to do."""
         self.work = work
         if work is not None:
-            with suppress(BrokenPipeError):  # `take` says why
+            with suppress(BrokenPipeError):  # `take` reports the reason
                 self.pipe.send((work, threads))
 
     def take(self) -> Measured | None:
-        """The next record of its work, None after the last. Raises ChildProcessError."""
+        """Return the next record of its work, or None after the last. Raise ChildProcessError."""
         try:
             message: Measured | str | None = self.pipe.recv()
         except (EOFError, ConnectionResetError) as error:
             self.process.join()
             raise ChildProcessError(
-                f"jobs: a worker ended with exit code {self.process.exitcode} (that of a signal "
-                "is negative; -9 where memory is short); fewer jobs need less memory"
+                f"jobs: a worker ended with exit code {self.process.exitcode} (a negative code is "
+                "a signal; -9 often means that memory ran out); fewer jobs need less memory"
             ) from error
         if isinstance(message, str):
             raise ChildProcessError(message)
@@ -143,7 +147,7 @@ class _Worker:
 
 def _serve(pipe: Connection, number: int, load: Load, settings: Settings, plan: Plan) -> None:
     """Measure works that come through a pipe, until its other end is closed."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # what libraries hold is given back
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # lets libraries free their resources
     if settings.device == "cuda":  # workers take the GPUs in turn
         torch.cuda.set_device(number % torch.cuda.device_count())
     measuring = functools.cache(lambda: _loaded(load, settings, plan))
@@ -162,15 +166,15 @@ def _serve(pipe: Connection, number: int, load: Load, settings: Settings, plan: 
 
 
 def _loaded(load: Load, settings: Settings, plan: Plan) -> Measuring:
-    with redirect_stderr(io.StringIO()):  # bars of several models at once
+    with redirect_stderr(io.StringIO()):  # hides the loading bars of several models
         loaded = load()
     return Measuring(*loaded, settings=settings, plan=plan)
 
 
 @contextmanager
 def _uninterrupted() -> Iterator[None]:
-    """A process that is started inside does not hear an interruption: this one ends it."""
-    if sys.platform == "win32":  # which has no such masks
+    """Start processes in this context that ignore Ctrl-C. This process stops them."""
+    if sys.platform == "win32":  # Windows has no signal masks
         yield
         return
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})

@@ -1,4 +1,4 @@
-"""Variable chains: a value that passes from variable to variable, after RULER."""
+"""Variable chains (after RULER): find all variables that get the same value from one another."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from kvindex_adapters.evaluate.tasks.registry import task
 from kvindex_adapters.evaluate.tasks.vocabulary import variables
 
 VARIABLES = 5
-"""Four hops, as in RULER."""
+"""Variables of a chain. Five give four hops, as in RULER."""
 
 
-@task("chain", "all five variables that have a value, which one passes to the next")
+@task("chain", "all five variables of a chain that passes on one value")
 def chain(draw: random.Random, pieces: int) -> Draft:
-    """Five assignments hidden in order, and the value asked for."""
+    """Hide five assignments in order, and ask for the variables of one value."""
     names, value = tuple(variables(draw, VARIABLES)), str(draw.randint(10**4, 10**5 - 1))
     links = zip(names[1:], names, strict=False)
     facts = [f"VAR {names[0]} = {value}.", *(f"VAR {new} = VAR {old}." for new, old in links)]

@@ -1,4 +1,4 @@
-"""Copying: the continuation of a passage that stands far back, word for word."""
+"""Copying: continue a passage from far back in the text, word for word."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from kvindex_adapters.evaluate.tasks.registry import task
 from kvindex_adapters.evaluate.tasks.scoring import begins_with
 
 OPENING, COPIED = 8, 24
-"""Words that are given, and words that are asked for."""
+"""Number of words that are given, and of words that are asked for."""
 
 
 @task("copy", "the next 24 words of a passage whose first 8 are given")
 def copy(draw: random.Random, pieces: int) -> Draft:
-    """A passage among others, which the answer begins to quote."""
+    """Hide a passage among others, and give the beginning of its quotation."""
     passage = draw.choice(_passages())
     words = passage.split()
     opening, answer = " ".join(words[:OPENING]), " ".join(words[OPENING : OPENING + COPIED])
@@ -26,7 +26,7 @@ def copy(draw: random.Random, pieces: int) -> Draft:
 
 
 def _passages() -> list[str]:
-    """Paragraphs that are long enough, and begin as no other does."""
+    """Return paragraphs that are long enough and whose first words occur only once."""
     openings = Counter(" ".join(text.split()[:OPENING]) for text in paragraphs())
     return [
         text

@@ -1,4 +1,4 @@
-"""Drafts of instances: texts, before a tokenizer makes ids of them and a length is held."""
+"""Drafts of instances: texts, before they are encoded and fitted to a length."""
 
 from __future__ import annotations
 
@@ -17,10 +17,15 @@ from kvindex_adapters.evaluate.tasks.scoring import contains
 
 @dataclass(frozen=True)
 class Asked:
-    """A question as text, which follows the context's text as it is.
+    """A question as text, which follows the context's text directly.
 
-    begin: what the answer begins with, given to the model; cue: what stands before it where there
-    is no chat template; answers, metric, max_new_tokens: as `Question` has them.
+    Args:
+        text: The question.
+        answers: As in `Question`.
+        max_new_tokens: As in `Question`.
+        metric: As in `Question`.
+        begin: Beginning of the answer, which the model is given.
+        cue: Text before the answer if there is no chat template.
     """
 
     text: str
@@ -39,9 +44,9 @@ class Draft:
     questions: tuple[Asked, ...]
 
     def depth(self) -> float | None:
-        """The share of the context's characters before the answer.
+        """Return the fraction of the context's characters before the answer.
 
-        None unless one question asks for one text that the context has once.
+        The result is None unless one question asks for one text that occurs once in the context.
         """
         wanted = [text for asked in self.questions for text in asked.answers]
         exact = self.questions[0].metric is contains and len(wanted) == 1
@@ -51,8 +56,9 @@ class Draft:
 
 
 def encode(tokenizer: Any, draft: Draft, *, task: str, seed: int) -> Instance:
-    """The instance of a draft: the context's ids are what all prompts begin with, even one that
-    asks nothing.
+    """Encode a draft. The context's ids are the common prefix of all prompts.
+
+    A prompt without a question counts as well, so that the context contains no part of a question.
     """
     prompts = [_prompt(tokenizer, draft, asked) for asked in draft.questions]
     shared = _shared_length([_prompt(tokenizer, draft, Asked("", ())), *prompts])
@@ -64,7 +70,7 @@ def encode(tokenizer: Any, draft: Draft, *, task: str, seed: int) -> Instance:
 
 
 def longest(tokenizer: Any, draft: Draft) -> int:
-    """Tokens of the prompt with the longest question."""
+    """Return the number of tokens of the prompt with the longest question."""
     alone = Draft("", draft.questions)
     asked = max(draft.questions, key=lambda asked: len(_prompt(tokenizer, alone, asked)))
     return len(_prompt(tokenizer, draft, asked))
@@ -73,15 +79,22 @@ def longest(tokenizer: Any, draft: Draft) -> int:
 def most_pieces(
     length: Callable[[int], int], tokens: int, *, least: int = 1, most: int | None = None
 ) -> int:
-    """The number of pieces with which `length` is at most `tokens`, and with one more is not.
+    """Return the largest number of pieces of text for which `length` is at most `tokens`.
 
-    least, most: bounds of the number. Raises ValueError where the least is too long.
+    Args:
+        length: Function from a number of pieces to a length in tokens.
+        tokens: Largest length.
+        least: Smallest number to return.
+        most: Largest number to return, or None.
+
+    Raises:
+        ValueError: The smallest number gives a text that is too long.
     """
     low, size, high = least, length(least), None if most is None else most + 1
     if size > tokens:
         raise ValueError(f"tokens: got {tokens}, allowed is at least {size} here")
     while high is None or high - low > 1:
-        guess = max(low + 1, low * tokens // size)  # as if every token were a piece's
+        guess = max(low + 1, low * tokens // size)  # assumes that length grows proportionally
         if high is not None and guess >= high:
             guess = (low + high) // 2
         if (now := length(guess)) <= tokens:
@@ -92,7 +105,7 @@ def most_pieces(
 
 
 def _prompt(tokenizer: Any, draft: Draft, asked: Asked) -> Tensor:
-    """Ids int64 `[N]` of the whole: a user's message, or text where there is no chat template."""
+    """Return ids int64 `[N]` of a user message, or of plain text if there is no chat template."""
     text = draft.context + asked.text
     if not tokenizer.chat_template:
         cued = text + asked.cue
@@ -102,6 +115,6 @@ def _prompt(tokenizer: Any, draft: Draft, asked: Asked) -> Tensor:
 
 
 def _shared_length(prompts: list[Tensor]) -> int:
-    """Length of the prefix that all prompts `[N]` share."""
+    """Return the length of the common prefix of all prompts `[N]`."""
     columns = zip(*(prompt.tolist() for prompt in prompts), strict=False)
     return sum(1 for _ in takewhile(lambda column: len(set(column)) == 1, columns))

@@ -1,4 +1,4 @@
-"""Haystacks: paragraphs of prose in random order, and facts hidden between them."""
+"""Haystacks: paragraphs of prose in random order, with facts hidden between them."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from kvindex_adapters.evaluate import texts
 
 @cache
 def paragraphs() -> tuple[str, ...]:
-    """The paragraphs of Python's reference."""
+    """Return the paragraphs of the Python reference."""
     return tuple(texts.python_reference())
 
 
 def prose(draw: random.Random, count: int) -> list[str]:
-    """Paragraphs of Python's reference in random order, again and again where `count` is larger."""
+    """Return `count` paragraphs of the Python reference in random order, repeated if necessary."""
     found: list[str] = []
     while len(found) < count:
         found += draw.sample(paragraphs(), len(paragraphs()))
@@ -24,7 +24,7 @@ def prose(draw: random.Random, count: int) -> list[str]:
 
 
 def hidden(draw: random.Random, pieces: Sequence[str], facts: Sequence[str]) -> list[str]:
-    """The pieces with the facts between them, in order, each at a random depth."""
+    """Insert facts between pieces of text, in order, each at a random depth."""
     places = sorted(round(draw.random() * len(pieces)) for _ in facts)
     found: list[str] = []
     for start, end, fact in zip([0, *places], places, facts, strict=False):

@@ -1,7 +1,7 @@
-"""The demo's needle: one fact hidden in a long text of the caller's, and a question about it.
+"""The demo's needle: one fact hidden in a long text, and a question about it.
 
-After the single-needle task of RULER (Hsieh et al., 2024), in words that SmolLM2-135M answers
-with full attention; the haystack is the caller's.
+The task follows the single-needle task of RULER (Hsieh et al., 2024), in words that SmolLM2-135M
+answers with full attention. The caller provides the text.
 """
 
 from __future__ import annotations
@@ -20,21 +20,24 @@ KEYS = ("harbor", "lantern", "meadow", "copper", "violin", "orchard", "glacier",
 
 @dataclass(frozen=True)
 class Needle:
-    """A prompt with a needle: its ids int64 `[N]`, the key asked for, the value to be found."""
+    """A prompt with a needle: ids int64 `[N]`, the word to ask for, and its value."""
 
     ids: Tensor
     key: str
     value: str
 
     def found(self, answer: str) -> bool:
-        """Whether the answer contains the value."""
+        """Return True if the answer contains the value."""
         return self.value in answer
 
 
 def hide(tokenizer: Any, text: Sequence[str], *, tokens: int, seed: int) -> Needle:
-    """A prompt of at most `tokens` tokens: paragraphs in random order, the needle among them.
+    """Make a prompt of at most `tokens` tokens: paragraphs in random order, and a needle.
 
-    Shorter where the text is. Raises ValueError where there is no room for any paragraph.
+    A short text gives a shorter prompt.
+
+    Raises:
+        ValueError: There is no room for any paragraph.
     """
     draw = random.Random(seed)
     key, value = draw.choice(KEYS), str(draw.randint(10**6, 10**7 - 1))
@@ -50,7 +53,7 @@ def hide(tokenizer: Any, text: Sequence[str], *, tokens: int, seed: int) -> Need
     while chosen:
         at = round(depth * len(chosen))
         ids = _prompt(tokenizer, [*chosen[:at], needle, *chosen[at:]], key)
-        if len(ids) <= tokens:  # paragraphs counted alone may come out a few tokens short
+        if len(ids) <= tokens:  # joined paragraphs may have a few tokens more
             return Needle(ids, key, value)
         chosen.pop()
     raise ValueError(f"tokens: got {tokens}, allowed is enough for a paragraph of the text")

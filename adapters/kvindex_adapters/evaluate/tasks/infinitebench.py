@@ -1,7 +1,7 @@
-"""InfiniteBench (Zhang et al., 2024) from its own files: questions in our words, its metrics.
+"""InfiniteBench (Zhang et al., 2024) from its own files, with our own questions and its metrics.
 
-A file's name says which task it holds. Answers of one word get a sentence's room, for chat models
-begin with one, and a summary is compared by ROUGE-L.
+The name of a file says which task it contains. Answers of one word get room for a sentence, because
+chat models begin with one. Summaries are compared by ROUGE-L.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ LETTERS, NUMBER = "ABCDEFGHIJ", r"-?\d+(?:\.\d+)?"
 
 
 def named(answer: str, answers: tuple[str, ...]) -> float:
-    """Whether a reference is among the answer's words."""
+    """Return 1 if a reference is among the answer's words, otherwise 0."""
     return float(bool(set(re.split(r"[\s:\"'.,?!{}]+", answer)) & set(answers)))
 
 
 def first_number(answer: str, answers: tuple[str, ...]) -> float:
-    """Whether the answer's first number is the reference."""
+    """Return 1 if the answer's first number is the reference, otherwise 0."""
     found = re.search(NUMBER, answer)
     return float(found is not None and found[0] in answers)
 
 
 def last_number(answer: str, answers: tuple[str, ...]) -> float:
-    """Whether the answer's last number is the reference."""
+    """Return 1 if the answer's last number is the reference, otherwise 0."""
     found = re.findall(NUMBER, answer)
     return float(bool(found) and found[-1] in answers)
 
 
 def leading_numbers(answer: str, answers: tuple[str, ...]) -> float:
-    """The share of the references, in their order, that the answer gives before its first error."""
+    """Return the fraction of references that the answer gives in order before its first error."""
     given = re.findall(NUMBER, answer)
     right = 0
     while right < min(len(given), len(answers)) and given[right] == answers[right]:
@@ -47,8 +47,9 @@ def leading_numbers(answer: str, answers: tuple[str, ...]) -> float:
 
 
 def chosen(answer: str, answers: tuple[str, ...]) -> float:
-    """Whether the answer chooses the option (its text, its letter): by a letter that it begins with
-    or calls the answer, else by the text.
+    """Return 1 if the answer chooses the right option, otherwise 0.
+
+    A letter at the beginning or after "answer" decides. Without one, the option's text must occur.
     """
     text, letter = answers
     begins = re.match(rf"\W*([{LETTERS}])(?!\w| \w)", answer)
@@ -72,11 +73,11 @@ FORMS: dict[str, tuple[str, Metric, int]] = {
     "math_find": ("Answer with the number.", first_number, 40),
     "math_calc": ("Write the value after each step of the calculation.", leading_numbers, 4096),
 }
-"""File -> what its questions end with, their metric, and tokens of an answer."""
+"""File name -> instruction after its questions, metric, and longest answer in tokens."""
 
 
 def draft(record: dict[str, Any], stem: str) -> Draft:
-    """The draft of a line. Raises ValueError for a file that InfiniteBench has not."""
+    """Make the draft of a line. Raise ValueError for a file that InfiniteBench does not have."""
     if stem not in FORMS:
         raise ValueError(f"file: got {stem!r}, allowed is one of {sorted(FORMS)}")
     ending, metric, most = FORMS[stem]
@@ -88,7 +89,7 @@ def draft(record: dict[str, Any], stem: str) -> Draft:
 
 
 def _answers(answer: Any, options: list[str]) -> tuple[str, ...]:
-    """References as texts; of a choice the option's text and its letter."""
+    """Return the references as texts. For a choice they are the option's text and its letter."""
     found = tuple(map(str, answer)) if isinstance(answer, list) else (str(answer),)
     if not options or len(found) == 2:
         return found

@@ -1,4 +1,4 @@
-"""Instances of tasks: a context that is read once, questions that follow it, and their scores."""
+"""Task instances: a context that is read once, questions that follow it, and their scores."""
 
 from __future__ import annotations
 
@@ -10,15 +10,18 @@ from torch import Tensor
 from kvindex_adapters.evaluate.tasks.scoring import contains, is_settled
 
 Metric = Callable[[str, tuple[str, ...]], float]
-"""Called with an answer and what was asked for; the share that is right, in [0, 1]."""
+"""Function of an answer and its references that returns the fraction that is right, in [0, 1]."""
 
 
 @dataclass(frozen=True)
 class Question:
-    """What follows a context.
+    """A question that follows a context.
 
-    ids: int64 `[n]`, the question, the turn's end and the cue to answer; answers: what the metric
-    compares an answer with; max_new_tokens: of an answer.
+    Args:
+        ids: Int64 `[n]`: the question, the end of the turn and the generation prompt.
+        answers: References that the metric compares an answer with.
+        max_new_tokens: Longest answer, in tokens.
+        metric: The metric.
     """
 
     ids: Tensor
@@ -29,9 +32,15 @@ class Question:
 
 @dataclass(frozen=True)
 class Instance:
-    """One drawing of a task: its name, its seed, the context's ids int64 `[N]`, its questions.
+    """One random instance of a task.
 
-    depth: where in the context the answer stands, from 0 to 1; None where it is not at one place.
+    Args:
+        task: Name of the task.
+        seed: Seed of the random numbers.
+        context: Ids int64 `[N]` of the context.
+        questions: Questions about it.
+        depth: Position of the answer in the context, from 0 to 1, or None if it has no single
+            position.
     """
 
     task: str
@@ -41,15 +50,15 @@ class Instance:
     depth: float | None = None
 
     def tokens(self) -> int:
-        """Tokens of the context and the longest question."""
+        """Return the tokens of the context and the longest question."""
         return len(self.context) + max(len(question.ids) for question in self.questions)
 
     def score(self, number: int, answer: str) -> float:
-        """The share of question `number` that an answer has right, in [0, 1]."""
+        """Return the fraction of question `number` that an answer has right, in [0, 1]."""
         question = self.questions[number]
         return question.metric(answer, question.answers)
 
     def settled(self, number: int, answer: str) -> bool:
-        """Whether whatever follows makes the answer neither better nor worse."""
+        """Return True if no further text can change the answer's score."""
         question = self.questions[number]
         return is_settled(question.metric, answer, question.answers)

@@ -21,12 +21,12 @@ from kvindex_adapters.evaluate.tasks.registry import Task, family
 FORMATS: tuple[tuple[frozenset[str], Callable[[dict[str, Any], str], Draft]], ...] = tuple(
     (module.FIELDS, module.draft) for module in (longbench, infinitebench, mathematics)
 )
-"""Fields that a format's lines have, and what reads a line."""
+"""Fields that the lines of a format have, and the function that reads a line."""
 
 
 @family("file")
 def from_file(path: str) -> Task:
-    """The task of a file, one line for each seed, from the first line on and again from there."""
+    """Make the task of a file. Seed n uses line n, counted from 0, modulo the number of lines."""
     name = f"file:{path}"
 
     def make(tokenizer: Any, tokens: int, seed: int) -> Instance:
@@ -43,7 +43,7 @@ def _missing(path: str) -> str | None:
 
 @lru_cache(maxsize=1)
 def _lines(path: str, changed: int) -> list[str]:
-    """The lines of a file, which is read anew when it changed."""
+    """Return the lines of a file, which is read again after it changed."""
     found = [line for line in Path(path).read_text("utf-8-sig").split("\n") if line.strip()]
     if not found:
         raise ValueError(f"file: got {path!r}, which is empty; allowed is a JSON object a line")
@@ -51,7 +51,7 @@ def _lines(path: str, changed: int) -> list[str]:
 
 
 def _read(line: str, stem: str) -> Draft:
-    """The draft of a line. Raises ValueError for one of no format."""
+    """Make the draft of a line. Raise ValueError for an unknown format."""
     record = _record(line)
     for fields, draft in FORMATS:
         if fields <= record.keys():
@@ -61,7 +61,7 @@ def _read(line: str, stem: str) -> Draft:
 
 
 def _record(line: str) -> dict[str, Any]:
-    """The object of a line, whose fields are of the types that formats have."""
+    """Parse a line, and check the types of its fields."""
     try:
         record = json.loads(line)
     except ValueError as error:
@@ -76,7 +76,7 @@ def _record(line: str) -> dict[str, Any]:
 
 
 def _cut(tokenizer: Any, draft: Draft, tokens: int) -> Draft:
-    """The draft with the first and the last tokens of its context, as many as there is room for."""
+    """Keep the first and last tokens of the draft's context, as many as there is room for."""
     if longest(tokenizer, draft) <= tokens:
         return draft
     ids = tokenizer(draft.context, add_special_tokens=False)["input_ids"]

@@ -1,7 +1,7 @@
-"""LongBench (Bai et al., 2024) from its own files: questions in our words, its metrics and lengths.
+"""LongBench (Bai et al., 2024) from its own files, with our own questions, its metrics and lengths.
 
-Differences: each question goes through the chat template; ROUGE-L is that of one sequence of words;
-Chinese is compared character by character.
+Differences from LongBench: each question uses the chat template, ROUGE-L compares one sequence of
+words, and Chinese is compared character by character.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ CODE = "\n{input}\n\nWrite the next line of this code, and nothing else."
 
 
 def first_line(answer: str, answers: tuple[str, ...], metric: Metric) -> float:
-    """A metric of the answer's first line: after it a model may invent more examples."""
+    """Apply a metric to the answer's first line, because a model may invent examples after it."""
     return metric(answer.lstrip("\n").split("\n")[0], answers)
 
 
 def classified(answer: str, answers: tuple[str, ...], classes: tuple[str, ...]) -> float:
-    """One over the number of classes that the answer names, if a right one is among them.
+    """Return 1 divided by the number of classes that the answer names, or 0 without a right one.
 
-    A class within the name of a right one is not counted.
+    A class whose name is part of a right one is not counted.
     """
 
     def one(right: str) -> float:
@@ -46,14 +46,14 @@ def classified(answer: str, answers: tuple[str, ...], classes: tuple[str, ...]) 
 
 
 def numbers(answer: str, answers: tuple[str, ...]) -> float:
-    """The share of the answer's numbers that are the reference's."""
+    """Return the fraction of the answer's numbers that are the reference's."""
     wanted = {number for text in answers for number in re.findall(r"\d+", text)}
     given = re.findall(r"\d+", answer)
     return sum(number in wanted for number in given) / len(given) if given else 0.0
 
 
 Form = tuple[str, Metric, int]
-"""A question, its metric, and tokens of an answer."""
+"""A question, its metric, and the longest answer in tokens."""
 
 IN_CHINESE: Metric = partial(f1, words=characters)
 SUMMARY_IN_CHINESE: Metric = partial(rouge_l, words=characters)
@@ -72,11 +72,11 @@ FORMS: dict[str, Form] = {
     **dict.fromkeys(("passage_retrieval_en", "passage_retrieval_zh"), (RETRIEVE, numbers, 32)),
     **dict.fromkeys(("lcc", "repobench-p"), (CODE, edit_similarity, 64)),
 }
-"""Data set -> how it is asked and scored; `trec` and `lsht` name classes of their own."""
+"""Data set -> its question and metric. `trec` and `lsht` list their classes in each line."""
 
 
 def draft(record: dict[str, Any], stem: str) -> Draft:
-    """The draft of a line. Raises ValueError for a data set that LongBench has not."""
+    """Make the draft of a line. Raise ValueError for a data set that LongBench does not have."""
     name = str(record["dataset"]).removesuffix("_e")
     if name in ("trec", "lsht"):
         classes = partial(classified, classes=tuple(record["all_classes"]))

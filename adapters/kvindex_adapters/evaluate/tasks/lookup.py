@@ -1,4 +1,4 @@
-"""Key-value lookup: the value of one key in a long JSON object of UUIDs."""
+"""Key-value lookup: find the value of one key in a long JSON object of UUIDs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvindex_adapters.evaluate.tasks.vocabulary import uuids
 
 @task("lookup", "the value of one key in a JSON object of UUIDs")
 def lookup(draw: random.Random, pieces: int) -> Draft:
-    """A JSON object; a piece is a key and its value."""
+    """Make a JSON object with `pieces` keys, and ask for the value of one."""
     depth = draw.random()
     found = uuids(draw, 2 * pieces)
     pairs = dict(zip(found[::2], found[1::2], strict=True))

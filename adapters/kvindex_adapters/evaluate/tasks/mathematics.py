@@ -1,4 +1,4 @@
-r"""AIME and MATH (Hendrycks et al., 2021) from files: problems, whose answers are \boxed{}."""
+r"""AIME and MATH (Hendrycks et al., 2021) from files: problems whose answers are in \boxed{}."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from kvindex_adapters.evaluate.tasks.draft import Asked, Draft
 FIELDS = frozenset(("problem",))
 
 TOKENS = 4096
-"""Of an answer: MATH's solutions are shorter, and so are most of AIME's."""
+"""Longest answer in tokens. MATH's solutions are shorter, and so are most of AIME's."""
 
 
 def draft(record: dict[str, Any], stem: str) -> Draft:
-    """The draft of a line. Raises ValueError for one without an answer."""
+    """Make the draft of a line. Raise ValueError for a line without an answer."""
     answer = record.get("answer", boxed_text(record.get("solution", "")))
     if answer is None:
         raise ValueError(r"solution: got one without \boxed{}, allowed is one with it, or answer")
@@ -23,13 +23,13 @@ def draft(record: dict[str, Any], stem: str) -> Draft:
 
 
 def boxed(answer: str, answers: tuple[str, ...]) -> float:
-    r"""Whether the last \boxed{} of the answer holds a reference, as numbers or as plain TeX."""
+    r"""Return 1 if the answer's last \boxed{} has a reference, as a number or as plain TeX."""
     given = boxed_text(answer)
     return float(given is not None and any(_plain(given) == _plain(text) for text in answers))
 
 
 def boxed_text(text: str) -> str | None:
-    r"""What the last \boxed{} holds, braces inside included, or None."""
+    r"""Return the content of the last \boxed{}, including inner braces, or None."""
     _, found, rest = text.rpartition(r"\boxed{")
     depth = 1
     for place, character in enumerate(rest):
@@ -40,7 +40,7 @@ def boxed_text(text: str) -> str | None:
 
 
 def _plain(text: str) -> str:
-    """TeX without what does not change its value; numbers as Python writes them."""
+    """Remove TeX that does not change a value, and write numbers as Python does."""
     text = re.sub(r"\\text\{ [^}]*\}|\^\{?\\circ\}?", "", text)  # units
     text = re.sub(r"\\(?:text|mathrm|mbox)\{([^}]*)\}", r"\1", text)
     text = re.sub(r"\\(?:left|right|displaystyle|[,!;%$ ])|[\s$%]", "", text)

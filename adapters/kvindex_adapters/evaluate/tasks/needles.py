@@ -1,6 +1,6 @@
 """Needles: facts hidden in a long text, and questions about them, after RULER (Hsieh et al., 2024).
 
-In words that SmolLM2-135M answers with full attention.
+The wording is one that SmolLM2-135M answers with full attention.
 """
 
 from __future__ import annotations
@@ -15,26 +15,26 @@ from kvindex_adapters.evaluate.tasks.registry import task
 KEYS = ("harbor", "lantern", "meadow", "copper", "violin", "orchard", "glacier", "compass")
 
 SEVERAL = 4
-"""Values of a key, or keys of a question (as in RULER)."""
+"""Number of values of a key, or of keys in a question (as in RULER)."""
 
 
 @task("needle", "the number that one sentence gives for a word")
 def needle(draw: random.Random, pieces: int) -> Draft:
-    """One needle."""
+    """Hide one needle, and ask for it."""
     (key, value), *_ = _pairs(draw)
     return _draft(draw, pieces, [fact(key, value)], [ask(key, value)])
 
 
-@task("needle-multikey", "the number of one word, where eight words have one")
+@task("needle-multikey", "the number of one word among eight words with numbers")
 def multikey(draw: random.Random, pieces: int) -> Draft:
-    """Eight needles with a key each, one of them asked for."""
+    """Hide eight needles with different keys, and ask for one."""
     pairs = _pairs(draw)
     return _draft(draw, pieces, [fact(*pair) for pair in pairs], [ask(*draw.choice(pairs))])
 
 
 @task("needle-multivalue", "all four numbers of a word")
 def multivalue(draw: random.Random, pieces: int) -> Draft:
-    """Four needles with one key, all of them asked for."""
+    """Hide four needles with the same key, and ask for all."""
     key, values = draw.choice(KEYS), tuple(number(draw) for _ in range(SEVERAL))
     begin = f"The {SEVERAL} special magic numbers for {key} that the text mentions are:"
     asked = _ask_all(key, values, begin)
@@ -43,7 +43,7 @@ def multivalue(draw: random.Random, pieces: int) -> Draft:
 
 @task("needle-multiquery", "the numbers of four words, in one question")
 def multiquery(draw: random.Random, pieces: int) -> Draft:
-    """Four needles with a key each, all of them asked for."""
+    """Hide four needles with different keys, and ask for all."""
     pairs = _pairs(draw)[:SEVERAL]
     keys, values = zip(*pairs, strict=True)
     begin = f"The {SEVERAL} special magic numbers are:\n\n{keys[0]}:"
@@ -51,9 +51,9 @@ def multiquery(draw: random.Random, pieces: int) -> Draft:
     return _draft(draw, pieces, [fact(*pair) for pair in pairs], [asked])
 
 
-@task("needle-haystack", "the number of one name, where every sentence gives a name's number")
+@task("needle-haystack", "the number of one name in a text of such sentences only")
 def haystack(draw: random.Random, pieces: int) -> Draft:
-    """A haystack of needles, one of them asked for."""
+    """Make a text of needles only, and ask for one."""
     depth = draw.random()
     pairs = [(key, number(draw)) for key in vocabulary.names(draw, pieces)]
     body = "\n".join(fact(*pair) for pair in pairs)
@@ -62,24 +62,24 @@ def haystack(draw: random.Random, pieces: int) -> Draft:
 
 @task("questions", "the numbers of eight words, a question for each, about a context read once")
 def questions(draw: random.Random, pieces: int) -> Draft:
-    """Eight needles with a key each, and eight questions."""
+    """Hide eight needles with different keys, and ask a question for each."""
     pairs = _pairs(draw)
     asked = [ask(*pair) for pair in draw.sample(pairs, len(pairs))]
     return _draft(draw, pieces, [fact(*pair) for pair in pairs], asked)
 
 
 def number(draw: random.Random) -> str:
-    """A number of seven digits."""
+    """Return a random number of seven digits."""
     return str(draw.randint(10**6, 10**7 - 1))
 
 
 def fact(key: str, value: str) -> str:
-    """The sentence of a needle."""
+    """Return the sentence of a needle."""
     return f"The special magic number for {key} is {value}."
 
 
 def ask(key: str, value: str) -> Asked:
-    """The question about one needle, whose answer is begun."""
+    """Return the question about one needle, with the beginning of its answer."""
     about = f"special magic number for {key} that the text mentions"
     return Asked(f"\n\nWhat is the {about}?", (value,), 16, begin=f"The {about} is")
 

@@ -1,6 +1,6 @@
-"""Metrics of published benchmarks by overlap with a reference: F1 of words, ROUGE-L, edits.
+"""Metrics of published benchmarks that measure overlap: F1 of words, ROUGE-L, edit similarity.
 
-Of several references the best counts.
+Of several references, the one with the best score counts.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ Words = Callable[[str], list[str]]
 
 
 def plain_words(text: str) -> list[str]:
-    """Words in lower case, without punctuation and articles (as SQuAD compares them)."""
+    """Return words in lower case, without punctuation and articles (as SQuAD compares them)."""
     kept = "".join(character for character in text.lower() if character not in string.punctuation)
     return [word for word in kept.split() if word not in ("a", "an", "the")]
 
 
 def characters(text: str) -> list[str]:
-    """Letters and digits in lower case, one by one: for languages without spaces."""
+    """Return letters and digits in lower case, for languages without spaces."""
     return re.findall(r"[^\W_]", text.lower())
 
 
 def f1(answer: str, answers: tuple[str, ...], words: Words = plain_words) -> float:
-    """F1 of the words that an answer and a reference share."""
+    """Return the F1 score of the words that an answer shares with a reference."""
 
     def one(reference: str) -> float:
         given, wanted = words(answer), words(reference)
@@ -37,7 +37,7 @@ def f1(answer: str, answers: tuple[str, ...], words: Words = plain_words) -> flo
 
 
 def rouge_l(answer: str, answers: tuple[str, ...], words: Words = str.split) -> float:
-    """F1 of the longest common subsequence of words, whatever their case (ROUGE-L, Lin 2004)."""
+    """Return F1 of the longest common subsequence of words, ignoring case (ROUGE-L, Lin 2004)."""
 
     def one(reference: str) -> float:
         given, wanted = words(answer.lower()), words(reference.lower())
@@ -47,8 +47,9 @@ def rouge_l(answer: str, answers: tuple[str, ...], words: Words = str.split) -> 
 
 
 def edit_similarity(answer: str, answers: tuple[str, ...]) -> float:
-    """Characters that stay of both, where others are inserted and deleted: of the first line of
-    code in the answer.
+    """Return how similar the first line of code in the answer is to a reference.
+
+    The similarity counts characters that remain if others are inserted and deleted.
     """
     lines = [line for line in answer.lstrip("\n").split("\n") if not re.search("`|#|//", line)]
     line = lines[0] if lines else ""
@@ -56,5 +57,6 @@ def edit_similarity(answer: str, answers: tuple[str, ...]) -> float:
 
 
 def _f(shared: int, given: Sequence[str], wanted: Sequence[str]) -> float:
-    """Harmonic mean of `shared / len(given)` and `shared / len(wanted)`; 1 where both are empty."""
+    """Return the harmonic mean of `shared / len(given)` and `shared / len(wanted)`; 1 if both are
+    empty."""
     return 2 * shared / (len(given) + len(wanted)) if given or wanted else 1.0

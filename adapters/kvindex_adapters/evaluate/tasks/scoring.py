@@ -1,4 +1,4 @@
-"""Metrics: the share of an answer that is right, in [0, 1]."""
+"""Metrics: functions that return the fraction of an answer that is right, in [0, 1]."""
 
 from __future__ import annotations
 
@@ -7,17 +7,18 @@ from itertools import takewhile
 
 
 def contains(answer: str, answers: tuple[str, ...]) -> float:
-    """The share of `answers` that the answer contains, whatever their case (as RULER scores)."""
+    """Return the fraction of `answers` that occur in the answer, ignoring case (as RULER
+    scores)."""
     return sum(text.lower() in answer.lower() for text in answers) / len(answers)
 
 
 def contains_any(answer: str, answers: tuple[str, ...]) -> float:
-    """Whether the answer contains one of `answers`, whatever its case."""
+    """Return 1 if the answer contains one of `answers`, ignoring case, otherwise 0."""
     return float(any(text.lower() in answer.lower() for text in answers))
 
 
 def begins_with(answer: str, answers: tuple[str, ...]) -> float:
-    """The share of the first reference's words that the answer gives before its first error."""
+    """Return the fraction of the reference's words that the answer gives before its first error."""
     wanted = answers[0].split()
     pairs = zip(answer.split(), wanted, strict=False)
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs)) / len(wanted)
@@ -26,9 +27,10 @@ def begins_with(answer: str, answers: tuple[str, ...]) -> float:
 def is_settled(
     metric: Callable[[str, tuple[str, ...]], float], answer: str, answers: tuple[str, ...]
 ) -> bool:
-    """Whether no token that follows makes an answer better or worse; False where that is not known.
+    """Return True if no further token can change an answer's score, False if this is not known.
 
-    What an answer contains no token takes away; an error in a word that has ended none mends.
+    A text that an answer contains cannot be removed, and an error in a completed word cannot be
+    corrected.
     """
     if metric in (contains, contains_any):
         return metric(answer, answers) == 1
@@ -40,7 +42,7 @@ def is_settled(
 
 
 def common_length(first: Sequence[str], second: Sequence[str]) -> int:
-    """Length of the longest common subsequence (a bit for each place, Hyyrö 2004)."""
+    """Return the length of the longest common subsequence (one bit per position, Hyyrö 2004)."""
     places: dict[str, int] = {}
     for place, item in enumerate(first):
         places[item] = places.get(item, 0) | 1 << place

@@ -1,4 +1,4 @@
-"""Words that tasks draw from: names of two words, coined words, variables, UUIDs."""
+"""Random words for tasks: names of two words, invented words, variables, UUIDs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ humble hungry icy idle jolly keen kind late lazy little lonely loud lucky mellow
 narrow noble odd pale patient plain polite proud quick quiet rapid rare rough rusty secret sharp
 shy silent small
 """
-"""64 words, so that with as many nouns there are 4,096 names."""
+"""64 words. With 64 nouns they give 4,096 names."""
 
 NOUNS = """
 anchor apple arrow badge barn basket beacon bell bottle branch bridge bucket button cabin candle
@@ -27,7 +27,7 @@ statue temple tunnel valley wagon window
 
 
 def names(draw: random.Random, count: int) -> list[str]:
-    """Different names of an adjective and a noun; past 4,096 with one more adjective."""
+    """Return different names of an adjective and a noun. Beyond 4,096 they have two adjectives."""
     adjectives = ADJECTIVES.split()
     pairs = [f"{adjective} {noun}" for adjective in adjectives for noun in NOUNS.split()]
     draw.shuffle(pairs)
@@ -36,18 +36,18 @@ def names(draw: random.Random, count: int) -> list[str]:
 
 
 def coined(draw: random.Random, count: int) -> list[str]:
-    """Different words of three syllables that no language has (421,875 there are)."""
+    """Return different invented words of three syllables (421,875 exist)."""
     return _different(_coined(draw), count)
 
 
 def variables(draw: random.Random, count: int) -> list[str]:
-    """Different names of five capital letters."""
+    """Return different names of five capital letters."""
     letters = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
     return _different(("".join(draw.choices(letters, k=5)) for _ in iter(int, 1)), count)
 
 
 def uuids(draw: random.Random, count: int) -> list[str]:
-    """Random UUIDs, of version 4."""
+    """Return random UUIDs of version 4."""
     return [str(uuid.UUID(int=draw.getrandbits(128), version=4)) for _ in range(count)]
 
 

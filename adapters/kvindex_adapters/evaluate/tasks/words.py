@@ -1,4 +1,4 @@
-"""Aggregation: the words that appear most often in a long list, after RULER."""
+"""Aggregation: find the words that appear most often in a long list, after RULER."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from kvindex_adapters.evaluate.tasks.registry import task
 from kvindex_adapters.evaluate.tasks.vocabulary import coined
 
 COMMON, COMMON_TIMES, OTHER_TIMES = 5, 20, 2
-"""Words asked for, how often they appear, and how often others do: ten to one, as in RULER."""
+"""Number of words asked for, how often they appear, and how often other words do (as in RULER)."""
 
 RANKS = 3
-"""Frequent words asked for (as in RULER)."""
+"""Number of frequent words to ask for (as in RULER)."""
 
 ENOUGH = 64
-"""Words of which Zipf's law gives the first ranks different counts."""
+"""Smallest number of words for which Zipf's law gives the first ranks different counts."""
 
 
 @task("common-words", "the five words of a list that appear twenty times; all others appear twice")
 def common(draw: random.Random, pieces: int) -> Draft:
-    """A list of words, few of them common; a piece is a word that is not."""
+    """Make a list in which few words are common. A piece is a word that is not."""
     found = coined(draw, COMMON + pieces)
     counts = [COMMON_TIMES] * COMMON + [OTHER_TIMES] * pieces
     return _draft(draw, found, counts, COMMON)
@@ -29,7 +29,7 @@ def common(draw: random.Random, pieces: int) -> Draft:
 
 @task("frequent-words", "the three words that appear most often, by Zipf's law", least=ENOUGH)
 def frequent(draw: random.Random, pieces: int) -> Draft:
-    """A list of `pieces` words, of which the one of rank r has a share of `6 / (π r)²`."""
+    """Make a list of `pieces` words, in which the word of rank r has the fraction `6 / (π r)²`."""
     counts: list[int] = []
     for rank in count(1):
         counts.append(int(pieces * 0.608 / rank**2))  # 6 / π²
@@ -40,7 +40,7 @@ def frequent(draw: random.Random, pieces: int) -> Draft:
 
 
 def _draft(draw: random.Random, found: list[str], counts: list[int], asked: int) -> Draft:
-    """A list of words with their counts, shuffled; the first `asked` are asked for."""
+    """Shuffle words with their counts into a list, and ask for the first `asked` of them."""
     listed = [word for word, times in zip(found, counts, strict=True) for _ in range(times)]
     draw.shuffle(listed)
     text = f"\n\nWhich {asked} words appear most often in the list above?"
