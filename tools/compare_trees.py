@@ -1,21 +1,24 @@
-"""A/B timing of a decoding step in several source trees on one GPU, interleaved.
+"""Time a decode step of several checkouts on one GPU, in turns.
 
-    PYTHONPATH=.:adapters python tools/compare_trees.py NAME=FOLDER NAME=FOLDER …
-        [--tokens N …] [--batch B] [--rounds R] [--times device cached host append update]
-        [--q-heads H] [--kv-heads G] [--hit-rate H] [--index SPEC] [--replays R] --json OUT
+```
+PYTHONPATH=.:adapters python tools/compare_trees.py NAME=FOLDER NAME=FOLDER …
+    [--tokens N …] [--batch B] [--rounds R] [--times device cached host append update]
+    [--q-heads H] [--kv-heads G] [--hit-rate H] [--index SPEC] [--replays R] --json OUT
+```
 
-The step is that of `benchmarks/latency.py`, or of other heads, and so is the way it is timed;
-`append` and `update` are a prompt and steps with updates as `benchmarks/append.py` has them.
-Differences of a percent are smaller than those between two machines, or two runs on one. So every
-tree has a process that stays alive, builds a length once, and then each round times one tree after
-the other: A B A B. The table has the median of the rounds with the least and the most, and the
-median of the ratios to the first tree in the same round. The same folder under two names says how
-far to trust it.
+The step and the way it is timed are those of `benchmarks/latency.py`. `append` and `update` are a
+prompt and steps with updates, as in `benchmarks/append.py`.
 
-A folder is a whole checkout (`git worktree add FOLDER COMMIT`); a process times it with the
-`benchmarks` of that tree. Trees are checked first; one that is wrong or dies is named, and the
-others go on. What a tree prints lies beside OUT as its name and the tree's, `.log`. The exit status
-is 1 where a tree failed.
+Differences of one percent are smaller than those between two machines, or between two runs on one
+machine. Therefore each checkout has a process that stays alive and builds each length once. Each
+round then times one checkout after the other: A B A B. The table shows the median, minimum and
+maximum over rounds, and the median of the ratios to the first checkout in the same round. To see
+how precise the ratios are, pass the same folder under two names.
+
+A folder is a whole checkout (`git worktree add FOLDER COMMIT`), and is timed with its own
+`benchmarks`. Each checkout is checked first. If one gives wrong results or its process ends, the
+command prints its name and continues with the others, and the exit status is 1. The output of a
+checkout's process goes to a file next to OUT, with the checkout's name and `.log`.
 """
 
 from __future__ import annotations
@@ -38,25 +41,28 @@ from benchmarks.reporting.parts import table
 from kvindex_adapters.evaluate.output_files import output, write_json
 
 TIMES = ("device", "cached", "host", "append", "update")
-"""Of a step by where rows lie (`cached`: on the host, with a cache on the device), and more."""
+"""What to time: a step by where rows are stored, an append, and steps with updates.
+
+`cached` means rows on the host with a cache on the device.
+"""
 
 NEEDED = ("kvindex", "kvindex_cuda", "adapters", "benchmarks/common")
-"""Folders of a tree."""
+"""Folders that a checkout must have."""
 
 WORKER = Path(__file__).with_name("tree_worker.py")
 
 Answers = dict[str, Any]
-"""By name of the tree; those that failed have none."""
+"""Answers by name of the checkout. Those that failed have none."""
 
 
 class Tree:
-    """A process that imports what lies in `folder`. `failed`: why it is asked no more, or "".
+    """A process that imports the checkout in `folder`, and writes its output to `log`.
 
-    log: where goes what it prints.
+    `failed` is the reason why it gets no further commands, or "".
     """
 
     def __init__(self, name: str, folder: Path, log: Path, worker: Path = WORKER) -> None:
-        # as sys.path has it: without "..", links as they are
+        # in the form of sys.path: without "..", and with links unresolved
         self.name, self.folder, self.failed = name, Path(os.path.abspath(folder)), ""
         self._log, self._asked = log, ""
         paths = f"{self.folder}{os.pathsep}{self.folder / 'adapters'}"
@@ -73,7 +79,7 @@ class Tree:
             )
 
     def ask(self, *command: Any) -> None:
-        """Begin a command: its name, then what it is given."""
+        """Send a command: its name, then its arguments."""
         if self.failed:
             return
         self._asked = str(command[0])
@@ -85,11 +91,11 @@ class Tree:
             self.fail("its process ended")
 
     def answer(self) -> dict[str, Any] | None:
-        """What the command has found; None if the tree has failed, or does so now."""
+        """Return the answer to the command, or None if the process has failed."""
         if self.failed:
             return None
         assert self.process.stdout is not None
-        # else printed while modules were imported
+        # other lines were printed while modules were imported
         line = next((line for line in self.process.stdout if line.startswith("{")), None)
         found: dict[str, Any] = json.loads(line) if line else {"error": "its process ended"}
         if "error" in found:
@@ -98,19 +104,19 @@ class Tree:
         return found
 
     def fail(self, why: str) -> None:
-        """Ask no more, and say why."""
+        """Stop the process, and print the reason."""
         self.process.kill()
         self.failed = f"{self._asked}: {why}"
         last = self._log.read_text("utf-8", "replace").splitlines()[-12:]
         print("\n    ".join([f"{self.name} failed: {self.failed}", *last]), flush=True)
 
     def end(self) -> None:
-        """End the process, which has nothing to keep."""
+        """Stop the process."""
         self.process.kill()
 
 
 def at_once(trees: Iterable[Tree], *command: Any) -> Answers:
-    """The same command to all trees, which work on it side by side."""
+    """Send a command to all checkouts, which run it in parallel."""
     trees = [*trees]
     for tree in trees:
         tree.ask(*command)
@@ -119,7 +125,7 @@ def at_once(trees: Iterable[Tree], *command: Any) -> Answers:
 
 
 def in_turn(trees: Iterable[Tree], *command: Any) -> Answers:
-    """The same command to one tree after the other: the others wait."""
+    """Send a command to one checkout after the other, while the others wait."""
     found: Answers = {}
     for tree in trees:
         found |= at_once([tree], *command)
@@ -127,9 +133,14 @@ def in_turn(trees: Iterable[Tree], *command: Any) -> Answers:
 
 
 def arguments(given: list[str] | None = None) -> argparse.Namespace:
-    """What the command was told, `trees` a folder by name; exits with words where it cannot be."""
+    """Parse the command line. Exit with a message if it is wrong."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("trees", nargs="+", metavar="NAME=FOLDER", help="the first: compared with")
+    parser.add_argument(
+        "trees",
+        nargs="+",
+        metavar="NAME=FOLDER",
+        help="checkouts to time; the others are compared with the first",
+    )
     parser.add_argument("--tokens", nargs="+", type=int, default=[131_072])
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=3)
@@ -153,7 +164,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
 
 
 def compare(trees: list[Tree], given: argparse.Namespace) -> dict[str, Any]:
-    """Check all trees at once, then time them in turns, length by length."""
+    """Check all checkouts in parallel, then time them in turns, one length after another."""
     names = "index", "hit_rate", "batch", "replays", "q_heads", "kv_heads"
     step = {name: getattr(given, name) for name in names}
     result: dict[str, Any] = {
@@ -187,13 +198,13 @@ def compare(trees: list[Tree], given: argparse.Namespace) -> dict[str, Any]:
 
 
 def medians(point: dict[str, Any], tree: str, what: str) -> list[float | None]:
-    """A tree's µs in each round, None where it has none."""
+    """Return a checkout's µs in each round, or None without a time."""
     rounds = [one.get(tree, {}).get(what) for one in point["rounds"]]
     return [times["median_us"] if times else None for times in rounds]
 
 
 def compared(result: dict[str, Any]) -> str:
-    """A table: µs of each tree, and to the first tree's in the same round; `–` where none."""
+    """Make a table of each checkout's µs and their ratio to the first one's; `–` without a time."""
     first, *others = result["trees"]
     head = ["tokens", "what", first, *(part for n in others for part in (n, f"to {first}"))]
     rows = []
@@ -213,7 +224,7 @@ def compared(result: dict[str, Any]) -> str:
 
 
 def main(given: list[str] | None = None) -> None:
-    """Compare, print, write; exits with 1 where a tree failed."""
+    """Time the checkouts, write and print the result, and exit with 1 if a checkout failed."""
     told, trees = arguments(given), []
     try:
         for name, folder in told.trees.items():

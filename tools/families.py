@@ -1,14 +1,21 @@
-"""Compatibility of every decoder family of transformers, tiny and random: equal or refused.
+"""Test the adapter with a tiny random model of every decoder family of transformers.
 
-    PYTHONPATH=.:adapters python tools/families.py [--only NAME ...] [--check]
+```
+PYTHONPATH=.:adapters python tools/families.py [--only NAME ...] [--check]
+```
 
-Each family of transformers' mapping of causal language models reads a prompt and decodes a few
-tokens twice: with its own attention, and inside `attach` with an index that returns every row.
-Logits must agree. Where they do, a prompt in chunks and its answer cross a change of the rotary
-frequencies, where the family can have one (`family_switches.py`), and tokens run with
-`token_graph`, to say whether a token could be one graph, whatever the index. Writes
-`docs/adapters/families.md` and `benchmarks/results/families.json` (`--check`: neither). Exit
-status 1 where a family that was equal is not, or any is different.
+Each family in transformers' mapping of causal language models reads a prompt and decodes a few
+tokens twice: with its own attention, and inside `attach` with an index that returns every row. The
+logits must agree.
+
+Two further tests follow for families that agree. A prompt that is read in chunks, and its answer,
+cross a length at which rotary frequencies change, if the family can have one
+(`family_switches.py`). Decode steps with `token_graph` show whether a step could be one CUDA graph,
+whatever the index.
+
+The command writes `docs/adapters/families.md` and `benchmarks/results/families.json`, unless
+`--check` is given. The exit status is 1 if a family that was equal no longer is, or any family
+differs.
 """
 
 from __future__ import annotations
@@ -51,37 +58,39 @@ LIMIT_S, LIMIT_BYTES = 120, 8 << 30
 NAMED = re.compile(r"^model: got \w+, ")
 EQUAL, DIFFERENT, REFUSED, ERROR, NONE = "equal", "different", "refused", "error", "no tiny model"
 MEANING = {
-    EQUAL: "Supported: logits equal those of the model's own attention.",
-    DIFFERENT: "A defect: logits differ.",
-    REFUSED: "`attach` or the first step raises an error that says why.",
-    ERROR: "A defect: another error, or no answer.",
-    NONE: "Not tested: no tiny model of this family could be made or run.",
+    EQUAL: "logits equal those of the model's own attention",
+    DIFFERENT: "logits differ, which is a defect",
+    REFUSED: "not supported: `attach` or the first step raises an error that says why",
+    ERROR: "another error, which is a defect",
+    NONE: "not tested, because no model of this size could be made or run",
 }
-SHOWN = {REFUSED: "not supported"}
-"""Outcomes under another name on the page."""
 
 
 class Captured(AttentionLayer):
-    """A layer around an index that is taken to have a step for a graph."""
+    """A layer that claims to support CUDA graphs, whatever its index."""
 
     def capture_refusal(self) -> str | None:
-        """None: what else is in the way is asked."""
+        """Return None, so that only other reasons against a graph remain."""
         return None
 
     def prepare_replay(self) -> object | None:
-        """Always the same."""
+        """Return the same object each time."""
         return self
 
 
 def captured(device: torch.device, work: object) -> Graph:
-    """In place of a capture."""
+    """Raise an error in place of a capture."""
     raise RuntimeError(CAPTURED)
 
 
 def decode(model: Any, ids: Tensor, cache: Any = None, placed: bool = False) -> list[Tensor]:
-    """Logits `[1, T, V]` of the prompt and of each later token of ids int64 `[1, N]`.
+    """Return logits `[1, T, V]` of the prompt and of each later token of ids int64 `[1, N]`.
 
-    placed: positions are passed, as `generate` does, to a model that takes them.
+    Args:
+        model: The model.
+        ids: The prompt, then the tokens of the decode steps.
+        cache: The cache, or None for the model's own.
+        placed: Whether to pass positions, as `generate` does, if the model takes them.
     """
     logits, start = [], 0
     placed = placed and "position_ids" in inspect.signature(model.forward).parameters
@@ -98,7 +107,7 @@ def decode(model: Any, ids: Tensor, cache: Any = None, placed: bool = False) -> 
 
 
 def served(model: Any, ids: Tensor, k: int, codec: str = "plain") -> tuple[list[Tensor], str]:
-    """The same through `exact`, and how many layers searched, or attended to chosen rows."""
+    """Return the logits with the index `exact`, and how many layers used the index."""
     with kvhf.attach(model, index=f"exact:row_codec={codec}", k=k, **REGIONS) as cache:
         logits = decode(model, ids, cache)
         searched = sum(layer.traffic.steps > 0 for layer in cache.attention_layers())
@@ -106,7 +115,7 @@ def served(model: Any, ids: Tensor, k: int, codec: str = "plain") -> tuple[list[
 
 
 def one_graph(model: Any, ids: Tensor) -> str:
-    """ "yes" where a token could be one graph, else why not."""
+    """Return "yes" if a decode step could be one graph, otherwise the reason why not."""
     how = dict(index="exact", k=EVERY_ROW, layer=Captured, token_graph=True, **REGIONS)
     try:
         with kvhf.attach(model, **how) as cache:
@@ -118,14 +127,14 @@ def one_graph(model: Any, ids: Tensor) -> str:
 
 
 def difference(some: list[Tensor], others: list[Tensor]) -> float:
-    """The largest difference, in parts of the largest logit; infinite for what is not a number."""
+    """Return the largest difference relative to the largest logit; infinite for NaN."""
     pairs = list(zip(some, others, strict=True))
     worst = max(float((a - b).abs().nan_to_num(torch.inf).max()) for a, b in pairs)
     return worst / max(float(b.abs().max()) for _, b in pairs)
 
 
 def outcome(family: str) -> dict[str, Any]:
-    """What becomes of one family: its outcome, the words for it, the difference of its logits."""
+    """Test one family. Return its outcome, the reason, and the difference of its logits."""
     ids = torch.randint(3, 100, (1, PROMPT + STEPS), generator=torch.Generator().manual_seed(0))
     assert ids.max() < VOCABULARY
     try:
@@ -155,7 +164,7 @@ def compare(
     logits: list[Tensor],
     words: str,
 ) -> dict[str, Any]:
-    """Equal or different, unless nothing searched or the logits do not show what was read."""
+    """Return equal or different, unless no layer searched or logits do not depend on the rows."""
     worst = difference(logits, expected)
     found = {"words": words, "difference": float(f"{worst:.1e}")}
     if words.startswith("0 "):
@@ -164,14 +173,14 @@ def compare(
         return {"outcome": DIFFERENT, **found}
     if difference(decode(model, ids), expected) > 0:
         return {"outcome": DIFFERENT, **found, "words": "the model is not as it was before"}
-    others = (1, "plain"), (EVERY_ROW, "int8")  # k says nothing where the model chooses rows
+    others = (1, "plain"), (EVERY_ROW, "int8")  # k has no effect where the model chooses rows
     if all(difference(served(model, ids, *how)[0], expected) <= TOLERANCE for how in others):
         return {"outcome": NONE, "words": f"{words}, but its logits do not show what was read"}
     return across(family, model, ids, {**found, "graph": one_graph(model, ids)})
 
 
 def across(family: str, model: Any, ids: Tensor, found: dict[str, Any]) -> dict[str, Any]:
-    """`found` of an equal family, and what it crosses with equal logits."""
+    """Add to `found` of an equal family what it crosses with equal logits."""
     try:
         name, worst = crossed(family, model, ids[0])
     except Exception as error:
@@ -183,13 +192,13 @@ def across(family: str, model: Any, ids: Tensor, found: dict[str, Any]) -> dict[
 
 
 def is_refusal(error: Exception) -> bool:
-    """Whether the words are the adapter's own."""
+    """Return True if the error is one of the adapter's own messages."""
     ours = isinstance(error, kvhf.UnsupportedError)
     return ours or (isinstance(error, ValueError) and ": got " in str(error))
 
 
 def spoken(error: Exception) -> str:
-    """A failure in one line of at most 200 characters."""
+    """Return an error as one line of at most 200 characters."""
     return f"{type(error).__name__}: {' '.join(str(error).split())}"[:200]
 
 
@@ -203,7 +212,7 @@ def _child(family: str, answer: Any) -> None:
 
 
 def ask(family: str) -> dict[str, Any]:
-    """`outcome` in a process of its own, with limits of time and memory."""
+    """Run `outcome` in a separate process, with limits of time and memory."""
     context = multiprocessing.get_context("fork")  # the libraries are loaded already
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(target=_child, args=(family, theirs))
@@ -222,7 +231,7 @@ def ask(family: str) -> dict[str, Any]:
 
 
 def faults(found: dict[str, Any], stored: dict[str, Any]) -> Iterator[str]:
-    """What makes the run fail: lost equality, and every difference."""
+    """Yield what makes the run fail: families that are no longer equal, and those that differ."""
     for family, now in found.items():
         before = stored.get(family, {}).get("outcome")
         if now["outcome"] == DIFFERENT or (before == EQUAL and now["outcome"] != EQUAL):
@@ -230,67 +239,56 @@ def faults(found: dict[str, Any], stored: dict[str, Any]) -> Iterator[str]:
 
 
 def page(families: dict[str, Any], machine: dict[str, Any]) -> str:
-    """The table as Markdown."""
+    """Make the page in Markdown."""
     counts = Counter(one["outcome"] for one in families.values())
-    graphs = [one["graph"] for one in families.values() if "graph" in one]
     lines = [
         "# Families of transformers",
         "",
-        f"`attach` was tested with all {len(families)} families that transformers "
-        f"{machine['transformers']} maps to causal language models. Look up the `model_type` of "
-        "your model's configuration in the [table](#all-families):",
-        "",
-        "```python",
-        "from transformers import AutoConfig",
-        "",
-        'print(AutoConfig.from_pretrained("HuggingFaceTB/SmolLM2-135M-Instruct").model_type)',
-        "```",
+        f"This page lists all {len(families)} families that transformers "
+        f"{machine['transformers']} maps to causal language models, and whether `attach` supports "
+        f"them. `tools/families.py` tests each family with a tiny random model in float32 (torch "
+        f"{machine['torch']}; sizes in `tools/family_sizes.py`) and writes this page. The test "
+        f"compares the logits of a prompt of {PROMPT} tokens and of {STEPS} decode steps: with "
+        "the model's own attention, and inside `attach` with the index `exact`, which retrieves "
+        "every row. A *row* is the key and the value of one token.",
         "",
         *("| outcome | families | meaning |", "|---|---|---|"),
-        *(f"| {SHOWN.get(name, name)} | {counts[name]} | {MEANING[name]} |" for name in MEANING),
+        *(f"| {name} | {counts[name]} | {MEANING[name]} |" for name in MEANING),
         "",
-        "## What was tested",
+        f"**Equal** means that logits agree within {TOLERANCE:g} of the largest logit. In "
+        "addition, the test checks that other rows give other logits (one row instead of all, or "
+        "int8 rows where the model itself chooses the rows), and that the model is unchanged "
+        "afterwards. The column *details* says how many layers searched, or attended to rows that "
+        "the model chose. For other outcomes it has the error message.",
         "",
-        f"Each family is a tiny random model in float32 (torch {machine['torch']}; sizes in "
-        f"`tools/family_sizes.py`). It reads a prompt of {PROMPT} tokens and decodes {STEPS} "
-        "tokens twice: with its own attention, and inside `attach` with the index `exact`, which "
-        "retrieves every row (a token's key and value). Each prompt is longer than the model's "
-        "sliding windows.",
+        "**Long prompt.** In a second test, `kvhf.generate` reads a prompt of "
+        f"{LONG} tokens, {CHUNK} at a time, and the answer's logits must be equal as well "
+        "(`tools/family_switches.py`). With `longrope`, the prompt crosses the length at which "
+        "the rotary frequencies change; in the Phi-3 family the answer crosses it too. With "
+        "`chunks`, the family has no such frequencies. Every prompt is longer than the sliding "
+        "windows.",
         "",
-        f"- **equal**: logits differ by at most {TOLERANCE:g} of the largest one. As a "
-        "counter-test, other logits must result when one row is retrieved instead of all (or, if "
-        "the model itself chooses the rows, when rows are stored as int8). After the context the "
-        "model must be as it was before. The column *details* says how many layers of the tiny "
-        "model searched, or attended to rows that the model chose.",
-        f"- **{SHOWN[REFUSED]}**, and other outcomes: *details* is the text of the error.",
-        f"- **chunks**: `kvhf.generate` reads a prompt of {LONG} tokens in chunks of {CHUNK}, and "
-        "the logits of the answer must be equal, too (`tools/family_switches.py`). *longrope*: the "
-        "prompt also crosses the length at which the family changes its rotary frequencies; in "
-        "the Phi-3 family an answer crosses it as well. *yes*: the family has no such change.",
-        "- **one graph**: whether a decode step can be captured as "
-        "[one CUDA graph](transformers.md#a-token-as-one-graph), with an index that has a step for "
-        f"a graph, or why not. It can in {graphs.count('yes')} of {len(graphs)} families.",
+        "**One graph** says whether a decode step can be captured as one CUDA graph "
+        "([how to use it](transformers.md#a-token-as-one-graph)) with an index that supports it. "
+        f"This is so for {sum(one.get('graph') == 'yes' for one in families.values())} of the "
+        f"{sum('graph' in one for one in families.values())} families that were tested.",
         "",
-        "`PYTHONPATH=.:adapters python tools/families.py` repeats the test and writes this page.",
-        "",
-        "## All families",
-        "",
-        *("| family | outcome | details | chunks | one graph |", "|---|---|---|---|---|"),
+        *("| family | outcome | details | long prompt | one graph |", "|---|---|---|---|---|"),
     ]
     for family, one in sorted(families.items()):
-        details = NAMED.sub("", " ".join(one["words"].split())).replace("|", "\\|")
-        details = re.sub("^which ", "", re.sub("^whose ", "its ", details))
-        chunks = one.get("crossed", "").replace("chunks", "yes")
-        outcome = SHOWN.get(one["outcome"], one["outcome"])
-        lines.append(f"| {family} | {outcome} | {details} | {chunks} | {one.get('graph', '')} |")
+        words = NAMED.sub("", " ".join(one["words"].split())).replace("|", "\\|")
+        more = f"{one.get('crossed', '')} | {one.get('graph', '')}"
+        lines.append(f"| {family} | {one['outcome']} | {words} | {more} |")
     return "\n".join(lines) + "\n"
 
 
 def main() -> int:
-    """Ask the families, write or check, and say what is wrong."""
+    """Test the families, write the page or only check, and print what is wrong."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", nargs="+", choices=list(FAMILIES), metavar="NAME")
-    parser.add_argument("--check", action="store_true", help="write nothing")
+    parser.add_argument(
+        "--only", nargs="+", choices=list(FAMILIES), metavar="NAME", help="families to test"
+    )
+    parser.add_argument("--check", action="store_true", help="do not write the page and the JSON")
     options = parser.parse_args()
     stored = json.loads(RESULTS.read_text(encoding="utf-8"))["families"] if RESULTS.exists() else {}
     start, found = time.perf_counter(), {}

@@ -1,4 +1,4 @@
-"""Tiny random models of every family that transformers maps to a causal language model."""
+"""Make a tiny random model of every family that transformers maps to a causal language model."""
 
 from __future__ import annotations
 
@@ -22,41 +22,41 @@ STORED: dict[str, Any] = tomllib.loads(
     Path(__file__).with_suffix(".toml").read_text(encoding="utf-8")
 )
 SMALL = {name: int(size) for size, names in STORED["sizes"].items() for name in names.split()}
-"""What an option of a configuration becomes, where the family has it."""
+"""Option of a configuration -> its value in a tiny model."""
 
 
 def _plain(value: Any) -> Any:
-    """As configurations have it: TOML knows no None."""
+    """Replace "none" by None, which TOML lacks."""
     if isinstance(value, dict):
         return {name: _plain(part) for name, part in value.items()}
     return None if value == "none" else value
 
 
 FAMILIES: dict[str, dict[str, Any]] = _plain(STORED["families"])
-"""What a family needs beside it; `default`: what its configuration cannot do without."""
+"""Further options of a family. `default` has those without which its configuration fails."""
 
 
 def small(default: Any) -> dict[str, Any]:
-    """Keywords that make a configuration like `default` tiny."""
+    """Return keywords that make a configuration like `default` tiny."""
     options: dict[str, Any] = {}
     for name, value in vars(default).items():
         if name in TOKENS:
             options[name] = TOKENS[name]
         elif name in SPREAD:
-            options[name] = 0.15  # attention is far from uniform: a wrong row changes the logits
+            options[name] = 0.15  # makes attention uneven, so that a wrong row changes the logits
         elif isinstance(value, bool) or not isinstance(value, int):
             continue
         elif name in SMALL:
             options[name] = SMALL[name]
         elif name.endswith(("_token_id", "_token_index")) and value >= VOCABULARY:
-            options[name] = VOCABULARY - 1 - len(options) % 20  # none of the prompt's
+            options[name] = VOCABULARY - 1 - len(options) % 20  # ids that no prompt has
     for name in default.sub_configs:
         part = getattr(default, name, None)
         if part is not None:
             options[name] = small(part)
     if "head_dim" in vars(default):
         options["head_dim"] = 16
-    if "kv_lora_rank" in vars(default):  # latent attention has no groups
+    if "kv_lora_rank" in vars(default):  # latent attention has one KV head per query head
         options["num_key_value_heads"] = 4
     kinds = list(dict.fromkeys(vars(default).get("layer_types") or ()))
     if kinds:
@@ -65,7 +65,7 @@ def small(default: Any) -> dict[str, Any]:
 
 
 def merged(options: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
-    """`options` with `more`, parts of a configuration option by option; None takes one away."""
+    """Merge options, including those of nested configurations. None removes an option."""
     result = dict(options)
     for name, value in more.items():
         inner = isinstance(value, dict) and isinstance(result.get(name), dict)
@@ -74,9 +74,9 @@ def merged(options: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
 
 
 def build(family: str, change: Callable[[Any], None] | None = None) -> PreTrainedModel:
-    """A model of the family with random float32 weights, from a fixed seed.
+    """Make a model of the family with random float32 weights from a fixed seed.
 
-    change: called with the decoder's configuration before the model is made.
+    `change` is called with the decoder's configuration before the model is made.
     """
     torch.manual_seed(0)
     own = FAMILIES.get(family, {})
@@ -88,7 +88,7 @@ def build(family: str, change: Callable[[Any], None] | None = None) -> PreTraine
     if change is not None:
         change(config.get_text_config(decoder=True))
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    if not isinstance(config, model_class.config_class):  # of a decoder that is a part of others
+    if not isinstance(config, model_class.config_class):  # the decoder is part of a larger model
         config = config.get_text_config(decoder=True)
         model = model_class(config)
         model.set_attn_implementation("eager")

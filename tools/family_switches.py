@@ -1,8 +1,8 @@
-"""Sequences that cross the switches of a family: rotary frequencies, and the chunks of a prompt.
+"""Test long prompts of a family: read in chunks, across a change of its rotary frequencies.
 
-A prompt is read and answered by `kvhf.generate`, through `exact` with every row and some tokens at
-a time, and its logits are compared with the model's own: those of a prompt in one piece and
-transformers' cache, or, for a family that reads all tokens again, those without a cache.
+`kvhf.generate` reads and answers a prompt with `exact`, all rows, and some tokens at a time. Its
+logits are compared with the model's own, which reads the prompt in one call with transformers'
+cache, or without a cache if the family reads all tokens again.
 """
 
 from __future__ import annotations
@@ -23,35 +23,38 @@ from kvindex_adapters.hf.model.reread import FAMILIES as REREADING
 from kvindex_adapters.hf.model.rotary import length_dependent
 
 CHUNK, STEPS = 16, 4
-"""Tokens of a chunk and of an answer."""
+"""Number of tokens of a chunk, and of an answer."""
 
 LONG = 40
-"""Tokens of a prompt: above every sliding window of `family_sizes.toml`, in three chunks."""
+"""Tokens of a prompt: three chunks, and more than every sliding window of `family_sizes.toml`."""
 
 SWITCHES = (LONG - 8, LONG + STEPS // 2)
-"""Longest sequences with the frequencies of a short one: crossed in the prompt, in the answer."""
+"""Lengths at which rotary frequencies change: one inside the prompt, one inside the answer."""
 
 REGIONS = dict(index="exact", k=500, sink=2, local_window=4, update_every=4, dense_below=0)
 
 
 TIED = ("dots3_note", "dots3_note_text")
-"""Families whose trained indexer finds equal scores in so short a text: which rows it takes then
-depends on how many tokens are read in a call, with transformers' own cache as well."""
+"""Families whose trained indexer finds equal scores in such a short text.
+
+The rows that it then chooses depend on the number of tokens per call, also with transformers' own
+cache.
+"""
 
 Change = Callable[[Any], None] | None
 """Changes a decoder's configuration before the model is made."""
 
 
 class Words:
-    """In place of a tokenizer, for ids."""
+    """A stand-in for a tokenizer."""
 
     def decode(self, ids: Tensor, **options: Any) -> str:
-        """The ids as text."""
+        """Return the ids as text."""
         return " ".join(map(str, ids.tolist()))
 
 
 class Record(LogitsProcessor):
-    """Stores the logits `[1, V]` of each step."""
+    """A logits processor that records the logits `[1, V]` of each step."""
 
     def __init__(self) -> None:
         self.logits: list[Tensor] = []
@@ -63,9 +66,9 @@ class Record(LogitsProcessor):
 
 
 def variants(model: PreTrainedModel) -> Iterator[tuple[str, list[Change]]]:
-    """Ways to make the family's frequencies depend on the length, by name; then the family as is.
+    """Yield ways to make the family's frequencies depend on the length, by name; last, no change.
 
-    A name may have several changes, each for a model of its own.
+    A name may have several changes, each for a separate model.
     """
     parameters = vars(model.config.get_text_config(decoder=True)).get("rope_parameters")
     sizes = {
@@ -81,7 +84,7 @@ def variants(model: PreTrainedModel) -> Iterator[tuple[str, list[Change]]]:
 
 
 def _all_parameters(config: Any) -> dict[str, dict[str, Any]]:
-    """The rotary parameters of a configuration, by the name of the frequencies made of them."""
+    """Return the rotary parameters of a configuration, by the name of their frequencies."""
     parameters = config.rope_parameters
     by_type = {
         f"{kind}_inv_freq": part for kind, part in parameters.items() if isinstance(part, dict)
@@ -90,9 +93,9 @@ def _all_parameters(config: Any) -> dict[str, dict[str, Any]]:
 
 
 def _longrope(sizes: dict[str, int], switch: int, config: Any) -> None:
-    """Two sets of frequencies, for sequences up to `switch` tokens and above it.
+    """Set two sets of frequencies: one for sequences up to `switch` tokens, one for longer ones.
 
-    sizes: count of frequencies, by name.
+    `sizes` has the number of frequencies, by name.
     """
     for name, parameters in _all_parameters(config).items():
         size = sizes.get(name, min(sizes.values()))
@@ -108,14 +111,15 @@ def _longrope(sizes: dict[str, int], switch: int, config: Any) -> None:
 
 
 def _dynamic(config: Any) -> None:
-    """Frequencies that follow the length of each sequence above the first of `SWITCHES`."""
+    """Set frequencies that follow the length of sequences above the first of `SWITCHES`."""
     for parameters in _all_parameters(config).values():
         parameters.update(rope_type="dynamic", factor=4.0)
     config.max_position_embeddings = SWITCHES[0]
 
 
 def own_logits(model: PreTrainedModel, ids: Tensor) -> list[Tensor]:
-    """Logits `[1, V]` of the model alone for each token of ids int64 `[1, N]` after the prompt."""
+    """Return the model's own logits `[1, V]` for each token of ids int64 `[1, N]` after the
+    prompt."""
     logits, start, cache = [], 0, None
     again = model.config.model_type in REREADING
     with torch.no_grad():
@@ -133,9 +137,9 @@ def own_logits(model: PreTrainedModel, ids: Tensor) -> list[Tensor]:
 
 
 def difference(model: PreTrainedModel, plain: PreTrainedModel, ids: Tensor) -> float:
-    """The largest difference of a logit, in parts of the largest one; infinite for no number.
+    """Return the largest difference of logits relative to the largest logit; infinite for NaN.
 
-    plain: the same model, of which no rotary embedding has seen the longer sequence.
+    `plain` is the same model with rotary embeddings that have not seen the longer sequence.
     """
     record, model.generation_config = Record(), GenerationConfig(pad_token_id=0)
     with kvhf.attach(model, **REGIONS) as cache:
@@ -155,10 +159,15 @@ def difference(model: PreTrainedModel, plain: PreTrainedModel, ids: Tensor) -> f
 
 
 def crossed(family: str, model: PreTrainedModel, ids: Tensor) -> tuple[str, float]:
-    """What a family crosses, the first of `variants` that it can have, and the difference there.
+    """Test the first of `variants` that the family can have.
 
-    model: of the family as is; ids: int64 `[N]`, of which `LONG` are the prompt. Raises what
-    `kvhf.generate` raises.
+    Args:
+        family: Name of the family.
+        model: An unchanged model of the family.
+        ids: Int64 `[N]`, of which `LONG` are the prompt.
+
+    Returns:
+        What the family crosses, and the difference of logits.
     """
     if family in TIED:
         return "no: equal scores of its indexer", 0.0
@@ -174,7 +183,7 @@ def crossed(family: str, model: PreTrainedModel, ids: Tensor) -> tuple[str, floa
 
 
 def _own_failure(model: PreTrainedModel, ids: Tensor) -> str:
-    """The class of what the model's own `generate` raises, or ""."""
+    """Return the class of the error that the model's own `generate` raises, or ""."""
     try:
         model.generate(ids, max_new_tokens=1)
     except Exception as error:
@@ -185,7 +194,7 @@ def _own_failure(model: PreTrainedModel, ids: Tensor) -> str:
 def _pair(
     family: str, model: PreTrainedModel, change: Change, ids: Tensor
 ) -> tuple[PreTrainedModel, PreTrainedModel]:
-    """A changed model twice. Raises where the family cannot have the change, or it does nothing."""
+    """Make a changed model twice. Raise an error if the change is impossible or has no effect."""
     if change is None:
         return model, model
     pair = build(family, change), build(family, change)

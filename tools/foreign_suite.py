@@ -1,12 +1,16 @@
 """Run transformers' own generation tests with every `generate` going through `attach`.
 
-    PYTHONPATH=.:adapters python tools/foreign_suite.py --transformers CHECKOUT [--families NAME …]
+```
+PYTHONPATH=.:adapters python tools/foreign_suite.py --transformers CHECKOUT [--families NAME …]
+```
 
-CHECKOUT is a checkout of transformers' sources; its tests run on its own `src`. Each call of
-`generate` in a test of `GenerationTesterMixin` runs twice, on a copy of the model as it is and on
-the model with an index that returns every row; tokens, scores and logits must agree, and the test
-goes on with the index's output. Says what is left out. Exit status 1 where anything else fails.
-Needs what those tests import: pytest, parameterized, pytest-rerunfailures, datasets.
+CHECKOUT is a checkout of transformers' sources, whose tests run on its own `src`. Each call of
+`generate` in a test of `GenerationTesterMixin` runs twice: on a copy of the plain model, and on the
+model with an index that returns every row. Tokens, scores and logits must agree. The test then
+continues with the index's output.
+
+The command prints which tests are left out, and exits with status 1 if any other fails. It needs
+the packages that those tests import: pytest, parameterized, pytest-rerunfailures, datasets.
 """
 
 from __future__ import annotations
@@ -30,7 +34,7 @@ FAMILIES = ("llama", "qwen3", "phi3", "gemma3", "olmo3")  # the last two have sl
 INDEXES = ("exact", "pariskv:beta=1")
 REGIONS = dict(sink=1, local_window=2, update_every=2, dense_below=0)
 EVERY_ROW = 500
-TOLERANCE = 1e-4  # of scores and logits; the tests ask for 1e-5 where they compare two of ours
+TOLERANCE = 1e-4  # of scores and logits; the tests themselves use 1e-5 for two of our outputs
 
 QUIET = ("-q", "--no-header", "--tb=short", "--show-capture=no", "-Wignore", "-pno:cacheprovider")
 STATIC = "a static cache, which attach() replaces"
@@ -47,14 +51,14 @@ LEFT_OUT = {
     "test_assisted_decoding_sample": ITSELF,
     "test_eager_matches_": "compares two attention implementations; attach() is a third",
 }
-"""Tests, or how their names begin, and why they cannot run through `attach`."""
+"""Test, or the beginning of its name -> why it cannot run through `attach`."""
 
 ADAPTED = (
-    "prompts are padded on the left, as generation needs them, and nowhere else",
-    "prompts are longer than sliding windows; weights are larger, so that a wrong row shows",
-    "no attention weights are asked for: no step computes them",
-    "use_cache=False becomes True: the cache is what is tested",
-    "caches are compared by their lengths: an index holds no tensors of keys and values",
+    "prompts are padded on the left only, as generation needs them",
+    "prompts are longer than sliding windows, and weights are larger, so that a wrong row shows",
+    "attention weights are not requested, because no step computes them",
+    "use_cache=False becomes True, because the cache is tested",
+    "caches are compared by length, because an index has no tensors of all keys and values",
 )
 
 
@@ -77,7 +81,7 @@ class Suite:
         self.inside = False
 
     def pytest_collection_modifyitems(self, items: list[Any]) -> None:
-        """Keep the mixin's tests, less those that are left out, and adapt their classes."""
+        """Select the mixin's tests except those that are left out, and adapt their classes."""
         from tests.causal_lm_tester import CausalLMModelTest
         from tests.generation.test_utils import GenerationTesterMixin
 
@@ -116,7 +120,7 @@ class Suite:
             self.copies.clear()
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Sort the test: passed, failed, skipped by itself, or without a call of `generate`."""
+        """Count the test as passed, failed, skipped, or without a call of `generate`."""
         if report.skipped and isinstance(report.longrepr, tuple):
             self.leave_out(report.nodeid, report.longrepr[2].replace("Skipped", "skips itself"))
         elif report.when == "call" and report.passed and self.calls == self.calls_before:
@@ -125,15 +129,15 @@ class Suite:
             self.outcomes[report.outcome] += 1
 
     def leave_out(self, node: str, reason: str) -> None:
-        """Note why a test says nothing of `attach`."""
+        """Record why a test does not test `attach`."""
         test, family = node.rpartition("::")[2], Path(node.partition("::")[0]).parent.name
         self.left_out.setdefault((test, reason), []).append(family)
 
     def routed(self, model: Any, *args: Any, **kwargs: Any) -> Any:
-        """What `generate` gives through the index, compared with what it gives without."""
+        """Return the result of `generate` with the index, compared with the result without."""
         import torch
 
-        if self.inside:  # an assistant's own
+        if self.inside:  # a call by an assistant model
             return self.generate(model, *args, **kwargs)
         cache = past = kwargs.pop("past_key_values", None)
         kwargs["use_cache"] = True
@@ -156,12 +160,12 @@ class Suite:
         compare(output, expected)
         self.calls += 1
         self.copies[id(cache)] = plain, getattr(expected, "past_key_values", None)
-        if isinstance(output, torch.Tensor):  # nobody can go on from this cache
+        if isinstance(output, torch.Tensor):  # the test cannot continue from this cache
             self.close(id(model))
         return output
 
     def close(self, model: int) -> None:
-        """End the context of a model, if it has one."""
+        """Close the context of a model, if it has one."""
         if model in self.open:
             stack, cache = self.open.pop(model)
             self.searches += sum(layer.traffic.steps for layer in cache.attention_layers())
@@ -197,7 +201,7 @@ def adapt(tests: Any, cache_class: type) -> None:
 
 
 def lengths(check: Callable[..., None], cache_class: type) -> Callable[..., None]:
-    """A check of caches that looks at their lengths alone where they are an index's."""
+    """Return a check of caches that only compares lengths if one of them is an index's."""
 
     def checked(self: Any, *args: Any, **kwargs: Any) -> None:
         caches = [one for one in (*args, *kwargs.values()) if isinstance(one, cache_class)]
@@ -210,7 +214,7 @@ def lengths(check: Callable[..., None], cache_class: type) -> Callable[..., None
 
 
 def compare(output: Any, expected: Any) -> None:
-    """Tokens are equal, scores and logits agree. Raises AssertionError."""
+    """Raise AssertionError unless tokens are equal, and scores and logits agree."""
     import torch
 
     if isinstance(expected, torch.Tensor):
@@ -224,7 +228,7 @@ def compare(output: Any, expected: Any) -> None:
 
 
 def run(index: str, k: int, families: list[str]) -> bool:
-    """Run the families' tests through one index and report; whether nothing failed."""
+    """Run the families' tests with one index and print a report. Return True if nothing failed."""
     suite = Suite(index, k)
     files = [f"tests/models/{family}/test_modeling_{family}.py" for family in families]
     pytest.main([*QUIET, "-olog_cli=false", *files], plugins=[suite])
@@ -240,12 +244,25 @@ def run(index: str, k: int, families: list[str]) -> bool:
 
 
 def main() -> int:
-    """Run the suite through each index."""
+    """Run the suite with each index."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--transformers", required=True, type=Path, metavar="CHECKOUT")
-    parser.add_argument("--families", nargs="+", default=FAMILIES, metavar="NAME")
-    parser.add_argument("--index", metavar="LINE", help=f"one of its own; else {INDEXES}")
-    parser.add_argument("--k", type=int, default=EVERY_ROW, help="below all rows, tests must fail")
+    parser.add_argument(
+        "--transformers",
+        required=True,
+        type=Path,
+        metavar="CHECKOUT",
+        help="checkout of transformers' sources",
+    )
+    parser.add_argument(
+        "--families", nargs="+", default=FAMILIES, metavar="NAME", help="families to test"
+    )
+    parser.add_argument("--index", metavar="LINE", help=f"index to test (default: {INDEXES})")
+    parser.add_argument(
+        "--k",
+        type=int,
+        default=EVERY_ROW,
+        help="rows to retrieve; with fewer than all rows, tests must fail",
+    )
     options = parser.parse_args()
     if not (options.transformers / "tests/generation/test_utils.py").exists():
         parser.error(f"--transformers: got {options.transformers}, which has no tests/generation")

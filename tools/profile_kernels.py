@@ -1,13 +1,17 @@
-"""Profile kernels: Nsight Compute counters of each launch alone, with cold caches.
+"""Profile kernels with Nsight Compute: counters of each launch, run alone with cold caches.
 
-    PYTHONPATH=.:adapters python tools/profile_kernels.py [--tokens N] [--keys N]
-        [--works NAME …] --json OUT
+```
+PYTHONPATH=.:adapters python tools/profile_kernels.py [--tokens N] [--keys N]
+    [--works NAME …] --json OUT
+```
 
-Batch 1, H = 32, G = 8, D = 128, bfloat16, k = 100, rows on the host. A work is an index, whose step
-over N tokens is run, `append` (so many keys) or `update` (256 keys of an index whose rows lie on
-the host). `ncu` repeats a launch until all counters are read, one launch at a time: times are
-longer than in a step, where launches overlap. Steps are checked before. Needs `ncu`, and a machine
-that lets it read counters.
+The layer has batch 1, H = 32, G = 8, D = 128, bfloat16, k = 100, and its rows on the host. A work
+is one of three: the name of an index, whose step over N tokens runs; `append`, which appends N
+keys; or `update`, which appends 256 keys to an index with rows on the host.
+
+`ncu` repeats each launch until all counters are read, one launch at a time. Times are therefore
+longer than in a step, where launches overlap. Steps are checked before. The command needs `ncu`,
+and a machine that lets it read counters.
 """
 
 from __future__ import annotations
@@ -51,7 +55,7 @@ COUNTERS = {
     "warps": "sm__warps_active.avg.per_cycle_active",
     **{stall: _PER_ISSUE.format(stall) for stall in STALLS},
 }
-"""By the name in the result; `memory`, `issue`, `shared` are percent of what there is."""
+"""Name in the result -> counter. `memory`, `issue` and `shared` are percent of the peak."""
 
 PIPES = {
     "memory": "memory",
@@ -60,11 +64,11 @@ PIPES = {
 }
 
 MOST = 60
-"""Percent of a pipe from which on it is said to limit a kernel."""
+"""Percent of a pipe's peak from which it counts as the limit of a kernel."""
 
 
 def limit(found: dict[str, Any]) -> str:
-    """What limits a kernel, in words: the busiest pipe, or what its warps wait for."""
+    """Describe what limits a kernel: the busiest pipe, or what its warps wait for."""
     pipe = max(PIPES, key=lambda name: float(found[name]))
     if found[pipe] >= MOST:
         return f"{PIPES[pipe]}, {found[pipe]:.0f}%"
@@ -73,9 +77,12 @@ def limit(found: dict[str, Any]) -> str:
 
 
 def parsed(text: str) -> list[dict[str, Any]]:
-    """Our kernels' launches in a CSV of `ncu --page raw --print-units base`, and their counters.
+    """Read the launches of our kernels and their counters from a CSV file of `ncu`.
 
-    Raises ValueError where there is none, or one without a counter that is no stall's.
+    The file is one of `ncu --page raw --print-units base`.
+
+    Raises:
+        ValueError: There is no launch, or a launch lacks a counter (other than of stalls).
     """
     lines = text.splitlines()
     starts = [i for i, line in enumerate(lines) if line.startswith('"ID"')]
@@ -86,14 +93,14 @@ def parsed(text: str) -> list[dict[str, Any]]:
     found = []
     for row in table:
         if not re.fullmatch(r"\w+", row["Kernel Name"]):
-            continue  # torch's, whose names have types
+            continue  # a kernel of torch, whose name contains types
         one: dict[str, Any] = {"kernel": row["Kernel Name"], "grid": row["Grid Size"]}
         for name, counter in COUNTERS.items():
             try:
                 one[name] = float(row[counter].replace(",", ""))
             except (KeyError, ValueError) as error:
                 if name in STALLS:
-                    one[name] = 0.0  # not every GPU has each
+                    one[name] = 0.0  # not every GPU has every counter of stalls
                     continue
                 raise ValueError(f"ncu: got no {counter} of {one['kernel']}") from error
         one["us"] /= 1e3
@@ -102,12 +109,12 @@ def parsed(text: str) -> list[dict[str, Any]]:
 
 
 def work_of(name: str, tokens: int, keys: int) -> Callable[[], Any]:
-    """What a work runs."""
+    """Return a function that runs a work."""
     g = workload.geometry("cuda")
     if name in STEPS:
         check(g, name)
         work, numbers = workload.Layers(g, name, "host", tokens=tokens), count()
-        return lambda: (work.ask(next(numbers)), work.run())  # no row is in the cache
+        return lambda: (work.ask(next(numbers)), work.run())  # the cache has no row
     some = keys if name == "append" else 256
     drawn = next(workload.tokens_of(g, 0, 1, some, some))
     index = workload.created(g, "pariskv", store="device" if name == "append" else "host")
@@ -121,7 +128,7 @@ def work_of(name: str, tokens: int, keys: int) -> Callable[[], Any]:
 
 
 def run(name: str, tokens: int, keys: int) -> None:
-    """A work, once to compile what it needs and once between the profiler's start and stop."""
+    """Run a work once to compile its kernels, and once between the profiler's start and stop."""
     once = work_of(name, tokens, keys)
     once()
     torch.cuda.synchronize()
@@ -132,7 +139,7 @@ def run(name: str, tokens: int, keys: int) -> None:
 
 
 def profiled(name: str, given: argparse.Namespace, ncu: str) -> list[dict[str, Any]]:
-    """The launches of a work. Raises ValueError where `ncu` says none."""
+    """Return the launches of a work. Raise ValueError if `ncu` reports none."""
     inner = [sys.executable, __file__, "--run", name, "--tokens", str(given.tokens)]
     paths = [str(ROOT), str(ROOT / "adapters"), os.environ.get("PYTHONPATH", "")]
     with tempfile.TemporaryDirectory() as folder:
@@ -149,13 +156,15 @@ def profiled(name: str, given: argparse.Namespace, ncu: str) -> list[dict[str, A
 
 
 def arguments(given: list[str] | None = None) -> argparse.Namespace:
-    """What the command was told; exits with words where it cannot be done."""
+    """Parse the command line. Exit with a message if it is wrong."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--tokens", type=int, default=2**17, help="that a step searches")
-    parser.add_argument("--keys", type=int, default=2**20, help="that are appended")
-    parser.add_argument("--works", nargs="+", choices=WORKS, default=list(WORKS))
-    parser.add_argument("--run", choices=WORKS, help="only run it, as ncu does")
-    parser.add_argument("--json", type=output())
+    parser.add_argument("--tokens", type=int, default=2**17, help="tokens that a step searches")
+    parser.add_argument("--keys", type=int, default=2**20, help="keys that `append` appends")
+    parser.add_argument(
+        "--works", nargs="+", choices=WORKS, default=list(WORKS), help="works to profile"
+    )
+    parser.add_argument("--run", choices=WORKS, help="run one work without ncu, which calls this")
+    parser.add_argument("--json", type=output(), help="file for the result")
     found = parser.parse_args(given)
     if not found.run and found.json is None:
         parser.error("json: got None, allowed is a file in a folder that exists")
@@ -165,14 +174,14 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
 
 
 def main() -> None:
-    """Run a work, or have ncu run each of them, and write."""
+    """Run one work, or let ncu run each of them, and write the result."""
     given = arguments()
     if given.run:
         with torch.no_grad():
             run(given.run, given.tokens, given.keys)
         return
     if (ncu := shutil.which("ncu") or shutil.which("/usr/local/cuda/bin/ncu")) is None:
-        sys.exit("this needs ncu, of NVIDIA Nsight Compute, which is not in the path")
+        sys.exit("ncu: not found in the path; it is part of NVIDIA Nsight Compute")
     result: dict[str, Any] = {name: getattr(given, name) for name in ("tokens", "keys")}
     result |= {"machine": describe("cuda"), "works": {}, "notes": []}
     for name in given.works:

@@ -1,10 +1,10 @@
-"""Instrument copies of kernels with %globaltimer stamps at points of their source.
+"""Compile copies of kernels that store the time (%globaltimer) at points of their source.
 
-Points of a kernel that is launched: its start, its end (wherever a block leaves it), and after each
-line of it that is a wait, a barrier or a tell: `after_previous();`, `let_next_begin();`,
-`await(…);`, `tell(…);`, `__syncthreads();`, also behind an `if` or `else` on that line. A line that
-ends in `// MARK` is a point as well, after its statement or brace, also in functions before the
-kernel; not in headers. Thread 0 of each block stamps; in a loop the last time counts.
+A kernel has points at its start, at its end (wherever a block leaves it), and after each line that
+waits or signals: `after_previous();`, `let_next_begin();`, `await(…);`, `tell(…);`,
+`__syncthreads();`, also behind an `if` or `else` on that line. A line that ends in `// MARK` is a
+point as well, after its statement or brace. This works also in functions before the kernel, but not
+in headers. Thread 0 of each block stores the time. In a loop, the last time counts.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import torch
 from kvindex_cuda.runtime import launch as launching
 
 BLOCKS = 4096
-"""Of a kernel, that are stamped: the first."""
+"""Number of blocks of a kernel, from the first, that store times."""
 
 HEAD = r"__global__\s+void\s+(?:__launch_bounds__\((?:[^()]|\([^()]*\))*\)\s*)?%s\("
 COMMENT = re.compile(r"//[^\n]*")
@@ -60,7 +60,7 @@ struct Leaving {{
 
 @dataclass(frozen=True)
 class Point:
-    """A place in a kernel's file. kernel: that it is in, or whose file it is in; line: from 1."""
+    """A point in a kernel's file: the kernel, the line (from 1), and the text of the line."""
 
     kernel: str
     line: int
@@ -70,9 +70,19 @@ class Point:
 def stamped(
     text: str, kernels: list[str], *, file: str, first: int = 0
 ) -> tuple[str, dict[int, Point]]:
-    """A source with stamps, lines as they were, and its points by number, from `first` on.
+    """Insert stamps into a source without changing its line numbers.
 
-    kernels: whose waits are points. Raises ValueError for a MARK in the middle of a statement.
+    Args:
+        text: The source.
+        kernels: Kernels whose waits are points.
+        file: Name of the source, for messages.
+        first: Number of the first point.
+
+    Returns:
+        The new source, and its points by number.
+
+    Raises:
+        ValueError: A MARK is in the middle of a statement.
     """
     points: dict[int, Point] = {}
 
@@ -106,7 +116,7 @@ def stamped(
 
 
 def _body(text: str, kernel: str, file: str) -> tuple[int, int]:
-    """Where a kernel's braces are."""
+    """Find the positions of a kernel's braces."""
     plain = COMMENT.sub(lambda found: " " * len(found[0]), text)
     head = re.search(HEAD % kernel, plain)
     if head is None:
@@ -116,7 +126,7 @@ def _body(text: str, kernel: str, file: str) -> tuple[int, int]:
 
 
 def _closing(text: str, opened: int) -> int:
-    """Where the bracket at `opened` is closed."""
+    """Find the position that closes the bracket at `opened`."""
     depth, one = 0, text[opened]
     other = {"(": ")", "{": "}"}[one]
     for at in range(opened, len(text)):
@@ -128,7 +138,10 @@ def _closing(text: str, opened: int) -> int:
 
 @contextmanager
 def launched() -> Iterator[dict[str, str]]:
-    """Files of the kernels that are launched meanwhile, by name, in the order of their launches."""
+    """Record the files of the kernels that are launched in this context, by kernel name.
+
+    The names are in the order of the launches.
+    """
     found: dict[str, str] = {}
     before = dict(launching.LOADERS)
 
@@ -144,10 +157,11 @@ def launched() -> Iterator[dict[str, str]]:
 
 
 class Stamped:
-    """While it is entered, these kernels are compiled anew, with stamps.
+    """A context in which these kernels are compiled again, with stamps.
 
-    points: by number, in the order of `kernels`, which `launched` gives; marks int64
-    `[points, BLOCKS]`, nanoseconds, 0 where nothing was stamped.
+    Args:
+        kernels: Kernel name -> file, from `launched`. Points are numbered in this order.
+        device: Device of `marks`, int64 `[points, BLOCKS]`: nanoseconds, or 0 without a stamp.
     """
 
     def __init__(self, kernels: dict[str, str], device: torch.device | str) -> None:
@@ -182,4 +196,4 @@ class Stamped:
 
     def _load(self, loader: launching.Loader, file: str, name: str, defines: Any) -> Any:
         more = (("STAMPED_AT", self.marks.data_ptr()),) if file in self._texts else ()
-        return loader(file, name, defines + more)  # by which a loader tells both apart
+        return loader(file, name, defines + more)  # another define gives another compiled kernel

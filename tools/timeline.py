@@ -1,16 +1,20 @@
-"""Timeline of a step's kernels: when blocks begin, wait, resume and end.
+"""Measure when the blocks of a step's kernels begin, wait, resume and end.
 
-    PYTHONPATH=.:adapters python tools/timeline.py [--tokens N] [--rows host] [--index SPEC]
-        [--q-heads H] [--kv-heads G] [--decoder SHAPE] [--hit-rate H] [--replays R] --json OUT
+```
+PYTHONPATH=.:adapters python tools/timeline.py [--tokens N] [--rows host] [--index SPEC]
+    [--q-heads H] [--kv-heads G] [--decoder SHAPE] [--hit-rate H] [--replays R] --json OUT
+```
 
-The step is that of `benchmarks/latency.py`, batch 1, or of other heads; with `--decoder` that of a
-layer inside a token of `benchmarks/generation.py`. Its kernels are compiled a second time from a
-copy that stamps %globaltimer at the points that `stamps.py` tells; end a line of a kernel in
-`// MARK` for one more. Times are of the last layer of a graph of 16, or of a token, in µs since the
-first block of its first kernel began: for each point of the first, the median and the last block,
-each the median over replays. Stamps cost registers and stores: a line says what the step, or the
-token, takes with them and without. Another says the least difference between two stamps; where
-that is a µs, the device's timer is too coarse.
+The step is that of `benchmarks/latency.py` with batch 1. With `--decoder` it is a layer's step
+inside a decode step of `benchmarks/generation.py`. The kernels are compiled a second time from a
+copy that stores %globaltimer at the points that `stamps.py` describes. To add a point, end a line
+of a kernel in `// MARK`.
+
+Times are of the last layer in a graph of 16 layers, or in a decode step, in µs since the first
+block of its first kernel began. Each point has the times of the first, the median and the last
+block, each as the median over replays. Stamps cost registers and stores, so the command also prints
+the time with and without them. It prints the smallest difference of two stamps as well; if that is
+about 1 µs, the device's timer is too coarse.
 """
 
 from __future__ import annotations
@@ -40,12 +44,16 @@ from kvindex_adapters.evaluate.output_files import output, write_json
 
 
 def arguments(given: list[str] | None = None) -> argparse.Namespace:
-    """What the command was told; exits with words where it cannot be done."""
+    """Parse the command line. Exit with a message if it is wrong."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--tokens", type=int, default=131_072)
-    parser.add_argument("--rows", choices=("host", "device"), default="host", help="where they lie")
+    parser.add_argument(
+        "--rows", choices=("host", "device"), default="host", help="memory that stores the rows"
+    )
     add_heads(parser)
-    parser.add_argument("--decoder", choices=SHAPES, help="a step inside a token of that shape")
+    parser.add_argument(
+        "--decoder", choices=SHAPES, help="measure inside a decode step of a model of this shape"
+    )
     add_index(parser)
     parser.add_argument("--json", type=output(), required=True)
     found = parser.parse_args(given)
@@ -59,8 +67,16 @@ def measure(
 ) -> dict[str, Any]:
     """Stamp the kernels of a step, and replay it.
 
-    before: is called with the number of each replay; capture: gives what `replay`s a run. Raises
-    SystemExit where the stamped step is wrong, ValueError for a MARK that cannot be stamped.
+    Args:
+        work: The layers.
+        before: Called with the number of each replay.
+        replays: Number of replays.
+        timed: Times a run.
+        capture: Returns an object that can `replay` a run.
+
+    Raises:
+        SystemExit: The stamped step gives wrong results.
+        ValueError: A MARK cannot be stamped.
     """
     with launched() as kernels:
         want = work.answers()
@@ -83,7 +99,7 @@ def measure(
 def measure_token(
     shape: Shape, g: Geometry, index: str, tokens: int, hit_rate: float, replays: int
 ) -> dict[str, Any]:
-    """Stamp the kernels of the index in a decoder's token, and replay it."""
+    """Stamp the kernels of the index in a decoder's step, and replay it."""
     weights, room = weights_of(shape, g), token.MOST_SHARPENED + 4 * (replays + token.WARM)
     layers = token.indexed(g, index, tokens, shape.layers, room)
 
@@ -94,7 +110,7 @@ def measure_token(
         return 1e3 * statistics.median(plan.turn(replays)["device_ms"])
 
     plain = plan()
-    plain.turn(1)  # op by op
+    plain.turn(1)  # without a graph
     with launched() as found:
         plain.turn(1)
     kernels = {name: file for name, file in found.items() if file.startswith("step/")}
@@ -113,7 +129,7 @@ def measure_token(
 
 
 def of_stamps(stamps: Stamped, names: list[str], taken: list[Tensor]) -> dict[str, Any]:
-    """Points of kernels in the order of their launches, and how fine stamps are."""
+    """Return the points of kernels in the order of their launches, and the resolution of stamps."""
     apart = taken[-1][taken[-1] > 0].unique().diff()
     tick_ns = int(apart.min()) if len(apart) else 0
     return {"tick_ns": tick_ns, "points": figures(stamps.points, names, taken)}
@@ -122,7 +138,8 @@ def of_stamps(stamps: Stamped, names: list[str], taken: list[Tensor]) -> dict[st
 def figures(
     points: dict[int, Point], names: list[str], taken: list[Tensor]
 ) -> list[dict[str, Any]]:
-    """Of each point that was come by, in order: when, in µs. taken: marks of each replay."""
+    """Return the times in µs of each point that was reached, in order, from the marks of each
+    replay."""
     begun = next(n for n, at in points.items() if (at.kernel, at.what) == (names[0], "start"))
     found = []
     for number in sorted(points, key=lambda n: (names.index(points[n].kernel), points[n].line, n)):
@@ -130,7 +147,7 @@ def figures(
         for marks in taken:
             start = marks[begun][marks[begun] > 0].min()
             mine = marks[number]
-            # what is earlier was left by a layer before: this one did not come by
+            # earlier times are of a previous layer: this layer did not reach the point
             if len(blocks := mine[mine >= start]):
                 there.append((blocks - start).double() / 1e3)
         if there:
@@ -145,7 +162,7 @@ def figures(
 
 
 def shown(result: dict[str, Any]) -> str:
-    """A table, and what stamps cost."""
+    """Make a table, with the cost of stamps."""
     rows = [
         (
             *(point["kernel"], str(point["blocks"])),
@@ -163,7 +180,7 @@ def shown(result: dict[str, Any]) -> str:
 
 
 def main(given: list[str] | None = None) -> None:
-    """Check, measure, write, print."""
+    """Check, measure, write and print."""
     told = arguments(given)
     g = replace(workload.geometry("cuda"), q_heads=told.q_heads, kv_heads=told.kv_heads)
     names = "tokens", "rows", "q_heads", "kv_heads", "decoder", "index", "hit_rate"

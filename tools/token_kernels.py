@@ -1,12 +1,14 @@
-"""Where a decoder's token goes on a GPU: its kernels, by their time in a few replays.
+"""List the kernels of a decode step on a GPU, by their time in a few replays.
 
-    PYTHONPATH=.:adapters python tools/token_kernels.py [--decoder SHAPE] [--context N]
-        [--index SPEC] [--without-attention] [--weights fp8] [--torch-products] [--apart]
-        [--rows R]
+```
+PYTHONPATH=.:adapters python tools/token_kernels.py [--decoder SHAPE] [--context N]
+    [--index SPEC] [--without-attention] [--weights fp8] [--torch-products] [--apart]
+    [--rows R]
+```
 
---apart: no launch begins before the one before it ends.
-The decoder of `benchmarks/common/token.py`. A line for each kernel: microseconds a token in all,
-launches a token, name; then what is left of the time of a replay, the gaps between them.
+The decoder is that of `benchmarks/common/token.py`. Each kernel has a line with microseconds per
+step, launches per step, and its name. The first line has the total; the rest of a replay's time is
+gaps between kernels.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ REPLAYS = 8
 
 
 def lines(plan: token.Plan, rows: int) -> Iterator[str]:
-    """What there is to say of a plan."""
+    """Yield the lines to print for a plan."""
     whole = sorted(plan.turn(4 * REPLAYS)["device_ms"])[2 * REPLAYS] * 1e3
     with profile(activities=[ProfilerActivity.CUDA]) as found:
         plan.turn(REPLAYS)
@@ -34,23 +36,27 @@ def lines(plan: token.Plan, rows: int) -> Iterator[str]:
     kernels = [one for one in kernels if one.self_device_time_total > 0]
     busy = sum(one.self_device_time_total for one in kernels) / REPLAYS
     count = sum(one.count for one in kernels) / REPLAYS
-    yield f"{whole:8.0f} us a token; kernels {busy:.0f} us, {count:.0f} launches"
+    yield f"{whole:8.0f} us per step; kernels {busy:.0f} us, {count:.0f} launches"
     for one in kernels[:rows]:
         us, launches = one.self_device_time_total / REPLAYS, one.count / REPLAYS
         yield f"{us:8.1f} us {launches:7.1f} x {one.key[:100]}"
 
 
 def main() -> None:
-    """Make the decoder, replay, print."""
+    """Make the decoder, replay it, and print its kernels."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--decoder", choices=SHAPES, default="qwen3-8b")
-    parser.add_argument("--context", type=int, default=32_768)
-    parser.add_argument("--index", default="pariskv")
-    parser.add_argument("--without-attention", action="store_true")
-    parser.add_argument("--torch-products", action="store_true")
-    parser.add_argument("--weights", choices=WEIGHTS, default=PLAIN)
-    parser.add_argument("--apart", action="store_true", help="launches do not overlap")
-    parser.add_argument("--rows", type=int, default=24, help="kernels that are shown")
+    parser.add_argument("--decoder", choices=SHAPES, default="qwen3-8b", help="shape of the model")
+    parser.add_argument("--context", type=int, default=32_768, help="tokens that an index stores")
+    parser.add_argument("--index", default="pariskv", help="name and options of the index")
+    parser.add_argument("--without-attention", action="store_true", help="leave out attention")
+    parser.add_argument(
+        "--torch-products", action="store_true", help="use torch's matrix products, not Triton's"
+    )
+    parser.add_argument("--weights", choices=WEIGHTS, default=PLAIN, help="precision of weights")
+    parser.add_argument(
+        "--apart", action="store_true", help="begin no launch before the previous one ends"
+    )
+    parser.add_argument("--rows", type=int, default=24, help="number of kernels to print")
     given = parser.parse_args()
     shape = SHAPES[given.decoder]
     g = shape.geometry(torch.bfloat16, "cuda")

@@ -1,7 +1,8 @@
-"""Worker process of `compare_trees.py`: builds a tree's step once, and times it on request.
+"""Worker process of `compare_trees.py`: builds a checkout's step once, and times it on request.
 
-Commands come on standard input, a JSON list a line: a name, then arguments. Each gets a line of
-JSON: what was found, or `error`. What is imported is the tree's own, by PYTHONPATH.
+It reads commands from standard input, one JSON list per line: a name, then arguments. Each command
+gets one line of JSON, with the result or with `error`. PYTHONPATH selects the checkout that is
+imported.
 """
 
 from __future__ import annotations
@@ -30,12 +31,12 @@ from kvindex.core.geometry import Geometry
 from kvindex_adapters.evaluate.machine import describe
 
 COMMANDS = ("check", "build", "round")
-"""After `start`."""
+"""Commands after `start`."""
 
 
 @dataclass
 class Bench:
-    """A step of one tree, and its times. Methods are commands and give what is written as JSON."""
+    """A step of one checkout, and its times. Methods are commands, and return values for JSON."""
 
     timed: Timed
     geometry: Geometry
@@ -43,17 +44,18 @@ class Bench:
     hit_rate: float = 0.9
     batch: int = 1
     layers: int = 16
-    trees: int = 1  # that share the machine
-    sizes: dict[str, Any] = field(default_factory=dict)  # more for `Layers`
+    trees: int = 1  # checkouts that share the machine
+    sizes: dict[str, Any] = field(default_factory=dict)  # further options of `Layers`
     tokens: int = 0
-    works: dict[str, Any] = field(default_factory=dict)  # by place of rows, and `update`
+    works: dict[str, Any] = field(default_factory=dict)  # by where rows are stored, and `update`
 
     def check(self) -> dict[str, Any]:
-        """Raises SystemExit where the step is wrong."""
+        """Check the step's results. Raise SystemExit if they are wrong."""
         return {"check": check(self.geometry, self.index, **self.sizes)}
 
     def build(self, tokens: int, places: list[str]) -> dict[str, Any]:
-        """Steps over so many tokens, with rows here or there. Raises SystemExit if wrong."""
+        """Build steps over a number of tokens for each place of the rows. Raise SystemExit if
+        wrong."""
         self.tokens, self.works = tokens, {}
         workload.free()
         g, share = self.geometry, 0.4 / self.trees
@@ -69,7 +71,7 @@ class Bench:
         return {"layers": layers}
 
     def round(self, places: list[str]) -> dict[str, Any]:
-        """µs of a layer's step with rows at each of these places, of an append, of updates."""
+        """Return µs per layer: of a step for each place of the rows, of an append, of updates."""
         return {place: self._round(place) for place in places}
 
     def _round(self, place: str) -> Any:
@@ -85,7 +87,7 @@ class Bench:
 
 
 def start(options: dict[str, Any]) -> tuple[Bench, dict[str, Any]]:
-    """What answers the other commands, the machine, and where modules come from."""
+    """Return the object that answers commands, the machine, and the files of imported modules."""
     timed, heads = GraphTimer(options.pop("replays")), ("q_heads", "kv_heads")
     sizes = {name: options.pop(name) for name in heads}
     bench = Bench(timed, replace(workload.geometry("cuda"), **sizes), **options)
@@ -105,7 +107,7 @@ def serve(lines: Iterable[str], out: TextIO, begin: Callable[..., tuple[Any, Any
                 raise ValueError(f"got {name!r}, allowed are 'start' and then {COMMANDS}")
             else:
                 found = getattr(bench, name)(*given)
-        except (Exception, SystemExit) as error:  # which is told; the driver then ends this process
+        except (Exception, SystemExit) as error:  # the driver gets it, and ends this process
             traceback.print_exc()
             found = {"error": f"{type(error).__name__}: {error}"}
         out.write(json.dumps(found) + "\n")
@@ -114,6 +116,6 @@ def serve(lines: Iterable[str], out: TextIO, begin: Callable[..., tuple[Any, Any
 
 if __name__ == "__main__":
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # what anything prints goes to the log
+    os.dup2(2, 1)  # everything that is printed goes to the log
     with torch.no_grad():
         serve(sys.stdin, answers)

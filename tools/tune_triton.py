@@ -1,13 +1,18 @@
-"""Time a decoder's tokens with other tiles for a product, on a GPU; print lines for `tiles.py`.
+"""Find the fastest tiles of a decoder's matrix products on a GPU, and print lines for `tiles.py`.
 
-    PYTHONPATH=.:adapters python tools/tune_triton.py [--decoder SHAPE] [--batch B …]
-        [--weights fp8] [--context N] [--rounds R] [--json OUT]
+```
+PYTHONPATH=.:adapters python tools/tune_triton.py [--decoder SHAPE] [--batch B …]
+    [--weights fp8] [--context N] [--rounds R] [--json OUT]
+```
 
-The tokens are those of `benchmarks/generation.py --decoder`, without attention, or with an index
-over `--context` tokens: of a product alone the fastest tile may not be a token's, for launches
-overlap, and share L2. Each tile's plan takes turns with that of today's tiles. Several sequences
-have one tile: that of the least mean of the ratios of all batches. A line goes into `TILES` of
-`kvindex_cuda/triton/tiles.py`; beside it stand a token's ratio to today's and today's tile.
+Each tile is timed in whole decode steps, because the fastest tile of a product alone may not be the
+fastest in a step, where launches overlap and share the L2 cache. The steps are those of
+`benchmarks/generation.py --decoder`, without attention, or with an index over `--context` tokens.
+Steps with a tile to try alternate with steps with the present tiles.
+
+Several batch sizes share one tile, the one with the smallest mean ratio over all batches. Copy the
+printed lines into `TILES` of `kvindex_cuda/triton/tiles.py`. A comment gives the step's time
+relative to the present tile, and that tile.
 """
 
 from __future__ import annotations
@@ -31,7 +36,7 @@ from kvindex_cuda.triton import Tile, tiles
 from kvindex_cuda.triton.tiles import Case
 
 TOKENS = 16
-"""Of a plan's turn."""
+"""Decode steps of a plan's turn."""
 
 ONE = [
     Tile(),
@@ -51,25 +56,25 @@ SEVERAL = [
     Tile(16, 1024, 8, 3),
     Tile(64, 512, 8, 3),
 ]
-"""Tiles that are tried for one sequence and for several, the usual ones among them."""
+"""Tiles to try for one sequence, and for several. The defaults are among them."""
 
 
 class Asked(dict[Case, Tile]):
-    """A table that keeps what it was asked for."""
+    """A table that records the cases it was asked for."""
 
     def __init__(self, table: dict[Case, Tile]) -> None:
         super().__init__(table)
         self.cases: dict[Case, None] = {}
 
     def get(self, case: Case, default: Any = None) -> Any:
-        """As of a dict."""
+        """Return a tile as a dict does, and record its case."""
         self.cases[case] = None
         return super().get(case, default)
 
 
 @contextmanager
 def using(more: dict[Case, Tile]) -> Iterator[Asked]:
-    """Tokens that are captured meanwhile have these tiles."""
+    """Capture decode steps in this context with these tiles."""
     before, asked = tiles.TILES, Asked(tiles.TILES | more)
     tiles.TILES = asked
     try:
@@ -81,7 +86,8 @@ def using(more: dict[Case, Tile]) -> Iterator[Asked]:
 def ratios(
     shape: Shape, g: Geometry, kind: str, batch: int, context: int, rounds: int
 ) -> dict[Case, dict[Tile, float]]:
-    """Of a token with each tile of each product that has room, to one with today's."""
+    """Return the time of a decode step with each tile of each product, relative to the present
+    tiles."""
     weights, layers = weights_of(shape, g, kind), [token.Nothing()] * shape.layers
     tried = ONE if batch == 1 else SEVERAL
     if context:
@@ -107,7 +113,7 @@ def ratios(
     for _ in range(rounds):
         today = median(base.turn(TOKENS)["device_ms"])
         for (case, tile), one in plans.items():
-            with using({case: tile}):  # should a token be captured anew
+            with using({case: tile}):  # a step may be captured again
                 of[case, tile].append(median(one.turn(TOKENS)["device_ms"]) / today)
     found: dict[Case, dict[Tile, float]] = {}
     for (case, tile), each in of.items():
@@ -116,29 +122,33 @@ def ratios(
 
 
 def line(case: Case, found: Sequence[dict[Tile, float]]) -> str:
-    """The best tile of a case in all batches, as `tiles.TILES` has it. found: ratios of each."""
+    """Return the best tile of a case over all batches, as a line of `tiles.TILES`."""
     all_have = [tile for tile in found[0] if all(tile in one for one in found)]
     means = {tile: geometric_mean(one[tile] for one in found) for tile in all_have}
     best = min(means, key=means.__getitem__)
-    told = f"{means[best]:.3f} of a token, before: {_told(tiles.TILES.get(case))}"
-    return f"    Case({', '.join(map(repr, case))}): {_told(best)},  # {told}"
+    gain = f"{means[best]:.3f} of a step, before: {_shown(tiles.TILES.get(case))}"
+    return f"    Case({', '.join(map(repr, case))}): {_shown(best)},  # {gain}"
 
 
-def _told(tile: Tile | None) -> str:
+def _shown(tile: Tile | None) -> str:
     if tile is None:
-        return "the usual one"
+        return "the default"
     return f"Tile({', '.join(map(str, tile[:4]))}, ahead={tile.ahead})"
 
 
 def main() -> None:
-    """Print a line for each case; write all ratios."""
+    """Print a line for each case, and write all ratios."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--decoder", choices=SHAPES, default="qwen3-8b")
-    parser.add_argument("--batch", nargs="+", type=int, default=[1, 2, 4, 8])
-    parser.add_argument("--weights", choices=WEIGHTS, default=PLAIN)
-    parser.add_argument("--context", type=int, default=0, help="tokens that an index holds")
-    parser.add_argument("--rounds", type=int, default=6)
-    parser.add_argument("--json", type=output())
+    parser.add_argument("--decoder", choices=SHAPES, default="qwen3-8b", help="shape of the model")
+    parser.add_argument(
+        "--batch", nargs="+", type=int, default=[1, 2, 4, 8], help="numbers of sequences"
+    )
+    parser.add_argument("--weights", choices=WEIGHTS, default=PLAIN, help="precision of weights")
+    parser.add_argument(
+        "--context", type=int, default=0, help="tokens that an index stores; 0: no attention"
+    )
+    parser.add_argument("--rounds", type=int, default=6, help="turns of each tile")
+    parser.add_argument("--json", type=output(), help="file for all ratios")
     args = parser.parse_args()
     shape = SHAPES[args.decoder]
     g = shape.geometry(torch.bfloat16, "cuda")
