@@ -1,4 +1,4 @@
-"""What every test runs with: the profile of Hypothesis, marks that are skipped, torch's threads."""
+"""Settings of every test: Hypothesis profile, skipped marks, torch's threads."""
 
 import gc
 import os
@@ -44,15 +44,18 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_collection_finish():
-    """What imports and collection made lives to the end: no collection of garbage looks at it."""
+    """Objects of imports and collection live to the end, so garbage collection can skip them."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture(autouse=True, scope="module")
 def _one_thread(request):
-    """The core's tensors are tiny: threads cost more than they give, most of all on a busy
-    machine. The adapters' tests run a model, with all of them that other workers leave."""
+    """Use one thread, because the core's tensors are tiny.
+
+    Threads cost more than they save, above all on a busy machine. The adapters' tests run a model,
+    and use all threads that other workers leave.
+    """
     threads, workers = torch.get_num_threads(), int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1))
     alone = "adapters" not in request.path.parts
     torch.set_num_threads(1 if alone else max(1, threads // workers))

@@ -1,4 +1,4 @@
-"""docs/adding-an-index.md, followed: its files are written, its commands and its Python run."""
+"""Follow docs/adding-an-index.md: write its files, run its commands and its Python code."""
 
 import os
 import re
@@ -18,20 +18,20 @@ from tests.adapters.tiny import build
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs/adding-an-index.md").read_text()
 BLOCKS = re.findall(r"^([^\n]*)\n\n```(\w+)\n(.*?)^```$", PAGE, flags=re.M | re.S)
-"""The line before, the language, the code."""
+"""The line before a block, its language, its code."""
 
 METADATA = "from setuptools import build_meta as b; b.prepare_metadata_for_build_editable('.')"
 COMMAND = "from kvindex_adapters.cli import main; main()"
 
 
 def plain(text):
-    """Without what differs from run to run: seconds, widths of columns."""
+    """Remove what differs from run to run: seconds, widths of columns."""
     return re.sub(r"\d+\.\d s", "0.0 s", re.sub(r"[ \t]+", " ", text))
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """The author's, with the metadata that `pip install -e .` would write for it."""
+    """The author's folder, with the metadata that `pip install -e .` would write for it."""
     folder = tmp_path_factory.mktemp("sign-dot")
     for before, _, code in BLOCKS:
         if named := re.search(r"`([\w.]+)`:$", before):
@@ -57,7 +57,7 @@ def ran(folder, command):
 
 
 def commands():
-    """Each command of the page, and what the page shows of its output."""
+    """Return each command of the page, and its output as shown there."""
     for _, language, code in BLOCKS:
         if language == "console":
             for part in code.split("$ ")[1:]:
@@ -66,7 +66,7 @@ def commands():
 
 
 def follow(command, folder, capsys):
-    """What a command of the page prints."""
+    """Return what a command of the page prints."""
     if command == "pip install -e .":
         return ""  # as `folder` has it
     if command == "kvindex indexes":

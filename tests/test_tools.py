@@ -1,4 +1,4 @@
-"""The scripts in tools/: what they say of a right answer, and that a wrong one is noticed."""
+"""The scripts in tools/: results for right answers, and errors for wrong ones."""
 
 import importlib
 import subprocess
@@ -14,7 +14,7 @@ TOOLS = Path(__file__).parents[1] / "tools"
 
 @pytest.fixture
 def tool(monkeypatch):
-    """A script of tools/ as a module, by name."""
+    """Import a script of tools/ as a module, by name."""
     monkeypatch.syspath_prepend(str(TOOLS))
     return importlib.import_module
 
@@ -54,7 +54,7 @@ def test_lost_equality_and_differences_are_faults(tool):
 
 
 def test_the_page_is_what_the_results_say(tool):
-    """If not: tools/families.py writes both."""
+    """If this fails, run tools/families.py, which writes both."""
     families = tool("families")
     stored = families.json.loads(families.RESULTS.read_text())
     assert families.page(stored["families"], stored["machine"]) == families.PAGE.read_text()

@@ -1,4 +1,4 @@
-"""What tests of the adapter share: the real model, loaded once; kernels, and graphs."""
+"""Fixtures of the adapter's tests: the real model, loaded once; kernels, and graphs."""
 
 import numpy as np
 import pytest
@@ -22,13 +22,13 @@ def smollm2_model():
 
 
 def in_memory(path, mode="r", dtype=np.uint8):
-    """A file as an array: of a memory map each of a million small slices costs twice as much."""
+    """Read a file into an array. Many small slices of a memory map cost twice as much."""
     return np.fromfile(path, dtype)
 
 
 @pytest.fixture(params=DEVICES)
 def device(request, monkeypatch):
-    """Where the model is; on a CPU the kernels are emulated, and have to be asked for."""
+    """Device of the model. On a CPU the kernels are emulated, and must be requested."""
     if request.param == "cpu":  # as on a GPU, whose host must not ask
         monkeypatch.setattr(ParisKV, "_defers", True)
         monkeypatch.setattr("kvindex.core.check.finite", lambda *_: None)
@@ -38,6 +38,6 @@ def device(request, monkeypatch):
 
 @pytest.fixture
 def graphs(device):
-    """Counts graphs and replays."""
+    """Count graphs and replays."""
     with counted(device, WholeGraph) as counting:
         yield counting

@@ -1,4 +1,4 @@
-"""Tiny random models of many families, and what full attention says of their logits."""
+"""Tiny random models of many families, and their logits with full attention."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ LATENT = dict(
     **dict(kv_lora_rank=16, q_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=16),
     **dict(head_dim=8, num_key_value_heads=4),
 )
-"""Multi-head latent attention."""
+"""Families with multi-head latent attention."""
 MAMBA = dict(mamba_d_state=8, mamba_d_conv=4, mamba_expand=2, use_mamba_kernels=False)
 
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -102,7 +102,7 @@ if "inkling2_text" in CONFIG_MAPPING:  # came after transformers 5.17
 
 
 def build(family: str, **options: Any) -> PreTrainedModel:
-    """A model of the family with random float32 weights, from a fixed seed."""
+    """Make a model of the family with random float32 weights from a fixed seed."""
     torch.manual_seed(0)
     config = AutoConfig.for_model(family, **{**SMALL, **FAMILIES.get(family, {}), **options})
     # sdpa knows no softcap; eager is then the only truth that transformers has
@@ -112,7 +112,7 @@ def build(family: str, **options: Any) -> PreTrainedModel:
 
 
 def prompt(batch: int, length: int, *, padded: bool = False) -> dict[str, Tensor]:
-    """Random ids `[B, N]` and their attention mask; with padding, row b starts 5 b later."""
+    """Return random ids `[B, N]` and their mask; with padding, sequence b starts 5 b later."""
     generator = torch.Generator().manual_seed(length)
     ids = torch.randint(3, VOCABULARY, (batch, length), generator=generator)
     mask = torch.ones_like(ids)
@@ -125,7 +125,7 @@ def prompt(batch: int, length: int, *, padded: bool = False) -> dict[str, Tensor
 def steps(
     model: PreTrainedModel, cache: Any, inputs: dict[str, Tensor], sizes: list[int]
 ) -> list[Tensor]:
-    """Logits `[B, T, V]` of each step when the prompt is read `sizes` tokens at a time."""
+    """Return logits `[B, T, V]` of each step if the prompt is read `sizes` tokens at a time."""
     ids, mask = inputs["input_ids"], inputs["attention_mask"]
     positions = (mask.cumsum(-1) - 1).clamp_min(0)
     logits, start = [], 0
@@ -147,5 +147,5 @@ def steps(
 def dense_steps(
     model: PreTrainedModel, inputs: dict[str, Tensor], sizes: list[int]
 ) -> list[Tensor]:
-    """The same with full attention and transformers' own cache."""
+    """Return the same with full attention and transformers' own cache."""
     return steps(model, DynamicCache(config=model.config), inputs, sizes)

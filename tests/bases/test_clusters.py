@@ -1,4 +1,4 @@
-"""Clusters are a function of the tokens and of the length of the first append."""
+"""Clusters depend only on the tokens and on the length of the first append."""
 
 from functools import partial
 
@@ -32,7 +32,7 @@ def has(name, option):
 
 
 BY_BLOCKS = ["clusterkv", "squeezed"]
-"""Whose clusters are of keys that came together, and which have nothing else."""
+"""Indexes that only have clusters of keys that were appended together."""
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def test_bytes_per_key_and_head(name, clusters):
 
 
 def grown(name, tokens, valid, cuts):
-    """An index of the tokens, in pieces that end at `cuts`."""
+    """Make an index of the tokens, appended in parts that end at `cuts`."""
     index = small(name)
     for start, stop in zip([0, *cuts], cuts, strict=False):
         piece = None if valid is None else valid[:, start:stop]
@@ -82,7 +82,7 @@ def test_there_is_an_index_of_clusters():
 
 @pytest.mark.parametrize("name", NAMES)
 def test_any_interleaving_of_calls_agrees_with_a_fresh_index(name):
-    """As in `test_stateful.py`, where so few tokens wait, with clusters."""
+    """Like `test_stateful.py`, whose few tokens make no clusters, but with clusters."""
     make = partial(kvindex.get(name), **small_options(name))
     check_any_interleaving(make, CASE, steps=settings(STEPS, max_examples=12))
 
@@ -174,7 +174,8 @@ def test_centroids_are_the_means_of_the_raw_keys(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_like_directions_are_clustered_whatever_their_lengths(name):
-    """Keys around 4 far directions, lengths from 1 to 9: clusters are those of the directions."""
+    """Keys are around 4 distant directions with lengths from 1 to 9. Clusters match the
+    directions."""
     generator = torch.Generator().manual_seed(0)
     which = torch.arange(4).repeat(8)
     lengths = 1 + 8 * torch.rand(32, 1, generator=generator)

@@ -1,4 +1,4 @@
-"""What tests of the benchmarks share: sizes that an emulator can do, a tiny model, a tiny shape."""
+"""Fixtures of the benchmarks' tests: sizes for an emulator, a tiny model, a tiny shape."""
 
 from functools import partial
 
@@ -13,7 +13,7 @@ from tests.cuda import emulator
 
 @pytest.fixture
 def small(monkeypatch):
-    """Sizes that an emulator can do."""
+    """Sizes that an emulator can compute."""
     monkeypatch.setattr(correctness, "CHECKED", 768)
     monkeypatch.setattr(workload, "SETS", 1)
     monkeypatch.setattr(decoding, "LOCAL", 16)
@@ -24,7 +24,7 @@ def small(monkeypatch):
 
 @pytest.fixture
 def tiny(tmp_path, monkeypatch):
-    """A tiny model in the place of the real one; options that name two texts and a result."""
+    """Put a tiny model in place of the real one. Return options with two texts and a result."""
     model = build("llama", eos_token_id=None)
 
     def tokenizer(text, **_):
@@ -39,7 +39,7 @@ def tiny(tmp_path, monkeypatch):
 
 @pytest.fixture
 def tiny_decoder(small, tmp_path, monkeypatch):
-    """Arguments of a shape of one layer, whose steps are captured as on a GPU."""
+    """Return arguments of a shape of one layer, whose steps are captured as on a GPU."""
     monkeypatch.setattr(ParisKV, "_defers", True)  # as on a GPU, whose host must not ask
     monkeypatch.setattr("kvindex.core.check.finite", lambda *_: None)
     for module in (token, layer_options):

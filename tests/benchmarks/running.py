@@ -1,4 +1,4 @@
-"""How tests run a script small: its shape, its texts, a clock that runs once."""
+"""Run a script on a small scale: its shape, its texts, and a clock that runs once."""
 
 import json
 from pathlib import Path
@@ -18,7 +18,7 @@ emulated = pytest.mark.skipif(not emulator.available(), reason="no g++ to emulat
 
 
 def timed(run, layers, before=None):
-    """Runs once."""
+    """Run once."""
     if before is not None:
         before(0)
     run()
@@ -26,7 +26,7 @@ def timed(run, layers, before=None):
 
 
 def ran(main, given, monkeypatch):
-    """The result that a script has written."""
+    """Run a script, and return the result that it wrote."""
     monkeypatch.setattr("sys.argv", ["script", *map(str, given)])
     main()
     return json.loads(Path(given[-1]).read_text())

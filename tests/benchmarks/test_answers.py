@@ -1,4 +1,4 @@
-"""Answers: what the pages show of a comparison, whole or of the prompts that all have answered."""
+"""The tables of answers, for whole comparisons or for the prompts that all have answered."""
 
 import importlib
 import json
@@ -16,7 +16,7 @@ from tests.benchmarks.running import MACHINE, ran
 
 @pytest.fixture
 def answered(tmp_path, monkeypatch):
-    """What is kept of a comparison whose instances have depths; no other result is there."""
+    """Store a comparison whose instances have depths. There are no other results."""
     of_report = pytest.importorskip(
         "tests.adapters.evaluate.test_compare_report", exc_type=ImportError
     )

@@ -1,4 +1,4 @@
-"""What kernel developers use: counters, stamps, trees beside one another."""
+"""Tools for kernel developers: counters, stamps, comparison of checkouts."""
 
 import importlib
 import io
@@ -17,7 +17,7 @@ from tests.cuda import emulator
 
 
 def tool(name):
-    """A script of tools/ as a module."""
+    """Import a script of tools/ as a module."""
     sys.path.insert(0, str(ROOT / "tools"))
     try:
         return importlib.import_module(name)
@@ -26,7 +26,7 @@ def tool(name):
 
 
 def counters(profile, **values):
-    """A table as `ncu` writes it."""
+    """Return a table in the format of `ncu`."""
     head = ["ID", "Kernel Name", "Grid Size", *profile.COUNTERS.values()]
     row = [0, "scan", "(8, 1, 1)", *(values.get(name, 0.5) for name in profile.COUNTERS)]
     lines = [head, [""] * len(head), row]

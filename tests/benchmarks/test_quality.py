@@ -1,4 +1,4 @@
-"""Quality: each part of the script on a tiny model, and a search that is wrong beside one."""
+"""Quality: each part of the script on a tiny model, and a wrong search for comparison."""
 
 import pytest
 import torch

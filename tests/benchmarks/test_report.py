@@ -1,4 +1,4 @@
-"""Pages: tables are what the results say, and every script and result is told of."""
+"""Tables of pages equal the results, and pages mention every script and result."""
 
 import importlib
 import json
@@ -11,7 +11,7 @@ from tests.benchmarks.running import ROOT
 
 @pytest.mark.parametrize("path", report.pages(), ids=lambda path: path.name)
 def test_tables_are_what_the_results_say(path):
-    """If not: python -m benchmarks.report."""
+    """If this fails, run python -m benchmarks.report."""
     assert report.rewritten(path.read_text()) == path.read_text()
 
 

@@ -1,4 +1,4 @@
-"""Serving in vLLM, but for the engine: what is compared and timed, of which requests."""
+"""Serving in vLLM, without the engine: which requests are compared and timed."""
 
 import importlib
 import json
@@ -52,7 +52,7 @@ def test_a_served_models_configuration_is_the_shapes():
 
 def test_requests_that_arrive_wait_for_tokens(monkeypatch):
     class Core:
-        """Writes a token of each request a step."""
+        """Writes a token of each request per step."""
 
         def __init__(self):
             self.lengths, self.count = {}, 3

@@ -1,4 +1,4 @@
-"""Steps and appends, on kernels and on a CPU: a right one is timed, a wrong one is refused."""
+"""Steps and appends, with kernels and on a CPU: right ones are timed, wrong ones raise an error."""
 
 import re
 from dataclasses import replace

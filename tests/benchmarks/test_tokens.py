@@ -1,4 +1,5 @@
-"""Tokens of a model, a decoder and ranks: timed in turns, refused where they differ."""
+"""Decode steps of a model, a decoder and ranks are timed in turns; different tokens raise an
+error."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""Turns: a token is counted in the turn that computes it, and no figure is below its floor."""
+"""Turns: a token counts in the turn that computes it, and no time is below its lower bound."""
 
 import time
 from functools import partial
@@ -13,24 +13,25 @@ TOKEN_S, COUNT, AHEAD = 0.004, 20, 4
 
 
 class Device:
-    """Takes `TOKEN_S` for each token that is launched, one after the other, beside the host."""
+    """A device that takes `TOKEN_S` for each launched token, one by one, concurrently with the
+    host."""
 
     def __init__(self):
         self.free = 0.0
 
     def launch(self):
-        """When the token will be done."""
+        """Return the time when the token will be done."""
         self.free = max(self.free, time.perf_counter()) + TOKEN_S
         return self.free
 
     def wait(self, until=None):
-        """For a token, or for all."""
+        """Wait for a token, or for all."""
         left = (self.free if until is None else until) - time.perf_counter()
         time.sleep(max(left, 0))
 
 
 class Ring:
-    """As `TokenRing`, of a device that is none."""
+    """A `TokenRing` of this device."""
 
     device, last = None, None
 
@@ -52,7 +53,7 @@ class Ring:
 
 
 class Graph:
-    """As `TokenGraph`: launches, and the host is late once in a turn."""
+    """A `TokenGraph` that launches, and whose host is late once in a turn."""
 
     ahead = AHEAD
 
@@ -68,7 +69,7 @@ class Graph:
 
 @pytest.fixture
 def plan(monkeypatch):
-    """Gives a plan whose host is late after this token of a turn."""
+    """Return a plan whose host is late after this token of a turn."""
     Ring.device = Device()
     monkeypatch.setattr(token, "TokenRing", Ring)
     monkeypatch.setattr(token, "drained", Ring.device.wait)
@@ -91,7 +92,7 @@ def test_no_token_of_a_turn_is_free_wherever_the_host_is_late(plan, late_at):
 
 
 def test_what_another_plan_has_launched_is_in_no_turn(plan):
-    """Neither as tokens that are there already, nor as time that this plan waits."""
+    """It counts neither as existing tokens nor as time for which this plan waits."""
     one, device = plan(None), Ring.device
     for _ in range(10):
         device.launch()  # another plan's

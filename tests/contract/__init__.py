@@ -1,7 +1,7 @@
 """Checks that tests run over products of indexes, options and shapes.
 
-The others take longer or have tables of their own: `test_contexts.py`, `test_elsewhere.py`,
-`test_faults.py`, `test_limits.py` and `test_bad_input.py` hold every index to them.
+`test_contexts.py`, `test_elsewhere.py`, `test_faults.py`, `test_limits.py` and `test_bad_input.py`
+run further checks on every index, which take longer or have their own tables.
 """
 
 from kvindex.testing import contract

@@ -1,6 +1,6 @@
-"""Bad input: an error that names the argument, the value and what is allowed; nothing changes.
+"""Bad input raises an error that names argument, value and allowed values, and changes nothing.
 
-A little longer than most files: it is a table of what may be wrong, and what reads it.
+The file is long, because it is a table of wrong inputs and the calls that read them.
 """
 
 import copy
@@ -173,7 +173,7 @@ def assert_says(error, words):
 
 @contextmanager
 def named(case):
-    """What fails inside says which case it was."""
+    """Name the case in errors that are raised inside."""
     try:
         yield
     except BaseException as error:
@@ -290,7 +290,7 @@ def test_check_false_never_looks_for_nan():
 
 
 def deferring(place, monkeypatch):
-    """An index whose checks wait, as on a CUDA device (on a CPU: made to)."""
+    """Make an index whose checks are deferred, as on a CUDA device (forced on a CPU)."""
     if place == "cpu":
         monkeypatch.setattr(BaseIndex, "_defers", True)
     return dataclasses.replace(CASE, device=place).index("exact")

@@ -1,4 +1,4 @@
-"""Of an append that was begun, the end comes to the index as it was then, or raises."""
+"""A begun append ends on the same state of the index, or raises an error."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ CASE = Case(q_heads=4, kv_heads=2, head_dim=64, value_dim=64, batch=2)
 @pytest.mark.parametrize("codec", ["plain", "int4"])
 @pytest.mark.parametrize("spec", kvindex.names())
 def test_an_append_does_not_end_on_as_many_other_tokens(spec, codec):
-    """Codes from the center of the first ones would be read from that of the others."""
+    """Codes with the center of the first tokens would be decoded with that of the others."""
     index, fresh = (CASE.index(spec, row_codec=codec) for _ in range(2))
     others = CASE.tokens(40, seed=2)
     index.append(*CASE.tokens(40))

@@ -1,4 +1,5 @@
-"""What an author outside this tree calls: `check_index`, and `python -m kvindex.testing`."""
+"""The calls of an author outside this repository: `check_index`, and `python -m
+kvindex.testing`."""
 
 import subprocess
 import sys
@@ -72,7 +73,7 @@ def test_the_first_case_that_fails_ends_a_check():
     seen = []
 
     def check(make, case):
-        """Never kept."""
+        """An invariant that never holds."""
         seen.append(case)
         raise IndexError(len(seen))
 

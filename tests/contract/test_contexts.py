@@ -1,6 +1,4 @@
-"""Whatever a caller has set in torch (autocast, default dtype and device, inference mode), results
-are the same.
-"""
+"""Results do not depend on torch's settings: autocast, default dtype and device, inference mode."""
 
 import itertools
 from copy import deepcopy
@@ -48,7 +46,7 @@ def test_no_layer_depends_on_the_context(context):
 
 @pytest.mark.parametrize("codec", ["plain", "int4"])
 def test_a_layer_goes_in_and_out_of_inference_mode(codec):
-    """Step by step, and what is made of it: another order, a copy, a state."""
+    """Step by step, with reorders, copies and saved states."""
 
     def life(modes):
         modes = itertools.cycle(modes)
@@ -96,7 +94,7 @@ def test_the_caller_finds_the_context_as_it_was():
 
 
 class Inside:
-    """An index, each call of which is made in a context."""
+    """An index whose calls are all made in a context."""
 
     def __init__(self, index, entered):
         vars(self).update(index=index, entered=entered)

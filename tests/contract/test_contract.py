@@ -1,4 +1,4 @@
-"""Every index that the folder holds, against every invariant."""
+"""Every index in the folder is checked for every invariant."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ ON_GPU = Case(6, 2, 64, 64, torch.bfloat16, device="cuda", batch=2)
 
 
 def case_of(check, name):
-    """One of the cases: each index meets all of them, and so does each check."""
+    """Return one of the cases, so that each index meets all cases, and so does each check."""
     return CASES[(CHECKS.index(check) + SPECS.index(name)) % len(CASES)]
 
 

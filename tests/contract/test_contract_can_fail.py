@@ -1,4 +1,4 @@
-"""Each check of the contract fails on an index that is broken in the way it looks for."""
+"""Each check of the contract fails on an index that is broken in the corresponding way."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Whatever fails, and wherever: an index and a layer are as they were."""
+"""If anything fails anywhere, an index and a layer keep their state."""
 
 import copy
 import pickle
@@ -81,12 +81,12 @@ LAYERS = {
 }
 BESIDE = [name for name in LAYERS if "beside" in name]
 FEW = ["exact", "quest+reuse", *BESIDE]
-"""Layers for which each call is tried; an update is for all."""
+"""Layers for which each call is tried; an update is tried for all."""
 EVERY = SIZES["update_every"]
 
 
 def begun(name):
-    """A layer before a step in which rows leave for the index, and its sequence."""
+    """Make a layer before a step in which rows move to the index, and its sequence."""
     sequence, spec = Sequence.of(CASE, 60), LAYERS[name]
     if spec is None:
         index = Beside(q_heads=4, kv_heads=2, head_dim=16, value_dim=8)
@@ -105,7 +105,7 @@ def begun(name):
 
 
 def goes_on(layer, sequence):
-    """What can be seen of a layer as it goes on, on a copy."""
+    """Return everything observable of a layer as it continues, on a copy."""
     seen = [len(layer), layer.nbytes(), len(layer.index), float(layer.traffic.rows_read)]
     seen.append(layer._updates.pending is None)
     layer, start = copy.deepcopy(layer), len(layer)
@@ -120,7 +120,7 @@ def assert_same(got, want):
 
 
 def hold_to(call_of, count_of, fault, spec, most):
-    """Each fault in a call of a layer leaves it as it was."""
+    """Check that each fault in a call of a layer leaves its state unchanged."""
     sequence, layer = begun(spec)
     want = goes_on(layer, sequence)
     count, faults = count_of(call_of(begun(spec)[1], sequence)), 0
@@ -176,7 +176,7 @@ def test_an_interrupt_at_each_line_changes_no_layer(name, spec):
 
 
 def test_an_interrupt_leaves_no_lock_held():
-    """Nor does Python's own: no signal is handled between a block's end and `__exit__`."""
+    """This includes Python's own: no signal is handled between a block's end and `__exit__`."""
     lock, here = threading.Lock(), Path(__file__).parent
 
     def work():
@@ -217,7 +217,7 @@ def test_what_cannot_be_undone_says_that_it_must_be_reset(monkeypatch):
 
 
 class Foreign:
-    """An index of others, which is no `Restorable` and does not attend."""
+    """An index of another library, which is no `Restorable` and does not attend."""
 
     def __init__(self):
         vars(self)["made"] = CASE.index("exact")
@@ -262,7 +262,7 @@ def test_a_wrapper_around_an_index_of_others_is_undone(monkeypatch):
 
 
 class FailsLate:
-    """A mixin before an index, which is undone as what the index has itself."""
+    """A mixin in front of an index, whose effects are undone like the index's own."""
 
     def append(self, keys, values, *, valid=None):
         super().append(keys, values, valid=valid)
@@ -280,7 +280,7 @@ def test_a_method_of_a_mixin_is_undone():
 
 
 def test_a_copy_has_flags_of_its_own(monkeypatch):
-    """Of errors that are raised later, as on a GPU."""
+    """The flags are of errors that are raised later, as on a GPU."""
     index = CASE.index("exact")
     index.append(*CASE.tokens(5))
     monkeypatch.setattr(Exact, "_defers", True)
@@ -321,7 +321,7 @@ def test_a_copy_and_its_original_go_their_own_ways():
 
 
 def test_a_copy_goes_back_to_what_it_was_itself():
-    """Also one of an index whose own checkpoint is known."""
+    """Also a copy of an index whose own checkpoint is known."""
     layer = AttentionLayer(CASE.index("pariskv"), k=6, **SIZES)
     sequence = Sequence.of(CASE, 60)
     sequence.feed(layer, 0, 30)

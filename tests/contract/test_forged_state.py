@@ -1,7 +1,7 @@
 """A damaged or forged state is not loaded: ValueError names the tensor, the index stays empty.
 
-Every index is found by scanning. A mutation signs the state again, as someone would who knows how
-(`about` lists shapes and dtypes, and whoever changes them can change it, too).
+Every index is found by scanning. A mutation signs the state again, as a knowledgeable attacker
+would (`about` lists shapes and dtypes, which can be changed as well).
 """
 
 import copy
@@ -20,12 +20,13 @@ from tests.support.forged import resigned
 from tests.support.helpers import left_padding
 
 SECONDS = 5
-"""Each load takes milliseconds."""
+"""Time limit. Each load takes milliseconds."""
 
 
 @functools.cache
 def states(spec):
-    """Two states of an index: one in use, and one of a long padded prompt that was searched."""
+    """Return two states of an index: one in use, and one after a long padded prompt and a
+    search."""
     index = made(spec)
     for deed in [*enumerate(life(1))][:9]:
         do(index, *deed)
@@ -42,7 +43,7 @@ def states(spec):
 
 
 def loaded(spec, state):
-    """The message that refuses a state, or None: then the index was searched."""
+    """Return the message of the error, or None if the state was loaded and searched."""
     index, start = made(spec), time.perf_counter()
     try:
         index.load_state_dict(state)
@@ -79,7 +80,7 @@ def with_last(part, value):
 
 
 def changes(name, part):
-    """What is done to a tensor, and the tensor then; None where it is dropped."""
+    """Return changes with the changed tensor, which is None if it is removed."""
     yield "dropped", None
     others = [torch.float64, torch.int16, torch.bool]
     yield "dtype", part.to(next(dtype for dtype in others if dtype != part.dtype))
@@ -112,7 +113,7 @@ MEANS_SOMETHING_ELSE = {
     *(("before", "dropped"), ("differs", "dropped"), ("next", "dropped")),
     ("queries", "axis 0 cut"),  # of no query
 }
-"""Part of a tensor's name, and a change that makes a state of something else, which is served."""
+"""Part of a tensor's name, and a change that gives a different but valid state."""
 
 
 @pytest.mark.parametrize("spec", SPECS)

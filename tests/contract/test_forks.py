@@ -1,4 +1,4 @@
-"""Deep copies that share rows and codes: any interleaving equals separate indexes."""
+"""Deep copies that share rows and codes behave like separate indexes for any order of calls."""
 
 import copy
 import random
@@ -14,7 +14,7 @@ from tests.support.sequences import SIZES, Sequence
 
 
 def separate(spec, index):
-    """An index of the same state in memory of its own."""
+    """Return an index of the same state in separate memory."""
     other = made(spec)
     other.load_state_dict({name: part.clone() for name, part in index.state_dict().items()})
     return other
@@ -22,7 +22,7 @@ def separate(spec, index):
 
 @pytest.mark.parametrize(("spec", "seed"), sampled(SPECS, [0, 1, 2]))
 def test_any_interleaving_equals_separate_indexes(spec, seed):
-    """Pairs of an index and its truth, which forks of the index share memory with no part of."""
+    """Each index has a reference with which its forks share no memory."""
     draw, index = random.Random(seed), made(spec)
     do(index, 1, ("append", 45, [0, 3]))
     do(index, 2, ("end_prompt",))
@@ -55,12 +55,12 @@ def test_any_interleaving_equals_separate_indexes(spec, seed):
 
 
 NOT_SHARED = {name for name in kvindex.names() if name.startswith("faiss")}
-"""Indexes that keep objects of a library, which are copied."""
+"""Indexes that contain objects of a library, which are copied."""
 
 
 @pytest.mark.parametrize("spec", [*kvindex.names(), "pariskv:preset=paper", "exact+reuse"])
 def test_a_copy_copies_no_row_and_no_code(spec):
-    """No operation of a copy makes as much as a row of each token."""
+    """No operation of a copy creates as much as one row per token."""
     index = made(spec)
     do(index, 1, ("append", 2000, None))
     with Operations() as operations:

@@ -1,4 +1,4 @@
-"""Numbers too large, rows too many, threads in each other's way: refused, or right."""
+"""Numbers too large, rows too many, and concurrent threads: an error, or right results."""
 
 import dataclasses
 import threading
@@ -29,7 +29,7 @@ ALL = [*SPECS, *WRAPPED]
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("spec", ALL)
 def test_the_largest_numbers_give_scores(spec, dtype):
-    """Up to `LARGEST`, keys and queries alike; half of them cancel."""
+    """Keys and queries are up to `LARGEST`; half of the products cancel."""
     case = dataclasses.replace(CASE, dtype=dtype)
     check_the_largest_numbers_give_scores(partial(case.index, spec), case)
 
@@ -45,7 +45,7 @@ def test_the_largest_numbers_give_scores_with_the_least_and_largest_scale(spec, 
 
 
 def test_logits_of_the_largest_numbers_are_finite_in_float32():
-    """With room for estimates that are above them, and for twice a logarithm."""
+    """There is room for estimates above them, and for twice a logarithm."""
     largest = check.SCALES[1] * 2**12 * check.LARGEST**2
     assert 8 * largest < torch.finfo(torch.float32).max
 
@@ -69,7 +69,7 @@ def test_infinity_is_refused_in_half_precision(dtype):
 
 @pytest.mark.parametrize("spec", SPECS)
 def test_more_rows_than_there_are_cost_nothing(spec, monkeypatch):
-    """What is found for a `k` that is cut is what is found for it as it is, and as wide."""
+    """A `k` that is reduced to the number of rows gives the same hits and width."""
     index = CASE.index(spec)
     index.append(*CASE.tokens(40), valid=left_padding([3, 0], 40))
     index.observe_queries(CASE.queries()[:, :, None], torch.tensor([39]))
@@ -153,7 +153,7 @@ def test_other_layouts_are_refused():
 
 
 class Gate:
-    """Holds a call half way, until it is let go."""
+    """Stops a call in the middle until it is released."""
 
     def __init__(self, index, name):
         self.there, self.go = threading.Event(), threading.Event()
@@ -168,7 +168,8 @@ class Gate:
 
 
 def beside(gate, first, second):
-    """What `second` gives or raises while `first` is held in the gate, and what `first` does."""
+    """Return the result or error of `second` while `first` is stopped in the gate, and of
+    `first`."""
     found = []
 
     def run():

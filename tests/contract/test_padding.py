@@ -44,7 +44,7 @@ def found_alone(name, tokens, queries, places, k):
 
 
 def fed(index, tokens, queries, real, window=WINDOW, prompt=PROMPT):
-    """Feed a prompt with its queries. Its window is appended later, with the tokens after it."""
+    """Append a prompt with its queries. Its window is appended later, with the tokens after it."""
     flags = (None, None) if real is None else (real[:, :window], real[:, window:])
     keys, values = tokens
     if queries is not None and capability(index, ObservesQueries) is not None:

@@ -1,4 +1,4 @@
-"""No index loops over heads or rows of the batch in a search, but FAISS, which has no batch."""
+"""No index loops over heads or sequences in a search, except FAISS, which has no batch."""
 
 import pytest
 import torch
@@ -15,15 +15,15 @@ SMALL = {
     **{name: dict(budget=64) for name in ("h2o", "snapkv", "streaming", "triattention")},
     **{name: dict(page=8) for name in ("quest", "arkvale", "infllm", "icecache")},
 }
-"""So that what an index makes of many tokens is made of these."""
+"""Options with which an index makes of few tokens what it makes of many."""
 MANY = 9
-"""Heads or rows where else is one: a loop would ask for 8 operations more, at least."""
+"""Number of heads or sequences instead of one: a loop would call at least 8 more operations."""
 COPIES = 3
-"""A view of one head may be a copy of many."""
+"""A view of one head may be a copy for several heads."""
 
 
 class Counted(TorchDispatchMode):
-    """How many operations torch is asked for."""
+    """Count torch's operations."""
 
     def __init__(self):
         super().__init__()
@@ -35,7 +35,7 @@ class Counted(TorchDispatchMode):
 
 
 def operations(name, kv_heads, batch):
-    """Of one search of what has read a prompt and gone on."""
+    """Count the operations of one search after a prompt and further tokens."""
     case = Case(q_heads=2 * kv_heads, kv_heads=kv_heads, head_dim=16, value_dim=8, batch=batch)
     index, tokens = case.index(name, **SMALL.get(name, {})), case.tokens(PROMPT + LATER)
     queries = case.tensor(9, batch, 2 * kv_heads, PROMPT + LATER, 16)

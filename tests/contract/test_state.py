@@ -1,4 +1,4 @@
-"""What an index keeps are named tensors: another that loads them goes on as the first one does."""
+"""The state of an index is named tensors, and another index that loads them continues like it."""
 
 import random
 from dataclasses import replace
@@ -28,7 +28,7 @@ def made(spec, case=CASE, **options):
 
 
 def life(seed):
-    """What happens to an index, in order: (name, arguments)."""
+    """Return the calls on an index in order, as (name, arguments)."""
     draw = random.Random(seed)
     deeds = [("append", 45, [0, draw.randrange(1, 9)]), ("append", draw.randrange(1, 30), None)]
     deeds += [("search",), ("end_prompt",), ("search",)]
@@ -44,7 +44,7 @@ def life(seed):
 
 
 def do(index, number, deed):
-    """What a deed gives."""
+    """Make a call, and return its result."""
     name, *given = deed
     if name == "append":
         (count, pads), first = given, len(index)
@@ -195,7 +195,7 @@ def test_an_index_that_holds_tokens_takes_no_state():
 
 
 class LoadError(Exception):
-    """Of a load."""
+    """An error of a load."""
 
 
 def test_a_load_that_fails_leaves_the_index_as_it_was(monkeypatch):

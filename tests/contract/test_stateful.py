@@ -1,4 +1,4 @@
-"""Any interleaving of calls agrees with a fresh index of the same tokens."""
+"""Any order of calls gives the results of a fresh index of the same tokens."""
 
 from functools import partial
 
@@ -14,7 +14,7 @@ from tests.support.helpers import Case
 
 
 class LiteralMachine(IndexMachine):
-    """Hits are those that Python's own numbers and lists give."""
+    """Hits equal those of Python's own numbers and lists."""
 
     def compare(self, hits, queries, k):
         if self.case.q_heads > 2:
@@ -36,7 +36,7 @@ def hold(name, examples):
 
 
 MORE = ["pariskv:preset=paper", "pariskv:backend=torch", "quest:backend=torch"]
-"""Beside every index as it is by default, on a CPU compiled where Numba is installed."""
+"""Further indexes, in addition to the defaults of every index (compiled on a CPU with Numba)."""
 
 
 @pytest.mark.parametrize("name", [*kvindex.names(), *MORE])

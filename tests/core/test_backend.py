@@ -1,4 +1,4 @@
-"""Which backend an index gets that is told of none, and what it says of itself."""
+"""The backend that an index gets by default, and what the index reports of it."""
 
 import subprocess
 import sys
@@ -20,7 +20,7 @@ GPU = torch.device("cuda:0")
 
 
 def kernels(error=None):
-    """A backend's module, which is ready or says why not."""
+    """Make a backend's module that is ready, or reports why not."""
 
     def ready(device):
         if error is not None:

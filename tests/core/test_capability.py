@@ -1,4 +1,4 @@
-"""What an index can do is answered by the instance, and every wrapper passes it on."""
+"""An instance reports its capabilities, and every wrapper passes them on."""
 
 from pathlib import Path
 
@@ -44,7 +44,7 @@ ONLY_ITS_OWN = {
     *((name, own) for name in ("sample", "vattention") for own in (ReportsCoverage, WeighsRows)),
     *(("sharded", own) for own in (Attends, CountsTokens, ReportsCoverage)),
 }
-"""What a wrapper does whatever the inner index does."""
+"""Capabilities of a wrapper that do not depend on the inner index."""
 NOT_PASSED_ON = {
     # a step of the inner index is not its own search
     *((name, step) for name in CLASSES for step in (DecodesStep, CapturesStep)),
@@ -58,13 +58,13 @@ NOT_PASSED_ON = {
 
 
 class Able(Exact):
-    """Has the methods of all capabilities, and offers those in `offered`."""
+    """An index with the methods of all capabilities, which offers those in `offered`."""
 
     offered = frozenset(CAPABILITIES)
     block_tokens = 256
 
     def decode_step(self):
-        """Never called, as those that follow."""
+        """Never called, like the following methods."""
 
     def attend(self):
         pass
@@ -136,7 +136,7 @@ def test_the_instance_answers():
 
 
 class Foreign:
-    """An index of others, of which only methods are known."""
+    """An index of another library, of which only methods are known."""
 
     def __init__(self, inner):
         self.inner = inner

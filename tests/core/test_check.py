@@ -1,4 +1,4 @@
-"""Checks of numbers: one pass finds what is looked for number by number."""
+"""Checks of numbers: one pass finds the same as a check of each number."""
 
 import math
 

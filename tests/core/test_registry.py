@@ -1,4 +1,4 @@
-"""Indexes and wrappers by name: the line that names them, near matches, installed packages."""
+"""Indexes and wrappers by name: their options as text, similar names, installed packages."""
 
 import dataclasses
 import sys
@@ -95,7 +95,7 @@ number = 3
 
 @pytest.fixture
 def install(tmp_path, monkeypatch):
-    """A function that installs a package of one module: its folder and `.dist-info` on the path."""
+    """Return a function that installs a package of one module: its folder and `.dist-info`."""
     monkeypatch.syspath_prepend(str(tmp_path))
 
     def install(package, *, source=SOURCE, **names):

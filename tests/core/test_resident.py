@@ -1,4 +1,4 @@
-"""Sink and window in a buffer that stays where it is, and a layer whose index reads it there."""
+"""Sink and window in a buffer that does not move, and a layer whose index reads it there."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from tests.support.sequences import SIZES, Sequence, steps_of
 
 
 class Attending(Exact):
-    """Attends as an index with kernels would: reads no more of `resident` than it holds."""
+    """Attends like an index with kernels, and reads no more of `resident` than it contains."""
 
     def attend(self, queries, resident, *, k):
         return self.attend_hits(queries, self.search(queries, k=k), resident)

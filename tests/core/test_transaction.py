@@ -1,4 +1,4 @@
-"""Calls of several threads on one object, and of the threads that a forked child does not have."""
+"""Calls of several threads on one object, and threads that a forked child does not have."""
 
 import faulthandler
 import os
@@ -26,7 +26,7 @@ ROUNDS = 60
 
 
 class Object(Guarded):
-    """Calls what it is told to inside its own calls."""
+    """Makes further calls inside its own calls."""
 
     def search(self, inside=lambda: None):
         return inside()
@@ -51,9 +51,9 @@ CONFLICTS = [
 
 
 def at_each_line(call, visit):
-    """Run `call` in another thread, and `visit` in this one before each line of its guard.
+    """Run `call` in another thread, and `visit` in this one before each line of its transaction.
 
-    Returns what the call raised, and how often it was stopped.
+    Return the error of the call, and how often it was stopped.
     """
     stopped, go, errors = threading.Semaphore(0), threading.Semaphore(0), []
 
@@ -107,7 +107,7 @@ def test_a_call_that_is_refused_disturbs_the_first_at_none_of_its_lines(first, s
 
 @pytest.mark.parametrize("names", [["append"] * 4, ["search"] * 4, ["search", "append"] * 2])
 def test_of_calls_at_the_same_time_the_first_goes_on(names):
-    """All begin at once, and none ends before all others were let in or refused."""
+    """All begin together, and none ends before all others have entered or raised an error."""
     one, winners = Object(), Counter()
     begin, decided = threading.Barrier(len(names)), threading.Barrier(len(names))
 
@@ -189,7 +189,7 @@ forks_beside_threads = pytest.mark.filterwarnings("ignore:.*multi-threaded.*:Dep
 
 
 class Half:
-    """Parks the first call of a method half way, until the block ends.
+    """Stops the first call of a method in the middle, until the block ends.
 
     A fork in between waits for a thread that compiles kernels, which takes minutes on a busy
     machine.
@@ -207,7 +207,7 @@ class Half:
 
     @contextmanager
     def of(self, call):
-        """Another thread is in the middle of `call`."""
+        """Run while another thread is in the middle of `call`."""
         setattr(self.holder, self.name, self.held)
         with ThreadPoolExecutor(1) as pool:
             future = pool.submit(call)
@@ -287,7 +287,7 @@ def test_in_a_forked_child_a_change_of_another_thread_is_undone(line, where):
 
 @forks_beside_threads
 def test_in_a_forked_child_a_step_of_another_thread_is_undone():
-    """With all that the layer's index has come to in the middle of it."""
+    """Including everything that the layer's index has changed in the middle of it."""
     layer, alone = (layer_of(CASE, k=5) for _ in range(2))
     sequence, other, appends = Sequence.of(CASE, 40), Sequence.of(CASE, 40, seed=3), 0
     for t in range(30):
@@ -346,7 +346,7 @@ def test_in_a_forked_child_faiss_indexes_that_another_thread_filled_are_made_ane
 
 @forks_beside_threads
 def test_in_a_forked_child_the_default_dtype_is_the_callers():
-    """A call that computes in plain torch sets it for the whole process meanwhile."""
+    """A call that computes in plain torch meanwhile sets it for the whole process."""
     index = filled("exact")
 
     def check():

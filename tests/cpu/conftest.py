@@ -1,4 +1,4 @@
-"""Tests of the backend for CPUs, which needs Numba."""
+"""Tests of the CPU backend, which needs Numba."""
 
 from importlib.util import find_spec
 

@@ -1,4 +1,4 @@
-"""Kernels beside other threads and processes: equal ids, and nothing that ends a process."""
+"""Kernels with concurrent threads and processes: equal ids, and no crash."""
 
 import time
 import weakref
@@ -32,7 +32,7 @@ def ids(index=index):
 
 
 def said(code, before=""):
-    """What a process of its own prints."""
+    """Return what a separate process prints."""
     return printed(before + SETUP + code)
 
 
@@ -97,7 +97,7 @@ print(os.waitpid(child, 0)[1])
 
 
 def test_a_fork_waits_for_any_thread_that_compiles():
-    """It would stay locked in the child."""
+    """Otherwise its lock would stay locked in the child."""
     code = """
 import time
 from numba.core.compiler_lock import global_compiler_lock
@@ -120,7 +120,7 @@ print(os.waitpid(child, 0)[1])
 
 
 def test_a_child_of_a_fork_beside_a_first_search_searches():
-    """Threads prepare what searches of a state share, which locks nothing that the child needs."""
+    """Threads prepare data that searches of a state share, without a lock that the child needs."""
     code = """
 from kvindex.cpu.pariskv.stages import Stages
 want, inside, go = ids(), threading.Event(), threading.Event()
@@ -250,7 +250,7 @@ print(lookup.SERVED, ids(made({line!r})).flatten().tolist())
 
 @pytest.mark.parametrize("kind", [CodeFiles, IndexDataCacheFile])
 def test_processes_that_compile_at_once_keep_their_own_code(tmp_path, kind):
-    """Both saw no code kept, so that Numba gives both the name of the first file."""
+    """Neither finds cached code, so Numba gives both the name of the first file."""
     one, other, later = (kind(str(tmp_path), "kernel", 0) for _ in range(3))
     save = other._save_data
     one._load_index = dict

@@ -1,4 +1,4 @@
-"""ActQKV: the probe of a window of queries, and whose queries make it."""
+"""ActQKV: the probe of a window of queries, and which queries it consists of."""
 
 import pytest
 import torch
@@ -38,7 +38,8 @@ def test_equal_queries_are_the_probe_and_one_that_stands_out_prevails():
 
 
 def searched(index, queries, start=0):
-    """Hits once the queries `[B, H, T, D]` were observed, one by one; the last one searches."""
+    """Return hits after the queries `[B, H, T, D]` were observed one by one; the last one
+    searches."""
     for t in range(queries.shape[2]):
         index.observe_queries(queries[:, :, t : t + 1], torch.tensor([start + t]))
     return index.search(queries[:, :, -1], k=10)

@@ -1,4 +1,4 @@
-"""ArkVale: its volumes against lists, their bounds, and what the published radius leaves out."""
+"""ArkVale: its volumes equal those of lists; their bounds; keys outside the published radius."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ KINDS = [
 
 
 def page_scores(index, queries, count):
-    """The score of every token's page, float32 `[B, G, count]`; one head per group."""
+    """Return the score of every token's page, float32 `[B, G, count]`; one head per group."""
     hits = index.search(queries, k=count)
     return torch.empty(hits.scores.shape).scatter_(-1, hits.ids, hits.scores)
 
@@ -54,7 +54,8 @@ def test_with_the_largest_radius_a_page_scores_at_least_as_much_as_its_keys(
 
 @pytest.mark.parametrize(("volume", "radius"), KINDS)
 def test_the_mean_radius_leaves_out_a_key_that_stands_alone(volume, radius):
-    """One key like the query among small ones: every bound holds it, and nothing else does."""
+    """One key equals the query, among small ones. Every bound contains it, and the mean radius does
+    not."""
     (keys, values), queries = CASE.tokens(64), CASE.queries()
     keys = keys / 16
     keys[:, :, 17] = queries
@@ -66,7 +67,7 @@ def test_the_mean_radius_leaves_out_a_key_that_stands_alone(volume, radius):
 
 
 def in_words(keys, query, volume, radius):
-    """The score of one page, in Python's numbers."""
+    """Compute the score of one page in Python's numbers."""
     columns = list(zip(*keys, strict=True))
     center = [(min(column) + max(column)) / 2 for column in columns]
     many = {"mean": lambda x: sum(x) / len(x), "max": max}[radius]

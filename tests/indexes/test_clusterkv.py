@@ -1,4 +1,4 @@
-"""ClusterKV against whole clusters in Python's lists; with clusters of one key it is exact."""
+"""ClusterKV equals whole clusters in Python's lists; with clusters of one key it is exact."""
 
 import pytest
 
@@ -9,7 +9,7 @@ SMALL = dict(per_cluster=4, block=8, block_clusters=2)
 
 
 def in_words(learned, keys, b, h, query, k):
-    """[id]: clusters by `q·c` and tokens that wait by `q·k`, until there are k rows."""
+    """Return [id]: clusters by `q·c`, and waiting tokens by `q·k`, until there are k rows."""
     units, start = [], 0
     for size in learned["sizes"][b, h].tolist():
         if size:

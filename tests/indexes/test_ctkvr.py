@@ -1,6 +1,6 @@
-"""CTkvr: lists against a sort in Python's numbers, the queue, the choices, and when it is exact.
+"""CTkvr: lists equal a sort in Python's numbers; the queue, the choices, and when it is exact.
 
-Longer than most files: lists, queue and choices are tested on one prompt and one literal reading.
+The file is long, because lists, queue and choices are tested with one prompt and one reference.
 """
 
 import math
@@ -27,12 +27,12 @@ ALL = dict(probes=500, rho=500)
 
 
 def prompt(case=CASE, count=N, seed=0):
-    """Queries `[B, H, N, D]` of a prompt."""
+    """Return queries `[B, H, N, D]` of a prompt."""
     return case.tensor(500 + seed, case.batch, case.q_heads, count, case.head_dim)
 
 
 def built(case=CASE, count=N, queries=None, tokens=None, valid=None, **options):
-    """An index of a prompt of `count` tokens, sealed."""
+    """Make an index of a complete prompt of `count` tokens."""
     index = case.index("ctkvr", **options)
     index.append(*(case.tokens(count) if tokens is None else tokens), valid=valid)
     index.observe_queries(prompt(case, count) if queries is None else queries, torch.arange(count))
@@ -41,13 +41,13 @@ def built(case=CASE, count=N, queries=None, tokens=None, valid=None, **options):
 
 
 def step(index, case, queries):
-    """What a layer does with one new query."""
+    """Do what a layer does with one new query."""
     index.observe_queries(queries[:, :, None], torch.tensor([len(index)]))
     return index.search(queries, k=5)
 
 
 def listed(keys, queries, rho, scale):
-    """Algorithm 1 for one centroid: the ids with the largest share of any head."""
+    """Run algorithm 1 for one centroid: the ids with the largest attention weight of any head."""
     shares = []
     for query in queries:
         logits = [scale * literal.dot(key, query) for key in keys]
@@ -57,7 +57,7 @@ def listed(keys, queries, rho, scale):
 
 
 def assert_lists_as_literal(index, keys, centroids, rho):
-    """centroids `[B, H, C, D]`."""
+    """Compare lists of centroids `[B, H, C, D]` with the reference."""
     g = index.geometry
     for b in range(len(keys)):
         for h in range(g.kv_heads):
@@ -99,7 +99,8 @@ def test_blocks_and_chunks_change_no_list(monkeypatch):
 @pytest.mark.parametrize("policy", ["max_share", "mean_share", "union", "mean_query"])
 @pytest.mark.parametrize("choice", ["last", "random"])
 def test_with_all_centroids_and_whole_lists_it_is_exact(choice, policy):
-    """C' = C and ρ = n: the lists join to all keys, whatever is appended, cut, moved, queued."""
+    """With C' = C and ρ = n the lists contain all keys, also after appends, truncations and
+    reorders."""
     case, pads = CASE, left_padding([0, 9], N)
     tokens, more = case.tokens(N), case.tokens(20, seed=1)
     index = built(tokens=tokens, valid=pads, choice=choice, group=policy, **ALL)
@@ -196,7 +197,7 @@ def test_a_further_prompt_joins_the_queue_with_lists_over_all_keys():
 
 @pytest.mark.parametrize("between", [False, True])
 def test_a_key_from_the_generation_is_found_unless_stale(between):
-    """The paper never offers it to a list."""
+    """The paper never offers such a key to a list."""
     found = []
     for stale in (False, True):
         index, queries = built(rho=6, stale=stale), CASE.queries()
@@ -217,7 +218,7 @@ def test_stale_lists_lose_what_is_cut():
 
 
 def test_choices_of_queries():
-    """Table 4: from 100 queries, seen in chunks, ten of which may be kept."""
+    """Table 4: from 100 queries, seen in chunks, ten may be stored."""
     queries, got = torch.arange(100.0).expand(1, 1, 100)[..., None], {}
     for choice in ("last", "first", "evenly", "random"):
         seen = None
@@ -243,7 +244,7 @@ def test_choices_of_queries():
 
 
 def test_random_choices_follow_the_seed_and_favor_nobody():
-    """Mean position of 1,000 of 100,000: within 5 standard errors (p < 1e-6)."""
+    """The mean position of 1,000 of 100,000 is within 5 standard errors (p < 1e-6)."""
     positions = torch.arange(100_000)
     picked = [priority(positions, "random", seed).argsort()[:1000] for seed in range(3)]
     assert not torch.equal(picked[0].sort().values, picked[1].sort().values)
@@ -277,7 +278,7 @@ def test_padding_changes_nothing_but_ids():
 
 
 def test_queries_may_come_before_the_keys():
-    """As in a layer whose prompt is still in the window when it is sealed."""
+    """As in a layer whose prompt is still in the window when the prompt ends."""
     tokens, order = CASE.tokens(N), torch.tensor([1, 0])
     late = CASE.index("ctkvr", rho=6)
     late.observe_queries(prompt()[order], torch.arange(N))
@@ -304,7 +305,7 @@ def test_a_failed_append_leaves_lists_and_queue_as_they_were():
 
 
 def test_bytes():
-    """Centroids, int32 ids and float32 scores of the lists, normalisers, one flag each."""
+    """Centroids, int32 ids and float32 scores of the lists, normalizers, one flag each."""
     case = Case(q_heads=6, kv_heads=2, head_dim=16, value_dim=8, dtype=torch.float16)
     index = built(case, rho=6)
     assert index.nbytes()["codes"] == 4 * (6 * 16 * 2 + 2 * 6 * 8 + 6 * 4 + 1)

@@ -1,4 +1,4 @@
-"""Double Sparsity: its channels, its labels, and what they estimate."""
+"""Double Sparsity: its channels, its labels, and the error of their estimates."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ CASE = Case(q_heads=4, kv_heads=2, head_dim=32, value_dim=8, batch=2)
 
 
 def calibrated(keys, queries, count):
-    """The best channels as the paper has them, one head and coordinate after the other."""
+    """Return the best channels by the paper's rule, one head and coordinate at a time."""
     B, G, _, D = keys.shape
     heads = queries.unflatten(1, (G, -1)).double()
     best = torch.empty(B, G, count, dtype=torch.int64)

@@ -1,4 +1,4 @@
-"""DSA: the lightning indexer's score, what 8-bit keys cost it, and rows chosen for a layer."""
+"""DSA: the lightning indexer's score, the error of 8-bit keys, and rows chosen for a layer."""
 
 import itertools
 
@@ -14,7 +14,7 @@ CASE = Case(q_heads=4, kv_heads=2, head_dim=32, value_dim=8, batch=2)
 
 
 def lightning(keys, queries, weights):
-    """Equation 1, one head and key after the other: float64 `[B, G, T, N]`."""
+    """Compute equation 1, one head and key at a time: float64 `[B, G, T, N]`."""
     B, G, N, _ = keys.shape
     heads, T = queries.shape[1] // G, queries.shape[2]
     scores = torch.zeros(B, G, T, N, dtype=torch.float64)
@@ -26,13 +26,13 @@ def lightning(keys, queries, weights):
 
 
 def best(scores, k):
-    """Ids of the best scores that are not -inf, -1 for none; of equal ones, as of 0, the lowest."""
+    """Return ids of the best finite scores, -1 for none, and the lowest id among equal scores."""
     values, ids = scores.sort(dim=-1, descending=True, stable=True)
     return ids.masked_fill(values.isneginf(), -1)[..., :k]
 
 
 def of_all(index, queries, count):
-    """The score of every token, float32 `[B, G, count]`."""
+    """Return the score of every token, float32 `[B, G, count]`."""
     hits = index.search(queries, k=count)
     return torch.empty(hits.scores.shape).scatter_(-1, hits.ids, hits.scores)
 
@@ -50,7 +50,7 @@ def test_scores_are_those_of_the_paper():
 
 
 def test_rows_of_several_tokens_are_the_best_up_to_each(monkeypatch):
-    """Weights of both signs, in one block and in several, of keys and of queries."""
+    """With weights of both signs, in one block and in several, of keys and of queries."""
     keys, values = CASE.tokens(30)
     queries, weights = CASE.tensor(3, 2, 4, 7, 32), CASE.tensor(4, 2, 4, 7)
     index = CASE.index("dsa", key_codec="plain")
@@ -69,9 +69,9 @@ def test_rows_of_several_tokens_are_the_best_up_to_each(monkeypatch):
 @settings(max_examples=30, deadline=None, derandomize=True)
 @given(seed=st.integers(0, 10_000))
 def test_a_score_is_off_by_what_the_keys_codes_are(seed):
-    """A ReLU moves no further than its product: `|I - estimate| ≤ Σ_j ‖q_j‖ ‖k - codes‖`.
+    """A ReLU does not increase an error: `|I - estimate| ≤ Σ_j ‖q_j‖ ‖k - codes‖`.
 
-    A number of 8 bits (e4m3) is off by a 16th at most, or by 2^-10 of what 1 stands for.
+    An 8-bit number (e4m3) has an error of at most a 16th, or of 2^-10 of the scale.
     """
     keys, values = CASE.tokens(25, seed)
     queries = CASE.queries(seed)
@@ -87,7 +87,8 @@ def test_a_score_is_off_by_what_the_keys_codes_are(seed):
 
 
 def test_a_layer_attends_to_the_rows_that_were_chosen():
-    """A prompt and steps: the indexer's keys lie in one index, what is attended to in another."""
+    """In a prompt and steps: one index stores the indexer's keys, another one the rows to attend
+    to."""
     shape = Case(q_heads=4, kv_heads=1, head_dim=16, value_dim=8)
     indexer = Case(q_heads=3, kv_heads=1, head_dim=8, value_dim=8)
     small, layer = indexer.index("dsa", key_codec="plain"), shape.index("exact", store="host")
@@ -114,7 +115,7 @@ def test_a_layer_attends_to_the_rows_that_were_chosen():
 
 
 def test_bytes_of_a_key():
-    """What DeepSeek's indexer keeps of a token: 128 bytes and a scale."""
+    """DeepSeek's indexer stores 128 bytes and a scale per token."""
     case = Case(q_heads=64, kv_heads=1, head_dim=128, value_dim=8, dtype=torch.bfloat16)
     for codec, want in (("fp8", 132), ("plain", 256)):
         index = case.index("dsa", key_codec=codec)

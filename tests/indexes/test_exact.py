@@ -1,4 +1,4 @@
-"""Exact search against a sort of the true scores, in Python's own numbers."""
+"""Exact search equals a sort of the true scores in Python's own numbers."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ CASE = Case(q_heads=2, kv_heads=2, head_dim=16, value_dim=8, batch=2)
 
 
 def brute_force(keys, query, k, first=0):
-    """[(id, score)] of the best keys from `first` on."""
+    """Return [(id, score)] of the best keys from `first` on."""
     scores = [literal.dot(key, query) for key in keys]
     return [(i + first, scores[i + first]) for i in literal.best(scores[first:], k)]
 
@@ -48,7 +48,7 @@ def test_brute_force_can_fail():
 
 
 def test_equal_scores_go_to_the_lower_id():
-    """Small integers: products are exact, so ties are true ties."""
+    """Products of small integers are exact, so ties are true ties."""
     generator = torch.Generator().manual_seed(0)
     keys = torch.randint(-1, 2, (2, 2, 60, 16), generator=generator).float()
     queries = torch.randint(-1, 2, (2, 2, 16), generator=generator).float()

@@ -1,4 +1,4 @@
-"""FAISS flat against `exact`, and what all FAISS indexes share."""
+"""FAISS flat equals `exact`, and tests of what all FAISS indexes share."""
 
 import sys
 from dataclasses import replace
@@ -70,7 +70,7 @@ def test_rows_that_share_an_index_are_copied_when_they_part():
 @pytest.mark.parametrize("name", ["faiss-flat", "faiss-ivf:lists=4", "faiss-hnsw"])
 @pytest.mark.parametrize("pads", [[0, 30], [30, 0], [0, 9], [9, 0]])
 def test_rows_that_share_an_index_part_where_one_gets_more(name, pads):
-    """One whose tokens are all padded keeps the index, whichever row it is."""
+    """A sequence with only padded tokens keeps the index, whichever it is."""
     pytest.importorskip("faiss", reason="needs faiss-cpu")
     tokens, more, valid = ONE.tokens(50), ONE.tokens(30, seed=1), left_padding(pads, 30)
     index = ONE.index(name)
@@ -194,7 +194,8 @@ def test_faiss_without_a_gpu_part_is_named():
 
 @pytest.mark.parametrize("spec", ["faiss-flat", "faiss-ivf:lists=6", "faiss-ivfpq:lists=6"])
 def test_the_way_of_a_gpu_finds_the_same(spec, monkeypatch):
-    """Played on a CPU: FAISS reconstructs nothing, indexes are made again when they are cut."""
+    """Simulated on a CPU: FAISS reconstructs nothing, and indexes are rebuilt after a
+    truncation."""
     pytest.importorskip("faiss", reason="needs faiss-cpu")
     monkeypatch.setattr(faiss, "check_gpu", lambda faiss, device: None)
     monkeypatch.setattr(faiss, "resources", lambda device: None)
@@ -205,7 +206,7 @@ def test_the_way_of_a_gpu_finds_the_same(spec, monkeypatch):
 
 
 def assert_both_ways_find_the_same(case, spec):
-    """On the CPU and on the GPU, after any call that makes indexes of FAISS again."""
+    """Compare CPU and GPU after each call that rebuilds FAISS's indexes."""
     valid, found = left_padding([0, 30], 400, case.device), []
     tokens = case.tokens(400)
     for where in ("cpu", "gpu"):
@@ -237,7 +238,7 @@ def test_on_a_gpu_the_same_is_found(spec, dtype, faiss_gpu):
 @pytest.mark.gpu
 @pytest.mark.parametrize("spec", ["faiss-flat", "faiss-ivf:lists=6", "faiss-ivfpq:lists=6"])
 def test_on_a_gpu_a_search_is_on_the_current_stream(spec, faiss_gpu):
-    """It reads what that stream has written by then, under load."""
+    """Under load, it reads what that stream has written by then."""
     case = replace(GROUPS, device="cuda")
     index = case.index(spec, where="gpu")
     index.append(*case.tokens(3000))

@@ -14,7 +14,8 @@ CASE = Case(q_heads=4, kv_heads=2, head_dim=16, value_dim=8, batch=2)
 
 
 def clustered(count):
-    """Keys `[1, 1, count, 16]` around 40 points of a sphere, and queries near some of them."""
+    """Return keys `[1, 1, count, 16]` around 40 points of a sphere, and queries near some of
+    them."""
     generator = torch.Generator().manual_seed(0)
     draw = partial(torch.randn, generator=generator)
     centers = 4 * torch.nn.functional.normalize(draw(40, 16), dim=-1)

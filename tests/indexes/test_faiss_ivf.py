@@ -1,4 +1,4 @@
-"""FAISS IVF: with every list probed it is flat; what is trained stays."""
+"""FAISS IVF: with every list probed it is flat, and what it learned stays."""
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ def test_with_every_list_probed_it_is_flat(k, group):
 
 
 def test_with_fewer_lists_probed_it_is_not_flat():
-    """So that the test above can fail."""
+    """Shows that the test above can fail."""
     tokens = CASE.tokens(300)
     got = made("faiss-ivf", tokens, lists=12, probes=1).search(CASE.queries(), k=20)
     want = made("faiss-flat", tokens).search(CASE.queries(), k=20)

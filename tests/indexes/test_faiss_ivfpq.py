@@ -14,7 +14,8 @@ ONE = Case(q_heads=1, kv_heads=1, head_dim=16, value_dim=8)
 
 
 def clustered(count, clusters, spread, seed=0):
-    """Keys `[1, 1, count, 16]` around points of a sphere, and queries near some of the keys."""
+    """Return keys `[1, 1, count, 16]` around points of a sphere, and queries near some of the
+    keys."""
     generator = torch.Generator().manual_seed(seed)
     draw = partial(torch.randn, generator=generator)
     centers = 4 * torch.nn.functional.normalize(draw(clusters, 16), dim=-1)
@@ -52,7 +53,7 @@ def test_scores_are_those_that_faiss_gives():
 
 
 def test_codes_made_again_from_keys_stand_for_what_faiss_reconstructs():
-    """What the GPU's way of scoring rests on."""
+    """Scoring on a GPU relies on this."""
     tokens = CASE.tokens(500)
     index = CASE.index("faiss-ivfpq", lists=7, subspaces=4, bits=6)
     index.append(*tokens)

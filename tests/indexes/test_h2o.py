@@ -1,4 +1,4 @@
-"""H2O against a cache in Python's own numbers that drops one row per step."""
+"""H2O equals a cache in Python's own numbers that drops one row per step."""
 
 import math
 
@@ -23,12 +23,12 @@ SMALL = dict(budget=8, recent=0.5)
 
 
 def sequence(case=CASE, count=N + STEPS, seed=0):
-    """Queries `[B, H, count, D]`, long enough to have favourites."""
+    """Return queries `[B, H, count, D]`, long enough to prefer some rows."""
     return 2 * case.tensor(500 + seed, case.batch, case.q_heads, count, case.head_dim)
 
 
 def built(case=CASE, pads=None, **options):
-    """An index whose prompt of `N` tokens is complete."""
+    """Make an index whose prompt of `N` tokens is complete."""
     index = case.index("h2o", **{**SMALL, **options})
     valid = None if pads is None else left_padding(pads, N)
     index.append(*part(case.tokens(N + STEPS), 0, N), valid=valid)
@@ -38,13 +38,13 @@ def built(case=CASE, pads=None, **options):
 
 
 def stepped(index, step, case=CASE):
-    """One more token, then its query."""
+    """Append one more token, then observe its query."""
     index.append(*part(case.tokens(N + STEPS), N + step, N + step + 1))
     index.observe_queries(sequence(case)[:, :, N + step : N + step + 1], torch.tensor([N + step]))
 
 
 class Literal:
-    """One KV head's cache: a score for each id that is still there."""
+    """The cache of one KV head: a score for each id that is still there."""
 
     def __init__(self, keys, queries, scale, *, budget, recent, pad=0, first=0):
         self.keys, self.queries, self.scale = keys, queries, scale
@@ -143,7 +143,7 @@ def test_with_nothing_but_the_latest_it_is_a_window():
 
 
 def test_a_search_never_reads_more_than_the_budget_and_changes_nothing():
-    """Tokens that came since the last query compete for their places, with scores of nothing."""
+    """Tokens after the last query compete for their places, with scores of zero."""
     index = built()
     heavy = kept(index, CASE, 0, 0)[:4]
     index.append(*CASE.tokens(9, seed=1))
@@ -228,7 +228,8 @@ def test_in_pieces_or_at_once(monkeypatch):
 
 
 def dropping(case):
-    """Makes indexes that drop rows after their first append, by the same queries for each row."""
+    """Make indexes that drop rows after their first append, by the same queries for each
+    sequence."""
     queries = case.tensor(7, 1, case.q_heads, 9, case.head_dim)
 
     def make(**options):

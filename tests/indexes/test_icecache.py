@@ -1,4 +1,4 @@
-"""IceCache against a tree in Python's own numbers; with every key an anchor it is exact."""
+"""IceCache equals a tree in Python's own numbers; with every key an anchor it is exact."""
 
 import math
 from itertools import pairwise
@@ -22,14 +22,14 @@ CASES = [
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 def test_small_pages_of_many_anchors_keep_the_contract(check, case):
-    """By default so few tokens have one anchor or two."""
+    """By default so few tokens have only one or two anchors."""
     check(lambda **options: case.index("icecache", **SMALL, **options), case)
 
 
 def pages_in_words(index, keys, ids, prompt, b, h):
-    """[(anchor's id, ids of a page)]: tokens by their nearest anchor, along the line, cut evenly.
+    """Return [(anchor's id, ids of a page)]: tokens by nearest anchor, along the line, cut evenly.
 
-    ids: the row's valid ones; prompt: how many of them came first.
+    `ids` are the sequence's valid ones, and `prompt` says how many of them came first.
     """
     rows = {i: keys[b, h, i].tolist() for i in ids}
     squares = {i: literal.dot(rows[i], rows[i]) for i in ids}
@@ -49,7 +49,7 @@ def pages_in_words(index, keys, ids, prompt, b, h):
 
 
 def rows_in_words(index, pages, keys, b, h, query, k):
-    """The rows of the best pages of the anchors that a search looks at, in order."""
+    """Return the rows of the best pages of the anchors that a search visits, in order."""
 
     def product(i):
         return literal.dot(keys[b, h, i].tolist(), query)

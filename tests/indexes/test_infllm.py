@@ -1,4 +1,4 @@
-"""InfLLM: representatives against lists, whatever was observed when, and what they promise."""
+"""InfLLM: representatives equal those of lists, for any order of observation; their guarantees."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ NONE = float("-inf")
 
 
 def seen(case, count, seed=0, batch=None):
-    """Queries `[B, H, T, D]`."""
+    """Return queries `[B, H, T, D]`."""
     batch = case.batch if batch is None else batch
     return case.tensor(20_000 + seed, batch, case.q_heads, count, case.head_dim)
 
@@ -22,7 +22,7 @@ def observe_queries(index, queries, start, stop):
 
 
 def in_words(keys, queries, ends, span):
-    """Scores of keys `[N][D]`; `ends[m]`: queries seen when key m came."""
+    """Return scores of keys `[N][D]`; `ends[m]` is the number of queries seen when key m came."""
     scores = []
     for m, key in enumerate(keys):
         after = queries[m + 1 : min(m + span + 1, ends[m])]
@@ -31,7 +31,7 @@ def in_words(keys, queries, ends, span):
 
 
 def stand_for(keys, scores, most):
-    """The mean of the keys that represent one page."""
+    """Return the mean of the keys that represent one page."""
     if all(score == NONE for score in scores):
         scores = [literal.norm(key) for key in keys]
     best = [keys[i] for i in literal.best(scores, most)]
@@ -76,7 +76,8 @@ def test_the_comparison_can_fail():
 
 
 def test_a_query_seen_before_finds_the_block_of_its_best_key():
-    """One representative, chosen by the query itself: a block's score is its largest product."""
+    """With one representative, which the query itself chose, a block's score is its largest
+    product."""
     case = Case(q_heads=2, kv_heads=2, head_dim=16, value_dim=8, batch=2)
     tokens, query = case.tokens(200), case.queries()
     index = case.index("infllm", page=10, representatives=1)
@@ -103,7 +104,7 @@ def test_blocks_of_one_token_are_exact(group):
 
 
 def test_padding_reordering_and_truncation_keep_what_was_seen():
-    """A row equals one alone with the tokens that are left, appended as they were."""
+    """A sequence equals one with only the remaining tokens, appended in the same parts."""
     pads, tokens, queries = [0, 5, 37], CASE.tokens(90, batch=3), seen(CASE, 95, batch=3)
     index, valid = CASE.index("infllm", page=8, span=12), left_padding(pads, 90)
     observe_queries(index, queries, 0, 80)
@@ -186,7 +187,7 @@ def test_wrong_queries_are_refused():
 
 
 def test_a_query_of_another_batch_than_the_first_keys_is_refused():
-    """Also where no key comes before the query, so that none needs it."""
+    """Also if no key comes before the query, so that none needs it."""
     index = CASE.index("infllm")
     observe_queries(index, seen(CASE, 1), 0, 1)
     with pytest.raises(

@@ -1,4 +1,4 @@
-"""LeoAM: bounds of chunks and of what they are split into, and what splitting finds."""
+"""LeoAM: bounds of chunks and of their parts, and the rows that splitting finds."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ SMALL = dict(page=16, leaf=2)
 
 
 def bounds_of(index, queries):
-    """Bounds of all chunks, a tensor `[B, G, chunks]` for each level; one head per group."""
+    """Return bounds of all chunks, `[B, G, chunks]` for each level; one head per group."""
     folded, pages = queries[:, :, None].float(), index._codes["low"].shape[2]
     for level in range(len(index.config.sizes)):
         chunks = torch.arange(pages << level).expand(len(queries), queries.shape[1], -1)
@@ -21,7 +21,7 @@ def bounds_of(index, queries):
 
 
 def whole_numbers(seed, *shape):
-    """Small integers as float32: their products are exact."""
+    """Return small integers as float32, whose products are exact."""
     return torch.randint(-9, 10, shape, generator=torch.Generator().manual_seed(seed)).float()
 
 

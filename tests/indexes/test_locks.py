@@ -1,4 +1,4 @@
-"""LOCKS: factors of a page, what quantization adds, and the mass that pages are ranked by."""
+"""LOCKS: factors of a page, their quantization, and the attention weight that ranks pages."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ CASE = Case(q_heads=2, kv_heads=2, head_dim=16, value_dim=8, batch=2)
 
 
 def masses(keys, queries, page, scale):
-    """Logarithm of the mean `exp(scale q·k)` of each page: float64 `[B, G, pages]`."""
+    """Return the logarithm of the mean `exp(scale q·k)` of each page, float64 `[B, G, pages]`."""
     logits = scale * (keys.double() @ queries.double()[..., None])[..., 0]
     pages = logits.split(page, dim=-1)
     return torch.stack([x.logsumexp(-1) - torch.tensor(x.shape[-1]).log() for x in pages], -1)
@@ -50,7 +50,7 @@ def page_scores(index, queries, count):
 
 @pytest.mark.parametrize("scale", [0.25, 3.0])
 def test_a_page_scores_what_its_keys_receive(scale):
-    """At full rank, quantization apart: the coarser the codes, the farther."""
+    """At full rank, except for quantization: the coarser the codes, the larger the error."""
     keys, values = CASE.tokens(60)
     index = CASE.index("locks", page=8, rank=8, scale=scale)
     index.append(keys, values)

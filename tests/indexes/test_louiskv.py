@@ -13,7 +13,7 @@ SINGLE = dict(per_cluster=1, longest=1)
 
 
 def sealed(case=CASE, count=N, tokens=None, valid=None, **options):
-    """An index whose prompt of `count` tokens is complete."""
+    """Make an index whose prompt of `count` tokens is complete."""
     index = case.index("louiskv", **options)
     index.append(*(case.tokens(count) if tokens is None else tokens), valid=valid)
     index.end_prompt()
@@ -21,7 +21,7 @@ def sealed(case=CASE, count=N, tokens=None, valid=None, **options):
 
 
 def units(index):
-    """The ids of each cluster, then of each segment, for each row and head."""
+    """Return the ids of each cluster, then of each segment, for each sequence and head."""
     learned, found = index._learned, {}
     for b in range(len(index.counts)):
         for h in range(index.geometry.kv_heads):
@@ -88,7 +88,8 @@ CHECKS = [check for check in contract.CHECKS if check.__name__ not in NOT_SEALED
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 def test_a_sealed_index_keeps_the_contract(check):
-    """The contract appends first and seals later, if at all: here the first append is sealed."""
+    """The contract appends first and ends the prompt later, if at all. Here the first append ends
+    it."""
     case = Case(q_heads=6, kv_heads=2, head_dim=16, value_dim=8, batch=3)
 
     def make(**options):
@@ -123,7 +124,7 @@ def test_units_hold_every_token_once_and_are_its_mean():
 
 
 def test_a_blob_of_the_prompt_is_a_cluster():
-    """Far apart, k-means finds them whatever it starts from (here with this seed)."""
+    """K-means finds distant groups whatever it starts from (here with this seed)."""
     case = Case(q_heads=1, kv_heads=1, head_dim=16, value_dim=8)
     centers = 20 * torch.eye(16)[:4]
     keys = (centers.repeat(8, 1) + case.tensor(3, 32, 16))[None, None]
@@ -136,7 +137,7 @@ def test_a_blob_of_the_prompt_is_a_cluster():
 
 
 def test_units_that_tie_come_in_the_order_of_their_first_tokens():
-    """A query that likes no key: with units of one key the hits are those of `exact`."""
+    """With a query of zero scores and units of one key, the hits are those of `exact`."""
     index, exact = sealed(**SINGLE), CASE.index("exact")
     exact.append(*CASE.tokens(N))
     nothing = torch.zeros_like(CASE.queries())
@@ -161,7 +162,7 @@ def test_segments_end_where_a_boundary_was_marked_or_are_full():
 
 
 def test_boundaries_lie_at_the_newest_query_not_at_the_newest_key_held():
-    """A layer keeps the newest tokens in its window: boundaries are known before keys come."""
+    """A layer's window has the newest tokens, so boundaries are known before keys come."""
     index, more = sealed(), CASE.tokens(20, seed=1)
     for position in range(N, N + 20):
         if position in (N + 3, N + 12):

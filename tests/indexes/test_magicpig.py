@@ -1,4 +1,4 @@
-"""MagicPIG: the chance to be a candidate, and sums that are right on average over seeds."""
+"""MagicPIG: the probability of being a candidate, and sums that are right on average over seeds."""
 
 import math
 from functools import lru_cache
@@ -19,7 +19,8 @@ SIZES = [(k, c) for k in (1, 2, 5, 10, 15) for c in (2, 3, 9, 150)]
 
 @lru_cache
 def searched(k, *, seeds=SEEDS, case=CASE, count=N, sure=4):
-    """Over seeds: ids `[S, K]` and log-weights `[S, H, K]` of the same tokens and queries."""
+    """Return ids `[S, K]` and log weights `[S, H, K]` of the same tokens and queries, over
+    seeds."""
     tokens, queries = case.tokens(count), case.queries()
     found = []
     for seed in range(seeds):
@@ -30,7 +31,8 @@ def searched(k, *, seeds=SEEDS, case=CASE, count=N, sure=4):
 
 
 def sums(ids, log_weight, case=CASE, count=N):
-    """Numerator and denominator of each head's softmax, `[S, H, Dv + 1]`, and the true `[H, …]`."""
+    """Return numerator and denominator of each head's softmax, `[S, H, Dv + 1]`, and the true `[H,
+    …]`."""
     (keys, values), queries = case.tokens(count), case.queries()
     logits = (queries[0] @ keys[0, 0].T * case.head_dim**-0.5).double()  # [H, N]
     ones = torch.cat([values[0, 0].double(), torch.ones(count, 1).double()], dim=1)  # [N, Dv + 1]
@@ -40,12 +42,12 @@ def sums(ids, log_weight, case=CASE, count=N):
 
 
 def deviations(samples, truth):
-    """How many standard errors the mean over seeds `[S, …]` is off."""
+    """Return by how many standard errors the mean over seeds `[S, …]` is off."""
     return (samples.mean(0) - truth).abs() / (samples.std(0) / len(samples) ** 0.5)
 
 
 def cosines(case=CASE, count=N):
-    """Between queries and keys without their mean, float64 `[H, N]`."""
+    """Return cosines between queries and keys without their mean, float64 `[H, N]`."""
     keys, queries = case.tokens(count)[0][0, 0].double(), case.queries()[0].double()
     keys = keys - keys.mean(0)
     return torch.nn.functional.cosine_similarity(queries[:, None], keys[None], dim=-1)
@@ -122,7 +124,7 @@ def test_the_chance_is_the_binomial_tail(bits, tables):
 
 
 def test_the_draw_takes_each_candidate_as_often():
-    """Over queries, where candidates are too many: no token is preferred, nor left out."""
+    """Over queries with too many candidates, no token is preferred or left out."""
     case = Case(q_heads=1, kv_heads=1, head_dim=8, value_dim=8)
     index = case.index("magicpig", bits=1, tables=150, sure=0)  # all are candidates
     index.append(*case.tokens(N))

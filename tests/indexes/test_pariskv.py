@@ -1,4 +1,4 @@
-"""ParisKV's whole search against the literal reading of the spec, and what is its own."""
+"""ParisKV's whole search equals a literal reading of the specification, and its own properties."""
 
 from itertools import pairwise
 
@@ -17,7 +17,7 @@ LEVELS = levels(8, 3).tolist()
 
 
 def wanted(index, keys, queries, k):
-    """Hits by the literal reading, for one query per KV head: `[B, G, D]`."""
+    """Return hits by the literal reading, for one query per KV head: `[B, G, D]`."""
     matrix = rotation(index.geometry.head_dim, index.config.seed).tolist()
     options = dict(beta=index.config.beta, rho=index.config.rho)
     rows = [
@@ -245,7 +245,7 @@ def test_scaling_queries_by_a_power_of_two_never_changes_ids(power, group):
 
 
 def test_keys_of_equal_votes_are_candidates_by_the_lower_id():
-    """Mistake 6. All keys alike but for their size: one centroid each, so all votes are equal."""
+    """All keys are equal up to their size: one centroid each, so all votes are equal."""
     case = Case(q_heads=1, kv_heads=1, head_dim=16)
     direction = case.tokens(1)[0]
     keys = direction * torch.linspace(1, 2, 40)[:, None]
@@ -259,7 +259,7 @@ def test_keys_of_equal_votes_are_candidates_by_the_lower_id():
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_any_head_dim_batch_and_dtype(dim, batch, dtype):
-    """Mistakes 3, 8 and 10: not only D = 128, bf16; and a padded batch equals its rows."""
+    """Not only D = 128 and bfloat16; and a padded batch equals its sequences."""
     case = Case(q_heads=6, kv_heads=2, head_dim=dim, dtype=dtype, batch=batch)
     keys, values = case.tokens(60)
     pads = [0, 17, 31][:batch]

@@ -1,6 +1,6 @@
-"""ParisKV past its paper: codes are a function of their block, and what cannot go wrong.
+"""ParisKV beyond its paper: codes depend only on their block, and guarantees of presets.
 
-Longer than most files: what is coded and searched for is the presets' in common.
+The file is long, because encoding and search are common to all presets.
 """
 
 import copy
@@ -34,7 +34,7 @@ def test_the_defaults_are_a_preset():
 
 @pytest.mark.parametrize("preset", PAST)
 def test_scores_are_near_the_inner_products(preset):
-    """The center's share included: a softcap, and shares of all rows, need whole scores."""
+    """Including the center's part: a softcap, and weights over all rows, need complete scores."""
     case = Case(q_heads=2, kv_heads=2, head_dim=64, batch=2)
     keys, values = case.tokens(300)
     keys = keys + 3 * case.tokens(1, seed=5)[0]
@@ -48,7 +48,7 @@ def test_scores_are_near_the_inner_products(preset):
 
 @pytest.mark.parametrize("preset", PAST)
 def test_a_constant_added_to_all_keys_changes_no_ranking(preset):
-    """Of one head: to each head it adds another number, which `candidates_per="group"` compares."""
+    """For one head. Each head adds another number, which `candidates_per="group"` compares."""
     keys, values = CASE.tokens(200)
     shift = 4 * CASE.tokens(1, seed=7)[0]
     alone = dict(group="union", candidates_per="head")
@@ -110,7 +110,7 @@ def assert_same_codes(got, want):
 @pytest.mark.parametrize("preset", [*PAST, "paper"])
 @pytest.mark.parametrize("history", HISTORIES)
 def test_codes_are_a_function_of_their_tokens(preset, history):
-    """However these came, equal to the bit."""
+    """They are equal to the bit, however the tokens were appended."""
     if history == "one by one" and preset != "fast":
         pytest.skip("one preset does")
     keys, values = CASE.tokens(700)
@@ -183,7 +183,7 @@ def test_zeros_and_a_token_alone_are_found_like_any_others():
 
 
 def test_keys_of_very_different_norms_are_ranked_by_what_they_are():
-    """Later keys 2^10 times as large as those before."""
+    """Later keys are 2^10 times as large as earlier ones."""
     keys, values = CASE.tokens(100)
     index = made("fast", beta=1.0)
     index.append(keys[:, :, :50] * 2.0**-10, values[:, :, :50])
@@ -214,7 +214,7 @@ def test_norms_that_drift_after_the_prompt_cost_nothing(preset, times):
 
 
 def test_alike_first_keys_do_not_narrow_the_scale():
-    """Nearly one key, 50 times: the center leaves next to nothing of it."""
+    """Nearly one key, 50 times: the center leaves almost nothing of it."""
     keys, values = CASE.tokens(300)
     alike = keys[:, :, :1] * (1 + 1e-4 * torch.arange(50)[:, None])
     index = made("fast", group="mean_query", beta=1.0)
@@ -320,8 +320,8 @@ def test_votes_without_weights_know_no_scale_for_a_center(options):
 
 @pytest.mark.parametrize("preset", PAST)
 def test_keys_that_move_along_the_sequence_are_coded_near_their_own_centers(preset):
-    """Each 64 keys lie around another point, far from the rest: one center for all would be no
-    better than none."""
+    """Each 64 keys are around another point, far from the rest. One center for all would not
+    help."""
     case = Case(q_heads=2, kv_heads=2, head_dim=64, batch=2)
     keys, values = case.tokens(512)
     places = 6 * case.tokens(8, seed=3)[0].repeat_interleave(64, dim=2)
@@ -337,7 +337,7 @@ def test_keys_that_move_along_the_sequence_are_coded_near_their_own_centers(pres
 
 @pytest.mark.parametrize("preset", ["fast", "accurate", "precise"])
 def test_candidates_come_from_all_centers_by_their_scores(preset):
-    """As many of the best keys are candidates as if the centers' share were not told apart."""
+    """As many of the best keys are candidates as without the distinction of the centers' parts."""
     case = Case(q_heads=2, kv_heads=2, head_dim=64, batch=2)
     keys, values = case.tokens(1024)
     keys = keys + case.tokens(16, seed=3)[0].repeat_interleave(64, dim=2)

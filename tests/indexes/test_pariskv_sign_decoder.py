@@ -1,4 +1,4 @@
-"""ParisKV with `sign_decoder="regression"`: what it fits follows the tokens, however they came."""
+"""ParisKV with `sign_decoder="regression"`: its fit depends only on the tokens."""
 
 from copy import deepcopy
 

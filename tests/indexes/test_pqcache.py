@@ -1,4 +1,4 @@
-"""PQCache: codes are the nearest centroids, estimates are exact where centroids are keys."""
+"""PQCache: codes are the nearest centroids, and estimates are exact where centroids are keys."""
 
 import pytest
 import torch
@@ -12,7 +12,8 @@ TRAINED = dict(subspaces=4, bits=3)  # more keys than centroids, whatever the co
 
 
 def whole(case, count, *, seed=0):
-    """Keys, values and queries of small integers: float32 holds products and means exactly."""
+    """Return keys, values and queries of small integers, whose products and means are exact in
+    float32."""
     generator = torch.Generator().manual_seed(seed)
     keys = torch.randint(
         -8, 9, (case.batch, case.kv_heads, count, case.head_dim), generator=generator
@@ -22,7 +23,8 @@ def whole(case, count, *, seed=0):
 
 
 def decoded(index):
-    """What the codes of an index stand for, `[B, G, N, D]`, one subspace after the other."""
+    """Return the vectors that the codes of an index represent, `[B, G, N, D]`, subspace by
+    subspace."""
     books, labels = index._learned["codebooks"], index._codes["labels"].long()
     parts = []
     for b in range(labels.shape[-1]):
@@ -123,7 +125,7 @@ def test_later_tokens_are_coded_with_the_prompts_centroids():
 
 
 def test_padding_teaches_nothing():
-    """Rows that learn at different appends, from as many keys as each of them has."""
+    """Sequences that learn at different appends, from equally many keys."""
     keys, values = CASE.tokens(60)
     padded = CASE.index("pqcache", **TRAINED)
     valid = left_padding([40, 7], 60)

@@ -1,4 +1,4 @@
-"""Quest: its bound, which rows come with which, and pages over padding and truncation."""
+"""Quest: its bound, which rows come together, and pages with padding and truncation."""
 
 import pytest
 import torch
@@ -13,12 +13,12 @@ seeds = st.integers(0, 10_000)
 
 
 def whole_numbers(seed, *shape):
-    """Small integers as float32: their products are exact."""
+    """Return small integers as float32, whose products are exact."""
     return torch.randint(-9, 10, shape, generator=torch.Generator().manual_seed(seed)).float()
 
 
 def page_bounds(index, queries, count):
-    """The score of every token's page, float32 `[B, G, count]`; one head per group."""
+    """Return the score of every token's page, float32 `[B, G, count]`; one head per group."""
     hits = index.search(queries, k=count)
     return torch.empty(hits.scores.shape).scatter_(-1, hits.ids, hits.scores)
 
@@ -71,7 +71,7 @@ def test_the_bound_holds_to_rounding_for_short_types(dtype):
 
 
 def test_the_bound_is_that_of_the_best_corner_of_the_box():
-    """No bound that knows the extremes alone is lower."""
+    """No bound that uses only the extremes is lower."""
     keys, queries = whole_numbers(3, 1, 1, 5, 8), whole_numbers(4, 1, 1, 8)
     index = Case(q_heads=1, kv_heads=1, head_dim=8, value_dim=8).index("quest")
     index.append(keys, keys)
@@ -116,7 +116,7 @@ def test_what_is_left_out_scores_no_more_than_the_last_page_taken():
 
 
 def test_summaries_are_those_of_one_append_whatever_came_before():
-    """Appends in pieces, padding of any length, truncation and reordering: equal to the bit."""
+    """Appends in parts, padding of any length, truncation and reordering: equal to the bit."""
     pads, tokens = [0, 5, 37], CASE.tokens(90, batch=3)
     index = CASE.index("quest", page=8)
     valid = left_padding(pads, 90)

@@ -1,4 +1,4 @@
-"""RetroInfer: weighted rows are exact where the keys of a cluster agree; no cluster is cut."""
+"""RetroInfer: weighted rows are exact if the keys of a cluster agree, and no cluster is cut."""
 
 import math
 
@@ -17,7 +17,7 @@ CASES = [
     Case(q_heads=3, kv_heads=1, head_dim=64, value_dim=24, dtype=torch.bfloat16, batch=3),
 ]
 ASK_FOR_TOKENS = {"check_slots_are_exactly_k", "check_ties_go_to_the_lower_id"}
-"""They want the best slots to hold tokens; here a cluster that does not fit is one row."""
+"""Checks that expect tokens in the best slots. Here a cluster that does not fit is one row."""
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -32,7 +32,8 @@ def test_small_clusters_keep_the_contract(check, case):
 
 
 def sums(index, queries, hits):
-    """Numerator `[B, H, Dv]` and denominator `[B, H]` of the attention over the hits, float64."""
+    """Return numerator `[B, H, Dv]` and denominator `[B, H]` of attention over the hits,
+    float64."""
     rows, g = index.fetch(hits), index.geometry
     keys, values = (x.double().repeat_interleave(g.group_size, 1) for x in (rows.keys, rows.values))
     logits = g.scale * (queries.double()[:, :, None] @ keys.mT)[:, :, 0]
@@ -41,7 +42,7 @@ def sums(index, queries, hits):
 
 
 def sums_over(index, queries, tokens, kept):
-    """The same over tokens, bool `kept` `[B, G, N]`."""
+    """Return the same over tokens, bool `kept` `[B, G, N]`."""
     g = index.geometry
     keys, values = (x.double().repeat_interleave(g.group_size, 1) for x in tokens)
     logits = g.scale * (queries.double()[:, :, None] @ keys.mT)[:, :, 0]
@@ -50,7 +51,7 @@ def sums_over(index, queries, tokens, kept):
 
 
 def covered(index, hits):
-    """Tokens that the hits stand for, bool `[B, G, N]`; each may be meant once only."""
+    """Return the tokens that the hits represent, bool `[B, G, N]`. No token may occur twice."""
     learned, (B, G, _) = index._learned, hits.ids.shape
     kept = torch.zeros(B, G, len(index), dtype=torch.bool)
     for b in range(B):
@@ -92,7 +93,7 @@ def test_where_clusters_are_single_keys_weighted_rows_give_the_exact_partial_sum
 
 @pytest.mark.parametrize("k", [9, 20])
 def test_where_the_keys_of_a_cluster_are_alike_weighted_rows_give_the_exact_partial_sum(k):
-    """The logarithm of the size and the mean of the values, each as it should be."""
+    """The row has the logarithm of the size and the mean of the values."""
     case = Case(q_heads=6, kv_heads=2, head_dim=16, value_dim=8, batch=2)
     keys, values = case.tokens(48)
     keys = keys[:, :, :12].repeat_interleave(4, dim=2)
@@ -128,7 +129,8 @@ def test_a_weighted_row_never_promises_more_than_its_keys_hold(k):
 
 
 def in_words(index, keys, b, h, query, k):
-    """[id], best first: clusters and tokens that wait; whole ones until their share is reached."""
+    """Return [id], best first: clusters and waiting tokens, whole ones until their fraction is
+    reached."""
     learned, units, start = index._learned, [], 0
     for s, size in enumerate(learned["sizes"][b, h].tolist()):
         ids = learned["members"][b, h, start : start + size].tolist()
@@ -174,7 +176,7 @@ def test_whole_clusters_are_exact_and_the_next_ones_are_one_row_each(k, estimate
 
 @pytest.mark.parametrize(("k", "named"), [(12, False), (9, True)])
 def test_a_large_best_cluster_is_read_whole_where_it_fits_into_all_slots(k, named):
-    """Ten alike keys that hold the attention: one cluster, of more rows than its share of 12."""
+    """Ten equal keys with the attention: one cluster, with more rows than its part of 12."""
     case = Case(q_heads=1, kv_heads=1, head_dim=16, value_dim=8)
     keys, values = case.tokens(60)
     keys[:, :, 20:30] = keys[:, :, 20:21] * 4

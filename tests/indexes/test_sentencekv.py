@@ -1,6 +1,6 @@
-"""SentenceKV: the mean of all products of two sentences; boundaries, whoever says them and when.
+"""SentenceKV: the mean of all products of two sentences; boundaries from any source.
 
-Longer than most files: boundaries come from signals, from the text and by length, to one effect.
+The file is long, because signals, the text and the length give boundaries with one effect.
 """
 
 import pytest
@@ -16,7 +16,7 @@ STOP, COMMA = 13, 11
 
 
 def text(count, seed=0, rows=2, every=7):
-    """Token ids int64 `[rows, count]`, about one in `every` of them a stop."""
+    """Return token ids int64 `[rows, count]`, about one in `every` of them a stop."""
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(100, 200, (rows, count), generator=generator)
     ends = torch.rand((rows, count), generator=generator) < 1 / every
@@ -24,7 +24,7 @@ def text(count, seed=0, rows=2, every=7):
 
 
 def in_words(tokens, valid, longest):
-    """The sentences of one row, lists of ids."""
+    """Return the sentences of one sequence, as lists of ids."""
     found, open_one = [], []
     for i, (token, real) in enumerate(zip(tokens, valid, strict=True)):
         if real:
@@ -35,7 +35,7 @@ def in_words(tokens, valid, longest):
 
 
 def sentences(index):
-    """The ids of each sentence, for each row."""
+    """Return the ids of each sentence, for each sequence of the batch."""
     found = []
     for b, sizes in enumerate(index._codes["sizes"][:, 0].tolist()):
         ids = index._members()[b].tolist()
@@ -57,7 +57,7 @@ def assert_as_in_words(index, keys, tokens, valid, close=1e-6):
 @pytest.mark.parametrize("longest", [1, 5, 64])
 @pytest.mark.parametrize("when", ["before", "between", "after", "step by step"])
 def test_sentences_are_those_in_words_whenever_they_are_said(when, longest):
-    """For prompts of different lengths, and texts that end their sentences in different places."""
+    """For prompts of different lengths, and texts whose sentences end in different places."""
     index = CASE.index("sentencekv", longest=longest, punctuation=(COMMA, STOP))
     rows, tokens, valid = CASE.tokens(90), text(90), left_padding([0, 31], 90)
     if when == "before":
@@ -123,7 +123,7 @@ def test_marked_boundaries_are_those_that_are_read():
 
 
 def test_a_boundary_lies_at_the_newest_query():
-    """A layer's window keeps keys back; the boundary after a token is known before they come."""
+    """A layer's window delays keys, so the boundary after a token is known before they come."""
     index, rows = CASE.index("sentencekv"), CASE.tokens(30)
     for position in range(30):
         if position in (4, 17):
@@ -156,7 +156,8 @@ def test_sentences_are_averaged_in_blocks(monkeypatch):
 
 
 def spoken(index, queries, ends=()):
-    """A generation: queries `[B, H, T, D]` observed one by one, boundaries after some tokens."""
+    """A generation: queries `[B, H, T, D]` observed one by one, with boundaries after some
+    tokens."""
     first = len(index)
     index.end_prompt()
     for i in range(queries.shape[2]):
@@ -167,7 +168,7 @@ def spoken(index, queries, ends=()):
 
 @pytest.mark.parametrize("seen", [True, False])
 def test_a_score_is_the_mean_of_all_products_of_two_sentences(seen):
-    """By linearity; of a head alone scores are estimates, not shares."""
+    """By linearity. For one head, scores are estimates, not weights."""
     case = Case(q_heads=2, kv_heads=2, head_dim=16, value_dim=8, batch=2)
     index, rows, tokens = case.index("sentencekv", punctuation=STOP), case.tokens(50), text(50)
     index.observe_tokens(tokens, first=0)
@@ -368,7 +369,7 @@ def test_bad_option_is_refused(options, words):
 
 
 def test_bytes():
-    """A mean per sentence and KV head, a size per sentence; a flag per token that was said."""
+    """A mean per sentence and KV head, a size per sentence, and a flag per boundary."""
     case = Case(q_heads=6, kv_heads=2, head_dim=16, value_dim=8, dtype=torch.float16)
     index = case.index("sentencekv", longest=8)
     index.append(*case.tokens(64))

@@ -1,4 +1,4 @@
-"""ShadowKV: factors of its keys, chunks by their mean key, outliers that are always there."""
+"""ShadowKV: factors of its keys, chunks by their mean key, outliers that are always attended to."""
 
 import pytest
 import torch
@@ -19,12 +19,13 @@ def sealed(tokens, *, case=CASE, outliers=0, rope=None, valid=None, **options):
 
 
 def side_by_side(keys):
-    """Keys `[B, G, N, D]` as matrices float64 `[B, N, G D]`."""
+    """Return keys `[B, G, N, D]` as matrices float64 `[B, N, G D]`."""
     return keys.double().transpose(1, 2).flatten(2)
 
 
 def rotate(keys, start=0):
-    """The rotary embedding of keys `[..., N, 16]` at places from `start` on, by complex numbers."""
+    """Compute the rotary embedding of keys `[..., N, 16]` at positions from `start` on, by complex
+    numbers."""
     pairs = torch.complex(keys[..., :8].double(), keys[..., 8:].double())
     angles = torch.arange(start, start + keys.shape[-2])[:, None] * FREQUENCIES.double()
     pairs = pairs * torch.polar(torch.ones_like(angles), angles)
@@ -32,14 +33,14 @@ def rotate(keys, start=0):
 
 
 def of_rank(rank, count):
-    """Keys whose matrix has that rank, and values."""
+    """Return keys whose matrix has this rank, and values."""
     keys = CASE.tensor(5, 2, count, rank) @ CASE.tensor(6, 2, rank, 2 * 16)
     keys = keys.unflatten(2, (2, 16)).transpose(1, 2).contiguous()
     return keys, keys[..., :8].contiguous()
 
 
 def worst(index, keys):
-    """The largest error of a fetched key."""
+    """Return the largest error of a fetched key."""
     return float((all_rows(index, len(keys)).keys - keys).abs().max())
 
 

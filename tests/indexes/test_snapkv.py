@@ -1,4 +1,4 @@
-"""SnapKV against an election in Python's own numbers; exact where the budget allows all rows."""
+"""SnapKV equals an election in Python's own numbers; it is exact if the budget allows all rows."""
 
 import math
 
@@ -24,7 +24,7 @@ SMALL = dict(budget=12, window=4, kernel=3)
 
 
 def prompt(case=CASE, count=N, seed=0):
-    """Queries `[B, H, count, D]`, long enough to have favourites."""
+    """Return queries `[B, H, count, D]`, long enough to prefer some rows."""
     return 2 * case.tensor(500 + seed, case.batch, case.q_heads, count, case.head_dim)
 
 
@@ -37,7 +37,7 @@ def built(case=CASE, pads=None, **options):
 
 
 def elected(keys, queries, scale, *, budget, window, kernel, pool="mean", pad=0):
-    """Ids kept of keys `[n][D]` for the queries of each head `[g][n][D]`: the published rule."""
+    """Return the ids that the published rule keeps of keys `[n][D]` for queries `[g][n][D]`."""
     n = len(keys)
     votes = [0.0] * n
     for head in queries:
@@ -104,7 +104,7 @@ def test_what_is_generated_is_kept_beside_the_prompt():
 
 @pytest.mark.parametrize("first", [0, 10, 30, 38])
 def test_queries_may_come_before_the_keys(first):
-    """As in a layer, whose newest tokens come into the index later."""
+    """As in a layer, whose newest tokens are appended to the index later."""
     late, tokens, order = CASE.index("snapkv", **SMALL), CASE.tokens(N), torch.tensor([1, 0])
     late.observe_queries(prompt()[order, :, :25], torch.arange(25))
     late.reorder(order)
@@ -162,7 +162,7 @@ def test_padding_changes_nothing_but_ids():
 
 
 def voting(case):
-    """Makes indexes whose first append is part of a prompt of 13 tokens that has voted."""
+    """Make indexes whose first append is part of a prompt of 13 tokens that has voted."""
     queries = case.tensor(7, 1, case.q_heads, 9, case.head_dim)
 
     def make(**options):

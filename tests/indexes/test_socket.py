@@ -1,4 +1,4 @@
-"""SOCKET: the distribution over buckets, the sums of chances, and what they say of angles."""
+"""SOCKET: the distribution over buckets, sums of probabilities, and their relation to angles."""
 
 import itertools
 import math
@@ -14,13 +14,13 @@ CASE = Case(q_heads=2, kv_heads=2, head_dim=16, value_dim=8, batch=2)
 
 
 def of_all(index, queries, count):
-    """The score of every token, float32 `[B, G, count]`."""
+    """Return the score of every token, float32 `[B, G, count]`."""
     hits = index.search(queries, k=count)
     return torch.empty(hits.scores.shape).scatter_(-1, hits.ids, hits.scores)
 
 
 def soft_collisions(index, keys, queries):
-    """As the authors write it, one head, key, table and corner after the other."""
+    """Compute the authors' formula, one head, key, table and corner at a time."""
     config = index.config
     planes = index._planes.double().reshape(16, config.tables, config.bits)
     corners = [*itertools.product([-1, 1], repeat=config.bits)]
@@ -67,7 +67,7 @@ def test_a_small_temperature_counts_hard_collisions():
 
 
 def test_scores_fall_with_the_angle():
-    """Correlation with the cosine: soft collisions rank better than hard ones with as many bits."""
+    """By correlation with the cosine, soft collisions rank better than hard ones of equal bits."""
     case = Case(q_heads=1, kv_heads=1, head_dim=64, value_dim=8)
     keys, values = case.tokens(2000)
     queries = case.queries()

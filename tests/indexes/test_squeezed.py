@@ -1,4 +1,4 @@
-"""Squeezed Attention against shares in Python's numbers; how much its threshold leaves out."""
+"""Squeezed Attention equals weights in Python's numbers; how much its threshold leaves out."""
 
 import math
 
@@ -13,7 +13,7 @@ SMALL = dict(per_cluster=4, block=8)
 
 
 def observed(case, count, start=0, seed=0):
-    """Queries `[B, H, count, D]` and their positions."""
+    """Return queries `[B, H, count, D]` and their positions."""
     queries = case.tensor(500 + seed, case.batch, case.q_heads, count, case.head_dim)
     return queries, torch.arange(start, start + count)
 
@@ -27,7 +27,7 @@ def sealed(case, tokens, queries, valid=None, **options):
 
 
 def share_of_each(index, keys, b, h, query):
-    """{id: share of the attention that each row of its unit is believed to have}."""
+    """Return {id: estimated attention weight of each row of its unit}."""
     learned, scale, units, start = index._learned, index.geometry.scale, [], 0
     for size in learned["sizes"][b, h].tolist():
         ids = learned["members"][b, h, start : start + size].tolist()
@@ -81,7 +81,7 @@ def test_where_clusters_are_single_keys_shares_are_those_of_attention():
 
 
 def rows_that_pass(index, queries):
-    """How many rows the queries `[B, H, T, D]` get in all, int64 `[B]`."""
+    """Return how many rows the queries `[B, H, T, D]` get in total, int64 `[B]`."""
     counts = [
         (index.search(queries[:, :, t], k=len(index)).ids >= 0).sum((1, 2))
         for t in range(queries.shape[2])

@@ -1,4 +1,4 @@
-"""StreamingLLM: which rows it keeps, in the plainest words; all of them where the budget allows."""
+"""StreamingLLM: which rows it keeps by a direct rule; all of them if the budget allows."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ NOT_BLIND = {"check_a_needle_is_found", "check_ties_go_to_the_lower_id"}  # of r
 
 
 def literal(count, sink, latest, pad=0):
-    """The ids that are kept of `count` real tokens after `pad` padded ones."""
+    """Return the ids that are kept of `count` real tokens after `pad` padded ones."""
     return [pad + i for i in range(count) if i < sink or i >= count - latest]
 
 

@@ -1,4 +1,4 @@
-"""TriAttention against the published series in Python's own numbers; exact with budget enough."""
+"""TriAttention equals the published series in Python's own numbers; exact with enough budget."""
 
 import cmath
 import math
@@ -20,7 +20,8 @@ HALF = rope(8)  # of 16 coordinates, 8 turn
 
 
 def prompt(case=CASE, count=N, seed=0, frequencies=None):
-    """Queries `[B, H, count, D]` around a center of each head, turned to their places."""
+    """Return queries `[B, H, count, D]` around a center of each head, rotated to their
+    positions."""
     center = 2 * case.tensor(600 + seed, case.batch, case.q_heads, 1, case.head_dim)
     spread = case.tensor(500 + seed, case.batch, case.q_heads, count, case.head_dim)
     frequencies = rope(case.head_dim) if frequencies is None else frequencies
@@ -37,7 +38,7 @@ def built(case=CASE, pads=None, queries=None, **options):
 
 
 def straight(row, place, omega):
-    """Pairs of a turned vector as complex numbers, turned back."""
+    """Return pairs of a rotated vector as complex numbers, rotated back."""
     F = len(omega)
     rest = (len(row) - 2 * F) // 2
     pairs = [complex(row[j], row[j + F]) * cmath.exp(-1j * omega[j] * place) for j in range(F)]
@@ -45,7 +46,7 @@ def straight(row, place, omega):
 
 
 def scores_in_words(queries, keys, omega, *, now, horizon, pad=0):
-    """The published series: of queries `[n][D]` of one head for keys `{id: [D]}` at `now`."""
+    """Compute the published series for queries `[n][D]` of a head and keys `{id: [D]}` at `now`."""
     known = [straight(query, i, omega) for i, query in enumerate(queries) if i >= pad]
     pairs = range(len(known[0]))
     mean = [sum(q[f] for q in known) / len(known) for f in pairs]
@@ -66,7 +67,7 @@ def scores_in_words(queries, keys, omega, *, now, horizon, pad=0):
 
 
 def kept_in_words(heads, budget):
-    """Ids of the `budget` best by the largest standardized score of any head."""
+    """Return ids of the `budget` best by the largest standardized score of any head."""
     best = {}
     for found in heads:
         mean = sum(found.values()) / len(found)
@@ -108,7 +109,7 @@ def test_the_series_in_words_can_differ():
 
 
 def test_queries_that_are_all_alike_are_foreseen_exactly():
-    """Before they are turned: then a score is the mean of the true products to come."""
+    """If queries are equal before rotation, a score is the mean of the true later products."""
     case = Case(q_heads=3, kv_heads=1, head_dim=32)
     alike = case.tensor(1, 1, 3, 1, 32).expand(-1, -1, N, -1)
     queries = rotate(alike, torch.arange(N), rope(32))
@@ -160,7 +161,7 @@ def test_nothing_is_dropped_without_centers_or_before_the_seal():
 
 @pytest.mark.parametrize("first", [0, 9])
 def test_keys_that_come_after_the_seal_meet_the_same_centers(first):
-    """As in a layer, whose window keeps tokens back."""
+    """As in a layer, whose window delays tokens."""
     tokens, index = CASE.tokens(N), CASE.index("triattention", **SMALL)
     index.observe_queries(prompt(), torch.arange(N))
     index.append(*part(tokens, 0, first))
@@ -172,7 +173,7 @@ def test_keys_that_come_after_the_seal_meet_the_same_centers(first):
 
 
 def centers(queries, **options):
-    """Of one row's queries `[H, T, D]`."""
+    """Return the centers of one sequence's queries `[H, T, D]`."""
     known = torch.ones(1, queries.shape[1], dtype=torch.bool)
     found = Centers.of(queries[None], torch.arange(queries.shape[1]), known, rope(16), **options)
     return Centers(found.mean[0], found.size[0])

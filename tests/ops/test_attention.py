@@ -22,7 +22,7 @@ caps = st.sampled_from([None, 0.5, 30.0])
 
 
 def reference(queries, keys, values, bias=None, scale=0.3, softcap=None):
-    """Softmax attention in float64, in one piece; a query that sees no row gives 0."""
+    """Softmax attention in float64, in one call; a query that sees no row gives 0."""
     group = queries.shape[1] // keys.shape[1]
     keys, values = (t.double().repeat_interleave(group, dim=1) for t in (keys, values))
     logits = scale * (queries.double() @ keys.mT)

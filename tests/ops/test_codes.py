@@ -1,6 +1,6 @@
-"""The codes' reference: bits, levels, weights on either scale, and what estimates make of them.
+"""The codes' reference: bits, levels, weights on either scale, and estimates from them.
 
-Longer than most files: each part is checked with what another one gives.
+The file is long, because each part is tested with the results of another.
 """
 
 import math
@@ -175,7 +175,7 @@ def test_a_tiny_subspace_gives_finite_weights(size):
 
 
 def assert_as_the_spec_says(rotated, norms, got, levels, block):
-    """Signs and planes byte by byte, one weight per block, all by the literal reading."""
+    """Compare signs and planes byte by byte, and one weight per block, with the literal reading."""
     values = [float(level) for level in levels]
     count, dim = rotated.shape
     planes = len(levels).bit_length() - 1
@@ -273,12 +273,13 @@ ULP = 2.0**-23
 
 
 def half_step(bits):
-    """The largest ratio between a weight on the scale and the nearest point of the scale."""
+    """Return the largest ratio between a weight on the scale and the nearest point of the scale."""
     return 2 ** (codes.OCTAVES / 2 / 2**bits)
 
 
 def on_scale(powers, bits):
-    """Weights float32 `[n]` at these octaves, their codes and what those represent."""
+    """Return weights float32 `[n]` at these octaves, their codes and the weights that codes
+    represent."""
     weights = torch.tensor(powers).double().exp2().float()
     got = codes.log_codes(weights, bits)
     return weights, got, codes.log_weights(got, bits)
@@ -358,7 +359,8 @@ def test_the_weight_scale_is_the_least_octave_above_all_weights(powers, bits):
 
 
 def assert_factors_follow_weights(factors, weights, scale):
-    """Integers near `FACTOR · weight / scale`: within half a step of an upper byte."""
+    """Check that integers are near `FACTOR · weight / scale`: within half a step of an upper
+    byte."""
     step = 2 ** (codes.OCTAVES / 256)
     true = weights.double() / scale * codes.FACTOR
     assert ((factors - true).abs() <= true * (step**0.5 - 1 + 8 * ULP) + 0.5).all()
@@ -401,7 +403,7 @@ def test_factors_end_fifteen_octaves_below_the_scale():
 
 
 def block_means(keys, valid, every):
-    """Of each block's valid keys, `[B, G, S, D]`."""
+    """Return the mean of each block's valid keys, `[B, G, S, D]`."""
     parts = zip(keys.split(every, 2), valid.split(every, 1), strict=True)
     return torch.stack(
         [(k * v[:, None, :, None]).sum(2) / v.sum(1).clamp_min(1)[:, None, None] for k, v in parts],

@@ -35,7 +35,7 @@ def test_a_table_that_is_not_contiguous():
 
 
 def test_offsets_past_2_to_the_31_do_not_wrap():
-    """Mistake 7 of the published code. Memory is touched only where it is written."""
+    """The published code has this defect. Memory is touched only where it is written."""
     table = torch.empty(1, 2, 2**27 + 2, 8, dtype=torch.uint8)
     table[0, :, -1] = 7
     ids = torch.tensor([[[2**27 + 1, -1]] * 2])

@@ -1,4 +1,4 @@
-"""Each policy against a slow version that says it in words."""
+"""Each policy equals a slow implementation of its definition."""
 
 import math
 
@@ -17,7 +17,7 @@ caps = st.sampled_from([None, 1.0, 20.0])
 
 
 def estimates(seed, heads, count=12, missing=3):
-    """`[2, 2, heads, count]`, the last `missing` of the first row of the batch `-inf`."""
+    """Return `[2, 2, heads, count]`, with the last `missing` of the first sequence `-inf`."""
     generator = torch.Generator().manual_seed(seed)
     values = torch.randn(2, 2, heads, count, generator=generator) * 3
     values[0, ..., count - missing :] = NEVER
@@ -25,7 +25,7 @@ def estimates(seed, heads, count=12, missing=3):
 
 
 def shares(row, scale, softcap):
-    """softmax of one head's logits over the rows that are candidates."""
+    """Return the softmax of one head's logits over the rows that are candidates."""
     logits = [scale * x for x in row]
     if softcap is not None:
         logits = [softcap * math.tanh(x / softcap) for x in logits]
@@ -35,7 +35,8 @@ def shares(row, scale, softcap):
 
 
 def slow_score(table, policy, scale, softcap):
-    """Log of the group's share of each row; table: one list of estimates per head."""
+    """Return the log of the group's weight of each row; `table` has one list of estimates per
+    head."""
     per_head = [shares(row, scale, softcap) for row in table]
     rows = zip(*per_head, strict=True)
     if policy == "max_share":
@@ -44,7 +45,7 @@ def slow_score(table, policy, scale, softcap):
 
 
 def slow_union(table):
-    """The heads' ranked lists, walked in turn, dropping duplicates."""
+    """Walk the heads' ranked lists in turn, dropping duplicates."""
     count = len(table[0])
     ranked = [sorted(range(count), key=lambda i, row=row: (-row[i], i)) for row in table]
     walk = []

@@ -1,4 +1,4 @@
-"""What ranks tell each other of a step: merged, the attention over all of their rows."""
+"""Messages of ranks in a step, merged, give the attention over all of their rows."""
 
 import torch
 

@@ -1,7 +1,7 @@
 """Priority sampling: its law, its sums and their variance, in one phase and in two.
 
-Means lie within 6 of their standard errors: by the normal approximation below 2e-9 each for a seed
-drawn afresh, some 50 of them. The law of `noise` holds with 1 - 1e-9 (Dvoretzky–Kiefer–Wolfowitz).
+Means are within 6 of their standard errors: by the normal approximation below 2e-9 each for a new
+seed, some 50 of them. The law of `noise` holds with 1 - 1e-9 (Dvoretzky–Kiefer–Wolfowitz).
 """
 
 import math
@@ -17,7 +17,7 @@ SEEDS, ROWS = 20_000, 60
 
 @pytest.fixture(scope="module")
 def noises():
-    """Of every row by each seed, `[SEEDS, ROWS]`."""
+    """Return the noise of every row by each seed, `[SEEDS, ROWS]`."""
     seeds = torch.arange(SEEDS)[:, None] * 12_345_677
     return nats(priority.noise(torch.arange(ROWS), seeds))
 
@@ -27,19 +27,21 @@ def nats(noise):
 
 
 def sizes(seed, spread=2.0):
-    """Logarithms of sizes `[ROWS]`."""
+    """Return logarithms of sizes `[ROWS]`."""
     return spread * torch.randn(ROWS, generator=torch.Generator().manual_seed(seed))
 
 
 def sums(positions, log_chances, values):
-    """Of values `[ROWS]` over the rows drawn, weighted with `1 / π`: float64 `[SEEDS]`."""
+    """Sum values `[ROWS]` over the sampled rows, weighted with `1 / π`: float64 `[SEEDS]`."""
     weights = torch.where(positions < 0, 0, (-log_chances.double()).exp())
     return (weights * values.double()[positions.clamp_min(0)]).sum(-1)
 
 
 def variances(positions, log_chances, values):
-    """What a draw tells of the variance of `sums`, float64 `[SEEDS]`: Σ x² (1 - π) / π² over its
-    rows, for sizes `w = x` Duffield, Lund and Thorup's Σ τ max(0, τ - w).
+    """Estimate the variance of `sums` from each sample, float64 `[SEEDS]`.
+
+    The estimate is Σ x² (1 - π) / π² over the sampled rows. For sizes `w = x` this is Σ τ max(0, τ
+    - w) by Duffield, Lund and Thorup.
     """
     chances = log_chances.double().exp()
     squares = values.double()[positions.clamp_min(0)].square()
@@ -57,7 +59,7 @@ def assert_tells_its_variance(drawn, values):
 
 
 def drawn_twice(coarse, fine, noises, candidates, k):
-    """Rows `[SEEDS, k]` and their `log π`; the candidates that they are drawn from, and theirs."""
+    """Return sampled rows `[SEEDS, k]` with `log π`, and their candidates with theirs."""
     _, found, chances = priority.draw(coarse.expand(SEEDS, -1), noises, candidates)
     _, at, last = priority.draw(fine[found], noises.gather(1, found), k)
     return (found.gather(1, at), torch.minimum(last, chances.gather(1, at))), (found, chances)
@@ -111,7 +113,8 @@ def test_a_draw_tells_the_variance_of_its_sums(k, noises):
 
 @pytest.mark.parametrize("error", [0.0, 0.7])
 def test_a_draw_among_drawn_candidates_is_right_on_average(error, noises):
-    """Candidates by sizes that are off, rows by others: `π` is the smaller of both chances."""
+    """Candidates are sampled by inexact sizes, rows by others; `π` is the smaller of both
+    chances."""
     drawn, _ = drawn_twice(sizes(2), sizes(2) + error * sizes(3, 1.0), noises, 24, 8)
     for seed in range(3):
         values = torch.randn(ROWS, generator=torch.Generator().manual_seed(20 + seed))
@@ -121,8 +124,9 @@ def test_a_draw_among_drawn_candidates_is_right_on_average(error, noises):
 
 
 def test_candidates_tell_what_they_leave_out(noises):
-    """On average Σ w (1 / π - 1) over candidates is the sum of `w` over all other rows, and over
-    the rows drawn, in place of candidates, too.
+    """On average, Σ w (1 / π - 1) over candidates is the sum of `w` over all other rows.
+
+    The same holds with sampled rows in place of candidates.
     """
     own = sizes(2) + sizes(3, 0.7)
     rows, candidates = drawn_twice(sizes(2), own, noises, 16, 8)
@@ -135,8 +139,10 @@ def test_candidates_tell_what_they_leave_out(noises):
 
 
 def test_a_ratios_bias_is_bounded_and_falls_as_the_number_drawn_grows(noises):
-    """At least as 1 / k, and by Hartley and Ross (1954) within the ratio's standard deviation times
-    that of the denominator, which is below 1 / √(k - 1) of it (Szegedy, 2006).
+    """It falls at least as 1 / k.
+
+    By Hartley and Ross (1954) it is at most the ratio's standard deviation times that of the
+    denominator, which is below 1 / √(k - 1) of it (Szegedy, 2006).
     """
     own, off = sizes(4, 0.5), sizes(6, 1.0)  # weights of rows whose sizes are off as the values are
     weights = (own + 0.7 * off).exp()
@@ -165,7 +171,8 @@ def test_few_rows_are_all_sure_and_none_stays_none(noises):
 
 
 def test_the_size_of_a_group_is_least_in_variance():
-    """Of chances in proportion to some size, Σ p² / π over rows and heads is least for this one."""
+    """Of chances in proportion to some size, Σ p² / π over rows and heads is smallest for this
+    one."""
     shares = torch.randn(1, 1, 3, ROWS, generator=torch.Generator().manual_seed(6)).log_softmax(-1)
     ways = {
         "rms": priority.root_mean_square(shares)[0, 0].exp(),
@@ -196,7 +203,7 @@ def test_noise_is_a_logarithm_in_integers():
 
 @pytest.mark.parametrize("limit", [8, 20])
 def test_candidates_that_reach_a_threshold_are_right_on_average(limit, noises):
-    """Integers, and a threshold that is rounded down: chances are exact all the same."""
+    """With integers and a threshold that is rounded down, chances are still exact."""
     own = (sizes(7) / priority.NATS).round().long()
     seeds = torch.arange(4000)[:, None] * 12_345_677
     drawn = own + priority.noise(torch.arange(ROWS), seeds)
@@ -224,7 +231,7 @@ def test_all_keys_are_candidates_where_there_are_no_more():
 def tempered_bias(sizes, k, noises):
     """Return by how much tempered sums fall short of the true one, and the standard error.
 
-    A fraction of the true sum; sizes float32 `[n]`, noises `[SEEDS, n]`.
+    Both are fractions of the true sum. Sizes are float32 `[n]`, noises `[SEEDS, n]`.
     """
     _, positions, chances = priority.draw(sizes.expand(len(noises), -1), noises, k)
     weights = (-chances.double() * priority.temper(k)).exp()
@@ -234,14 +241,15 @@ def tempered_bias(sizes, k, noises):
 
 
 def most_tempered_bias(k, n):
-    """The bound in docs/pipeline/rerank.md."""
+    """Return the bound in docs/pipeline/rerank.md."""
     return 1 - ((k - 0.5) / n) ** (1 / math.sqrt(k))
 
 
 @pytest.mark.parametrize(("n", "k"), [(300, 16), (300, 64), (60, 8), (60, 2), (60, 1)])
 @pytest.mark.parametrize("spread", [0.0, 0.3, 1.0, 3.0, "one large", "two kinds"])
 def test_tempered_sums_lack_no_more_than_the_bound(n, k, spread):
-    """Of weights of any kind. Means lie within 6 of their standard errors of what they estimate."""
+    """For weights of any kind. Means are within 6 of their standard errors of what they
+    estimate."""
     own, numbers = torch.zeros(n), torch.randn(n, generator=torch.Generator().manual_seed(n))
     if spread == "one large":
         own[7] = 5.0

@@ -14,7 +14,8 @@ shapes = st.sampled_from([(24, 8), (24, 24), (80, 16), (80, 80)])
 
 
 def coded(seed, count=12, dim=24, block=8, levels=LEVELS):
-    """Queries `[2, 2, 3, D]`, and codes and float32 weights of `[2, 2, count]` rotated keys."""
+    """Return queries `[2, 2, 3, D]`, and codes and float32 weights of `[2, 2, count]` rotated
+    keys."""
     generator = torch.Generator().manual_seed(seed)
     queries = torch.randn(2, 2, 3, dim, generator=generator)
     keys = torch.randn(2, 2, count, dim, generator=generator)
@@ -23,7 +24,7 @@ def coded(seed, count=12, dim=24, block=8, levels=LEVELS):
 
 
 def represented(signs, magnitudes, weights, levels=LEVELS):
-    """The vectors that the codes stand for, float64."""
+    """Return the vectors that the codes represent, float64."""
     v = codes.decode(signs, magnitudes, levels).double()
     return (v.unflatten(-1, (weights.shape[-1], -1)) * weights.double()[..., None]).flatten(-2)
 

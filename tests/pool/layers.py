@@ -1,4 +1,4 @@
-"""A pool of layers beside a layer of its own for each sequence, for any interleaving of calls."""
+"""A pool of layers equals separate layers for each sequence, for any order of calls."""
 
 from unittest import mock
 
@@ -13,22 +13,24 @@ from tests.pool.machine import SequencesMachine, seeds
 from tests.support.helpers import Case
 
 SIZES = dict(sink=3, local_window=4, update_every=5, dense_below=12, search_up_to=2)
-"""So small that sequences are dense, have no index or no sink yet, search, and update, in turn."""
+"""Small regions, so that sequences are dense, lack an index or a sink, search, and update in
+turn."""
 
 COUNTS = st.sampled_from([1, 1, 1, 1, 2, 9, 30])
-"""Tokens of a step: a decoded one, two that were speculated, pieces of a prompt."""
+"""Tokens of a step: a decoded one, two speculated ones, chunks of a prompt."""
 
 DEEDS = st.sampled_from(["row_of_step", "count_joined", "end_joined"])
 
 
 def tokens(case, count, seed, batch):
-    """Queries, keys and values of so many tokens."""
+    """Return queries, keys and values of a number of tokens."""
     queries = case.tensor(90 + seed, batch, case.q_heads, count, case.head_dim)
     return queries, *case.tokens(count, seed, batch)
 
 
 class FailsAt:
-    """A method of a layer that raises when it is called for the `last` time of so many."""
+    """A method of a layer that raises when it is called for the `last` time of a number of
+    calls."""
 
     def __init__(self, name, last):
         self.method, self.left = getattr(AttentionLayer, name), last
@@ -47,7 +49,12 @@ class FailsAt:
 class LayersMachine(SequencesMachine):
     """A pool of layers.
 
-    spec, case, options: of the indexes; sizes: of the layers; slack: of attention, None for equal.
+    Args:
+        spec: Name and options of the indexes.
+        case: Shapes.
+        options: Further options of the indexes.
+        sizes: Sizes of the layers' regions.
+        slack: Tolerance of attention, or None for equality.
     """
 
     spec, case, options, sizes, slack = "exact", Case(q_heads=4), {}, SIZES, None
@@ -82,7 +89,7 @@ class LayersMachine(SequencesMachine):
     @precondition(lambda self: len(self.alone) > 1)
     @rule(data=st.data(), count=st.integers(2, 12), seed=seeds)
     def decode(self, data, count, seed):
-        """Token by token: updates fall due for some, then for others."""
+        """Token by token: updates are due for some sequences, then for others."""
         some = data.draw(st.permutations([*self.alone]))
         for t in range(count):
             self.feed(some, 1, seed + t)
@@ -90,7 +97,7 @@ class LayersMachine(SequencesMachine):
     @precondition(lambda self: self.alone)
     @rule(data=st.data(), count=COUNTS, seed=seeds, deed=DEEDS, last=st.integers(1, 8))
     def step_fails(self, data, count, seed, deed, last):
-        """In the middle of a step together: all are as they were."""
+        """Fail in the middle of a common step: all layers keep their state."""
         some = self.some(data)
         before = [len(self.pool[each]) for each in some]
         given = tokens(self.case, count, seed, len(some))
@@ -107,7 +114,7 @@ class LayersMachine(SequencesMachine):
     @precondition(lambda self: self.alone)
     @rule(data=st.data(), seed=seeds)
     def one_goes_by_itself(self, data, seed):
-        """As whoever holds `pool[a]` may have it go, and go back."""
+        """Step a single layer, and go back, as a caller with `pool[a]` may do."""
         sequence = self.one(data)
         given, layer = tokens(self.case, 1, seed, 1), self.pool[sequence]
         self.same(layer.step(*given), self.alone[sequence].step(*given))
@@ -128,7 +135,7 @@ class LayersMachine(SequencesMachine):
         self.compare_state(self.one(data))
 
     def compare_state(self, sequence):
-        """Codes, rows, window and sink, to the bit."""
+        """Compare codes, rows, window and sink to the bit."""
         mine, alone = self.pool[sequence], self.alone[sequence]
         if not len(alone):
             return
@@ -138,7 +145,7 @@ class LayersMachine(SequencesMachine):
             assert torch.equal(found[name], part), name
 
     def compare_with(self, some, seed, k):
-        """All, after another token."""
+        """Compare all layers after another token."""
         self.feed(some, 1, seed)
         for sequence in some:
             self.compare_state(sequence)

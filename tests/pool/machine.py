@@ -1,4 +1,4 @@
-"""Any interleaving of a pool's calls equals separate indexes, which share memory with nobody."""
+"""For any order of calls, a pool equals separate indexes that share no memory."""
 
 import math
 import weakref
@@ -20,7 +20,7 @@ def equal(got, want):
 
 
 def separate(index, make):
-    """An index of the same state in memory of its own."""
+    """Return an index of the same state in separate memory."""
     other = make()
     if len(index):
         other.load_state_dict({name: part.clone() for name, part in index.state_dict().items()})
@@ -28,7 +28,7 @@ def separate(index, make):
 
 
 def attention_over(query, hits, rows, g):
-    """Output `[H, Dv]` and lse `[H]` of a query `[1, H, D]` over these rows, in float64."""
+    """Return output `[H, Dv]` and lse `[H]` of a query `[1, H, D]` over these rows, in float64."""
     keys, values = (
         p[0].double().repeat_interleave(g.group_size, 0) for p in (rows.keys, rows.values)
     )
@@ -43,9 +43,11 @@ def attention_over(query, hits, rows, g):
 
 
 class SequencesMachine(RuleBasedStateMachine):
-    """A pool, and beside it one of its own for each sequence: they come, branch, are cut and go.
+    """A pool, and a separate index for each sequence. Sequences are added, forked, cut and removed.
 
-    most: sequences that are open; begins: lengths of sequences that there are at first.
+    Args:
+        most: Largest number of open sequences.
+        begins: Lengths of the first sequences.
     """
 
     most, begins = 6, ()
@@ -65,15 +67,15 @@ class SequencesMachine(RuleBasedStateMachine):
         raise NotImplementedError
 
     def feed(self, some, count, seed):
-        """So many tokens for each, in the pool and in those of their own."""
+        """Append a number of tokens to each sequence, in the pool and in the separate indexes."""
         raise NotImplementedError
 
     def compare_with(self, some, seed, k):
-        """Each of these gives what its own one gives."""
+        """Check that each of these equals its separate index."""
         raise NotImplementedError
 
     def some(self, data):
-        """One or more of the sequences, in any order; all of them, if nothing else is drawn."""
+        """Return one or more of the sequences, in any order; by default all of them."""
         every = data.draw(st.permutations([*self.alone]))
         return every[data.draw(st.integers(0, len(every) - 1)) :]
 
@@ -124,7 +126,7 @@ class SequencesMachine(RuleBasedStateMachine):
         assert report.held_bytes <= report.separate_bytes
 
     def indexed(self, alone):
-        """Tokens of its index."""
+        """Return the number of tokens of a sequence's index."""
         return len(alone)
 
     def teardown(self):
@@ -137,13 +139,18 @@ class SequencesMachine(RuleBasedStateMachine):
         self.no_leak()
 
     def no_leak(self):
-        """What a machine knows beyond."""
+        """Check memory that only a subclass knows."""
 
 
 class PoolMachine(SequencesMachine):
     """A pool of indexes.
 
-    spec, case, options: of both; compare: of scores; slack: of attention.
+    Args:
+        spec: Name and options of the indexes.
+        case: Shapes.
+        options: Further options of the indexes.
+        compare: Comparison of scores.
+        slack: Tolerance of attention, or None for equality.
     """
 
     spec, case, options, slack = "exact", Case(q_heads=4), {}, 1e-5
@@ -181,7 +188,7 @@ class PoolMachine(SequencesMachine):
         self.compare_with(self.some(data), seed, k)
 
     def compare_with(self, some, seed, k):
-        """Search, fetch and attend: each sequence gets what it would get alone."""
+        """Search, fetch and attend: each sequence gets what its separate index gives."""
         queries = self.case.queries(seed, len(some))
         hits = self.pool.search(some, queries, k=k)
         rows, attended = self.pool.fetch(some, hits), self.pool.attend(some, queries, k=k)

@@ -1,4 +1,4 @@
-"""A pool of layers: sequences of any lengths, stepped together, equal layers of their own."""
+"""Sequences of any lengths that a pool of layers steps together equal separate layers."""
 
 import copy
 import math

@@ -1,4 +1,4 @@
-"""A pool of sequences: any interleaving of calls equals separate indexes; errors change nothing."""
+"""For any order of calls a pool of sequences equals separate indexes; errors change nothing."""
 
 import time
 
@@ -68,7 +68,7 @@ CASE = Case(q_heads=4)
 
 
 def filled(spec="pariskv", count=300, **options):
-    """A pool of two sequences, and their numbers."""
+    """Make a pool of two sequences, and return their numbers."""
     pool = kvindex.Pool(spec, **CASE.geometry(), **options)
     both = [pool.open(), pool.open()]
     pool.append(both, *CASE.tokens(count, batch=2))
@@ -155,7 +155,7 @@ def test_attention_of_a_pool_and_of_a_window_are_merged_exactly():
 
 
 def test_a_fork_of_128k_tokens_takes_no_time():
-    """A millisecond is meant; a loaded machine gets fifty."""
+    """It should take a millisecond; a loaded machine gets fifty."""
     case = Case(q_heads=8, head_dim=64, value_dim=64, dtype=torch.bfloat16)
     pool = kvindex.Pool("pariskv", **case.geometry(), check=False)
     sequence = pool.open()

@@ -1,6 +1,6 @@
-"""Folders that someone else made: `load` answers in time, with an index or an error in words.
+"""For forged folders, `load` returns an index or raises an error with a clear message, in time.
 
-Digests are right in all of them: whoever changes a file can write its digest, too.
+All digests are right, because whoever changes a file can write its digest too.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ from tests.support.forged import (
 from tests.support.sequences import SIZES, Sequence
 
 SECONDS = 10
-"""A load takes milliseconds, and what is refused takes no longer."""
+"""Time limit. A load takes milliseconds, and an error takes no longer."""
 
 
 @pytest.fixture
@@ -140,7 +140,7 @@ def test_rows_that_are_not_numbers_are_refused(spec, row_codec):
 
 
 def leaves(value, path=()):
-    """Paths of all fields of a JSON value."""
+    """Return the paths of all fields of a JSON value."""
     yield path
     if isinstance(value, dict | list):
         for key in value if isinstance(value, dict) else range(len(value)):
@@ -160,7 +160,7 @@ def changed(manifest, path, new):
 
 
 WRONG = (leaves, None, [], {}, "x", -1, 1.5, True, 10**9)
-"""What a field becomes; `leaves`: it is missing."""
+"""Values that replace a field. `leaves` removes it."""
 
 
 def assert_each_field_is_checked(folder, load, *, wrong=WRONG, but=()):

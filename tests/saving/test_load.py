@@ -1,4 +1,4 @@
-"""What was saved is loaded, and goes on as what was saved: indexes, wrappers, layers."""
+"""Saved indexes, wrappers and layers are loaded, and continue like the original."""
 
 import subprocess
 import sys
@@ -52,7 +52,7 @@ def test_options_of_all_kinds_come_back(tmp_path):
 
 @dataclass(frozen=True)
 class OddConfig:
-    """Has an option that is no number, text or tensor."""
+    """A configuration with an option that is no number, text or tensor."""
 
     odd: dict[str, int] = field(default_factory=dict)
 
@@ -97,7 +97,7 @@ class Own(Exact):
 
 
 class OwnWrapper(Wrapper):
-    """A wrapper without one."""
+    """A wrapper without a name."""
 
 
 def test_an_index_without_a_name_is_loaded_into_one_that_is_empty(tmp_path):
@@ -137,7 +137,7 @@ def test_it_is_not_loaded_into_another(tmp_path):
 
 
 class OwnLayer(AttentionLayer):
-    """Of someone."""
+    """A layer class of a user."""
 
 
 @pytest.mark.parametrize("spec", ["pariskv", "exact+recall", "h2o"])

@@ -1,4 +1,4 @@
-"""Rows as codes from a center: an offset that keys share costs nothing, whatever became of them."""
+"""Rows as codes relative to a center: a common offset of keys costs no accuracy."""
 
 from copy import deepcopy
 from itertools import pairwise
@@ -22,11 +22,11 @@ from tests.support.helpers import Case, hits_of, left_padding, sampled
 CASE = Case(q_heads=4, kv_heads=2, head_dim=64, value_dim=64, batch=2)
 CODED = NAMES[1:]
 LARGER = 50
-"""Times the norm of what keys differ by."""
+"""Norm of the offset, relative to the differences of keys."""
 
 
 def tokens(count, offset, seed=0, case=CASE):
-    """Keys around an offset of each head, of norm `offset √D`, and values."""
+    """Return keys around an offset of each head, of norm `offset √D`, and values."""
     keys, values = case.tokens(count, seed)
     direction = case.tensor(99, case.batch, case.kv_heads, 1, case.head_dim)
     direction = direction / direction.norm(dim=-1, keepdim=True) * case.head_dim**0.5
@@ -90,7 +90,7 @@ def reordered(index, both, tmp_path):
 
 
 def failed(index, both, tmp_path):
-    """Appends that raise once the store has the rows: the first one, and a later one."""
+    """Make appends that raise after the store has the rows: the first one, and a later one."""
     append = type(index._valid).append
 
     def broken(*given, **how):
@@ -128,7 +128,8 @@ def store_of(name, place):
 
 
 def off(spec, name, place, life, offset, tmp_path):
-    """What attention over the rows found is off by, of that over the same rows uncoded."""
+    """Return the error of attention over the rows found, relative to the same rows without
+    codec."""
     index = CASE.index(spec, backend="torch", store=store_of(name, place), row_codec=name)
     both = tokens(400, offset)
     index, both = life(index, both, tmp_path / f"{offset}")
@@ -176,7 +177,7 @@ def test_the_comparison_can_fail(name, tmp_path, monkeypatch):
     st.integers(16, 300),
 )
 def test_rows_do_not_depend_on_how_they_came(name, place, cuts, first):
-    """Once there are as many in the first append as are asked for the center."""
+    """Once the first append has enough tokens for the center."""
     both, whole, parts = tokens(300, LARGER), store_of(name, "device"), store_of(name, place)
     whole.append(whole.join(*both))
     bounds = sorted({0, first, *(first + cut for cut in cuts if first + cut < 300), 300})
@@ -226,7 +227,7 @@ def test_the_center_is_that_of_valid_keys():
 @pytest.mark.parametrize("junk", [0.0, 1e13, torch.nan, torch.inf])
 @pytest.mark.parametrize(("name", "place"), sampled(CODED, ["device", "host", "blocks"]))
 def test_padding_is_no_part_of_the_center(name, place, junk):
-    """Rows are as near as without it, whatever it is: zeros in a layer."""
+    """Rows are as accurate as without padding, whatever it contains (zeros in a layer)."""
     keys, values = tokens(40, LARGER)
     keys[1, :, :20] = junk
     ids = torch.arange(20, 40).expand(2, 2, -1)
@@ -242,7 +243,7 @@ def test_padding_is_no_part_of_the_center(name, place, junk):
 
 
 def test_what_a_layer_searches_is_read_from_a_center_of_its_own():
-    """Neither of the sink, whose keys are unlike others, nor of the zeros that padding is."""
+    """The center includes neither the sink, whose keys are unlike others, nor zeros of padding."""
 
     def output(name, pads):
         made = dict(k=1000, sink=16, local_window=8, update_every=8, dense_below=0)
@@ -284,7 +285,7 @@ def test_a_center_comes_with_the_first_coded_rows_alone():
 
 
 def test_a_state_of_codes_from_zeros_is_loaded_as_that(monkeypatch):
-    """As states were that know no center: rows stay what they stand for."""
+    """States from versions without centers keep their rows."""
     with monkeypatch.context() as patch:
         patch.setattr(store, "center_of", lambda keys, valid: None)
         old = CASE.index("exact:row_codec=int8")

@@ -1,4 +1,4 @@
-"""Row codecs: bytes of a row and back, within the rounding of their scale."""
+"""Row codecs: rows to bytes and back, within the rounding of their scale."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ geometries = st.builds(
 
 
 def parts(geometry, seed, scale=1.0, count=5):
-    """Keys and values whose rows differ in magnitude, with an outlier here and there."""
+    """Return keys and values whose rows differ in magnitude, with some outliers."""
     generator = torch.Generator().manual_seed(seed)
 
     def draw(width):
@@ -82,7 +82,8 @@ def test_plain_is_bit_exact_whatever_the_bits(geometry, data):
 
 
 def bound(name, part, dtype):
-    """What a number may be off by, float64: the code's rounding, then float32's and the dtype's."""
+    """Return the largest error of a number, float64: rounding of the code, float32 and the
+    dtype."""
     part = part.double()
     largest = CODES[name][1]
     scale = part.abs().amax(-1, keepdim=True) / largest
@@ -207,7 +208,7 @@ def test_pieces_are_the_whole(name, monkeypatch):
 
 
 def bound_of_groups(bits, part):
-    """What a vector of a part may be off by, float64 `[..., 1]`: half a step of each number."""
+    """Return the largest error of a vector, float64 `[..., 1]`: half a step of each number."""
     number, size = groups(part.shape[-1])
     last = part[..., -1:].expand(*part.shape[:-1], number * size - part.shape[-1])
     grouped = torch.cat([part, last], -1).double().unflatten(-1, (number, size))
@@ -243,7 +244,7 @@ def test_a_rotation_keeps_products_and_is_its_own_inverse(width, seed):
 
 
 def with_outliers(geometry):
-    """Keys with two channels ten times as large as the others, as models have them, and values."""
+    """Return keys with two channels ten times as large as the others, as in models, and values."""
     keys, values = (torch.randn(2, 2, 200, width) for width in (geometry.head_dim,) * 2)
     keys[..., [3, 40]] = keys[..., [3, 40]] * 3 + 10
     return keys, values

@@ -1,4 +1,4 @@
-"""Rows of an index after any history: bytes and center are those that its tokens have."""
+"""After any history, an index's rows have the bytes and the center that its tokens determine."""
 
 import random
 from contextlib import nullcontext
@@ -25,7 +25,7 @@ GEOMETRY = Geometry.of(**SIZES)
 PLACES = ["device", "host", "blocks", "pinned", "mixed"]
 COUNTS = [0, 1, 1, 5, 20, 20, 255, 256, 257, 300, 520]
 MOST = 2000
-"""Tokens of a sequence."""
+"""Largest number of tokens of a sequence."""
 
 
 def store_of(place, name):
@@ -44,7 +44,7 @@ def index_of(place, name):
 
 
 def tokens(count, batch, seed):
-    """Around an offset that is another one each time."""
+    """Return tokens around an offset that differs each time."""
     generator = torch.Generator().manual_seed(seed)
     keys, values = (torch.randn(batch, 2, count, D, generator=generator) for D in (8, 4))
     return keys + 30 * torch.randn(batch, 2, 1, 8, generator=generator), values
@@ -52,7 +52,7 @@ def tokens(count, batch, seed):
 
 @dataclass(frozen=True)
 class Truth:
-    """Rows as their codec makes them from the center that the first of them have."""
+    """Rows as their codec makes them, with the center of the first tokens."""
 
     name: str
     batch: int | None = None
@@ -81,7 +81,7 @@ class Truth:
         return replace(self, batch=len(order), **parts)
 
     def hold(self, index):
-        """Whether this is what the index holds, however it is read."""
+        """Return True if the index has these rows, however they are read."""
         assert len(index) == len(self)
         if not len(self):
             return
@@ -101,7 +101,7 @@ class Truth:
 
 
 def broken(draw, index, method):
-    """The call while something on its way raises, before it is done or after."""
+    """Make a call during which something raises, before it is done or after."""
     (kind, name) = draw.choice(
         [
             (type(index._valid), "append"),
@@ -125,7 +125,8 @@ def broken(draw, index, method):
 
 
 def between(draw, index, truth, seed):
-    """What may come between the beginning of an append and its end: what the index then is."""
+    """Make a change between the beginning and the end of an append, and return the resulting
+    index."""
     for _ in range(draw.randrange(4)):
         some = tokens(max(len(truth), 1), truth.batch or 2, seed)
         deed = draw.choice(["empty", "as many", "fails", "begins", "back", "copy", "order"])

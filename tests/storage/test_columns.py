@@ -1,4 +1,4 @@
-"""Growable tensors per token: room, cuts, another order; and the flags of valid tokens."""
+"""Growable tensors per token: capacity, truncation, reordering, and flags of valid tokens."""
 
 from copy import deepcopy
 
@@ -12,7 +12,7 @@ from tests.support.helpers import Operations
 
 
 def rows(count, start=0, batch=2):
-    """Two columns with a value of their own in each place."""
+    """Return two columns with a different value in each place."""
     wide = torch.arange(start, start + count).float()[None, None, :, None]
     offset = 1000 * torch.arange(batch)[:, None, None, None]
     return {

@@ -1,4 +1,4 @@
-"""An index over rows that somebody else keeps: a store with pages of its own."""
+"""An index over rows that a store of its own keeps in pages."""
 
 import pytest
 import torch
@@ -15,12 +15,12 @@ TOKENS, QUERIES = CASE.tokens(300), CASE.queries()
 
 
 def pair(name):
-    """The index over pages, and over the store that it makes."""
+    """Make the index over pages, and over its own store."""
     return CASE.index(name, store=Pages(GEOMETRY)), CASE.index(name)
 
 
 ROUNDING = 1e-6
-"""Of scores, 8 units of float32: a product of keys that lie otherwise adds up in another order."""
+"""Tolerance of scores, 8 units of float32, because products are summed in another order."""
 
 
 def assert_same(mine, theirs, queries=QUERIES):
@@ -89,7 +89,7 @@ def test_a_checkpoint_holds_for_them():
 
 
 class Half:
-    """Only some of the methods."""
+    """A store with only some of the methods."""
 
     def gather(self, ids):
         raise NotImplementedError

@@ -1,4 +1,4 @@
-"""Quantization in groups: half a step at most, whatever the size, range and offset."""
+"""Quantization in groups errs by half a step at most, whatever the size, range and offset."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ seeds = st.integers(0, 2**20)
 
 
 def bound(numbers, bits):
-    """What a number may be off by, float64 `[..., n]`: half a step, of a rounded range."""
+    """Return the largest error of a number, float64 `[..., n]`: half a step of a rounded range."""
     number, size = groups(numbers.shape[-1])
     spare = numbers[..., -1:].expand(*numbers.shape[:-1], number * size - numbers.shape[-1])
     grouped = torch.cat([numbers, spare], -1).double().unflatten(-1, (number, size))

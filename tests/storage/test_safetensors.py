@@ -12,7 +12,8 @@ from kvindex.storage.safetensors import DTYPES, Written, read, write
 
 
 def tensors():
-    """One of each dtype, of odd sizes, and some without dimensions, entries or order."""
+    """Return a tensor of each dtype, of odd sizes, and some without dimensions, entries or
+    order."""
     torch.manual_seed(0)
     some = {name: torch.randint(0, 2, (3, 5)).to(dtype) for name, dtype in DTYPES.items()}
     some |= {"scalar": torch.tensor(7), "none": torch.empty(2, 0, 3), "": torch.ones(1)}

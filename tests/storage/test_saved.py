@@ -1,4 +1,4 @@
-"""Saved folders: whole or not there, and what is not as it was saved is refused in words."""
+"""Saved folders are complete or absent, and a changed folder raises an error."""
 
 import hashlib
 import json
@@ -18,7 +18,7 @@ CASE = Case()
 
 
 class NoSpaceError(Exception):
-    """Of a part that fails."""
+    """An error of a part that fails."""
 
 
 def test_a_folder_is_whole_or_not_there(tmp_path):
@@ -61,7 +61,7 @@ def test_a_folder_is_made_anew_and_nothing_is_asked_for_before(tmp_path):
 
 
 class Loaded:
-    """A pickle of it says so when it is loaded."""
+    """An object whose pickle reports when it is loaded."""
 
     happened = False
 
@@ -84,7 +84,7 @@ def cut(path, by):
 
 
 def described(folder, text):
-    """A manifest that another file's size and digest were written into, too."""
+    """Return a manifest with the size and digest of another file."""
     manifest = json.loads((folder / MANIFEST).read_text())
     (folder / TENSORS).write_bytes(text)
     digest = hashlib.sha256(text).hexdigest()

@@ -1,4 +1,4 @@
-"""Deep copies of columns share what they hold, and never see what another appends."""
+"""Deep copies of columns share their contents, and never see another copy's appends."""
 
 import copy
 import gc
@@ -13,7 +13,7 @@ from kvindex.storage.sharing import Sharing
 
 
 def entries(first, count):
-    """Two columns of tokens that say their numbers."""
+    """Return two columns of tokens with their numbers."""
     numbers = torch.arange(first, first + count)
     return {"a": numbers.view(1, 1, -1), "b": numbers.float().view(1, 1, -1, 1).expand(1, 1, -1, 3)}
 
@@ -128,7 +128,7 @@ def test_blocks_are_shared_with_their_centers():
 
 
 def test_flags_of_a_copy_that_is_gone_are_no_other_ones():
-    """Room that one padded token was written to is no longer all ones."""
+    """Memory to which one padded token was written is no longer all ones."""
     like = torch.zeros(1, 1, 4, 8)
 
     def append(valid, flags, length):
@@ -150,7 +150,7 @@ def test_flags_of_a_copy_that_is_gone_are_no_other_ones():
 
 def test_only_one_of_two_threads_gets_a_place():
     class User:
-        """Holds tokens."""
+        """An owner of tokens."""
 
     for _ in range(200):
         sharing, users, got = Sharing(), [User(), User()], []

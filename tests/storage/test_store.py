@@ -1,4 +1,4 @@
-"""The store of plain torch: rows by id, in order, cut, reordered, and their bytes."""
+"""The store of plain torch: rows by id, appended, truncated and reordered, and their bytes."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Values that their keys begin with, as of latents: stored once, read as they were."""
+"""Values that are the beginning of their keys, as in latents, are stored once."""
 
 import copy
 
@@ -38,7 +38,7 @@ def geometry_of(case=SMALL, **changed):
     ],
 )
 def test_the_sizes_of_a_latents_row(name, row_bytes, twice):
-    """DeepSeek's, in bfloat16: 512 numbers of a latent, 64 of a rotated key."""
+    """DeepSeek's sizes in bfloat16: 512 numbers of a latent, 64 of a rotated key."""
     case = Case(q_heads=1, kv_heads=1, head_dim=576, value_dim=512, dtype=torch.bfloat16)
     assert codec(name, geometry_of(case, value_in_key=True)).row_bytes == row_bytes
     assert codec(name, geometry_of(case)).row_bytes == twice
@@ -67,7 +67,7 @@ def test_latent_and_rotated_part_have_scales_of_their_own(name):
 
 
 def test_a_rotated_part_is_turned_before_few_bits():
-    """It is a key's, with outliers in a few channels."""
+    """It belongs to a key, with outliers in a few channels."""
     sizes = dict(head_dim=96, value_dim=64)
     keys = torch.randn(1, 1, 200, 96, generator=torch.Generator().manual_seed(0))
     keys[..., 70] += 30

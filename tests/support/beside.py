@@ -1,4 +1,4 @@
-"""Layers whose updates run beside their steps, on any device."""
+"""Layers whose updates run concurrently with their steps, on any device."""
 
 import torch
 
@@ -10,7 +10,8 @@ from tests.support.sequences import SIZES, Sequence
 
 
 class Beside(Exact):
-    """Exact search whose appends a layer lets run beside its steps; keeps its last hits."""
+    """Exact search whose appends may run concurrently with a layer's steps. Stores its last
+    hits."""
 
     hits = None
 
@@ -38,8 +39,10 @@ def beside(case, k=1000, around=None, **sizes):
 
 
 def alone(index):
-    """The index, whose appends begin while nothing else runs: for a reference that moves what it
-    holds as it grows, which a search on another stream would still read.
+    """Return the index with appends that begin while nothing else runs.
+
+    This is for a reference implementation that moves its memory as it grows, while a search on
+    another stream might still read it.
     """
     begin = index.start_append
 
@@ -58,7 +61,7 @@ def alone(index):
 
 
 def feed(layer, sequence, steps):
-    """Every step is dense attention."""
+    """Feed a layer, and check that every step is dense attention."""
     want = sequence.dense()
     for start, stop in steps:
         sequence.assert_equals(sequence.feed(layer, start, stop), want, start)
@@ -70,7 +73,8 @@ def singles(start, stop):
 
 
 def leaving(case=None, pads=None, **sizes):
-    """A layer of 22 tokens, of which 10 are in the index and 6 leave it, and the sequence."""
+    """Return a layer of 22 tokens, of which 10 are in the index and 6 move to it, and the
+    sequence."""
     case = case or Case(batch=2)
     sequence, layer = Sequence.of(case, 80, pads), beside(case, **{"local_window": 4, **sizes})
     feed(layer, sequence, [(0, 14), *singles(14, 22)])

@@ -1,4 +1,4 @@
-"""`exact` with a step for a caller's graph in plain torch: quick where kernels are emulated."""
+"""`exact` with steps for a CUDA graph in plain torch, which is fast where kernels are emulated."""
 
 import torch
 
@@ -9,7 +9,7 @@ from kvindex.ops import attention
 
 
 class Captured(Exact):
-    """Its captured steps attend to all rows, as they are now: other rows are another graph's."""
+    """Captured steps attend to all present rows. Other rows need another graph."""
 
     _reads = None
 
@@ -41,5 +41,5 @@ PARTS = ("keys", "values")
 
 
 def same(one, other):
-    """Whether two tensors are equal, or two objects one."""
+    """Return True if two tensors are equal, or two objects identical."""
     return torch.equal(one, other) if isinstance(one, torch.Tensor) else one is other

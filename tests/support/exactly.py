@@ -1,4 +1,4 @@
-"""An index with settings at which it has to find what exact search finds."""
+"""Check an index with settings for which it must find what exact search finds."""
 
 from collections.abc import Callable, Iterable
 
@@ -10,7 +10,7 @@ from tests.support.helpers import Case, assert_same_hits
 
 
 def unchanged(index: KVIndex) -> None:
-    """No change, for a search before the first."""
+    """Change nothing, for a search before the first change."""
 
 
 def assert_stays_exact(
@@ -20,7 +20,7 @@ def assert_stays_exact(
     changes: Iterable[Callable[[KVIndex], object]],
     ks: tuple[int, ...] = (5, 200),
 ) -> None:
-    """After each change, of both, both find the same `k` rows."""
+    """Check that both indexes find the same `k` rows after each change of both."""
     for seed, change in enumerate(changes):
         change(index), change(exact)
         queries = case.queries(seed, exact._batch)
@@ -31,7 +31,7 @@ def assert_stays_exact(
 def assert_follows_exact_in_a_layer(
     case: Case, name: str, k: int = 9, policy: str = "mean_share", **options: object
 ) -> None:
-    """Prompt, steps, updates of the window: with these options the outputs are those of `exact`."""
+    """Check that outputs of a prompt, steps and window updates are those of `exact`."""
     outputs = []
     queries = 2 * case.tensor(500, case.batch, case.q_heads, 60, case.head_dim)
     tokens = case.tokens(60)

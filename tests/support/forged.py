@@ -1,4 +1,4 @@
-"""States and saved folders that were changed by someone who signs them again."""
+"""States and saved folders that were changed and signed again."""
 
 import json
 
@@ -12,7 +12,7 @@ MANIFEST, TENSORS = "manifest.json", "state.safetensors"
 
 
 def resigned(state):
-    """A state whose `about` says what its tensors are now, and those of the indexes in it, too."""
+    """Return a state whose `about` describes its changed tensors, also in nested indexes."""
     for inner in ("inner", "truth", "index", "attention"):
         if part := below(inner, state):
             others = {name: t for name, t in state.items() if not name.startswith(f"{inner}.")}
@@ -24,34 +24,34 @@ def resigned(state):
 
 
 def manifest_of(folder):
-    """The manifest of a folder, as JSON gives it."""
+    """Return the manifest of a folder as JSON."""
     return json.loads((folder / MANIFEST).read_text())
 
 
 def sign(folder, manifest):
-    """Write a manifest with a digest of its own."""
+    """Write a manifest with a matching digest."""
     rest = {name: part for name, part in manifest.items() if name != "digest"}
     (folder / MANIFEST).write_text(json.dumps({**rest, "digest": saved._digest(rest)}))
 
 
 def describe(folder, file, written):
-    """Have the manifest say so of a file."""
+    """Update the manifest's entry of a file."""
     manifest = manifest_of(folder)
     manifest["files"][file] = written._asdict()
     sign(folder, manifest)
 
 
 def tensors_of(folder, file=TENSORS):
-    """The tensors of a file."""
+    """Return the tensors of a file."""
     return read(folder / file, Written(**manifest_of(folder)["files"][file]))
 
 
 def put(folder, state, file=TENSORS):
-    """Other tensors for a file, with all digests as they should be."""
+    """Replace the tensors of a file, with matching digests."""
     (folder / file).unlink()
     describe(folder, file, write(folder / file, resigned(state)))
 
 
 def number(value):
-    """A number as a state has it."""
+    """Return a number in the format of a state."""
     return torch.tensor(value)

@@ -1,4 +1,4 @@
-"""The decoder's Triton kernels on a CPU, as their twins in plain torch: quick, and keepable."""
+"""The decoder's Triton kernels on a CPU, as reference implementations in torch."""
 
 from functools import wraps
 from types import SimpleNamespace
@@ -7,7 +7,7 @@ from kvindex_adapters.hf.graph import fused_token
 
 
 def on_a_cpu(monkeypatch):
-    """`attach(fused=True)` takes a CPU, where kernels are their twins."""
+    """Let `attach(fused=True)` accept a CPU, with reference kernels."""
     import kvindex_cuda.triton as kernels
 
     for name in ("norm_linear", "norm_swiglu", "linear_residual", "swiglu_linear"):
@@ -35,7 +35,7 @@ def _alone(twin):
 
 
 def _project_heads(x, norm, matrix, cos, sin, slots, *given, tile, **norms):
-    """The first slot of each, which a graph cannot ask for."""
+    """Write to the first slot of each sequence, which a graph cannot read on the host."""
     import kvindex_cuda.triton as kernels
 
     first = SimpleNamespace(tolist=lambda: [0] * len(slots))

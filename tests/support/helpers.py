@@ -1,4 +1,4 @@
-"""What several tests share beside `kvindex.testing`, whose cases and comparisons are here too."""
+"""Helpers of several tests, and the cases and comparisons of `kvindex.testing`."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ __all__ = [
 
 
 def far_apart(tensor: Tensor) -> Tensor:
-    """A tensor `[1, 2, ...]` whose heads lie more than 2^31 elements apart.
+    """Return a tensor `[1, 2, ...]` whose heads are more than 2^31 elements apart.
 
-    Of so much a CPU takes memory for the pages that are touched, a GPU for all.
+    A CPU allocates only the pages that are touched, a GPU all of them.
     """
     far, one = 2**31 + 2**20, tensor[0, 0].contiguous()
     spread = torch.empty(far + one.numel(), dtype=tensor.dtype, device=tensor.device)
@@ -52,7 +52,7 @@ def far_apart(tensor: Tensor) -> Tensor:
 
 
 class Operations(TorchDispatchMode):
-    """While it is entered: names of torch's operations but views, and how many there are in all."""
+    """A context that records the names of torch's operations, except views, and their number."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,9 +67,9 @@ class Operations(TorchDispatchMode):
 
 
 def follow_changes(mine, theirs, case, device, assert_same):
-    """Two indexes of a batch of 2 through appends, a cut, another order and a reset.
+    """Change two indexes of a batch of 2 by appends, a truncation, a reorder and a reset.
 
-    assert_same: of both and queries, after each change.
+    `assert_same` gets both and queries after each change.
     """
     tokens = [piece.to(device) for piece in case.tokens(900)]
     queries, pair = case.queries().to(device), (mine, theirs)
@@ -94,12 +94,14 @@ def follow_changes(mine, theirs, case, device, assert_same):
 
 
 def slow_as(elsewhere: bool) -> tuple[pytest.MarkDecorator, ...]:
-    """Marks of a slow test. elsewhere: another has the same case, so CI leaves this one out."""
+    """Return marks of a slow test. With `elsewhere`, CI omits it because another test has the
+    case."""
     return (pytest.mark.slow, *[pytest.mark.longest] * elsewhere)
 
 
 def sampled(*lists: object) -> list[object]:
-    """The product of lists as parameters of a test: `slow` but for a diagonal with every value."""
+    """Return the product of lists as parameters of a test: `slow`, except a diagonal with every
+    value."""
     lists = [list(one) for one in lists]
     longest = max(map(len, lists))
     fast = {tuple(step % len(one) for one in lists) for step in range(longest)}

@@ -1,5 +1,7 @@
-"""A slow, literal reading of the paper in Python's own numbers: what the ops must agree
-with. Lists, dictionaries and sorting; nothing of `kvindex` is used."""
+"""A slow, literal implementation of the paper in Python's numbers, to compare operations with.
+
+It uses lists, dictionaries and sorting, and nothing of `kvindex`.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +23,12 @@ def norm(x):
 
 
 def parts(vector):
-    """Contiguous subspaces of 8 coordinates."""
+    """Return contiguous subspaces of 8 coordinates."""
     return [vector[start : start + 8] for start in range(0, len(vector), 8)]
 
 
 def ceil_of(*factors):
-    """The ceiling of a product of decimals, as they are written."""
+    """Return the ceiling of a product of decimals, as they are written."""
     product = Fraction(1)
     for factor in factors:
         product *= Fraction(str(factor))
@@ -34,7 +36,7 @@ def ceil_of(*factors):
 
 
 def bfloat16(x):
-    """Rounded to bfloat16, ties to even."""
+    """Round to bfloat16, ties to even."""
     bits = int(np.float32(x).view(np.uint32))
     bits = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16 << 16
     return float(np.uint32(bits).view(np.float32))
@@ -48,12 +50,12 @@ def centroid_id(part):
 
 
 def sign_byte(part):
-    """The signs of 8 coordinates, least significant bit first."""
+    """Return the signs of 8 coordinates, least significant bit first."""
     return sum(1 << j for j in range(8) if part[j] >= 0)
 
 
 def encode_block(block, key_norm, levels):
-    """Of coordinates that share a weight: (level indices, weight)."""
+    """Encode coordinates that share a weight: (level indices, weight)."""
     r = norm(block)
     u = [x / r if r else 0.0 for x in block]
     index = [min(range(len(levels)), key=lambda i: (abs(abs(x) - levels[i]), i)) for x in u]
@@ -62,12 +64,12 @@ def encode_block(block, key_norm, levels):
 
 
 def encode_part(part, key_norm, levels):
-    """Of one subspace: (centroid id, level indices, weight)."""
+    """Encode one subspace: (centroid id, level indices, weight)."""
     return sign_byte(part), *encode_block(part, key_norm, levels)
 
 
 def log_code(weight, bits):
-    """32 octaves, the middle code for 1."""
+    """Encode a weight: 32 octaves, with the middle code for 1."""
     if weight == 0:
         return 0
     code = round(math.log2(weight) * 2**bits / 32) + 2 ** (bits - 1)
@@ -83,7 +85,7 @@ def decode_part(bits, index, levels):
 
 
 def tier_points(query_part, ids, limits):
-    """Points of each centroid in one subspace for keys with these centroid ids."""
+    """Return the points of each centroid in one subspace for keys with these centroid ids."""
     held = {c: 0 for c in range(256)}
     for c in ids:
         held[c] += 1
@@ -97,14 +99,14 @@ def tier_points(query_part, ids, limits):
 
 
 def dot_tables(query, largest):
-    """Of each subspace of the rounded query, its products with all sign patterns."""
+    """Return the products of each subspace of the rounded query with all sign patterns."""
     peak = max(abs(x) for x in query)
     integers = [round(x * (largest / peak)) if peak else 0 for x in query]
     return [[int(dot(part, c)) for c in CENTROIDS] for part in parts(integers)]
 
 
 def sums(tables, ids, factors=None):
-    """Of every key, its entries times its factors (one, or one per subspace)."""
+    """Sum the entries of every key, times its factors (one, or one per subspace)."""
     if factors is None:
         factors = [[1]] * len(ids)
     total = []
@@ -115,7 +117,7 @@ def sums(tables, ids, factors=None):
 
 
 def votes(query, ids, limits):
-    """Points of every key: `ids[i][b]` is key i's centroid in subspace b."""
+    """Return the points of every key: `ids[i][b]` is key i's centroid in subspace b."""
     tables = [
         tier_points(part, [key[b] for key in ids], limits) for b, part in enumerate(parts(query))
     ]
@@ -123,12 +125,12 @@ def votes(query, ids, limits):
 
 
 def best(scores, count):
-    """Positions of the `count` best, equal ones by the lower position."""
+    """Return the positions of the `count` best, with the lower position first among equal ones."""
     return sorted(range(len(scores)), key=lambda i: (-scores[i], i))[:count]
 
 
 def schedule(n):
-    """(β, ρ) as published."""
+    """Return (β, ρ) as published."""
     if n < 5_000:
         return 0.5, 0.5
     if n < 10_000:
@@ -137,7 +139,8 @@ def schedule(n):
 
 
 def search(keys, query, rotation, levels, k, beta=None, rho=None):
-    """[(id, estimate)] of the `k` best keys for one query, best first (coarse stage, rerank)."""
+    """Return [(id, estimate)] of the `k` best keys for one query, best first (coarse stage,
+    rerank)."""
     n = len(keys)
     scheduled = schedule(n)
     beta = scheduled[0] if beta is None else beta

@@ -1,4 +1,4 @@
-"""A store that is not the library's: rows in pages of its own, as an engine would lend them."""
+"""A user's own store: rows in separate pages, as a serving engine would provide them."""
 
 import torch
 
@@ -7,7 +7,7 @@ from kvindex.core.restore import Restorable
 
 
 class Pages(Restorable):
-    """A `kvindex.storage.store.RowStore`: pages `[B, G, page_tokens, D + Dv]`, as they come."""
+    """A `kvindex.storage.store.RowStore` with pages `[B, G, page_tokens, D + Dv]`."""
 
     row_codec = "plain"
 
@@ -94,9 +94,9 @@ class Pages(Restorable):
 
 
 class AddressedPages(Pages):
-    """With `kvindex.storage.store.AddressedRows`: pages of 256 tokens, each row of the batch's own.
+    """The same with `kvindex.storage.store.AddressedRows`: pages of 256 tokens, for each sequence.
 
-    far: whether kernels are to keep what they have read.
+    `far` says whether kernels should cache the rows that they have read.
     """
 
     def __init__(self, geometry, page_tokens=256, far=False):

@@ -1,4 +1,4 @@
-"""What the tests of policies share."""
+"""Helpers of the tests of policies."""
 
 import pytest
 import torch
@@ -16,17 +16,17 @@ STILL = {
 }
 
 STILL_HOLD = [check for check in CHECKS if check.__name__ in STILL]
-"""Of the contract, what holds too once a policy has chosen rows and lets go of others."""
+"""Checks of the contract that also hold after a policy has chosen rows and evicts others."""
 
 
 def kept(index, case, b, h):
-    """The ids that a search finds with all the slots it may want, ascending."""
+    """Return the ids that a search finds with as many slots as it may use, ascending."""
     ids = index.search(case.queries(batch=index._batch), k=99).ids[b, h]
     return sorted(i for i in ids.tolist() if i >= 0)
 
 
 def assert_bad_signals_are_refused(index, queries):
-    """queries: `[B, H, N, D]` that the index could be told of."""
+    """Check errors for wrong signals. `queries` `[B, H, N, D]` would be right ones."""
     positions = torch.arange(queries.shape[2])
     with pytest.raises(ValueError, match="queries: got shape"):
         index.observe_queries(queries[:1], positions)

@@ -1,4 +1,4 @@
-"""Python in a process of its own, for what would end or change the process of the tests."""
+"""Run Python in a separate process, for code that would end or change the tests' process."""
 
 import os
 import subprocess
@@ -8,11 +8,12 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 
 HANGS_S = 600
-"""Seconds after which a process hangs: two minutes are what compiling takes on a busy machine."""
+"""Seconds after which a process counts as hanging. Compiling takes two minutes on a busy
+machine."""
 
 
 def printed(code: str) -> str:
-    """What a program prints, whose process must end well."""
+    """Return what a program prints, and check that its process ends without an error."""
     done = subprocess.run(
         [sys.executable, "-W", "ignore::DeprecationWarning", "-c", code],
         capture_output=True,

@@ -1,4 +1,4 @@
-"""Where the kernels of a rank run: emulated, or on a GPU of its own."""
+"""Kernels of a rank: emulated, or on a GPU of its own."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from tests.cuda import emulator
 
 
 def device():
-    """Of this rank, by what carries its messages."""
+    """Return this rank's device, by the backend that sends its messages."""
     return "cpu" if dist.get_backend() == "gloo" else f"cuda:{dist.get_rank()}"
 
 
 def kernels():
-    """Kernels take tensors of the device, and nobody asks them for numbers, as on a GPU."""
+    """Use kernels for tensors of the device, whose numbers the host cannot read, as on a GPU."""
     until = ExitStack()
     if device() == "cpu":
         until.enter_context(emulator.emulated())

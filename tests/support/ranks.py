@@ -1,4 +1,4 @@
-"""Cases that several processes run together: all cases of a module in one start of each process.
+"""Cases that several processes run together, all cases of a module in one start of each process.
 
 A start costs seconds, so a module of tests starts each number of ranks once (`results`).
 """
@@ -25,15 +25,17 @@ LIMIT_S = 300
 
 @cache
 def results(module: str, ranks: int, every: bool) -> list[dict[str, str | None]]:
-    """What each rank says of each case of `module.cases(ranks, every)`: an error, or None."""
+    """Return each rank's result for each case of `module.cases(ranks, every)`: an error, or
+    None."""
     arguments = [module, *["every"] * every]
     with tempfile.TemporaryDirectory() as folder:
         return [json.loads(said) for said in started(__name__, arguments, ranks, Path(folder))]
 
 
 def started(module: str, arguments: list[str], ranks: int, folder: Path) -> list[str]:
-    """The last line that each rank prints: `module` as the main one, with its rank, how many there
-    are, a file for their store, and these arguments.
+    """Run `module` as the main module on each rank, and return the last line that each prints.
+
+    Its arguments are the rank, the number of ranks, a file for their store, and further ones.
     """
     paths = [str(ROOT), str(ROOT / "adapters")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
@@ -70,7 +72,7 @@ def started(module: str, arguments: list[str], ranks: int, folder: Path) -> list
 
 
 def joined(arguments: list[str], backend: str = "gloo") -> list[str]:
-    """Join the group that the first three arguments name; gives the others."""
+    """Join the process group that the first three arguments describe, and return the others."""
     rank, ranks, path, *rest = arguments
     os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=ranks)  # transformers reads them
     torch.set_num_threads(1)

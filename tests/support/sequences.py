@@ -1,4 +1,4 @@
-"""A sequence to feed to an attention layer step by step, and what dense attention makes of it."""
+"""A sequence to feed to an attention layer step by step, and its dense attention."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ SIZES = dict(sink=3, local_window=4, update_every=5, dense_below=0)
 
 @dataclass
 class Sequence:
-    """Queries `[B, H, N, D]`, keys, values `[B, G, N, …]`, padded tokens on the left of each row.
+    """Queries `[B, H, N, D]`, keys, values `[B, G, N, …]`, and padded tokens on the left.
 
-    holes: padding elsewhere, bool `[B, N]`, or None.
+    `holes`, bool `[B, N]` or None, is padding elsewhere.
     """
 
     case: Case
@@ -44,34 +44,35 @@ class Sequence:
         return real if self.holes is None else real & ~self.holes
 
     def parts(self, start: int, stop: int | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values of the tokens from `start` to `stop`."""
+        """Return queries, keys and values of the tokens from `start` to `stop`."""
         some = slice(start, stop)
         return self.queries[:, :, some], self.keys[:, :, some], self.values[:, :, some]
 
     def rows(self, rows: list[int]) -> Sequence:
-        """The sequence with these rows of the batch."""
+        """Return these sequences of the batch."""
         parts = (part[rows] for part in (self.queries, self.keys, self.values))
         holes = None if self.holes is None else self.holes[rows]
         return Sequence(self.case, *parts, [self.pads[row] for row in rows], holes)
 
     def then(self, length: int, other: Sequence) -> Sequence:
-        """The first `length` tokens, then those of the other from there on."""
+        """Return the first `length` tokens, then those of the other sequence from there on."""
         pairs = zip(self.parts(0, length), other.parts(length, None), strict=True)
         parts = (torch.cat(pair, dim=2) for pair in pairs)
         return Sequence(self.case, *parts, self.pads, self.holes)
 
     def feed(self, layer: AttentionLayer, start: int, stop: int) -> Tensor:
-        """One step with the tokens from `start` to `stop`: `[B, H, T, Dv]`."""
+        """Run one step with the tokens from `start` to `stop`: `[B, H, T, Dv]`."""
         padded = any(self.pads) and start <= max(self.pads)
         padded = padded or (self.holes is not None and bool(self.holes[:, start:stop].any()))
         valid = self.valid[:, start:stop] if padded else None
         return layer.step(*self.parts(start, stop), valid=valid)
 
     def dense(self, shown: Tensor | None = None, sinks: Tensor | None = None) -> Tensor:
-        """Causal attention in float64: `[B, H, N, Dv]`.
+        """Compute causal attention in float64: `[B, H, N, Dv]`.
 
-        shown: bool `[B, G, N, N]`, which rows each token sees at most; all unless given. sinks:
-        logits of learned sinks, which broadcast to `[B, H, N]`.
+        Args:
+            shown: Bool `[B, G, N, N]`, the rows that each token may see; all by default.
+            sinks: Logits of learned sinks, which broadcast to `[B, H, N]`.
         """
         g, N = self.case.index("exact").geometry, self.keys.shape[2]
         rows = (self.keys, self.values)
@@ -89,7 +90,7 @@ class Sequence:
         return logits.softmax(-1)[..., :N].nan_to_num(0) @ values
 
     def assert_equals(self, got: Tensor, want: Tensor, start: int) -> None:
-        """`got` is the output for the tokens from `start` on; padded tokens are not compared."""
+        """Compare `got` with the output for the tokens from `start` on, without padded tokens."""
         stop = start + got.shape[2]
         real = self.valid[:, None, start:stop, None].expand_as(got)
         assert got.dtype == self.case.dtype
@@ -100,13 +101,13 @@ class Sequence:
 
 
 def steps_of(*lengths: int) -> list[tuple[int, int]]:
-    """(start, stop) of steps of these lengths."""
+    """Return (start, stop) of steps of these lengths."""
     stops = torch.tensor(lengths).cumsum(0).tolist()
     return list(zip([0, *stops[:-1]], stops, strict=True))
 
 
 def layer_of(case: Case, name: str = "exact", k: int = 1000, **options: object) -> AttentionLayer:
-    """A layer with small regions; options for the index, or other sizes."""
+    """Make a layer with small regions, and options for the index or other sizes."""
     sizes = {key: options.pop(key) for key in SIZES if key in options}
     return AttentionLayer(case.index(name, **options), k=k, **{**SIZES, **sizes})
 
@@ -115,7 +116,7 @@ def assert_dense_without_valid_rows(case: Case, name: str, **options: object) ->
     """Decode two sequences while the index contains sink tokens and padding: outputs are dense.
 
     In the last steps the first sequence has a valid row, and the second one still has none.
-    options: of the index.
+    `options` are those of the index.
     """
     pads, sink, stop = [4, 6], 3, 11
     sequence = Sequence.of(case, stop, pads)

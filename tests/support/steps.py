@@ -1,4 +1,5 @@
-"""A layer as a fused step reads it, made of an index whose ops run one by one."""
+"""A layer in the form that a fused step reads, made from an index whose operations run
+separately."""
 
 from __future__ import annotations
 
@@ -18,9 +19,10 @@ from tests.support.helpers import Case
 
 
 def codes_of(index: object) -> tuple[dict[str, Tensor], Tensor | None, Tensor]:
-    """Codes `[B, G, N, ...]` of an index without an executor, centers `[B, G, S, D]` or None.
+    """Return codes `[B, G, N, ...]` of an index without an executor, centers and log scale.
 
-    And the scale of its log weights `[B, G]`: 0 of others.
+    Centers are `[B, G, S, D]` or None. The scale of log weights is `[B, G]`, and 0 for other
+    weights.
     """
     parts = index._parts()
     codes = {name: torch.cat([part[name] for part in parts], dim=2) for name in parts[0]}
@@ -32,7 +34,7 @@ def codes_of(index: object) -> tuple[dict[str, Tensor], Tensor | None, Tensor]:
 
 @dataclass(frozen=True)
 class Layer:
-    """An index of ParisKV, the same tokens as a step's state, and what asks it."""
+    """A ParisKV index, the same tokens as the state of a step, and queries."""
 
     index: object
     state: State
@@ -53,7 +55,8 @@ class Layer:
         row_codec: str = "plain",
         **options: object,
     ) -> Layer:
-        """Of `count` tokens, and as many resident rows as said, every seventh of them masked."""
+        """Make a layer of `count` tokens and a number of resident rows, every seventh of them
+        masked."""
         keys, values = tokens or case.tokens(count + resident)
         index = case.index("pariskv", backend="torch", row_codec=row_codec, **options)
         index.append(keys[:, :, :count], values[:, :, :count], valid=valid)
@@ -101,7 +104,8 @@ class Layer:
         return Layer(index, state, config, queries, k)
 
     def searched(self) -> tuple[Hits, Tensor, Tensor]:
-        """The index's hits, and attention over them and the resident rows: output and lse."""
+        """Return the index's hits, and output and lse of attention over them and the resident
+        rows."""
         g, s = self.index.geometry, self.state
         hits = self.index.search(self.queries, k=self.k)
         rows, count = self.index.fetch(hits), int(s.resident_count)

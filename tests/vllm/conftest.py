@@ -1,4 +1,4 @@
-"""Small models and engines for the plug-in's tests with vLLM, which `make test-vllm` brings."""
+"""Small models and engines for the plug-in's tests with vLLM, which `make test-vllm` installs."""
 
 import os
 
@@ -30,12 +30,12 @@ os.environ |= {
 }
 
 EVERY = {"k": 2048, "dense_below": 0, "sink": 4, "local_window": 16}
-"""As many rows as there are: full attention, by search."""
+"""Number of rows to retrieve: all, so that a search gives full attention."""
 
 
 @pytest.fixture(scope="session")
 def saved(tmp_path_factory):
-    """Makes a model of random weights: its folder."""
+    """Make a folder with a model of random weights."""
     transformers = pytest.importorskip("transformers")
 
     def save(family="Llama", **config):
@@ -49,7 +49,7 @@ def saved(tmp_path_factory):
 
 
 def settings(folder, asked=None, **options):
-    """The options of an engine with few blocks, so that sequences are preempted and chunked."""
+    """Return options of an engine with few blocks, so that sequences are preempted and chunked."""
     settings = dict(
         model=folder,
         skip_tokenizer_init=True,
@@ -68,9 +68,9 @@ def settings(folder, asked=None, **options):
 
 @pytest.fixture(scope="session")
 def engine():
-    """Makes an engine of vLLM, which searches as it is asked, or not.
+    """Make an engine of vLLM, with or without search.
 
-    All stay until the end: the first that goes would take the process's groups along.
+    All engines stay until the end, because the first one that ends would remove the process groups.
     """
     vllm, made = pytest.importorskip("vllm"), []
 
@@ -103,7 +103,7 @@ def prompt(length, seed=0):
 
 
 def answers(llm, prompts, count=16, **options):
-    """The requests' outcomes: greedy, unless options say otherwise."""
+    """Return the results of requests: greedy, unless options say otherwise."""
     from vllm import SamplingParams
 
     options = dict(temperature=0, max_tokens=count, ignore_eos=True, detokenize=False) | options
@@ -112,6 +112,6 @@ def answers(llm, prompts, count=16, **options):
 
 
 def tokens(llm, prompts, count=16, **options):
-    """Of each request its outputs' tokens."""
+    """Return the tokens of each request's outputs."""
     outcomes = answers(llm, prompts, count, **options)
     return [[list(output.token_ids) for output in outcome.outputs] for outcome in outcomes]

@@ -1,4 +1,4 @@
-"""Layers and builders of the backend on a GPU, as vLLM makes them, and what it tells of a batch."""
+"""Layers and builders of the GPU backend as vLLM makes them, and metadata of a batch."""
 
 from types import SimpleNamespace
 
@@ -11,14 +11,14 @@ from tests.vllm.conftest import settings
 H, G, D, BLOCKS, LAYERS = 4, 2, 32, 12, 2
 
 LENGTHS = 700, 300, 5, 0
-"""Of sequences: the last one is a row of padding."""
+"""Lengths of sequences. The last one is padding."""
 
 EVERY = {"index": "pariskv:preset=fast", "k": 1024, "dense_below": 400, "sink": 4}
 
 
 @pytest.fixture
 def entered(model):
-    """Enters the configuration of an engine on a GPU, and gives it."""
+    """Enter the configuration of an engine on a GPU, and return it."""
     from vllm.config import set_current_vllm_config
     from vllm.engine.arg_utils import EngineArgs
     from vllm.plugins import load_general_plugins
@@ -39,7 +39,7 @@ def entered(model):
 
 
 def layers_of(config, kind=None):
-    """Layers with caches, as vLLM binds them: tokens of a page before heads, as it lays them."""
+    """Make layers with caches in vLLM's layout: tokens of a page before heads."""
     from kvindex_adapters.vllm.gpu import SearchingFlashAttention
 
     made, kind = {}, kind or SearchingFlashAttention
@@ -65,7 +65,7 @@ def builder_of(config, layers):
 
 
 def common(tables, lengths, counts, slots, **more):
-    """What vLLM tells of a step that brings so many tokens of each sequence, and more."""
+    """Return vLLM's metadata of a step with a number of new tokens of each sequence."""
     from vllm.v1.attention.backend import CommonAttentionMetadata
 
     starts = torch.tensor([0, *counts]).cumsum(0).int()
@@ -85,7 +85,7 @@ def common(tables, lengths, counts, slots, **more):
 
 
 def slots_of(tables, bounds):
-    """Slots of each sequence's tokens from and before, -1 for a row of padding."""
+    """Return the slots of each sequence's tokens in a range, -1 for a padded sequence."""
     found = []
     for table, (start, stop) in zip(tables, bounds, strict=True):
         places = torch.arange(start, stop)

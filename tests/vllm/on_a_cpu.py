@@ -1,4 +1,4 @@
-"""The plug-in's backend of a GPU in vLLM's engine on a CPU: kernels emulated, prompts in torch."""
+"""The plug-in's GPU backend in vLLM's engine on a CPU: emulated kernels, prompts in torch."""
 
 from kvindex_adapters.vllm import pages
 from kvindex_adapters.vllm.attention import PagedAttention, Sequence
@@ -7,7 +7,7 @@ from kvindex_adapters.vllm.gpu import SearchingFlashAttention, SearchingFlashBac
 
 
 class Backend(SearchingFlashBackend):
-    """In the place of CPU_ATTN."""
+    """A backend in place of CPU_ATTN."""
 
     @staticmethod
     def get_name():
@@ -23,13 +23,14 @@ class Backend(SearchingFlashBackend):
 
 
 class Attention(SearchingFlashAttention):
-    """What FlashAttention does, in plain torch."""
+    """FlashAttention's results, in plain torch."""
 
     searched = 0
-    """Calls that searched, of all layers."""
+    """Number of calls that searched, in all layers."""
 
     copied = 0
-    """Sequences whose rows came from the host to be attended to whole, of all layers."""
+    """Number of sequences whose rows were copied from the host for full attention, in all
+    layers."""
 
     def __init__(self, *given, **named):
         from vllm.config import get_current_vllm_config

@@ -1,4 +1,4 @@
-"""Attention over pages, held to attention over plain rows and to an index of the same tokens."""
+"""Attention over pages equals attention over plain rows, and an index of the same tokens."""
 
 from itertools import pairwise
 
@@ -19,7 +19,7 @@ H, G, D = 4, 2, 8
 
 
 def served(length, tokens=256, chunks=(1,), dtype=torch.float32, softcap=None, **options):
-    """A layer, a sequence in its pages, and the keys and values `[1, G, N, D]` that it has."""
+    """Return a layer, a sequence in its pages, and its keys and values `[1, G, N, D]`."""
     options = {"k": 5, "sink": 0, "local_window": 0, "dense_below": 0, **options}
     sizes = dict(q_heads=H, kv_heads=G, head_dim=D)
     geometry = Geometry.of(**sizes, dtype=dtype, softcap=softcap)
@@ -38,7 +38,7 @@ def served(length, tokens=256, chunks=(1,), dtype=torch.float32, softcap=None, *
 
 
 def index_of(paged, keys, values):
-    """The same tokens in an index by itself."""
+    """Return a separate index of the same tokens."""
     g, options = paged.geometry, paged.options
     sizes = dict(q_heads=H, kv_heads=G, head_dim=D, dtype=g.dtype, softcap=g.softcap)
     index = kvindex.create(options.index, **sizes, backend="torch")

@@ -1,6 +1,6 @@
-"""The plug-in in vLLM's engine on a CPU: with as many rows as there are, full attention's tokens.
+"""The plug-in in vLLM's engine on a CPU gives full attention's tokens if all rows are retrieved.
 
-Float32, so that a rounding does not decide a token.
+In float32, so that rounding does not decide a token.
 """
 
 import json
@@ -25,9 +25,9 @@ LENGTHS = 700, 300, 20, 1000
 
 @pytest.fixture
 def watched(monkeypatch):
-    """Steps that searched: where. At each the codes are held to those of the keys by themselves.
+    """Record the steps that searched, and compare their codes with codes of the keys alone.
 
-    computed: tokens of all steps and layers.
+    `computed` counts tokens of all steps and layers.
     """
     seen, attend = SimpleNamespace(steps=[], computed=0), PagedAttention.attend
 
@@ -103,7 +103,7 @@ def test_a_request_that_is_aborted(stock, searching, watched):
 
 
 def test_several_answers_to_a_prompt(stock, searching, watched):
-    """Of a prompt that is there: vLLM draws by a seed on a CPU only where a prompt is not cut."""
+    """The prompt is cached. On a CPU, vLLM samples by a seed only if a prompt is not split."""
     ids, options = [prompt(300, seed=40)], dict(n=3, temperature=1.0, seed=5)
     for llm in (searching, stock):
         tokens(llm, ids)
@@ -154,7 +154,7 @@ LATENT = dict(
 
 
 def test_latent_attention_whichever_engine_comes_first(engine, saved):
-    """vLLM caches the selected class; an engine that uses kvindex raises an error all the same."""
+    """vLLM caches the selected class, but an engine that uses kvindex still raises an error."""
     folder, options = saved("DeepseekV3", **LATENT), dict(num_gpu_blocks_override=None)
     refused = pytest.raises(ValueError, match="kvindex: model: got multi-head latent attention")
     with refused:
@@ -174,7 +174,7 @@ llm = LLM(**json.loads(sys.argv[1]))
 @pytest.mark.skipif(VERSION < (0, 32), reason="vLLM takes names of backends from 0.32 on")
 @pytest.mark.parametrize("loaded", [True, False])
 def test_the_backend_by_name_in_worker_processes(model, loaded):
-    """The log shows which layers search; without the plug-in vLLM itself raises an error."""
+    """The log shows which layers search. Without the plug-in vLLM itself raises an error."""
     given = settings(model, EVERY, attention_backend="KVINDEX")
     env = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_LOGGING_LEVEL": "INFO"}
     if not loaded:

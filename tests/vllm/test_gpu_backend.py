@@ -1,4 +1,4 @@
-"""The plug-in's backend on a GPU, in vLLM's own classes: its kernels emulated on a CPU."""
+"""The plug-in's GPU backend in vLLM's own classes, with kernels emulated on a CPU."""
 
 import pytest
 import torch
@@ -116,7 +116,7 @@ def test_the_backend_stands_in_for_flash_attention(entered):
 
 @pytest.fixture
 def emulated_engine(stock, engine, model):
-    """An engine on a CPU whose decoded tokens search by the kernels of a GPU."""
+    """Make an engine on a CPU whose decode steps search with the GPU kernels."""
     from vllm.v1.attention import selector
     from vllm.v1.attention.backends import registry
 
@@ -132,7 +132,7 @@ def emulated_engine(stock, engine, model):
 
 
 def test_the_engine_decodes_by_the_kernels(emulated_engine, stock):
-    """Mixed lengths, blocks that fill, prefixes found again, sequences that are preempted."""
+    """With mixed lengths, blocks that fill, cached prefixes, and preempted sequences."""
     from tests.vllm.on_a_cpu import Attention
 
     prompts = [prompt(length, seed) for seed, length in enumerate((700, 300, 20, 508))]

@@ -1,6 +1,6 @@
-"""The plug-in in vLLM's engine on a GPU: with as many rows as there are, FlashAttention's tokens.
+"""The plug-in in vLLM's engine on a GPU gives FlashAttention's tokens if all rows are retrieved.
 
-In bfloat16, of a model whose first choice leads by far, so that no rounding decides a token.
+In bfloat16, with a model whose first choice leads by far, so that rounding decides no token.
 """
 
 import pytest
@@ -26,10 +26,10 @@ GRAPHS = dict(mode=0, cudagraph_mode="FULL_DECODE_ONLY", cudagraph_capture_sizes
 
 
 def teach(folder, prompts):
-    """Fits the model's head to a random text after each prompt: its texts.
+    """Train the model's head to write a random text after each prompt, and return the texts.
 
-    What tells the texts' tokens apart is what attention reads: in a model without a fifth of a
-    prompt's rows most of its text is another.
+    Only attention distinguishes the tokens of a text. In a model without a fifth of a prompt's
+    rows, most of its text differs.
     """
     from transformers import AutoModelForCausalLM
 
@@ -54,13 +54,13 @@ def wide(saved):
 
 @pytest.fixture(scope="module")
 def taught(wide):
-    """The texts after PROMPTS, SHARED and ALONE."""
+    """Return the texts after PROMPTS, SHARED and ALONE."""
     return teach(wide, [*PROMPTS, *SHARED, ALONE])
 
 
 @pytest.fixture(scope="module")
 def made(engine, wide, taught):
-    """Makes an engine; its blocks are few, so that sequences are preempted."""
+    """Make an engine with few blocks, so that sequences are preempted."""
 
     def make(asked=None, graphs=False, **options):
         from vllm.platforms import current_platform
@@ -80,7 +80,7 @@ def exact(made):
 
 
 def written(engine, prompts):
-    """Of each prompt its answer."""
+    """Return each prompt's answer."""
     return [answer for (answer,) in tokens(engine, prompts, COUNT)]
 
 
@@ -90,7 +90,7 @@ def test_the_engine_by_itself_writes_what_was_taught(exact, taught):
 
 @pytest.mark.parametrize("graphs", [False, True])
 def test_as_many_rows_as_there_are_give_the_engines_own_tokens(made, taught, graphs):
-    """By the model runner that VLLM_USE_V2_MODEL_RUNNER says (0 or 1)."""
+    """With the model runner that VLLM_USE_V2_MODEL_RUNNER selects (0 or 1)."""
     mine = made(EVERY, graphs)
     for ids, text in zip(PROMPTS + SHARED, taught, strict=False):
         assert written(mine, [ids]) == [text]

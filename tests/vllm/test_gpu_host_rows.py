@@ -1,4 +1,4 @@
-"""Rows on the host in vLLM's engine on a GPU: its own tokens, and those of rows on the device."""
+"""With rows on the host, vLLM's engine on a GPU gives its own tokens and those of device rows."""
 
 import pytest
 
@@ -12,7 +12,7 @@ GRAPHS = dict(mode=0, cudagraph_mode="FULL_DECODE_ONLY", cudagraph_capture_sizes
 
 @pytest.fixture(scope="module")
 def known():
-    """The module that has a model whose answers no rounding decides."""
+    """A module with a model whose answers do not depend on rounding."""
     from tests.vllm import test_gpu_engine
 
     return test_gpu_engine

@@ -1,4 +1,4 @@
-"""Rows on the host, in vLLM's own classes and its engine: kernels emulated on a CPU."""
+"""Rows on the host, in vLLM's own classes and its engine, with kernels emulated on a CPU."""
 
 import pytest
 import torch
@@ -32,7 +32,7 @@ __all__ = ["entered"]  # a fixture
 
 @pytest.fixture
 def on_a_cpu(stock):
-    """A CPU's backend is that of a GPU, kernels emulated."""
+    """Put the GPU backend in place of the CPU's, with emulated kernels."""
     from vllm.v1.attention import selector
     from vllm.v1.attention.backends import registry
 
@@ -92,7 +92,7 @@ def test_a_batch_searches_for_first_tokens_and_copies_rows_of_others(entered):
 
 
 def test_a_prompt_whose_prefix_comes_in_the_same_step_does_not_search(entered):
-    """vLLM lets it have blocks that the step is about to fill, all but its last token."""
+    """vLLM gives it blocks that the step is about to fill, except for its last token."""
     from tests.vllm.on_a_cpu import Attention
 
     config = entered({**HOST, "k": 1, "local_window": 2})
@@ -121,7 +121,7 @@ def emulated_engine(on_a_cpu, engine, model):
 
 
 def test_the_engine_decodes_from_rows_on_the_host(emulated_engine, stock):
-    """Mixed lengths, blocks that fill, prefixes found again, sequences that are preempted."""
+    """With mixed lengths, blocks that fill, cached prefixes, and preempted sequences."""
     from tests.vllm.on_a_cpu import Attention
 
     prompts = [prompt(length, seed) for seed, length in enumerate((700, 300, 20, 508))]

@@ -1,4 +1,4 @@
-"""What `additional_config` may say, and what an engine may be, as far as words go."""
+"""The values that `additional_config` may have, and the settings that an engine may have."""
 
 from types import SimpleNamespace
 
@@ -66,7 +66,7 @@ def test_a_backend_that_is_named_needs_options():
 
 
 def engine(**other):
-    """A `VllmConfig`, as far as it is looked at."""
+    """Return the fields of a `VllmConfig` that the checks read."""
     values = {
         "block_size": 256,
         "tensor_parallel_size": 1,

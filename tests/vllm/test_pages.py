@@ -1,4 +1,4 @@
-"""Pages by a block table: what is written, read, and when a block's codes are due."""
+"""Pages by a block table: writing, reading, and when a block's codes are due."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ G, D = 2, 8
 
 
 def scattered(tokens, length, seed=0):
-    """Rows `[length, G, D]` in pages of so many tokens, a table out of order, its slots."""
+    """Put rows `[length, G, D]` into pages with an unordered table, and return their slots."""
     generator = torch.Generator().manual_seed(seed)
     blocks = -(-length // tokens)
     table = torch.randperm(blocks + 3, generator=generator)[:blocks].int()

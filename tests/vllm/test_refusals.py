@@ -1,4 +1,4 @@
-"""What is refused, as vLLM makes its layers: nothing is served as if nobody had asked."""
+"""Unsupported engines and layers raise an error while vLLM makes its layers."""
 
 import contextlib
 from types import SimpleNamespace
@@ -14,7 +14,7 @@ pytest.importorskip("vllm")
 
 @pytest.fixture
 def configured(model):
-    """Makes the configuration of an engine, and enters it."""
+    """Make the configuration of an engine, and enter it."""
     from vllm.config import set_current_vllm_config
     from vllm.engine.arg_utils import EngineArgs
     from vllm.plugins import load_general_plugins
@@ -89,7 +89,7 @@ def test_rows_of_another_dtype(stock, configured):
 
 
 def implementations():
-    """The classes of all attention implementations of vLLM that can be imported here."""
+    """Return the classes of all attention implementations of vLLM that can be imported here."""
     from vllm.v1.attention.backend import AttentionImplBase
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 

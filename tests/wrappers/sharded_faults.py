@@ -1,4 +1,4 @@
-"""The last rank dies or hangs, and the others say what they see (`test_sharded.py`)."""
+"""The last rank ends or hangs, and the others report an error (`test_sharded.py`)."""
 
 from __future__ import annotations
 

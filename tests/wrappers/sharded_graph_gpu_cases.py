@@ -1,4 +1,4 @@
-"""`sharded_graph_cases` on two GPUs of one host, by NCCL."""
+"""Run `sharded_graph_cases` on two GPUs of one host, with NCCL."""
 
 from tests.wrappers.sharded_graph_cases import cases
 

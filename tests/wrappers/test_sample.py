@@ -1,4 +1,4 @@
-"""Rows drawn at random: k rows, known chances, and right on average."""
+"""Rows sampled at random: k rows, known probabilities, and right on average."""
 
 import dataclasses
 
@@ -48,7 +48,7 @@ def test_fewer_tokens_than_rows_are_all_taken():
 
 @pytest.mark.parametrize("softcap", [None, 1.0, 30.0])
 def test_slots_without_a_row_have_no_weight(softcap):
-    """Of one head per group, whose scores are bare products: a softcap makes `-inf` finite."""
+    """With one head per group, whose scores are plain products: a softcap makes `-inf` finite."""
     case = Case(q_heads=2, kv_heads=2, softcap=softcap, batch=2)
     index = Sample(case.index("exact"), share=0.5)
     index.append(*case.tokens(50))
@@ -82,7 +82,7 @@ def test_chances_sum_to_what_is_drawn_and_none_exceeds_1(drawn, strength):
 
 
 def test_drawing_follows_the_chances():
-    """Over shifted orders each row is drawn as often as its chance says, to 1/400."""
+    """Over shifted orders, each row is sampled as often as its probability says, to 1/400."""
     chances = torch.tensor([[[0.5, 0.25, 0.75, 0.1, 0.9, 0.5]]]).repeat(1, 1, 1)
     seen = torch.zeros(6)
     for step in range(400):
@@ -172,7 +172,7 @@ def test_rows_of_an_index_of_others_that_have_weights_are_refused(monkeypatch):
 
 
 class Attending(Exact):
-    """Takes note of what it is asked to warm up and to attend to."""
+    """Records requests to warm up and to attend."""
 
     def warm_up(self, *, k, tokens):
         self.warmed = k

@@ -1,4 +1,4 @@
-"""The commands, as a user types them."""
+"""Test the commands as a user types them."""
 
 import dataclasses
 import json
@@ -29,7 +29,8 @@ def run(*arguments):
 
 
 def process(code, *arguments, before=(), **variables):
-    """Run code in a new Python process with the same modules; before: prefix of its command."""
+    """Run code in a new Python process with the same modules. `before` is a prefix of its
+    command."""
     given = dict(capture_output=True, text=True, check=False)
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **variables}
     return subprocess.run([*before, sys.executable, "-c", code, *arguments], env=env, **given)
@@ -37,7 +38,7 @@ def process(code, *arguments, before=(), **variables):
 
 @pytest.mark.parametrize("arguments", [["--help"], ["generate", "--help"], ["--version"]])
 def test_help_and_version_do_without_torch(arguments):
-    """Importing it takes seconds."""
+    """Importing torch takes seconds."""
     code = (
         "import sys; from kvindex_adapters.cli import app; app(standalone_mode=False);"
         "print('loaded', sorted({'torch', 'transformers', 'numpy'} & sys.modules.keys()))"
@@ -194,7 +195,7 @@ def test_what_is_not_installed_is_told_with_its_extra(lacking, extra):
 
 
 class Impatient:
-    """A timer whose time is over at once."""
+    """A timer that ends immediately."""
 
     def __init__(self, seconds, say, given):
         self.start = lambda: say(*given)
@@ -275,7 +276,7 @@ def test_what_an_index_clusters_shows_in_a_bar(capsys):
 
 
 def test_a_result_goes_to_standard_output_while_bars_are_shown(monkeypatch, capsys):
-    """On a terminal, too, where rich would take all output for a part of its display."""
+    """Also on a terminal, where rich would treat all output as part of its display."""
     terminal = Console(stderr=True, force_terminal=True)
     monkeypatch.setattr("kvindex_adapters.cli.progress.console", terminal)
     with bars() as progress:
@@ -299,7 +300,7 @@ def streamed(tokenizer):
 
 
 class Bracketed(Words):
-    """Words that rich would take for markup."""
+    """Words that rich would interpret as markup."""
 
     def decode(self, ids, **options):
         return " ".join(f"[{i}]" for i in ids)
@@ -357,7 +358,7 @@ def test_smollm2_says_what_to_install(monkeypatch):
 
 
 class Chats(Words):
-    """Turns begin with 7, and the cue to answer is 8."""
+    """A tokenizer whose turns begin with 7, and whose generation prompt is 8."""
 
     def apply_chat_template(self, messages, *, tokenize, add_generation_prompt):
         return " ".join(f"7 {message['content']}" for message in messages) + " 8"
@@ -368,7 +369,7 @@ REGIONS = ("--sink", 4, "--local-window", 8, "--update-every", 8, "--dense-below
 
 @pytest.fixture
 def tiny(monkeypatch):
-    """Commands get a small model that never ends, whose words are numbers."""
+    """Let commands load a small model that never ends, with numbers as words."""
     model = build("llama", eos_token_id=None)
     monkeypatch.setattr(
         "kvindex_adapters.hf.model.load_model.load", lambda *args, **options: (model, Chats())
@@ -382,7 +383,7 @@ def words(length, seed=0):
 
 
 def generated(tmp_path, *arguments, status=0, **options):
-    """What `kvindex generate` writes, and what it prints."""
+    """Run `kvindex generate`, and return what it writes and prints."""
     out = tmp_path / "out.json"
     given = ("generate", "--model", "tiny", "--index", "exact", "-k", 500, "--json", out)
     given += ("--max-new-tokens", 6, *REGIONS, *arguments)
@@ -505,7 +506,7 @@ def test_no_space_leaves_the_old_result(tiny, tmp_path, monkeypatch):
 
 
 def counted(model, call):
-    """Tokens of each step of a model in a call, and what it gives."""
+    """Call a function, and return the number of tokens of each step of a model, and its result."""
     read = []
     handle = model.register_forward_pre_hook(
         lambda module, args, kwargs: read.append(kwargs["input_ids"].shape[1]), with_kwargs=True
@@ -547,7 +548,7 @@ def test_a_prompt_without_questions_is_saved_but_for_its_end(tiny, tmp_path):
     assert first["answer"] == again["answer"] == generated(tmp_path, *given[:2])[0]["answer"]
     assert read[0] == 2
     assert "loaded 48 tokens" in result.output
-    shorter = document.rsplit(" ", 6)[0]  # some of the end is another: it is read again
+    shorter = document.rsplit(" ", 6)[0]  # the end differs, so it is read again
     longer = f"{shorter} {words(9, 5)}"
     told, result = generated(tmp_path, "--prompt", longer, "--load-cache", folder)
     assert told["answer"] == generated(tmp_path, "--prompt", longer)[0]["answer"]

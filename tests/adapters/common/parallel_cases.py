@@ -1,4 +1,4 @@
-"""What two ranks do together with a model in `test_parallel.py`."""
+"""Cases that two ranks run together with a model in `test_parallel.py`."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from tests.adapters.hf.generation.test_generation import Words
 REGIONS = dict(sink=3, local_window=4, update_every=5, dense_below=0)
 STEPS = [30, 10, *[1] * 12]
 WORDS = 102
-"""A vocabulary that two ranks share evenly: transformers 5.17 takes no other."""
+"""A vocabulary size that two ranks divide; transformers 5.17 supports no other."""
 FAMILIES = ("llama", "qwen3")
 DECODED = ("llama, biases, tied", "qwen3")
 SHARDED = "exact+sharded:block=8"
 
 
 def of_heads(family):
-    """A model whole, and the same with its heads over the ranks."""
+    """Return a whole model, and the same with its heads distributed over the ranks."""
     whole, folder = tiny.build(family, vocab_size=WORDS), [tempfile.mkdtemp()]
     dist.broadcast_object_list(folder)
     if dist.get_rank() == 0:
@@ -51,7 +51,7 @@ def greedy(model, inputs, cache=None):
 
 
 def is_as_one_process(whole, model, index):
-    """Logits within rounding, and the same greedy tokens, of a padded batch."""
+    """Logits are equal within rounding, and greedy tokens are equal, for a padded batch."""
     inputs = tiny.prompt(2, sum(STEPS), padded=True)
     want = tiny.dense_steps(whole, inputs, STEPS)
     with attach(model, index=index, k=1000, **REGIONS) as cache:
@@ -116,13 +116,13 @@ def what_heads_over_ranks_lack_is_refused():
 
 
 def decoders(name, **how):
-    """A decoder with all heads, and one with this rank's, of a tiny model."""
+    """Make a decoder with all heads of a tiny model, and one with this rank's."""
     whole, ranks = model_of(name), HeadRanks.of("cpu")
     return Decoder.of(whole, Words(), **how), Decoder.of(whole, Words(), ranks=ranks, **how)
 
 
 def same_logits(one, shared):
-    """Of tokens after a prompt, within rounding; gives both sessions."""
+    """Check logits of tokens after a prompt, within rounding, and return both sessions."""
     sessions = [decoder.session(index="exact", attach_options=REGIONS) for decoder in (one, shared)]
     for decoder, session in zip((one, shared), sessions, strict=True):
         decoder.read(ids_of(40), session)
@@ -133,7 +133,7 @@ def same_logits(one, shared):
 
 
 def decoder_shares_bytes():
-    """Scales of FP8 are those of whole rows, so that the numbers are one process's."""
+    """FP8 scales are those of whole matrix rows, so the ranks multiply by the same numbers."""
     if find_spec("triton") is not None:  # which rounds
         one, shared = decoders("llama, biases, tied", weights="fp8")
         whole, own = one.weights.layers[0].down, shared.weights.layers[0].down
@@ -143,7 +143,7 @@ def decoder_shares_bytes():
 
 
 def decoder_shares_heads(name):
-    """Logits of each token within rounding, and the same tokens, drawn ones, too."""
+    """Logits of each token are equal within rounding, and tokens are equal, also sampled ones."""
     one, shared = decoders(name)
     prompts = [ids_of(40), ids_of(31, seed=1)]
     whole, own = one.weights.layers[0], shared.weights.layers[0]
@@ -175,7 +175,7 @@ def decoder_shares_tokens():
 
 
 def the_first_rank_chooses():
-    """Where rounding lets ranks differ, all take what rank 0 has."""
+    """Where ranks differ by rounding, all use the token of rank 0."""
     shared, ranks = decoders("llama")[1], HeadRanks.of("cpu")
     own = torch.tensor([10 + dist.get_rank()])
     assert ranks.first(own).tolist() == [10]
@@ -211,7 +211,7 @@ def a_token_is_waited_for_as_long_as_a_rank():
 
 
 def cases(ranks, every):
-    """By name."""
+    """Map names to cases."""
     return {
         **{f"heads, {family}": partial(heads_are_shared, family) for family in FAMILIES},
         **{f"tokens, {rows}": partial(tokens_are_shared, rows) for rows in ("own", "best")},

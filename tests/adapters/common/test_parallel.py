@@ -1,4 +1,4 @@
-"""A model in two processes: heads over ranks (tensor parallelism), or tokens, as in one process."""
+"""A model in two processes computes what it computes in one, with heads or tokens distributed."""
 
 import json
 import os
@@ -36,7 +36,7 @@ def test_one_process_waits_for_nobody():
 
 @pytest.fixture
 def folder(tmp_path):
-    """A tiny model, and its tokenizer."""
+    """A folder with a tiny model and its tokenizer."""
     tiny.build("llama", vocab_size=parallel_cases.WORDS).save_pretrained(tmp_path)
     words = {f"w{i}": i for i in range(parallel_cases.WORDS)}
     tokenizer = Tokenizer(WordLevel(words, unk_token="w0"))

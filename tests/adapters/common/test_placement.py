@@ -1,4 +1,4 @@
-"""Where the adapter runs an index: on kernels where they can, else in plain torch, in words."""
+"""The adapter runs an index on kernels where possible, otherwise in torch, and reports why."""
 
 from importlib.util import find_spec
 from types import SimpleNamespace
@@ -20,7 +20,7 @@ REGIONS = dict(k=500, sink=4, local_window=8, update_every=4, dense_below=0)
 
 
 def module(error=None):
-    """A backend that is ready, or says why not."""
+    """Make a backend that is ready, or reports why not."""
 
     def ready(device):
         if error:
@@ -67,7 +67,7 @@ def test_attach_on_a_cpu_makes_the_compiled_index():
 
 @pytest.fixture(params=DEVICES)
 def device(request):
-    """Where the model is; on a CPU the kernels are emulated, and have to be asked for."""
+    """Device of the model. On a CPU the kernels are emulated, and must be requested."""
     with on(request.param):
         yield request.param
 
@@ -99,7 +99,7 @@ FAMILIES = {  # heads of 64, for which other tests compile the kernels too
     ids=str,
 )
 def test_a_model_on_the_kernels_is_the_model(family, padded, dtype, device):
-    """With k above the length: full attention, whatever the dtype, padding and group size."""
+    """With k above the length, attention is full, whatever the dtype, padding and group size."""
     model, inputs = build(family, **FAMILIES[family]), prompt(2, 52, padded=padded)
     model, inputs = moved(model, inputs, device, dtype)
     sizes = [46, *[1] * 6]
@@ -125,7 +125,7 @@ def test_a_model_on_the_kernels_is_the_model(family, padded, dtype, device):
 
 
 def test_it_retrieves_what_plain_torch_retrieves(device):
-    """With few rows: the same logits, but for rows whose estimates are within rounding."""
+    """With few rows, logits are equal except for rows whose estimates differ by rounding."""
     model, inputs = moved(
         build("llama", **FAMILIES["llama"]), prompt(2, 112), device, torch.float32
     )

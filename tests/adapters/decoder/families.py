@@ -1,4 +1,4 @@
-"""Tiny models that the decoder runs, with biases and norms that are not zeros and ones."""
+"""Tiny models that the decoder supports, with biases and norms that are not zeros and ones."""
 
 import torch
 
@@ -32,11 +32,11 @@ FAMILIES = {
     "qwen2": ("qwen2", FULL),
     "qwen3": ("qwen3", {**FULL, "attention_bias": True, "tie_word_embeddings": True}),
 }
-"""Name -> family of `tiny.build`, and more options."""
+"""Name -> family of `tiny.build`, and further options."""
 
 
 def model_of(name, **options):
-    """A model whose tokens never end, unless the options say so."""
+    """Make a model that generates no end token, unless the options change this."""
     family, more = FAMILIES[name]
     model = build(family, **{"eos_token_id": None, **more, **options})
     generator = torch.Generator().manual_seed(1)
@@ -48,5 +48,5 @@ def model_of(name, **options):
 
 
 def ids_of(length, seed=0):
-    """Random ids of a prompt, int64 `[N]`."""
+    """Return random ids of a prompt, int64 `[N]`."""
     return prompt(1, length + seed)["input_ids"][0, seed:]

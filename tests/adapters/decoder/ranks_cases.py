@@ -1,7 +1,7 @@
-"""What two ranks decode together by whole-token graphs (`test_ranks.py`).
+"""Cases in which two ranks decode together with whole-step graphs (`test_ranks.py`).
 
-On CPUs kernels are emulated, graphs are work that is kept, and messages go by gloo; on GPUs by
-NCCL, in a CUDA graph.
+On CPUs, kernels are emulated, graphs are recorded functions, and messages use gloo. On GPUs,
+messages use NCCL inside a CUDA graph.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tests.support.rank_kernels import device, kernels
 
 REGIONS = dict(sink=4, local_window=8, update_every=8, dense_below=0)
 ALL = 400
-"""Rows asked for: every one, so that nothing but rounding tells ranks from one process."""
+"""Number of rows to retrieve: all, so that ranks differ from one process only by rounding."""
 
 
 def answers(decoder, index, count=12, sampling=None, graphs=True, fused=True):
@@ -33,7 +33,7 @@ def answers(decoder, index, count=12, sampling=None, graphs=True, fused=True):
 
 
 def decoders(name, dtype=torch.float32, **how):
-    """With all heads, and with this rank's."""
+    """Make a decoder with all heads, and one with this rank's."""
     more = {"layer_types": ["full_attention"] * 2} if name == "qwen3" else {}
     model = model_of(name, num_hidden_layers=2, head_dim=64, **more).to(device(), dtype)
     ranks = HeadRanks.of(device(), **how)
@@ -41,7 +41,7 @@ def decoders(name, dtype=torch.float32, **how):
 
 
 def heads_are_one_graph(name, **how):
-    """A token of each rank's heads is a graph, sums and all; drawn tokens, too."""
+    """A decode step of each rank's heads is one graph with its sums, also for sampled tokens."""
     warm = Sampling(temperature=1.0, top_p=0.9, seed=3)
     with kernels():
         one, shared = decoders(name, **how)

@@ -1,4 +1,4 @@
-"""What two ranks of a decoder agree on, in plain torch: no kernel is emulated (`test_ranks.py`)."""
+"""Cases on which two ranks of a decoder agree, in plain torch without kernels (`test_ranks.py`)."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from tests.cuda.graphs import WholeGraph, kept
 from tests.support.fused import on_a_cpu
 
 EVEN = 102
-"""A vocabulary that ranks divide; `tiny.VOCABULARY` is none."""
+"""A vocabulary size that ranks divide, unlike `tiny.VOCABULARY`."""
 
 EXACT = "exact:backend=torch"
 REGIONS = dict(sink=3, local_window=4, update_every=5, dense_below=0)
 WAIT_S = 20
-"""Seconds until ranks that have parted fail."""
+"""Seconds until ranks that make different calls fail."""
 
 
 def here():
@@ -37,13 +37,13 @@ def here():
 
 
 def decoders(name="llama", dtype=torch.float32, **options):
-    """With all heads, and with this rank's."""
+    """Make a decoder with all heads, and one with this rank's."""
     model = model_of(name, num_hidden_layers=2, **options).to(dtype)
     return Decoder.of(model), Decoder.of(model, ranks=here())
 
 
 def logits(decoder, prompts, fused=None):
-    """After prompts, in pieces, and three tokens more; fused: what runs those."""
+    """Return logits after prompts in chunks, and after three tokens more, which `fused` runs."""
     run = decoder.start(prompts, index=None)
     run.session.fused = fused
     made = [run.session.read_prompt(run.ids, 16, 40)]
@@ -65,7 +65,7 @@ def rows_of_the_head_are_gathered(**options):
 
 
 def a_head_has_other_rows_than_the_embedding():
-    """They are gathered where ranks have some of them, not where they have all."""
+    """Logits are gathered if each rank has some rows of the head, and not if each has all."""
     for rows in (EVEN - 1, EVEN + 2):
         model = model_of("llama", num_hidden_layers=1, vocab_size=EVEN)
         model.lm_head = torch.nn.Linear(model.config.hidden_size, rows, bias=False)
@@ -79,7 +79,8 @@ def half_precision(dtype):
 
 
 def products_of_kernels_are_summed():
-    """By their twins: biases and the residual count once, and what graphs read stays there."""
+    """With reference kernels, biases and the residual count once, and graphs' inputs stay in
+    place."""
     if find_spec("triton") is None:
         return
     with pytest.MonkeyPatch.context() as patch:
@@ -94,7 +95,7 @@ def products_of_kernels_are_summed():
 
 
 def what_is_uneven_is_refused():
-    """One layer alone, too, or one rank's model, which the others do not wait for."""
+    """This includes a single layer, or one rank's model, for which the others do not wait."""
     odd = model_of("llama", num_hidden_layers=2)
     mlp, hidden = odd.model.layers[1].mlp, odd.config.hidden_size
     mlp.gate_proj, mlp.up_proj = (torch.nn.Linear(hidden, 95, bias=False) for _ in range(2))
@@ -125,7 +126,7 @@ def a_graph_that_does_not_end_names_who_is_gone():
 
 
 def ranks_end_together(refused):
-    """After a stop token, though a rank's driver refuses graphs: as many tokens were launched."""
+    """Ranks launch equally many steps after a stop token, even if one driver refuses graphs."""
 
     def refuse(*given):
         WholeGraph(*given)  # sends what the other sends while it makes one
@@ -152,7 +153,8 @@ def ranks_end_together(refused):
 
 
 def sessions_go_on():
-    """Forks and cuts, by heads and by tokens; a fork holds nothing of a session that is gone."""
+    """Sessions fork and truncate, by heads and by tokens. A fork needs nothing of a deleted
+    session."""
     one, shared = decoders()
     said = []
     for decoder, index in ((one, EXACT), (shared, EXACT), (one, f"{EXACT}+sharded:block=8")):
@@ -172,7 +174,7 @@ def sessions_go_on():
 
 
 def cases(ranks, every):
-    """By name."""
+    """Map names to cases."""
     return {
         "head": rows_of_the_head_are_gathered,
         "head, untied": partial(rows_of_the_head_are_gathered, tie_word_embeddings=False),

@@ -1,4 +1,4 @@
-"""`kvindex generate --engine`: the decoder answers as transformers does, or says why not."""
+"""`kvindex generate --engine`: the decoder answers like transformers, or reports why not."""
 
 import pytest
 import torch
@@ -100,7 +100,7 @@ def test_a_model_that_the_decoder_does_not_run_is_an_error(tiny, monkeypatch):
 
 
 class OnGpu:
-    """A model that says that it is on a GPU."""
+    """A model that claims to be on a GPU."""
 
     device = torch.device("cuda")
 
@@ -129,7 +129,7 @@ def test_on_a_gpu_the_decoder_is_the_default_where_it_can(monkeypatch, capsys):
 
 
 class Answers:
-    """A decoder that gives back what it is asked."""
+    """A decoder that returns its prompt."""
 
     def generate(self, prompt, sampling):
         return prompt, sampling

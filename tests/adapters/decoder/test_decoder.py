@@ -1,4 +1,4 @@
-"""Tokens are those of transformers, alone and inside `attach`; calls leave nothing behind."""
+"""Tokens equal those of transformers, alone and inside `attach`. Calls leave nothing behind."""
 
 import dataclasses
 import gc
@@ -31,7 +31,7 @@ def decoder(model):
 
 
 def attached(model, ids, count, mask=None, **options):
-    """Greedy tokens of `model.generate` inside `attach`, int64 `[B, M]`, and the report."""
+    """Return greedy tokens of `model.generate` inside `attach`, int64 `[B, M]`, and the report."""
     with kvhf.attach(model, **options) as cache:
         given = dict(attention_mask=torch.ones_like(ids) if mask is None else mask)
         given |= dict(max_new_tokens=count, do_sample=False)
@@ -41,7 +41,8 @@ def attached(model, ids, count, mask=None, **options):
 
 @pytest.mark.parametrize("index", ["exact", "pariskv", "quest", "exact+vattention"])
 def test_seventy_tokens_are_those_of_attach(model, decoder, index):
-    """Over eight updates of each layer; two hundred of a real model: `test_smollm2.py`, slow."""
+    """Over eight updates of each layer. The slow test in `test_smollm2.py` compares two hundred
+    tokens."""
     ids = ids_of(60)
     tokens, report = attached(model, ids[None], 70, index=index, k=10, **REGIONS)
     answer = decoder.generate(ids, index=index, max_new_tokens=70, **FEW)
@@ -163,7 +164,7 @@ class Breaks:
 
 
 def breaking(function, calls):
-    """The same function, which raises at one of its calls."""
+    """Wrap a function so that it raises at one of its calls."""
     left = iter(range(calls))
 
     def call(*args):
@@ -217,7 +218,7 @@ def test_end_tokens_are_those_of_the_generation_configuration(model):
 
 
 class Told:
-    """A streamer that keeps what it gets."""
+    """A streamer that stores what it gets."""
 
     def __init__(self):
         self.put_ids, self.ended = [], False

@@ -1,4 +1,4 @@
-"""A decoder says which path a token takes, and why."""
+"""A decoder reports how a decode step runs, and why."""
 
 import pytest
 import torch

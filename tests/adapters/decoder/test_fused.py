@@ -1,6 +1,6 @@
-"""A token's pass by Triton kernels gives the logits of the plain pass; weights lie together.
+"""A decode step with Triton kernels gives the logits of plain torch, with joined weights.
 
-On a CPU under Triton's interpreter, in a process of its own (`tests/cuda/triton/`).
+On a CPU this runs under Triton's interpreter, in a separate process (`tests/cuda/triton/`).
 """
 
 from types import SimpleNamespace
@@ -30,7 +30,7 @@ SMALL = {name: dict(layer_types=["full_attention"] * 2) for name in ("qwen2", "q
 
 
 def together(model):
-    """The model, its weights laid as `Decoder.of` lays them on a GPU."""
+    """Make a model, and join its weights in memory as `Decoder.of` does on a GPU."""
     for layer in model.model.layers:
         attention, mlp = layer.self_attn, layer.mlp
         lay_together(attention.q_proj, attention.k_proj, attention.v_proj)

@@ -23,7 +23,7 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "mistral"])
 def test_logits_in_bfloat16_are_those_of_transformers(name, device):
-    """Both are off by some hundredths of what they are in float32, by rounding alone."""
+    """Both differ from float32 by a few hundredths, only through rounding."""
     model, ids = model_of(name).to(device, torch.bfloat16), ids_of(70).to(device)
     everything = dict(index="exact", **{**FEW, "k": 500})
     with torch.no_grad():
@@ -63,7 +63,7 @@ def test_a_seed_gives_the_same_tokens_and_prompts_go_together(device):
 
 @pytest.mark.gpu
 def test_one_layers_rows_are_on_the_device_at_a_time():
-    """Beside what a short prompt takes, hidden states, codes, and rows of one layer."""
+    """The peak is that of a short prompt plus hidden states, codes, and rows of one layer."""
     layers, chunk, length = 8, 512, 32_768
     sizes = dict(num_hidden_layers=layers, head_dim=64, max_position_embeddings=2 * length)
     decoder = Decoder.of(model_of("llama", **sizes).to("cuda", torch.bfloat16))

@@ -1,6 +1,6 @@
-"""A token of the decoder as one graph: the tokens that it gives without, whatever happens between.
+"""A decode step as one graph gives the same tokens as without, whatever happens in between.
 
-On a CPU graphs are work that is kept (`tests/cuda/graphs.py`), and kernels are emulated.
+On a CPU, graphs are recorded functions (`tests/cuda/graphs.py`), and kernels are emulated.
 """
 
 import gc
@@ -22,11 +22,12 @@ from tests.adapters.hf.generation.test_generation import Words
 
 REGIONS = dict(sink=4, local_window=8, update_every=8, dense_below=0)
 EAGER = 1 + graph_file.WARM
-"""Tokens after the first that are launched op by op: one ends the prompt, others warm up."""
+"""Decode steps after the first token that run without a graph: one ends the prompt, others warm
+up."""
 
 
 def decoder_of(device, name="llama", dtype=torch.float32, layers=1):
-    """Of heads for which other tests compile kernels, too."""
+    """Make a decoder with head sizes for which other tests compile kernels as well."""
     sizes = dict(num_hidden_layers=layers, head_dim=64)
     if name == "qwen3":
         sizes["layer_types"] = ["full_attention"] * layers
@@ -34,7 +35,7 @@ def decoder_of(device, name="llama", dtype=torch.float32, layers=1):
 
 
 def given(device, count=30, **options):
-    """Options of `generate` with an index on kernels."""
+    """Return options of `generate` with an index on kernels."""
     index_options = {"backend": "cuda"} if device == "cpu" else {}
     regions = {**REGIONS, **options.pop("regions", {})}
     attach = dict(index_options={**index_options, **options.pop("index_options", {})}, **regions)
@@ -44,12 +45,12 @@ def given(device, count=30, **options):
 
 
 def both(decoder, prompt, **options):
-    """An answer with graphs, and without."""
+    """Return an answer with graphs, and one without."""
     return [decoder.generate(prompt, graphs=on, **options) for on in (True, False)]
 
 
 def test_tokens_and_report_are_those_of_steps(device, graphs):
-    """Through updates of both layers, which begin at another token each."""
+    """Through updates of both layers, which begin at different tokens."""
     mine, theirs = both(decoder_of(device, layers=2), ids_of(60), **given(device, 28))
     assert torch.equal(mine.answer_ids, theirs.answer_ids)
     assert mine.report == theirs.report
@@ -74,7 +75,8 @@ def test_half_precision_and_other_families(device, graphs, name):
 
 
 def test_full_attention_past_the_places_that_it_reads(device, graphs, monkeypatch):
-    """By another graph, but for kernels, which read on the device how many there are."""
+    """Another graph is captured, except for kernels, which read the number of tokens on the
+    device."""
     monkeypatch.setattr(dense, "STEP", 32)
     decoder = decoder_of(device)
     mine, theirs = both(decoder, ids_of(60), index=None, max_new_tokens=12)
@@ -181,7 +183,7 @@ def test_after_an_exception_the_next_prompt_is_as_ever(device, graphs, monkeypat
 def test_candidates_that_outgrow_their_buffers_are_another_graph(
     device, graphs, monkeypatch, reserved
 ):
-    """Which those of an answer's length do not, where memory for it was reserved."""
+    """Within the reserved memory for an answer, they do not outgrow their buffers."""
     monkeypatch.setattr(workspace, "HEADROOM", 2)
     if not reserved:
         monkeypatch.setattr(ParisKVExecutor, "reserve", lambda *_: None)

@@ -1,4 +1,4 @@
-"""Sessions and streams go in and out of inference mode: the tokens are the same."""
+"""Sessions and streams enter and leave inference mode without a change of tokens."""
 
 import itertools
 
@@ -14,7 +14,7 @@ INSIDE, OUTSIDE = torch.inference_mode, torch.no_grad
 
 
 def life(decoder, options, modes, folder):
-    """All calls of a session, each in the next mode, then a stream, token by token."""
+    """Make all calls of a session, each in the next mode, then stream token by token."""
     modes = itertools.cycle(modes)
 
     def call(method, *given, **how):

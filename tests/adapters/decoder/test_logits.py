@@ -1,4 +1,4 @@
-"""Logits are those of transformers, for each family, in pieces and in padded batches."""
+"""Logits equal those of transformers, for each family, in chunks and in padded batches."""
 
 import pytest
 import torch
@@ -23,14 +23,14 @@ CLOSE = dict(rtol=1e-4, atol=1e-4)
 
 
 def logits_of(decoder, prompts, more, **options):
-    """Logits `[B, V]` after prompts and after each of more tokens `[B, M]`."""
+    """Return logits `[B, V]` after prompts, and after each of the tokens `[B, M]`."""
     run = decoder.start(prompts, max_new_tokens=more.shape[1] + 1, **options)
     made = [run.session.read_prompt(run.ids, run.chunk, len(run.ids[0]))]
     return [*made, *(run.session.step(tokens) for tokens in more.unbind(1))]
 
 
 def expected(model, ids, more):
-    """The same by transformers: of one sequence, all at once."""
+    """Return the same from transformers, with one sequence in one call."""
     with torch.no_grad():
         logits = model(input_ids=torch.cat([ids, more])[None]).logits[0]
     return list(logits[len(ids) - 1 :].unsqueeze(1))
@@ -87,14 +87,14 @@ def test_prompts_are_padded_on_the_left():
 
 
 class Adds:
-    """Attention that needs no numbers."""
+    """An attention that needs no numbers."""
 
     def step(self, queries, keys, values, *, valid=None):
         return queries + keys.repeat_interleave(2, 1) + values.repeat_interleave(2, 1)
 
 
 def test_no_layer_asks_the_device_for_a_number():
-    """On the meta device there are none, so asking raises."""
+    """Tensors on the meta device have no numbers, so reading one raises."""
     model = model_of("qwen3").to("meta")
     ids = torch.zeros(2, 1, dtype=torch.int64, device="meta")
     valid = torch.ones(2, 1, dtype=torch.bool, device="meta")

@@ -1,4 +1,4 @@
-"""Sessions that go on, are forked, and go to a folder and back: the tokens of one long prompt."""
+"""Sessions that continue, are forked, saved and loaded give the tokens of one long prompt."""
 
 import pytest
 import torch

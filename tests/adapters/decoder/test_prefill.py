@@ -1,4 +1,4 @@
-"""Prefill layer by layer: what chunks through all layers give, with one layer's rows at hand."""
+"""Prefill layer by layer gives the same as chunks through all layers, with one layer's rows."""
 
 import gc
 import weakref
@@ -37,7 +37,7 @@ def by_layer(run):
 
 
 def by_chunk(run):
-    """As a prompt that follows tokens is read: each chunk through all layers."""
+    """Read a prompt as one that follows tokens: each chunk through all layers."""
     stop = max(run.ids.shape[1] - CHUNK, 0)
     for start, end in [*chunks(stop, CHUNK), (stop, run.ids.shape[1])]:
         logits = run.session._read(run.ids[:, start:end])
@@ -71,7 +71,7 @@ def test_dense_layers_beside_those_with_an_index(decoder):
 
 
 def test_on_a_gpu_a_chunk_is_as_long_as_activations_have_room_for():
-    """Qwen3-8B's shape and Llama 3 70B's, in bfloat16: half a GiB, from 1,024 to 4,096 tokens."""
+    """For Qwen3-8B and Llama 3 70B in bfloat16: half a GiB, from 1,024 to 4,096 tokens."""
     cpu, gpu = torch.device("cpu"), torch.device("cuda")
     for shape, chunks_of in {
         (4096, 4096, 1024, 12288): {1: 4096, 2: 2048, 4: 1024, 16: 1024},
@@ -87,7 +87,7 @@ def test_on_a_gpu_a_chunk_is_as_long_as_activations_have_room_for():
 
 
 def sized(width, queries, keys, inner):
-    """Weights of these sizes, as far as the length of a chunk depends on them."""
+    """Make weights with the sizes that determine the length of a chunk."""
     query, key, gate = (
         SimpleNamespace(weight=torch.empty(n, 1, device="meta")) for n in (queries, keys, inner)
     )
@@ -97,7 +97,7 @@ def sized(width, queries, keys, inner):
 
 
 class Last(AttentionLayer):
-    """A layer whose step is its own."""
+    """A layer with its own `step`."""
 
     def step(self, queries, keys, values, **options):
         return super().step(queries, keys, values, **options)[:, :, :] * 2
@@ -109,7 +109,7 @@ def test_a_layer_with_steps_of_its_own_reads_by_them(decoder):
 
 
 class Live(TorchDispatchMode):
-    """Counts bytes of the storages that operations give, while they live, and the most of them."""
+    """Count the bytes of storages that operations return, while they exist, and their maximum."""
 
     def __init__(self):
         super().__init__()
@@ -141,7 +141,7 @@ class Live(TorchDispatchMode):
 
 
 class Elsewhere(Exact):
-    """An index whose rows are no memory of the device: it has none."""
+    """An index whose rows are not in device memory."""
 
     def start_append(self, keys, values, *, valid=None):
         batch, count = keys.shape[0], keys.shape[2]
@@ -155,7 +155,7 @@ class Elsewhere(Exact):
 
 
 def peak(decoder, length, read):
-    """Most bytes at once, beside the weights and the ids."""
+    """Return the largest memory in bytes, without weights and ids."""
     run = started(decoder, [ids_of(length)], Elsewhere)
     gc.collect()
     with Live() as live:
@@ -164,7 +164,7 @@ def peak(decoder, length, read):
 
 
 def test_one_layers_rows_are_there_at_a_time():
-    """The peak is that of a chunk, and what hidden states and one layer's rows of the rest take."""
+    """The peak is that of a chunk, plus hidden states and one layer's rows."""
     decoder = Decoder.of(model_of("llama"))
     config, width = decoder.config, decoder.weights.embedding.shape[1]
     rest = 40 * CHUNK

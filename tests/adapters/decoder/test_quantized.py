@@ -1,4 +1,4 @@
-"""Matrices in FP8: how far they are rounded, what is multiplied, what is kept and freed."""
+"""Matrices in FP8: their rounding, their products, and which memory is used and freed."""
 
 import gc
 import weakref

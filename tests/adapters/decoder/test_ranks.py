@@ -1,4 +1,4 @@
-"""A decoder on two ranks, by heads or by tokens: a token is one graph, and what one process has."""
+"""A decoder on two ranks: a decode step is one graph, and gives the tokens of one process."""
 
 import pytest
 

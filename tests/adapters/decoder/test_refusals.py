@@ -1,4 +1,4 @@
-"""Models and arguments that the decoder refuses, in words, before anything is made."""
+"""Models and arguments that the decoder does not support raise an error before any work."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ class Other(LlamaForCausalLM):
 
 
 def changed(change):
-    """A llama that was changed."""
+    """Make a llama, and change it."""
     model = model_of("llama")
     change(model)
     return model
@@ -40,7 +40,7 @@ def other_projection(model):
 
 
 def adapted(model):
-    """`peft` has a class with the same name."""
+    """Make a layer whose class has the same name as one of `peft`."""
     model.model.layers[2].self_attn.q_proj = type("Linear", (nn.Linear,), {})(64, 64)
 
 

@@ -1,4 +1,4 @@
-"""Tokens are drawn as often as they should be, and again from the same seed."""
+"""Tokens are sampled with their probabilities, and repeatedly from the same seed."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""A tokenizer that needs no model: byte pairs, learned from the haystack of tasks."""
+"""A tokenizer without a model: byte pairs, learned from the filler text of tasks."""
 
 import pytest
 from tokenizers import ByteLevelBPETokenizer
@@ -14,7 +14,7 @@ TEMPLATE = (
 
 @pytest.fixture(scope="session")
 def tokenizer():
-    """With a chat template."""
+    """A tokenizer with a chat template."""
     made = ByteLevelBPETokenizer()
     made.train_from_iterator(paragraphs()[:300], vocab_size=2000, show_progress=False)
     return PreTrainedTokenizerFast(tokenizer_object=made._tokenizer, chat_template=TEMPLATE)
@@ -22,5 +22,5 @@ def tokenizer():
 
 @pytest.fixture(scope="session")
 def plain(tokenizer):
-    """The same without a chat template."""
+    """The same tokenizer without a chat template."""
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer)

@@ -1,4 +1,4 @@
-"""Captured keys and queries are those that attention sees."""
+"""Captured keys and queries are those that attention uses."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from tests.adapters.tiny import build, prompt
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_captured_rows_give_the_models_attention(family):
-    """Against the weights that transformers' eager attention reports."""
+    """Compare with the weights that transformers' eager attention reports."""
     options = dict(layer_types=["full_attention"] * 4) if family == "gemma2" else {}
     model, ids = build(family, **options), prompt(1, 40)["input_ids"][0]
     model.set_attn_implementation("eager")

@@ -1,4 +1,4 @@
-"""Answers of `compare` are those of `kvhf.generate`, though full attention alone reads prompts."""
+"""Answers of `compare` equal those of `kvhf.generate`, though only full attention reads prompts."""
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ def model(request):
 
 @pytest.fixture(scope="module")
 def read(model):
-    """A prompt's ids, full attention's context and two questions, each with its answer."""
+    """Make a prompt's ids, full attention's context, and two questions with their answers."""
     ids, full = prompt(1, CONTEXT + 30)["input_ids"][0], FullAttention(model)
     context, _ = full.read(ids[:CONTEXT])
     before, asked = full.checkpoint(), []

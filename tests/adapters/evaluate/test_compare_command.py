@@ -1,4 +1,4 @@
-"""`kvindex compare`, as a user types it."""
+"""Test `kvindex compare` as a user types it."""
 
 import json
 import sys
@@ -73,7 +73,7 @@ def asked(name, tokenizer, *, tokens, seed):
 
 @pytest.fixture
 def _tiny(monkeypatch):
-    """Commands get a small model whose words are numbers."""
+    """Let commands load a small model with numbers as words."""
     model = build("llama", num_hidden_layers=2)
     loaded = model, Words()
     monkeypatch.setattr(

@@ -1,4 +1,4 @@
-"""Several processes come to the numbers of one, after any interruption; what fails is told."""
+"""Several processes measure the same numbers as one, also after an interruption."""
 
 import multiprocessing
 import os
@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[3]
 
 
 def load():
-    """What every worker loads: it measures the tasks of these tests."""
+    """Load a model in every worker, which measures the tasks of these tests."""
     tasks.make = asked
     return build("llama", num_hidden_layers=2), Words(), ids_of(120, 9)
 

@@ -1,4 +1,4 @@
-"""The report opens offline and holds every index; pictures name few lines; tables are right."""
+"""The report opens offline and contains every index, pictures name few lines, tables are right."""
 
 import csv
 import itertools
@@ -114,7 +114,7 @@ def test_the_page_can_be_used_by_keyboard(folder):
 
 @pytest.fixture(scope="module")
 def shown(folder):
-    """The page after a browser has run it, sorted it and filtered it; what the console said."""
+    """Return the page after a browser has run, sorted and filtered it, and its console messages."""
     browser = next((path for name in BROWSERS if (path := shutil.which(name))), None)
     if browser is None:
         pytest.skip(f"needs a browser, one of {', '.join(BROWSERS)}")

@@ -1,4 +1,4 @@
-"""A comparison goes on where it was, with the same numbers, and no index ends it."""
+"""A comparison continues where it stopped, with the same numbers, and no index ends it."""
 
 import dataclasses
 import gc
@@ -28,7 +28,7 @@ def ids_of(length, seed):
 
 
 def asked(name, tokenizer, *, tokens, seed):
-    """A prompt of random words, two questions, and answers that sometimes have a 5."""
+    """Make a prompt of random words, two questions, and answers that sometimes contain a 5."""
     if tokens < 50:
         raise ValueError(f"tokens: got {tokens}, allowed is 50 or more")
     ids = ids_of(tokens, seed)
@@ -53,7 +53,7 @@ def comparison(model, folder, plan=PLAN, settings=SETTINGS):
 
 
 def numbers(folder, plan=None):
-    """What has been found, but for times and memory."""
+    """Return the results without times and memory."""
     found = summarize(SETTINGS, Records(folder))
     for row in found["text"]:
         for name in COSTS:

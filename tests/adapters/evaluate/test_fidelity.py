@@ -1,4 +1,4 @@
-"""Fidelity is the same in a cache that has answered already as in one of its own."""
+"""Fidelity in a cache that has already answered equals that in a new cache."""
 
 import pytest
 import torch

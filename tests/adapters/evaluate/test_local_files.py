@@ -1,4 +1,4 @@
-"""Files of benchmarks: lines in their published formats become instances; their metrics."""
+"""Files of benchmarks: lines in their published formats become instances, and metrics."""
 
 import json
 from functools import partial
@@ -40,7 +40,7 @@ PROBLEM = {"problem": "What is 1/2 + 1/4?", "solution": r"It is $\boxed{\frac{3}
 
 @pytest.fixture
 def write(tmp_path):
-    """Write records to a file; gives the task's name."""
+    """Write records to a file, and return the task's name."""
 
     def written(name, *records):
         path = tmp_path / name

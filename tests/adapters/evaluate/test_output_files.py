@@ -1,4 +1,4 @@
-"""Output files are whole or as they were, and refused before the work where they cannot be."""
+"""Output files are complete or unchanged, and are checked before the work."""
 
 import argparse
 import json
@@ -20,7 +20,7 @@ from kvindex_adapters.evaluate.output_files import (
 
 @pytest.fixture
 def bounded_files():
-    """No file may grow past 1,000 bytes: what a full disk does, without one."""
+    """Limit files to 1,000 bytes, which has the effect of a full disk."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
     yield
@@ -64,7 +64,7 @@ def test_a_folder_or_a_file_without_permission_is_refused(tmp_path):
 
 
 def test_permissions_are_asked_of_the_system(tmp_path, monkeypatch):
-    """As root, too, whom the one above is skipped for."""
+    """This works also as root, for which the test above is skipped."""
     (tmp_path / "old.json").touch()
     monkeypatch.setattr(output_files.os, "access", lambda path, mode: False)
     assert "without write permission" in refused(tmp_path / "old.json")

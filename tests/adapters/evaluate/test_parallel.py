@@ -1,4 +1,4 @@
-"""Steps that run at once give what they give one at a time."""
+"""Steps that run in parallel give the same as single steps."""
 
 import pytest
 import torch
@@ -28,13 +28,13 @@ SMALL = {
     "streaming": "budget=12:sink=2",
     "triattention": "budget=12",
 }
-"""Options with which so few tokens are not all alike to an index."""
+"""Options with which an index can distinguish so few tokens."""
 
 FOLLOW = ("h2o:budget=12:recent=.1:most=1", "ctkvr:every=4:rho=6:probes=2", "sentencekv:longest=4")
 
 
 def at_single_steps(model, inputs, index):
-    """Logits of the tokens from 50 on, one step each."""
+    """Return logits of the tokens from 50 on, one step each."""
     with kvhf.attach(model, index=index, **REGIONS) as cache:
         first = {name: tensor[:, :50] for name, tensor in inputs.items()}
         steps(model, cache, first, [16, 16, 16, 2])

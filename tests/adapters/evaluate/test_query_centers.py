@@ -1,4 +1,4 @@
-"""Centers of a text beforehand: `triattention` with those of its own prompt keeps the same rows."""
+"""With calibrated centers of its own prompt, `triattention` keeps the same rows."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ SIZES = dict(k=30, sink=0, local_window=8, update_every=4, dense_below=0)
 
 
 def written(model, inputs, index, **options):
-    """Tokens, and the ids that each layer keeps."""
+    """Return tokens, and the ids that each layer keeps."""
     with kvhf.attach(model, index=index, **SIZES, **options) as cache, torch.inference_mode():
         out = model.generate(**inputs, past_key_values=cache, max_new_tokens=12, do_sample=False)
         return out, [made._learned["ids"].sort(-1).values for made in cache.indexes()]

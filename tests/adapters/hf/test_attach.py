@@ -1,4 +1,4 @@
-"""What attach() changes in a model, for whom, and how the model is restored."""
+"""The changes that attach() makes to a model, for which callers, and how it restores the model."""
 
 import threading
 import time
@@ -24,7 +24,7 @@ def model():
 
 
 def works(model):
-    """Whether the model computes what it does on its own, with its own cache and attached."""
+    """Check that the model computes its own results, with its own cache and attached."""
     inputs = prompt(1, sum(SIZES))
     fresh = build("llama", num_hidden_layers=2)
     expected = torch.cat(dense_steps(fresh, inputs, SIZES), 1)
@@ -45,7 +45,7 @@ class Counting(ModelHook):
 
 
 def twin(model):
-    """Another model with the same configuration object."""
+    """Make another model with the same configuration object."""
     other = AutoModelForCausalLM.from_config(model.config).eval()
     other.load_state_dict(model.state_dict())
     for module in other.modules():
@@ -212,7 +212,7 @@ def test_a_part_of_an_attached_model_is_attached(model):
 
 
 def test_models_in_threads_do_not_meet(model):
-    """Two of them with one configuration object."""
+    """Two of the models have one configuration object."""
     inputs, gate = prompt(1, sum(SIZES)), threading.Barrier(3)
     models = [model, twin(model), build("qwen3")]
     expected = [torch.cat(dense_steps(model, inputs, SIZES), 1) for model in models]
@@ -265,7 +265,7 @@ def test_a_call_beside_a_call_of_another_thread_is_refused_at_once(model, call):
 
 @pytest.mark.parametrize("dense_layers", [(), (0,)])
 def test_autocast_does_not_reach_the_attention(model, dense_layers):
-    """Of a layer with an index or without: a prompt and a step of float32 tensors."""
+    """In a layer with an index or without: a prompt and a step of float32 tensors."""
     generator, module = torch.Generator().manual_seed(0), model.model.layers[0].self_attn
     calls = [
         [torch.randn(1, heads, count, 16, generator=generator) for heads in (4, 2, 2)]

@@ -1,6 +1,6 @@
-"""Usual ways to use a model and a cache: each gives the results of plain transformers.
+"""Usual ways to use a model and a cache give the results of plain transformers.
 
-Longer than most files: a test for each situation.
+The file is long, because it has a test for each situation.
 """
 
 import pytest
@@ -45,7 +45,7 @@ def words():
 
 
 def both(model, inputs, **options):
-    """The results of `generate` with plain attention, and through an index."""
+    """Return the results of `generate` with plain attention, and with an index."""
     options = {**GREEDY, **options}
     with kvhf.attach(model, **REGIONS) as cache:
         mine = model.generate(**inputs, past_key_values=cache, **options)

@@ -1,4 +1,4 @@
-"""Models whose layers move rows into their indexes beside their steps."""
+"""Models whose layers move rows into their indexes concurrently with their steps."""
 
 import pytest
 import torch

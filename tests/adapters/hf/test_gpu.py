@@ -1,4 +1,5 @@
-"""The adapter on a CUDA device, rows beside the codes or in host memory; what it leaves there."""
+"""The adapter on a CUDA device, with rows on the device or on the host, and its memory
+afterwards."""
 
 import gc
 import weakref
@@ -37,7 +38,7 @@ def test_generation_equals_full_attention(index, store, graphs):
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("index", ["exact", "pariskv", "exact+vattention"])
 def test_a_cache_that_nobody_holds_is_gone_at_once(index, device):
-    """Its memory does not wait for Python's collector of cycles, which counts no bytes."""
+    """Its memory does not wait for Python's cycle collector, which does not count bytes."""
     model = build("llama", eos_token_id=None).to(device)
     inputs = {name: tensor.to(device) for name, tensor in prompt(1, 60).items()}
     gc.disable()

@@ -1,9 +1,9 @@
-"""The real model: it finds the needle, by the commands too, and stays near full attention.
+"""The real model finds the needle, also with the commands, and stays near full attention.
 
-One file, for a worker of the suite has the whole of it and loads the model once.
+All tests are in one file, so that one worker loads the model once.
 
-The limits are 1.5 times what was first measured (`smollm2_fidelity.json`, written by
-`python -m benchmarks.quality fidelity --json tests/adapters/hf/smollm2_fidelity.json`).
+The limits are 1.5 times the first measurement (`smollm2_fidelity.json`, written by `python -m
+benchmarks.quality fidelity --json tests/adapters/hf/smollm2_fidelity.json`).
 """
 
 import copy
@@ -33,7 +33,7 @@ from kvindex_adapters.hf.generation.prefill import prefill
 FIRST = json.loads(Path(__file__).with_name("smollm2_fidelity.json").read_text())
 MARGIN = 1.5
 REGIONS = dict(sink=16, local_window=64, update_every=64, dense_below=300)
-"""So that most of a short prompt, which is read in a second or two, is searched."""
+"""Small regions, so that most of a short prompt is searched."""
 
 pytestmark = pytest.mark.model
 
@@ -82,7 +82,7 @@ class Nothing(Wrapper):
 
 
 def test_without_retrieval_the_needle_is_lost(smollm2_model, needle):
-    """The needle test can fail: sink and local alone do not hold the answer."""
+    """Shows that the needle test can fail: sink and local window do not contain the answer."""
 
     def nothing(**geometry):
         return Nothing(kvindex.create("exact", **geometry))
@@ -94,9 +94,8 @@ def test_without_retrieval_the_needle_is_lost(smollm2_model, needle):
 
 @pytest.mark.slow
 def test_fidelity_stays_near_what_was_first_measured(smollm2_model):
-    """As there, but the steps run at once (`test_parallel.py`: they give the same), and full
-    attention goes on from the same prompt, for a layer reads that densely.
-    """
+    """Steps run in parallel, with the results of single steps (`test_parallel.py`). Full attention
+    continues from the same prompt, because a layer reads prompts densely."""
     assert (FIRST["prompt_tokens"], FIRST["steps"], FIRST["k"]) == (PROMPT, CONTINUATION, K)
     assert FIRST["seed"] == SEED
     first = FIRST["indexes"]["pariskv"]  # then the paper's preset
@@ -122,7 +121,7 @@ def test_fidelity_stays_near_what_was_first_measured(smollm2_model):
 
 @pytest.fixture
 def loaded(smollm2_model, monkeypatch):
-    """Commands get the model that is loaded already."""
+    """Let commands use the model that is already loaded."""
     monkeypatch.setattr(
         "kvindex_adapters.hf.model.load_model.load", lambda *args, **options: smollm2_model
     )
@@ -207,7 +206,7 @@ def test_the_decoder_answers_as_transformers_does(smollm2_model, needle, index):
 @pytest.mark.slow
 @pytest.mark.parametrize("index", ["exact", "pariskv"])
 def test_two_hundred_tokens_of_the_decoder_are_those_of_attach(smollm2_model, index):
-    """A text that goes on: ten updates of the index while it is written."""
+    """A continued text, with ten updates of the index while it is written."""
     model, tokenizer = smollm2_model
     ids = text_ids(tokenizer, 1500, SEED)
     given = dict(index=index, max_new_tokens=200, attach_options=REGIONS)
@@ -230,7 +229,7 @@ def test_logits_of_the_decoder_are_those_of_transformers(smollm2_model):
 
 
 def test_fp8_moves_next_tokens_little_but_in_the_head(smollm2_model):
-    """Why the decoder's `weights="fp8"` leaves the head as it is."""
+    """The reason why the decoder's `weights="fp8"` leaves the head unchanged."""
     triton = pytest.importorskip("kvindex_cuda.triton", exc_type=ImportError)
     model, tokenizer = smollm2_model
     ids = text_ids(tokenizer, 300, SEED)[None]

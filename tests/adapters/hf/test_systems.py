@@ -1,4 +1,4 @@
-"""Whole systems in a model: where theory makes them exact, they write what `exact` writes."""
+"""Published systems in a model: where theory makes them exact, they give the answers of `exact`."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ SIZES = dict(k=10, sink=4, local_window=8, update_every=4, dense_below=0)
 
 
 def written(index, batch, beams):
-    """Greedy tokens, and how often each layer's wrapper searched."""
+    """Return greedy tokens, and how often each layer's wrapper searched."""
     model, inputs = build("llama"), prompt(batch, 80)
     with kvhf.attach(model, index=index, **SIZES) as cache, torch.inference_mode():
         options = dict(max_new_tokens=12, do_sample=False, num_beams=beams)
@@ -20,7 +20,8 @@ def written(index, batch, beams):
 
 @pytest.mark.parametrize(("batch", "beams"), [(1, 1), (2, 2)])
 def test_systems_that_are_exact_write_what_exact_writes(batch, beams):
-    """Queries observed, prompt sealed, tokens appended, beams reordered: all through the model."""
+    """Observed queries, the end of the prompt, appended tokens and beam search all go through the
+    model."""
     want, _ = written("exact", batch, beams)
     for index in (
         "ctkvr:probes=500:rho=500:group=mean_share",

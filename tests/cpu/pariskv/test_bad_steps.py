@@ -1,4 +1,4 @@
-"""A step on compiled kernels that is refused leaves the layer as it was, and says why."""
+"""A failing step on compiled kernels leaves the layer unchanged, and reports why."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""ParisKV on compiled kernels against itself in plain torch: search, attend, change, refusal."""
+"""ParisKV on compiled kernels equals ParisKV in plain torch: search, attend, changes, errors."""
 
 from dataclasses import replace
 
@@ -24,17 +24,19 @@ from tests.support.sequences import Sequence
 CASE = Case(q_heads=6, kv_heads=2, head_dim=64, batch=2)
 
 PRESETS = "fast", "paper", "sampled"
-"""One of each kind of coarse stage, and one that draws."""
+"""One preset of each kind of coarse stage, and one that samples."""
 
 
 def pair(case=CASE, **options):
-    """The index on kernels, and in plain torch; few tokens, so that some are no candidates."""
+    """Make the index on kernels and in plain torch, with too few tokens for all to be
+    candidates."""
     options = dict(least_candidates=1) | options
     return [case.index("pariskv", backend=name, **options) for name in ("cpu", "torch")]
 
 
 def padded(count):
-    """Padding of the second sequence on the left, and of both between tokens: bool `[2, count]`."""
+    """Return bool `[2, count]`: padding of the second sequence on the left, and of both in
+    between."""
     valid = left_padding([0, 70], count)
     valid[0, 250:290] = valid[1, 300:303] = valid[1, 391:] = False
     return valid

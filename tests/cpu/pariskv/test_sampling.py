@@ -1,4 +1,4 @@
-"""Kernels that draw candidates and rows against `kvindex.ops.priority`: integers to the bit."""
+"""Kernels that sample candidates and rows equal `kvindex.ops.priority`: integers to the bit."""
 
 import math
 
@@ -28,7 +28,8 @@ def add_bounds(sizes, number, out):
 
 
 def noises(n, first=0):
-    """Noise of ids from the first one on, as kernels have it, and its bounds, int32 `[2, n]`."""
+    """Return noise of ids from the first one on, in the kernels' format, and its bounds, int32 `[2,
+    n]`."""
     found = np.empty((2, n), np.int32)
     put_noise(np.uint32(SEED), first, *found)
     return torch.from_numpy(found)
@@ -58,7 +59,7 @@ def test_a_bound_is_a_rounded_size_and_the_bound_of_its_noise(spread):
 
 
 def asked(D, heads, looked_up):
-    """Rounded queries as kernels take them: planes, tables, totals."""
+    """Return rounded queries in the kernels' format: planes, tables, totals."""
     integers, W = np.random.default_rng(D).integers(-21, 22, (heads, D)), -(-D // 64)
     planes = np.empty((heads, query.GROUP, 0 if looked_up else W), np.uint64)
     tables = np.empty((heads, W if looked_up else 0, lookup.NIBBLES, 16), np.uint8)
@@ -125,7 +126,7 @@ def test_blocks_of_a_sample_are_the_reference_ones(blocks):
 
 
 def chosen(sizes, valid, limit):
-    """Candidates of keys with sizes int32 `[n]`, by the kernel: ids, noises and `log π`."""
+    """Return the kernel's candidates of keys with sizes int32 `[n]`: ids, noises and `log π`."""
     n, bounds = len(sizes), sizes + noises(len(sizes))[1]
     held = bounds.masked_fill(~valid, int(sign_votes.INVALID)).numpy()
     listed, room = (np.full(n + 2 * select.SAMPLED, -7, np.int32) for _ in range(2))

@@ -1,4 +1,4 @@
-"""Each kernel against the op of `kvindex.ops` that it compiles: integers to the bit."""
+"""Each kernel equals the operation of `kvindex.ops` that it compiles: integers to the bit."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Each kernel of tiers against the op of `kvindex.ops` that it compiles: integers to the bit."""
+"""Each kernel of tiered votes equals its operation of `kvindex.ops`: integers to the bit."""
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ def drawn(*shape, seed=0):
 
 
 def points_of(words, heads):
-    """Bytes of words uint64 `[..., words, X]` of each head, `[heads, ..., X]`."""
+    """Return the bytes of words uint64 `[..., words, X]` of each head, `[heads, ..., X]`."""
     every = [words[..., h // 8, :] >> np.uint64(h % 8 * 8) & np.uint64(255) for h in range(heads)]
     return torch.from_numpy(np.stack(every).astype(np.int32))
 

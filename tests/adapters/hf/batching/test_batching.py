@@ -1,4 +1,4 @@
-"""Continuous batching through indexes, held to transformers' own `generate_batch`."""
+"""Continuous batching with indexes gives the results of transformers' own `generate_batch`."""
 
 import pytest
 import torch
@@ -11,22 +11,22 @@ from kvindex_adapters.hf.model.patch import IMPLEMENTATION
 from tests.adapters.tiny import VOCABULARY, build
 
 REGIONS = dict(sink=2, local_window=4, update_every=8, dense_below=0)
-"""Small, so that nearly every decoded token searches."""
+"""Small regions, so that nearly every decode step searches."""
 EXACT = dict(index="exact", k=500, **REGIONS)
 TOKENS = 12
 NEWER = "page_size" in ContinuousBatchingConfig.__dataclass_fields__
-"""Not 5.17, whose pages are `block_size`, and whose results lack all answers but one."""
+"""True for versions after 5.17, whose pages and results differ."""
 
 
 def prompts(*lengths, seed=3, prefix=()):
-    """Random token ids, one list a request."""
+    """Return random token ids, one list per request."""
     generator = torch.Generator().manual_seed(seed)
     draw = [torch.randint(3, VOCABULARY, (n,), generator=generator).tolist() for n in lengths]
     return [[*prefix, *ids] for ids in draw]
 
 
 def batch(model, inputs, *, answers=1, **options):
-    """Tokens of `generate_batch`, request by request."""
+    """Return the tokens of `generate_batch` by request."""
     sizes = dict(page_size=16, block_size=16, num_blocks=64, max_batch_tokens=64)
     sizes.pop("block_size" if NEWER else "page_size")
     draws = dict(do_sample=True, top_k=1) if answers > 1 else dict(do_sample=False)

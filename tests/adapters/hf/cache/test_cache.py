@@ -1,6 +1,6 @@
-"""The cache on its own: crop, the batch operations, reports, and what attach() leaves behind.
+"""The cache alone: crop, batch operations, reports, and the model after attach().
 
-Longer than most files: what transformers may do to a cache is one list.
+The file is long, because it lists everything that transformers may do to a cache.
 """
 
 import copy
@@ -28,7 +28,7 @@ def model():
 
 @pytest.mark.parametrize("cropped", [0, 1, 5, 9, 25, 39])
 def test_crop_then_go_on(model, cropped):
-    """Inside the local window, past it, and deep in the index."""
+    """Crop inside the local window, past it, and deep in the index."""
     inputs = prompt(1, 60)
     kept = 40 - cropped
     again = {name: torch.cat([t[:, :kept], t[:, 40:]], dim=1) for name, t in inputs.items()}
@@ -88,7 +88,7 @@ CHANGES = pytest.mark.parametrize(
     [("llama", 2), ("falcon_h1", 2), ("zaya", 2), ("zamba", 4), ("inkling_text", 4)],
 )
 def test_batch_operations(family, layers, change, rows):
-    """Also with linear attention, in the same layer as full attention or in its own layers."""
+    """Also with linear attention, in the same layer as full attention or in separate layers."""
     model = build(family, num_hidden_layers=layers)
     inputs = prompt(3, 50, padded=True)
     chosen = {name: tensor[rows] for name, tensor in inputs.items()}
@@ -221,7 +221,7 @@ def test_sub_configurations_are_restored_and_the_vision_part_is_left_alone():
 
 
 def fails_in_the_last_layer(model, error, **inputs):
-    """A forward that raises when all layers but one have taken its tokens."""
+    """Make a forward pass that raises when all layers except the last have stored its tokens."""
 
     def fail(*call):
         raise error
@@ -328,7 +328,7 @@ def test_linear_attention_cannot_go_back_and_says_so(family, options):
 )
 @pytest.mark.parametrize("family", ["qwen3", "llama"])
 def test_a_change_that_is_refused_changes_no_layer(family, change, error, match):
-    """In a mixed model, too: a sliding window that has lost rows cannot be cropped."""
+    """Also in a mixed model: a sliding window that has lost rows cannot be cropped."""
     model, inputs = build(family), prompt(2, 50, padded=True)
     if family == "llama" and error is RuntimeError:
         pytest.skip("has no sliding window")

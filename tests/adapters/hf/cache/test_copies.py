@@ -1,4 +1,4 @@
-"""Copies of a cache: how transformers reuses the cache of a prefix. Each is a cache of its own."""
+"""Copies of a cache, which transformers uses to reuse a prefix, are independent caches."""
 
 import copy
 import io
@@ -21,7 +21,7 @@ def model():
 
 
 def go_on(model, cache, ids, start):
-    """Logits of ids `[1, N]` from position `start` on, a token at a time."""
+    """Return logits of ids `[1, N]` from position `start` on, one token at a time."""
     logits = []
     for place in range(start, ids.shape[1]):
         position = torch.tensor([[place]])
@@ -35,7 +35,7 @@ def go_on(model, cache, ids, start):
     "family", ["llama", "qwen3", "gemma4_text", "zamba2", "qwen3_next", "deepseek_v3"]
 )
 def test_a_prefix_is_reused_and_no_copy_shows_in_another(family):
-    """Of models with sliding windows, linear attention, both in one layer, and latents, too."""
+    """For models with sliding windows, linear attention, both in one layer, and latents."""
     linear = dict(layer_types=["linear_attention", "full_attention"] * 2, **LINEAR)
     model = build(family, **(linear if family == "qwen3_next" else {}))
     texts = prompt(2, 60)["input_ids"]
@@ -74,7 +74,7 @@ def _inputs(ids):
 
 
 def test_generate_goes_on_from_a_copy_as_from_the_whole_prompt(model):
-    """As transformers' documentation has it: prefill once, then a copy for each prompt."""
+    """As in transformers' documentation: prefill once, then a copy for each prompt."""
     ids = prompt(1, 50)["input_ids"]
     options = dict(max_new_tokens=8, do_sample=False)
     expected = model.generate(**_inputs(ids), **options)
@@ -158,7 +158,7 @@ def test_pickle_and_shallow_copies_are_refused_in_words(model, how):
 
 
 def test_layers_describe_their_rows(model):
-    """Transformers' code and users' ask `layer.keys.shape`; the rows themselves are elsewhere."""
+    """Transformers' code and users' read `layer.keys.shape`, though rows are stored elsewhere."""
     with kvhf.attach(model, **REGIONS) as cache:
         layer = cache.layers[0]
         assert layer.keys is layer.values is None
@@ -179,7 +179,7 @@ def test_layers_describe_their_rows(model):
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
 def test_forks_answer_several_questions_and_copy_no_row(family):
-    """Layers without an index share their rows, too; each fork answers as a cache of its own."""
+    """Layers without an index share their rows too. Each fork answers like a separate cache."""
     model = build(family)
     texts = prompt(3, 70)["input_ids"]
     texts[1:, :40] = texts[0, :40]
@@ -203,7 +203,7 @@ def test_forks_answer_several_questions_and_copy_no_row(family):
 
 
 def _rows(layer):
-    """Where a layer's rows lie."""
+    """Return the addresses of a layer's rows."""
     if getattr(layer, "attention", None) is None:
         return layer.keys.data_ptr()
     return layer.attention.index._store.contiguous_rows().data_ptr()

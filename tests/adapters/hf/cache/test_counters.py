@@ -1,4 +1,4 @@
-"""Another thread reads counters while a model generates: no call fails, all numbers are right."""
+"""While a model generates, another thread reads counters: no call fails, all numbers are right."""
 
 import sys
 import threading
@@ -26,7 +26,7 @@ GREEDY = dict(max_new_tokens=40, do_sample=False)
 
 @contextmanager
 def asked_all_the_time(*calls):
-    """Call these in turn on another thread. Yields a list of results for each of them."""
+    """Call functions in turn on another thread. Yield a list of results for each of them."""
     found, done, failed = [[] for _ in calls], threading.Event(), []
 
     def ask():
@@ -160,7 +160,7 @@ def test_a_length_is_right_at_every_line_of_a_move_into_the_index(monkeypatch):
 def conflict(module, first, second):
     """Call `second` while another thread is in `first`, inside the module.
 
-    Returns the error message of `second`, and the result of `first`.
+    Return the error message of `second`, and the result of `first`.
     """
     inside, go_on, result = threading.Event(), threading.Event(), []
 

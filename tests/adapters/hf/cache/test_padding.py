@@ -113,7 +113,7 @@ def graphs():
 
 
 def questions(*sizes):
-    """Ids and mask `[B, T]` of questions with these lengths, padded on the left."""
+    """Return ids and mask `[B, T]` of questions with these lengths, padded on the left."""
     ids = prompt(len(sizes), max(sizes))["input_ids"]
     mask = torch.stack([torch.arange(max(sizes)) >= max(sizes) - size for size in sizes]).long()
     return ids.masked_fill(mask == 0, 0), mask
@@ -123,7 +123,7 @@ DOCUMENT = prompt(1, 40)["input_ids"]
 
 
 def asked(model, cache, turns=1):
-    """Ask questions about a document that is read once. Returns ids and mask `[B, N]` of all."""
+    """Ask questions about a document that is read once. Return ids and mask `[B, N]` of all."""
     count, how = 3, dict(max_new_tokens=9, do_sample=False)
     document = DOCUMENT.to(model.device)
     with torch.no_grad():
@@ -154,7 +154,7 @@ def test_questions_about_one_document(family):
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_tokens_after_it_are_graphs(graphs, family):
-    """A second turn adds more padding; its decode steps are replayed as graphs, too."""
+    """A second turn adds more padding. Its decode steps are replayed as graphs as well."""
     model = build(family, eos_token_id=None)
     answers = []
     for token_graph in (True, False):

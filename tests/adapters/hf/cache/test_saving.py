@@ -1,4 +1,4 @@
-"""A cache in a folder: another cache of the same model goes on from it, and no other does."""
+"""A saved cache continues in another cache of the same model, and in no other model."""
 
 import subprocess
 import sys
@@ -40,7 +40,7 @@ def folder(model, tmp_path):
     ],
 )
 def test_another_cache_goes_on_as_the_one_that_was_saved(tmp_path, family):
-    """Of models with sliding windows, linear attention, both in one layer, and latents, too."""
+    """For models with sliding windows, linear attention, both in one layer, and latents."""
     linear = dict(layer_types=["linear_attention", "full_attention"] * 2, **LINEAR)
     model, other = (build(family, **(linear if family == "qwen3_next" else {})) for _ in range(2))
     text = prompt(2, 60, padded=family == "llama")
@@ -57,7 +57,7 @@ def test_another_cache_goes_on_as_the_one_that_was_saved(tmp_path, family):
 
 
 def steps_from(model, cache, text, start):
-    """Logits `[B, T, V]` of the tokens from `start` on, one at a time."""
+    """Return logits `[B, T, V]` of the tokens from `start` on, one at a time."""
     ids, mask = text["input_ids"], text["attention_mask"]
     positions, logits = (mask.cumsum(-1) - 1).clamp_min(0), []
     for place in range(start, ids.shape[1]):
@@ -189,7 +189,7 @@ def test_what_cannot_be_saved_or_loaded_is_said_in_words(model, folder, tmp_path
 
 
 def test_one_layer_at_a_time_is_copied(model, tmp_path, monkeypatch):
-    """While a file is written, no state of another layer is there."""
+    """While a file is written, no state of another layer exists."""
     alive, most = set(), []
 
     class Held(dict):

@@ -1,6 +1,6 @@
-"""Sliding windows in a token's graph: rows in a ring give what transformers' own layers give.
+"""Sliding windows in a decode step's graph: a ring of rows gives the results of transformers.
 
-On a CPU graphs are work that is kept (`tests/cuda/graphs.py`), of an index in plain torch.
+On a CPU, graphs are recorded functions (`tests/cuda/graphs.py`), of an index in plain torch.
 """
 
 from copy import deepcopy
@@ -17,7 +17,7 @@ from tests.adapters.tiny import build, prompt
 from tests.cuda.graphs import WholeGraph, kept
 
 WINDOW = 24
-"""Of the tiny models."""
+"""Sliding window of the tiny models."""
 
 KINDS = dict(layer_types=["sliding_attention", "full_attention"], num_hidden_layers=2)
 TWO = {
@@ -27,12 +27,12 @@ TWO = {
     "ministral": dict(**KINDS, sliding_window=WINDOW),
     "qwen2": dict(**KINDS, sliding_window=WINDOW),
 }
-"""Two layers of families: a softcap, norms of queries and keys, a learned sink, none of these."""
+"""Two layers of families with a softcap, norms of queries and keys, a learned sink, or none."""
 
 
 @pytest.fixture
 def graphs():
-    """Counts graphs and replays."""
+    """Count graphs and replays."""
     with kept(WholeGraph) as counting:
         yield counting
 
@@ -44,7 +44,8 @@ def model_of(family="gemma3_text", **options):
 @pytest.mark.parametrize("family", TWO)
 @pytest.mark.parametrize(("batch", "length"), [(1, 60), (3, 60), (3, 17)])
 def test_tokens_are_those_of_transformers(graphs, family, batch, length):
-    """From a window that is full or not, more than once around it; rows start at other tokens."""
+    """With a window that is full or not, more than once around it; sequences start at other
+    tokens."""
     model, inputs = model_of(family), prompt(batch, length, padded=batch > 1)
     how = dict(max_new_tokens=60, do_sample=False)
     want = model.generate(**inputs, **how)
@@ -57,7 +58,7 @@ def test_tokens_are_those_of_transformers(graphs, family, batch, length):
 
 
 def life(model, token_graph):
-    """Logits of turns, orders, copies and of going back to a checkpoint."""
+    """Return logits of turns, reorders, copies and of going back to a checkpoint."""
     logits, ids = [], prompt(2, 60)["input_ids"]
 
     def tokens(cache, count):
@@ -151,7 +152,7 @@ def test_a_replay_that_fails_takes_its_token_back(graphs, monkeypatch, length):
 
 
 def test_a_saved_cache_has_the_layers_of_transformers(graphs, tmp_path):
-    """So that it is read wherever no token is a graph, and the other way round."""
+    """It can therefore be loaded where no decode step is a graph, and the other way round."""
     model, how = model_of(), dict(do_sample=False, max_new_tokens=10)
     want = model.generate(**prompt(1, 60), do_sample=False, max_new_tokens=20)
     for number, (writes, reads) in enumerate([(None, False), (False, None), (None, None)]):
@@ -170,7 +171,7 @@ def test_a_saved_cache_has_the_layers_of_transformers(graphs, tmp_path):
 
 
 def test_a_mask_of_the_models_own_is_no_graph(graphs):
-    """Attention by chunks sees no window: until its first chunk ends it looks the same."""
+    """Attention by chunks has no window. It looks the same until its first chunk ends."""
     kinds = dict(layer_types=["chunked_attention", "full_attention"], attention_chunk_size=WINDOW)
     model = build("llama4_text", **{**KINDS, **kinds}, eos_token_id=None)
     for batch, length in ((1, 9), (2, 40)):

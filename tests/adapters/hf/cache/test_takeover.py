@@ -14,14 +14,14 @@ from tests.adapters.tiny import FAMILIES, build, prompt, steps
 
 
 def filled(model, inputs, *, config=True):
-    """A cache of transformers that contains a prompt."""
+    """Return a cache of transformers that contains a prompt."""
     past = DynamicCache(config=model.config) if config else DynamicCache()
     steps(model, past, inputs, [inputs["input_ids"].shape[1]])
     return past
 
 
 def rest(model, cache, inputs, start):
-    """Logits of the tokens from `start` on, one by one."""
+    """Return logits of the tokens from `start` on, one by one."""
     ids, mask = inputs["input_ids"], inputs["attention_mask"]
     positions, logits = (mask.cumsum(-1) - 1).clamp_min(0), []
     for place in range(start, ids.shape[1]):
@@ -40,11 +40,12 @@ def first(inputs, count):
 LENGTH, START = 62, 44
 
 NEAR = dict(atol=2e-5, rtol=0)
-"""Logits are up to 6. Plain sdpa sums in another order than dense layers inside attach()."""
+"""Tolerance. Logits are up to 6, and plain sdpa sums in another order than dense layers."""
 
 
 def both(family, index, padded, config=True, **options):
-    """Logits after a prompt from `from_cache`, and after one that the attached model has read."""
+    """Return logits after a prompt from `from_cache`, and after one that the attached model has
+    read."""
     model, text = build(family, **options), prompt(2 if padded else 1, LENGTH, padded=padded)
     past = filled(model, first(text, START), config=config)
     before = copy.deepcopy(past)

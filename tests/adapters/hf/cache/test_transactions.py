@@ -24,7 +24,7 @@ def model():
 
 @pytest.fixture
 def graphs():
-    """Counts graphs and replays."""
+    """Count graphs and replays."""
     with kept(WholeGraph) as counting:
         yield counting
 
@@ -198,7 +198,7 @@ def test_beams_that_fail_can_be_called_again(model):
 
 
 def test_answers_ahead_of_the_host_that_fail_can_be_called_again(graphs, monkeypatch):
-    """The streamer raises an error when graphs of later tokens are already launched."""
+    """The streamer raises an error when graphs of later steps are already launched."""
     monkeypatch.setattr(run_ahead, "RUNS_AHEAD", {"cpu"})
     model, ids = build("llama", num_hidden_layers=2, eos_token_id=None), prompt(1, 40)["input_ids"]
     sizes = dict(index=Captured, k=500, sink=4, local_window=8, update_every=12, dense_below=0)

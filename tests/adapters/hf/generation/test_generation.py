@@ -1,6 +1,6 @@
-"""generate() through an index gives what it gives with full attention, in every mode.
+"""generate() with an index gives the results of full attention, in every mode.
 
-Longer than most files: a test for each mode, all of one small model.
+The file is long, because it has a test for each mode.
 """
 
 from types import SimpleNamespace
@@ -45,7 +45,7 @@ def test_left_padded_batch(model):
 
 
 def test_a_batch_equals_its_rows(model):
-    """Mistake 8: metadata of left-padded batches read at the wrong place."""
+    """Catches metadata of left-padded batches that is read at the wrong position."""
     inputs = prompt(3, 50, padded=True)
     together = indexed(model, inputs)
     for row in range(3):
@@ -54,7 +54,7 @@ def test_a_batch_equals_its_rows(model):
 
 
 def test_rows_of_a_batch_end_at_different_steps(model):
-    """Mistake 8 again: a row that has ended is fed padding while the others go on."""
+    """A sequence that has ended gets padding while the others continue."""
     inputs = prompt(3, 50, padded=True)
     tokens = full(model, inputs)[:, 50:]
     end = int(tokens[1, 5])  # the second row ends here at the latest
@@ -65,7 +65,8 @@ def test_rows_of_a_batch_end_at_different_steps(model):
 
 
 def test_positions_are_those_of_full_attention(model):
-    """Mistake 2: positions off by one after the first layer. Rotary angles show in the logits."""
+    """Catches positions that are off by one after the first layer, by rotary angles in the
+    logits."""
     seen = []
     inputs = prompt(1, 50)
     handle = model.model.rotary_emb.register_forward_pre_hook(
@@ -219,7 +220,7 @@ def test_half_precision(model):
 
 
 class Words:
-    """A stand-in for a tokenizer: words are numbers."""
+    """A stand-in for a tokenizer, with numbers as words."""
 
     def __call__(self, text, **options):
         return {"input_ids": [int(word) for word in text.split()]}
@@ -376,7 +377,7 @@ def test_prefill_never_leaves_a_chunk_of_one_token(model):
 
 
 def test_a_chunk_is_as_long_on_a_gpu_as_activations_have_room_for():
-    """Qwen3-8B's sizes and Llama 3 70B's, in bfloat16; and a model that names no sizes."""
+    """For the sizes of Qwen3-8B and Llama 3 70B in bfloat16, and a model that gives no sizes."""
 
     def chunk(device="cuda", **sizes):
         config = SimpleNamespace(to_dict=lambda: sizes)

@@ -1,4 +1,4 @@
-"""Indexes read the text as a model does: sentences end where its punctuation stands."""
+"""Indexes observe the text: sentences end at its punctuation."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ def inmost(index):
 
 
 def lengths(cache):
-    """Of each layer and row the sizes of the sentences, and how many tokens they are of."""
+    """Return the sizes of the sentences of each layer and sequence, and their number of tokens."""
     found = []
     for index in map(inmost, cache.indexes()):
         sizes = index._codes["sizes"][:, 0].tolist()
@@ -31,7 +31,7 @@ def lengths(cache):
 
 
 def in_words(tokens, longest=64):
-    """Sizes of the sentences of tokens `[n]`."""
+    """Return the sizes of the sentences of tokens `[n]`."""
     sizes = [0]
     for token in tokens:
         sizes[-1] += 1
@@ -112,7 +112,7 @@ def test_a_model_that_is_given_no_ids_still_runs():
     [("roberta", {"is_decoder": True}), ("llama", {}), ("zamba", {}), ("zamba2", {})],
 )
 def test_a_prompt_in_chunks_is_answered_as_by_the_plain_model(family, options):
-    """roberta makes positions of its own where it gets none; zamba's states begin anew."""
+    """roberta computes its own positions if it gets none, and zamba's states begin again."""
     inputs = prompt(1, 60)
     model = build(family, **options, eos_token_id=None)
     expected = full(model, inputs)[0, 60:]
@@ -148,7 +148,7 @@ def test_positions_are_those_that_generate_passes():
 
 
 class Tokenizer:
-    """Every token a word, as some tokenizers write them."""
+    """A tokenizer with one token per word."""
 
     words = (" the", ".", " end.", ' end."', "?)", "\n\n", " \n  ", "...", "x", ". x", "。", "<s>.")
     all_special_ids = (11,)

@@ -22,9 +22,10 @@ DEFAULT = {"role": "system", "content": "9 9"}
 
 
 class Chat(Words):
-    """Words are numbers; two neighbors merge. The template begins with a system message.
+    """A tokenizer with numbers as words, which merges two neighbors. Its template has a system
+    message.
 
-    thinks: of an answer that others follow, the template leaves the first five words out.
+    With `thinks`, the template omits the first five words of an answer that is followed by a turn.
     """
 
     def __init__(self, thinks=False):
@@ -146,7 +147,7 @@ KINDS = ("cache", "session", "dense session")
 
 @pytest.fixture(params=KINDS)
 def opened(request, model):
-    """A function that opens an empty cache or session with a tokenizer."""
+    """Return a function that opens an empty cache or session with a tokenizer."""
     if request.param != "cache":
         options = dict(**INDEX, attach_options=SIZES)
         options = options if request.param == "session" else dict(index=None)
@@ -162,7 +163,7 @@ def opened(request, model):
 
 
 def expected(plain, ids, **options):
-    """The answer of full attention to these ids as one prompt."""
+    """Return the answer of full attention to these ids as one prompt."""
     whole = torch.tensor([ids])
     inputs = {"input_ids": whole, "attention_mask": torch.ones_like(whole)}
     return full(plain, inputs, **options)[0, len(ids) :].tolist()

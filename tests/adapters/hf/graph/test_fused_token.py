@@ -1,6 +1,6 @@
-"""A token of a transformers model by the decoder's kernels: the tokens that the model gives.
+"""A decode step of a transformers model with the decoder's kernels gives the model's own tokens.
 
-On a CPU the kernels are their twins in plain torch, and graphs work that is kept
+On a CPU, the kernels are reference implementations in torch, and graphs are recorded functions
 (`tests/cuda/graphs.py`).
 """
 
@@ -30,12 +30,12 @@ SIZES = dict(sink=4, local_window=8, update_every=24, dense_below=0)
 REGIONS = dict(index=Captured, k=500, **SIZES)
 FULL = dict(layer_types=["full_attention"] * 2)
 EAGER = 2
-"""Tokens that are no replays: the first one ends the prompt, the next is launched op by op."""
+"""Steps without a replay: the first one ends the prompt, the next one runs without a graph."""
 
 
 @pytest.fixture(autouse=True)
 def graphs(monkeypatch):
-    """Counts graphs and replays."""
+    """Count graphs and replays."""
     on_a_cpu(monkeypatch)
     with kept(WholeGraph) as counting:
         yield counting
@@ -47,7 +47,7 @@ def model_of(name="llama", **options):
 
 
 def generated(model, inputs, count, *, attach=None, **options):
-    """Tokens int64 `[B, count]` and the report."""
+    """Return tokens int64 `[B, count]` and the report."""
     options = {"do_sample": False, "max_new_tokens": count, **options}
     with kvhf.attach(model, **{**REGIONS, **(attach or {})}) as cache:
         out = model.generate(**inputs, past_key_values=cache, **options)
@@ -55,7 +55,7 @@ def generated(model, inputs, count, *, attach=None, **options):
 
 
 def both(model, inputs, count, **options):
-    """Tokens and reports by kernels, and by the model's own forward without a graph."""
+    """Return tokens and reports with kernels, and from the model's own forward without a graph."""
     made = []
     for how in (dict(fused=True), dict(token_graph=False)):
         torch.manual_seed(0)
@@ -116,7 +116,7 @@ def test_beams(graphs):
 
 
 def life(model, **how):
-    """Logits of turns, cuts, orders, copies and a second prompt."""
+    """Return logits of turns, truncations, reorders, copies and a second prompt."""
     logits = []
 
     def tokens(cache, count):
@@ -442,7 +442,7 @@ def test_more_rows_than_kernels_take_run_as_ever(graphs):
 
 
 def test_a_module_that_is_put_in_and_taken_out_is_noticed(graphs):
-    """As a low-rank addition is."""
+    """A LoRA adapter does this."""
 
     class Twice(torch.nn.Linear):
         def forward(self, x):

@@ -1,6 +1,6 @@
-"""A token of a transformers model by the decoder's Triton kernels, under Triton's interpreter.
+"""A decode step of a transformers model with the decoder's Triton kernels, interpreted.
 
-In a process of its own (`tests/cuda/triton/test_interpreter.py`).
+This runs in a separate process (`tests/cuda/triton/test_interpreter.py`).
 """
 
 import pytest

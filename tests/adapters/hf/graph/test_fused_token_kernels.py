@@ -1,4 +1,4 @@
-"""A token by the decoder's kernels, with those of the index: emulated on a CPU, real on a GPU."""
+"""A decode step with the decoder's kernels and the index's: emulated on a CPU, real on a GPU."""
 
 from dataclasses import replace
 
@@ -17,13 +17,13 @@ pytest.importorskip("triton")
 
 REGIONS = dict(sink=4, local_window=8, update_every=8, dense_below=0, graphs=False)
 EVERY_ROW = dict(index="pariskv:preset=fast", k=128)
-"""Else two forwards that round otherwise may choose other rows."""
+"""Number of rows to retrieve: all. With fewer, different rounding may choose different rows."""
 FULL = dict(layer_types=["full_attention"] * 2)
 
 
 @pytest.fixture
 def kernels(device, monkeypatch):
-    """Those of the decoder: on a CPU their twins in plain torch."""
+    """Return the decoder's kernels; on a CPU their reference implementations in torch."""
     if device == "cpu":
         on_a_cpu(monkeypatch)
 
@@ -34,7 +34,7 @@ def small(name, device, dtype=torch.float32):
 
 
 def tokens_of(model, inputs, count, **how):
-    """Tokens and report of an answer."""
+    """Return tokens and report of an answer."""
     inputs = {name: tensor.to(model.device) for name, tensor in inputs.items()}
     if model.device.type == "cpu":
         how["index_options"] = {"backend": "cuda"}
@@ -44,7 +44,7 @@ def tokens_of(model, inputs, count, **how):
 
 
 def logits_of(model, ids, first, **how):
-    """Logits `[B, T, V]` of tokens of ids `[B, N]` from `first` on, one by one, and the report."""
+    """Return logits `[B, T, V]` of ids `[B, N]` from `first` on, one by one, and the report."""
     made, how = [], {**REGIONS, **EVERY_ROW, **how}
     if model.device.type == "cpu":
         how["index_options"] = {"backend": "cuda"}
@@ -58,7 +58,7 @@ def logits_of(model, ids, first, **how):
 
 
 def test_tokens_and_report_are_those_of_the_models_own_forward(device, graphs, kernels):
-    """Through updates of both layers, by one graph; rows start at other tokens."""
+    """Through updates of both layers, with one graph. Sequences start at different tokens."""
     model, inputs = small("qwen3", device), prompt(2, 60, padded=True)
     mine, report = tokens_of(model, inputs, 24, fused=True)
     theirs, plain = tokens_of(model, inputs, 24, token_graph=False)
@@ -71,10 +71,11 @@ def test_tokens_and_report_are_those_of_the_models_own_forward(device, graphs, k
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_families_on_a_gpu(name, dtype):
-    """Batches of 1 to 16 rows, in which all rows are retrieved.
+    """Batches of 1 to 16 sequences, in which all rows are retrieved.
 
     In bfloat16 (rounding by 2^-8) the model rounds after each of some 40 operations of a layer, and
-    kernels after 6: with their twins on a CPU logits differ by 0.01 at the median token.
+    the kernels after 6. With the reference kernels on a CPU, logits differ by 0.01 at the median
+    token.
     """
     model, bound = small(name, "cuda", dtype), 1e-3 if dtype is torch.float32 else 2**-5
     for batch in (1, 3, 16):

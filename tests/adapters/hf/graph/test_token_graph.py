@@ -1,7 +1,7 @@
-"""A token of a transformers model as one graph: the tokens that it gives without, whatever happens.
+"""A decode step of a transformers model as one graph gives the same tokens as without.
 
-On a CPU graphs are work that is kept (`tests/cuda/graphs.py`). Kernels are emulated in few tests;
-the others are of an index in plain torch.
+On a CPU, graphs are recorded functions (`tests/cuda/graphs.py`). A few tests emulate kernels; the
+others use an index in plain torch.
 """
 
 import gc
@@ -28,12 +28,12 @@ REGIONS = dict(index=Captured, k=500, **SIZES)
 ASKED = dict(token_graph=True)
 FULL = dict(layer_types=["full_attention"] * 2)
 EAGER = 3
-"""Tokens that are no replays: the first one ends the prompt, the next two are compared."""
+"""Steps without a replay: the first one ends the prompt, the next two are compared."""
 
 
 @pytest.fixture
 def graphs():
-    """Counts graphs and replays."""
+    """Count graphs and replays."""
     with kept(WholeGraph) as counting:
         yield counting
 
@@ -44,7 +44,7 @@ def model_of(family="llama", **options):
 
 
 def generated(model, inputs, count, *, attach=None, **options):
-    """Tokens int64 `[B, count]` and the report."""
+    """Return tokens int64 `[B, count]` and the report."""
     options = {"do_sample": False, "max_new_tokens": count, **options}
     with kvhf.attach(model, **{**REGIONS, **(attach or {})}) as cache:
         out = model.generate(**inputs, past_key_values=cache, **options)
@@ -52,7 +52,7 @@ def generated(model, inputs, count, *, attach=None, **options):
 
 
 def both(model, inputs, count, *, attach=None, **options):
-    """Tokens and reports by default, with graphs, and without."""
+    """Return tokens and reports by default, with graphs, and without."""
     return [
         generated(model, inputs, count, attach={**(attach or {}), "token_graph": on}, **options)
         for on in (None, False)
@@ -86,7 +86,7 @@ def test_tokens_are_those_without_graphs(graphs, family, options):
 
 
 def test_a_replay_crosses_the_length_at_which_frequencies_change(graphs):
-    """Of `longrope` the device chooses between two sets of frequencies, in a graph as well."""
+    """With `longrope`, the device chooses between two sets of frequencies, also in a graph."""
     rope = dict(LONGROPE, original_max_position_embeddings=70)
     model = model_of(rope_parameters=rope)
     (mine, report), (theirs, plain) = both(model, prompt(1, 60), 20)
@@ -108,7 +108,7 @@ def test_tokens_that_are_all_read_again_make_another_graph(graphs):
 
 
 def test_updates_of_the_window_make_another_graph(graphs):
-    """Of this index; kernels go on with the same one (`test_token_graph_kernels.py`)."""
+    """For this index; kernels continue with the same graph (`test_token_graph_kernels.py`)."""
     (mine, report), (theirs, plain) = both(model_of(), prompt(1, 60), 90)
     assert torch.equal(mine, theirs)
     assert replace(report, graph=None) == plain
@@ -118,7 +118,7 @@ def test_updates_of_the_window_make_another_graph(graphs):
 
 @pytest.mark.parametrize("sampled", [False, True])
 def test_batches_with_padding(graphs, sampled):
-    """Rows that have ended are fed padding, which is no padding of the cache."""
+    """Sequences that have ended get padding tokens, which are no padding of the cache."""
     inputs, options = prompt(3, 60, padded=True), {}
     model = model_of()
     if sampled:
@@ -153,7 +153,7 @@ def test_a_mask_that_is_not_of_the_tokens_before_is_refused_as_ever(graphs):
 
 
 def life(model, token_graph):
-    """Logits of turns, cuts, orders, copies and a second prompt."""
+    """Return logits of turns, truncations, reorders, copies and a second prompt."""
     logits = []
 
     def tokens(cache, count):
@@ -436,7 +436,7 @@ def test_a_driver_that_refuses_is_said_once_and_tokens_go_on(graphs, monkeypatch
 
 
 def of_class(monkeypatch, change):
-    """The forward of all llamas, with what `change` does to its arguments before."""
+    """Make the forward pass of all llamas call `change` on its arguments first."""
     forward = LlamaModel.forward
 
     def changed(self, *given, **named):
@@ -459,7 +459,7 @@ def test_a_token_that_fails_while_it_is_compared_runs_as_ever(graphs, monkeypatc
 
 
 def test_a_mask_that_is_read_beside_attention_is_no_graph(graphs, monkeypatch):
-    """Of padding; a graph's forward gets none."""
+    """The mask is one of padding, and a graph's forward pass gets none."""
 
     def shift(named):
         if (mask := named.get("attention_mask")) is not None:

@@ -1,4 +1,4 @@
-"""A token as one graph with kernels in it: emulated on a CPU, captured for real on a GPU."""
+"""A decode step as one graph with kernels: emulated on a CPU, captured on a GPU."""
 
 from dataclasses import replace
 
@@ -14,7 +14,7 @@ SMALL = dict(num_hidden_layers=2, head_dim=64, eos_token_id=None)
 FULL = dict(layer_types=["full_attention"] * 2)
 WINDOWS = dict(layer_types=["sliding_attention", "full_attention"], sliding_window=16)
 EAGER = 3
-"""Tokens that are no replays: the first one ends the prompt, the next two are compared."""
+"""Steps without a replay: the first one ends the prompt, the next two are compared."""
 
 
 def model_of(device, family="llama", dtype=torch.float32, **options):
@@ -22,7 +22,7 @@ def model_of(device, family="llama", dtype=torch.float32, **options):
 
 
 def both(model, inputs, count, *, attach=None, **options):
-    """Tokens and reports with a graph of the token, and without."""
+    """Return tokens and reports with a graph of the step, and without."""
     device, answers = model.device, []
     inputs = {name: tensor.to(device) for name, tensor in inputs.items()}
     index_options = {"backend": "cuda"} if device.type == "cpu" else {}
@@ -37,9 +37,9 @@ def both(model, inputs, count, *, attach=None, **options):
 
 
 def test_tokens_and_report_are_those_without_graphs(device, graphs):
-    """Through updates of both layers, by one graph; rows start at other tokens.
+    """Through updates of both layers, with one graph. Sequences start at different tokens.
 
-    Padded tokens that are compared are run twice, so that a cache of rows is asked more often.
+    Padded tokens that are compared run twice, so the row cache gets more requests.
     """
     (mine, report), (theirs, plain) = both(model_of(device), prompt(2, 60, padded=True), 24)
     assert torch.equal(mine, theirs)
@@ -73,7 +73,7 @@ def test_families_on_a_gpu(dtype, family, options):
 
 
 def logits_of(model, ids, first, token_graph):
-    """Logits `[B, T, V]` of tokens of ids `[B, N]` from `first` on, one by one, and the report."""
+    """Return logits `[B, T, V]` of ids `[B, N]` from `first` on, one by one, and the report."""
     made, how = [], dict(graphs=False, token_graph=token_graph, **REGIONS)
     if model.device.type == "cpu":
         how["index_options"] = {"backend": "cuda"}
@@ -88,7 +88,7 @@ def logits_of(model, ids, first, token_graph):
 
 @pytest.mark.parametrize("family", ["gemma3_text", "gpt_oss"])
 def test_windows_beside_kernels(device, graphs, family):
-    """More than once around a window, by one graph, or two where rows move to more memory."""
+    """More than once around a window, with one graph, or two if rows move to larger memory."""
     dtypes = [torch.float32] if device == "cpu" else [torch.float32, torch.bfloat16]
     if device == "cuda" and family == "gpt_oss":
         del dtypes[0]  # torch's grouped products of float32 read offsets on the host

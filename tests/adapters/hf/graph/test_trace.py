@@ -1,4 +1,4 @@
-"""What two traces tell apart, and which changes of a model its state notices."""
+"""Traces differ when a model's work differs, and changes of a model are noticed."""
 
 import numpy as np
 import pytest
@@ -21,12 +21,12 @@ def traced(work):
 
 
 def apart(work):
-    """What tells two calls of the same work apart."""
+    """Return how two calls of the same work differ."""
     return difference(traced(work), traced(work))
 
 
 class Counting:
-    """Work that does something else each time."""
+    """Work that differs in each call."""
 
     def __init__(self, work):
         self.count, self._work = 0, work
@@ -37,7 +37,7 @@ class Counting:
 
 
 def kept(self):
-    """A tensor of one call that the next one reads."""
+    """A tensor of one call that the next call reads."""
     self.last = getattr(self, "last", X) + 1
 
 

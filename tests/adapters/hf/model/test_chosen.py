@@ -1,4 +1,4 @@
-"""Models whose trained indexer chooses rows (minimax_m3, deepseek_v32): an index keeps them."""
+"""Models whose trained indexer chooses rows (minimax_m3, deepseek_v32), which an index stores."""
 
 import pytest
 import torch
@@ -36,13 +36,13 @@ def model():
 
 
 def expected(model, inputs):
-    """Of the model's own attention, which knows the blocks as eager alone."""
+    """Return the logits of the model's own attention, which supports blocks only in eager mode."""
     model.set_attn_implementation("eager")
     return dense_steps(model, inputs, SIZES)
 
 
 def test_logits_are_those_of_the_models_own_attention(model):
-    """Without padding, before which its indexer chooses rows that are padded."""
+    """Without padding, because the indexer chooses padded rows before it."""
     inputs = prompt(2, sum(SIZES))
     want = expected(model, inputs)
     with kvhf.attach(model, **REGIONS, dense_layers=(0, 2)) as cache:
@@ -103,7 +103,7 @@ def test_cuts_orders_copies_and_failures(model):
     ],
 )
 def test_rows_of_latents_that_an_indexer_chose(family, options):
-    """The prompt's first tokens see fewer rows than are chosen, as do those after padding."""
+    """The first tokens of a prompt, and those after padding, see fewer rows than are chosen."""
     if family not in CONFIG_MAPPING:
         pytest.skip("came after transformers 5.17")
     model = build(family, **LATENTS, **options)

@@ -1,4 +1,4 @@
-"""With `exact` and k as long as the sequence, every family computes what full attention does."""
+"""With `exact` and k as long as the sequence, every family computes full attention."""
 
 import pytest
 import torch
@@ -14,8 +14,8 @@ FEW = (
     *("llama", "gemma2", "cohere2", "gemma4_text", "zamba2"),
     *("deepseek_v3", "inkling_text", "gpt_oss"),
 )
-"""Grouped, with a softcap, with sliding windows, of two head sizes, hybrid; with latents, with a
-bias, with learned sinks."""
+"""Families with groups, a softcap, sliding windows, two head sizes, hybrid layers, latents, a bias,
+or learned sinks."""
 
 
 def slow(*given):
@@ -49,7 +49,7 @@ def test_logits_equal_full_attention(family, batch, padded):
     "family", [family if family in FEW else slow(family) for family in FAMILIES]
 )
 def test_pariskv_runs_and_is_close_in_every_family(family):
-    """Enough rows to see all: differences come from what is retrieved, and nothing is left out."""
+    """With enough rows to retrieve all, differences come only from rounding of retrieved rows."""
     model, inputs = build(family), prompt(2, sum(SIZES), padded=True)
     expected = dense_steps(model, inputs, SIZES)
     with kvhf.attach(model, index="pariskv", **REGIONS) as cache:

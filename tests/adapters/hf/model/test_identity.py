@@ -197,7 +197,7 @@ def test_a_change_of_an_adapter_is_clear_of_the_tolerance(dtype, change):
 
 @pytest.mark.parametrize("name", ["q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "down_proj"])
 def test_an_adapter_of_one_projection_is_noticed(name):
-    """In float32, if it is rescaled by a tenth."""
+    """In float32, if it is scaled by a tenth."""
     one, other = (adapted(torch.float32, (name,), scale=scale) for scale in (1.0, 0.9))
     made = [probe(find_decoder(model), model.config) for model in (one, other)]
     found = difference(*(each.parts for each in made), made[0].eps)

@@ -48,7 +48,7 @@ MODELS = {"gemma3": gemma3, "paligemma": paligemma}
 
 @pytest.fixture(scope="module", params=MODELS)
 def case(request):
-    """A model, and a batch of prompts with one image each. One prompt is padded on the left."""
+    """Return a model, and a batch of prompts with one image each, one padded on the left."""
     torch.manual_seed(0)
     model, size = MODELS[request.param]()
     model = model.float().eval()
@@ -69,7 +69,8 @@ def case(request):
 
 
 def life(model, inputs, cache):
-    """Logits of a prompt, of decoded tokens, of a second turn, and of decoded tokens after it."""
+    """Return logits of a prompt, of decoded tokens, of a second turn, and of decoded tokens after
+    it."""
     some, mask = [], inputs["attention_mask"]
     with torch.no_grad():
         out = model(**inputs, past_key_values=cache, use_cache=True)

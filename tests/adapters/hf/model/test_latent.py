@@ -1,4 +1,4 @@
-"""Latents in an index: each is stored once, and told in bytes as such."""
+"""Latents in an index are stored once, and counted once in bytes."""
 
 import pytest
 

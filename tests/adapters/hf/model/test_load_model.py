@@ -1,4 +1,4 @@
-"""Files that a model is made from: what does not fit is refused, and the model as it was."""
+"""Files that do not fit a model raise an error, and leave the model unchanged."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The mask function: padding for full attention, 4-D where it must be, nothing where it can."""
+"""The mask function returns padding for full attention, 4-D masks where needed, otherwise None."""
 
 import pytest
 import torch
@@ -60,7 +60,7 @@ def test_a_single_query_that_sees_all_there_is_has_no_mask():
 
 
 def test_what_may_not_be_skipped_gets_its_mask():
-    """Whoever asks for one knows why; an indexed layer refuses the four dimensions."""
+    """A caller that requests a mask gets it. A layer with an index rejects four dimensions."""
     got = made(5, allow_is_causal_skip=False)
     assert got.shape == (2, 1, 5, 60)
 

@@ -38,7 +38,8 @@ COPIES = {
 
 
 def assert_plain(model, like):
-    """Classes and attention functions of all modules are those of a model that is not attached."""
+    """Check that classes and attention functions of all modules are those of an unattached
+    model."""
     pairs = list(zip(model.modules(), like.modules(), strict=True))
     assert [type(one) for one, _ in pairs] == [type(other) for _, other in pairs]
     for one, other in pairs:

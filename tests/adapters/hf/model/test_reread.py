@@ -24,7 +24,7 @@ plain_is_right = pytest.mark.skipif(
 
 
 def generated(model, inputs, **options):
-    """Tokens with an index, and without."""
+    """Return tokens with an index, and without."""
     options = {"do_sample": False, "max_new_tokens": NEW, **options}
     expected = model.generate(**inputs, **options)
     with kvhf.attach(model, **REGIONS) as cache:
@@ -107,7 +107,7 @@ def test_a_saved_cache_is_read_again(tmp_path):
 
 @pytest.mark.parametrize("last", [3, 4, 5, 9])
 def test_an_answer_that_was_computed_ahead_across_the_switch(monkeypatch, last):
-    """The tokens that are cut begin before the switch, at it or after it."""
+    """The tokens that are removed begin before the switch, at it, or after it."""
     text, answer = ids(28), alone("phi3", ids(28))
     end = int(answer[last])
     assert end not in answer[:last]
@@ -156,7 +156,7 @@ def test_a_step_that_fails_while_it_reads_all_again_is_undone(monkeypatch):
 
 
 def test_a_step_by_step_call_keeps_the_cache():
-    """`generate` alone drops it; a call of the model is what transformers makes of it."""
+    """Only `generate` drops the cache. A direct call of the model behaves as in transformers."""
     model, inputs = model_of("phi3"), ids(40)[None]
     past = DynamicCache(config=model.config)
     with torch.no_grad():

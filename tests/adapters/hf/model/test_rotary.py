@@ -1,4 +1,4 @@
-"""The rotary embedding that an adapter tells indexes of: what a model's keys do when all move."""
+"""The adapter finds the rotary embedding by comparing a model's keys at shifted positions."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ UNTOLD = {
 
 
 def keys_at(model, first):
-    """Of each indexed layer its `rope`, and its keys `[1, G, 20, D]` of a text at `first`, …"""
+    """Return `rope` of each indexed layer, and its keys `[1, G, 20, D]` of a text at `first`, …"""
     ids = prompt(1, 20)["input_ids"]
     with kvhf.attach(model, **REGIONS) as cache, torch.no_grad():
         model(input_ids=ids, past_key_values=cache, position_ids=torch.arange(20)[None] + first)

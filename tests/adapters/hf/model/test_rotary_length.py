@@ -1,4 +1,4 @@
-"""Rotary frequencies that depend on the length: a prompt in chunks gets those of the whole one."""
+"""Rotary frequencies that depend on the length: chunks of a prompt use those of the whole."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from tests.adapters.hf.generation.test_generation import NEW, REGIONS, Words, fu
 from tests.adapters.tiny import build, prompt
 
 SWITCH = 32
-"""Tokens up to which the frequencies are those of a short sequence."""
+"""Number of tokens up to which the frequencies are those of a short sequence."""
 
 DYNAMIC = dict(rope_type="dynamic", rope_theta=1e4, factor=4.0)
 FACTORS = dict(short_factor=[1.0] * 8, long_factor=[1, 1.1, 1.3, 2, 4, 8, 16, 32])
@@ -41,7 +41,7 @@ MODELS = {
     ),
     "phimoe": ("phimoe", dict(rope_parameters={**LONGROPE, **MSCALE}, num_local_experts=4)),
 }
-"""By rope type: one family, and its options."""
+"""Rope type -> one family, and its options."""
 
 KEEP = ("dynamic", "longrope", "by layer")
 """Models that keep their cache where frequencies change, as transformers' own cache does."""
@@ -57,7 +57,7 @@ def ids(length):
 
 
 def alone(name, *parts):
-    """The answer of a plain model to all parts as one prompt."""
+    """Return the answer of a plain model to all parts as one prompt."""
     whole = torch.cat(parts)[None]
     length, model = whole.shape[1], model_of(name).to(whole.device)
     # across the switch `generate` drops the cache, and reads the last id alone: phi4_multimodal
@@ -91,7 +91,7 @@ def test_keys_of_a_prompt_in_chunks_are_those_of_one_piece(name):
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("length", [28, 33, 39, 70])
 def test_a_prompt_in_chunks_is_answered_as_by_the_plain_model(name, length):
-    """Below the switch the answer crosses it, just above a chunk does."""
+    """Just below the switch the answer crosses it, just above a chunk does."""
     text = ids(length)
     expected = alone(name, text)
     if name in KEEP or length > SWITCH:  # see `alone`
@@ -121,7 +121,7 @@ def test_a_prompt_that_is_read_first_is_answered_as_by_the_plain_model(name):
 @pytest.mark.parametrize("name", KEEP)
 @pytest.mark.parametrize("turns", [(20, 30), (20, 2, 30)], ids=str)
 def test_a_turn_that_crosses_the_switch_is_answered_as_with_transformers_cache(name, turns):
-    """Its cache keeps the keys of a shorter sequence, and so do we."""
+    """Both caches keep the keys of a shorter sequence."""
     model, plain = model_of(name), model_of(name)
     past, said = DynamicCache(config=plain.config), torch.empty(1, 0, dtype=torch.int64)
     with kvhf.attach(model, **REGIONS) as cache:
@@ -158,7 +158,7 @@ def test_embeddings_that_depend_on_the_length_are_found():
 
 
 def test_tokens_that_were_computed_ahead_do_not_count(monkeypatch):
-    """An answer that ends early: the embedding would remember the tokens that were cut."""
+    """After an answer that ends early, the embedding must not remember the removed tokens."""
     monkeypatch.setattr(run_ahead, "RUNS_AHEAD", {"cpu"})
     text = ids(40)
     end = int(alone("dynamic", text)[4])

@@ -1,4 +1,4 @@
-"""Layers that share keys (gemma3n, gemma4): one index where they are made, searched by all."""
+"""Layers that share keys (gemma3n, gemma4) search one index, in the layer that computes them."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ GEMMA4 = dict(
     hidden_size_per_layer_input=8,
     vocab_size_per_layer_input=101,
 )
-"""Layers 4 and 5 have the keys of 2 and 3."""
+"""Layers 4 and 5 use the keys of layers 2 and 3."""
 GEMMA3N = {**GEMMA4, "laurel_rank": 8, "activation_sparsity_pattern": [0.0] * 6}
 
 
@@ -52,7 +52,7 @@ def test_logits_are_those_of_full_attention(family, padded):
 
 @pytest.mark.parametrize("padded", [True, False])
 def test_a_prompt_of_which_some_logits_are_wanted(model, padded):
-    """The last layers may read some of its tokens alone; with padding they read all."""
+    """The last layers may read only some of its tokens; with padding they read all."""
     inputs = prompt(2, 40, padded=padded)
     positions = (inputs["attention_mask"].cumsum(-1) - 1).clamp_min(0)
     with torch.no_grad():

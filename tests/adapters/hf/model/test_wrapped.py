@@ -41,7 +41,7 @@ class Adapted(nn.Module):
 
 
 def adapted(model):
-    """A model with low-rank adapters of peft that change its outputs."""
+    """Make a model with LoRA adapters of peft that change its outputs."""
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False)
     return peft.get_peft_model(model, config).eval()
