@@ -53,9 +53,9 @@ def _hindrance(path: Path, endings: tuple[str, ...]) -> str | None:
         return f"is a name that does not end in {' or '.join(endings)}"
     if path.exists() and not os.access(path, os.W_OK):
         return "is a file without write permission"
-    beside = _beside(path)
-    beside.touch()
-    beside.unlink()
+    trial = _temporary(path)
+    trial.touch()
+    trial.unlink()
     return None
 
 
@@ -72,7 +72,7 @@ def replacing(path: Path, name: str = "json") -> Iterator[Path]:
     Raises:
         OSError: The file system reports an error, for example no space or no permission.
     """
-    new = _beside(path)
+    new = _temporary(path)
     try:
         yield new
         if path.exists():
@@ -120,7 +120,7 @@ def output(*endings: str) -> Callable[[str], Path]:
     return parsed
 
 
-def _beside(path: Path) -> Path:
+def _temporary(path: Path) -> Path:
     """Return a temporary name with the same ending, in the folder of the file that `path` links
     to."""
     real = path.resolve()

@@ -113,8 +113,8 @@ class ParallelLayer(AttentionLayer):
         each = queries[0].transpose(0, 1).contiguous()  # the steps are sequences of a batch
         index = self._expanding().expand_batch(T)
         hits = index.search(each, k=rows_to_ask(self.index, self.k), coverage=self.coverage)
-        rows = torch.arange(held + T, device=queries.device)
-        seen = rows <= torch.arange(held, held + T, device=queries.device)[:, None]
+        rows = torch.arange(before + T, device=queries.device)
+        seen = rows <= torch.arange(before, before + T, device=queries.device)[:, None]
         own = None if sinks is None else sinks[0].mT
         over = self._window, each, hits, index.fetch(hits), seen
         read = attend_over(self.index, *over, sink_logits=own)

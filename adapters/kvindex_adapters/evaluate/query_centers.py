@@ -32,11 +32,11 @@ class _Averager(Wrapper):
         rope, count = self.geometry.rope, len(positions)
         assert rope is not None
         valid = torch.ones((1, count), dtype=torch.bool, device=queries.device)
-        new, share = Centers.of(queries, positions, valid, rope), count / (self.count + count)
+        new, fraction = Centers.of(queries, positions, valid, rope), count / (self.count + count)
         mean, size = new.mean[0], new.size[0]
         if self.centers is not None:
-            mean = torch.lerp(self.centers.mean, mean, share)
-            size = torch.lerp(self.centers.size, size, share)
+            mean = torch.lerp(self.centers.mean, mean, fraction)
+            size = torch.lerp(self.centers.size, size, fraction)
         self.centers, self.count = Centers(mean, size), self.count + count
         super().observe_queries(queries, positions)
 

@@ -57,12 +57,12 @@ def measure(
         expanded, queries, scores = _prepare(layer, index, prompt, first)
         hits = expanded.search(queries, k=k)
         true = top_k(scores, k)[1]
-        share = (scores.double() * layer.scale).softmax(-1)
+        weight = (scores.double() * layer.scale).softmax(-1)
         retrieved = _flags(hits.ids, scores)
         parts = (
             retrieved.gather(-1, true).double().mean(-1),
-            (share * retrieved).sum(-1),
-            share.gather(-1, true).sum(-1),
+            (weight * retrieved).sum(-1),
+            weight.gather(-1, true).sum(-1),
         )
         measured.append([part.mean(0).cpu() for part in parts])
     return Recall(*(torch.stack(part) for part in zip(*measured, strict=True)))

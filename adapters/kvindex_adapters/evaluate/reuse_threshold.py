@@ -33,12 +33,12 @@ class Point:
     Args:
         tau: The threshold.
         rate: Fraction of steps that searched.
-        held: Fraction of a step's own best `k` rows that are among the hits that it used.
+        overlap: Fraction of a step's own best `k` rows that are among the hits that it used.
     """
 
     tau: float
     rate: float
-    held: float
+    overlap: float
 
 
 @dataclass(frozen=True)
@@ -65,12 +65,12 @@ def calibrate_tau(
     *,
     steps: int = 256,
     k: int = 100,
-    held: float = 0.8,
+    overlap: float = 0.8,
     taus: Sequence[float] = TAUS,
     chunk: int = 1024,
     on_progress: Progress | None = None,
 ) -> Calibration:
-    """Find the smallest `tau` with which reused hits contain the fraction `held` of the best rows.
+    """Find the smallest `tau` with which reused hits contain enough of the best rows.
 
     The model reads the text. Its newest tokens count as decode steps, which search the tokens
     before all of them exactly, without the first `SINK`. A threshold with which every step searches
@@ -81,7 +81,7 @@ def calibrate_tau(
         ids: Text, int64 `[N]`.
         steps: Number of newest tokens that count as decode steps.
         k: Rows to retrieve.
-        held: Fraction of a step's best `k` rows that the used hits must contain, in (0, 1].
+        overlap: Fraction of a step's best `k` rows that the used hits must contain, in (0, 1].
         taus: Thresholds to try.
         chunk: Tokens to read at a time.
         on_progress: Called with the phase, the tokens done and the tokens in total.
@@ -92,22 +92,22 @@ def calibrate_tau(
     Raises:
         ValueError: A size is out of range; also what `capture` raises.
     """
-    check.within("held", held, 0, 1)
+    check.within("overlap", overlap, 0, 1)
     check.tensor("ids", ids, {"N": None}, torch.int64)
     check.at_least("k", k, 1)
     room = len(ids) - SINK - k
     if check.at_least("steps", steps, 1) > room:
         raise ValueError(f"steps: got {steps}, allowed is up to {room} for {len(ids)} tokens")
     layers = capture(model, ids, queries=steps + 1, chunk=chunk, on_progress=on_progress)
-    return calibrated(layers, k=k, held=held, taus=taus)
+    return calibrated(layers, k=k, overlap=overlap, taus=taus)
 
 
 def calibrated(
-    layers: Sequence[Captured], *, k: int, held: float, taus: Sequence[float] = TAUS
+    layers: Sequence[Captured], *, k: int, overlap: float, taus: Sequence[float] = TAUS
 ) -> Calibration:
     """Calibrate from captured layers, whose first query comes before the first step."""
     tried = sorted({float(tau) for tau in taus} | {ALWAYS})
-    rates, shares = torch.zeros(2, len(tried), dtype=torch.float64)
+    rates, overlaps = torch.zeros(2, len(tried), dtype=torch.float64)
     for layer in layers:
         best, similar = _best(layer, k), _similarities(layer)
         for i, tau in enumerate(tried):
@@ -117,12 +117,14 @@ def calibrated(
             source = torch.where(searched, steps, 0).cummax(0).values
             retrieved = (best[..., None] == best[source][:, :, None]).any(-1)
             rates[i] += searched.double().mean().cpu()
-            shares[i] += retrieved.double().mean().cpu()
+            overlaps[i] += retrieved.double().mean().cpu()
     points = tuple(
-        Point(tau, float(rate) / len(layers), float(share) / len(layers))
-        for tau, rate, share in zip(tried, rates, shares, strict=True)
+        Point(tau, float(rate) / len(layers), float(overlap) / len(layers))
+        for tau, rate, overlap in zip(tried, rates, overlaps, strict=True)
     )
-    return Calibration(next(p.tau for p in points if p.held >= held or p.tau >= ALWAYS), points)
+    return Calibration(
+        next(p.tau for p in points if p.overlap >= overlap or p.tau >= ALWAYS), points
+    )
 
 
 def _similarities(layer: Captured) -> Tensor:

@@ -1,6 +1,6 @@
-"""RULER's tasks: texts and scores as the package's own scripts give them, of the length asked for.
+"""RULER's tasks: texts and scores equal those of the package's own scripts.
 
-Where nvidia-long-context-eval is not installed most is skipped: pip install -e ".[tasks]".
+Without nvidia-long-context-eval most tests are skipped: pip install -e ".[tasks]".
 """
 
 import json
@@ -32,7 +32,7 @@ installed = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    """Pairs of bytes, merged as a page of Python's reference has them."""
+    """A tokenizer of byte pairs, learned from a page of the Python reference."""
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
@@ -50,7 +50,7 @@ def test_thirteen_tasks_are_there_by_name():
 def test_what_is_missing_is_named(monkeypatch, tokenizer):
     monkeypatch.setattr(ruler_package, "PACKAGES", {"no_such_module": "no-such-package"})
     assert "no-such-package" in tasks.available("ruler-vt")
-    with pytest.raises(ModuleNotFoundError, match=r"kvindex-torch\[tasks\]"):
+    with pytest.raises(ModuleNotFoundError, match=r"pip install -e .\.\[tasks\]"):
         tasks.make("ruler-vt", tokenizer, tokens=TOKENS, seed=0)
 
 
@@ -106,7 +106,7 @@ def test_an_instance_fills_its_tokens_and_holds_its_answer(tokenizer, name):
 
 
 def _pattern(template):
-    """A regular expression of what the template gives, for one thing asked for or several."""
+    """Return a regular expression of the template's text, for one or several wanted items."""
     return re.sub(r"\\{\w+\\}", ".+", re.escape(template)).replace("are", "(are|is)")
 
 
@@ -178,11 +178,11 @@ if "np" in made:
     made["np"].random.seed(seed)
 print("\\n" + json.dumps(eval(call, made)))
 """
-"""Run a script as it is, with what it imports, and print what a call of its functions gives."""
+"""Run a script unchanged with its imports, and print the result of a call of its functions."""
 
 
 def scripted(name, tokenizer, folder, *, seed, call):
-    """What the package's script gives, run by itself."""
+    """Return the result of the package's script, run separately."""
     for module in ("nltk", "scipy", "tenacity"):
         pytest.importorskip(module)
     tokenizer.save_pretrained(folder)
@@ -211,7 +211,7 @@ def test_a_text_is_the_script_s_own(tokenizer, tmp_path, name):
     call = CALLS.get(name, "generate_input_output(300)")
     text, answers = scripted(name, tokenizer, tmp_path, seed=7, call=call)
     found = ruler.source(name, tokenizer, TOKENS, 7)
-    with ruler_package.drawn(7):
+    with ruler_package.seeded(7):
         ours = found.sample(300)
     assert (ours[0], list(ours[1])) == (text, answers)
 
@@ -223,13 +223,14 @@ def test_variables_are_traced_as_in_the_script_s_text(tokenizer, tmp_path):
         sys_vartrack_w_noise_random(1, 500, incremental=5)[0])[0]["input"]"""
     theirs = scripted("vt", tokenizer, tmp_path, seed=7, call=call)
     found = ruler.source("vt", tokenizer, TOKENS, 7)
-    with ruler_package.drawn(7):
+    with ruler_package.seeded(7):
         ours, _ = found.sample(100)
     assert _sentences(ours) == _sentences(theirs)
 
 
 def _sentences(text):
-    """The text's sentences in order, names and values alike, without those that only fill it."""
+    """Return the text's sentences in order, with equal names and values, without filler
+    sentences."""
     masked = re.sub(
         r"\d+", "9", re.sub(r"\b[A-Z]{5}\b", "NAME", re.sub(r"\b[A-Z]{3}\b", "VAR", text))
     )

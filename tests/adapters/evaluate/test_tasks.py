@@ -1,4 +1,4 @@
-"""Tasks: answers stand in the text, lengths are held, seeds repeat, wrong answers score less."""
+"""Tasks: texts contain the answers, lengths fit, seeds repeat, wrong answers score less."""
 
 import json
 import random
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kvindex_adapters.common.prompt import encode_prompt
 from kvindex_adapters.evaluate import tasks
 from kvindex_adapters.evaluate.tasks import registry, vocabulary
-from kvindex_adapters.evaluate.tasks.draft import Asked, Draft, encode, longest, most_pieces
+from kvindex_adapters.evaluate.tasks.draft import Asked, Draft, encode, longest, most_parts
 from kvindex_adapters.evaluate.tasks.haystack import hidden, paragraphs, prose
 from kvindex_adapters.evaluate.tasks.records import cells
 from kvindex_adapters.evaluate.tasks.returning import in_order
@@ -26,17 +26,18 @@ LENGTH = 2500
 
 @pytest.fixture(scope="module")
 def piece(tokenizer):
-    """Tokens of the longest paragraph: no haystack has a longer piece."""
+    """Return the tokens of the longest paragraph, the longest part of a haystack."""
     return max(len(tokenizer(text)["input_ids"]) for text in paragraphs())
 
 
 def parts(answer, name):
-    """What of a reference stands in the text: of a record its values."""
+    """Return what the text contains of a reference; of a record its values."""
     return map(str, json.loads(answer).values()) if name == "table" else [answer]
 
 
 def right_answer(name, question):
-    """An answer that has all of a question's references; of the table what follows its begin."""
+    """Return an answer with all references of a question; for the table, what follows its
+    beginning."""
     if name == "table":
         return f"{', '.join(question.answers)}]".partition('"age": ')[2]
     return "\n".join(question.answers)
@@ -98,9 +99,9 @@ def test_a_task_is_one_function(tokenizer, monkeypatch):
     monkeypatch.setattr(registry, "_TASKS", dict(registry._TASKS))
 
     @registry.task("color", "the color of a door")
-    def color(draw, pieces):
-        value = draw.choice(["red", "green"])
-        body = hidden(draw, prose(draw, pieces), [f"The door is {value}."])
+    def color(rng, parts):
+        value = rng.choice(["red", "green"])
+        body = hidden(rng, prose(rng, parts), [f"The door is {value}."])
         return Draft("\n\n".join(body), (Asked("\n\nWhich color has it?", (value,)),))
 
     made = tasks.make("color", tokenizer, tokens=1000, seed=0)
@@ -144,29 +145,29 @@ def test_without_a_chat_template_the_text_ends_with_a_cue(plain):
 
 @pytest.mark.parametrize("seed", range(20))
 def test_as_many_pieces_as_fit(seed):
-    draw = random.Random(seed)
-    sizes = [draw.randint(1, 9) for _ in range(draw.randint(5, 300))]
-    tokens = draw.randint(60, 400)
+    rng = random.Random(seed)
+    sizes = [rng.randint(1, 9) for _ in range(rng.randint(5, 300))]
+    tokens = rng.randint(60, 400)
 
-    def length(pieces):
-        return 50 + sum(sizes[i % len(sizes)] for i in range(pieces))
+    def length(parts):
+        return 50 + sum(sizes[i % len(sizes)] for i in range(parts))
 
-    found = most_pieces(length, tokens)
+    found = most_parts(length, tokens)
     assert length(found) <= tokens < length(found + 1)
     most = max(found - 3, 1)
-    assert most_pieces(length, tokens, most=most) == most
+    assert most_parts(length, tokens, most=most) == most
 
 
 # Haystacks and words
 
 
 def test_facts_stay_in_order_and_prose_repeats():
-    draw = random.Random(0)
+    rng = random.Random(0)
     facts = [str(i) for i in range(9)]
-    body = hidden(draw, prose(draw, 5), facts)
+    body = hidden(rng, prose(rng, 5), facts)
     assert [piece for piece in body if piece in facts] == facts
     assert len(body) == 14
-    whole = prose(draw, 2 * len(paragraphs()))
+    whole = prose(rng, 2 * len(paragraphs()))
     assert all(whole.count(text) == 2 for text in whole[:20])
 
 

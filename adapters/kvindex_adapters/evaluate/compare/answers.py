@@ -87,7 +87,7 @@ def continued(
     """
     answer = list(answer)
     while not limit.reached(answer):
-        for token in _likeliest(steps, answer[-1], expected(answer, guesses)):
+        for token in _most_likely(steps, answer[-1], expected(answer, guesses)):
             answer.append(token)
             if limit.reached(answer):
                 break
@@ -110,7 +110,7 @@ def checked(indexed: Indexed, draft: list[int], limit: Limit) -> list[int]:
     indexed.begin()
     while indexed.parallel and len(answer) < len(draft) and answer == draft[: len(answer)]:
         ahead = draft[len(answer) : -1][: BLOCK - 1]
-        answer += _likeliest(indexed, answer[-1], ahead)
+        answer += _most_likely(indexed, answer[-1], ahead)
     indexed.pause()
     return continued(indexed, answer, limit)
 
@@ -126,7 +126,7 @@ def expected(answer: list[int], guesses: Sequence[list[int]]) -> list[int]:
     return rest[: BLOCK - 1]
 
 
-def _likeliest(steps: Steps, token: int, ahead: list[int]) -> list[int]:
+def _most_likely(steps: Steps, token: int, ahead: list[int]) -> list[int]:
     """Read a token and the tokens of `ahead` that are the most likely ones.
 
     Return these tokens and one more, which is not read.

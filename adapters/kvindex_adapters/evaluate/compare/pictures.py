@@ -104,8 +104,8 @@ def _axes(ax: Axes, panel: Panel) -> None:
 
 def _names(ax: Axes, ends: Sequence[Point], names: Sequence[str], colors: Sequence[str]) -> None:
     """Write each name to the right of its line's end, as near as there is room."""
-    to_share = (ax.transData + ax.transAxes.inverted()).transform
-    heights = [float(to_share((end.x, end.y))[1]) for end in ends]
+    to_fraction = (ax.transData + ax.transAxes.inverted()).transform
+    heights = [float(to_fraction((end.x, end.y))[1]) for end in ends]
     for height, i in zip(
         _apart(sorted(heights)), sorted(range(len(ends)), key=heights.__getitem__), strict=True
     ):

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from kvindex_adapters.evaluate.compare import continuation
 from kvindex_adapters.evaluate.compare.answers import Limit, checked, continued
 from kvindex_adapters.evaluate.compare.records import Record
-from kvindex_adapters.evaluate.compare.replay import FullAttention, Indexed, Piece
+from kvindex_adapters.evaluate.compare.replay import Chunk, FullAttention, Indexed
 from kvindex_adapters.evaluate.tasks import Instance
 
 DIGITS = 6
@@ -31,23 +31,23 @@ class InstanceReading:
         full = FullAttention(model)
         self.context, _ = full.read(instance.context)
         before = full.checkpoint()
-        self._asked: list[tuple[Piece, list[int], Limit]] = []
+        self._asked: list[tuple[Chunk, list[int], Limit]] = []
         for number, question in enumerate(instance.questions):
-            piece, logits = full.read(question.ids)
+            chunk, logits = full.read(question.ids)
             settled = partial(_settled, instance, tokenizer, number)
             limit = Limit.of(model, question.max_new_tokens, settled)
             guesses = _as_ids(tokenizer, question.answers)
             draft = continued(full, [int(logits.argmax())], limit, guesses)
             full.rollback(before)
-            self._asked.append((piece, draft, limit))
+            self._asked.append((chunk, draft, limit))
         self.own = self._record([draft for _, draft, _ in self._asked])
 
     def through(self, indexed: Indexed, k: int) -> Record:
         """Return the record of an index that has read the context."""
         answers = []
-        for piece, draft, limit in self._asked:
+        for chunk, draft, limit in self._asked:
             with indexed.branch(k):
-                indexed.read(piece)
+                indexed.read(chunk)
                 answers.append(checked(indexed, draft, limit))
         return self._record(answers)
 

@@ -34,7 +34,7 @@ CHUNK = 1024
 
 
 @dataclass(frozen=True)
-class Piece:
+class Chunk:
     """Some tokens of a prompt, and what full attention's cache stores for them.
 
     Args:
@@ -62,14 +62,14 @@ class FullAttention:
                 "end of a prompt; allowed are models without linear attention"
             )
 
-    def read(self, ids: Tensor) -> tuple[Piece, Tensor]:
+    def read(self, ids: Tensor) -> tuple[Chunk, Tensor]:
         """Read ids int64 `[T]`. Return what the cache stores for them, and the logits `[V]` after
         them."""
         start, ids = self.cache.get_seq_length(), ids.to(self.model.device)
         with torch.no_grad():
             prefill(self.model, ids, self.cache, stop=len(ids) - 1, chunk=CHUNK)
         logits = self.step(ids[-1:])[-1]
-        return Piece(ids, [_kept(layer, start) for layer in self.cache.layers]), logits
+        return Chunk(ids, [_stored(layer, start) for layer in self.cache.layers]), logits
 
     def step(self, ids: Tensor) -> Tensor:
         """Read ids int64 `[T]`, and return the logits `[T, V]` after each of them."""
@@ -157,19 +157,19 @@ class Indexed:
         """True if steps may run in parallel."""
         return all(layer.parallel for layer in self.layers)
 
-    def read(self, piece: Piece) -> None:
+    def read(self, chunk: Chunk) -> None:
         """Store a further part of the prompt. For an index that observes queries, the model reads
         it again."""
         if self._observes:
             with torch.no_grad():
-                prefill(self.model, piece.ids, self.cache, stop=len(piece.ids), chunk=CHUNK)
+                prefill(self.model, chunk.ids, self.cache, stop=len(chunk.ids), chunk=CHUNK)
             return
-        for number, kept in enumerate(piece.layers):
+        for number, stored in enumerate(chunk.layers):
             layer = self.cache.layers[number]
             if number in self.cache.indexed:
-                layer.attention.fill(kept["keys"], kept["values"], piece.ids)
+                layer.attention.fill(stored["keys"], stored["values"], chunk.ids)
             else:
-                vars(layer).update(kept)
+                vars(layer).update(stored)
 
     def step(self, ids: Tensor) -> Tensor:
         """Read ids int64 `[T]`, and return the logits `[T, V]` after each of them."""
@@ -226,8 +226,8 @@ def _step(model: PreTrainedModel, cache: Any, ids: Tensor) -> Tensor:
     return logits
 
 
-def _kept(layer: Any, start: int) -> dict[str, Any]:
-    """Return what a cache layer stores for the tokens from `start` on (see `Piece.layers`)."""
+def _stored(layer: Any, start: int) -> dict[str, Any]:
+    """Return what a cache layer stores for the tokens from `start` on (see `Chunk.layers`)."""
     if not has_full_attention(layer):
         return dict(vars(layer))
     if not start:

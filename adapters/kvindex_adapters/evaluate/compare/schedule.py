@@ -113,8 +113,8 @@ class Schedule:
 
     def _size(self, key: Key) -> int:
         """Return the approximate time of a record, in units of the total over all jobs."""
-        share = READING if key.index == FULL else STEPPING if key.kind == TEXT else 1
-        return share * key.tokens * (self._jobs if key.kind == TEXT else 1)
+        effort = READING if key.index == FULL else STEPPING if key.kind == TEXT else 1
+        return effort * key.tokens * (self._jobs if key.kind == TEXT else 1)
 
     def _forget_failures(self) -> None:
         for key, _ in list(self._records.of(FAILURE)):

@@ -63,8 +63,8 @@ def _answers(records: Records) -> dict[Who, Instances]:
     """Return the instances of each index and `k`, full attention first."""
     found: dict[Who, Instances] = {(FULL, 0): {}}
     for key, record in records.of(ANSWERS):
-        share = sum(record["scores"]) / len(record["scores"])
-        found.setdefault((str(key.index), key.k), {})[key.task, key.tokens, key.seed] = share
+        fraction = sum(record["scores"]) / len(record["scores"])
+        found.setdefault((str(key.index), key.k), {})[key.task, key.tokens, key.seed] = fraction
     return {who: dict(sorted(instances.items())) for who, instances in found.items()}
 
 
@@ -111,7 +111,7 @@ def _differences(answers: dict[Who, Instances], base: str) -> Iterator[Row]:
         other = answers.get((base, 0 if base == FULL else who[1]))
         if other is None or who[0] in (base, FULL):
             continue
-        shared = {of: share - other[of] for of, share in instances.items() if of in other}
+        shared = {of: fraction - other[of] for of, fraction in instances.items() if of in other}
         for task, tokens, some in _scopes(shared):
             values = [shared[of] for of in some]
             about = {"base": base, **_of(who), "task": task, "tokens": tokens, "count": len(some)}

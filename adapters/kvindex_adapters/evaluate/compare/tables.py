@@ -59,7 +59,7 @@ def _overview(summary: dict[str, Any]) -> Table:
     rows = [
         [
             *_name(who),
-            _share(accuracy.get(who)),
+            _accuracy(accuracy.get(who)),
             *(_points(gaps.get((base, who))) for base in bases),
             *_means(texts.get(who, [])),
         ]
@@ -104,7 +104,7 @@ def _means(rows: Sequence[Row]) -> list[Cell]:
 def _by_task(summary: dict[str, Any], tokens: int) -> Table:
     rows = [row for row in summary["accuracy"] if row["tokens"] == tokens]
     tasks = [*([None] if len(summary["tasks"]) > 1 else []), *summary["tasks"]]
-    cells = {(_who(row), row["task"]): _share(row) for row in rows}
+    cells = {(_who(row), row["task"]): _accuracy(row) for row in rows}
     lines = [
         [*_name(who), *(cells.get((who, task), EMPTY) for task in tasks)]
         for who in dict.fromkeys(_who(row) for row in rows)
@@ -240,7 +240,7 @@ def _short(base: str) -> str:
     return "full" if base == FULL else base
 
 
-def _share(row: Row | None) -> Cell:
+def _accuracy(row: Row | None) -> Cell:
     if row is None:
         return EMPTY
     note = f"{_range(row, '', '{:.0%}')}, n = {row['count']}"

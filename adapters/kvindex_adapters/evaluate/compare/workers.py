@@ -67,12 +67,12 @@ class ParallelComparison:
                 count = min(most, len(works))
                 while len(workers) < count:
                     workers.append(_Worker(len(workers), self.load, settings, plan))
-                _share(schedule, works, workers[:count])
+                _distribute(schedule, works, workers[:count])
         finally:
             _stop([worker.process for worker in workers])
 
 
-def _share(schedule: Schedule, works: list[Work], workers: list[_Worker]) -> None:
+def _distribute(schedule: Schedule, works: list[Work], workers: list[_Worker]) -> None:
     """Give each worker one work at a time, and store the records that the workers send."""
     left = schedule.begin(works)
     threads = max(torch.get_num_threads() // max(len(workers), 1), 1)

@@ -14,12 +14,12 @@ VARIABLES = 5
 
 
 @task("chain", "all five variables of a chain that passes on one value")
-def chain(draw: random.Random, pieces: int) -> Draft:
+def chain(rng: random.Random, parts: int) -> Draft:
     """Hide five assignments in order, and ask for the variables of one value."""
-    names, value = tuple(variables(draw, VARIABLES)), str(draw.randint(10**4, 10**5 - 1))
+    names, value = tuple(variables(rng, VARIABLES)), str(rng.randint(10**4, 10**5 - 1))
     links = zip(names[1:], names, strict=False)
     facts = [f"VAR {names[0]} = {value}.", *(f"VAR {new} = VAR {old}." for new, old in links)]
     assigned = f"{VARIABLES} variables are assigned the value {value} in the text above"
     text = f"\n\nList all variables that are assigned the value {value} in the text above."
     asked = Asked(text, names, max_new_tokens=30, begin=f"{assigned}, they are:")
-    return Draft("\n\n".join(hidden(draw, prose(draw, pieces), facts)), (asked,))
+    return Draft("\n\n".join(hidden(rng, prose(rng, parts), facts)), (asked,))

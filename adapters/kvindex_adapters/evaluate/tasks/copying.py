@@ -15,14 +15,14 @@ OPENING, COPIED = 8, 24
 
 
 @task("copy", "the next 24 words of a passage whose first 8 are given")
-def copy(draw: random.Random, pieces: int) -> Draft:
+def copy(rng: random.Random, parts: int) -> Draft:
     """Hide a passage among others, and give the beginning of its quotation."""
-    passage = draw.choice(_passages())
+    passage = rng.choice(_passages())
     words = passage.split()
     opening, answer = " ".join(words[:OPENING]), " ".join(words[OPENING : OPENING + COPIED])
     text = "\n\nQuote the passage of the text that begins with the following words."
     asked = Asked(text, (answer,), 96, begins_with, begin=opening)
-    return Draft("\n\n".join(hidden(draw, prose(draw, pieces), [passage])), (asked,))
+    return Draft("\n\n".join(hidden(rng, prose(rng, parts), [passage])), (asked,))
 
 
 def _passages() -> list[str]:

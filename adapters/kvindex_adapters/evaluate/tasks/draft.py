@@ -76,13 +76,13 @@ def longest(tokenizer: Any, draft: Draft) -> int:
     return len(_prompt(tokenizer, draft, asked))
 
 
-def most_pieces(
+def most_parts(
     length: Callable[[int], int], tokens: int, *, least: int = 1, most: int | None = None
 ) -> int:
-    """Return the largest number of pieces of text for which `length` is at most `tokens`.
+    """Return the largest number of parts of text for which `length` is at most `tokens`.
 
     Args:
-        length: Function from a number of pieces to a length in tokens.
+        length: Function from a number of parts to a length in tokens.
         tokens: Largest length.
         least: Smallest number to return.
         most: Largest number to return, or None.

@@ -15,18 +15,18 @@ def paragraphs() -> tuple[str, ...]:
     return tuple(texts.python_reference())
 
 
-def prose(draw: random.Random, count: int) -> list[str]:
+def prose(rng: random.Random, count: int) -> list[str]:
     """Return `count` paragraphs of the Python reference in random order, repeated if necessary."""
     found: list[str] = []
     while len(found) < count:
-        found += draw.sample(paragraphs(), len(paragraphs()))
+        found += rng.sample(paragraphs(), len(paragraphs()))
     return found[:count]
 
 
-def hidden(draw: random.Random, pieces: Sequence[str], facts: Sequence[str]) -> list[str]:
-    """Insert facts between pieces of text, in order, each at a random depth."""
-    places = sorted(round(draw.random() * len(pieces)) for _ in facts)
+def hidden(rng: random.Random, parts: Sequence[str], facts: Sequence[str]) -> list[str]:
+    """Insert facts between parts of text, in order, each at a random depth."""
+    places = sorted(round(rng.random() * len(parts)) for _ in facts)
     found: list[str] = []
     for start, end, fact in zip([0, *places], places, facts, strict=False):
-        found += [*pieces[start:end], fact]
-    return found + list(pieces[places[-1] :])
+        found += [*parts[start:end], fact]
+    return found + list(parts[places[-1] :])

@@ -39,17 +39,17 @@ def hide(tokenizer: Any, text: Sequence[str], *, tokens: int, seed: int) -> Need
     Raises:
         ValueError: There is no room for any paragraph.
     """
-    draw = random.Random(seed)
-    key, value = draw.choice(KEYS), str(draw.randint(10**6, 10**7 - 1))
+    rng = random.Random(seed)
+    key, value = rng.choice(KEYS), str(rng.randint(10**6, 10**7 - 1))
     needle = f"The special magic number for {key} is {value}."
     room = tokens - len(_prompt(tokenizer, [needle], key))
     chosen: list[str] = []
-    for paragraph in draw.sample(list(text), len(text)):
+    for paragraph in rng.sample(list(text), len(text)):
         room -= len(tokenizer(paragraph + "\n\n", add_special_tokens=False)["input_ids"])
         if room < 0:
             break
         chosen.append(paragraph)
-    depth = draw.random()
+    depth = rng.random()
     while chosen:
         at = round(depth * len(chosen))
         ids = _prompt(tokenizer, [*chosen[:at], needle, *chosen[at:]], key)

@@ -14,7 +14,7 @@ from typing import Any
 
 from kvindex.core import check
 from kvindex_adapters.evaluate.tasks import infinitebench, longbench, mathematics
-from kvindex_adapters.evaluate.tasks.draft import Draft, encode, longest, most_pieces
+from kvindex_adapters.evaluate.tasks.draft import Draft, encode, longest, most_parts
 from kvindex_adapters.evaluate.tasks.instance import Instance
 from kvindex_adapters.evaluate.tasks.registry import Task, family
 
@@ -81,9 +81,9 @@ def _cut(tokenizer: Any, draft: Draft, tokens: int) -> Draft:
         return draft
     ids = tokenizer(draft.context, add_special_tokens=False)["input_ids"]
 
-    def kept(pieces: int) -> Draft:
-        ends = ids[: pieces // 2], ids[len(ids) - (pieces - pieces // 2) :]
+    def ends_of(count: int) -> Draft:
+        ends = ids[: count // 2], ids[len(ids) - (count - count // 2) :]
         return replace(draft, context="".join(map(tokenizer.decode, ends)))
 
-    most = most_pieces(lambda n: longest(tokenizer, kept(n)), tokens, least=0, most=len(ids))
-    return kept(most)
+    most = most_parts(lambda n: longest(tokenizer, ends_of(n)), tokens, least=0, most=len(ids))
+    return ends_of(most)

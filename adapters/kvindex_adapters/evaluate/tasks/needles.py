@@ -19,58 +19,58 @@ SEVERAL = 4
 
 
 @task("needle", "the number that one sentence gives for a word")
-def needle(draw: random.Random, pieces: int) -> Draft:
+def needle(rng: random.Random, parts: int) -> Draft:
     """Hide one needle, and ask for it."""
-    (key, value), *_ = _pairs(draw)
-    return _draft(draw, pieces, [fact(key, value)], [ask(key, value)])
+    (key, value), *_ = _pairs(rng)
+    return _draft(rng, parts, [fact(key, value)], [ask(key, value)])
 
 
 @task("needle-multikey", "the number of one word among eight words with numbers")
-def multikey(draw: random.Random, pieces: int) -> Draft:
+def multikey(rng: random.Random, parts: int) -> Draft:
     """Hide eight needles with different keys, and ask for one."""
-    pairs = _pairs(draw)
-    return _draft(draw, pieces, [fact(*pair) for pair in pairs], [ask(*draw.choice(pairs))])
+    pairs = _pairs(rng)
+    return _draft(rng, parts, [fact(*pair) for pair in pairs], [ask(*rng.choice(pairs))])
 
 
 @task("needle-multivalue", "all four numbers of a word")
-def multivalue(draw: random.Random, pieces: int) -> Draft:
+def multivalue(rng: random.Random, parts: int) -> Draft:
     """Hide four needles with the same key, and ask for all."""
-    key, values = draw.choice(KEYS), tuple(number(draw) for _ in range(SEVERAL))
+    key, values = rng.choice(KEYS), tuple(number(rng) for _ in range(SEVERAL))
     begin = f"The {SEVERAL} special magic numbers for {key} that the text mentions are:"
     asked = _ask_all(key, values, begin)
-    return _draft(draw, pieces, [fact(key, value) for value in values], [asked])
+    return _draft(rng, parts, [fact(key, value) for value in values], [asked])
 
 
 @task("needle-multiquery", "the numbers of four words, in one question")
-def multiquery(draw: random.Random, pieces: int) -> Draft:
+def multiquery(rng: random.Random, parts: int) -> Draft:
     """Hide four needles with different keys, and ask for all."""
-    pairs = _pairs(draw)[:SEVERAL]
+    pairs = _pairs(rng)[:SEVERAL]
     keys, values = zip(*pairs, strict=True)
     begin = f"The {SEVERAL} special magic numbers are:\n\n{keys[0]}:"
     asked = _ask_all(f"{', '.join(keys[:-1])} and {keys[-1]}", values, begin)
-    return _draft(draw, pieces, [fact(*pair) for pair in pairs], [asked])
+    return _draft(rng, parts, [fact(*pair) for pair in pairs], [asked])
 
 
 @task("needle-haystack", "the number of one name in a text of such sentences only")
-def haystack(draw: random.Random, pieces: int) -> Draft:
+def haystack(rng: random.Random, parts: int) -> Draft:
     """Make a text of needles only, and ask for one."""
-    depth = draw.random()
-    pairs = [(key, number(draw)) for key in vocabulary.names(draw, pieces)]
+    depth = rng.random()
+    pairs = [(key, number(rng)) for key in vocabulary.names(rng, parts)]
     body = "\n".join(fact(*pair) for pair in pairs)
-    return Draft(body, (ask(*pairs[int(depth * pieces)]),))
+    return Draft(body, (ask(*pairs[int(depth * parts)]),))
 
 
 @task("questions", "the numbers of eight words, a question for each, about a context read once")
-def questions(draw: random.Random, pieces: int) -> Draft:
+def questions(rng: random.Random, parts: int) -> Draft:
     """Hide eight needles with different keys, and ask a question for each."""
-    pairs = _pairs(draw)
-    asked = [ask(*pair) for pair in draw.sample(pairs, len(pairs))]
-    return _draft(draw, pieces, [fact(*pair) for pair in pairs], asked)
+    pairs = _pairs(rng)
+    asked = [ask(*pair) for pair in rng.sample(pairs, len(pairs))]
+    return _draft(rng, parts, [fact(*pair) for pair in pairs], asked)
 
 
-def number(draw: random.Random) -> str:
+def number(rng: random.Random) -> str:
     """Return a random number of seven digits."""
-    return str(draw.randint(10**6, 10**7 - 1))
+    return str(rng.randint(10**6, 10**7 - 1))
 
 
 def fact(key: str, value: str) -> str:
@@ -89,9 +89,9 @@ def _ask_all(keys: str, values: tuple[str, ...], begin: str) -> Asked:
     return Asked(text, values, max_new_tokens=64, begin=begin)
 
 
-def _pairs(draw: random.Random) -> list[tuple[str, str]]:
-    return [(key, number(draw)) for key in draw.sample(KEYS, len(KEYS))]
+def _pairs(rng: random.Random) -> list[tuple[str, str]]:
+    return [(key, number(rng)) for key in rng.sample(KEYS, len(KEYS))]
 
 
-def _draft(draw: random.Random, pieces: int, facts: list[str], asked: list[Asked]) -> Draft:
-    return Draft("\n\n".join(hidden(draw, prose(draw, pieces), facts)), tuple(asked))
+def _draft(rng: random.Random, parts: int, facts: list[str], asked: list[Asked]) -> Draft:
+    return Draft("\n\n".join(hidden(rng, prose(rng, parts), facts)), tuple(asked))

@@ -17,8 +17,10 @@ Words = Callable[[str], list[str]]
 
 def plain_words(text: str) -> list[str]:
     """Return words in lower case, without punctuation and articles (as SQuAD compares them)."""
-    kept = "".join(character for character in text.lower() if character not in string.punctuation)
-    return [word for word in kept.split() if word not in ("a", "an", "the")]
+    text_only = "".join(
+        character for character in text.lower() if character not in string.punctuation
+    )
+    return [word for word in text_only.split() if word not in ("a", "an", "the")]
 
 
 def characters(text: str) -> list[str]:

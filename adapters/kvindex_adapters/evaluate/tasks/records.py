@@ -23,9 +23,9 @@ SENTENCE = "{name} is {age} years old, lives in {city} and works as a {job}."
 
 
 @task("table", "age, city and job of seven persons whom a text describes, as a table in JSON")
-def table(draw: random.Random, pieces: int) -> Draft:
+def table(rng: random.Random, parts: int) -> Draft:
     """Hide eight sentences in prose, and ask for them as a table, whose first record is given."""
-    records = _records(draw)
+    records = _records(rng)
     facts = [SENTENCE.format(**record) for record in records]
     *others, last = (str(record["name"]) for record in records)
     first, *answers = map(json.dumps, records)
@@ -35,7 +35,7 @@ def table(draw: random.Random, pieces: int) -> Draft:
         "as a JSON array of objects."
     )
     asked = Asked(text, tuple(answers), 320, partial(cells, begin=begin), begin)
-    return Draft("\n\n".join(hidden(draw, prose(draw, pieces), facts)), (asked,))
+    return Draft("\n\n".join(hidden(rng, prose(rng, parts), facts)), (asked,))
 
 
 def cells(answer: str, answers: tuple[str, ...], *, begin: str = "") -> float:
@@ -62,14 +62,14 @@ def cells(answer: str, answers: tuple[str, ...], *, begin: str = "") -> float:
     return right / (count * len(fields))
 
 
-def _records(draw: random.Random) -> list[dict[str, str | int]]:
-    first, last = (draw.sample(names.split(), RECORDS) for names in (FIRST, LAST))
+def _records(rng: random.Random) -> list[dict[str, str | int]]:
+    first, last = (rng.sample(names.split(), RECORDS) for names in (FIRST, LAST))
     names = (f"{before} {after}" for before, after in zip(first, last, strict=True))
-    return [{"name": name, **_traits(draw)} for name in names]
+    return [{"name": name, **_traits(rng)} for name in names]
 
 
-def _traits(draw: random.Random) -> dict[str, str | int]:
-    age, city, job = draw.randint(21, 79), draw.choice(CITIES.split()), draw.choice(JOBS.split())
+def _traits(rng: random.Random) -> dict[str, str | int]:
+    age, city, job = rng.randint(21, 79), rng.choice(CITIES.split()), rng.choice(JOBS.split())
     return {"age": age, "city": city, "job": job}
 
 

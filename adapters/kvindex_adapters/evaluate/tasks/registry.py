@@ -12,11 +12,11 @@ from typing import Any
 
 from kvindex.core import check
 from kvindex.core.config import unknown
-from kvindex_adapters.evaluate.tasks.draft import Draft, encode, longest, most_pieces
+from kvindex_adapters.evaluate.tasks.draft import Draft, encode, longest, most_parts
 from kvindex_adapters.evaluate.tasks.instance import Instance
 
 Write = Callable[[random.Random, int], Draft]
-"""Function of a random generator and a number of pieces of filler text. With the same seed, a
+"""Function of a random generator and a number of parts of filler text. With the same seed, a
 larger number gives a longer text. Questions and answers may change with the number."""
 
 Missing = Callable[[], str | None]
@@ -57,19 +57,19 @@ def task(name: str, asks: str, *, least: int = 1) -> Callable[[Write], Write]:
     Args:
         name: Name of the task.
         asks: What the task asks for, in one line.
-        least: Number of pieces of the shortest text.
+        least: Number of parts of the shortest text.
     """
 
     def decorate(write: Write) -> Write:
         def make(tokenizer: Any, tokens: int, seed: int) -> Instance:
-            def draft(pieces: int) -> Draft:
-                return write(random.Random(seed), pieces)
+            def draft(parts: int) -> Draft:
+                return write(random.Random(seed), parts)
 
-            def length(pieces: int) -> int:
-                return longest(tokenizer, draft(pieces))
+            def length(parts: int) -> int:
+                return longest(tokenizer, draft(parts))
 
-            pieces = most_pieces(length, tokens, least=least)
-            return encode(tokenizer, draft(pieces), task=name, seed=seed)
+            parts = most_parts(length, tokens, least=least)
+            return encode(tokenizer, draft(parts), task=name, seed=seed)
 
         register(Task(name, asks, make))
         return write

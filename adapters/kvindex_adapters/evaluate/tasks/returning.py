@@ -18,11 +18,11 @@ TITLE = "The list of words:"
 
 
 @task("return", "a list of 24 words that begins the text, and then its first 8 words again")
-def returning(draw: random.Random, pieces: int) -> Draft:
+def returning(rng: random.Random, parts: int) -> Draft:
     """Write a numbered list, then prose, and ask for the list."""
-    items = draw.sample(NOUNS.split(), ITEMS)
+    items = rng.sample(NOUNS.split(), ITEMS)
     listed = "\n".join(f"{i}. {item}" for i, item in enumerate(items, 1))
-    body = "\n\n".join([f"{TITLE}\n{listed}", *prose(draw, pieces)])
+    body = "\n\n".join([f"{TITLE}\n{listed}", *prose(rng, parts)])
     text = (
         f"\n\nWrite the list of {ITEMS} words with which the text begins, and after its last word "
         f"write the first {AGAIN} words once more."

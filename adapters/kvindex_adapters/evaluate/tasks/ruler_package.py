@@ -53,14 +53,14 @@ def published(name: str) -> dict[str, Any]:
 def generator(name: str) -> ModuleType:
     """Return the script that makes a task, by the task's published name, run with its arguments.
 
-    Call its functions within `drawn`. Its `args` can be changed between samples. Its tokenizer
+    Call its functions within `seeded`. Its `args` can be changed between samples. Its tokenizer
     counts nothing until `TOKENIZER` is replaced.
     """
     task = published(name)["task"]
     path = _folder() / "data" / "synthetic" / f"{task}.py"
     module: Any = ModuleType(f"{__name__}.{name}")
     module.__file__ = str(path)
-    with _as_script(_arguments(name), _stand_ins(task)), drawn(seed=0):
+    with _as_script(_arguments(name), _stand_ins(task)), seeded(seed=0):
         exec(compile(path.read_text("utf-8"), path, "exec"), vars(module))
     if task == "niah":
         module.words = Words(_listed("adjectivelist.txt"), _listed("nounlist.txt"))
@@ -68,7 +68,7 @@ def generator(name: str) -> ModuleType:
 
 
 @contextlib.contextmanager
-def drawn(seed: int) -> Iterator[None]:
+def seeded(seed: int) -> Iterator[None]:
     """Seed Python's and numpy's random numbers for the scripts, and restore them afterwards."""
     states = random.getstate(), np.random.get_state()
     random.seed(seed)

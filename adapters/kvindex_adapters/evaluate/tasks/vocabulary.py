@@ -26,39 +26,39 @@ statue temple tunnel valley wagon window
 """64 words."""
 
 
-def names(draw: random.Random, count: int) -> list[str]:
+def names(rng: random.Random, count: int) -> list[str]:
     """Return different names of an adjective and a noun. Beyond 4,096 they have two adjectives."""
     adjectives = ADJECTIVES.split()
     pairs = [f"{adjective} {noun}" for adjective in adjectives for noun in NOUNS.split()]
-    draw.shuffle(pairs)
+    rng.shuffle(pairs)
     more = (f"{first} {pair}" for first in adjectives for pair in pairs)
     return [*pairs[:count], *islice(more, max(count - len(pairs), 0))]
 
 
-def coined(draw: random.Random, count: int) -> list[str]:
+def coined(rng: random.Random, count: int) -> list[str]:
     """Return different invented words of three syllables (421,875 exist)."""
-    return _different(_coined(draw), count)
+    return _different(_coined(rng), count)
 
 
-def variables(draw: random.Random, count: int) -> list[str]:
+def variables(rng: random.Random, count: int) -> list[str]:
     """Return different names of five capital letters."""
     letters = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
-    return _different(("".join(draw.choices(letters, k=5)) for _ in iter(int, 1)), count)
+    return _different(("".join(rng.choices(letters, k=5)) for _ in iter(int, 1)), count)
 
 
-def uuids(draw: random.Random, count: int) -> list[str]:
+def uuids(rng: random.Random, count: int) -> list[str]:
     """Return random UUIDs of version 4."""
-    return [str(uuid.UUID(int=draw.getrandbits(128), version=4)) for _ in range(count)]
+    return [str(uuid.UUID(int=rng.getrandbits(128), version=4)) for _ in range(count)]
 
 
-def _coined(draw: random.Random) -> Iterator[str]:
+def _coined(rng: random.Random) -> Iterator[str]:
     syllables = [first + second for first in "bdfgklmnprstvwz" for second in "aeiou"]
     while True:
-        yield "".join(draw.choices(syllables, k=3))
+        yield "".join(rng.choices(syllables, k=3))
 
 
 def _different(found: Iterator[str], count: int) -> list[str]:
-    kept: dict[str, None] = {}
-    while len(kept) < count:
-        kept[next(found)] = None
-    return list(kept)
+    different: dict[str, None] = {}
+    while len(different) < count:
+        different[next(found)] = None
+    return list(different)

@@ -20,29 +20,29 @@ ENOUGH = 64
 
 
 @task("common-words", "the five words of a list that appear twenty times; all others appear twice")
-def common(draw: random.Random, pieces: int) -> Draft:
-    """Make a list in which few words are common. A piece is a word that is not."""
-    found = coined(draw, COMMON + pieces)
-    counts = [COMMON_TIMES] * COMMON + [OTHER_TIMES] * pieces
-    return _draft(draw, found, counts, COMMON)
+def common(rng: random.Random, parts: int) -> Draft:
+    """Make a list in which few words are common. A part is a word that is not."""
+    found = coined(rng, COMMON + parts)
+    counts = [COMMON_TIMES] * COMMON + [OTHER_TIMES] * parts
+    return _draft(rng, found, counts, COMMON)
 
 
 @task("frequent-words", "the three words that appear most often, by Zipf's law", least=ENOUGH)
-def frequent(draw: random.Random, pieces: int) -> Draft:
-    """Make a list of `pieces` words, in which the word of rank r has the fraction `6 / (π r)²`."""
+def frequent(rng: random.Random, parts: int) -> Draft:
+    """Make a list of `parts` words, in which the word of rank r has the fraction `6 / (π r)²`."""
     counts: list[int] = []
     for rank in count(1):
-        counts.append(int(pieces * 0.608 / rank**2))  # 6 / π²
+        counts.append(int(parts * 0.608 / rank**2))  # 6 / π²
         if counts[-1] <= 1:
             break
-    counts += [1] * (pieces - sum(counts))
-    return _draft(draw, coined(draw, len(counts)), counts, RANKS)
+    counts += [1] * (parts - sum(counts))
+    return _draft(rng, coined(rng, len(counts)), counts, RANKS)
 
 
-def _draft(draw: random.Random, found: list[str], counts: list[int], asked: int) -> Draft:
+def _draft(rng: random.Random, found: list[str], counts: list[int], asked: int) -> Draft:
     """Shuffle words with their counts into a list, and ask for the first `asked` of them."""
     listed = [word for word, times in zip(found, counts, strict=True) for _ in range(times)]
-    draw.shuffle(listed)
+    rng.shuffle(listed)
     text = f"\n\nWhich {asked} words appear most often in the list above?"
     begin = f"The {asked} words that appear most often in the list above are:"
     question = Asked(text, tuple(found[:asked]), max_new_tokens=48, begin=begin)
