@@ -164,7 +164,9 @@ def test_lengths_that_cannot_be_are_refused(model, tmp_path, plan, message):
 def test_a_folder_is_of_one_kind_of_settings(tmp_path):
     SETTINGS.claim(tmp_path / "new")
     SETTINGS.claim(tmp_path / "new")
-    with pytest.raises(ValueError, match=r"dtype: got 'float16', allowed is 'float32', with which"):
+    with pytest.raises(
+        ValueError, match=r"dtype: got 'float16', allowed is 'float32', the setting"
+    ):
         Settings("tiny", "random", dtype="float16", steps=6, regions=SETTINGS.regions).claim(
             tmp_path / "new"
         )

@@ -38,7 +38,7 @@ def test_what_cannot_be_written_is_refused_before_the_work(tmp_path):
     assert "here is a folder" in refused(tmp_path)
     assert "is no such folder" in refused(tmp_path / "missing" / "a.json")
     (tmp_path / "link").symlink_to(tmp_path / "nothing")
-    assert "a link to what is not there" in refused(tmp_path / "link")
+    assert "a link to a file that does not exist" in refused(tmp_path / "link")
     os.mkfifo(tmp_path / "pipe")
     assert "a device, a pipe or a socket" in refused(tmp_path / "pipe")
     (tmp_path / "file").touch()

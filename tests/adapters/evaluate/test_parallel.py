@@ -97,7 +97,7 @@ def test_each_index_that_can_be_searched_at_once_finds_the_same(model, name):
 def test_an_index_that_follows_the_steps_is_refused_and_would_find_something_else(
     model, index, monkeypatch
 ):
-    with pytest.raises(ValueError, match=r"index: got .*, whose searches depend on the steps"):
+    with pytest.raises(ValueError, match=r"index: got .*, whose searches depend on earlier steps"):
         at_once(model, prompt(1, 80)["input_ids"][0], 50, [30], index)
     inputs = prompt(1, 80)
     want = at_single_steps(model, inputs, index)
@@ -110,9 +110,9 @@ def test_an_index_that_follows_the_steps_is_refused_and_would_find_something_els
 @pytest.mark.parametrize(
     ("index", "match"),
     [
-        ("exact+reuse", "got Reuse, whose searches depend on the steps"),
-        ("h2o+sample", "got Sample, whose searches depend on the steps"),
-        ("exact+recall", "got MeasureRecall, .* or serve one at a time"),
+        ("exact+reuse", "got Reuse, whose searches depend on earlier steps"),
+        ("h2o+sample", "got Sample, whose searches depend on earlier steps"),
+        ("exact+recall", "got MeasureRecall, .* or serve one step at a time"),
     ],
 )
 def test_a_wrapper_that_cannot_be_searched_at_once_is_refused(model, index, match):
