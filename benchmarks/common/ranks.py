@@ -24,7 +24,7 @@ from kvindex.core.ranks import Ranks
 from kvindex_adapters.common import parallel
 from kvindex_adapters.decoder.dense import DenseAttention
 from kvindex_adapters.llama.heads import HeadRanks
-from kvindex_adapters.llama.shares import share
+from kvindex_adapters.llama.shards import shard
 from kvindex_adapters.llama.weights import Weights
 
 ROOM = 4096
@@ -128,7 +128,7 @@ def check(together: Together, block: int) -> dict[str, float]:
     whole = weights_of(few, together.g)
     ids = range(5, 5 + TRIED)
     want = token.Plan(few, together.g, whole, dense(together), fused=False).logits(ids).float()
-    shared, found = share(whole, together.ranks()), {}
+    shared, found = shard(whole, together.ranks()), {}
     size = dict(tokens=CHECKED, layers=2, room=64)
     parts: dict[str, Callable[..., token.Plan]] = {
         "heads": lambda k: token.Plan(
@@ -256,7 +256,7 @@ def measured(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
         yield noted()
     if "heads" in given.parts:
         own, geometry = together.own
-        shared = share(weights, together.ranks())
+        shared = shard(weights, together.ranks())
         del weights
         empty()
         workload.free()  # the next rows have other sizes

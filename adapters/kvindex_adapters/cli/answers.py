@@ -164,18 +164,18 @@ def _answer_all(
     length, answers = shared_length(shared), Answers()
     options = _attach_options(engine, request)
     with engine.opened(branch, **_index(request), attach_options=options) as document:
-        held = _loaded(document, request.load_cache, prompts[0][:length])
-        if length - held > 1:
-            progress.update("reading the prompt", 0, length - held)
-            document.read(prompts[0][held:length], _callback(progress, "the prompt"))
-            held = length
+        stored = _loaded(document, request.load_cache, prompts[0][:length])
+        if length - stored > 1:
+            progress.update("reading the prompt", 0, length - stored)
+            document.read(prompts[0][stored:length], _callback(progress, "the prompt"))
+            stored = length
         if request.save_cache:
             document.save(request.save_cache)
-            console.print(f"saved {held} tokens in {str(request.save_cache)!r}", markup=False)
+            console.print(f"saved {stored} tokens in {str(request.save_cache)!r}", markup=False)
         for question, ids in numbered:
             options = document.options(branch=branch)
             generation = _answer_one(
-                engine, tokenizer, ids[held:], request, progress, question, **options
+                engine, tokenizer, ids[stored:], request, progress, question, **options
             )
             answers.append((None if question is None else question[1], generation))
     return answers
@@ -203,17 +203,17 @@ def _loaded(document: Document, folder: Path | None, prompt: Tensor) -> int:
             f"load-cache: got {str(folder)!r}, which does not record its tokens; allowed is a "
             "cache that kvhf.read or kvhf.generate filled"
         )
-    held = common_length([ids, prompt])
-    if held < len(ids) - BORDER or not held:
+    stored = common_length([ids, prompt])
+    if stored < len(ids) - BORDER or not stored:
         raise ValueError(
             f"load-cache: got {str(folder)!r} of {len(ids)} tokens, of which the prompt begins "
-            f"with {held}; allowed is a prompt that begins with all of them (but the last "
+            f"with {stored}; allowed is a prompt that begins with all of them (but the last "
             f"{BORDER}): the same text and the same chat template"
         )
-    if held < len(ids):
-        document.crop(held)
-    console.print(f"loaded {held} tokens in {took:.1f} s", markup=False)
-    return held
+    if stored < len(ids):
+        document.crop(stored)
+    console.print(f"loaded {stored} tokens in {took:.1f} s", markup=False)
+    return stored
 
 
 def _answer_one(

@@ -34,7 +34,7 @@ class DecoderConfig:
     vocabulary: int
     scale: float
 
-    def share(self, ranks: int) -> DecoderConfig:
+    def shard(self, ranks: int) -> DecoderConfig:
         """Return the sizes of one rank's shard of the heads."""
         return replace(self, q_heads=self.q_heads // ranks, kv_heads=self.kv_heads // ranks)
 
@@ -53,7 +53,7 @@ class DecoderConfig:
         )
 
 
-def check_share(config: DecoderConfig, inner: Sequence[int], ranks: int) -> None:
+def check_shards(config: DecoderConfig, inner: Sequence[int], ranks: int) -> None:
     """Raise UnsupportedError if the ranks cannot divide the model evenly.
 
     Args:

@@ -31,7 +31,7 @@ class DenseAttention:
         # state of captured steps
         self._kernels = False  # whether Triton's kernels run them
         self._count = self._starts = torch.empty(0, dtype=torch.int64)  # [1], [B] on the device
-        self._told = -1  # the value of the device's count that the host expects
+        self._device_count = -1  # the value of the device's count that the host expects
         self._read = 0
         self._reads: object = None  # replaced when captured addresses become invalid
 
@@ -120,9 +120,9 @@ class DenseAttention:
         if not self._length:
             return None
         self._reserve(self._length + 1, self._keys)
-        if self._length != self._told:
+        if self._length != self._device_count:
             self._count.fill_(self._length)
-            self._told = self._length
+            self._device_count = self._length
         # positions that a step reads and masks; Triton's kernels stop at the last token
         read = self._capacity if self._kernels else -(-(self._length + 1) // STEP) * STEP
         if self._reads is None or read != self._read:
@@ -152,7 +152,7 @@ class DenseAttention:
     def count_replay(self) -> None:
         """See `AttentionLayer.count_replay`."""
         self._length += 1
-        self._told += 1
+        self._device_count += 1
 
     def _reserve(self, tokens: int, like: Tensor) -> None:
         """Make room for `tokens` tokens. Buffers that must grow become twice as large."""
@@ -163,7 +163,7 @@ class DenseAttention:
         self._keys, self._values = self._grown(self._keys, like), self._grown(self._values, like)
         self._count = like.new_empty(1, dtype=torch.int64)
         self._starts = like.new_zeros(len(like), dtype=torch.int64)
-        self._told, self._reads = -1, None
+        self._device_count, self._reads = -1, None
         self._kernels = like.is_cuda and find_spec("triton") is not None
         if self._valid is not None:
             self._valid = self._all_valid(self._valid)

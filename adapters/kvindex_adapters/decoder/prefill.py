@@ -21,11 +21,11 @@ from kvindex_adapters.decoder import layers
 from kvindex_adapters.decoder.config import DecoderConfig
 from kvindex_adapters.llama.weights import Weights
 
-Told = Callable[[layers.Attention, int, int], None]
+OnChunk = Callable[[layers.Attention, int, int], None]
 """Called after a layer has read a chunk: its attention, the chunk's first and end position."""
 
 
-class AtHand:
+class PromptLayer:
     """An attention layer without tokens, and a buffer with the keys and values of its prompt."""
 
     def __init__(self, layer: AttentionLayer, buffer: Rows) -> None:
@@ -65,9 +65,9 @@ def read_by_layer(
     ids: Tensor,
     padding: Tensor,
     longest: int,
-    pieces: Sequence[tuple[int, int]],
+    chunks: Sequence[tuple[int, int]],
     attentions: Sequence[layers.Attention],
-    told: Told,
+    on_chunk: OnChunk,
 ) -> Tensor:
     """Append a prompt to layers that have no tokens.
 
@@ -77,9 +77,9 @@ def read_by_layer(
         ids: Int64 `[B, N]`.
         padding: Number of padded tokens on the left of each sequence, int64 `[B, 1]`.
         longest: Largest number in `padding`.
-        pieces: First and end position of each chunk, in order.
+        chunks: First and end position of each chunk, in order.
         attentions: One per layer.
-        told: Called after each chunk of each layer.
+        on_chunk: Called after each chunk of each layer.
 
     Returns:
         Logits `[B, V]` after the last token.
@@ -90,15 +90,15 @@ def read_by_layer(
         reader = attention
         if isinstance(attention, AttentionLayer) and has_plain_steps(attention):
             buffer = buffer or _buffer(config, hidden)
-            reader = AtHand(attention, buffer)
-        for start, end in pieces:
+            reader = PromptLayer(attention, buffer)
+        for start, end in chunks:
             positions, valid = torch.arange(start, end, device=ids.device) - padding, None
             if start < longest:
                 valid, positions = positions >= 0, positions.clamp_min(0)
             angles = weights.rotary.at(positions, hidden.dtype)
             some = hidden[:, start:end]
             layers.add_block(some, layer, reader, angles, config.head_dim, valid)
-            told(attention, start, end)
+            on_chunk(attention, start, end)
         if before is not None:
             before.settle()
         before = attention if isinstance(attention, AttentionLayer) else None

@@ -17,14 +17,14 @@ from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
 from kvindex_adapters.common.layer_options import Ropes
-from kvindex_adapters.decoder.config import DecoderConfig, check_share
+from kvindex_adapters.decoder.config import DecoderConfig, check_shards
 from kvindex_adapters.decoder.quantized import PLAIN, quantize
 from kvindex_adapters.hf.model.llama_family import check_modules
 from kvindex_adapters.hf.model.module_state import ModuleState
 from kvindex_adapters.hf.model.rotary import rotary_frequencies
 from kvindex_adapters.llama.fused import Fused
 from kvindex_adapters.llama.heads import HeadRanks
-from kvindex_adapters.llama.shares import share
+from kvindex_adapters.llama.shards import shard
 from kvindex_adapters.llama.weights import Weights, read_weights
 
 _version = attrgetter("_version")
@@ -59,8 +59,8 @@ class Reading:
             inner = [len(layer.gate.weight) for layer in made.layers]
             own = {"inner": inner, "hidden": read.embedding.shape[1], "dtype": str(model.dtype)}
             ranks.check_same("heads", {**vars(config), **own, "weights": weights})
-            check_share(config, inner, ranks.count)
-            made, config = share(made, ranks), config.share(ranks.count)
+            check_shards(config, inner, ranks.count)
+            made, config = shard(made, ranks), config.shard(ranks.count)
             ropes = {n: None if r is None else r.to(ranks.device) for n, r in ropes.items()}
         self.weights, self.config, self.ropes = made, config, ropes
 

@@ -39,7 +39,7 @@ NEUTRAL: dict[str, Any] = dict(
 )
 """Options of a generation configuration that the decoder lacks -> the value without effect."""
 
-NEUTRAL_DRAWN: dict[str, Any] = dict(
+NEUTRAL_SAMPLED: dict[str, Any] = dict(
     min_p=None, typical_p=1.0, epsilon_cutoff=0.0, eta_cutoff=0.0, top_h=None
 )
 """The same for options that only matter if tokens are sampled."""
@@ -97,12 +97,12 @@ def sampling_like(config: Mapping[str, Any], seed: int = 0) -> Sampling:
     Raises:
         ValueError: An option has an effect in transformers, but not in the decoder.
     """
-    drawn = bool(config.get("do_sample"))
-    for name, neutral in (NEUTRAL | NEUTRAL_DRAWN if drawn else NEUTRAL).items():
+    sampled = bool(config.get("do_sample"))
+    for name, neutral in (NEUTRAL | NEUTRAL_SAMPLED if sampled else NEUTRAL).items():
         value = config.get(name)
         if value is not None and value != neutral:
             raise ValueError(f"{name}: got {value!r}, allowed in the decoder is {neutral!r}")
-    if not drawn:
+    if not sampled:
         return Sampling(seed=seed)
     top_k, top_p = (config.get(name) for name in ("top_k", "top_p"))
     return Sampling(
@@ -126,9 +126,9 @@ class Sampler:
         self, sampling: Sampling, device: torch.device, fused: Fused | None = None
     ) -> None:
         self._sampling = sampling
-        self._likeliest: Callable[[Tensor], Tensor] = partial(torch.argmax, dim=-1)
+        self._most_likely: Callable[[Tensor], Tensor] = partial(torch.argmax, dim=-1)
         if fused is not None:
-            self._likeliest = fused.chooser()
+            self._most_likely = fused.chooser()
         self.generator: torch.Generator | None = None
         if sampling.temperature:
             self.generator = torch.Generator(device).manual_seed(sampling.seed)
@@ -136,16 +136,16 @@ class Sampler:
     def choose(self, logits: Tensor) -> Tensor:
         """Choose the next token, int64 `[B]`, from logits `[B, V]`."""
         if not self._sampling.temperature:
-            return self._likeliest(logits)
+            return self._most_likely(logits)
         scores = logits.float() / self._sampling.temperature
-        scores = keep_likeliest(scores, self._sampling.top_k)
-        scores = keep_nucleus(scores, self._sampling.top_p)
+        scores = keep_top_k(scores, self._sampling.top_k)
+        scores = keep_top_p(scores, self._sampling.top_p)
         # exponential variables with these rates: the smallest is at token i with probability p_i
         times = torch.empty_like(scores).exponential_(generator=self.generator)
         return (scores.softmax(-1) / times.clamp_min(torch.finfo(torch.float32).tiny)).argmax(-1)
 
 
-def keep_likeliest(scores: Tensor, top_k: int | None) -> Tensor:
+def keep_top_k(scores: Tensor, top_k: int | None) -> Tensor:
     """Set all scores `[B, V]` except the `top_k` highest (and their equals) to `-inf`."""
     if top_k is None or top_k >= scores.shape[-1]:
         return scores
@@ -153,12 +153,14 @@ def keep_likeliest(scores: Tensor, top_k: int | None) -> Tensor:
     return scores.masked_fill(scores < least, float("-inf"))
 
 
-def keep_nucleus(scores: Tensor, top_p: float | None) -> Tensor:
+def keep_top_p(scores: Tensor, top_p: float | None) -> Tensor:
     """Keep the fewest highest scores `[B, V]` with probability `top_p` in all; set others to
     `-inf`."""
     if top_p is None or top_p == 1:
         return scores
     ordered, order = scores.sort(dim=-1, descending=True, stable=True)
-    shares = ordered.softmax(-1)
-    dropped = shares.cumsum(-1) - shares >= top_p  # more likely tokens already add up to top_p
+    probabilities = ordered.softmax(-1)
+    dropped = (
+        probabilities.cumsum(-1) - probabilities >= top_p
+    )  # more likely tokens already add up to top_p
     return scores.masked_fill(torch.zeros_like(dropped).scatter(-1, order, dropped), float("-inf"))

@@ -124,19 +124,19 @@ class Session:
         stop = max(N - chunk, 0)
         if self.length and stop == 1:  # a chunk of one token would run as a searching step
             stop = 0
-        pieces = [*chunks(stop, chunk), (stop, N)]
+        parts = [*chunks(stop, chunk), (stop, N)]
         if not self.length:
-            logits = self._read_by_layer(ids, pieces, report)
+            logits = self._read_by_layer(ids, parts, report)
             make_room(self.indexes(), room)
             return logits
-        for start, end in pieces[:-1]:
+        for start, end in parts[:-1]:
             self._read(ids[:, start:end])
-            self._tell(ids[:, start:end])
+            self._observe(ids[:, start:end])
             if report:
                 report("prefill", end, N)
         make_room(self.indexes(), room)
         logits = self._read(ids[:, stop:])
-        self._tell(ids[:, stop:])
+        self._observe(ids[:, stop:])
         return logits
 
     def step(self, tokens: Tensor) -> Tensor:
@@ -151,7 +151,7 @@ class Session:
         with self.exclusive():
             self.token.copy_(tokens[:, None])
             logits = self._read(self.token)
-            self._tell(tokens[:, None])
+            self._observe(tokens[:, None])
             return logits
 
     def agreed(self, tokens: Tensor) -> Tensor:
@@ -275,8 +275,8 @@ class Session:
             f"token: {'one graph' if apart is None else f'op by op ({apart})'}",
             f"attention: full in {layers - len(indexed)} layers, an index in {len(indexed)}",
         ]
-        told = capability(indexed[0].index, Explains) if indexed else None
-        return "\n".join(lines if told is None else [*lines, told.explain()])
+        described = capability(indexed[0].index, Explains) if indexed else None
+        return "\n".join(lines if described is None else [*lines, described.explain()])
 
     def _explained_ranks(self) -> list[str]:
         """Describe which heads this rank has, if there are several ranks."""
@@ -308,12 +308,12 @@ class Session:
     @in_plain_torch
     @torch.no_grad()
     def _read_by_layer(
-        self, ids: Tensor, pieces: Sequence[tuple[int, int]], report: Progress | None
+        self, ids: Tensor, parts: Sequence[tuple[int, int]], report: Progress | None
     ) -> Tensor:
         """Read the first ids, int64 `[B, N]`, layer by layer. Return logits `[B, V]`."""
         N, count, done = ids.shape[1], len(self._attentions), 0
 
-        def told(layer: layers.Attention, start: int, end: int) -> None:
+        def on_chunk(layer: layers.Attention, start: int, end: int) -> None:
             nonlocal done
             if isinstance(layer, AttentionLayer):
                 layer.index.observe_tokens(ids[:, start:end], first=start)
@@ -321,8 +321,8 @@ class Session:
             if report and end == N and done < N * count:
                 report("prefill", done // count, N)
 
-        given = self._weights, self._config, ids, -self._position, self._longest, pieces
-        logits = read_by_layer(*given, self._attentions, told)
+        given = self._weights, self._config, ids, -self._position, self._longest, parts
+        logits = read_by_layer(*given, self._attentions, on_chunk)
         self._position += N
         self.length = N
         return logits
@@ -348,7 +348,7 @@ class Session:
         self.length += T
         return logits
 
-    def _tell(self, ids: Tensor) -> None:
+    def _observe(self, ids: Tensor) -> None:
         """Pass the newest ids, int64 `[B, T]`, to the indexes."""
         for layer in self._indexed():
             layer.index.observe_tokens(ids, first=self.length - ids.shape[1])

@@ -93,18 +93,18 @@ class Weights(Body):
     Args:
         head: The language-model head. It may be the embedding `[V, hidden]` itself (tied weights),
             or a rank's rows.
-        head_is_shared: Whether it has only a rank's rows.
+        head_is_sharded: Whether it has only a rank's rows.
     """
 
     head: Linear
-    head_is_shared: bool = False
+    head_is_sharded: bool = False
 
 
 def whole(logits: Tensor, weights: Weights) -> Tensor:
     """Return logits `[B, V]` from the output of `head`. If each rank has some of its rows, gather
     them."""
     ranks = weights.ranks
-    if ranks is None or not weights.head_is_shared:
+    if ranks is None or not weights.head_is_sharded:
         return logits
     return ranks.gather_logits(logits)
 

@@ -8,7 +8,7 @@ from kvindex_adapters.decoder import Decoder, layers
 from kvindex_adapters.decoder.batch import left_padded
 from kvindex_adapters.decoder.dense import DenseAttention
 from kvindex_adapters.decoder.layers import forward
-from kvindex_adapters.decoder.sampling import keep_likeliest, keep_nucleus
+from kvindex_adapters.decoder.sampling import keep_top_k, keep_top_p
 from kvindex_adapters.llama.rotary import Rotary, rotate
 from kvindex_adapters.llama.weights import Norm, read_weights
 from tests.adapters.decoder.families import FAMILIES, ids_of, model_of
@@ -102,7 +102,7 @@ def test_no_layer_asks_the_device_for_a_number():
         given = ids, ids, [Adds()] * LAYERS, 16, padding
         assert forward(read_weights(model), *given).shape == (2, VOCABULARY)
     logits = torch.zeros(2, VOCABULARY, device="meta")
-    assert keep_nucleus(keep_likeliest(logits, 5), 0.5).shape == (2, VOCABULARY)
+    assert keep_top_p(keep_top_k(logits, 5), 0.5).shape == (2, VOCABULARY)
 
 
 def test_a_norm_and_a_rotation_are_those_of_transformers_to_the_bit():

@@ -41,7 +41,7 @@ def by_chunk(run):
     stop = max(run.ids.shape[1] - CHUNK, 0)
     for start, end in [*chunks(stop, CHUNK), (stop, run.ids.shape[1])]:
         logits = run.session._read(run.ids[:, start:end])
-        run.session._tell(run.ids[:, start:end])
+        run.session._observe(run.ids[:, start:end])
     return logits
 
 

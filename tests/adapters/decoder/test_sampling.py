@@ -6,7 +6,7 @@ from transformers import GenerationConfig
 from transformers.generation import TopKLogitsWarper, TopPLogitsWarper
 
 from kvindex_adapters.decoder import Decoder, Sampling, sampling_like
-from kvindex_adapters.decoder.sampling import Sampler, keep_likeliest, keep_nucleus
+from kvindex_adapters.decoder.sampling import Sampler, keep_top_k, keep_top_p
 from tests.adapters.decoder.families import ids_of, model_of
 
 WARM = Sampling(temperature=0.8, top_k=20, top_p=0.9, seed=3)
@@ -67,10 +67,10 @@ def test_frequencies_are_the_softmax():
 @pytest.mark.parametrize("share", [0.01, 0.3, 0.8, 0.95, 1])
 def test_tokens_are_kept_as_transformers_keeps_them(share):
     scores = torch.randn(4, 101, generator=torch.Generator().manual_seed(0)) * 3
-    ours, theirs = keep_nucleus(scores, share), TopPLogitsWarper(float(share))(None, scores)
+    ours, theirs = keep_top_p(scores, share), TopPLogitsWarper(float(share))(None, scores)
     assert torch.equal(ours.isfinite(), theirs.isfinite())
     for count in (1, 7, 500):
-        kept = keep_likeliest(scores, count)
+        kept = keep_top_k(scores, count)
         assert torch.equal(kept, TopKLogitsWarper(count)(None, scores))
 
 

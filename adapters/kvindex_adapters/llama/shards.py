@@ -12,7 +12,7 @@ from kvindex_adapters.llama.rotary import Rotary
 from kvindex_adapters.llama.weights import LayerWeights, Linear, Norm, Weights
 
 
-def share(weights: Weights, ranks: HeadRanks) -> Weights:
+def shard(weights: Weights, ranks: HeadRanks) -> Weights:
     """Copy this rank's shard of a whole model to the ranks' device, layer by layer.
 
     A shard has consecutive heads. Embedding and norms are whole (and not copied if they are on that
@@ -25,8 +25,8 @@ def share(weights: Weights, ranks: HeadRanks) -> Weights:
     tied = head.weight.data_ptr() == weights.embedding.data_ptr()
     if tied:
         head = Linear(embedding, None if head.bias is None else head.bias.to(device))
-    shared = not len(head.weight) % ranks.count
-    if shared:
+    sharded = not len(head.weight) % ranks.count
+    if sharded:
         head = _rows(head, ranks)
     return Weights(
         embedding=embedding,
@@ -34,7 +34,7 @@ def share(weights: Weights, ranks: HeadRanks) -> Weights:
         layers=tuple(_layer(layer, ranks) for layer in weights.layers),
         norm=_norm(weights.norm, device),
         head=head if tied else _copied(head, device),
-        head_is_shared=shared,
+        head_is_sharded=sharded,
     )
 
 
