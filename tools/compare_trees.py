@@ -62,7 +62,7 @@ class Tree:
     """
 
     def __init__(self, name: str, folder: Path, log: Path, worker: Path = WORKER) -> None:
-        # in the form of sys.path: without "..", and with links unresolved
+        # an absolute path in the form of sys.path: without "..", and with links unresolved
         self.name, self.folder, self.failed = name, Path(os.path.abspath(folder)), ""
         self._log, self._asked = log, ""
         paths = f"{self.folder}{os.pathsep}{self.folder / 'adapters'}"
@@ -95,7 +95,7 @@ class Tree:
         if self.failed:
             return None
         assert self.process.stdout is not None
-        # other lines were printed while modules were imported
+        # skip lines that were printed while modules were imported: they are not JSON
         line = next((line for line in self.process.stdout if line.startswith("{")), None)
         found: dict[str, Any] = json.loads(line) if line else {"error": "its process ended"}
         if "error" in found:

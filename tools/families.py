@@ -180,7 +180,7 @@ def compare(
 
 
 def across(family: str, model: Any, ids: Tensor, found: dict[str, Any]) -> dict[str, Any]:
-    """Add to `found` of an equal family what it crosses with equal logits."""
+    """Test an equal family with a long prompt as well, and add the outcome to `found`."""
     try:
         name, worst = crossed(family, model, ids[0])
     except Exception as error:

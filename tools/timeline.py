@@ -147,7 +147,7 @@ def figures(
         for marks in taken:
             start = marks[begun][marks[begun] > 0].min()
             mine = marks[number]
-            # earlier times are of a previous layer: this layer did not reach the point
+            # earlier times are those of a previous layer, because this layer did not get here
             if len(blocks := mine[mine >= start]):
                 there.append((blocks - start).double() / 1e3)
         if there:

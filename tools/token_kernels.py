@@ -48,7 +48,9 @@ def main() -> None:
     parser.add_argument("--decoder", choices=SHAPES, default="qwen3-8b", help="shape of the model")
     parser.add_argument("--context", type=int, default=32_768, help="tokens that an index stores")
     parser.add_argument("--index", default="pariskv", help="name and options of the index")
-    parser.add_argument("--without-attention", action="store_true", help="leave out attention")
+    parser.add_argument(
+        "--without-attention", action="store_true", help="run the decoder without attention"
+    )
     parser.add_argument(
         "--torch-products", action="store_true", help="use torch's matrix products, not Triton's"
     )

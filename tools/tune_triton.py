@@ -141,13 +141,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--decoder", choices=SHAPES, default="qwen3-8b", help="shape of the model")
     parser.add_argument(
-        "--batch", nargs="+", type=int, default=[1, 2, 4, 8], help="numbers of sequences"
+        "--batch", nargs="+", type=int, default=[1, 2, 4, 8], help="batch sizes to find tiles for"
     )
     parser.add_argument("--weights", choices=WEIGHTS, default=PLAIN, help="precision of weights")
     parser.add_argument(
         "--context", type=int, default=0, help="tokens that an index stores; 0: no attention"
     )
-    parser.add_argument("--rounds", type=int, default=6, help="turns of each tile")
+    parser.add_argument(
+        "--rounds", type=int, default=6, help="number of times that each tile is timed"
+    )
     parser.add_argument("--json", type=output(), help="file for all ratios")
     args = parser.parse_args()
     shape = SHAPES[args.decoder]

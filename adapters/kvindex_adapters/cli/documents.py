@@ -52,7 +52,7 @@ class Document(Protocol):
 
 
 class CacheDocument:
-    """A document in a cache of `attach`."""
+    """A text whose tokens are in a cache of `attach`."""
 
     def __init__(self, model: Any, tokenizer: Any, cache: IndexCache) -> None:
         self._model, self._tokenizer, self._cache = model, tokenizer, cache
@@ -102,7 +102,7 @@ class CacheDocument:
 
 
 class SessionDocument:
-    """A document in a session of the decoder."""
+    """A text whose tokens are in a session of the decoder."""
 
     def __init__(self, decoder: Decoder, session: OpenSession) -> None:
         self._decoder, self._session = decoder, session

@@ -127,7 +127,7 @@ def bars() -> Iterator[Bars]:
         MofNCompleteColumn(),
         TimeElapsedColumn(),
     )
-    # a command's output is its result, not a part of the display
+    # a command's output is its result and not part of the display, so rich must not redirect it
     progress = Display(*columns, console=console, redirect_stdout=False, redirect_stderr=False)
     phases = Bars(progress)
     with progress, watched(phases.clustering):

@@ -123,7 +123,7 @@ class DenseAttention:
         if self._length != self._device_count:
             self._count.fill_(self._length)
             self._device_count = self._length
-        # positions that a step reads and masks; Triton's kernels stop at the last token
+        # number of positions that a step reads and masks (Triton's kernels stop at the last token)
         read = self._capacity if self._kernels else -(-(self._length + 1) // STEP) * STEP
         if self._reads is None or read != self._read:
             self._reads, self._read = object(), read

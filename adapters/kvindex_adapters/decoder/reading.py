@@ -52,7 +52,7 @@ class Reading:
         self.model = None if self._copied else model
         """The model, or None if the weights are copies."""
         self._source, self._facts = ref(model), _facts(read, config, ropes)
-        # a weak key, because the values refer to the model's tensors
+        # the key is weak, because the values refer to the model's tensors
         self._states = WeakKeyDictionary({model: (ModuleState(model), self._versions(model))})
         made = read if weights == PLAIN else quantize(read)
         if ranks is not None:

@@ -160,7 +160,6 @@ def keep_top_p(scores: Tensor, top_p: float | None) -> Tensor:
         return scores
     ordered, order = scores.sort(dim=-1, descending=True, stable=True)
     probabilities = ordered.softmax(-1)
-    dropped = (
-        probabilities.cumsum(-1) - probabilities >= top_p
-    )  # more likely tokens already add up to top_p
+    # tokens are dropped if the more likely ones already add up to top_p
+    dropped = probabilities.cumsum(-1) - probabilities >= top_p
     return scores.masked_fill(torch.zeros_like(dropped).scatter(-1, order, dropped), float("-inf"))

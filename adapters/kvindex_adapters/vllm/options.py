@@ -121,8 +121,8 @@ class Options:
         name, given = parse_spec(self.index)
         if name != INDEX:
             raise ValueError(
-                f"index: got {self.index!r}, allowed is {INDEX!r} with its options: pages are "
-                "shared, and its codes alone are a function of their own block"
+                f"index: got {self.index!r}, allowed is {INDEX!r} with its options: sequences "
+                "share pages, and only its codes depend on nothing but their own block"
             )
         preset = given.pop("preset", None)
         config: ParisKVConfig = make_config(kvindex.get(INDEX), preset, given)

@@ -1,9 +1,10 @@
 """Read and write keys, values and codes in vLLM's pages, by a sequence's block table.
 
-Rows of a block are `[G, tokens, 2 D]`, the key before the value. A record has the codes of 256
-tokens, in the layout of `kvindex.pariskv.block_layout`; the records of a block are `[G, tokens /
-256, bytes]`. A table is int `[blocks]`, the blocks of a sequence in order. A slot is the position
-of a token, `block · tokens + offset` (PagedAttention).
+Rows of a block are `[G, tokens, 2 D]`, the key before the value. A segment is 256 consecutive
+tokens of a block. A record has the codes of a segment, in the layout of
+`kvindex.pariskv.block_layout`; the records of a block are `[G, tokens / 256, bytes]`. A table is
+int `[blocks]`, the blocks of a sequence in order. A slot is the position of a token, `block ·
+tokens + offset` (PagedAttention).
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ def load(model: str, text: str, **options: Any) -> Loaded:
 
 @dataclass(eq=False, repr=False)
 class Measuring:
-    """A model that measures the works of a plan.
+    """A model that measures the units of work of a plan.
 
     Args:
         model: The transformers model.
@@ -65,7 +65,8 @@ class Measuring:
         self._options = functools.cache(options)  # caching a method would make a reference cycle
 
     def measure(self, work: Work) -> Iterator[Measured]:
-        """Yield the records of a work. If an index fails, its last record is the failure."""
+        """Yield the records of a unit of work. If an index fails, its last record is the
+        failure."""
         reading = self._reading(work.reading)
         if not isinstance(reading, InstanceReading | TextReading):
             yield _failure(replace(work.reading, index=None), reading)

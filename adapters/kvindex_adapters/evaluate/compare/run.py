@@ -1,4 +1,4 @@
-"""Run a plan in this process, one work after another."""
+"""Run a plan in this process, one unit of work after another."""
 
 from __future__ import annotations
 

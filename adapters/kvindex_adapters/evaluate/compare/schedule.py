@@ -1,4 +1,4 @@
-"""The works of a plan that have missing records, and how much of them is done."""
+"""The units of work in a plan that have missing records, and how much of them is done."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ alone, relative to an index's answers. They serve only to estimate the time left
 
 @dataclass(frozen=True)
 class Work:
-    """A text or an instance to measure.
+    """A unit of work: a text or a task instance to measure.
 
     Args:
         reading: Key of full attention's record.
@@ -39,14 +39,14 @@ class Work:
 
 
 class Schedule:
-    """The works of a plan that have missing records. Texts come first and are measured alone.
+    """The units of work in a plan that have missing records. Texts come first, measured alone.
 
     Args:
         settings: Settings of the comparison.
         plan: Plan of the comparison.
         records: Records of the comparison.
         on_progress: See `Progress`.
-        jobs: Number of works that are measured in parallel. With several, the longest come first.
+        jobs: Number of units that are measured in parallel. With several, the longest come first.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Schedule:
         self._done, self._total = 0, sum(self._size(key) for work in works for key in work.keys)
 
     def begin(self, works: list[Work]) -> Iterator[Work]:
-        """Yield the works that are still to be done, each when it is requested.
+        """Yield the units of work that are still to be done, each when it is requested.
 
         An index that failed gets no further work of the same length.
         """
@@ -83,7 +83,7 @@ class Schedule:
                 yield Work(work.reading, keys)
 
     def take(self, key: Key, record: Record) -> None:
-        """Store a record, which is a failure or belongs to a work."""
+        """Store a record, which is a failure or belongs to a unit of work."""
         self._records.add(key, record)
         if key.kind == FAILURE:
             self._failed.add((key.index, key.tokens))
@@ -91,7 +91,7 @@ class Schedule:
             self._progress(key, key)
 
     def end(self, work: Work) -> None:
-        """End a work, which yields no more records."""
+        """End a unit of work, which yields no more records."""
         self._progress(work.reading, *(key for key in work.keys if key not in self._records))
 
     def _progress(self, what: Key, *done: Key) -> None:

@@ -73,7 +73,7 @@ class ParallelComparison:
 
 
 def _distribute(schedule: Schedule, works: list[Work], workers: list[_Worker]) -> None:
-    """Give each worker one work at a time, and store the records that the workers send."""
+    """Give each worker one unit of work at a time, and store the records that workers send."""
     left = schedule.begin(works)
     threads = max(torch.get_num_threads() // max(len(workers), 1), 1)
     for worker in workers:
@@ -111,7 +111,7 @@ def _context() -> Any:
 
 
 class _Worker:
-    """A process that measures works, its present work, and a pipe to it."""
+    """A process that measures units of work, its present one, and a pipe to it."""
 
     def __init__(self, number: int, load: Load, settings: Settings, plan: Plan) -> None:
         context = _context()
@@ -124,7 +124,7 @@ class _Worker:
         end.close()
 
     def give(self, work: Work | None, threads: int) -> None:
-        """Let the process measure a work with a number of threads. None gives it nothing to do."""
+        """Let the process measure a unit of work with a number of threads, or nothing for None."""
         self.work = work
         if work is not None:
             with suppress(BrokenPipeError):  # `take` reports the reason
@@ -146,7 +146,7 @@ class _Worker:
 
 
 def _serve(pipe: Connection, number: int, load: Load, settings: Settings, plan: Plan) -> None:
-    """Measure works that come through a pipe, until its other end is closed."""
+    """Measure units of work that come through a pipe, until its other end is closed."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # lets libraries free their resources
     if settings.device == "cuda":  # workers take the GPUs in turn
         torch.cuda.set_device(number % torch.cuda.device_count())
