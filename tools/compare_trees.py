@@ -225,12 +225,12 @@ def compared(result: dict[str, Any]) -> str:
 
 def main(given: list[str] | None = None) -> None:
     """Time the checkouts, write and print the result, and exit with 1 if a checkout failed."""
-    told, trees = arguments(given), []
+    options, trees = arguments(given), []
     try:
-        for name, folder in told.trees.items():
-            log = told.json.with_name(f"{told.json.stem}.{name}.log")
+        for name, folder in options.trees.items():
+            log = options.json.with_name(f"{options.json.stem}.{name}.log")
             trees.append(Tree(name, folder, log))
-        result = compare(trees, told)
+        result = compare(trees, options)
     finally:
         for tree in trees:
             tree.end()

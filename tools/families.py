@@ -97,10 +97,10 @@ def decode(model: Any, ids: Tensor, cache: Any = None, placed: bool = False) -> 
     with torch.no_grad():
         for stop in range(PROMPT, ids.shape[1] + 1):
             mask = torch.ones_like(ids[:, :stop])
-            told: dict[str, Any] = dict(attention_mask=mask, past_key_values=cache, use_cache=True)
+            given: dict[str, Any] = dict(attention_mask=mask, past_key_values=cache, use_cache=True)
             if placed:
-                told["position_ids"] = torch.arange(start, stop)[None]
-            output = model(input_ids=ids[:, start:stop], **told)
+                given["position_ids"] = torch.arange(start, stop)[None]
+            output = model(input_ids=ids[:, start:stop], **given)
             cache, start = getattr(output, "past_key_values", cache), stop
             logits.append(output.logits.float())
     return logits
@@ -120,10 +120,10 @@ def one_graph(model: Any, ids: Tensor) -> str:
     try:
         with kvhf.attach(model, **how) as cache:
             decode(model, ids, cache, placed=True)
-            said = str(cache.report().graph)
+            reported = str(cache.report().graph)
     except Exception as error:
         return spoken(error)
-    return "yes" if CAPTURED in said else said.partition("the last was not: ")[2]
+    return "yes" if CAPTURED in reported else reported.partition("the last was not: ")[2]
 
 
 def difference(some: list[Tensor], others: list[Tensor]) -> float:
@@ -302,8 +302,8 @@ def main() -> int:
     print(f"in {time.perf_counter() - start:.0f} s")
     print(*(f"FAULT {line}" for line in wrong), sep="\n")
     if not options.check and not wrong:
-        kept = {name: stored[name] for name in stored if options.only and name in FAMILIES}
-        families, machine = dict(sorted({**kept, **found}.items())), describe()
+        earlier = {name: stored[name] for name in stored if options.only and name in FAMILIES}
+        families, machine = dict(sorted({**earlier, **found}.items())), describe()
         RESULTS.write_text(
             json.dumps({"machine": machine, "families": families}, indent=1) + "\n",
             encoding="utf-8",

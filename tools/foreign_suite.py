@@ -85,7 +85,7 @@ class Suite:
         from tests.causal_lm_tester import CausalLMModelTest
         from tests.generation.test_utils import GenerationTesterMixin
 
-        kept = []
+        selected = []
         for item in items:
             if item.name not in vars(GenerationTesterMixin):
                 continue
@@ -95,8 +95,8 @@ class Suite:
                 self.leave_out(item.nodeid, reason)
             else:
                 adapt(item.cls, self.cache_class)
-                kept.append(item)
-        items[:] = kept
+                selected.append(item)
+        items[:] = selected
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_call(self, item: pytest.Item) -> Iterator[None]:
@@ -149,10 +149,10 @@ class Suite:
             plain, stack = copy.deepcopy(model), ExitStack()
             cache = stack.enter_context(self.attach(model))
             self.open[id(model)] = stack, cache
-        held = {} if past is None else {"past_key_values": past}
+        cached = {} if past is None else {"past_key_values": past}
         state, self.inside = torch.get_rng_state(), True
         try:
-            expected = self.generate(plain, *args, **kwargs, **held)
+            expected = self.generate(plain, *args, **kwargs, **cached)
             torch.set_rng_state(state)
             output = self.generate(model, *args, **kwargs, past_key_values=cache)
         finally:
@@ -207,8 +207,8 @@ def lengths(check: Callable[..., None], cache_class: type) -> Callable[..., None
         caches = [one for one in (*args, *kwargs.values()) if isinstance(one, cache_class)]
         if not caches:
             check(self, *args, **kwargs)
-        told = set().union(*(cache.lengths() for cache in caches), {kwargs.get("seq_length")})
-        assert len(told - {None}) <= 1, f"caches hold {told} tokens"
+        found = set().union(*(cache.lengths() for cache in caches), {kwargs.get("seq_length")})
+        assert len(found - {None}) <= 1, f"caches contain {found} tokens"
 
     return checked
 

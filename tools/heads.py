@@ -13,9 +13,9 @@ def add_heads(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kv-heads", type=int, default=workload.G, help="KV heads of the layer")
 
 
-def refuse_heads(parser: argparse.ArgumentParser, told: argparse.Namespace) -> None:
+def refuse_heads(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     """Exit with a message if no layer can have these heads."""
-    q_heads, kv_heads = told.q_heads, told.kv_heads
+    q_heads, kv_heads = options.q_heads, options.kv_heads
     if kv_heads < 1 or q_heads < kv_heads or q_heads % kv_heads:
         allowed = f"a multiple of kv-heads = {kv_heads}, both at least 1"
         parser.error(f"q-heads: got {q_heads}, allowed is {allowed}")

@@ -116,13 +116,13 @@ def work_of(name: str, tokens: int, keys: int) -> Callable[[], Any]:
         work, numbers = workload.Layers(g, name, "host", tokens=tokens), count()
         return lambda: (work.ask(next(numbers)), work.run())  # the cache has no row
     some = keys if name == "append" else 256
-    drawn = next(workload.tokens_of(g, 0, 1, some, some))
+    rows = next(workload.tokens_of(g, 0, 1, some, some))
     index = workload.created(g, "pariskv", store="device" if name == "append" else "host")
 
     def append() -> None:
         if name == "append":
             index.reset()
-        index.append(*drawn)
+        index.append(*rows)
 
     return append
 

@@ -181,25 +181,25 @@ def shown(result: dict[str, Any]) -> str:
 
 def main(given: list[str] | None = None) -> None:
     """Check, measure, write and print."""
-    told = arguments(given)
-    g = replace(workload.geometry("cuda"), q_heads=told.q_heads, kv_heads=told.kv_heads)
+    options = arguments(given)
+    g = replace(workload.geometry("cuda"), q_heads=options.q_heads, kv_heads=options.kv_heads)
     names = "tokens", "rows", "q_heads", "kv_heads", "decoder", "index", "hit_rate"
-    result = {name: getattr(told, name) for name in names}
-    result |= {"replays": told.replays, "machine": describe("cuda")}
+    result = {name: getattr(options, name) for name in names}
+    result |= {"replays": options.replays, "machine": describe("cuda")}
     with torch.no_grad():
-        if told.decoder:
-            shape = SHAPES[told.decoder]
+        if options.decoder:
+            shape = SHAPES[options.decoder]
             g = shape.geometry(g.dtype, "cuda")
-            token.check(shape, g, told.index)
-            of = told.index, told.tokens, told.hit_rate, told.replays
+            token.check(shape, g, options.index)
+            of = options.index, options.tokens, options.hit_rate, options.replays
             result |= measure_token(shape, g, *of)
         else:
-            result["check"] = check(g, told.index)
-            work = Layers(g, told.index, told.rows, tokens=told.tokens, layers=16)
+            result["check"] = check(g, options.index)
+            work = Layers(g, options.index, options.rows, tokens=options.tokens, layers=16)
             work.fill()
-            before = partial(work.ask, hit_rate=told.hit_rate)
-            result |= measure(work, before, told.replays, GraphTimer(told.replays))
-    write_json(told.json, result)
+            before = partial(work.ask, hit_rate=options.hit_rate)
+            result |= measure(work, before, options.replays, GraphTimer(options.replays))
+    write_json(options.json, result)
     print(shown(result))
 
 

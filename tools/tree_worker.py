@@ -58,8 +58,8 @@ class Bench:
         wrong."""
         self.tokens, self.works = tokens, {}
         workload.free()
-        g, share = self.geometry, 0.4 / self.trees
-        layers = workload.layers_that_fit(g, tokens, self.batch, self.layers, share) or 1
+        g, fraction = self.geometry, 0.4 / self.trees
+        layers = workload.layers_that_fit(g, tokens, self.batch, self.layers, fraction) or 1
         sizes = dict(tokens=tokens, batch=self.batch, layers=layers, **self.sizes)
         for place in dict.fromkeys(p.replace("cached", "host") for p in places):
             if place in ("host", "device"):
