@@ -68,7 +68,7 @@ def commands():
 def follow(command, folder, capsys):
     """Return what a command of the page prints."""
     if command == "pip install -e .":
-        return ""  # as `folder` has it
+        return ""  # installed by `folder`
     if command == "kvindex indexes":
         return ran(folder, [sys.executable, "-c", COMMAND, "indexes"])
     assert command.startswith("python -m kvindex.testing "), command
@@ -101,7 +101,7 @@ def test_the_python_runs_in_order(installed, capsys, monkeypatch):
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda name: build("llama"))
     torch.manual_seed(0)
     names, count = {"__name__": "page"}, 0
-    monkeypatch.setitem(sys.modules, "page", type(sys)("page"))  # where dataclasses look
+    monkeypatch.setitem(sys.modules, "page", type(sys)("page"))  # dataclasses look modules up here
     for before, language, code in BLOCKS:
         if language == "python" and not before.endswith("`:"):
             exec(compile(code, f"{PAGE[:20]!r}…", "exec"), names)

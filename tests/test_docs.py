@@ -216,7 +216,7 @@ def missing(page):
 
 @pytest.mark.skipif(not TREE, reason="no checkout of git")
 @pytest.mark.parametrize(
-    "path",  # of changes past, and of files that a reader makes
+    "path",  # past changes, and files that readers make
     [path for path in PAGES if path.name not in ("CHANGELOG.md", "adding-an-index.md")],
     ids=lambda path: str(path.relative_to(ROOT)),
 )

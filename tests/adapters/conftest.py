@@ -29,7 +29,7 @@ def in_memory(path, mode="r", dtype=np.uint8):
 @pytest.fixture(params=DEVICES)
 def device(request, monkeypatch):
     """Device of the model. On a CPU the kernels are emulated, and must be requested."""
-    if request.param == "cpu":  # as on a GPU, whose host must not ask
+    if request.param == "cpu":  # as on a GPU, where the host must not read
         monkeypatch.setattr(ParisKV, "_defers", True)
         monkeypatch.setattr("kvindex.core.check.finite", lambda *_: None)
     with on(request.param):

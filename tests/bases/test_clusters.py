@@ -15,7 +15,7 @@ from tests.support.helpers import Case, all_rows, left_padding, part, sampled
 
 CASE = Case(q_heads=2, kv_heads=2, head_dim=16, value_dim=8, batch=2)
 SMALL = dict(block=8, per_cluster=4)
-OWN = dict(segment=16, block_clusters=2)  # where an index has them
+OWN = dict(segment=16, block_clusters=2)  # for indexes with these options
 NAMES = [name for name in kvindex.names() if issubclass(kvindex.get(name), ClusteredIndex)]
 
 

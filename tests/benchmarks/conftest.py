@@ -40,7 +40,7 @@ def tiny(tmp_path, monkeypatch):
 @pytest.fixture
 def tiny_decoder(small, tmp_path, monkeypatch):
     """Return arguments of a shape of one layer, whose steps are captured as on a GPU."""
-    monkeypatch.setattr(ParisKV, "_defers", True)  # as on a GPU, whose host must not ask
+    monkeypatch.setattr(ParisKV, "_defers", True)  # as on a GPU, where the host must not read
     monkeypatch.setattr("kvindex.core.check.finite", lambda *_: None)
     for module in (token, layer_options):
         monkeypatch.setattr(module, "default_placement", lambda *_: {"backend": "cuda"})

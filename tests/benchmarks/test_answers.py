@@ -61,7 +61,7 @@ def test_a_run_that_ended_early_is_told_of_the_prompts_that_all_have_answered(an
     assert {row["index"] for row in found["accuracy"]} == {FULL, "pariskv", "quest"}
     counts = {row["count"] for row in found["accuracy"] if row["task"] is row["tokens"] is None}
     assert len(counts) == 1
-    assert "deep" not in found["tasks"]  # which nobody has answered at each k
+    assert "deep" not in found["tasks"]  # no index has answered it at each k
     with pytest.raises(
         ValueError, match=r"index: got \['nobody'\], allowed are those with answers"
     ):

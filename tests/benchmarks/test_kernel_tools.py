@@ -51,7 +51,7 @@ def test_a_step_is_stamped_where_it_runs(small, tmp_path, monkeypatch):
     timeline = tool("timeline")
     work = workload.Layers(SMALL, "pariskv", "device", tokens=600, layers=2, **SIZES)
     want = work.answers()
-    monkeypatch.setattr(emulator, "_folder", lambda: tmp_path)  # of use once
+    monkeypatch.setattr(emulator, "_folder", lambda: tmp_path)  # a folder for this test alone
     capture = partial(SimpleNamespace)
     found = timeline.measure(work, work.ask, 2, timed, lambda run: capture(replay=run))
     assert torch.equal(want, work.answers())
@@ -65,7 +65,7 @@ def test_a_step_is_stamped_where_it_runs(small, tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_a_step_is_stamped_inside_a_token(tiny_decoder, tmp_path, monkeypatch):
     timeline, shape = tool("timeline"), shapes.SHAPES["tiny"]
-    monkeypatch.setattr(emulator, "_folder", lambda: tmp_path)  # of use once
+    monkeypatch.setattr(emulator, "_folder", lambda: tmp_path)  # a folder for this test alone
     of = shape, shape.geometry(torch.float32, "cpu"), "pariskv", 520, 0.9, 2
     found = timeline.measure_token(*of) | {"decoder": "tiny"}
     kernels = dict.fromkeys(point["kernel"] for point in found["points"])

@@ -95,7 +95,7 @@ def test_what_another_plan_has_launched_is_in_no_turn(plan):
     """It counts neither as existing tokens nor as time for which this plan waits."""
     one, device = plan(None), Ring.device
     for _ in range(10):
-        device.launch()  # another plan's
+        device.launch()  # a token of another plan
     start = time.perf_counter()
     found = one.turn(COUNT)
     took, counted = time.perf_counter() - start, sum(found["between_ms"]) / 1e3
@@ -106,7 +106,7 @@ def test_marks_begin_with_nothing_under_way(monkeypatch):
     device, marks = Device(), attached.Marks()
     monkeypatch.setattr(attached, "drained", device.wait)
     marks.put(None)  # the prompt
-    ends = [device.launch() for _ in range(6)]  # more than the first token, which is read at once
+    ends = [device.launch() for _ in range(6)]  # the first token is read immediately
     marks.put(None)
     assert time.perf_counter() >= ends[-1]
     for _ in range(3):

@@ -313,7 +313,7 @@ def test_a_deferred_error_comes_at_the_next_call_that_waits(place, call, monkeyp
     with pytest.raises(ValueError, match=r"keys: got .* what is not, allowed is a finite number"):
         getattr(index, call)(*argument)
     assert len(index) == 52 * 20
-    index.state_dict()  # only once
+    index.state_dict()  # the error is raised only once
 
 
 @pytest.mark.parametrize("place", PLACES)

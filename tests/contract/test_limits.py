@@ -219,7 +219,7 @@ def test_reads_run_beside_reads_and_nothing_beside_a_change(gate, first, second,
     assert message.startswith(f"{second}: got a call while another thread's") == refused
     assert not isinstance(outcome, Exception)
     assert len(index) == 30 + 3 * (first == "append")
-    index.append(*CASE.tokens(3))  # nobody is in the way any more
+    index.append(*CASE.tokens(3))  # no other thread is in a call
 
 
 def test_searches_beside_one_another_make_an_index_of_faiss_once(monkeypatch):

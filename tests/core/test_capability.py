@@ -50,7 +50,7 @@ NOT_PASSED_ON = {
     *((name, step) for name in CLASSES for step in (DecodesStep, CapturesStep)),
     *((name, step) for name in CLASSES for step in (JoinsBatch, SearchesShare)),
     ("recall", AppendsAsync),  # the exact copy's append is part of the same change
-    ("recall", ExpandsBatch),  # what a view finds would not be counted
+    ("recall", ExpandsBatch),  # hits of a view would not be counted
     ("reuse", ExpandsBatch),  # a step may find what the one before found
     # an append and a search are calls of all ranks together
     *(("sharded", together) for together in (AppendsAsync, ExpandsBatch)),
@@ -116,7 +116,7 @@ def test_a_wrapper_has_what_it_and_its_inner_index_have(name, wanted):
         wrapper = CLASSES[name](able({wanted}))
         passed = (name, wanted) not in NOT_PASSED_ON
         assert wrapper.capability(wanted) is (wrapper if passed else None)
-        twice = Wrapper(wrapper)  # of a wrapper, too
+        twice = Wrapper(wrapper)  # also around a wrapper
         assert twice.capability(wanted) is (twice if passed else None)
     wrapper = CLASSES[name](able({}))
     own = (name, wanted) in ONLY_ITS_OWN
@@ -128,7 +128,7 @@ def test_the_instance_answers():
     exact, reuse = case.index("exact"), case.index("exact+reuse")
     assert exact.capability(ExpandsBatch) is exact
     assert reuse.capability(ExpandsBatch) is None
-    assert exact.capability(AppendsAsync) is None  # its class has the method
+    assert exact.capability(AppendsAsync) is None  # though its class has the method
     assert exact.capability(Attends) is None
     pariskv = case.index("pariskv")
     assert pariskv.capability(Attends) is None  # kernels are not there

@@ -100,7 +100,7 @@ def test_a_call_that_is_refused_disturbs_the_first_at_none_of_its_lines(first, s
     errors, stops = getattr(one, first)(during)
     assert errors[0].startswith(f"{second}: got a call while another thread's is under way")
     assert len(nested) == len(names) * stops > 5
-    getattr(one, second)()  # nobody is inside any more
+    getattr(one, second)()  # no call is in progress
     with ThreadPoolExecutor(1) as other:
         other.submit(getattr(one, second)).result()
 
@@ -148,7 +148,7 @@ def test_a_thread_that_reads_may_be_alone_once_the_others_have_left():
         go.set()
         assert other.result()
         one.append(one.search)
-        with ThreadPoolExecutor(1) as third:  # it reads still
+        with ThreadPoolExecutor(1) as third:  # the second thread is still reading
             assert third.submit(one.search).exception() is None
             assert isinstance(third.submit(one.append).exception(), RuntimeError)
 

@@ -90,7 +90,7 @@ def test_queries_of_tokens_that_were_cut_off_are_forgotten():
     index, blind = CASE.index("actqkv", page=4), CASE.index("actqkv", page=4)
     index.append(keys, values)
     blind.append(keys[:, :, :30], values[:, :, :30])
-    index.observe_queries(queries, torch.arange(40))  # those from 32 on make the window
+    index.observe_queries(queries, torch.arange(40))  # queries from 32 on form the window
     index.truncate(30)
     got, want = (each.search(queries[:, :, -1], k=9) for each in (index, blind))
     assert torch.equal(got.ids, want.ids)

@@ -143,7 +143,7 @@ def test_a_radius_of_a_short_type_is_around_the_center_that_is_kept():
     case = Case(q_heads=2, kv_heads=2, head_dim=64, dtype=torch.bfloat16)
     keys, values = case.tokens(96)
     index = case.index("arkvale", volume="ball", radius="max")
-    index.append(keys + 100, values[..., :16])  # where bfloat16 is coarse
+    index.append(keys + 100, values[..., :16])  # keys for which bfloat16 is coarse
     center, radius = (index._codes[name].float() for name in ("center", "radius"))
     far = ((keys + 100).float().unflatten(2, (3, 32)) - center[:, :, :, None]).norm(dim=-1)
     assert (far <= radius * (1 + 1e-6)).all()

@@ -84,7 +84,7 @@ def test_keys_appended_later_take_their_places_in_every_list():
     for start, stop in ((N, N + 1), (N + 1, 80), (80, 90)):
         index.append(*part(tokens, start, stop))
     assert_lists_as_literal(index, tokens[0], prompt(case)[:, :, -4:], 20)
-    index.truncate(70)  # what the newest had displaced is back
+    index.truncate(70)  # displaced entries are back
     assert_lists_as_literal(index, tokens[0][:, :, :70], prompt(case)[:, :, -4:], 20)
 
 
@@ -202,7 +202,7 @@ def test_a_key_from_the_generation_is_found_unless_stale(between):
     for stale in (False, True):
         index, queries = built(rho=6, stale=stale), CASE.queries()
         if between:
-            step(index, CASE, queries)  # its list waits, and must see the key too
+            step(index, CASE, queries)  # the waiting list must get the key too
         keys = 4 * queries.unflatten(1, (2, 3))[:, :, :1]
         index.append(keys, torch.zeros(2, 2, 1, 8))
         found.append((step(index, CASE, queries).ids == N).any(-1).all().item())
@@ -257,7 +257,7 @@ def test_queries_of_a_sequence_that_was_cut_go():
     index, queries = CASE.index("ctkvr", rho=6), prompt()
     index.append(*CASE.tokens(N))
     index.observe_queries(prompt(seed=1), torch.arange(N))
-    index.observe_queries(queries[:, :, 10:], torch.arange(10, N))  # again from 10 on
+    index.observe_queries(queries[:, :, 10:], torch.arange(10, N))  # observed again from 10 on
     index.end_prompt()
     assert torch.equal(index._learned["centroids"].flatten(1, 2), queries[:, :, -4:])
 

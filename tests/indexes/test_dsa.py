@@ -79,7 +79,7 @@ def test_a_score_is_off_by_what_the_keys_codes_are(seed):
     for index in (coded, plain):
         index.append(keys, values)
     sizes = queries.norm(dim=-1).reshape(2, 2, 2).sum(-1)
-    scale = keys.norm(dim=-1) / 448  # of the rotated key's largest coordinate at most
+    scale = keys.norm(dim=-1) / 448  # bound by the rotated key's norm
     off = (of_all(coded, queries, 25) - of_all(plain, queries, 25)).abs()
     bound = keys.norm(dim=-1) / 16 + 32**0.5 * scale * 2**-10
     assert (off <= sizes[..., None] * bound + 1e-4).all()

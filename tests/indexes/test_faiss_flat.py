@@ -170,7 +170,7 @@ def test_bytes():
     pytest.importorskip("faiss", reason="needs faiss-cpu")
     index = ONE.index("faiss-flat")
     index.append(*ONE.tokens(30), valid=left_padding([10, 0], 30))
-    assert index.nbytes()["codes"] == 2 * 50 * 64 + 60  # and the flags of padding
+    assert index.nbytes()["codes"] == 2 * 50 * 64 + 60  # plus the flags of padding
     assert index.bytes_per_key() == {"kept": 64, "scanned": 64}
 
 
@@ -250,12 +250,12 @@ def test_on_a_gpu_a_search_is_on_the_current_stream(spec, faiss_gpu):
         queries = torch.zeros_like(asked)
         for _ in range(20):
             wide = (wide @ wide).tanh()
-        queries.copy_(asked + 0 * wide[0, 0])  # late
+        queries.copy_(asked + 0 * wide[0, 0])  # written late
         got = index.search(queries, k=20)
         ids = got.ids.clone()
     side.synchronize()
     assert torch.equal(ids, want.ids)
-    again = index.search(asked, k=20)  # and back on the default stream
+    again = index.search(asked, k=20)  # back on the default stream
     assert torch.equal(again.ids, want.ids)
 
 

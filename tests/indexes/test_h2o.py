@@ -169,7 +169,7 @@ def test_a_further_prompt_counts_causally():
     index.append(*part(CASE.tokens(N + STEPS), N, N + 3))
     index.observe_queries(sequence()[:, :, N : N + 3], torch.arange(N, N + 3))
     for step in range(3):
-        stepped(one_by_one, step)  # nothing is dropped
+        stepped(one_by_one, step)  # no row is dropped yet
     known = index._learned["ids"]
     assert (known[..., -1] == N + 2).all()
     last = index._learned["scores"][..., -1], one_by_one._learned["scores"][..., -1]

@@ -139,7 +139,7 @@ def test_what_was_seen_of_a_sequence_that_was_cut_is_forgotten():
     assert (marks[:, :, :20] > NONE).all()
     assert (marks[:, :, 20:30] == NONE).all()
     observe_queries(index, queries, 30, 60)
-    observe_queries(index, queries, 30, 40)  # again from 30 on
+    observe_queries(index, queries, 30, 40)  # observed again from 30 on
     assert index._positions.tolist() == list(range(30, 40))
 
 
@@ -162,7 +162,7 @@ def test_in_a_layer_every_key_is_scored_and_few_queries_are_kept():
         layer.step(queries[:, :, some], keys[:, :, some], values[:, :, some])
         if stop > 50:
             assert len(index._positions) <= 6 + 4 + 1
-    marks = index._codes["marks"].flatten(2, 3)[:, :, : len(index) - 2]  # but the sink
+    marks = index._codes["marks"].flatten(2, 3)[:, :, : len(index) - 2]  # without the sink
     assert len(index) > 70
     assert (marks > NONE).all()
 

@@ -13,7 +13,7 @@ from tests.support.helpers import Case, assert_well_formed, join, left_padding, 
 CASE = Case(q_heads=3, kv_heads=1, head_dim=8, value_dim=8)
 FEW = dict(bits=2, tables=8)  # most keys are candidates of some seeds and not of others
 SEEDS, N = 400, 24
-SIGMAS = 4.5  # of a mean over seeds: 7 in a million, for each of the figures compared
+SIGMAS = 4.5  # standard errors of a mean over seeds: 7 in a million per compared number
 SIZES = [(k, c) for k in (1, 2, 5, 10, 15) for c in (2, 3, 9, 150)]
 
 

@@ -199,8 +199,8 @@ def test_recall_on_random_keys_rises_with_beta(dim):
         index.append(keys, values)
         recalls.append(recalled(index.search(case.queries(), k=50), true))
     assert recalls == sorted(recalls)
-    assert recalls[0] > 0.15  # at random: .05
-    assert recalls[-1] > 0.85  # what 4 bits per coordinate can rank
+    assert recalls[0] > 0.15  # 0.05 by chance
+    assert recalls[-1] > 0.85  # the limit of 4 bits per coordinate
 
 
 @pytest.mark.parametrize("heads", [1, 3])

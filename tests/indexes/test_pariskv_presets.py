@@ -66,7 +66,7 @@ def test_a_constant_added_to_all_keys_changes_no_ranking(preset):
 def test_scaling_all_keys_by_a_power_of_two_changes_no_hit(preset, power):
     keys, values = CASE.tokens(300)
     plain, scaled = filled(preset, keys, values), filled(preset, keys * 2.0**power, values)
-    queries = CASE.queries()  # of half the norm for twice the keys: the same shares
+    queries = CASE.queries()  # half the norm for twice the keys: equal weights
     same = plain.search(queries, k=20), scaled.search(queries * 2.0**-power, k=20)
     assert torch.equal(same[0].ids, same[1].ids)
     assert torch.equal(same[0].scores, same[1].scores)
@@ -176,7 +176,7 @@ def test_zeros_and_a_token_alone_are_found_like_any_others():
     hits = index.search(CASE.queries(), k=10)
     assert (hits.ids >= 5).float().mean() > 0.9
     alone = made("fast")
-    alone.append(keys[:, :, :1], values[:, :, :1])  # its own center: nothing is left to code
+    alone.append(keys[:, :, :1], values[:, :, :1])  # a single key is its own center
     assert (alone.search(CASE.queries(), k=1).ids == 0).all()
     shares = alone.search(CASE.queries(), k=1, coverage=0.5)
     torch.testing.assert_close(shares.coverage, torch.ones(2, 4))
@@ -206,7 +206,8 @@ def test_norms_that_drift_after_the_prompt_cost_nothing(preset, times):
         index.append(keys[:, :, :100] / factor, values[:, :, :100])
         index.append(keys[:, :, 100:], values[:, :, 100:])
         hits = index.search(CASE.queries(), k=140).ids.flatten(0, 1).tolist()
-        best = [[i for i in row if i >= 100][:40] for row in hits]  # the first may be larger
+        # the first 100 keys may score higher
+        best = [[i for i in row if i >= 100][:40] for row in hits]
         pairs = zip(best, true.flatten(0, 1).tolist(), strict=True)
         found[factor] = sum(len({*got} & {*want}) for got, want in pairs) / (4 * 20)
     assert found[1.0] > 0.85

@@ -8,7 +8,7 @@ from tests.support.helpers import Case, assert_same_hits, left_padding
 
 CASE = Case(q_heads=2, kv_heads=2, head_dim=16, value_dim=8, batch=2)
 GROUPS = Case(q_heads=6, kv_heads=2, head_dim=16, value_dim=8, batch=2)
-TRAINED = dict(subspaces=4, bits=3)  # more keys than centroids, whatever the contract appends
+TRAINED = dict(subspaces=4, bits=3)  # fewer centroids than keys in every check
 
 
 def whole(case, count, *, seed=0):
@@ -68,7 +68,7 @@ def test_a_few_distinct_keys_are_found_however_often_they_occur():
 
 def test_each_code_is_the_nearest_centroid():
     index = CASE.index("pqcache", **TRAINED)
-    for seed in (0, 1):  # those that taught the centroids, and later ones
+    for seed in (0, 1):  # keys that trained the centroids, and later ones
         index.append(*CASE.tokens(60, seed))
     keys = torch.cat([CASE.tokens(60, seed)[0] for seed in (0, 1)], dim=2)
     books, labels = index._learned["codebooks"].double(), index._codes["labels"]

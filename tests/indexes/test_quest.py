@@ -66,7 +66,8 @@ def test_the_bound_holds_to_rounding_for_short_types(dtype):
     index, queries = case.index("quest"), case.queries()
     index.append(keys, values[..., :16])
     products = keys.double() * queries.double()[:, :, None]
-    slack = 128 * torch.finfo(torch.float32).eps * products.abs().sum(-1)  # of 128 float32 sums
+    # rounding of 128 float32 sums
+    slack = 128 * torch.finfo(torch.float32).eps * products.abs().sum(-1)
     assert (page_bounds(index, queries, 100) + slack >= products.sum(-1)).all()
 
 

@@ -95,7 +95,7 @@ def test_sentences_through_truncation_reordering_and_another_text():
     order = torch.tensor([1, 0, 1])
     index.reorder(order)
     other = text(40, seed=4, rows=3)
-    index.observe_tokens(other[:, :30], first=61)  # some are still to come
+    index.observe_tokens(other[:, :30], first=61)  # some tokens come later
     more = CASE.tokens(40, seed=1, batch=3)
     index.append(*part(more, 0, 12))
     index.append(*part(more, 12, 40))
@@ -300,7 +300,7 @@ def test_what_is_read_before_the_first_append_is_reordered_and_fixes_the_batch()
     assert_as_in_words(index, rows[0], tokens, torch.ones_like(tokens, dtype=torch.bool))
     index.reset()
     assert index._signals.ends.shape == (1, 0)
-    index.mark_boundary()  # of nothing
+    index.mark_boundary()  # a boundary of an empty index
 
 
 def test_what_is_read_of_another_batch_is_forgotten():

@@ -133,7 +133,7 @@ def test_queries_of_a_sequence_that_was_cut_go():
     index = CASE.index("snapkv", **SMALL)
     index.append(*CASE.tokens(N))
     index.observe_queries(prompt(seed=1), torch.arange(N))
-    index.observe_queries(prompt()[:, :, 10:], torch.arange(10, N))  # again from 10 on
+    index.observe_queries(prompt()[:, :, 10:], torch.arange(10, N))  # observed again from 10 on
     index.end_prompt()
     assert kept(index, CASE, 1, 0) == kept(built(), CASE, 1, 0)
 

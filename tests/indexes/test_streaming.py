@@ -9,7 +9,10 @@ from tests.support.helpers import ROUNDED, Case, assert_same_hits, left_padding,
 
 CASE = Case(q_heads=6, kv_heads=2, head_dim=16, value_dim=8, batch=2)
 N = 40
-NOT_BLIND = {"check_a_needle_is_found", "check_ties_go_to_the_lower_id"}  # of rows it dropped
+NOT_BLIND = {
+    "check_a_needle_is_found",
+    "check_ties_go_to_the_lower_id",
+}  # they search for dropped rows
 
 
 def literal(count, sink, latest, pad=0):

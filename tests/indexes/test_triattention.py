@@ -16,7 +16,7 @@ from tests.support.policies import kept
 CASE = Case(q_heads=6, kv_heads=2, head_dim=16, value_dim=8, batch=2)
 N = 40
 SMALL = dict(budget=12, horizon=64)
-HALF = rope(8)  # of 16 coordinates, 8 turn
+HALF = rope(8)  # 8 of 16 coordinates rotate
 
 
 def prompt(case=CASE, count=N, seed=0, frequencies=None):
@@ -236,7 +236,7 @@ def test_bytes_per_key_and_head():
     case = Case(head_dim=128, value_dim=128, dtype=torch.bfloat16)
     index = built(case, budget=10)
     size = index.nbytes()["codes"]
-    center = 2 * 64 * (8 + 4)  # of two heads
+    center = 2 * 64 * (8 + 4)  # bytes for two heads
     assert size == center + 8 + 2 * 10 * 8
     assert index.bytes_per_key()["scanned"] == 10 * (256 + 8) / N
 

@@ -137,7 +137,7 @@ def causal_reference(queries, keys, values, scale=0.3):
 @given(seeds, groups, st.integers(1, 12), dtypes, st.sampled_from(["dense", "by token", "by row"]))
 def test_queries_that_follow_others_attend_as_in_one_piece(seed, group, T, dtype, layout):
     queries, keys, _, _ = problem(seed, group, T=T, dtype=dtype)
-    values = keys.flip(-1)  # as wide as keys, for which torch's kernel tells its sums
+    values = keys.flip(-1)  # equal widths: torch's kernel returns lse
     if layout == "by token":
         queries, keys = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in (queries, keys))
     if layout == "by row":

@@ -92,7 +92,7 @@ def test_the_comparison_with_the_literal_reading_can_fail(broken, monkeypatch):
 @pytest.mark.parametrize(
     ("count", "shares", "want"),
     [
-        (100, (0.2, 0.15), 3),  # in binary 3.0000000000000004
+        (100, (0.2, 0.15), 3),  # 3.0000000000000004 in binary
         (100, (0.25, 0.3), 8),
         (10, (0.1,), 1),
         (30, (0.1,), 3),

@@ -259,7 +259,7 @@ def test_tempered_sums_lack_no_more_than_the_bound(n, k, spread):
         own = spread * numbers
     ids, seeds = torch.arange(n), torch.arange(6_000)[:, None] * 12_345_677
     lacks, error = tempered_bias(own, k, nats(priority.noise(ids, seeds)))
-    assert lacks >= -6 * error  # never too much
+    assert lacks >= -6 * error  # sums are never too large
     assert lacks <= most_tempered_bias(k, n) + 6 * error + 1e-6
     if spread == 0.0 and k > 1:  # equal weights are the worst: there the bound is nearly reached
         assert lacks >= 1 - (k / n) ** (1 / math.sqrt(k)) - 6 * error

@@ -76,7 +76,7 @@ def padded_votes(seed, heads, least, most, share=2):
     return votes, [int(row.sum()) // share for row in valid], valid
 
 
-LEAST = -256 * 127 * 32767 - 2**30  # of signed dots at D = 256 (tests/ops/test_coarse.py)
+LEAST = -256 * 127 * 32767 - 2**30  # least sign product at D = 256 (test_coarse.py)
 
 
 @given(

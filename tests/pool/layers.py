@@ -107,7 +107,7 @@ class LayersMachine(SequencesMachine):
             except MemoryError:
                 assert [len(self.pool[each]) for each in some] == before
                 return
-        assert failing.left > 0  # it did not come to that
+        assert failing.left > 0  # the failing call was not reached
         for i, sequence in enumerate(some):
             self.alone[sequence].step(*(part[i : i + 1] for part in given))
 

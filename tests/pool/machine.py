@@ -112,7 +112,7 @@ class SequencesMachine(RuleBasedStateMachine):
         gone = weakref.ref(self.pool[sequence])
         self.pool.close(sequence)
         del self.alone[sequence]
-        assert gone() is None  # at once, with all that it held alone
+        assert gone() is None  # freed immediately with its own memory
         with pytest.raises(ValueError, match="allowed is one that is open"):
             self.pool.close(sequence)
 

@@ -80,7 +80,8 @@ def test_a_sparse_file_of_8_gib_is_not_read(folder, monkeypatch):
 
 
 def test_a_tensor_of_8_gib_is_not_read_where_none_is_wanted(folder):
-    put(folder, tensors_of(folder) | {"zeros": torch.empty(0, dtype=torch.uint8)})  # the last one
+    # "zeros" is the last tensor
+    put(folder, tensors_of(folder) | {"zeros": torch.empty(0, dtype=torch.uint8)})
     path = folder / TENSORS
     content = path.read_bytes()
     length = int.from_bytes(content[:8], "little")
@@ -135,7 +136,7 @@ def test_rows_that_are_not_numbers_are_refused(spec, row_codec):
     ):
         other.load_state_dict({**state, "rows": rows})
     assert len(other) == 0
-    other = made(spec, row_codec=row_codec, check=False)  # who never looks for NaN does not here
+    other = made(spec, row_codec=row_codec, check=False)  # check=False looks for no NaN here either
     other.load_state_dict({**state, "rows": rows})
 
 

@@ -17,7 +17,7 @@ def bound(numbers, bits):
     grouped = torch.cat([numbers, spare], -1).double().unflatten(-1, (number, size))
     low, high = grouped.amin(-1, keepdim=True), grouped.amax(-1, keepdim=True)
     span = high - low + low.abs() * 2**-7  # low is rounded down to bfloat16
-    step = span / (2**bits - 1) * (1 + 2**-7) + 2**-133  # and the step up
+    step = span / (2**bits - 1) * (1 + 2**-7) + 2**-133  # the step is rounded up
     off = step / 2 + 2**-22 * (low.abs() + high.abs())  # float32
     return off.expand(grouped.shape).flatten(-2)[..., : numbers.shape[-1]]
 

@@ -167,7 +167,7 @@ def test_state_of_values_beside_keys_is_refused():
     with pytest.raises(ValueError, match="value_in_key = None, allowed is True"):
         index.load_state_dict(other.state_dict())
     assert len(index) == 0
-    assert "value_in_key" not in other.recipe()["geometry"]  # as of folders that were saved before
+    assert "value_in_key" not in other.recipe()["geometry"]  # like folders of earlier versions
 
 
 def test_a_pool_forks_and_counts_latents():

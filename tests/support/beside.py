@@ -32,7 +32,7 @@ GEOMETRY = ("q_heads", "kv_heads", "head_dim", "value_dim", "dtype", "softcap", 
 
 
 def beside(case, k=1000, around=None, **sizes):
-    backend = "torch" if case.device == "cpu" else "cuda"  # whose rows lie in blocks: none moves
+    backend = "torch" if case.device == "cpu" else "cuda"  # its rows are in blocks and do not move
     index = Beside(**{name: getattr(case, name) for name in GEOMETRY}, backend=backend)
     index = around(index) if around else index
     return AttentionLayer(index, k=k, **{**SIZES, "update_every": 6, **sizes})

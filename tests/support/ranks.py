@@ -63,7 +63,7 @@ def started(module: str, arguments: list[str], ranks: int, folder: Path) -> list
         for process in processes:
             process.wait(max(end - time.monotonic(), 0))
     except subprocess.TimeoutExpired:
-        pass  # what was under way is the last line that they wrote
+        pass  # their last line names the running case
     finally:
         for process in processes:
             process.kill()
@@ -87,13 +87,13 @@ def main() -> None:
     said: dict[str, str | None] = {}
     cases = found.cases(dist.get_world_size(), bool(every))
     for name, case in cases.items():
-        print(name, file=sys.stderr, flush=True)  # which one was under way, of a run that hangs
+        print(name, file=sys.stderr, flush=True)  # names the running case if a run hangs
         try:
             case()
             said[name] = None
         except Exception:
             said[name] = traceback.format_exc()
-            break  # the others may be elsewhere now
+            break  # other ranks may be in another case now
     print(json.dumps(said), flush=True)
 
 

@@ -79,7 +79,7 @@ def test_sequences_that_are_preempted(stock, searching, watched):
     expected = [tokens(stock, [ids], count=40)[0] for ids in prompts]
     assert tokens(searching, prompts, count=40) == expected
     once = (sum(lengths) + 3 * 39) * SMALL["num_hidden_layers"]
-    assert watched.computed > once  # some again
+    assert watched.computed > once  # some are computed again
 
 
 def test_a_request_that_is_aborted(stock, searching, watched):

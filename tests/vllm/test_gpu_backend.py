@@ -140,7 +140,7 @@ def test_the_engine_decodes_by_the_kernels(emulated_engine, stock):
     assert tokens(emulated_engine, prompts, 8) == tokens(stock, prompts, 8)
     assert Attention.searched - before >= 2 * 4
     start = prompt(600, seed=10)
-    for length in (5, 164):  # the second fills a block as it writes, and searches it
+    for length in (5, 164):  # the second sequence fills a block and searches it
         ids = [start + prompt(length, seed=11 + length)]
         (outcome,) = answers(emulated_engine, ids, 46 if length > 5 else 4)
         expected = tokens(stock, ids, 46 if length > 5 else 4)[0]

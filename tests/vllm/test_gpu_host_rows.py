@@ -45,7 +45,7 @@ def test_as_many_rows_as_there_are_give_the_engines_own_tokens(made, known, text
     prompts = [*known.PROMPTS, *known.SHARED]
     for ids, text in zip(prompts, texts, strict=False):
         assert known.written(mine, [ids]) == [text]
-    # in a batch, preempted, and its prefixes found again
+    # in a batch with preemption and cached prefixes
     assert known.written(mine, known.PROMPTS) == texts[: len(known.PROMPTS)]
     assert known.written(mine, prompts) == texts[: len(prompts)]
 

@@ -19,7 +19,7 @@ def test_first_sequences_of_one_token():
     assert single([0]) == 0
     assert single([0, 1, 2, 5], [False, True, True]) == 1
     assert single([0, 1, 2], [False, False]) == 2
-    assert single([0, 1, 1], [False]) == 1  # the last one is of padding, of which nobody says
+    assert single([0, 1, 1], [False]) == 1  # the last one is padding
 
 
 @given(

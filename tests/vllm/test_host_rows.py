@@ -99,7 +99,7 @@ def test_a_prompt_whose_prefix_comes_in_the_same_step_does_not_search(entered):
     layers = layers_of(config, Attention)
     builder = builder_of(config, layers)
     tables = torch.tensor([[3, 7, 1], [3, 7, 5], [9, 0, 0]]).int()
-    bounds = (512, 513), (0, 513), (0, 7)  # the first finds the second's
+    bounds = (512, 513), (0, 513), (0, 7)  # the first finds the prefix of the second
     slots, counts = slots_of(tables, bounds), [1, 513, 7]
     told = dict(is_prefilling=torch.ones(3, dtype=torch.bool))
     metadata = builder.build(0, common(tables, [513, 513, 7], counts, slots, **told))
@@ -128,7 +128,7 @@ def test_the_engine_decodes_from_rows_on_the_host(emulated_engine, stock):
     assert tokens(emulated_engine, prompts, 8) == tokens(stock, prompts, 8)
     assert Attention.searched >= 2 * 4
     start = prompt(600, seed=10)
-    for length in (5, 164):  # the second fills a block as it writes, and searches it
+    for length in (5, 164):  # the second sequence fills a block and searches it
         ids = [start + prompt(length, seed=11 + length)]
         (outcome,) = answers(emulated_engine, ids, 46 if length > 5 else 4)
         expected = tokens(stock, ids, 46 if length > 5 else 4)[0]

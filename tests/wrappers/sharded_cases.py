@@ -109,7 +109,7 @@ FLAT = Case(q_heads=2, kv_heads=2, batch=2)
 def finds_what_one_process_finds(policy, case):
     one, many = case.index("exact", group=policy), of(case, group=policy)
     tokens, done = case.tokens(103), 0
-    for step, count in enumerate((1, 6, 1, 1, 31, 3, 60)):  # of which some are of one rank alone
+    for step, count in enumerate((1, 6, 1, 1, 31, 3, 60)):  # some appends are of one rank alone
         pads = left_padding([1, 0][: case.batch], 1) if step == 0 else None
         for index in (one, many):
             index.append(*part(tokens, done, done + count), valid=pads)
@@ -291,7 +291,7 @@ def differing_ranks_are_refused():
     policy = "union" if rank == 1 else "mean_share"
     with pytest.raises(ValueError, match=r"got config = .*union.* on rank 1, allowed is what rank"):
         of(SHAPE, group=policy)
-    of(SHAPE)  # and all go on
+    of(SHAPE)  # all ranks continue
 
 
 def wrong_calls_are_refused_everywhere():
@@ -304,7 +304,7 @@ def wrong_calls_are_refused_everywhere():
     with pytest.raises(ValueError, match=r"coverage: got 0.5"):
         AttentionLayer(of(SHAPE), coverage=0.5)
     bad = SHAPE.tokens(20)[0].clone()
-    bad[1, 1, 17, 3] = float("nan")  # of one rank's block
+    bad[1, 1, 17, 3] = float("nan")  # in a block of one rank
     with pytest.raises(ValueError, match="keys: got nan"):
         index.append(bad, SHAPE.tokens(20)[1])
     assert len(index) == 20

@@ -122,7 +122,7 @@ def test_a_boundary_is_marked_before_the_query_that_differs():
     index.append(*CASE.tokens(COUNT))
     queries = CASE.queries()[:, :, None]
     index.observe_queries(queries.expand(-1, -1, 3, -1), torch.arange(3))  # the prompt: no boundary
-    index.observe_queries(queries, torch.tensor([3]))  # as its last query
+    index.observe_queries(queries, torch.tensor([3]))  # equal to its last query
     index.search(CASE.queries(), k=K)
     index.observe_queries(-queries, torch.tensor([4]))
     index.search(-CASE.queries(), k=K)

@@ -110,7 +110,7 @@ def test_what_nobody_attends_to_has_no_weight():
     index = Sharded(CASE.index("exact"))
     index.append(*CASE.tokens(3))
     queries, empty = CASE.queries(), ResidentRows(CASE.index("exact").geometry, 2, 1)
-    index._shard = Shard(1, 2, 256)  # as the rank that has none of them
+    index._shard = Shard(1, 2, 256)  # like the rank without these tokens
     index.inner.reset()
     attended = index.attend(queries, empty, k=4)
     assert attended.lse.isneginf().all()

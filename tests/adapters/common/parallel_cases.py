@@ -134,7 +134,7 @@ def same_logits(one, shared):
 
 def decoder_shares_bytes():
     """FP8 scales are those of whole matrix rows, so the ranks multiply by the same numbers."""
-    if find_spec("triton") is not None:  # which rounds
+    if find_spec("triton") is not None:  # Triton's kernels round
         one, shared = decoders("llama, biases, tied", weights="fp8")
         whole, own = one.weights.layers[0].down, shared.weights.layers[0].down
         assert own.weight.dtype == torch.float8_e4m3fn

@@ -139,7 +139,8 @@ def test_it_retrieves_what_plain_torch_retrieves(device):
     off = (found[0] - found[1]).norm(dim=-1) / found[1].norm(dim=-1)
     assert off.median() < 1e-3
     want = torch.cat(dense_steps(model, inputs, sizes)[1:], dim=1)
-    assert ((found[1] - want).norm(dim=-1) / want.norm(dim=-1)).median() > 1e-2  # few they are
+    # this shows that few rows are used
+    assert ((found[1] - want).norm(dim=-1) / want.norm(dim=-1)).median() > 1e-2
 
 
 def test_generation_through_the_kernels(device):

@@ -49,7 +49,8 @@ def heads_are_one_graph(name, **how):
             where = torch.device(device()).type
             with counted(where, *([WholeGraph] if where == "cpu" else [])) as graphs:
                 got = answers(shared, index, sampling=sampling)
-                assert graphs.replays == 11 - (2 if index else 1)  # which end the prompt, or warm
+                # the other steps end the prompt, or warm up
+                assert graphs.replays == 11 - (2 if index else 1)
             want = answers(one, index, sampling=sampling, graphs=False)
             assert torch.equal(got.answer_ids, want.answer_ids)
             steps = answers(shared, index, sampling=sampling, graphs=False)

@@ -10,7 +10,7 @@ import torch
 
 from tests.support.helpers import sampled
 
-# what is imported below needs Triton (E402)
+# the imports below need Triton (E402)
 triton = pytest.importorskip("triton")
 
 import kvindex_cuda.triton as layers  # noqa: E402
@@ -95,7 +95,7 @@ def test_weights_that_lie_together_are_the_models_own_and_read_in_place(device):
     assert torch.equal(whole, torch.cat(parts))
     assert whole.data_ptr() == model.model.layers[0].self_attn.q_proj.weight.data_ptr()
     assert adjacent(parts[::-1]) is None
-    together(model)  # once more, for another decoder
+    together(model)  # a second time, for another decoder
     assert whole.data_ptr() == model.model.layers[0].self_attn.q_proj.weight.data_ptr()
     assert all(torch.equal(weight, before[name]) for name, weight in model.named_parameters())
     with torch.no_grad():

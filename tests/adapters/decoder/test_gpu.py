@@ -68,7 +68,7 @@ def test_one_layers_rows_are_on_the_device_at_a_time():
     sizes = dict(num_hidden_layers=layers, head_dim=64, max_position_embeddings=2 * length)
     decoder = Decoder.of(model_of("llama", **sizes).to("cuda", torch.bfloat16))
     found = []
-    for tokens in (2 * chunk, 2 * chunk, length):  # the first compiles
+    for tokens in (2 * chunk, 2 * chunk, length):  # the first run compiles
         run = decoder.start(ids_of(50).repeat(tokens // 50 + 1)[:tokens], k=20, chunk=chunk)
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
@@ -80,7 +80,7 @@ def test_one_layers_rows_are_on_the_device_at_a_time():
     config, width = decoder.config, decoder.weights.embedding.shape[1]
     rows = 2 * length * 2 * config.kv_heads * config.head_dim
     hidden = 2 * length * width
-    assert held < 0.5 * layers * rows  # those are on the host
+    assert held < 0.5 * layers * rows  # rows are on the host
     assert most <= 1.1 * (short + hidden + rows + held - short_held)
 
 
@@ -97,5 +97,6 @@ def test_a_piece_of_a_prompt_attends_to_those_before_without_a_mask():
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     got = attend_causal(queries, keys, values, scale=0.125)
-    assert torch.cuda.max_memory_allocated() - before < queries.shape[2] * 20_000  # of logits
+    # less than the logits of attention would take
+    assert torch.cuda.max_memory_allocated() - before < queries.shape[2] * 20_000
     torch.testing.assert_close(got.double(), want, rtol=2e-2, atol=2e-2)

@@ -230,7 +230,7 @@ def test_a_driver_that_refuses_is_said_once_and_tokens_go_on(device, graphs, mon
         raise RuntimeError("out of graphs")
 
     regions = options["attach_options"]
-    regions["graphs"] = False  # of the layers, which would ask, too
+    regions["graphs"] = False  # the layers would capture graphs too
     with monkeypatch.context() as patch:
         patch.setitem(capturing.GRAPHS, device, refuse)
         refused = r"refuses to capture a token \(out of graphs\)"
@@ -259,6 +259,6 @@ def test_prompts_leave_no_memory_behind():
     decoder, options, held = decoder_of("cuda", dtype=torch.bfloat16), given("cuda", 20), []
     for _ in range(8):
         decoder.generate(ids_of(60), **options)
-        torch.cuda.empty_cache()  # what is left is used, or a graph's
+        torch.cuda.empty_cache()  # the rest is in use, or a graph's
         held.append((torch.cuda.memory_allocated(), torch.cuda.memory_reserved()))
     assert held[-1] <= held[2]

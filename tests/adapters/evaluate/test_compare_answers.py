@@ -90,7 +90,7 @@ def test_what_is_expected_follows_the_longest_beginning():
     guesses = [[1, 2, 3, 4], [2, 3, 9], [7, 7, 7]]
     assert expected([5, 1, 2], guesses) == [3, 4]
     assert expected([5, 2], guesses) == [3, 9]
-    assert expected([1, 2, 3, 4], guesses) == []  # nothing is left
+    assert expected([1, 2, 3, 4], guesses) == []  # the guess has no rest
     assert expected([7], guesses) == [7, 7]
     assert expected([5], guesses) == []
 
@@ -116,7 +116,7 @@ def test_divergences_are_those_of_a_model_that_reads_the_text(model, read, index
     want = divergences(model, ids[:CONTEXT], ids[CONTEXT:], logits, **options)
     with indexed(model, ids, index=index, **REGIONS) as cache:
         cache.read(context)
-        for _ in range(2):  # the first leaves nothing behind
+        for _ in range(2):  # the first run changes nothing
             got, _ = divergence(cache, ids[CONTEXT:], logits, k=K)
             assert torch.allclose(got, want, rtol=1e-3, atol=1e-6)
 
@@ -125,7 +125,7 @@ def test_all_indexes_are_searched_beside_the_same_rows():
     kept = []
     for name in ("exact", "pariskv"):
         index = kvindex.create(name, q_heads=1, kv_heads=1, head_dim=8)
-        layer = ReplayLayer(index, update_phase=0.5)  # of a block of 256 tokens
+        layer = ReplayLayer(index, update_phase=0.5)  # half of a block of 256 tokens
         for length in (700, 1, 250):
             rows = torch.randn(1, 1, length, 8, generator=torch.Generator().manual_seed(length))
             layer.fill(rows, rows, torch.arange(length))

@@ -104,7 +104,7 @@ def test_an_interruption_ends_all_workers(tmp_path):
     options = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT)
     with subprocess.Popen(command, start_new_session=True, **options) as run:
         assert run.stdout.readline()  # a record is written
-        os.killpg(run.pid, signal.SIGINT)  # as a terminal does
+        os.killpg(run.pid, signal.SIGINT)  # as a terminal does on Ctrl-C
         _, said = run.communicate(timeout=60)  # workers hold its ends of the pipes, too
     assert said.splitlines()[-1] == "KeyboardInterrupt"
     assert said.count("Traceback") == 1

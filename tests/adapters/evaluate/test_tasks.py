@@ -206,13 +206,13 @@ def test_a_quote_is_settled_when_a_word_is_wrong_or_all_are_there():
     answers = {"one tw": False, "one tw ": True, "one two three": False, "one two three.": False}
     answers |= {"one two three ": True, "one two three four": True, "": False, "4": False}
     assert {answer: is_settled(begins_with, answer, wanted) for answer in answers} == answers
-    assert not is_settled(in_order, "one two three ", wanted)  # of which that is not known
+    assert not is_settled(in_order, "one two three ", wanted)  # unknown for this metric
 
 
 def test_a_list_counts_in_its_order():
     wanted = ("sun", "moon", "star", "sun")
     assert in_order("1. Sun\n2. moon\n3. star\n4. sun", wanted) == 1
-    assert in_order("1. sun\n2. moon\n3. star", wanted) == 0.75  # it never came back
+    assert in_order("1. sun\n2. moon\n3. star", wanted) == 0.75  # the list is not repeated
     assert in_order("star moon sun", wanted) == 0.5
     assert in_order("star " * 5 + "sun moon star sun", wanted) == 0.25  # too many words before
 

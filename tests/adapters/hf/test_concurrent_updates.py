@@ -73,7 +73,7 @@ def test_layers_take_turns_and_the_answer_is_full_attentions(model):
     with kvhf.attach(model, **{**REGIONS, "index": factory}) as cache:
         logits = steps(model, cache, inputs, [40] + [1] * 40)
     assert torch.allclose(torch.cat(logits, 1), torch.cat(expected, 1), atol=1e-4)
-    layers = begun[-2:]  # others are made to look at the arguments
+    layers = begun[-2:]  # earlier layers only check arguments
     first, second = ({length % 8 for length in lengths if length > 48} for lengths in layers)
     assert len(first) == len(second) == 1
     assert abs(first.pop() - second.pop()) == 4

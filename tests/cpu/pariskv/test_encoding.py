@@ -203,7 +203,7 @@ def test_a_key_that_is_not_finite_changes_nothing(token, number, dtype):
     assert_same_bytes(columns(index), before)
     valid = torch.ones(2, 600, dtype=torch.bool)
     valid[1, token] = False
-    index.append(keys, tokens[1], valid=valid)  # nobody looks at it
+    index.append(keys, tokens[1], valid=valid)  # no check reads the values
     assert len(index) == 856
 
 

@@ -198,7 +198,7 @@ def test_without_a_valid_row_a_step_attends_to_resident_rows(options):
         index.decode_step(CASE.queries(), token, resident, place, k=9),
         index.attend(CASE.queries(), resident, k=1),
     ):
-        want = values[:, :, 0].repeat_interleave(3, dim=1)  # of one row alone
+        want = values[:, :, 0].repeat_interleave(3, dim=1)  # the value of the only row
         torch.testing.assert_close(found.output, want)
         assert found.found.tolist() == [[0, 0], [0, 0]]
 

@@ -171,7 +171,7 @@ def test_without_a_valid_key_there_is_no_candidate():
 @pytest.mark.parametrize("seen", [10**8, -(10**8)])
 def test_a_sample_that_misleads_costs_nothing_but_time(seen):
     sizes = torch.zeros(4 * select.SAMPLED, dtype=torch.int32)
-    sizes[::4] = seen  # what the sample sees
+    sizes[::4] = seen  # the keys that the sample contains
     for limit in (100, select.SAMPLED, 2 * select.SAMPLED):
         assert_reference_candidates(sizes, torch.ones(len(sizes)) > 0, limit)
 
@@ -191,7 +191,7 @@ def test_sizes_of_rows_are_the_reference_ones(heads, softcap):
 @pytest.mark.parametrize("C", [1, 300])
 def test_rows_are_drawn_as_the_reference_draws(C, k):
     sizes, own, chances = normal(C), normal(C, seed=1).abs(), -normal(C, seed=2).abs()
-    own[C // 2 :] -= sizes[C // 2 :]  # of equal priorities the lower ids
+    own[C // 2 :] -= sizes[C // 2 :]  # equal priorities: the lower ids win
     ids, to = 3 * np.arange(C, dtype=np.int32), np.empty(k, np.int64)
     scores, weights = np.empty(k, np.float32), np.empty((2, k), np.float32)
     given = sizes.numpy(), own.numpy(), chances.numpy(), ids

@@ -115,7 +115,7 @@ def test_report_counts_rows_bytes_and_memory(model):
     with kvhf.attach(model, **options) as cache:
         steps(model, cache, inputs, [50] + [1] * 10)
         report = cache.report()
-        assert cache.report(all_ranks=True) == report  # of one process
+        assert cache.report(all_ranks=True) == report  # there is one process
     assert (report.tokens, report.layers, report.steps) == (60, 2, 10)
     # 4 sink, 5 hits, 8 local and a buffer of 1 to 8 tokens: 50 tokens leave 8 local, then updates
     buffers = [1 + step % 8 for step in range(10)]
@@ -239,13 +239,13 @@ def test_a_step_that_fails_half_way_is_undone(model, error, dense_layers):
     expected = dense_steps(model, inputs, [30] + [1] * 10)
     with kvhf.attach(model, dense_layers=dense_layers, **REGIONS) as cache:
         fails_in_the_last_layer(model, error, past_key_values=cache, **prompt(2, 9))
-        assert cache.get_seq_length() == 0  # the first step, and of another batch
+        assert cache.get_seq_length() == 0  # the failed step was the first one
         logits = steps(model, cache, {n: t[:, :30] for n, t in inputs.items()}, [30])
         before = cache.report()
         ids = inputs["input_ids"][:, 30:31]
         fails_in_the_last_layer(model, error, past_key_values=cache, input_ids=ids)
         assert [layer.get_seq_length() for layer in cache.layers] == [30, 30]
-        assert cache.report() == before  # what an undone step read is not counted
+        assert cache.report() == before  # rows of an undone step do not count
         for step in range(30, 40):
             with torch.no_grad():
                 ids = inputs["input_ids"][:, step, None]
@@ -368,7 +368,7 @@ def test_an_interrupt_of_a_change_changes_no_layer(change):
             rows = [layer.index.fetch(all_ids(layer)).keys for layer in some.attention_layers()]
             want = [layer.index.fetch(all_ids(layer)).keys for layer in cache.attention_layers()]
             assert all(map(torch.equal, rows, want))
-            some.crop(-1)  # and it can be used
+            some.crop(-1)  # the cache can be used
 
 
 def all_ids(layer):

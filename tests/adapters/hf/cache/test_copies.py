@@ -154,7 +154,7 @@ def test_pickle_and_shallow_copies_are_refused_in_words(model, how):
     with kvhf.attach(model, **REGIONS) as cache:
         with pytest.raises(TypeError, match=r"allowed is copy.deepcopy\(cache\)"):
             how(cache)
-        steps(model, cache, prompt(1, 10), [10])  # and it works on
+        steps(model, cache, prompt(1, 10), [10])  # the cache still works
 
 
 def test_layers_describe_their_rows(model):

@@ -250,7 +250,7 @@ def test_each_field_of_the_manifest_of_a_cache_is_checked(tmp_path, monkeypatch,
 
     if family == "llama":
         assert_each_field_is_checked(tmp_path / "saved", load, wrong=(leaves,))
-    monkeypatch.setattr(saving, "check_identity", lambda *_: None)  # which reads all weights
+    monkeypatch.setattr(saving, "check_identity", lambda *_: None)  # the check reads all weights
     wrong = (leaves, None, "x")
     assert_each_field_is_checked(tmp_path / "saved", load, wrong=wrong, but=("about", "model"))
 

@@ -57,7 +57,7 @@ def test_rows_of_a_batch_end_at_different_steps(model):
     """A sequence that has ended gets padding while the others continue."""
     inputs = prompt(3, 50, padded=True)
     tokens = full(model, inputs)[:, 50:]
-    end = int(tokens[1, 5])  # the second row ends here at the latest
+    end = int(tokens[1, 5])  # the second sequence ends here at the latest
     options = dict(eos_token_id=end, pad_token_id=0)
     expected = full(model, inputs, **options)
     assert (expected[1] == 0).sum() > (prompt(3, 50, padded=True)["input_ids"][1] == 0).sum()

@@ -290,7 +290,7 @@ def test_caches_that_are_held_hold_no_weights(graphs, monkeypatch):
             some = model.generate(**prompt(1, 60), past_key_values=cache, **how)
             fork = cache.fork()
             model.generate(some, past_key_values=fork, **how)
-            assert len(read) == 1  # for both
+            assert len(read) == 1  # one shared object for both
             assert read[0]() is not None
         assert read[0]() is None
     finally:
@@ -384,7 +384,7 @@ def test_what_no_kernels_compute_is_refused_before_anything_changes(make, attach
         pass
     if make is model_of:
         assert not any(are_together(*modules) for modules in products(model.model))
-    with kvhf.attach(model, **REGIONS):  # it is attached to nothing
+    with kvhf.attach(model, **REGIONS):  # the model is no longer attached
         pass
 
 

@@ -8,7 +8,7 @@ import torch
 
 from tests.support.captured import Captured
 
-# what is imported below needs Triton (E402)
+# the imports below need Triton (E402)
 triton = pytest.importorskip("triton")
 
 import kvindex_adapters.hf as kvhf  # noqa: E402

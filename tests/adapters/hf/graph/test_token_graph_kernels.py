@@ -135,7 +135,7 @@ def test_turns_leave_no_memory_behind():
                 some = model.generate(some, past_key_values=cache, max_new_tokens=20)
             assert int(cache.report().graph.split()[0]) > 20
         del cache
-        torch.cuda.empty_cache()  # what is left is used, or a graph's
+        torch.cuda.empty_cache()  # the rest is in use, or a graph's
         held.append((torch.cuda.memory_allocated(), torch.cuda.memory_reserved()))
     assert held[-1] <= held[2]
 

@@ -148,7 +148,7 @@ def test_a_change_of_a_model_is_noticed(change):
     state = ModuleState(some)
     some(torch.zeros(2, 3))
     with torch.no_grad():
-        some[0].weight.add_(1)  # where it lies: a graph reads the new numbers
+        some[0].weight.add_(1)  # in place: a graph reads the new numbers
     assert state.unchanged
     CHANGES[change](some)
     assert not state.unchanged

@@ -97,7 +97,7 @@ def test_cuts_orders_copies_and_failures(model):
     [
         ("deepseek_v32", {}),
         ("glm_moe_dsa", SHARED),
-        ("hy_v4", SHARED),  # with sinks
+        ("hy_v4", SHARED),  # has learned sinks
         # layers differ: two slide; large for a tiny model
         pytest.param("dots3_note_text", {}, marks=pytest.mark.slow),
     ],

@@ -140,7 +140,7 @@ def test_transformers_has_no_other_rope_type_that_depends_on_the_length():
     config = build("llama").config
     more = dict(beta_fast=32, beta_slow=1, low_freq_factor=1.0, high_freq_factor=4.0)
     for name, frequencies in ROPE_INIT_FUNCTIONS.items():
-        if name == "axial":  # of images
+        if name == "axial":  # a rope type of images
             continue
         config.rope_parameters = {**LONGROPE, **DYNAMIC, **more, "rope_type": name}
         short, long = (frequencies(config, "cpu", seq_len=n)[0] for n in (8, 4096))

@@ -45,7 +45,8 @@ def test_logits_are_those_of_full_attention(family, padded):
     assert searched == [SIZES.count(1), 2 * SIZES.count(1)]
     worst = max(float((a - b).abs().max()) for a, b in zip(logits, expected, strict=True))
     assert worst < 1e-4 < 0.01 * float(expected[-1].abs().max())
-    with kvhf.attach(model, **{**REGIONS, "k": 1, "sink": 0}) as cache:  # and they may differ
+    # with few rows, logits may differ
+    with kvhf.attach(model, **{**REGIONS, "k": 1, "sink": 0}) as cache:
         few = steps(model, cache, inputs, SIZES)
     assert max(float((a - b).abs().max()) for a, b in zip(few, expected, strict=True)) > 1e-3
 
