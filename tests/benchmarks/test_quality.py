@@ -85,9 +85,9 @@ SETTING = Setting(tokens=420, sink=4, local_window=32, generated=128, every=32)
 
 
 def test_exact_search_with_all_rows_is_full_attention_and_a_wrong_one_is_not(monkeypatch):
-    draw = torch.Generator().manual_seed(0)
-    keys, values = torch.randn(2, 2, 440, 16, generator=draw)
-    queries = torch.randn(4, 440, 16, generator=draw) * 3
+    rng = torch.Generator().manual_seed(0)
+    keys, values = torch.randn(2, 2, 440, 16, generator=rng)
+    queries = torch.randn(4, 440, 16, generator=rng) * 3
     one, rows = Layer(keys, queries, 0.25, None, values), [32, 512]
     known = truths(one, SETTING, rows)
     found = measure(one, "exact", SETTING, rows, known, pieces=True)

@@ -16,7 +16,7 @@ from tests.contract.test_contract_can_fail import CASE, FetchesTheNext
 ROOT = Path(__file__).parents[2]
 WITHOUT = """
 import sys
-sys.modules.update(pytest=None, hypothesis=None)  # as where they are not installed
+sys.modules.update(pytest=None, hypothesis=None)  # as if they were not installed
 from kvindex.indexes.exact import Exact
 from kvindex.testing import check_index, run
 run.CASES = run.CASES[:1]

@@ -243,8 +243,8 @@ def test_an_index_that_cannot_go_back_is_truncated(around):
     layer.rollback(before)
     assert (len(layer), len(layer.index)) == (31, held)
     layer.k = 1000
-    twin = copy.deepcopy(layer)
-    sequence.feed(twin, 31, 43)
+    clone = copy.deepcopy(layer)
+    sequence.feed(clone, 31, 43)
     sequence.assert_equals(sequence.feed(layer, 31, 32), sequence.dense(), 31)
 
 
@@ -284,11 +284,11 @@ def test_a_copy_has_flags_of_its_own(monkeypatch):
     index = CASE.index("exact")
     index.append(*CASE.tokens(5))
     monkeypatch.setattr(Exact, "_defers", True)
-    twin = copy.deepcopy(index)
-    twin.append(CASE.tokens(3)[0] * torch.nan, CASE.tokens(3)[1])
-    other = copy.deepcopy(twin)
+    clone = copy.deepcopy(index)
+    clone.append(CASE.tokens(3)[0] * torch.nan, CASE.tokens(3)[1])
+    other = copy.deepcopy(clone)
     index.raise_pending()
-    for one in (twin, other):
+    for one in (clone, other):
         with pytest.raises(ValueError, match="keys: got"):
             one.raise_pending()
 
@@ -308,8 +308,8 @@ def test_a_copy_and_its_original_go_their_own_ways():
         index = CASE.index(spec)
         index.append(*CASE.tokens(20))
         index.observe_queries(CASE.queries()[:, :, None], torch.tensor([19]))
-        twin = copy.deepcopy(index)
-        twin.append(*CASE.tokens(11, seed=3))
+        clone = copy.deepcopy(index)
+        clone.append(*CASE.tokens(11, seed=3))
         index.append(*CASE.tokens(5, seed=4))
         fresh = CASE.index(spec)
         fresh.append(*CASE.tokens(20))
@@ -317,7 +317,7 @@ def test_a_copy_and_its_original_go_their_own_ways():
         fresh.append(*CASE.tokens(5, seed=4))
         mine, want = (one.search(CASE.queries(1), k=9) for one in (index, fresh))
         assert torch.equal(mine.ids, want.ids), spec
-        assert (len(index), len(twin)) == (25, 31)
+        assert (len(index), len(clone)) == (25, 31)
 
 
 def test_a_copy_goes_back_to_what_it_was_itself():
@@ -326,12 +326,12 @@ def test_a_copy_goes_back_to_what_it_was_itself():
     sequence = Sequence.of(CASE, 60)
     sequence.feed(layer, 0, 30)
     layer.checkpoint()
-    twin = copy.deepcopy(layer)
-    before = twin.checkpoint()
-    sequence.feed(twin, 30, 45)
-    twin.rollback(before)
-    sequence.feed(twin, 30, 50)
-    assert twin.index._codes is not layer.index._codes
+    clone = copy.deepcopy(layer)
+    before = clone.checkpoint()
+    sequence.feed(clone, 30, 45)
+    clone.rollback(before)
+    sequence.feed(clone, 30, 50)
+    assert clone.index._codes is not layer.index._codes
     assert (len(layer), len(layer.index)) == (30, 26)
     again = copy.deepcopy(layer)
     assert torch.equal(sequence.feed(again, 30, 31), sequence.feed(layer, 30, 31))

@@ -111,7 +111,7 @@ MEANS_SOMETHING_ELSE = {
     # counters of a wrapper
     *((name, "too large") for name in ("steps", "searches", "found", "reachable", "wanted")),
     *(("before", "dropped"), ("differs", "dropped"), ("next", "dropped")),
-    ("queries", "axis 0 cut"),  # of no query
+    ("queries", "axis 0 cut"),  # queries without a query
 }
 """Part of a tensor's name, and a change that gives a different but valid state."""
 
@@ -150,7 +150,7 @@ def test_tensors_in_each_others_place_are_refused_or_as_good(spec):
         names = [name for name in state if not name.endswith(ABOUT)]
         for one, other in itertools.combinations(names, 2):
             if (state[one].dtype, state[one].ndim) != (state[other].dtype, state[other].ndim):
-                continue  # as a change of either is refused
+                continue  # a change of either raises an error
             loaded(spec, resigned({**state, one: state[other], other: state[one]}))
 
 
@@ -190,10 +190,10 @@ def test_a_state_of_any_option_and_dtype_is_as_declared(spec, dtype):
             getattr(index, deed)()
         index.search(case.queries(first), k=5)
         for length in (len(index), len(index) - 3, 0):
-            twin = copy.deepcopy(index)
-            twin.truncate(length)
-            twin.reorder(torch.tensor([1, 0, 1]))
-            for one in (index, twin):
+            duplicate = copy.deepcopy(index)
+            duplicate.truncate(length)
+            duplicate.reorder(torch.tensor([1, 0, 1]))
+            for one in (index, duplicate):
                 other = made(spec, case)
                 other.load_state_dict(one.state_dict())
                 assert len(other) == len(one)

@@ -23,14 +23,14 @@ def separate(spec, index):
 @pytest.mark.parametrize(("spec", "seed"), sampled(SPECS, [0, 1, 2]))
 def test_any_interleaving_equals_separate_indexes(spec, seed):
     """Each index has a reference with which its forks share no memory."""
-    draw, index = random.Random(seed), made(spec)
+    rng, index = random.Random(seed), made(spec)
     do(index, 1, ("append", 45, [0, 3]))
     do(index, 2, ("end_prompt",))
     pairs = [(index, separate(spec, index))]
     for number in range(3, 30):
-        at = draw.randrange(len(pairs))
+        at = rng.randrange(len(pairs))
         index, truth = pairs[at]
-        deed = draw.choice(["append"] * 3 + ["fork"] * 2 + ["truncate", "reorder", "back", "drop"])
+        deed = rng.choice(["append"] * 3 + ["fork"] * 2 + ["truncate", "reorder", "back", "drop"])
         if deed == "fork" and len(pairs) < 4:
             pairs.append((copy.deepcopy(index), separate(spec, truth)))
         elif deed == "drop" and len(pairs) > 1:
@@ -41,9 +41,9 @@ def test_any_interleaving_equals_separate_indexes(spec, seed):
             index.rollback(before)
         else:
             arguments = {
-                "append": (draw.choice([1, 17]), None),
-                "truncate": (draw.randrange(1, 30),),
-                "reorder": (draw.choice([[1, 0], [0, 0]]),),
+                "append": (rng.choice([1, 17]), None),
+                "truncate": (rng.randrange(1, 30),),
+                "reorder": (rng.choice([[1, 0], [0, 0]]),),
             }
             if deed in arguments:
                 for one in (index, truth):

@@ -29,15 +29,15 @@ def made(spec, case=CASE, **options):
 
 def life(seed):
     """Return the calls on an index in order, as (name, arguments)."""
-    draw = random.Random(seed)
-    deeds = [("append", 45, [0, draw.randrange(1, 9)]), ("append", draw.randrange(1, 30), None)]
+    rng = random.Random(seed)
+    deeds = [("append", 45, [0, rng.randrange(1, 9)]), ("append", rng.randrange(1, 30), None)]
     deeds += [("search",), ("end_prompt",), ("search",)]
     for _ in range(9):
-        deed = draw.choice(["truncate", "reorder", "mark_boundary", "append", "append", "append"])
+        deed = rng.choice(["truncate", "reorder", "mark_boundary", "append", "append", "append"])
         arguments = {
-            "append": (draw.choice([1, 1, 17]), None),
-            "truncate": (draw.randrange(12, 30),),  # tokens that go
-            "reorder": (draw.choice([[1, 0], [0, 0], [1, 1]]),),
+            "append": (rng.choice([1, 1, 17]), None),
+            "truncate": (rng.randrange(12, 30),),  # tokens that go
+            "reorder": (rng.choice([[1, 0], [0, 0], [1, 1]]),),
         }
         deeds += [(deed, *arguments.get(deed, ())), ("search",)]
     return deeds
@@ -94,7 +94,7 @@ def test_an_index_that_loads_a_state_goes_on_as_the_one_that_gave_it(spec, seed)
     for deed in deeds[at:]:
         assert_equal(do(index, *deed), do(other, *deed))
     assert_same_state(index, other)
-    for name in state:  # nobody writes to what was given, and taken
+    for name in state:  # no call wrote to the tensors of the state
         assert torch.equal(state[name], before[name]), name
 
 

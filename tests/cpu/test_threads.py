@@ -49,7 +49,7 @@ for count in (2, 3, 16, 1):
     assert torch.equal(ids(index), want), count
 print(sum(thread.name == "kvindex-cpu" for thread in threading.enumerate()))
 """
-    # of 6 groups each has a thread: blocks of more are scanned at once
+    # with 6 groups, each has a thread; larger blocks are scanned together
     assert 1 < int(said(code)) < 16
 
 
@@ -113,7 +113,7 @@ inside.wait()
 child = os.fork()
 if not child:
     os._exit(0 if free and global_compiler_lock._lock.acquire(blocking=False) else 3)
-assert global_compiler_lock._lock.acquire(blocking=False)  # nobody holds it here either
+assert global_compiler_lock._lock.acquire(blocking=False)  # the lock is free here as well
 print(os.waitpid(child, 0)[1])
 """
     assert said(code) == "0"
@@ -154,7 +154,7 @@ torch.set_num_threads(1)
 index, others = made({line!r}), [torch.randn(2, 6, 64) for _ in range(8)]
 want = [index.search(one, k=50) for one in others]
 index.append(torch.randn(2, 3, 9, 64), torch.randn(2, 3, 9, 64))
-index.truncate(3000)  # so that the first searches prepare what all share
+index.truncate(3000)  # the first searches prepare shared data
 with ThreadPoolExecutor(4) as pool:
     found = list(pool.map(lambda i: index.search(others[i % 8], k=50), range(200)))
 def same(mine, theirs):
@@ -197,7 +197,7 @@ print(len(equal), all(equal))
 def test_callers_at_once_begin_each_thread_once(monkeypatch):
     class SlowThread(threads.Thread):
         def __init__(self, **options):
-            time.sleep(0.05)  # the others meet the same list
+            time.sleep(0.05)  # other threads meet the same list
             super().__init__(**options)
 
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
@@ -273,7 +273,7 @@ def test_a_thread_holds_nothing_of_a_part_that_is_done(monkeypatch):
     class Slow(SimpleQueue):
         def put(self, item):
             super().put(item)
-            time.sleep(0.2)  # another thread's turn, which has what it waited for
+            time.sleep(0.2)  # lets the other thread continue
 
     class Read:
         pass

@@ -17,10 +17,10 @@ def clustered(count):
     """Return keys `[1, 1, count, 16]` around 40 points of a sphere, and queries near some of
     them."""
     generator = torch.Generator().manual_seed(0)
-    draw = partial(torch.randn, generator=generator)
-    centers = 4 * torch.nn.functional.normalize(draw(40, 16), dim=-1)
-    keys = centers[torch.randint(40, (count,), generator=generator)] + 0.5 * draw(count, 16)
-    return keys[None, None], keys[:32] + 0.5 * draw(32, 16)
+    normal = partial(torch.randn, generator=generator)
+    centers = 4 * torch.nn.functional.normalize(normal(40, 16), dim=-1)
+    keys = centers[torch.randint(40, (count,), generator=generator)] + 0.5 * normal(count, 16)
+    return keys[None, None], keys[:32] + 0.5 * normal(32, 16)
 
 
 def recall(keys, queries, k, **options):

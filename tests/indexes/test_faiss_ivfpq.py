@@ -17,11 +17,11 @@ def clustered(count, clusters, spread, seed=0):
     """Return keys `[1, 1, count, 16]` around points of a sphere, and queries near some of the
     keys."""
     generator = torch.Generator().manual_seed(seed)
-    draw = partial(torch.randn, generator=generator)
-    centers = 4 * torch.nn.functional.normalize(draw(clusters, 16), dim=-1)
+    normal = partial(torch.randn, generator=generator)
+    centers = 4 * torch.nn.functional.normalize(normal(clusters, 16), dim=-1)
     keys = centers[torch.randint(clusters, (count,), generator=generator)]
-    keys = keys + spread * draw(count, 16)
-    return keys[None, None], keys[:32] + spread * draw(32, 16)
+    keys = keys + spread * normal(count, 16)
+    return keys[None, None], keys[:32] + spread * normal(32, 16)
 
 
 def recall(name, keys, queries, k, **options):

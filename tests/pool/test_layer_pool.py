@@ -61,7 +61,7 @@ def test_a_step_that_fails_for_one_changes_none():
     pool = kvindex.LayerPool(made())
     some = [pool.open(), pool.open()]
     pool.step(some, *tokens(CASE, 30, 0, 2))
-    twins = [copy.deepcopy(pool[each]) for each in some]
+    copies = [copy.deepcopy(pool[each]) for each in some]
     queries, keys, values = tokens(CASE, 1, 1, 2)
     keys[1, 0, 0, 3] = math.nan
     with pytest.raises(ValueError, match="keys: got"):
@@ -71,7 +71,7 @@ def test_a_step_that_fails_for_one_changes_none():
     assert [len(pool[each]) for each in some] == [30, 30]
     given = tokens(CASE, 1, 2, 2)
     got = pool.step(some, *given)
-    want = [twin.step(*(part[i : i + 1] for part in given)) for i, twin in enumerate(twins)]
+    want = [other.step(*(part[i : i + 1] for part in given)) for i, other in enumerate(copies)]
     assert torch.equal(got, torch.cat(want))
 
 

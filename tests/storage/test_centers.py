@@ -73,11 +73,11 @@ def forgotten(index, both, tmp_path):
 
 def forked(index, both, tmp_path):
     index.append(*piece(both, 0, 280))
-    twin = deepcopy(index)
+    duplicate = deepcopy(index)
     index.truncate(0)
     index.append(*tokens(300, -LARGER, seed=7))
-    twin.append(*piece(both, 280, 300))
-    return twin, both
+    duplicate.append(*piece(both, 280, 300))
+    return duplicate, both
 
 
 def reordered(index, both, tmp_path):
@@ -181,7 +181,7 @@ def test_rows_do_not_depend_on_how_they_came(name, place, cuts, first):
     both, whole, parts = tokens(300, LARGER), store_of(name, "device"), store_of(name, place)
     whole.append(whole.join(*both))
     bounds = sorted({0, first, *(first + cut for cut in cuts if first + cut < 300), 300})
-    # in memory as a model leaves them: tokens before heads
+    # in the memory layout of a model: tokens before heads
     both = tuple(part.transpose(1, 2).contiguous().transpose(1, 2) for part in both)
     for start, stop in pairwise(bounds):
         parts.append(parts.join(*piece(both, start, stop)))
@@ -206,7 +206,7 @@ def test_the_center_of_few_keys_is_their_mean_and_always_finite():
     torch.testing.assert_close(centers.center_of(keys), keys[:, :, :16].mean(2))
     assert torch.equal(centers.center_of(keys[:, :, :1]), keys[:, :, 0])
     keys[1, :, 0] = torch.tensor([torch.nan, torch.inf, -3e38, 3e38]).repeat(16)
-    center = centers.center_of(keys)  # as on a device, where keys are looked at later
+    center = centers.center_of(keys)  # as on a device, where keys are checked later
     assert (center.abs() <= check.LARGEST).all()
     assert not center[1].any()
 

@@ -100,16 +100,16 @@ class Truth:
             assert torch.equal(getattr(got, part), found)
 
 
-def broken(draw, index, method):
+def broken(rng, index, method):
     """Make a call during which something raises, before it is done or after."""
-    (kind, name) = draw.choice(
+    (kind, name) = rng.choice(
         [
             (type(index._valid), "append"),
             (type(index._store), "append"),
             (type(index._valid), "reserve"),
         ]
     )
-    works, late = getattr(kind, name), draw.random() < 0.5
+    works, late = getattr(kind, name), rng.random() < 0.5
 
     def fails(*given, **how):
         if late:
@@ -124,12 +124,12 @@ def broken(draw, index, method):
         setattr(kind, name, works)
 
 
-def between(draw, index, truth, seed):
+def between(rng, index, truth, seed):
     """Make a change between the beginning and the end of an append, and return the resulting
     index."""
-    for _ in range(draw.randrange(4)):
+    for _ in range(rng.randrange(4)):
         some = tokens(max(len(truth), 1), truth.batch or 2, seed)
-        deed = draw.choice(["empty", "as many", "fails", "begins", "back", "copy", "order"])
+        deed = rng.choice(["empty", "as many", "fails", "begins", "back", "copy", "order"])
         if deed == "empty":
             index.truncate(0)
             truth = truth.cut(0)
@@ -137,7 +137,7 @@ def between(draw, index, truth, seed):
             index.append(*some)
             truth = truth.appended(*some)
         elif deed == "fails":
-            broken(draw, index, partial(index.append, *some))
+            broken(rng, index, partial(index.append, *some))
         elif deed == "begins":
             index.start_append(*some)
         elif deed == "back":
@@ -163,24 +163,24 @@ DEEDS += ["cut", "empty", "reorder", "reset", "copy", "view", "move", "back", "d
     sampled(NAMES, PLACES, range(5)),
 )
 def test_rows_after_any_history_are_those_of_their_tokens(name, place, seed):
-    draw = random.Random(seed)
+    rng = random.Random(seed)
     pairs = [(index_of(place, name), Truth(name))]
     for number in range(60):
-        at, deed = draw.randrange(len(pairs)), draw.choice(DEEDS)
+        at, deed = rng.randrange(len(pairs)), rng.choice(DEEDS)
         index, truth = pairs[at]
-        count, batch = draw.choice(COUNTS), truth.batch or draw.randrange(1, 4)
+        count, batch = rng.choice(COUNTS), truth.batch or rng.randrange(1, 4)
         some = tokens(0 if len(truth) + count > MOST else count, batch, number)
         valid = None
-        if not len(truth) and draw.random() < 0.4:
-            first = torch.tensor([draw.choice([0, 0, 3, count]) for _ in range(batch)])
+        if not len(truth) and rng.random() < 0.4:
+            first = torch.tensor([rng.choice([0, 0, 3, count]) for _ in range(batch)])
             valid = torch.arange(some[0].shape[2]) >= first[:, None]
-        with draw.choice(CONTEXTS)():
+        with rng.choice(CONTEXTS)():
             if deed == "append":
                 index.append(*some, valid=valid)
                 truth = truth.appended(*some, valid)
             elif deed == "begin":
                 end, before = index.start_append(*some, valid=valid), truth
-                truth = between(draw, index, truth, 1000 + number)
+                truth = between(rng, index, truth, 1000 + number)
                 truth.hold(index)
                 try:
                     end()
@@ -190,13 +190,13 @@ def test_rows_after_any_history_are_those_of_their_tokens(name, place, seed):
                     refused, truth = False, truth.appended(*some, valid)
                 assert not refused or truth is not before
             elif deed == "fail" and some[0].numel():
-                broken(draw, index, partial(index.append, *some))
+                broken(rng, index, partial(index.append, *some))
             elif deed == "cut" or deed == "empty":
-                length = draw.randrange(len(truth) + 1) if deed == "cut" else 0
+                length = rng.randrange(len(truth) + 1) if deed == "cut" else 0
                 index.truncate(length)
                 truth = truth.cut(length)
             elif deed == "reorder" and truth.batch:
-                order = torch.tensor(draw.choice([[0], [0, 0], [1, 0], [2, 1, 0]])) % truth.batch
+                order = torch.tensor(rng.choice([[0], [0, 0], [1, 0], [2, 1, 0]])) % truth.batch
                 index.reorder(order)
                 truth = truth.reordered(order)
             elif deed == "reset":
@@ -212,7 +212,7 @@ def test_rows_after_any_history_are_those_of_their_tokens(name, place, seed):
                 if len(pairs) < 4:
                     pairs.append((deepcopy(view), many))
             elif deed == "move":
-                other = index_of(draw.choice(PLACES), name)
+                other = index_of(rng.choice(PLACES), name)
                 other.load_state_dict(index.state_dict())
                 index = other
             elif deed == "back":

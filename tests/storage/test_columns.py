@@ -158,7 +158,7 @@ def test_flags_of_real_tokens_cost_no_operation():
     with Operations() as operations:
         valid.append(reserved, all_real=True)
         valid.reserve(18, torch.zeros(2, 1, 0, 4), None)
-    assert operations.names == ["aten.zeros.default"]  # the last line's own
+    assert operations.names == ["aten.zeros.default"]  # the operation of the last line
     assert valid.flags[:, 9:].all()
 
 
@@ -199,12 +199,12 @@ def test_a_view_of_several_rows_is_read_alone_and_its_copy_is_its_own():
         with pytest.raises(RuntimeError, match=r"got a view of expand_batch\(\), allowed are"):
             refused.append(rows(1, 5, batch=2))
     assert_holds(view, want)
-    twin = deepcopy(view)
+    clone = deepcopy(view)
     columns.truncate(2)
     columns.append(rows(3, 50, batch=1))
-    assert_holds(twin, want)
-    twin.append(rows(4, 5, batch=2))
-    assert len(twin) == 9
+    assert_holds(clone, want)
+    clone.append(rows(4, 5, batch=2))
+    assert len(clone) == 9
 
 
 def test_bytes_may_be_asked_for_while_another_thread_puts_back_what_was_held():

@@ -29,17 +29,17 @@ def held(columns):
 
 @pytest.mark.parametrize("seed", range(30))
 def test_any_interleaving_is_that_of_separate_columns(seed):
-    draw, first = random.Random(seed), 0
+    rng, first = random.Random(seed), 0
     users = [(Columns(), [])]
     users[0][0].append(entries(first := 1, 5))
     users[0][1].extend(range(1, 6))
     first = 6
     for _ in range(120):
-        number = draw.randrange(len(users))
+        number = rng.randrange(len(users))
         columns, tokens = users[number]
-        deed = draw.choice(["append", "append", "fork", "truncate", "back", "drop", "reset"])
+        deed = rng.choice(["append", "append", "fork", "truncate", "back", "drop", "reset"])
         if deed == "append":
-            count = draw.choice([1, 1, 3, 20])
+            count = rng.choice([1, 1, 3, 20])
             columns.append(entries(first, count))
             tokens += range(first, first + count)
             first += count
@@ -47,17 +47,17 @@ def test_any_interleaving_is_that_of_separate_columns(seed):
             users.append((copy.deepcopy(columns), list(tokens)))
             assert place(users[-1][0]) == place(columns)
         elif deed == "truncate":
-            del tokens[draw.randrange(len(tokens) + 1) :]
+            del tokens[rng.randrange(len(tokens) + 1) :]
             columns.truncate(len(tokens))
         elif deed == "back":
             before = columns.checkpoint()
-            if draw.random() < 0.5 and len(users) < 6 and tokens:
+            if rng.random() < 0.5 and len(users) < 6 and tokens:
                 users.append((copy.deepcopy(columns), list(tokens)))
-            columns.append(entries(10**6, draw.choice([1, 9])))
+            columns.append(entries(10**6, rng.choice([1, 9])))
             columns.rollback(before)
         elif deed == "drop" and len(users) > 1:
             del users[number]
-        elif deed == "reset" and draw.random() < 0.2:
+        elif deed == "reset" and rng.random() < 0.2:
             users[number] = columns.emptied(), []
         for columns, tokens in users:
             assert (held(columns) if tokens else []) == tokens
@@ -73,7 +73,7 @@ def test_the_first_that_appends_stays_and_the_second_copies():
     assert place(second) == place(third) == at != place(first)
     del second
     gc.collect()
-    third.append(entries(70, 5))  # nobody reads there any more
+    third.append(entries(70, 5))  # no other copy reads there
     assert place(third) == at
     assert held(third) == [*range(50), *range(70, 75)]
     assert held(first) == [*range(50), *range(60, 65)]

@@ -18,18 +18,18 @@ def on_a_cpu(monkeypatch):
     monkeypatch.setattr(fused_token, "device_refusal", lambda device: None)
 
 
-def _without_tiles(twin):
-    @wraps(twin)
+def _without_tiles(kernel):
+    @wraps(kernel)
     def call(*given, tile, early=False):
-        return twin(*given)
+        return kernel(*given)
 
     return call
 
 
-def _alone(twin):
-    @wraps(twin)
+def _alone(kernel):
+    @wraps(kernel)
     def call(*given, overlap, scratch=None):
-        return twin(*given)
+        return kernel(*given)
 
     return call
 

@@ -85,9 +85,9 @@ class Pages(Restorable):
         return sum(page[:, :, 0].numel() for page in self.pages[:1]) * self.length * 4
 
     def _with(self, pages):
-        twin = self._shallow()
-        twin.pages = pages
-        return twin
+        duplicate = self._shallow()
+        duplicate.pages = pages
+        return duplicate
 
     def __deepcopy__(self, memo):
         return self._with(tuple(page.clone() for page in self.pages))
@@ -121,7 +121,7 @@ class AddressedPages(Pages):
             self.table[:, at] = torch.tensor([row.data_ptr() for row in page])
 
     def _with(self, pages):
-        twin = super()._with(pages)
-        twin.table = torch.zeros((len(pages[0]) if pages else 0, 64), dtype=torch.int64)
-        twin._name()
-        return twin
+        duplicate = super()._with(pages)
+        duplicate.table = torch.zeros((len(pages[0]) if pages else 0, 64), dtype=torch.int64)
+        duplicate._name()
+        return duplicate

@@ -34,8 +34,8 @@ def teach(folder, prompts):
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).float()
-    size, draw = SMALL["vocab_size"], torch.Generator().manual_seed(0)
-    texts = torch.randint(3, size, (len(prompts), COUNT), generator=draw)
+    size, rng = SMALL["vocab_size"], torch.Generator().manual_seed(0)
+    texts = torch.randint(3, size, (len(prompts), COUNT), generator=rng)
     with torch.no_grad():
         states = []
         for ids, text in zip(prompts, texts, strict=True):
@@ -94,7 +94,7 @@ def test_as_many_rows_as_there_are_give_the_engines_own_tokens(made, taught, gra
     mine = made(EVERY, graphs)
     for ids, text in zip(PROMPTS + SHARED, taught, strict=False):
         assert written(mine, [ids]) == [text]
-    # in a batch, preempted, and its prefixes found again
+    # in a batch with preemption and cached prefixes
     assert written(mine, PROMPTS) == taught[: len(PROMPTS)]
 
 

@@ -98,14 +98,14 @@ def a_fork_and_a_cut_go_on_by_themselves():
         replayed = Replayed(layer_of(LINE))
         layers = [replayed, layer_of(LINE)]
         fed(layers, sequence, [PROMPT, *[1] * 9])
-        twins = [Replayed(copy.deepcopy(replayed.layer)), copy.deepcopy(layers[1])]
-        fed(twins, sequence, [1] * 5)
+        copies = [Replayed(copy.deepcopy(replayed.layer)), copy.deepcopy(layers[1])]
+        fed(copies, sequence, [1] * 5)
         fed(layers, sequence, [1] * 5)
         made = replayed.made
         replayed.layer.truncate(66)
         layers[1].truncate(66)
         fed(layers, sequence, [1] * 4)
-        assert twins[0].made
+        assert copies[0].made
         assert made
 
 

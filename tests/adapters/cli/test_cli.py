@@ -378,8 +378,8 @@ def tiny(monkeypatch):
 
 
 def words(length, seed=0):
-    draw = torch.Generator().manual_seed(seed)
-    return " ".join(map(str, torch.randint(9, 99, (length,), generator=draw).tolist()))
+    rng = torch.Generator().manual_seed(seed)
+    return " ".join(map(str, torch.randint(9, 99, (length,), generator=rng).tolist()))
 
 
 def generated(tmp_path, *arguments, status=0, **options):

@@ -118,9 +118,9 @@ def another_device_than_the_current_one_is_refused():
 
 
 def a_graph_that_does_not_end_names_who_is_gone():
-    ranks = HeadRanks.of("cpu", timeout_s=0.5)  # others than `here`, which go on
+    ranks = HeadRanks.of("cpu", timeout_s=0.5)  # not those of `here`, which continue
     if dist.get_rank():
-        return  # gone, as far as the other knows
+        return  # looks like an end to the other rank
     with pytest.raises(RankError, match=r"lost rank 1 of 2 .*the device does not come to the end"):
         ranks.wait_for(mock.Mock(query=lambda: False))
 
@@ -129,12 +129,12 @@ def ranks_end_together(refused):
     """Ranks launch equally many steps after a stop token, even if one driver refuses graphs."""
 
     def refuse(*given):
-        WholeGraph(*given)  # sends what the other sends while it makes one
+        WholeGraph(*given)  # sends the messages of a capture
         raise RuntimeError("no memory")
 
     one, shared = decoders(head_dim=64)
     want = one.generate(ids_of(30), index=None, max_new_tokens=40).answer_ids.tolist()
-    stop = max(want, key=want.index)  # the last that is new
+    stop = max(want, key=want.index)  # the last token that is new
     want = want[: want.index(stop) + 1]
     assert 8 < len(want) < 36
     refuses = dist.get_rank() == refused
@@ -164,11 +164,11 @@ def sessions_go_on():
         answers = [answer(ids_of(9, seed=3), session=session)]
         session.truncate(34)
         answers.append(answer(ids_of(9, seed=5), session=session))
-        twin, index = session.fork(), weakref.ref(session._attentions[0].index)
+        clone, index = session.fork(), weakref.ref(session._attentions[0].index)
         del session
         gc.collect()
         assert index() is None
-        answers.append(answer(ids_of(7, seed=9), session=twin))
+        answers.append(answer(ids_of(7, seed=9), session=clone))
         said.append([one.answer_ids.tolist() for one in answers])
     assert said[0] == said[1] == said[2]
 

@@ -66,8 +66,8 @@ def test_a_users_mistake_is_one_line_and_status_2(
 
 
 def asked(name, tokenizer, *, tokens, seed):
-    draw = torch.Generator().manual_seed(seed)
-    ids = torch.randint(3, VOCABULARY, (tokens,), generator=draw)
+    rng = torch.Generator().manual_seed(seed)
+    ids = torch.randint(3, VOCABULARY, (tokens,), generator=rng)
     return Instance(name, seed, ids[:-5], (Question(ids[-5:], ("5",), 4),))
 
 

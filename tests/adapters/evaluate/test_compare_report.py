@@ -31,23 +31,23 @@ console.log("sorted and filtered");
 }</script>"""
 
 
-def steps(draw, scale, seed_rows):
-    kl = [scale * draw.random() for _ in range(64)]
+def steps(rng, scale, seed_rows):
+    kl = [scale * rng.random() for _ in range(64)]
     about = dict(kl=kl, same=[int(value < 0.5) for value in kl], step_s=0.01, rows_read=seed_rows)
     sizes = dict(nbytes={"codes": 5, "rows": 2**20}, peak_bytes={"host": 2**30})
     return {**about, "rows_full": 4096.0, "step_bytes": 2.0**20, **sizes}
 
 
 def fill(records, indexes, lengths=(2048, 4096), ks=(32, 100), tasks=("a", "b"), tries=3):
-    draw = random.Random(0)
+    rng = random.Random(0)
     records.run_on({"processor": "a & b"})
     for tokens in lengths:
         for index, k in [(FULL, 0), *((index, k) for index in indexes for k in ks)]:
-            scale = 0.0 if index == FULL else draw.random()
-            records.add(Key(TEXT, tokens, index, k), steps(draw, scale, 300.0))
+            scale = 0.0 if index == FULL else rng.random()
+            records.add(Key(TEXT, tokens, index, k), steps(rng, scale, 300.0))
             for task in tasks:
                 for seed in range(tries):
-                    score = {"scores": [1.0, float(draw.random() > scale)]}
+                    score = {"scores": [1.0, float(rng.random() > scale)]}
                     records.add(Key(ANSWERS, tokens, index, k, task, seed), score)
     records.add(Key(FAILURE, 4096, "h2o"), {"words": "head_dim: got <7>, allowed is a multiple"})
 
@@ -206,7 +206,7 @@ def test_differences_are_of_pairs(tmp_path):
 
 
 def test_rows_needed_are_the_least_from_which_on_few_answers_are_lost(tmp_path):
-    lost = {  # of 50 answers, at k = 8, 16, 32
+    lost = {  # lost ones of 50 answers, at k = 8, 16, 32
         **{"exact": (2, 1, 0), "lucky": (0, 9, 1), "never": (9, 9, 2), "alike": (0, 0, 0)},
         "other": (0, 0),
     }
@@ -226,7 +226,7 @@ def test_rows_needed_are_the_least_from_which_on_few_answers_are_lost(tmp_path):
     needed = {index: (row["rows"], row["over_exact"]) for index, row in rows.items()}
     assert needed == {
         **{"exact": (16, 1), "lucky": (32, 2), "never": (None, None), "alike": (8, 0.5)},
-        "other": (8, None),  # at other k than exact's
+        "other": (8, None),  # measured at other k than exact
     }
     table = next(table for table in tables(found) if table.title == "Rows needed")
     shown = {row[0].text: (row[-1].text, row[-1].note) for row in table.rows}

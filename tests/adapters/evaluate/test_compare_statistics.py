@@ -20,8 +20,8 @@ def covers(interval, truth):
 @pytest.mark.parametrize("rate", [0.05, 0.5, 0.97])
 def test_wilsons_interval_covers_the_rate_in_about_95_of_100_samples(rate):
     """With 2,000 samples and a fixed seed; below 93% once in 10^5 runs if 95% is right."""
-    draw = np.random.default_rng(0).random((2000, 50)) < rate
-    assert np.mean([covers(wilson(row), rate) for row in draw]) > 0.93
+    scores = np.random.default_rng(0).random((2000, 50)) < rate
+    assert np.mean([covers(wilson(row), rate) for row in scores]) > 0.93
 
 
 def test_wilsons_interval_is_narrower_with_more_answers_and_stays_within_0_and_1():

@@ -44,7 +44,7 @@ class Counting(ModelHook):
         return args, kwargs
 
 
-def twin(model):
+def sibling(model):
     """Make another model with the same configuration object."""
     other = AutoModelForCausalLM.from_config(model.config).eval()
     other.load_state_dict(model.state_dict())
@@ -58,7 +58,7 @@ def twin(model):
 
 
 def test_a_model_with_the_same_configuration_object_keeps_its_own_attention(model):
-    other, config, inputs = twin(model), model.config, prompt(1, sum(SIZES))
+    other, config, inputs = sibling(model), model.config, prompt(1, sum(SIZES))
     expected = dense_steps(other, inputs, SIZES)
     with kvhf.attach(model, **REGIONS) as cache:
         assert other.config is config
@@ -139,7 +139,7 @@ def test_a_hook_that_goes_inside_is_gone(model):
         steps(model, cache, prompt(1, 20), [20])
         remove_hook_from_module(model.model)
         with pytest.raises(ValueError, match="past_key_values: got NoneType"):
-            model(**prompt(1, 20))  # what stands around the decoder is still there
+            model(**prompt(1, 20))  # the modules around the decoder still work
     assert hook.calls == 1
     assert works(model)
     assert hook.calls == 1
@@ -178,7 +178,7 @@ def test_attaching_from_many_threads_attaches_one_at_a_time(model):
             try:
                 with kvhf.attach(model, **REGIONS) as cache:
                     model(**inputs, past_key_values=cache)
-                    while not refusals:  # the others try meanwhile
+                    while not refusals:  # the other threads try meanwhile
                         time.sleep(0.001)
             except ValueError as error:
                 refusals.append(str(error))
@@ -199,7 +199,7 @@ def test_attaching_in_another_thread_is_refused(model):
         entered = pool.submit(kvhf.attach(model, **REGIONS).__enter__)
         with pytest.raises(ValueError, match="attached already"):
             entered.result()
-        assert model.config._attn_implementation == NAME  # the first one is still there
+        assert model.config._attn_implementation == NAME  # the first attachment is still there
 
 
 def test_a_part_of_an_attached_model_is_attached(model):
@@ -214,7 +214,7 @@ def test_a_part_of_an_attached_model_is_attached(model):
 def test_models_in_threads_do_not_meet(model):
     """Two of the models have one configuration object."""
     inputs, gate = prompt(1, sum(SIZES)), threading.Barrier(3)
-    models = [model, twin(model), build("qwen3")]
+    models = [model, sibling(model), build("qwen3")]
     expected = [torch.cat(dense_steps(model, inputs, SIZES), 1) for model in models]
 
     def run(model):

@@ -26,7 +26,7 @@ def model():
     return build("llama", num_hidden_layers=2)
 
 
-def twin(model):
+def sibling(model):
     """Make another model around the same decoder."""
     other = build("llama", num_hidden_layers=2)
     other.model = model.model
@@ -128,7 +128,7 @@ def test_attaching_twice(model):
             kvhf.attach(model, **REGIONS),
         ):
             pass
-        assert model.config._attn_implementation == NAME  # the first one is still there
+        assert model.config._attn_implementation == NAME  # the first attachment is still there
 
 
 def test_output_attentions(model):
@@ -157,7 +157,7 @@ def test_generate_without_our_cache(model):
         ({"generation_config": GenerationConfig(guidance_scale=2.0)}, "guidance_scale: got 2.0"),
         ({"assistant_early_exit": 1}, "assistant_early_exit: got 1, allowed inside attach"),
         ({"assistant_model": lambda model: model}, "assistant_model: got a model that is attached"),
-        ({"assistant_model": twin}, "assistant_model: got a model that is attached"),
+        ({"assistant_model": sibling}, "assistant_model: got a model that is attached"),
     ],
     ids=["guidance", "guidance-config", "early-exit", "itself", "parts"],
 )
@@ -166,7 +166,7 @@ def test_ways_to_generate_that_run_the_model_with_another_cache(model, options, 
     with kvhf.attach(model, **REGIONS) as cache:
         with pytest.raises(UnsupportedError, match=match):
             model.generate(**prompt(1, 20), past_key_values=cache, max_new_tokens=2, **options)
-        assert cache.get_seq_length() == 0  # nothing has run
+        assert cache.get_seq_length() == 0  # no step has run
         model.generate(**prompt(1, 20), past_key_values=cache, max_new_tokens=2, guidance_scale=1)
 
 

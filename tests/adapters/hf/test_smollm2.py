@@ -103,8 +103,8 @@ def test_fidelity_stays_near_what_was_first_measured(smollm2_model):
     ids = text_ids(tokenizer, PROMPT + CONTINUATION, SEED)
     with torch.no_grad(), attach(model, index="pariskv", k=K, layer=ParallelLayer) as cache:
         prefill(model, ids, cache, stop=PROMPT, chunk=1024)
-        twin = copy.deepcopy(cache)
-        full = model(input_ids=ids[None, PROMPT:], past_key_values=twin).logits[0]
+        clone = copy.deepcopy(cache)
+        full = model(input_ids=ids[None, PROMPT:], past_key_values=clone).logits[0]
         for layer in cache.attention_layers():
             layer.begin()
         blocks = ids[None, PROMPT:].split(BLOCK, dim=1)

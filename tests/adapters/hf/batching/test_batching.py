@@ -21,8 +21,8 @@ NEWER = "page_size" in ContinuousBatchingConfig.__dataclass_fields__
 def prompts(*lengths, seed=3, prefix=()):
     """Return random token ids, one list per request."""
     generator = torch.Generator().manual_seed(seed)
-    draw = [torch.randint(3, VOCABULARY, (n,), generator=generator).tolist() for n in lengths]
-    return [[*prefix, *ids] for ids in draw]
+    rng = [torch.randint(3, VOCABULARY, (n,), generator=generator).tolist() for n in lengths]
+    return [[*prefix, *ids] for ids in rng]
 
 
 def batch(model, inputs, *, answers=1, **options):
@@ -97,7 +97,8 @@ def test_one_query_rows_read_few_rows_and_all_else_is_exact(model):
     with kvhf.attach_batch(model, **{**EXACT, "k": 1}) as batching:
         few = batch(model, inputs)
         report = batching.report()
-    assert [tokens[0] for tokens in few] == [tokens[0] for tokens in expected]  # of the prompt
+    # the prompt's attention is exact
+    assert [tokens[0] for tokens in few] == [tokens[0] for tokens in expected]
     assert few != expected
     assert report.rows_read < 0.4 * report.rows_full
     with kvhf.attach_batch(model, **{**EXACT, "k": 1, "dense_below": 200}) as batching:

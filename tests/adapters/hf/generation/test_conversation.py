@@ -24,7 +24,7 @@ def ids(length):
 
 
 @functools.cache
-def twin(family):
+def plain_model(family):
     """Make a copy of the model that is not attached."""
     return build(family, eos_token_id=None)
 
@@ -33,7 +33,7 @@ def alone(*parts, family="llama", **options):
     """Return the answer of full attention to all parts as one prompt."""
     whole = torch.cat(parts)[None]
     inputs = {"input_ids": whole, "attention_mask": torch.ones_like(whole)}
-    return full(twin(family), inputs, **options)[0, whole.shape[1] :]
+    return full(plain_model(family), inputs, **options)[0, whole.shape[1] :]
 
 
 def ask(model, cache, question, used="branch", **options):
@@ -254,12 +254,12 @@ def test_ids_of_the_past_follow_a_copy_and_are_forgotten_where_others_change_it(
     options = dict(repetition_penalty=1.5)
     with kvhf.attach(model, **REGIONS) as cache, torch.no_grad():
         kvhf.read(model, Words(), ids(20), cache=cache)
-        twin = copy.deepcopy(cache)
-        assert torch.equal(past_ids(twin), ids(20))
-        ask(model, twin, ids(3), **options)
-        twin.crop(-3)
-        model(input_ids=ids(3)[None], past_key_values=twin)
-        assert past_ids(twin) is None
+        clone = copy.deepcopy(cache)
+        assert torch.equal(past_ids(clone), ids(20))
+        ask(model, clone, ids(3), **options)
+        clone.crop(-3)
+        model(input_ids=ids(3)[None], past_key_values=clone)
+        assert past_ids(clone) is None
         with pytest.raises(ValueError, match=r"repetition_penalty: got 1\.5"):
-            ask(model, twin, ids(3), **options)
+            ask(model, clone, ids(3), **options)
         assert torch.equal(past_ids(cache), ids(20))

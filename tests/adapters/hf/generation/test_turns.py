@@ -349,10 +349,10 @@ def test_a_copy_knows_the_conversation(model, copied):
         talk = Cache(model, Chat(), cache)
         said = [user(words(30))]
         answer = talk.ask(said)
-        twin = Cache(model, Chat(), copied(cache))
-        twin.ask([user("40")])
+        clone = Cache(model, Chat(), copied(cache))
+        clone.ask([user("40")])
         whole = [*said, assistant(answer.text), user("40")]
-        assert twin.ids[:-NEW] == rendered(Chat(), whole)
+        assert clone.ids[:-NEW] == rendered(Chat(), whole)
         cache.crop(-1)  # the remaining tokens are no longer those of the conversation
         with pytest.raises(ValueError, match="not put there by read and generate"):
             talk.ask([user("40")], used="continue")

@@ -11,8 +11,8 @@ NAME = "model.layers.0.self_attn.q_proj"
 
 
 def halves(rank=2, out=64, wide=64, name=NAME):
-    draw = torch.Generator().manual_seed(0)
-    A, B = torch.randn(rank, wide, generator=draw), torch.randn(out, rank, generator=draw)
+    rng = torch.Generator().manual_seed(0)
+    A, B = torch.randn(rank, wide, generator=rng), torch.randn(out, rank, generator=rng)
     return {f"{name}.A": A, f"{name}.B": B}
 
 
