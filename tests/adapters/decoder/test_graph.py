@@ -233,7 +233,7 @@ def test_a_driver_that_refuses_is_said_once_and_tokens_go_on(device, graphs, mon
     regions["graphs"] = False  # the layers would capture graphs too
     with monkeypatch.context() as patch:
         patch.setitem(capturing.GRAPHS, device, refuse)
-        refused = r"refuses to capture a token \(out of graphs\)"
+        refused = r"refuses to capture a decode step \(out of graphs\)"
         with pytest.warns(UserWarning, match=refused) as said:
             got = decoder.generate(ids_of(60), **options).answer_ids
     assert torch.equal(got, want)
