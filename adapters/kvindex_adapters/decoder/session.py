@@ -264,16 +264,16 @@ class Session:
         """
         weights, indexed, layers = self._weights, self._indexed(), len(self._attentions)
         dtype = str(weights.embedding.dtype).removeprefix("torch.")
-        products, why = "Triton's kernels", refusal(weights, len(self.token))
+        products, why = "Triton kernels", refusal(weights, len(self.token))
         if self.fused is None:
-            products = f"torch's ({why or 'fused: got False'})"
+            products = f"torch ({why or 'fused: got False'})"
         apart = self._graph_refusal() if graphs else "graphs: got False"
         lines = [
-            f"weights: {'FP8 in the layers, else ' if weights.fp8 else ''}{dtype}",
-            f"products: {products}",
+            f"weights: {'FP8 in the layers, otherwise ' if weights.fp8 else ''}{dtype}",
+            f"matrix products: {products}",
             *self._explained_ranks(),
-            f"token: {'one graph' if apart is None else f'op by op ({apart})'}",
-            f"attention: full in {layers - len(indexed)} layers, an index in {len(indexed)}",
+            f"decode step: {'one graph' if apart is None else f'op by op ({apart})'}",
+            f"attention: full in {layers - len(indexed)} layers, with an index in {len(indexed)}",
         ]
         described = capability(indexed[0].index, Explains) if indexed else None
         return "\n".join(lines if described is None else [*lines, described.explain()])
@@ -283,8 +283,8 @@ class Session:
         ranks = self._weights.ranks
         if ranks is None:
             return []
-        how = "in one kernel" if ranks.one_shot else "by torch.distributed"
-        return [f"heads: those of rank {ranks.rank} of {ranks.count}; sums {how}"]
+        how = "one kernel" if ranks.one_shot else "torch.distributed"
+        return [f"heads: those of rank {ranks.rank} of {ranks.count}; sums with {how}"]
 
     def _graph_refusal(self) -> str | None:
         device = self.token.device.type

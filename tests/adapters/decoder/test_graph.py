@@ -59,10 +59,13 @@ def test_tokens_and_report_are_those_of_steps(device, graphs):
 
 def test_a_run_says_whether_its_next_token_is_a_graph(device, graphs):
     run = decoder_of(device, layers=2).start(ids_of(60), **given(device, 8))
-    assert "\ntoken: op by op (layer 0: tokens: got 0, too few for a step" in run.explain()
+    assert "\ndecode step: op by op (layer 0: tokens: got 0, too few for a step" in run.explain()
     list(run.tokens())
     assert graphs.replays
-    assert "\ntoken: one graph\nattention: full in 0 layers, an index in 2\n" in run.explain()
+    assert (
+        "\ndecode step: one graph\nattention: full in 0 layers, with an index in 2\n"
+        in run.explain()
+    )
     assert run.explain().endswith(run.session.indexes()[0].explain())
 
 
