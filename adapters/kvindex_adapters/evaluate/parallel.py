@@ -108,7 +108,7 @@ class ParallelLayer(AttentionLayer):
 
         The queries are `[1, H, T, D]`, and the sinks `[1, H, T]` or None.
         """
-        T, held = queries.shape[2], len(self._window)
+        T, before = queries.shape[2], len(self._window)
         self._window.append(len(self.index), keys, values, None)
         each = queries[0].transpose(0, 1).contiguous()  # the steps are sequences of a batch
         index = self._expanding().expand_batch(T)
