@@ -131,6 +131,26 @@ def test_a_change_of_any_tensor_is_refused_or_harmless(spec):
                     assert message.startswith("state["), (name, what, message)
 
 
+@pytest.mark.parametrize("check", [None, True, False])
+def test_rows_are_read_unless_the_caller_vouches_for_them(check):
+    state = states("exact")[0]
+    broken = state["rows"].clone()
+    broken[..., -1, :] = 255  # NaN
+    index = made("exact", check=check)
+    if check is False:
+        index.load_state_dict(resigned({**state, "rows": broken}))
+        return
+    with pytest.raises(ValueError, match=r"^state\['rows'\]: "):
+        index.load_state_dict(resigned({**state, "rows": broken}))
+
+
+def test_hits_of_another_number_of_heads_are_refused():
+    state = states("exact+reuse:tau=-.1")[1]
+    cut = {name: state[f"last.hits.{name}"][:, :1] for name in ("ids", "scores")}
+    forged = resigned(state | {f"last.hits.{name}": part for name, part in cut.items()})
+    assert loaded("exact+reuse:tau=-.1", forged).startswith("state['last.hits.")
+
+
 @pytest.mark.parametrize("spec", SPECS)
 def test_another_length_or_batch_is_refused(spec):
     for state in states(spec):

@@ -128,3 +128,9 @@ def test_the_buffer_counts_what_is_shown():
     resident.clear()
     assert (len(resident), int(resident.count), resident.masked) == (0, 0, 0)
     assert resident.mask.all()
+
+
+def test_nbytes_counts_rows_mask_and_count():
+    resident = ResidentRows(CASES["padded"][0].index("exact").geometry, 3, 7)
+    parts = (resident.rows, resident.mask, resident.count)
+    assert resident.nbytes() == sum(part.nbytes for part in parts)

@@ -138,6 +138,19 @@ def test_an_append_that_faiss_has_no_memory_for_is_made_good_by_the_next_search(
     assert_same_hits(got, searched(ONE, "exact", tokens, k=9), close=ROUNDED)
 
 
+def test_a_child_adds_again_what_was_being_added_when_it_was_forked():
+    pytest.importorskip("faiss", reason="needs faiss-cpu")
+    tokens, index = ONE.tokens(60), ONE.index("faiss-flat")
+    index.append(*tokens)
+    half = index._faiss_indexes[0][0]
+    half.reset()
+    half.add(torch.zeros(60, ONE.head_dim).numpy())
+    index._synchronized = False  # as while another thread adds
+    index._after_fork()
+    got = index.search(ONE.queries(), k=9)
+    assert_same_hits(got, searched(ONE, "exact", tokens, k=9), close=ROUNDED)
+
+
 def test_faiss_keeps_the_threads_that_it_had():
     faiss = pytest.importorskip("faiss", reason="needs faiss-cpu")
     before = faiss.omp_get_max_threads()

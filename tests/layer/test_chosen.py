@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from kvindex.layer import AttentionLayer, chosen
+from tests.core import test_resident
 from tests.support.helpers import Case
 from tests.support.sequences import SIZES, Sequence, layer_of, steps_of
 
@@ -49,6 +50,15 @@ def test_each_token_attends_to_its_rows(case, piece, monkeypatch):
         sequence.assert_equals(
             feed(layer_of(case), sequence, ids.flip(0, 1)), sequence.dense(shown), 0
         )
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_an_index_that_attends_reads_its_rows_where_they_are(case, monkeypatch):
+    case, pads = CASES[case]
+    sequence, (ids, shown) = Sequence.of(case, N, pads), choose(case)
+    layer = test_resident.layer_of(case)
+    monkeypatch.setattr(layer.index, "search", None)
+    sequence.assert_equals(feed(layer, sequence, ids), sequence.dense(shown), 0)
 
 
 def test_rows_in_every_region_and_an_index_that_attends_by_itself():

@@ -195,6 +195,17 @@ def test_other_names_are_refused():
         codec("x", geometry_of())
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_rows_encode_alike_however_they_lie_in_memory(name):
+    rows = codec(name, geometry_of(torch.bfloat16, 8, 24))
+    tokens = parts(rows.geometry, 0, count=6)
+    want = rows.encode(*tokens)
+    turned = [part.mT.contiguous().mT for part in tokens]
+    spread = [part.repeat_interleave(2, dim=-1)[..., ::2] for part in tokens]
+    assert torch.equal(rows.encode(*turned), want)
+    assert torch.equal(rows.encode(*spread), want)
+
+
 @pytest.mark.parametrize("name", [*SCALED, *BITS])
 def test_pieces_are_the_whole(name, monkeypatch):
     coding = codec(name, geometry_of())

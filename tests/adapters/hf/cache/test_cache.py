@@ -153,6 +153,11 @@ def test_report_tells_the_share_that_was_asked_for(model):
     assert everything.coverage is None
 
 
+def test_a_new_cache_knows_no_ids(model):
+    with kvhf.attach(model, **REGIONS) as cache:
+        assert cache.ids is None
+
+
 def test_a_factory_makes_the_indexes(model):
     made = []
 
