@@ -69,7 +69,7 @@ SLOWEST_S = 20
 
 UNTRACED = {
     "tests/wrappers/test_sharded.py": ("core/ranks", "core/shards", "wrappers/sharded"),
-    "tests/core/test_transaction.py": ("core/guard",),
+    "tests/core/test_transaction.py": ("core/transaction",),
 }
 """Files of tests whose calls the first run does not see, as they run in other processes or trace
 lines themselves -> the modules that they test. Mutants of these run with the whole file."""
