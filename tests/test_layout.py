@@ -6,6 +6,7 @@ import inspect
 import re
 import subprocess
 import sys
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -93,6 +94,31 @@ def rooms_imported(package, source):
                 yield room if room and exists else "__init__"
 
 
+def import_cycle(sources):
+    """Return the modules of one import cycle, or [] if there is none.
+
+    Imports inside functions and under TYPE_CHECKING count, too.
+
+    Args:
+        sources: Dotted name of a module -> its source.
+    """
+    graph = {}
+    for name, source in sources.items():
+        targets = set()
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.Import):
+                targets |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                paths = {f"{node.module}.{alias.name}" for alias in node.names}
+                targets |= {path if path in sources else node.module for path in paths}
+        graph[name] = targets & sources.keys() - {name}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return error.args[1]
+    return []
+
+
 def functions(module):
     """The public functions that a module defines, without decorators -> signature."""
     found = {name: inspect.unwrap(value) for name, value in vars(module).items() if name[0] != "_"}
@@ -122,6 +148,28 @@ def test_a_room_imports_only_rooms_below_it(package):
 def test_the_search_for_rooms_can_find_one():
     source = "import kvindex\ndef f():\n    from kvindex import ops\n    import kvindex.layer.sink"
     assert set(rooms_imported("kvindex", source)) == {"__init__", "ops", "layer"}
+
+
+def test_no_imports_form_a_cycle():
+    sources = {}
+    for folder in ("kvindex", "kvindex_cuda", "adapters/kvindex_adapters"):
+        for path in (ROOT / folder).rglob("*.py"):
+            parts = path.relative_to((ROOT / folder).parent).with_suffix("").parts
+            name = ".".join(parts).removesuffix(".__init__")
+            sources[name] = path.read_text(encoding="utf-8")
+    assert {"kvindex.core.check", "kvindex_cuda", "kvindex_adapters.hf"} <= sources.keys()
+    assert import_cycle(sources) == []
+
+
+def test_the_search_for_cycles_can_find_one():
+    sources = {
+        "p": "",
+        "p.a": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from p.b import B",
+        "p.b": "def f():\n    import p.c",
+        "p.c": "from p import a",
+    }
+    assert set(import_cycle(sources)) == {"p.a", "p.b", "p.c"}
+    assert import_cycle({**sources, "p.c": "from p import other\nimport torch"}) == []
 
 
 @pytest.mark.parametrize("package", FILES)

@@ -8,7 +8,8 @@ print(cache.report())
 
 from kvindex_adapters.common.unsupported import UnsupportedError
 from kvindex_adapters.hf.attach import attach
-from kvindex_adapters.hf.batching.attach_batch import Batching, attach_batch
+from kvindex_adapters.hf.batching.attach_batch import attach_batch
+from kvindex_adapters.hf.batching.state import Batching
 from kvindex_adapters.hf.cache.cache import IndexCache
 from kvindex_adapters.hf.cache.report import Report
 from kvindex_adapters.hf.generate import Generation, generate

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
-BACKEND = "KVINDEX"
-"""Optional value of `attention_backend`. vLLM raises an error for it without the plug-in."""
+from kvindex_adapters.vllm.options import BACKEND
 
 
 def register() -> None:

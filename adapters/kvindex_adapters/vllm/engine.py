@@ -26,8 +26,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from kvindex.core.geometry import Geometry
 from kvindex.pariskv.block_layout import BLOCK
-from kvindex_adapters.vllm import BACKEND
-from kvindex_adapters.vllm.options import Options
+from kvindex_adapters.vllm.options import BACKEND, Options
 from kvindex_adapters.vllm.unsupported import check_engine, check_layer, check_sliding
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM only shows loggers below its own name

@@ -12,7 +12,9 @@ from kvindex.core import check
 from kvindex.core.config import make_config, parse_spec, unknown
 from kvindex.pariskv.block_layout import BLOCK, Layout, SubspaceLayout
 from kvindex.pariskv.config import ParisKVConfig
-from kvindex_adapters.vllm import BACKEND
+
+BACKEND = "KVINDEX"
+"""Optional value of `attention_backend`. vLLM raises an error for it without the plug-in."""
 
 KEY = "kvindex"
 """The key of `additional_config` for the plug-in's options."""

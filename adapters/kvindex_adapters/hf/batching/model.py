@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from copy import copy
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 from transformers import PreTrainedConfig
@@ -15,13 +15,11 @@ from transformers.generation import ContinuousBatchingConfig
 from kvindex_adapters.common.parallel import rank
 from kvindex_adapters.common.unsupported import UnsupportedError
 from kvindex_adapters.hf.batching.attention import NAME
+from kvindex_adapters.hf.batching.state import Batching
 from kvindex_adapters.hf.model.attachment import attached
 from kvindex_adapters.hf.model.patch import IMPLEMENTATION, Substitute, copied_as
 from kvindex_adapters.hf.model.rotary import length_dependent
 from kvindex_adapters.hf.unsupported import has_indexer, layer_configs, layer_number, sharing_of
-
-if TYPE_CHECKING:
-    from kvindex_adapters.hf.batching.attach_batch import Batching
 
 NOT_TRIED = (
     *("use_cuda_graph", "q_padding_interval_size", "kv_padding_interval_size"),

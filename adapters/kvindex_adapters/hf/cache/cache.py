@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -43,7 +43,6 @@ from kvindex_adapters.hf.cache.report import Report, sum_up
 from kvindex_adapters.hf.cache.saving import load_cache, save_cache
 from kvindex_adapters.hf.cache.sliding import Ring, SlidingLayer
 from kvindex_adapters.hf.cache.takeover import check_past, fill
-from kvindex_adapters.hf.graph.token_graph import TokenGraph
 from kvindex_adapters.hf.model.attachment import Attachment
 from kvindex_adapters.hf.model.info import layer_device
 from kvindex_adapters.hf.unsupported import check_dense, has_full_attention
@@ -72,6 +71,27 @@ class Checkpoint(NamedTuple):
     states: list[Any]
 
 
+class StepGraph(Protocol):
+    """The graph that replays decode steps of a cache (`TokenGraph`), as the cache uses it."""
+
+    @property
+    def report(self) -> str:
+        """How many decode steps were replays, and why the last one was not."""
+        ...
+
+    def forget(self) -> None:
+        """Drop the graph, because the layers of the cache were replaced."""
+        ...
+
+    def look_again(self) -> None:
+        """Read the padding again, because the tokens of the cache have changed."""
+        ...
+
+    def another(self) -> StepGraph:
+        """Make an empty graph for a copy of the cache."""
+        ...
+
+
 class IndexCache(DynamicCache):
     """The cache that `attach` gives: pass it as `past_key_values`, or a `copy.deepcopy` of it.
 
@@ -87,7 +107,7 @@ class IndexCache(DynamicCache):
         make: LayerFactory,
         dense_layers: Sequence[int],
         attachment: Attachment,
-        token_graph: TokenGraph | None = None,
+        token_graph: StepGraph | None = None,
     ) -> None:
         super().__init__(config=config)
         full = [i for i, layer in enumerate(self.layers) if has_full_attention(layer)]

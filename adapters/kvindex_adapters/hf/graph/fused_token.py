@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from kvindex.core.transaction import in_plain_torch
 from kvindex.layer import AttentionLayer
 from kvindex.wrappers import Wrapper
 from kvindex_adapters.common.unsupported import UnsupportedError
+from kvindex_adapters.hf.cache.cache import IndexCache
 from kvindex_adapters.hf.cache.padding import MaskInfo
 from kvindex_adapters.hf.graph.token_graph import Forward, TokenGraph
 from kvindex_adapters.hf.model.llama_family import check_family, check_modules
@@ -35,9 +36,6 @@ from kvindex_adapters.llama.weights import (
     products,
     read_body,
 )
-
-if TYPE_CHECKING:
-    from kvindex_adapters.hf.cache.cache import IndexCache
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 """Of weights: those of the kernels' activations."""

@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
 from operator import is_
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from kvindex.core.graphs import GRAPHS, Graph
 from kvindex.layer import AttentionLayer
+from kvindex_adapters.hf.cache.cache import IndexCache
 from kvindex_adapters.hf.cache.layer import IndexedLayer
 from kvindex_adapters.hf.graph.token_inputs import (
     MASK,
@@ -30,9 +31,6 @@ from kvindex_adapters.hf.graph.token_inputs import (
 )
 from kvindex_adapters.hf.graph.trace import Trace, difference
 from kvindex_adapters.hf.model.module_state import ModuleState
-
-if TYPE_CHECKING:
-    from kvindex_adapters.hf.cache.cache import IndexCache
 
 TRACES = 4
 """Tokens that are traced for a graph, at most: the first ones may make what later ones read."""

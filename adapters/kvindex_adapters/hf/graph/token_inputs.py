@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,10 +12,8 @@ from torch.nn import functional
 from kvindex.core import check
 from kvindex.core.graphs import GRAPHS
 from kvindex.layer import AttentionLayer
+from kvindex_adapters.hf.cache.cache import IndexCache
 from kvindex_adapters.hf.cache.sliding import grows
-
-if TYPE_CHECKING:
-    from kvindex_adapters.hf.cache.cache import IndexCache
 
 VALUES = (Tensor, bool, int, float, str, type(None))
 """Arguments that tokens may have: tensors are copied to where a graph reads them."""

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
+from transformers import DynamicCache
 
 from kvindex.core import forks
 from kvindex_adapters.common.exclusive import Exclusive
 
 if TYPE_CHECKING:
-    from kvindex_adapters.hf.batching.attach_batch import Batching
-    from kvindex_adapters.hf.cache.cache import IndexCache
+    from kvindex_adapters.hf.batching.state import Batching
 
 
 class Attachment:
@@ -28,25 +28,25 @@ class Attachment:
         """The module whose calls are steps of a cache."""
         self.sharing: dict[int, int] = {}
         """Number of a layer without keys of its own -> of the layer whose keys it attends to."""
-        self.running: IndexCache | None = None
+        self.running: DynamicCache | None = None
         """The cache of the step that runs."""
         self.batching: Batching | None = None
         """Of `attach_batch`, which has no cache: requests and their indexes."""
-        self._pending: tuple[IndexCache, Any, tuple[Tensor, Tensor]] | None = None
+        self._pending: tuple[DynamicCache, Any, tuple[Tensor, Tensor]] | None = None
         self.exclusive = Exclusive("model", "the same attached model or of a cache of it")
         """Entered by each call that changes a cache, so only one thread at a time does."""
         self._undo: dict[int, Callable[[], None]] | None = None  # id of a cache -> undo its steps
 
-    def set_pending(self, cache: IndexCache, layer: Any, states: tuple[Tensor, Tensor]) -> None:
+    def set_pending(self, cache: DynamicCache, layer: Any, states: tuple[Tensor, Tensor]) -> None:
         """The `update` of this layer of the cache has given states; its attention runs next."""
         self._pending = cache, layer, states
 
-    def take_pending(self) -> tuple[IndexCache, Any, tuple[Tensor, Tensor]] | None:
+    def take_pending(self) -> tuple[DynamicCache, Any, tuple[Tensor, Tensor]] | None:
         """Cache, layer and states of the last `update`, once; None if attention has run."""
         pending, self._pending = self._pending, None
         return pending
 
-    def shared(self, layer: int) -> tuple[IndexCache, Any, None] | None:
+    def shared(self, layer: int) -> tuple[DynamicCache, Any, None] | None:
         """The cache, and the layer in it whose keys this one attends to, which has none."""
         producer = self.sharing.get(layer)
         if producer is None or self.running is None:
@@ -74,7 +74,7 @@ class Attachment:
             finally:
                 self._undo = None
 
-    def add_undo(self, cache: IndexCache, undo: Callable[[], None]) -> None:
+    def add_undo(self, cache: DynamicCache, undo: Callable[[], None]) -> None:
         """Record how to undo a step of the decoder, in case the model's call fails after it.
 
         If one call has several steps of a cache, only the function of the first one is recorded.

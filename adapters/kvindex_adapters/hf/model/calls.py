@@ -78,7 +78,7 @@ def _step(
     with attachment.exclusive():
         cache.check_usable()
         graph = cache.token_graph
-        if graph is not None:
+        if isinstance(graph, TokenGraph):
             args, kwargs = (), _by_name(cache.decoder, args, kwargs)
             if graph.takes(forward, cache, kwargs):
                 before = cache.get_seq_length(), cache.ids

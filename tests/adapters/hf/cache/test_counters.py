@@ -11,7 +11,7 @@ import kvindex_adapters.hf as kvhf
 from kvindex.layer import AttentionLayer
 from kvindex.layer.updates import Updates
 from kvindex_adapters.decoder import Decoder
-from kvindex_adapters.hf.batching.attach_batch import Batching
+from kvindex_adapters.hf.batching.state import Batching
 from tests.adapters.decoder.families import ids_of, model_of
 from tests.adapters.hf.batching.test_batching import EXACT, batch, prompts
 from tests.adapters.hf.generation.test_generation import Words
