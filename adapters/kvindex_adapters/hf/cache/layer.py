@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -14,7 +15,6 @@ from kvindex.core.transaction import in_plain_torch
 from kvindex.layer import AttentionLayer
 from kvindex_adapters.common.unsupported import UnsupportedError
 from kvindex_adapters.hf.cache.padding import MaskInfo, Padding
-from kvindex_adapters.hf.cache.tensor_spec import TensorSpec
 
 LayerFactory = Callable[..., AttentionLayer]
 """Creates an attention layer from the geometry that the first call shows."""
@@ -285,3 +285,55 @@ def check_crop(tokens_to_remove: Any) -> int:
             f"tokens_to_remove: got {removed!r}, allowed is 0 or minus the number of tokens"
         )
     return removed
+
+
+WHY = "the rows are in the index's store and in the window"
+
+
+@dataclass(frozen=True, eq=False)
+class TensorSpec:
+    """A tensor without its numbers, as `layer.keys` and `layer.values` of a cache."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def ndim(self) -> int:
+        """Number of dimensions."""
+        return len(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that a tensor of this shape and dtype takes."""
+        return self.numel() * self.dtype.itemsize
+
+    def size(self, dim: int | None = None) -> Any:
+        """The shape, or one size of it."""
+        return self.shape if dim is None else self.shape[dim]
+
+    def dim(self) -> int:
+        """Number of dimensions."""
+        return self.ndim
+
+    def numel(self) -> int:
+        """Number of elements."""
+        return self.shape.numel()
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise AttributeError(f"keys, values: got .{name}, allowed are shape, dtype, device: {WHY}")
+
+    def __getitem__(self, index: object) -> NoReturn:
+        raise UnsupportedError(
+            f"keys, values: got an index, allowed are shape, dtype, device: {WHY}"
+        )
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> NoReturn:
+        name = getattr(function, "__name__", function)
+        raise UnsupportedError(f"keys, values: got {name}, allowed are shape, dtype, device: {WHY}")

@@ -28,8 +28,7 @@ from kvindex_adapters.hf.generation.conversation import (
 )
 from kvindex_adapters.hf.model.info import reads_chunks, text_positions
 from kvindex_adapters.hf.model.reread import unread
-from kvindex_adapters.hf.model.rotary import length_dependent
-from kvindex_adapters.hf.model.rotary_length import counting_ahead
+from kvindex_adapters.hf.model.rotary import counting_ahead, length_dependent
 from kvindex_adapters.hf.model.wrapped import unwrapped
 
 
