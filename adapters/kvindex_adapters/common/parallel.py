@@ -19,7 +19,7 @@ from kvindex.core.ranks import TIMEOUT_S, Ranks
 from kvindex.wrappers import Sharded, Wrapper
 from kvindex_adapters.common.unsupported import UnsupportedError
 
-BOTH_SHARED = (
+BOTH_SHARDED = (
     "index: got one whose tokens are sharded, of a model whose heads several ranks share, "
     "allowed is one or the other: ranks that share tokens have the same heads"
 )
@@ -88,14 +88,14 @@ def check_heads(config: Any) -> None:
         )
 
 
-def shares_heads(model: nn.Module) -> bool:
+def has_head_shards(model: nn.Module) -> bool:
     """Whether several ranks have the weights of a model together."""
     return any(isinstance(weight, DTensor) for weight in model.parameters())
 
 
 def check_whole(decoder: nn.Module) -> None:
     """Raises UnsupportedError for a decoder whose weights are those of one rank of several."""
-    if shares_heads(decoder):
+    if has_head_shards(decoder):
         raise UnsupportedError(
             "cache: got one of a model whose heads several ranks share, allowed for save and load "
             "is a model that one process has whole: a rank has only the keys and values of its own "
@@ -105,8 +105,8 @@ def check_whole(decoder: nn.Module) -> None:
 
 def check_shards(model: nn.Module, index: KVIndex) -> None:
     """Raises UnsupportedError for shards of tokens whose ranks have other heads each."""
-    if is_sharded(index) and shares_heads(model):
-        raise UnsupportedError(BOTH_SHARED)
+    if is_sharded(index) and has_head_shards(model):
+        raise UnsupportedError(BOTH_SHARDED)
 
 
 def is_sharded(index: KVIndex) -> bool:

@@ -10,23 +10,23 @@ from torch import Tensor
 Progress = Callable[[str, int, int], None]
 """Called with a phase ("prefill" or "decode"), tokens done, tokens in all."""
 
-FEWEST, MOST = 1024, 4096
+MIN_CHUNK, MAX_CHUNK = 1024, 4096
 """Tokens of a piece: what a CPU computes at a time, and the most that a GPU does."""
 
-PIECE_BYTES = 2**29
-"""Of a layer's activations of a piece of more than `FEWEST` tokens, in all rows of a batch."""
+CHUNK_BYTES = 2**29
+"""Of a layer's activations of a piece of more than `MIN_CHUNK` tokens, in all rows of a batch."""
 
 
 def chunk_of(token_bytes: int, device: torch.device) -> int:
     """Tokens of a piece, where nobody says: token_bytes, a layer's activations of one of them.
 
     The host launches as many kernels for a piece however long it is. So on a GPU pieces are the
-    largest power of two, from 1,024 to 4,096 tokens, whose activations take at most `PIECE_BYTES`.
+    largest power of two, from 1,024 to 4,096 tokens, whose activations take at most `CHUNK_BYTES`.
     """
     if device.type != "cuda":
-        return FEWEST
-    room = PIECE_BYTES // token_bytes
-    return min(MOST, max(FEWEST, 1 << room.bit_length() >> 1))
+        return MIN_CHUNK
+    room = CHUNK_BYTES // token_bytes
+    return min(MAX_CHUNK, max(MIN_CHUNK, 1 << room.bit_length() >> 1))
 
 
 def chunks(stop: int, chunk: int) -> Iterator[tuple[int, int]]:

@@ -27,7 +27,7 @@ from kvindex_adapters.hf.model.attachment import claimed
 from kvindex_adapters.hf.model.attention import NAME
 from kvindex_adapters.hf.model.info import attention_request, find_decoder, layer_geometry
 from kvindex_adapters.hf.model.patch import private_configurations, subclassed
-from kvindex_adapters.hf.model.reread import guards
+from kvindex_adapters.hf.model.reread import patched_classes
 from kvindex_adapters.hf.model.rotary import rotary_frequencies
 from kvindex_adapters.hf.model.wrapped import unwrapped
 from kvindex_adapters.hf.unsupported import check_model, sharing_of
@@ -140,10 +140,10 @@ def attach(
                     "transformers' AttentionInterface"
                 )
             generates = hasattr(model, "generate")
-            guarded_model, guarded_decoder = guards(model)
-            guarded = subclassed(model, guarded_model) if generates else nullcontext()
-            laid = nullcontext() if by_kernels is None else by_kernels.laid_together()
-            with subclassed(decoder, guarded_decoder), guarded, laid:
+            model_class, decoder_class = patched_classes(model)
+            patched_model = subclassed(model, model_class) if generates else nullcontext()
+            packed = nullcontext() if by_kernels is None else by_kernels.laid_together()
+            with subclassed(decoder, decoder_class), patched_model, packed:
                 attachment.decoder = decoder
                 try:
                     yield cache

@@ -55,7 +55,7 @@ class PagedLayer:
         self.tally = Tally()
 
     @property
-    def held_bytes(self) -> int:
+    def stored_bytes(self) -> int:
         """Bytes of the indexes of open requests, what they share counted once."""
         pool = self.pool  # read once: the thread that runs steps may set it meanwhile
         return 0 if pool is None else pool.report().held_bytes
@@ -73,13 +73,13 @@ class PagedLayer:
         for part in parts:
             sequences.append(self._filled(pool, part, parts[: len(sequences)], rows))
         found = pool.attend(sequences, queries, k=self.regions.k)
-        beside = self._attend_beside(queries, parts, rows, pool.geometry.scale)
+        dense = self._attend_dense(queries, parts, rows, pool.geometry.scale)
         cost = row_bytes(pool[sequences[0]])
         for number, part in enumerate(parts):
-            near = self.regions.sink + part.length - self.regions.indexed(part.length)
+            dense_rows = self.regions.sink + part.length - self.regions.indexed(part.length)
             own = found.found[number : number + 1]
-            self.tally.count(Counts(own, near, 0.0, part.length, 0.0, cost))
-        return merge([found, beside]).output
+            self.tally.count(Counts(own, dense_rows, 0.0, part.length, 0.0, cost))
+        return merge([found, dense]).output
 
     def keep(self, active: Sequence[Any]) -> None:
         """Forget all requests but these."""
@@ -113,12 +113,12 @@ class PagedLayer:
             sequence = pool.open() if shared is None else pool.fork(shared)
             self._opened[key] = part.request, sequence
         sequence = self._opened[key][1]
-        held = len(pool[sequence])
-        if wanted > held:
-            new = rows.read(slots[held:wanted])
-            valid = torch.arange(held, wanted, device=slots.device) >= self.regions.sink
+        stored = len(pool[sequence])
+        if wanted > stored:
+            new = rows.read(slots[stored:wanted])
+            valid = torch.arange(stored, wanted, device=slots.device) >= self.regions.sink
             pool.append([sequence], new.keys, new.values, valid=valid[None])
-            if not held:
+            if not stored:
                 pool[sequence].end_prompt()
         return sequence
 
@@ -128,24 +128,24 @@ class PagedLayer:
         """Another request's sequence, all of whose tokens are this one's, too, if there is one."""
         for other in others:
             sequence = self._opened[id(other.request)][1]
-            held = len(pool[sequence])
-            if held <= wanted and torch.equal(slots[:held], rows.slots[other.slots][:held]):
+            stored = len(pool[sequence])
+            if stored <= wanted and torch.equal(slots[:stored], rows.slots[other.slots][:stored]):
                 return sequence
         return None
 
-    def _attend_beside(
+    def _attend_dense(
         self, queries: Tensor, parts: Sequence[Part], rows: PagedRows, scale: float
     ) -> Attended:
         """Attention to sink and window of each."""
         sink, outputs, logarithms = self.regions.sink, list[Tensor](), list[Tensor]()
         for number, part in enumerate(parts):
             slots, indexed = rows.slots[part.slots], self.regions.indexed(part.length)
-            near = rows.read(torch.cat([slots[:sink], slots[indexed:]]))
-            given = queries[number][None], near.keys, near.values
+            read = rows.read(torch.cat([slots[:sink], slots[indexed:]]))
+            given = queries[number][None], read.keys, read.values
             output, lse = attend(*given, scale=scale, return_lse=True)
             outputs.append(output)
             logarithms.append(lse)
-        none = torch.zeros((len(parts), near.keys.shape[1]), dtype=torch.int32)
+        none = torch.zeros((len(parts), read.keys.shape[1]), dtype=torch.int32)
         return Attended(torch.cat(outputs), torch.cat(logarithms), none.to(queries.device))
 
 

@@ -82,7 +82,7 @@ class Batching:
             rows_read=sum(float(part.rows_read) for part in traffic) / max(steps, 1),
             rows_full=sum(float(part.rows_full) for part in traffic) / max(steps, 1),
             bytes_fetched=sum(int(part.bytes_fetched) for part in traffic),
-            nbytes={"indexes": sum(layer.held_bytes for layer in layers)},
+            nbytes={"indexes": sum(layer.stored_bytes for layer in layers)},
             dense_below=layers[0].regions.dense_below,
             k=layers[0].regions.k,
         )

@@ -131,9 +131,9 @@ class IndexCache(DynamicCache):
         """Tokens of the next step, if it is to read all of them again (`hf.reread`)."""
         self.token_graph = token_graph
         """What runs single tokens as a graph, where they may be one."""
-        self.attends: Callable[..., Tensor] | None = None
+        self.attend_override: Callable[..., Tensor] | None = None
         """In place of `IndexedLayer.attend`, while a token is traced or captured."""
-        self.tells: Callable[[str], None] | None = None
+        self.on_branch: Callable[[str], None] | None = None
         """Told of branches by the number of tokens, while a token is traced."""
         self.steps = 0
         """Steps that the decoder has begun; none of them is taken back."""
@@ -164,9 +164,9 @@ class IndexCache(DynamicCache):
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Count of tokens of a layer; while a token is traced, one that tells of branches by it."""
         length: int = super().get_seq_length(layer_idx)
-        if self.tells is None or self.attachment.exclusive.used_by_other_thread:
+        if self.on_branch is None or self.attachment.exclusive.used_by_other_thread:
             return length
-        return Count.of(length, self.tells)
+        return Count.of(length, self.on_branch)
 
     @property
     def is_initialized(self) -> bool:
@@ -426,14 +426,14 @@ class IndexCache(DynamicCache):
 
     @contextmanager
     def attending_by(
-        self, attend: Callable[..., Tensor], tells: Callable[[str], None] | None = None
+        self, attend: Callable[..., Tensor], on_branch: Callable[[str], None] | None = None
     ) -> Iterator[None]:
-        """While it lasts, layers attend by this function, from real tokens; tells: of `Count`."""
-        self.attends, self.tells, self.padding.all_real = attend, tells, True
+        """Let layers attend by `attend`, from real tokens only; `on_branch` is that of `Count`."""
+        self.attend_override, self.on_branch, self.padding.all_real = attend, on_branch, True
         try:
             yield
         finally:
-            self.attends = self.tells = None
+            self.attend_override = self.on_branch = None
             self.padding.forget()
 
     def count_replay(self, replay: Callable[[], None]) -> None:

@@ -19,13 +19,13 @@ BRANCHES = ("lt", "le", "gt", "ge", "eq", "ne", "floordiv", "mod", "divmod", "tr
 class Count(int):
     """A number above 0 that tells what is done with it, but for comparing it with 0."""
 
-    _tell: Callable[[str], None]
+    _on_branch: Callable[[str], None]
 
     @classmethod
-    def of(cls, number: int, tell: Callable[[str], None]) -> Count:
-        """tell: called with what a graph would not do again."""
+    def of(cls, number: int, on_branch: Callable[[str], None]) -> Count:
+        """Make a count. `on_branch` is called with a description of each branch on it."""
         count = cls(number)
-        count._tell = tell
+        count._on_branch = on_branch
         return count
 
     __hash__ = int.__hash__
@@ -36,7 +36,7 @@ def _counting(name: str) -> Any:
 
     def counting(self: Count, *others: Any) -> Any:
         result = plain(self, *others)
-        return result if result is NotImplemented else Count.of(result, self._tell)
+        return result if result is NotImplemented else Count.of(result, self._on_branch)
 
     return counting
 
@@ -47,7 +47,7 @@ def _branching(name: str) -> Any:
     def branching(self: Count, other: Any) -> Any:
         result = plain(self, other)
         if result is not NotImplemented and other != 0:
-            self._tell(f"the host asks for the number of tokens {name} {other!r}")
+            self._on_branch(f"the host asks for the number of tokens {name} {other!r}")
         return result
 
     return branching

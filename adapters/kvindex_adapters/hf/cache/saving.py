@@ -240,7 +240,7 @@ def _check_attributes(layer: Any, values: Any) -> None:
 
 
 def _class(layer: Any) -> str:
-    return SlidingLayer.kept_as if isinstance(layer, SlidingLayer) else type(layer).__name__
+    return SlidingLayer.saved_as if isinstance(layer, SlidingLayer) else type(layer).__name__
 
 
 def _attributes(layer: Any) -> dict[str, Any]:

@@ -90,7 +90,7 @@ class SlidingLayer(DynamicSlidingWindowLayer):
     out of the ring, which stays where it is for the next time.
     """
 
-    kept_as: ClassVar[str] = DynamicSlidingWindowLayer.__name__
+    saved_as: ClassVar[str] = DynamicSlidingWindowLayer.__name__
     """Name of the class that a saved layer is of."""
 
     def __init__(self, sliding_window: int) -> None:

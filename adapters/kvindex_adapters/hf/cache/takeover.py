@@ -165,8 +165,8 @@ def _check_like(name: str, value: Any, like: Any) -> None:
             _check_like(f"{name}[{key!r}]", one, like.get(key))
     elif isinstance(like, Tensor):
         shape: dict[str, int | None] = dict.fromkeys(map(str, range(like.ndim)))
-        kept = shape if name not in ROWS else ("1", "3")
-        shape |= {axis: like.shape[int(axis)] for axis in kept if axis != "0"}
+        axes = shape if name not in ROWS else ("1", "3")
+        shape |= {axis: like.shape[int(axis)] for axis in axes if axis != "0"}
         check.tensor(name, value, shape, like.dtype, like.device)
 
 

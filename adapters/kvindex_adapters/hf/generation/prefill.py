@@ -12,7 +12,7 @@ from kvindex.core import check
 from kvindex_adapters.common.placement import expect
 from kvindex_adapters.common.prompt import Prompt
 from kvindex_adapters.common.prompt_chunks import (
-    FEWEST,
+    MIN_CHUNK,
     Progress,
     check_prompt,
     chunk_of,
@@ -78,7 +78,7 @@ def default_chunk(model: PreTrainedModel) -> int:
     sizes = model.config.get_text_config().to_dict()
     width = sizes.get("hidden_size")
     if width is None:
-        return FEWEST
+        return MIN_CHUNK
     inner = sizes.get("intermediate_size") or 4 * width
     count = 4 * width + 3 * (max(inner) if isinstance(inner, list) else inner)
     return chunk_of(count * model.dtype.itemsize, model.device)

@@ -43,7 +43,7 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 READ = ("input_ids", "position_ids", "attention_mask", "past_key_values", "cache_position")
 """Arguments of a decoder that are read, or say what others say."""
 
-SAY_NOTHING: dict[str, tuple[object, ...]] = {
+NO_EFFECT: dict[str, tuple[object, ...]] = {
     "use_cache": (None, True),
     "return_dict": (None, True),
 }
@@ -256,7 +256,7 @@ def call_refusal(given: Mapping[str, Any]) -> str:
     if positions.shape not in ((1, 1), ids.shape):
         return f"position_ids: got shape {list(positions.shape)}, allowed is [B, 1]"
     for name, value in given.items():
-        same = (value is one for one in SAY_NOTHING.get(name, (None, False)))
+        same = (value is one for one in NO_EFFECT.get(name, (None, False)))
         if name not in READ and not any(same):
             return f"{name}: got a value, which only the model's own forward reads"
     return ""

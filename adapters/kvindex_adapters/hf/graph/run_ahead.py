@@ -51,7 +51,7 @@ def decoding_options(
 
     cache: its `past_key_values`; the streamer is passed as such, too.
     """
-    strings = _value(model, options, "stop_strings")
+    strings = _option(model, options, "stop_strings")
     if not _runs_ahead(model, cache, options):
         return options if strings is None else {**options, "tokenizer": tokenizer}
     more: dict[str, Any] = {"custom_generate": RunAhead(cache, streamer).decode}
@@ -66,11 +66,11 @@ def _runs_ahead(model: PreTrainedModel, cache: Any, options: dict[str, Any]) -> 
         return False
     if keeps_longest(model):  # tokens that are cut would count
         return False
-    others = any(_value(model, options, name) not in (None, False) for name in OTHER_LOOPS)
-    return not others and _value(model, options, "use_cache") is not False
+    others = any(_option(model, options, name) not in (None, False) for name in OTHER_LOOPS)
+    return not others and _option(model, options, "use_cache") is not False
 
 
-def _value(model: PreTrainedModel, options: dict[str, Any], name: str) -> Any:
+def _option(model: PreTrainedModel, options: dict[str, Any], name: str) -> Any:
     """Of an option of `model.generate`, as it would find it."""
     configs = options.get("generation_config"), model.generation_config
     values = [getattr(config, name, None) for config in configs]
@@ -87,7 +87,7 @@ class RunAhead:
         self._cache, self._streamer = cache, streamer
         # the last two: how many ids there were, arguments of the next token, and the cache
         self._checkpoints: deque[tuple[int, dict[str, Any], Any]] = deque(maxlen=2)
-        self._draws: deque[tuple[int, Tensor]] = deque(maxlen=AHEAD + 2)
+        self._generator_states: deque[tuple[int, Tensor]] = deque(maxlen=AHEAD + 2)
 
     def decode(
         self,
@@ -118,15 +118,15 @@ class RunAhead:
                     while made < limit and made - read <= min(read - start, ahead):
                         if made > start:
                             if ahead:
-                                self._keep(made, given)
+                                self._add_checkpoint(made, given)
                             outputs = _forward(model, ids[:, :made], given)
                         given = model._update_model_kwargs_for_generation(outputs, given)
                         logits = outputs.logits[:, -1].to(device, torch.float32, copy=True)
-                        chosen = _chosen(logits_processor(ids[:, :made], logits), sampled)
+                        chosen = _next_token(logits_processor(ids[:, :made], logits), sampled)
                         ids[:, made], made = chosen[0], made + 1
                         ring.put(chosen)
                         if sampled:
-                            self._draws.append((made, _generator(device).get_state()))
+                            self._generator_states.append((made, _generator(device).get_state()))
                         del outputs
                     token, *wrong = ring.take().tolist()
                     if any(wrong):
@@ -146,7 +146,7 @@ class RunAhead:
         indexes = self._cache.indexes()
         return not self._cache.overwrites and all(isinstance(one, Restorable) for one in indexes)
 
-    def _keep(self, made: int, given: dict[str, Any]) -> None:
+    def _add_checkpoint(self, made: int, given: dict[str, Any]) -> None:
         """A checkpoint before the next token, if the last one is old."""
         if not self._checkpoints or made - self._checkpoints[-1][0] >= CHECKPOINT:
             self._checkpoints.append((made, dict(given), self._cache.checkpoint()))
@@ -158,7 +158,7 @@ class RunAhead:
         for length in range(made, read):
             outputs = _forward(model, ids[:, :length], given)
             given = model._update_model_kwargs_for_generation(outputs, given)
-        for made, state in self._draws:
+        for made, state in self._generator_states:
             if made == read:
                 _generator(ids.device).set_state(state)
 
@@ -185,7 +185,7 @@ def _forward(model: Any, ids: Tensor, given: dict[str, Any]) -> Any:
     return model(**inputs, return_dict=True)
 
 
-def _chosen(scores: Tensor, sampled: bool) -> Tensor:
+def _next_token(scores: Tensor, sampled: bool) -> Tensor:
     """The next token int64 `[1]` by scores `[1, V]`; `[2]` of one that is drawn: and whether it was
     drawn from what are no probabilities.
 
@@ -194,10 +194,10 @@ def _chosen(scores: Tensor, sampled: bool) -> Tensor:
     """
     if not sampled:
         return scores.argmax(-1)
-    shares = scores.softmax(-1)
-    times = torch.empty_like(shares).exponential_()
-    token = torch.div(shares, times, out=times).argmax(-1)
-    return torch.cat([token, shares[:, 0].isnan().long()])  # one that is none makes all so
+    probabilities = scores.softmax(-1)
+    times = torch.empty_like(probabilities).exponential_()
+    token = torch.div(probabilities, times, out=times).argmax(-1)
+    return torch.cat([token, probabilities[:, 0].isnan().long()])  # one that is none makes all so
 
 
 def _generator(device: torch.device) -> torch.Generator:

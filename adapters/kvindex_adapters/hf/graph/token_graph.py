@@ -42,7 +42,7 @@ CACHE = object()
 """Stands for the cache in a graph's output."""
 
 Forward = Callable[..., Any]
-Held = dict[tuple[int, str, object], object]
+Contents = dict[tuple[int, str, object], object]
 
 
 class TokenGraph:
@@ -94,7 +94,7 @@ class TokenGraph:
         """Tokens are traced until two of them are alike; traces: that there were since a graph."""
         self._traces, self._alike = traces, False
         self._module: ModuleState | None = None
-        self._held: list[object] = []
+        self._contents: list[object] = []
         self._last: Trace | None = None
         self._drop()
 
@@ -179,7 +179,7 @@ class TokenGraph:
         if self._module is None or not self._module.unchanged:
             self._module, self._last = ModuleState(cache.decoder), None
         cache.roll()
-        before, trace = _held(cache.layers), Trace(_device(cache))
+        before, trace = _contents_by_name(cache.layers), Trace(_device(cache))
         with cache.attending_by(partial(_attend_traced, trace), trace.refuse), trace:
             output = forward(**self._inputs.arguments(cache))
         cache.count_rolled()
@@ -194,9 +194,9 @@ class TokenGraph:
 
     # Whether tokens are alike
 
-    def _compare(self, cache: IndexCache, trace: Trace, before: Held) -> None:
+    def _compare(self, cache: IndexCache, trace: Trace, before: Contents) -> None:
         """Compare a token with the one before it, and what layers of the cache held around it."""
-        module, last, after = self._module, self._last, _held(cache.layers)
+        module, last, after = self._module, self._last, _contents_by_name(cache.layers)
         assert module is not None
         why = _moved(before, after) or (last and difference(last, trace))
         if module.hooked:
@@ -207,14 +207,14 @@ class TokenGraph:
             why = f"{module.compiled}: got a compiled call, of which no trace tells"
         self._traces, self._last = self._traces + 1, trace
         if last is not None and not why:
-            self._alike, self._held, self._last = True, _parts(cache.layers), None
+            self._alike, self._contents, self._last = True, _parts(cache.layers), None
         elif self._traces >= TRACES:
             self._refused, self._last = why or "model: got other weights all the time", None
 
     def _unchanged(self, cache: IndexCache) -> bool:
         """Whether model and layers hold what they held when tokens were alike."""
         module, held = self._module, _parts(cache.layers)
-        same = len(held) == len(self._held) and all(map(is_, held, self._held))
+        same = len(held) == len(self._contents) and all(map(is_, held, self._contents))
         return same and module is not None and module.unchanged
 
     # The graph
@@ -314,9 +314,9 @@ def _given_back(leaf: Any, cache: IndexCache) -> Any:
     return cache if leaf is CACHE else leaf
 
 
-def _held(layers: list[Any]) -> Held:
+def _contents_by_name(layers: list[Any]) -> Contents:
     """What layers of a cache hold, those mappings as what is in them."""
-    held: Held = {}
+    held: Contents = {}
     for number, layer in enumerate(layers):
         for name, value in vars(layer).items():
             inner = value if isinstance(value, dict) else {None: value}
@@ -331,7 +331,7 @@ def _parts(layers: list[Any]) -> list[object]:
     return [*layers, *values, *inner]
 
 
-def _moved(before: Held, after: Held) -> str:
+def _moved(before: Contents, after: Contents) -> str:
     """Which layer of a cache counts on the host, or makes a new tensor for each token; "": none."""
     for key in before | after:
         if before.get(key) is not after.get(key):

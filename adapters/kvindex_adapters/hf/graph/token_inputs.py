@@ -68,7 +68,7 @@ class TokenInputs:
 
     def __init__(self) -> None:
         self._kinds: dict[str, object] = {}
-        self._held: dict[str, Any] = {}
+        self._values: dict[str, Any] = {}
         self.look_again()
 
     def look_again(self) -> None:
@@ -83,7 +83,7 @@ class TokenInputs:
 
     def arguments(self, cache: IndexCache) -> dict[str, Any]:
         """By name, those that were taken last."""
-        return {**self._held, "past_key_values": cache}
+        return {**self._values, "past_key_values": cache}
 
     def take(self, given: Mapping[str, Any]) -> bool:
         """Hold the arguments of a token: whether they are of the kinds of those before."""
@@ -97,15 +97,16 @@ class TokenInputs:
         kinds["inference"] = torch.is_inference_mode_enabled()
         same = kinds == self._kinds
         if not same:
-            self._kinds, self._held = kinds, {name: given[name] for name in kinds if name in given}
+            self._kinds = kinds
+            self._values = {name: given[name] for name in kinds if name in given}
             with torch.inference_mode(False):
-                for name, value in self._held.items():
+                for name, value in self._values.items():
                     if isinstance(value, Tensor):
-                        self._held[name] = value.new_empty(value.shape)
+                        self._values[name] = value.new_empty(value.shape)
             if MASK in given:  # by type of layer, or one
                 mask = given[MASK]
-                self._held[MASK] = dict.fromkeys(mask) if isinstance(mask, dict) else None
-        for name, value in self._held.items():
+                self._values[MASK] = dict.fromkeys(mask) if isinstance(mask, dict) else None
+        for name, value in self._values.items():
             if isinstance(value, Tensor):
                 value.copy_(given[name])
         return same

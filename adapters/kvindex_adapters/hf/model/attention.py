@@ -51,8 +51,8 @@ def attention(
     """
     name, attachment = type(module).__name__, attached.get(module)
     pending: Any = None if attachment is None else attachment.take_pending()
-    shares = attachment is not None and pending is None
-    if attachment is not None and shares:
+    shares_keys = attachment is not None and pending is None
+    if attachment is not None and shares_keys:
         pending = attachment.shared(layer_number(module))
     if pending is None:
         raise UnsupportedError(
@@ -60,7 +60,7 @@ def attention(
             "is one call for each update of the cache that attach() gave"
         )
     (cache, layer, states), ids = pending, None
-    latent = isinstance(layer, IndexedLayer) and not shares and is_latent(module)
+    latent = isinstance(layer, IndexedLayer) and not shares_keys and is_latent(module)
     latent = latent and states[0] is not key  # else the cache has what the latents project to
     if isinstance(layer, ChosenLayer):
         chosen = kwargs.pop("indices", None), kwargs.pop("block_indices", None)
@@ -77,7 +77,7 @@ def attention(
     terms = kwargs.get("position_bias"), sink_logits_of(name, module, kwargs), ids
     if latent:
         query, key, value = absorbed(module, query, *states)
-    rows = None if shares and isinstance(layer, IndexedLayer) else (key, value)
+    rows = None if shares_keys and isinstance(layer, IndexedLayer) else (key, value)
     output = attend(cache, layer, query, rows, attention_mask, scaling, softcap, *terms, latent)
     if latent:
         output = projected(module, output)
@@ -131,8 +131,8 @@ def _attend(
         options: Any = dict(tokens=cache.tokens, bias=bias, ids=ids, value_in_key=value_in_key)
         options |= terms
         plain = partial(layer.attend, query, *rows, parsed, **options)
-    if cache.attends is not None:
-        return cache.attends(plain, layer, query, rows, bias=bias, ids=ids, **terms)
+    if cache.attend_override is not None:
+        return cache.attend_override(plain, layer, query, rows, bias=bias, ids=ids, **terms)
     return plain()
 
 

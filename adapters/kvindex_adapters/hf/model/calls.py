@@ -22,7 +22,7 @@ CLOSE = 2**-5
 positions that are off by a token are further (`test_token_graph.py`)."""
 
 
-class GuardedDecoder(nn.Module):
+class TransactionDecoder(nn.Module):
     """A decoder whose calls are steps of the cache in `past_key_values`."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -35,7 +35,7 @@ class GuardedDecoder(nn.Module):
         return _step(super().__call__, attachment, args, kwargs)
 
 
-class GuardedModel(nn.Module):
+class TransactionModel(nn.Module):
     """A model that restores the cache if a call of it, or of its `generate`, fails."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -103,7 +103,7 @@ def _compared(
             cache.rollback(before)
         before = cache.checkpoint()
         output = _undone_if_failed(partial(graph.run, forward, cache), cache, (), kwargs)
-        if expected is None or _near(output, expected):
+        if expected is None or _agree(output, expected):
             return output
         cache.rollback(before)
         graph.give_up("attention_mask: got one that the model reads beside attention")
@@ -115,7 +115,7 @@ def _compared(
     return plain()
 
 
-def _near(output: Any, expected: Any) -> bool:
+def _agree(output: Any, expected: Any) -> bool:
     """Whether two outputs agree to rounding, by their first tensors."""
     one, other = (next(filter(torch.is_tensor, tree_leaves(each))) for each in (output, expected))
     return bool((one - other).abs().max() <= CLOSE * other.abs().max())

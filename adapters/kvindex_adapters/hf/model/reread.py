@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from kvindex_adapters.common.unsupported import UnsupportedError
 from kvindex_adapters.hf.cache.cache import IndexCache
-from kvindex_adapters.hf.model.calls import GuardedDecoder, GuardedModel
+from kvindex_adapters.hf.model.calls import TransactionDecoder, TransactionModel
 from kvindex_adapters.hf.model.info import reads_chunks
 
 FAMILIES = ("phi3", "phimoe", "phi4_multimodal")
@@ -40,8 +40,8 @@ def prefilled(model: PreTrainedModel, tokens: int, chunk: int) -> int:
     stop = max(tokens - chunk, 0) if reads_chunks(model) else 0
     if not crosses(model, stop, tokens):
         return stop
-    kept: int = vars(model.config)["original_max_position_embeddings"] + 1
-    return kept if tokens - kept >= 2 else 0
+    count: int = vars(model.config)["original_max_position_embeddings"] + 1
+    return count if tokens - count >= 2 else 0
 
 
 def unread(
@@ -76,7 +76,7 @@ def unread(
     return torch.cat([past.to(ids), ids])
 
 
-class RereadingModel(GuardedModel):
+class RereadingModel(TransactionModel):
     """A model that may drop its cache, and gets it back to read all tokens again."""
 
     def prepare_inputs_for_generation(
@@ -126,12 +126,12 @@ class RereadingDecoder(nn.Module):
         return super().__call__(*args, **kwargs)
 
 
-class RereadingGuardedDecoder(GuardedDecoder, RereadingDecoder):
+class RereadingTransactionDecoder(TransactionDecoder, RereadingDecoder):
     """Inside the guard, so that a step that reads all tokens again is undone as any other."""
 
 
-def guards(model: PreTrainedModel) -> tuple[type[nn.Module], type[nn.Module]]:
+def patched_classes(model: PreTrainedModel) -> tuple[type[nn.Module], type[nn.Module]]:
     """Return the classes that `attach` puts before those of the model and of its decoder."""
     if model.config.model_type in FAMILIES:
-        return RereadingModel, RereadingGuardedDecoder
-    return GuardedModel, GuardedDecoder
+        return RereadingModel, RereadingTransactionDecoder
+    return TransactionModel, TransactionDecoder

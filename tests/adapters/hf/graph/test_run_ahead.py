@@ -295,7 +295,7 @@ def test_a_token_is_drawn_as_torch_draws_it(device):
         scores = torch.randn(1, 3000, generator=torch.Generator().manual_seed(seed)).to(device)
         scores[:, seed:1000] = float("-inf")
         torch.manual_seed(seed)
-        token, wrong = run_ahead._chosen(scores, True).tolist()
+        token, wrong = run_ahead._next_token(scores, True).tolist()
         after = torch.rand((), device=device)
         torch.manual_seed(seed)
         expected = torch.multinomial(scores.softmax(-1), num_samples=1)

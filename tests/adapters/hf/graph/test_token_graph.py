@@ -448,7 +448,7 @@ def of_class(monkeypatch, change):
 
 def test_a_token_that_fails_while_it_is_compared_runs_as_ever(graphs, monkeypatch):
     def fail(named):
-        if named["past_key_values"].attends is not None:
+        if named["past_key_values"].attend_override is not None:
             raise ValueError("got a trace")
 
     of_class(monkeypatch, fail)
