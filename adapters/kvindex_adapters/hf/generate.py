@@ -170,9 +170,9 @@ def generate(
         answer = sequence[0, len(input_ids) :]
         text = tokenizer.decode(answer, skip_special_tokens=True)
         if cache is not None and used != "branch":
-            said = torch.cat([ids, answer])
-            _append_answer(model, cache, past, said, past_length + len(said), chunk)
-            remember(cache, past, said, turn.answered(text))
+            new_ids = torch.cat([ids, answer])
+            _append_answer(model, cache, past, new_ids, past_length + len(new_ids), chunk)
+            remember(cache, past, new_ids, turn.answered(text))
         report = None if index is None else holder.report()
         made = None if index is None else holder.indexes()[0]
         runs = None if made is None else capability(made, RunsOps)
@@ -208,17 +208,17 @@ def _append_answer(
     model: PreTrainedModel,
     cache: IndexCache,
     past: Tensor | None,
-    said: Tensor,
+    new_ids: Tensor,
     length: int,
     chunk: int,
 ) -> None:
     """Read the end of an answer, which no step has read, so that the cache has `length` tokens.
 
-    said: ids int64 `[N]` of prompt and answer, after the past.
+    new_ids: ids int64 `[N]` of prompt and answer, after the past.
     """
     if missing := length - cache.get_seq_length():
-        before = None if past is None else torch.cat([past.to(said), said[:-missing]])
-        new = unread(model, cache, before, said[-missing:])
+        before = None if past is None else torch.cat([past.to(new_ids), new_ids[:-missing]])
+        new = unread(model, cache, before, new_ids[-missing:])
         prefill(model, new, cache, stop=len(new), chunk=max(chunk, missing + 1))
 
 
