@@ -1,4 +1,4 @@
-"""The transformers adapter: any index in any decoder.
+"""The transformers adapter: attach any index to a decoder model of transformers.
 
 import kvindex_adapters.hf as kvhf
 with kvhf.attach(model, index="pariskv", k=100) as cache:

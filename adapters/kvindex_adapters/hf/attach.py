@@ -1,4 +1,4 @@
-"""`attach`: route a transformers model's attention through indexes while a context lasts."""
+"""`attach`: route the attention of a transformers model through indexes, inside a context."""
 
 from __future__ import annotations
 
@@ -53,46 +53,50 @@ def attach(
     token_graph: bool | None = None,
     fused: bool = False,
 ) -> Iterator[IndexCache]:
-    """Let the model attend through indexes, inside a context that gives the cache to use.
+    """Let a model attend through indexes inside a context, which yields the cache to use.
 
-    Pass the cache, or a deep copy of it (`copy.deepcopy`), as `past_key_values`. When the context
-    ends, the model's own attention is restored. Changes that the caller made meanwhile (hooks,
-    options of the configuration) stay. Only one thread at a time may call the model or a cache.
+    Pass the cache, or a deep copy of it (`copy.deepcopy`), to the model as `past_key_values`. When
+    the context ends, the model's own attention is restored. Changes that the caller made meanwhile
+    (hooks, options of the configuration) stay. Only one thread at a time may call the model or one
+    of its caches.
+
+    One token's key and value are called a row below.
 
     Args:
         model: A model of transformers, or a `PeftModel` with adapters of the model's weights.
-        index: A name, a line such as `"pariskv:beta=.05"`, or a factory called with the geometry.
-            An index by name runs on kernels if the model is on a GPU that supports them
-            (`default_placement`).
-        k: Rows per KV head that a step retrieves.
-        coverage: Retrieve fewer rows where the index estimates that these already have this
-            fraction of the attention weight.
-        sink: Size of this region (`AttentionLayer`).
-        local_window: Size of this region.
-        update_every: Size of the update buffer.
-        dense_below: Below this number of tokens, the index fills but attention is dense.
-        search_up_to: Steps of at most this number of tokens search; longer ones attend to all
-            tokens. Above 1 for assisted decoding.
-        dense_layers: Numbers of the layers that keep transformers' own cache.
-        index_options: More keywords for the index (`preset`, `store`, …), except its geometry,
-            which the model determines.
-        layer_options: Keywords for single layers, by number.
-        layer: The class around each index (`kvindex_adapters.evaluate` has another one).
-        graphs: On a GPU, replay steps of a layer that are all alike as a CUDA graph
-            (`AttentionLayer`).
-        token_graph: Replay the decoder's forward pass of one token as a CUDA graph, if possible
-            (`token_graph.TokenGraph`; `cache.report()` shows why it is not). None: on a GPU, unless
-            `graphs=False`.
-        fused: Use the minimal decoder's kernels in that graph, in place of the model's own forward
-            pass. Only for models of the Llama family, on a GPU with Triton, with up to 16
-            sequences.
+        index: Name of an index, a name with options such as `"pariskv:beta=.05"`, or a function
+            that makes an index from its geometry. On a GPU that supports the index's kernels, an
+            index given by name uses them and stores its rows in pinned host memory.
+        k: Rows that a decode step retrieves per KV head, at least 1.
+        coverage: Retrieve fewer than `k` rows where the index estimates that these already hold
+            this fraction of the attention weight, in (0, 1]. None always retrieves `k`.
+        sink: Number of first tokens that every step attends to.
+        local_window: Number of newest tokens that every step attends to.
+        update_every: Number of tokens that are collected before they are appended to the index.
+        dense_below: In sequences of fewer tokens, attention is dense; the index is filled
+            meanwhile.
+        search_up_to: Steps of at most this number of tokens search; longer steps attend to all
+            tokens. Use a value above 1 for assisted decoding.
+        dense_layers: Numbers of the layers that keep transformers' own cache and attention.
+        index_options: Further keyword arguments of the index (`preset`, `store`, …), except its
+            geometry, which the model determines.
+        layer_options: Further keyword arguments of the index of single layers, by layer number.
+        layer: The attention layer around each index, `AttentionLayer` or a subclass.
+        graphs: On a GPU, replay equal steps of an attention layer as a CUDA graph.
+        token_graph: On a GPU, replay the decoder's forward pass of one token as a CUDA graph, if
+            possible; `cache.report()` states why it was not. None means True on a GPU, and False
+            where `graphs=False`.
+        fused: Compute the decoder's forward pass of one token with fused kernels in that graph,
+            instead of the model's own forward pass. Requires a model of the Llama family, a GPU
+            with Triton, and at most 16 sequences.
 
     Yields:
-        The cache.
+        The cache to pass as `past_key_values`.
 
     Raises:
-        UnsupportedError: The model is not supported. This is a ValueError.
-        ValueError: An argument is wrong, or the model is already attached. Nothing is changed then.
+        UnsupportedError: The model is not supported. `UnsupportedError` is a ValueError.
+        ValueError: An argument is wrong, or the model is already attached. In both cases nothing
+            is changed.
         TypeError: `model` is not a transformers model.
     """
     model = unwrapped(model)

@@ -1,4 +1,4 @@
-"""`generate`: one call from a prompt to an answer, with or without an index."""
+"""`generate`: answer a prompt in one call, with or without an index."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ INDEX, K = "pariskv", 100
 """Defaults of `generate`."""
 
 ONE_ANSWER = dict(num_beams=1, num_return_sequences=1, return_dict_in_generate=False)
-"""Options that `generate` fixes, whatever the model's own generation configuration says."""
+"""Options that `generate` always sets, even if the model's generation configuration differs."""
 
 RESERVED = {"inputs", "input_ids", "attention_mask", "past_key_values"}
 """Options of `model.generate` that `generate` sets itself."""
@@ -50,18 +50,19 @@ RESERVED = {"inputs", "input_ids", "attention_mask", "past_key_values"}
 
 @dataclass(frozen=True)
 class Generation:
-    """An answer, its time and its traffic.
+    """An answer, with its times and the rows that were read for it.
 
     Args:
         text: The answer.
-        prompt_ids: Int64 `[N]`, the ids that the call read. If a cache already stored the beginning
-            of a chat, only the ids after it.
-        answer_ids: Int64 `[N]`, the ids of the answer.
+        prompt_ids: Int64 `[N]`, the token ids that the call read. If the cache already stored the
+            beginning of a chat, these are only the ids after it.
+        answer_ids: Int64 `[M]`, the token ids of the answer.
         prefill_s: Seconds until the first token of the answer.
-        token_s: Seconds per token after that.
-        report: Rows read, and memory; None for full attention.
+        token_s: Mean seconds per token after the first one.
+        report: Rows read and memory in use; None for full attention.
         config: The index's configuration; None for full attention.
-        backend: The backend of the index's operations; None for full attention.
+        backend: Name of the backend that ran the index's operations; None for full attention, or
+            if the index does not report one.
     """
 
     text: str
@@ -92,39 +93,44 @@ def generate(
 ) -> Generation:
     """Generate an answer to one prompt.
 
-    For beams, batches or several answers, call `attach` and `model.generate`.
+    For beam search, batches or several answers, call `attach` and `model.generate` instead.
 
-    If the cache stores messages, pass either new messages or the whole conversation. The chat
-    template is applied to the whole conversation, and the longest prefix that the cache stores is
-    reused (`conversation.next_turn`). A call that fails leaves the cache as it was.
+    If the cache already stores messages, pass either new messages or the whole conversation. The
+    chat template is applied to the whole conversation, and the longest prefix that the cache stores
+    is reused. A call that fails leaves the cache unchanged.
 
     Args:
         model: A model of transformers, or a `PeftModel` around one, as in `attach`.
         tokenizer: The model's tokenizer.
-        prompt: Text as it is, messages for the tokenizer's chat template, or ids int64 `[N]`.
-        index: As in `attach`; None for full attention with transformers' own cache. An index that
-            reads punctuation gets the tokenizer's.
+        prompt: Plain text, messages for the tokenizer's chat template, or token ids int64 `[N]`.
+        index: As in `attach`; None for full attention with transformers' own cache. If an index
+            has an option for punctuation, it is set from the tokenizer.
         k: As in `attach`.
-        cache: A cache of the caller's `attach`, in place of `index`, `k` and `attach_options`.
-        used: How to treat a cache that already stores tokens. "refuse": raise ValueError.
-            "continue": the prompt follows the stored tokens; prompt and answer stay in the cache.
-            "branch": the prompt follows the stored tokens; the cache is restored afterwards.
-        max_new_tokens: Tokens of the answer, at most.
-        chunk: Tokens of the prompt that are read at a time. None: 1024 on a CPU; on a GPU as many,
-            up to 4096, as fit in half a GiB of a layer's activations.
-        streamer: A streamer of transformers, which gets each token.
-        on_progress: Called with a phase, the tokens done and the tokens in total.
-        attach_options: Further keywords of `attach`.
-        **generate_options: Passed to `model.generate`. Decoding is greedy unless they contain
-            `do_sample=True`.
+        cache: A cache that the caller's `attach` yielded, instead of `index`, `k` and
+            `attach_options`.
+        used: How to treat a cache that already stores tokens. "refuse" raises ValueError.
+            "continue" reads the prompt after the stored tokens, and keeps prompt and answer in the
+            cache. "branch" reads the prompt after the stored tokens, and restores the cache
+            afterwards.
+        max_new_tokens: Maximum number of tokens of the answer, at least 1.
+        chunk: Number of tokens of the prompt that are read at a time, at least 2. None means 1024
+            on a CPU, and on a GPU the largest power of two from 1024 to 4096 for which a layer's
+            activations fit in half a GiB.
+        streamer: A streamer of transformers, which receives each token.
+        on_progress: Function that is called with the phase ("prefill" or "decode"), the number of
+            tokens done, and the number of tokens in total.
+        attach_options: Further keyword arguments of `attach`.
+        **generate_options: Further keyword arguments of `model.generate`. Decoding is greedy
+            unless they contain `do_sample=True`.
 
     Returns:
         The answer, with its times and a report.
 
     Raises:
-        ValueError: The prompt is empty, ids or sizes are out of range, options do not fit, or the
-            cache stores tokens and `used` is "refuse"; also what `attach` raises.
-        TypeError: The prompt is of another kind.
+        ValueError: The prompt is empty, an id or a size is out of range, options contradict each
+            other, or the cache stores tokens and `used` is "refuse". Also for the reasons for which
+            `attach` raises it.
+        TypeError: The prompt is neither text, messages nor ids.
     """
     model = unwrapped(model)
     check_attach_options(attach_options)
@@ -150,14 +156,16 @@ def generate(
         past = past_ids(holder)
         whole = _check_past(model, options, past_length, past)
         new = unread(model, holder, past, ids, more=max_new_tokens)
-        # generate() reads the last chunk: several queries, so the first answer token is exact
+        # leave the last chunk to generate(): a step of several queries attends exactly, so the
+        # first token of the answer is exact
         stop = 0 if whole else prefilled(model, len(new), chunk)
         length = past_length + len(ids)
         room = length + max_new_tokens
         prefill(model, new, holder, stop=stop, chunk=chunk, room=room, report=on_progress)
         if index is not None:
             make_room(holder.indexes(), room)
-        # all ids, of which it slices off the cache's; or the new ones alone under a longer mask
+        # generate() gets all ids and drops those that the cache stores; if the stored ids are not
+        # known, it gets only the new ids and a mask that covers all tokens
         input_ids = new[stop:] if past is None else torch.cat([past.to(ids), ids])
         sequence = model.generate(
             input_ids=input_ids[None],
@@ -191,15 +199,18 @@ def generate(
 def _check_past(
     model: PreTrainedModel, options: dict[str, Any], past_length: int, past: Tensor | None
 ) -> bool:
-    """Whether `model.generate` must read the whole prompt. Raises ValueError where it cannot."""
+    """Return True if `model.generate` must read the whole prompt, for assisted decoding.
+
+    Raises ValueError if the cache stores tokens, which assisted decoding would read again.
+    """
     config = options.get("generation_config") or model.generation_config
     if past is None:
         check_past_known(config, options)
     name = assisted(config, options)
     if name and past_length:
         raise ValueError(
-            f"{name}: got a value, allowed is none with a cache that holds tokens: assisted "
-            "decoding of transformers would read them once more"
+            f"{name}: got a value, allowed is none with a cache that stores tokens: assisted "
+            "decoding of transformers would read them again"
         )
     return name is not None
 
@@ -212,9 +223,15 @@ def _append_answer(
     length: int,
     chunk: int,
 ) -> None:
-    """Read the end of an answer, which no step has read, so that the cache has `length` tokens.
+    """Read the last tokens of an answer, which no step has read yet, into the cache.
 
-    new_ids: ids int64 `[N]` of prompt and answer, after the past.
+    Args:
+        model: The model.
+        cache: The cache.
+        past: Ids int64 `[P]` of the tokens before the prompt, or None if unknown.
+        new_ids: Ids int64 `[N]` of prompt and answer.
+        length: Number of tokens that the cache stores afterwards.
+        chunk: Number of tokens that are read at a time.
     """
     if missing := length - cache.get_seq_length():
         before = None if past is None else torch.cat([past.to(new_ids), new_ids[:-missing]])
@@ -225,7 +242,7 @@ def _append_answer(
 def _check_cache(
     cache: IndexCache | None, used: str, index: object, k: int, attach_options: object
 ) -> None:
-    """Raises ValueError for a cache that cannot be used so, or options that `attach` decided."""
+    """Raise ValueError for a cache that `used` does not allow, or options besides a cache."""
     if cache is None:
         if used != "refuse":
             raise ValueError(f'used: got {used!r}, allowed is "refuse" without cache=')
@@ -233,21 +250,23 @@ def _check_cache(
     check_follows(cache, used)
     passed = {"index": index != INDEX, "k": k != K, "attach_options": attach_options is not None}
     for name in (name for name, changed in passed.items() if changed):
-        raise ValueError(f"{name}: got a value, allowed is none with cache=: attach() decided it")
+        raise ValueError(f"{name}: got a value, allowed is none with cache=: attach() has set it")
 
 
 def check_attach_options(attach_options: Any) -> None:
-    """Raises ValueError for what callers of `attach` name as arguments of their own."""
+    """Raise ValueError if `attach_options` contain `index` or `k`, which are own arguments."""
     for name in sorted({"index", "k"} & set(attach_options or {})):
-        raise ValueError(f"attach_options: got {name}, allowed is {name} as an argument of its own")
+        raise ValueError(
+            f"attach_options: got {name}, allowed is to pass {name} as its own argument"
+        )
 
 
 def _check_options(generate_options: dict[str, Any]) -> None:
     for name in sorted(RESERVED & set(generate_options)):
-        raise ValueError(f"{name}: got a value, allowed is none: the prompt decides it")
+        raise ValueError(f"{name}: got a value, allowed is none: generate() sets it")
     for name, fixed in ONE_ANSWER.items():
         if generate_options.get(name, fixed) != fixed:
             raise ValueError(
-                f"{name}: got {generate_options[name]}, allowed is {fixed}; for more call "
-                "attach() and model.generate"
+                f"{name}: got {generate_options[name]}, allowed is {fixed}; for other values "
+                "call attach() and model.generate"
             )

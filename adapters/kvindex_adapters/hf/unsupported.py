@@ -1,4 +1,4 @@
-"""Unsupported models and calls, refused with a reason rather than served wrongly."""
+"""Check that a model and its calls are supported; raise UnsupportedError with the reason if not."""
 
 from __future__ import annotations
 
@@ -21,29 +21,30 @@ UNKNOWN_TERMS = (
     *("indices", "block_indices", "cache"),  # rows that the model chooses itself
     *("cu_seq_lens_q", "cu_seq_lens_k"),  # several sequences packed into one
 )
-"""Arguments of a model's attention call that change its result and that no index knows."""
+"""Arguments of a model's attention call that change its result and that no index supports."""
 
 OWN_CACHES = ("minimax",)
-"""Types of models that take no cache but one of a class of their own."""
+"""Types of models that only accept a cache of their own class."""
 
 SINKS = ("s_aux", "sinks")
-"""Arguments of a model's attention call that hold the logits of learned sinks."""
+"""Arguments of a model's attention call that contain the logits of learned sinks."""
 
 INDEXED = ("DynamicIndexedLayer", "MiniMaxM3VLSparseCacheLayer")
-"""Layers of transformers' cache, not all of which every version has."""
+"""Classes of transformers' cache layers that also store keys of a trained indexer. They are given
+by name, because some versions of transformers lack them."""
 
 ASSISTED = ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp")
 """Options of `model.generate` for assisted decoding."""
 
 
 def has_full_attention(layer: Any) -> bool:
-    """Whether a layer of transformers' cache holds every token's key and value."""
+    """Return True if a layer of transformers' cache stores the key and value of every token."""
     kinds = DynamicLayer, LinearAttentionAndFullAttentionLayer
     return type(layer) in kinds or has_indexer(layer)
 
 
 def has_indexer(layer: Any) -> bool:
-    """Whether it keeps what a trained indexer compares, beside every token's key and value."""
+    """Return True if a cache layer also stores the keys that a trained indexer compares."""
     return type(layer).__name__ in INDEXED
 
 
@@ -68,8 +69,8 @@ def check_model(model: PreTrainedModel) -> Any:
         )
     if pools := _values(config, "index_kpool"):
         raise UnsupportedError(
-            f"model: got {name}, whose indexer chooses pools of {pools[0]} rows and counts them by "
-            "what the cache holds after the update, which an index does not before attention"
+            f"model: got {name}, whose indexer chooses pools of {pools[0]} rows and counts them in "
+            "the cache after the update; an index only gets the new rows during attention"
         )
     if _values(config, "kv_lora_rank") and sharing_of(config):
         raise UnsupportedError(
@@ -77,9 +78,7 @@ def check_model(model: PreTrainedModel) -> Any:
             "projection of its own"
         )
     if config.model_type in OWN_CACHES:
-        raise UnsupportedError(
-            f"model: got {name}, which takes no cache but one of a class of its own"
-        )
+        raise UnsupportedError(f"model: got {name}, which only accepts a cache of its own class")
     if any(_values(config, "num_kv_shared_layers")) and not sharing_of(config):
         raise UnsupportedError(
             f"model: got {name}, whose layers attend to keys and values of layers that its "
@@ -108,17 +107,17 @@ def check_model(model: PreTrainedModel) -> Any:
 
 
 def layer_configs(config: Any) -> list[Any]:
-    """The configuration of each layer, where layers may differ; else of the model alone."""
+    """Return the configuration of each layer, or only the model's if all layers have the same."""
     if getattr(config, "is_heterogeneous", False):
         return list(config.per_layer_config)
     return [config]
 
 
 def sharing_of(config: Any) -> dict[int, int]:
-    """Number of each layer without keys and values of its own -> of the layer that has them."""
+    """Map the number of each layer without own keys and values to the layer that has them."""
     try:
         modes = getattr(config, "kv_sharing_modes", None) or []
-    except ValueError:  # where all layers share those of another model
+    except ValueError:  # all layers use the keys and values of another model
         return {}
     if not modes:
         return _sharing_by_count(config)
@@ -133,11 +132,11 @@ def sharing_of(config: Any) -> dict[int, int]:
 
 
 COUNTED = "gemma3n_text", "gemma4_text"
-"""Families whose last layers share the keys of the last one of their kind before them."""
+"""Types of models whose last layers use the keys of the last layer of their kind before them."""
 
 
 def _sharing_by_count(config: Any) -> dict[int, int]:
-    """`sharing_of` a configuration that counts layers, as transformers 5.17 has them."""
+    """Compute `sharing_of` from the number of sharing layers, for transformers 5.17."""
     if config.model_type not in COUNTED:
         return {}
     kinds = config.layer_types
@@ -148,7 +147,7 @@ def _sharing_by_count(config: Any) -> dict[int, int]:
 
 
 def _values(config: Any, name: str) -> list[Any]:
-    """Values of a field in a configuration, or in those of its layers; without None."""
+    """Collect the values of a field in a configuration and in those of its layers, without None."""
     values = [getattr(layer, name, None) for layer in layer_configs(config)]
     return [value for value in values if value is not None]
 
@@ -156,9 +155,17 @@ def _values(config: Any, name: str) -> list[Any]:
 def check_dense(
     dense_layers: Any, layers: int, full: list[int], sharing: Mapping[int, int]
 ) -> None:
-    """Raises ValueError for what are no layers, or all of those with full attention, `full`.
+    """Check the option `dense_layers` of `attach`.
 
-    sharing: layers without keys of their own, which are dense where those are that have them.
+    Args:
+        dense_layers: Numbers of the layers to keep dense.
+        layers: Number of layers of the model.
+        full: Numbers of the layers with full attention.
+        sharing: Number of each layer without own keys -> the layer whose keys it uses.
+
+    Raises:
+        ValueError: A number is not that of a layer, all layers with full attention would be dense,
+            or a dense layer uses the keys of a layer that is not dense.
     """
     if not isinstance(dense_layers, Collection):
         raise ValueError(f"dense_layers: got {dense_layers!r}, allowed is a tuple of layer numbers")
@@ -178,9 +185,10 @@ def check_dense(
 
 
 def assisted(config: Any, options: dict[str, Any]) -> str | None:
-    """The option that turns on assisted decoding, if any does.
+    """Return the name of the option that turns on assisted decoding, or None.
 
-    transformers then reads all ids in the first step, whatever the cache holds.
+    With assisted decoding, transformers reads all ids in the first step, even if the cache already
+    stores some of them.
     """
     values = {name: options.get(name, getattr(config, name, None)) for name in ASSISTED}
     return next((name for name, value in values.items() if value not in (None, False)), None)
@@ -207,7 +215,7 @@ def check_generate(model: Any, args: tuple[Any, ...], options: dict[str, Any]) -
     if kind is not None:
         raise UnsupportedError(
             f"cache_implementation: got {kind!r}, allowed inside attach() is None: the model uses "
-            "the cache that attach() gave"
+            "the cache that attach() yielded"
         )
     if getattr(model.generation_config, "cache_implementation", None) is not None:
         options = {**options, "cache_implementation": None}
@@ -233,15 +241,23 @@ def check_generate(model: Any, args: tuple[Any, ...], options: dict[str, Any]) -
 
 
 def layer_number(module: nn.Module) -> int:
-    """Which layer of the model's an attention module is of; -1 where it does not say."""
+    """Return the number of the layer that an attention module belongs to, or -1 if unknown."""
     return int(getattr(module, "layer_idx", -1))
 
 
 def sink_logits_of(name: str, module: Any, extra: Any) -> Tensor | None:
-    """Logits of learned sinks in an attention call, `[H]` or `[B, H, T]`, or None.
+    """Find the logits of learned sinks in an attention call.
 
-    extra: further keyword arguments of the call. Raises UnsupportedError for a module that has
-    such logits but does not pass them.
+    Args:
+        name: The layer's name, for the error message.
+        module: The attention module.
+        extra: Further keyword arguments of the call.
+
+    Returns:
+        The logits `[H]` or `[B, H, T]`, or None if there are none.
+
+    Raises:
+        UnsupportedError: The module has such logits but does not pass them.
     """
     given = next((extra[key] for key in SINKS if extra.get(key) is not None), None)
     if given is None and getattr(module, "sinks", None) is not None:
@@ -258,8 +274,8 @@ def check_attention(name: str, module: Any, tokens: int, dropout: float, extra: 
     Args:
         name: The layer's name, for the error message.
         module: The attention module.
-        tokens: Number of tokens that attend to each other as `is_causal` says; 1 if there is a
-            mask.
+        tokens: Number of tokens for which `is_causal` decides how they attend to each other; 1 if
+            there is a mask.
         dropout: The dropout probability.
         extra: Further keyword arguments of the call.
 
@@ -269,7 +285,7 @@ def check_attention(name: str, module: Any, tokens: int, dropout: float, extra: 
     for key in UNKNOWN_TERMS:
         if extra.get(key) is not None:
             raise UnsupportedError(
-                f"{name}: got {key} in its attention, which the index does not know"
+                f"{name}: got {key} in its attention, which an index does not support"
             )
     if extra.get("output_attentions"):
         raise UnsupportedError("output_attentions: got True, allowed is False")

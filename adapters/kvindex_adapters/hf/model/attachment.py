@@ -1,4 +1,4 @@
-"""The state of one `attach`, by module of its model: pending layer, lock, whether it is closed."""
+"""`Attachment`: the state of one `attach`, which all modules of its model and its caches share."""
 
 from __future__ import annotations
 
@@ -19,35 +19,35 @@ if TYPE_CHECKING:
 
 
 class Attachment:
-    """The state of one `attach`: its caches (the one it gave and deep copies) refer to it."""
+    """The state of one `attach`. The cache that it yields refers to it, and so do copies of it."""
 
     def __init__(self) -> None:
         self.closed = False
-        """Whether the context is over."""
+        """True after the context has ended."""
         self.decoder: nn.Module | None = None
-        """The module whose calls are steps of a cache."""
+        """The module that runs the layers. Each of its calls is one step of a cache."""
         self.sharing: dict[int, int] = {}
-        """Number of a layer without keys of its own -> of the layer whose keys it attends to."""
+        """Number of each layer without own keys -> number of the layer whose keys it attends to."""
         self.running: DynamicCache | None = None
-        """The cache of the step that runs."""
+        """The cache of the current step, or None between steps."""
         self.batching: Batching | None = None
-        """Of `attach_batch`, which has no cache: requests and their indexes."""
+        """The state of `attach_batch`, which uses no `IndexCache`."""
         self._pending: tuple[DynamicCache, Any, tuple[Tensor, Tensor]] | None = None
         self.exclusive = Exclusive("model", "the same attached model or of a cache of it")
-        """Entered by each call that changes a cache, so only one thread at a time does."""
-        self._undo: dict[int, Callable[[], None]] | None = None  # id of a cache -> undo its steps
+        """A lock that each call enters before it changes a cache."""
+        self._undo: dict[int, Callable[[], None]] | None = None  # id of a cache -> undoes its steps
 
     def set_pending(self, cache: DynamicCache, layer: Any, states: tuple[Tensor, Tensor]) -> None:
-        """The `update` of this layer of the cache has given states; its attention runs next."""
+        """Record that a cache layer has received keys and values, and that attention comes next."""
         self._pending = cache, layer, states
 
     def take_pending(self) -> tuple[DynamicCache, Any, tuple[Tensor, Tensor]] | None:
-        """Cache, layer and states of the last `update`, once; None if attention has run."""
+        """Return and forget the cache, layer and states of the last `update`, or None."""
         pending, self._pending = self._pending, None
         return pending
 
     def shared(self, layer: int) -> tuple[DynamicCache, Any, None] | None:
-        """The cache, and the layer in it whose keys this one attends to, which has none."""
+        """Find the cache, and the layer in it whose keys a layer without own keys uses."""
         producer = self.sharing.get(layer)
         if producer is None or self.running is None:
             return None
@@ -55,13 +55,13 @@ class Attachment:
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
-        """Surround one call of the whole model; if it raises, undo the decoder's steps in it.
+        """Run one call of the whole model; if the call raises, undo the decoder's steps in it.
 
         Raises:
             RuntimeError: Another thread is in a call, as for `exclusive`.
         """
         with self.exclusive():
-            if self._undo is not None:  # inside another call, which undoes all
+            if self._undo is not None:  # the surrounding call undoes all steps
                 yield
                 return
             self._undo = {}
@@ -96,16 +96,16 @@ _claims = forks.lock(sys.modules[__name__], "_claims")
 
 @contextmanager
 def claimed(model: nn.Module) -> Iterator[Attachment]:
-    """Give all modules of a model one attachment while the context lasts.
+    """Give all modules of a model one attachment inside the context.
 
-    Raises ValueError for a model of which a module is attached already, by any thread.
+    Raises ValueError if any thread has already attached a module of the model.
     """
     modules, attachment = list(model.modules()), Attachment()
     try:
         with _claims:
             if any(module in attached for module in modules):
                 raise ValueError(
-                    "model: got one that is attached already, allowed is one attach() a time"
+                    "model: got one that is attached already, allowed is one attach() at a time"
                 )
             attached.update((module, attachment) for module in modules)
         yield attachment

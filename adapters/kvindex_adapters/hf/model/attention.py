@@ -45,9 +45,24 @@ def attention(
     softcap: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention of query `[B, H, T, D]`: (output `[B, T, H, Dv]`, no weights).
+    """Compute the attention of one layer; transformers calls this.
 
-    Raises UnsupportedError for a call that cannot be served.
+    Args:
+        module: The attention module.
+        query: `[B, H, T, D]`, after the rotary embedding.
+        key: `[B, G, T, D]`, as the cache's `update` returned it, or all `N` keys of a dense layer.
+        value: `[B, G, T, Dv]`, in the same way.
+        attention_mask: What `mask` returned, or a mask of the model's own.
+        scaling: Factor of the logits; None for `D**-0.5`.
+        dropout: Dropout probability, which must be 0.
+        softcap: Softcap of the logits, or None.
+        **kwargs: Further arguments of the model's attention call.
+
+    Returns:
+        The output `[B, T, H, Dv]`, and None instead of attention weights.
+
+    Raises:
+        UnsupportedError: The call is not supported.
     """
     name, attachment = type(module).__name__, attached.get(module)
     pending: Any = None if attachment is None else attachment.take_pending()
@@ -61,12 +76,13 @@ def attention(
         )
     (cache, layer, states), ids = pending, None
     latent = isinstance(layer, IndexedLayer) and not shares_keys and is_latent(module)
-    latent = latent and states[0] is not key  # else the cache has what the latents project to
+    # some models project the latents before `update`, so that the cache gets keys and values
+    latent = latent and states[0] is not key
     if isinstance(layer, ChosenLayer):
         chosen = kwargs.pop("indices", None), kwargs.pop("block_indices", None)
         heads, known = 1 if latent else key.shape[1], layer.get_seq_length()
         ids = chosen_ids(module, heads, known, attention_mask, *chosen)
-        attention_mask = None  # what it hides is not among them
+        attention_mask = None  # the chosen rows exclude the masked ones
     tokens = query.shape[2]
     if tokens > 1:  # with past tokens or a mask, attention follows a mask, not `is_causal`
         past = layer.get_seq_length() if isinstance(layer, IndexedLayer) else key.shape[2] - tokens
@@ -103,7 +119,10 @@ def _attend(
     ids: Tensor | None,
     value_in_key: bool,
 ) -> Tensor:
-    """Attention `[B, H, T, Dv]` by an index or densely. rows: None for those the index has."""
+    """Attend through an index or densely, and return `[B, H, T, Dv]`.
+
+    `rows` are the new keys and values; None for a layer that uses the keys of another layer.
+    """
     if not isinstance(layer, IndexedLayer):
         scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
         assert rows is not None
@@ -120,10 +139,12 @@ def _attend(
     terms: Any = dict(scale=scaling, softcap=softcap, sink_logits=sinks)
     if rows is None:
         if bias is not None:
-            raise UnsupportedError("position_bias: got one of a layer that shares keys of another")
+            raise UnsupportedError(
+                "position_bias: got one of a layer that uses the keys of another layer"
+            )
         if parsed.visible is not None:
             raise UnsupportedError(
-                "attention_mask: got one that is not causal, in a layer that shares the keys of "
+                "attention_mask: got one that is not causal, in a layer that uses the keys of "
                 "another layer; allowed is a causal one"
             )
         plain = partial(layer.attend_shared, query, **terms)
@@ -202,7 +223,7 @@ def mask(
 
 
 def alike(one: Any, other: Any) -> bool:
-    """Whether two functions are of the same code and close over the same numbers and functions."""
+    """Return True if two functions have the same code and the same closed-over values."""
     if one is other or not isinstance(one, FunctionType) or not isinstance(other, FunctionType):
         return bool(one is other or (isinstance(one, int) and one == other))
     if one.__code__ is not other.__code__:
@@ -226,10 +247,19 @@ AttentionMaskInterface.register(NAME, mask)
 def _attend_token(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scale: float
 ) -> Tensor:
-    """Attention `[B, H, 1, Dv]` of one token over all rows, by torch's fused kernel.
+    """Attend from one token to all rows with torch's fused kernel.
 
-    bias: 0 or -inf, `[B, 1, 1, N]`, of which the token sees some row; None for all rows. A group's
-    queries are rows of one head, so that no key is repeated.
+    The queries of a group become the queries of one head, so that no key is copied.
+
+    Args:
+        query: `[B, H, 1, D]`.
+        key: `[B, G, N, D]`.
+        value: `[B, G, N, Dv]`.
+        bias: `[B, 1, 1, N]`, 0 for visible rows and -inf for others; None if all are visible.
+        scale: Factor of the logits.
+
+    Returns:
+        `[B, H, 1, Dv]`.
     """
     B, H, _, D = query.shape
     grouped = query.reshape(B, key.shape[1], -1, D)
@@ -250,11 +280,21 @@ def _attend_dense(
     bias: Tensor | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Attention of the newest `T` of `N` tokens over all of them, for a layer without an index.
+    """Attend from the newest `T` of `N` tokens to all of them, in a layer without an index.
 
-    mask: bool `[B, 1, T, N]`; `[B, N]`, padding beside causal order; or None for causal order.
-    bias: a term of the logits `[B, H, T, N]`, or None; sinks: logits of learned sinks, `[H]` or
-    `[B, H, T]`, or None.
+    Args:
+        query: `[B, H, T, D]`.
+        key: `[B, G, N, D]`.
+        value: `[B, G, N, Dv]`.
+        mask: Bool `[B, 1, T, N]`; or the padding `[B, N]` of causal attention; or None for causal
+            attention without padding.
+        scale: Factor of the logits.
+        softcap: Softcap of the logits, or None.
+        bias: A term of the logits `[B, H, T, N]`, or None.
+        sinks: Logits of learned sinks, `[H]` or `[B, H, T]`, or None.
+
+    Returns:
+        `[B, H, T, Dv]`.
     """
     T, N = query.shape[2], key.shape[2]
     parts = []
@@ -284,7 +324,7 @@ def _attend_dense(
 
 
 class _NoGradient(torch.autograd.Function):
-    """Identity whose backward pass raises: rows in an index have no gradient."""
+    """The identity, whose backward pass raises an error because an index has no gradient."""
 
     @staticmethod
     def forward(ctx: Any, output: Tensor, query: Tensor) -> Tensor:

@@ -1,4 +1,7 @@
-"""Guards around calls of an attached model: refuse, admit one thread, roll back failed steps."""
+"""Transactions around the calls of an attached model.
+
+Each call is checked, admitted to one thread at a time, and undone in the cache if it fails.
+"""
 
 from __future__ import annotations
 
@@ -18,15 +21,16 @@ from kvindex_adapters.hf.model.attachment import Attachment, attached
 from kvindex_adapters.hf.unsupported import check_generate
 
 CLOSE = 2**-5
-"""Of the largest number: what two orders of sums in bfloat16 (2^-8) leave apart, in many layers;
-positions that are off by a token are further (`test_token_graph.py`)."""
+"""Outputs of two forward passes count as equal if they differ by at most this fraction of the
+largest number. Another order of summation in bfloat16 (2^-8) causes less in many layers; positions
+that are wrong by one token cause more (`test_token_graph.py`)."""
 
 
 class TransactionDecoder(nn.Module):
-    """A decoder whose calls are steps of the cache in `past_key_values`."""
+    """Makes each call of a decoder a step of the cache in `past_key_values`."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the decoder's own call, guarded."""
+        """Run the decoder's own call inside a transaction of the cache."""
         attachment = attached.get(self)
         if attachment is None or attachment.decoder is not self:
             return super().__call__(*args, **kwargs)
@@ -36,10 +40,10 @@ class TransactionDecoder(nn.Module):
 
 
 class TransactionModel(nn.Module):
-    """A model that restores the cache if a call of it, or of its `generate`, fails."""
+    """Restores the cache if a call of the model, or of its `generate`, fails."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model's own call. If its head fails, the decoder's step is undone, too."""
+        """Run the model's own call. If it fails after the decoder's step, undo the step, too."""
         attachment = attached.get(self)
         if attachment is None:
             return super().__call__(*args, **kwargs)
@@ -49,7 +53,7 @@ class TransactionModel(nn.Module):
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Check the arguments and run the model's own `generate`; if it fails, undo all its steps.
 
-        Calls of other threads raise RuntimeError meanwhile.
+        Meanwhile calls of other threads raise RuntimeError.
         """
         parent: Any = super()
         attachment = attached.get(self)
@@ -66,14 +70,17 @@ class TransactionModel(nn.Module):
 def _step(
     forward: Callable[..., Any], attachment: Attachment, args: Any, kwargs: dict[str, Any]
 ) -> Any:
-    """Call a decoder: refuse other caches, and roll back a step that fails half way."""
+    """Call a decoder with an `IndexCache`, and undo a step that fails half way.
+
+    Raises UnsupportedError for a cache of another class or of another `attach`.
+    """
     if kwargs.get("output_attentions"):
         raise UnsupportedError("output_attentions: got True, allowed is False inside attach()")
     cache = kwargs.get("past_key_values")
     if not isinstance(cache, IndexCache) or cache.attachment is not attachment:
         raise UnsupportedError(
             f"past_key_values: got {type(cache).__name__}, allowed inside attach() is the cache "
-            "that it gave, or a deep copy of it: model.generate(…, past_key_values=cache)"
+            "that it yielded, or a deep copy of it: model.generate(…, past_key_values=cache)"
         )
     with attachment.exclusive():
         cache.check_usable()
@@ -93,7 +100,7 @@ def _step(
 def _compared(
     graph: TokenGraph, forward: Callable[..., Any], cache: IndexCache, kwargs: dict[str, Any]
 ) -> Any:
-    """A token that is compared with its neighbors; where that fails, one as any other."""
+    """Trace a decode step to compare it with its neighbors. If that fails, run it as usual."""
     plain = partial(_undone_if_failed, forward, cache, (), kwargs)
     ids = cache.ids
     try:
@@ -106,7 +113,7 @@ def _compared(
         if expected is None or _agree(output, expected):
             return output
         cache.rollback(before)
-        graph.give_up("attention_mask: got one that the model reads beside attention")
+        graph.give_up("attention_mask: got one that the model reads outside of attention")
     except Exception as error:
         graph.give_up(f"{type(error).__name__} while it was compared: {error}")
         if graph.raises or not cache.usable:
@@ -116,7 +123,7 @@ def _compared(
 
 
 def _agree(output: Any, expected: Any) -> bool:
-    """Whether two outputs agree to rounding, by their first tensors."""
+    """Return True if the first tensors of two outputs agree up to rounding."""
     one, other = (next(filter(torch.is_tensor, tree_leaves(each))) for each in (output, expected))
     return bool((one - other).abs().max() <= CLOSE * other.abs().max())
 
@@ -124,7 +131,7 @@ def _agree(output: Any, expected: Any) -> bool:
 def _undone_if_failed(
     forward: Callable[..., Any], cache: IndexCache, args: Any, kwargs: dict[str, Any]
 ) -> Any:
-    """A step of a cache; one that raises leaves it as it was."""
+    """Run one step of a cache; if it raises, restore the cache."""
     attachment, before = cache.attachment, cache.checkpoint()
     ids = args[0] if args else kwargs.get("input_ids")
     cache.steps += 1
@@ -145,7 +152,7 @@ def _undone_if_failed(
 
 
 def _by_name(decoder: nn.Module, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """All arguments of a decoder's call by name."""
+    """Return all arguments of a decoder's call by name."""
     if not args:
         return kwargs
     names = list(inspect.signature(decoder.forward).parameters)
@@ -153,9 +160,10 @@ def _by_name(decoder: nn.Module, args: Any, kwargs: dict[str, Any]) -> dict[str,
 
 
 def _whole(attachment: Attachment, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments, so that layers which share keys cut no mask of padding `[B, N]`.
+    """Return the arguments, without `logits_to_keep` if layers share keys and tokens are padded.
 
-    Of a prompt without padding they may read the tokens alone whose logits are wanted.
+    With `logits_to_keep`, layers that use the keys of other layers only read the tokens whose
+    logits are wanted, and would cut the padding mask `[B, N]` to them.
     """
     if not attachment.sharing or "logits_to_keep" not in kwargs:
         return kwargs

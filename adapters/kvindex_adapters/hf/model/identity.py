@@ -1,7 +1,7 @@
 """The identity of a model: a saved cache must not be continued with another model.
 
 Two models count as the same if their configurations are equal and they compute the same keys,
-values and hidden states for a few fixed tokens (`model_probe`).
+values and hidden states for a few fixed tokens (`probe.py`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from kvindex.storage.state import State
 from kvindex_adapters.hf.model.probe import difference, probe
 
 PASSING = ("_name_or_path", "transformers_version", "architectures", "dtype", "torch_dtype")
-"""Fields of a configuration that do not say which model it is."""
+"""Fields of a configuration that do not affect what a model computes."""
 
 
 def identity(decoder: nn.Module, config: Any) -> tuple[dict[str, Any], State]:
@@ -85,6 +85,6 @@ def check_identity(
 
 
 def _fields(config: Any) -> dict[str, Any]:
-    """A configuration's fields as JSON, without those that do not say which model it is."""
+    """Return the fields of a configuration as JSON, without those of `PASSING`."""
     fields = {name: value for name, value in config.to_diff_dict().items() if name not in PASSING}
     return dict(json.loads(json.dumps(fields, default=str)))

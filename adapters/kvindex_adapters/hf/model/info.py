@@ -1,4 +1,4 @@
-"""Decoder, layer geometry and attention setting of a transformers model."""
+"""Find the decoder, the layer geometry and other properties of a transformers model."""
 
 from __future__ import annotations
 
@@ -14,23 +14,24 @@ from kvindex_adapters.common.unsupported import UnsupportedError
 from kvindex_adapters.hf.unsupported import layer_configs
 
 ONE_CALL = ("bamba", "jamba", "zamba")
-"""Types of models whose linear attention begins with an empty state in each call of several tokens,
-as `tools/families.py` finds. Their prompts are read in one call."""
+"""Types of models whose linear attention starts from an empty state in each call of several tokens.
+`tools/families.py` finds them. Their prompts are read in one call."""
 
 PREPARES_POSITIONS = "_prepare_position_ids_for_generation"
-"""Method of transformers by which `generate` makes `position_ids`."""
+"""The method of transformers with which `generate` makes `position_ids`."""
 
 
 def reads_chunks(model: PreTrainedModel) -> bool:
-    """Return True if a prompt in chunks gives the model what a prompt in one call does."""
+    """Return True if reading a prompt in chunks has the same result as reading it in one call."""
     return model.config.get_text_config(decoder=True).model_type not in ONE_CALL
 
 
 def text_positions(model: PreTrainedModel, start: int, end: int) -> Tensor | None:
-    """Return `position_ids` int64 `[1, end - start]` as `generate` passes them, or None for none.
+    """Return the `position_ids` that `generate` would pass, int64 `[1, end - start]`, or None.
 
-    Some models make other ones of the ids where none are passed (roberta begins at its padding
-    id). None for a model that takes none, or whose `generate` makes its own (of images).
+    They are passed explicitly because some models otherwise compute other positions (roberta
+    starts at its padding id). The result is None for a model without `position_ids`, and for one
+    whose `generate` computes its own positions (for images).
     """
     usual, own = (getattr(one, PREPARES_POSITIONS, None) for one in (GenerationMixin, type(model)))
     if usual is not own or "position_ids" not in _parameters(model):
@@ -39,9 +40,9 @@ def text_positions(model: PreTrainedModel, start: int, end: int) -> Tensor | Non
 
 
 def find_decoder(model: PreTrainedModel) -> nn.Module:
-    """The module whose forward takes `past_key_values` and runs the layers.
+    """Find the module whose forward takes `past_key_values` and runs the layers.
 
-    Raises UnsupportedError for a model without.
+    Raises UnsupportedError if there is none.
     """
     for module in (model.get_decoder(), model.base_model, model):
         if isinstance(module, nn.Module) and "past_key_values" in _parameters(module):
@@ -57,7 +58,7 @@ def _parameters(module: nn.Module) -> Collection[str]:
 
 
 def layer_device(decoder: nn.Module, number: int) -> torch.device:
-    """The device on which a decoder's layer computes.
+    """Find the device on which a decoder's layer computes.
 
     This is the device of its weights, or the one to which accelerate copies offloaded weights.
 
@@ -72,7 +73,7 @@ def layer_device(decoder: nn.Module, number: int) -> torch.device:
 
 
 def _device_of(module: nn.Module) -> torch.device | None:
-    """The device of a module's own weights while it computes, or None if that is unknown."""
+    """Return the device of a module's own weights while it computes, or None if unknown."""
     weight = next(module.parameters(recurse=False), None)
     if weight is None or weight.device.type != "meta":
         return None if weight is None else weight.device
@@ -84,12 +85,12 @@ def _device_of(module: nn.Module) -> torch.device | None:
 
 
 def layer_geometry(config: Any, number: int) -> dict[str, Any]:
-    """Head counts and head dimension of a layer, as its configuration states them."""
+    """Read the head counts and the head dimension of a layer from its configuration."""
     layers = layer_configs(config)
     config = layers[number] if len(layers) > 1 else config
     heads = getattr(config, "num_attention_heads", 1)
     rank = getattr(config, "kv_lora_rank", None)
-    if rank is not None:  # `hf.latent`: the index holds latents
+    if rank is not None:  # the index stores latents (latent.py)
         width = rank + config.qk_rope_head_dim
         latent = {"head_dim": width, "value_dim": rank, "value_in_key": True}
         return {"q_heads": heads, "kv_heads": 1, **latent}
@@ -102,9 +103,9 @@ def layer_geometry(config: Any, number: int) -> dict[str, Any]:
 
 
 def attention_request(model: PreTrainedModel, name: str) -> dict[str, str]:
-    """The argument of `set_attn_implementation` that gives the decoder alone attention `name`.
+    """Make the argument of `set_attn_implementation` that only changes the decoder's attention.
 
-    Raises UnsupportedError for a decoder whose configuration is not in the model's.
+    Raises UnsupportedError if the decoder's configuration is nested more than once in the model's.
     """
     config = model.config.get_text_config(decoder=True)
     if config is model.config:

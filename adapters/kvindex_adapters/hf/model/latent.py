@@ -1,10 +1,12 @@
-"""Multi-head latent attention (MLA): attention of absorbed queries to latents, one KV head for all.
+"""Multi-head latent attention (MLA): projected queries attend to latents, in one KV head.
 
-A token leaves a latent `c [r]`, from which each head's key and value are projected (`kv_b_proj`),
-and a rotated key `[Dr]` that all heads share. The projections go to the other side instead
-(DeepSeek-V2, arXiv 2405.04434, section 2.1.2): the index holds keys `[c, rotated]` and values `c`;
-queries are projected into the space of latents, and the output out of it. The value is in the key
-(`Geometry.value_in_key`): a store keeps a latent once.
+For each token, MLA caches a latent `c [r]`, from which `kv_b_proj` projects the key and value of
+every head, and a rotated key `[Dr]` that all heads share. The adapter applies the projections to
+queries and outputs instead: the index stores keys `[c, rotated]` and values `c`, queries are
+projected into the space of latents, and outputs out of it. Since the value is a part of the key
+(`Geometry.value_in_key`), a store keeps each latent only once.
+
+Source: DeepSeek-AI, DeepSeek-V2 (arXiv 2405.04434), section 2.1.2.
 """
 
 from __future__ import annotations
@@ -18,18 +20,28 @@ from kvindex_adapters.common.unsupported import UnsupportedError
 
 
 def is_latent(module: nn.Module) -> bool:
-    """Whether an attention module projects keys and values from latents in the cache."""
+    """Return True if an attention module projects keys and values from cached latents."""
     return "kv_b_proj" in dict(module.named_children())
 
 
 def absorbed(
     module: Any, queries: Tensor, latents: Tensor, rotated: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries `[B, H, T, r + Dr]`, keys `[B, 1, T, r + Dr]` and values `[B, 1, T, r]`.
+    """Convert queries, latents and rotated keys to the queries, keys and values of one KV head.
 
-    queries `[B, H, T, Dn + Dr]`: the part without positions first; latents `[B, 1, T, r]` and
-    rotated `[B, 1, T, Dr]`, as the cache gets them. Logits are those of the module's own keys.
-    Raises UnsupportedError for a projection that is no plain matrix.
+    The logits are the same as with the module's own keys.
+
+    Args:
+        module: The attention module.
+        queries: `[B, H, T, Dn + Dr]`. The first `Dn` coordinates are not rotated.
+        latents: `[B, 1, T, r]`, as the cache receives them.
+        rotated: `[B, 1, T, Dr]`, as the cache receives them.
+
+    Returns:
+        Queries `[B, H, T, r + Dr]`, keys `[B, 1, T, r + Dr]` and values `[B, 1, T, r]`.
+
+    Raises:
+        UnsupportedError: The projection is not a plain matrix.
     """
     down, _ = _projections(module)
     plain, turned = torch.split(queries, [down.shape[1], rotated.shape[-1]], dim=-1)
@@ -38,13 +50,13 @@ def absorbed(
 
 
 def projected(module: Any, output: Tensor) -> Tensor:
-    """The output `[B, H, T, Dv]` of every head from its sum of latents `[B, H, T, r]`."""
+    """Project the attention outputs in the space of latents, `[B, H, T, r]`, to `[B, H, T, Dv]`."""
     _, up = _projections(module)
     return torch.matmul(output, up.mT)
 
 
 def _projections(module: Any) -> tuple[Tensor, Tensor]:
-    """From a latent to each head's key `[H, Dn, r]`, and to its value `[H, Dv, r]`."""
+    """Return the projections of a latent to each head's key `[H, Dn, r]` and value `[H, Dv, r]`."""
     linear = module.kv_b_proj
     if type(linear) is not nn.Linear or linear.bias is not None:
         raise UnsupportedError(

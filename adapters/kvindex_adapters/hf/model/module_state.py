@@ -1,4 +1,4 @@
-"""`ModuleState`: whether weights, modules and hooks are still those of a captured graph."""
+"""`ModuleState`: detects changes of weights, modules and hooks since a graph was captured."""
 
 from __future__ import annotations
 
@@ -11,27 +11,28 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig as Config
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks")
-"""Attributes of a module that hold what is called around its forward."""
+"""Attributes of a module in which torch stores hooks."""
 
 COMPILED = "_compiled_call_impl"
-"""Attribute of a module that is called in place of its forward."""
+"""Attribute of a module that torch calls instead of its forward, if the module is compiled."""
 
 READ = ("_parameters", "_buffers", "_modules", *HOOKS)
-"""Attributes of torch, all mappings, that a forward reads."""
+"""Attributes of torch's modules that a forward reads. All are mappings."""
 
 OF_TORCH = vars(nn.Module()).keys() - {"training"}
-"""Attributes that every module has, and that only torch reads."""
+"""Attributes that every module has and that only torch reads."""
 
 WEIGHTS_ALONE = (nn.Linear, nn.Embedding)
-"""Modules whose other attributes say what their weights say."""
+"""Modules whose other attributes only repeat the shapes of their weights."""
 
 
 class ModuleState:
-    """What the forward of a module reads: attributes of all its modules and their configurations,
-    and where tensors lie.
+    """The state that a module's forward reads, to compare it with the state at a later time.
 
-    Of a mapping that is an attribute it sees the values, of other objects that they are the same.
-    It is asked before each token, so it makes few calls of Python for each module.
+    This state consists of the attributes of all submodules, those of their configurations, and the
+    addresses of tensors. An attribute counts as unchanged if it is the same object; for a mapping,
+    its values must be the same objects. The comparison runs before each decode step, so it makes
+    only few Python calls per submodule.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -42,7 +43,9 @@ class ModuleState:
             if type(part) not in WEIGHTS_ALONE:
                 names = [name for name in vars(part) if name not in OF_TORCH]
                 mappings += [one for name in names if isinstance(one := vars(part)[name], dict)]
-                get = itemgetter("training", *names)  # of two names at least: a tuple
+                get = itemgetter(
+                    "training", *names
+                )  # returns a tuple, since there are several names
                 self._own.append((get, vars(part)))
         configs = [
             config for part in parts if isinstance(config := vars(part).get("config"), Config)
@@ -53,15 +56,15 @@ class ModuleState:
         self._tensors = [*module.parameters(), *module.buffers()]
         self._before = self._addresses(), self._sizes(), list(self._values())
         self.hooked = _first(parts, lambda own: any(own[name] for name in HOOKS))
-        """A module with a hook, which no replay would call; None where there is none."""
+        """Class of a module with a hook, which a replay would not call, or None."""
         self.replaced = _first(parts, lambda own: "forward" in own)
-        """A module whose forward was set beside that of its class."""
+        """Class of a module whose forward was replaced by an attribute of the instance, or None."""
         self.compiled = _first(parts, lambda own: own.get(COMPILED) is not None)
-        """A module whose call is compiled (`Module.compile`)."""
+        """Class of a module that is compiled (`Module.compile`), or None."""
 
     @property
     def unchanged(self) -> bool:
-        """Whether all of it is as it was."""
+        """True if nothing has changed since this object was made."""
         addresses, sizes, values = self._before
         same = self._addresses() == addresses and self._sizes() == sizes
         return same and all(map(is_, self._values(), values))
@@ -78,5 +81,5 @@ class ModuleState:
 
 
 def _first(parts: list[nn.Module], holds: Callable[[dict[str, Any]], bool]) -> str | None:
-    """The class of the first module for whose attributes it holds."""
+    """Return the class name of the first module whose attributes fulfil a condition, or None."""
     return next((type(part).__name__ for part in parts if holds(vars(part))), None)

@@ -1,7 +1,7 @@
 """Reversible patches of a model: private copies of its configurations, subclasses of its modules.
 
-Configurations are copied, as other models may share them. Classes are subclassed, as torch's
-parametrizations do: what others put on a module meanwhile (hooks, another `forward`) stays.
+Configurations are copied because other models may use them, too. Classes are subclassed, as in
+torch's parametrizations, so that changes by others meanwhile (hooks, another `forward`) stay.
 Copies and pickles of a patched module have its original class and attention function.
 """
 
@@ -18,7 +18,7 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 IMPLEMENTATION = "_attn_implementation_internal"
-"""Attribute of a configuration that names its attention function."""
+"""Attribute of a configuration that contains the name of its attention function."""
 
 
 class Substitute(str):
@@ -48,7 +48,7 @@ class Substitute(str):
 
 
 def copied_as(own: PreTrainedConfig, config: PreTrainedConfig) -> None:
-    """Let deep copies and pickles of `own` be those of `config`.
+    """Make deep copies and pickles of `own` equal to those of `config`.
 
     A copy of a model then has one configuration, as the original model does.
     """
@@ -67,14 +67,14 @@ def _plain(value: Any) -> Any:
 
 
 class Copies:
-    """Copies of configurations, one for each object; those nested in a copy are copies, too."""
+    """Copies of configurations, one for each object. Nested configurations are copied, too."""
 
     def __init__(self) -> None:
         self._made: dict[int, tuple[PreTrainedConfig, PreTrainedConfig]] = {}
         self._before: list[tuple[PreTrainedConfig, PreTrainedConfig, dict[str, Any]]] = []
 
     def of(self, config: PreTrainedConfig) -> PreTrainedConfig:
-        """The copy of a configuration."""
+        """Return the copy of a configuration. Repeated calls return the same copy."""
         if id(config) not in self._made:
             other = copy(config)
             self._made[id(config)] = config, other
@@ -86,11 +86,11 @@ class Copies:
         return self._made[id(config)][1]
 
     def originals(self) -> dict[int, PreTrainedConfig]:
-        """Id of a copy -> what it is a copy of."""
+        """Map the `id` of each copy to its original."""
         return {id(other): config for config, other in self._made.values()}
 
     def substitute(self, ours: str) -> None:
-        """Let deep copies and pickles of these configurations name the original attention.
+        """Make deep copies and pickles of these configurations name the original attention.
 
         Args:
             ours: The name of our attention function. Only configurations that name it change.
@@ -100,7 +100,7 @@ class Copies:
                 vars(other)[IMPLEMENTATION] = Substitute.of(ours, config)
 
     def hand_over(self, ours: str) -> None:
-        """Set on each original what was set on its copy, but for the attention named `ours`."""
+        """Apply the changes of each copy to its original, except the attention named `ours`."""
         originals = self.originals()
         for config, other, before in self._before:
             for name, value in vars(other).items():

@@ -28,8 +28,8 @@ SEQUENCES, TOKENS = 8, 8
 summation may choose another expert for a token, which only changes the sequence of that token."""
 
 SAMPLES = 521
-"""Evenly spaced numbers that are stored of each tensor. It is prime, so that their distance is no
-multiple of a head dimension. 36 layers take 150 KB."""
+"""How many evenly spaced numbers of each tensor are stored. The count is prime, so that their
+distance is not a multiple of a head dimension. The samples of 36 layers take 150 KB."""
 
 PLAIN = "eager"
 """The attention implementation that every model of transformers supports on every device."""
@@ -49,8 +49,8 @@ the values of SmolLM2's first layer by 13 `eps` of bfloat16. Scaling it by half 
 `eps`."""
 
 EXACT, TF32 = 2.0**-17, 2.0**-10
-"""`eps` for float32. EXACT, on a CPU: 64 rounding errors; 3 were measured. TF32: for products that
-may be rounded to TF32, which has a fraction of 10 bits (the default for convolutions on a GPU)."""
+"""`eps` for float32. EXACT is used on a CPU and allows 64 rounding errors; 3 were measured. TF32 is
+used where products may be rounded to TF32, which has a fraction of 10 bits."""
 
 
 class Probe(NamedTuple):
@@ -148,7 +148,7 @@ def difference(one: Mapping[str, Tensor], other: Mapping[str, Tensor], eps: floa
 
 
 def _eps(hidden: Tensor) -> float:
-    """The relative rounding error of a model's products."""
+    """Return the relative rounding error of a model's products."""
     if hidden.dtype.itemsize < torch.float32.itemsize:
         return torch.finfo(hidden.dtype).eps
     exact = torch.get_float32_matmul_precision() == "highest" and hidden.device.type == "cpu"
@@ -156,7 +156,7 @@ def _eps(hidden: Tensor) -> float:
 
 
 def _size(one: Tensor, other: Tensor) -> float:
-    """The relative difference of two samples; numbers that are not finite count as 0."""
+    """Compute the relative difference of two samples. Numbers that are not finite count as 0."""
     if one.shape != other.shape:
         return torch.inf
     one, other = (part.nan_to_num(0, 0, 0) for part in (one, other))
@@ -165,7 +165,7 @@ def _size(one: Tensor, other: Tensor) -> float:
 
 
 def _sample(tensor: Tensor) -> Tensor:
-    """Evenly spaced numbers of a tensor, float32 on the CPU."""
+    """Take evenly spaced numbers of a tensor, float32 on the CPU."""
     flat = tensor.reshape(-1)
     count = min(len(flat), SAMPLES)
     return flat[torch.arange(count, device=flat.device) * len(flat) // count].float().cpu()

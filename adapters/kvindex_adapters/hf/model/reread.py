@@ -1,10 +1,10 @@
 """Models that read the whole prompt again where their rotary frequencies change: the Phi-3 family.
 
-These models have one set of frequencies up to `original_max_position_embeddings` tokens and another
+These models use one set of frequencies up to `original_max_position_embeddings` tokens and another
 one above. When `generate` crosses that length, their `prepare_inputs_for_generation` drops the
 cache and passes all ids to the model, so that all keys get the frequencies of the new length.
-Inside `attach` the tokens are read again into the same cache, and so do `read` and `generate` of
-this package before they read a prompt that crosses the length.
+Inside `attach`, the tokens are read again into the same cache. `read` and `generate` of this
+package do the same before they read a prompt that crosses that length.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from kvindex_adapters.hf.model.calls import TransactionDecoder, TransactionModel
 from kvindex_adapters.hf.model.info import reads_chunks
 
 FAMILIES = ("phi3", "phimoe", "phi4_multimodal")
-"""Types of models whose own `prepare_inputs_for_generation` drops a cache."""
+"""Types of models whose `prepare_inputs_for_generation` drops the cache."""
 
 
 def crosses(model: PreTrainedModel, before: int, after: int) -> bool:
-    """Return True if the model drops a cache of `before` tokens for a sequence of `after`."""
+    """Return True if the model drops its cache when a sequence grows from `before` to `after`."""
     config = model.config
     switch = vars(config).get("original_max_position_embeddings")
     return config.model_type in FAMILIES and switch is not None and before <= switch < after
@@ -34,8 +34,9 @@ def crosses(model: PreTrainedModel, before: int, after: int) -> bool:
 def prefilled(model: PreTrainedModel, tokens: int, chunk: int) -> int:
     """Return how many tokens of a prompt to read before `model.generate` reads the others.
 
-    All but the last `chunk`; none for a model that reads no chunks. Where the model would drop what
-    was read, one token more than it drops; or none, where fewer than two would be left.
+    These are all tokens but the last `chunk`, or none for a model that must read its prompt in one
+    call. If the model would drop its cache in between, these are the fewest tokens that it does not
+    drop, or none if fewer than two tokens would remain.
     """
     stop = max(tokens - chunk, 0) if reads_chunks(model) else 0
     if not crosses(model, stop, tokens):
@@ -49,13 +50,18 @@ def unread(
 ) -> Tensor:
     """Return the ids that the model must read so that the cache contains `ids` after its tokens.
 
-    These are `ids`, or all ids where the cached keys have the frequencies of a shorter sequence.
-    In that case the cache is emptied; `cache.rollback` restores it.
+    These are `ids`, or all ids if the cached keys have the frequencies of a shorter sequence. In
+    the latter case the cache is emptied; `cache.rollback` restores it.
 
     Args:
-        past: Ids int64 `[P]` of the cached tokens, or None where they are not known.
-        ids: int64 `[N]`.
-        more: Tokens that `model.generate` may add, for which it needs all ids as well.
+        model: The model.
+        cache: The cache.
+        past: Ids int64 `[P]` of the cached tokens, or None if unknown.
+        ids: Int64 `[N]`, the new ids.
+        more: Number of tokens that `model.generate` may add afterwards.
+
+    Returns:
+        Int64 `[N]` or `[P + N]`.
 
     Raises:
         UnsupportedError: The tokens must be read again, and `past` is None.
@@ -66,9 +72,10 @@ def unread(
         switch = vars(model.config)["original_max_position_embeddings"]
         raise UnsupportedError(
             f"cache: got one of {before} tokens of which the ids are not known, and a prompt with "
-            f"an answer of up to {len(ids) + more} more, allowed are {switch} in all: above that "
+            f"an answer of up to {len(ids) + more} more, allowed are {switch} in total: above that "
             f"{name} has other rotary frequencies and must read all tokens again; fill the cache "
-            "by kvhf.read and kvhf.generate, which keep the ids, or begin with all ids anew"
+            "with kvhf.read and kvhf.generate, which record the ids, or pass all ids to an empty "
+            "cache"
         )
     if past is None or not before or not crosses(model, before, before + len(ids)):
         return ids
@@ -77,7 +84,7 @@ def unread(
 
 
 class RereadingModel(TransactionModel):
-    """A model that may drop its cache, and gets it back to read all tokens again."""
+    """Lets a model that drops its cache read all tokens into it again."""
 
     def prepare_inputs_for_generation(
         self,
@@ -86,7 +93,7 @@ class RereadingModel(TransactionModel):
         next_sequence_length: int | None = None,
         **kwargs: Any,
     ) -> dict[str, Any]:
-        """Run the model's own method; where it drops an `IndexCache`, mark it to be read again."""
+        """Run the model's own method. If it drops an `IndexCache`, pass the cache again."""
         parent: Any = super()
         given = {**kwargs, "past_key_values": past_key_values}
         inputs: dict[str, Any] = parent.prepare_inputs_for_generation(
@@ -96,14 +103,14 @@ class RereadingModel(TransactionModel):
         if not isinstance(cache, IndexCache) or inputs.get("past_key_values") is not None:
             return inputs
         if length := cache.get_seq_length():
-            # transformers leaves out a mask of ones, and positions where the model takes none
+            # transformers omits a mask of ones, and positions that the model does not take
             by_token = [kwargs.get(name) for name in ("attention_mask", "position_ids")]
             total = max((one.shape[-1] for one in by_token if one is not None), default=0)
             if total > (new := input_ids.shape[1]):
                 raise UnsupportedError(
                     f"input_ids: got {new} new ids after a cache of {length} tokens, allowed are "
-                    f"all {total} ids: {type(self).__name__} has other rotary frequencies for so "
-                    "many and must read all tokens again"
+                    f"all {total} ids: {type(self).__name__} has other rotary frequencies for "
+                    "this number and must read all tokens again"
                 )
             # phi4_multimodal drops the cache, but passes the last id alone, without its images
             given["is_first_iteration"] = kwargs.get("inputs_embeds") is None
@@ -114,7 +121,7 @@ class RereadingModel(TransactionModel):
 
 
 class RereadingDecoder(nn.Module):
-    """A decoder that empties the cache before it reads all tokens again."""
+    """Empties the cache before a decoder reads all tokens again."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the decoder's own call."""
@@ -127,11 +134,11 @@ class RereadingDecoder(nn.Module):
 
 
 class RereadingTransactionDecoder(TransactionDecoder, RereadingDecoder):
-    """Inside the guard, so that a step that reads all tokens again is undone as any other."""
+    """Empties the cache inside the transaction, so that a failed step restores it."""
 
 
 def patched_classes(model: PreTrainedModel) -> tuple[type[nn.Module], type[nn.Module]]:
-    """Return the classes that `attach` puts before those of the model and of its decoder."""
+    """Return the classes that `attach` adds to the bases of the model's and the decoder's class."""
     if model.config.model_type in FAMILIES:
         return RereadingModel, RereadingTransactionDecoder
     return TransactionModel, TransactionDecoder

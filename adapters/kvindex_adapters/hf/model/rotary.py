@@ -24,11 +24,11 @@ from kvindex_adapters.hf.model.info import layer_device
 from kvindex_adapters.hf.model.latent import is_latent
 
 POSITIONS = (0, 1, 7)
-"""Positions at which the probe puts one and the same token."""
+"""Positions at which the probe places the same token."""
 
 CLOSE = 0.05
-"""Keys may differ by this share of the largest coordinate: bfloat16 rounds by 2^-8, and a layer
-that rotates other pairs is off by about 1."""
+"""Keys may differ by this fraction of the largest coordinate. bfloat16 rounds by 2^-8, and a layer
+that rotates other pairs of coordinates differs by about 1."""
 
 
 class _CaughtError(Exception):
@@ -40,7 +40,7 @@ class _CaughtError(Exception):
 
 
 class _Catcher:
-    """A cache that stops the layer at its keys."""
+    """A cache that interrupts the layer when it passes its keys."""
 
     def update(self, keys: Tensor, *args: Any, **kwargs: Any) -> Any:
         raise _CaughtError(keys)
@@ -81,16 +81,21 @@ def keeps_longest(model: nn.Module) -> bool:
 
 
 def rotary_frequencies(decoder: nn.Module, layer: int) -> Tensor | None:
-    """Inverse frequencies float32 `[F]` of a decoder's full-attention layer (`kvindex.core.rope`).
+    """Find the inverse rotary frequencies of a full-attention layer (`kvindex.core.rope`).
 
-    Zeros for a layer that rotates nothing. None where they are not known: no `rotary_emb`,
-    frequencies that change with the length, other pairs of coordinates, latents, a layer that
-    cannot be called alone.
+    Args:
+        decoder: The decoder.
+        layer: Number of the layer.
+
+    Returns:
+        Float32 `[F]`, all 0 for a layer without rotation. None if the frequencies are unknown: the
+        decoder has no `rotary_emb`, the frequencies depend on the length, the layer rotates other
+        pairs of coordinates, it caches latents, or it cannot be called separately.
     """
     embedding = getattr(decoder, "rotary_emb", None)
     kind, name = getattr(embedding, "rope_type", None), "inv_freq"
     more: tuple[str, ...] = ()
-    if isinstance(kind, dict):  # one embedding for each type of layer
+    if isinstance(kind, dict):  # one embedding per type of layer
         kind, name = kind.get("full_attention"), "full_attention_inv_freq"
         more = ("full_attention",)
     rope = getattr(embedding, name, None)
@@ -110,7 +115,7 @@ def rotary_frequencies(decoder: nn.Module, layer: int) -> Tensor | None:
 def _probe(
     decoder: Any, module: nn.Module, embedding: Any, more: tuple[str, ...], device: torch.device
 ) -> Tensor | None:
-    """Keys `[1, G, T, D]` that a module makes of one token at `POSITIONS`, or None."""
+    """Compute the keys `[1, G, T, D]` of one token at `POSITIONS`, or None if that fails."""
     parameters = inspect.signature(module.forward).parameters
     if "position_embeddings" not in parameters:
         return None
@@ -124,13 +129,13 @@ def _probe(
         module(states, position_embeddings=embedding(states, positions, *more), **options)
     except _CaughtError as caught:
         return caught.keys
-    except Exception:  # whatever a model's class raises: its frequencies are not known
+    except Exception:  # any error of the model's class means that frequencies are unknown
         return None
     return None
 
 
 def _rotated_by(keys: Tensor, rope: Tensor) -> bool:
-    """Whether keys at `POSITIONS` are the first one rotated by these frequencies."""
+    """Return True if keys at `POSITIONS` are the first one, rotated by these frequencies."""
     keys, positions = keys.float(), torch.tensor(POSITIONS, device=keys.device)
     if 2 * len(rope) > keys.shape[-1]:
         return False

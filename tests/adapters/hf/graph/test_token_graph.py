@@ -469,7 +469,7 @@ def test_a_mask_that_is_read_beside_attention_is_no_graph(graphs, monkeypatch):
     of_class(monkeypatch, shift)
     (mine, report), (theirs, plain) = both(model_of(), prompt(3, 60, padded=True), 12)
     assert torch.equal(mine, theirs)
-    assert "attention_mask: got one that the model reads beside attention" in report.graph
+    assert "attention_mask: got one that the model reads outside of attention" in report.graph
     assert replace(report, graph=None) == plain
     assert graphs.made == 0
 

@@ -40,7 +40,7 @@ def test_an_addition_is_merged(model, tmp_path):
 @pytest.mark.parametrize(
     ("parts", "match"),
     [
-        ({}, "which holds nothing"),
+        ({}, "which is empty"),
         (changed("A", float("nan")), "holds NaN or infinity"),
         (changed("B", float("inf")), "holds NaN or infinity"),
         (changed("A", 3e38), "holds NaN or infinity"),
@@ -51,7 +51,7 @@ def test_an_addition_is_merged(model, tmp_path):
         ({"weight": torch.ones(1)}, "got weight, allowed are names that end in"),
         (halves(name="model.nothing"), "model.nothing, allowed are linear layers"),
         (halves(name="model.norm"), "model.norm, allowed are linear layers"),
-        (halves(wide=63), r"allowed is what the model has: \[r, 64\], \[64, r\]"),
+        (halves(wide=63), r"allowed are the model's: \[r, 64\], \[64, r\]"),
         ({f"{NAME}.A": torch.ones(2, 64), f"{NAME}.B": torch.ones(64, 3)}, "allowed is what the"),
         ({f"{NAME}.A": torch.ones(64), f"{NAME}.B": torch.ones(64)}, "allowed is what the model"),
         # one that fits before one that does not
