@@ -192,7 +192,7 @@ def test_a_layer_that_cannot_be_read_leaves_none_filled(decoder, tmp_path, monke
 
     with monkeypatch.context() as patch:
         patch.setattr(AttentionLayer, "load_state_dict", fails)
-        with pytest.raises(ValueError, match="is refused: no"):
+        with pytest.raises(ValueError, match="does not fit: no"):
             empty.load(tmp_path / "saved")
     empty.load(tmp_path / "saved")
     question = ids_of(20, seed=3)

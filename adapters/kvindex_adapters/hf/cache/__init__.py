@@ -1,1 +1,1 @@
-"""The cache of an attached model: its layers, padding, sliding windows, saving and report."""
+"""The cache of an attached model, with its layers, padding, sliding windows, saving and report."""

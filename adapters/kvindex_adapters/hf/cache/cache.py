@@ -1,11 +1,10 @@
-"""`IndexCache`: a transformers cache whose full-attention layers keep their tokens in an index.
+"""`IndexCache`: a transformers cache whose full-attention layers store their tokens in an index.
 
-`update()` receives keys and values after rotary embedding, the attention function sees the
-queries. They meet through the cache: `update()` marks the layer as pending and returns the new
-tokens alone; the attention function that runs next takes the pending layer and appends the keys
-and values that reach it, whatever the model's class did to them in between
-(`cache_layer.IndexedLayer.attend`).
-Longer than most files: what changes a cache, each for all layers or for none.
+transformers passes keys and values to the cache's `update()`, and queries to the attention
+function. The cache connects the two: `update()` marks the layer as pending and returns only the new
+tokens. The attention function, which runs next, takes the pending layer and appends the keys and
+values that it receives, because the model's class may have changed them in between
+(`IndexedLayer.attend`).
 """
 
 from __future__ import annotations
@@ -57,13 +56,16 @@ REPLACED = {
     "_seen_tokens": "cache.get_seq_length()",
     "get_usable_length": "cache.get_seq_length()",
 }
-"""Attributes of caches in earlier versions of transformers -> what replaces them here."""
+"""Attribute of a cache in earlier versions of transformers -> its replacement here."""
 
 
 class Checkpoint(NamedTuple):
-    """The state of a cache.
+    """The state of a cache at one time.
 
-    steps: that the decoder had begun; states: of each of the layers.
+    Args:
+        steps: Number of steps that the decoder had begun.
+        layers: The layers of the cache.
+        states: The state of each layer.
     """
 
     steps: int
@@ -93,10 +95,10 @@ class StepGraph(Protocol):
 
 
 class IndexCache(DynamicCache):
-    """The cache that `attach` gives: pass it as `past_key_values`, or a `copy.deepcopy` of it.
+    """The cache that `attach` yields. Pass it, or a `copy.deepcopy` of it, as `past_key_values`.
 
-    Only the full attention of the model's layers is replaced; sliding-window and linear attention
-    stay what transformers makes them, and so do `dense_layers`.
+    An index replaces only the full attention of the model's layers. Layers with sliding-window or
+    linear attention keep transformers' own cache layers, and so do the `dense_layers` of `attach`.
     """
 
     layers: list[Any]
@@ -111,36 +113,37 @@ class IndexCache(DynamicCache):
     ) -> None:
         super().__init__(config=config)
         full = [i for i, layer in enumerate(self.layers) if has_full_attention(layer)]
-        # transformers 5.17 makes none for a layer that has the keys of another one
+        # transformers 5.17 makes no cache layer for a layer that uses the keys of another one
         layers = max(len(self.layers), 1 + max(attachment.sharing, default=-1))
         check_dense(dense_layers, layers, full, attachment.sharing)
         self.indexed = [i for i in full if i not in dense_layers]
         """Numbers of the layers that have an index."""
         self.attachment = attachment
-        """State of the `attach` whose model takes this cache."""
+        """State of the `attach` that yielded this cache."""
         self.padding = Padding()
         """Padding of the current step."""
         self.ids: Tensor | None = None
-        """Ids int64 `[N]` of all tokens in the cache, if `read` and `generate` put them there."""
+        """Ids int64 `[N]` of all tokens, or None if other calls than `read` and `generate` added
+        some."""
         self.conversation: Conversation | None = None
         """The messages that `read` and `generate` appended. If other tokens came after them, its
         `ids` are not the same tensor object as `ids` of the cache."""
         self.tokens: Tensor | None = None
         """Ids int64 `[B, T]` of the tokens of the current step, if they are known."""
         self.rereads = 0
-        """Tokens of the next step, if it is to read all of them again (`hf.reread`)."""
+        """Number of tokens of the next step, if that step must read all tokens again; else 0."""
         self.token_graph = token_graph
-        """What runs single tokens as a graph, where they may be one."""
+        """Replays decode steps as a CUDA graph where possible, or None."""
         self.attend_override: Callable[..., Tensor] | None = None
-        """In place of `IndexedLayer.attend`, while a token is traced or captured."""
+        """Called instead of `IndexedLayer.attend` while a decode step is traced or captured."""
         self.on_branch: Callable[[str], None] | None = None
-        """Told of branches by the number of tokens, while a token is traced."""
+        """Called for each branch on the number of tokens while a decode step is traced."""
         self.steps = 0
-        """Steps that the decoder has begun; none of them is taken back."""
+        """Number of steps that the decoder has begun, including those that were undone."""
         self._config, self._make = config, make
         self._broken: str | None = None
         self.layers = self._empty_layers()
-        # by number: it is asked before each token
+        # numbers, so that finding these layers before each decode step is fast
         self._windows = [i for i, one in enumerate(self.layers) if isinstance(one, SlidingLayer)]
 
     def update(
@@ -151,7 +154,24 @@ class IndexCache(DynamicCache):
         *args: Any,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor]:
-        """Transformers' hook; marks the layer as pending for the attention function."""
+        """Receive the keys and values of a layer; transformers calls this.
+
+        Args:
+            key_states: `[B, G, T, D]`, usually after the rotary embedding.
+            value_states: `[B, G, T, Dv]`.
+            layer_idx: Number of the layer.
+            *args: Further arguments of transformers.
+            **kwargs: Further arguments of transformers.
+
+        Returns:
+            The same tensors for a layer with an index; for other layers, all keys and values that
+            the newest token attends to.
+
+        Raises:
+            UnsupportedError: The previous `update` was not followed by the attention function.
+            RuntimeError: The `attach` context has ended, a step has failed half way, or another
+                thread is in a call.
+        """
         self.attachment.exclusive.check()
         self.check_usable()
         self.check_attended()
@@ -162,7 +182,10 @@ class IndexCache(DynamicCache):
         return states
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Count of tokens of a layer; while a token is traced, one that tells of branches by it."""
+        """Return the number of tokens of a layer.
+
+        While a decode step is traced, the number is a `Count`, which reports branches on it.
+        """
         length: int = super().get_seq_length(layer_idx)
         if self.on_branch is None or self.attachment.exclusive.used_by_other_thread:
             return length
@@ -170,7 +193,7 @@ class IndexCache(DynamicCache):
 
     @property
     def is_initialized(self) -> bool:
-        """Whether the cache has received a token since it was made or reset."""
+        """True if the cache has received a token since it was made or reset."""
         # layers with linear attention alone have no such attribute
         return any(getattr(layer, "is_initialized", False) for layer in self.layers)
 
@@ -181,7 +204,7 @@ class IndexCache(DynamicCache):
             raise AttributeError(f"cache: got no attribute {name!r}{instead}", name=name, obj=self)
 
     def check_attended(self) -> None:
-        """Raises UnsupportedError if an `update` never met the attention function."""
+        """Raise UnsupportedError if the attention function did not run after an `update`."""
         if self.attachment.take_pending() is not None:
             raise UnsupportedError(
                 "model: its attention does not go through transformers' AttentionInterface, or it "
@@ -189,7 +212,7 @@ class IndexCache(DynamicCache):
             )
 
     def check_usable(self) -> None:
-        """Raises RuntimeError after the context has closed or a step has failed half way."""
+        """Raise RuntimeError if the context has ended, or a step has failed half way."""
         if self.attachment.closed:
             raise RuntimeError(
                 "past_key_values: got a cache whose attach() context has closed; attach again"
@@ -199,20 +222,20 @@ class IndexCache(DynamicCache):
 
     @property
     def usable(self) -> bool:
-        """Whether no step has failed half way, or what it did is undone."""
+        """True unless a step has failed half way and could not be undone."""
         return self._broken is None
 
     def attention_layers(self) -> list[AttentionLayer]:
-        """The attention layers that have an index and at least one token."""
+        """Return the attention layers that have an index and at least one token."""
         made = [layer.attention for layer in self._indexed()]
         return [one for one in made if one is not None and one.tokens]
 
     def indexes(self) -> list[KVIndex]:
-        """The indexes of those layers."""
+        """Return the indexes of `attention_layers()`."""
         return [layer.index for layer in self.attention_layers()]
 
     def report(self, *, all_ranks: bool = False) -> Report:
-        """Rows and bytes that the searching steps have read so far, and memory of the cache.
+        """Report the rows that searching steps have read so far, and the memory of the cache.
 
         Any thread may call this at any time. During a step, some layers may already include the new
         tokens, and others not yet.
@@ -220,6 +243,9 @@ class IndexCache(DynamicCache):
         Args:
             all_ranks: Add up the reports of all processes. All of them must call this
                 (`Report.over_ranks`).
+
+        Returns:
+            The report.
         """
         others = [layer for layer in self.layers if not isinstance(layer, IndexedLayer)]
         other = sum(map(_nbytes, others)) if others else None
@@ -229,20 +255,33 @@ class IndexCache(DynamicCache):
         return report.over_ranks() if all_ranks else report
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the newest `-tokens_to_remove` tokens. Raises ValueError above 0.
+        """Remove the newest tokens.
 
-        Positive numbers mean different things in different versions of transformers. Raises
-        RuntimeError where a sliding window has lost the rows to go back to.
+        Args:
+            tokens_to_remove: Minus the number of tokens to remove, or 0. Positive numbers are not
+                allowed, because their meaning depends on the version of transformers.
+
+        Raises:
+            ValueError: `tokens_to_remove` is above 0.
+            RuntimeError: A sliding window no longer stores the rows before the removed tokens.
         """
         removed = check_crop(tokens_to_remove)
         self._change_all(lambda layer: layer.crop(removed))
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Row `b` of the batch becomes what row `beam_idx[b]` was."""
+        """Replace each sequence `b` of the batch by sequence `beam_idx[b]`.
+
+        Args:
+            beam_idx: Indices of sequences, int64 `[B]`.
+        """
         self._change_all(lambda layer: layer.reorder_cache(beam_idx))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Each row of the batch `repeats` times in a row."""
+        """Repeat each sequence of the batch `repeats` times; copies of a sequence are adjacent.
+
+        Args:
+            repeats: At least 1.
+        """
         self.reorder_cache(repeated(self._batch, repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
@@ -261,7 +300,7 @@ class IndexCache(DynamicCache):
         self.reorder_cache(selected(self._batch, indices))
 
     def reset(self) -> None:
-        """Forget all tokens; the cache can be used again."""
+        """Remove all tokens. Afterwards the cache can be used again, even after a failed step."""
         with self.attachment.exclusive():
             self.layers = self._empty_layers()
             self.attachment.take_pending()
@@ -270,17 +309,20 @@ class IndexCache(DynamicCache):
                 self.token_graph.forget()
 
     def restart(self) -> None:
-        """Forget all tokens within a transaction: `rollback` restores them."""
+        """Remove all tokens inside a transaction. `rollback` restores them."""
         self.layers = self._empty_layers()
         self._look_again()
 
     def lengths(self) -> list[int]:
-        """Token count of each indexed layer."""
+        """Return the number of tokens of each layer with an index."""
         return [layer.get_seq_length() for layer in self._indexed()]
 
     def checkpoint(self) -> Checkpoint:
-        """The layers and the state of each, for `rollback`. Keeps rows of layers without an index
-        alive, and all layers that `restart` or `reset` replaces."""
+        """Return the state of the cache, for `rollback`.
+
+        The result keeps alive the rows of layers without an index, and all layers that `restart` or
+        `reset` replace.
+        """
         states = [
             layer.checkpoint() if isinstance(layer, IndexedLayer) else _attributes(layer)
             for layer in self.layers
@@ -288,7 +330,7 @@ class IndexCache(DynamicCache):
         return Checkpoint(self.steps, self.layers, states)
 
     def rollback(self, checkpoint: Checkpoint) -> None:
-        """Restore the state of `checkpoint`, or stay unusable until `reset()`."""
+        """Restore the state of `checkpoint`. If that fails, the cache must be `reset()`."""
         self.attachment.take_pending()
         self._look_again()
         self._broken = "a step failed half way and could not be undone"
@@ -307,7 +349,7 @@ class IndexCache(DynamicCache):
             self._broken = None
 
     def undo(self, checkpoint: Checkpoint, ids: Tensor | None) -> None:
-        """Roll the layers and the ids of the tokens back.
+        """Restore the layers and the ids of the tokens.
 
         Args:
             checkpoint: The value that `checkpoint()` returned.
@@ -328,10 +370,10 @@ class IndexCache(DynamicCache):
             raise
 
     def save(self, folder: str | os.PathLike[str]) -> None:
-        """Write all layers, the ids and messages of the tokens if known, and the model's identity.
+        """Save all layers, the ids and messages of the tokens if known, and the model's identity.
 
-        If the call fails, no folder is left behind. To identify the model, it runs on a few fixed
-        tokens, without this cache. `load` reads the folder.
+        To identify the model, it is run on a few fixed tokens without this cache. If the call
+        fails, no folder remains. `load` reads the folder.
 
         Args:
             folder: A new folder.
@@ -353,7 +395,7 @@ class IndexCache(DynamicCache):
         """Fill this empty cache from a saved one.
 
         Model and indexes must be the same. `k`, `coverage`, `dense_below`, device, store and
-        backend may differ. A call that fails leaves this cache as it was.
+        backend may differ. A call that fails leaves this cache unchanged.
 
         Args:
             folder: The folder that `save` has written.
@@ -385,14 +427,14 @@ class IndexCache(DynamicCache):
         Keys and values of full attention go into the indexes; sliding windows and the states of
         linear attention are copied. `past` does not change, and shares no memory with this cache.
         The next call continues as if the attached model had read the prompt here in one chunk. To
-        find how each layer attends, the model runs on two tokens. A failed call leaves this cache
-        as it was.
+        find how each layer attends, the model is run on two tokens. A call that fails leaves this
+        cache unchanged.
 
         Args:
-            past: A `DynamicCache` that the same model has filled, outside of any `attach`.
-            ids: Its tokens, int64 `[B, N]` (or `[N]` for one sequence). `kvhf.generate` and indexes
-                that read the text use them; otherwise they may be left out.
-            attention_mask: `[B, N]`, 0 for padding; None where no token is padded.
+            past: A `DynamicCache` that the same model has filled outside of any `attach`.
+            ids: The token ids of `past`, int64 `[B, N]` (or `[N]` for one sequence). They are only
+                needed for `kvhf.generate` and for indexes that read the text.
+            attention_mask: `[B, N]`, 0 for padding; None if no token is padding.
 
         Returns:
             This cache.
@@ -428,7 +470,12 @@ class IndexCache(DynamicCache):
     def attending_by(
         self, attend: Callable[..., Tensor], on_branch: Callable[[str], None] | None = None
     ) -> Iterator[None]:
-        """Let layers attend by `attend`, from real tokens only; `on_branch` is that of `Count`."""
+        """Inside the context, let layers attend by calling `attend`, and treat all tokens as real.
+
+        Args:
+            attend: Called instead of `IndexedLayer.attend`, with that call as its first argument.
+            on_branch: Called for each branch on the number of tokens, as in `Count`.
+        """
         self.attend_override, self.on_branch, self.padding.all_real = attend, on_branch, True
         try:
             yield
@@ -437,7 +484,7 @@ class IndexCache(DynamicCache):
             self.padding.forget()
 
     def count_replay(self, replay: Callable[[], None]) -> None:
-        """A token more in all layers, by a graph; where that fails, in none."""
+        """Append one token to all layers by replaying a graph; if that fails, remove it."""
         before, ids, self.ids = self.get_seq_length(), self.ids, None
         self.steps += 1
         self._broken = "a token failed half way and could not be undone"
@@ -467,14 +514,14 @@ class IndexCache(DynamicCache):
             self._broken, self.ids = None, ids
 
     def roll(self) -> None:
-        """Keep the rows of sliding windows in rings, which a graph can append to."""
+        """Move the rows of sliding windows into rings, to which a graph can append."""
         layers = [layer for layer in self.sliding() if layer.ring is None]
         real = self.attention_layers()[0].valid if layers else None
         for layer in layers:
             layer.roll(real)
 
     def count_rolled(self) -> None:
-        """A token more is in rings, which the device has counted."""
+        """Count the token that the device has appended to the rings."""
         for ring in self._rolled():
             ring.length += 1
 
@@ -486,7 +533,7 @@ class IndexCache(DynamicCache):
 
     @property
     def overwrites(self) -> bool:
-        """Whether a layer has linear attention: the others make new tensors, or can go back."""
+        """True if a layer has linear attention, whose steps overwrite its state."""
         return any(hasattr(layer, "recurrent_states") for layer in self.layers)
 
     def _look_again(self) -> None:
@@ -494,7 +541,7 @@ class IndexCache(DynamicCache):
             self.token_graph.look_again()
 
     def _change_all(self, change: Callable[[Any], None]) -> None:
-        """Apply `change` to every layer, or to none if a layer refuses it or it is interrupted."""
+        """Apply `change` to every layer; if it raises for one layer, restore all layers."""
         before: list[tuple[Any, dict[str, Any], Any]] = []
         ids, broken = self.ids, self._broken
         try:
@@ -502,7 +549,7 @@ class IndexCache(DynamicCache):
                 before = [(layer, _attributes(layer), _checkpoint(layer)) for layer in self.layers]
                 self.ids = None
                 self._look_again()
-                # those without an index first: they may refuse, and make new tensors
+                # layers without an index first: these may raise, and they make new tensors
                 for layer in sorted(self.layers, key=lambda one: isinstance(one, IndexedLayer)):
                     change(layer)
         except BaseException:
@@ -516,7 +563,7 @@ class IndexCache(DynamicCache):
             raise
 
     def _empty_layers(self) -> list[Any]:
-        """New layers without a token; transformers' own `reset` zeroes tensors in place."""
+        """Make new layers without tokens. Transformers' own `reset` would zero tensors in place."""
         layers = DynamicCache(config=self._config).layers
         for i in self.indexed:
             layers[i] = indexed_layer(layers[i], partial(self._make, i), self.padding)
@@ -527,15 +574,19 @@ class IndexCache(DynamicCache):
         return layers
 
     def fork(self) -> IndexCache:
-        """A cache that goes on from here by itself, for the same model and context.
+        """Return an independent copy of the cache, for the same model and context.
 
-        It shares what both hold: no row and no code is copied, but for window and sink, until both
-        have appended to an index (docs/adapters/several-questions.md). As `copy.deepcopy` of it.
+        Only the rows of sink and window are copied. The rows and codes of the indexes are shared
+        until both caches have appended to them (docs/adapters/several-questions.md).
+        `copy.deepcopy(cache)` does the same.
+
+        Returns:
+            The copy.
         """
         return deepcopy(self)
 
     def restore(self, fork: IndexCache) -> None:
-        """Go back to the state of a fork of this cache.
+        """Restore the state of a fork of this cache.
 
         Args:
             fork: Made by `fork()` of this cache. It must not be used afterwards, because its layers
@@ -549,7 +600,7 @@ class IndexCache(DynamicCache):
                 self.token_graph.forget()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> IndexCache:
-        """A cache of its own with the same tokens, for the same model and context."""
+        """Make an independent copy, for the same model and context."""
         other = type(self).__new__(type(self))
         memo[id(self)] = other
         memo[id(self.attachment)] = self.attachment
@@ -560,7 +611,7 @@ class IndexCache(DynamicCache):
         with self.attachment.exclusive():
             for layer in self.layers:
                 if type(layer) in (DynamicLayer, DynamicSlidingWindowLayer, SlidingLayer):
-                    # they never write to them
+                    # these layers never write to their tensors
                     memo |= {id(rows): rows for rows in (layer.keys, layer.values)}
             other.__dict__.update(deepcopy(vars(self), memo))
         return other
@@ -578,14 +629,14 @@ class IndexCache(DynamicCache):
 
     @property
     def _batch(self) -> int:
-        """Sequences of the batch, 0 for an empty cache."""
+        """Number of sequences in the batch, 0 for an empty cache."""
         return next((layer.batch_size for layer in self.attention_layers()), 0)
 
     def _indexed(self) -> list[IndexedLayer]:
         return [self.layers[number] for number in self.indexed]
 
     def sliding(self) -> list[SlidingLayer]:
-        """The layers with a window whose rows may lie in a ring."""
+        """Return the sliding-window layers whose rows can be stored in a ring."""
         return [self.layers[number] for number in self._windows]
 
     def _rolled(self) -> list[Ring]:
@@ -644,18 +695,18 @@ class ProbeCache(IndexCache):
         *args: Any,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor]:
-        """As in `IndexCache`; also records the keys and values."""
+        """Record the keys and values, and pass them to `IndexCache.update`."""
         self.given[layer_idx] = key_states, value_states
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
 
 def _checkpoint(layer: Any) -> Any:
-    """The checkpoint of a layer that has an index; None for others."""
+    """Return the checkpoint of a layer with an index, and None for other layers."""
     return layer.checkpoint() if isinstance(layer, IndexedLayer) else None
 
 
 def _nbytes(layer: Any) -> int:
-    """Bytes of the rows of a layer without an index. Another thread may change it meanwhile."""
+    """Count the bytes of a layer without an index, while another thread may change the layer."""
     if isinstance(layer, SlidingLayer):
         return layer.nbytes()
     rows = [getattr(layer, name, None) for name in ("keys", "values")]
@@ -663,9 +714,9 @@ def _nbytes(layer: Any) -> int:
 
 
 def _attributes(layer: Any) -> dict[str, Any]:
-    """Attributes of a layer of transformers: a copy as long as it makes new tensors."""
+    """Copy the attributes of a layer of transformers, whose steps make new tensors."""
     if isinstance(layer, SlidingLayer):
-        layer.settle()  # a ring is written to
+        layer.settle()  # because steps write to a ring in place
     return {
         name: dict(value) if isinstance(value, dict) else value
         for name, value in vars(layer).items()

@@ -1,7 +1,9 @@
-"""`Count`: how many tokens a cache holds, for a forward that is asked whether it branches on it.
+"""`Count`: the number of tokens in a cache, as an int that reports branches on it.
 
-A branch that most tokens take alike (a table that is renewed at every hundredth token) shows in no
-two traces of neighboring tokens.
+A forward pass that branches on the number of tokens cannot be captured as a CUDA graph. Comparing
+the traces of two successive decode steps does not find every such branch: if a model renews a table
+at every hundredth token, most pairs of steps are equal. Therefore the count itself reports
+branches.
 """
 
 from __future__ import annotations
@@ -10,14 +12,14 @@ from collections.abc import Callable
 from typing import Any
 
 ARITHMETIC = ("add", "radd", "sub", "rsub", "mul", "rmul", "neg", "pos", "abs")
-"""Methods of int whose result counts tokens, too."""
+"""Methods of int whose result is a number of tokens, too."""
 
 BRANCHES = ("lt", "le", "gt", "ge", "eq", "ne", "floordiv", "mod", "divmod", "truediv")
-"""Methods of int whose result seldom changes."""
+"""Methods of int whose result is the same for most numbers of tokens."""
 
 
 class Count(int):
-    """A number above 0 that tells what is done with it, but for comparing it with 0."""
+    """A positive int that reports comparisons and divisions, except comparisons with 0."""
 
     _on_branch: Callable[[str], None]
 

@@ -17,17 +17,22 @@ from kvindex_adapters.common.unsupported import UnsupportedError
 from kvindex_adapters.hf.cache.padding import MaskInfo, Padding
 
 LayerFactory = Callable[..., AttentionLayer]
-"""Creates an attention layer from the geometry that the first call shows."""
+"""Makes an attention layer from the geometry of the first attention call."""
 
 
 class IndexedLayer(CacheLayerMixin):
-    """A layer of the cache around a `kvindex.AttentionLayer`; padding: shared by all layers."""
+    """A cache layer whose tokens are stored in a `kvindex.AttentionLayer`.
+
+    Args:
+        make: Makes the attention layer in the first step.
+        padding: The padding of the current step, which all layers share.
+    """
 
     is_sliding = False
     is_compileable = False
     supports_early_init = False
     ours = frozenset({"_make", "_padding", "attention"})
-    """Attributes that are not of transformers."""
+    """Attributes that transformers' cache layers do not have."""
 
     def __init__(self, make: LayerFactory, padding: Padding) -> None:
         self._make, self._padding = make, padding
@@ -35,12 +40,12 @@ class IndexedLayer(CacheLayerMixin):
 
     @property
     def is_croppable(self) -> bool:
-        """Whether `crop` restores the state before the tokens that it removes."""
+        """True, because `crop` restores the state before the removed tokens."""
         return True
 
     @property
     def is_initialized(self) -> bool:
-        """Whether it has seen a token."""
+        """True if the layer stores a token."""
         return self.attention is not None
 
     @property
@@ -126,7 +131,7 @@ class IndexedLayer(CacheLayerMixin):
             terms["visible"] = mask.visible
         output = self.attention.step(queries, keys, values, **terms)
         if tokens is not None and tokens.shape == (batch, T):
-            # after the step: a boundary that is marked in it lies before these tokens
+            # call this after the step, because the step may mark a boundary before these tokens
             self.attention.index.observe_tokens(tokens, first=len(self.attention) - T)
         return output
 
@@ -140,7 +145,7 @@ class IndexedLayer(CacheLayerMixin):
         softcap: float | None,
         sink_logits: Tensor | None = None,
     ) -> Tensor:
-        """As `attend` of one real token for each row, for a graph: the layer's `captured_step`."""
+        """Attend from one real token per sequence in a graph, with the layer's `captured_step`."""
         assert self.attention is not None
         self._check_same(keys.shape[-1] ** -0.5 if scale is None else scale, softcap)
         queries, values = queries.to(keys.dtype), values.to(keys.dtype)
@@ -154,9 +159,20 @@ class IndexedLayer(CacheLayerMixin):
         softcap: float | None,
         sink_logits: Tensor | None = None,
     ) -> Tensor:
-        """Attend from the newest tokens for a layer that has no keys of its own: `[B, H, T, Dv]`.
+        """Attend from the newest tokens for a model layer that uses the keys of this layer.
 
-        Raises as `attend`, and what `AttentionLayer.attend` raises.
+        Args:
+            queries: `[B, H, T, D]`, after the rotary embedding.
+            scale: Factor of the logits; None for `D**-0.5`.
+            softcap: Softcap of the logits, or None.
+            sink_logits: As in `AttentionLayer.attend`.
+
+        Returns:
+            Attention outputs `[B, H, T, Dv]`.
+
+        Raises:
+            UnsupportedError: The scale or the softcap differs from the first call's; also what
+                `AttentionLayer.attend` raises.
         """
         assert self.attention is not None
         g = self.attention.index.geometry
@@ -164,41 +180,41 @@ class IndexedLayer(CacheLayerMixin):
         return self.attention.attend(queries.to(g.dtype), sink_logits=sink_logits)
 
     def make(self, **geometry: Any) -> AttentionLayer:
-        """An empty attention layer for this one, around an index of this geometry."""
+        """Make an empty attention layer around an index of this geometry."""
         return in_plain_torch(self._make)(**geometry)
 
     def _check_same(self, scale: float, softcap: float | None) -> None:
-        """Raises UnsupportedError unless scale and softcap are those of the index."""
+        """Raise UnsupportedError unless scale and softcap are those of the index."""
         assert self.attention is not None
         g = self.attention.index.geometry
         if (scale, softcap) != (g.scale, g.softcap):
             raise UnsupportedError(
-                f"scaling, softcap: got {scale}, {softcap}, allowed is what the layer's first "
-                f"call had: {g.scale}, {g.softcap}"
+                f"scaling, softcap: got {scale}, {softcap}, allowed are the values of the "
+                f"layer's first call: {g.scale}, {g.softcap}"
             )
 
     def get_seq_length(self) -> int:
-        """Count of tokens."""
+        """Return the number of tokens."""
         attention = self.attention  # read once: another thread may set it to None meanwhile
         return 0 if attention is None else attention.tokens
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Length and offset of the keys that a mask covers: all of them."""
+        """Return length and offset of the keys that a mask covers, which are all keys."""
         return self.get_seq_length() + query_length, 0
 
     def get_max_length(self) -> int:
-        """No maximum."""
+        """Return -1, because the length is not limited."""
         return -1
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing: the first `attend` makes the index."""
+        """Do nothing, because the first `attend` makes the index."""
 
     def reset(self) -> None:
-        """Forget all tokens."""
+        """Remove all tokens."""
         self.attention = None
 
     def checkpoint(self) -> Any:
-        """The state of the layer, for `rollback`; None before its first step."""
+        """Return the state of the layer, for `rollback`; None before its first step."""
         return None if self.attention is None else (self.attention, self.attention.checkpoint())
 
     def rollback(self, checkpoint: Any) -> None:
@@ -210,26 +226,26 @@ class IndexedLayer(CacheLayerMixin):
             self.attention = attention
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the newest `-tokens_to_remove` tokens. Raises ValueError above 0."""
+        """Remove the newest `-tokens_to_remove` tokens. Raises ValueError above 0."""
         removed = check_crop(tokens_to_remove)
         if self.attention is not None:
             self.attention.truncate(max(len(self.attention) + removed, 0))
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Row `b` of the batch becomes what row `beam_idx[b]` was."""
+        """Replace each sequence `b` of the batch by sequence `beam_idx[b]`."""
         if self.attention is not None:
             self.attention.reorder(beam_idx.long())
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Each row of the batch `repeats` times in a row."""
+        """Repeat each sequence of the batch `repeats` times; copies of a sequence are adjacent."""
         self.reorder_cache(repeated(self._batch, repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep the rows `indices` of the batch: int64, or bool `[B]`."""
+        """Keep only the sequences `indices` of the batch, int64, or bool `[B]`."""
         self.reorder_cache(selected(self._batch, indices))
 
     def offload(self) -> None:
-        """Raises UnsupportedError: the index itself decides where rows are stored (`store`)."""
+        """Raise UnsupportedError, because the index decides where its rows are stored (`store`)."""
         raise UnsupportedError('offloading: got True; allowed is index_options={"store": "host"}')
 
     prefetch = offload
@@ -240,7 +256,7 @@ class IndexedLayer(CacheLayerMixin):
 
 
 def repeated(batch: int, repeats: int) -> Tensor:
-    """Indices of the sequences of a batch, each repeated `repeats` times in a row.
+    """Repeat each index of a sequence `repeats` times.
 
     Args:
         batch: Number of sequences.
@@ -278,7 +294,10 @@ def selected(batch: int, indices: Tensor) -> Tensor:
 
 
 def check_crop(tokens_to_remove: Any) -> int:
-    """The argument as an int; transformers 5.17 passes a tensor. Raises ValueError above 0."""
+    """Convert the argument to an int, since transformers 5.17 passes a tensor.
+
+    Raises ValueError if it is above 0.
+    """
     removed = tokens_to_remove.item() if isinstance(tokens_to_remove, Tensor) else tokens_to_remove
     if not isinstance(removed, int) or isinstance(removed, bool) or removed > 0:
         raise ValueError(
@@ -292,7 +311,7 @@ WHY = "the rows are in the index's store and in the window"
 
 @dataclass(frozen=True, eq=False)
 class TensorSpec:
-    """A tensor without its numbers, as `layer.keys` and `layer.values` of a cache."""
+    """Shape, dtype and device of a cache layer's keys or values, whose numbers are in an index."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -305,19 +324,19 @@ class TensorSpec:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that a tensor of this shape and dtype takes."""
+        """Number of bytes that a tensor of this shape and dtype occupies."""
         return self.numel() * self.dtype.itemsize
 
     def size(self, dim: int | None = None) -> Any:
-        """The shape, or one size of it."""
+        """Return the shape, or the size of one dimension."""
         return self.shape if dim is None else self.shape[dim]
 
     def dim(self) -> int:
-        """Number of dimensions."""
+        """Return the number of dimensions."""
         return self.ndim
 
     def numel(self) -> int:
-        """Number of elements."""
+        """Return the number of elements."""
         return self.shape.numel()
 
     def __len__(self) -> int:

@@ -1,4 +1,4 @@
-"""Cache layers that keep more than rows: states of linear attention, keys of a trained indexer."""
+"""Cache layers that also store states of linear attention, or keys of a trained indexer."""
 
 from __future__ import annotations
 
@@ -16,9 +16,12 @@ from kvindex_adapters.hf.unsupported import has_indexer
 
 
 class HybridLayer(IndexedLayer, LinearAttentionAndFullAttentionLayer):
-    """A cache layer with linear attention beside full attention, whose tokens are in an index.
+    """A cache layer with full attention through an index, and linear attention.
 
-    states: number of states of the linear attention.
+    Args:
+        make: Makes the attention layer in the first step.
+        padding: The padding of the current step.
+        states: Number of states of the linear attention.
     """
 
     def __init__(self, make: LayerFactory, padding: Padding, states: int) -> None:
@@ -27,48 +30,51 @@ class HybridLayer(IndexedLayer, LinearAttentionAndFullAttentionLayer):
 
     @property
     def is_croppable(self) -> bool:
-        """As the linear attention says."""
+        """True if the linear attention can be cropped."""
         return bool(super(IndexedLayer, self).is_croppable)
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
-        """Initialize the linear attention, which passes its tensors by name."""
+        """Initialize the linear attention. Its calls pass tensors by name, others by position."""
         if kwargs:
             LinearAttentionLayer.lazy_initialization(self, **kwargs)
 
     def reset(self) -> None:
-        """Forget all tokens."""
+        """Remove all tokens."""
         LinearAttentionLayer.reset(self)
         IndexedLayer.reset(self)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Crop both parts; linear attention mostly cannot, and raises RuntimeError."""
+        """Crop both parts. Most kinds of linear attention raise RuntimeError."""
         LinearAttentionLayer.crop(self, check_crop(tokens_to_remove))
         IndexedLayer.crop(self, tokens_to_remove)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Row `b` of the batch becomes what row `beam_idx[b]` was."""
+        """Replace each sequence `b` of the batch by sequence `beam_idx[b]`."""
         IndexedLayer.reorder_cache(self, beam_idx)
         LinearAttentionLayer.reorder_cache(self, beam_idx)
 
 
 class ChosenLayer(IndexedLayer):
-    """A cache layer of a model whose trained indexer chooses the rows: the index keeps them.
+    """A cache layer of a model whose trained indexer chooses the rows; the index stores them.
 
-    chooser: the layer of transformers, which keeps what the indexer compares, and no rows.
+    Args:
+        make: Makes the attention layer in the first step.
+        padding: The padding of the current step.
+        chooser: The cache layer of transformers. It only stores the keys of the indexer.
     """
 
     def __init__(self, make: LayerFactory, padding: Padding, chooser: Any) -> None:
         super().__init__(make, padding)
         self.chooser = chooser
-        chooser.keys = chooser.values = torch.empty(0, 0)  # which transformers 5.17 crops
+        chooser.keys = chooser.values = torch.empty(0, 0)  # transformers 5.17 crops them
 
     def update_index(self, keys: Tensor) -> Tensor:
-        """All keys of the indexer, with new ones (minimax_m3)."""
+        """Append keys of the indexer, and return all of them (minimax_m3)."""
         everything: Tensor = self.chooser.update_index(keys)
         return everything
 
     def update_indexer(self, keys: Tensor) -> Tensor:
-        """All keys of the indexer, with new ones (qwen4_exp)."""
+        """Append keys of the indexer, and return all of them (qwen4_exp)."""
         everything: Tensor = self.chooser.update_indexer(keys)
         return everything
 
@@ -83,7 +89,7 @@ class ChosenLayer(IndexedLayer):
         self.chooser.indexer_position_ids = positions
 
     def checkpoint(self) -> Any:
-        """As `IndexedLayer.checkpoint`; the indexer's keys grow into new tensors."""
+        """Return the state of the layer. It refers to the indexer's tensors, which never change."""
         return super().checkpoint(), dict(vars(self.chooser))
 
     def rollback(self, checkpoint: Any) -> None:
@@ -93,19 +99,19 @@ class ChosenLayer(IndexedLayer):
         vars(self.chooser).update(chooser)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the newest `-tokens_to_remove` tokens. Raises ValueError above 0."""
+        """Remove the newest `-tokens_to_remove` tokens. Raises ValueError above 0."""
         if (removed := check_crop(tokens_to_remove)) and self.attention is not None:
             self.chooser.crop(removed)
         super().crop(removed)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Row `b` of the batch becomes what row `beam_idx[b]` was."""
+        """Replace each sequence `b` of the batch by sequence `beam_idx[b]`."""
         super().reorder_cache(beam_idx)
         self.chooser.reorder_cache(beam_idx)
 
 
 def indexed_layer(layer: Any, make: LayerFactory, padding: Padding) -> IndexedLayer:
-    """The indexed layer that replaces a layer of transformers that `has_full_attention`."""
+    """Make the indexed layer that replaces a layer of transformers with full attention."""
     if has_indexer(layer):
         return ChosenLayer(make, padding, layer)
     if isinstance(layer, LinearAttentionAndFullAttentionLayer):
@@ -121,12 +127,23 @@ def chosen_ids(
     rows: Tensor | None,
     blocks: Tensor | None,
 ) -> Tensor:
-    """Ids int64 `[B, G, T, K]` of the rows that a model has chosen for `T` tokens.
+    """Convert the rows that a model's trained indexer has chosen to token ids.
 
-    heads: `G`; before: tokens that came earlier; mask: bool `[B, 1, T, N]`, the rows, or those
-    that may be among `rows`, positions `[B, T, K]` (DeepSeek-V3.2); or blocks: numbers of blocks
-    `[B, G, T, K]`, -1 for none. Raises UnsupportedError for neither, and for blocks of sequences
-    with padding, which an indexer chooses, too.
+    Args:
+        module: The attention module.
+        heads: Number of KV heads, `G`.
+        before: Number of tokens before the `T` new ones.
+        mask: Bool `[B, 1, T, N]`, True for the chosen rows; if there are `rows`, True for those of
+            them that are visible.
+        rows: Positions `[B, T, K]` of the chosen rows (DeepSeek-V3.2), or None.
+        blocks: Numbers `[B, G, T, K]` of the chosen blocks, -1 for none; or None.
+
+    Returns:
+        Token ids int64 `[B, G, T, K']`, -1 for none.
+
+    Raises:
+        UnsupportedError: The model has chosen neither rows nor blocks, or it has chosen blocks of
+            padded sequences. Its indexer may choose padding in that case.
     """
     if blocks is not None:
         if mask is not None:
@@ -145,6 +162,6 @@ def chosen_ids(
         )
     if rows is None:
         ids = compact(mask[:, 0])
-    else:  # as many as ever, even where fewer are to be seen
+    else:  # always K ids, even if fewer rows are visible
         ids = rows.long().masked_fill(~mask[:, 0].gather(-1, rows.long()), -1)
     return ids[:, None].expand(-1, heads, -1, -1)

@@ -1,4 +1,4 @@
-"""The padding of a step, which is computed from its attention mask once for all layers."""
+"""The padding of a step. It is computed once from the attention mask, for all layers."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Padding:
     def forget(self) -> None:
         """Forget the mask at the end of its step."""
         self.all_real = False
-        """Whether all new tokens of this step are known to be real, whatever its mask."""
+        """True if all new tokens of this step are known to be real; the mask is then ignored."""
         self._mask: Tensor | None = None
         self._length = 0
         self._new: Tensor | None = None
@@ -115,7 +115,7 @@ def _of_each(mask: Tensor) -> MaskInfo:
 
 
 def _check_past(layer: AttentionLayer, mask: Tensor | None) -> None:
-    """Raises UnsupportedError where the mask differs from the padding of past tokens."""
+    """Raise UnsupportedError if the mask differs from the padding of past tokens."""
     length, before = len(layer), layer.valid
     if length == 0:
         return

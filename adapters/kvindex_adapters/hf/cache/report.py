@@ -1,4 +1,4 @@
-"""`Report`: rows read, bytes fetched and memory per tier of a cache."""
+"""`Report`: rows read, bytes fetched, and memory in use of a cache."""
 
 from __future__ import annotations
 
@@ -17,22 +17,33 @@ from kvindex_adapters.common.parallel import is_sharded, rank
 
 @dataclass(frozen=True)
 class Report:
-    """Sums and means over the indexed layers of a cache.
+    """Rows read, bytes fetched and memory of a cache: sums and means over its indexed layers.
 
-    tokens: length of the sequence; layers: layers with an index; steps: queries that
-    searched, in the layer with most of them; rows_read, rows_full: rows per searching step and KV
-    head that were attended to and that full attention would have read; bytes_fetched: of rows
-    that those steps copied out of the stores (steps that attend exactly are not counted);
-    nbytes: bytes in use per tier (`codes`, `rows`, `window`; `other` for layers without index);
-    coverage: share of the indexes' attention that the rows are believed to hold, mean over layers,
-    heads and steps, where `attach` was asked for one; else None; dense_below: below this many
-    tokens attention is dense; k: rows per KV head that a step asks for; placement: where the rows
-    of all these layers are, and what the cache of rows had, or None where they are in one place
-    that nobody caches (`kvindex.core.protocol.Placement`); rank, ranks: which of how many processes
-    this is; None: what all of them have together (`over_ranks`). Each has its share of the heads,
-    whose bytes fetched are its own, or of the tokens (sharded), where rows and bytes are those of
-    all; nbytes and placement are its own in any case; graph: how many single tokens were replays of
-    a CUDA graph, and why others were not, or None where `attach` was not asked for one.
+    One token's key and value are called a row. Of several processes, each reports on its own heads,
+    or, if tokens are sharded, on all rows read and bytes fetched. Memory and placement are always
+    those of the process.
+
+    Args:
+        tokens: Length of the sequence.
+        layers: Number of layers with an index.
+        steps: Number of queries that searched, in the layer with the most of them.
+        rows_read: Rows per KV head that a searching step attended to, mean over layers and steps.
+        rows_full: Rows per KV head that full attention would have read, mean in the same way.
+        bytes_fetched: Bytes of rows that searching steps copied from the stores. Steps that attend
+            exactly are not counted.
+        nbytes: Bytes in use by kind: `codes`, `rows`, `window`, and `other` for layers without an
+            index.
+        coverage: Estimated fraction of the attention weight that the retrieved rows hold, mean
+            over layers, heads and steps. None if `attach` was called without `coverage`.
+        dense_below: In sequences of fewer tokens, attention is dense.
+        k: Rows that a step retrieves per KV head.
+        placement: Where rows are stored, and how often the device's cache of rows contained them;
+            None if all rows are in one place without such a cache.
+        rank: Number of this process, or None for the sum of all processes (`over_ranks`).
+        ranks: Number of processes.
+        sharded: Whether the processes share tokens instead of heads.
+        graph: How many decode steps were replays of a CUDA graph, and why others were not. None
+            if `attach` was called without `token_graph`.
     """
 
     tokens: int
@@ -52,13 +63,20 @@ class Report:
     graph: str | None = None
 
     def over_ranks(self) -> Report:
-        """What the ranks of the default process group report together, the same on each.
+        """Add up the reports of all ranks of the default process group.
 
-        Bytes and rows that are there are summed, rows that a step reads are means, and `graph` is
-        rank 0's. A collective: all ranks call it, at the same place. Without a group, or of what is
-        summed already: this report. Raises `kvindex.core.ranks.RankError` where a rank does not
-        come within 60 s (torch's own error, where the ranks have met for nothing else), and
-        ValueError in a process of torchrun that has no group.
+        All ranks must call this at the same place. Memory and placement are summed, and so are
+        fetched bytes unless tokens are sharded. Rows per step and coverage are means. `graph` is
+        that of rank 0.
+
+        Returns:
+            The sum, which is the same on each rank. If there is no process group, or this report is
+            a sum already, it is this report.
+
+        Raises:
+            RankError: A rank has not called this within 60 s. If the ranks have not communicated
+                before, torch's own error is raised instead.
+            ValueError: torchrun has started this process, but there is no process group.
         """
         every: list[Report] = [self] if self.rank is None else Ranks.of().gather_object(self)
         if len(every) == 1:
@@ -79,12 +97,12 @@ class Report:
 
     @property
     def rows_read_fraction(self) -> float:
-        """Rows read over rows that full attention would have read; 1 before the first search."""
+        """Rows read, divided by the rows of full attention; 1 before the first search."""
         return self.rows_read / self.rows_full if self.rows_full else 1.0
 
     @property
     def read(self) -> str:
-        """One line on what the searching steps have read, or why none has searched."""
+        """One line about the rows that searching steps have read, or why none has searched."""
         if self.steps:
             return (
                 f"{self.steps} searching steps read {self.rows_read:.0f} of {self.rows_full:.0f} "
@@ -143,7 +161,7 @@ def sum_up(layers: Sequence[AttentionLayer], indexed: int, other: int | None = N
 
 
 def _summed(parts: Iterable[Mapping[str, int]]) -> dict[str, int]:
-    """Bytes by tier."""
+    """Add up the bytes of each memory tier."""
     sums: dict[str, int] = {}
     for part in parts:
         for tier, size in part.items():
@@ -152,6 +170,6 @@ def _summed(parts: Iterable[Mapping[str, int]]) -> dict[str, int]:
 
 
 def _together(indexes: Sequence[KVIndex]) -> Placement | None:
-    """Where the rows of some indexes are, which keep them alike."""
+    """Add up the placement of some indexes, or return None if none reports it."""
     placed = [index for each in indexes if (index := capability(each, PlacesRows)) is not None]
     return reduce(add, [index.placement() for index in placed]) if placed else None

@@ -1,4 +1,4 @@
-"""A cache in a folder: its layers, the ids of its tokens, and which model they are of."""
+"""Save a cache to a folder: its layers, the ids of its tokens, and the identity of its model."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ from kvindex_adapters.hf.model.info import layer_device
 KIND = "cache"
 
 TOKENS, PROBE = "tokens", "probe"
-"""The files of the ids and of the probe, which identifies the model."""
+"""Names of the files with the token ids and with the probe, which identifies the model."""
 
 MESSAGES = "messages"
-"""The tensor with the text of the messages, if they are known, in the file of the ids."""
+"""Name of the tensor with the text of the messages, in the file of the token ids."""
 
 
 def save_cache(
@@ -58,7 +58,7 @@ def save_cache(
     Raises:
         UnsupportedError: A layer has an attribute that is neither a tensor nor a number.
         OSError, ValueError, RuntimeError: As in `kvindex.storage.saved.save_folder`,
-            `AttentionLayer.state_dict` and `model_probe.probe`.
+            `AttentionLayer.state_dict` and `probe`.
     """
     model, computed = identity(decoder, config)
     about = {
@@ -76,7 +76,7 @@ def save_cache(
 
 
 def open_cache(folder: str | os.PathLike[str]) -> SavedFolder:
-    """A saved cache, of which no tensor is read yet. Raises as `SavedFolder.open`."""
+    """Open a saved cache without reading its tensors. Raises as `SavedFolder.open`."""
     return SavedFolder.open(folder, [KIND])
 
 
@@ -97,7 +97,7 @@ def load_cache(
     Raises:
         ValueError: The folder has changed since it was saved, or belongs to another model or
             another index.
-        RuntimeError: The model fails, as in `model_probe.probe`.
+        RuntimeError: The model fails, as in `probe`.
     """
     saved = open_cache(folder)
     of_layers = field(saved.about, "layers", list, where="about")
@@ -107,8 +107,8 @@ def load_cache(
         check_identity(model, partial(saved.part, PROBE), decoder, config)
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(
-            f"about.model: got fields that cannot be compared ({error!r}), allowed is what save() "
-            "wrote"
+            f"about.model: got fields that cannot be compared ({error!r}), allowed are the fields "
+            "that save() wrote"
         ) from error
     if len(of_layers) != len(layers):
         got = len(of_layers)
@@ -118,14 +118,14 @@ def load_cache(
         try:
             _restore(layer, described, saved, _name(number), device)
         except ValueError as error:
-            raise ValueError(f"cache: layer {number} of {str(folder)!r} is refused: {error}") from (
-                error
-            )
+            raise ValueError(
+                f"cache: layer {number} of {str(folder)!r} does not fit: {error}"
+            ) from (error)
     lengths = {len(layer.attention) for layer in layers if _attention(layer) is not None}
     if len(lengths) > 1:
         raise ValueError(
-            f"folder: got {str(folder)!r}, whose layers hold {sorted(lengths)} tokens, allowed is "
-            "one number"
+            f"folder: got {str(folder)!r}, whose layers store {sorted(lengths)} tokens, allowed is "
+            "the same number in all layers"
         )
     if not has_ids:
         return None, None
@@ -164,15 +164,15 @@ def _name(number: int) -> str:
     return f"layer-{number:03}"
 
 
-# A layer: of transformers', its attributes; of ours, an attention layer, too
+# Saving and restoring one layer: its attributes, and its attention layer if it has an index
 
 
 def _described(layer: Any) -> dict[str, Any]:
-    """A layer's class and attributes, JSON; of an indexed one the geometry of its index, too."""
+    """Describe a layer for JSON: class, attributes, and the geometry of its index if it has one."""
     described = {"class": _class(layer), "attributes": _packed(_attributes(layer), {})}
     if isinstance(layer, IndexedLayer) and layer.attention is not None:
         geometry = layer.attention.index.geometry.options()
-        for name in ("device", "rope"):  # the attached model's
+        for name in ("device", "rope"):  # the attached model determines them
             geometry.pop(name)
         described["geometry"] = {name: as_json(value) for name, value in geometry.items()}
     return described
@@ -193,12 +193,12 @@ def _attention(layer: Any) -> Any:
 def _restore(
     layer: Any, described: Any, saved: SavedFolder, part: str, device: torch.device
 ) -> None:
-    """What `_described` and `_tensors` gave becomes that of an empty layer."""
+    """Restore an empty layer from the results of `_described` and `_tensors`."""
     kind = field(described, "class", str, where="layer")
     if kind != _class(layer):
         raise ValueError(
             f"layer: got a {kind}, allowed is {_class(layer)} "
-            "(which layers have an index, attach(dense_layers=…) decides)"
+            "(attach(dense_layers=…) determines which layers have an index)"
         )
     made = None
     if "geometry" in described:
@@ -206,7 +206,7 @@ def _restore(
             raise ValueError(f"layer.geometry: got one, allowed is none of a {kind}")
         sizes = field(described, "geometry", dict, where="layer") | {"rope": None}
         geometry = geometry_from(sizes, None, {})
-        geometry.pop("rope")  # the attached model's
+        geometry.pop("rope")  # the attached model determines it
         made = layer.make(**geometry, device=device)
         made.check_state(below("attention", saved.outline(part)))  # before a large file is read
     state = saved.part(part)
@@ -220,7 +220,7 @@ def _restore(
 
 
 def _check_attributes(layer: Any, values: Any) -> None:
-    """Raises ValueError for what are no attributes of a layer, or no keys and values."""
+    """Raise ValueError unless values are attributes of a layer, with keys and values that fit."""
     if not isinstance(values, dict):
         raise ValueError(f"layer.attributes: got {values!r}, allowed is a dict")
     methods = {
@@ -251,7 +251,7 @@ def _attributes(layer: Any) -> dict[str, Any]:
 
 
 def _packed(value: Any, state: State, name: str = "own") -> Any:
-    """A value as JSON, its tensors by names that they are put into `state` under."""
+    """Convert a value to JSON. Tensors are put into `state`, and replaced by their names there."""
     if isinstance(value, Tensor):
         state[name] = value
         return {"tensor": name}
@@ -270,7 +270,7 @@ def _packed(value: Any, state: State, name: str = "own") -> Any:
 
 
 def _unpacked(value: Any, state: State, device: torch.device) -> Any:
-    """The value of which `_packed` gave this."""
+    """Convert the result of `_packed` back to the value."""
     if not isinstance(value, dict):
         return value
     ((kind, one),) = value.items() if len(value) == 1 else ((None, value),)

@@ -1,9 +1,10 @@
-"""`SlidingLayer`: a sliding window of transformers' cache that a captured token can append to.
+"""`SlidingLayer`: a sliding-window layer of the cache to which a CUDA graph can append tokens.
 
-Transformers makes new tensors of a window with each token, which no graph can repeat. While tokens
-may be a graph, the rows lie in a ring at fixed addresses instead, in an order that attention does
-not care about, and the place of the next one is counted on the device. Whatever else is asked of
-the layer finds the window as transformers keeps it.
+With each token, transformers makes new tensors for a sliding window, which a graph cannot repeat.
+While decode steps may be replays of a graph, the rows (one token's key and value each) are stored
+in a ring buffer at fixed addresses instead, and the device counts the slot of the next row. The
+order of rows in the ring does not affect attention. Any other access to the layer converts the ring
+back to transformers' own tensors.
 """
 
 from __future__ import annotations
@@ -19,21 +20,29 @@ from kvindex_adapters.common.unsupported import UnsupportedError
 from kvindex_adapters.hf.cache.layer import IndexedLayer
 
 NEVER = float("-inf")
+"""Bias of a slot without a visible token."""
 
 LARGEST = 8192
-"""Slots of a ring at most, which are there and read even where a sequence has fewer tokens: twice
-the widest window that is usual beside full attention (4,096: gemma2, cohere2, olmo3)."""
+"""Maximum number of slots of a ring. All slots are allocated and read even if a sequence has fewer
+tokens. This is twice the widest window that is common in models that also have full attention
+(4,096 in gemma2, cohere2 and olmo3)."""
 
 
 class Ring:
-    """The newest tokens of a window, token `n` in slot `n mod W`.
+    """A ring buffer of the newest tokens of a sliding window. Token `n` is in slot `n mod W`.
 
-    keys `[B, G, W, D]`, values `[B, G, W, Dv]`; bias `[B, 1, 1, W]` of their dtype: 0 where a slot
-    has a real token, else -inf; slot int64 `[1]`: of the next token. All stay where they are, on
-    the device. length: tokens of the sequence; a graph's are counted when it was replayed.
+    These tensors are on the device and never move: `keys` `[B, G, W, D]`; `values` `[B, G, W, Dv]`;
+    `bias` `[B, 1, 1, W]` of the same dtype, 0 for slots with a real token and -inf for others; and
+    `slot` int64 `[1]`, the slot of the next token. `length` is the number of tokens of the sequence
+    on the host, which is updated after the replay of a graph.
 
-    A window is the `W - 1` tokens before a token, and itself. So the slot of the next token holds
-    one that nobody sees any more, and one token can be taken back.
+    A token attends to the `W - 1` tokens before it and to itself. So the slot of the next token
+    contains a token that is not visible any more, and the newest token can be removed again.
+
+    Args:
+        keys: `[B, G, N, D]`, with the shape, dtype and device of the keys.
+        values: `[B, G, N, Dv]`, in the same way.
+        window: Number of slots, `W`.
     """
 
     def __init__(self, keys: Tensor, values: Tensor, window: int) -> None:
@@ -47,7 +56,14 @@ class Ring:
         self.length = 0
 
     def fill(self, keys: Tensor, values: Tensor, length: int, real: Tensor | None) -> None:
-        """Hold the newest tokens of `length`, in order; real: as of `SlidingLayer.roll`."""
+        """Store the newest tokens of a sequence.
+
+        Args:
+            keys: `[B, G, n, D]`, the newest ones in order.
+            values: `[B, G, n, Dv]`, in the same way.
+            length: Number of tokens of the sequence.
+            real: As in `SlidingLayer.roll`.
+        """
         count = min(keys.shape[2], self.keys.shape[2] - 1)
         slots = self.slots(count, length)
         self.keys.index_copy_(2, slots, keys[:, :, keys.shape[2] - count :])
@@ -61,37 +77,37 @@ class Ring:
         self.go_back(length)
 
     def append(self, keys: Tensor, values: Tensor) -> None:
-        """Put in a real token, `[B, G, 1, D]` and `[B, G, 1, Dv]`; the device counts it."""
+        """Store a real token, `[B, G, 1, D]` and `[B, G, 1, Dv]`, and advance the slot."""
         self.keys.index_copy_(2, self.slot, keys)
         self.values.index_copy_(2, self.slot, values)
         self.bias.index_fill_(3, self.slot, 0.0)
         self.slot.add_(1).remainder_(self.keys.shape[2])
 
     def go_back(self, length: int) -> None:
-        """Hold so many tokens of the sequence, whatever the device has counted."""
+        """Set the number of tokens of the sequence, on the host and on the device."""
         self.length = length
         self.slot.fill_(length % self.keys.shape[2])
 
     def slots(self, count: int, end: int) -> Tensor:
-        """Where the `count` tokens before token `end` are, int64 `[count]`."""
+        """Return the slots int64 `[count]` of the `count` tokens before token `end`."""
         device, window = self.keys.device, self.keys.shape[2]
         return torch.arange(end - count, end, device=device) % window
 
     def newest(self) -> tuple[Tensor, Tensor]:
-        """Copies of keys and values that the next token may see, in order."""
+        """Copy the keys and values that are visible to the next token, in order."""
         slots = self.slots(min(self.length, self.keys.shape[2] - 1), self.length)
         return self.keys.index_select(2, slots), self.values.index_select(2, slots)
 
 
 class SlidingLayer(DynamicSlidingWindowLayer):
-    """Transformers' own layer, whose rows may for a time lie in a ring.
+    """Transformers' own layer, whose rows can temporarily be stored in a ring.
 
-    Who reads or sets `keys`, `values` or the count of tokens ends that time: the window is copied
-    out of the ring, which stays where it is for the next time.
+    Reading or setting `keys` or `values`, or setting the number of tokens, copies the window out of
+    the ring. The ring stays allocated for the next time.
     """
 
     saved_as: ClassVar[str] = DynamicSlidingWindowLayer.__name__
-    """Name of the class that a saved layer is of."""
+    """Class name under which the layer is saved."""
 
     def __init__(self, sliding_window: int) -> None:
         self._ring: Ring | None = None
@@ -125,7 +141,7 @@ class SlidingLayer(DynamicSlidingWindowLayer):
 
     @property
     def cumulative_length(self) -> int:
-        """Tokens of the sequence."""
+        """Number of tokens of the sequence."""
         ring = self.ring
         return self._length if ring is None else ring.length
 
@@ -136,19 +152,24 @@ class SlidingLayer(DynamicSlidingWindowLayer):
 
     @property
     def ring(self) -> Ring | None:
-        """Where the rows lie, while they do."""
+        """The ring that stores the rows now, or None."""
         return self._ring if self._rolls else None
 
     def ring_refusal(self) -> str:
-        """Why the rows cannot lie in a ring; "" where they can."""
+        """Return why the rows cannot be stored in a ring, or "" if they can."""
         if self.sliding_window > LARGEST:
             return f"sliding_window: got {self.sliding_window}, allowed is at most {LARGEST}"
-        if vars(self).get("record_past"):  # which transformers 5.17 has not
+        if vars(self).get("record_past"):  # transformers 5.17 lacks it
             return "its window keeps what assisted decoding may go back to"
         return "" if self.is_initialized else "tokens: got none before it"
 
     def roll(self, real: Tensor | None) -> None:
-        """Keep the rows in the ring. real: which of the first tokens are real, bool `[B, n]`."""
+        """Move the rows into the ring.
+
+        Args:
+            real: Bool `[B, n]`, True for those of the sequence's first `n` tokens that are real.
+                Later tokens are real. None if there is no padding.
+        """
         if self._rolls:
             return
         keys, values, length = self._keys, self._values, self._length
@@ -159,11 +180,11 @@ class SlidingLayer(DynamicSlidingWindowLayer):
             self._ring = Ring(keys, values, self.sliding_window)
         self._ring.fill(keys, values, length, real)
         self._keys = self._values = None
-        self._length = 0  # the ring's
+        self._length = 0  # the ring counts tokens now
         self._rolls = True
 
     def settle(self) -> None:
-        """Keep the rows as transformers does."""
+        """Move the rows out of the ring, to tensors as transformers has them."""
         if (ring := self.ring) is not None:
             self._rolls, self._length = False, ring.length
             self._keys, self._values = ring.newest()
@@ -171,7 +192,7 @@ class SlidingLayer(DynamicSlidingWindowLayer):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Append tokens: all rows that the newest may see, or the whole ring."""
+        """Append tokens, and return all rows that are visible to the newest, or the whole ring."""
         ring = self.ring
         if ring is None or key_states.shape[2] != 1:
             rows: tuple[Tensor, Tensor] = super().update(key_states, value_states, *args, **kwargs)
@@ -182,24 +203,33 @@ class SlidingLayer(DynamicSlidingWindowLayer):
     def seen(
         self, keys: Tensor, values: Tensor, mask: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Rows that attention reads, and its mask, by those that it was called with.
+        """Find the rows and the mask with which attention is computed.
 
-        In a ring the mask is the bias of its slots. Raises UnsupportedError for a mask of the
-        model's own there, and for other rows than `update` gave.
+        Args:
+            keys: The keys with which the attention function was called.
+            values: Its values.
+            mask: Its mask.
+
+        Returns:
+            The same three values, but with the bias of the slots as the mask if rows are in a ring.
+
+        Raises:
+            UnsupportedError: Rows are in a ring, and the model passes its own mask, or other rows
+                than `update` returned.
         """
         if (ring := self.ring) is None:
             return keys, values, mask
         if keys.shape[2] != (window := ring.keys.shape[2]):
             raise UnsupportedError(
                 f"keys: got {keys.shape[2]} rows of a window of {window}, allowed are those that "
-                "the cache gave"
+                "the cache returned"
             )
         if mask is not None:
-            raise UnsupportedError("attention_mask: got one that the model makes for each token")
+            raise UnsupportedError("attention_mask: got one that the model computes for each token")
         return keys, values, ring.bias
 
     def nbytes(self) -> int:
-        """Bytes of the window's rows, in a ring or not. Any thread may call this at any time."""
+        """Count the bytes of the window's rows. Any thread may call this at any time."""
         ring = self.ring
         if ring is None:
             rows = self._keys, self._values
@@ -209,7 +239,7 @@ class SlidingLayer(DynamicSlidingWindowLayer):
         return (ring.keys.nbytes + ring.values.nbytes) // slots * rows_in_use
 
     def attributes(self) -> dict[str, Any]:
-        """What a layer of transformers has as attributes."""
+        """Return the attributes that transformers' own layer would have."""
         self.settle()
         named = {"keys": self._keys, "values": self._values, "cumulative_length": self._length}
         return named | {name: one for name, one in vars(self).items() if name not in OWN}
@@ -220,15 +250,15 @@ class SlidingLayer(DynamicSlidingWindowLayer):
 
 
 OWN = {"_keys", "_values", "_length", "_ring", "_rolls"}
-"""Attributes that are not of transformers."""
+"""Attributes that transformers' own layer does not have."""
 
 
 def grows(layer: Any) -> str:
-    """Why tokens cannot be a graph beside a layer of a cache: it makes new tensors; else ""."""
+    """Return why a cache layer prevents a graph, because it makes new tensors; or ""."""
     if isinstance(layer, IndexedLayer):
         return ""
     if isinstance(layer, SlidingLayer):
         return layer.ring_refusal()
     if isinstance(layer, DynamicLayer):
-        return "its cache has another keys after each token"
+        return "its cache makes a new tensor for keys after each token"
     return ""

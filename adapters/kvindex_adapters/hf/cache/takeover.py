@@ -34,8 +34,8 @@ def check_past(
         attention_mask: `[B, N]`, 0 for padding, or None.
 
     Returns:
-        Ids int64 `[B, N]`, or None; and bool `[B, N]`, False for padding, or None where no token is
-        padded.
+        Ids int64 `[B, N]`, or None; and bool `[B, N]`, False for padding, or None if no token is
+        padding.
 
     Raises:
         TypeError: `past` is another kind of cache, or another argument is not a tensor.
@@ -87,7 +87,7 @@ def fill(
         raise ValueError(f"past: got a cache of {got} layers, allowed is {len(layers)}")
     for number, (layer, like) in enumerate(zip(layers, probe, strict=True)):
         if not _has_tokens(like):
-            continue  # it shares the keys of another layer
+            continue  # this layer uses the keys of another layer
         if number >= len(past.layers) or not _has_tokens(past.layers[number]):
             raise ValueError(f"past: layer {number}: got no token, allowed are {length}")
         try:
@@ -99,7 +99,7 @@ def fill(
 def _fill(
     layer: Any, given: Any, like: Any, length: int, ids: Tensor | None, valid: Tensor | None
 ) -> None:
-    """As `fill`, for one layer that has tokens."""
+    """Fill one layer that has tokens."""
     if isinstance(layer, ChosenLayer):
         raise UnsupportedError(
             "got a layer with a trained indexer, allowed are other layers: the indexer's keys "
@@ -176,11 +176,13 @@ def _check_rows(given: Any, like: Any) -> None:
 
 
 def _kind(layer: Any, given: Any) -> type | None:
-    """The class as which `layer` is filled from `given`, or None if that is not possible."""
+    """Return the class as which `layer` is filled from `given`, or None if that is impossible."""
     kind = type(given)
     if isinstance(layer, SlidingLayer) or type(layer) is DynamicSlidingWindowLayer:
         window = getattr(given, "sliding_window", layer.sliding_window)
-        whole = kind is DynamicLayer  # its cache was made without the configuration
+        whole = (
+            kind is DynamicLayer
+        )  # it stores all tokens, as its cache was made without a configuration
         same = kind is DynamicSlidingWindowLayer and window == layer.sliding_window
         return DynamicSlidingWindowLayer if whole or same else None
     if isinstance(layer, HybridLayer):
@@ -190,7 +192,7 @@ def _kind(layer: Any, given: Any) -> type | None:
 
 
 def _source_class(layer: Any) -> str:
-    """The name of transformers' class from which `layer` can be filled, for an error text."""
+    """Name transformers' class from which `layer` can be filled, for an error text."""
     if isinstance(layer, SlidingLayer) or type(layer) is DynamicSlidingWindowLayer:
         return f"DynamicSlidingWindowLayer of {layer.sliding_window} tokens, or a DynamicLayer"
     if isinstance(layer, HybridLayer):
@@ -203,7 +205,7 @@ def _is_indexed(layer: Any) -> bool:
 
 
 def _has_tokens(layer: Any) -> bool:
-    """Whether a layer stores tokens."""
+    """Return True if a layer stores tokens."""
     if isinstance(layer, IndexedLayer):
         return layer.attention is not None
     if isinstance(layer, DynamicLayer):

@@ -179,7 +179,7 @@ def test_a_mask_of_the_models_own_is_no_graph(graphs):
         want = model.generate(**inputs, **how)
         with kvhf.attach(model, **REGIONS) as cache:
             assert torch.equal(model.generate(**inputs, past_key_values=cache, **how), want)
-            assert "got one that the model makes for each token" in cache.report().graph
+            assert "got one that the model computes for each token" in cache.report().graph
     assert graphs.made == 0
 
 

@@ -52,8 +52,11 @@ def test_an_addition_is_merged(model, tmp_path):
         (halves(name="model.nothing"), "model.nothing, allowed are linear layers"),
         (halves(name="model.norm"), "model.norm, allowed are linear layers"),
         (halves(wide=63), r"allowed are the model's: \[r, 64\], \[64, r\]"),
-        ({f"{NAME}.A": torch.ones(2, 64), f"{NAME}.B": torch.ones(64, 3)}, "allowed is what the"),
-        ({f"{NAME}.A": torch.ones(64), f"{NAME}.B": torch.ones(64)}, "allowed is what the model"),
+        (
+            {f"{NAME}.A": torch.ones(2, 64), f"{NAME}.B": torch.ones(64, 3)},
+            "allowed are the model's",
+        ),
+        ({f"{NAME}.A": torch.ones(64), f"{NAME}.B": torch.ones(64)}, "allowed are the model's"),
         # one that fits before one that does not
         ({**halves(), **halves(name="model.nothing")}, "model.nothing, allowed are linear"),
     ],
