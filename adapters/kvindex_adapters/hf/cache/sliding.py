@@ -260,5 +260,5 @@ def grows(layer: Any) -> str:
     if isinstance(layer, SlidingLayer):
         return layer.ring_refusal()
     if isinstance(layer, DynamicLayer):
-        return "its cache makes a new tensor for keys after each token"
+        return "its cache replaces keys after each token"
     return ""

@@ -1,7 +1,7 @@
-"""`FusedToken`: one token of an attached model of the Llama family by the decoder's kernels.
+"""`FusedToken`: runs a decode step of an attached Llama-family model with the decoder's kernels.
 
-The model's own weights are read where they lie, and attention goes through the layers of the
-model's cache, so that head, logits processors, sampling and stopping stay transformers'.
+The kernels read the model's own weights in place and attend through the layers of the model's
+cache. transformers still runs the head, logits processors, sampling and stopping criteria.
 """
 
 from __future__ import annotations
@@ -38,28 +38,28 @@ from kvindex_adapters.llama.weights import (
 )
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-"""Of weights: those of the kernels' activations."""
+"""Allowed dtypes of weights, which are those of the kernels' activations."""
 
 READ = ("input_ids", "position_ids", "attention_mask", "past_key_values", "cache_position")
-"""Arguments of a decoder that are read, or say what others say."""
+"""Arguments of a decoder that are used, or that only repeat other arguments."""
 
 NO_EFFECT: dict[str, tuple[object, ...]] = {
     "use_cache": (None, True),
     "return_dict": (None, True),
 }
-"""Values of other arguments that change nothing; of those not named here None and False."""
+"""Values without effect of other arguments. For arguments that are not listed: None and False."""
 
 
 class Step(NamedTuple):
-    """A layer of the cache, as `FusedBody` attends through it."""
+    """A cache layer, through which `FusedBody` attends."""
 
     step: Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class FusedToken:
-    """A decoder's token by kernels, for as long as its modules are those that were read.
+    """Runs a decode step with fused kernels. The modules are read again when they change.
 
-    It holds no weights before `refusal` has looked at the decoder, nor after `forget`.
+    It has no references to weights before `refusal` has read the decoder, and after `forget`.
     """
 
     def __init__(self, decoder: PreTrainedModel) -> None:
@@ -67,16 +67,16 @@ class FusedToken:
         self.forget()
 
     def forget(self) -> None:
-        """Hold no weights."""
+        """Drop all references to weights."""
         self._state: ModuleState | None = None
         self._body: tuple[FusedBody, Norm, int, list[float]] | None = None
         self._refusal = ""
         self.reading: object = object()
-        """Stands for the weights that are read, at their addresses."""
+        """Identifies the current weights and their addresses. Replaced when they are read again."""
 
     @contextmanager
     def laid_together(self) -> Iterator[None]:
-        """While it lasts, weights of one product lie together; afterwards apart, as they did."""
+        """Inside the context, store weights that are multiplied together in one tensor."""
         apart = [modules for modules in products(self._decoder) if not are_together(*modules)]
         try:
             for modules in apart:
@@ -84,12 +84,12 @@ class FusedToken:
             yield
         finally:
             self.forget()
-            with suppress(torch.OutOfMemoryError):  # they do where they are
+            with suppress(torch.OutOfMemoryError):  # then they stay in one tensor, which works, too
                 for modules in apart:
                     lay_apart(*modules)
 
     def refusal(self) -> str:
-        """Why the decoder, as it is now, is not computed by kernels; "" where it is."""
+        """Return why kernels cannot compute the decoder in its current state, or ""."""
         if self._state is None or not self._state.unchanged:
             self.forget()
             self._refusal = decoder_refusal(self._decoder)
@@ -111,9 +111,17 @@ class FusedToken:
     def forward(
         self, cache: IndexCache, ids: Tensor, positions: Tensor, *, captured: bool
     ) -> BaseModelOutputWithPast:
-        """What the decoder gives after ids int64 `[B, 1]` at positions int64 `[B or 1, 1]`.
+        """Compute the decoder's output for one token per sequence.
 
-        captured: for a graph, in which layers count on the device; of real tokens in any case.
+        Args:
+            cache: The cache.
+            ids: Int64 `[B, 1]`.
+            positions: Int64 `[B or 1, 1]`.
+            captured: Whether the call is captured as a graph, in which layers count tokens on the
+                device. In both cases all tokens are real.
+
+        Returns:
+            The output, with the last hidden state and the cache.
         """
         assert self._body is not None
         body, norm, head_dim, scales = self._body
@@ -131,10 +139,14 @@ class FusedToken:
 
 
 class FusedGraph(TokenGraph):
-    """The single tokens of one cache, by kernels: replays of a graph where they can be.
+    """Runs the decode steps of one cache with fused kernels, as replays of a graph where possible.
 
-    The first token of a kind is launched op by op, which compiles and allocates. None is compared
-    with another: what the graph does is no forward of the model's.
+    The first step of each kind launches its kernels one by one, because this compiles them and
+    allocates memory. Steps are not traced and compared, as the graph does not run the model's own
+    forward pass.
+
+    Args:
+        fused: The fused decode step of the model.
     """
 
     raises = True
@@ -145,16 +157,16 @@ class FusedGraph(TokenGraph):
         super().__init__(asked=True)
 
     def another(self) -> FusedGraph:
-        """One for a copy of the cache."""
+        """Make an empty object for a copy of the cache."""
         return FusedGraph(self._fused)
 
     @property
     def checks(self) -> bool:
-        """Never: a mask says nothing but which tokens are padded."""
+        """False, because the kernels use the mask only as padding."""
         return False
 
     def run(self, forward: Forward, cache: IndexCache, **given: Any) -> Any:
-        """What the decoder gives for the first token of its kind."""
+        """Compute the decoder's output for the first step of a kind."""
         cache.padding.all_real = True
         output = self._output_of(cache, captured=False)
         self._alike, self._reading = True, self._fused.reading
@@ -186,7 +198,7 @@ def check_fused(
     coverage: float | None,
     dense_layers: Collection[int],
 ) -> None:
-    """Raises UnsupportedError for a model or options whose tokens no kernels compute."""
+    """Raise UnsupportedError if the kernels do not support a model or an option of `attach`."""
     if token_graph is False:
         raise UnsupportedError("token_graph: got False, allowed with fused=True is True or None")
     if coverage is not None:
@@ -195,11 +207,13 @@ def check_fused(
         raise UnsupportedError(f"dense_layers: got {dense_layers}, allowed with fused=True is ()")
     check_family(model)
     if why := decoder_refusal(model.base_model):
-        raise UnsupportedError(f"fused: got True for a model that kernels do not compute; {why}")
+        raise UnsupportedError(
+            f"fused: got True for a model that the kernels do not support; {why}"
+        )
 
 
 def check_fused_indexes(indexes: Iterable[KVIndex]) -> None:
-    """Raises UnsupportedError for an index that has no step for a graph."""
+    """Raise UnsupportedError for an index whose steps cannot be captured as a graph."""
     for index in indexes:
         if isinstance(index, Wrapper) or not isinstance(index, CapturesStep):
             raise UnsupportedError(
@@ -209,7 +223,7 @@ def check_fused_indexes(indexes: Iterable[KVIndex]) -> None:
 
 
 def decoder_refusal(decoder: PreTrainedModel) -> str:
-    """Why a decoder of a known class, as it is now, is not computed by kernels; "" where it is."""
+    """Return why kernels cannot compute a decoder of the Llama family in its state, or ""."""
     try:
         check_modules(decoder)
     except UnsupportedError as error:
@@ -223,12 +237,12 @@ def decoder_refusal(decoder: PreTrainedModel) -> str:
     if dropout:
         return f"attention_dropout: got {dropout} in training, allowed is 0"
     if (compiled := ModuleState(decoder).compiled) is not None:
-        return f"{compiled}: got a compiled call, which no kernel would make"
+        return f"{compiled}: got a compiled call, which the kernels would not run"
     return weights_refusal(decoder) or device_refusal(decoder.device) or ""
 
 
 def weights_refusal(decoder: PreTrainedModel) -> str:
-    """Why a decoder's weights cannot be read where they lie; "" where they can."""
+    """Return why kernels cannot read a decoder's weights in place, or ""."""
     for name, weight in decoder.named_parameters():
         if type(weight.data) is not Tensor:  # sharded, or quantized
             return f"{name}: got a {type(weight.data).__name__}, allowed is a plain tensor"
@@ -240,12 +254,12 @@ def weights_refusal(decoder: PreTrainedModel) -> str:
             return f"{name}: got {weight.dtype}, allowed is one of {DTYPES}"
     for modules in products(decoder):
         if len({module.bias is None for module in modules}) > 1:
-            return "bias: got one of some projections of a product, allowed is all or none"
+            return "bias: got one in some projections of a product, allowed is in all or none"
     return ""
 
 
 def call_refusal(given: Mapping[str, Any]) -> str:
-    """Why kernels do not compute a call of one token; "" where they do."""
+    """Return why kernels cannot compute a call of one token, or ""."""
     ids, positions = given.get("input_ids"), given.get("position_ids")
     if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.dtype != torch.int64:
         return "input_ids: got none, allowed is int64 [B, 1]"

@@ -1,8 +1,9 @@
-"""`RunAhead`: decoding that launches the next tokens before the host has read the last ones.
+"""`RunAhead`: a decoding loop that launches the next steps before the host has read the last
+tokens.
 
-Transformers' own loop asks after each token whether it was the last one, so that the device waits
-for the host between any two. Here the host reads tokens from pinned memory up to `AHEAD` late. What
-was launched after the last token of an answer is undone.
+In transformers' own loop the host checks after each step whether the answer has ended, so that the
+device waits for the host. In this loop the host reads tokens from pinned memory, up to `AHEAD`
+steps later. Steps that were launched after the end of the answer are undone.
 """
 
 from __future__ import annotations
@@ -24,16 +25,17 @@ from kvindex_adapters.hf.model.rotary import keeps_longest
 from kvindex_adapters.hf.unsupported import ASSISTED
 
 RUNS_AHEAD = {"cuda"}
-"""Types of devices that work while the host does. Tests add `cpu`."""
+"""Types of devices that work concurrently with the host. Tests add `cpu`."""
 
 CHECKPOINT = 16
-"""Tokens between two checkpoints of the cache: as many are computed once more, at most, where an
-answer ends before its greatest length. A checkpoint takes the host about as long as a token."""
+"""Number of tokens between two checkpoints of the cache. If an answer ends before its maximum
+length, at most this number of tokens is computed again. A checkpoint takes the host about as long
+as a decode step."""
 
 OTHER_LOOPS = (
     *ASSISTED,
     *("penalty_alpha", "dola_layers", "constraints", "force_words_ids", "custom_generate"),
-    # code of the caller's, which would see tokens that are cut
+    # code of the caller, which would get tokens that are removed again
     *("logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn"),
     "synced_gpus",
 )
@@ -47,15 +49,23 @@ def decoding_options(
     streamer: BaseStreamer,
     options: dict[str, Any],
 ) -> dict[str, Any]:
-    """`options` of `model.generate`, and what else it takes to run ahead where that can be.
+    """Add the options to `model.generate` that make it decode with `RunAhead`, if possible.
 
-    cache: its `past_key_values`; the streamer is passed as such, too.
+    Args:
+        model: The model.
+        tokenizer: Its tokenizer, for stop strings.
+        cache: The `past_key_values`.
+        streamer: The streamer, which must also be passed to `model.generate`.
+        options: Options of the caller.
+
+    Returns:
+        All options.
     """
     strings = _option(model, options, "stop_strings")
     if not _runs_ahead(model, cache, options):
         return options if strings is None else {**options, "tokenizer": tokenizer}
     more: dict[str, Any] = {"custom_generate": RunAhead(cache, streamer).decode}
-    if strings is not None:  # transformers passes no tokenizer on to a loop of others
+    if strings is not None:  # transformers does not pass the tokenizer to a custom loop
         more["stop_strings"] = None
         more["stopping_criteria"] = [StopStringCriteria(tokenizer, strings)]
     return {**options, **more}
@@ -64,28 +74,30 @@ def decoding_options(
 def _runs_ahead(model: PreTrainedModel, cache: Any, options: dict[str, Any]) -> bool:
     if not isinstance(cache, IndexCache) or model.device.type not in RUNS_AHEAD:
         return False
-    if keeps_longest(model):  # tokens that are cut would count
+    if keeps_longest(model):  # removed tokens would count for the frequencies
         return False
     others = any(_option(model, options, name) not in (None, False) for name in OTHER_LOOPS)
     return not others and _option(model, options, "use_cache") is not False
 
 
 def _option(model: PreTrainedModel, options: dict[str, Any], name: str) -> Any:
-    """Of an option of `model.generate`, as it would find it."""
+    """Find the value of an option as `model.generate` does, in options and configurations."""
     configs = options.get("generation_config"), model.generation_config
     values = [getattr(config, name, None) for config in configs]
     return options[name] if name in options else next((v for v in values if v is not None), None)
 
 
 class RunAhead:
-    """One answer of a model through a cache; `decode` is `model.generate`'s `custom_generate`.
+    """Decodes one answer. Pass `decode` to `model.generate` as `custom_generate`.
 
-    streamer: gets each token of the answer once, as in transformers' loop.
+    Args:
+        cache: The cache.
+        streamer: A streamer, which gets each token of the answer once, as in transformers' loop.
     """
 
     def __init__(self, cache: IndexCache, streamer: BaseStreamer) -> None:
         self._cache, self._streamer = cache, streamer
-        # the last two: how many ids there were, arguments of the next token, and the cache
+        # the last two checkpoints: number of ids, arguments of the next step, state of the cache
         self._checkpoints: deque[tuple[int, dict[str, Any], Any]] = deque(maxlen=2)
         self._generator_states: deque[tuple[int, Tensor]] = deque(maxlen=AHEAD + 2)
 
@@ -98,12 +110,25 @@ class RunAhead:
         generation_config: Any,
         **given: Any,
     ) -> Tensor:
-        """Ids int64 `[1, N]` of prompt and answer, by the arguments of transformers' loop.
+        """Decode an answer, with the arguments of transformers' loop.
 
-        The same tokens for the same seed, which leave the same cache. stopping_criteria: look at
-        ids alone, on the CPU; one is of the greatest length. Raises RuntimeError for probabilities
-        that are no numbers, RankError where another process is gone, and what model and streamer
-        raise.
+        Tokens and cache are the same as with transformers' loop and the same seed.
+
+        Args:
+            model: The model.
+            input_ids: Int64 `[1, N]`, the ids of the prompt.
+            logits_processor: Transformers' logits processors.
+            stopping_criteria: Transformers' criteria. They may only read the ids, which are on the
+                CPU, and must include the maximum length.
+            generation_config: Transformers' generation configuration.
+            **given: Arguments of the model.
+
+        Returns:
+            Int64 `[1, M]`, the ids of prompt and answer.
+
+        Raises:
+            RuntimeError: Logits contain NaN or infinity.
+            RankError: Another process does not respond.
         """
         sampled, device = bool(generation_config.do_sample), input_ids.device
         start, limit = input_ids.shape[1], stopping_criteria.max_length
@@ -142,17 +167,17 @@ class RunAhead:
         return ids[:, :read]
 
     def _goes_back(self) -> bool:
-        """Whether all layers can be again what they were at a checkpoint."""
+        """Return True if all layers can be restored from a checkpoint."""
         indexes = self._cache.indexes()
         return not self._cache.overwrites and all(isinstance(one, Restorable) for one in indexes)
 
     def _add_checkpoint(self, made: int, given: dict[str, Any]) -> None:
-        """A checkpoint before the next token, if the last one is old."""
+        """Make a checkpoint before the next step, if the last one is old enough."""
         if not self._checkpoints or made - self._checkpoints[-1][0] >= CHECKPOINT:
             self._checkpoints.append((made, dict(given), self._cache.checkpoint()))
 
     def _cut(self, model: Any, ids: Tensor, read: int) -> None:
-        """Undo what came after the first `read` ids, as if the last of them had not been read."""
+        """Undo all steps after the one that produced id number `read`."""
         made, given, before = next(one for one in reversed(self._checkpoints) if one[0] <= read)
         self._cache.rollback(before)
         for length in range(made, read):
@@ -164,14 +189,14 @@ class RunAhead:
 
 
 def _with_room(ids: Tensor, length: int) -> Tensor:
-    """Ids int64 `[1, N]` and room for more, `[1, length]`."""
+    """Extend ids int64 `[1, N]` with zeros to `[1, length]`."""
     return torch.cat([ids, ids.new_zeros(1, length - ids.shape[1])], dim=1)
 
 
 def _without_mask(given: dict[str, Any]) -> dict[str, Any]:
-    """Arguments of tokens; a mask of ones, beside positions, says nothing, but is read each time.
+    """Remove a mask of ones if there are positions, so that the host need not read it in each step.
 
-    Later versions of transformers than 5.17 leave it out themselves.
+    Versions of transformers after 5.17 remove such a mask themselves.
     """
     mask, positions = given.get("attention_mask"), given.get("position_ids")
     if mask is None or positions is None or not bool((mask == 1).all()):
@@ -180,28 +205,35 @@ def _without_mask(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _forward(model: Any, ids: Tensor, given: dict[str, Any]) -> Any:
-    """The model's output for the last of ids `[1, N]`, as transformers' loop calls it."""
+    """Run the model on the last of ids `[1, N]`, as transformers' loop does."""
     inputs = model.prepare_inputs_for_generation(ids, next_sequence_length=1, **given)
     return model(**inputs, return_dict=True)
 
 
 def _next_token(scores: Tensor, sampled: bool) -> Tensor:
-    """The next token int64 `[1]` by scores `[1, V]`; `[2]` of one that is drawn: and whether it was
-    drawn from what are no probabilities.
+    """Choose the next token by scores `[1, V]`.
 
-    As `torch.multinomial` draws one, which would wait for the device to say so: the least of
-    exponential times at these rates.
+    To sample, each token's probability is divided by a random number of an exponential
+    distribution, and the largest quotient wins. `torch.multinomial` does the same, but the host
+    would wait for its check of the probabilities.
+
+    Args:
+        scores: `[1, V]`, on the device.
+        sampled: Whether to sample. If not, the largest score wins.
+
+    Returns:
+        Int64 `[1]`, the token; if sampled, `[2]`, the token and 1 if probabilities are NaN, else 0.
     """
     if not sampled:
         return scores.argmax(-1)
     probabilities = scores.softmax(-1)
     times = torch.empty_like(probabilities).exponential_()
     token = torch.div(probabilities, times, out=times).argmax(-1)
-    return torch.cat([token, probabilities[:, 0].isnan().long()])  # one that is none makes all so
+    return torch.cat([token, probabilities[:, 0].isnan().long()])  # one NaN makes all NaN
 
 
 def _generator(device: torch.device) -> torch.Generator:
-    """What torch draws from on a device."""
+    """Return torch's default random generator of a device."""
     if device.type != "cuda":
         return torch.default_generator
     number = torch.cuda.current_device() if device.index is None else device.index

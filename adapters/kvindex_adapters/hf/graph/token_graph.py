@@ -1,9 +1,10 @@
-"""`TokenGraph`: the forward of one token of a transformers model as one CUDA graph.
+"""`TokenGraph`: replays the decode steps of a transformers model as one CUDA graph.
 
-A forward can be captured if two tokens in a row do the same: some are traced, operation by
-operation (`trace.Trace`). From then on tokens are replays, as long as what the graph reads lies
-where it lay: weights, modules, layers of the cache, and what the indexes say. Any other token runs
-as ever.
+A decode step is the decoder's forward pass of one token per sequence. A graph repeats the same
+operations on the same addresses. So steps can be captured if two successive ones do the same; to
+find out, the first steps are traced operation by operation (`trace.Trace`). Later steps are replays
+as long as weights, modules, cache layers and the buffers of the indexes stay at their addresses.
+Any other step runs as usual.
 """
 
 from __future__ import annotations
@@ -33,30 +34,34 @@ from kvindex_adapters.hf.graph.trace import Trace, difference
 from kvindex_adapters.hf.model.module_state import ModuleState
 
 TRACES = 4
-"""Tokens that are traced for a graph, at most: the first ones may make what later ones read."""
+"""Maximum number of steps that are traced for a graph. The first steps may allocate tensors that
+later ones read, so that they differ."""
 
 SHORT, SHORT_GRAPHS = 8, 3
-"""Replays that a graph is worth; after so many graphs in a row of fewer no more are captured."""
+"""SHORT: replays after which capturing a graph has paid off. SHORT_GRAPHS: after this number of
+successive graphs with fewer replays, no more graphs are captured."""
 
 CACHE = object()
-"""Stands for the cache in a graph's output."""
+"""Placeholder for the cache in a graph's output."""
 
 Forward = Callable[..., Any]
 Contents = dict[tuple[int, str, object], object]
 
 
 class TokenGraph:
-    """The single tokens of one cache: replays where they can be.
+    """Runs the decode steps of one cache, as replays of a graph where possible.
 
-    It holds no cache, so that one that nobody holds is gone at once. asked: whether a user asked
-    for it. Else a driver that refuses is no warning, and a module whose forward was replaced by
-    another is called.
+    It has no reference to the cache, so that an unused cache is freed immediately.
+
+    Args:
+        asked: Whether the user has asked for the graph. If not, a failed capture causes no warning,
+            and steps of a model with a replaced forward method are not replayed.
     """
 
     raises = False
-    """Whether what fails in `run` is the caller's error; else the token runs as ever."""
+    """True if errors in `run` are passed to the caller; False if the step then runs as usual."""
     first, replayed = "it was compared with the next", "replays"
-    """What the report says of a token that `run` computes, and calls those that a graph does."""
+    """Words of the report: why a traced step was no replay, and what replays are called."""
 
     def __init__(self, *, asked: bool = True) -> None:
         self.asked = asked
@@ -67,21 +72,21 @@ class TokenGraph:
 
     @property
     def report(self) -> str:
-        """How many single tokens were replays, and why the last one was not."""
+        """How many decode steps were replays, and why the last one was not."""
         said = f"{self._replays} of {self._tokens} tokens were {self.replayed}"
         return f"{said}; the last was not: {self._reason}" if self._reason else said
 
     def forget(self) -> None:
-        """Hold nothing of the tokens so far."""
+        """Drop the graph and everything recorded about earlier steps."""
         self._inputs = TokenInputs()
         self._begin()
 
     def another(self) -> TokenGraph:
-        """One for a copy of the cache."""
+        """Make an empty object for a copy of the cache."""
         return TokenGraph(asked=self.asked)
 
     def look_again(self) -> None:
-        """The cache has changed: other tokens may be padded."""
+        """Read the padding again, because the tokens of the cache have changed."""
         self._inputs.look_again()
 
     def _begin(self) -> None:
@@ -91,7 +96,7 @@ class TokenGraph:
         self._compare_anew(traces=0)
 
     def _compare_anew(self, traces: int) -> None:
-        """Tokens are traced until two of them are alike; traces: that there were since a graph."""
+        """Trace steps until two are equal. `traces` counts those since the last graph."""
         self._traces, self._alike = traces, False
         self._module: ModuleState | None = None
         self._contents: list[object] = []
@@ -106,9 +111,12 @@ class TokenGraph:
     # One call of the decoder
 
     def takes(self, forward: Forward, cache: IndexCache, given: Mapping[str, Any]) -> bool:
-        """Whether a call, by its arguments, is a token that `replay` gives: it is captured by now.
+        """Return True if `replay` can compute a call of the decoder. This may capture a graph.
 
-        forward: what is called, with all arguments by name.
+        Args:
+            forward: The function that is called.
+            cache: The cache.
+            given: All arguments of the call, by name.
         """
         self._comparing = False
         if not is_one_token(given):
@@ -118,12 +126,14 @@ class TokenGraph:
         layers = cache.attention_layers()
         self._reason = (
             self._refusal(cache, layers, given)
-            # of a graph's layers `prepare_replay` asks the same
+            # if there is a graph, `prepare_replay` checks the same for its layers
             or ("" if self._graph is not None else layer_refusal(cache))
             or self._inputs.mask_refusal(given.get(MASK), layers[0])
         )
         if self.checks and not self._reason and cache.overwrites and not self.asked:
-            self._reason = "padding: got some beside linear attention, which cannot be checked"
+            self._reason = (
+                "padding: got some together with linear attention, which cannot be checked"
+            )
         if self._reason:
             self._inputs.look_again()
             return False
@@ -145,25 +155,25 @@ class TokenGraph:
 
     @property
     def comparing(self) -> bool:
-        """Whether `run` compares the call with the one before or after it."""
+        """True if `run` compares the call with the one before or after it."""
         return self._comparing
 
     @property
     def checks(self) -> bool:
-        """Whether what `run` gives must be compared with a call by all arguments.
+        """True if the output of `run` must be compared with a call that passes all arguments.
 
-        Where rows are padded a model may do more with the mask than its attention does, which
-        `run` does not pass on.
+        `run` does not pass the padding mask. If tokens are padded, a model might read the mask
+        outside of attention, too.
         """
         return self._inputs.padded
 
     def give_up(self, why: str) -> None:
-        """A token that was compared has failed, maybe because it was: compare no more."""
+        """Stop comparing steps, because one has failed, possibly due to the comparison."""
         self._comparing, self._last = False, None
         self._refused = self._reason = why
 
     def replay(self, cache: IndexCache) -> Any:
-        """What the decoder gives for the token that was taken."""
+        """Compute the output of the decoder for the step that `takes` has accepted."""
         assert self._graph is not None
         assert self._output is not None
         cache.count_replay(self._graph.replay)
@@ -173,7 +183,7 @@ class TokenGraph:
         return tree_unflatten([_given_back(leaf, cache) for leaf in leaves], structure)
 
     def run(self, forward: Forward, cache: IndexCache, **given: Any) -> Any:
-        """What the decoder gives for a call that is no replay, operation by operation."""
+        """Compute the output of the decoder without a graph, and trace it for a comparison."""
         if not self._comparing:
             return forward(**given)
         if self._module is None or not self._module.unchanged:
@@ -189,13 +199,13 @@ class TokenGraph:
     def _refusal(
         self, cache: IndexCache, layers: list[AttentionLayer], given: Mapping[str, Any]
     ) -> str:
-        """Why a call of one token can be no graph of this kind; "" where it can."""
+        """Return why a call of one token cannot be replayed, or "" if it can."""
         return refusal(cache, layers, given)
 
-    # Whether tokens are alike
+    # Comparing steps
 
     def _compare(self, cache: IndexCache, trace: Trace, before: Contents) -> None:
-        """Compare a token with the one before it, and what layers of the cache held around it."""
+        """Compare a step with the one before it, and the cache layers before and after it."""
         module, last, after = self._module, self._last, _contents_by_name(cache.layers)
         assert module is not None
         why = _moved(before, after) or (last and difference(last, trace))
@@ -204,23 +214,23 @@ class TokenGraph:
         elif module.replaced and not self.asked:
             why = f"{module.replaced}: got a forward of its own, which no replay would call"
         elif module.compiled:
-            why = f"{module.compiled}: got a compiled call, of which no trace tells"
+            why = f"{module.compiled}: got a compiled call, which no trace records"
         self._traces, self._last = self._traces + 1, trace
         if last is not None and not why:
             self._alike, self._contents, self._last = True, _parts(cache.layers), None
         elif self._traces >= TRACES:
-            self._refused, self._last = why or "model: got other weights all the time", None
+            self._refused, self._last = why or "model: got other weights in each step", None
 
     def _unchanged(self, cache: IndexCache) -> bool:
-        """Whether model and layers hold what they held when tokens were alike."""
-        module, held = self._module, _parts(cache.layers)
-        same = len(held) == len(self._contents) and all(map(is_, held, self._contents))
+        """Return True if model and layers have the same contents as when steps were equal."""
+        module, parts = self._module, _parts(cache.layers)
+        same = len(parts) == len(self._contents) and all(map(is_, parts, self._contents))
         return same and module is not None and module.unchanged
 
     # The graph
 
     def _ready(self, forward: Forward, cache: IndexCache, layers: list[AttentionLayer]) -> str:
-        """Why there is no graph to replay now; "" where there is one."""
+        """Capture a graph if there is none. Return why there is still none, or ""."""
         reads = [layer.prepare_next() or layer.prepare_replay() for layer in layers]
         if None in reads:
             return layer_refusal(cache)
@@ -229,14 +239,14 @@ class TokenGraph:
         self._short = self._short + 1 if self._since < SHORT else 0
         self._drop()
         if self._short >= SHORT_GRAPHS:
-            self._refused = f"what it reads moved {self._short} times within {SHORT} tokens"
+            self._refused = f"memory that it reads moved {self._short} times within {SHORT} tokens"
         else:
             self._capture(forward, cache)
         self._reads = reads
         return self._refused
 
     def _capture(self, forward: Forward, cache: IndexCache) -> None:
-        """The graph of a token; a driver that refuses is not asked again."""
+        """Capture a graph of a decode step. If that fails, never try again."""
         outputs: list[Any] = []
 
         def work() -> None:
@@ -247,7 +257,7 @@ class TokenGraph:
             with cache.attending_by(_attend_captured):
                 self._graph = GRAPHS[device.type](device, work)
         except Exception as error:
-            self._refused = f"the driver refuses to capture it ({error})"
+            self._refused = f"capturing it failed ({error})"
             if not isinstance(error, RuntimeError) and self.asked:
                 raise
             if self.asked:
@@ -263,7 +273,7 @@ class TokenGraph:
         self._traces = self._since = 0
 
     def _forward(self, forward: Forward, cache: IndexCache) -> Any:
-        """What a graph does: the model's forward of the token that was taken."""
+        """Run the work of the graph: the model's forward pass of the current token."""
         return forward(**self._inputs.arguments(cache))
 
 
@@ -278,7 +288,7 @@ def _attend_traced(
     ids: Tensor | None,
     **terms: Any,
 ) -> Tensor:
-    """A layer's step, as one operation."""
+    """Run the step of a layer, and record it in the trace as one operation."""
     given = {
         "a layer without keys of its own": rows is None,
         "a bias of the logits": bias is not None,
@@ -299,7 +309,7 @@ def _attend_captured(
     ids: None,
     **terms: Any,
 ) -> Tensor:
-    """A layer's step in a graph: of a token that is real, and that no index is told of."""
+    """Run the step of a layer inside a graph, for real tokens. The index does not get their ids."""
     return layer.attend_captured(queries, *rows, **terms)
 
 
@@ -308,33 +318,33 @@ def _device(cache: IndexCache) -> torch.device:
 
 
 def _given_back(leaf: Any, cache: IndexCache) -> Any:
-    """A part of a graph's output that the next replay leaves alone."""
+    """Copy a part of a graph's output, so that the next replay does not overwrite it."""
     if isinstance(leaf, Tensor):
         return leaf.clone()
     return cache if leaf is CACHE else leaf
 
 
 def _contents_by_name(layers: list[Any]) -> Contents:
-    """What layers of a cache hold, those mappings as what is in them."""
-    held: Contents = {}
+    """Collect the attributes of cache layers. Values of mappings are listed one by one."""
+    contents: Contents = {}
     for number, layer in enumerate(layers):
         for name, value in vars(layer).items():
             inner = value if isinstance(value, dict) else {None: value}
-            held |= {(number, name, key): one for key, one in inner.items()}
-    return held
+            contents |= {(number, name, key): one for key, one in inner.items()}
+    return contents
 
 
 def _parts(layers: list[Any]) -> list[object]:
-    """Layers and the values of `_held`, in few calls: it is asked before each token."""
+    """List layers and their attributes with few calls, because this runs before each step."""
     values = [value for layer in layers for value in vars(layer).values()]
     inner = [one for value in values if type(value) is dict for one in value.values()]
     return [*layers, *values, *inner]
 
 
 def _moved(before: Contents, after: Contents) -> str:
-    """Which layer of a cache counts on the host, or makes a new tensor for each token; "": none."""
+    """Name a cache layer that counts on the host or makes new tensors in a step, or return ""."""
     for key in before | after:
         if before.get(key) is not after.get(key):
             number, name, _ = key
-            return f"layer {number}: its cache has another {name} after each token"
+            return f"layer {number}: its cache replaces {name} after each token"
     return ""

@@ -1,4 +1,4 @@
-"""`TokenInputs`: what a decoder is called with for one token, at fixed addresses."""
+"""`TokenInputs`: the arguments of a decode step at fixed addresses, where a graph reads them."""
 
 from __future__ import annotations
 
@@ -16,24 +16,27 @@ from kvindex_adapters.hf.cache.cache import IndexCache
 from kvindex_adapters.hf.cache.sliding import grows
 
 VALUES = (Tensor, bool, int, float, str, type(None))
-"""Arguments that tokens may have: tensors are copied to where a graph reads them."""
+"""Allowed types of arguments. Tensors are copied to the addresses that a graph reads."""
 
 MASK = "attention_mask"
-"""The argument that grows with each token. None is passed on: it holds no more than what the
-layers know of padding, and positions are an argument of their own."""
+"""The argument that grows with each token. The decoder gets None instead, because the layers know
+the padding, and positions are a separate argument."""
 
 
 def is_one_token(given: Mapping[str, Any]) -> bool:
-    """Whether a call, by its arguments, is of one token for each row of the batch."""
+    """Return True if a call has one token for each sequence of the batch."""
     ids, embeddings = given.get("input_ids"), given.get("inputs_embeds")
     read = embeddings if ids is None else ids
     return isinstance(read, Tensor) and read.ndim > 1 and read.shape[1] == 1
 
 
 def refusal(cache: IndexCache, layers: list[AttentionLayer], given: Mapping[str, Any]) -> str:
-    """Why a call of one token can be no graph, whatever its forward does; "" where it can.
+    """Return why a call of one token cannot be replayed, whatever its forward pass does; or "".
 
-    layers: the cache's `attention_layers`.
+    Args:
+        cache: The cache.
+        layers: `cache.attention_layers()`.
+        given: All arguments of the call, by name.
     """
     for name, value in given.items():
         if name == MASK and isinstance(value, dict) and not any(map(_given, value.values())):
@@ -56,7 +59,7 @@ def refusal(cache: IndexCache, layers: list[AttentionLayer], given: Mapping[str,
 
 
 def layer_refusal(cache: IndexCache) -> str:
-    """Which layer's step can be in no graph, and why; "" where all can."""
+    """Name a layer whose step cannot be captured, with the reason; or return ""."""
     for number, layer in zip(cache.indexed, cache.attention_layers(), strict=True):
         if why := layer.capture_refusal():
             return f"layer {number}: {why}"
@@ -64,7 +67,7 @@ def layer_refusal(cache: IndexCache) -> str:
 
 
 class TokenInputs:
-    """The arguments of tokens that are alike but for the numbers in tensors, and their padding."""
+    """The arguments of decode steps that differ only in the numbers of tensors, and the padding."""
 
     def __init__(self) -> None:
         self._kinds: dict[str, object] = {}
@@ -72,21 +75,21 @@ class TokenInputs:
         self.look_again()
 
     def look_again(self) -> None:
-        """Other tokens may be padded than before."""
+        """Forget which tokens are padded, because the tokens of the cache have changed."""
         self._known: Tensor | None = None  # which of the first tokens are real, bool [B, n]
         self._padded = False
 
     @property
     def padded(self) -> bool:
-        """Whether some token of the cache is padding."""
+        """True if some token of the cache is padding."""
         return self._padded
 
     def arguments(self, cache: IndexCache) -> dict[str, Any]:
-        """By name, those that were taken last."""
+        """Return the arguments of the current step by name."""
         return {**self._values, "past_key_values": cache}
 
     def take(self, given: Mapping[str, Any]) -> bool:
-        """Hold the arguments of a token: whether they are of the kinds of those before."""
+        """Copy the arguments of a step. Return True if they have the kinds of the step before."""
         kinds = {
             name: check.kind(value) if isinstance(value, Tensor) else value
             for name, value in given.items()
@@ -103,7 +106,7 @@ class TokenInputs:
                 for name, value in self._values.items():
                     if isinstance(value, Tensor):
                         self._values[name] = value.new_empty(value.shape)
-            if MASK in given:  # by type of layer, or one
+            if MASK in given:  # one mask, or a mask for each type of layer
                 mask = given[MASK]
                 self._values[MASK] = dict.fromkeys(mask) if isinstance(mask, dict) else None
         for name, value in self._values.items():
@@ -112,7 +115,15 @@ class TokenInputs:
         return same
 
     def mask_refusal(self, mask: Tensor | dict[str, None] | None, layer: AttentionLayer) -> str:
-        """Why a mask `[B, N + 1]` is not that of a real token after those of a layer, or ""."""
+        """Check that a mask belongs to one real token after the tokens of the cache.
+
+        Args:
+            mask: The padding mask `[B, N + 1]`, masks by type of layer, or None.
+            layer: An attention layer of the cache.
+
+        Returns:
+            Why it does not, or "".
+        """
         if self._known is None:
             valid = layer.valid
             self._known = (
@@ -128,7 +139,7 @@ class TokenInputs:
             want = functional.pad(known.to(mask.device), (0, length - known.shape[1]), value=True)
             if self._padded and torch.equal(mask.bool(), want):
                 return ""
-        return f"{MASK}: got another than that of the tokens before it, and a real one"
+        return f"{MASK}: got one that is not the mask of the tokens so far, followed by a real one"
 
 
 def _given(value: object) -> bool:

@@ -1,7 +1,7 @@
-"""`Trace`: the operations of a forward, to tell whether a CUDA graph of it would do the same again.
+"""`Trace`: records the operations of a forward pass, to find whether a CUDA graph can repeat it.
 
-A graph repeats what was done: the same operations on the same addresses with the same numbers. So a
-forward can be captured if two tokens in a row have equal traces, and the host reads nothing of the
+A graph repeats the same operations on the same addresses with the same numbers. So a decode step
+can be captured if two successive steps have equal traces, and the host reads no values from the
 device.
 """
 
@@ -23,30 +23,38 @@ from torch.utils._pytree import tree_leaves
 from kvindex_adapters.hf.cache import count
 
 OWN, TORCH = {Path(__file__), Path(count.__file__)}, Path(torch.__file__).parent
-"""Files that are not the place of an operation: who called them is."""
+"""OWN: files that are skipped when the file and line of an operation are looked up. TORCH: the
+folder of torch, which is skipped, too."""
 
 READS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
-"""Tags of operations whose result the host waits for: a number, or how many there are."""
+"""Tags of operations for whose result the host must wait: a number, or the size of a tensor."""
 
 INDEXED = (torch.ops.aten.index.Tensor, torch.ops.aten.index_put_.default)
-"""Operations that the host waits for where an index is a mask, and else not."""
+"""Operations for which the host must wait only if an index is a bool mask."""
 
 LEAVES = {
     **{Tensor.tolist: "reads a tensor", Tensor.numpy: "reads a tensor"},
     **{Tensor.__array__: "reads a tensor", Tensor.__dlpack__: "gives away a tensor"},
     Tensor.data_ptr: "asks for an address, as kernels do that are no operations of torch",
 }
-"""Methods by which a tensor leaves torch, and what the host does there."""
+"""Methods that pass a tensor's data out of torch -> what the host does, for an error text."""
 
 PLAIN = (Tensor, nn.Parameter, nn.Buffer)
-"""Tensors whose operations are those that a device does."""
+"""Classes of tensors whose operations run on the device as recorded."""
 
 
 class Operand(NamedTuple):
     """A tensor that an operation reads.
 
-    origin: its address, or, of one that this token made, the numbers of operation and result.
-    value: of a number on the host, which a graph keeps.
+    Args:
+        origin: The address of the tensor's storage. If an operation of this step has made the
+            tensor, the number of that operation and of its result instead.
+        offset: Offset in the storage.
+        shape: Shape of the tensor.
+        strides: Strides of the tensor.
+        dtype: Its dtype.
+        device: Its device.
+        value: The value of a 0-dimensional tensor on the CPU, which a graph would keep; else None.
     """
 
     origin: int | tuple[int, int]
@@ -59,7 +67,7 @@ class Operand(NamedTuple):
 
 
 class Operation(NamedTuple):
-    """What was done, with what, and on which line of which file."""
+    """An operation: its name, its operands, and the file and line that called it."""
 
     name: str
     given: list[Any]
@@ -67,18 +75,19 @@ class Operation(NamedTuple):
 
 
 class Trace(TorchDispatchMode):
-    """While it is entered, operations of torch are noted.
+    """Records the operations of torch inside its context.
 
-    device: of the forward.
+    Args:
+        device: The device of the forward pass.
     """
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.operations: list[Operation] = []
         self.refusals: list[str] = []
-        """What no graph can do."""
+        """Things that the forward pass did and that a graph cannot repeat."""
         self._device, self._paused = device, False
-        self._made: dict[int, tuple[int, int]] = {}  # address of a storage -> who made it
+        self._made: dict[int, tuple[int, int]] = {}  # address of a storage -> operation and result
         self._modes = ExitStack()
 
     def __enter__(self) -> Self:
@@ -100,7 +109,7 @@ class Trace(TorchDispatchMode):
             self.refuse(f"{function}: the host reads what the device has")
         given, read = self._operands(call), call
         if function is torch.ops.aten.lift_fresh.default and args[0].device.type == "cpu":
-            with self._pause():  # what Python made of numbers, which has a new place each time
+            with self._pause():  # made from Python numbers, so at a new address in each step
                 given, read = [args[0].tolist()], ()
         result = function(*call[0], **call[1])
         self._note(str(function), given, read, result)
@@ -112,7 +121,7 @@ class Trace(TorchDispatchMode):
         return bool(READS & set(function.tags))
 
     def whole(self, name: str, call: Callable[[], Tensor], *read: Any) -> Tensor:
-        """The result of a call that is one operation here; read: what it reads."""
+        """Run a call, and record it as one operation that reads `read`. Return its result."""
         given = self._operands(read)
         with self._pause():
             result = call()
@@ -120,7 +129,7 @@ class Trace(TorchDispatchMode):
         return result
 
     def refuse(self, why: str) -> None:
-        """Note what no graph can do, and where it was done."""
+        """Record something that a graph cannot repeat, with the file and line that did it."""
         if not self._paused:
             self.refusals.append(f"{why} ({_place()})")
 
@@ -133,7 +142,7 @@ class Trace(TorchDispatchMode):
             self._paused = False
 
     def _operands(self, given: Any) -> list[Any]:
-        """Tensors and numbers of a call, one after the other."""
+        """List the tensors and numbers of a call."""
         leaves = tree_leaves(given)
         return [self._operand(one) if isinstance(one, Tensor) else one for one in leaves]
 
@@ -169,7 +178,7 @@ class Trace(TorchDispatchMode):
 
 
 class _Leaving(TorchFunctionMode):
-    """Tells a trace of tensors that leave torch, of which no operation tells."""
+    """Reports to a trace when a tensor's data leaves torch, which is not an operation of torch."""
 
     def __init__(self, trace: Trace) -> None:
         super().__init__()
@@ -184,7 +193,7 @@ class _Leaving(TorchFunctionMode):
 
 
 def difference(before: Trace, after: Trace) -> str | None:
-    """Why a graph of one token is not one of the next, in words; None where it is."""
+    """Return why a graph of one decode step cannot run the next one, or None if it can."""
     for refusal in (*before.refusals, *after.refusals):
         return refusal
     for one, other in zip_longest(before.operations, after.operations):
@@ -199,7 +208,7 @@ def difference(before: Trace, after: Trace) -> str | None:
 
 
 def _apart(given: list[Any], later: list[Any]) -> str:
-    """The first of two calls' operands that differ."""
+    """Describe the first operand in which two calls differ."""
     for one, other in zip_longest(given, later):
         if one == other:
             continue
@@ -208,8 +217,8 @@ def _apart(given: list[Any], later: list[Any]) -> str:
         if one.shape != other.shape:
             return f"got shape {list(one.shape)}, at the next token {list(other.shape)}"
         if one.origin != other.origin:
-            return "got a tensor that lies elsewhere at the next token"
-        return "got a tensor that is laid out otherwise at the next token"
+            return "got a tensor that has another address at the next token"
+        return "got a tensor that has other strides at the next token"
     return "got another call at the next token"
 
 
@@ -222,7 +231,7 @@ def _address(tensor: Tensor) -> int:
 
 
 def _place() -> str:
-    """The file and line that called torch."""
+    """Return the file and line that called torch."""
     frame = inspect.currentframe()
     while frame is not None:
         path = Path(frame.f_code.co_filename)

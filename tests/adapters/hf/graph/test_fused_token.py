@@ -362,7 +362,7 @@ def in_training():
         (lambda: model_of().double(), {}, "embed_tokens.weight: got torch.float64"),
         (made_for_inference, {}, "embed_tokens.weight: got one that was made under inference"),
         (with_strides, {}, r"down_proj.weight: got strides \(1, 64\), allowed is a contiguous"),
-        (with_some_biases, {}, "bias: got one of some projections"),
+        (with_some_biases, {}, "bias: got one in some projections"),
         (with_a_hook, {}, "model.layers.0.mlp: got a forward or hooks of its own"),
         (with_a_forward, {}, "model.layers.0.mlp: got a forward or hooks of its own"),
         (with_another_module, {}, "up_proj: got torch.nn.*Sequential, allowed is torch.nn.Lin"),

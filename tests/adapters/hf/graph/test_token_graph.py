@@ -211,7 +211,7 @@ class Moving(Captured):
 def test_what_moves_with_each_token_is_not_captured_for_ever(graphs):
     (mine, report), (theirs, _) = both(model_of(), prompt(1, 60), 16, attach={"index": Moving})
     assert torch.equal(mine, theirs)
-    assert "what it reads moved 3 times within 8 tokens" in report.graph
+    assert "memory that it reads moved 3 times within 8 tokens" in report.graph
     assert graphs.made == 3
 
 
@@ -358,8 +358,8 @@ ROPE = dict(rope_type="dynamic", rope_theta=10000.0, factor=2.0)
 @pytest.mark.parametrize(
     ("family", "options", "attach", "why"),
     [
-        ("inkling_text", {}, {}, "layer 0: its cache has another"),
-        ("llama", {}, dict(dense_layers=(1,)), "layer 1: its cache has another"),
+        ("inkling_text", {}, {}, "layer 0: its cache replaces"),
+        ("llama", {}, dict(dense_layers=(1,)), "layer 1: its cache replaces"),
         ("llama", dict(rope_parameters=ROPE), {}, "_local_scalar_dense.default: the host reads"),
         ("mixtral", dict(experts_implementation="eager"), {}, "the host reads what the device has"),
         ("llama", {}, dict(index="exact"), "layer 0: index: got Exact, whose steps are no kernels"),
@@ -478,7 +478,7 @@ def test_padding_beside_linear_attention_has_to_be_asked_for(graphs):
     model, inputs = model_of("falcon_h1"), prompt(2, 60, padded=True)
     (mine, report), (theirs, _) = both(model, inputs, 12)
     assert torch.equal(mine, theirs)
-    assert "padding: got some beside linear attention" in report.graph
+    assert "padding: got some together with linear attention" in report.graph
     assert graphs.made == 0
     assert torch.equal(generated(model, inputs, 12, attach=ASKED)[0], theirs)
     assert graphs.made == 1
