@@ -1,4 +1,4 @@
-"""Prompts that continue a conversation in a cache with tokens, or branch from it."""
+"""Continue the tokens or the conversation that a cache stores, or branch from them."""
 
 from __future__ import annotations
 
@@ -24,14 +24,29 @@ from kvindex_adapters.common.unsupported import UnsupportedError
 from kvindex_adapters.hf.cache.cache import IndexCache
 
 USED = ("refuse", "continue", "branch")
-"""What `generate` may do with a cache that holds tokens."""
+"""Values of the option `used`: how `generate` treats a cache that stores tokens."""
 
 HISTORY_OPTIONS: dict[str, Any] = dict(repetition_penalty=1.0, no_repeat_ngram_size=0, min_length=0)
-"""Options of `model.generate` that look at ids before the prompt -> value without effect."""
+"""Options of `model.generate` that read ids before the prompt -> value without effect."""
 
 
 def check_follows(cache: object, used: str, *, allowed: tuple[str, ...] = USED) -> IndexCache:
-    """`cache`, if a prompt may be read into it. Raises ValueError, or RuntimeError once closed."""
+    """Check that a prompt may be read into a cache.
+
+    Args:
+        cache: The cache.
+        used: The option of `generate`.
+        allowed: Allowed values of `used`.
+
+    Returns:
+        The cache.
+
+    Raises:
+        ValueError: The cache does not come from `attach`, stores several sequences, or stores
+            tokens and `used` is "refuse"; or `used` is wrong.
+        UnsupportedError: `used` is "branch", and the model has linear attention.
+        RuntimeError: The context of `attach` has ended, or a step has failed half way.
+    """
     if not isinstance(cache, IndexCache):
         raise ValueError(
             f"cache: got {type(cache).__name__}, allowed is what attach() gave: "
@@ -44,7 +59,7 @@ def check_follows(cache: object, used: str, *, allowed: tuple[str, ...] = USED) 
         others = " or ".join(f'used="{name}"' for name in allowed if name != "refuse")
         raise ValueError(
             f"cache: got one that holds {length} tokens, allowed is an empty one; for a prompt "
-            f"that follows them say {others}, to begin anew cache.reset()"
+            f"that follows them pass {others}, to start again call cache.reset()"
         )
     batch = max((layer.batch_size for layer in cache.attention_layers()), default=1)
     if batch > 1:
@@ -59,12 +74,12 @@ def check_follows(cache: object, used: str, *, allowed: tuple[str, ...] = USED) 
 
 @contextmanager
 def following(cache: IndexCache, used: str, keep: int | None = None) -> Iterator[IndexCache]:
-    """Give the cache, and restore it after a failure or a branch.
+    """Yield the cache, and restore it after a failure or a branch.
 
     Args:
         cache: The cache that the prompt follows.
         used: "continue" or "branch", as in `generate`; "refuse" for an empty cache.
-        keep: Crop the cache to its first `keep` tokens at the beginning; None keeps all.
+        keep: Number of first tokens to which the cache is cropped at the beginning; None keeps all.
 
     Yields:
         The cache.
@@ -92,7 +107,7 @@ def following(cache: IndexCache, used: str, keep: int | None = None) -> Iterator
 
 
 def _cut(cache: IndexCache, keep: int) -> None:
-    """Keep the first `keep` tokens of a cache whose ids are known."""
+    """Crop a cache whose ids are known to its first `keep` tokens."""
     length, ids = cache.get_seq_length(), cache.ids
     assert ids is not None
     try:
@@ -109,7 +124,7 @@ def _cut(cache: IndexCache, keep: int) -> None:
 
 
 def past_ids(cache: Any) -> Tensor | None:
-    """Ids int64 `[N]` of the cache's tokens, or None where others put tokens there."""
+    """Return the ids int64 `[N]` of the cache's tokens, or None if they are not known."""
     if not cache.get_seq_length():
         return torch.empty(0, dtype=torch.int64)
     return getattr(cache, "ids", None)
@@ -122,9 +137,9 @@ def remember(
 
     Args:
         cache: The cache, which already stores the tokens.
-        past: Ids of the tokens before the call, or None if unknown; then nothing is recorded.
+        past: Ids int64 `[P]` of the tokens before the call. If None, nothing is recorded.
         ids: Int64 `[N]`, the ids of the tokens of this call.
-        messages: Those of the whole conversation, or None if the tokens are not a conversation.
+        messages: The messages of the whole conversation, or None if the tokens are not one.
     """
     if past is not None:
         cache.ids = torch.cat([past.to(ids), ids])
@@ -132,13 +147,13 @@ def remember(
 
 
 def check_past_known(config: Any, options: dict[str, Any]) -> None:
-    """Raises ValueError for options that look at past ids, which are unknown."""
+    """Raise ValueError if an option reads ids before the prompt, which are unknown."""
     for name, unused in HISTORY_OPTIONS.items():
         value = options.get(name, getattr(config, name, None))
         if value is not None and value != unused:
             raise ValueError(
                 f"{name}: got {value!r}, allowed is {unused!r} with a cache that holds tokens of "
-                "other calls than kvhf.read and kvhf.generate: it looks at ids of the past"
+                "other calls than kvhf.read and kvhf.generate: it reads the ids of these tokens"
             )
 
 
@@ -158,7 +173,7 @@ class Turn(NamedTuple):
     Args:
         keep: The first `keep` stored tokens stay; the others are removed.
         ids: Int64 `[N]`, the ids to read after them.
-        messages: Those of the whole conversation, or None if the prompt is not messages.
+        messages: The messages of the whole conversation, or None if the prompt is text or ids.
     """
 
     keep: int
@@ -257,12 +272,12 @@ def _is_history(messages: Messages) -> bool:
 
 
 def _role(messages: Messages) -> str:
-    """The first role that only occurs in a whole conversation."""
+    """Return the first role that only occurs in a whole conversation."""
     return next(str(m["role"]) for m in messages if m.get("role") in HISTORY_ROLES)
 
 
 def _begins_with(messages: Messages, others: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether messages begin with others. The last one of the others may be longer here."""
+    """Return True if messages begin with others. The last one of the others may be longer here."""
     if len(messages) < len(others):
         return False
     *before, last = others
@@ -279,6 +294,6 @@ def _same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
 
 
 def _shown(message: Mapping[str, Any]) -> str:
-    """A message for an error text, cut to 40 characters."""
+    """Shorten a message to 40 characters, for an error text."""
     text = str(message.get("content"))
     return f"{message.get('role')}: {text if len(text) <= 40 else text[:40] + '…'!r}"

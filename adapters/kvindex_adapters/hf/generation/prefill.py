@@ -42,23 +42,27 @@ def read(
     chunk: int | None = None,
     on_progress: Progress | None = None,
 ) -> None:
-    """Read a prompt into the cache that `attach` gave, without answering.
+    """Read a prompt into a cache of `attach`, without answering it.
 
-    A call that fails leaves the cache as it was.
+    A call that fails leaves the cache unchanged.
 
     Args:
         model: The attached model.
         tokenizer: The model's tokenizer.
-        prompt: As in `generate`, but messages get no generation prompt after them.
-        cache: The cache that `attach` gave.
-        used: How to treat a cache that already stores tokens. "refuse": raise ValueError.
-            "continue": the prompt follows the stored tokens, and messages as in `generate`.
-        chunk: As in `generate`.
-        on_progress: As in `generate`.
+        prompt: Plain text, messages for the tokenizer's chat template, or token ids int64 `[N]`, as
+            in `generate`. But no generation prompt is added after messages.
+        cache: The cache that `attach` yielded.
+        used: How to treat a cache that already stores tokens. "refuse" raises ValueError.
+            "continue" reads the prompt after the stored tokens, as in `generate`.
+        chunk: Number of tokens that are read at a time, at least 2. None chooses it as in
+            `generate`.
+        on_progress: Function that is called with the phase "prefill", the number of tokens done,
+            and the number of tokens in total.
 
     Raises:
         ValueError: The prompt is empty, a size is out of range, or the cache stores tokens and
-            `used` is "refuse"; also what `attach` raises.
+            `used` is "refuse".
+        TypeError: The prompt is neither text, messages nor ids.
     """
     model = unwrapped(model)
     chunk = default_chunk(model) if chunk is None else check.at_least("chunk", chunk, 2)
@@ -74,7 +78,7 @@ def read(
 
 
 def default_chunk(model: PreTrainedModel) -> int:
-    """`chunk_of` a transformers model, by the sizes that its configuration names."""
+    """Choose the chunk size of a transformers model from the sizes in its configuration."""
     sizes = model.config.get_text_config().to_dict()
     width = sizes.get("hidden_size")
     if width is None:
@@ -85,7 +89,7 @@ def default_chunk(model: PreTrainedModel) -> int:
 
 
 def vocabulary_of(model: PreTrainedModel) -> int:
-    """How many ids a model has rows for; an embedding may have more than its configuration says."""
+    """Count the ids that a model can embed. It may be more than its configuration says."""
     named = model.config.get_text_config(decoder=True).to_dict().get("vocab_size") or 0
     rows = model.get_input_embeddings()
     return max(named, rows.num_embeddings if isinstance(rows, nn.Embedding) else 0)
@@ -101,13 +105,21 @@ def prefill(
     room: int = 0,
     report: Progress | None = None,
 ) -> None:
-    """Read the first `stop` of ids int64 `[N]` into a cache, about `chunk` at a time.
+    """Read the beginning of a prompt into a cache, chunk by chunk.
 
-    All ids are one prompt: where rotary frequencies depend on the length of the sequence, each
-    chunk gets those of the last id's position, as if the prompt were read in one call. Models of
-    `ONE_CALL` do read it in one call.
-    A chunk of one token would be a searching step, so the last chunk takes what would be left.
-    room: tokens in all for which memory is got meanwhile, once the first chunk has made indexes.
+    If rotary frequencies depend on the length of the sequence, each chunk gets those of the whole
+    prompt, as if it were read in one call. Models that cannot read chunks read it in one call.
+    Since a step of one token would search, no chunk has only one token.
+
+    Args:
+        model: The model.
+        ids: Int64 `[N]`, the ids of the whole prompt.
+        cache: The cache.
+        stop: Number of ids to read.
+        chunk: Number of ids to read at a time. The last chunk may have one more.
+        room: Number of tokens for which to reserve memory in the background after the first chunk,
+            or 0.
+        report: Called after each chunk, as `on_progress` of `generate`.
     """
     embeddings, before = length_dependent(model), cache.get_seq_length()
     for start, end in chunks(stop, chunk if reads_chunks(model) else stop):

@@ -1,4 +1,4 @@
-"""Tokens that end a sentence, from a tokenizer: for indexes that read the text (`sentencekv`)."""
+"""Find the tokens that end a sentence, for indexes that read the text (`sentencekv`)."""
 
 from __future__ import annotations
 
@@ -11,16 +11,23 @@ from kvindex.core.config import parse_spec
 from kvindex_adapters.common.layer_options import IndexFactory
 
 ENDS = ".!?…。！？؟।\n"
-"""Characters that end a sentence; a new line for texts without stops (code, lists)."""
+"""Characters that end a sentence. The newline is for texts without punctuation (code, lists)."""
 
 CLOSES = "\"'”’»)]"
-"""Characters that may follow a stop and still belong to the sentence."""
+"""Characters that still belong to a sentence if they follow its end."""
 
 
 def sentence_ends(tokenizer: Any) -> tuple[int, ...]:
-    """Ids of the tokens after which a sentence is over, ascending.
+    """Find the tokens that end a sentence.
 
-    Those whose text, without spaces and closing marks after it, ends with one of `ENDS`.
+    A token ends a sentence if its text ends with one of the characters `.!?…。！？؟।` or a newline,
+    possibly followed by spaces, closing quotes or closing brackets. Special tokens do not count.
+
+    Args:
+        tokenizer: A tokenizer of transformers.
+
+    Returns:
+        The ids of these tokens in ascending order.
     """
     ids = range(len(tokenizer))
     texts = tokenizer.batch_decode([[i] for i in ids], clean_up_tokenization_spaces=False)
@@ -35,9 +42,15 @@ def punctuated(
     tokenizer: Any,
     attach_options: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """`attach_options`, with `punctuation` for an index that has such an option and no value.
+    """Add the option `punctuation` for an index that has this option, unless it has a value.
 
-    index: as `attach` takes it; a factory knows itself what it wants.
+    Args:
+        index: As in `attach`. For a function that makes an index, nothing is added.
+        tokenizer: The model's tokenizer.
+        attach_options: Options of `attach`.
+
+    Returns:
+        All options of `attach`.
     """
     options = dict(attach_options or {})
     if not isinstance(index, str):

@@ -113,7 +113,7 @@ def test_options_that_look_at_the_past_see_it_or_are_refused(model, options):
         with torch.no_grad():
             model(input_ids=ids(5)[None], past_key_values=cache)
         (name,) = options
-        with pytest.raises(ValueError, match=f"{name}: got .* it looks at ids of the past"):
+        with pytest.raises(ValueError, match=f"{name}: got .* it reads the ids of these"):
             ask(model, cache, question, **options)
         assert cache.get_seq_length() == 65
 
@@ -154,7 +154,7 @@ def test_a_used_cache_is_refused_and_the_reasons_are_in_words(model):
         refused("attach_options: got a value", attach_options={"sink": 4})
         read(model, cache, ids(40))
         held = 40
-        refused('cache: got one that holds 40 tokens, .* say used="continue"', used="refuse")
+        refused('cache: got one that holds 40 tokens, .* pass used="continue"', used="refuse")
         with pytest.raises(ValueError, match="cache: got one that holds 40 tokens"):
             read(model, cache, ids(5))
         with pytest.raises(ValueError, match="used: got 'branch', allowed is one of"):
