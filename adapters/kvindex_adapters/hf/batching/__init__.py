@@ -1,1 +1,1 @@
-"""Continuous batching (`model.generate_batch`) whose requests search their rows."""
+"""Continuous batching (`model.generate_batch`) in which long requests attend through an index."""

@@ -1,4 +1,4 @@
-"""`attach_batch`: continuous batching (`model.generate_batch`) whose requests search their rows."""
+"""`attach_batch`: continuous batching (`model.generate_batch`) through indexes."""
 
 from __future__ import annotations
 
@@ -36,15 +36,37 @@ def attach_batch(
     index_options: Mapping[str, Any] | None = None,
     layer_options: Mapping[int, Mapping[str, Any]] | None = None,
 ) -> Iterator[Batching]:
-    """Inside the context `model.generate_batch`, and a manager of continuous batching, search.
+    """Let requests of continuous batching attend through indexes inside a context.
 
-    Requests, prefix sharing, chunks and preemption stay transformers'. A request's step of one
-    token searches in full-attention layers, once it is long enough; all else attends exactly, by
-    the model's own attention. Options are those of `attach`; an index is made of a request's rows
-    in the paged cache when it first searches. Afterwards the model is as it was.
+    Use `model.generate_batch`, or a manager of continuous batching that is made inside the context.
+    transformers still manages requests, shared prefixes, chunks and preemption. In full-attention
+    layers, a step of one token of a long request searches the request's index. All other steps
+    attend exactly, with the model's own attention. The index of a request is made from its rows
+    (one token's key and value each) in the paged cache when the request first searches. When the
+    context ends, the model is restored.
 
-    Raises UnsupportedError (a ValueError) for a model that cannot be served, ValueError for a bad
-    argument or a model that is attached, before anything is changed.
+    Args:
+        model: A model of transformers, or a `PeftModel` with adapters of the model's weights.
+        index: Name of an index, a name with options such as `"pariskv:beta=.05"`, or a function
+            that makes an index from its geometry, as in `attach`.
+        k: Rows that a decode step retrieves per KV head, at least 1.
+        sink: Number of first tokens that every step attends to.
+        local_window: Number of newest tokens that every step attends to.
+        update_every: Number of tokens that are collected before they are appended to the index.
+        dense_below: In requests of fewer tokens, attention is dense.
+        dense_layers: Numbers of the layers that keep the model's own attention.
+        index_options: Further keyword arguments of the index (`preset`, `store`, …), except its
+            geometry, which the model determines.
+        layer_options: Further keyword arguments of the index of single layers, by layer number.
+
+    Yields:
+        The state, with `report()` and `explain()`.
+
+    Raises:
+        UnsupportedError: The model is not supported. `UnsupportedError` is a ValueError.
+        ValueError: An argument is wrong, or the model is already attached. In both cases nothing
+            is changed.
+        TypeError: `model` is not a transformers model.
     """
     model = unwrapped(model)
     config = check_model(model)

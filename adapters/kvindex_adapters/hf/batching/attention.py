@@ -1,4 +1,4 @@
-"""The attention function of continuous batching: exact over pages, or through an index."""
+"""The attention function of continuous batching, which attends exactly or through an index."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from kvindex_adapters.hf.model.attachment import attached
 from kvindex_adapters.hf.unsupported import check_attention, layer_number, sink_logits_of
 
 NAME = "kvindex_paged"
-"""Name of the attention implementation, in the configurations of single layers."""
+"""Name of the attention implementation in the configurations of layers with an index."""
 
 PACKED = ("cache", "cu_seq_lens_q", "cu_seq_lens_k", "is_causal")
-"""Arguments of the call that say how sequences are packed, which is known here."""
+"""Arguments of the call that describe how sequences are packed. `Step` has the same information."""
 
 
 @torch.no_grad()
@@ -31,10 +31,23 @@ def attention(
     attention_mask: Tensor | None,
     **call: Any,
 ) -> tuple[Tensor, None]:
-    """Attention of all new tokens of a step, query `[1, H, T, D]`: (output `[1, T, H, Dv]`, None).
+    """Attend from all new tokens of a step; transformers calls this.
 
-    Requests with one new token search where they are long enough; the others attend exactly, by
-    transformers' own function. Raises UnsupportedError for a call that cannot be served.
+    Long requests with one new token search. The others attend exactly, with transformers' function.
+
+    Args:
+        module: The attention module.
+        query: `[1, H, T, D]`, the new tokens of all requests, packed.
+        key: `[1, G, T, D]`.
+        value: `[1, G, T, Dv]`.
+        attention_mask: Transformers' mask, or None.
+        **call: Further arguments of the call, with the paged cache.
+
+    Returns:
+        The output `[1, T, H, Dv]`, and None instead of attention weights.
+
+    Raises:
+        UnsupportedError: The call is not supported.
     """
     attachment = attached.get(module)
     batching = None if attachment is None else attachment.batching
@@ -70,7 +83,7 @@ def attention(
 
 
 def _check_call(module: nn.Module, call: dict[str, Any]) -> None:
-    """Raises UnsupportedError where attention is more than the softmax over rows."""
+    """Raise UnsupportedError if attention has terms other than the softmax over rows."""
     name, other = type(module).__name__, {k: v for k, v in call.items() if k not in PACKED}
     check_attention(name, module, 1, other.pop("dropout", 0.0), other)
     terms = {"softcap": other.get("softcap"), "position_bias": other.get("position_bias")}

@@ -1,7 +1,7 @@
-"""The paged cache of transformers' continuous batching: rows by their slots, whatever the version.
+"""`PagedRows`: reads and writes rows of transformers' paged cache, for all supported versions.
 
-Slots are places in a layer's pages, int64. The only door is `PagedAttentionCache.update`, which
-writes and reads; what differs between versions of transformers is here.
+A row is one token's key and value. Its slot is its position in a layer's pages, int64. The only
+method of transformers for both is `PagedAttentionCache.update`, which differs between versions.
 """
 
 from __future__ import annotations
@@ -17,14 +17,18 @@ from transformers.generation.continuous_batching import PagedAttentionCache
 from kvindex.core.protocol import Rows
 
 IN_KEYWORDS = "kwargs" in inspect.signature(PagedAttentionCache.update).parameters
-"""Whether `update` takes slots in a mapping and gives rows by head; it did not in 5.17."""
+"""True if `update` takes slots in a mapping and returns rows by head, as after version 5.17."""
 
 
 @dataclass(frozen=True)
 class PagedRows:
-    """One layer's part of a paged cache, in one step of the model.
+    """The rows of one layer in a paged cache, during one step of the model.
 
-    call: keywords of the layer's attention; like: a key and a value `[1, G, …, D]` of it.
+    Args:
+        cache: The paged cache.
+        layer: Number of the layer.
+        call: Keyword arguments of the layer's attention call.
+        like: Keys and values `[1, G, T, D]` with the shape, dtype and device of the layer's rows.
     """
 
     cache: PagedAttentionCache
@@ -34,33 +38,33 @@ class PagedRows:
 
     @property
     def slots(self) -> Tensor:
-        """Of all tokens of all sequences of the step, new ones included; none where all are new."""
+        """Slots of all tokens of the step's sequences, new ones included; empty if all are new."""
         slots: Tensor = self.call["read_index"][self._group]
         return slots
 
     @property
     def written(self) -> Tensor:
-        """Of the new tokens alone."""
+        """Slots of the new tokens."""
         slots: Tensor = self.call["write_index"][self._group]
         return slots
 
     def write(self, new: Rows) -> None:
-        """Put keys and values `[1, G, T, D]` of all new tokens of the step into their slots."""
+        """Write keys and values `[1, G, T, D]` of all new tokens of the step to their slots."""
         self._update(new, self.slots[:0], self.written)
 
     def read(self, slots: Tensor) -> Rows:
-        """The rows at slots `[n]`, `[1, G, n, D]`."""
+        """Read the rows at slots `[n]`, as keys and values `[1, G, n, D]`."""
         none = Rows(self.like.keys[:, :, :0], self.like.values[:, :, :0])
         return self._update(none, slots, slots[:0])
 
     def call_with(self, slots: Tensor, written: Tensor) -> dict[str, Any]:
-        """The call's keywords for some of its sequences: their slots, and those of new tokens."""
+        """Return the keyword arguments of the call with other slots to read and to write."""
         index = dict(read_index=slots, write_index=written)
         groups = range(len(self.call["read_index"]))
         return {**self.call, **{name: [part for _ in groups] for name, part in index.items()}}
 
     def _update(self, new: Rows, read: Tensor, write: Tensor) -> Rows:
-        """Write rows, then read; of no slots to read, the rows that were given."""
+        """Write rows, then read. If there are no slots to read, return the given rows."""
         call, given = self.call_with(read, write), (new.keys, new.values, self.layer)
         if IN_KEYWORDS:
             return Rows(*self.cache.update(*given, call))
@@ -69,7 +73,7 @@ class PagedRows:
 
     @property
     def _group(self) -> int:
-        """Which of the lists of slots is of this layer."""
+        """Index of this layer's group in the lists of slots."""
         cache: Any = self.cache
         if IN_KEYWORDS:
             return int(cache.layer_to_allocator[self.layer].index)

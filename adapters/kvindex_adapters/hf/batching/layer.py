@@ -1,7 +1,8 @@
-"""One attention layer of continuous batching: a sequence of a pool for each request that searches.
+"""`PagedLayer`: an attention layer of continuous batching, with an index for each long request.
 
-The pages have all rows, so an index is made of them when a request's first step searches, and
-again whenever it is lost: requests that end, are preempted or fail leave nothing to repair.
+The indexes of a layer are the sequences of one `Pool`. The paged cache contains all rows (one
+token's key and value each), so an index is made from them when a request first searches, and again
+if it was dropped. Requests that end, are preempted or fail therefore need no repair.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from kvindex_adapters.hf.batching.step import Part
 
 @dataclass(frozen=True)
 class Regions:
-    """Which tokens of a sequence are searched, and which attended to in any case (`attach`)."""
+    """The options of `attach` that divide a sequence into searched tokens and dense regions."""
 
     k: int
     sink: int
@@ -35,39 +36,56 @@ class Regions:
     dense_below: int
 
     def indexed(self, length: int) -> int:
-        """Tokens, sink included, of an index when a sequence of this length searches; else 0."""
+        """Return how many tokens the index has for a sequence of this length; 0 for no search.
+
+        The number includes the sink, whose tokens are in the index but invalid.
+        """
         left = length - max(self.local_window, 1)  # the newest one attends to itself
         left = max(left, 0) // self.update_every * self.update_every
         return left if length >= self.dense_below and left > self.sink else 0
 
 
 class PagedLayer:
-    """A layer whose requests have rows in pages and, in a pool, codes and rows to search.
+    """A layer whose requests store all rows in pages, and the searched ones also in indexes.
 
-    make: an empty index, from the geometry that the first search shows.
+    Args:
+        regions: The division of sequences into searched tokens and dense regions.
+        make: Makes an empty index from the geometry of the first search.
     """
 
     def __init__(self, regions: Regions, make: Callable[..., KVIndex]) -> None:
         self.regions = regions
         self._make = make
         self.pool: Pool | None = None
-        self._opened: dict[int, tuple[Any, int]] = {}  # id of a request -> it, its sequence
+        self._opened: dict[
+            int, tuple[Any, int]
+        ] = {}  # id of a request -> the request and its sequence
         self.tally = Tally()
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes of the indexes of open requests, what they share counted once."""
+        """Bytes of the indexes of open requests. Shared memory counts once."""
         pool = self.pool  # read once: the thread that runs steps may set it meanwhile
         return 0 if pool is None else pool.report().held_bytes
 
     def searches(self, part: Part) -> bool:
-        """Whether this part of a step goes through the index."""
+        """Return True if this part of a step attends through the index."""
         return part.count == 1 and self.regions.indexed(part.length) > 0
 
     def attend(
         self, queries: Tensor, parts: Sequence[Part], rows: PagedRows, scale: float | None
     ) -> Tensor:
-        """Attention of a query of each of these requests, `[n, H, D]`: `[n, H, Dv]`."""
+        """Attend from one new token of each request, through the indexes.
+
+        Args:
+            queries: `[n, H, D]`.
+            parts: The `n` requests.
+            rows: The rows of the layer.
+            scale: Factor of the logits; None for `D**-0.5`.
+
+        Returns:
+            `[n, H, Dv]`.
+        """
         pool = self._pool_for(queries, rows.like, scale)
         sequences = list[int]()
         for part in parts:
@@ -82,7 +100,7 @@ class PagedLayer:
         return merge([found, dense]).output
 
     def keep(self, active: Sequence[Any]) -> None:
-        """Forget all requests but these."""
+        """Drop the indexes of all requests except the active ones."""
         alive = set(map(id, active))
         for key in self._opened.keys() - alive:
             _, sequence = self._opened.pop(key)
@@ -105,7 +123,7 @@ class PagedLayer:
         return self.pool
 
     def _filled(self, pool: Pool, part: Part, others: Sequence[Part], rows: PagedRows) -> int:
-        """The sequence of a request, with all the tokens that this step searches."""
+        """Return the sequence of a request, after adding all tokens that this step searches."""
         slots, key = rows.slots[part.slots], id(part.request)
         wanted = self.regions.indexed(part.length)
         if key not in self._opened:
@@ -125,7 +143,7 @@ class PagedLayer:
     def _same_rows(
         self, pool: Pool, slots: Tensor, wanted: int, others: Sequence[Part], rows: PagedRows
     ) -> int | None:
-        """Another request's sequence, all of whose tokens are this one's, too, if there is one."""
+        """Find a sequence of another request that contains only a prefix of this one, or None."""
         for other in others:
             sequence = self._opened[id(other.request)][1]
             stored = len(pool[sequence])
@@ -136,7 +154,7 @@ class PagedLayer:
     def _attend_dense(
         self, queries: Tensor, parts: Sequence[Part], rows: PagedRows, scale: float
     ) -> Attended:
-        """Attention to sink and window of each."""
+        """Attend exactly to the sink and the newest tokens of each request."""
         sink, outputs, logarithms = self.regions.sink, list[Tensor](), list[Tensor]()
         for number, part in enumerate(parts):
             slots, indexed = rows.slots[part.slots], self.regions.indexed(part.length)
@@ -150,7 +168,7 @@ class PagedLayer:
 
 
 def check_index(index: KVIndex) -> None:
-    """Raises UnsupportedError for one that learns from queries: those of a prompt never come."""
+    """Raise UnsupportedError for an index that learns from the queries of a prompt."""
     if capability(index, ObservesQueries) is not None:
         raise UnsupportedError(
             f"index: got {type(index).__name__}, which learns from the queries of a prompt; "

@@ -1,4 +1,4 @@
-"""What continuous batching changes in a model: the class of the model, the attention of layers."""
+"""Patch a model for `attach_batch`: the class of the model, and the attention of its layers."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ NOT_TRIED = (
     *("varlen_compile_config", "decode_compile_config", "default_compile_level"),
     *("use_async_batching", "cpu_offload_space"),
 )
-"""Options of `ContinuousBatchingConfig` that run the model otherwise than token after token."""
+"""Options of `ContinuousBatchingConfig` that change how steps run, and that were not tested."""
 
 
 class BatchedModel(nn.Module):
-    """A model whose calls are steps of continuous batching."""
+    """Makes each call of a model a step of continuous batching."""
 
-    _supports_flash_attn = False  # transformers would switch to it, away from the plain attention
+    _supports_flash_attn = False  # else transformers would switch to flash attention
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
-        """Make the model's own manager, after checks."""
+        """Check the arguments, and make the model's own manager."""
         parent: Any = super()
         batching = _batching(self)
         if batching is None:
@@ -47,7 +47,7 @@ class BatchedModel(nn.Module):
         return manager
 
     def generate_batch(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model's own, and raise here what was refused in its thread."""
+        """Run the model's own method, and raise an UnsupportedError of its thread here."""
         parent: Any = super()
         batching = _batching(self)
         if batching is None:
@@ -62,7 +62,7 @@ class BatchedModel(nn.Module):
         return results
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model's own call, as a step."""
+        """Run the model's own call as a step."""
         parent: Any = super()
         batching = _batching(self)
         if batching is None:
@@ -72,17 +72,17 @@ class BatchedModel(nn.Module):
 
 
 def _batching(model: nn.Module) -> Batching | None:
-    """Of the `attach_batch` whose context lasts."""
+    """Return the state of the current `attach_batch`, or None outside of one."""
     attachment = attached.get(model)
     return None if attachment is None else attachment.batching
 
 
 @contextmanager
 def own_attention(decoder: nn.Module, layers: Collection[int]) -> Iterator[None]:
-    """Give these layers copies of their configurations, which name the adapter's attention.
+    """Give layers copies of their configurations that name the adapter's attention function.
 
-    Masks, other layers and transformers' checks go by the model's configuration, which stays.
-    Raises UnsupportedError where a layer has none.
+    Masks, other layers and transformers' checks use the model's configuration, which does not
+    change. Raises UnsupportedError if a layer has no configuration.
     """
     replaced = list[tuple[nn.Module, str, PreTrainedConfig, PreTrainedConfig]]()
     try:
@@ -110,9 +110,12 @@ def own_attention(decoder: nn.Module, layers: Collection[int]) -> Iterator[None]
 
 
 def check_paged_model(model: nn.Module, config: Any, layers: list[Any]) -> None:
-    """Raises UnsupportedError for a model that continuous batching serves otherwise, or not.
+    """Raise UnsupportedError for a model that `attach_batch` does not support.
 
-    layers: of transformers' cache.
+    Args:
+        model: The model.
+        config: The configuration of its decoder.
+        layers: The layers of a transformers cache for this model.
     """
     name = type(model).__name__
     implementation = vars(config)[IMPLEMENTATION]
@@ -126,15 +129,15 @@ def check_paged_model(model: nn.Module, config: Any, layers: list[Any]) -> None:
         (
             kinds - {"DynamicLayer", "DynamicSlidingWindowLayer"},
             f"cache layers {sorted(kinds)}",
-            "full and sliding attention, which is all that transformers' paged cache knows",
+            "full and sliding attention, which transformers' paged cache supports",
         ),
         (
             length_dependent(model),
             "rotary frequencies that depend on the length",
             "those that do not: requests of a step would all get those of the longest one",
         ),
-        (vars(config).get("compile_config"), "a compile_config", "None: it was not tried"),
-        (rank()[1] > 1, f"{rank()[1]} processes", "1: no other was tried"),
+        (vars(config).get("compile_config"), "a compile_config", "None: it was not tested"),
+        (rank()[1] > 1, f"{rank()[1]} processes", "1: no other number was tested"),
     )
     for found, got, allowed in refused:
         if found:
@@ -142,9 +145,10 @@ def check_paged_model(model: nn.Module, config: Any, layers: list[Any]) -> None:
 
 
 def check_batching(arguments: dict[str, Any]) -> None:
-    """Raises UnsupportedError for options of continuous batching that were not tried.
+    """Raise UnsupportedError for options of continuous batching that were not tested.
 
-    arguments: of `init_continuous_batching`.
+    Args:
+        arguments: The arguments of `init_continuous_batching`.
     """
     generation = arguments.get("generation_config")
     nested = None if generation is None else vars(generation).get("continuous_batching_config")
@@ -157,5 +161,5 @@ def check_batching(arguments: dict[str, Any]) -> None:
             if chosen:
                 raise UnsupportedError(
                     f"{name}: got {value}, allowed inside attach_batch() is none: the step reads "
-                    "lengths on the host, and was not tried otherwise"
+                    "lengths on the host, and was not tested with this option"
                 )

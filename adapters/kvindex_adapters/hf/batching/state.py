@@ -17,33 +17,43 @@ from kvindex_adapters.hf.model.patch import IMPLEMENTATION
 
 
 class Batching:
-    """What `attach_batch` gives: layers whose requests search, and what they have read.
+    """The state that `attach_batch` yields: its layers with indexes, and the rows they have read.
 
-    layers: by number, those with indexes.
+    Args:
+        config: The configuration of the model's decoder.
+        layers: Number of each layer with an index -> the layer.
     """
 
     def __init__(self, config: Any, layers: Mapping[int, PagedLayer]) -> None:
         self.layers = layers
         self.managers: WeakSet[Any] = WeakSet()
-        """Those of continuous batching that were made inside the context."""
+        """Managers of continuous batching that were made inside the context."""
         self.step: Step | None = None
-        """The one that runs."""
+        """The current step, or None between steps."""
         self.attended: set[int] = set()
-        """Layers that have attended in it."""
+        """Numbers of the layers that have attended in the current step."""
         self.refused: UnsupportedError | None = None
-        """What the last step that failed was refused for."""
+        """The UnsupportedError with which the last step has failed, or None."""
         self._config, self._longest = config, 0
 
     def plain_attention(self) -> Callable[..., Any]:
-        """The attention function that the model has without indexes."""
+        """Return the attention function that the model uses without indexes."""
         function: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS[vars(self._config)[IMPLEMENTATION]]
         return function
 
     @contextmanager
     def running(self, cache: object) -> Iterator[None]:
-        """A step over a paged cache. Where it fails, all indexes go: the pages have what they had.
+        """Run one step of continuous batching inside the context.
 
-        Raises UnsupportedError for another call of the model, or a layer that attends by itself.
+        If the step fails, all indexes are dropped. They are made again from the pages, which still
+        contain all rows.
+
+        Args:
+            cache: The paged cache with which the model is called.
+
+        Raises:
+            UnsupportedError: The call is not a step of continuous batching that was started inside
+                `attach_batch`, or the attention of a layer cannot be replaced.
         """
         try:
             self.step = Step.of(self._processor(cache))
@@ -63,14 +73,18 @@ class Batching:
             self.step, self.attended = None, set()
 
     def forget(self) -> None:
-        """Give up the indexes of all requests."""
+        """Drop the indexes of all requests."""
         for layer in self.layers.values():
             layer.keep(())
 
     def report(self) -> Report:
-        """What searching steps have read so far; bytes of the indexes of requests that are open.
+        """Report the rows that searching steps have read so far, and the memory of the indexes.
 
-        The paged cache is not counted. tokens: of the longest request.
+        The memory is that of the indexes of open requests, without the paged cache. The number of
+        tokens is that of the longest request.
+
+        Returns:
+            The report.
         """
         layers = list(self.layers.values())
         traffic = [layer.tally.traffic for layer in layers]
@@ -88,7 +102,11 @@ class Batching:
         )
 
     def explain(self) -> str:
-        """How steps run, and each layer's index, once one has searched."""
+        """Describe how steps run, and the index of each layer after the first search.
+
+        Returns:
+            One line about the steps, and one for each layer that has searched.
+        """
         how = "one query of a long request: through the index; all else: transformers' attention"
         pools = {number: layer.pool for number, layer in self.layers.items()}
         return "\n".join(
@@ -99,13 +117,13 @@ class Batching:
         )
 
     def _processor(self, cache: object) -> Any:
-        """What has prepared the step over a paged cache."""
+        """Find the processor of continuous batching that has prepared a step over a paged cache."""
         processors = [manager.batch_processor for manager in self.managers]
         for processor in processors:
             if cache is not None and processor is not None and processor.cache is cache:
                 return processor
         raise UnsupportedError(
-            "model: got a call that is no step of continuous batching begun inside "
+            "model: got a call that is no step of continuous batching started inside "
             "attach_batch(), allowed is model.generate_batch; destroy a manager that was made "
             "before (model.destroy_cached_continuous_batching_manager())"
         )

@@ -1,4 +1,4 @@
-"""One step of continuous batching: which tokens of it are of which request."""
+"""`Step`: one step of continuous batching, divided into its requests."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Part:
-    """What a step has of one request.
+    """One request's part of a step.
 
-    request: transformers' own object for it, which is another one once it begins anew; tokens: the
-    new ones, among those of the step; slots: where the slots of all its tokens are, among those of
-    the step; length: tokens, the new ones included.
+    Args:
+        request: Transformers' object for the request. A request that starts again gets a new one.
+        tokens: Positions of the request's new tokens among those of the step.
+        slots: Positions of the request's slots among those of the step.
+        length: Number of tokens of the request, including the new ones.
     """
 
     request: Any
@@ -26,14 +28,17 @@ class Part:
 
     @property
     def count(self) -> int:
-        """New tokens."""
+        """Number of new tokens."""
         return int(self.tokens.stop - self.tokens.start)
 
 
 @dataclass(frozen=True)
 class Step:
-    """What the model is called with: parts of requests, one after the other; active: all requests
-    that hold a place in the cache.
+    """The requests of one call of the model.
+
+    Args:
+        parts: The parts of the step in order.
+        active: All requests that have slots in the cache.
     """
 
     parts: Sequence[Part]
@@ -41,7 +46,7 @@ class Step:
 
     @staticmethod
     def of(processor: Any) -> Step:
-        """The one that a `ContinuousBatchProcessor` has prepared."""
+        """Read the step that transformers' `ContinuousBatchProcessor` has prepared."""
         parts, token, slot = list[Part](), 0, 0
         for future in processor.inputs_and_outputs.requests_in_batch:
             count, length = future.query_length, future.state.position_offset
@@ -52,5 +57,5 @@ class Step:
 
 
 def places(slices: Iterable[slice], device: torch.device) -> Tensor:
-    """The places in slices, one after the other, int64."""
+    """Concatenate the positions in slices, int64."""
     return torch.cat([torch.arange(one.start, one.stop, device=device) for one in slices])
