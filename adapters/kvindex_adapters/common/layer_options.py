@@ -1,4 +1,5 @@
-"""`LayerOptions`: how each layer's index and the attention around it are made."""
+"""`LayerOptions`: the options of `attach`, which make each layer's index and its attention
+layer."""
 
 from __future__ import annotations
 
@@ -17,18 +18,20 @@ from kvindex.layer import AttentionLayer
 from kvindex_adapters.common.placement import default_placement
 
 IndexFactory = Callable[..., KVIndex]
-"""Makes an index from its geometry: the keywords of `kvindex.create` without the name."""
+"""A function that makes an index from the keyword arguments of `kvindex.create`, without a name."""
 
 Ropes = dict[int, Tensor | None]
-"""Number of each layer with an index -> its rotary frequencies, or None (`rotary_frequencies`)."""
+"""Number of each layer with an index -> its inverse rotary frequencies `[F]`, or None if
+unknown."""
 
 
 @dataclass(frozen=True, eq=False)
 class LayerOptions:
-    """The options of `attach`, which says what each means.
+    """The options of `attach`, which documents each of them.
 
-    Raises ValueError for what is no index, and for options that are no mapping or that the model
-    decides.
+    Raises:
+        ValueError: `index` is not an index, options are not a mapping, or they contain options that
+            the model determines.
     """
 
     index: str | IndexFactory = "pariskv"
@@ -49,9 +52,18 @@ class LayerOptions:
         _check_options(self.index, self.index_options, self.layer_options)
 
     def make(self, ropes: Ropes, number: int, **geometry: Any) -> AttentionLayer:
-        """The attention of a layer, around a new index of this geometry.
+        """Make the attention layer of a model layer, around a new index.
 
-        ropes: of all layers with an index; each begins its updates at its share of the way.
+        The layers append to their indexes in different steps: layer number `i` of `n` is
+        `i / n` of an update interval ahead.
+
+        Args:
+            ropes: Rotary frequencies of all layers with an index.
+            number: Number of the layer.
+            **geometry: Keyword arguments of `Geometry`.
+
+        Returns:
+            The attention layer.
         """
         layer_index = self._make_index(ropes[number], number, geometry)
         return self.layer(
@@ -68,9 +80,17 @@ class LayerOptions:
         )
 
     def probe(self, ropes: Ropes, geometry: Callable[[int], dict[str, Any]]) -> list[KVIndex]:
-        """The indexes that bad options would break, to be dropped. Raises what making them raises.
+        """Make the indexes of some layers, so that wrong options raise an error early.
 
-        geometry: of a layer, by its number.
+        Args:
+            ropes: Rotary frequencies of all layers with an index.
+            geometry: Returns the geometry of a layer by its number.
+
+        Returns:
+            The indexes, for further checks.
+
+        Raises:
+            ValueError: `layer_options` name a layer without an index, or an option is wrong.
         """
         configured = set(self.layer_options or {})
         if not configured <= ropes.keys():
@@ -94,7 +114,7 @@ class LayerOptions:
 
 
 def _check_options(index: object, index_options: object, layer_options: object) -> None:
-    """Raises ValueError for what is no index, and for options that are no mapping."""
+    """Raise ValueError if `index` is not an index, or options are not mappings."""
     if not isinstance(layer_options, Mapping | None):
         raise ValueError(
             f"layer_options: got {layer_options!r}, allowed is a mapping from a layer's number to "
@@ -108,7 +128,7 @@ def _check_options(index: object, index_options: object, layer_options: object) 
 
 
 def check_spec(index: object, index_options: Mapping[str, Any] | None = None) -> None:
-    """Raises ValueError for what is no index, and for options that the model decides."""
+    """Raise ValueError if `index` is not an index, or options contain some of the geometry."""
     names = set(index_options or {})
     if isinstance(index, str):
         names |= set(parse_spec(index.partition("+")[0])[1])

@@ -1,4 +1,4 @@
-"""Tensor parallelism and torchrun: joining the other processes, and what must not be mixed."""
+"""Tensor parallelism and torchrun: join the other processes, and check what they shard."""
 
 from __future__ import annotations
 
@@ -20,28 +20,35 @@ from kvindex.wrappers import Sharded, Wrapper
 from kvindex_adapters.common.unsupported import UnsupportedError
 
 BOTH_SHARDED = (
-    "index: got one whose tokens are sharded, of a model whose heads several ranks share, "
-    "allowed is one or the other: ranks that share tokens have the same heads"
+    "index: got one whose tokens are sharded, with a model whose heads are sharded, "
+    "allowed is one or the other: ranks that shard tokens must have the same heads"
 )
 
 
 def launched() -> bool:
-    """Whether torchrun has started this process."""
+    """Return True if torchrun has started this process."""
     return dist.is_available() and dist.is_torchelastic_launched()
 
 
 def rank() -> tuple[int, int]:
-    """This process's rank, and how many there are; 0 of 1 without a process group."""
+    """Return this process's rank and the number of ranks; (0, 1) without a process group."""
     if not (dist.is_available() and dist.is_initialized()):
         return 0, 1
     return dist.get_rank(), dist.get_world_size()
 
 
 def join(device: str, timeout_s: float = TIMEOUT_S) -> str:
-    """Join the processes that torchrun has started: gives this one's device.
+    """Join the processes that torchrun has started.
 
-    A GPU for each process of a host, by its local rank; on CPUs gloo carries the messages. From
-    here on only the first prints on standard output. timeout_s: of collectives.
+    On GPUs, each process of a host uses the GPU of its local rank, and processes communicate with
+    NCCL; on CPUs, with gloo. Afterwards only rank 0 prints to standard output.
+
+    Args:
+        device: "cpu" or "cuda".
+        timeout_s: Seconds after which a collective operation fails.
+
+    Returns:
+        The device of this process.
     """
     place = torch.device(device)
     if place.type == "cuda":
@@ -50,14 +57,14 @@ def join(device: str, timeout_s: float = TIMEOUT_S) -> str:
     backend = "nccl" if place.type == "cuda" else "gloo"
     dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
     if dist.get_rank():
-        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  # as long as it lives
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  # until the process ends
     return str(place)
 
 
 def leave() -> None:
-    """Leave the group, at the end of a process that all ranks have reached.
+    """Leave the process group. All ranks must call this at their end.
 
-    Graphs that hold collectives, and that nothing refers to any more, go before: NCCL waits for
+    Unused CUDA graphs that contain collective operations are freed first, because NCCL waits for
     them.
     """
     gc.collect()
@@ -68,54 +75,55 @@ def leave() -> None:
 
 
 def heads_over_ranks() -> dict[str, Any]:
-    """Keywords of `from_pretrained` by which each rank gets its share of the heads."""
+    """Return the keyword arguments of `from_pretrained` that shard the heads over the ranks."""
     from transformers.distributed import DistributedConfig
 
     return {"distributed_config": DistributedConfig(tp_plan="auto")}
 
 
 def check_heads(config: Any) -> None:
-    """Raises ValueError for a model whose KV heads no ranks can share evenly.
+    """Raise ValueError if the number of ranks does not divide the model's KV heads.
 
-    config: of transformers.
+    Args:
+        config: The model's configuration.
     """
     text, ranks = config.get_text_config(), rank()[1]
     heads = vars(text).get("num_key_value_heads") or text.num_attention_heads
     if heads % ranks:
         raise ValueError(
             f"--nproc-per-node: got {ranks} processes for {heads} KV heads, allowed are numbers "
-            "that divide them, or an index that shares tokens, as pariskv+sharded does"
+            "that divide them, or an index that shards tokens, such as pariskv+sharded"
         )
 
 
 def has_head_shards(model: nn.Module) -> bool:
-    """Whether several ranks have the weights of a model together."""
+    """Return True if the weights of a model are sharded over several ranks."""
     return any(isinstance(weight, DTensor) for weight in model.parameters())
 
 
 def check_whole(decoder: nn.Module) -> None:
-    """Raises UnsupportedError for a decoder whose weights are those of one rank of several."""
+    """Raise UnsupportedError for a decoder whose weights are sharded over several ranks."""
     if has_head_shards(decoder):
         raise UnsupportedError(
-            "cache: got one of a model whose heads several ranks share, allowed for save and load "
-            "is a model that one process has whole: a rank has only the keys and values of its own "
-            "heads"
+            "cache: got one of a model whose heads are sharded over ranks, allowed for save and "
+            "load is a model that is whole in one process: a rank has only the keys and values of "
+            "its own heads"
         )
 
 
 def check_shards(model: nn.Module, index: KVIndex) -> None:
-    """Raises UnsupportedError for shards of tokens whose ranks have other heads each."""
+    """Raise UnsupportedError if tokens and heads are both sharded."""
     if is_sharded(index) and has_head_shards(model):
         raise UnsupportedError(BOTH_SHARDED)
 
 
 def is_sharded(index: KVIndex) -> bool:
-    """Whether an index shares its tokens with other processes."""
+    """Return True if the tokens of an index are sharded over several processes."""
     return sharded(index) is not None
 
 
 def sharded(index: KVIndex) -> Sharded | None:
-    """The wrapper of an index that shares its tokens with other processes, or None."""
+    """Find the wrapper that shards the tokens of an index over processes, or None."""
     while isinstance(index, Wrapper):
         if isinstance(index, Sharded) and index.ranks > 1:
             return index
@@ -124,9 +132,12 @@ def sharded(index: KVIndex) -> Sharded | None:
 
 
 def waiting(indexes: Iterable[KVIndex]) -> dict[str, Callable[[Any], None]]:
-    """Keywords of `TokenRing`: among several processes it waits no longer than for a rank.
+    """Return the keyword arguments of `TokenRing` that limit how long it waits for other ranks.
 
-    All of them call it. indexes: of the cache.
+    All ranks must call this.
+
+    Args:
+        indexes: The indexes of the cache.
     """
     if rank()[1] < 2:
         return {}

@@ -1,4 +1,4 @@
-"""Default placement of an index: CUDA kernels with rows in pinned host memory, where they run."""
+"""Default backend and store of an index: CUDA kernels, with rows in pinned host memory."""
 
 from __future__ import annotations
 
@@ -18,10 +18,18 @@ from kvindex.core.protocol import KVIndex, Reserves, ReservesAhead
 def default_placement(
     device: torch.device | str | None, index: str, options: Collection[str] = ()
 ) -> dict[str, Any]:
-    """Backend and store of an index on this device, unless its line or `options` name them.
+    """Choose the backend and the store of an index, unless they are given.
 
-    None on a CPU. On a GPU `backend="cuda"` and `store="host"` (pinned memory that kernels read),
-    or none where the kernels cannot run, with a warning that says why.
+    On a GPU these are `backend="cuda"` and `store="host"` (pinned memory that kernels read). If the
+    kernels cannot run, a warning states why, and nothing is chosen. On a CPU, nothing is chosen.
+
+    Args:
+        device: The device of the index; None means a CPU.
+        index: A name of an index, possibly with options.
+        options: Names of further options that are given.
+
+    Returns:
+        Keyword arguments of the index.
     """
     named = {*parse_spec(index.partition("+")[0])[1], *options}
     if device is None or torch.device(device).type != "cuda" or "backend" in named:
@@ -36,7 +44,7 @@ def default_placement(
 
 
 def expect(indexes: Iterable[KVIndex], tokens: int, batch: int) -> None:
-    """Memory for so many tokens of so many sequences is got while they are being read."""
+    """Start reserving memory for `tokens` tokens of `batch` sequences in the background."""
     for index in indexes:
         reserves = capability(index, ReservesAhead)
         if reserves is not None:
@@ -44,9 +52,9 @@ def expect(indexes: Iterable[KVIndex], tokens: int, batch: int) -> None:
 
 
 def make_room(indexes: Iterable[KVIndex], tokens: int) -> None:
-    """Memory for so many tokens in all, before they come, where there is as much."""
+    """Reserve memory for `tokens` tokens in total, if there is enough memory."""
     for index in indexes:
         reserves = capability(index, Reserves)
         if reserves is not None:
-            with suppress(MemoryError):  # there may be fewer tokens
+            with suppress(MemoryError):  # there may be fewer tokens in the end
                 reserves.reserve(tokens)

@@ -1,4 +1,4 @@
-"""Encode a prompt, which is a text, the messages of a chat, or ids."""
+"""Encode a prompt, which is a text, the messages of a chat, or token ids."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Messages = list[dict[str, Any]]
 """The messages of a chat in order, each with a role and a content."""
 
 Prompt = str | Messages | Tensor
-"""Text as it is, messages for the tokenizer's chat template, or ids int64 `[N]`."""
+"""Plain text, messages for the tokenizer's chat template, or token ids int64 `[N]`."""
 
 
 class Conversation(NamedTuple):
@@ -93,7 +93,7 @@ def check_messages(prompt: object) -> Messages:
 
 
 def common_length(prompts: Sequence[Tensor]) -> int:
-    """The length of the prefix that all prompts `[N]` share."""
+    """Return the length of the prefix that all prompts `[N]` share."""
     length = 0
     for column in zip(*(prompt.tolist() for prompt in prompts), strict=False):
         if len(set(column)) > 1:

@@ -1,4 +1,4 @@
-"""The chunks in which an adapter reads a prompt: their size, their bounds, progress."""
+"""Divide a prompt into the chunks in which an adapter reads it."""
 
 from __future__ import annotations
 
@@ -8,20 +8,27 @@ import torch
 from torch import Tensor
 
 Progress = Callable[[str, int, int], None]
-"""Called with a phase ("prefill" or "decode"), tokens done, tokens in all."""
+"""A function that is called with a phase ("prefill" or "decode"), tokens done, and tokens in
+total."""
 
 MIN_CHUNK, MAX_CHUNK = 1024, 4096
-"""Tokens of a piece: what a CPU computes at a time, and the most that a GPU does."""
+"""Tokens of a chunk: on a CPU MIN_CHUNK, on a GPU from MIN_CHUNK to MAX_CHUNK."""
 
 CHUNK_BYTES = 2**29
-"""Of a layer's activations of a piece of more than `MIN_CHUNK` tokens, in all rows of a batch."""
+"""Maximum bytes of a layer's activations in a chunk of more than `MIN_CHUNK` tokens, for all
+sequences of a batch."""
 
 
 def chunk_of(token_bytes: int, device: torch.device) -> int:
-    """Tokens of a piece, where nobody says: token_bytes, a layer's activations of one of them.
+    """Choose the default number of tokens of a chunk.
 
-    The host launches as many kernels for a piece however long it is. So on a GPU pieces are the
-    largest power of two, from 1,024 to 4,096 tokens, whose activations take at most `CHUNK_BYTES`.
+    The number of kernels that the host launches per chunk does not depend on its length, so long
+    chunks are faster. On a GPU, a chunk has the largest power of two of tokens, from 1,024 to
+    4,096, whose activations take at most `CHUNK_BYTES`.
+
+    Args:
+        token_bytes: Bytes of one layer's activations per token.
+        device: The device of the model.
     """
     if device.type != "cuda":
         return MIN_CHUNK
@@ -30,7 +37,7 @@ def chunk_of(token_bytes: int, device: torch.device) -> int:
 
 
 def chunks(stop: int, chunk: int) -> Iterator[tuple[int, int]]:
-    """First and end of the pieces in which `prefill` reads `stop` tokens."""
+    """Yield the start and end of the chunks in which `prefill` reads `stop` tokens."""
     start = 0
     while start < stop:
         end = start + chunk if stop - start - chunk > 1 else stop
@@ -39,9 +46,11 @@ def chunks(stop: int, chunk: int) -> Iterator[tuple[int, int]]:
 
 
 def check_prompt(ids: Tensor, vocabulary: int) -> None:
-    """Raises ValueError for a prompt without tokens, or with an id that the model has no row for.
+    """Raise ValueError for a prompt without tokens, or with an id outside of the vocabulary.
 
-    ids: int64 `[N]`; vocabulary: how many there are, 0 where nobody knows.
+    Args:
+        ids: Int64 `[N]`.
+        vocabulary: Size of the vocabulary, or 0 if unknown.
     """
     if len(ids) == 0:
         raise ValueError("prompt: got no tokens, allowed is at least one")

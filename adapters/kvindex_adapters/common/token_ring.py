@@ -1,4 +1,4 @@
-"""`TokenRing`: tokens that the host reads from pinned memory, a few after they were launched."""
+"""`TokenRing`: passes tokens from the device to the host, which reads them a few steps later."""
 
 from __future__ import annotations
 
@@ -11,13 +11,17 @@ from torch import Tensor
 from kvindex.core.transaction import in_plain_torch
 
 AHEAD = 4
-"""Tokens that are launched before one is read: a host that is late by less delays none."""
+"""Number of decode steps that are launched before a token is read. A host that is late by less does
+not delay the device."""
 
 
 class TokenRing:
-    """Tokens on their way to the host, in the order that they were put in: `B` of them each time.
+    """A queue of up to `AHEAD + 1` tensors of tokens that the device copies to pinned memory.
 
-    At most `AHEAD + 1` at once. wait: for an event of the device.
+    Args:
+        batch: Number of tokens in each tensor, `B`.
+        device: The device of the tokens.
+        wait: Waits for a CUDA event.
     """
 
     @in_plain_torch
@@ -35,24 +39,24 @@ class TokenRing:
         self._coming: deque[tuple[int, torch.cuda.Event | None]] = deque()
 
     def __len__(self) -> int:
-        """How many were put in and not taken."""
+        """Return the number of tensors that were put in and not taken yet."""
         return len(self._coming)
 
     def put(self, tokens: Tensor) -> None:
-        """Send tokens int64 `[B]`, when the current stream has come to here."""
+        """Copy tokens int64 `[B]` to the host, in the current stream."""
         slot, self._next = self._next, (self._next + 1) % len(self._slots)
         self._slots[slot].copy_(tokens, non_blocking=True)
         event = torch.cuda.current_stream(tokens.device).record_event() if self._pinned else None
         self._coming.append((slot, event))
 
     def take(self) -> Tensor:
-        """The oldest tokens int64 `[B]`, on the CPU, once they are there."""
+        """Wait for the oldest tokens int64 `[B]`, and return them on the CPU."""
         slot, event = self._coming.popleft()
         if event is not None:
             self._wait_for(event)
         return self._slots[slot].clone()
 
     def wait(self) -> None:
-        """Until all of them are there."""
+        """Wait for all tokens, and drop them."""
         while self._coming:
             self.take()

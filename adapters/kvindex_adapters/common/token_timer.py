@@ -1,4 +1,4 @@
-"""`TokenTimer`: a streamer that notes when tokens arrive, for latency and progress."""
+"""`TokenTimer`: a streamer that records when tokens arrive, and reports progress."""
 
 from __future__ import annotations
 
@@ -12,10 +12,14 @@ from kvindex_adapters.common.prompt_chunks import Progress
 
 
 class TokenTimer(BaseStreamer):
-    """Times the first and the last token of an answer, and passes tokens on to `inner`.
+    """Records the times of the first and the last token of an answer.
 
-    prompt: ids int64 `[N]`, which `inner` gets first, whatever came before them in the cache;
-    total: longest answer in tokens; progress: called with the answer's length so far.
+    Args:
+        inner: A streamer to which tokens are passed on, or None.
+        progress: Called with the phase, the tokens done and the tokens in total, or None.
+        prompt: Int64 `[N]`, the ids of the prompt, which `inner` gets first. Transformers may
+            pass other ids here, those of earlier tokens in the cache included.
+        total: Maximum number of tokens of the answer.
     """
 
     def __init__(
@@ -27,7 +31,7 @@ class TokenTimer(BaseStreamer):
         self.start = self.first = self.last = time.perf_counter()
 
     def put(self, value: Tensor) -> None:
-        """Take a batch of tokens: the prompt first, then one at a time."""
+        """Receive the prompt in the first call, and one token in each later call."""
         now, answer, self._prompt_seen = time.perf_counter(), self._prompt_seen, True
         if answer:
             self.last = now

@@ -2,4 +2,4 @@
 
 
 class UnsupportedError(ValueError):
-    """A model or a call that the adapter does not support."""
+    """An adapter does not support a model, an option or a call. The message states why."""

@@ -108,7 +108,7 @@ def what_heads_over_ranks_lack_is_refused():
             cache.load("nowhere")
     with (
         pytest.raises(
-            UnsupportedError, match="index: got one whose tokens are sharded, of a model"
+            UnsupportedError, match="index: got one whose tokens are sharded, with a model"
         ),
         attach(shared, index=f"{SHARDED}+reuse"),
     ):
@@ -194,7 +194,9 @@ def what_a_decoder_of_heads_lacks_is_refused():
     with pytest.raises(ValueError, match="heads: got layers = 2 on rank 1, allowed is what rank 0"):
         Decoder.of(other, ranks=ranks)
     shared = decoders("llama")[1]
-    with pytest.raises(UnsupportedError, match="index: got one whose tokens are sharded, of a mod"):
+    with pytest.raises(
+        UnsupportedError, match="index: got one whose tokens are sharded, with a mod"
+    ):
         shared.session(index=SHARDED)
     session = shared.session(index="exact")
     shared.read(ids_of(9), session)
