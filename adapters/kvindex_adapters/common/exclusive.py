@@ -39,7 +39,7 @@ class Exclusive:
 
     @property
     def used_by_other_thread(self) -> bool:
-        """Whether a thread other than the caller's is inside."""
+        """True if a thread other than the caller's is inside."""
         inside = self._inside
         return inside is not None and inside != get_ident()
 

@@ -54,8 +54,8 @@ class LayerOptions:
     def make(self, ropes: Ropes, number: int, **geometry: Any) -> AttentionLayer:
         """Make the attention layer of a model layer, around a new index.
 
-        The layers append to their indexes in different steps: layer number `i` of `n` is
-        `i / n` of an update interval ahead.
+        The layers append to their indexes in different steps: the updates of the `i`-th of `n`
+        layers are shifted by `i / n` of `update_every` tokens.
 
         Args:
             ropes: Rotary frequencies of all layers with an index.

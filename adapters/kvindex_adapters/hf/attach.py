@@ -70,9 +70,10 @@ def attach(
         k: Rows that a decode step retrieves per KV head, at least 1.
         coverage: Retrieve fewer than `k` rows where the index estimates that these already hold
             this fraction of the attention weight, in (0, 1]. None always retrieves `k`.
-        sink: Number of first tokens that every step attends to.
-        local_window: Number of newest tokens that every step attends to.
+        sink: Number of first tokens that every step attends to exactly.
+        local_window: Number of newest tokens that every step attends to exactly.
         update_every: Number of tokens that are collected before they are appended to the index.
+            Until then, steps attend to them exactly, too.
         dense_below: In sequences of fewer tokens, attention is dense; the index is filled
             meanwhile.
         search_up_to: Steps of at most this number of tokens search; longer steps attend to all

@@ -50,9 +50,10 @@ def attach_batch(
         index: Name of an index, a name with options such as `"pariskv:beta=.05"`, or a function
             that makes an index from its geometry, as in `attach`.
         k: Rows that a decode step retrieves per KV head, at least 1.
-        sink: Number of first tokens that every step attends to.
-        local_window: Number of newest tokens that every step attends to.
+        sink: Number of first tokens that every step attends to exactly.
+        local_window: Number of newest tokens that every step attends to exactly.
         update_every: Number of tokens that are collected before they are appended to the index.
+            Until then, steps attend to them exactly, too.
         dense_below: In requests of fewer tokens, attention is dense.
         dense_layers: Numbers of the layers that keep the model's own attention.
         index_options: Further keyword arguments of the index (`preset`, `store`, …), except its

@@ -33,17 +33,18 @@ class Report:
             exactly are not counted.
         nbytes: Bytes in use by kind: `codes`, `rows`, `window`, and `other` for layers without an
             index.
-        coverage: Estimated fraction of the attention weight that the retrieved rows hold, mean
-            over layers, heads and steps. None if `attach` was called without `coverage`.
+        coverage: Estimated fraction of the attention weight of all indexed rows that the retrieved
+            rows hold, mean over layers, heads and steps. None if `attach` was called without
+            `coverage`.
         dense_below: In sequences of fewer tokens, attention is dense.
         k: Rows that a step retrieves per KV head.
         placement: Where rows are stored, and how often the device's cache of rows contained them;
             None if all rows are in one place without such a cache.
         rank: Number of this process, or None for the sum of all processes (`over_ranks`).
         ranks: Number of processes.
-        sharded: Whether the processes share tokens instead of heads.
+        sharded: Whether the processes shard tokens instead of heads.
         graph: How many decode steps were replays of a CUDA graph, and why others were not. None
-            if `attach` was called without `token_graph`.
+            if the cache has no token graph (`attach`).
     """
 
     tokens: int
