@@ -19,7 +19,7 @@ class Exclusive:
     def __init__(self, name: str, target: str) -> None:
         self._name, self._target = name, target
         self._lock = threading.RLock()
-        self._inside: int | None = None  # identifier of the thread
+        self._inside: int | None = None  # identifier of the thread that is inside
 
     @contextmanager
     def __call__(self) -> Iterator[None]:

@@ -57,7 +57,7 @@ def join(device: str, timeout_s: float = TIMEOUT_S) -> str:
     backend = "nccl" if place.type == "cuda" else "gloo"
     dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
     if dist.get_rank():
-        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  # until the process ends
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  # open until the process ends
     return str(place)
 
 

@@ -56,5 +56,5 @@ def make_room(indexes: Iterable[KVIndex], tokens: int) -> None:
     for index in indexes:
         reserves = capability(index, Reserves)
         if reserves is not None:
-            with suppress(MemoryError):  # there may be fewer tokens in the end
+            with suppress(MemoryError):  # the answer may end early and fit
                 reserves.reserve(tokens)

@@ -104,7 +104,7 @@ def common_length(prompts: Sequence[Tensor]) -> int:
 
 def _rendered(tokenizer: Any, messages: Sequence[Mapping[str, Any]], cue: bool) -> str:
     """Apply the tokenizer's chat template. Raises ValueError if it does not accept the messages."""
-    from jinja2 import TemplateError  # a dependency of torch and transformers
+    from jinja2 import TemplateError  # installed with torch and transformers
 
     try:
         text: str = tokenizer.apply_chat_template(

@@ -38,7 +38,7 @@ class TokenTimer(BaseStreamer):
             if self._tokens == 0:
                 self.first = now
                 length = len(self._prompt)
-                self._report("prefill", length, length)  # before any answer appears
+                self._report("prefill", length, length)  # before a token of the answer appears
             self._tokens += value.numel()
         if self._inner:
             self._inner.put(value if answer else self._prompt[None].cpu())

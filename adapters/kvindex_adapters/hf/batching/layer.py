@@ -40,7 +40,7 @@ class Regions:
 
         The number includes the sink, whose tokens are in the index but invalid.
         """
-        left = length - max(self.local_window, 1)  # the newest one attends to itself
+        left = length - max(self.local_window, 1)  # the newest token attends to itself
         left = max(left, 0) // self.update_every * self.update_every
         return left if length >= self.dense_below and left > self.sink else 0
 

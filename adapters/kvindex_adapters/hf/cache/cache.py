@@ -176,7 +176,7 @@ class IndexCache(DynamicCache):
         self.check_usable()
         self.check_attended()
         layer, states = self.layers[layer_idx], (key_states, value_states)
-        if not isinstance(layer, IndexedLayer):  # one with an index takes them in `attend`
+        if not isinstance(layer, IndexedLayer):  # a layer with an index appends them in `attend`
             states = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         self.attachment.set_pending(self, layer, states)
         return states
@@ -194,7 +194,7 @@ class IndexCache(DynamicCache):
     @property
     def is_initialized(self) -> bool:
         """True if the cache has received a token since it was made or reset."""
-        # layers with linear attention alone have no such attribute
+        # layers with only linear attention have no such attribute
         return any(getattr(layer, "is_initialized", False) for layer in self.layers)
 
     if not TYPE_CHECKING:  # type checkers would otherwise accept any attribute name
@@ -336,7 +336,7 @@ class IndexCache(DynamicCache):
         self._broken = "a step failed half way and could not be undone"
         steps, layers, states = checkpoint
         if self.overwrites and all(states[number] is None for number in self.indexed):
-            self.layers = self._empty_layers()  # it was empty, so linear attention can be undone
+            self.layers = self._empty_layers()  # the cache was empty, so linear attention is undone
             self._broken = None
             return
         self.layers = layers
@@ -345,7 +345,9 @@ class IndexCache(DynamicCache):
                 layer.rollback(before)
             else:
                 vars(layer).update(before)
-        if not self.overwrites or self.steps == steps:  # only a step overwrites
+        if (
+            not self.overwrites or self.steps == steps
+        ):  # only steps overwrite the state of linear attention
             self._broken = None
 
     def undo(self, checkpoint: Checkpoint, ids: Tensor | None) -> None:
@@ -365,7 +367,7 @@ class IndexCache(DynamicCache):
         before, ids = self.checkpoint(), self.ids
         try:
             yield
-        except BaseException:  # an interrupt, too
+        except BaseException:  # KeyboardInterrupt, too
             self.undo(before, ids)
             raise
 
@@ -646,7 +648,7 @@ class IndexCache(DynamicCache):
 class ProbeCache(IndexCache):
     """A temporary cache of two tokens, which shows how the layers of the attached model attend."""
 
-    given: dict[int, tuple[Tensor, Tensor]]  # layer -> keys and values that `update` received
+    given: dict[int, tuple[Tensor, Tensor]]  # number of a layer -> keys and values of `update`
 
     @classmethod
     def of(cls, cache: IndexCache) -> ProbeCache:
@@ -669,7 +671,7 @@ class ProbeCache(IndexCache):
         read: dict[int, tuple[Tensor, Tensor]] = {}
 
         def attend(plain: Callable[[], Tensor], layer: Any, *given: Any, **terms: Any) -> Tensor:
-            if given[1] is not None:  # a layer's own rows
+            if given[1] is not None:  # None for a layer that uses the keys of another layer
                 read[self.layers.index(layer)] = given[1]
             return plain()
 

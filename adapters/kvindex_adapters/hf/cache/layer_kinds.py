@@ -66,7 +66,7 @@ class ChosenLayer(IndexedLayer):
     def __init__(self, make: LayerFactory, padding: Padding, chooser: Any) -> None:
         super().__init__(make, padding)
         self.chooser = chooser
-        chooser.keys = chooser.values = torch.empty(0, 0)  # transformers 5.17 crops them
+        chooser.keys = chooser.values = torch.empty(0, 0)  # transformers 5.17 crops these
 
     def update_index(self, keys: Tensor) -> Tensor:
         """Append keys of the indexer, and return all of them (minimax_m3)."""

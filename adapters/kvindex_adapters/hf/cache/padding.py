@@ -91,7 +91,7 @@ def _of_each(mask: Tensor) -> MaskInfo:
     tokens will see them, too.
     """
     seen, known = mask if mask.dtype == torch.bool else mask == 0, True
-    if mask.is_floating_point():  # a bias is no mask
+    if mask.is_floating_point():  # check that it is not a bias
         known = bool((seen | (mask <= torch.finfo(mask.dtype).min / 2)).all())
     if mask.shape[1] > 1 or not known:
         raise UnsupportedError(

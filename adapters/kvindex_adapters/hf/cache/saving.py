@@ -146,7 +146,7 @@ def _as_bytes(messages: Messages | None) -> State:
     try:
         text = json.dumps(messages, allow_nan=False)
     except (TypeError, ValueError, RecursionError):
-        return {}  # for example images; a whole conversation can still be continued by its ids
+        return {}  # images, for example; a whole conversation can still be continued by its ids
     return {MESSAGES: torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)}
 
 
@@ -208,7 +208,9 @@ def _restore(
         geometry = geometry_from(sizes, None, {})
         geometry.pop("rope")  # the attached model determines it
         made = layer.make(**geometry, device=device)
-        made.check_state(below("attention", saved.outline(part)))  # before a large file is read
+        made.check_state(
+            below("attention", saved.outline(part))
+        )  # raises before a large file is read
     state = saved.part(part)
     if made is not None:
         made.load_state_dict(below("attention", state))

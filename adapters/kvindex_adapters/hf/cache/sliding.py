@@ -159,7 +159,7 @@ class SlidingLayer(DynamicSlidingWindowLayer):
         """Return why the rows cannot be stored in a ring, or "" if they can."""
         if self.sliding_window > LARGEST:
             return f"sliding_window: got {self.sliding_window}, allowed is at most {LARGEST}"
-        if vars(self).get("record_past"):  # transformers 5.17 lacks it
+        if vars(self).get("record_past"):  # transformers 5.17 lacks this attribute
             return "its window keeps what assisted decoding may go back to"
         return "" if self.is_initialized else "tokens: got none before it"
 

@@ -130,7 +130,7 @@ def _fill_index(
     geometry = like.attention.index.geometry.options()
     geometry.pop("rope")  # `layer.make` sets it for the attached model
     keys, values = given.keys, given.values
-    if geometry.get("value_in_key"):  # latents, and the part of the key that is rotated
+    if geometry.get("value_in_key"):  # `keys` are latents, `values` are rotated keys
         keys, values = torch.cat([keys, values], dim=-1), keys
     made = layer.make(**geometry)
     made.append(keys, values, valid=None if valid is None else valid.to(keys.device))

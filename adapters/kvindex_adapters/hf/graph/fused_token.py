@@ -84,7 +84,7 @@ class FusedToken:
             yield
         finally:
             self.forget()
-            with suppress(torch.OutOfMemoryError):  # then they stay in one tensor, which works, too
+            with suppress(torch.OutOfMemoryError):  # if memory is short, they stay in one tensor
                 for modules in apart:
                     lay_apart(*modules)
 
@@ -244,7 +244,7 @@ def decoder_refusal(decoder: PreTrainedModel) -> str:
 def weights_refusal(decoder: PreTrainedModel) -> str:
     """Return why kernels cannot read a decoder's weights in place, or ""."""
     for name, weight in decoder.named_parameters():
-        if type(weight.data) is not Tensor:  # sharded, or quantized
+        if type(weight.data) is not Tensor:  # a sharded or quantized weight
             return f"{name}: got a {type(weight.data).__name__}, allowed is a plain tensor"
         if weight.is_inference():
             return f"{name}: got one that was made under inference_mode, which cannot be moved"

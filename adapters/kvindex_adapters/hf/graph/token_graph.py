@@ -91,7 +91,7 @@ class TokenGraph:
 
     def _begin(self) -> None:
         self._refused = ""
-        self._short = 0  # graphs in a row that were hardly replayed
+        self._short = 0  # successive graphs with fewer than SHORT replays
         self._since = SHORT  # replays of the last graph
         self._compare_anew(traces=0)
 

@@ -67,7 +67,7 @@ class Attachment:
             self._undo = {}
             try:
                 yield
-            except BaseException:  # an interrupt, too
+            except BaseException:  # KeyboardInterrupt, too
                 for undo in self._undo.values():
                     undo()
                 raise

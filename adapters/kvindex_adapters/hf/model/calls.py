@@ -62,7 +62,7 @@ class TransactionModel(nn.Module):
         kwargs = check_generate(self, args, kwargs)
         cache = kwargs.get("past_key_values")
         if not isinstance(cache, IndexCache) or cache.attachment is not attachment:
-            return parent.generate(*args, **kwargs)  # its first step raises
+            return parent.generate(*args, **kwargs)  # the first step of this call raises an error
         with attachment.exclusive(), cache.undone():
             return parent.generate(*args, **kwargs)
 
@@ -141,7 +141,7 @@ def _undone_if_failed(
     try:
         output = forward(*args, **_whole(attachment, kwargs))
         cache.check_attended()
-    except BaseException:  # an interrupt, too, leaves layers of different lengths
+    except BaseException:  # KeyboardInterrupt, too, leaves layers of different lengths
         cache.undo(before, past_ids)
         raise
     finally:
@@ -168,7 +168,9 @@ def _whole(attachment: Attachment, kwargs: dict[str, Any]) -> dict[str, Any]:
     if not attachment.sharing or "logits_to_keep" not in kwargs:
         return kwargs
     masks = kwargs.get("attention_mask")
-    for mask in masks.values() if isinstance(masks, dict) else [masks]:  # by type of layer, or one
+    for mask in (
+        masks.values() if isinstance(masks, dict) else [masks]
+    ):  # one mask, or a dict by type of layer
         if isinstance(mask, Tensor) and mask.ndim == 2 and not bool(mask.all()):
             return {**kwargs, "logits_to_keep": None}
     return kwargs

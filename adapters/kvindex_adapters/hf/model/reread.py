@@ -112,7 +112,7 @@ class RereadingModel(TransactionModel):
                     f"all {total} ids: {type(self).__name__} has other rotary frequencies for "
                     "this number and must read all tokens again"
                 )
-            # phi4_multimodal drops the cache, but passes the last id alone, without its images
+            # phi4_multimodal drops the cache, but passes only the last id, without images
             given["is_first_iteration"] = kwargs.get("inputs_embeds") is None
             inputs = parent.prepare_inputs_for_generation(input_ids, **given)
             cache.rereads = input_ids.shape[1]

@@ -157,7 +157,7 @@ def counting_ahead(embeddings: Collection[nn.Module], tokens: int) -> Iterator[N
         for embedding in embeddings if tokens else ():
             append = partial(_append_position, tokens)
             hooks.append(embedding.register_forward_pre_hook(append, with_kwargs=True))
-            # before hooks of others, which then see the result that the model gets
+            # run it before hooks of others, so that these see the final result
             hooks.append(embedding.register_forward_hook(_remove_position, prepend=True))
         yield
     finally:
