@@ -45,7 +45,7 @@ class Counting(ModelHook):
 
 
 def sibling(model):
-    """Make another model with the same configuration object."""
+    """Another model with the same configuration object."""
     other = AutoModelForCausalLM.from_config(model.config).eval()
     other.load_state_dict(model.state_dict())
     for module in other.modules():
@@ -79,9 +79,9 @@ def test_no_module_keeps_a_copy_of_a_configuration(model):
     with kvhf.attach(model, **REGIONS):
         assert model.config is not config
         assert model.model.config is model.config
-    held = [m.config for m in model.modules() if hasattr(m, "config")]
-    assert len(held) > 3
-    assert all(one is config for one in held)
+    configs = [m.config for m in model.modules() if hasattr(m, "config")]
+    assert len(configs) > 3
+    assert all(one is config for one in configs)
 
 
 def test_what_is_set_on_the_configuration_meanwhile_stays_set(model):

@@ -45,10 +45,10 @@ def test_a_cache_that_nobody_holds_is_gone_at_once(index, device):
     try:
         with kvhf.attach(model, index=index, **REGIONS) as cache:
             model.generate(**inputs, past_key_values=cache, max_new_tokens=20, do_sample=False)
-            held = [weakref.ref(made) for made in [cache, *cache.indexes()]]
+            references = [weakref.ref(made) for made in [cache, *cache.indexes()]]
         del cache
-        assert len(held) > 1
-        assert [name() for name in held] == [None] * len(held)
+        assert len(references) > 1
+        assert [name() for name in references] == [None] * len(references)
     finally:
         gc.enable()
 

@@ -27,7 +27,7 @@ def model():
 
 
 def sibling(model):
-    """Make another model around the same decoder."""
+    """Another head around the same decoder."""
     other = build("llama", num_hidden_layers=2)
     other.model = model.model
     return other

@@ -49,11 +49,11 @@ def hidden(model, tokens):
     return needle
 
 
-def assert_found(model, needle, index, share, **options):
+def assert_found(model, needle, index, fraction, **options):
     answer = generate(*model, needle.ids, index=index, k=100, max_new_tokens=32, **options)
     assert needle.found(answer.text), answer.text
     assert answer.report is not None
-    assert answer.report.rows_read_fraction < share
+    assert answer.report.rows_read_fraction < fraction
 
 
 @pytest.mark.slow

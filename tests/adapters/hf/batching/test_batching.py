@@ -29,9 +29,9 @@ def batch(model, inputs, *, answers=1, **options):
     """Return the tokens of `generate_batch` by request."""
     sizes = dict(page_size=16, block_size=16, num_blocks=64, max_batch_tokens=64)
     sizes.pop("block_size" if NEWER else "page_size")
-    draws = dict(do_sample=True, top_k=1) if answers > 1 else dict(do_sample=False)
+    sampling = dict(do_sample=True, top_k=1) if answers > 1 else dict(do_sample=False)
     config = GenerationConfig(
-        max_new_tokens=TOKENS, eos_token_id=-1, num_return_sequences=answers, **draws
+        max_new_tokens=TOKENS, eos_token_id=-1, num_return_sequences=answers, **sampling
     )
     found = model.generate_batch(
         inputs,
@@ -82,12 +82,12 @@ def test_several_answers_go_on_from_one_index(model, monkeypatch):
     forks, fork = [], layer.Pool.fork
     monkeypatch.setattr(layer.Pool, "fork", lambda *a: forks.append(a) or fork(*a))
     inputs = prompts(50, 40)
-    for share in (True, False):
-        options = dict(answers=3, allow_block_sharing=share)
+    for sharing in (True, False):
+        options = dict(answers=3, allow_block_sharing=sharing)
         expected = batch(model, inputs, **options)
         with kvhf.attach_batch(model, **EXACT):
             assert batch(model, inputs, **options) == expected
-        assert bool(forks) == share
+        assert bool(forks) == sharing
         forks.clear()
 
 

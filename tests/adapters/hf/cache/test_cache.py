@@ -30,16 +30,16 @@ def model():
 def test_crop_then_go_on(model, cropped):
     """Crop inside the local window, past it, and deep in the index."""
     inputs = prompt(1, 60)
-    kept = 40 - cropped
-    again = {name: torch.cat([t[:, :kept], t[:, 40:]], dim=1) for name, t in inputs.items()}
-    expected = dense_steps(model, again, [kept] + [1] * 20)[1:]
+    remaining = 40 - cropped
+    again = {name: torch.cat([t[:, :remaining], t[:, 40:]], dim=1) for name, t in inputs.items()}
+    expected = dense_steps(model, again, [remaining] + [1] * 20)[1:]
     with kvhf.attach(model, **REGIONS) as cache:
         steps(model, cache, inputs, [30] + [1] * 10)
         cache.crop(-cropped)
-        assert cache.get_seq_length() == kept
+        assert cache.get_seq_length() == remaining
         logits = []
         for step in range(20):
-            position = torch.tensor([[kept + step]])
+            position = torch.tensor([[remaining + step]])
             ids = inputs["input_ids"][:, 40 + step, None]
             with torch.no_grad():
                 out = model(input_ids=ids, position_ids=position, past_key_values=cache)

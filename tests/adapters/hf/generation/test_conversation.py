@@ -25,7 +25,7 @@ def ids(length):
 
 @functools.cache
 def plain_model(family):
-    """Make a copy of the model that is not attached."""
+    """The same model, which is attached to nothing."""
     return build(family, eos_token_id=None)
 
 
@@ -137,10 +137,10 @@ def test_a_used_cache_is_refused_and_the_reasons_are_in_words(model):
     def refused(words, question=None, **options):
         with pytest.raises(ValueError, match=words):
             ask(model, cache, ids(5) if question is None else question, **options)
-        assert cache.get_seq_length() == held
+        assert cache.get_seq_length() == stored
 
     with kvhf.attach(model, **REGIONS) as cache:
-        held = 0
+        stored = 0
         refused("used: got 'often'", used="often")
         refused("prompt: got no tokens", ids(5)[:0])
         refused("prompt: got id -1, allowed is 0 to 100", torch.tensor([3, -1]))
@@ -153,7 +153,7 @@ def test_a_used_cache_is_refused_and_the_reasons_are_in_words(model):
         refused("k: got a value, allowed is none with cache=", k=3)
         refused("attach_options: got a value", attach_options={"sink": 4})
         read(model, cache, ids(40))
-        held = 40
+        stored = 40
         refused('cache: got one that holds 40 tokens, .* pass used="continue"', used="refuse")
         with pytest.raises(ValueError, match="cache: got one that holds 40 tokens"):
             read(model, cache, ids(5))

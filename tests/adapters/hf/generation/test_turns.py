@@ -295,10 +295,10 @@ def test_text_is_appended_and_then_only_a_whole_conversation_goes_on(plain, open
     typed = f"{END} {USER} 40 41 {END} {ASSISTANT}"
     second = talk.ask(typed)
     assert talk.ids[:-NEW] == before + Chat()(typed)["input_ids"]
-    held = talk.ids
+    before = talk.ids
     with pytest.raises(ValueError, match="prompt: got messages, with which the chat template does"):
         talk.ask([user("43")])
-    assert talk.ids == held
+    assert talk.ids == before
     said += [assistant(answer.text), user("40 41"), assistant(second.text), user("43")]
     talk.ask(said)
     assert talk.ids[:-NEW] == rendered(Chat(), said)
@@ -316,7 +316,7 @@ def test_messages_after_a_text_are_refused(opened):
 def test_another_conversation_is_refused(opened):
     talk = opened(Chat())
     talk.ask([{"role": "system", "content": "70 71"}, user(words(30))])
-    held = talk.ids
+    before = talk.ids
     other = [{"role": "system", "content": "72"}, user(words(30)), assistant("73"), user("74")]
     with pytest.raises(
         ValueError, match="a whole conversation, which begins with system: '72'; al"
@@ -328,7 +328,7 @@ def test_another_conversation_is_refused(opened):
         talk.ask(other[1:])
     with pytest.raises(ValueError, match="roles system, user, assistant, critic, which the tok"):
         talk.ask([{"role": "critic", "content": "74"}])
-    assert talk.ids == held
+    assert talk.ids == before
 
 
 def test_messages_after_tokens_of_others_are_refused(model):
@@ -370,14 +370,14 @@ def test_what_cannot_forget_tokens_says_so(family, options):
         said += [assistant(talk.ask(said).text), user("40 41")]
         talk.ask(said[-1:])
         assert talk.ids[:-NEW] == rendered(Chat(), said)
-        held = talk.ids
+        before = talk.ids
         talk.tokenizer = Chat(thinks=True)
         with pytest.raises(
             ValueError, match=r"This cache cannot forget tokens .* cache\.reset\(\)"
         ):
             talk.ask([user("42")])
-        assert talk.ids == held
-        assert talk.lengths == {len(held)}
+        assert talk.ids == before
+        assert talk.lengths == {len(before)}
         talk.tokenizer = Chat()
         talk.ask([user("42")])
         assert talk.lengths == {len(talk.ids)}

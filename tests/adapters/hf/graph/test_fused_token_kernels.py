@@ -80,9 +80,9 @@ def test_families_on_a_gpu(name, dtype):
     model, bound = small(name, "cuda", dtype), 1e-3 if dtype is torch.float32 else 2**-5
     for batch in (1, 3, 16):
         ids = prompt(batch, 120)["input_ids"].to("cuda")
-        mine, told = logits_of(model, ids, 60, fused=True)
+        mine, report = logits_of(model, ids, 60, fused=True)
         theirs, _ = logits_of(model, ids, 60, token_graph=False)
-        assert told == said(60 - EAGER, 60)
+        assert report == said(60 - EAGER, 60)
         apart = (mine - theirs).abs().amax(-1) / theirs.abs().amax()
         assert float(apart.median()) < bound
 
@@ -109,12 +109,12 @@ def test_under_inference_mode():
 
 @pytest.mark.gpu
 def test_weights_are_held_once_and_turns_leave_no_memory_behind():
-    model, held = small("qwen2", "cuda", torch.bfloat16), []
+    model, memory = small("qwen2", "cuda", torch.bfloat16), []
     before = torch.cuda.memory_allocated()
     for _ in range(8):
         with kvhf.attach(model, fused=True, **REGIONS) as cache:
             assert all(are_together(*modules) for modules in products(model.model))
-            if not held:  # later there are workspaces of cuBLAS, one for a stream
+            if not memory:  # later there are workspaces of cuBLAS, one for a stream
                 assert torch.cuda.memory_allocated() < before + 64 * 1024
             some = prompt(1, 60)["input_ids"].to("cuda")
             for _ in range(2):
@@ -122,10 +122,10 @@ def test_weights_are_held_once_and_turns_leave_no_memory_behind():
             assert int(cache.report().graph.split()[0]) > 20
         del cache
         torch.cuda.empty_cache()
-        held.append((torch.cuda.memory_allocated(), torch.cuda.memory_reserved()))
-    allocated, reserved = held[2]
-    assert held[-1][0] <= allocated
-    assert held[-1][1] <= reserved + 2**22  # a segment or two lie elsewhere
+        memory.append((torch.cuda.memory_allocated(), torch.cuda.memory_reserved()))
+    allocated, reserved = memory[2]
+    assert memory[-1][0] <= allocated
+    assert memory[-1][1] <= reserved + 2**22  # a segment or two lie elsewhere
 
 
 @pytest.mark.gpu

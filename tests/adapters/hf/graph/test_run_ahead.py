@@ -109,7 +109,7 @@ def told(monkeypatch, model, *, ahead, turns=1, attach=None, seed=0, used="conti
 
 
 def check_same(monkeypatch, model, **options):
-    """Check that answers and final state are the same either way. Return the last answer's ids."""
+    """Answer ids of the last turn, which are the same either way, and all that is left."""
     mine, theirs = (told(monkeypatch, model, ahead=ahead, **options) for ahead in (True, False))
     assert mine[0] == theirs[0]
     torch.testing.assert_close(mine[1], theirs[1], rtol=1e-5, atol=1e-5)
@@ -117,13 +117,13 @@ def check_same(monkeypatch, model, **options):
 
 
 def ending(monkeypatch, model, place, **options):
-    """Return a token that first occurs in an answer at this position."""
+    """A token that an answer has first at this place."""
     whole = told(monkeypatch, model, ahead=False, **options)[2]
     firsts = [n for n, token in enumerate(whole) if token not in whole[:n]]
     return whole[next((n for n in firsts if n >= place), firsts[-1])]
 
 
-@pytest.mark.parametrize("options", [{}, SAMPLED], ids=["greedy", "drawn"])
+@pytest.mark.parametrize("options", [{}, SAMPLED], ids=["greedy", "sampled"])
 def test_turns_of_the_greatest_length(monkeypatch, graphs, launched, model, options):
     answer = check_same(monkeypatch, model, attach=dict(update_every=24), turns=2, **options)
     assert len(answer) == COUNT
@@ -176,7 +176,7 @@ def test_processors_of_transformers(monkeypatch, launched, model, options):
 
 
 def test_stop_strings(monkeypatch, launched, model):
-    whole = told(monkeypatch, model, ahead=False)[2]
+    whole = decoded(monkeypatch, model, ahead=False)[2]
     strings = ["".join(f"w{token}." for token in whole[9:11])[1:-1]]
     assert len(check_same(monkeypatch, model, stop_strings=strings)) <= 11
     assert launched
@@ -304,7 +304,7 @@ def test_a_token_is_drawn_as_torch_draws_it(device):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("options", [{}, SAMPLED], ids=["greedy", "drawn"])
+@pytest.mark.parametrize("options", [{}, SAMPLED], ids=["greedy", "sampled"])
 def test_no_token_waits_for_the_host_on_a_gpu(monkeypatch, options):
     """From the first replay on, with the same tokens as transformers' loop."""
     model, ids = model_of(head_dim=64).to("cuda"), prompt(1, 60)["input_ids"][0]

@@ -400,11 +400,11 @@ def test_calls_that_are_no_graph_say_why(graphs):
 
 def test_without_a_device_that_captures_nothing_changes():
     (mine, report), (theirs, _) = both(model_of(), prompt(1, 60), 6)
-    asked, told = generated(model_of(), prompt(1, 60), 6, attach=ASKED)
+    asked, asked_report = generated(model_of(), prompt(1, 60), 6, attach=ASKED)
     assert torch.equal(mine, theirs)
     assert torch.equal(asked, theirs)
     assert report.graph is None
-    assert told.graph.endswith("device: got cpu, allowed is cuda")
+    assert asked_report.graph.endswith("device: got cpu, allowed is cuda")
 
 
 def test_without_graphs_of_layers_it_has_to_be_asked_for(graphs):
@@ -528,10 +528,10 @@ def test_a_cache_that_nobody_holds_is_gone_at_once(graphs):
         with kvhf.attach(model, **REGIONS) as cache:
             how = dict(past_key_values=cache, max_new_tokens=12, do_sample=False)
             model.generate(**prompt(1, 60), **how)
-            held = [weakref.ref(made) for made in [cache, *cache.indexes()]]
+            references = [weakref.ref(made) for made in [cache, *cache.indexes()]]
         del cache, how
         assert graphs.replays
-        assert [name() for name in held] == [None] * 3
+        assert [name() for name in references] == [None] * 3
     finally:
         gc.enable()
 

@@ -127,7 +127,7 @@ def test_beams_on_a_gpu():
 
 @pytest.mark.gpu
 def test_turns_leave_no_memory_behind():
-    model, ids, held = model_of("cuda", dtype=torch.bfloat16), prompt(1, 60)["input_ids"], []
+    model, ids, memory = model_of("cuda", dtype=torch.bfloat16), prompt(1, 60)["input_ids"], []
     for _ in range(8):
         with kvhf.attach(model, token_graph=True, **REGIONS) as cache:
             some = ids.to("cuda")

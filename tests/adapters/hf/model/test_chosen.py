@@ -109,8 +109,8 @@ def test_rows_of_latents_that_an_indexer_chose(family, options):
     model = build(family, **LATENTS, **options)
     inputs = prompt(3, sum(SIZES), padded=True)
     want = dense_steps(model, inputs, SIZES)
-    far = dict(index_options={"store": "host"})
-    with kvhf.attach(model, **REGIONS, **far) as cache:
+    on_host = dict(index_options={"store": "host"})
+    with kvhf.attach(model, **REGIONS, **on_host) as cache:
         assert all(type(cache.layers[i]) is ChosenLayer for i in cache.indexed)
         got = steps(model, cache, inputs, SIZES)
         read = [float(layer.traffic.rows_read) for layer in cache.attention_layers()]

@@ -28,15 +28,16 @@ def test_a_latent_is_stored_once(family, index):
 def test_a_factory_of_indexes_is_told():
     from kvindex.indexes.exact import Exact
 
-    told, model = [], build("deepseek_v3", num_hidden_layers=2)
+    passed, model = [], build("deepseek_v3", num_hidden_layers=2)
 
     def make(**geometry):
-        told.append(geometry)
+        passed.append(geometry)
         return Exact(**geometry)
 
     with kvhf.attach(model, index=make, **REGIONS) as cache:
         steps(model, cache, prompt(1, 20), [20])
-    assert [geometry["value_in_key"] for geometry in told] == [True] * 3  # a probe, and two layers
+    # one call for the probe, and one for each of two layers
+    assert [geometry["value_in_key"] for geometry in passed] == [True] * 3
 
 
 def test_rows_of_few_bits_serve_latents():
