@@ -290,7 +290,7 @@ def test_progress_ends_where_the_answer_does(model):
         ({"num_return_sequences": 3}, "num_return_sequences: got 3, allowed is 1"),
         ({"return_dict_in_generate": True}, "return_dict_in_generate: got True"),
         ({"past_key_values": None}, "past_key_values: got a value, allowed is none"),
-        ({"attach_options": {"k": 3}}, "attach_options: got k, allowed is k as an argument"),
+        ({"attach_options": {"k": 3}}, "attach_options: got k, allowed is to pass k as its own"),
         ({"attach_options": {"index": "exact"}}, "attach_options: got index"),
         ({"chunk": 1}, "chunk: got 1"),
         ({"max_new_tokens": 0}, "max_new_tokens: got 0"),

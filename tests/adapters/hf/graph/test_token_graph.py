@@ -427,7 +427,7 @@ def test_a_driver_that_refuses_is_said_once_and_tokens_go_on(graphs, monkeypatch
         (mine, report), (theirs, _) = both(model_of(), prompt(1, 60), 12)
         assert not recwarn.list
         if error is RuntimeError:
-            with pytest.warns(UserWarning, match=r"capture it \(out of graphs\)") as said:
+            with pytest.warns(UserWarning, match=r"capturing it failed \(out of graphs\)") as said:
                 asked = generated(model_of(), prompt(1, 60), 12, attach=ASKED)[0]
             assert torch.equal(asked, theirs)
             assert len(said) == 1
