@@ -268,7 +268,7 @@ def test_another_scale_at_a_later_step(model):
         model(**prompt(1, 20), past_key_values=cache)
         attention = model.model.layers[1].self_attn
         scaling, attention.scaling = attention.scaling, 0.5
-        with pytest.raises(UnsupportedError, match=r"scaling, softcap: got 0.5, None, allowed is"):
+        with pytest.raises(UnsupportedError, match=r"scaling, softcap: got 0.5, None, allowed are"):
             model(**prompt(1, 1), past_key_values=cache)
         attention.scaling = scaling
         assert cache.lengths() == [20, 20]
