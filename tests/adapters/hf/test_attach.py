@@ -1,4 +1,4 @@
-"""The changes that attach() makes to a model, for which callers, and how it restores the model."""
+"""What attach() changes in a model, for whom, and how the model is restored."""
 
 import threading
 import time
@@ -24,7 +24,7 @@ def model():
 
 
 def works(model):
-    """Check that the model computes its own results, with its own cache and attached."""
+    """Whether the model computes what it does on its own, with its own cache and attached."""
     inputs = prompt(1, sum(SIZES))
     fresh = build("llama", num_hidden_layers=2)
     expected = torch.cat(dense_steps(fresh, inputs, SIZES), 1)
@@ -44,7 +44,7 @@ class Counting(ModelHook):
         return args, kwargs
 
 
-def sibling(model):
+def copy_of(model):
     """Another model with the same configuration object."""
     other = AutoModelForCausalLM.from_config(model.config).eval()
     other.load_state_dict(model.state_dict())
@@ -58,7 +58,7 @@ def sibling(model):
 
 
 def test_a_model_with_the_same_configuration_object_keeps_its_own_attention(model):
-    other, config, inputs = sibling(model), model.config, prompt(1, sum(SIZES))
+    other, config, inputs = copy_of(model), model.config, prompt(1, sum(SIZES))
     expected = dense_steps(other, inputs, SIZES)
     with kvhf.attach(model, **REGIONS) as cache:
         assert other.config is config
@@ -139,7 +139,7 @@ def test_a_hook_that_goes_inside_is_gone(model):
         steps(model, cache, prompt(1, 20), [20])
         remove_hook_from_module(model.model)
         with pytest.raises(ValueError, match="past_key_values: got NoneType"):
-            model(**prompt(1, 20))  # the modules around the decoder still work
+            model(**prompt(1, 20))  # what stands around the decoder is still there
     assert hook.calls == 1
     assert works(model)
     assert hook.calls == 1
@@ -178,7 +178,7 @@ def test_attaching_from_many_threads_attaches_one_at_a_time(model):
             try:
                 with kvhf.attach(model, **REGIONS) as cache:
                     model(**inputs, past_key_values=cache)
-                    while not refusals:  # the other threads try meanwhile
+                    while not refusals:  # the others try meanwhile
                         time.sleep(0.001)
             except ValueError as error:
                 refusals.append(str(error))
@@ -199,7 +199,7 @@ def test_attaching_in_another_thread_is_refused(model):
         entered = pool.submit(kvhf.attach(model, **REGIONS).__enter__)
         with pytest.raises(ValueError, match="attached already"):
             entered.result()
-        assert model.config._attn_implementation == NAME  # the first attachment is still there
+        assert model.config._attn_implementation == NAME  # the first one is still there
 
 
 def test_a_part_of_an_attached_model_is_attached(model):
@@ -212,9 +212,9 @@ def test_a_part_of_an_attached_model_is_attached(model):
 
 
 def test_models_in_threads_do_not_meet(model):
-    """Two of the models have one configuration object."""
+    """Two of them with one configuration object."""
     inputs, gate = prompt(1, sum(SIZES)), threading.Barrier(3)
-    models = [model, sibling(model), build("qwen3")]
+    models = [model, copy_of(model), build("qwen3")]
     expected = [torch.cat(dense_steps(model, inputs, SIZES), 1) for model in models]
 
     def run(model):
@@ -265,7 +265,7 @@ def test_a_call_beside_a_call_of_another_thread_is_refused_at_once(model, call):
 
 @pytest.mark.parametrize("dense_layers", [(), (0,)])
 def test_autocast_does_not_reach_the_attention(model, dense_layers):
-    """In a layer with an index or without: a prompt and a step of float32 tensors."""
+    """Of a layer with an index or without: a prompt and a step of float32 tensors."""
     generator, module = torch.Generator().manual_seed(0), model.model.layers[0].self_attn
     calls = [
         [torch.randn(1, heads, count, 16, generator=generator) for heads in (4, 2, 2)]

@@ -1,4 +1,4 @@
-"""Unsupported models and calls raise an error that names the cause, and change nothing."""
+"""What is not served is refused in words that name it, and nothing is left changed."""
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ def model():
     return build("llama", num_hidden_layers=2)
 
 
-def sibling(model):
+def copy_of(model):
     """Another head around the same decoder."""
     other = build("llama", num_hidden_layers=2)
     other.model = model.model
@@ -55,7 +55,7 @@ def test_models_that_are_not_served(family, options, match):
 
 
 def test_latents_of_a_projection_that_is_no_matrix():
-    """Nothing was appended, and the model continues with its own cache."""
+    """Nothing was appended: the model goes on with its own cache."""
     model, inputs = build("minicpm3", num_hidden_layers=2), prompt(1, 12)
     module = model.model.layers[1].self_attn
     module.kv_b_proj = torch.nn.Sequential(module.kv_b_proj)
@@ -128,7 +128,7 @@ def test_attaching_twice(model):
             kvhf.attach(model, **REGIONS),
         ):
             pass
-        assert model.config._attn_implementation == NAME  # the first attachment is still there
+        assert model.config._attn_implementation == NAME  # the first one is still there
 
 
 def test_output_attentions(model):
@@ -157,7 +157,7 @@ def test_generate_without_our_cache(model):
         ({"generation_config": GenerationConfig(guidance_scale=2.0)}, "guidance_scale: got 2.0"),
         ({"assistant_early_exit": 1}, "assistant_early_exit: got 1, allowed inside attach"),
         ({"assistant_model": lambda model: model}, "assistant_model: got a model that is attached"),
-        ({"assistant_model": sibling}, "assistant_model: got a model that is attached"),
+        ({"assistant_model": copy_of}, "assistant_model: got a model that is attached"),
     ],
     ids=["guidance", "guidance-config", "early-exit", "itself", "parts"],
 )
@@ -166,7 +166,7 @@ def test_ways_to_generate_that_run_the_model_with_another_cache(model, options, 
     with kvhf.attach(model, **REGIONS) as cache:
         with pytest.raises(UnsupportedError, match=match):
             model.generate(**prompt(1, 20), past_key_values=cache, max_new_tokens=2, **options)
-        assert cache.get_seq_length() == 0  # no step has run
+        assert cache.get_seq_length() == 0  # nothing has run
         model.generate(**prompt(1, 20), past_key_values=cache, max_new_tokens=2, guidance_scale=1)
 
 
@@ -281,7 +281,7 @@ def test_what_a_class_hands_to_attention_beside_the_rows(model, name):
 
 
 def test_learned_sinks_that_a_class_does_not_hand_to_attention(model):
-    """A llama with a parameter of that name, whose use by its class is unknown."""
+    """A llama with a parameter of that name: what its class makes of it is not known."""
     attention = model.model.layers[1].self_attn
     attention.sinks = torch.nn.Parameter(torch.zeros(4))
     try:
@@ -316,7 +316,7 @@ def test_masks_by_which_later_tokens_cannot_search(model, mask):
 
 
 def test_a_mask_of_all_queries_that_is_causal(model):
-    """Or only seems causal: values other than 0 and the smallest one are a bias."""
+    """Or only seems to be: values other than 0 and the least one are a bias."""
     inputs = prompt(2, 20, padded=True)
     own, positions = inputs["attention_mask"].bool(), torch.arange(20).expand(2, -1)
     seen = torch.ones(20, 20, dtype=torch.bool).tril() & own[:, None, None]
@@ -361,7 +361,7 @@ def test_iterating_and_offloading_are_refused(model):
 
 
 def test_a_class_around_the_interface_is_noticed():
-    """It claims to use the interface and does not: the first forward pass raises an error."""
+    """It says that it uses the interface and does not: the first forward refuses."""
     model = build("llama", num_hidden_layers=2)
     attention = type(model.model.layers[0].self_attn)
 

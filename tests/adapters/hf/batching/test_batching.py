@@ -1,4 +1,4 @@
-"""Continuous batching with indexes gives the results of transformers' own `generate_batch`."""
+"""Continuous batching through indexes, held to transformers' own `generate_batch`."""
 
 import pytest
 import torch
@@ -11,22 +11,22 @@ from kvindex_adapters.hf.model.patch import IMPLEMENTATION
 from tests.adapters.tiny import VOCABULARY, build
 
 REGIONS = dict(sink=2, local_window=4, update_every=8, dense_below=0)
-"""Small regions, so that nearly every decode step searches."""
+"""Small, so that nearly every decoded token searches."""
 EXACT = dict(index="exact", k=500, **REGIONS)
 TOKENS = 12
 NEWER = "page_size" in ContinuousBatchingConfig.__dataclass_fields__
-"""True for versions after 5.17, whose pages and results differ."""
+"""Not 5.17, whose pages are `block_size`, and whose results lack all answers but one."""
 
 
 def prompts(*lengths, seed=3, prefix=()):
-    """Return random token ids, one list per request."""
+    """Random token ids, one list a request."""
     generator = torch.Generator().manual_seed(seed)
-    rng = [torch.randint(3, VOCABULARY, (n,), generator=generator).tolist() for n in lengths]
-    return [[*prefix, *ids] for ids in rng]
+    random_ids = [torch.randint(3, VOCABULARY, (n,), generator=generator).tolist() for n in lengths]
+    return [[*prefix, *ids] for ids in random_ids]
 
 
 def batch(model, inputs, *, answers=1, **options):
-    """Return the tokens of `generate_batch` by request."""
+    """Tokens of `generate_batch`, request by request."""
     sizes = dict(page_size=16, block_size=16, num_blocks=64, max_batch_tokens=64)
     sizes.pop("block_size" if NEWER else "page_size")
     sampling = dict(do_sample=True, top_k=1) if answers > 1 else dict(do_sample=False)
@@ -97,8 +97,7 @@ def test_one_query_rows_read_few_rows_and_all_else_is_exact(model):
     with kvhf.attach_batch(model, **{**EXACT, "k": 1}) as batching:
         few = batch(model, inputs)
         report = batching.report()
-    # the prompt's attention is exact
-    assert [tokens[0] for tokens in few] == [tokens[0] for tokens in expected]
+    assert [tokens[0] for tokens in few] == [tokens[0] for tokens in expected]  # of the prompt
     assert few != expected
     assert report.rows_read < 0.4 * report.rows_full
     with kvhf.attach_batch(model, **{**EXACT, "k": 1, "dense_below": 200}) as batching:

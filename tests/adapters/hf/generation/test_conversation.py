@@ -1,4 +1,4 @@
-"""Several prompts and one cache: each answer equals that of one prompt with all ids."""
+"""Several prompts and one cache: each answer is what one prompt of all ids would get."""
 
 import copy
 import functools
@@ -24,16 +24,16 @@ def ids(length):
 
 
 @functools.cache
-def plain_model(family):
+def reference(family):
     """The same model, which is attached to nothing."""
     return build(family, eos_token_id=None)
 
 
 def alone(*parts, family="llama", **options):
-    """Return the answer of full attention to all parts as one prompt."""
+    """The answer of full attention to all parts as one prompt."""
     whole = torch.cat(parts)[None]
     inputs = {"input_ids": whole, "attention_mask": torch.ones_like(whole)}
-    return full(plain_model(family), inputs, **options)[0, whole.shape[1] :]
+    return full(reference(family), inputs, **options)[0, whole.shape[1] :]
 
 
 def ask(model, cache, question, used="branch", **options):
@@ -119,7 +119,7 @@ def test_options_that_look_at_the_past_see_it_or_are_refused(model, options):
 
 
 def test_assisted_decoding_reads_no_token_twice(model):
-    """transformers passes all ids in its first step, whatever the cache stores."""
+    """transformers feeds all ids in its first step, whatever the cache holds."""
     document, options = ids(12).repeat(4), dict(prompt_lookup_num_tokens=3)
     with kvhf.attach(model, **REGIONS) as cache:
         first = ask(model, cache, document, "refuse", **options)
@@ -172,7 +172,7 @@ def test_a_used_cache_is_refused_and_the_reasons_are_in_words(model):
 
 
 class Stops(Collect):
-    """A streamer that fails at the third token."""
+    """Fails at the third token."""
 
     def put(self, value):
         super().put(value)
@@ -210,8 +210,7 @@ def test_linear_attention_cannot_branch():
 
 
 class Begins(Words):
-    """A tokenizer that begins sequences with 1, and chats with 7 (turn) and 8 (generation
-    prompt)."""
+    """A tokenizer that begins sequences with 1 and chats with 7 (turn) and 8 (cue)."""
 
     def __call__(self, text, *, add_special_tokens=True):
         return {"input_ids": [1] * add_special_tokens + super().__call__(text)["input_ids"]}
@@ -242,7 +241,7 @@ def test_a_streamer_gets_the_prompt_and_the_answer_not_the_document(model):
 
 @pytest.mark.parametrize("index", ["exact", "pariskv", "snapkv", "louiskv+reuse"])
 def test_no_branch_leaves_a_trace(model, index):
-    """With few rows, and answers long enough to move tokens from the window to the index."""
+    """Few rows, and answers that are long enough to move tokens from the window to the index."""
     with kvhf.attach(model, **{**REGIONS, "index": index, "k": 6}) as cache:
         read(model, cache, ids(60))
         answers = [ask(model, cache, ids(length)).answer_ids for length in (9, 9, 30, 9)]
@@ -254,12 +253,12 @@ def test_ids_of_the_past_follow_a_copy_and_are_forgotten_where_others_change_it(
     options = dict(repetition_penalty=1.5)
     with kvhf.attach(model, **REGIONS) as cache, torch.no_grad():
         kvhf.read(model, Words(), ids(20), cache=cache)
-        clone = copy.deepcopy(cache)
-        assert torch.equal(past_ids(clone), ids(20))
-        ask(model, clone, ids(3), **options)
-        clone.crop(-3)
-        model(input_ids=ids(3)[None], past_key_values=clone)
-        assert past_ids(clone) is None
+        other = copy.deepcopy(cache)
+        assert torch.equal(past_ids(other), ids(20))
+        ask(model, other, ids(3), **options)
+        other.crop(-3)
+        model(input_ids=ids(3)[None], past_key_values=other)
+        assert past_ids(other) is None
         with pytest.raises(ValueError, match=r"repetition_penalty: got 1\.5"):
-            ask(model, clone, ids(3), **options)
+            ask(model, other, ids(3), **options)
         assert torch.equal(past_ids(cache), ids(20))

@@ -22,10 +22,9 @@ DEFAULT = {"role": "system", "content": "9 9"}
 
 
 class Chat(Words):
-    """A tokenizer with numbers as words, which merges two neighbors. Its template has a system
-    message.
+    """Words are numbers; two neighbors merge. The template begins with a system message.
 
-    With `thinks`, the template omits the first five words of an answer that is followed by a turn.
+    thinks: of an answer that others follow, the template leaves the first five words out.
     """
 
     def __init__(self, thinks=False):
@@ -147,7 +146,7 @@ KINDS = ("cache", "session", "dense session")
 
 @pytest.fixture(params=KINDS)
 def opened(request, model):
-    """Return a function that opens an empty cache or session with a tokenizer."""
+    """A function that opens an empty cache or session with a tokenizer."""
     if request.param != "cache":
         options = dict(**INDEX, attach_options=SIZES)
         options = options if request.param == "session" else dict(index=None)
@@ -163,7 +162,7 @@ def opened(request, model):
 
 
 def expected(plain, ids, **options):
-    """Return the answer of full attention to these ids as one prompt."""
+    """The answer of full attention to these ids as one prompt."""
     whole = torch.tensor([ids])
     inputs = {"input_ids": whole, "attention_mask": torch.ones_like(whole)}
     return full(plain, inputs, **options)[0, len(ids) :].tolist()
@@ -349,10 +348,10 @@ def test_a_copy_knows_the_conversation(model, copied):
         talk = Cache(model, Chat(), cache)
         said = [user(words(30))]
         answer = talk.ask(said)
-        clone = Cache(model, Chat(), copied(cache))
-        clone.ask([user("40")])
+        other = Cache(model, Chat(), copied(cache))
+        other.ask([user("40")])
         whole = [*said, assistant(answer.text), user("40")]
-        assert clone.ids[:-NEW] == rendered(Chat(), whole)
+        assert other.ids[:-NEW] == rendered(Chat(), whole)
         cache.crop(-1)  # the remaining tokens are no longer those of the conversation
         with pytest.raises(ValueError, match="not put there by read and generate"):
             talk.ask([user("40")], used="continue")

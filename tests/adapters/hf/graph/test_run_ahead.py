@@ -1,7 +1,6 @@
-"""Answers whose steps are launched before earlier tokens are read equal those of transformers.
+"""Answers whose tokens are launched before the last ones are read: those of transformers' loop.
 
-On a CPU nothing runs concurrently with the host. `RUNS_AHEAD` claims it, and graphs are recorded
-functions.
+On a CPU nothing runs beside the host; `RUNS_AHEAD` says it did, and graphs are work that is kept.
 """
 
 from contextlib import nullcontext
@@ -28,7 +27,7 @@ SLIDING = dict(layer_types=["sliding_attention", "full_attention"], sliding_wind
 
 
 class Vocabulary(Words):
-    """A tokenizer with letters as words, for stop strings."""
+    """A tokenizer of words that are letters: what stop strings are made of."""
 
     def __call__(self, text, **options):
         return {"input_ids": [text]}
@@ -48,7 +47,7 @@ class Vocabulary(Words):
 
 @pytest.fixture
 def graphs():
-    """Count graphs and replays."""
+    """Counts graphs and replays."""
     with kept(WholeGraph) as counting:
         yield counting
 
@@ -64,7 +63,7 @@ def model():
 
 @pytest.fixture(autouse=True)
 def launched(monkeypatch):
-    """Count the tokens that were on their way to the host when it read one."""
+    """Counts tokens that were on their way to the host, at each that it read."""
     waiting, take = [], TokenRing.take
 
     def counted(ring):
@@ -80,9 +79,8 @@ def ahead_on_a_cpu(monkeypatch, ahead):
     monkeypatch.setattr(run_ahead, "RUNS_AHEAD", {"cpu"} if ahead else set())
 
 
-def told(monkeypatch, model, *, ahead, turns=1, attach=None, seed=0, used="continue", **options):
-    """Return everything that can be observed of successive answers in a cache, and of its final
-    state."""
+def decoded(monkeypatch, model, *, ahead, turns=1, attach=None, seed=0, used="continue", **options):
+    """What can be seen of answers in a cache, which follow each other, and of what is left."""
     ahead_on_a_cpu(monkeypatch, ahead)
     torch.manual_seed(seed)
     seen = []
@@ -110,7 +108,7 @@ def told(monkeypatch, model, *, ahead, turns=1, attach=None, seed=0, used="conti
 
 def check_same(monkeypatch, model, **options):
     """Answer ids of the last turn, which are the same either way, and all that is left."""
-    mine, theirs = (told(monkeypatch, model, ahead=ahead, **options) for ahead in (True, False))
+    mine, theirs = (decoded(monkeypatch, model, ahead=ahead, **options) for ahead in (True, False))
     assert mine[0] == theirs[0]
     torch.testing.assert_close(mine[1], theirs[1], rtol=1e-5, atol=1e-5)
     return mine[2]
@@ -118,7 +116,7 @@ def check_same(monkeypatch, model, **options):
 
 def ending(monkeypatch, model, place, **options):
     """A token that an answer has first at this place."""
-    whole = told(monkeypatch, model, ahead=False, **options)[2]
+    whole = decoded(monkeypatch, model, ahead=False, **options)[2]
     firsts = [n for n, token in enumerate(whole) if token not in whole[:n]]
     return whole[next((n for n in firsts if n >= place), firsts[-1])]
 
@@ -184,7 +182,7 @@ def test_stop_strings(monkeypatch, launched, model):
 
 @pytest.mark.parametrize("index", ["exact", "quest", "h2o", "exact+reuse"])
 def test_other_indexes(monkeypatch, launched, model, index):
-    """Including indexes that learn from their queries."""
+    """Also those that learn from what they are asked."""
     how = dict(attach=dict(index=index, k=12))
     end = ending(monkeypatch, model, 9, **how)
     check_same(monkeypatch, model, turns=2, eos_token_id=end, **how)
@@ -306,7 +304,7 @@ def test_a_token_is_drawn_as_torch_draws_it(device):
 @pytest.mark.gpu
 @pytest.mark.parametrize("options", [{}, SAMPLED], ids=["greedy", "sampled"])
 def test_no_token_waits_for_the_host_on_a_gpu(monkeypatch, options):
-    """From the first replay on, with the same tokens as transformers' loop."""
+    """From the first replay on; the same tokens as transformers' loop."""
     model, ids = model_of(head_dim=64).to("cuda"), prompt(1, 60)["input_ids"][0]
     sizes = dict(SIZES, update_every=8)
     how = dict(max_new_tokens=60, index="pariskv", k=10, attach_options=sizes, **options)

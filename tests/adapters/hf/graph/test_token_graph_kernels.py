@@ -1,4 +1,4 @@
-"""A decode step as one graph with kernels: emulated on a CPU, captured on a GPU."""
+"""A token as one graph with kernels in it: emulated on a CPU, captured for real on a GPU."""
 
 from dataclasses import replace
 
@@ -14,7 +14,7 @@ SMALL = dict(num_hidden_layers=2, head_dim=64, eos_token_id=None)
 FULL = dict(layer_types=["full_attention"] * 2)
 WINDOWS = dict(layer_types=["sliding_attention", "full_attention"], sliding_window=16)
 EAGER = 3
-"""Steps without a replay: the first one ends the prompt, the next two are compared."""
+"""Tokens that are no replays: the first one ends the prompt, the next two are compared."""
 
 
 def model_of(device, family="llama", dtype=torch.float32, **options):
@@ -22,7 +22,7 @@ def model_of(device, family="llama", dtype=torch.float32, **options):
 
 
 def both(model, inputs, count, *, attach=None, **options):
-    """Return tokens and reports with a graph of the step, and without."""
+    """Tokens and reports with a graph of the token, and without."""
     device, answers = model.device, []
     inputs = {name: tensor.to(device) for name, tensor in inputs.items()}
     index_options = {"backend": "cuda"} if device.type == "cpu" else {}
@@ -37,9 +37,9 @@ def both(model, inputs, count, *, attach=None, **options):
 
 
 def test_tokens_and_report_are_those_without_graphs(device, graphs):
-    """Through updates of both layers, with one graph. Sequences start at different tokens.
+    """Through updates of both layers, by one graph; rows start at other tokens.
 
-    Padded tokens that are compared run twice, so the row cache gets more requests.
+    Padded tokens that are compared are run twice, so that a cache of rows is asked more often.
     """
     (mine, report), (theirs, plain) = both(model_of(device), prompt(2, 60, padded=True), 24)
     assert torch.equal(mine, theirs)
@@ -73,7 +73,7 @@ def test_families_on_a_gpu(dtype, family, options):
 
 
 def logits_of(model, ids, first, token_graph):
-    """Return logits `[B, T, V]` of ids `[B, N]` from `first` on, one by one, and the report."""
+    """Logits `[B, T, V]` of tokens of ids `[B, N]` from `first` on, one by one, and the report."""
     made, how = [], dict(graphs=False, token_graph=token_graph, **REGIONS)
     if model.device.type == "cpu":
         how["index_options"] = {"backend": "cuda"}
@@ -88,7 +88,7 @@ def logits_of(model, ids, first, token_graph):
 
 @pytest.mark.parametrize("family", ["gemma3_text", "gpt_oss"])
 def test_windows_beside_kernels(device, graphs, family):
-    """More than once around a window, with one graph, or two if rows move to larger memory."""
+    """More than once around a window, by one graph, or two where rows move to more memory."""
     dtypes = [torch.float32] if device == "cpu" else [torch.float32, torch.bfloat16]
     if device == "cuda" and family == "gpt_oss":
         del dtypes[0]  # torch's grouped products of float32 read offsets on the host
@@ -135,9 +135,9 @@ def test_turns_leave_no_memory_behind():
                 some = model.generate(some, past_key_values=cache, max_new_tokens=20)
             assert int(cache.report().graph.split()[0]) > 20
         del cache
-        torch.cuda.empty_cache()  # the rest is in use, or a graph's
-        held.append((torch.cuda.memory_allocated(), torch.cuda.memory_reserved()))
-    assert held[-1] <= held[2]
+        torch.cuda.empty_cache()  # what is left is used, or a graph's
+        memory.append((torch.cuda.memory_allocated(), torch.cuda.memory_reserved()))
+    assert memory[-1] <= memory[2]
 
 
 @pytest.mark.gpu

@@ -1,4 +1,4 @@
-"""Files that do not fit a model raise an error, and leave the model unchanged."""
+"""Files that a model is made from: what does not fit is refused, and the model as it was."""
 
 import pytest
 import torch
@@ -11,8 +11,8 @@ NAME = "model.layers.0.self_attn.q_proj"
 
 
 def halves(rank=2, out=64, wide=64, name=NAME):
-    rng = torch.Generator().manual_seed(0)
-    A, B = torch.randn(rank, wide, generator=rng), torch.randn(out, rank, generator=rng)
+    generator = torch.Generator().manual_seed(0)
+    A, B = torch.randn(rank, wide, generator=generator), torch.randn(out, rank, generator=generator)
     return {f"{name}.A": A, f"{name}.B": B}
 
 
