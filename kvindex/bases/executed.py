@@ -67,7 +67,7 @@ class ExecutedIndex(BaseIndex):
     """An index that says what its executor can do, and hands it what it checked.
 
     A class on it makes `_executor` once the base is, if there is one (`core.backend.accelerate`),
-    and calls `_tell` after every change.
+    and calls `_inform_executor` after every change.
 
     block_tokens: tokens of a block, whose codes are a function of its keys; 1: of each key alone.
     """
@@ -80,7 +80,7 @@ class ExecutedIndex(BaseIndex):
     _joins = False  # whether it can be a row of a batch with others
     _usual: object = None  # what `_checked_step` saw last
 
-    def _tell(self, contents: Contents) -> None:
+    def _inform_executor(self, contents: Contents) -> None:
         """The executor is told what the index holds now."""
         if self._executor:
             self._executor = self._executor.update(contents)

@@ -10,9 +10,9 @@ from kvindex.cpu import threads, views
 from kvindex.cpu.buffers import BUFFERS
 from kvindex.cpu.kernels import groups
 from kvindex.ops import group as reference
-from kvindex.ops.group import POLICIES, fold, together
+from kvindex.ops.group import POLICIES, combine, fold
 
-__all__ = ["POLICIES", "agree", "fold", "together"]
+__all__ = ["POLICIES", "agree", "combine", "fold"]
 
 COMPILED = "mean_share", "max_share"
 

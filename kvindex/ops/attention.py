@@ -135,8 +135,8 @@ def with_sink_logits(output: Tensor, lse: Tensor, sink_logits: Tensor) -> Tensor
     which broadcasts to the lse. `output · exp(lse - logaddexp(lse, s))`, in the output's dtype
     (learned sinks: gpt-oss model card, arXiv 2508.10925, section 2.2).
     """
-    share = torch.sigmoid(lse - sink_logits.float()).masked_fill(lse == NEVER, 0.0)
-    return (output.float() * share[..., None]).to(output.dtype)
+    fraction = torch.sigmoid(lse - sink_logits.float()).masked_fill(lse == NEVER, 0.0)
+    return (output.float() * fraction[..., None]).to(output.dtype)
 
 
 def _attended(
@@ -235,8 +235,8 @@ def _past_and_own(queries: Tensor, keys: Tensor, values: Tensor, scale: float) -
     own = keys[:, :, N - T :], values[:, :, N - T :]
     before, before_lse = _fused(queries, *past, scale, causal=False)
     among, among_lse = _fused(queries, *own, scale, causal=True)
-    share = torch.sigmoid(among_lse - before_lse)[..., None]  # of the exponentials, as in `merge`
-    merged = torch.lerp(before.to(share.dtype), among.to(share.dtype), share)
+    fraction = torch.sigmoid(among_lse - before_lse)[..., None]
+    merged = torch.lerp(before.to(fraction.dtype), among.to(fraction.dtype), fraction)
     output = queries.new_empty(
         B, T, G, H // G, D
     )  # heads of a token side by side, as they are read

@@ -30,9 +30,9 @@ def ceil_share(count: int, *shares: float) -> int:
 
 
 @lru_cache
-def _product(*shares: float) -> Fraction:
+def _product(*fractions: float) -> Fraction:
     """The product of shares as decimals; cached, as every search has the same few."""
-    return prod((Fraction(str(share)) for share in shares), start=Fraction(1))
+    return prod((Fraction(str(fraction)) for fraction in fractions), start=Fraction(1))
 
 
 def histogram(signs: Tensor, valid: Tensor | None = None) -> Tensor:

@@ -56,16 +56,16 @@ def log_total(known: Tensor, rest: Tensor, left_out: Tensor) -> Tensor:
     return torch.logaddexp(known.logsumexp(-1), rest.logsumexp(-1) + times)
 
 
-def enough(shares: Tensor, coverage: float) -> tuple[Tensor, Tensor]:
+def enough(weights: Tensor, coverage: float) -> tuple[Tensor, Tensor]:
     """Slots that are needed, bool `[B, G, K]`, and their coverage, float32 `[B, G, g]`.
 
-    shares: of ranked rows, float32 `[B, G, g, K]`, 0 where a slot is unused. The shortest prefix
+    weights: of ranked rows, float32 `[B, G, g, K]`, 0 where a slot is unused. The shortest prefix
     that reaches `coverage` for every head of the group, or all rows.
     """
-    covered = shares.cumsum(-1)
+    covered = weights.cumsum(-1)
     uncovered = (covered < coverage).any(2)  # [B, G, K]: some head wants more after this slot
     needed = torch.cat([torch.ones_like(uncovered[..., :1]), uncovered[..., :-1]], dim=-1)
-    return needed, (shares * needed[:, :, None]).sum(-1)
+    return needed, (weights * needed[:, :, None]).sum(-1)
 
 
 def within(hits: Hits, slots: Tensor, known: Tensor, total: Tensor, coverage: float) -> Hits:
@@ -75,8 +75,8 @@ def within(hits: Hits, slots: Tensor, known: Tensor, total: Tensor, coverage: fl
     `log_weights` and `log_total` give them.
     """
     at = slots.clamp_min(0)[:, :, None].expand(-1, -1, known.shape[2], -1)
-    shares = (known.gather(-1, at) - total[..., None]).exp().clamp_max(1)
-    needed, covered = enough(shares.masked_fill((slots < 0)[:, :, None], 0), coverage)
+    weights = (known.gather(-1, at) - total[..., None]).exp().clamp_max(1)
+    needed, covered = enough(weights.masked_fill((slots < 0)[:, :, None], 0), coverage)
     return Hits(
         hits.ids.masked_fill(~needed, UNUSED),
         hits.scores.masked_fill(~needed, float("-inf")),

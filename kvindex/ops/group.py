@@ -54,16 +54,16 @@ def agree(
         logits = cap(estimates, scale, softcap)
         logits = logits.masked_fill(none[:, :, None], float("-inf"))  # a softcap makes it finite
         if sizes is None:
-            shares = torch.log_softmax(logits, dim=-1)
+            weights = torch.log_softmax(logits, dim=-1)
         else:
             total = (logits + sizes[:, :, None].log()).logsumexp(-1, keepdim=True)
-            shares = logits - total.masked_fill(total == float("-inf"), 0)
-        score = together(shares, policy)
+            weights = logits - total.masked_fill(total == float("-inf"), 0)
+        score = combine(weights, policy)
     return score.masked_fill(none, float("-inf"))
 
 
-def together(shares: Tensor, policy: str) -> Tensor:
+def combine(log_weights: Tensor, policy: str) -> Tensor:
     """The score `[B, G, C]` of rows from their log shares `[B, G, g, C]` of each head's softmax."""
     if policy == "max_share":
-        return shares.amax(2)
-    return shares.logsumexp(2) - math.log(shares.shape[2])
+        return log_weights.amax(2)
+    return log_weights.logsumexp(2) - math.log(log_weights.shape[2])

@@ -22,7 +22,7 @@ BLOCK = 2**20
 DEVICE_BLOCK = 2**26
 """Distances per block elsewhere: 256 MiB, enough work for a whole GPU."""
 
-PIECE = 2**28
+CHUNK = 2**28
 """Coordinates of the rows that are clustered at once: 1 GiB, and a few times that as scratch."""
 
 OnPass: TypeAlias = Callable[[int, int], None]
@@ -58,7 +58,7 @@ def kmeans(
     iterations: of Lloyd's; 0 gives the starting points. seed: of those. spherical: the points'
     directions are clustered by their cosines, and centroids are directions (Dhillon and Modha,
     2001); `assign` points' directions to them. on_pass: called after each pass over the points, at
-    most `ROUNDS + iterations` times for every `PIECE` of them. The same from run to run on every
+    most `ROUNDS + iterations` times for every `CHUNK` of them. The same from run to run on every
     device: random numbers are drawn on the CPU, alike for all rows, and sums are of integers, whose
     order does not matter. Raises TypeError or ValueError for a wrong tensor, NaN or infinity
     in it, fewer points than clusters, or a number out of range.
@@ -70,8 +70,8 @@ def kmeans(
         raise ValueError(f"clusters: got {clusters}, allowed is 1 to the {count} points")
     check.at_least("iterations", iterations, 0)
     check.at_least("seed", seed, 0)
-    pieces = torch.split(points, _rows_at_once(points))
-    passes = len(pieces) * (min(ROUNDS, clusters) + iterations)
+    chunks = torch.split(points, _rows_at_once(points))
+    passes = len(chunks) * (min(ROUNDS, clusters) + iterations)
     callback, done = on_pass or _watching.get(), 0
 
     def tick() -> None:
@@ -80,7 +80,7 @@ def kmeans(
         if callback is not None:
             callback(done, passes)
 
-    centroids = [_lloyd(piece, clusters, iterations, seed, spherical, tick) for piece in pieces]
+    centroids = [_lloyd(chunk, clusters, iterations, seed, spherical, tick) for chunk in chunks]
     return torch.cat(centroids)
 
 
@@ -188,4 +188,4 @@ def _rows(points: Tensor, order: Tensor) -> Tensor:
 
 
 def _rows_at_once(points: Tensor) -> int:
-    return int(max(PIECE // max(points.shape[1] * points.shape[2], 1), 1))
+    return int(max(CHUNK // max(points.shape[1] * points.shape[2], 1), 1))

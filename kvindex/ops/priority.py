@@ -101,7 +101,7 @@ def gains(units: Tensor, scale: float) -> Tensor:
     return (units * (scale * UNIT / math.log(2))).float()
 
 
-def sampled(blocks: int) -> Tensor:
+def sampled_blocks(blocks: int) -> Tensor:
     """Up to `CENTERS` of so many blocks, evenly spread, int64."""
     count = min(blocks, CENTERS)
     return blocks * torch.arange(count) // max(count, 1)
@@ -112,7 +112,7 @@ def totals(products: Tensor, scale: float) -> Tensor:
 
     In units, minus the logarithm of a head's sum of exponentials over centers of blocks, which
     stands for that over all keys but for what is nearly the same for all heads. products: `⟨q, μ⟩`
-    of `sampled` blocks, float32 `[B, G, g, n]`; where there is none, 0.
+    of `sampled_blocks`, float32 `[B, G, g, n]`; where there is none, 0.
     """
     if not products.shape[-1]:
         return products.new_zeros(products.shape[:-1])
@@ -164,7 +164,7 @@ def log_chances(sizes: Tensor, thresholds: Tensor) -> Tensor:
 # Rows: by floats
 
 
-def draw(sizes: Tensor, noises: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
+def sample(sizes: Tensor, noises: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
     """Up to `k` rows: priorities float32 `[..., k]`, falling, positions int64, and `log π` float32.
 
     sizes: logarithms, float32 `[..., N]`, `-inf` for no row; noises: float32, of that shape.
@@ -187,11 +187,11 @@ def temper(k: int) -> float:
     return 1 - 1 / math.sqrt(k)
 
 
-def root_mean_square(log_shares: Tensor) -> Tensor:
+def root_mean_square(log_weights: Tensor) -> Tensor:
     """The size of rows that a group's heads share, `[B, G, C]`, of shares `[B, G, g, C]`.
 
     Both are logarithms. In proportion to it the heads' summed variance is least: that of a head is
     the sum of `p² / π` over rows (Horvitz and Thompson, 1952).
     """
-    heads = log_shares.shape[2]
-    return ((2 * log_shares).logsumexp(2) - math.log(heads)) / 2
+    heads = log_weights.shape[2]
+    return ((2 * log_weights).logsumexp(2) - math.log(heads)) / 2

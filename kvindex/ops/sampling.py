@@ -19,7 +19,7 @@ def draw(logits: Tensor, ids: Tensor, k: int, drawn: int) -> tuple[Tensor, Tenso
     """
     chances = inclusion(logits, k - drawn, drawn)
     picked = chances >= 1
-    picked |= drawn_in_order(ids, chances.masked_fill(picked, 0))
+    picked |= systematic(ids, chances.masked_fill(picked, 0))
     slots = picked.cumsum(-1) - 1
     slots = torch.where(picked & (slots < k), slots, k)
     positions = torch.arange(logits.shape[-1], device=logits.device).expand(logits.shape)
@@ -38,8 +38,8 @@ def inclusion(logits: Tensor, sure: int, drawn: int) -> Tensor:
     tail = rest.flip(-1).cumsum(-1).flip(-1)
     # chances above 1 belong to a prefix: it ends where the rest can share what is left
     left = drawn - torch.arange(rest.shape[-1], device=logits.device)
-    shares = left * rest <= tail
-    capped = ~shares.cummax(-1).values if rest.shape[-1] else shares
+    fits = left * rest <= tail
+    capped = ~fits.cummax(-1).values if rest.shape[-1] else fits
     count = capped.sum(-1, keepdim=True)
     total = rest.masked_fill(capped, 0).sum(-1, keepdim=True).clamp_min(TINY)
     chances = torch.where(capped, 1.0, rest * (drawn - count) / total).clamp(0, 1)
@@ -48,7 +48,7 @@ def inclusion(logits: Tensor, sure: int, drawn: int) -> Tensor:
     return torch.cat([top, others], dim=-1).float()
 
 
-def drawn_in_order(ids: Tensor, chances: Tensor) -> Tensor:
+def systematic(ids: Tensor, chances: Tensor) -> Tensor:
     """Systematic drawing, bool `[B, G, P]`: along the ids, at every unit of summed chances."""
     order = ids.argsort(dim=-1)
     summed = chances.gather(-1, order).double().cumsum(-1) + 0.5

@@ -177,7 +177,7 @@ class ParisKVConfig:
         """Whether votes are times the keys' weights."""
         return self.coarse == "sign_votes" and self.weights == "log"
 
-    def shares(self, n: int) -> tuple[float, float]:
+    def fractions(self, n: int) -> tuple[float, float]:
         """`(β, ρ)` for `n` keys."""
         beta, rho = next(((b, r) for below, b, r in SCHEDULE if n < below), LONGEST)
         return beta if self.beta is None else self.beta, rho if self.rho is None else self.rho
@@ -186,8 +186,8 @@ class ParisKVConfig:
         """Candidates `C` of `n` keys for `k` rows."""
         if n <= self.single_stage_below:
             return n
-        share, least = ceil_share(n, self.shares(n)[0]), int(self.refine_factor) * k
-        return min(max(share, least, int(self.least_candidates)), n)
+        fraction, least = ceil_share(n, self.fractions(n)[0]), int(self.refine_factor) * k
+        return min(max(fraction, least, int(self.least_candidates)), n)
 
     def most_candidates(self, tokens: int, k: int) -> int:
         """The most candidates for `k` rows of up to so many keys."""
@@ -196,7 +196,7 @@ class ParisKVConfig:
 
     def tier_bounds(self, n: int) -> list[int]:
         """Keys that bound each tier of `n`."""
-        return [ceil_share(n, self.shares(n)[1], tier) for tier in TIERS]
+        return [ceil_share(n, self.fractions(n)[1], tier) for tier in TIERS]
 
     def limits(self, counts: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """Keys that bound each tier, int64 `[B, tiers]`, and candidates `C`, int64 `[B]`.

@@ -150,7 +150,7 @@ def prepare_query(queries: Tensor, state: State, config: StepConfig) -> Prepared
     ups = up_of(directions.abs().amax(-1) * norms)
     products = center_products(queries, state, config)
     votes = head_votes(state, planes, units, products, config)
-    draw = _draw(state, products, unit, config) if config.drawn else None
+    draw = _sampling_terms(state, products, unit, config) if config.drawn else None
     sample = sample_of(votes.amax(2) if draw is None else _priorities(votes, draw, state))
     return Prepared(
         planes=planes,
@@ -165,10 +165,10 @@ def prepare_query(queries: Tensor, state: State, config: StepConfig) -> Prepared
     )
 
 
-def _draw(state: State, products: Tensor, unit: Tensor, config: StepConfig) -> Draw:
+def _sampling_terms(state: State, products: Tensor, unit: Tensor, config: StepConfig) -> Draw:
     """Of products with centers `[B, G, S, g]`, and `q·k` of a vote, float64 `[B, G, g]`."""
     scale = config.geometry.scale
-    some = priority.sampled(products.shape[2] if config.centered else 0).to(products.device)
+    some = priority.sampled_blocks(products.shape[2] if config.centered else 0).to(products.device)
     first = state.flags.int().argmax(-1)
     signs = config.layout.fields(state.codes, state.tokens)["signs"]
     own = signs[torch.arange(len(first)), :, first]
@@ -237,7 +237,7 @@ def ranked(state: State, prepared: Prepared, products: Tensor, config: StepConfi
 def rerank(state: State, prepared: Prepared, scanned: Scanned, config: StepConfig) -> Reranked:
     """Estimate the inner products of the list's best `C`, and of all others in the cut's bin."""
     if prepared.draw is not None:
-        return _rerank_drawn(state, prepared, scanned, prepared.draw, config)
+        return _rerank_sampled(state, prepared, scanned, prepared.draw, config)
     entries, target = scanned.list, state.target.expand_as(scanned.counts)
     cut = torch.stack(cut_of(scanned.histogram, target), dim=-1)
     whole = torch.tensor([-1, 0], device=cut.device)
@@ -265,7 +265,7 @@ def _best(state: State, prepared: Prepared, products: Tensor, config: StepConfig
     return entries.sort(dim=-1, descending=True).values
 
 
-def _rerank_drawn(
+def _rerank_sampled(
     state: State, prepared: Prepared, scanned: Scanned, draw: Draw, config: StepConfig
 ) -> Reranked:
     """Estimates of all keys from the threshold on, which some `C` reach."""
@@ -338,7 +338,7 @@ def select_rows(
     draw: of `Prepared`, where rows are drawn.
     """
     if draw is not None:
-        return _select_drawn(reranked, k, config, draw)
+        return _select_sampled(reranked, k, config, draw)
     g, tokens = config.geometry, state.tokens
     # of entries in the cut's bin the best fill up to `C`; without a cut all are candidates
     whole = reranked.cuts[..., 0] < 0
@@ -357,7 +357,7 @@ def select_rows(
     return Selected(best.masked_fill(best == tokens, UNUSED), scores.gather(-1, order), found)
 
 
-def _select_drawn(reranked: Reranked, k: int, config: StepConfig, draw: Draw) -> Selected:
+def _select_sampled(reranked: Reranked, k: int, config: StepConfig, draw: Draw) -> Selected:
     """Rows of the `k` largest priorities by estimates, with the noise of the first draw."""
     g, (ids, order) = config.geometry, id_of(reranked.candidates).sort(dim=-1)
     candidates = reranked.candidates.gather(-1, order)
@@ -368,7 +368,7 @@ def _select_drawn(reranked: Reranked, k: int, config: StepConfig, draw: Draw) ->
     totals = (logits - chances[:, :, None]).logsumexp(-1, keepdim=True)
     sizes, noises = priority.root_mean_square(logits - totals), draw.noises(ids) * priority.NATS
     sizes = sizes.masked_fill(ids < 0, attention.NEVER)  # a row of the batch may have no candidate
-    scores, slots, last = priority.draw(sizes, noises.float(), k)
+    scores, slots, last = priority.sample(sizes, noises.float(), k)
     weights = -torch.minimum(last, chances.gather(-1, slots.clamp_min(0)))
     weights = weights * (priority.temper(k) if config.tempered else 1)
     best = ids.gather(-1, slots.clamp_min(0)).masked_fill(slots < 0, _LAST)
@@ -401,16 +401,16 @@ def attend(
     """
     g, count = config.geometry, int(state.resident_count)
     keys, values = _rows(state, selected.ids, config)
-    beside = state.resident[:, :, :count].float().tensor_split([g.head_dim], dim=-1)
-    keys, values = torch.cat([keys, beside[0]], dim=2), torch.cat([values, beside[1]], dim=2)
+    resident = state.resident[:, :, :count].float().tensor_split([g.head_dim], dim=-1)
+    keys, values = torch.cat([keys, resident[0]], dim=2), torch.cat([values, resident[1]], dim=2)
     folded = group.fold(queries, g.kv_heads, config.policy)
     logits = attention.cap(folded @ keys.mT, g.scale, g.softcap).flatten(1, 2)
     if weights is None and selected.weights is not None:
         weights = selected.weights.repeat_interleave(g.group_size, dim=1)
     logits = logits + _bias(state, selected, weights, config)
     lse = logits.logsumexp(-1)
-    shares = (logits - lse.masked_fill(lse == attention.NEVER, 0)[..., None]).exp()
-    output = (shares.view(*folded.shape[:3], -1) @ values).flatten(1, 2)
+    softmax = (logits - lse.masked_fill(lse == attention.NEVER, 0)[..., None]).exp()
+    output = (softmax.view(*folded.shape[:3], -1) @ values).flatten(1, 2)
     return Attended(output.to(queries.dtype), lse, selected.found)
 
 

@@ -218,7 +218,7 @@ class ParisKV(ExecutedIndex):
         is_sampled: bool = self.config.sampling != "none"
         return is_sampled
 
-    def candidate_share(self, queries: Tensor, *, k: int) -> Tensor:
+    def candidate_coverage(self, queries: Tensor, *, k: int) -> Tensor:
         """What of the index's attention the candidates of a search hold, float32 `[B, H]`.
 
         As their draw estimates it; the rest is what rows stand for and nobody looks at. Op by op,
@@ -232,7 +232,7 @@ class ParisKV(ExecutedIndex):
         check.at_least("len(index)", len(self), 1)
         self.search(queries, k=k)  # which checks both
         found = self.inputs(queries.detach())
-        return sampling.candidate_share(*found, min(k, self._rows_at_most()))
+        return sampling.candidate_coverage(*found, min(k, self._rows_at_most()))
 
     def _scale(self, parts: list[Codes]) -> Tensor | None:
         """The weight scale of all keys, float32 `[B, G]`, where votes read weights."""
@@ -265,7 +265,7 @@ class ParisKV(ExecutedIndex):
         """What follows from the tokens is made anew, and the executor is told of them."""
         self._weight_scale, self._open = None, None
         if self._executor:
-            self._tell(self._contents(self._executor.encodes))
+            self._inform_executor(self._contents(self._executor.encodes))
 
     def _contents(self, encodes: bool) -> Contents:
         """What the executor is told; encodes: whether it encodes keys."""

@@ -27,7 +27,7 @@ def search(tokens: Tokens, queries: Queries, k: int) -> Hits:
     sizes = priority.root_mean_square(logits - weighted.logsumexp(-1, keepdim=True))
     sizes = sizes.masked_fill(ids < 0, -math.inf)  # a row of the batch may have no candidate
     noises = noises.expand(*ids.shape[:2], -1).gather(-1, ids.clamp_min(0)) * priority.NATS
-    scores, at, last = priority.draw(sizes, noises, k)
+    scores, at, last = priority.sample(sizes, noises, k)
     unused, at = at < 0, at.clamp_min(0)
     log_weight = _log_weight(tokens, torch.minimum(last, chances.gather(-1, at)), k)
     log_weight = log_weight.masked_fill(unused, -math.inf)
@@ -35,7 +35,7 @@ def search(tokens: Tokens, queries: Queries, k: int) -> Hits:
     return Hits(found, scores, log_weight.repeat_interleave(tokens.geometry.group_size, dim=1))
 
 
-def candidate_share(tokens: Tokens, queries: Queries, k: int) -> Tensor:
+def candidate_coverage(tokens: Tokens, queries: Queries, k: int) -> Tensor:
     """Estimate the fraction of the attention that candidates for `k` rows hold, float32 `[B, H]`.
 
     1 in a sequence without a valid token, where nothing is left out.
@@ -96,7 +96,7 @@ def _scales(tokens: Tokens, queries: Queries) -> tuple[Tensor, Tensor]:
     gains = priority.gains(_vote_units(tokens, queries), scale)
     if offsets is None:
         return gains, torch.zeros_like(gains)
-    some = priority.sampled(offsets.shape[-1]).to(offsets.device)
+    some = priority.sampled_blocks(offsets.shape[-1]).to(offsets.device)
     return gains, priority.totals(offsets[..., some], scale)
 
 

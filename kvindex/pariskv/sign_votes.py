@@ -91,10 +91,10 @@ def thresholds_of(sample: Tensor, state: State, config: StepConfig) -> dict[str,
     """`thresholds`, `bases` and `shifts` of a sample of votes, or of priorities: multiples of
     `priority.STEP`, whatever the sample's own numbers.
     """
-    share, counted = state.wanted.tolist(), state.counted.tolist()
-    find = _drawn_threshold if config.drawn else _threshold
+    wanted, counted = state.wanted.tolist(), state.counted.tolist()
+    find = _sampled_threshold if config.drawn else _threshold
     rows = [
-        find(votes[votes != LEAST].long(), share[b], counted[b])
+        find(votes[votes != LEAST].long(), wanted[b], counted[b])
         for b, heads in enumerate(sample)
         for votes in heads
     ]
@@ -127,7 +127,7 @@ def _threshold(votes: Tensor, wanted: int, counted: int) -> tuple[int, int, int]
         width = (1 << shift) - 1
 
 
-def _drawn_threshold(votes: Tensor, wanted: int, counted: int) -> tuple[int, int, int]:
+def _sampled_threshold(votes: Tensor, wanted: int, counted: int) -> tuple[int, int, int]:
     threshold, base, _ = _threshold(votes, wanted, counted)
     base = base // STEP * STEP
     return base if threshold > LEAST + 1 else threshold, base, _shift(STEP * BINS - 1)

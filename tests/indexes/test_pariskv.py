@@ -92,9 +92,9 @@ def test_the_comparison_with_the_spec_can_fail(broken):
 )
 def test_schedule_as_published(n, beta, rho):
     index = Case().index("pariskv:preset=paper", preset="paper")
-    assert index.config.shares(n) == literal.schedule(n) == (beta, rho)
-    assert Case().index("pariskv:preset=paper", beta=0.03).config.shares(n) == (0.03, rho)
-    assert Case().index("pariskv:preset=paper", rho=0.03).config.shares(n) == (beta, 0.03)
+    assert index.config.fractions(n) == literal.schedule(n) == (beta, rho)
+    assert Case().index("pariskv:preset=paper", beta=0.03).config.fractions(n) == (0.03, rho)
+    assert Case().index("pariskv:preset=paper", rho=0.03).config.fractions(n) == (beta, 0.03)
 
 
 @pytest.mark.parametrize("n", [4_999, 5_000])

@@ -60,30 +60,30 @@ def test_tempered_weights_are_a_power_of_these(index):
 def test_what_candidates_hold_is_told(index):
     """By estimates of few bits, whose error is about a tenth of a nat here."""
     queries = 2 * CASE.queries()
-    told = index.candidate_share(queries, k=K)
+    told = index.candidate_coverage(queries, k=K)
     with torch.autocast("cpu"):
-        assert torch.equal(index.candidate_share(queries, k=K), told)
+        assert torch.equal(index.candidate_coverage(queries, k=K), told)
     ids = sampling.find(*index.inputs(queries), K)[0][0].repeat_interleave(3, 0)
     shares = logits(queries).softmax(-1).gather(1, ids.clamp_min(0)) * (ids >= 0)
     torch.testing.assert_close(told[0].double(), shares.sum(1), atol=0.1, rtol=0)
     assert (told < 0.95).any()
-    assert (index.candidate_share(queries, k=TOKENS) == 1).all()
+    assert (index.candidate_coverage(queries, k=TOKENS) == 1).all()
     with pytest.raises(
         ValueError, match="sampling: got 'none', allowed is 'priority' or 'tempered'"
     ):
-        CASE.index("pariskv:preset=fast").candidate_share(queries, k=K)
+        CASE.index("pariskv:preset=fast").candidate_coverage(queries, k=K)
     with pytest.raises(
         ValueError, match=r"len\(index\): got 0, allowed is an integer of at least 1"
     ):
-        CASE.index("pariskv:preset=sampled").candidate_share(queries, k=K)
+        CASE.index("pariskv:preset=sampled").candidate_coverage(queries, k=K)
 
 
 def test_candidates_hold_everything_where_there_is_no_valid_token():
     case = replace(CASE, batch=2)
     index = case.index("pariskv:preset=sampled")
     index.append(*case.tokens(30), valid=left_padding([30, 5], 30))
-    assert (index.candidate_share(case.queries(), k=K)[0] == 1).all()
-    assert (index.candidate_share(case.queries(), k=K)[1] <= 1).all()
+    assert (index.candidate_coverage(case.queries(), k=K)[0] == 1).all()
+    assert (index.candidate_coverage(case.queries(), k=K)[1] <= 1).all()
 
 
 def test_with_as_many_rows_as_keys_all_are_sure(index):

@@ -156,7 +156,7 @@ def test_rows_may_be_clustered_in_pieces(monkeypatch, spherical):
     whole = kmeans(given, 7, spherical=spherical)
     labels = assign(given, whole)[0]
     sums = module.means(given, labels, 7)
-    monkeypatch.setattr(module, "PIECE", 2 * 60 * 4)
+    monkeypatch.setattr(module, "CHUNK", 2 * 60 * 4)
     torch.testing.assert_close(kmeans(given, 7, spherical=spherical), whole)
     for ours, theirs in zip(module.means(given, labels, 7), sums, strict=True):
         assert torch.equal(ours, theirs)
@@ -173,7 +173,7 @@ def test_each_pass_is_told_and_their_number_is_bounded(clusters, iterations):
 
 
 def test_rows_that_are_clustered_in_pieces_are_counted_together(monkeypatch):
-    monkeypatch.setattr(module, "PIECE", 60 * 4)  # one row at a time
+    monkeypatch.setattr(module, "CHUNK", 60 * 4)  # one row at a time
     told = []
     kmeans(points(3, 60, 4), 2, iterations=1, on_pass=lambda *of: told.append(of))
     assert told == [(done, 9) for done in range(1, 10)]

@@ -1,7 +1,7 @@
 """Priority sampling: its law, its sums and their variance, in one phase and in two.
 
-Means are within 6 of their standard errors: by the normal approximation below 2e-9 each for a new
-seed, some 50 of them. The law of `noise` holds with 1 - 1e-9 (Dvoretzky–Kiefer–Wolfowitz).
+Means lie within 6 of their standard errors: by the normal approximation below 2e-9 each for a seed
+drawn afresh, some 50 of them. The law of `noise` holds with 1 - 1e-9 (Dvoretzky–Kiefer–Wolfowitz).
 """
 
 import math
@@ -17,7 +17,7 @@ SEEDS, ROWS = 20_000, 60
 
 @pytest.fixture(scope="module")
 def noises():
-    """Return the noise of every row by each seed, `[SEEDS, ROWS]`."""
+    """Of every row by each seed, `[SEEDS, ROWS]`."""
     seeds = torch.arange(SEEDS)[:, None] * 12_345_677
     return nats(priority.noise(torch.arange(ROWS), seeds))
 
@@ -27,21 +27,19 @@ def nats(noise):
 
 
 def sizes(seed, spread=2.0):
-    """Return logarithms of sizes `[ROWS]`."""
+    """Logarithms of sizes `[ROWS]`."""
     return spread * torch.randn(ROWS, generator=torch.Generator().manual_seed(seed))
 
 
 def sums(positions, log_chances, values):
-    """Sum values `[ROWS]` over the sampled rows, weighted with `1 / π`: float64 `[SEEDS]`."""
+    """Of values `[ROWS]` over the rows drawn, weighted with `1 / π`: float64 `[SEEDS]`."""
     weights = torch.where(positions < 0, 0, (-log_chances.double()).exp())
     return (weights * values.double()[positions.clamp_min(0)]).sum(-1)
 
 
 def variances(positions, log_chances, values):
-    """Estimate the variance of `sums` from each sample, float64 `[SEEDS]`.
-
-    The estimate is Σ x² (1 - π) / π² over the sampled rows. For sizes `w = x` this is Σ τ max(0, τ
-    - w) by Duffield, Lund and Thorup.
+    """What a draw tells of the variance of `sums`, float64 `[SEEDS]`: Σ x² (1 - π) / π² over its
+    rows, for sizes `w = x` Duffield, Lund and Thorup's Σ τ max(0, τ - w).
     """
     chances = log_chances.double().exp()
     squares = values.double()[positions.clamp_min(0)].square()
@@ -59,9 +57,9 @@ def assert_tells_its_variance(drawn, values):
 
 
 def drawn_twice(coarse, fine, noises, candidates, k):
-    """Return sampled rows `[SEEDS, k]` with `log π`, and their candidates with theirs."""
-    _, found, chances = priority.draw(coarse.expand(SEEDS, -1), noises, candidates)
-    _, at, last = priority.draw(fine[found], noises.gather(1, found), k)
+    """Rows `[SEEDS, k]` and their `log π`; the candidates that they are drawn from, and theirs."""
+    _, found, chances = priority.sample(coarse.expand(SEEDS, -1), noises, candidates)
+    _, at, last = priority.sample(fine[found], noises.gather(1, found), k)
     return (found.gather(1, at), torch.minimum(last, chances.gather(1, at))), (found, chances)
 
 
@@ -79,7 +77,7 @@ def test_noise_is_the_logarithm_of_uniform_numbers_whatever_the_order():
 @pytest.mark.parametrize("k", [2, 8, 30])
 def test_sums_over_drawn_rows_are_right_on_average(k, noises):
     own = sizes(0)
-    _, *drawn = priority.draw(own.expand(SEEDS, -1), noises, k)
+    _, *drawn = priority.sample(own.expand(SEEDS, -1), noises, k)
     for seed in range(3):
         values = sizes(seed).exp() * torch.randn(
             ROWS, generator=torch.Generator().manual_seed(9 + seed)
@@ -90,7 +88,7 @@ def test_sums_over_drawn_rows_are_right_on_average(k, noises):
 def test_rows_of_a_draw_are_not_correlated_and_their_variance_is_bounded(noises):
     """Σ Var(ŵ) is the variance of the sum, and at most W² / (k - 1) (Szegedy, 2006)."""
     own, k = sizes(1), 12
-    _, positions, log_chances = priority.draw(own.expand(SEEDS, -1), noises, k)
+    _, positions, log_chances = priority.sample(own.expand(SEEDS, -1), noises, k)
     weights = torch.zeros(SEEDS, ROWS, dtype=torch.float64)
     weights.scatter_(1, positions, (own[positions] - log_chances).double().exp())
     total, each = weights.sum(1).var(), weights.var(0).sum()
@@ -101,7 +99,7 @@ def test_rows_of_a_draw_are_not_correlated_and_their_variance_is_bounded(noises)
 @pytest.mark.parametrize("k", [6, 12, 30])
 def test_a_draw_tells_the_variance_of_its_sums(k, noises):
     own = sizes(1)
-    _, *drawn = priority.draw(own.expand(SEEDS, -1), noises, k)
+    _, *drawn = priority.sample(own.expand(SEEDS, -1), noises, k)
     signs = torch.randn(ROWS, generator=torch.Generator().manual_seed(9))
     for values in (own.exp(), own.exp() * signs):
         assert_tells_its_variance(drawn, values)
@@ -113,8 +111,7 @@ def test_a_draw_tells_the_variance_of_its_sums(k, noises):
 
 @pytest.mark.parametrize("error", [0.0, 0.7])
 def test_a_draw_among_drawn_candidates_is_right_on_average(error, noises):
-    """Candidates are sampled by inexact sizes, rows by others; `π` is the smaller of both
-    chances."""
+    """Candidates by sizes that are off, rows by others: `π` is the smaller of both chances."""
     drawn, _ = drawn_twice(sizes(2), sizes(2) + error * sizes(3, 1.0), noises, 24, 8)
     for seed in range(3):
         values = torch.randn(ROWS, generator=torch.Generator().manual_seed(20 + seed))
@@ -124,9 +121,8 @@ def test_a_draw_among_drawn_candidates_is_right_on_average(error, noises):
 
 
 def test_candidates_tell_what_they_leave_out(noises):
-    """On average, Σ w (1 / π - 1) over candidates is the sum of `w` over all other rows.
-
-    The same holds with sampled rows in place of candidates.
+    """On average Σ w (1 / π - 1) over candidates is the sum of `w` over all other rows, and over
+    the rows drawn, in place of candidates, too.
     """
     own = sizes(2) + sizes(3, 0.7)
     rows, candidates = drawn_twice(sizes(2), own, noises, 16, 8)
@@ -139,16 +135,14 @@ def test_candidates_tell_what_they_leave_out(noises):
 
 
 def test_a_ratios_bias_is_bounded_and_falls_as_the_number_drawn_grows(noises):
-    """It falls at least as 1 / k.
-
-    By Hartley and Ross (1954) it is at most the ratio's standard deviation times that of the
-    denominator, which is below 1 / √(k - 1) of it (Szegedy, 2006).
+    """At least as 1 / k, and by Hartley and Ross (1954) within the ratio's standard deviation times
+    that of the denominator, which is below 1 / √(k - 1) of it (Szegedy, 2006).
     """
     own, off = sizes(4, 0.5), sizes(6, 1.0)  # weights of rows whose sizes are off as the values are
     weights = (own + 0.7 * off).exp()
     true, found = (weights.double() * off).sum() / weights.double().sum(), {}
     for k in (4, 8, 16, 32):
-        _, *drawn = priority.draw(own.expand(SEEDS, -1), noises, k)
+        _, *drawn = priority.sample(own.expand(SEEDS, -1), noises, k)
         total = sums(*drawn, weights)
         ratio = sums(*drawn, weights * off) / total - true
         error = 6 * ratio.std() / math.sqrt(SEEDS)
@@ -162,7 +156,7 @@ def test_a_ratios_bias_is_bounded_and_falls_as_the_number_drawn_grows(noises):
 def test_few_rows_are_all_sure_and_none_stays_none(noises):
     own = sizes(5)
     own[10:] = -math.inf
-    priorities, positions, log_chances = priority.draw(own, noises[0], 16)
+    priorities, positions, log_chances = priority.sample(own, noises[0], 16)
     assert (priorities[:-1] >= priorities[1:]).all()
     assert sorted(positions[:10].tolist()) == list(range(10))
     assert (log_chances[:10] == 0).all()
@@ -171,8 +165,7 @@ def test_few_rows_are_all_sure_and_none_stays_none(noises):
 
 
 def test_the_size_of_a_group_is_least_in_variance():
-    """Of chances in proportion to some size, Σ p² / π over rows and heads is smallest for this
-    one."""
+    """Of chances in proportion to some size, Σ p² / π over rows and heads is least for this one."""
     shares = torch.randn(1, 1, 3, ROWS, generator=torch.Generator().manual_seed(6)).log_softmax(-1)
     ways = {
         "rms": priority.root_mean_square(shares)[0, 0].exp(),
@@ -203,7 +196,7 @@ def test_noise_is_a_logarithm_in_integers():
 
 @pytest.mark.parametrize("limit", [8, 20])
 def test_candidates_that_reach_a_threshold_are_right_on_average(limit, noises):
-    """With integers and a threshold that is rounded down, chances are still exact."""
+    """Integers, and a threshold that is rounded down: chances are exact all the same."""
     own = (sizes(7) / priority.NATS).round().long()
     seeds = torch.arange(4000)[:, None] * 12_345_677
     drawn = own + priority.noise(torch.arange(ROWS), seeds)
@@ -231,9 +224,9 @@ def test_all_keys_are_candidates_where_there_are_no_more():
 def tempered_bias(sizes, k, noises):
     """Return by how much tempered sums fall short of the true one, and the standard error.
 
-    Both are fractions of the true sum. Sizes are float32 `[n]`, noises `[SEEDS, n]`.
+    A fraction of the true sum; sizes float32 `[n]`, noises `[SEEDS, n]`.
     """
-    _, positions, chances = priority.draw(sizes.expand(len(noises), -1), noises, k)
+    _, positions, chances = priority.sample(sizes.expand(len(noises), -1), noises, k)
     weights = (-chances.double() * priority.temper(k)).exp()
     parts = weights * sizes.double().softmax(-1)[positions.clamp_min(0)]
     lacks = 1 - torch.where(positions < 0, 0, parts).sum(-1)
@@ -241,15 +234,14 @@ def tempered_bias(sizes, k, noises):
 
 
 def most_tempered_bias(k, n):
-    """Return the bound in docs/pipeline/rerank.md."""
+    """The bound in docs/pipeline/rerank.md."""
     return 1 - ((k - 0.5) / n) ** (1 / math.sqrt(k))
 
 
 @pytest.mark.parametrize(("n", "k"), [(300, 16), (300, 64), (60, 8), (60, 2), (60, 1)])
 @pytest.mark.parametrize("spread", [0.0, 0.3, 1.0, 3.0, "one large", "two kinds"])
 def test_tempered_sums_lack_no_more_than_the_bound(n, k, spread):
-    """For weights of any kind. Means are within 6 of their standard errors of what they
-    estimate."""
+    """Of weights of any kind. Means lie within 6 of their standard errors of what they estimate."""
     own, numbers = torch.zeros(n), torch.randn(n, generator=torch.Generator().manual_seed(n))
     if spread == "one large":
         own[7] = 5.0
@@ -259,7 +251,7 @@ def test_tempered_sums_lack_no_more_than_the_bound(n, k, spread):
         own = spread * numbers
     ids, seeds = torch.arange(n), torch.arange(6_000)[:, None] * 12_345_677
     lacks, error = tempered_bias(own, k, nats(priority.noise(ids, seeds)))
-    assert lacks >= -6 * error  # sums are never too large
+    assert lacks >= -6 * error  # never too much
     assert lacks <= most_tempered_bias(k, n) + 6 * error + 1e-6
     if spread == 0.0 and k > 1:  # equal weights are the worst: there the bound is nearly reached
         assert lacks >= 1 - (k / n) ** (1 / math.sqrt(k)) - 6 * error

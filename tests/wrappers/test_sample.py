@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvindex.indexes.exact import Exact
-from kvindex.ops.sampling import drawn_in_order, inclusion
+from kvindex.ops.sampling import systematic, inclusion
 from kvindex.wrappers import Sample, Wrapper
 from tests.support.helpers import Case, assert_well_formed
 
@@ -89,7 +89,7 @@ def test_drawing_follows_the_chances():
         # a row before all others whose chance moves the places where it is drawn
         shifted = torch.cat([torch.full((1, 1, 1), step / 400), chances], -1)
         ids = torch.tensor([[[0, 5, 3, 4, 1, 6, 2]]])
-        got = drawn_in_order(ids, shifted)
+        got = systematic(ids, shifted)
         assert int(got[..., 1:].sum()) in (2, 3, 4)
         seen += got[0, 0, 1:]
     torch.testing.assert_close(seen / 400, chances[0, 0], rtol=0, atol=0.006)

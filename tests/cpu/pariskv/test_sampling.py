@@ -122,7 +122,7 @@ def put_bounds(
 @pytest.mark.parametrize("blocks", [1, 7, 128, 129, 300, 1000])
 def test_blocks_of_a_sample_are_the_reference_ones(blocks):
     found = [s for s in range(blocks) if scan.is_sampled(s, blocks)]
-    assert found == priority.sampled(blocks).tolist()
+    assert found == priority.sampled_blocks(blocks).tolist()
 
 
 def chosen(sizes, valid, limit):
@@ -196,7 +196,7 @@ def test_rows_are_drawn_as_the_reference_draws(C, k):
     scores, weights = np.empty(k, np.float32), np.empty((2, k), np.float32)
     given = sizes.numpy(), own.numpy(), chances.numpy(), ids
     count = sampled_rows.draw(*given, 0.5, to, scores, weights)
-    want, positions, last = priority.draw(sizes, own, k)
+    want, positions, last = priority.sample(sizes, own, k)
     assert count == min(k, C) == (positions >= 0).sum()
     assert to.tolist() == [3 * at if at >= 0 else -1 for at in positions.tolist()]
     torch.testing.assert_close(torch.from_numpy(scores), want)
