@@ -107,7 +107,7 @@ def test_steps_on_a_cpu_are_measured_in_turns_and_a_wrong_one_is_not(tmp_path, m
     assert all(step["of_plain_low"] <= step["of_plain"] <= step["of_plain_high"] for step in steps)
     told = report.TABLES["cpu_row_codecs"](result)
     assert re.search(rf"\| `int2` \| {steps[0]['ms']:.2f} \| .* \| {steps[1]['ms']:.2f} \| ", told)
-    stages = pytest.importorskip("kvindex.cpu.pariskv.stages", exc_type=ImportError)
+    stages = pytest.importorskip("kvindex.cpu.pariskv.sign_votes", exc_type=ImportError)
     prepare = stages.prepare
     monkeypatch.setattr(stages, "prepare", lambda queries, *more: prepare(-queries, *more))
     with pytest.raises(SystemExit, match="not timed"):

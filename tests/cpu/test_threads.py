@@ -122,7 +122,7 @@ print(os.waitpid(child, 0)[1])
 def test_a_child_of_a_fork_beside_a_first_search_searches():
     """Threads prepare data that searches of a state share, without a lock that the child needs."""
     code = """
-from kvindex.cpu.pariskv.stages import Stages
+from kvindex.cpu.pariskv.sign_votes import Stages
 want, inside, go = ids(), threading.Event(), threading.Event()
 index.truncate(2900)
 blocks = Stages.__dict__["_blocks"]

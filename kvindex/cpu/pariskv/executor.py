@@ -14,7 +14,7 @@ from kvindex.core.resident import ResidentRows
 from kvindex.cpu import threads
 from kvindex.cpu.pariskv.constants import Constants
 from kvindex.cpu.pariskv.sampling import DrawnStages, seeds_of
-from kvindex.cpu.pariskv.stages import Found, Stages
+from kvindex.cpu.pariskv.sign_votes import Found, Stages
 from kvindex.cpu.pariskv.supported import unreadable
 from kvindex.cpu.state import ResidentState, State
 from kvindex.pariskv.block_layout import BLOCK

@@ -14,7 +14,7 @@ from kvindex.cpu.buffers import BUFFERS
 from kvindex.cpu.kernels.priority import put_scales
 from kvindex.cpu.kernels.sampled_rows import draw_rows
 from kvindex.cpu.kernels.select import SAMPLED
-from kvindex.cpu.pariskv.stages import Found, Prepared, Scanned, Stages
+from kvindex.cpu.pariskv.sign_votes import Found, Prepared, Scanned, Stages
 from kvindex.ops import priority
 from kvindex.pariskv.block_layout import BLOCK
 from kvindex.storage.columns import BlockColumns

@@ -12,13 +12,13 @@ from kvindex.cpu import threads
 from kvindex.cpu.buffers import BUFFERS
 from kvindex.cpu.kernels import tiered_step, tiered_votes
 from kvindex.cpu.pariskv.executor import ParisKVExecutor
-from kvindex.cpu.pariskv.stages import Found, Stages
+from kvindex.cpu.pariskv.sign_votes import Found, Stages
 from kvindex.cpu.state import State
 from kvindex.pariskv.config import ParisKVConfig
 from kvindex.storage.columns import BlockColumns
 
 FEW_KEYS = 2**15
-"""As that of `kvindex.cpu.pariskv.stages`: a look-up for each subspace takes longer."""
+"""As that of `kvindex.cpu.pariskv.sign_votes`: a look-up for each subspace takes longer."""
 
 
 @dataclass(frozen=True)
