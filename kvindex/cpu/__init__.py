@@ -15,7 +15,7 @@ from kvindex.core.protocol import Executor
 from kvindex.cpu import fetch, group, select, units
 from kvindex.cpu.pariskv import precompile, supported
 from kvindex.cpu.pariskv.executor import ParisKVExecutor
-from kvindex.cpu.pariskv.tiered_votes import TierExecutor
+from kvindex.cpu.pariskv.tiered_votes import TieredVotesExecutor
 from kvindex.cpu.store import CompiledStore
 from kvindex.ops import attention, coarse, codes, messages, rerank, sampling, transform
 from kvindex.pariskv.config import ParisKVConfig
@@ -62,7 +62,7 @@ def accelerate(
     if not isinstance(config, ParisKVConfig) or supported.refusal(config, geometry):
         return None
     precompile.begin(config)
-    kind = TierExecutor if config.coarse == "tiered_votes" else ParisKVExecutor
+    kind = TieredVotesExecutor if config.coarse == "tiered_votes" else ParisKVExecutor
     return kind.of(geometry, config, **constants)
 
 

@@ -25,7 +25,7 @@ def attending(
     ids: np.ndarray,
     log_weight: Tensor | None,
     resident: ResidentRows,
-    beside: ResidentState,
+    resident_state: ResidentState,
 ) -> tuple[np.ndarray, np.ndarray, threads.Part]:
     """Room for output float32 `[B·G, g, Dv]` and lse `[B·G, g]`, and what writes them, a part
     of the groups at a time.
@@ -39,8 +39,8 @@ def attending(
     weights = array("none", np.float32, groups, heads, 0)
     if log_weight is not None:
         weights = log_weight.contiguous().view(groups, heads, K).numpy()
-    held = rows, row_bytes, weights
-    others = beside.rows, beside.row_bytes, beside.mask, count
+    stored = rows, row_bytes, weights
+    others = resident_state.rows, resident_state.row_bytes, resident_state.mask, count
     R, parts = K + count, threads.parts_of(most)
     fours = -(-R // FOUR) * FOUR
     others_read = 1 if g.dtype == torch.float32 else R + 1
@@ -58,6 +58,6 @@ def attending(
 
     def part(i: int, parts: int) -> None:
         policy = KINDS[g.dtype], value_bytes, g.scale, g.softcap or 0.0
-        attend_groups(i, parts, queries, ids, *held, *others, *policy, *room, output, lse)
+        attend_groups(i, parts, queries, ids, *stored, *others, *policy, *room, output, lse)
 
     return output, lse, part

@@ -29,11 +29,11 @@ class Buffers(threading.local):
         if last is not None and last.shape == shape:
             return last
         count = math.prod(shape)
-        held = self._memory.get(name)
-        if held is None or len(held) < count:
-            held = self._memory[name] = np.empty(count + count // 2, dtype)
+        stored = self._memory.get(name)
+        if stored is None or len(stored) < count:
+            stored = self._memory[name] = np.empty(count + count // 2, dtype)
             self._rooms.clear()
-        made = self._last[name] = held[:count].reshape(shape)
+        made = self._last[name] = stored[:count].reshape(shape)
         return made
 
     def room(self, key: Any, make: Callable[[], Room]) -> Room:

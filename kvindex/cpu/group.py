@@ -35,12 +35,12 @@ def agree(
     if sizes is not None:
         of = views.array(sizes.long(), B * G, C)
     parts = threads.parts_of(views.parts(some.size, B * G))
-    shares = BUFFERS.array("shares", np.float32, parts, heads, C)
+    log_weights = BUFFERS.array("log weights", np.float32, parts, heads, C)
     agreed = np.empty((B * G, C), np.float32)
 
     def part(i: int, parts: int) -> None:
         policies = scale, softcap or 0.0, policy == "max_share"
-        groups.agree(i, parts, some, of, *policies, shares, agreed)
+        groups.agree(i, parts, some, of, *policies, log_weights, agreed)
 
     threads.run(part, parts)
     return torch.from_numpy(agreed).view(B, G, C)

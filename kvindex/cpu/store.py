@@ -18,7 +18,7 @@ from kvindex.storage.store import TensorStore
 class CompiledStore(TensorStore):
     """A `TensorStore` that is an `AttendsToRows`, where rows are plain."""
 
-    _beside: ResidentState | None = None
+    _resident_state: ResidentState | None = None
 
     @property
     def attends(self) -> bool:
@@ -38,11 +38,13 @@ class CompiledStore(TensorStore):
         g, (batch, heads, D) = self._geometry, queries.shape
         folded = views.array(queries.float(), batch * g.kv_heads, g.group_size, D)
         ids = views.array(hits.ids, len(folded), hits.ids.shape[-1])
-        rows, beside = self.contiguous_rows(), self._beside
-        self._beside = beside = ResidentState.of(resident, beside)
+        rows, resident_state = self.contiguous_rows(), self._resident_state
+        self._resident_state = resident_state = ResidentState.of(resident, resident_state)
         most = views.parts(folded.size * (ids.shape[1] + len(resident)), len(folded))
         lie = addresses(rows), self.row_bytes
-        output, lse, part = attending(g, *lie, most, folded, ids, hits.log_weight, resident, beside)
+        output, lse, part = attending(
+            g, *lie, most, folded, ids, hits.log_weight, resident, resident_state
+        )
         threads.run(part, most)
         return Attended(
             torch.from_numpy(output).view(batch, heads, -1).to(g.dtype),

@@ -32,13 +32,13 @@ def best_rows(
     (B, G, U), S = scores.shape, starts.shape[-1]
     tokens = members if members.stride(-1) == 1 else members.contiguous()
     ids, best = np.empty((B, G, k), np.int64), np.empty((B, G, k), np.float32)
-    alone = np.empty((B * G, 0), np.int64)
+    single_ids = np.empty((B * G, 0), np.int64)
     if singles is not None:
-        alone = views.array(singles[:, None].expand(B, G, -1), B * G, U - S)
+        single_ids = views.array(singles[:, None].expand(B, G, -1), B * G, U - S)
     of = views.array(starts.long(), B * G, S), views.array(sizes.long(), B * G, U)
     read = addresses(tokens), tokens.element_size()
     found = ids.reshape(B * G, k), best.reshape(B * G, k)
-    units.best_rows(views.array(scores, B * G, U), *of, *read, alone, *found)
+    units.best_rows(views.array(scores, B * G, U), *of, *read, single_ids, *found)
     return Hits(torch.from_numpy(ids), torch.from_numpy(best))
 
 

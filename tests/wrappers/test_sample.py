@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvindex.indexes.exact import Exact
-from kvindex.ops.sampling import systematic, inclusion
+from kvindex.ops.sampling import inclusion, systematic
 from kvindex.wrappers import Sample, Wrapper
 from tests.support.helpers import Case, assert_well_formed
 

@@ -64,16 +64,16 @@ def put_dots(
 
 
 @kernel
-def add_rows(shares: np.ndarray, places: np.ndarray, g: int, Dv: int, out: int) -> None:
+def add_rows(weights: np.ndarray, places: np.ndarray, g: int, Dv: int, out: int) -> None:
     """Sums of rows times shares float32 `[g, R]`; out: an address of float32 `[g, Dv]`."""
-    some, values, width = shares.ctypes.data, places.ctypes.data, shares.shape[1]
+    some, values, width = weights.ctypes.data, places.ctypes.data, weights.shape[1]
     for r in range(0, len(places), FOUR):
         for h in range(g):
             add_four(some + (h * width + r) * 4, values + r * 8, Dv, out + h * Dv * 4)
 
 
 @kernel
-def put_shares(
+def put_softmax(
     rows: np.ndarray, weights: np.ndarray, scale: float, softcap: float, out: np.ndarray
 ) -> Number:
     """Shares of rows in a head's attention, in place of inner products; gives their lse.
@@ -127,7 +127,7 @@ def attend(
     put_places(rows, 0, D, kind, keys, places)
     put_dots(queries.ctypes.data, g, D, places, row_bytes, logits)
     for h in range(g):
-        lse[h] = put_shares(rows, weights[h], scale, softcap, logits[h])
+        lse[h] = put_softmax(rows, weights[h], scale, softcap, logits[h])
     put_places(rows, value_bytes, Dv, kind, values, places)
     output[:] = 0
     add_rows(logits, places, g, Dv, output.ctypes.data)

@@ -33,14 +33,14 @@ def bits_at(builder: Any, address: Any) -> Any:
 
 def level_indices(builder: Any, planes: Any, step: Any, bits: Any) -> Any:
     """Numbers of 64 coordinates, each of `bits` bits, from words that lie `step` bytes apart."""
-    held = cgutils.alloca_once(builder, BYTES)
-    builder.store(ir.Constant(BYTES, [0] * WORD), held)
+    stored = cgutils.alloca_once(builder, BYTES)
+    builder.store(ir.Constant(BYTES, [0] * WORD), stored)
     with cgutils.for_range(builder, bits) as loop:
         ones = bits_at(builder, builder.add(planes, builder.mul(loop.index, step)))
         up = broadcast(builder, builder.trunc(loop.index, BYTE), BYTES)
         own = builder.shl(builder.zext(ones, BYTES), up)
-        builder.store(builder.or_(builder.load(held), own), held)
-    return builder.load(held)
+        builder.store(builder.or_(builder.load(stored), own), stored)
+    return builder.load(stored)
 
 
 def looked_up(builder: Any, table: Any, indices: Any) -> Any:
@@ -55,7 +55,7 @@ def looked_up(builder: Any, table: Any, indices: Any) -> Any:
 
 def levels_of(builder: Any, levels: Any, tables: Any, indices: Any) -> Any:
     """Levels by indices, a vector, from that many vectors of them."""
-    held = cgutils.alloca_once(builder, FLOATS)
+    stored = cgutils.alloca_once(builder, FLOATS)
     upper = builder.lshr(indices, ir.Constant(LANES_OF, [LANES.bit_length() - 1] * LANES))
     with cgutils.for_range(builder, tables) as loop:
         found = looked_up(
@@ -63,8 +63,8 @@ def levels_of(builder: Any, levels: Any, tables: Any, indices: Any) -> Any:
         )
         number = broadcast(builder, builder.trunc(loop.index, INT32), LANES_OF)
         own = builder.icmp_unsigned("==", upper, number)
-        builder.store(builder.select(own, found, builder.load(held)), held)
-    return builder.load(held)
+        builder.store(builder.select(own, found, builder.load(stored)), stored)
+    return builder.load(stored)
 
 
 @intrinsic  # type: ignore[untyped-decorator]  # Numba is not typed

@@ -10,7 +10,7 @@ from kvindex.cpu.kernels.compile import Number, kernel
 from kvindex.cpu.kernels.numbers import exp, largest, log
 from kvindex.cpu.kernels.rerank import NEVER, cap
 
-PIECE = 256
+CHUNK = 256
 """Candidates at a time: their sums stay in the first cache, and are added in float32."""
 
 LOWEST = np.finfo(np.float32).min
@@ -30,10 +30,10 @@ def log_sum(logits: np.ndarray, sizes: np.ndarray) -> Number:
         peak = max(peak, logits[c] if sizes[c] > 0 else NEVER)
     if peak == NEVER:
         return np.float32(0)
-    for start in range(0, len(logits), PIECE):
-        own, part_of = logits[start : start + PIECE], np.float32(0)
+    for start in range(0, len(logits), CHUNK):
+        own, part_of = logits[start : start + CHUNK], np.float32(0)
         if len(sizes):
-            times = sizes[start : start + PIECE]
+            times = sizes[start : start + CHUNK]
             for c in range(len(own)):
                 total += np.float64(exp(min(own[c] - peak, np.float32(0)))) * np.float64(times[c])
         else:
@@ -65,7 +65,7 @@ def agree(
     scale: float,
     softcap: float,
     by_largest: bool,
-    shares: np.ndarray,
+    log_weights: np.ndarray,
     out: np.ndarray,
 ) -> None:
     """As `ops.group.agree` of a part of the groups, of estimates float32 `[P, g, C]`.
@@ -74,7 +74,7 @@ def agree(
     Overwrites shares float32 `[parts, g, C]`; writes out float32 `[P, C]`.
     """
     groups, g, C = estimates.shape
-    own = shares[part]
+    own = log_weights[part]
     for group in range(groups * part // parts, groups * (part + 1) // parts):
         some, first = out[group], estimates[group, 0]
         some[:] = LOWEST
@@ -92,14 +92,14 @@ def agree(
 
 
 @kernel
-def put_mean(shares: np.ndarray, out: np.ndarray) -> None:
+def put_mean(log_weights: np.ndarray, out: np.ndarray) -> None:
     """The mean over heads of shares, all as logarithms: float32 `[g, C]`, the largest in `out`."""
-    (g, C), sums = shares.shape, np.empty(PIECE, np.float32)
-    for start in range(0, C, PIECE):
-        own = out[start : start + PIECE]
+    (g, C), sums = log_weights.shape, np.empty(CHUNK, np.float32)
+    for start in range(0, C, CHUNK):
+        own = out[start : start + CHUNK]
         sums[:] = 0
         for h in range(g):
-            one = shares[h, start : start + PIECE]
+            one = log_weights[h, start : start + CHUNK]
             for c in range(len(own)):
                 sums[c] += exp(one[c] - own[c])
         for c in range(len(own)):

@@ -52,8 +52,10 @@ def transposed(builder: Any, words: Any) -> list[Any]:
     rows = []
     order = [(u * 4 + t) * 8 + b for b in range(8) for t in range(4) for u in range(2)]
     for i in range(8):
-        near, far = (loaded(builder, words, 8 * (4 * i + 32 * u), HALF) for u in range(2))
-        eight = shuffle(builder, near, far, list(range(KEYS)))
+        lower_half, upper_half = (
+            loaded(builder, words, 8 * (4 * i + 32 * u), HALF) for u in range(2)
+        )
+        eight = shuffle(builder, lower_half, upper_half, list(range(KEYS)))
         rows.append(builder.bitcast(shuffle(builder, eight, eight, order), WORDS))
     for d in (1, 2, 4):
         lower = [8 + k - d if k & d else k for k in range(8)]
@@ -147,9 +149,9 @@ def _raise_votes(
     def code(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
         for i, votes in enumerate(votes_of(builder, arguments[:6])):
             place = place_of(builder, arguments[6], i, SUMS)
-            held = builder.load(place, align=4)
-            above = builder.icmp_signed(">", votes, held)
-            builder.store(builder.select(above, votes, held), place, align=4)
+            stored = builder.load(place, align=4)
+            above = builder.icmp_signed(">", votes, stored)
+            builder.store(builder.select(above, votes, stored), place, align=4)
         return context.get_dummy_value()
 
     return types.void(*NUMBERS, types.int64), code
@@ -180,9 +182,9 @@ def _raise_sizes(
         for i, votes in enumerate(votes_of(builder, arguments[:6])):
             sizes = fused(builder, builder.sitofp(votes, SIZES), gain, total)
             place = place_of(builder, arguments[8], i, SIZES)
-            held = builder.load(place, align=4)
-            above = builder.fcmp_ordered(">", sizes, held)
-            builder.store(builder.select(above, sizes, held), place, align=4)
+            stored = builder.load(place, align=4)
+            above = builder.fcmp_ordered(">", sizes, stored)
+            builder.store(builder.select(above, sizes, stored), place, align=4)
         return context.get_dummy_value()
 
     return types.void(*NUMBERS, types.float32, types.float32, types.int64), code

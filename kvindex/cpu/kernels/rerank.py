@@ -134,7 +134,7 @@ def cap(logits: np.ndarray, scale: float, softcap: float) -> None:
 
 
 @kernel
-def put_log_shares(logits: np.ndarray, most: np.ndarray) -> None:
+def put_log_softmax(logits: np.ndarray, most: np.ndarray) -> None:
     """Logarithms of a head's softmax, in place of its logits float32 `[C]`.
 
     most: float32 `[C]`, the largest so far.
@@ -154,7 +154,7 @@ def agree(
     scale: float,
     softcap: float,
     by_largest: bool,
-    shares: np.ndarray,
+    sums: np.ndarray,
     out: np.ndarray,
 ) -> None:
     """As `ops.group.agree`, of estimates float32 `[g, C]`, which it overwrites; out float32 `[C]`.
@@ -169,14 +169,14 @@ def agree(
     out[:] = NEVER
     for h in range(g):
         cap(estimates[h], scale, softcap)
-        put_log_shares(estimates[h], out)
+        put_log_softmax(estimates[h], out)
     if by_largest:
         return
-    shares[:] = 0
+    sums[:] = 0
     for h in range(g):
         one = estimates[h]
         for c in range(C):
-            shares[c] += exp(one[c] - out[c])
+            sums[c] += exp(one[c] - out[c])
     inverse = np.float32(1 / g)
     for c in range(C):
-        out[c] += log(shares[c] * inverse)
+        out[c] += log(sums[c] * inverse)

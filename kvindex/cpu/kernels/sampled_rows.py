@@ -59,7 +59,7 @@ def put_sizes(
 
 
 @kernel
-def draw(
+def sample(
     sizes: np.ndarray,
     noises: np.ndarray,
     chances: np.ndarray,
@@ -69,14 +69,14 @@ def draw(
     scores: np.ndarray,
     log_weight: np.ndarray,
 ) -> int:
-    """As `priority.draw` among rows of ids int32 `[C]`, ascending; gives how many of `k` there are.
+    """As `priority.sample` among rows of ids int32 `[C]`, ascending; return how many there are.
 
     sizes, noises: float32 `[C]`; chances: that rows are candidates, `log π` float32 `[C]`; power:
     of `1 / π`, a row's weight. Writes ids int64 `to[k]`, best first, then -1, scores float32 `[k]`,
     and log_weight float32 `[g, k]`.
     """
     C, k = len(sizes), len(to)
-    count, drawn = min(k + 1, C), min(k, C)
+    count, sampled = min(k + 1, C), min(k, C)
     orders, places = np.empty(C, np.int32), np.empty(count + 1, np.int32)
     entries = np.empty((2, count), np.int64)
     for c in range(C):
@@ -87,20 +87,20 @@ def draw(
         entries[0, i] = entry_of(orders[places[i]], places[i])
     put_in_order(entries[0], entries[1])
     last = score_of(entries[1, k]) if k < C else NEVER
-    to[drawn:], scores[drawn:] = -1, NEVER
-    for i in range(drawn):
+    to[sampled:], scores[sampled:] = -1, NEVER
+    for i in range(sampled):
         c = position_of(entries[1, i])
         to[i], scores[i] = ids[c], score_of(entries[1, i])
         above = min(sizes[c] - last, chances[c])
         log_weight[0, i] = max(-above, np.float32(0)) * np.float32(power)
     for h in range(len(log_weight)):
         for i in range(k):
-            log_weight[h, i] = log_weight[0, i] if i < drawn else NEVER
-    return drawn
+            log_weight[h, i] = log_weight[0, i] if i < sampled else NEVER
+    return sampled
 
 
 @kernel
-def draw_rows(
+def sample_rows(
     part: int,
     parts: int,
     bounds: np.ndarray,
@@ -157,4 +157,4 @@ def draw_rows(
         )
         put_sizes(estimates, chances, scale, softcap, sizes)
         to, priorities, out = ids[group], scores[group], log_weight[group]
-        found[group] = draw(sizes, noises, chances, own, power, to, priorities, out)
+        found[group] = sample(sizes, noises, chances, own, power, to, priorities, out)

@@ -7,7 +7,7 @@ import numpy as np
 from kvindex.cpu.kernels.compile import Number, inlined, kernel, uint8_at
 from kvindex.cpu.kernels.noise import number_of
 from kvindex.cpu.kernels.numbers import BFLOAT16, read
-from kvindex.cpu.kernels.sign_votes import INVALID, PIECE, put_bounds, put_votes, put_words
+from kvindex.cpu.kernels.sign_votes import CHUNK, INVALID, put_bounds, put_votes, put_words
 from kvindex.cpu.kernels.vectors import FOUR as ROWS
 from kvindex.cpu.kernels.vectors import four_dots
 from kvindex.ops import priority
@@ -81,8 +81,8 @@ def scan_block(
     head; number: of the first key, as `noise.number_of`; words uint64 `[W, PIECE]`, nibbles uint8
     `[W, 16, 64]`, dots, own and some int32 `[PIECE]`, sizes float32 `[PIECE]`: room.
     """
-    for start in range(0, count, PIECE):
-        n = min(PIECE, count - start)
+    for start in range(0, count, CHUNK):
+        n = min(CHUNK, count - start)
         bytes_of, out = uint8_at(weights + start, n), votes[start : start + n]
         for i in range(n):
             own[i] = factors[bytes_of[i]]
@@ -150,9 +150,9 @@ def scan(
     groups, g, D = queries.shape
     M, blocks = D // 8, -(-length // block)
     total = groups * blocks
-    offsets, words = np.empty(g, np.int32), np.zeros((-(-D // 64), PIECE), np.uint64)
-    nibbles, room = np.empty((len(words), 16, 64), np.uint8), np.zeros((3, PIECE), np.int32)
-    sizes = np.empty(PIECE, np.float32)
+    offsets, words = np.empty(g, np.int32), np.zeros((-(-D // 64), CHUNK), np.uint64)
+    nibbles, room = np.empty((len(words), 16, 64), np.uint8), np.zeros((3, CHUNK), np.int32)
+    sizes = np.empty(CHUNK, np.float32)
     center, places = np.empty(D + ROWS, np.float32), np.empty(ROWS, np.int64)
     for unit in range(total * part // parts, total * (part + 1) // parts):
         group, s = unit // blocks, unit % blocks

@@ -12,7 +12,7 @@ from kvindex.cpu.kernels.lookup import raise_sizes, raise_votes
 from kvindex.cpu.kernels.noise import LARGEST, add_bounds
 from kvindex.cpu.kernels.query import GROUP
 
-PIECE = 256
+CHUNK = 256
 """Keys at a time: what is made of them stays in the first cache."""
 
 INVALID = np.int32(np.iinfo(np.int32).min)
@@ -114,7 +114,7 @@ def put_votes(
     some: np.ndarray,
     out: np.ndarray,
 ) -> None:
-    """Votes int32 `out[n]` of up to `PIECE` keys; some: int32 `[PIECE]`, room."""
+    """Votes int32 `out[n]` of up to `CHUNK` keys; some: int32 `[PIECE]`, room."""
     n = len(out)
     some[:] = INVALID
     if tables.shape[1]:
@@ -141,7 +141,7 @@ def put_bounds(
     sizes: np.ndarray,
     out: np.ndarray,
 ) -> None:
-    """What priorities are at most, int32 `out[n]`, of up to `PIECE` keys.
+    """What priorities are at most, int32 `out[n]`, of up to `CHUNK` keys.
 
     number: of the first, as `noise.number_of`; some int32, sizes float32 `[PIECE]`: room.
     """

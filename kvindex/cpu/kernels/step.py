@@ -33,7 +33,7 @@ def find_rows(
     by_largest: bool,
     chosen: np.ndarray,
     estimates: np.ndarray,
-    shares: np.ndarray,
+    sums: np.ndarray,
     agreed: np.ndarray,
     listed: np.ndarray,
     room: np.ndarray,
@@ -71,7 +71,7 @@ def find_rows(
             fine,
             estimates[part, :, :C],
         )
-        agree(estimates[part, :, :C], scale, softcap, by_largest, shares[part, :C], some)
+        agree(estimates[part, :, :C], scale, softcap, by_largest, sums[part, :C], some)
         count = min(k, C)
         at = entries[part, 1]
         top_k(some, own, count, room[part], places[part], entries[part, 0], at)

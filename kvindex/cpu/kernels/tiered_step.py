@@ -116,7 +116,7 @@ def find_rows(
     by_largest: bool,
     chosen: np.ndarray,
     estimates: np.ndarray,
-    shares: np.ndarray,
+    sums: np.ndarray,
     agreed: np.ndarray,
     entries: np.ndarray,
     ids: np.ndarray,
@@ -138,7 +138,7 @@ def find_rows(
         own, some, at = chosen[part, :C], agreed[part, :C], entries[part, :C]
         each = estimates[part, :, :C]
         estimate(own, signs[p], magnitudes[p], weights[p], bits, queries[p], levels, each)
-        agree(each, scale, softcap, by_largest, shares[part, :C], some)
+        agree(each, scale, softcap, by_largest, sums[part, :C], some)
         found[p] = min(k, C)
         if C:
             list_best(some, found[p], at)

@@ -18,7 +18,7 @@ CENTROIDS = 256
 POINTS = 256
 """More than a key can have: 6 of each subspace."""
 
-PIECE = 1024
+CHUNK = 1024
 """Keys at a time."""
 
 VALID, TAKEN = np.uint8(2), np.uint8(3)
@@ -164,12 +164,12 @@ def vote(
     N]` and counts of valid keys int64 `[parts, P, g, 256]`.
     """
     (groups, words, N), M = votes.shape, tables.shape[2]
-    pieces = -(-N // PIECE)
-    total, own = groups * pieces, counts[part]
+    chunks = -(-N // CHUNK)
+    total, own = groups * chunks, counts[part]
     own[:] = 0
     for unit in range(total * part // parts, total * (part + 1) // parts):
-        p, start = unit // pieces, unit % pieces * PIECE
-        n = min(PIECE, N - start)
+        p, start = unit // chunks, unit % chunks * CHUNK
+        n = min(CHUNK, N - start)
         for w in range(words):
             look_up(signs[p] + start * M, M, tables[p, w], votes[p, w, start : start + n])
         for h in range(heads):
@@ -248,11 +248,11 @@ def candidates(
     votes: uint64 `[words, N]`; counts: int64 `[parts, g, 256]`; valid: address of flags, or 0;
     cuts, left: int64 `[g]`, room.
     """
-    N, count, room = votes.shape[1], 0, np.empty(PIECE, np.uint8)
+    N, count, room = votes.shape[1], 0, np.empty(CHUNK, np.uint8)
     for h in range(len(cuts)):
         put_cut(counts[:, h], limit, h, cuts, left)
-    for start in range(0, N if limit else 0, PIECE):
-        flags = room[: min(PIECE, N - start)]
+    for start in range(0, N if limit else 0, CHUNK):
+        flags = room[: min(CHUNK, N - start)]
         flags[:] = VALID
         if valid:
             real = uint8_at(valid + start, len(flags))

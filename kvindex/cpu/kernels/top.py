@@ -69,13 +69,13 @@ def list_best(scores: np.ndarray, k: int, entries: np.ndarray) -> None:
 def top_rows(scores: np.ndarray, best: np.ndarray, positions: np.ndarray) -> None:
     """As `ops.select.top_k`, of scores float32 `[R, n]`: best float32, positions int64 `[R, k]`."""
     (rows, n), k = scores.shape, positions.shape[1]
-    kept, entries = min(k, n), np.empty(n, np.int64)
+    most, entries = min(k, n), np.empty(n, np.int64)
     for r in range(rows):
-        if kept:
-            list_best(scores[r], kept, entries)
+        if most:
+            list_best(scores[r], most, entries)
         for i in range(k):
-            at = position_of(entries[i]) if i < kept else np.int64(-1)
-            best[r, i] = scores[r, at] if i < kept else NEVER
+            at = position_of(entries[i]) if i < most else np.int64(-1)
+            best[r, i] = scores[r, at] if i < most else NEVER
             positions[r, i] = -1 if best[r, i] == NEVER else at
 
 
@@ -110,7 +110,7 @@ def flag_candidates(
     votes: np.ndarray,
     limits: np.ndarray,
     valid: np.ndarray,
-    held: np.ndarray,
+    stored: np.ndarray,
     listed: np.ndarray,
     room: np.ndarray,
     chosen: np.ndarray,
@@ -122,7 +122,7 @@ def flag_candidates(
     held int32 `[n]`, and listed, room and chosen, as for `select.candidates`.
     """
     groups, g, n = votes.shape
-    own, ids = held[part], chosen[part]
+    own, ids = stored[part], chosen[part]
     for group in range(groups * part // parts, groups * (part + 1) // parts):
         flags[group] = False
         for h in range(g):

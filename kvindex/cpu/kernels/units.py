@@ -87,15 +87,15 @@ def best_rows(
     `[P]` of ids of `width` bytes; singles: int64 `[P, R]`.
     """
     (groups, k), U = ids.shape, scores.shape[1]
-    kept, own = min(k, U), np.empty(U, np.float32)
-    best, entries, units = np.empty(U, np.int64), np.empty(k, np.int64), np.empty(kept, np.int64)
+    most, own = min(k, U), np.empty(U, np.float32)
+    best, entries, units = np.empty(U, np.int64), np.empty(k, np.int64), np.empty(most, np.int64)
     for p in range(groups):
         count = 0
         for s in range(U):
             own[s] = NEVER if sizes[p, s] == 0 else scores[p, s]
-        if kept:
-            list_best(own, kept, best)
-        for i in range(kept):
+        if most:
+            list_best(own, most, best)
+        for i in range(most):
             unit = position_of(best[i])
             if own[unit] != NEVER:
                 units[count] = unit

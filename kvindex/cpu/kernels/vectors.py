@@ -95,19 +95,19 @@ def _four_dots(_: Any, query: Any, rows: Any, chunks: Any, out: Any) -> Any:
 
 
 @intrinsic  # type: ignore[untyped-decorator]  # as above
-def _add_four(_: Any, shares: Any, rows: Any, chunks: Any, out: Any) -> Any:
+def _add_four(_: Any, weights: Any, rows: Any, chunks: Any, out: Any) -> Any:
     def code(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        shares, rows, chunks, out = arguments
+        weights, rows, chunks, out = arguments
         places = [builder.load(element(builder, rows, INT64, INT64(r))) for r in range(FOUR)]
-        some = [builder.load(element(builder, shares, FLOAT, INT64(r))) for r in range(FOUR)]
-        some = [broadcast(builder, share, FLOATS) for share in some]
+        some = [builder.load(element(builder, weights, FLOAT, INT64(r))) for r in range(FOUR)]
+        some = [broadcast(builder, weight, FLOATS) for weight in some]
         with cgutils.for_range(builder, chunks) as loop:
             here = chunk(builder, out, loop.index)
-            held = builder.load(here, align=4)
-            for row, share in zip(places, some, strict=True):
+            stored = builder.load(here, align=4)
+            for row, weight in zip(places, some, strict=True):
                 other = builder.load(chunk(builder, row, loop.index), align=4)
-                held = multiply_add(builder, other, share, held)
-            builder.store(held, here, align=4)
+                stored = multiply_add(builder, other, weight, stored)
+            builder.store(stored, here, align=4)
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64, types.int64, types.int64), code
@@ -147,16 +147,16 @@ def four_dots(query: int, rows: int, D: int, out: int) -> None:
 
 
 @inlined
-def add_four(shares: int, rows: int, D: int, out: int) -> None:
+def add_four(weights: int, rows: int, D: int, out: int) -> None:
     """Add four rows times four shares to float32 `[D]`; by addresses, as `four_dots`."""
     if D == 64:  # unrolled
-        _add_four(shares, rows, 4, out)
+        _add_four(weights, rows, 4, out)
     elif D == 128:
-        _add_four(shares, rows, 8, out)
+        _add_four(weights, rows, 8, out)
     else:
-        _add_four(shares, rows, D // LANES, out)
+        _add_four(weights, rows, D // LANES, out)
     if D % LANES:
-        some, sums, places = float32_at(shares, FOUR), float32_at(out, D), int64_at(rows, FOUR)
+        some, sums, places = float32_at(weights, FOUR), float32_at(out, D), int64_at(rows, FOUR)
         for r in range(FOUR):
             row = float32_at(places[r], D)
             for d in range(D - D % LANES, D):

@@ -13,7 +13,7 @@ from kvindex.core.protocol import Attended, Codes, Contents, Hits, Rows
 from kvindex.core.resident import ResidentRows
 from kvindex.cpu import threads
 from kvindex.cpu.pariskv.constants import Constants
-from kvindex.cpu.pariskv.sampling import DrawnStages, seeds_of
+from kvindex.cpu.pariskv.sampling import SampledStages, seeds_of
 from kvindex.cpu.pariskv.sign_votes import Found, Stages
 from kvindex.cpu.pariskv.supported import unreadable
 from kvindex.cpu.state import ResidentState, State
@@ -114,8 +114,11 @@ class ParisKVExecutor:
         folded = self._folded(queries)
         # Stages search for at least one row: it stays unused where no row is valid.
         hits, find = self._finding(folded, max(1, min(k, self._most)))
-        rows, beside = (hits.ids, hits.weights(len(queries))), self._beside(resident)
-        output, lse, attend = self._stages.attend(folded, *rows, resident, beside)
+        rows, resident_state = (
+            (hits.ids, hits.weights(len(queries))),
+            self._resident_state(resident),
+        )
+        output, lse, attend = self._stages.attend(folded, *rows, resident, resident_state)
 
         def part(i: int, parts: int) -> None:
             find(i, parts)
@@ -126,9 +129,13 @@ class ParisKVExecutor:
 
     def attend_hits(self, queries: Tensor, hits: Hits, resident: ResidentRows) -> Attended:
         """As `Executor.attend_hits`."""
-        folded, stages, beside = self._folded(queries), self._stages, self._beside(resident)
+        folded, stages, resident_state = (
+            self._folded(queries),
+            self._stages,
+            self._resident_state(resident),
+        )
         ids = hits.ids.contiguous().view(len(folded), -1).numpy()
-        output, lse, attend = stages.attend(folded, ids, hits.log_weight, resident, beside)
+        output, lse, attend = stages.attend(folded, ids, hits.log_weight, resident, resident_state)
         threads.run(attend, stages.most_parts(len(folded)))
         return self._attended(queries, output, lse, (ids >= 0).sum(1, dtype=np.int32))
 
@@ -164,7 +171,7 @@ class ParisKVExecutor:
                 self._ready = Stages(*made)
             else:
                 seeds = seeds_of(contents, self.codes, self._config.seed)
-                self._ready = DrawnStages(*made, seeds)
+                self._ready = SampledStages(*made, seeds)
         return self._ready
 
     def _opened(self) -> Codes:
@@ -175,7 +182,7 @@ class ParisKVExecutor:
         valid = None if contents.valid is None else contents.valid[:, start:]
         return self._constants.encoder(contents.opened["open_keys"], valid)
 
-    def _beside(self, resident: ResidentRows) -> ResidentState:
+    def _resident_state(self, resident: ResidentRows) -> ResidentState:
         self._resident = ResidentState.of(resident, self._resident)
         return self._resident
 

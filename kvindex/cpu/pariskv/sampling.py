@@ -12,7 +12,7 @@ from kvindex.core.protocol import Codes, Contents
 from kvindex.cpu import threads
 from kvindex.cpu.buffers import BUFFERS
 from kvindex.cpu.kernels.priority import put_scales
-from kvindex.cpu.kernels.sampled_rows import draw_rows
+from kvindex.cpu.kernels.sampled_rows import sample_rows
 from kvindex.cpu.kernels.select import SAMPLED
 from kvindex.cpu.pariskv.sign_votes import Found, Prepared, Scanned, Stages
 from kvindex.ops import priority
@@ -39,14 +39,16 @@ def seeds_of(contents: Contents, codes: BlockColumns, seed: int) -> np.ndarray:
 
 def signs_at(b: int, position: int, full: Codes, opened: Codes) -> Tensor:
     """Signs of a key of a row of the batch, uint8 `[G, M]`, of full blocks or the open one."""
-    held = full["signs"].shape[2] if full else 0
+    stored = full["signs"].shape[2] if full else 0
     return (
-        full["signs"][b, :, position] if position < held else opened["signs"][b, :, position - held]
+        full["signs"][b, :, position]
+        if position < stored
+        else opened["signs"][b, :, position - stored]
     )
 
 
 @dataclass(frozen=True)
-class DrawnStages(Stages):
+class SampledStages(Stages):
     """Those of an index in one state. seeds: of `seeds_of`."""
 
     seeds: np.ndarray
@@ -78,6 +80,6 @@ class DrawnStages(Stages):
         def part(i: int, parts: int) -> None:
             bounds, of = (scanned.votes, limits, self.seeds), (asked.rotated, asked.products)
             made = ids, scores, hits.found, weights
-            draw_rows(i, parts, *bounds, *codes, *of, *by, *room, *made)
+            sample_rows(i, parts, *bounds, *codes, *of, *by, *room, *made)
 
         return hits, part

@@ -104,7 +104,7 @@ def room_of_candidates(
     return (
         array("chosen", np.int32, parts, most + 1),
         array("estimates", np.float32, parts, heads, most),
-        array("shares", np.float32, parts, most),
+        array("sums", np.float32, parts, most),
         array("agreed", np.float32, parts, most),
         array("listed", np.int32, parts, entries),
         array("numbers", np.int32, parts, entries),
@@ -202,8 +202,8 @@ class Stages:
         ids: np.ndarray,
         log_weight: Tensor | None,
         resident: ResidentRows,
-        beside: ResidentState,
+        resident_state: ResidentState,
     ) -> tuple[np.ndarray, np.ndarray, threads.Part]:
         """Room for output float32 `[B·G, g, Dv]` and lse `[B·G, g]`, and what writes them."""
         rows = self.state.rows, self.state.row_bytes, self.most_parts(len(queries))
-        return attending(self.geometry, *rows, queries, ids, log_weight, resident, beside)
+        return attending(self.geometry, *rows, queries, ids, log_weight, resident, resident_state)

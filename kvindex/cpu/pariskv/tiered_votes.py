@@ -22,7 +22,7 @@ FEW_KEYS = 2**15
 
 
 @dataclass(frozen=True)
-class TierState(State):
+class TieredVotesState(State):
     """A `State` whose keys are all in full blocks, of one token.
 
     histogram: keys per centroid, int64 `[B·G, M, 256]`; bounds: of tiers, int64 `[B·G, tiers]`.
@@ -32,12 +32,14 @@ class TierState(State):
     bounds: np.ndarray
 
     @staticmethod
-    def with_tiers(contents: Contents, codes: BlockColumns, config: ParisKVConfig) -> TierState:
+    def of_contents(
+        contents: Contents, codes: BlockColumns, config: ParisKVConfig
+    ) -> TieredVotesState:
         """That of what an index holds."""
         histogram = contents.statistics["histogram"].contiguous()
         batch, heads, *shape = histogram.shape
         bounds = [config.tier_bounds(n) for n in contents.counts.tolist()]
-        return TierState(
+        return TieredVotesState(
             **vars(State.of(contents, codes, heads, None)),
             histogram=histogram.view(batch * heads, *shape).numpy(),
             bounds=np.repeat(np.array(bounds, np.int64), heads, axis=0),
@@ -67,10 +69,10 @@ class Voted:
 
 
 @dataclass(frozen=True)
-class TierStages(Stages):
+class TieredVotesStages(Stages):
     """Those of an index in one state."""
 
-    state: TierState
+    state: TieredVotesState
 
     def prepare_query(self, queries: np.ndarray) -> Asked:  # type: ignore[override]
         """Rotate queries float32 `[B·G, g, D]`, and give points to centroids."""
@@ -85,8 +87,8 @@ class TierStages(Stages):
     def scan(self, asked: Asked) -> Voted:  # type: ignore[override]
         """Votes of all keys."""
         state, (groups, heads, _) = self.state, asked.rotated.shape
-        pieces = groups * -(-state.length // tiered_votes.PIECE)
-        most = pieces if groups * state.length > FEW_KEYS else 1
+        chunks = groups * -(-state.length // tiered_votes.CHUNK)
+        most = chunks if groups * state.length > FEW_KEYS else 1
         words, parts = asked.tables.shape[1], threads.parts_of(most)
         votes = BUFFERS.array("points of keys", np.uint64, groups, words, state.length)
         counts = BUFFERS.array("counts", np.int64, parts, groups, heads, tiered_votes.POINTS)
@@ -108,7 +110,7 @@ class TierStages(Stages):
         room = (
             array("chosen", np.int32, parts, state.length + 1),
             array("estimates", np.float32, parts, heads, most),
-            array("shares", np.float32, parts, most),
+            array("sums", np.float32, parts, most),
             array("agreed", np.float32, parts, most),
             array("entries", np.int64, parts, most),
         )
@@ -127,7 +129,7 @@ class TierStages(Stages):
         return hits, part
 
 
-class TierExecutor(ParisKVExecutor):
+class TieredVotesExecutor(ParisKVExecutor):
     """A `ParisKVExecutor` of an index with tiers, whose codes are made op by op."""
 
     encodes = False
@@ -139,6 +141,6 @@ class TierExecutor(ParisKVExecutor):
     def _stages(self) -> Stages:
         """Those of what the index holds now."""
         if self._ready is None:
-            state = TierState.with_tiers(self._contents, self.codes, self._config)
-            self._ready = TierStages(self._geometry, self._config, self._constants, state)
+            state = TieredVotesState.of_contents(self._contents, self.codes, self._config)
+            self._ready = TieredVotesStages(self._geometry, self._config, self._constants, state)
         return self._ready

@@ -80,17 +80,17 @@ def test_sizes_are_the_reference_ones_of_the_same_votes(D, n, looked_up):
         pytest.skip("needs AVX-512")
     rng, heads, W = np.random.default_rng(n), 3, -(-D // 64)
     planes, tables, totals = asked(D, heads, looked_up)
-    words = rng.integers(0, 2**63, (W, sign_votes.PIECE), np.uint64)
-    factors = rng.integers(0, 2**15, sign_votes.PIECE, np.int32)
+    words = rng.integers(0, 2**63, (W, sign_votes.CHUNK), np.uint64)
+    factors = rng.integers(0, 2**15, sign_votes.CHUNK, np.int32)
     offsets = rng.integers(-(2**20), 2**20, heads, np.int32)
     gains, shifts = normal(heads).abs() / 5, normal(heads) * 1e5
     scales, room = (
         torch.stack([gains, shifts], 1).numpy(),
-        np.zeros((2, sign_votes.PIECE), np.int32),
+        np.zeros((2, sign_votes.CHUNK), np.int32),
     )
     nibbles, sizes = (
         np.empty((W, 16, lookup.KEYS), np.uint8),
-        np.empty(sign_votes.PIECE, np.float32),
+        np.empty(sign_votes.CHUNK, np.float32),
     )
     every, out = np.empty((heads, n), np.int32), np.empty(n, np.int32)
     for h in range(heads):
@@ -195,7 +195,7 @@ def test_rows_are_drawn_as_the_reference_draws(C, k):
     ids, to = 3 * np.arange(C, dtype=np.int32), np.empty(k, np.int64)
     scores, weights = np.empty(k, np.float32), np.empty((2, k), np.float32)
     given = sizes.numpy(), own.numpy(), chances.numpy(), ids
-    count = sampled_rows.draw(*given, 0.5, to, scores, weights)
+    count = sampled_rows.sample(*given, 0.5, to, scores, weights)
     want, positions, last = priority.sample(sizes, own, k)
     assert count == min(k, C) == (positions >= 0).sum()
     assert to.tolist() == [3 * at if at >= 0 else -1 for at in positions.tolist()]

@@ -66,12 +66,12 @@ def test_dots_of_signs_are_sums_of_table_entries(D, query_max):
     digits = 1 if query_max < 32 else 2
     planes = np.empty((digits * query.GROUP, -(-D // 64)), np.uint64)
     query.put_planes(integers, planes)
-    words = np.full((planes.shape[1], sign_votes.PIECE), 2**64 - 1, np.uint64)
-    dots = np.empty(sign_votes.PIECE, np.int32)
-    sign_votes.put_words(signs.data_ptr(), sign_votes.PIECE, D // 8, words)
+    words = np.full((planes.shape[1], sign_votes.CHUNK), 2**64 - 1, np.uint64)
+    dots = np.empty(sign_votes.CHUNK, np.int32)
+    sign_votes.put_words(signs.data_ptr(), sign_votes.CHUNK, D // 8, words)
     sign_votes.put_dots(words, planes, integers.sum(), dots)
     table = coarse.dot_table(rotated, query_max)
-    want = coarse.votes(signs[None, None, : sign_votes.PIECE], table)
+    want = coarse.votes(signs[None, None, : sign_votes.CHUNK], table)
     assert dots.tolist() == want.flatten().tolist()
 
 
