@@ -1,7 +1,27 @@
-"""ParisKV op by op, in the order of the paper: what an index on plain torch runs.
+"""ParisKV: find the tokens to attend to by votes on sign patterns, then by codes of a few bits.
 
-`config` (options and presets), `encoding` (keys become codes), `inputs` (tokens and queries as a
-search reads them), `candidates` (the coarse stage: votes), `estimates` (the codes' inner products),
-`ranked` (the best rows) and `drawn` (rows drawn by their shares). Functions over tensors, which
-keep nothing; `kvindex.pariskv.index` holds the tokens.
+Qi et al., ParisKV: Fast and Drift-Robust KV-Cache Retrieval for Long-Context LLMs (ICML 2026).
+Sections in parentheses are the paper's. `index.py` has the class `ParisKV`, `config.py` its options
+and presets.
+
+The stages of a search, in order. Each is a module of functions over tensors:
+
+1. `encoding`: keys are centered, normalized and rotated, then stored as signs, magnitudes and
+   weights (A.1 to A.3).
+2. `inputs`: the codes of all tokens, and the rotated queries, are gathered for one search.
+   `sign_regression` optionally fits how signs predict coordinates.
+3. `candidates`: each key gets a vote from its signs, and the keys with the most votes go on
+   (B.2.1). The vote is an inner product with the query (`coarse="sign_votes"`) or the paper's
+   points (`coarse="tiered_votes"`).
+4. `rerank`: inner products of queries and candidates are estimated from all bits of the codes
+   (B.2.2, equation 10).
+5. `select_rows`: the rows with the best estimates are returned. With `sampling`, rows are instead
+   sampled in proportion to their estimated attention weights.
+
+The same stages and attention (B.3), fused into one decode step:
+
+6. `decode_step`: the specification of the fused step. `step_state` defines what it reads,
+   `sign_votes` and `tiered_votes` its votes, and `block_layout` how codes are stored in memory.
+
+Compiled versions of these stages are in `kvindex/cpu/pariskv` and `kvindex_cuda/pariskv`.
 """

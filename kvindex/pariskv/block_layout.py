@@ -1,9 +1,9 @@
-"""The memory layout of codes: blocks of 256 tokens, one record for each KV head in it.
+"""Memory layout of codes: blocks of 256 tokens, with one record for each KV head.
 
-A block of codes shares a center. Blocks never move, so that captured graphs, which
-hold the address of a table of blocks, stay valid while an index grows. A record's fields, in
-order: signs, weights, center, logs, magnitudes; each key's signs and planes padded to whole words.
-The first three are what the scan reads, in one copy.
+The keys of a block share a center. Blocks never move, so captured CUDA graphs, which store the
+address of a table of blocks, stay valid while an index grows. A record has the fields signs,
+weights, center, logs and magnitudes, in this order; each key's signs and magnitude planes are
+padded to whole 32-bit words. The scan reads the first three fields in one copy.
 """
 
 from __future__ import annotations
@@ -17,21 +17,23 @@ import torch
 from torch import Tensor
 
 BLOCK = 256
-"""Tokens of a block of codes or rows (`TOKENS` in kernels/common/common.cuh): an update of the
-local window fills one (paper, Table 1)."""
+"""Tokens in a block of codes or rows (`TOKENS` in kernels/common/common.cuh).
+
+One update of the local window fills a block (paper, Table 1).
+"""
 
 MAX_TOKENS = 4 * 2**20
-"""The longest context: 128 KB of table per row of the batch."""
+"""Longest context; its table of blocks has 128 KB per sequence."""
 
 ALIGNED = 128
-"""Bytes at whose multiples records and fields begin."""
+"""Records and fields begin at multiples of this many bytes."""
 
 
 def places(device: torch.device | str = "cpu") -> Tensor:
-    """Where the weight of each key of a block lies, int64 `[256]`.
+    """Return where the weight of each key of a block is stored, int64 `[256]`.
 
-    Of 32 keys, those of a row of the scan's matrices, 8 apart, lie side by side: a lane has their
-    four weights in one word.
+    Of 32 keys, the four with equal remainder modulo 8 are adjacent. They belong to one lane of the
+    scan's matrix units, which reads their weights as one word.
     """
     keys = torch.arange(BLOCK, device=device)
     return keys // 32 * 32 + keys % 8 * 4 + keys % 32 // 8
@@ -39,10 +41,10 @@ def places(device: torch.device | str = "cpu") -> Tensor:
 
 @dataclass(frozen=True)
 class Layout:
-    """Bytes of a record of one KV head in a block of codes with one 16-bit log weight per key.
+    """Byte layout of a record, for codes with one 16-bit logarithmic weight per key.
 
-    The weight's upper byte is kept twice: alone, for the scan, and in `logs` with the lower one, so
-    that reranking a key touches one place for it.
+    The upper byte of a weight is stored twice: alone, for the scan, and in `logs` together with the
+    lower byte, so that the rerank reads one place per key.
     """
 
     head_dim: int
@@ -78,38 +80,40 @@ class Layout:
         """Bytes of a record."""
         return self.magnitudes + _up(BLOCK * self.magnitude_bits * self.stride)
 
-    # What columns a record holds: those of `ParisKV`
+    # The columns of a record, which are those of `ParisKV`
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the columns of codes."""
+        """Names of the columns of codes."""
         return "signs", "magnitudes", "weights", "fractions"
 
     def column(self, name: str, fields: dict[str, Tensor]) -> Tensor:
-        """The codes of a name, from bytes of fields `[..., 256, ...]` as `views` gives them."""
+        """Return the codes of one column from the fields `[..., 256, ...]` that `views` returns."""
         if name in ("weights", "fractions"):
             return fields["logs"][..., 1:] if name == "weights" else fields["logs"][..., :1]
         return fields[name]
 
     def parts(self, codes: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Bytes of the fields, of codes `[B, G, N, ...]`."""
+        """Return the bytes of each field for codes `[B, G, N, ...]`."""
         parts = {name: codes[name] for name in ("signs", "weights", "magnitudes")}
-        parts["logs"] = torch.cat([codes["fractions"], codes["weights"]], dim=-1)  # little-endian
+        parts["logs"] = torch.cat(
+            [codes["fractions"], codes["weights"]], dim=-1
+        )  # lower byte first
         return parts
 
     def order(self, name: str, device: torch.device | str) -> Tensor | None:
-        """Where each key's part of a field lies, int64 `[256]`, or None for in order."""
+        """Return where each key's part of a field is stored, int64 `[256]`, or None if in order."""
         return places(device) if name == "weights" else None
 
     @property
     def key_bytes(self) -> int:
-        """Bytes of a key's codes, what is kept twice included."""
+        """Bytes of a key's codes, including what is stored twice."""
         return self.stride * (1 + self.magnitude_bits) + 3
 
     def views(self, blocks: Tensor) -> dict[str, Tensor]:
-        """The fields of blocks uint8 `[..., G, head_bytes]`, as views `[..., G, 256, ...]`.
+        """Return the fields of blocks uint8 `[..., G, head_bytes]` as views `[..., G, 256, ...]`.
 
-        The weights are in the order of `places`, all else in that of the keys.
+        The weights are in the order of `places`, the other fields in the order of the keys.
         """
         return self._common(blocks) | {
             "weights": self._field(blocks, self.weights, BLOCK, 1),
@@ -118,7 +122,7 @@ class Layout:
         }
 
     def _common(self, blocks: Tensor) -> dict[str, Tensor]:
-        """Views of signs and magnitudes."""
+        """Return views of signs and magnitudes."""
         M, planes = self.head_dim // 8, (self.magnitude_bits, self.stride)
         return {
             "signs": self._field(blocks, 0, BLOCK, self.stride)[..., :M],
@@ -130,9 +134,11 @@ class Layout:
         return blocks[..., start : start + prod(shape)].view(*blocks.shape[:-1], *shape)
 
     def pack(self, codes: dict[str, Tensor], centers: Tensor | None) -> Tensor:
-        """Blocks uint8 `[B, S, G, head_bytes]` of codes `[B, G, N, ...]` as `ParisKV` keeps them.
+        """Pack codes `[B, G, N, ...]` of `ParisKV` into blocks uint8 `[B, S, G, head_bytes]`.
 
-        centers: bfloat16 `[B, G, S, D]`, or None.
+        Args:
+            codes: Columns of codes.
+            centers: Centers of the blocks, bfloat16 `[B, G, S, D]`, or None.
         """
         signs = codes["signs"]
         B, G, N, _ = signs.shape
@@ -154,14 +160,16 @@ class Layout:
         return blocks
 
     def unpack(self, blocks: Tensor, count: int) -> dict[str, Tensor]:
-        """Codes `[B, G, count, ...]` of blocks, as `pack` takes them."""
+        """Return the codes `[B, G, count, ...]` of blocks, the inverse of `pack`."""
         fields = self.fields(blocks, count)
         return {name: self.column(name, fields) for name in self.names}
 
     def fields(self, blocks: Tensor, count: int) -> dict[str, Tensor]:
-        """Bytes of the fields of blocks' first keys, in the order of the keys: `[B, G, count, …]`.
+        """Return the bytes of fields in the order of the keys, `[B, G, count, …]`.
 
-        blocks: uint8 `[B, S, G, head_bytes]`.
+        Args:
+            blocks: Uint8 `[B, S, G, head_bytes]`.
+            count: Number of keys, from the first one.
         """
         fields = {}
         for name, part in self.views(blocks).items():
@@ -173,16 +181,16 @@ class Layout:
         return fields
 
     def centers(self, blocks: Tensor) -> Tensor:
-        """Centers of blocks, bfloat16 `[B, G, S, D]`."""
+        """Return the centers of blocks, bfloat16 `[B, G, S, D]`."""
         raw = self.views(blocks)["center"].transpose(1, 2).contiguous()
         return raw.view(torch.bfloat16)[..., 0]
 
 
 @dataclass(frozen=True)
 class SubspaceLayout(Layout):
-    """Bytes of a record with a bfloat16 weight for each subspace, and no center.
+    """Byte layout of a record with a bfloat16 weight for each subspace, and without a center.
 
-    In order: signs, weights `[256, span]`, magnitudes.
+    The fields are signs, weights `[256, span]` and magnitudes, in this order.
     """
 
     @cached_property
@@ -197,19 +205,19 @@ class SubspaceLayout(Layout):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the columns of codes."""
+        """Names of the columns of codes."""
         return "signs", "magnitudes", "weights"
 
     def column(self, name: str, fields: dict[str, Tensor]) -> Tensor:
-        """As `Layout.column`."""
+        """Return the codes of one column, as `Layout.column`."""
         return fields[name].view(torch.bfloat16) if name == "weights" else fields[name]
 
     def parts(self, codes: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """As `Layout.parts`."""
+        """Return the bytes of each field, as `Layout.parts`."""
         return {**codes, "weights": codes["weights"].contiguous().view(torch.uint8)}
 
     def order(self, name: str, device: torch.device | str) -> Tensor | None:
-        """None: all fields are in the order of the keys."""
+        """Return None: all fields are in the order of the keys."""
         return None
 
     @property
@@ -218,13 +226,13 @@ class SubspaceLayout(Layout):
         return self.stride * (1 + self.magnitude_bits) + self.span
 
     def views(self, blocks: Tensor) -> dict[str, Tensor]:
-        """As `Layout.views`; weights as bytes."""
+        """Return the fields as views, as `Layout.views`; weights are bytes."""
         weights = self._field(blocks, self.weights, BLOCK, self.span)
         return self._common(blocks) | {"weights": weights[..., : self.head_dim // 4]}
 
 
 def words_of(valid: Tensor, blocks: int) -> Tensor:
-    """Bits of valid tokens, bool `[B, N]`, as int32 `[B, blocks, 8]`."""
+    """Pack flags of valid tokens, bool `[B, N]`, into bits, int32 `[B, blocks, 8]`."""
     padded = torch.zeros((len(valid), blocks * BLOCK), dtype=torch.int64, device=valid.device)
     padded[:, : valid.shape[1]] = valid
     bits = padded.view(len(valid), blocks, 8, 32) << torch.arange(32, device=valid.device)
@@ -233,7 +241,7 @@ def words_of(valid: Tensor, blocks: int) -> Tensor:
 
 
 def flags_of(words: Tensor, count: int) -> Tensor:
-    """Valid tokens, bool `[B, count]`, of their bits int32 `[B, blocks, 8]`."""
+    """Unpack bits of valid tokens, int32 `[B, blocks, 8]`, into flags, bool `[B, count]`."""
     bits = words[..., None] >> torch.arange(32, device=words.device) & 1
     return bits.flatten(1)[:, :count].bool()
 

@@ -1,4 +1,7 @@
-"""The coarse stage: each key gets a vote from its signs, and the best become candidates."""
+"""Coarse stage: give each key a vote from its signs, and choose the keys with the most votes.
+
+Source: ParisKV, section B.2.1.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,10 @@ from kvindex.pariskv.inputs import Queries, Tokens
 
 
 def find(tokens: Tokens, queries: Queries, k: int) -> Tensor:
-    """Ids that are reranked for `k` rows, int64 `[B, G, C]`: ascending, then -1."""
+    """Return the ids of the keys that are reranked, int64 `[B, G, C]`, ascending, padded with -1.
+
+    Every valid key is a candidate if `coarse="none"` or if the index has few tokens.
+    """
     config, select = tokens.config, tokens.ops.select
     if config.coarse == "none" or int(tokens.counts.max()) <= config.single_stage_below:
         ids: Tensor = select.compact(_all(tokens))
@@ -23,7 +29,7 @@ def find(tokens: Tokens, queries: Queries, k: int) -> Tensor:
 
 
 def _all(tokens: Tokens) -> Tensor:
-    """Flags of all valid tokens, bool `[B, G, N]`."""
+    """Return flags of all valid tokens, bool `[B, G, N]`."""
     g, flags = tokens.geometry, tokens.valid
     if flags is None:
         shape = len(tokens.counts), tokens.length
@@ -32,9 +38,12 @@ def _all(tokens: Tokens) -> Tensor:
 
 
 def votes(tokens: Tokens, queries: Queries, tiers: Tensor | None = None) -> Tensor:
-    """Votes of all keys, int32 `[B, G, g, N]`.
+    """Return the votes of all keys, int32 `[B, G, g, N]`.
 
-    tiers: of `ParisKVConfig.limits`, on the device, which tiers need.
+    Args:
+        tokens: Codes of all tokens.
+        queries: Rotated queries.
+        tiers: Tier bounds from `ParisKVConfig.limits`, on the device. Only tiered votes need them.
     """
     own = _table(tokens, queries, tiers), _factors(tokens), _offsets(tokens, queries)
     table, center, vote = own[0], tokens.config.center, tokens.ops.coarse.votes
@@ -46,7 +55,7 @@ def votes(tokens: Tokens, queries: Queries, tiers: Tensor | None = None) -> Tens
 
 
 def _table(tokens: Tokens, queries: Queries, tiers: Tensor | None) -> Tensor:
-    """What a centroid's keys earn in each subspace."""
+    """Return the points that each centroid gives its keys, for each subspace of the query."""
     coarse, directions = tokens.ops.coarse, queries.voting_directions
     if tokens.config.coarse == "tiered_votes":
         table: Tensor = coarse.tier_table(directions, tokens.histogram, tiers)
@@ -56,7 +65,7 @@ def _table(tokens: Tokens, queries: Queries, tiers: Tensor | None) -> Tensor:
 
 
 def _factors(tokens: Tokens) -> list[Tensor | None]:
-    """What votes of each part's keys are times, or None."""
+    """Return the factors of each part's votes, or None where votes ignore weights."""
     if not tokens.config.weighs_votes:
         return [None] * len(tokens.parts)
     factors, known = tokens.ops.codes.factors, tokens.encoding.factors
@@ -64,7 +73,7 @@ def _factors(tokens: Tokens) -> list[Tensor | None]:
 
 
 def _offsets(tokens: Tokens, queries: Queries) -> list[Tensor | None]:
-    """What the centers of each part's blocks add to votes, or None."""
+    """Return what the centers of each part's blocks add to votes, or None."""
     if not tokens.config.weighs_votes or queries.offsets is None:
         return [None] * len(tokens.parts)
     rounding = tokens.query_max, tokens.weight_scale, tokens.encoding.level

@@ -1,7 +1,4 @@
-"""What ParisKV can be told: options, presets, and how many keys pass each stage.
-
-Of the index itself: `kvindex.pariskv.index`.
-"""
+"""Options of ParisKV, its presets, and how many keys pass each stage."""
 
 from __future__ import annotations
 
@@ -15,10 +12,13 @@ from kvindex.ops import group
 from kvindex.ops.coarse import TIERS, ceil_share
 
 SCHEDULE = ((5_000, 0.50, 0.50), (10_000, 0.25, 0.30), (30_000, 0.20, 0.25))
-"""`(below n tokens, β, ρ)`, as published; the paper says only that the schedule adapts to n."""
+"""Entries `(n, β, ρ)`, each for fewer than `n` tokens, from the published code.
+
+The paper says only that these fractions adapt to the number of tokens.
+"""
 
 LONGEST = (0.10, 0.20)
-"""`(β, ρ)` for all longer lengths, as published."""
+"""`(β, ρ)` for all longer contexts, from the published code."""
 
 COARSE = ("tiered_votes", "sign_votes", "none")
 
@@ -27,7 +27,7 @@ BLOCKS = ("subspace", "key")
 WEIGHTS = ("bfloat16", "log")
 
 MOST_TOKENS = 2**16
-"""Of a block."""
+"""Largest number of tokens in a block."""
 
 CANDIDATES_PER = ("head", "group")
 
@@ -36,7 +36,7 @@ SAMPLING = ("none", "priority", "tempered")
 SIGN_DECODERS = ("mean", "regression")
 
 FAST = dict(beta=0.02, refine_factor=4, least_candidates=1, sign_decoder="mean", sampling="none")
-"""The best rows by their estimates: nothing is drawn (docs/decisions/0027)."""
+"""Options of the preset "fast", which does not sample rows (docs/decisions/0027)."""
 
 PAPER = FAST | dict(
     coarse="tiered_votes",
@@ -48,7 +48,7 @@ PAPER = FAST | dict(
     center=0,
     candidates_per="head",
 )
-"""Where the paper differs from the defaults (docs/decisions/0011, 0012, 0013, 0015)."""
+"""Options in which the paper differs from the defaults (docs/decisions/0011, 0012, 0013, 0015)."""
 
 PRESETS: dict[str, dict[str, object]] = {
     "sampled": {},
@@ -58,7 +58,7 @@ PRESETS: dict[str, dict[str, object]] = {
     "scan": FAST | {"coarse": "none"},
     "paper": PAPER,
 }
-"""Preset -> where it differs from the defaults."""
+"""Name of a preset -> options in which it differs from the defaults."""
 
 
 @dataclass(frozen=True)
@@ -174,34 +174,39 @@ class ParisKVConfig:
 
     @property
     def weighs_votes(self) -> bool:
-        """Whether votes are times the keys' weights."""
+        """True if votes are multiplied by the keys' weights."""
         return self.coarse == "sign_votes" and self.weights == "log"
 
     def fractions(self, n: int) -> tuple[float, float]:
-        """`(β, ρ)` for `n` keys."""
+        """Return `(β, ρ)` for `n` keys: fractions that become candidates and that earn points."""
         beta, rho = next(((b, r) for below, b, r in SCHEDULE if n < below), LONGEST)
         return beta if self.beta is None else self.beta, rho if self.rho is None else self.rho
 
     def candidates(self, n: int, k: int) -> int:
-        """Candidates `C` of `n` keys for `k` rows."""
+        """Return the number of candidates `C` among `n` keys when `k` rows are searched."""
         if n <= self.single_stage_below:
             return n
         fraction, least = ceil_share(n, self.fractions(n)[0]), int(self.refine_factor) * k
         return min(max(fraction, least, int(self.least_candidates)), n)
 
     def most_candidates(self, tokens: int, k: int) -> int:
-        """The most candidates for `k` rows of up to so many keys."""
+        """Return the largest number of candidates for any number of keys up to `tokens`."""
         falls = [below - 1 for below, _, _ in SCHEDULE if below <= tokens]
         return max(self.candidates(n, k) for n in (tokens, *falls))
 
     def tier_bounds(self, n: int) -> list[int]:
-        """Keys that bound each tier of `n`."""
+        """Return how many of `n` keys each tier of the paper's votes may contain."""
         return [ceil_share(n, self.fractions(n)[1], tier) for tier in TIERS]
 
     def limits(self, counts: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        """Keys that bound each tier, int64 `[B, tiers]`, and candidates `C`, int64 `[B]`.
+        """Return the bounds of tiers and the number of candidates for each sequence of a batch.
 
-        Of rows of a batch with so many valid keys, int64 `[B]` on the CPU, as they are.
+        Args:
+            counts: Valid keys of each sequence, int64 `[B]`, on the CPU.
+            k: Rows that the search selects.
+
+        Returns:
+            Tier bounds int64 `[B, tiers]` and numbers of candidates int64 `[B]`, both on the CPU.
         """
         sizes: list[int] = counts.tolist()
         tiers = torch.tensor([self.tier_bounds(n) for n in sizes])

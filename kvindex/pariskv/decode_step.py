@@ -1,22 +1,25 @@
-"""A fused decoding step in plain torch: from a query to attention over the best `k` rows.
+"""Specification of a fused decode step, which tests compare kernels with.
 
-Five stages, one launch each in `kvindex_cuda/kernels/step/`, of which these functions are the
-specification: what a stage reads (`step_state.State` and what the stages before give) and what it
-writes, by the kernels' names, in the same order. A kernel's lists come in any order, here they are
-sorted; its buffers go on to a capacity, here they end where the longest does, with `EMPTY`.
+The functions here run one decode step in plain torch, from a query to attention over the best `k`
+rows. They have the names and the order of the kernels in `kvindex_cuda/kernels/step/`, read the
+same inputs (`step_state.State` and the results of earlier stages) and return what a kernel writes.
+Lists that a kernel writes in any order are sorted here. Buffers that are longer in a kernel end
+here with the longest list, and unused places have the value `EMPTY`.
 
-1. prepare_query: the query is rotated and rounded to integers of a few bits (paper, A.1); votes of
-   4,096 sampled keys tell a vote that some more than `C` of all keys reach.
-2. scan: every key's vote, from its signs, the upper byte of its weight and its block's center
-   (B.2.1); those from that vote on are listed.
-3. rerank: of the list's best `C`, inner products are estimated from all code bits (B.2.2).
-4. select_rows: the group's heads agree on a score of each candidate; the best `k` rows by it.
-   Or candidates and rows are drawn, both by the same noise (`priority`): votes become sizes.
-5. attend: softmax over those rows and the resident ones, sink and window (B.3).
+1. `prepare_query`: rotate the query and round it to integers of a few bits (paper, A.1). Compute
+   the votes of 4,096 sampled keys, and from these a threshold that somewhat more than `C` keys
+   reach.
+2. `scan`: compute every key's vote from its signs, the upper byte of its weight and its block's
+   center (B.2.1). List the keys whose votes reach the threshold.
+3. `rerank`: estimate the inner products of the best `C` listed keys from all bits of their codes
+   (B.2.2).
+4. `select_rows`: combine the estimates of a group's heads into one score per candidate, and select
+   the best `k` rows. With sampling, candidates and rows are chosen by random priorities instead
+   (`kvindex.ops.priority`).
+5. `attend`: softmax attention over those rows and the resident rows of sink and window (B.3).
 
-All presets but `paper` run these stages: `sampled` (the default), `fast` and `precise`. `paper` has
-other stages 1 to 3 (`table_step.py`).
-Integers are equal to kernels' to the bit, given the same inputs; floats up to rounding.
+The preset `paper` has other stages 1 to 3, in `tiered_votes`. Integers are equal to the kernels'
+integers bit by bit if the inputs are equal; floats are equal up to rounding.
 """
 
 from __future__ import annotations
@@ -61,13 +64,16 @@ from kvindex.pariskv.step_state import (
 )
 
 CODES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
-"""Rows as codes (`storage/codecs.py`): a byte a number, then a scale of key and of value."""
+"""Names of row codecs with one byte per number -> their dtype.
+
+A row has its numbers first, then one scale for the key and one for the value (`storage/codecs.py`).
+"""
 
 
 def decode_step(queries: Tensor, state: State, k: int, config: StepConfig) -> Attended:
-    """Attention of queries `[B, H, D]` over the best `k` rows and the resident ones.
+    """Attend to the best `k` rows and to the resident rows, for queries `[B, H, D]`.
 
-    Where rows of the batch have lengths of their own, each is a batch of 1.
+    Sequences with lengths of their own are computed one by one.
     """
     if len(state.length) > 1:
         rows = enumerate(queries[:, None])
@@ -81,7 +87,7 @@ def decode_step(queries: Tensor, state: State, k: int, config: StepConfig) -> At
 
 
 def find_rows(queries: Tensor, state: State, k: int, config: StepConfig) -> Selected:
-    """The stages before attention."""
+    """Run the stages before attention."""
     if isinstance(config.layout, SubspaceLayout):
         return select_rows(state, tiered_votes.find_candidates(queries, state, config), k, config)
     prepared = prepare_query(queries, state, config)
@@ -94,10 +100,13 @@ def find_rows(queries: Tensor, state: State, k: int, config: StepConfig) -> Sele
 
 @dataclass(frozen=True)
 class Draw:
-    """What brings votes to priorities, and the noise of keys.
+    """Numbers with which votes become priorities, and the seeds of the keys' random numbers.
 
-    gains, totals: of `priority`, float32 `[B, G, g]`; seeds: what is added to `SPREAD` times a
-    key's id for its noise, int64 `[B, G]`, 32 bits.
+    Attributes:
+        gains: Float32 `[B, G, g]`, from `priority.gains`.
+        totals: Float32 `[B, G, g]`, from `priority.totals`.
+        seeds: Int64 `[B, G]` of 32 bits. A key's noise is the hash of its seed plus `SPREAD` times
+            its id.
     """
 
     gains: Tensor
@@ -105,20 +114,28 @@ class Draw:
     seeds: Tensor
 
     def noises(self, ids: Tensor) -> Tensor:
-        """Noise of ids int64 `[B, G, K]`, int64."""
+        """Return the noise of ids int64 `[B, G, K]`, int64."""
         return priority.noise_of(ids * priority.SPREAD + self.seeds[..., None])
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """What `prepare_query` writes.
+    """Results of `prepare_query`.
 
-    planes: digits of the rounded query to the base -2, uint8 `[B, G, g, PLANES, D]`; sums: of its
-    coordinates, int32 `[B, G, g]`; units: votes per unit of `q·k`, float32 `[B, G, g]`; operands:
-    the rotated query as float16, `[B, G, g, D, 2]`, times ups, float32 `[B, G, g]`; sample: votes
-    int32 `[B, G, SAMPLED]`; thresholds: int32 `[B, G]`; bases, shifts: of the histogram of votes
-    from there on, int32 `[B, G]`; wrong: int32 `[]`; draw: where candidates are drawn. There
-    priorities take the place of votes.
+    With sampling, `sample` and `thresholds` are of priorities instead of votes.
+
+    Attributes:
+        planes: Digits of the rounded query to the base -2, uint8 `[B, G, g, PLANES, D]`.
+        sums: Sums of its coordinates, int32 `[B, G, g]`.
+        units: Votes per unit of `q·k`, float32 `[B, G, g]`.
+        operands: The rotated query times `ups` as two float16 numbers, `[B, G, g, D, 2]`.
+        ups: Powers of two, float32 `[B, G, g]`.
+        sample: Votes of sampled keys, int32 `[B, G, SAMPLED]`.
+        thresholds: Votes from which keys are listed, int32 `[B, G]`.
+        bases: Vote at which the histogram begins, int32 `[B, G]`.
+        shifts: Votes per bin of the histogram are `2^shift`, int32 `[B, G]`.
+        wrong: Int32 `[]`, 1 if a query is out of range.
+        draw: Numbers for sampling, or None where the best candidates are taken.
     """
 
     planes: Tensor
@@ -135,9 +152,10 @@ class Prepared:
 
 
 def prepare_query(queries: Tensor, state: State, config: StepConfig) -> Prepared:
-    """Rotate and round, then find a vote that a sample says is reached by more than `C` keys.
+    """Rotate and round the query, and find a vote that a little more than `C` keys reach.
 
-    Where signs vote together it is another query whose integers they are (`regression.voting`).
+    With a sign regression, the query that votes is another one than the query of the rerank
+    (`sign_regression.voting`).
     """
     directions, norms, wrong = rotated(queries, config)
     matrix = state.regression
@@ -166,7 +184,10 @@ def prepare_query(queries: Tensor, state: State, config: StepConfig) -> Prepared
 
 
 def _sampling_terms(state: State, products: Tensor, unit: Tensor, config: StepConfig) -> Draw:
-    """Of products with centers `[B, G, S, g]`, and `q·k` of a vote, float64 `[B, G, g]`."""
+    """Compute what sampling needs from center products `[B, G, S, g]` and the unit of a vote.
+
+    The unit is the inner product `q·k` that a vote of 1 represents, float64 `[B, G, g]`.
+    """
     scale = config.geometry.scale
     some = priority.sampled_blocks(products.shape[2] if config.centered else 0).to(products.device)
     first = state.flags.int().argmax(-1)
@@ -179,7 +200,7 @@ def _sampling_terms(state: State, products: Tensor, unit: Tensor, config: StepCo
 
 
 def _priorities(votes: Tensor, draw: Draw, state: State) -> Tensor:
-    """Of all keys, int32 `[B, G, N]`, by their votes `[B, G, g, N]`; `LEAST` of padding."""
+    """Return priorities int32 `[B, G, N]` for votes `[B, G, g, N]`; `LEAST` for padding."""
     noises = draw.noises(torch.arange(votes.shape[-1], device=votes.device)[None, None])
     found = priority.priorities(votes, draw.gains, draw.totals, noises)
     return found.masked_fill(~state.flags[:, None], priority.LEAST)
@@ -190,11 +211,13 @@ def _priorities(votes: Tensor, draw: Draw, state: State) -> Tensor:
 
 @dataclass(frozen=True)
 class Scanned:
-    """What `scan` writes.
+    """Results of `scan`.
 
-    counts: how many keys are listed, int32 `[B, G]`; list: their entries, int64 `[B, G, L]`;
-    histogram: of their votes, int32 `[B, G, BINS]`; products: `⟨q, μ⟩` of each block's center,
-    float32 `[B, G, S, g]`.
+    Attributes:
+        counts: Number of listed keys, int32 `[B, G]`.
+        list: Entries of the listed keys, int64 `[B, G, L]`.
+        histogram: Histogram of their votes, int32 `[B, G, BINS]`.
+        products: `⟨q, μ⟩` for each block's center `μ`, float32 `[B, G, S, g]`.
     """
 
     counts: Tensor
@@ -209,7 +232,7 @@ def scan(queries: Tensor, state: State, prepared: Prepared, config: StepConfig) 
 
 
 def list_keys(state: State, prepared: Prepared, products: Tensor, config: StepConfig) -> Scanned:
-    """As `scan`, of products that there are."""
+    """List the keys whose votes reach the threshold, with given center products."""
     votes = ranked(state, prepared, products, config)
     entries = entry_of(votes, torch.arange(state.tokens, device=votes.device))
     listed = votes >= prepared.thresholds[..., None]
@@ -224,7 +247,7 @@ def list_keys(state: State, prepared: Prepared, products: Tensor, config: StepCo
 
 
 def ranked(state: State, prepared: Prepared, products: Tensor, config: StepConfig) -> Tensor:
-    """What candidates are chosen by, int32 `[B, G, N]`: votes, or priorities."""
+    """Return the votes of all keys, or their priorities with sampling: int32 `[B, G, N]`."""
     given = state, prepared.planes, prepared.units, products, config
     if prepared.draw is None:
         return votes_of(*given)
@@ -235,14 +258,17 @@ def ranked(state: State, prepared: Prepared, products: Tensor, config: StepConfi
 
 
 def rerank(state: State, prepared: Prepared, scanned: Scanned, config: StepConfig) -> Reranked:
-    """Estimate the inner products of the list's best `C`, and of all others in the cut's bin."""
+    """Estimate inner products of the best `C` listed keys.
+
+    Keys in the same histogram bin as the last of them are estimated, too.
+    """
     if prepared.draw is not None:
         return _rerank_sampled(state, prepared, scanned, prepared.draw, config)
     entries, target = scanned.list, state.target.expand_as(scanned.counts)
     cut = torch.stack(cut_of(scanned.histogram, target), dim=-1)
     whole = torch.tensor([-1, 0], device=cut.device)
     cuts = torch.where(scanned.counts[..., None] > target[..., None], cut, whole).int()
-    if (short := scanned.counts < target).any():  # then all keys compete
+    if (short := scanned.counts < target).any():  # too few are listed: rank all keys instead
         best = _best(state, prepared, scanned.products, config)
         ranks = torch.arange(best.shape[-1], device=best.device)
         best = best.masked_fill(ranks >= target[..., None], EMPTY)
@@ -259,7 +285,7 @@ def rerank(state: State, prepared: Prepared, scanned: Scanned, config: StepConfi
 
 
 def _best(state: State, prepared: Prepared, products: Tensor, config: StepConfig) -> Tensor:
-    """The entries of all keys, the best first."""
+    """Return the entries of all keys, the best first."""
     votes = ranked(state, prepared, products, config)
     entries = entry_of(votes, torch.arange(state.tokens, device=votes.device))
     return entries.sort(dim=-1, descending=True).values
@@ -268,7 +294,7 @@ def _best(state: State, prepared: Prepared, products: Tensor, config: StepConfig
 def _rerank_sampled(
     state: State, prepared: Prepared, scanned: Scanned, draw: Draw, config: StepConfig
 ) -> Reranked:
-    """Estimates of all keys from the threshold on, which some `C` reach."""
+    """Estimate inner products of all keys whose priorities reach the threshold, about `C` keys."""
     every = ranked(state, prepared, scanned.products, config)
     thresholds = priority.thresholds(every, state.wanted)
     entries = entry_of(every, torch.arange(state.tokens, device=every.device))
@@ -292,7 +318,7 @@ def _rerank_sampled(
 
 
 def _log_chances(candidates: Tensor, thresholds: Tensor, draw: Draw) -> Tensor:
-    """`log π` of entries int64 `[B, G, K]` by their votes, float32, 0 of `EMPTY`."""
+    """Return `log π` of entries int64 `[B, G, K]`, float32; 0 for `EMPTY`."""
     sizes = vote_of(candidates) - draw.noises(id_of(candidates))
     chances = priority.log_chances(sizes, thresholds[..., :1].long())
     return chances.masked_fill(candidates == EMPTY, 0)
@@ -301,11 +327,11 @@ def _log_chances(candidates: Tensor, thresholds: Tensor, draw: Draw) -> Tensor:
 def _estimates(
     candidates: Tensor, state: State, prepared: Prepared, products: Tensor, config: StepConfig
 ) -> Tensor:
-    """Of `q·k` (paper, equation 10), float32 `[B, G, K, g]`."""
+    """Return estimates of `q·k` (paper, equation 10), float32 `[B, G, K, g]`."""
     ids, queries = id_of(candidates), queries_of(prepared.operands, prepared.ups)
     fields = config.layout.fields(state.codes, state.tokens)
     own = {name: fetch.gather_rows(part, ids) for name, part in fields.items()}
-    logs = own["logs"][..., :1].int() | own["logs"][..., 1:].int() << 8  # little-endian
+    logs = own["logs"][..., :1].int() | own["logs"][..., 1:].int() << 8  # lower byte first
     weights = codes.log_weights(logs, 16)
     parts = own["signs"], own["magnitudes"], weights, config.levels
     return reranking.estimate(queries, *parts).mT + fetch.gather_rows(products, ids // BLOCK)
@@ -316,12 +342,14 @@ def _estimates(
 
 @dataclass(frozen=True)
 class Selected:
-    """What `select_rows` writes.
+    """Results of `select_rows`. Unused places have an id of -1 and `-inf` elsewhere.
 
-    ids: rows, ascending, int64 `[B, G, k]`, then -1; scores: what `group.agree` gives, float32
-    `[B, G, k]`, then `-inf`; found: how many there are, int32 `[B, G]`; weights: of rows that were
-    drawn, their logarithms `-log π`, float32 `[B, G, k]`, then `-inf`. Scores of these are
-    priorities.
+    Attributes:
+        ids: Selected rows, ascending, int64 `[B, G, k]`.
+        scores: Agreed scores (`group.agree`), or priorities with sampling, float32 `[B, G, k]`.
+        found: Number of selected rows, int32 `[B, G]`.
+        weights: Log weights `-log π` of sampled rows, float32 `[B, G, k]`, or None without
+            sampling.
     """
 
     ids: Tensor
@@ -333,14 +361,21 @@ class Selected:
 def select_rows(
     state: State, reranked: Reranked, k: int, config: StepConfig, draw: Draw | None = None
 ) -> Selected:
-    """The best `k` rows by what the group's heads agree on; equal scores by the lower id.
+    """Select the best `k` rows by the score that a group's heads agree on.
 
-    draw: of `Prepared`, where rows are drawn.
+    Equal scores go to the lower id.
+
+    Args:
+        state: What the step reads.
+        reranked: Candidates with their estimates.
+        k: Rows per KV head.
+        config: Constants of the step.
+        draw: From `Prepared`, where rows are sampled.
     """
     if draw is not None:
         return _select_sampled(reranked, k, config, draw)
     g, tokens = config.geometry, state.tokens
-    # of entries in the cut's bin the best fill up to `C`; without a cut all are candidates
+    # the best entries of the cut's bin fill up to `C`; without a cut all entries are candidates
     whole = reranked.cuts[..., 0] < 0
     counts = torch.where(whole, reranked.candidate_counts.long(), state.target)
     ids = id_of(reranked.candidates)
@@ -349,7 +384,7 @@ def select_rows(
     estimates = reranked.estimates.gather(2, order[..., None].expand_as(reranked.estimates))
     estimates = estimates.masked_fill((ids == tokens)[..., None], attention.NEVER)
     agreed = group.agree(estimates.mT, config.policy, scale=g.scale, softcap=g.softcap)
-    agreed = agreed.masked_fill(agreed.isnan(), torch.nan)  # one with a sign would be below -inf
+    agreed = agreed.masked_fill(agreed.isnan(), torch.nan)  # a negative NaN would sort below -inf
     scores, slots = select.top_k(agreed, k)
     best = ids.gather(-1, slots.clamp_min(0)).masked_fill(slots < 0, tokens)
     best, order = best.sort(dim=-1)
@@ -358,7 +393,10 @@ def select_rows(
 
 
 def _select_sampled(reranked: Reranked, k: int, config: StepConfig, draw: Draw) -> Selected:
-    """Rows of the `k` largest priorities by estimates, with the noise of the first draw."""
+    """Select the rows with the `k` largest priorities by their estimates.
+
+    The noise is the one that the candidates were sampled with.
+    """
     g, (ids, order) = config.geometry, id_of(reranked.candidates).sort(dim=-1)
     candidates = reranked.candidates.gather(-1, order)
     estimates = reranked.estimates.gather(2, order[..., None].expand_as(reranked.estimates))
@@ -367,7 +405,7 @@ def _select_sampled(reranked: Reranked, k: int, config: StepConfig, draw: Draw) 
     chances = _log_chances(candidates, reranked.cuts, draw)
     totals = (logits - chances[:, :, None]).logsumexp(-1, keepdim=True)
     sizes, noises = priority.root_mean_square(logits - totals), draw.noises(ids) * priority.NATS
-    sizes = sizes.masked_fill(ids < 0, attention.NEVER)  # a row of the batch may have no candidate
+    sizes = sizes.masked_fill(ids < 0, attention.NEVER)  # a sequence may have no candidate
     scores, slots, last = priority.sample(sizes, noises.float(), k)
     weights = -torch.minimum(last, chances.gather(-1, slots.clamp_min(0)))
     weights = weights * (priority.temper(k) if config.tempered else 1)
@@ -380,7 +418,7 @@ def _select_sampled(reranked: Reranked, k: int, config: StepConfig, draw: Draw) 
 
 
 _LAST = 2**62
-"""After all ids."""
+"""Larger than all ids."""
 
 
 # 5. attend
@@ -394,10 +432,15 @@ def attend(
     *,
     weights: Tensor | None = None,
 ) -> Attended:
-    """Exact attention over the selected rows and the resident ones.
+    """Compute exact attention over the selected rows and the resident rows.
 
-    selected: ids below 0 are none; weights: added to logits, float32 `[B, H, k]`, `-inf` hides a
-    row from a head; None for those of `selected`.
+    Args:
+        queries: `[B, H, D]`.
+        state: What the step reads.
+        selected: Selected rows; ids below 0 are unused.
+        config: Constants of the step.
+        weights: Added to logits, float32 `[B, H, k]`; `-inf` hides a row from a head. None for the
+            weights of `selected`.
     """
     g, count = config.geometry, int(state.resident_count)
     keys, values = _rows(state, selected.ids, config)
@@ -415,7 +458,7 @@ def attend(
 
 
 def _bias(state: State, selected: Selected, weights: Tensor | None, config: StepConfig) -> Tensor:
-    """What logits gain, float32 `[B, H, k + count]`: a weight, 0, or `-inf` of a hidden row."""
+    """Return what is added to logits, float32 `[B, H, k + count]`: a log weight, 0, or `-inf`."""
     g, ids, count = config.geometry, selected.ids, int(state.resident_count)
     unused = torch.arange(ids.shape[-1], device=ids.device) >= selected.found[..., None]
     hidden = (unused | (ids < 0)).repeat_interleave(g.group_size, dim=1)
@@ -426,17 +469,17 @@ def _bias(state: State, selected: Selected, weights: Tensor | None, config: Step
 
 
 def _rows(state: State, ids: Tensor, config: StepConfig) -> tuple[Tensor, Tensor]:
-    """Keys and values of rows, float32; a negative id's are zeros."""
+    """Return keys and values of the rows `ids`, float32; zeros for a negative id."""
     g = config.geometry
     raw = fetch.gather_rows(state.rows.transpose(1, 2).flatten(2, 3), ids)
-    first, end = g.head_dim, g.head_dim + g.value_dim  # numbers of the first scale, and of both
+    first, end = g.head_dim, g.head_dim + g.value_dim  # ends of the numbers of each scale
     if g.value_in_key:
         first, end = g.value_dim, g.head_dim
     if state.codec == "plain":
         both = raw[..., : end * g.dtype.itemsize].view(g.dtype).float()
     else:
         scales = raw[..., (start := -(-end // 4) * 4) : start + 8].view(torch.float32)
-        both = raw[..., :end].view(CODES[state.codec]).float()  # products are not rounded further
+        both = raw[..., :end].view(CODES[state.codec]).float()  # not rounded to the rows' dtype
         both = torch.cat(
             [both[..., :first] * scales[..., :1], both[..., first:] * scales[..., 1:]], -1
         )

@@ -1,4 +1,7 @@
-"""Keys become codes: a center off, normalized, rotated; signs, magnitudes and weights."""
+"""Encode keys: subtract the block's center, normalize, rotate, then quantize.
+
+Source: ParisKV, sections A.1 to A.3.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +22,16 @@ from kvindex.pariskv.config import ParisKVConfig
 
 @dataclass(frozen=True)
 class Encoding:
-    """What a configuration fixes before the first key.
+    """Constants of the encoding, which follow from the configuration before the first key.
 
-    ops: of the backend; block: coordinates that share a weight; rotation: float32, as
-    `ops.transform.rotation` makes it; levels: float32 `[2^bits]`, the sizes that magnitudes stand
-    for; level: the size that a sign alone stands for; factors: of `ops.codes.log_factors`, int32
-    `[256]`, or None where weights are no logarithms.
+    Attributes:
+        config: Options of the index.
+        ops: Operations of the backend (`kvindex.ops` or a compiled version).
+        block: Coordinates that share one weight.
+        rotation: Rotation matrix, float32 `[D, D]` (`ops.transform.rotation`).
+        levels: Sizes that the magnitude codes represent, float32 `[2^bits]`.
+        level: Size that a sign alone represents.
+        factors: Integer factors of logarithmic weights, int32 `[256]`, or None for other weights.
     """
 
     config: ParisKVConfig
@@ -37,7 +44,7 @@ class Encoding:
 
     @staticmethod
     def of(config: ParisKVConfig, geometry: Geometry, ops: Any) -> Encoding:
-        """For keys of a geometry."""
+        """Compute the constants for keys of a geometry."""
         D, bits, device = geometry.head_dim, config.magnitude_bits, geometry.device
         block = SUBSPACE if config.block == "subspace" else D
         rotation = ops.transform.rotation(D, config.seed, device)
@@ -48,16 +55,21 @@ class Encoding:
 
     @property
     def constants(self) -> list[Tensor]:
-        """The tensors that an index keeps of it."""
+        """The tensors among the constants."""
         known = self.rotation, self.levels, self.factors
         return [tensor for tensor in known if tensor is not None]
 
     def encode(self, keys: Tensor, valid: Tensor | None) -> Codes:
-        """Codes of keys `[B, G, N, D]`, the first of which begins a block.
+        """Encode keys, the first of which begins a block.
 
-        signs uint8 `[B, G, N, M]`, magnitudes uint8 `[B, G, N, bits, M]`, weights `[B, G, N, W]`
-        and, as options have it, the lower byte of these, `fractions`, and centers
-        `[B, G, S, D]`, one for a block. valid: which keys are, bool `[B, N]`; None for all.
+        Args:
+            keys: Floating point, `[B, G, N, D]`.
+            valid: Bool `[B, N]`, False for padding; None where no token is padded.
+
+        Returns:
+            `signs` uint8 `[B, G, N, M]`, `magnitudes` uint8 `[B, G, N, bits, M]` and `weights` `[B,
+            G, N, W]`. With 16-bit logarithmic weights `fractions` has their lower bytes, uint8 `[B,
+            G, N, W]`. With centers `centers` is bfloat16 `[B, G, S, D]`, one for each block.
         """
         ops, centers = self.ops, self._centers(keys, valid)
         directions, norms = ops.transform.normalize(self._centered(keys, centers))
@@ -67,13 +79,19 @@ class Encoding:
 
     @property
     def block_tokens(self) -> int:
-        """Tokens that are encoded together."""
+        """Number of tokens that are encoded together."""
         return self.config.center or (BLOCK if self.config.weights == "log" else 1)
 
     def fit(self, entries: Callable[[str, int, int], Tensor], blocks: int) -> Tensor:
-        """`pariskv.sign_regression.fit` to the first of so many full blocks.
+        """Fit the sign regression (`sign_regression.fit`) to the first of `blocks` full blocks.
 
-        entries: of a column of codes, every so many of the first tokens (`Columns.every`).
+        Args:
+            entries: Function of a column's name, an end and a step that returns every step-th entry
+                before the end (`Columns.every`).
+            blocks: Number of full blocks.
+
+        Returns:
+            The fitted matrix, float16 `[B, G, D, D]`.
         """
         fitted = sign_regression.fitted_blocks(blocks) * self.block_tokens
         every = sign_regression.stride(fitted)
@@ -82,12 +100,12 @@ class Encoding:
         return sign_regression.fit(signs, magnitudes, weights[..., 0] > 0, self.levels, self.level)
 
     def _centers(self, keys: Tensor, valid: Tensor | None) -> Codes:
-        """A center for each block of keys, where blocks have one."""
+        """Return the center of each block of keys, or nothing where blocks have no center."""
         tokens = self.config.center
         return {"centers": self.ops.codes.centers(keys, valid, tokens)} if tokens else {}
 
     def _centered(self, keys: Tensor, centers: Codes) -> Tensor:
-        """Keys float32, less the centers of their blocks."""
+        """Return keys as float32, minus the centers of their blocks."""
         floats = keys.float()
         if not centers:
             return floats
@@ -95,7 +113,10 @@ class Encoding:
         return floats - spread[:, :, : keys.shape[2]].float()
 
     def _weights(self, weights: Tensor, valid: Tensor | None) -> Codes:
-        """Weights float32 `[B, G, N, W]` as they are stored: a log of 16 bits as two bytes."""
+        """Convert weights float32 `[B, G, N, W]` to the form in which they are stored.
+
+        A 16-bit logarithm is stored as two bytes, because votes read only the upper one.
+        """
         if self.config.weights == "bfloat16":
             return {"weights": weights.bfloat16()}
         logs = self.ops.codes.log_codes(weights, self.config.weight_bits)

@@ -1,9 +1,11 @@
-"""ParisKV: a coarse stage on analytic centroids, then reranking with codes of a few bits.
+"""The class `ParisKV`: an index that finds candidates by votes and reranks them with short codes.
 
 Qi et al., ParisKV: Fast and Drift-Robust KV-Cache Retrieval for Long-Context LLMs (ICML 2026).
-`preset="paper"` is the paper's; the defaults go past it (docs/indexes/pariskv.md). The stages are
-functions of `kvindex.pariskv`; here is what an index holds: codes, keys of the block that is open,
-statistics, an executor.
+`preset="paper"` follows the paper; the default preset improves on it (docs/indexes/pariskv.md).
+
+The stages of a search are functions in the other modules of `kvindex.pariskv`. The class here
+stores what they read: codes, the keys of the last block while it is not full, statistics, and an
+executor if compiled kernels run the stages.
 """
 
 from __future__ import annotations
@@ -31,22 +33,27 @@ _Statistics = tuple[Tensor, tuple[int, _Fit] | None]
 
 
 class ParisKV(ExecutedIndex):
-    """A few bits per coordinate and a scale; nothing to train, nothing that drift makes wrong.
+    """Index with codes of a few bits per coordinate, which need no training on the keys.
 
-    Codes are a function of their block: a full block is encoded once, the last one, while it is
-    open, from the keys it has (docs/decisions/0024).
-    Hits' scores: what `group.agree` returns for the estimates of `q·k`.
+    Tokens are encoded in blocks. A full block is encoded once. The codes of the last block, while
+    it is not full (the open block), are computed from its keys when they are needed
+    (docs/decisions/0024).
+
+    The scores of hits are the group's agreed scores (`kvindex.ops.group.agree`) of the estimated
+    inner products; with sampling they are priorities.
+
+    Source: Qi et al., ParisKV (ICML 2026).
     """
 
     Config = ParisKVConfig
     presets: ClassVar = PRESETS
     statistics = ("_histogram",)
 
-    _histogram: Tensor  # keys per centroid, int64 [B, G, M, 256], which tiers need
+    _histogram: Tensor  # keys per centroid, int64 [B, G, M, 256], for tiered votes
 
-    _open: Codes | None  # of the open block, `[B, G, n, ...]`, once they were asked for
-    _weight_scale: Tensor | None  # since the last change
-    _fitted: tuple[int, _Fit] | None = None  # to how many tokens; made when it is asked for
+    _open: Codes | None  # codes of the open block, `[B, G, n, ...]`, once computed
+    _weight_scale: Tensor | None  # None until it is computed after a change
+    _fitted: tuple[int, _Fit] | None = None  # number of fitted tokens, and a function that fits
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -58,10 +65,13 @@ class ParisKV(ExecutedIndex):
         self._codes = executor.codes if executor else BlockColumns(self.block_tokens)
         self._update()
 
-    # Encoding: `_codes` has the full blocks, `_learned` the keys of the open one
+    # Encoding. `_codes` stores the codes of full blocks, `_learned` the keys of the open block.
 
     def _prepared(self, keys: Tensor, valid: Tensor | None) -> tuple[Codes, Any]:
-        """As `BaseIndex._prepared`: the codes of the blocks that these keys fill."""
+        """Encode the blocks that an append fills.
+
+        Returns the keys of the open block after the append, and the codes of the filled blocks.
+        """
         known = keys if valid is None else keys.masked_fill(~valid[:, None, :, None], 0)
         executor, held = self._executor, len(self._codes)
         looks = executor is not None and executor.encodes and held == len(self)
@@ -77,16 +87,17 @@ class ParisKV(ExecutedIndex):
             codes = executor.prepare(*filled, beyond=last.shape[2], wrong=wrong)
             if wrong is not None and not self._defers and bool(wrong):
                 executor.discard()
-                self._check_finite("keys", known)  # which says what is wrong
+                self._check_finite("keys", known)  # raises an error that names the key
         if self.block_tokens == 1 or (not last.numel() and held == len(self) > 0):
-            return self._learned, codes  # nothing was open, nothing is
+            return self._learned, codes  # no block was open before, and none is now
         return {"open_keys": last.clone()}, codes
 
     def _since(
         self, start: int, keys: Tensor, valid: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """Keys from id `start` on, the first of the open block, and which are valid, once these
-        are appended.
+        """Return all keys from id `start` on, the first of the open block, with those that arrive.
+
+        The second result flags the valid ones; None where all are.
         """
         if start == len(self):
             return keys, valid
@@ -106,12 +117,15 @@ class ParisKV(ExecutedIndex):
         }
 
     def _encoded(self, keys: Tensor, valid: Tensor | None) -> Codes:
-        """Codes of keys `[B, G, N, D]`, the first of which begins a block."""
+        """Return the codes of keys `[B, G, N, D]`, the first of which begins a block."""
         compiled = self._executor.encoded(keys, valid) if self._executor else None
         return self.encoding.encode(keys, valid) if compiled is None else compiled
 
     def _learned_before(self, length: int) -> Codes:
-        """The keys of the block that is open then: of one that was full, as the store has them."""
+        """Return the keys of the block that is open if the index is cut to `length` tokens.
+
+        If that block was full, its keys are read from the store.
+        """
         start, held = length // self.block_tokens * self.block_tokens, len(self._codes)
         if not self._learned or start == held:
             keys = self._learned.get("open_keys")
@@ -124,7 +138,7 @@ class ParisKV(ExecutedIndex):
         return {"open_keys": keys}
 
     def _wrong(self, looks: bool) -> Tensor | None:
-        """A flag that kernels set to 1 for a valid key that is not finite, if they are to look."""
+        """Return an int32 flag that kernels set to 1 at a valid key that is not finite, or None."""
         if self._check is False or not looks:
             return None
         if self._defers:
@@ -132,12 +146,12 @@ class ParisKV(ExecutedIndex):
         return torch.zeros((), dtype=torch.int32, device=self.geometry.device)
 
     def _parts(self) -> list[Codes]:
-        """Codes of the full blocks and of the open one, where there are."""
+        """Return the codes of the full blocks and of the open block, without empty parts."""
         full = {name: self._codes[name] for name in self._codes} if len(self._codes) else {}
         return [part for part in (full, self._opened()) if part]
 
     def _opened(self) -> Codes:
-        """Codes of the open block, if there is one; made when they are asked for."""
+        """Return the codes of the open block, computed once; empty if no block is open."""
         start = len(self._codes)
         if self._open is None and start < len(self):
             valid = None if self.valid is None else self.valid[:, start:]
@@ -196,7 +210,14 @@ class ParisKV(ExecutedIndex):
         return select_rows.search_coverage(*self.inputs(queries), k, coverage)
 
     def inputs(self, queries: Tensor) -> tuple[Tokens, Queries]:
-        """What a search op by op reads for queries `[B, H, D]`, of an index that holds a token."""
+        """Gather what the stages of a search read. The index must not be empty.
+
+        Args:
+            queries: Floating point, `[B, H, D]`.
+
+        Returns:
+            The tokens with their codes, and the rotated queries.
+        """
         parts = self._parts()
         tokens = Tokens(
             geometry=self.geometry,
@@ -213,29 +234,39 @@ class ParisKV(ExecutedIndex):
         return tokens, Queries.of(queries, tokens)
 
     @property
-    def weighted(self) -> bool:  # type: ignore[override]  # as it was made
-        """Whether rows stand for others, too."""
+    def weighted(self) -> bool:  # type: ignore[override]  # it depends on the configuration
+        """True if hits have log weights, because rows are sampled."""
         is_sampled: bool = self.config.sampling != "none"
         return is_sampled
 
     def candidate_coverage(self, queries: Tensor, *, k: int) -> Tensor:
-        """What of the index's attention the candidates of a search hold, float32 `[B, H]`.
+        """Estimate which fraction of the index's attention weight the candidates of a search hold.
 
-        As their draw estimates it; the rest is what rows stand for and nobody looks at. Op by op,
-        for diagnosis. queries: `[B, H, D]`. Raises as `search`, and ValueError where candidates
-        are not drawn, or of an empty index.
+        For diagnosis: it runs the stages in plain torch, without kernels. The estimate uses the
+        sampling weights of the candidates.
+
+        Args:
+            queries: Floating point, `[B, H, D]`, after the rotary embedding.
+            k: Rows per KV head that the search selects, at least 1.
+
+        Returns:
+            Fraction for each query head, float32 `[B, H]`.
+
+        Raises:
+            ValueError: Candidates are not sampled, the index is empty, or an argument does not fit.
+            TypeError: An argument is not a tensor.
         """
         if not self.weighted:
             raise ValueError(
                 f"sampling: got {self.config.sampling!r}, allowed is 'priority' or 'tempered'"
             )
         check.at_least("len(index)", len(self), 1)
-        self.search(queries, k=k)  # which checks both
+        self.search(queries, k=k)  # checks both arguments
         found = self.inputs(queries.detach())
         return sampling.candidate_coverage(*found, min(k, self._rows_at_most()))
 
     def _scale(self, parts: list[Codes]) -> Tensor | None:
-        """The weight scale of all keys, float32 `[B, G]`, where votes read weights."""
+        """Return the weight scale, float32 `[B, G]`, or None where votes ignore weights."""
         if self._weight_scale is None and self.config.weighs_votes:
             largest = torch.stack([part["weights"].flatten(2).amax(2) for part in parts]).amax(0)
             self._weight_scale = self.ops.codes.weight_scale(largest)
@@ -257,18 +288,21 @@ class ParisKV(ExecutedIndex):
 
     def _after_copy(self) -> None:
         super()._after_copy()
-        if self._fitted is not None:  # from codes that the other may go on to change
+        if self._fitted is not None:  # fit now: the copied index may change the shared codes
             self._fitted = self._fitted[0], self._fitted[1]().detach
         self._update()
 
     def _update(self) -> None:
-        """What follows from the tokens is made anew, and the executor is told of them."""
+        """Drop what was computed from the old tokens, and pass the new ones to the executor."""
         self._weight_scale, self._open = None, None
         if self._executor:
             self._inform_executor(self._contents(self._executor.encodes))
 
     def _contents(self, encodes: bool) -> Contents:
-        """What the executor is told; encodes: whether it encodes keys."""
+        """Return what the executor needs to know of the index.
+
+        The open block is passed as keys if the executor encodes keys, else as codes.
+        """
         statistics = {"histogram": self._histogram} if self.config.coarse == "tiered_votes" else {}
         return Contents(
             codes=self._codes,
@@ -283,12 +317,15 @@ class ParisKV(ExecutedIndex):
         )
 
     def _regressed(self) -> Tensor | None:
+        """Return the fitted matrix of the sign regression, or None for sign_decoder="mean"."""
         fit = self._fit()
         return None if fit is None else fit()
 
     def _fit(self) -> _Fit | None:
-        """`Encoding.fit` to the full blocks, made when it is first asked for: a prompt's pieces do
-        not. None where signs stand alone.
+        """Return a function that fits the sign regression to the full blocks.
+
+        The fit runs when the function is first called, so that reading a prompt chunk by chunk does
+        not fit. None for sign_decoder="mean" or an empty index.
         """
         if self.config.sign_decoder == "mean" or not len(self):
             return None
@@ -296,7 +333,10 @@ class ParisKV(ExecutedIndex):
         return self._fitted[1]
 
     def _fitted_to(self, held: int) -> tuple[int, _Fit]:
-        """As `_fit`, of so many tokens of full blocks, and how many of them it is fitted to."""
+        """Return how many of the first tokens are fitted, and a function that fits them.
+
+        The argument is the number of tokens in full blocks.
+        """
         blocks = held // self.block_tokens
         tokens = sign_regression.fitted_blocks(blocks) * self.block_tokens
         if self._fitted is not None and self._fitted[0] == tokens:
@@ -306,7 +346,7 @@ class ParisKV(ExecutedIndex):
             make = partial(sign_regression.identity, len(self.counts), self.geometry)
         return tokens, cache(make)
 
-    # Statistics: keys per centroid, int64 [B, G, M, 256], which tiers need, and what was fitted
+    # Statistics: keys per centroid, int64 [B, G, M, 256], for tiered votes, and the fit of signs
 
     def _with_appended(self, codes: Codes, valid: Tensor | None) -> _Statistics:
         if self.config.coarse != "tiered_votes":
@@ -315,7 +355,10 @@ class ParisKV(ExecutedIndex):
         return self._histogram + added if self._histogram.numel() else added, None
 
     def _with_written(self, statistics: _Statistics) -> _Statistics:
-        """Where searches are under way they ask for a fit at the end: it is made beside them."""
+        """Fit the sign regression already while an append is prepared, if searches are under way.
+
+        A search after the append would need the fit. Here it runs concurrently with other searches.
+        """
         executor, written = self._executor, self._codes.written
         searched = executor is not None and executor.length is not None
         if self.config.sign_decoder == "mean" or not searched or written == len(self._codes):

@@ -1,4 +1,4 @@
-"""What a search reads: the tokens' codes and what follows from them, and the queries, rotated."""
+"""What one search reads: the codes of all tokens with statistics, and the rotated queries."""
 
 from __future__ import annotations
 
@@ -18,13 +18,21 @@ from kvindex.pariskv.encoding import Encoding
 
 @dataclass(frozen=True)
 class Tokens:
-    """What an index holds, as it is when a search begins.
+    """Contents of an index at the start of a search.
 
-    parts: codes of the full blocks and of the open one, `[B, G, n, ...]`, where there are; counts:
-    valid tokens of each row of the batch, int64 `[B]` on the CPU; valid: which are, bool `[B, N]`,
-    or None where all are; length: `N`; weight_scale: of all keys' log weights, float32 `[B, G]`,
-    for votes that read them; histogram: keys per centroid, int64 `[B, G, M, 256]`, for tiers;
-    regression: of `pariskv.sign_regression.fit`, or None where signs stand alone.
+    Attributes:
+        geometry: Sizes of heads and vectors.
+        config: Options of the index.
+        encoding: Constants of the encoding.
+        parts: Codes of the full blocks and of the open block, `[B, G, n, ...]`; empty parts are
+            left out.
+        counts: Valid tokens of each sequence, int64 `[B]`, on the CPU.
+        valid: Bool `[B, N]`, False for padding, or None where no token is padded.
+        length: Number of tokens `N`.
+        weight_scale: Unit of votes, float32 `[B, G]`, or None where votes ignore weights.
+        histogram: Keys per centroid, int64 `[B, G, M, 256]`, for tiered votes.
+        regression: Matrix of `sign_regression.fit`, float16 `[B, G, D, D]`, or None for
+            sign_decoder="mean".
     """
 
     geometry: Geometry
@@ -40,9 +48,14 @@ class Tokens:
 
     @staticmethod
     def of_blocks(codes: Codes, encoding: Encoding, geometry: Geometry, valid: Tensor) -> Tokens:
-        """Of full blocks whose codes, `[B, G, N, ...]`, somebody else keeps: nothing is known yet.
+        """Build the inputs from full blocks that another system stores, such as vLLM's pages.
 
-        valid: bool `[B, N]`; those that are not count in nothing that their codes do not tell.
+        Args:
+            codes: Codes of the tokens, `[B, G, N, ...]`.
+            encoding: Constants of the encoding.
+            geometry: Sizes of heads and vectors.
+            valid: Bool `[B, N]`, False for tokens that a search must not return. The weight scale
+                and the sign regression include every token whose code has a weight.
         """
         config, ops, tokens = encoding.config, encoding.ops, codes["signs"].shape[2]
         scale, histogram, matrix = None, torch.empty(0), None
@@ -61,7 +74,7 @@ class Tokens:
 
     @property
     def ops(self) -> Any:
-        """Of the backend."""
+        """Operations of the backend."""
         return self.encoding.ops
 
     @property
@@ -70,7 +83,12 @@ class Tokens:
         return min(self.config.query_max, 2**15 // self.geometry.head_dim)
 
     def column(self, name: str, ids: Tensor) -> Tensor:
-        """Entries of codes, `[B, G, C, ...]`, for rows int64 `[B, G, C]`; zeros for an id of -1."""
+        """Return one kind of codes, `[B, G, C, ...]`, for given ids.
+
+        Args:
+            name: Name of the codes, such as "signs".
+            ids: Int64 `[B, G, C]`; an id of -1 gives zeros.
+        """
         gather = self.ops.fetch.gather_rows
         first, *rest = (part[name] for part in self.parts)
         if not rest:
@@ -79,16 +97,18 @@ class Tokens:
         (opened,), full = rest, first.shape[2]
         known: Tensor = gather(first, ids.masked_fill(ids >= full, UNUSED))
         later: Tensor = gather(opened, (ids - full).clamp_min(UNUSED))
-        return known + later  # of one of them zeros
+        return known + later  # one of the two is zero
 
 
 @dataclass(frozen=True)
 class Queries:
-    """Queries of a search, each `[B, G, g, D]` but the offsets.
+    """Queries of one search, `[B, G, g, D]` each.
 
-    voting_directions, voting: those that vote, which signs may have told (`sign_regression`), as
-    directions and whole; rotated: whole; offsets: inner products with the centers,
-    `[B, G, g, S]`, or None.
+    Attributes:
+        voting_directions: Normalized queries that the votes use, after the sign regression.
+        voting: The same with the norms of the queries.
+        rotated: Rotated queries with their norms, which the rerank uses.
+        offsets: Inner products with the blocks' centers, float32 `[B, G, g, S]`, or None.
     """
 
     voting_directions: Tensor
@@ -98,7 +118,7 @@ class Queries:
 
     @staticmethod
     def of(queries: Tensor, tokens: Tokens) -> Queries:
-        """Of queries `[B, H, D]`."""
+        """Rotate queries `[B, H, D]` and compute all that a search derives from them."""
         folded = group.fold(queries, tokens.geometry.kv_heads, tokens.config.group)
         directions, norms = tokens.ops.transform.normalize(folded)
         rotated = tokens.ops.transform.rotate(directions, tokens.encoding.rotation)

@@ -1,4 +1,7 @@
-"""Inner products of queries and candidates, estimated from all bits of the candidates' codes."""
+"""Rerank: estimate inner products of queries and candidates from all bits of the candidates' codes.
+
+Source: ParisKV, section B.2.2, equation (10).
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,10 @@ from kvindex.pariskv.inputs import Queries, Tokens
 
 
 def estimates(tokens: Tokens, queries: Queries, ids: Tensor) -> Tensor:
-    """Of `q·k`, for rows int64 `[B, G, C]`: float32 `[B, G, g, C]`, `-inf` for an id of -1."""
+    """Return estimates of `q·k`, float32 `[B, G, g, C]`.
+
+    The ids are int64 `[B, G, C]`; the estimate for an id of -1 is `-inf`.
+    """
     codes, levels = _codes(tokens, ids), tokens.encoding.levels
     found: Tensor = tokens.ops.rerank.estimate(queries.rotated, *codes, levels)
     if queries.offsets is not None:
@@ -18,7 +24,7 @@ def estimates(tokens: Tokens, queries: Queries, ids: Tensor) -> Tensor:
 
 
 def errors(tokens: Tokens, queries: Queries, ids: Tensor) -> Tensor:
-    """Standard deviations of `estimates`, float32 `[B, G, g, C]`."""
+    """Return the standard deviations of `estimates`, float32 `[B, G, g, C]`."""
     ops, encoding = tokens.ops, tokens.encoding
     tangent = ops.codes.tangent(encoding.block, tokens.config.magnitude_bits)
     codes = _codes(tokens, ids)
@@ -27,7 +33,7 @@ def errors(tokens: Tokens, queries: Queries, ids: Tensor) -> Tensor:
 
 
 def _codes(tokens: Tokens, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Signs, magnitudes and weights of rows int64 `[B, G, C]`."""
+    """Return signs, magnitudes and weights of the tokens with ids int64 `[B, G, C]`."""
     names = [name for name in tokens.parts[0] if name != "centers"]
     codes = {name: tokens.column(name, ids) for name in names}
     weights = codes["weights"]

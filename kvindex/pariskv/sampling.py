@@ -1,6 +1,7 @@
-"""Rows drawn in proportion to their shares, among candidates that are drawn by votes.
+"""Sample candidates by their votes, then rows by their estimates, each with a known probability.
 
-Both by the same noise, so that what is left out twice counts once (docs/decisions/0025).
+Both samples use the same random number per key. A key is left out once, not twice, so the
+probability of a row is the smaller of its two probabilities (docs/decisions/0025).
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ from kvindex.pariskv.rerank import estimates
 
 
 def search(tokens: Tokens, queries: Queries, k: int) -> Hits:
-    """`k` rows, each with the logarithm of how many like it it stands for."""
+    """Return `k` sampled rows with log weights, which correct for the rows that were left out."""
     noises = _noises(tokens)
     ids, chances = _find(tokens, queries, noises, k)
     logits, weighted = _logits(tokens, queries, ids, chances)
     sizes = priority.root_mean_square(logits - weighted.logsumexp(-1, keepdim=True))
-    sizes = sizes.masked_fill(ids < 0, -math.inf)  # a row of the batch may have no candidate
+    sizes = sizes.masked_fill(ids < 0, -math.inf)  # a sequence may have no candidate
     noises = noises.expand(*ids.shape[:2], -1).gather(-1, ids.clamp_min(0)) * priority.NATS
     scores, at, last = priority.sample(sizes, noises, k)
     unused, at = at < 0, at.clamp_min(0)
@@ -36,9 +37,9 @@ def search(tokens: Tokens, queries: Queries, k: int) -> Hits:
 
 
 def candidate_coverage(tokens: Tokens, queries: Queries, k: int) -> Tensor:
-    """Estimate the fraction of the attention that candidates for `k` rows hold, float32 `[B, H]`.
+    """Estimate the fraction of attention weight that candidates for `k` rows hold, `[B, H]`.
 
-    1 in a sequence without a valid token, where nothing is left out.
+    The fraction is 1 in a sequence without valid tokens.
     """
     every = _logits(tokens, queries, *find(tokens, queries, k))
     held, whole = (logits.logsumexp(-1) for logits in every)
@@ -46,12 +47,15 @@ def candidate_coverage(tokens: Tokens, queries: Queries, k: int) -> Tensor:
 
 
 def find(tokens: Tokens, queries: Queries, k: int) -> tuple[Tensor, Tensor]:
-    """Candidates for `k` rows: ids `[B, G, C]`, ascending, then -1, and `log π`, float32."""
+    """Sample candidates for `k` rows: ids `[B, G, C]` and their `log π`, float32.
+
+    The ids ascend and are padded with -1.
+    """
     return _find(tokens, queries, _noises(tokens), k)
 
 
 def seeds(tokens: Tokens) -> Tensor:
-    """Seeds of `priority.noise`, int64 `[B, G, 1]`: of the first valid key's signs."""
+    """Return the seed of each head's noise, int64 `[B, G, 1]`, from the first valid key's signs."""
     first = (_places(tokens) == 0).int().argmax(-1)[..., None]
     first = first.expand(len(tokens.counts), tokens.geometry.kv_heads, 1)
     own = tokens.column("signs", first)[:, :, 0]
@@ -59,12 +63,12 @@ def seeds(tokens: Tokens) -> Tensor:
 
 
 def _noises(tokens: Tokens) -> Tensor:
-    """What a token's size is drawn with, `[B, G, N]`."""
+    """Return `-log2 u` of each token's random number `u`, `[B, G, N]`, in integer units."""
     return priority.noise(_places(tokens), seeds(tokens))
 
 
 def _places(tokens: Tokens) -> Tensor:
-    """Positions counted from the first valid token, int64 `[B or 1, 1, N]`."""
+    """Return positions counted from the first valid token, int64 `[B or 1, 1, N]`."""
     places = torch.arange(tokens.length, device=tokens.geometry.device)[None, None]
     if tokens.valid is None:
         return places
@@ -72,7 +76,7 @@ def _places(tokens: Tokens) -> Tensor:
 
 
 def _find(tokens: Tokens, queries: Queries, noises: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """As `find`, with such noises."""
+    """Return the result of `find` for given random numbers."""
     votes = _valid_votes(tokens, queries)
     sizes = priority.sizes(votes, *_scales(tokens, queries))
     priorities = (sizes + noises).masked_fill(votes[:, :, 0] == priority.LEAST, priority.LEAST)
@@ -83,7 +87,7 @@ def _find(tokens: Tokens, queries: Queries, noises: Tensor, k: int) -> tuple[Ten
 
 
 def _valid_votes(tokens: Tokens, queries: Queries) -> Tensor:
-    """Votes of all keys int32 `[B, G, g, N]`, the least that there is of those not valid."""
+    """Return the votes of all keys, int32 `[B, G, g, N]`, with the lowest value for padding."""
     votes = candidates.votes(tokens, queries)
     if tokens.valid is None:
         return votes
@@ -91,7 +95,7 @@ def _valid_votes(tokens: Tokens, queries: Queries) -> Tensor:
 
 
 def _scales(tokens: Tokens, queries: Queries) -> tuple[Tensor, Tensor]:
-    """What `priority.sizes` makes shares of votes with: gains and totals, `[B, G, g]`."""
+    """Return gains and totals `[B, G, g]`, with which `priority.sizes` turns votes into sizes."""
     scale, offsets = tokens.geometry.scale, queries.offsets
     gains = priority.gains(_vote_units(tokens, queries), scale)
     if offsets is None:
@@ -101,7 +105,7 @@ def _scales(tokens: Tokens, queries: Queries) -> tuple[Tensor, Tensor]:
 
 
 def _vote_units(tokens: Tokens, queries: Queries) -> Tensor:
-    """`q·k` that a vote stands for, float64 `[B, G, g]`."""
+    """Return the inner product `q·k` that one unit of a vote represents, float64 `[B, G, g]`."""
     assert tokens.weight_scale is not None
     peak = queries.voting.abs().amax(-1).double()
     scale = tokens.weight_scale[..., None].double()
@@ -111,7 +115,10 @@ def _vote_units(tokens: Tokens, queries: Queries) -> Tensor:
 def _logits(
     tokens: Tokens, queries: Queries, ids: Tensor, chances: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Of candidates, float32 `[B, G, g, C]`: as they are estimated, and each for those like it."""
+    """Return the logits of candidates, and the same divided by probability, `[B, G, g, C]`.
+
+    The second is the logit minus `log π`, so that each candidate also counts for those left out.
+    """
     g = tokens.geometry
     logits = cap(estimates(tokens, queries, ids), g.scale, g.softcap)
     logits = logits.masked_fill((ids < 0)[:, :, None], -math.inf)
@@ -119,6 +126,6 @@ def _logits(
 
 
 def _log_weight(tokens: Tokens, log_chances: Tensor, k: int) -> Tensor:
-    """The logarithm of what a row counts for, of that of its chance."""
+    """Return the log weight of rows from the logarithms of their probabilities."""
     tempered = tokens.config.sampling == "tempered"
     return -log_chances * priority.temper(k) if tempered else -log_chances

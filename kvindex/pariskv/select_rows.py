@@ -1,4 +1,4 @@
-"""The best rows by their estimates: `k` of them, or no more than hold a share of the attention."""
+"""Select rows by their estimates: the best `k`, or fewer if these reach a coverage."""
 
 from __future__ import annotations
 
@@ -13,16 +13,14 @@ from kvindex.pariskv.rerank import errors, estimates
 
 
 def search(tokens: Tokens, queries: Queries, k: int) -> Hits:
-    """The `k` best rows."""
+    """Return the `k` rows with the best estimates."""
     return _ranked(tokens, queries, k)[0]
 
 
 def search_coverage(tokens: Tokens, queries: Queries, k: int, coverage: float) -> Hits:
-    """Search as `search` does, for no more rows than are estimated to hold `coverage`.
+    """Return up to `k` of the best rows, fewer if these reach the estimated coverage.
 
-    The estimated fraction of the attention is `Hits.coverage`.
-
-    What the candidates leave out is judged by a sample of it.
+    The attention weight of tokens that are no candidates is estimated from a sample of them.
     """
     hits, ids, slots = _ranked(tokens, queries, k)
     left = _left(tokens, ids)
@@ -33,7 +31,7 @@ def search_coverage(tokens: Tokens, queries: Queries, k: int, coverage: float) -
 
 
 def _ranked(tokens: Tokens, queries: Queries, k: int) -> tuple[Hits, Tensor, Tensor]:
-    """Hits, the candidates' ids `[B, G, C]`, and where the hits are in them `[B, G, k]`."""
+    """Return hits, candidate ids `[B, G, C]`, and positions of the hits among these `[B, G, k]`."""
     g, ops, policy = tokens.geometry, tokens.ops, tokens.config.group
     ids = candidates.find(tokens, queries, k)
     estimated = estimates(tokens, queries, ids)
@@ -44,7 +42,7 @@ def _ranked(tokens: Tokens, queries: Queries, k: int) -> tuple[Hits, Tensor, Ten
 
 
 def _left(tokens: Tokens, ids: Tensor) -> Tensor:
-    """Flags of the valid tokens that are no candidates, bool `[B, G, N]`."""
+    """Return flags of the valid tokens that are not candidates, bool `[B, G, N]`."""
     N, shape = tokens.length, (*ids.shape[:2], tokens.length + 1)
     left = torch.ones(shape, dtype=torch.bool, device=tokens.geometry.device)
     left = left.scatter_(-1, torch.where(ids < 0, N, ids), False)[..., :-1]
@@ -52,6 +50,6 @@ def _left(tokens: Tokens, ids: Tensor) -> Tensor:
 
 
 def _log_weights(tokens: Tokens, queries: Queries, ids: Tensor) -> Tensor:
-    """Logarithms of what rows weigh in the attention, float32 `[B, G, g, C]`."""
+    """Return the logarithm of each row's term in the softmax sum, float32 `[B, G, g, C]`."""
     g, of = tokens.geometry, (tokens, queries, ids)
     return log_weights(estimates(*of), errors(*of), scale=g.scale, softcap=g.softcap)

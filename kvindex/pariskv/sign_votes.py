@@ -1,6 +1,7 @@
-"""Votes of a fused step: signed dots, and a threshold for them from a sample of the keys.
+"""Votes of the fused step with `coarse="sign_votes"`, and a threshold from a sample of the keys.
 
-For `decode_step.prepare_query` and `scan`, as kernels/common/votes.cuh.
+Specification of `kvindex_cuda/kernels/common/votes.cuh`; `decode_step` uses it in its stages
+`prepare_query` and `scan`.
 """
 
 from __future__ import annotations
@@ -14,16 +15,21 @@ from kvindex.pariskv.block_layout import BLOCK
 from kvindex.pariskv.step_state import BINS, LEAST, State, StepConfig, cut_of
 
 SAMPLED = 4096
-"""Keys whose votes tell the threshold: 32 of each of 128 places."""
+"""Number of keys whose votes set the threshold: 32 neighbors at each of 128 places."""
 
 PLANES = {4: 5, 6: 21, 8: 85}
-"""Digits to the base -2 and the largest number that they hold of either sign."""
+"""Digits to the base -2 -> the largest number that they hold, of either sign."""
 
 
 def planes_of(integers: Tensor, largest: int) -> Tensor:
-    """Digits to the base -2 of integers up to `largest`, uint8 `[..., PLANES, D]`.
+    """Split integers into digits to the base -2, uint8 `[..., PLANES, D]`.
 
-    integers: int32 `[..., D]`. Raises ValueError for a `largest` that no digits hold.
+    Args:
+        integers: Int32 `[..., D]`, up to `largest` in size.
+        largest: Bound of the integers.
+
+    Raises:
+        ValueError: No number of digits in `PLANES` holds `largest`.
     """
     digits = next((count for count, most in PLANES.items() if largest <= most), None)
     if digits is None:
@@ -34,13 +40,13 @@ def planes_of(integers: Tensor, largest: int) -> Tensor:
 
 
 def integers_of(planes: Tensor) -> Tensor:
-    """The integers of digits uint8 `[..., PLANES, D]`: int32 `[..., D]`."""
+    """Return the integers int32 `[..., D]` that digits uint8 `[..., PLANES, D]` represent."""
     places = (-2) ** torch.arange(planes.shape[-2], device=planes.device)
     return (planes.int() * places[:, None].int()).sum(-2, dtype=torch.int32)
 
 
 def center_products(queries: Tensor, state: State, config: StepConfig) -> Tensor:
-    """`⟨q, μ⟩` of each block's center, float32 `[B, G, S, g]`; 0 where blocks hold none."""
+    """Return `⟨q, μ⟩` for each block's center `μ`, float32 `[B, G, S, g]`; 0 without centers."""
     folded = group.fold(queries, config.geometry.kv_heads, config.policy)
     blocks = -(-state.tokens // BLOCK)
     if not config.centered:
@@ -51,21 +57,21 @@ def center_products(queries: Tensor, state: State, config: StepConfig) -> Tensor
 def votes_of(
     state: State, planes: Tensor, units: Tensor, products: Tensor, config: StepConfig
 ) -> Tensor:
-    """Each key's largest vote over the heads of its group, int32 `[B, G, N]`."""
+    """Return each key's largest vote over the heads of its group, int32 `[B, G, N]`."""
     return head_votes(state, planes, units, products, config).amax(2)
 
 
 def head_votes(
     state: State, planes: Tensor, units: Tensor, products: Tensor, config: StepConfig
 ) -> Tensor:
-    """Each key's vote for each head, int32 `[B, G, g, N]`.
+    """Return each key's vote for each head, int32 `[B, G, g, N]`; `LEAST` for padding.
 
-    vote = factor of the weight · `Σ_j s_j r_j` + offset of the center; `LEAST` of padding. planes,
-    units, products: as `decode_step.Prepared` and `center_products` have them.
+    A vote is the factor of the key's weight times `Σ_j s_j r_j`, plus the offset of its center.
+    Here `s` are the key's signs and `r` is the rounded query.
     """
     fields = config.layout.fields(state.codes, state.tokens)
     integers = integers_of(planes).float()
-    table = coarse.dot_table(integers, config.largest)  # which rounds integers to themselves
+    table = coarse.dot_table(integers, config.largest)  # rounding leaves integers unchanged
     factors = codes.factors(fields["weights"], state.weight_scale, config.factors)
     scaled = (products * units[:, :, None]).nan_to_num(-(2.0**30))
     offsets = scaled.clamp(-(2**30), 2**30).round().int()
@@ -74,9 +80,9 @@ def head_votes(
 
 
 def sample_of(votes: Tensor) -> Tensor:
-    """The votes of sampled keys, int32 `[..., SAMPLED]`, of all votes `[..., N]`.
+    """Take the votes of sampled keys, int32 `[..., SAMPLED]`, from all votes `[..., N]`.
 
-    128 places, evenly spread over the blocks, 32 neighbors at each.
+    The keys are at 128 places, evenly spread over the blocks, 32 neighbors at each.
     """
     blocks = -(-votes.shape[-1] // BLOCK)
     i = torch.arange(SAMPLED // 32, device=votes.device)
@@ -88,8 +94,9 @@ def sample_of(votes: Tensor) -> Tensor:
 
 
 def thresholds_of(sample: Tensor, state: State, config: StepConfig) -> dict[str, Tensor]:
-    """`thresholds`, `bases` and `shifts` of a sample of votes, or of priorities: multiples of
-    `priority.STEP`, whatever the sample's own numbers.
+    """Compute `thresholds`, `bases` and `shifts` of `Prepared` from a sample of votes.
+
+    With sampling, the sample has priorities, and thresholds are multiples of `priority.STEP`.
     """
     wanted, counted = state.wanted.tolist(), state.counted.tolist()
     find = _sampled_threshold if config.drawn else _threshold
@@ -104,10 +111,11 @@ def thresholds_of(sample: Tensor, state: State, config: StepConfig) -> dict[str,
 
 
 def _threshold(votes: Tensor, wanted: int, counted: int) -> tuple[int, int, int]:
-    """A group's threshold, base and shift, from the votes of a sample, int64 `[found]`.
+    """Return a group's threshold, base and shift from a sample of votes, int64 `[found]`.
 
-    The `C` best of all keys have `mean` of the sample on average. Neighbors are alike, so that
-    their number spreads some twice as far as that of keys drawn alone: 9 √mean is added.
+    On average, `mean` of the sampled keys are among the best `C` of all keys. Neighboring keys are
+    alike, so this number varies about twice as much as for independent keys; therefore 9 √mean is
+    added.
     """
     found = len(votes)
     low, top = (int(votes.min()), int(votes.max())) if found else (0, 0)
@@ -116,7 +124,7 @@ def _threshold(votes: Tensor, wanted: int, counted: int) -> tuple[int, int, int]
     if rank >= found:
         return LEAST + 1, low, _shift(top - low)
     base, width, above = low, top - low, 0
-    while True:  # a histogram, then one of its bin, until the bin has few
+    while True:  # refine the histogram of one bin until the bin has few votes
         shift = _shift(width)
         inside = votes[(votes >= base) & (votes <= base + width)] - base
         histogram = torch.bincount(inside >> shift, minlength=BINS)
@@ -128,11 +136,12 @@ def _threshold(votes: Tensor, wanted: int, counted: int) -> tuple[int, int, int]
 
 
 def _sampled_threshold(votes: Tensor, wanted: int, counted: int) -> tuple[int, int, int]:
+    """Return the threshold, base and shift for priorities, as multiples of `priority.STEP`."""
     threshold, base, _ = _threshold(votes, wanted, counted)
     base = base // STEP * STEP
     return base if threshold > LEAST + 1 else threshold, base, _shift(STEP * BINS - 1)
 
 
 def _shift(width: int) -> int:
-    """Bits to drop of numbers up to `width`, for them to fit the bins."""
+    """Return how many low bits to drop so that numbers up to `width` fit the bins."""
     return max(0, width.bit_length() - 11)

@@ -1,6 +1,6 @@
-"""What a fused decoding step reads, and how its stages write down a key: an entry.
+"""Inputs of a fused decode step, and entries: one integer for a key's vote and id.
 
-`decode_step.py` has the stages. Here blocks are tensors; kernels get their addresses, in structs
+The stages are in `decode_step.py`. Blocks are tensors here. Kernels get their addresses, in structs
 with the same names.
 """
 
@@ -20,16 +20,19 @@ from kvindex.ops.codes import SUBSPACE
 from kvindex.pariskv.block_layout import Layout, SubspaceLayout, flags_of
 
 BINS = 2048
-"""Of the histogram of a group's list of votes."""
+"""Bins of the histogram of listed votes."""
 
 BUCKETS, OCTAVES, BELOW = 256, 16, 28
-"""Sums of exponentials as integers: a bucket holds `OCTAVES`, and `BELOW` bits below its first."""
+"""Sums of exponentials are added as integers in `BUCKETS` buckets.
+
+A bucket spans `OCTAVES` powers of two, and has `BELOW` bits below the first of them.
+"""
 
 LEAST = -(2**31)
-"""The vote of no key."""
+"""Vote of a padded token."""
 
 EMPTY = -(2**63)
-"""The entry of no key."""
+"""Entry of an unused place."""
 
 QUERY_LIMIT = 1.8e16
 """A query whose norm reaches this is out of range: `√4096` times `check.LARGEST`."""
@@ -39,17 +42,22 @@ QUERY_LIMIT = 1.8e16
 class State:
     """What a step reads of a layer of `N` tokens in `S` blocks.
 
-    codes: blocks uint8 `[B, S, G, head_bytes]` (`block_layout`); rows: uint8 `[B, S, G, 256,
-    row_bytes]`; valid: bits of tokens, int32 `[B, S, 8]`; length: int64 `[1]`, `N`, or `[B]`, that
-    of each row of the batch; wanted, counted: int32 `[B]`, candidates `C` and valid keys;
-    weight_scale: float32 `[B, G]`; resident: rows of sink and window `[B, G, W, D + Dv]`;
-    resident_mask: uint8 `[B, W]`; resident_count:
-    int64 `[1]`, how many of the `W` there are, or `[B]`, as of `length`; codec: of rows in
-    blocks, "plain", "int8" or "fp8" (`storage/codecs.py`); row_center: that they are codes from,
-    float32 `[B, G, D]`, or None for zeros; regression: `Aᵀ`, of
-    `regression.fit`, float16 `[B, G, D, D]`, where signs vote together. Of tiers
-    alone: histogram: keys per centroid, int64 `[B, G, M, 256]`; tiers: keys that bound
-    each, int64 `[B, 6]`.
+    Attributes:
+        codes: Blocks of codes, uint8 `[B, S, G, head_bytes]` (`block_layout`).
+        rows: Blocks of rows, uint8 `[B, S, G, 256, row_bytes]`.
+        valid: Bits of valid tokens, int32 `[B, S, 8]`.
+        length: Number of tokens `N`, int64 `[1]`, or `[B]` where sequences differ.
+        wanted: Number of candidates `C`, int32 `[B]`.
+        counted: Number of valid keys, int32 `[B]`.
+        weight_scale: Unit of votes, float32 `[B, G]`.
+        resident: Rows of sink and window, `[B, G, W, D + Dv]`.
+        resident_mask: Uint8 `[B, W]`, 0 for a row that is hidden.
+        resident_count: How many of the `W` rows are used, int64 `[1]` or `[B]`, as `length`.
+        codec: Codec of the rows in blocks: "plain", "int8" or "fp8" (`storage/codecs.py`).
+        row_center: Center that coded rows are relative to, float32 `[B, G, D]`, or None for zeros.
+        regression: `Aᵀ` of `sign_regression.fit`, float16 `[B, G, D, D]`, or None.
+        histogram: Keys per centroid, int64 `[B, G, M, 256]`, only for tiered votes.
+        tiers: Bounds of the tiers in keys, int64 `[B, 6]`, only for tiered votes.
     """
 
     codes: Tensor
@@ -70,16 +78,16 @@ class State:
 
     @property
     def row_bytes(self) -> int:
-        """Of a row in a block."""
+        """Bytes of one row."""
         return self.rows.shape[-1]
 
     @property
     def tokens(self) -> int:
-        """`N`."""
+        """Number of tokens `N`."""
         return int(self.length)
 
     def row(self, b: int) -> State:
-        """Row `b` of the batch alone, of its own length."""
+        """Return the state of sequence `b` alone, with its own length."""
         shared = [each for each in ("length", "resident_count") if len(vars(self)[each]) == 1]
         own: dict[str, Any] = {
             name: part[b : b + 1]
@@ -90,21 +98,28 @@ class State:
 
     @property
     def target(self) -> Tensor:
-        """Candidates that there are to be, int64 `[B, 1]`."""
+        """Number of candidates, at most the number of valid keys, int64 `[B, 1]`."""
         return torch.minimum(self.wanted, self.counted).long()[:, None]
 
     @property
     def flags(self) -> Tensor:
-        """Which tokens are valid, bool `[B, N]`."""
+        """True for valid tokens, bool `[B, N]`."""
         return flags_of(self.valid, self.tokens)
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepConfig:
-    """What no token and no query changes; kernels are compiled for most of it.
+    """Constants of a step. Kernels are compiled for most of them.
 
-    seed, query_max, policy: as `ParisKVConfig` has them; centered: whether blocks hold centers;
-    drawn: whether candidates and rows are drawn (`priority`); tempered: with lower weights.
+    Attributes:
+        geometry: Sizes of heads and vectors.
+        layout: Memory layout of codes.
+        seed: Seed of the rotation, as in `ParisKVConfig`.
+        query_max: Largest coordinate of a rounded query, as in `ParisKVConfig`.
+        centered: True if blocks have centers.
+        policy: How the heads of a group combine their scores (`ParisKVConfig.group`).
+        drawn: True if candidates and rows are sampled (`kvindex.ops.priority`).
+        tempered: True if sampled rows have lower weights (`priority.temper`).
     """
 
     geometry: Geometry
@@ -118,32 +133,32 @@ class StepConfig:
 
     @property
     def largest(self) -> int:
-        """Coordinate of a rounded query: votes of `D` of them fit 32 bits."""
+        """Largest coordinate of a rounded query for which votes fit in 32 bits."""
         return min(self.query_max, 2**15 // self.geometry.head_dim)
 
     @cached_property
     def rotation(self) -> Tensor:
-        """`R`, float32 `[D, D]`."""
+        """The rotation `R`, float32 `[D, D]`."""
         return transform.rotation(self.geometry.head_dim, self.seed, self.geometry.device)
 
     @cached_property
     def levels(self) -> Tensor:
-        """Magnitudes, float32 `[2^bits]`."""
+        """Sizes of the magnitude codes, float32 `[2^bits]`."""
         return codes.levels(self._block, self.layout.magnitude_bits, self.geometry.device)
 
     @cached_property
     def level(self) -> Tensor:
-        """`E|u_j|`, what a sign alone stands for, float32 `[]`."""
+        """`E|u_j|`, the size that a sign alone represents, float32 `[]`."""
         return torch.tensor(codes.lloyd_max(self._block, 0)[0], device=self.geometry.device)
 
     @cached_property
     def factors(self) -> Tensor:
-        """Of `codes.log_factors`, int32 `[256]`."""
+        """Integer factors of logarithmic weights, int32 `[256]` (`codes.log_factors`)."""
         return codes.log_factors(16, self.geometry.device)
 
     @property
     def _block(self) -> int:
-        """Coordinates that share a weight."""
+        """Number of coordinates that share a weight."""
         subspaces = isinstance(self.layout, SubspaceLayout)
         return SUBSPACE if subspaces else self.geometry.head_dim
 
@@ -152,26 +167,29 @@ class StepConfig:
 
 
 def rotated(queries: Tensor, config: StepConfig) -> tuple[Tensor, Tensor, Tensor]:
-    """Rotated directions float32 `[B, G, g, D]`, norms float32 `[B, G, g]`, and `wrong`.
+    """Rotate queries `[B, H, D]`, and find those that are out of range.
 
-    wrong: int32 `[]`, 1 where a query `[B, H, D]` is out of range; its direction is zeros.
+    Returns:
+        Directions float32 `[B, G, g, D]`, zeros for a query out of range, norms float32 `[B, G,
+        g]`, and an int32 `[]` that is 1 if any query is out of range.
     """
     folded = group.fold(queries, config.geometry.kv_heads, config.policy)
-    finite = folded.double().square().sum(-1).sqrt() < QUERY_LIMIT  # of NaN, too
+    finite = folded.double().square().sum(-1).sqrt() < QUERY_LIMIT  # False for NaN, too
     directions, norms = transform.normalize(folded.masked_fill(~finite[..., None], 0))
     return transform.rotate(directions, config.rotation), norms, (~finite.all()).int()
 
 
 def up_of(sizes: Tensor) -> Tensor:
-    """Powers of two that bring sizes float32 to `[2^13, 2^14)`, where float16 has room."""
+    """Return powers of two that scale sizes float32 into `[2^13, 2^14)`, the range of float16."""
     exponent = torch.frexp(sizes.clamp_min(torch.finfo(torch.float32).tiny)).exponent
     return torch.ldexp(torch.ones_like(sizes), 14 - exponent.clamp(-106, 104))
 
 
 def operands_of(queries: Tensor, ups: Tensor) -> Tensor:
-    """Queries times `ups` as two float16, a number and what it leaves: `[B, G, g, D, 2]`.
+    """Split queries times `ups` into two float16 numbers, `[B, G, g, D, 2]`.
 
-    Matrix units take them as they are; together they have 22 bits.
+    The second number is the rounding error of the first. Matrix units read them directly; together
+    they have 22 bits.
     """
     whole = queries * ups[..., None]
     high = whole.half()
@@ -179,32 +197,32 @@ def operands_of(queries: Tensor, ups: Tensor) -> Tensor:
 
 
 def queries_of(operands: Tensor, ups: Tensor) -> Tensor:
-    """What the operands stand for, float32 `[B, G, g, D]`."""
+    """Return the queries that operands represent, float32 `[B, G, g, D]`."""
     return operands.float().sum(-1) / ups[..., None]
 
 
-# Entries: a vote and an id as one int64, the larger the better, equal votes by the lower id. (In
-# kernels an unsigned integer: the same but for its highest bit.)
+# An entry is a vote and an id in one int64. A better key has a larger entry; equal votes are
+# ordered by the lower id. In kernels it is an unsigned integer whose highest bit is inverted.
 
 
 def entry_of(votes: Tensor, ids: Tensor) -> Tensor:
-    """Entries of votes int32 and ids; `EMPTY` of the vote `LEAST`."""
+    """Return the entries of votes int32 and ids; `EMPTY` for the vote `LEAST`."""
     entries = votes.long() << 32 | (0xFFFFFFFF - ids)
     return entries.masked_fill(votes == LEAST, EMPTY)
 
 
 def vote_of(entries: Tensor) -> Tensor:
-    """The votes of entries, int64."""
+    """Return the votes of entries, int64."""
     return entries >> 32
 
 
 def id_of(entries: Tensor) -> Tensor:
-    """The ids of entries, int64; -1 of `EMPTY`."""
+    """Return the ids of entries, int64; -1 for `EMPTY`."""
     return torch.where(entries == EMPTY, -1, 0xFFFFFFFF - (entries & 0xFFFFFFFF))
 
 
 def descending(entries: Tensor, chosen: Tensor) -> Tensor:
-    """The chosen entries, the best first, then `EMPTY`, as wide as the longest row needs."""
+    """Return the chosen entries, the best first, padded with `EMPTY` to the longest list."""
     ordered = torch.where(chosen, entries, EMPTY).sort(dim=-1, descending=True).values
     return ordered[..., : int(chosen.sum(-1).max())]
 
@@ -213,15 +231,23 @@ def descending(entries: Tensor, chosen: Tensor) -> Tensor:
 
 
 def bin_of(votes: Tensor, base: Tensor, shift: Tensor) -> Tensor:
-    """Bins of votes `[..., N]`, `2^shift` of them from `base` on to each; both int32 `[...]`."""
+    """Return the histogram bins of votes `[..., N]`.
+
+    A bin has `2^shift` votes, and the first one begins at `base`; both are int32 `[...]`.
+    """
     above = (votes.long() - base[..., None].long()).clamp_min(0)
     return (above >> shift[..., None].long()).clamp_max(BINS - 1)
 
 
 def cut_of(histogram: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
-    """Where a count from the last bin down reaches `wanted`: the bin, and how many are above it.
+    """Find the bin at which a count from the last bin down reaches `wanted`.
 
-    histogram: `[..., bins]`; wanted: int64 `[...]`. -1 and the total where it never does.
+    Args:
+        histogram: Counts, `[..., bins]`.
+        wanted: Int64 `[...]`.
+
+    Returns:
+        The bin and the number of votes in higher bins; -1 and the total where it is never reached.
     """
     counts = histogram.long().flip(-1)
     up_to = counts.cumsum(-1)
@@ -234,10 +260,10 @@ def cut_of(histogram: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def buckets_of(logits: Tensor, chosen: Tensor) -> Tensor:
-    """Sums of the chosen logits' exponentials, int64 `[..., BUCKETS]`, of logits `[..., C]`.
+    """Sum the exponentials of the chosen logits `[..., C]`, int64 `[..., BUCKETS]`.
 
-    Integers, so that the order in which they are added leaves no trace. Bucket `i` counts in units
-    of `2^(OCTAVES (i - BUCKETS / 2) - BELOW)`.
+    The sums are of integers, so they do not depend on the order of addition. Bucket `i` counts in
+    units of `2^(OCTAVES (i - BUCKETS / 2) - BELOW)`.
     """
     octaves = (logits * math.log2(math.e)).nan_to_num(-2040).clamp(-2040, 2040)
     whole = (octaves / OCTAVES).floor()
@@ -247,20 +273,28 @@ def buckets_of(logits: Tensor, chosen: Tensor) -> Tensor:
     return sums.scatter_add_(-1, places, values)
 
 
-# What reranking writes, of either kind of step
+# Results of the rerank, for sign votes and for tiered votes
 
 
 @dataclass(frozen=True)
 class Reranked:
-    """What `rerank` writes, and `rerank_blocks` together with `candidates`.
+    """Results of `rerank`, or of `tiered_votes.candidates` and `rerank_blocks` together.
 
-    candidates: entries of the best `C`, and of all others in the cut's bin, int64 `[B, G, K]`;
-    candidate_counts: how many, int32 `[B, G]`; estimates: theirs, float32 `[B, G, K, g]`; buckets:
-    sums over entries above the cut's bin, int64 `[B, G, g, BUCKETS]`; edge: entries in the cut's
-    bin, int64 `[B, G, E]`; edge_estimates: theirs, float32 `[B, G, E, g]`; edge_counts: how many,
-    int32 `[B, G]`; cuts: the bin and how many are above it, int32 `[B, G, 2]`, -1 and 0 where all
-    entries are candidates. Where candidates are drawn, cuts hold `priority.thresholds`; buckets
-    sum over all of them, each for the others like it (`1 / π`), and none lies on an edge.
+    The cut is the histogram bin in which the `C`-th best vote is. With sampling, `cuts` are the
+    thresholds of priorities, `buckets` sum over all candidates with weight `1 / π`, and there are
+    no edge entries.
+
+    Attributes:
+        candidates: Entries of the best `C` keys and of all others in the cut's bin, int64 `[B, G,
+            K]`.
+        candidate_counts: Number of candidates, int32 `[B, G]`.
+        estimates: Their estimates of `q·k`, float32 `[B, G, K, g]`.
+        buckets: Sums of exponentials over entries above the cut's bin, int64 `[B, G, g, BUCKETS]`.
+        edge: Entries in the cut's bin, int64 `[B, G, E]`.
+        edge_estimates: Their estimates, float32 `[B, G, E, g]`.
+        edge_counts: Number of edge entries, int32 `[B, G]`.
+        cuts: The cut's bin and the number of entries above it, int32 `[B, G, 2]`; -1 and 0 where
+            all entries are candidates.
     """
 
     candidates: Tensor
@@ -276,7 +310,7 @@ class Reranked:
     def of(
         candidates: Tensor, estimates: Tensor, bins: Tensor, cuts: Tensor, config: StepConfig
     ) -> Reranked:
-        """Of entries `[B, G, K]`, the best first, their estimates and their bins."""
+        """Build the results from sorted entries `[B, G, K]`, their estimates and their bins."""
         g, real = config.geometry, candidates != EMPTY
         estimates = estimates.masked_fill(~real[..., None], attention.NEVER)
         logits = attention.cap(estimates, g.scale, g.softcap).mT

@@ -1,14 +1,17 @@
-"""The first stages of a fused step by tiers, in plain torch: how `paper` finds candidates.
+"""Specification of the first stages of a fused step with tiered votes (preset `paper`).
 
-As `decode_step.py`, which goes on with `select_rows` and `attend`. Votes are looked up in a table
-made for the query, with a list of candidates for each query head; votes of all keys are kept, and
-candidates found from their histograms: exact, with no sample. An index counts the keys of each
-centroid as they come.
+`decode_step` continues with `select_rows` and `attend`. A key's vote is the sum of points that its
+centroids earn in a table made for the query. Votes of all keys are stored, and each query head's
+candidates are found exactly from histograms of votes, without a sample. The number of keys per
+centroid is kept up to date by appends; for pages that sequences share, as in vLLM, `count_keys`
+counts first.
 
-1. query_table: the query is rotated; the points of each centroid (paper, A.1 and B.2.1).
-2. vote: each key's points, for each head, and how many keys have how many (B.2.1).
-3. candidates: the best `C` keys of each head; one that any head takes is a candidate.
-4. rerank_blocks: estimates from all code bits, with a weight for each subspace (B.2.2).
+1. `query_table`: rotate the query, and give points to each centroid (paper, A.1 and B.2.1).
+2. `vote`: add up each key's points for each head, and count the keys with each number of points
+   (B.2.1).
+3. `candidates`: take the best `C` keys of each head; the union over heads are the candidates.
+4. `rerank_blocks`: estimate inner products from all bits of the codes, with a weight for each
+   subspace (B.2.2).
 """
 
 from __future__ import annotations
@@ -33,25 +36,34 @@ from kvindex.pariskv.step_state import (
 )
 
 CHUNK, PIECES = 1024, 256
-"""Keys are counted by pieces too, each some chunks."""
+"""Keys in a chunk. Keys are also counted in up to `PIECES` pieces of whole chunks."""
 
 POINTS = 256
-"""More than a key can have: 6 of each subspace."""
+"""Upper bound of a key's points: 6 in each subspace."""
 
 
 def find_candidates(queries: Tensor, state: State, config: StepConfig) -> Reranked:
-    """The four stages: candidates of queries `[B, H, D]`, with estimates."""
+    """Run the four stages for queries `[B, H, D]`: candidates with their estimates."""
     query = query_table(queries, state, config)
     chosen = candidates(state, vote(state, query, config))
     return rerank_blocks(state, query, chosen, config)
 
 
+def count_keys(state: State, config: StepConfig) -> Tensor:
+    """Count the valid tokens per centroid in each sequence, int64 `[B, G, M, 256]`."""
+    signs = config.layout.fields(state.codes, state.tokens)["signs"]
+    return coarse.histogram(signs, state.flags)
+
+
 @dataclass(frozen=True)
 class QueryTable:
-    """What `query_table` writes.
+    """Results of `query_table`.
 
-    operands: the rotated query as float16, `[B, G, g, D, 2]`, times ups, float32 `[B, G, g]`;
-    table: points of centroids, uint8 `[B, G, g, M, 256]`; wrong: int32 `[]`.
+    Attributes:
+        operands: The rotated query times `ups` as two float16 numbers, `[B, G, g, D, 2]`.
+        ups: Powers of two, float32 `[B, G, g]`.
+        table: Points of centroids, uint8 `[B, G, g, M, 256]`.
+        wrong: Int32 `[]`, 1 if a query is out of range.
     """
 
     operands: Tensor
@@ -63,7 +75,8 @@ class QueryTable:
 def query_table(queries: Tensor, state: State, config: StepConfig) -> QueryTable:
     """Rotate the query, and rank the centroids of each subspace by it.
 
-    Raises ValueError for a state without tiers.
+    Raises:
+        ValueError: The state has no histogram or no tiers.
     """
     if state.histogram is None or state.tiers is None:
         raise ValueError("histogram, tiers: got None, allowed are tensors")
@@ -79,10 +92,12 @@ def query_table(queries: Tensor, state: State, config: StepConfig) -> QueryTable
 
 @dataclass(frozen=True)
 class Voted:
-    """What `vote` writes.
+    """Results of `vote`.
 
-    votes: points of keys, int32 `[B, G, g, N]`; totals: valid keys by points, int32 `[B, G, g,
-    POINTS]`; pieces: the same of each piece of the tokens, int32 `[B, G, g, PIECES, POINTS]`.
+    Attributes:
+        votes: Points of keys, int32 `[B, G, g, N]`.
+        totals: Number of valid keys with each number of points, int32 `[B, G, g, POINTS]`.
+        pieces: The same for each piece of the context, int32 `[B, G, g, PIECES, POINTS]`.
     """
 
     votes: Tensor
@@ -91,7 +106,7 @@ class Voted:
 
 
 def vote(state: State, query: QueryTable, config: StepConfig) -> Voted:
-    """Look up the points of all keys, and count."""
+    """Look up the points of all keys, and count the keys with each number of points."""
     tokens = state.tokens
     votes = coarse.votes(config.layout.fields(state.codes, tokens)["signs"], query.table)
     chunks = -(-tokens // CHUNK)
@@ -105,10 +120,11 @@ def vote(state: State, query: QueryTable, config: StepConfig) -> Voted:
 
 @dataclass(frozen=True)
 class Candidates:
-    """What `candidates` writes.
+    """Results of `candidates`.
 
-    candidates: entries, all of one vote, int64 `[B, G, K]`; candidate_counts: how many, int32 `[B,
-    G]`.
+    Attributes:
+        candidates: Entries with equal votes, int64 `[B, G, K]`.
+        candidate_counts: Number of candidates, int32 `[B, G]`.
     """
 
     candidates: Tensor
@@ -116,7 +132,7 @@ class Candidates:
 
 
 def candidates(state: State, voted: Voted) -> Candidates:
-    """The keys that any head takes: all above its cut, and of those at it the first."""
+    """Take each head's best keys: all above its cut, and the first ones at the cut."""
     ids = select.candidates(voted.votes, state.target[:, 0], state.flags)
     entries = entry_of(torch.zeros_like(ids, dtype=torch.int32), ids.clamp_min(0))
     return Candidates(entries.masked_fill(ids < 0, EMPTY), (ids >= 0).sum(-1, dtype=torch.int32))
