@@ -73,22 +73,22 @@ class ParisKV(ExecutedIndex):
         Returns the keys of the open block after the append, and the codes of the filled blocks.
         """
         known = keys if valid is None else keys.masked_fill(~valid[:, None, :, None], 0)
-        executor, held = self._executor, len(self._codes)
-        looks = executor is not None and executor.encodes and held == len(self)
-        keys, valid = self._since(held, known, valid)
+        executor, encoded = self._executor, len(self._codes)
+        checks_here = executor is not None and executor.encodes and encoded == len(self)
+        keys, valid = self._since(encoded, known, valid)
         full = keys.shape[2] // self.block_tokens * self.block_tokens
         last = keys[:, :, full:]
-        self._check_finite("keys", last if looks else known)
+        self._check_finite("keys", last if checks_here else known)
         filled = keys[:, :, :full], None if valid is None else valid[:, :full]
         if executor is None or not executor.encodes:
             codes = self._encoded(*filled) if full else {}
         else:
-            wrong = self._wrong(looks)
+            wrong = self._wrong(checks_here)
             codes = executor.prepare(*filled, beyond=last.shape[2], wrong=wrong)
             if wrong is not None and not self._defers and bool(wrong):
                 executor.discard()
                 self._check_finite("keys", known)  # raises an error that names the key
-        if self.block_tokens == 1 or (not last.numel() and held == len(self) > 0):
+        if self.block_tokens == 1 or (not last.numel() and encoded == len(self) > 0):
             return self._learned, codes  # no block was open before, and none is now
         return {"open_keys": last.clone()}, codes
 
@@ -103,9 +103,9 @@ class ParisKV(ExecutedIndex):
             return keys, valid
         if valid is not None or self.valid is not None:
             ones = torch.ones((len(keys), keys.shape[2]), dtype=torch.bool, device=keys.device)
-            held = ones[:, :1].expand(-1, len(self) - start)
-            held = held if self.valid is None else self.valid[:, start:]
-            valid = torch.cat([held, ones if valid is None else valid], dim=1)
+            earlier = ones[:, :1].expand(-1, len(self) - start)
+            earlier = earlier if self.valid is None else self.valid[:, start:]
+            valid = torch.cat([earlier, ones if valid is None else valid], dim=1)
         return torch.cat([self._learned["open_keys"], keys], dim=2), valid
 
     def _encode(self, keys: Tensor, learned: Codes) -> Codes:
@@ -126,8 +126,8 @@ class ParisKV(ExecutedIndex):
 
         If that block was full, its keys are read from the store.
         """
-        start, held = length // self.block_tokens * self.block_tokens, len(self._codes)
-        if not self._learned or start == held:
+        start, encoded = length // self.block_tokens * self.block_tokens, len(self._codes)
+        if not self._learned or start == encoded:
             keys = self._learned.get("open_keys")
             return {} if keys is None else {"open_keys": keys[:, :, : length - start]}
         ids = torch.arange(start, length, device=self.geometry.device)
@@ -137,9 +137,9 @@ class ParisKV(ExecutedIndex):
             keys = keys.masked_fill(~self.valid[:, None, start:length, None], 0)
         return {"open_keys": keys}
 
-    def _wrong(self, looks: bool) -> Tensor | None:
+    def _wrong(self, checks_here: bool) -> Tensor | None:
         """Return an int32 flag that kernels set to 1 at a valid key that is not finite, or None."""
-        if self._check is False or not looks:
+        if self._check is False or not checks_here:
             return None
         if self._defers:
             return self._flag("keys", check.ALLOWED_NUMBER)
@@ -332,12 +332,12 @@ class ParisKV(ExecutedIndex):
         self._fitted = self._fitted_to(len(self._codes))
         return self._fitted[1]
 
-    def _fitted_to(self, held: int) -> tuple[int, _Fit]:
+    def _fitted_to(self, stored: int) -> tuple[int, _Fit]:
         """Return how many of the first tokens are fitted, and a function that fits them.
 
         The argument is the number of tokens in full blocks.
         """
-        blocks = held // self.block_tokens
+        blocks = stored // self.block_tokens
         tokens = sign_regression.fitted_blocks(blocks) * self.block_tokens
         if self._fitted is not None and self._fitted[0] == tokens:
             return self._fitted
@@ -388,10 +388,10 @@ class ParisKV(ExecutedIndex):
         self._update()
 
     def _held(self) -> list[Tensor]:
-        held = [self._histogram, *self.encoding.constants]
+        tensors = [self._histogram, *self.encoding.constants]
         if self.config.sign_decoder == "regression" and len(
             self
         ):  # fitted or not yet: as many bytes
             shape = len(self.counts), self.geometry.kv_heads, *2 * [self.geometry.head_dim]
-            held.append(torch.empty(shape, dtype=torch.float16, device="meta"))
-        return held
+            tensors.append(torch.empty(shape, dtype=torch.float16, device="meta"))
+        return tensors

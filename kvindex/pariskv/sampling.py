@@ -42,8 +42,8 @@ def candidate_coverage(tokens: Tokens, queries: Queries, k: int) -> Tensor:
     The fraction is 1 in a sequence without valid tokens.
     """
     every = _logits(tokens, queries, *find(tokens, queries, k))
-    held, whole = (logits.logsumexp(-1) for logits in every)
-    return (held - whole).exp().masked_fill(whole == -math.inf, 1.0).flatten(1)
+    found, whole = (logits.logsumexp(-1) for logits in every)
+    return (found - whole).exp().masked_fill(whole == -math.inf, 1.0).flatten(1)
 
 
 def find(tokens: Tokens, queries: Queries, k: int) -> tuple[Tensor, Tensor]:
