@@ -1,9 +1,11 @@
-"""Reference ops in plain torch, in the order data flows through them: the kernels' specification.
+"""Reference operations in plain PyTorch, listed in the order in which data flows through them.
 
 keys -> `transform` -> `codes` -> `coarse` -> `select` -> `rerank` -> `group` -> (`units`,
-`coverage`, `sampling`) -> `fetch` -> `attention` -> (`messages`, of ranks); `kmeans` is for indexes
-that learn centroids.
-A mirror (`kvindex_cuda.ops`, `kvindex.cpu`) has the same names and signatures.
+`coverage`, `sampling`) -> `fetch` -> `attention` -> (`messages` between GPUs). `kmeans` is for
+indexes that learn centroids, `priority` for ParisKV's samples.
+
+These functions are the specification of the compiled versions in `kvindex_cuda.ops` and
+`kvindex.cpu`, which have the same names and signatures.
 """
 
 # ruff: noqa: I001, RUF022  # in the order of the flow

@@ -1,4 +1,4 @@
-"""Exact softmax attention over the rows it is given: in one piece, block by block, merged."""
+"""Exact softmax attention over given rows: at once, block by block, or merged from parts."""
 
 from __future__ import annotations
 
@@ -13,11 +13,17 @@ from kvindex.core.protocol import Attended
 NEVER = float("-inf")
 
 Block: TypeAlias = tuple[Tensor, Tensor, Tensor | None]
-"""Rows and their bias: keys `[B, G, R, D]`, values `[B, G, R, Dv]`, and a term of the logits."""
+"""Keys `[B, G, R, D]`, values `[B, G, R, Dv]` and a bias of the logits, or None."""
 
 
 def cap(logits: Tensor, scale: float, softcap: float | None) -> Tensor:
-    """`scale · logits`, bounded by `softcap · tanh(· / softcap)` where there is a softcap."""
+    """Scale logits, and bound them by a softcap if there is one.
+
+    Args:
+        logits: Inner products, any shape.
+        scale: Factor of the logits.
+        softcap: Bound: the result is `softcap · tanh(scale · logits / softcap)`. None for no bound.
+    """
     logits = logits * scale
     return logits if softcap is None else softcap * torch.tanh(logits / softcap)
 
@@ -58,12 +64,20 @@ def attend(
     bias: Tensor | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """One query per head over `R` rows per KV head: `[B, H, Dv]` in the queries' dtype.
+    """Attend with one query per head to `R` rows per KV head. Sums are accumulated in float32.
 
-    queries `[B, H, D]`, keys `[B, G, R, D]`, values `[B, G, R, Dv]`; bias float32, broadcast to
-    `[B, H, R]`, is added to the logits and `-inf` hides a row. A query that sees no row gives 0.
-    Accumulation is float32. return_lse: give the logarithm of the sum of the logits' exponentials,
-    too, float32 `[B, H]`, `-inf` for a query that sees no row: what `merge` needs.
+    Args:
+        queries: `[B, H, D]`.
+        keys: `[B, G, R, D]`.
+        values: `[B, G, R, Dv]`.
+        scale: Factor of the logits.
+        softcap: Bound of the logits, or None.
+        bias: Added to the logits, float32, broadcast to `[B, H, R]`; `-inf` hides a row.
+        return_lse: Return the log-sum-exp of the logits, too, which `merge` needs.
+
+    Returns:
+        Output `[B, H, Dv]` in the queries' dtype, 0 for a query that sees no row. With `return_lse`
+        also the log-sum-exp, float32 `[B, H]`, `-inf` for a query that sees no row.
     """
     block = (keys, values, None if bias is None else bias[:, :, None])
     output, lse = _attended(queries[:, :, None], [block], scale, softcap)
@@ -100,27 +114,47 @@ def attend_blocks(
     softcap: float | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """`T` queries per head over blocks of rows, with a running softmax: `[B, H, T, Dv]`.
+    """Attend with `T` queries per head to blocks of rows, with a running softmax.
 
-    queries `[B, H, T, D]`; each block is keys `[B, G, R, D]`, values `[B, G, R, Dv]` and a bias
-    that broadcasts to `[B, H, T, R]`, or None. As if the blocks were one (online softmax:
-    Milakov and Gimelshein, 2018), but no more than one block's logits are ever held. return_lse:
-    as for `attend`, float32 `[B, H, T]`.
+    The result is the same as if the blocks were one, but only one block's logits are in memory at a
+    time.
+
+    Args:
+        queries: `[B, H, T, D]`.
+        blocks: Keys `[B, G, R, D]`, values `[B, G, R, Dv]`, and a bias that broadcasts to `[B, H,
+            T, R]` or None.
+        scale: Factor of the logits.
+        softcap: Bound of the logits, or None.
+        return_lse: Return the log-sum-exp of the logits, too.
+
+    Returns:
+        Output `[B, H, T, Dv]`. With `return_lse` also the log-sum-exp, float32 `[B, H, T]`.
+
+    Raises:
+        ValueError: The blocks have no rows.
+
+    Source: Milakov and Gimelshein, Online Normalizer Calculation for Softmax (2018).
     """
     output, lse = _attended(queries, blocks, scale, softcap)
     return (output, lse) if return_lse else output
 
 
 def merge(parts: Sequence[Attended]) -> Attended:
-    """Attention over the rows of all parts, which share no row, from that over each.
+    """Merge attention over several sets of rows into attention over all of them.
 
-    Exact: outputs weighted by `exp(lse)`; a part that sees no row (`lse` of `-inf`) counts nothing.
-    Raises ValueError for no part at all.
+    The result is exact: outputs are weighted by `exp(lse)`. A part that sees no row (`lse` of
+    `-inf`) has no effect.
+
+    Args:
+        parts: Attention over each set of rows. No row is in two sets.
+
+    Raises:
+        ValueError: There is no part.
     """
     if not parts:
         raise ValueError("parts: got none, allowed is at least one")
     each = torch.stack([part.lse for part in parts])
-    lse = each.logsumexp(0)  # -inf where all are
+    lse = each.logsumexp(0)  # -inf where no part sees a row
     weights = torch.exp(each - lse.masked_fill(lse == NEVER, 0.0))[..., None]
     outputs = torch.stack([part.output for part in parts])
     output = (outputs.float() * weights).sum(0).to(outputs.dtype)
@@ -129,11 +163,19 @@ def merge(parts: Sequence[Attended]) -> Attended:
 
 
 def with_sink_logits(output: Tensor, lse: Tensor, sink_logits: Tensor) -> Tensor:
-    """Attention with a term more in the softmax's denominator, of no key and of value 0.
+    """Add a learned sink to attention: a term in the softmax's denominator without key and value.
 
-    output `[…, Dv]` and its lse float32 `[…]`, of attention without it; sink_logits: its logit `s`,
-    which broadcasts to the lse. `output · exp(lse - logaddexp(lse, s))`, in the output's dtype
-    (learned sinks: gpt-oss model card, arXiv 2508.10925, section 2.2).
+    The result is `output · exp(lse - logaddexp(lse, s))` for a sink with the logit `s`.
+
+    Args:
+        output: Attention without the sink, `[…, Dv]`.
+        lse: Its log-sum-exp, float32 `[…]`.
+        sink_logits: Logits of the sinks, broadcast to `lse`.
+
+    Returns:
+        `[…, Dv]` in the output's dtype.
+
+    Source: gpt-oss model card, arXiv 2508.10925, section 2.2.
     """
     fraction = torch.sigmoid(lse - sink_logits.float()).masked_fill(lse == NEVER, 0.0)
     return (output.float() * fraction[..., None]).to(output.dtype)
@@ -142,7 +184,7 @@ def with_sink_logits(output: Tensor, lse: Tensor, sink_logits: Tensor) -> Tensor
 def _attended(
     queries: Tensor, blocks: Iterable[Block], scale: float, softcap: float | None
 ) -> tuple[Tensor, Tensor]:
-    """`attend_blocks` and its logarithms of sums."""
+    """Return the results of `attend_blocks`: output and log-sum-exp."""
     B, H, T, _ = queries.shape
     peak: Tensor | None = None  # running maximum of the logits, [B, H, T, 1]
     total = output = torch.zeros((), device=queries.device)  # [B, H, T, 1], [B, H, T, Dv]
@@ -150,7 +192,7 @@ def _attended(
         G, R = keys.shape[1:3]
         if R == 0:
             continue
-        folded = queries.float().reshape(B, G, H // G * T, -1)  # a group reads its keys once
+        folded = queries.float().reshape(B, G, H // G * T, -1)  # reads each group's keys once
         logits = cap(folded @ keys.float().mT, scale, softcap).view(B, H, T, -1)
         if bias is not None:
             logits = logits + bias
@@ -197,7 +239,7 @@ def attend_causal(
     if valid is None and N > T > 1 and queries.is_cuda:
         from torch.nn.attention.bias import causal_lower_right  # imports triton
 
-        mask = causal_lower_right(T, N)  # a kernel's own order, of which no tensor is made
+        mask = causal_lower_right(T, N)  # the kernel computes this mask, no tensor is built
     elif valid is not None or (N > T > 1):
         rows = torch.arange(N, device=queries.device)
         mask = (rows <= torch.arange(N - T, N, device=queries.device)[:, None])[None, None]
@@ -217,7 +259,7 @@ def attend_causal(
 
 
 def _serves(queries: Tensor, keys: Tensor, values: Tensor) -> bool:
-    """Whether `_fused` takes these rows; it has no gradient of its second result."""
+    """Return True if `_fused` supports these tensors. It has no gradient of the log-sum-exp."""
     parts = queries, keys, values
     learns = torch.is_grad_enabled() and any(part.requires_grad for part in parts)
     dense = all(part.stride(3) == 1 for part in parts)
@@ -227,7 +269,10 @@ def _serves(queries: Tensor, keys: Tensor, values: Tensor) -> bool:
 
 
 def _past_and_own(queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
-    """`attend_causal` where `N > T`: no mask, which is slow, for rows that all queries see."""
+    """Compute `attend_causal` for `N > T` in two parts, so that no slow mask is needed.
+
+    All queries see the past rows; only the newest `T` rows need a causal mask.
+    """
     (B, H, T, D), (_, G, N, _) = queries.shape, keys.shape
     queries = queries.reshape(B * G, H // G, T, D)
     keys, values = keys.reshape(B * G, 1, N, D), values.reshape(B * G, 1, N, D)
@@ -239,7 +284,7 @@ def _past_and_own(queries: Tensor, keys: Tensor, values: Tensor, scale: float) -
     merged = torch.lerp(before.to(fraction.dtype), among.to(fraction.dtype), fraction)
     output = queries.new_empty(
         B, T, G, H // G, D
-    )  # heads of a token side by side, as they are read
+    )  # the heads of a token are adjacent, the order in which callers read them
     output.permute(0, 2, 3, 1, 4).copy_(merged.view(B, G, H // G, T, D))
     return output.flatten(2, 3).transpose(1, 2)
 
@@ -247,9 +292,9 @@ def _past_and_own(queries: Tensor, keys: Tensor, values: Tensor, scale: float) -
 def _fused(
     queries: Tensor, keys: Tensor, values: Tensor, scale: float, *, causal: bool
 ) -> tuple[Tensor, Tensor]:
-    """Attention `[X, g, T, D]` and its lse `[X, g, T]` by torch's fused kernel for CPUs.
+    """Compute attention `[X, g, T, D]` and its lse `[X, g, T]` with torch's fused kernel for CPUs.
 
-    queries `[X, g, T, D]`; keys, values `[X, 1, R, D]`, which the heads of a group share.
+    Queries are `[X, g, T, D]`, keys and values `[X, 1, R, D]`; the heads of a group share them.
     """
     keys, values = (rows.expand(-1, queries.shape[1], -1, -1) for rows in (keys, values))
     fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu

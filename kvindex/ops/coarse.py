@@ -1,8 +1,10 @@
-"""Coarse stage: multi-tier collision voting on centroid ids (paper, B.2.1), or signed dots.
+"""Coarse stage: votes of keys, as the paper's tiered votes or as inner products with signs.
 
-A key collects points in every subspace from a table of 256 entries, one per centroid, which the
-query sets. Votes are integers: given the same tables, every implementation agrees to the
-bit.
+A key adds up points over its subspaces. In each one, a table made for the query has the points of
+all 256 centroids. Votes are integers, so every implementation computes the same votes from the same
+tables, bit by bit.
+
+Source: ParisKV, section B.2.1 (tiered votes).
 """
 
 from __future__ import annotations
@@ -17,13 +19,20 @@ from torch import Tensor
 from kvindex.ops.codes import FACTOR, SUBSPACE, TINY, centroids
 
 TIERS = (0.05, 0.15, 0.30, 0.50, 0.75, 1.0)
-"""Fractions of the `ρn` best keys that bound the tiers (as published; 6 tiers: section 5.4)."""
+"""Fractions of the `ρn` best keys at which the tiers end.
+
+The values are those of the published code; the paper has 6 tiers (section 5.4).
+"""
 
 
 def ceil_share(count: int, *shares: float) -> int:
-    """`⌈count · share · …⌉` with each share read as the decimal that it is written as.
+    """Return `⌈count · fraction · …⌉`, with each fraction taken as a decimal number.
 
-    In binary floating point 100 · .07 is a little above 7 and its ceiling is 8.
+    In binary floating point 100 · 0.07 is a little above 7, so its ceiling would be 8.
+
+    Args:
+        count: Number of keys.
+        *shares: Fractions, multiplied with each other.
     """
     share = _product(*shares)
     return -(-count * share.numerator // share.denominator)
@@ -31,14 +40,19 @@ def ceil_share(count: int, *shares: float) -> int:
 
 @lru_cache
 def _product(*fractions: float) -> Fraction:
-    """The product of shares as decimals; cached, as every search has the same few."""
+    """Return the product of fractions as decimals, cached because every search has the same few."""
     return prod((Fraction(str(fraction)) for fraction in fractions), start=Fraction(1))
 
 
 def histogram(signs: Tensor, valid: Tensor | None = None) -> Tensor:
-    """Keys per centroid, int64 `[B, G, M, 256]`.
+    """Count the keys of each centroid.
 
-    signs: uint8 `[B, G, N, M]`; valid: bool `[B, N]`, or None for all.
+    Args:
+        signs: Centroid ids, uint8 `[B, G, N, M]`.
+        valid: Bool `[B, N]`, False for padding; None where no token is padded.
+
+    Returns:
+        Int64 `[B, G, M, 256]`.
     """
     B, G, N, M = signs.shape
     counted = torch.ones((B, N), dtype=torch.int64, device=signs.device)
@@ -50,14 +64,21 @@ def histogram(signs: Tensor, valid: Tensor | None = None) -> Tensor:
 
 
 def tier_table(queries: Tensor, histogram: Tensor, limits: Tensor) -> Tensor:
-    """Points that each centroid earns, uint8 `[B, G, g, M, 256]`.
+    """Give points to each centroid by the paper's tiers.
 
     In each subspace the centroids are ordered by `⟨q̃_b, c⟩`, best first, equal ones by the lower
     id. A centroid earns one point for each tier `t` with fewer than `limits[t]` keys in better
     centroids.
 
-    queries: rotated, float32 `[B, G, g, D]`; histogram: int64 `[B, G, M, 256]`;
-    limits: int64 `[B, tiers]`.
+    Args:
+        queries: Rotated queries, float32 `[B, G, g, D]`.
+        histogram: Keys per centroid, int64 `[B, G, M, 256]`.
+        limits: Bounds of the tiers in keys, int64 `[B, tiers]`.
+
+    Returns:
+        Uint8 `[B, G, g, M, 256]`.
+
+    Source: ParisKV, section B.2.1.
     """
     parts = queries.reshape(*queries.shape[:-1], -1, SUBSPACE)  # [B, G, g, M, m]
     signs = centroids(queries.device).sign().double()  # ±1, in float64: sums and ties are exact
@@ -70,12 +91,17 @@ def tier_table(queries: Tensor, histogram: Tensor, limits: Tensor) -> Tensor:
 
 
 def rounded(queries: Tensor, query_max: int) -> Tensor:
-    """Queries as integers, int8 `[B, G, g, D]`: each query's largest coordinate is `query_max`.
+    """Round queries to integers, so that each query's largest coordinate is `query_max`.
 
-    Rounded half to even. Multiplied in float64, so that scaling a query by a power of two changes
-    nothing. A zero query gives zeros.
+    Halves are rounded to even. The product is computed in float64, so scaling a query by a power of
+    two changes nothing. A zero query gives zeros.
 
-    queries: rotated, float32 `[B, G, g, D]`; query_max: 1 to 127.
+    Args:
+        queries: Rotated queries, float32 `[B, G, g, D]`.
+        query_max: Largest coordinate, 1 to 127.
+
+    Returns:
+        Int8 `[B, G, g, D]`.
     """
     exact = queries.double()
     peak = exact.abs().amax(-1, keepdim=True)
@@ -84,12 +110,17 @@ def rounded(queries: Tensor, query_max: int) -> Tensor:
 
 
 def dot_table(queries: Tensor, query_max: int) -> Tensor:
-    """Inner products of rounded queries with the sign patterns, int16 `[B, G, g, M, 256]`.
+    """Compute inner products of rounded queries with all sign patterns.
 
-    Entry `c` of subspace `b` is `⟨r_b, s_c⟩` with `r` from `rounded` and `s_c = ±1`, so that a sum
-    over subspaces is one inner product of signs with small integers: what matrix units compute.
+    Entry `c` of subspace `b` is `⟨r_b, s_c⟩`, with `r` from `rounded` and `s_c = ±1`. A sum over
+    subspaces is one inner product of signs with small integers, which matrix units can compute.
 
-    queries, query_max: as for `rounded`.
+    Args:
+        queries: Rotated queries, float32 `[B, G, g, D]`.
+        query_max: Largest coordinate of a rounded query, 1 to 127.
+
+    Returns:
+        Int16 `[B, G, g, M, 256]`.
     """
     parts = rounded(queries, query_max).reshape(*queries.shape[:-1], -1, SUBSPACE)
     # float32 holds these integers, below 2^10, exactly
@@ -99,15 +130,21 @@ def dot_table(queries: Tensor, query_max: int) -> Tensor:
 def dot_offsets(
     offsets: Tensor, queries: Tensor, query_max: int, weight_scale: Tensor, level: float
 ) -> Tensor:
-    """Votes that `⟨q, μ⟩` of a block's center adds to each of its keys, int32 `[B, G, g, S]`.
+    """Compute the votes that a block's center `μ` adds to each of its keys, for `⟨q, μ⟩`.
 
-    A vote with factors represents `level · w_b ⟨q̃_b, s_c⟩` summed over subspaces, the regression
-    of `⟨q, k - μ⟩` on the signs (docs/pipeline/coarse.md), on the scale of `rounded` and of
-    `codes.log_factors`. Bounded by ±2^30, so that no sum overflows.
+    A vote with factors represents `level · w_b ⟨q̃_b, s_c⟩`, summed over subspaces: the regression
+    of `⟨q, k - μ⟩` on the signs (docs/pipeline/coarse.md). Its unit follows from `rounded` and
+    `codes.log_factors`. Offsets are bounded by ±2^30, so that no sum overflows.
 
-    offsets: float32 `[B, G, g, S]`; queries: rotated, with their norms, float32 `[B, G, g, D]`;
-    query_max: as for the table; weight_scale: above the weights, float32 `[B, G]`; level: `E|u_j|`,
-    the one level of 0 magnitude bits.
+    Args:
+        offsets: Inner products `⟨q, μ⟩`, float32 `[B, G, g, S]`.
+        queries: Rotated queries with their norms, float32 `[B, G, g, D]`.
+        query_max: Largest coordinate of a rounded query, as for the table.
+        weight_scale: A power of two above all weights, float32 `[B, G]`.
+        level: `E|u_j|`, the one level of 0 magnitude bits.
+
+    Returns:
+        Int32 `[B, G, g, S]`.
     """
     peak = queries.double().abs().amax(-1, keepdim=True)  # [B, G, g, 1]
     unit = peak * level * weight_scale[..., None, None].double() / (query_max * FACTOR)
@@ -122,11 +159,18 @@ def votes(
     offsets: Tensor | None = None,
     every: int = 1,
 ) -> Tensor:
-    """Table entries of each key summed over subspaces, int32 `[B, G, g, N]`.
+    """Add up each key's table entries over the subspaces.
 
-    signs: uint8 `[B, G, N, M]`; table: uint8 or int16 `[B, G, g, M, 256]`; factors: int32
-    `[B, G, N, M]` for the entries of a key, or `[B, G, N, 1]` for their sum, or None; offsets:
-    int32 `[B, G, g, S]`, added to the votes of each `every` keys, or None.
+    Args:
+        signs: Centroid ids, uint8 `[B, G, N, M]`.
+        table: Points of centroids, uint8 or int16 `[B, G, g, M, 256]`.
+        factors: Int32 `[B, G, N, M]` to multiply each entry of a key, `[B, G, N, 1]` to multiply
+            their sum, or None.
+        offsets: Int32 `[B, G, g, S]`, added to the votes of each `every` keys, or None.
+        every: Keys per offset.
+
+    Returns:
+        Int32 `[B, G, g, N]`.
     """
     B, G, N, M = signs.shape
     split = factors is not None and factors.shape[-1] > 1

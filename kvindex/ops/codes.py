@@ -1,7 +1,9 @@
-"""Sign and magnitude codes of rotated keys (paper, A.2 and A.3; equations 5 to 9 and 12).
+"""Sign and magnitude codes of rotated keys.
 
-Per subspace of `m = 8` coordinates: one byte of sign bits, which is the centroid id, and one
-byte for each magnitude bit. Sign bits serve both stages and are stored once.
+A subspace of `m = 8` coordinates has one byte of sign bits, which is also the id of its nearest
+centroid, and one byte for each magnitude bit. Both stages of a search read the same sign bits.
+
+Source: ParisKV, sections A.2 and A.3, equations (5) to (9) and (12).
 """
 
 from __future__ import annotations
@@ -18,24 +20,41 @@ from kvindex.ops.transform import LONGEST
 TINY = torch.finfo(torch.float64).tiny
 
 OCTAVES = 32
-"""Range of logarithmic weights, `2^-16` to `2^16`: an absolute scale needs no other number."""
+"""Range of logarithmic weights, `2^-16` to `2^16`.
+
+The scale is absolute, so no other number is stored.
+"""
 
 FACTOR = 2**15 - 1
-"""The coarse stage's integer for a weight as large as the weight scale: votes of signed dots stay
-below `D · 127 · FACTOR`, under 2^30 for D up to 256."""
+"""Integer that the coarse stage uses for a weight equal to the weight scale.
+
+Votes stay below `D · 127 · FACTOR`, which is less than 2^30 for `D` up to 256.
+"""
 
 SUBSPACE = 8
-"""Coordinates per subspace, `m` (paper, section 5.4): their sign bits fill a byte."""
+"""Coordinates per subspace, `m` (paper, section 5.4). Their sign bits fill one byte."""
 
 
 @lru_cache
 def lloyd_max(subspace: int, bits: int) -> tuple[float, ...]:
-    """The `2^bits` Lloyd–Max levels of `|u_j|` for a random direction in `m` dimensions.
+    """Compute the `2^bits` Lloyd–Max levels of `|u_j|` for a random direction in `m` dimensions.
 
-    `u_j² ~ Beta(1/2, (m-1)/2)` (12), so with `u = sin θ` the density over `θ ∈ [0, π/2]` is
-    proportional to `cos^(m-2) θ`. Each level is the mean of its cell and cells end halfway
-    between levels; solved by Newton's method on those equations, with cell masses by
-    Gauss–Legendre quadrature. Raises ValueError for `m < 2` or `bits < 0`.
+    `u_j² ~ Beta(1/2, (m-1)/2)` (12). With `u = sin θ` the density over `θ ∈ [0, π/2]` is
+    proportional to `cos^(m-2) θ`. Each level is the mean of its cell, and cells end halfway between
+    levels. These equations are solved by Newton's method, with cell masses by Gauss–Legendre
+    quadrature.
+
+    Args:
+        subspace: Dimension `m`, at least 2.
+        bits: Bits of a magnitude, at least 0.
+
+    Returns:
+        The levels, ascending.
+
+    Raises:
+        ValueError: `subspace` is below 2 or `bits` below 0.
+
+    Source: ParisKV, section A.3, equation (12).
     """
     if subspace < 2 or bits < 0:
         raise ValueError(
@@ -64,11 +83,15 @@ def lloyd_max(subspace: int, bits: int) -> tuple[float, ...]:
 
 @lru_cache
 def tangent(subspace: int, bits: int) -> float:
-    """`(1 - A) / A` with `A = E‖v‖² = m Σ p_i ℓ_i²`: the mean of `tan² θ` between `u` and its code.
+    """Return the mean of `tan² θ`, where `θ` is the angle between a direction and its code.
 
-    Each level is the mean of its cell, so `E⟨v, u⟩ = E‖v‖²`; the mean of `‖v‖²/⟨v, u⟩² - 1` is
-    then near this value: 4% below to 1% above it for `m ≥ 64`, 21% below to 7% above it for
-    `m = 8` (docs/pipeline/rerank.md).
+    It is computed as `(1 - A) / A` with `A = E‖v‖² = m Σ p_i ℓ_i²`. Each level is the mean of its
+    cell, so `E⟨v, u⟩ = E‖v‖²`. The true mean of `‖v‖²/⟨v, u⟩² - 1` is close: 1% above to 4% below
+    this value for `m ≥ 64`, 7% above to 21% below it for `m = 8` (docs/pipeline/rerank.md).
+
+    Args:
+        subspace: Dimension `m`, at least 2.
+        bits: Bits of a magnitude, at least 0.
     """
     levels = np.array(lloyd_max(subspace, bits))
     aligned = float(subspace * (_cells(levels, subspace - 2)[1] * levels**2).sum())
@@ -76,9 +99,17 @@ def tangent(subspace: int, bits: int) -> float:
 
 
 def levels(subspace: int, bits: int, device: torch.device | str = "cpu") -> Tensor:
-    """`lloyd_max` rounded to float16, as a float32 tensor `[2^bits]`, ascending.
+    """Return the levels of `lloyd_max`, rounded to float16 so that matrix units can use them.
 
-    Rounded so that matrix units take the levels as they are: by at most 2^-12 of a level.
+    Rounding changes a level by at most 2^-12 of its size.
+
+    Args:
+        subspace: Dimension `m`, at least 2.
+        bits: Bits of a magnitude, at least 0.
+        device: Device of the result.
+
+    Returns:
+        Float32 `[2^bits]`, ascending.
     """
     rounded = torch.tensor(lloyd_max(subspace, bits), dtype=torch.float64).half()
     return rounded.float().to(device)
@@ -87,16 +118,24 @@ def levels(subspace: int, bits: int, device: torch.device | str = "cpu") -> Tens
 def encode(
     rotated: Tensor, norms: Tensor, levels: Tensor, block: int = SUBSPACE
 ) -> dict[str, Tensor]:
-    """Codes of rotated directions float32 `[..., D]` with norms float32 `[...]`.
+    """Encode rotated directions as signs, magnitudes and weights.
 
-    A block of `block` coordinates shares one weight: a subspace in the paper, up to all `D`.
+    Args:
+        rotated: Directions, float32 `[..., D]`.
+        norms: Norms of the keys, float32 `[...]`.
+        levels: Sizes of the magnitude codes, float32 `[2^bits]`.
+        block: Coordinates that share one weight: a subspace in the paper, up to all `D`.
 
-    signs uint8 `[..., M]`: bit j is 1 where coordinate j ≥ 0, least significant bit first;
-      the id of the nearest centroid (6).
-    magnitudes uint8 `[..., bits, M]`: bit j of byte p is bit p of the index of the level nearest
-      to `|u_j|`, the lower one at a tie, `u` the direction of the coordinate's block.
-    weights float32 `[..., D / block]`: `w_b = ‖k‖ r_b / α_b` with `α_b = ⟨v_b, u_b⟩` (7, 9); 0
-      where `r_b` is 0.
+    Returns:
+        `signs` uint8 `[..., M]`: bit `j` is 1 where coordinate `j` ≥ 0, least significant bit
+        first; also the id of the nearest centroid (6).
+        `magnitudes` uint8 `[..., bits, M]`: bit `j` of byte `p` is bit `p` of the index of the
+        level nearest to `|u_j|`, the lower one at a tie. `u` is the direction of the coordinate's
+        block.
+        `weights` float32 `[..., D / block]`: `w_b = ‖k‖ r_b / α_b` with `α_b = ⟨v_b, u_b⟩` (7, 9);
+        0 where `r_b` is 0.
+
+    Source: ParisKV, sections A.2 and A.3, equations (6), (7) and (9).
     """
     parts = rotated.reshape(*rotated.shape[:-1], -1, block)  # [..., D / block, block]
     radii = parts.double().square().sum(-1).sqrt().float()
@@ -108,7 +147,7 @@ def encode(
     bits = range(len(levels).bit_length() - 1)
     planes = [pack((index >> p & 1 == 1).reshape(bytes_of)) for p in bits]
     decoded = torch.where(parts >= 0, 1.0, -1.0) * levels[index]
-    alpha = (decoded.double() * directions).sum(-1).float()  # whatever the order of the sum
+    alpha = (decoded.double() * directions).sum(-1).float()  # the same in any order of addition
     weights = torch.where(radii > 0, norms[..., None] * radii / alpha, 0.0)
     empty = signs.new_empty((*signs.shape[:-1], 0, signs.shape[-1]))
     magnitudes = torch.stack(planes, dim=-2) if planes else empty
@@ -116,7 +155,16 @@ def encode(
 
 
 def decode(signs: Tensor, magnitudes: Tensor, levels: Tensor) -> Tensor:
-    """The quantized directions `v`, float32 `[..., D]`, not renormalized."""
+    """Return the quantized directions `v`, which are not normalized again.
+
+    Args:
+        signs: Uint8 `[..., M]`.
+        magnitudes: Uint8 `[..., bits, M]`.
+        levels: Sizes of the magnitude codes, float32 `[2^bits]`.
+
+    Returns:
+        Float32 `[..., D]`.
+    """
     index = torch.zeros((*signs.shape, 8), dtype=torch.uint8, device=signs.device)
     for p in range(magnitudes.shape[-2]):
         index += unpack(magnitudes[..., p, :]) * 2**p
@@ -125,10 +173,15 @@ def decode(signs: Tensor, magnitudes: Tensor, levels: Tensor) -> Tensor:
 
 
 def centers(keys: Tensor, valid: Tensor | None, every: int) -> Tensor:
-    """Means of the valid keys of each block of `every` tokens, bfloat16 `[B, G, S, D]`; else zero.
+    """Compute the mean of the valid keys of each block, within ±`transform.LONGEST`.
 
-    Within ±`transform.LONGEST`. keys: `[B, G, N, D]`, the first of which begins a block, zero where
-    `valid`, bool `[B, N]`, is False; None: all are valid.
+    Args:
+        keys: `[B, G, N, D]`, the first of which begins a block; zero where `valid` is False.
+        valid: Bool `[B, N]`, False for padding; None where no token is padded.
+        every: Tokens per block.
+
+    Returns:
+        Bfloat16 `[B, G, S, D]`, one for each block; zero for a block without a valid key.
     """
     B, G, N, D = keys.shape
     real = torch.ones((B, N), dtype=torch.bool, device=keys.device) if valid is None else valid
@@ -140,25 +193,46 @@ def centers(keys: Tensor, valid: Tensor | None, every: int) -> Tensor:
 
 
 def log_codes(weights: Tensor, bits: int) -> Tensor:
-    """Weights float32 on an absolute scale of equal ratios, int32 of `bits` bits, 1 to 16.
+    """Round weights to integers on a logarithmic scale.
 
-    `2^bits / OCTAVES` codes make a factor of 2, and `2^(bits - 1)` represents 1. 0 represents the
-    weight 0; weights outside the scale get its ends.
+    `2^bits / OCTAVES` codes make a factor of 2, and `2^(bits - 1)` represents 1. The code 0
+    represents the weight 0. Weights outside the scale get its first or last code.
+
+    Args:
+        weights: Float32, any shape.
+        bits: Bits of a code, 1 to 16.
+
+    Returns:
+        Int32, of the same shape.
     """
     codes = torch.log2(weights.double()) * (2**bits / OCTAVES) + 2 ** (bits - 1)
     return torch.where(weights > 0, codes.round().clamp(1, 2**bits - 1), 0).int()
 
 
 def log_weights(codes: Tensor, bits: int) -> Tensor:
-    """Weights that the codes of `log_codes` represent, float32 of their shape."""
+    """Return the weights that codes of `log_codes` represent.
+
+    Args:
+        codes: Integers, any shape.
+        bits: Bits of a code, 1 to 16.
+
+    Returns:
+        Float32, of the same shape.
+    """
     weights = torch.exp2((codes - 2 ** (bits - 1)).float() / (2**bits / OCTAVES))
     return weights.masked_fill(codes == 0, 0)
 
 
 def weight_scale(largest: Tensor) -> Tensor:
-    """A power of two above all weights whose upper bytes (of 8 bits: codes) are at most `largest`.
+    """Return a power of two above all weights whose code is at most `largest`.
 
-    largest: integers; float32 of their shape. The least such of those that begin an octave.
+    The result is the least of those that begin an octave.
+
+    Args:
+        largest: Integers: the largest 8-bit code, or upper byte of a 16-bit code.
+
+    Returns:
+        Float32, of the same shape.
     """
     octave = torch.div(largest.int() * OCTAVES, 256, rounding_mode="floor")
     one = torch.ones(octave.shape, device=largest.device)
@@ -166,10 +240,15 @@ def weight_scale(largest: Tensor) -> Tensor:
 
 
 def log_factors(bits: int, device: torch.device | str = "cpu") -> Tensor:
-    """Integers up to `FACTOR` in proportion to weights below the weight scale, int32 `[256]`.
+    """Return integers up to `FACTOR` that are proportional to weights below the weight scale.
 
-    Entry 255 is of the last byte below the scale. bits: 16 for upper bytes of codes, which count as
-    the middle of what they cover, or 8 for codes.
+    Args:
+        bits: 8 for codes of 8 bits. 16 for upper bytes of 16-bit codes, which count as the middle
+            of the codes that they cover.
+        device: Device of the result.
+
+    Returns:
+        Int32 `[256]`. Entry 255 is for the last byte below the scale.
     """
     steps = torch.arange(-256, 0, device=device).double() + (0.5 if bits == 16 else 0.0)
     factors = torch.exp2(steps * OCTAVES / 256) * FACTOR
@@ -177,9 +256,15 @@ def log_factors(bits: int, device: torch.device | str = "cpu") -> Tensor:
 
 
 def factors(weights: Tensor, weight_scale: Tensor, table: Tensor) -> Tensor:
-    """Entries of `log_factors` for the bytes of weights, int32 `[B, G, N, W]`.
+    """Look up the integer factor of each weight in a table of `log_factors`.
 
-    weights: uint8 `[B, G, N, W]`; weight_scale: float32 `[B, G]`, above them all.
+    Args:
+        weights: Upper bytes of logarithmic weights, uint8 `[B, G, N, W]`.
+        weight_scale: A power of two above all weights, float32 `[B, G]`.
+        table: Result of `log_factors`, int32 `[256]`.
+
+    Returns:
+        Int32 `[B, G, N, W]`.
     """
     exponent = torch.frexp(weight_scale).exponent - 1
     shift = (OCTAVES // 2 - exponent) * (256 // OCTAVES)
@@ -187,19 +272,42 @@ def factors(weights: Tensor, weight_scale: Tensor, table: Tensor) -> Tensor:
 
 
 def centroids(device: torch.device | str = "cpu") -> Tensor:
-    """All sign patterns `Ω` (5), float32 `[256, m]` of `±1/√m`; row `i` has the bits of `i`."""
+    """Return all sign patterns `Ω`, the centroids of a subspace.
+
+    Args:
+        device: Device of the result.
+
+    Returns:
+        Float32 `[256, m]` with entries `±1/√m`. Row `i` has the signs of the bits of `i`.
+
+    Source: ParisKV, equation (5).
+    """
     ids = torch.arange(2**SUBSPACE, dtype=torch.uint8, device=device)
     return (unpack(ids).float() * 2 - 1) / math.sqrt(SUBSPACE)
 
 
 def pack(bits: Tensor) -> Tensor:
-    """Bytes uint8 `[...]` of bool `[..., 8]`, least significant bit first."""
+    """Pack bits into bytes, least significant bit first.
+
+    Args:
+        bits: Bool `[..., 8]`.
+
+    Returns:
+        Uint8 `[...]`.
+    """
     powers = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8, device=bits.device)
     return (bits * powers).sum(-1, dtype=torch.uint8)
 
 
 def unpack(packed: Tensor) -> Tensor:
-    """Bits uint8 `[..., 8]` (0 or 1) of bytes uint8 `[...]`, least significant bit first."""
+    """Unpack bytes into bits, least significant bit first.
+
+    Args:
+        packed: Uint8 `[...]`.
+
+    Returns:
+        Uint8 `[..., 8]`, 0 or 1.
+    """
     every = torch.arange(256, device=packed.device)
     table = every[:, None] >> every[:8]
     bits = (table & 1).to(torch.uint8)  # a look-up is 3 times as fast on a CPU as shifting
@@ -207,7 +315,10 @@ def unpack(packed: Tensor) -> Tensor:
 
 
 def _cells(levels: np.ndarray, power: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Edges, masses and means of the levels' cells, for the density `cos^power θ`, `u = sin θ`."""
+    """Return edges, masses and means of the levels' cells for the density `cos^power θ`.
+
+    Levels are values of `u = sin θ`.
+    """
     total = _integral(np.array([0.0]), np.array([np.pi / 2]), power)[0]
     edges = np.concatenate([[0.0], (levels[1:] + levels[:-1]) / 2, [1.0]])
     theta = np.arcsin(edges)
@@ -219,11 +330,11 @@ def _cells(levels: np.ndarray, power: int) -> tuple[np.ndarray, np.ndarray, np.n
 def _tridiagonal(
     below: np.ndarray, diagonal: np.ndarray, above: np.ndarray, right: np.ndarray
 ) -> np.ndarray:
-    """`x` `[n]` of `T x = right` by elimination without pivots, of `T`'s diagonals `[n - 1]`, `[n]`
-    and `[n - 1]`.
+    """Solve `T x = right` for a tridiagonal `T` by elimination without pivots.
 
-    Here a row's diagonal is about as large as its two neighbors together. Not `np.linalg.solve`:
-    where 15 processes shared 16 cores its threads took over a minute for 128 levels.
+    The diagonals of `T` are `[n - 1]`, `[n]` and `[n - 1]`. Here the main diagonal is about as
+    large as its two neighbors together, so elimination is stable. `np.linalg.solve` is not used
+    because its threads took over a minute for 128 levels where 15 processes shared 16 cores.
     """
     pivot, x = diagonal.copy(), right.copy()
     for i in range(1, len(x)):
@@ -238,13 +349,13 @@ def _tridiagonal(
 
 @lru_cache
 def _nodes() -> tuple[np.ndarray, np.ndarray]:
-    """Nodes and weights of Gauss–Legendre quadrature on [-1, 1], 32 each."""
+    """Return 32 nodes and weights of Gauss–Legendre quadrature on [-1, 1]."""
     nodes, weights = np.polynomial.legendre.leggauss(32)
     return nodes, weights
 
 
 def _integral(start: np.ndarray, stop: np.ndarray, power: int) -> np.ndarray:
-    """`∫ cos^power θ dθ` over each `[start, stop]`."""
+    """Return `∫ cos^power θ dθ` over each interval `[start, stop]`."""
     nodes, weights = _nodes()
     middle, half = (start + stop) / 2, (stop - start) / 2
     theta = middle[:, None] + half[:, None] * nodes

@@ -1,9 +1,9 @@
-"""Coverage: an estimate of the attention that a ranked list of rows holds, and of how many reach
-a target. Of true logits it is exact.
+"""Coverage: estimate the fraction of attention weight that ranked rows hold, and cut at a target.
 
-Shares are over the rows of the index; a layer attends to its sink and window besides. They come
-from estimated logits: noise of standard deviation `σ` makes the mean of `exp` larger by
-`exp(σ²/2)`, which is subtracted (docs/pipeline/rerank.md).
+With true logits the result is exact. The fraction is of the attention over the index's rows; a
+layer also attends to its sink and window. With estimated logits, an error of standard deviation `σ`
+makes the mean of `exp` larger by the factor `exp(σ²/2)`, which is corrected
+(docs/pipeline/rerank.md).
 """
 
 from __future__ import annotations
@@ -15,15 +15,22 @@ from kvindex.core.protocol import UNUSED, Hits
 from kvindex.ops.attention import cap
 
 SAMPLE = 512
-"""Rows that represent all rows beside the candidates (`test_coverage.py` measures the error)."""
+"""Number of rows that represent all non-candidates (`test_coverage.py` measures the error)."""
 
 
 def log_weights(
     estimates: Tensor, errors: Tensor | None, *, scale: float, softcap: float | None
 ) -> Tensor:
-    """Logarithms of the rows' terms in the softmax's sum, float32 as `estimates`.
+    """Return the logarithm of each row's term in the softmax sum, corrected for estimation errors.
 
-    estimates: of `q·k`, `-inf` for no row; errors: their standard deviations, None where exact.
+    Args:
+        estimates: Estimates of `q·k`, float32, `-inf` for no row.
+        errors: Their standard deviations, of the same shape, or None where they are exact.
+        scale: Factor of the logits.
+        softcap: Bound of the logits, or None.
+
+    Returns:
+        Float32, of the same shape.
     """
     logits = cap(estimates, scale, softcap)
     logits = logits.masked_fill(estimates == float("-inf"), float("-inf"))
@@ -36,7 +43,15 @@ def log_weights(
 
 
 def sample(flags: Tensor, count: int) -> Tensor:
-    """Flag at most `count` of the True entries, evenly spread: bool as `flags` `[..., N]`."""
+    """Flag at most `count` of the True entries, evenly spread.
+
+    Args:
+        flags: Bool `[..., N]`.
+        count: Number of entries.
+
+    Returns:
+        Bool `[..., N]`.
+    """
     rank = flags.cumsum(-1)
     total = rank[..., -1:]
     steps = rank * count // total.clamp_min(1)
@@ -45,11 +60,15 @@ def sample(flags: Tensor, count: int) -> Tensor:
 
 
 def log_total(known: Tensor, rest: Tensor, left_out: Tensor) -> Tensor:
-    """Logarithm of the softmax's sum, float32 `[B, G, g]`.
+    """Return the logarithm of the softmax sum over all rows.
 
-    known: `log_weights` of the candidates `[B, G, g, C]`; rest: of a sample of all others
-    `[B, G, g, S]`; both `-inf` where a slot is unused; left_out: int64 `[B, G]`, the number of
-    all others.
+    Args:
+        known: `log_weights` of the candidates, `[B, G, g, C]`; `-inf` where unused.
+        rest: `log_weights` of a sample of all other rows, `[B, G, g, S]`; `-inf` where unused.
+        left_out: Number of all other rows, int64 `[B, G]`.
+
+    Returns:
+        Float32 `[B, G, g]`.
     """
     used = (rest > float("-inf")).sum(-1)
     times = (left_out[..., None] / used.clamp_min(1)).log()
@@ -57,22 +76,31 @@ def log_total(known: Tensor, rest: Tensor, left_out: Tensor) -> Tensor:
 
 
 def enough(weights: Tensor, coverage: float) -> tuple[Tensor, Tensor]:
-    """Slots that are needed, bool `[B, G, K]`, and their coverage, float32 `[B, G, g]`.
+    """Find the shortest list of best rows that reaches a coverage for every head of a group.
 
-    weights: of ranked rows, float32 `[B, G, g, K]`, 0 where a slot is unused. The shortest prefix
-    that reaches `coverage` for every head of the group, or all rows.
+    Args:
+        weights: Attention weights of ranked rows, float32 `[B, G, g, K]`, 0 where unused.
+        coverage: Fraction to reach. If all rows together do not reach it, all are needed.
+
+    Returns:
+        Flags of the rows that are needed, bool `[B, G, K]`, and their coverage, float32 `[B, G,
+        g]`.
     """
     covered = weights.cumsum(-1)
-    uncovered = (covered < coverage).any(2)  # [B, G, K]: some head wants more after this slot
+    uncovered = (covered < coverage).any(2)  # [B, G, K]: some head needs more rows after this one
     needed = torch.cat([torch.ones_like(uncovered[..., :1]), uncovered[..., :-1]], dim=-1)
     return needed, (weights * needed[:, :, None]).sum(-1)
 
 
 def within(hits: Hits, slots: Tensor, known: Tensor, total: Tensor, coverage: float) -> Hits:
-    """Cut `hits` after the rows that reach `coverage`, and add the coverage of each head.
+    """Drop the hits that are not needed to reach a coverage, and add each head's coverage.
 
-    slots: positions of the hits in `known`, int64 `[B, G, K]`, -1 where unused; known, total: as
-    `log_weights` and `log_total` give them.
+    Args:
+        hits: Result of a search.
+        slots: Positions of the hits in `known`, int64 `[B, G, K]`, -1 where unused.
+        known: Result of `log_weights` for the candidates, `[B, G, g, C]`.
+        total: Result of `log_total`, `[B, G, g]`.
+        coverage: Fraction to reach.
     """
     at = slots.clamp_min(0)[:, :, None].expand(-1, -1, known.shape[2], -1)
     weights = (known.gather(-1, at) - total[..., None]).exp().clamp_max(1)
@@ -85,10 +113,15 @@ def within(hits: Hits, slots: Tensor, known: Tensor, total: Tensor, coverage: fl
 
 
 def with_sink_logits(covered: Tensor, lse: Tensor, sink_logits: Tensor) -> Tensor:
-    """Coverage that counts what a learned sink takes of the attention, float32 `[B, H]`.
+    """Correct a coverage for a learned sink, which takes a part of the attention.
 
-    covered: of the index's attention alone; lse: of the rows that hold it; sink_logits: logits of
-    the sinks; all `[B, H]`.
+    Args:
+        covered: Coverage of the index's rows alone, float32 `[B, H]`.
+        lse: Log-sum-exp of the rows that were found, float32 `[B, H]`.
+        sink_logits: Logits of the sinks, `[B, H]`.
+
+    Returns:
+        Float32 `[B, H]`.
     """
     whole = lse - covered.clamp_min(torch.finfo(covered.dtype).tiny).log()
     sinks = sink_logits.float()
@@ -96,9 +129,13 @@ def with_sink_logits(covered: Tensor, lse: Tensor, sink_logits: Tensor) -> Tenso
 
 
 def check_policy(policy: str) -> None:
-    """Raises ValueError for a policy without scores per query head."""
+    """Check that a group policy has scores for each query head, which coverage needs.
+
+    Raises:
+        ValueError: The policy is "mean_query".
+    """
     if policy == "mean_query":
         raise ValueError(
             "coverage: got one with group='mean_query', allowed are policies that search for every "
-            "query head: the share of an averaged query says nothing of theirs"
+            "query head: the coverage of an averaged query says nothing about theirs"
         )

@@ -1,9 +1,12 @@
 """Group policy: how the query heads that share a KV head agree on one list of rows.
 
-Raw scores of different heads are never compared: each head has its own scale of logits.
-`mean_share`, `max_share`: mean or maximum over the heads of softmax(scale · estimate), as
-logarithms so that small shares keep their order. `union`: the heads' ranked lists are
-interleaved. `mean_query`: the raw queries are averaged and searched once (the published code).
+Raw scores of different heads are never compared, because each head has its own scale of logits.
+
+- `mean_share`, `max_share`: mean or maximum over the heads of softmax(scale · estimate). Scores are
+  logarithms, so that small weights keep their order.
+- `union`: the heads' ranked lists are interleaved.
+- `mean_query`: the raw queries are averaged and searched once, as in ParisKV's published code.
+
 For a group of one head every policy ranks by the estimates.
 """
 
@@ -20,7 +23,16 @@ POLICIES = ("mean_share", "max_share", "union", "mean_query")
 
 
 def fold(queries: Tensor, kv_heads: int, policy: str) -> Tensor:
-    """Queries `[B, H, D]` as float32 `[B, G, g, D]`; `g` is 1 for `mean_query`, else `H / G`."""
+    """Group the queries by KV head.
+
+    Args:
+        queries: `[B, H, D]`.
+        kv_heads: Number of KV heads `G`.
+        policy: Group policy.
+
+    Returns:
+        Float32 `[B, G, g, D]`. `g` is 1 for "mean_query", else `H / G`.
+    """
     folded = queries.float().reshape(len(queries), kv_heads, -1, queries.shape[-1])
     return folded.mean(2, keepdim=True) if policy == "mean_query" else folded
 
@@ -33,11 +45,19 @@ def agree(
     softcap: float | None,
     sizes: Tensor | None = None,
 ) -> Tensor:
-    """The score of each row for the whole group, float32 `[B, G, C]`.
+    """Compute one score of each row for the whole group.
 
-    estimates: of `q·k` for each head, float32 `[B, G, g, C]`, `-inf` (for all heads alike) where
-    there is no candidate; those stay `-inf`. sizes: integers `[B, G, C]`, rows that a candidate
-    represents; the result is then the score of one of them.
+    Args:
+        estimates: Estimates of `q·k` for each head, float32 `[B, G, g, C]`; `-inf` for all heads
+            where there is no candidate.
+        policy: Group policy.
+        scale: Factor of the logits.
+        softcap: Bound of the logits, or None.
+        sizes: Number of rows that each candidate represents, integers `[B, G, C]`, or None for one.
+            The result is then the score of one of them.
+
+    Returns:
+        Float32 `[B, G, C]`, `-inf` where there is no candidate.
     """
     heads = estimates.shape[2]
     if heads == 1:
@@ -49,10 +69,10 @@ def agree(
             -1, order, torch.arange(order.shape[-1], device=order.device).expand_as(order)
         )
         position = rank * heads + torch.arange(heads, device=order.device)[:, None]
-        score = -position.amin(2).float()  # in the interleaved list: at most 2^24 are exact
+        score = -position.amin(2).float()  # position in the interleaved list, exact up to 2^24
     else:
         logits = cap(estimates, scale, softcap)
-        logits = logits.masked_fill(none[:, :, None], float("-inf"))  # a softcap makes it finite
+        logits = logits.masked_fill(none[:, :, None], float("-inf"))  # the softcap made it finite
         if sizes is None:
             weights = torch.log_softmax(logits, dim=-1)
         else:
@@ -63,7 +83,15 @@ def agree(
 
 
 def combine(log_weights: Tensor, policy: str) -> Tensor:
-    """The score `[B, G, C]` of rows from their log shares `[B, G, g, C]` of each head's softmax."""
+    """Combine the log attention weights of a group's heads by "mean_share" or "max_share".
+
+    Args:
+        log_weights: Logarithms of each head's softmax, `[B, G, g, C]`.
+        policy: "mean_share" or "max_share".
+
+    Returns:
+        Scores `[B, G, C]`.
+    """
     if policy == "max_share":
         return log_weights.amax(2)
     return log_weights.logsumexp(2) - math.log(log_weights.shape[2])

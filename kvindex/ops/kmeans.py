@@ -1,4 +1,4 @@
-"""Batched k-means (Lloyd), deterministic, for every index that learns centroids."""
+"""Deterministic k-means (Lloyd) for a batch, for every index that learns centroids."""
 
 from __future__ import annotations
 
@@ -14,28 +14,36 @@ from torch import Tensor
 from kvindex.core import check
 
 ROUNDS = 16
-"""Rounds that draw the starting points; up to this many clusters get one point a round."""
+"""Rounds in which the starting points are sampled.
+
+Up to this many clusters get one point in each round.
+"""
 
 BLOCK = 2**20
-"""Distances per block on a CPU: 4 MiB, which fit into a core's cache."""
+"""Distances that are computed at a time on a CPU: 4 MiB, which fit into a core's cache."""
 
 DEVICE_BLOCK = 2**26
-"""Distances per block elsewhere: 256 MiB, enough work for a whole GPU."""
+"""Distances that are computed at a time on other devices: 256 MiB, enough work for a whole GPU."""
 
 CHUNK = 2**28
-"""Coordinates of the rows that are clustered at once: 1 GiB, and a few times that as scratch."""
+"""Coordinates of the sequences that are clustered together: 1 GiB.
+
+The buffers need a few times that memory.
+"""
 
 OnPass: TypeAlias = Callable[[int, int], None]
-"""Called after each pass of a k-means over its points: passes done, passes in all."""
+"""Function called after each pass over the points, with the number of passes done and in all."""
 
 _watching: ContextVar[OnPass | None] = ContextVar("watching", default=None)
 
 
 @contextmanager
 def watched(on_pass: OnPass) -> Iterator[None]:
-    """Within the context, every k-means without an `on_pass` of its own calls this one.
+    """Within the context, call `on_pass` for every k-means that has no callback of its own.
 
-    An error that it raises passes through the k-means; an index is then as it was.
+    Args:
+        on_pass: Function of the passes done and in all. An error that it raises ends the k-means;
+            an index is then unchanged.
     """
     token = _watching.set(on_pass)
     try:
@@ -53,15 +61,30 @@ def kmeans(
     spherical: bool = False,
     on_pass: OnPass | None = None,
 ) -> Tensor:
-    """Centroids float32 `[B, clusters, D]` of points float32 `[B, N, D]`, each row on its own.
+    """Cluster points into `clusters` clusters, separately for each sequence of the batch.
 
-    iterations: of Lloyd's; 0 gives the starting points. seed: of those. spherical: the points'
-    directions are clustered by their cosines, and centroids are directions (Dhillon and Modha,
-    2001); `assign` points' directions to them. on_pass: called after each pass over the points, at
-    most `ROUNDS + iterations` times for every `CHUNK` of them. The same from run to run on every
-    device: random numbers are drawn on the CPU, alike for all rows, and sums are of integers, whose
-    order does not matter. Raises TypeError or ValueError for a wrong tensor, NaN or infinity
-    in it, fewer points than clusters, or a number out of range.
+    Results are the same from run to run: random numbers are generated on the CPU, alike for all
+    sequences, and sums are of integers, so they do not depend on the order of addition.
+
+    Args:
+        points: Float32 `[B, N, D]`.
+        clusters: Number of clusters, 1 to `N`.
+        iterations: Iterations of Lloyd's algorithm; 0 returns the starting points.
+        seed: Seed of the starting points.
+        spherical: Cluster the points' directions by their cosines; centroids are then directions,
+            and `assign` expects directions.
+        on_pass: Called after each pass over the points, at most `ROUNDS + iterations` times for
+            every `CHUNK` of them.
+
+    Returns:
+        Centroids, float32 `[B, clusters, D]`.
+
+    Raises:
+        TypeError: `points` is not a tensor.
+        ValueError: The tensor does not fit or is not finite, or a number is out of range.
+
+    Source: Lloyd, Least Squares Quantization in PCM (1982); for `spherical`, Dhillon and Modha,
+    Concept Decompositions for Large Sparse Text Data Using Clustering (2001).
     """
     check.tensor("points", points, {"B": None, "N": None, "D": None}, torch.float32)
     check.finite("points", points)
@@ -97,7 +120,7 @@ def _lloyd(
         middle = torch.zeros_like(points[:, :1])
     else:
         middle = points.double().mean(1, keepdim=True).float()
-    points = points - middle  # distances lose nothing where all points are far from 0
+    points = points - middle  # keeps precision where all points are far from 0
     centroids = _start(points, clusters, seed, tick)
     for _ in range(iterations):
         centroids = _moved(points, *assign(points, centroids), clusters)
@@ -108,9 +131,14 @@ def _lloyd(
 
 
 def assign(points: Tensor, centroids: Tensor) -> tuple[Tensor, Tensor]:
-    """The nearest of centroids `[B, C, D]` to each point `[B, N, D]`, all float32.
+    """Find the nearest centroid of each point.
 
-    Returns labels int64 `[B, N]` and squared distances float32 `[B, N]`.
+    Args:
+        points: Float32 `[B, N, D]`.
+        centroids: Float32 `[B, C, D]`.
+
+    Returns:
+        Labels int64 `[B, N]` and squared distances float32 `[B, N]`.
     """
     lengths = centroids.square().sum(-1)[:, None]  # [B, 1, C]
     size = BLOCK if points.device.type == "cpu" else DEVICE_BLOCK
@@ -124,10 +152,17 @@ def assign(points: Tensor, centroids: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def means(points: Tensor, labels: Tensor, clusters: int) -> tuple[Tensor, Tensor]:
-    """Mean float32 `[B, clusters, D]`, 0 of none, and number int64 `[B, clusters]` of the points.
+    """Compute the mean and the number of the points of each cluster.
 
-    points: float32 `[B, N, D]`; labels: int64 `[B, N]`. The same from run to run: sums are of
-    integers.
+    Results are the same from run to run, because sums are of integers.
+
+    Args:
+        points: Float32 `[B, N, D]`.
+        labels: Cluster of each point, int64 `[B, N]`.
+        clusters: Number of clusters.
+
+    Returns:
+        Means float32 `[B, clusters, D]`, 0 for an empty cluster, and numbers int64 `[B, clusters]`.
     """
     step = _rows_at_once(points)
     parts = [
@@ -150,12 +185,16 @@ def _means(points: Tensor, labels: Tensor, clusters: int) -> tuple[Tensor, Tenso
 
 
 def directions(points: Tensor) -> Tensor:
-    """Points float32 `[..., D]` scaled to length 1; a zero point stays."""
+    """Scale points to length 1; a zero point stays zero.
+
+    Args:
+        points: Float32 `[..., D]`.
+    """
     return torch.nn.functional.normalize(points, dim=-1, eps=torch.finfo(torch.float32).tiny)
 
 
 def _start(points: Tensor, clusters: int, seed: int, tick: Callable[[], None]) -> Tensor:
-    """Draw starting points in rounds, in proportion to the squared distance to those so far."""
+    """Sample starting points in rounds, in proportion to the squared distance to those so far."""
     generator = torch.Generator().manual_seed(seed)
     count, rounds = points.shape[1], min(ROUNDS, clusters)
     first = torch.randint(count, (1,), generator=generator).to(points.device)
@@ -165,7 +204,8 @@ def _start(points: Tensor, clusters: int, seed: int, tick: Callable[[], None]) -
     for remaining in range(rounds - 1, 0, -1):
         waits = torch.empty(count).exponential_(generator=generator).to(points.device)
         take = math.ceil((clusters - chosen.shape[1]) / remaining)
-        order = (waits / distances).argsort(dim=1, stable=True)[:, :take]  # the shortest waits
+        # exponential waiting times: the shortest ones are a sample in proportion to distances
+        order = (waits / distances).argsort(dim=1, stable=True)[:, :take]
         new = _rows(points, order)
         chosen = torch.cat([chosen, new], 1)
         distances = torch.minimum(distances, assign(points, new)[1])
@@ -174,16 +214,16 @@ def _start(points: Tensor, clusters: int, seed: int, tick: Callable[[], None]) -
 
 
 def _moved(points: Tensor, labels: Tensor, distances: Tensor, clusters: int) -> Tensor:
-    """Mean of the points of each cluster; an empty one moves to a point far from its centroid."""
+    """Return the mean of each cluster's points; an empty cluster moves to a distant point."""
     centroids, counts = means(points, labels, clusters)
     empty = counts == 0
     farthest = distances.argsort(dim=1, descending=True, stable=True)
-    rank = (empty.cumsum(1) - 1).clamp_min(0)  # each empty cluster gets a point of its own
+    rank = (empty.cumsum(1) - 1).clamp_min(0)  # each empty cluster gets another point
     return torch.where(empty[..., None], _rows(points, farthest.gather(1, rank)), centroids)
 
 
 def _rows(points: Tensor, order: Tensor) -> Tensor:
-    """Rows `[B, C, D]` of points `[B, N, D]` at order `[B, C]`."""
+    """Return the points `[B, C, D]` with the indices `order` `[B, C]`."""
     return points.gather(1, order[..., None].expand(-1, -1, points.shape[2]))
 
 

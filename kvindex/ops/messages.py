@@ -1,6 +1,6 @@
-"""What ranks tell each other of a step's attention, as bytes, and what they make of it.
+"""Messages in which GPUs send each other their parts of an attention output, and their merge.
 
-One message of a rank: output, log-sum-exp and number of rows of its share, one after the other.
+One message has a rank's output, log-sum-exp and number of rows, one after the other, as bytes.
 """
 
 from __future__ import annotations
@@ -12,14 +12,18 @@ from kvindex.core.protocol import Attended
 from kvindex.ops.attention import NEVER, merge
 
 ALIGNED = 16
-"""Bytes to which parts of a message are aligned: what a GPU reads at once."""
+"""Alignment of the parts of a message in bytes: what a GPU reads in one instruction."""
 
 
 def message_parts(messages: Tensor, like: Attended) -> Attended:
-    """Outputs `[W, B, H, Dv]`, log-sum-exps `[W, B, H]` and counts `[W, B, G]` of messages uint8
-    `[W, n]`, where they lie.
+    """Return views of the parts of messages.
 
-    like: attention of one rank, whose shapes and dtype are those of all.
+    Args:
+        messages: Uint8 `[W, n]`, one message of each of `W` ranks.
+        like: Attention of one rank, whose shapes and dtype all messages have.
+
+    Returns:
+        Outputs `[W, B, H, Dv]`, log-sum-exps `[W, B, H]` and numbers of rows `[W, B, G]`.
     """
     start, parts = 0, []
     for shape, dtype in _fields(like):
@@ -31,18 +35,28 @@ def message_parts(messages: Tensor, like: Attended) -> Attended:
 
 
 def empty_message(like: Attended) -> Tensor:
-    """A message uint8 `[n]` with nothing in it."""
+    """Allocate a message, uint8 `[n]`, with undefined contents.
+
+    Args:
+        like: Attention whose shapes and dtype the message has.
+    """
     sizes = [shape.numel() * dtype.itemsize for shape, dtype in _fields(like)]
     nbytes = sum(size + -size % ALIGNED for size in sizes)
     return torch.empty(nbytes, dtype=torch.uint8, device=like.output.device)
 
 
 def pack(own: Attended, *, seen: bool, take: bool = False) -> Tensor:
-    """This rank's message, uint8 `[n]`.
+    """Write this rank's message.
 
-    own: output `[B, H, Dv]`, its log-sum-exp float32 `[B, H]`, and rows found, integers `[B, G]`,
-    by the index; seen: whether it attended to other rows, too: else a head that found none says
-    nothing, whatever its output holds. take: rows found are set to 0.
+    Args:
+        own: Output `[B, H, Dv]`, its log-sum-exp float32 `[B, H]`, and the number of rows that the
+            index found, integers `[B, G]`.
+        seen: True if the rank also attended to other rows, such as the window. If False, a head
+            without found rows sends an output of 0 and a log-sum-exp of `-inf`.
+        take: Set the numbers of rows in `own` to 0 afterwards.
+
+    Returns:
+        Uint8 `[n]`.
     """
     message = empty_message(own)
     output, lse, found = (part[0] for part in _tensors(message_parts(message[None], own)))
@@ -59,9 +73,12 @@ def pack(own: Attended, *, seen: bool, take: bool = False) -> Tensor:
 
 
 def merge_messages(messages: Tensor, like: Attended, *, total: Tensor | None = None) -> Attended:
-    """The attention of all ranks (`attention.merge`) from their messages uint8 `[W, n]`, by rank.
+    """Merge the attention of all ranks (`attention.merge`).
 
-    like: as of `message_parts`; total: int64 `[B, G]`, to which the rows found are added.
+    Args:
+        messages: Uint8 `[W, n]`, in the order of the ranks.
+        like: Attention of one rank, whose shapes and dtype all messages have.
+        total: Int64 `[B, G]`, to which the numbers of found rows are added, or None.
     """
     parts = zip(*_tensors(message_parts(messages, like)), strict=True)
     merged = merge([Attended(*part) for part in parts])

@@ -1,15 +1,18 @@
-"""Priority sampling: the rows of the `k` largest `size / u`, each with a known chance.
+"""Priority sampling: take the `k` rows with the largest `size / u`, each with a known probability.
 
-Duffield, Lund and Thorup, Priority Sampling for Estimation of Arbitrary Subset Sums (2007). Every
-key has a number `u` in (0, 1) of its own. A row is drawn if its priority `size / u` is above the
-threshold `τ`, which is the (k+1)-th largest: given the other keys' numbers that has the chance
-`π = min(1, size / τ)`, and sums weighted with `1 / π` are right on average; those with a lower
-power of it (`temper`) are not. A draw among drawn candidates by the same `u` is one draw: `u` is
-below both `size / τ`, so `π` is the smaller one.
-Here are logarithms throughout: a priority is the size's logarithm and noise, `-log u`.
+Every key has a random number `u` in (0, 1) and a size, its estimated attention weight. A row is
+sampled if its priority `size / u` is above the threshold `τ`, the (k+1)-th largest priority. Given
+the other keys' numbers, the probability of this is `π = min(1, size / τ)`. Sums weighted with `1 /
+π` are unbiased; sums weighted with a lower power of it (`temper`) are not.
 
-Candidates are drawn by integers, whose unit is `2^-16` of an octave, so that all backends draw the
-same; the rows among them by float32, in natural logarithms.
+Rows are sampled among sampled candidates with the same `u`. This counts as one sample: `u` must be
+below both values of `size / τ`, so `π` is the smaller one.
+
+All numbers are logarithms: a priority is the logarithm of the size plus noise, `-log u`. Candidates
+are sampled with integers in units of `2^-16` of a power of two, so that all backends sample the
+same ones. Rows are sampled with float32, in natural logarithms.
+
+Source: Duffield, Lund and Thorup, Priority Sampling for Estimation of Arbitrary Subset Sums (2007).
 """
 
 from __future__ import annotations
@@ -23,36 +26,48 @@ from kvindex.ops.select import top_k
 from kvindex.ops.transform import LONGEST
 
 UNIT = 2**16
-"""Units of an octave."""
+"""Units per octave (a factor of 2)."""
 
 NATS = math.log(2) / UNIT
-"""Natural logarithm of a unit."""
+"""One unit as a natural logarithm."""
 
 SPREAD, FACTORS, ADDED = 0x9E3779B1, (0x2C1B3C6D, 0x297A2D39), 0x2545F4914F6CDD1D
-"""Of a hash of 32 bits: multiply, add, and fold the upper half of 64 bits onto the lower, twice
-(Makarov's MUM, 2016). Factors below 2^30 and a sum below 2^62 keep within int64."""
+"""Constants of a 32-bit hash, which multiplies, adds and folds 64 bits to 32, twice.
+
+Folding is the XOR of the upper and the lower half. Factors below 2^30 and a sum below 2^62 avoid
+overflow of int64. Source: Makarov, MUM hash (2016).
+"""
 
 BITS = 2**32 - 1
 
 CURVE = (28961, -17510, 9727, -2959)
-"""`(log2(1 + t) - t) / (t (1 - t))` as a polynomial of `t` in [0, 1), in units: noise is four
-units off at most."""
+"""Coefficients, in units, of a polynomial that approximates `(log2(1 + t) - t) / (t (1 - t))`.
+
+`t` is in [0, 1). The noise is exact up to four units.
+"""
 
 STEP = 2**11
-"""Thresholds of candidates are multiples of it (1/32 of an octave), a bin of their histogram."""
+"""Thresholds of candidates are multiples of this: 1/32 of an octave, a histogram bin."""
 
 CENTERS = 128
-"""Blocks whose centers tell `totals`."""
+"""Number of blocks whose centers are used to compute `totals`."""
 
 LARGEST = 2.0**29
-"""Size of a candidate, of either sign, in units."""
+"""Bound of a candidate's size, in units."""
 
 LEAST = -(2**31)
-"""Priority of no key, and the threshold of all keys."""
+"""Priority of padding, and threshold if all keys are candidates."""
 
 
 def hashed(numbers: Tensor) -> Tensor:
-    """32 bits that look random, of the lower 32 bits of int64 numbers; int64 of the same shape."""
+    """Hash the lower 32 bits of numbers.
+
+    Args:
+        numbers: Int64, any shape.
+
+    Returns:
+        32 pseudorandom bits, int64 of the same shape.
+    """
     found = numbers & BITS
     for factor in FACTORS:
         found = found * factor + ADDED
@@ -61,14 +76,29 @@ def hashed(numbers: Tensor) -> Tensor:
 
 
 def noise(ids: Tensor, seeds: Tensor) -> Tensor:
-    """`-log2 u` of int64 ids in units, int64, by int64 seeds that broadcast with them."""
+    """Return the noise of keys, `-log2 u` in units.
+
+    Args:
+        ids: Token ids, int64.
+        seeds: Int64, broadcast with the ids.
+
+    Returns:
+        Int64.
+    """
     return noise_of(ids * SPREAD + hashed(seeds))
 
 
 def noise_of(numbers: Tensor) -> Tensor:
-    """`-log2 u` in units, int64, of what is hashed.
+    """Return the noise of numbers that are hashed, `-log2 u` in units.
 
-    `u` is an odd multiple of `2^-32`. All in integers: it is the same wherever it is computed.
+    `u` is an odd multiple of `2^-32`. All arithmetic is in integers, so the result is the same on
+    every device.
+
+    Args:
+        numbers: Int64, any shape.
+
+    Returns:
+        Int64, of the same shape.
     """
     bits = hashed(numbers) | 1
     octave = torch.frexp(bits.double()).exponent.long() - 1  # exact: below 2^53
@@ -80,39 +110,67 @@ def noise_of(numbers: Tensor) -> Tensor:
 
 
 def seeds(signs: Tensor, counts: Tensor, seed: int) -> Tensor:
-    """Seeds int64 `[B, G, 1]` of noise: of a row's first key, its length, and a number.
+    """Compute the seeds of the noise from each sequence's first key and length.
 
-    So heads and layers draw different rows, and a step draws again what the one before did until
-    tokens come. signs: of the first valid key, uint8 `[B, G, M]`; counts: valid keys, int `[B]`.
+    So heads and layers sample different rows, and a search repeats the sample of the search before
+    until tokens are appended.
+
+    Args:
+        signs: Signs of the first valid key, uint8 `[B, G, M]`.
+        counts: Number of valid keys, integers `[B]`.
+        seed: Seed of the configuration.
+
+    Returns:
+        Int64 `[B, G, 1]`.
     """
     places = 256 * torch.arange(signs.shape[-1], device=signs.device)
     key = hashed(signs.long() + places).sum(-1, keepdim=True)
     return (key + hashed(counts.long())[:, None, None] + seed * SPREAD) & BITS
 
 
-# Candidates: by integers
+# Sampling candidates, with integers
 
 
 def gains(units: Tensor, scale: float) -> Tensor:
-    """Units of a vote, float32 `[B, G, g]`; units: `q·k` of a vote, float64, of the same shape.
+    """Convert the inner product that a vote represents into units.
 
-    What a softcap would make of a vote is left out: a size need not be right.
+    A softcap is ignored here, because sizes may be inaccurate.
+
+    Args:
+        units: Inner product `q·k` per vote, float64 `[B, G, g]`.
+        scale: Factor of the logits.
+
+    Returns:
+        Float32 `[B, G, g]`.
     """
     return (units * (scale * UNIT / math.log(2))).float()
 
 
 def sampled_blocks(blocks: int) -> Tensor:
-    """Up to `CENTERS` of so many blocks, evenly spread, int64."""
+    """Return up to `CENTERS` block numbers, evenly spread.
+
+    Args:
+        blocks: Number of blocks.
+
+    Returns:
+        Int64, on the CPU.
+    """
     count = min(blocks, CENTERS)
     return blocks * torch.arange(count) // max(count, 1)
 
 
 def totals(products: Tensor, scale: float) -> Tensor:
-    """What brings heads of a group to one scale, the shares of their keys: float32 `[B, G, g]`.
+    """Compute what brings the votes of a group's heads to one scale, that of attention weights.
 
-    In units, minus the logarithm of a head's sum of exponentials over centers of blocks, which
-    stands for that over all keys but for what is nearly the same for all heads. products: `⟨q, μ⟩`
-    of `sampled_blocks`, float32 `[B, G, g, n]`; where there is none, 0.
+    It is minus the logarithm, in units, of a head's sum of exponentials over block centers. That
+    sum stands for the sum over all keys, up to a factor that is nearly the same for all heads.
+
+    Args:
+        products: `⟨q, μ⟩` for the centers of `sampled_blocks`, float32 `[B, G, g, n]`.
+        scale: Factor of the logits.
+
+    Returns:
+        Float32 `[B, G, g]`; 0 where there are no centers.
     """
     if not products.shape[-1]:
         return products.new_zeros(products.shape[:-1])
@@ -121,29 +179,52 @@ def totals(products: Tensor, scale: float) -> Tensor:
 
 
 def priorities(votes: Tensor, gains: Tensor, totals: Tensor, noises: Tensor) -> Tensor:
-    """Of keys, int32 `[B, G, N]`: the largest size that a head's vote stands for, and noise.
+    """Compute the priorities of keys: the largest size that a head's vote represents, plus noise.
 
-    votes: int32 `[B, G, g, N]`; noises: `noise` of the keys, broadcast with the result.
+    Args:
+        votes: Int32 `[B, G, g, N]`.
+        gains: Result of `gains`.
+        totals: Result of `totals`.
+        noises: Noise of the keys, broadcast with the result.
+
+    Returns:
+        Int32 `[B, G, N]`.
     """
     return (sizes(votes, gains, totals) + noises).int()
 
 
 def sizes(votes: Tensor, gains: Tensor, totals: Tensor) -> Tensor:
-    """Sizes of candidates, int64 `[B, G, N]`: the logarithm of the largest share of a head.
+    """Compute the sizes of keys: the logarithm of the largest attention weight over the heads.
 
-    A product and a sum are rounded to float32 once, as a fused instruction does.
+    A product and a sum are rounded to float32 once, as a fused multiply-add does.
+
+    Args:
+        votes: Int32 `[B, G, g, N]`.
+        gains: Result of `gains`.
+        totals: Result of `totals`.
+
+    Returns:
+        Int64 `[B, G, N]`.
     """
     each = votes.float().double() * gains[..., None].double() + totals[..., None].double()
     return each.float().amax(2).clamp(-LARGEST, LARGEST).round().long()
 
 
 def thresholds(priorities: Tensor, limits: Tensor) -> Tensor:
-    """Some `limit` keys are candidates, or all if there are no more: those from a priority on.
+    """Compute the priority from which keys are candidates, so that about `limits` keys are.
 
-    Gives the threshold `τ`, the (limit+1)-th priority rounded down to a multiple of `STEP`, and
-    the priority from which on keys are candidates: `τ`, or one `STEP` above where as many reach
-    that; int64 `[B, G, 2]`. Whatever its own number, a key is one if it reaches what the others'
-    say, which is `τ` if it does. priorities: integers `[B, G, N]`; limits: int64 `[B]`.
+    All keys are candidates if there are no more than `limits`. The threshold `τ` is the
+    (limit+1)-th largest priority, rounded down to a multiple of `STEP`. Keys are candidates from
+    `τ` on, or from one `STEP` higher if exactly `limit` keys reach that. A key is a candidate if it
+    reaches a threshold that follows from the other keys alone; for a candidate, that threshold is
+    `τ`, which gives its probability.
+
+    Args:
+        priorities: Integers `[B, G, N]`.
+        limits: Int64 `[B]`.
+
+    Returns:
+        `τ` and the lowest priority of a candidate, int64 `[B, G, 2]`.
     """
     most = min(int(limits.max()) + 1, priorities.shape[-1])
     best = priorities.long().topk(most, dim=-1).values
@@ -157,18 +238,34 @@ def thresholds(priorities: Tensor, limits: Tensor) -> Tensor:
 
 
 def log_chances(sizes: Tensor, thresholds: Tensor) -> Tensor:
-    """`log π` of candidates, float32: sizes int64, thresholds int64 that broadcast with them."""
+    """Compute `log π` of candidates.
+
+    Args:
+        sizes: Int64.
+        thresholds: `τ`, int64, broadcast with the sizes.
+
+    Returns:
+        Float32.
+    """
     return (sizes - thresholds).clamp_max(0).float() * NATS
 
 
-# Rows: by floats
+# Sampling rows, with floats
 
 
 def sample(sizes: Tensor, noises: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Up to `k` rows: priorities float32 `[..., k]`, falling, positions int64, and `log π` float32.
+    """Sample up to `k` rows.
 
-    sizes: logarithms, float32 `[..., N]`, `-inf` for no row; noises: float32, of that shape.
-    Where fewer rows are left, slots hold `-inf`, -1, `-inf`; where no more than `k`, all are sure.
+    If there are no more than `k` rows, all are chosen with probability 1.
+
+    Args:
+        sizes: Logarithms of sizes, float32 `[..., N]`, `-inf` for no row.
+        noises: Float32 `[..., N]`.
+        k: Number of rows.
+
+    Returns:
+        Priorities float32 `[..., k]`, descending, positions int64 `[..., k]`, and `log π` float32
+        `[..., k]`. Unused places have `-inf`, -1 and `-inf`.
     """
     priorities, positions = top_k(sizes + noises, k + 1)
     last, positions = priorities[..., k:], positions[..., :k]
@@ -177,21 +274,30 @@ def sample(sizes: Tensor, noises: Tensor, k: int) -> tuple[Tensor, Tensor, Tenso
 
 
 def temper(k: int) -> float:
-    """The power of `1 / π` that weighs `k` rows where a lower error is worth a bias.
+    """Return the power of `1 / π` with which `k` rows are weighted for a lower error and some bias.
 
-    A sum of `n` rows then lacks up to `1 - ((k - 1/2) / n)^(1 / √k)` of itself on average, most of
-    it where all are alike (docs/pipeline/rerank.md#bias-of-tempered-weights).
-    A row that stands for many makes a softmax of few rows err more than leaving out a part of what
-    it stands for does. Chosen on keys of a model (docs/decisions/0026).
+    A row that stands for many others makes a softmax of few rows err more than leaving out some of
+    them does. A sum over `n` rows is too small by up to `1 - ((k - 1/2) / n)^(1 / √k)` of itself on
+    average, most of it where all rows are alike (docs/pipeline/rerank.md#bias-of-tempered-weights).
+    The power was chosen on keys of a model (docs/decisions/0026).
+
+    Args:
+        k: Number of rows.
     """
     return 1 - 1 / math.sqrt(k)
 
 
 def root_mean_square(log_weights: Tensor) -> Tensor:
-    """The size of rows that a group's heads share, `[B, G, C]`, of shares `[B, G, g, C]`.
+    """Compute the size of rows that a group's heads share: the root mean square of their weights.
 
-    Both are logarithms. In proportion to it the heads' summed variance is least: that of a head is
-    the sum of `p² / π` over rows (Horvitz and Thompson, 1952).
+    Sampling in proportion to it minimizes the summed variance of the heads. The variance of one
+    head is the sum of `p² / π` over rows (Horvitz and Thompson, 1952).
+
+    Args:
+        log_weights: Logarithms of attention weights, `[B, G, g, C]`.
+
+    Returns:
+        Logarithms of sizes, `[B, G, C]`.
     """
     heads = log_weights.shape[2]
     return ((2 * log_weights).logsumexp(2) - math.log(heads)) / 2

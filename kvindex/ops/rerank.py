@@ -1,4 +1,7 @@
-"""Rerank: inner products and their errors, estimated from codes (paper, B.2.2, equation 10)."""
+"""Rerank: estimate inner products, and the errors of these estimates, from codes.
+
+Source: ParisKV, section B.2.2, equation (10).
+"""
 
 from __future__ import annotations
 
@@ -11,11 +14,19 @@ from kvindex.ops.codes import decode
 def estimate(
     queries: Tensor, signs: Tensor, magnitudes: Tensor, weights: Tensor, levels: Tensor
 ) -> Tensor:
-    """`⟨k, q⟩ ≈ ‖q‖ Σ_b w_b ⟨v_b, q̃_b⟩` (10), float32 `[B, G, g, C]`.
+    """Estimate `⟨k, q⟩ ≈ ‖q‖ Σ_b w_b ⟨v_b, q̃_b⟩` for candidates.
 
-    queries: rotated, with their norms, float32 `[B, G, g, D]`;
-    signs uint8 `[B, G, C, M]`, magnitudes uint8 `[B, G, C, bits, M]`, weights `[B, G, C, W]`, one
-    for each block of `D / W` coordinates: the codes of `C` keys; levels: float32 `[2^bits]`.
+    Args:
+        queries: Rotated queries with their norms, float32 `[B, G, g, D]`.
+        signs: Uint8 `[B, G, C, M]`.
+        magnitudes: Uint8 `[B, G, C, bits, M]`.
+        weights: `[B, G, C, W]`, one for each block of `D / W` coordinates.
+        levels: Sizes of the magnitude codes, float32 `[2^bits]`.
+
+    Returns:
+        Float32 `[B, G, g, C]`.
+
+    Source: ParisKV, equation (10).
     """
     directions = decode(signs, magnitudes, levels)  # [B, G, C, D]
     block = directions.shape[-1] // weights.shape[-1]
@@ -31,11 +42,22 @@ def errors(
     levels: Tensor,
     tangent: float,
 ) -> Tensor:
-    """Standard deviations of `estimate`, float32 `[B, G, g, C]`, from the same arguments.
+    """Estimate the standard deviations of the results of `estimate`.
 
-    A block's code deviates by an angle whose direction a random rotation makes uniform, so that
-    the error has mean 0 and variance `‖k_b‖² tan²θ ‖q_b^⊥‖² / (m - 1)`, `q_b^⊥` the query's part
-    across the key (docs/pipeline/rerank.md). tangent: the mean of `tan² θ` (`codes.tangent`).
+    A block's code differs from the key by an angle `θ` in a uniformly random direction, because of
+    the random rotation. So the error has mean 0 and variance `‖k_b‖² tan²θ ‖q_b^⊥‖² / (m - 1)`,
+    where `q_b^⊥` is the part of the query that is orthogonal to the key (docs/pipeline/rerank.md).
+
+    Args:
+        queries: Rotated queries with their norms, float32 `[B, G, g, D]`.
+        signs: Uint8 `[B, G, C, M]`.
+        magnitudes: Uint8 `[B, G, C, bits, M]`.
+        weights: `[B, G, C, W]`, one for each block of `D / W` coordinates.
+        levels: Sizes of the magnitude codes, float32 `[2^bits]`.
+        tangent: Mean of `tan² θ` (`codes.tangent`).
+
+    Returns:
+        Float32 `[B, G, g, C]`.
     """
     directions = decode(signs, magnitudes, levels)
     block = directions.shape[-1] // weights.shape[-1]
@@ -44,7 +66,7 @@ def errors(
     sizes = parts.square().sum(-1)  # [B, G, C, W]
     along = torch.einsum("bgqwd,bgcwd->bgqcw", query_parts, parts).square() / sizes[:, :, None]
     across = (query_parts.square().sum(-1)[:, :, :, None] - along).clamp_min(0)  # [B, G, g, C, W]
-    keys = weights.float().square() * sizes / (1 + tangent)  # ‖k_b‖² of what is coded
+    keys = weights.float().square() * sizes / (1 + tangent)  # ‖k_b‖² of the encoded keys
     variance = (keys[:, :, None] * across).sum(-1) * (tangent / (parts.shape[-1] - 1))
     deviations: Tensor = variance.sqrt()
     return deviations

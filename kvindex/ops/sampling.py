@@ -1,4 +1,4 @@
-"""Sampling: read the best rows for sure, draw others at random (docs/decisions/0010)."""
+"""Sampling: attend to the best rows, and to a random sample of the others (docs/decisions/0010)."""
 
 from __future__ import annotations
 
@@ -9,13 +9,22 @@ TINY = torch.finfo(torch.float64).tiny
 
 
 def draw(logits: Tensor, ids: Tensor, k: int, drawn: int) -> tuple[Tensor, Tensor]:
-    """Draw rows to read, of `P` with logits float32 `[B, G, P]`, descending, `-inf` for none:
-    the best `k - drawn`, and `drawn` of the others, each with a known chance `π`.
+    """Choose rows to attend to: the best `k - drawn`, and a sample of `drawn` others.
 
-    ids: int64 `[B, G, P]`: drawing is systematic along them, so that rows are spread over the
-    sequence and the same from run to run. Returns positions among the `P`, int64 `[B, G, k]`,
-    ascending, -1 for none, and the rows' log weights `-log π`, float32 `[B, G, k]`, `-inf` for none
-    (Horvitz and Thompson, 1952).
+    Each row has a known probability `π` of being chosen. The sample is systematic along the ids, so
+    it is spread over the sequence and is the same from run to run.
+
+    Args:
+        logits: Logits of `P` ranked rows, float32 `[B, G, P]`, descending, `-inf` for no row.
+        ids: Token ids of the rows, int64 `[B, G, P]`.
+        k: Rows in all.
+        drawn: Rows of these that are sampled.
+
+    Returns:
+        Positions among the `P` rows, int64 `[B, G, k]`, ascending, padded with -1, and log weights
+        `-log π`, float32 `[B, G, k]`, padded with `-inf`.
+
+    Source: Horvitz and Thompson, A Generalization of Sampling Without Replacement (1952).
     """
     chances = inclusion(logits, k - drawn, drawn)
     picked = chances >= 1
@@ -28,15 +37,23 @@ def draw(logits: Tensor, ids: Tensor, k: int, drawn: int) -> tuple[Tensor, Tenso
 
 
 def inclusion(logits: Tensor, sure: int, drawn: int) -> Tensor:
-    """Inclusion probabilities, float32 `[B, G, P]`: 1 for the `sure` best, and `drawn` in all for
-    the others in proportion to `exp(logits)`, none above 1.
+    """Compute each row's probability of being chosen.
 
-    logits: descending, `-inf` for no row.
+    It is 1 for the `sure` best rows. For the others it is proportional to `exp(logits)`, at most 1,
+    and sums to `drawn`.
+
+    Args:
+        logits: Float32 `[B, G, P]`, descending, `-inf` for no row.
+        sure: Rows that are always chosen.
+        drawn: Expected number of other rows.
+
+    Returns:
+        Float32 `[B, G, P]`.
     """
     rest = logits[..., sure:].double()
-    rest = (rest - rest[..., :1].clamp_min(torch.finfo(rest.dtype).min)).exp()  # no row: 0
+    rest = (rest - rest[..., :1].clamp_min(torch.finfo(rest.dtype).min)).exp()  # 0 for no row
     tail = rest.flip(-1).cumsum(-1).flip(-1)
-    # chances above 1 belong to a prefix: it ends where the rest can share what is left
+    # probabilities above 1 form a prefix, which ends where the others can sum to what is left
     left = drawn - torch.arange(rest.shape[-1], device=logits.device)
     fits = left * rest <= tail
     capped = ~fits.cummax(-1).values if rest.shape[-1] else fits
@@ -49,7 +66,15 @@ def inclusion(logits: Tensor, sure: int, drawn: int) -> Tensor:
 
 
 def systematic(ids: Tensor, chances: Tensor) -> Tensor:
-    """Systematic drawing, bool `[B, G, P]`: along the ids, at every unit of summed chances."""
+    """Sample systematically: choose a row at every unit of the summed probabilities.
+
+    Args:
+        ids: Token ids, int64 `[B, G, P]`, along which probabilities are summed.
+        chances: Probabilities, float32 `[B, G, P]`.
+
+    Returns:
+        Bool `[B, G, P]`.
+    """
     order = ids.argsort(dim=-1)
     summed = chances.gather(-1, order).double().cumsum(-1) + 0.5
     before = summed - chances.gather(-1, order).double()
@@ -59,7 +84,7 @@ def systematic(ids: Tensor, chances: Tensor) -> Tensor:
 
 
 def _scattered(values: Tensor, slots: Tensor, k: int, empty: float) -> Tensor:
-    """`values` scattered to their slots, `[B, G, k]`; the slot `k` is dropped."""
+    """Return `values` moved to their slots, `[B, G, k]`; values for the slot `k` are dropped."""
     shape = (*values.shape[:-1], k + 1)
     scattered = torch.full(shape, empty, dtype=values.dtype, device=values.device)
     return scattered.scatter_(-1, slots, values)[..., :k]

@@ -1,4 +1,4 @@
-"""Top-k selection and candidates by score, deterministic: equal scores go to the lower id."""
+"""Select the best entries or candidates by score. Equal scores go to the lower id."""
 
 from __future__ import annotations
 
@@ -9,10 +9,15 @@ from kvindex.core.protocol import UNUSED
 
 
 def top_k(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The `k` best entries: scores float32 `[..., k]`, descending, and positions int64 `[..., k]`.
+    """Select the `k` best entries.
 
-    scores: float32 `[..., N]`; entries of `-inf` are never selected. Where fewer than `k` are
-    left, slots hold `-inf` and -1.
+    Args:
+        scores: Float32 `[..., N]`; entries of `-inf` are never selected.
+        k: Number of entries.
+
+    Returns:
+        Scores float32 `[..., k]`, descending, and positions int64 `[..., k]`. Where fewer than `k`
+        entries are left, the unused places have `-inf` and -1.
     """
     kept = min(k, scores.shape[-1])
     positions = _best(_ordered(scores), kept)
@@ -24,12 +29,17 @@ def top_k(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def candidates(votes: Tensor, limits: Tensor, valid: Tensor | None = None) -> Tensor:
-    """Ids that any query head of a group selects, ascending, int64 `[B, G, C]`, then -1.
+    """Select the keys that any query head of a group wants, by votes.
 
-    Each head takes its `limits[b]` keys with the most votes, equal votes by the lower id.
+    Each head takes its `limits[b]` keys with the most votes; equal votes go to the lower id.
 
-    votes: int32 `[B, G, g, N]`; limits: int64 `[B]`, at most the number of valid keys of a row;
-    valid: bool `[B, N]`, or None for all.
+    Args:
+        votes: Int32 `[B, G, g, N]`.
+        limits: Int64 `[B]`, at most the number of valid keys of each sequence.
+        valid: Bool `[B, N]`, False for padding; None where no token is padded.
+
+    Returns:
+        Ids int64 `[B, G, C]`, ascending, padded with -1.
     """
     if valid is not None:
         votes = votes.masked_fill(~valid[:, None, None], torch.iinfo(torch.int32).min)
@@ -42,9 +52,14 @@ def candidates(votes: Tensor, limits: Tensor, valid: Tensor | None = None) -> Te
 
 
 def compact(chosen: Tensor) -> Tensor:
-    """Positions of the True entries, ascending, int64 `[..., C]`, padded with -1.
+    """List the positions of the True entries.
 
-    chosen: bool `[..., N]`; `C` is the largest number of True entries of a row.
+    Args:
+        chosen: Bool `[..., N]`.
+
+    Returns:
+        Int64 `[..., C]`, ascending, padded with -1. `C` is the largest number of True entries of
+        any list.
     """
     rank = chosen.cumsum(-1)  # 1, 2, … at the True entries
     width = int(rank[..., -1].max()) if rank.numel() else 0
@@ -55,13 +70,13 @@ def compact(chosen: Tensor) -> Tensor:
 
 
 def _ordered(scores: Tensor) -> Tensor:
-    """Int32 numbers in the order of float32 scores; -0 equals 0."""
+    """Return int32 numbers with the order of float32 scores; -0 equals 0."""
     bits = (scores.float() + 0.0).view(torch.int32)
     return bits ^ (bits >> 31 & 0x7FFFFFFF)
 
 
 def _best(scores: Tensor, k: int) -> Tensor:
-    """Positions of the `k` largest int32 scores, best first, equal ones by the lower position."""
+    """Return positions of the `k` largest int32 scores, best first, ties by the lower position."""
     last = 2**32 - 1
     low_bits = last - torch.arange(scores.shape[-1], device=scores.device)
     keys = scores.long() * 2**32 + low_bits  # distinct, so that top-k has one answer

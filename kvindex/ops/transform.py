@@ -1,4 +1,7 @@
-"""Normalize and rotate (paper, A.1): `k̃ = R k/‖k‖` with a randomized Hadamard transform `R`."""
+"""Normalize and rotate vectors: `k̃ = R k/‖k‖` with a randomized Hadamard transform `R`.
+
+Source: ParisKV, section A.1.
+"""
 
 from __future__ import annotations
 
@@ -8,16 +11,26 @@ import torch
 from torch import Tensor
 
 LONGEST = 2.0**60
-"""Bound on norms: the product of two stays far from where float32 ends."""
+"""Bound on norms, so that the product of two stays far below the largest float32."""
 
 
 def rotation(head_dim: int, seed: int, device: torch.device | str = "cpu") -> Tensor:
-    """The orthogonal matrix `R = (Q ⊗ H) diag(s) / √D`, float32 `[D, D]`.
+    """Build the orthogonal matrix `R = (Q ⊗ H) diag(s) / √D`.
 
-    `D = p · 2^a` with `p` odd: `H` is Sylvester's Hadamard matrix of order `2^a` and `Q` the
-    Hartley matrix of order `p` (`Q[i, j] = cos(2πij/p) + sin(2πij/p)`, orthogonal up to `√p`).
-    No entry exceeds `√(2/D)`, so one round mixes all `D` coordinates, whatever `p` is. The signs
-    `s` are drawn on the CPU from `seed`: the same on every device.
+    With `D = p · 2^a` and odd `p`, `H` is Sylvester's Hadamard matrix of order `2^a` and `Q` is the
+    Hartley matrix of order `p`: `Q[i, j] = cos(2πij/p) + sin(2πij/p)`, orthogonal up to the factor
+    `√p`. No entry exceeds `√(2/D)`, so one round mixes all `D` coordinates for every `p`.
+
+    Args:
+        head_dim: Dimension `D` of keys and queries.
+        seed: Seed of the random signs `s`. They are generated on the CPU and are the same on every
+            device.
+        device: Device of the result.
+
+    Returns:
+        `R`, float32 `[D, D]`.
+
+    Source: ParisKV, section A.1.
     """
     power = head_dim & -head_dim
     odd = head_dim // power
@@ -34,10 +47,16 @@ def rotation(head_dim: int, seed: int, device: torch.device | str = "cpu") -> Te
 
 
 def normalize(vectors: Tensor) -> tuple[Tensor, Tensor]:
-    """Directions float32 `[..., D]` and norms float32 `[...]` of vectors `[..., D]`.
+    """Split vectors into directions and norms.
 
-    Norms are summed in float64, which no finite float32 overflows; one above `LONGEST` counts as
-    `LONGEST`. A zero vector has norm 0 and direction 0.
+    Norms are summed in float64, which no finite float32 overflows.
+
+    Args:
+        vectors: Floating point, `[..., D]`.
+
+    Returns:
+        Directions float32 `[..., D]` and norms float32 `[...]`, at most `LONGEST`. A zero vector
+        has norm 0 and direction 0.
     """
     exact = vectors.double()
     norms = exact.square().sum(-1).sqrt()
@@ -46,5 +65,13 @@ def normalize(vectors: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def rotate(vectors: Tensor, matrix: Tensor) -> Tensor:
-    """`R x` for each vector: float32 `[..., D]`."""
+    """Multiply each vector with a rotation.
+
+    Args:
+        vectors: Floating point, `[..., D]`.
+        matrix: The rotation `R`, float32 `[D, D]`.
+
+    Returns:
+        `R x`, float32 `[..., D]`.
+    """
     return vectors.float() @ matrix.T

@@ -1,7 +1,8 @@
-"""Rows of the best units: clusters, segments or pages of tokens, which do not overlap.
+"""Select units (clusters, segments or pages of tokens) and return the rows that are in them.
 
-Members lie unit by unit in one tensor of ids: unit `s` is `members[starts[s] :][: sizes[s]]`,
-ascending. `S` units, `P` members.
+Units do not overlap. The ids of their tokens are in one tensor `members`: unit `s` has the ids
+`members[starts[s] :][: sizes[s]]`, ascending. `S` is the number of units, `P` the number of
+members.
 """
 
 from __future__ import annotations
@@ -21,12 +22,20 @@ def best_rows(
     k: int,
     singles: Tensor | None = None,
 ) -> Hits:
-    """The rows of the best units, whole ones until `k` rows are reached, the last one cut.
+    """Return the rows of the best units, until `k` rows are reached; the last unit is cut.
 
-    scores: float32 `[B, G, S]`, `-inf` for a unit that is never taken; starts, sizes: integers
-    `[B, G, S]`; members: integers `[B, G, P]`, ids of tokens. A row's score is its unit's.
-    singles: int64 `[B, R]`, ids of tokens that are units of their own, -1 for none: then scores
-    and sizes (0 or 1) are `[B, G, S + R]`, those of singles last.
+    Args:
+        scores: Float32 `[B, G, S]`, `-inf` for a unit that is never taken. A row has its unit's
+            score.
+        starts: First member of each unit, integers `[B, G, S]`.
+        sizes: Number of members of each unit, integers `[B, G, S]`.
+        members: Token ids, integers `[B, G, P]`.
+        k: Number of rows.
+        singles: Ids of `R` tokens that are units of their own, int64 `[B, R]`, -1 for none, or
+            None. Scores and sizes (0 or 1) are then `[B, G, S + R]`, those of the singles last.
+
+    Returns:
+        Ids `[B, G, k]` and scores `[B, G, k]`.
     """
     scores = scores.masked_fill(sizes == 0, float("-inf"))
     best, taken = select.top_k(scores, min(k, scores.shape[-1]))
@@ -39,9 +48,17 @@ def best_rows(
 def rows_at(
     units: Tensor, offset: Tensor, starts: Tensor, members: Tensor, singles: Tensor | None
 ) -> Tensor:
-    """Ids of the rows at offsets in units, both int64 `[B, G, K]`; -1 where a unit is -1.
+    """Look up token ids by unit and offset.
 
-    starts, members, singles: as `best_rows` takes them.
+    Args:
+        units: Int64 `[B, G, K]`, -1 for none.
+        offset: Position within the unit, int64 `[B, G, K]`.
+        starts: First member of each unit, integers `[B, G, S]`.
+        members: Token ids, integers `[B, G, P]`.
+        singles: Ids of tokens that are units of their own, int64 `[B, R]`, or None.
+
+    Returns:
+        Int64 `[B, G, K]`, -1 where a unit is -1.
     """
     S = starts.shape[-1]
     listed = units.masked_fill(units >= S, UNUSED)
@@ -54,10 +71,15 @@ def rows_at(
 
 
 def walk(sizes: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Unit and offset of each of `k` slots if units of these sizes are laid end to end.
+    """Find the unit and the offset of each of `k` places if units are written one after another.
 
-    sizes: integers `[B, G, S]`. Returns the position of a slot's unit, -1 past the last unit, and
-    its offset within the unit, both int64 `[B, G, k]`.
+    Args:
+        sizes: Number of rows of each unit, integers `[B, G, S]`.
+        k: Number of places.
+
+    Returns:
+        Position of a place's unit, -1 after the last unit, and its offset within the unit, both
+        int64 `[B, G, k]`.
     """
     ends = sizes.long().cumsum(-1)
     slots = torch.arange(k, device=sizes.device).expand(*sizes.shape[:-1], k).contiguous()
@@ -67,10 +89,12 @@ def walk(sizes: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def ranked(ids: Tensor, scores: Tensor, log_weight: Tensor | None = None) -> Hits:
-    """Hits in the protocol's order: scores descending, equal ones by the lower id.
+    """Sort rows into the order of hits: scores descending, equal ones by the lower id.
 
-    ids: int64 `[B, G, K]`, -1 where unused (whatever the score); scores: float32 `[B, G, K]`;
-    log_weight: float32 `[B, H, K]` or None, in the order of the ids.
+    Args:
+        ids: Int64 `[B, G, K]`, -1 where unused.
+        scores: Float32 `[B, G, K]`.
+        log_weight: Float32 `[B, H, K]` in the order of the ids, or None.
     """
     by_id = ids.sort(dim=-1, stable=True).indices
     scores = scores.masked_fill(ids == UNUSED, float("-inf")).gather(-1, by_id)
@@ -86,7 +110,16 @@ def ranked(ids: Tensor, scores: Tensor, log_weight: Tensor | None = None) -> Hit
 
 
 def at(table: Tensor, positions: Tensor, otherwise: float) -> Tensor:
-    """Entries `[..., K]` of a table `[..., S]`; `otherwise` where a position int64 is negative."""
+    """Look up entries of a table.
+
+    Args:
+        table: `[..., S]`.
+        positions: Int64 `[..., K]`.
+        otherwise: Entry for a negative position.
+
+    Returns:
+        `[..., K]`.
+    """
     if not table.shape[-1]:
         return torch.full_like(positions, otherwise, dtype=table.dtype)
     entries = table.gather(-1, positions.clamp_min(0))
