@@ -70,23 +70,23 @@ class _Row(NamedTuple):
     """A row of the batch: tokens of its prompt, cuts that stay, ids int64 `[n]` of later tokens."""
 
     prompt: int
-    kept: list[Cut]
+    unchanged: list[Cut]
     tail: Tensor
 
     @property
     def clustered(self) -> int:
         """Tokens of the cuts that stay."""
-        return self.kept[-1].stop if self.kept else 0
+        return self.unchanged[-1].stop if self.unchanged else 0
 
     @property
     def clusters(self) -> int:
         """Their clusters."""
-        return sum(cut.clusters for cut in self.kept)
+        return sum(cut.clusters for cut in self.unchanged)
 
     def todo(self, plan: Plan) -> list[Cut]:
         """Cuts of the tail, counted from its first token."""
         first = self.clustered
-        cuts = plan.cuts(self.prompt, first + len(self.tail))[len(self.kept) :]
+        cuts = plan.cuts(self.prompt, first + len(self.tail))[len(self.unchanged) :]
         return [Cut(start - first, stop - first, clusters) for start, stop, clusters in cuts]
 
 
@@ -188,8 +188,8 @@ class ClusteredIndex(BaseIndex):
             count = int(learned["sizes"][b, 0].sum())
             if not count and not len(waiting) and len(tail) >= self._plan().block:
                 prompt = len(tail)
-            kept = self._plan().cuts(prompt, count) if count else []
-            rows.append(_Row(prompt, kept, torch.cat([waiting, tail])))
+            unchanged = self._plan().cuts(prompt, count) if count else []
+            rows.append(_Row(prompt, unchanged, torch.cat([waiting, tail])))
         return self._extended(learned, rows, stop, self._reader(keys, first))
 
     def _learned_before(self, length: int) -> Codes:
@@ -203,12 +203,12 @@ class ClusteredIndex(BaseIndex):
             old = plan.cuts(prompt, int(self._learned["sizes"][b, 0].sum()))
             if len(ids) < prompt:
                 prompt = len(ids) if len(ids) >= plan.block else 0
-            kept = []
+            unchanged = []
             for before, after in zip(old, plan.cuts(prompt, len(ids)), strict=False):
                 if before != after:
                     break
-                kept.append(before)
-            rows.append(_Row(prompt, kept, ids[kept[-1].stop if kept else 0 :]))
+                unchanged.append(before)
+            rows.append(_Row(prompt, unchanged, ids[unchanged[-1].stop if unchanged else 0 :]))
         return self._extended(self._learned, rows, length, self._store.gather)
 
     def _layout(self, held: Held) -> Layout:
@@ -302,9 +302,9 @@ class ClusteredIndex(BaseIndex):
                     added[b].append({name: tensor[place] for name, tensor in part.items()})
         new = dict(learned)
         for name in PER_CLUSTER & learned.keys():
-            kept = [row.clustered if name == "members" else row.clusters for row in rows]
-            if any(added) or learned[name].shape[2] != max(kept):
-                new[name] = _joined(learned[name], kept, [[x[name] for x in f] for f in added])
+            unchanged = [row.clustered if name == "members" else row.clusters for row in rows]
+            if any(added) or learned[name].shape[2] != max(unchanged):
+                new[name] = _joined(learned[name], unchanged, [[x[name] for x in f] for f in added])
         taken = [sum(part["members"].shape[1] for part in parts) for parts in added]
         waits = [row.tail[count:] for row, count in zip(rows, taken, strict=True)]
         new["waiting"] = pad_sequence(waits, batch_first=True, padding_value=UNUSED)
@@ -349,12 +349,12 @@ def _once_each(learned: Codes, counts: Tensor | None) -> Tensor | bool:
     return bool(distinct(ids)) and bool((found == counts[:, None]).all())
 
 
-def _joined(old: Tensor, kept: list[int], parts: list[list[Tensor]]) -> Tensor:
+def _joined(old: Tensor, unchanged: list[int], parts: list[list[Tensor]]) -> Tensor:
     """The first `kept[b]` entries of each row of `old` `[B, G, X, ...]`, then its new parts
     `[G, x, ...]`; zeros after the shorter ones.
     """
     rows = [
         torch.cat([row[:, :count], *new], dim=1).transpose(0, 1)
-        for row, count, new in zip(old, kept, parts, strict=True)
+        for row, count, new in zip(old, unchanged, parts, strict=True)
     ]
     return pad_sequence(rows, batch_first=True).transpose(1, 2).contiguous()

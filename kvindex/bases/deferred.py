@@ -118,8 +118,8 @@ class DeferredChecks(Guarded):
         g, lowest = self.geometry, UNUSED - summaries
         shape = {"B": self._batch, "G": g.kv_heads, "K": None}
         check.tensor("hits.ids", hits.ids, shape, torch.int64, g.device)
-        held = self._length if length is None else length
-        wrong = (hits.ids >= held) | (hits.ids < lowest)
+        count = self._length if length is None else length
+        wrong = (hits.ids >= count) | (hits.ids < lowest)
         span = "" if lowest == self._length - 1 else f" to {self._length - 1}"
         self._raise_if("hits.ids", hits.ids, wrong, f"{lowest}{span}")
         return hits.ids.masked_fill(wrong, UNUSED)  # a deferred error must not read outside

@@ -119,6 +119,6 @@ def attention_received(
         visible = present & (ids[:, :, None, None] <= positions[block, None])  # [B, G, 1, r, C]
         visible = visible & known[:, None, None, block, None]
         logits = cap(heads[..., block, :].float() @ rows, geometry.scale, geometry.softcap)
-        shares = logits.masked_fill(~visible, NEVER).softmax(-1)
-        total += shares.masked_fill(~visible, 0).sum((2, 3))
+        weights = logits.masked_fill(~visible, NEVER).softmax(-1)
+        total += weights.masked_fill(~visible, 0).sum((2, 3))
     return total

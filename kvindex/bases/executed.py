@@ -90,8 +90,8 @@ class ExecutedIndex(BaseIndex):
 
     def _alone(self, name: str) -> bool:
         executor = self._executor
-        shares = executor is not None and not executor.searches_at_once
-        return shares or super()._alone(name)
+        exclusive = executor is not None and not executor.searches_at_once
+        return exclusive or super()._alone(name)
 
     def _offers(self, wanted: type) -> bool:
         if wanted is DecodesStep or wanted is Attends:

@@ -306,8 +306,8 @@ class FaissIndex(BaseIndex):
     def bytes_per_key(self) -> dict[str, float]:
         """As `BaseIndex.bytes_per_key`; `scanned` as the index's page derives it."""
         sizes = super().bytes_per_key()
-        kept = sizes["kept"] + self._token_bytes()
-        return {"kept": kept, "scanned": self._scanned_bytes()}
+        stored = sizes["kept"] + self._token_bytes()
+        return {"kept": stored, "scanned": self._scanned_bytes()}
 
     def _scanned_bytes(self) -> float:
         return self._token_bytes()

@@ -30,14 +30,14 @@ def threads(count: int) -> Iterator[None]:
 def in_threads(work: Callable[[Any], Any], items: Iterable[Any], at_once: int) -> list[Any]:
     """Results of `work` for all items, `at_once` at a time, one thread each: deterministic."""
 
-    def alone(item: Any) -> Any:
+    def single_threaded(item: Any) -> Any:
         with threads(1):  # FAISS sets them for each thread that calls it
             return work(item)
 
     if at_once == 1:
-        return [alone(item) for item in items]
+        return [single_threaded(item) for item in items]
     with ThreadPoolExecutor(at_once) as pool:
-        return list(pool.map(alone, items))
+        return list(pool.map(single_threaded, items))
 
 
 def library() -> Any:

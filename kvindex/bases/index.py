@@ -87,8 +87,8 @@ class BaseIndex(ReadingIndex):
         self.ops: Any = backends.resolve(self.backend)
         if self.backend != "torch":
             self.ops.ready(self.geometry.device)
-        kept = dict[str, Any](row_codec=row_codec, device_share=device_share)
-        self._store = row_store(store, self.geometry, backend=self.backend, **kept)
+        row_options = dict[str, Any](row_codec=row_codec, device_share=device_share)
+        self._store = row_store(store, self.geometry, backend=self.backend, **row_options)
         self.row_codec, self.row_bytes = self._store.row_codec, self._store.row_bytes
         if self.needs_rope and self.geometry.rope is None:
             raise ValueError(
@@ -164,7 +164,7 @@ class BaseIndex(ReadingIndex):
             checks.tensor("valid", valid, {"B": batch, "N": count}, torch.bool, g.device)
         if keys.numel() == 0:
             return lambda: None
-        length, held, known = self._length, self._codes, self._learned
+        length, stored, known = self._length, self._codes, self._learned
         learned, codes = self._prepared(keys.detach(), valid)
         if g.value_in_key:
             self._check_in_keys(keys, values)
@@ -178,7 +178,7 @@ class BaseIndex(ReadingIndex):
         statistics = self._with_written(statistics)
 
         def end() -> None:
-            if length != self._length or held is not self._codes or known is not self._learned:
+            if length != self._length or stored is not self._codes or known is not self._learned:
                 raise ValueError("append: the index has changed between its beginning and its end")
             counts, flags = counted(), self._valid.reserve(self._length, keys, valid)
             self._codes.append(codes)
@@ -304,10 +304,10 @@ class BaseIndex(ReadingIndex):
         """As `protocol.ReportsMemory.memory`, of a store that tells it; objects of a library are
         not counted.
         """
-        pieces: dict[int, int] = {}
+        sizes: dict[int, int] = {}
         for part in (self._codes, self._store):
-            pieces |= part.memory() if isinstance(part, ReportsMemory) else {}
-        return pieces
+            sizes |= part.memory() if isinstance(part, ReportsMemory) else {}
+        return sizes
 
     def bytes_per_key(self) -> dict[str, float]:
         """Bytes per token and KV head: `kept` (codes and what is learned), `scanned` by a search.
@@ -317,8 +317,8 @@ class BaseIndex(ReadingIndex):
         checks.at_least("len(index)", self._length, 1)
         tokens = self._length * self.geometry.kv_heads * int(self._batch or 1)
         scanned = sum(tensor.nbytes for tensor in self._scanned())
-        kept = self._codes.nbytes() + sum(tensor.nbytes for tensor in self._learned.values())
-        return {"kept": kept / tokens, "scanned": scanned / tokens}
+        stored = self._codes.nbytes() + sum(tensor.nbytes for tensor in self._learned.values())
+        return {"kept": stored / tokens, "scanned": scanned / tokens}
 
     def expand_batch(self, count: int) -> Self:
         """`count` rows that all read the one row of this index: for as many queries at once.

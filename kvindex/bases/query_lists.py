@@ -72,7 +72,7 @@ class QueryLists:
         logits = logits.masked_fill((ids < 0)[:, :, None], NEVER)[:, :, :, None]  # C = 1
         totals = logits.logsumexp(-1)
         totals = totals.masked_fill(totals == NEVER, 0)
-        scores, slots = self.ops.select.top_k(self._shared(logits, totals), self.rows)
+        scores, slots = self.ops.select.top_k(self._list_scores(logits, totals), self.rows)
         lists = ids[:, :, None].gather(-1, slots.clamp_min(0)).masked_fill(slots < 0, UNUSED)
         return {
             "centroids": by_group(queries[:, :, None], g.kv_heads),
@@ -92,7 +92,7 @@ class QueryLists:
             ids = torch.arange(start, start + keys.shape[2], device=keys.device, dtype=torch.int32)
             for block in self._chunks(learned["normalisers"], keys):
                 new = self._logits(learned["centroids"][..., block, :], keys)
-                new = self._shared(new, learned["normalisers"][..., block])
+                new = self._list_scores(new, learned["normalisers"][..., block])
                 if valid is not None:
                     new = new.masked_fill(~valid[:, None, None], NEVER)
                 both = torch.cat([scores[:, :, block], new], dim=-1)
@@ -108,7 +108,7 @@ class QueryLists:
         g = self.geometry
         return products if g.group_size == 1 else cap(products, g.scale, g.softcap)
 
-    def _shared(self, logits: Tensor, totals: Tensor) -> Tensor:
+    def _list_scores(self, logits: Tensor, totals: Tensor) -> Tensor:
         """Scores `[B, G, c, T]` in a list: logarithms of shares; bare `q·k` if g = 1."""
         if logits.shape[2] == 1:
             return logits[:, :, 0]

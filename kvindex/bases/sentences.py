@@ -60,10 +60,10 @@ class Sentences:
         sentences = replace(self, newest=int(new[-1]))
         if not self.sealed:
             return sentences
-        kept = int((self.positions < new[0]).sum())
-        if kept and len(self.queries) == len(queries):
-            queries = torch.cat([self.queries[:, :, :kept], queries], dim=2)
-            new = torch.cat([self.positions[:kept], new])
+        earlier = int((self.positions < new[0]).sum())
+        if earlier and len(self.queries) == len(queries):
+            queries = torch.cat([self.queries[:, :, :earlier], queries], dim=2)
+            new = torch.cat([self.positions[:earlier], new])
         return replace(sentences, queries=queries[:, :, -most:].clone(), positions=new[-most:])
 
     def truncated(self, length: int) -> Sentences:

@@ -57,8 +57,8 @@ class StatefulIndex(NamedState, Hooks):
         if self._length:
             state["rows"] = self._encoded_rows().encoded()
             if isinstance(self._store, CenteredRows) and self._store.center is not None:
-                kept = self._store.center
-                state["row_center"] = kept.clone(memory_format=torch.contiguous_format)
+                center = self._store.center
+                state["row_center"] = center.clone(memory_format=torch.contiguous_format)
             state |= {f"codes.{name}": self._codes[name].clone() for name in self._codes}
             if self._valid.flags is not None:
                 state["valid"] = self._valid.flags.clone()
