@@ -1,1 +1,1 @@
-"""Base classes of indexes: pages, clusters, sentences, eviction, query lists, FAISS."""
+"""Base classes of indexes, one for each kind of unit: pages, clusters, sentences and others."""

@@ -1,10 +1,10 @@
-"""`ClusteredIndex`: base of indexes whose units are clusters of keys, made block by block.
+"""`ClusteredIndex`: base of indexes whose units are clusters of keys, built block by block.
 
-Of each row of the batch, the first append is clustered as the prompt, in segments; later tokens
-are clustered when a block of them is full. Tokens that wait for their block to fill are clusters of
-one, so that a search finds every token once it is appended. Counts are of valid tokens: padding
-moves nothing. Clusters are a function of the tokens and of the length of the first append, not
-of how later tokens came; `truncate` clusters again what it cuts in the prompt.
+In each sequence, the first append is clustered as the prompt, in segments. Later tokens are
+clustered when a block of them is full; until then each is a cluster of its own, so a search finds
+every token right after its append. Tokens are counted without padding, so padding does not change
+clusters. Clusters depend on the tokens and on the length of the first append, not on how later
+tokens arrived. `truncate` clusters again what it cuts in the prompt.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from kvindex.storage.layout import Held, Layout, TensorSpec, distinct
 from kvindex.storage.state import below
 
 PER_CLUSTER = {"members", "sizes", "centroids", "means"}
-"""Learned tensors that grow with the clusters, `[B, G, P or S, ...]`."""
+"""Names of learned tensors that grow with the clusters, `[B, G, P or S, ...]`."""
 
 Read: TypeAlias = Callable[[Tensor], Rows]
-"""Reads the rows of ids int64 `[B, G, n]`, -1 for none."""
+"""Function that reads the rows of ids int64 `[B, G, n]`, -1 for none."""
 
 
 class Cut(NamedTuple):
-    """Valid tokens `start` to `stop` of a row, which are clustered together into `clusters`."""
+    """Valid tokens `start` to `stop` of a sequence, which form `clusters` clusters."""
 
     start: int
     stop: int
@@ -44,9 +44,13 @@ class Cut(NamedTuple):
 class Plan:
     """Which tokens are clustered together.
 
-    segment: tokens of the prompt that are clustered together, None for all; per_cluster: tokens
-    per cluster of the prompt; block: later tokens that are clustered together; per_block: clusters
-    of a block, 0 for never. A first append of fewer than `block` tokens waits like later ones.
+    A first append of fewer than `block` tokens waits for more, like later tokens.
+
+    Attributes:
+        segment: Tokens of the prompt that are clustered together; None for all.
+        per_cluster: Tokens per cluster of the prompt.
+        block: Later tokens that are clustered together.
+        per_block: Clusters of a block; 0 if later tokens are never clustered.
     """
 
     segment: int | None
@@ -55,7 +59,7 @@ class Plan:
     per_block: int
 
     def cuts(self, prompt: int, count: int) -> list[Cut]:
-        """Cuts of a row of `count` valid tokens, of which the first `prompt` are the prompt."""
+        """Return the cuts of a sequence of `count` valid tokens; the first `prompt` are the prompt."""
         segment, cuts = self.segment or max(prompt, 1), []
         for start in range(0, prompt, segment):
             stop = min(start + segment, prompt)
@@ -67,7 +71,7 @@ class Plan:
 
 
 class _Row(NamedTuple):
-    """A row of the batch: tokens of its prompt, cuts that stay, ids int64 `[n]` of later tokens."""
+    """One sequence: tokens of its prompt, unchanged cuts, and ids int64 `[n]` of later tokens."""
 
     prompt: int
     unchanged: list[Cut]
@@ -75,16 +79,16 @@ class _Row(NamedTuple):
 
     @property
     def clustered(self) -> int:
-        """Tokens of the cuts that stay."""
+        """Number of tokens in the unchanged cuts."""
         return self.unchanged[-1].stop if self.unchanged else 0
 
     @property
     def clusters(self) -> int:
-        """Their clusters."""
+        """Number of clusters in the unchanged cuts."""
         return sum(cut.clusters for cut in self.unchanged)
 
     def todo(self, plan: Plan) -> list[Cut]:
-        """Cuts of the tail, counted from its first token."""
+        """Return the new cuts, relative to the first later token."""
         first = self.clustered
         cuts = plan.cuts(self.prompt, first + len(self.tail))[len(self.unchanged) :]
         return [Cut(start - first, stop - first, clusters) for start, stop, clusters in cuts]
@@ -94,8 +98,12 @@ class _Row(NamedTuple):
 class Units:
     """Units that a search ranks: `S` clusters, then `R` tokens that wait. `U = S + R`.
 
-    keys: float32 `[B, G, U, D]`, centroids and keys; sizes: int32 `[B, G, U]`, 0 for none; starts:
-    int64 `[B, G, S]`; members: int32 `[B, G, P]`; singles: int64 `[B, R]`, as in `units.best_rows`.
+    Attributes:
+        keys: Centroids and waiting keys, float32 `[B, G, U, D]`.
+        sizes: Tokens of each unit, int32 `[B, G, U]`, 0 for none.
+        starts: First member of each cluster, int64 `[B, G, S]`.
+        members: Token ids, int32 `[B, G, P]`.
+        singles: Ids of the tokens that wait, int64 `[B, R]`, as in `units.best_rows`.
     """
 
     keys: Tensor
@@ -106,23 +114,24 @@ class Units:
 
 
 class ClusteredIndex(BaseIndex):
-    """Base of indexes whose units are clusters. They write `_plan`, `_labels` and `_search`.
+    """Base of indexes whose units are clusters.
 
-    Learned, and so stored, reordered and forgotten by the base: `prompt` and `seen` int64 `[B]`
-    (valid tokens of the prompt; tokens read so far), `waiting` int64 `[B, R]`, `members` int32
-    `[B, G, P]`, `sizes` int32 `[B, G, S]`, `centroids` `[B, G, S, D]` (means of the raw keys) and,
-    where `means_of_values`, `means` `[B, G, S, Dv]`, both in the layer's dtype.
+    A subclass overrides `_plan`, `_labels` and `_search`. The learned tensors are `prompt` and
+    `seen` int64 `[B]` (valid tokens of the prompt, tokens read so far), `waiting` int64 `[B, R]`,
+    `members` int32 `[B, G, P]`, `sizes` int32 `[B, G, S]` and `centroids` `[B, G, S, D]` (means of
+    the raw keys). With `means_of_values` there are also `means` `[B, G, S, Dv]`. Centroids and
+    means have the layer's dtype.
     """
 
     means_of_values = False
-    _arriving: Tensor | None = None  # values of the append that is being prepared
+    _arriving: Tensor | None = None  # values of the append that is in preparation
 
     @abstractmethod
     def _plan(self) -> Plan:
-        """Which tokens are clustered together."""
+        """Return which tokens are clustered together."""
 
     def _labels(self, keys: Tensor, clusters: int) -> Tensor:
-        """Clusters int64 `[R, n]` of keys float32 `[R, n, D]`: by their cosines."""
+        """Return the clusters int64 `[R, n]` of keys float32 `[R, n, D]`, by cosines."""
         directions = kmeans.directions(keys)
         options = dict(iterations=self.config.iterations, seed=self.config.seed)
         centroids = kmeans.kmeans(directions, clusters, spherical=True, **options)
@@ -139,13 +148,13 @@ class ClusteredIndex(BaseIndex):
         return Units(keys, torch.cat([sizes, ones], -1), starts, learned["members"], singles)
 
     def _estimates(self, queries: Tensor, units: Units) -> Tensor:
-        """`q·c` or `q·k` of each unit, `-inf` for none: float32 `[B, G, g, U]`."""
+        """Return `q·c` or `q·k` of each unit, float32 `[B, G, g, U]`, `-inf` for no unit."""
         folded = group.fold(queries, self.geometry.kv_heads, self.config.group)
         empty = (units.sizes == 0)[:, :, None]
         return (folded @ units.keys.mT).masked_fill(empty, float("-inf"))
 
     def _scores(self, estimates: Tensor, units: Units) -> Tensor:
-        """The group's score for a row of each unit, `-inf` for none: `[B, G, U]`."""
+        """Return the group's score for a row of each unit, `[B, G, U]`, `-inf` for no unit."""
         g, policy = self.geometry, self.config.group
         scores: Tensor = self.ops.group.agree(
             estimates, policy, scale=g.scale, softcap=g.softcap, sizes=units.sizes
@@ -153,7 +162,7 @@ class ClusteredIndex(BaseIndex):
         return scores
 
     def _waiting_keys(self) -> Tensor:
-        """Keys of the tokens that wait, `[B, G, R, D]`, zero for none."""
+        """Return the keys of the tokens that wait, `[B, G, R, D]`, zero for no token."""
         ids = self._learned["waiting"][:, None].expand(-1, self.geometry.kv_heads, -1)
         return self._store.gather(ids).keys
 
@@ -168,7 +177,10 @@ class ClusteredIndex(BaseIndex):
     def start_append(
         self, keys: Tensor, values: Tensor, *, valid: Tensor | None = None
     ) -> Callable[[], None]:
-        """As `BaseIndex.start_append`; values are read, too, where clusters have a mean of them."""
+        """Start an append, as `BaseIndex.start_append`.
+
+        Values are read, too, if clusters have means of them.
+        """
         self._arriving = values if self.means_of_values else None
         try:
             return super().start_append(keys, values, valid=valid)
@@ -252,7 +264,7 @@ class ClusteredIndex(BaseIndex):
         return True
 
     def _empty(self, keys: Tensor) -> dict[str, Tensor]:
-        """The learned state of no tokens."""
+        """Return the learned tensors of an index without tokens."""
         B, G, _, D = keys.shape
         none = {
             "prompt": keys.new_empty((B,), dtype=torch.int64).zero_(),
@@ -267,7 +279,10 @@ class ClusteredIndex(BaseIndex):
         return none
 
     def _reader(self, keys: Tensor, first: int) -> Read:
-        """A reader of tokens of the index, and of those that arrive with ids from `first` on."""
+        """Return a function that reads tokens of the index and those of the current append.
+
+        The tokens of the append have ids from `first` on.
+        """
         values, gather = self._arriving, self.ops.fetch.gather_rows
         if values is None:  # no means of values, or a call of `encode`, which has no values
             width = self.geometry.value_dim if self.means_of_values else 0
@@ -289,9 +304,9 @@ class ClusteredIndex(BaseIndex):
         return read
 
     def _extended(self, learned: Codes, rows: list[_Row], seen: int, read: Read) -> Codes:
-        """The learned state once the full blocks of the rows' tails are clustered."""
+        """Return the learned tensors after the full blocks of all sequences are clustered."""
         added: list[list[Codes]] = [[] for _ in rows]
-        alike = defaultdict(list)  # cuts of the tail -> rows that are clustered at once
+        alike = defaultdict(list)  # cuts of the tail -> sequences that are clustered together
         for b, row in enumerate(rows):
             alike[tuple(row.todo(self._plan()))].append(b)
         for todo, batch in alike.items():
@@ -315,7 +330,7 @@ class ClusteredIndex(BaseIndex):
     def _clustered(
         self, ids: Tensor, batch: list[int], rows: int, clusters: int, read: Read
     ) -> Codes:
-        """Clusters `[b, G, ...]` of tokens int64 `[b, n]` of the rows `batch`."""
+        """Cluster tokens int64 `[b, n]` of the sequences `batch` into tensors `[b, G, ...]`."""
         g, (count, n) = self.geometry, ids.shape
         all_ids = torch.full((rows, g.kv_heads, n), UNUSED, device=ids.device)
         all_ids[batch] = ids[:, None]
@@ -350,8 +365,9 @@ def _once_each(learned: Codes, counts: Tensor | None) -> Tensor | bool:
 
 
 def _joined(old: Tensor, unchanged: list[int], parts: list[list[Tensor]]) -> Tensor:
-    """The first `kept[b]` entries of each row of `old` `[B, G, X, ...]`, then its new parts
-    `[G, x, ...]`; zeros after the shorter ones.
+    """Join the first entries of each sequence of `old` with new parts, padded with zeros.
+
+    `old` is `[B, G, X, ...]`, the new parts are `[G, x, ...]`.
     """
     rows = [
         torch.cat([row[:, :count], *new], dim=1).transpose(0, 1)

@@ -1,4 +1,4 @@
-"""Deferred checks of what is in a tensor: on a CUDA device they must not stop it."""
+"""Checks of tensor values whose errors are raised later, so that a CUDA device need not stop."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from kvindex.core.transaction import Guarded
 
 
 class DeferredChecks(Guarded):
-    """An index's checks of tensors; what they find on a CUDA device is kept in flags there.
+    """Checks of an index's tensors. On a CUDA device the results are stored in flags there.
 
-    Raises ValueError or TypeError that name the argument, the value received, what is allowed: at
-    once, or, where `_defers`, at the next call that waits for the device anyway.
+    Errors are ValueError or TypeError; they name the argument, the received value and what is
+    allowed. They are raised immediately, or, where `_defers` is True, at the next call that waits
+    for the device anyway.
     """
 
     _batch: int | None
@@ -28,14 +29,14 @@ class DeferredChecks(Guarded):
         self._deferred: dict[str, tuple[Tensor, str]] = {}  # argument -> (flag, message)
 
     def _after_copy(self) -> None:
-        flags = self._deferred.items()  # which are written to in place
+        flags = self._deferred.items()  # copied, because flags are written in place
         self._deferred = {name: (flag.clone(), message) for name, (flag, message) in flags}
 
     def _check_tensor(self, name: str, value: Tensor, shape: dict[str, int | None]) -> None:
         check.tensor(name, value, shape, self.geometry.dtype, self.geometry.device)
 
     def _per_token(self, batch: int | None, count: int | None, width: int) -> dict[str, int | None]:
-        """The shape of keys or values, for `_check_tensor`; None for any."""
+        """Return the shape of keys or values for `_check_tensor`; None is any size."""
         return {"B": batch, "G": self.geometry.kv_heads, "N": count, "D": width}
 
     def _check_finite(self, name: str, value: Tensor) -> None:
@@ -49,7 +50,7 @@ class DeferredChecks(Guarded):
             check.finite(name, value)
 
     def _check_in_keys(self, keys: Tensor, values: Tensor) -> None:
-        """Of a geometry with `value_in_key`: that values are what keys begin with."""
+        """Check that values are the first coordinates of keys, as `value_in_key` requires."""
         if self._check is False:
             return
         if self._defers:
@@ -59,23 +60,24 @@ class DeferredChecks(Guarded):
 
     @property
     def _defers(self) -> bool:
-        """Whether errors in values wait for the next call that stops the device anyway."""
+        """True if errors in values are raised at the next call that waits for the device anyway."""
         return self.geometry.device.type == "cuda" and not self._check
 
     def _raise_if(self, name: str, value: Tensor, wrong: Tensor, allowed: str) -> None:
-        """Raise where `wrong` is True, now or (see `check`) later."""
+        """Raise ValueError where `wrong` is True, now or at a later call."""
         if self._defers:
             self._defer(name, wrong.any(), allowed)
         elif bool(wrong.any()):
             raise ValueError(f"{name}: got {value[wrong][0].item()}, allowed is {allowed}")
 
     def _defer(self, name: str, wrong: Tensor, allowed: str) -> None:
-        """Keep `wrong`, bool `[]`, in the argument's flag."""
+        """Add `wrong`, bool `[]`, to the argument's flag."""
         self._flag(name, allowed).logical_or_(wrong)
 
     def _flag(self, name: str, allowed: str) -> Tensor:
-        """The argument's flag, int32 `[]`: not 0 where it was wrong. One for all calls, at one
-        address, so that a kernel may set it.
+        """Return the argument's flag, int32 `[]`, which is not 0 if the argument was wrong.
+
+        All calls use the same flag at the same address, so that a kernel can set it.
         """
         if name in self._deferred:
             flag = self._deferred[name][0]
@@ -86,7 +88,11 @@ class DeferredChecks(Guarded):
         return flag
 
     def raise_pending(self) -> None:
-        """Raise what a check on a CUDA device has found since the last call (it waits for it)."""
+        """Raise the error that a check on a CUDA device has found since the last call.
+
+        Raises:
+            ValueError: An argument of an earlier call was wrong. The call waits for the device.
+        """
         found = [message for flag, message in self._deferred.values() if bool(flag)]
         if found:
             for flag, _ in self._deferred.values():
@@ -94,7 +100,7 @@ class DeferredChecks(Guarded):
             raise ValueError(found[0])
 
     def _captured(self) -> bool:
-        """Whether a graph of the current stream is being captured."""
+        """Return True if a CUDA graph is being captured on the current stream."""
         device = self.geometry.device
         if device.type != "cuda":
             return False
@@ -102,18 +108,26 @@ class DeferredChecks(Guarded):
             return torch.cuda.is_current_stream_capturing()
 
     def _checked_ids(self, hits: Hits, summaries: int, length: Tensor | None = None) -> Tensor:
-        """Ids of `hits`, of so many summaries too; one that names no row is an unused slot.
+        """Check the ids of `hits`; ids that name no row become -1.
 
-        length: int64 `[1]`, tokens held as the device knows it, for a call that a graph replays
-        when there are others; without it RuntimeError is raised where a graph is captured. Raises
-        TypeError or ValueError, on a CUDA device later for a value.
+        Args:
+            hits: Result of a search.
+            summaries: Number of summary rows, which have ids below -1.
+            length: Number of tokens as the device knows it, int64 `[1]`, for a call that a graph
+                replays. Without it, RuntimeError is raised while a graph is captured.
+
+        Raises:
+            TypeError: `hits` is not a `Hits`.
+            ValueError: A shape, dtype or id does not fit; on a CUDA device an id raises at a later
+                call.
+            RuntimeError: A CUDA graph is being captured and `length` is None.
         """
         if not isinstance(hits, Hits):
             raise TypeError(f"hits: got {type(hits).__name__}, allowed is a kvindex.Hits")
         if length is None and self._captured():
             raise RuntimeError(
-                "graph: got ids that are held to the rows there are when it is captured, as of a "
-                "fetch; allowed are search and attend, which read on the device how many there are"
+                "graph: got ids that are checked against the number of rows at capture, as by "
+                "fetch; allowed are search and attend, which read this number on the device"
             )
         g, lowest = self.geometry, UNUSED - summaries
         shape = {"B": self._batch, "G": g.kv_heads, "K": None}
@@ -122,4 +136,4 @@ class DeferredChecks(Guarded):
         wrong = (hits.ids >= count) | (hits.ids < lowest)
         span = "" if lowest == self._length - 1 else f" to {self._length - 1}"
         self._raise_if("hits.ids", hits.ids, wrong, f"{lowest}{span}")
-        return hits.ids.masked_fill(wrong, UNUSED)  # a deferred error must not read outside
+        return hits.ids.masked_fill(wrong, UNUSED)  # no read out of bounds before a deferred error

@@ -1,7 +1,8 @@
 """`EvictionIndex`: base of policies that evict rows before the query is known.
 
-A policy names the rows that it retains; a search ranks those exactly and reads no other. With `k`
-of at least as many rows it returns all of them, to which the published policies attend.
+A policy selects the rows that it retains. A search ranks the retained rows exactly and ignores all
+others. If `k` is at least their number, it returns all of them, which is what the published
+policies attend to.
 """
 
 from __future__ import annotations
@@ -19,21 +20,22 @@ from kvindex.ops import group
 from kvindex.ops.attention import cap
 
 LOGITS = 2**24
-"""Logits per block while shares are summed (64 MiB)."""
+"""Number of logits that are in memory at a time while attention weights are summed (64 MiB)."""
 
 NEVER = float("-inf")
 
 
 class EvictionIndex(BaseIndex):
-    """Base of the policies; `Config` has the fields `budget` and `group`.
+    """Base of eviction policies; `Config` has the fields `budget` and `group`.
 
-    Hits' scores: what `group.agree` returns for the true `q·k` of the retained rows. All rows stay
-    in the store, so that `fetch` serves them and `truncate` chooses no row anew.
+    The scores of hits are the group's agreed scores (`group.agree`) of the true `q·k`. All rows
+    stay in the store, so `fetch` works for any id, and `truncate` does not need to select rows
+    again.
     """
 
     @abstractmethod
     def _retained(self) -> Tensor:
-        """Ids of the retained rows, int64 `[B, G, C]`, ascending, `-1` anywhere for none."""
+        """Return the ids of the retained rows, int64 `[B, G, C]`, ascending; -1 is no row."""
 
     def _learn(self, keys: Tensor, valid: Tensor | None) -> Codes:
         return self._learned
@@ -54,22 +56,26 @@ class EvictionIndex(BaseIndex):
         return Hits(ids.gather(-1, slots.clamp_min(0)).masked_fill(slots < 0, UNUSED), best)
 
     def _ids_from(self, first: int) -> Tensor:
-        """Ids of the tokens from `first` on, int64 `[B, G, n]`, `-1` where one is invalid."""
+        """Return the ids of the tokens from `first` on, int64 `[B, G, n]`, -1 for padding."""
         ids = torch.arange(first, max(first, len(self)), device=self.geometry.device)
         ids = ids.expand(self._batch or 1, self.geometry.kv_heads, -1)
         return ids if self.valid is None else ids.masked_fill(~self.valid[:, None, first:], UNUSED)
 
 
 class ObservingEvictionIndex(PromptQueriesIndex, EvictionIndex):
-    """Base of the policies that choose rows by the prompt's queries."""
+    """Base of the policies that select rows by the queries of the prompt."""
 
 
 def joined_flags(
     before: Tensor | None, length: int, keys: Tensor, valid: Tensor | None
 ) -> Tensor | None:
-    """Valid flags bool `[B, length + T]` once keys `[B, G, T, D]` follow `length` tokens, or None.
+    """Return the flags of valid tokens after an append, bool `[B, length + T]`, or None.
 
-    before: bool `[B, length]`, or None where all are valid; valid: bool `[B, T]`, or None.
+    Args:
+        before: Flags of the tokens before, bool `[B, length]`; None where all are valid.
+        length: Number of tokens before.
+        keys: New keys, `[B, G, T, D]`.
+        valid: Flags of the new tokens, bool `[B, T]`; None where all are valid.
     """
     if before is None and valid is None:
         return None
@@ -103,11 +109,20 @@ def are_valid(queries: Tensor, positions: Tensor, valid: Tensor | None) -> Tenso
 def attention_received(
     geometry: Geometry, queries: Tensor, positions: Tensor, known: Tensor, keys: Tensor, ids: Tensor
 ) -> Tensor:
-    """Attention that each row receives, summed over queries and heads: float32 `[B, G, C]`.
+    """Sum the attention weight that each row receives over queries and heads.
 
-    Each query's softmax is over the rows of ids no greater than its position. queries
-    `[B, H, R, D]` at positions int64 `[R]`; known: bool `[B, R]`, False for a query that does not
-    count; keys `[B, G, C, D]` with ids int64 `[B, G, C]`, -1 for none.
+    Each query's softmax is over the rows whose ids are not greater than its position.
+
+    Args:
+        geometry: Sizes of heads and vectors.
+        queries: `[B, H, R, D]`.
+        positions: Int64 `[R]`, the positions of the queries.
+        known: Bool `[B, R]`, False for a query that does not count.
+        keys: `[B, G, C, D]`.
+        ids: Int64 `[B, G, C]`, -1 for none.
+
+    Returns:
+        Float32 `[B, G, C]`.
     """
     B, H, R, D = queries.shape
     heads = queries.reshape(B, geometry.kv_heads, -1, R, D)

@@ -1,6 +1,7 @@
-"""`ExecutedIndex`: base of an index that kernels may run whole (`protocol.Executor`).
+"""`ExecutedIndex`: base of an index whose search an executor can run with compiled kernels.
 
-The executor owns what kernels read; the index checks arguments and tells it of every change.
+The executor (`protocol.Executor`) owns what the kernels read. The index checks arguments and
+informs the executor of every change.
 """
 
 from __future__ import annotations
@@ -32,10 +33,10 @@ from kvindex.core.resident import ResidentRows
 
 @runtime_checkable
 class CapturingExecutor(Protocol):
-    """An `Executor` whose steps can be captured in a caller's graph."""
+    """An executor whose decode steps can be captured in a caller's CUDA graph."""
 
     def prepare_replay(self, resident: ResidentRows, k: int, wrong: Tensor | None) -> object:
-        """As `CapturesStep.prepare_replay`; wrong: as in `attend`."""
+        """Prepare a replay, as `CapturesStep.prepare_replay`; `wrong` is as in `attend`."""
         ...
 
     def captured_step(
@@ -46,42 +47,43 @@ class CapturingExecutor(Protocol):
         k: int,
         wrong: Tensor | None,
     ) -> Attended:
-        """As `CapturesStep.captured_step`; wrong: as in `attend`."""
+        """Run a step that can be captured, as `CapturesStep.captured_step`."""
         ...
 
 
 @runtime_checkable
 class JoiningExecutor(Protocol):
-    """An `Executor` that can be a row of a batch with others like it."""
+    """An executor whose index can be one sequence of a batch of several indexes."""
 
     def new_batch(self) -> IndexBatch:
-        """As `JoinsBatch.new_batch`."""
+        """Create an empty batch, as `JoinsBatch.new_batch`."""
         ...
 
     def batch_row(self, wrong: Tensor | None) -> object:
-        """As `JoinsBatch.batch_row`; wrong: as in `attend`."""
+        """Return this index's part of a batch, as `JoinsBatch.batch_row`."""
         ...
 
 
 class ExecutedIndex(BaseIndex):
-    """An index that says what its executor can do, and hands it what it checked.
+    """An index whose search, attention and decode step may be run by an executor.
 
-    A class on it makes `_executor` once the base is, if there is one (`core.backend.accelerate`),
-    and calls `_inform_executor` after every change.
+    A subclass creates `_executor` after calling `super().__init__` (`core.backend.accelerate`), and
+    calls `_inform_executor` after every change.
 
-    block_tokens: tokens of a block, whose codes are a function of its keys; 1: of each key alone.
+    Attributes:
+        block_tokens: Tokens that are encoded together; 1 if each key is encoded alone.
     """
 
     block_tokens = 1
 
     _executor: Executor | None = None
-    _attends = False  # as the executor says since the last change
-    _captures = False  # whether its steps can be captured by a caller, too
-    _joins = False  # whether it can be a row of a batch with others
-    _usual: object = None  # what `_checked_step` saw last
+    _attends = False  # True if the executor can attend, since the last change
+    _captures = False  # True if a caller can also capture its steps
+    _joins = False  # True if it can also be one sequence of a batch
+    _usual: object = None  # kind of queries and batch that `_checked_step` checked last
 
     def _inform_executor(self, contents: Contents) -> None:
-        """The executor is told what the index holds now."""
+        """Pass the current contents of the index to the executor."""
         if self._executor:
             self._executor = self._executor.update(contents)
             self._attends = self._executor.attends
@@ -106,17 +108,17 @@ class ExecutedIndex(BaseIndex):
 
     @property
     def supports_async_append(self) -> bool:
-        """Whether kernels write codes where they lie, and nothing waits for them."""
+        """True if kernels write codes in place and an append does not wait for the device."""
         return self._executor is not None and self._executor.appends_async
 
     @property
     def attends(self) -> bool:
-        """Whether kernels search, fetch and attend in one go."""
+        """True if kernels search, fetch and attend in one call."""
         return self._attends
 
     @property
     def _store_attends(self) -> bool:
-        """Whether ops search one by one, and the store attends to what they find."""
+        """True if the search runs in single operations, and the store attends to what it finds."""
         return self._executor is None and self._attending_store() is not None
 
     def _cache_use(self) -> tuple[int, int, int]:
@@ -130,7 +132,16 @@ class ExecutedIndex(BaseIndex):
         return [*super()._paths(), f"executor: none, op by op ({why})"]
 
     def attend(self, queries: Tensor, resident: ResidentRows, *, k: int) -> Attended:
-        """As `protocol.Attends.attend`, for an index that holds a token."""
+        """Search and attend, as `protocol.Attends.attend`. The index must not be empty.
+
+        Args:
+            queries: `[B, H, D]`.
+            resident: Rows of sink and window.
+            k: Rows per KV head, at least 1.
+
+        Returns:
+            Attention over the selected rows and the resident rows.
+        """
         if self._store_attends:
             return super().attend(queries, resident, k=k)
         executor, wrong = self._checked_step(queries, k)
@@ -146,13 +157,13 @@ class ExecutedIndex(BaseIndex):
         k: int,
         graphs: bool = True,
     ) -> Attended:
-        """As `protocol.DecodesStep.decode_step`, for an index that holds a token."""
+        """Run one decode step of a non-empty index, as `protocol.DecodesStep.decode_step`."""
         executor, wrong = self._checked_step(queries, k)
         some = queries.detach(), token, resident, window
         return executor.decode_step(*some, k, wrong, graphs)
 
     def prepare_replay(self, resident: ResidentRows, *, k: int) -> object:
-        """As `protocol.CapturesStep.prepare_replay`, for an index that holds a token."""
+        """Prepare a replay of a non-empty index, as `protocol.CapturesStep.prepare_replay`."""
         check.at_least("k", k, 1)
         check.at_least("len(index)", len(self), 1)
         return self._capturing().prepare_replay(resident, k, self._flagged_queries())
@@ -160,24 +171,24 @@ class ExecutedIndex(BaseIndex):
     def captured_step(
         self, queries: Tensor, token: Rows, resident: ResidentRows, *, k: int
     ) -> Attended:
-        """As `protocol.CapturesStep.captured_step`, for an index that holds a token."""
+        """Run a step that can be captured, as `protocol.CapturesStep.captured_step`."""
         _, wrong = self._checked_step(queries, k)
         return self._capturing().captured_step(queries.detach(), token, resident, k, wrong)
 
     def _capturing(self) -> CapturingExecutor:
         if not self._captures:
             raise ValueError(
-                f"captured_step: got an index with backend={self.backend!r}, whose steps are not "
+                f"captured_step: got an index with backend={self.backend!r}, whose steps cannot be "
                 "captured, allowed is one that offers CapturesStep"
             )
         return cast(CapturingExecutor, self._executor)
 
     def new_batch(self) -> IndexBatch:
-        """As `protocol.JoinsBatch.new_batch`."""
+        """Create an empty batch, as `protocol.JoinsBatch.new_batch`."""
         return self._joining().new_batch()
 
     def batch_row(self, queries: Tensor, *, k: int) -> object:
-        """As `protocol.JoinsBatch.batch_row`."""
+        """Return this index's part of a batch, as `protocol.JoinsBatch.batch_row`."""
         _, wrong = self._checked_step(queries, k)
         if self._batch != 1:
             raise ValueError(f"batch_row: got a batch of {self._batch}, allowed is 1")
@@ -186,15 +197,16 @@ class ExecutedIndex(BaseIndex):
     def _joining(self) -> JoiningExecutor:
         if not self._joins:
             raise ValueError(
-                f"batch_row: got an index with backend={self.backend!r}, whose steps take no "
-                "others' rows, allowed is one that offers JoinsBatch"
+                f"batch_row: got an index with backend={self.backend!r}, whose steps cannot be "
+                "joined with others, allowed is one that offers JoinsBatch"
             )
         return cast(JoiningExecutor, self._executor)
 
     def _checked_step(self, queries: Tensor, k: int) -> tuple[Executor, Tensor | None]:
-        """The executor, and a flag that its kernels set to 1 for a query that is not finite.
+        """Check the arguments of a step; return the executor and a flag for its kernels.
 
-        None where they are not to look. Raises as `attend`.
+        The kernels set the flag to 1 for a query that is not finite. It is None where they need not
+        check.
         """
         executor, usual = self._attending(), (check.kind(queries), self._batch)
         check.at_least("k", k, 1)
@@ -210,13 +222,19 @@ class ExecutedIndex(BaseIndex):
         return executor, wrong
 
     def _flagged_queries(self) -> Tensor | None:
-        """Where kernels tell of queries that are not finite, which they see anyway; or None."""
+        """Return the flag that kernels set for a query that is not finite; None without checks."""
         if self._defers and self._check is not False:
             return self._flag("queries", check.ALLOWED_NUMBER)
         return None
 
     def attend_hits(self, queries: Tensor, hits: Hits, resident: ResidentRows) -> Attended:
-        """As `protocol.Attends.attend_hits`, for an index that holds a token."""
+        """Attend to given rows, as `protocol.Attends.attend_hits`. The index must not be empty.
+
+        Args:
+            queries: `[B, H, D]`.
+            hits: Result of a search.
+            resident: Rows of sink and window.
+        """
         if self._store_attends:
             return super().attend_hits(queries, hits, resident)
         executor = self._attending()
@@ -234,17 +252,24 @@ class ExecutedIndex(BaseIndex):
         if executor is None or not self._attends:
             raise ValueError(
                 f"attend: got an index with backend={self.backend!r} whose rows or options no "
-                "kernel attends to, allowed is one that `attends`; search and fetch serve any"
+                "kernel supports, allowed is one whose `attends` is True; search and fetch "
+                "support any"
             )
         return executor
 
     def warm_up(self, *, k: int, tokens: int) -> None:
-        """Have all that searches for `k` rows need until the index holds `tokens` tokens.
+        """Prepare everything that searches for `k` rows need, up to `tokens` tokens.
 
-        Only fused kernels need something (buffers for candidates), and make it at the first
-        search where nobody has. Before a search is captured in a CUDA graph, call this: the graph
-        keeps the buffers that there were (docs/cuda.md). Raises ValueError for sizes out of
-        range, or for an empty index.
+        Only fused kernels need preparation: buffers for candidates, which otherwise the first
+        search allocates. Call this before a search is captured in a CUDA graph, because the graph
+        keeps the buffers that exist at capture (docs/cuda.md).
+
+        Args:
+            k: Rows per KV head.
+            tokens: Largest number of tokens.
+
+        Raises:
+            ValueError: A number is out of range, or the index is empty.
         """
         check.at_least("k", k, 1)
         check.at_least("tokens", tokens, 1)
@@ -254,20 +279,25 @@ class ExecutedIndex(BaseIndex):
         self._executor.warm_up(k, tokens)
         g, batch = self.geometry, len(self.counts)
         queries = torch.zeros((batch, g.q_heads, g.head_dim), dtype=g.dtype, device=g.device)
-        self.search(queries, k=k)  # kernels are compiled when they run first
+        self.search(queries, k=k)  # compiles the kernels
         if self.attends:
             self.attend(queries, ResidentRows(g, batch, 1), k=k)
 
     def reserve(self, tokens: int) -> None:
-        """Take now the memory that codes and rows need until the index holds `tokens` tokens.
+        """Allocate the memory that codes and rows need, up to `tokens` tokens.
 
-        Memory for rows on the host is pinned, which takes a driver so long that steps meanwhile
-        wait for it: whoever knows how long an answer may be has it done before the first token.
-        Only kernels with blocks of their own have this to do, and not for an empty index.
-        Raises ValueError for a number out of range or more than there can be, MemoryError beyond
-        the store's budget; what is held stays as it was.
+        Memory for rows on the host is pinned, which takes the driver so long that decode steps
+        would wait for it. If the length of an answer is known, call this before the first token. It
+        has an effect only for kernels that store blocks, and only if the index is not empty.
+
+        Args:
+            tokens: Number of tokens.
+
+        Raises:
+            ValueError: The number is out of range or more than is supported.
+            MemoryError: The store's budget is exceeded; the index is unchanged.
         """
         check.at_least("tokens", tokens, 1)
         if self._executor and len(self):
-            self._store.reserve_tokens(tokens)  # which may be refused
+            self._store.reserve_tokens(tokens)  # first, because it may raise MemoryError
             self._executor.reserve(tokens)

@@ -1,9 +1,9 @@
-"""`FaissIndex`: base of the FAISS indexes, one FAISS index per row of the batch and KV head.
+"""`FaissIndex`: base of the FAISS indexes, with one FAISS index per sequence and KV head.
 
-Douze et al., The Faiss library (2024); inner product throughout. Trained parameters are learned
-once and stored as tensors (`_learned`), so a FAISS index is a function of the learned parameters
-and the valid tokens in their order: it can be dropped at any time and rebuilt from the store.
-FAISS has no batch of indexes, so building and searching them loops over rows and KV heads.
+Source: Douze et al., The Faiss library (2024). All searches are by inner product. Trained
+parameters are learned once and stored as tensors (`_learned`), so a FAISS index follows from the
+learned parameters and the valid tokens in order, and can be dropped and rebuilt from the store at
+any time. FAISS has no batch of indexes, so building and searching loop over sequences and KV heads.
 """
 
 from __future__ import annotations
@@ -26,24 +26,27 @@ from kvindex.core.protocol import UNUSED, Codes, Hits
 from kvindex.ops import group
 
 BLOCK = 16_384
-"""Tokens read from the store at a time."""
+"""Tokens that are read from the store at a time."""
 
 PLACES = ("cpu", "gpu")
 
 _LOCK = forks.lock(sys.modules[__name__], "_LOCK")
-"""The lock of an index that builds its FAISS indexes."""
+"""Lock of an index while it builds its FAISS indexes."""
 
 LARGEST_K = 2048
-"""Most rows that FAISS's selection on a GPU returns."""
+"""Largest number of rows that FAISS can select on a GPU."""
 
 
 @dataclass(frozen=True)
 class FaissConfig:
-    """Configuration of all FAISS indexes.
+    """Options of all FAISS indexes.
 
-    pool: each query head retrieves `pool · k` candidates.
-    where: FAISS's indexes are on the "cpu" or the "gpu" (the one of the tensors; faiss-gpu).
-    group: how query heads agree on the union of their candidates (`kvindex.ops.group`).
+    Args:
+        pool: Each query head retrieves `pool · k` candidates.
+        where: Device of the FAISS indexes: "cpu", or "gpu" for the GPU of the tensors, which needs
+            faiss-gpu.
+        group: How the query heads of a group agree on the union of their candidates
+            (`kvindex.ops.group`).
     """
 
     pool: int = 1
@@ -57,15 +60,15 @@ class FaissConfig:
 
 
 class FaissIndex(BaseIndex):
-    """Base of the indexes on FAISS. They write `_new` and `_token_bytes`.
+    """Base of the indexes on FAISS. A subclass overrides `_new` and `_token_bytes`.
 
-    Hits' scores: what `group.agree` returns for `q·k`, of the union of the heads' candidates, with
-    the keys as FAISS's index has them (`reconstruct`).
+    The scores of hits are the group's agreed scores (`group.agree`) of `q·k` over the union of the
+    heads' candidates, with keys as FAISS reconstructs them.
     """
 
     Config = FaissConfig
-    needs: ClassVar = "faiss"  # a package beyond torch and numpy
-    removes: ClassVar = True  # whether FAISS can remove the last tokens
+    needs: ClassVar = "faiss"  # a package in addition to torch and numpy
+    removes: ClassVar = True  # True if FAISS can remove the last tokens
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -73,25 +76,25 @@ class FaissIndex(BaseIndex):
         if self.config.where == "gpu":
             check_gpu(self._faiss, self.geometry.device)
 
-    # What an index writes
+    # Methods that a subclass overrides
 
     @abstractmethod
     def _new(self, b: int, g: int) -> Any:
-        """An empty index of FAISS, on the CPU, trained."""
+        """Create an empty, trained FAISS index on the CPU."""
 
     @abstractmethod
     def _token_bytes(self) -> float:
-        """Bytes per token of FAISS's index."""
+        """Return the bytes per token of the FAISS index."""
 
     def _reconstructed(self, keys: Tensor, ids: Tensor) -> Tensor:
-        """Keys `[B, G, C, D]`, float32, as FAISS reconstructs them."""
+        """Return keys `[B, G, C, D]`, float32, as FAISS reconstructs them."""
         return keys
 
     def _add(self, faiss_index: Any, keys: Tensor) -> None:
         faiss_index.add_c(len(keys), self._floats(keys))
 
     def _candidate_count(self, k: int) -> int:
-        """Candidates of a query head."""
+        """Return the number of candidates per query head."""
         pool: int = self.config.pool
         return pool * k
 
@@ -101,11 +104,11 @@ class FaissIndex(BaseIndex):
         return {}
 
     def _cleared(self) -> None:
-        self._faiss_indexes: list[list[Any]] = []  # [b][g], None where one is to be made
+        self._faiss_indexes: list[list[Any]] = []  # [b][g], None where one must be created
         self._synchronized = True
 
     def _after_rollback(self) -> None:
-        self._faiss_indexes, self._synchronized = [], False  # FAISS may have stopped anywhere
+        self._faiss_indexes, self._synchronized = [], False  # FAISS may be in any state
 
     def _after_copy(self) -> None:
         super()._after_copy()
@@ -116,7 +119,10 @@ class FaissIndex(BaseIndex):
             self._after_rollback()
 
     def _with_reordered(self, batch_indices: Tensor) -> list[list[Any]]:
-        """FAISS's indexes of the new rows: the same objects, copied when they are added to."""
+        """Return the FAISS indexes of the new batch, the same objects.
+
+        They are copied when tokens are added.
+        """
         self._synchronize()
         return [list(self._faiss_indexes[b]) for b in batch_indices.tolist()]
 
@@ -128,7 +134,7 @@ class FaissIndex(BaseIndex):
             self._synchronize()
 
     def _synchronize(self) -> None:
-        """Bring FAISS's indexes to the valid tokens; after a failure they are dropped."""
+        """Update the FAISS indexes to the valid tokens; after a failure they are dropped."""
         if self._synchronized:
             return
         with _LOCK:  # two searches at once may both have to synchronize
@@ -139,16 +145,16 @@ class FaissIndex(BaseIndex):
                 while (counts := self._token_counts()) != self.counts.tolist():
                     self._fill(counts)
             except BaseException:
-                self._faiss_indexes = []  # FAISS may have stopped anywhere
+                self._faiss_indexes = []  # FAISS may be in any state
                 raise
             self._synchronized = True
 
     def _token_counts(self) -> list[int]:
-        """Tokens that are in all FAISS indexes of a row."""
+        """Return how many tokens are in all FAISS indexes of each sequence."""
         return [min(index.ntotal if index else 0 for index in rows) for rows in self._faiss_indexes]
 
     def _prepare(self) -> None:
-        """Give each row and KV head a FAISS index of its own, with no token too many."""
+        """Give each sequence and KV head its own FAISS index, and remove tokens that are gone."""
         heads = self.geometry.kv_heads
         if not self._faiss_indexes:
             self._faiss_indexes = [[None] * heads for _ in range(len(self.counts))]
@@ -158,7 +164,7 @@ class FaissIndex(BaseIndex):
             for g, index in enumerate(rows):
                 if index is not None and index.ntotal != count:
                     uses[id(index)] -= 1
-                    if uses[id(index)]:  # another row shares it, now or after the reorder
+                    if uses[id(index)]:  # another sequence uses it, too
                         index = self._copy(index)
                     if index is not None and index.ntotal > count:
                         index = self._cut(index, count)
@@ -167,7 +173,7 @@ class FaissIndex(BaseIndex):
                 rows[g] = index
 
     def _fill(self, counts: list[int]) -> None:
-        """Add the next tokens, at most `BLOCK`, after `counts[b]` valid ones of each row."""
+        """Add up to `BLOCK` tokens of each sequence, after the first `counts[b]` valid ones."""
         g, B = self.geometry, len(counts)
         new = [self._tokens(b)[counts[b] : counts[b] + BLOCK] for b in range(B)]
         ids = torch.full((B, max(map(len, new))), UNUSED, device=g.device)
@@ -187,7 +193,10 @@ class FaissIndex(BaseIndex):
         in_threads(lambda job: self._add(*job), jobs, at_once)
 
     def _tokens(self, b: int) -> Tensor:
-        """Ids of the valid tokens of a row, int64 `[n]`: FAISS's ids are places in it."""
+        """Return the ids of a sequence's valid tokens, int64 `[n]`.
+
+        The ids in a FAISS index are positions in this list.
+        """
         if self.valid is None:
             return torch.arange(len(self), device=self.geometry.device)
         return self.valid[b].nonzero()[:, 0]
@@ -196,7 +205,7 @@ class FaissIndex(BaseIndex):
         return self._faiss.clone_index(faiss_index) if self.config.where == "cpu" else None
 
     def _cut(self, faiss_index: Any, count: int) -> Any:
-        """The faiss_index cut to the first `count` tokens, or None to rebuild it."""
+        """Cut a FAISS index to its first `count` tokens, or return None to rebuild it."""
         if not self.removes or self.config.where == "gpu":
             return None
         faiss_index.remove_ids(self._faiss.IDSelectorRange(count, faiss_index.ntotal))
@@ -222,9 +231,15 @@ class FaissIndex(BaseIndex):
         return Hits(ids.gather(-1, slots.clamp_min(0)).masked_fill(slots < 0, UNUSED), scores)
 
     def _candidates(self, queries: Tensor, count: int) -> tuple[Tensor, Tensor | None]:
-        """Of queries float32 `[B, G, g, D]`: ids int64 `[B, G, g · count]`, -1 for none.
+        """Search FAISS for the candidates of each query head.
 
-        And their keys as FAISS reconstructs them, float32 `[B, G, g · count, D]`; on a GPU None.
+        Args:
+            queries: Float32 `[B, G, g, D]`.
+            count: Candidates per query head.
+
+        Returns:
+            Ids int64 `[B, G, g · count]`, -1 for none, and their keys as FAISS reconstructs them,
+            float32 `[B, G, g · count, D]`; None for the keys on a GPU.
         """
         B, G, heads, D = queries.shape
         on_gpu = self.config.where == "gpu"
@@ -235,7 +250,7 @@ class FaissIndex(BaseIndex):
         keys = None if on_gpu else inputs.new_empty((B, G, heads * count, D)).zero_()
         with threads(torch.get_num_threads()):
             for b, g, rows in self._searches():
-                # rows that share an index; a list of places waits for a device, a slice does not
+                # sequences that share an index; indexing with a list would wait for the device
                 row: Any = slice(b, b + 1) if rows == [b] else rows
                 batch = inputs[row, g].contiguous()  # [b, g, D]
                 ids, vectors = self._query_faiss(
@@ -254,7 +269,7 @@ class FaissIndex(BaseIndex):
         return best, None if keys is None else keys.to(device)
 
     def _searches(self) -> Iterator[tuple[int, int, list[int]]]:
-        """Row and head of each index of FAISS that holds a token, and all rows that share it."""
+        """Yield sequence and head of each non-empty FAISS index, and all sequences that share it."""
         for g in range(self.geometry.kv_heads):
             alike: dict[int, list[int]] = {}
             for b, rows in enumerate(self._faiss_indexes):
@@ -266,7 +281,7 @@ class FaissIndex(BaseIndex):
     def _query_faiss(
         self, faiss_index: Any, queries: Tensor, count: int
     ) -> tuple[Tensor, Tensor | None]:
-        """Ids int64 `[n, count]` for queries `[n, D]` and, on a CPU, keys `[n, count, D]`."""
+        """Search one FAISS index: ids int64 `[n, count]` and, on a CPU, keys `[n, count, D]`."""
         scores = queries.new_empty((len(queries), count))
         ids = torch.empty(scores.shape, dtype=torch.int64, device=queries.device)
         to_ids = self._faiss.cast_integer_to_idx_t_ptr(ids.data_ptr())
@@ -286,7 +301,7 @@ class FaissIndex(BaseIndex):
         return tensor.to(device, torch.float32).contiguous()
 
     def _floats(self, tensor: Tensor) -> Any:
-        """FAISS's pointer to a contiguous float32 tensor."""
+        """Return FAISS's pointer to a contiguous float32 tensor."""
         return self._faiss.cast_integer_to_float_ptr(tensor.data_ptr())
 
     def _to_device(self, faiss_index: Any) -> Any:
@@ -298,13 +313,16 @@ class FaissIndex(BaseIndex):
     # Bytes
 
     def nbytes(self) -> dict[str, int]:
-        """As `BaseIndex.nbytes`; `codes` counts FAISS's indexes."""
+        """Return bytes in use as `BaseIndex.nbytes`; `codes` includes the FAISS indexes."""
         tokens = int(self.counts.sum()) * self.geometry.kv_heads
         sizes = super().nbytes()
         return {**sizes, "codes": sizes["codes"] + int(tokens * self._token_bytes())}
 
     def bytes_per_key(self) -> dict[str, float]:
-        """As `BaseIndex.bytes_per_key`; `scanned` as the index's page derives it."""
+        """Return bytes per key as `BaseIndex.bytes_per_key`, FAISS indexes included.
+
+        How many bytes a search reads is derived on the index's page.
+        """
         sizes = super().bytes_per_key()
         stored = sizes["kept"] + self._token_bytes()
         return {"kept": stored, "scanned": self._scanned_bytes()}

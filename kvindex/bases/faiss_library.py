@@ -1,4 +1,4 @@
-"""The FAISS library: its import, its threads, and its shared resources on a GPU."""
+"""The FAISS library: its import, its number of threads, and its shared resources on a GPU."""
 
 from __future__ import annotations
 
@@ -12,12 +12,15 @@ from typing import Any
 import torch
 
 TEMPORARY_BYTES = 2**26
-"""Device memory that FAISS reserves for searches on one GPU; beyond, it allocates."""
+"""Device memory that FAISS reserves for searches on one GPU. Beyond it, FAISS allocates."""
 
 
 @contextmanager
 def threads(count: int) -> Iterator[None]:
-    """Let FAISS use `count` threads: one, where the order of its work changes the result."""
+    """Within the context, let FAISS use `count` threads.
+
+    One thread is needed where the order of the work changes the result.
+    """
     faiss = library()
     before = faiss.omp_get_max_threads()
     faiss.omp_set_num_threads(count)
@@ -28,7 +31,10 @@ def threads(count: int) -> Iterator[None]:
 
 
 def in_threads(work: Callable[[Any], Any], items: Iterable[Any], at_once: int) -> list[Any]:
-    """Results of `work` for all items, `at_once` at a time, one thread each: deterministic."""
+    """Return the results of `work` for all items, `at_once` at a time, each on one thread.
+
+    Results are deterministic, because FAISS uses a single thread for each item.
+    """
 
     def single_threaded(item: Any) -> Any:
         with threads(1):  # FAISS sets them for each thread that calls it
@@ -41,39 +47,48 @@ def in_threads(work: Callable[[Any], Any], items: Iterable[Any], at_once: int) -
 
 
 def library() -> Any:
-    """The module faiss. Raises ImportError that says what to install."""
+    """Import faiss.
+
+    Raises:
+        ImportError: The module is not installed; the message says how to install it.
+    """
     try:
         return importlib.import_module("faiss")
     except ImportError as error:
         raise ImportError(
             "faiss is not installed, which the faiss indexes need: "
-            "pip install 'kvindex-torch[faiss]' (faiss-cpu), or faiss-gpu for where='gpu'"
+            "pip install -e '.[faiss]' in a checkout (faiss-cpu), or faiss-gpu for where='gpu'"
         ) from error
 
 
 def check_gpu(faiss: Any, device: torch.device) -> None:
-    """Raises ValueError for a device that is no GPU, ImportError for faiss without a GPU part."""
+    """Check that FAISS can use a GPU.
+
+    Raises:
+        ValueError: The device is not a GPU.
+        ImportError: The installed FAISS does not support GPUs.
+    """
     if device.type != "cuda":
         raise ValueError(
             f"where: got 'gpu' with device={device}, allowed is a CUDA device or 'cpu'"
         )
     if not hasattr(faiss, "StandardGpuResources") or not faiss.get_num_gpus():
         raise ImportError(
-            "where: got 'gpu', but the faiss installed here has no GPU part: install faiss-gpu in "
-            "place of faiss-cpu, or take where='cpu'"
+            "where: got 'gpu', but the faiss installed here has no GPU part: install faiss-gpu "
+            "instead of faiss-cpu, or use where='cpu'"
         )
 
 
 @lru_cache
 def _shared_resources(device: int) -> Any:
-    """Resources of all indexes of a GPU: bounded temporary memory, and cuBLAS's handle."""
+    """Return what all indexes of a GPU share: temporary memory and a cuBLAS handle."""
     shared = library().StandardGpuResources()
     shared.setTempMemory(TEMPORARY_BYTES)
     return shared
 
 
 def resources(device: int | None) -> Any:
-    """The shared resources of a GPU, on torch's current stream."""
+    """Return the shared resources of a GPU, set to torch's current stream."""
     shared, stream = _shared_resources(device or 0), torch.cuda.current_stream(device)
     pointer = library().cast_integer_to_cudastream_t(stream.cuda_stream)
     shared.setDefaultStream(device or 0, pointer)

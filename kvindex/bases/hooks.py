@@ -1,8 +1,8 @@
-"""Hooks, what an index writes: two methods, and whichever others it needs to say more.
+"""Hooks: the methods that an index overrides. `_encode` and `_search` are required.
 
-`_encode` and `_search` make an index of `kvindex.bases.index.BaseIndex`. `_learn` lets it learn
-parameters, once; the `_with_…` hooks, `_commit` and `_cleared` let it keep statistics of its
-tokens; signals tell it of the sequence (docs/adding-an-index.md).
+With `_learn` an index learns parameters, once. With the `_with_…` hooks, `_commit` and `_cleared`
+it updates statistics of its tokens. With signals it receives information about the sequence
+(docs/adding-an-index.md).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from kvindex.storage.layout import Held, Layout
 
 
 class Hooks(Capable, DeferredChecks, ABC, guarded=False):
-    """What `BaseIndex` asks of an index, with what it does where nothing is said."""
+    """Methods that an index on `BaseIndex` overrides, with their defaults."""
 
     config: Any
     _codes: Columns
@@ -39,62 +39,102 @@ class Hooks(Capable, DeferredChecks, ABC, guarded=False):
 
     Config: ClassVar[type] = NoConfig
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
-    """Fields that differ from `Config`'s defaults, by name."""
+    """Name of a preset -> fields that differ from the defaults of `Config`."""
     scattered: ClassVar[bool] = False
-    """Whether tokens that come together may lie anywhere, not one after the other."""
+    """True if the tokens of one unit may be anywhere in the sequence, not one after another."""
     weighted: ClassVar[bool] = False
-    """Whether rows that a search finds have weights of their own (`Hits.log_weight`)."""
+    """True if the rows of a search have log weights (`Hits.log_weight`)."""
     needs_rope: ClassVar[bool] = False
-    """Whether it cannot do without `Geometry.rope`."""
+    """True if the index requires `Geometry.rope`."""
 
     @abstractmethod
     def _encode(self, keys: Tensor, learned: Codes) -> Codes:
-        """Codes `[B, G, N, ...]` of finite keys `[B, G, N, D]`; invalid tokens come as zeros.
+        """Encode finite keys.
 
-        learned: what `_learn` gave; it will hold once these keys are appended.
+        Args:
+            keys: `[B, G, N, D]`; invalid tokens are zero.
+            learned: Result of `_learn` for these keys.
+
+        Returns:
+            Named tensors `[B, G, N, ...]`.
         """
 
     @abstractmethod
     def _search(self, queries: Tensor, k: int) -> Hits:
-        """Hits for finite queries `[B, H, D]`; the index holds at least one valid token."""
+        """Search for rows. The index holds at least one valid token.
+
+        Args:
+            queries: Finite, `[B, H, D]`.
+            k: Rows per KV head, at most the number that a search can find.
+        """
 
     def _search_coverage(self, queries: Tensor, k: int, coverage: float) -> Hits:
-        """Search as `_search` does, for no more rows than are estimated to hold `coverage`.
+        """Search as `_search` does, but return no more rows than are estimated to reach a coverage.
 
-        The estimated fraction of the attention is `Hits.coverage`.
+        Args:
+            queries: Finite, `[B, H, D]`.
+            k: Rows per KV head at most.
+            coverage: Fraction of the attention weight to reach, in (0, 1].
+
+        Returns:
+            Hits, with the estimated fraction in `Hits.coverage`.
         """
-        raise NotImplementedError  # `check_coverage` has refused
+        raise NotImplementedError  # unreachable: `check_coverage` raised before
 
     def check_coverage(self, coverage: float) -> None:
-        """Raises ValueError where a search cannot tell what share of the attention its rows hold.
+        """Check that a search can estimate coverage.
 
-        It can where `_search_coverage` is written and the policy of the group searches for every
-        head.
+        It can if the index overrides `_search_coverage` and its group policy has scores for every
+        query head.
+
+        Args:
+            coverage: The coverage that was asked for.
+
+        Raises:
+            ValueError: The index cannot estimate coverage.
         """
         if type(self)._search_coverage is Hooks._search_coverage:
             raise ValueError(
                 f"coverage: got {coverage}, allowed is None: {type(self).__name__} does not know "
-                "what share of the attention its rows hold"
+                "what fraction of the attention its rows hold"
             )
         check_policy(self.config.group)
 
     def _learn(self, keys: Tensor, valid: Tensor | None) -> Codes:
-        """Parameters, tensors `[B, ...]`, once these tokens are appended; changes nothing.
+        """Return the learned parameters after these tokens are appended. Must not change the index.
 
-        A row of the batch learns from the first append that holds a valid token of it (an index
-        may ask for more), and keeps what it has learned until `reset`, or until what it was learned
-        from is gone (`_learned_before`).
+        A sequence learns from the first append that has a valid token of it (an index may require
+        more tokens). It keeps the parameters until `reset`, or until the tokens that they were
+        learned from are removed (`_learned_before`).
+
+        Args:
+            keys: `[B, G, N, D]`; invalid tokens are zero.
+            valid: Bool `[B, N]`, False for padding; None where no token is padded.
+
+        Returns:
+            Named tensors `[B, ...]`.
         """
         return {}
 
     def _learned_before(self, length: int) -> Codes:
-        """What stays learned once the tokens from `length` on are gone; changes nothing."""
+        """Return the learned parameters after the tokens from `length` on are removed.
+
+        Must not change the index.
+        """
         return self._learned
 
     def _prepared(self, keys: Tensor, valid: Tensor | None) -> tuple[Codes, Any]:
-        """What is learned once these tokens are appended, and their codes as `Columns` take them.
+        """Learn from new tokens and encode them. Must not change what a search reads.
 
-        Changes nothing that a search reads. Raises ValueError for valid keys that are not finite.
+        Args:
+            keys: `[B, G, N, D]`.
+            valid: Bool `[B, N]`, False for padding; None where no token is padded.
+
+        Returns:
+            The learned parameters after the append, and codes as `Columns` takes them.
+
+        Raises:
+            ValueError: A valid key is not finite.
         """
         known = keys if valid is None else keys.masked_fill(~valid[:, None, :, None], 0)
         self._check_finite("keys", known)
@@ -102,72 +142,77 @@ class Hooks(Capable, DeferredChecks, ABC, guarded=False):
         return learned, self._encode(known, learned)
 
     def _with_appended(self, codes: Codes, valid: Tensor | None) -> Any:
-        """The statistics once `codes` are appended; changes nothing."""
+        """Return the statistics after `codes` are appended. Must not change the index."""
 
     def _with_written(self, statistics: Any) -> Any:
-        """As `_with_appended`, which gave these, of codes that kernels have written by then.
+        """Extend the statistics of `_with_appended` when kernels have written the codes.
 
-        Beside the steps, where the append is: what is left to `_commit` they wait for.
+        This runs where the append is prepared, concurrently with decode steps. Work in `_commit`
+        would delay the steps.
         """
         return statistics
 
     def _with_truncated(self, length: int) -> Any:
-        """The statistics once the tokens from `length` on are gone; changes nothing."""
+        """Return the statistics without the tokens from `length` on. Must not change the index."""
 
     def _with_reordered(self, batch_indices: Tensor) -> Any:
-        """The statistics once the batch is reordered; changes nothing."""
+        """Return the statistics after the batch is reordered. Must not change the index."""
 
     def _commit(self, statistics: Any) -> None:
-        """What one of those above returned becomes the index's statistics."""
+        """Store the statistics that one of the methods above returned."""
 
     def _layout(self, held: Held) -> Layout:
-        """Declare the tensors of a state, so that a damaged or forged one is not loaded.
+        """Declare the tensors of a state, so that a damaged or forged state is not loaded.
 
-        For example `{"codes.norms": TensorSpec("B G N 1", torch.float32, least=0)}`. A name that is
-        not declared may be any finite tensor: `[B, G, N, ...]` of `codes.…`, `[B, ...]` of
-        `learned.…`, and of `statistics.…` what the attribute's annotation says.
+        For example `{"codes.norms": TensorSpec("B G N 1", torch.float32, least=0)}`. A tensor whose
+        name is not declared may be any finite tensor: `[B, G, N, ...]` for `codes.…`, `[B, ...]`
+        for `learned.…`, and for `statistics.…` what the attribute's annotation says.
 
         Args:
-            held: What the state says that it contains.
+            held: Sizes that the state declares.
 
         Returns:
-            Name -> what the tensor must be like. Named sizes of axes are `B`, `G`, `H`, `D` and `N`
-            as everywhere, `Dv` (value dimension) and `g` (query heads of a KV head).
+            Name -> requirements for the tensor. Axes are named as everywhere: `B`, `G`, `H`, `D`,
+            `N`, `Dv` (value dimension) and `g` (query heads per KV head).
         """
         return {}
 
     def _held(self) -> list[Tensor]:
-        """Tensors that the index keeps on the device beside the codes, for `nbytes`."""
+        """Return the index's other tensors on the device, for `nbytes`; codes are not included."""
         return []
 
     def _cleared(self) -> None:
-        """Everything was forgotten."""
+        """Reset the statistics after all tokens were removed."""
 
     def _scanned(self) -> list[Tensor]:
-        """What a search reads of every token `[B, G, N, ...]`: all codes unless an index says."""
+        """Return what a search reads of every token, `[B, G, N, ...]`; by default all codes."""
         return [self._codes[name] for name in self._codes]
 
     def _summaries(self) -> Rows | None:
-        """Rows that are not tokens, keys `[B, G, S, D]`: row `s` has the id `-2 - s`."""
+        """Return rows that stand for several tokens, keys `[B, G, S, D]`, or None.
+
+        A search refers to summary `s` by the id `-2 - s`.
+        """
         return None
 
-    # What it is
+    # Properties of the index
 
     @property
     def unit(self) -> int:
-        """Tokens that come together at most: 1, unless an index selects whole pages."""
+        """Largest number of tokens that a search selects together: 1, or for example a page."""
         return 1
 
     @property
     def depends_on_queries(self) -> bool:
-        """Whether a search depends on the queries of other steps since the last append.
+        """True if a search depends on queries of other steps since the last append.
 
-        Steps of such an index cannot be searched at once (`protocol.ExpandsBatch`).
+        Such an index cannot search for the queries of several steps in one call
+        (`protocol.ExpandsBatch`).
         """
         return False
 
     def _offers(self, wanted: type) -> bool:
-        """Whether it has a capability whose methods it has, as it was made."""
+        """Return True if the index has the capability `wanted`."""
         if wanted is ObservesQueries:
             return type(self).observe_queries is not Hooks.observe_queries
         if wanted is ExpandsBatch:
@@ -179,13 +224,23 @@ class Hooks(Capable, DeferredChecks, ABC, guarded=False):
     # Signals
 
     def end_prompt(self) -> None:
-        """The prompt is complete. Nothing to do unless an index says so."""
+        """Receive the signal that the prompt is complete. Does nothing by default."""
 
     def observe_queries(self, queries: Tensor, positions: Tensor) -> None:
-        """The newest queries `[B, H, T, D]`, ids int64 `[T]`. Nothing to do by default."""
+        """Receive the newest queries. Does nothing by default.
+
+        Args:
+            queries: `[B, H, T, D]`.
+            positions: Ids of their tokens, int64 `[T]`.
+        """
 
     def mark_boundary(self) -> None:
-        """A segment ends here. Nothing to do unless an index says so."""
+        """Receive the signal that a segment ends with the newest token. Does nothing by default."""
 
     def observe_tokens(self, tokens: Tensor, *, first: int) -> None:
-        """Ids of the tokens from `first` on, int64 `[B, T]` or `[T]`. Nothing to do by default."""
+        """Receive the text. Does nothing by default.
+
+        Args:
+            tokens: Vocabulary ids of the tokens, int64 `[B, T]`, or `[T]` for all sequences.
+            first: Id of the first of these tokens in the index.
+        """

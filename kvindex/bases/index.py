@@ -1,8 +1,8 @@
-"""BaseIndex, what all indexes share: append, search, truncate, reorder, reset, bytes in use.
+"""`BaseIndex`: what all indexes share, such as append, search, truncate and reorder.
 
-An index on this base writes `_encode` and `_search` (`kvindex.bases.hooks` has all that it may).
-The public methods check their arguments first (`bases/deferred.py`); one that fails all the same is
-undone (`core/guard.py`).
+An index on this base overrides `_encode` and `_search`, and other methods of `kvindex.bases.hooks`
+as needed. Public methods check their arguments first (`bases/deferred.py`). If a call fails
+nevertheless, its changes are undone (`core/transaction.py`).
 """
 
 from __future__ import annotations
@@ -27,22 +27,39 @@ from kvindex.storage.store import CenteredRows, RowStore, row_store
 
 
 class BaseIndex(ReadingIndex):
-    """Base of the indexes in `kvindex/indexes/`.
+    """Base class of the indexes in `kvindex/indexes/`.
 
-    Keywords: those of `Geometry.of`; `backend` ("torch", "cuda", "cpu": whose ops run; None: "cuda"
-    for tensors on a GPU that its kernels can run on); `store` (where rows are: "device", "host", or
-    "auto": on the device as long as there is room, then on the host; or an empty
-    `kvindex.storage.store.RowStore`, which holds them); `device_share` (in (0, 1], of "auto": rows
-    take at most this share of what they and the device's free memory come to; None: .6);
-    `row_codec` ("plain": kept as they
-    are; "int8" or "fp8": as a byte per number and a scale for each key and value; "int4" or "int2":
-    as so many bits per number and a scale for each 32; then `fetch`, and whatever else reads rows,
-    gives what these stand for); `check` (True: NaN in keys raises at
-    once; False: it is never looked for; None: at once on a CPU, and on a CUDA device, where looking
-    would stop it, at the next call that stops it anyway); `preset` and single fields of the index's
-    own `Config`.
+    Args:
+        q_heads: Number of query heads `H`.
+        kv_heads: Number of KV heads `G`; `H` is a multiple of it.
+        head_dim: Dimension `D` of keys and queries, a multiple of 8.
+        value_dim: Dimension `Dv` of values; None for `head_dim`.
+        scale: Factor of the logits; None for `1 / sqrt(head_dim)`.
+        softcap: Bound of the logits, or None.
+        rope: Inverse frequencies of the keys' rotary embedding, float `[F]`, or None. Only some
+            indexes need it.
+        dtype: Dtype of keys, values and queries.
+        device: Device of the tensors.
+        value_in_key: The values are the first `value_dim` coordinates of the keys, and are not
+            stored again.
+        backend: Implementation of the operations: "torch", "cuda" or "cpu". None for the compiled
+            kernels of the device ("cuda" or "cpu") if this machine can run them, else "torch".
+        store: Where rows are: "device", "host", or "auto" for the device while there is room, then
+            the host. Or an empty `kvindex.storage.store.RowStore`.
+        row_codec: How rows are stored: "plain" for unchanged; "int8" or "fp8" for one byte per
+            number and a scale for each key and value; "int4" or "int2" for 4 or 2 bits per number
+            and a scale for each 32. With a codec, `fetch` and everything else that reads rows gets
+            the decoded numbers.
+        device_share: For `store="auto"`, the fraction of the device memory, in (0, 1], that rows
+            may take; the total is their memory plus the free memory. None for 0.6.
+        check: True to check keys for NaN immediately, False to never check. None checks immediately
+            on a CPU; on a CUDA device, where a check would synchronize, the error is raised at the
+            next call that synchronizes anyway.
+        preset: Name of a preset of the index.
+        **options: Fields of the index's `Config`; they override the preset.
 
-    row_bytes: bytes of a token's key and value for one head, as they are stored and fetched.
+    Attributes:
+        row_bytes: Bytes of one token's key and value for one head, as stored and fetched.
     """
 
     parts_are_its_own = True
@@ -120,9 +137,17 @@ class BaseIndex(ReadingIndex):
     # The protocol
 
     def encode(self, keys: Tensor) -> Codes:
-        """Codes of keys `[B, G, N, D]`. Raises ValueError or TypeError for a wrong tensor.
+        """Encode keys as `append` would, without appending them.
 
-        With parameters that are learned: as `append` would encode these keys.
+        Args:
+            keys: `[B, G, N, D]`.
+
+        Returns:
+            Named tensors `[B, G, N, ...]`.
+
+        Raises:
+            ValueError: A shape, dtype, device or batch size does not fit, or a key is not finite.
+            TypeError: The argument is not a tensor.
         """
         self._check_tensor("keys", keys, self._per_token(self._batch, None, self.geometry.head_dim))
         self._check_finite("keys", keys)
@@ -130,7 +155,7 @@ class BaseIndex(ReadingIndex):
         return self._encode(keys, self._learn(keys, None))
 
     def append(self, keys: Tensor, values: Tensor, *, valid: Tensor | None = None) -> None:
-        """Append tokens. A call that fails leaves the index as it was.
+        """Append tokens. A call that fails leaves the index unchanged.
 
         Args:
             keys: `[B, G, N, D]`.
@@ -149,12 +174,23 @@ class BaseIndex(ReadingIndex):
     def start_append(
         self, keys: Tensor, values: Tensor, *, valid: Tensor | None = None
     ) -> Callable[[], None]:
-        """The first part of an append, the long one where it can be; what is returned is the rest.
+        """Do the first, long part of an append; the function that is returned does the rest.
 
-        In between the index is as it was, to be searched and read, and the tensors must stay as
-        they are. Of an index that offers `protocol.AppendsAsync`, what it grows by does not move
-        what is there, so that a CUDA stream may do the first part while another one searches
-        (docs/cuda.md). Raises as `append`; the rest raises ValueError if the index has changed.
+        Until the rest is called, the index can be searched and read as before, and the tensors must
+        not change. If the index offers `protocol.AppendsAsync`, growing does not move existing
+        data, so one CUDA stream may run the first part while another one searches (docs/cuda.md).
+
+        Args:
+            keys: `[B, G, N, D]`.
+            values: `[B, G, N, Dv]`.
+            valid: Bool `[B, N]`, False for padding; None where no token is padded.
+
+        Returns:
+            A function without arguments. It raises ValueError if the index has changed in between.
+
+        Raises:
+            ValueError: As for `append`.
+            TypeError: An argument is not a tensor.
         """
         g = self.geometry
         self._check_tensor("keys", keys, self._per_token(self._batch, None, g.head_dim))
@@ -199,18 +235,28 @@ class BaseIndex(ReadingIndex):
         return store.join(keys, values)
 
     def _finish_append(self, end: Callable[[], None]) -> None:
-        """The rest of an append, all or nothing as a call of its own."""
+        """Run the rest of an append as a call of its own, which is undone if it fails."""
         end()
 
     def search(self, queries: Tensor, *, k: int, coverage: float | None = None) -> Hits:
-        """The `k` rows per KV head that queries `[B, H, D]` should attend to.
+        """Select the rows that each KV head should attend to.
 
-        coverage: in (0, 1]: slots stay unused once every head of the group is estimated to find
-        this fraction of the index's attention in the rows before; `Hits.coverage` is the estimate
-        of each. The truth may be lower, but for `exact`.
+        Args:
+            queries: `[B, H, D]`, after the rotary embedding.
+            k: Rows to select per KV head, at least 1.
+            coverage: Stop early where fewer rows are estimated to hold this fraction of the index's
+                attention weight, in (0, 1], for every head of the group. Only some indexes support
+                it. The estimate is in `Hits.coverage`; the true fraction may be lower, except for
+                `exact`.
 
-        Raises ValueError or TypeError for a wrong tensor, NaN or infinity in it, a k out of range,
-        or a coverage out of range or of an index that cannot tell it.
+        Returns:
+            Token ids int64 `[B, G, k]` (-1 where unused), scores float32 `[B, G, k]`, and for some
+            indexes log weights and coverage.
+
+        Raises:
+            ValueError: A shape, dtype or device does not fit, a query is not finite, `k` or
+                `coverage` is out of range, or the index does not support coverage.
+            TypeError: An argument is not a tensor.
         """
         checks.wanted_rows(k)
         if coverage is not None:
@@ -233,16 +279,23 @@ class BaseIndex(ReadingIndex):
         return hits if most == k else hits.widened(k)
 
     def _rows_at_most(self) -> int:
-        """Rows that a search can find: valid tokens of a row of the batch, and summaries."""
+        """Return the largest number of rows that a search can find, summaries included."""
         summaries = self._summaries()
         return int(self._counts.max()) + (0 if summaries is None else summaries.keys.shape[2])
 
     def __len__(self) -> int:
-        """Tokens held, `N`, invalid ones included."""
+        """Return the number of tokens `N`, padded ones included."""
         return self._length
 
     def truncate(self, length: int) -> None:
-        """Forget the tokens with ids from `length` on. Raises ValueError below 0."""
+        """Remove the tokens with ids from `length` on.
+
+        Args:
+            length: Number of tokens that stay, at least 0.
+
+        Raises:
+            ValueError: `length` is negative.
+        """
         checks.at_least("length", length, 0)
         self.raise_pending()
         if length >= self._length:
@@ -253,15 +306,20 @@ class BaseIndex(ReadingIndex):
         statistics, learned = self._with_truncated(length), self._learned_before(length)
         for part in (self._codes, self._store, self._valid):
             part.truncate(length)
-        self._learned = {**learned}  # another one: an append that was begun before may not end
+        self._learned = {**learned}  # a new object, so that an append begun before cannot end
         self._counts = self._counts - gone
         self._length = length
         self._commit(statistics)
 
     def reorder(self, batch_indices: Tensor) -> None:
-        """Row `b` becomes what row `batch_indices[b]` was; int64 `[B']`, `B'` may differ.
+        """Reorder the sequences of the batch: sequence `b` becomes a copy of `batch_indices[b]`.
 
-        Raises ValueError or TypeError for a wrong tensor or an index outside the batch.
+        Args:
+            batch_indices: Int64 `[B']`; `B'` may differ from `B`.
+
+        Raises:
+            ValueError: The tensor does not fit, or an index is outside the batch.
+            TypeError: The argument is not a tensor.
         """
         checks.rows("batch_indices", batch_indices, self._batch)
         if self._batch is None:
@@ -278,7 +336,7 @@ class BaseIndex(ReadingIndex):
         self._commit(statistics)
 
     def reset(self) -> None:
-        """Forget everything, learned parameters and batch size included."""
+        """Remove everything, including learned parameters and the batch size."""
         self._codes, self._store = self._codes.emptied(), self._store.emptied()
         self._valid, self._learned = self._valid.emptied(), {}
         self._batch, self._length = None, 0
@@ -301,8 +359,10 @@ class BaseIndex(ReadingIndex):
         return {"codes": codes, **self._rows_nbytes()}
 
     def memory(self) -> dict[int, int]:
-        """As `protocol.ReportsMemory.memory`, of a store that tells it; objects of a library are
-        not counted.
+        """Return the memory of the index as `protocol.ReportsMemory.memory` does.
+
+        A store that does not report its memory is not included, and neither are objects of a
+        library such as FAISS.
         """
         sizes: dict[int, int] = {}
         for part in (self._codes, self._store):
@@ -310,9 +370,13 @@ class BaseIndex(ReadingIndex):
         return sizes
 
     def bytes_per_key(self) -> dict[str, float]:
-        """Bytes per token and KV head: `kept` (codes and what is learned), `scanned` by a search.
+        """Return bytes per token and KV head.
 
-        Raises ValueError for an empty index, whose codes have no shape yet.
+        Returns:
+            `kept` for codes and learned parameters, and `scanned` for what a search reads.
+
+        Raises:
+            ValueError: The index is empty, so its codes have no shape yet.
         """
         checks.at_least("len(index)", self._length, 1)
         tokens = self._length * self.geometry.kv_heads * int(self._batch or 1)
@@ -321,10 +385,16 @@ class BaseIndex(ReadingIndex):
         return {"kept": stored / tokens, "scanned": scanned / tokens}
 
     def expand_batch(self, count: int) -> Self:
-        """`count` rows that all read the one row of this index: for as many queries at once.
+        """Return a view with `count` sequences that all read this index's one sequence.
 
-        A view, to search and to fetch from while this index stays as it is. Raises ValueError for
-        a batch other than 1.
+        With it, one call searches for several queries. The view is valid while this index does not
+        change, and only for `search` and `fetch`.
+
+        Args:
+            count: Number of sequences of the view.
+
+        Raises:
+            ValueError: The batch of this index is not 1.
         """
         checks.at_least("count", count, 1)
         if self._batch != 1:
@@ -339,7 +409,7 @@ class BaseIndex(ReadingIndex):
         return view
 
     def explain(self) -> str:
-        """Which backend, store and path of execution it has, and why, a line each."""
+        """Return which backend, store and implementation were chosen, and why, one per line."""
         return "\n".join(self._paths())
 
     def _paths(self) -> list[str]:
@@ -352,16 +422,16 @@ class BaseIndex(ReadingIndex):
 
     @property
     def valid(self) -> Tensor | None:
-        """Which tokens are real, bool `[B, N]`, or None where all are."""
+        """True for tokens that are not padding, bool `[B, N]`, or None where no token is padded."""
         return self._valid.flags
 
     @property
     def counts(self) -> Tensor:
-        """Valid tokens of each row of the batch, int64 `[B]`, on the CPU."""
+        """Number of valid tokens of each sequence, int64 `[B]`, on the CPU."""
         return self._counts
 
 
 def _shared() -> list[str]:
-    """What every index may be given beside the fields of its configuration."""
+    """Return the options that every index has in addition to the fields of its configuration."""
     given = inspect.signature(BaseIndex.__init__).parameters.values()
     return [p.name for p in given if p.kind is p.KEYWORD_ONLY and p.default is not p.empty]

@@ -1,9 +1,9 @@
-"""`PagedIndex`: base of indexes whose unit is a page of consecutive tokens, with a summary each.
+"""`PagedIndex`: base of indexes whose unit is a page of consecutive tokens with a summary.
 
-A row's pages are cut over its valid tokens, in their order: page `p` has those of rank `pP` to
-`pP + P - 1`, so padding moves no page and only a row's last page may be partial. Each page has a
-summary of its keys; an append, or a truncation, recomputes those of the pages that it changes, the
-old keys of which come from the store.
+Pages contain the valid tokens of a sequence in order: page `p` has those of rank `pP` to `pP + P -
+1`. So padding moves no page, and only a sequence's last page may be partial. Each page has a
+summary of its keys. An append or a truncation computes the summaries of the changed pages again,
+with old keys from the store.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from kvindex.storage.sharing import Sharing
 
 
 class Tail(dict[str, Tensor]):
-    """The summaries `[B, G, pages, …]` of all pages from `start` on."""
+    """Summaries `[B, G, pages, …]` of all pages from `start` on."""
 
     def __init__(self, start: int, summaries: Mapping[str, Tensor]) -> None:
         super().__init__(summaries)
@@ -34,12 +34,12 @@ class Tail(dict[str, Tensor]):
 
 
 class PageColumns(Columns):
-    """Columns of summaries: their token axis counts pages, and an append replaces a tail."""
+    """Columns of summaries. Their token axis counts pages; an append replaces the last pages."""
 
     def append(self, new: Mapping[str, Tensor]) -> None:
         """Replace the pages from `new.start` on by those of the `Tail` `new`.
 
-        Earlier views of the pages stay as they are, for a rollback: a copy changes.
+        Earlier views of the pages stay unchanged, for a rollback, because the data is copied first.
         """
         if isinstance(new, Tail) and new.start < len(self):
             self._data = {name: tensor.clone() for name, tensor in self._data.items()}
@@ -48,14 +48,14 @@ class PageColumns(Columns):
         super().append(new)
 
     def truncate(self, length: int) -> None:
-        """Do nothing: the pages that remain after a truncation come as a `Tail`."""
+        """Do nothing: the pages that remain after a truncation arrive as a `Tail`."""
 
 
 class PagedIndex(BaseIndex):
     """Base of the indexes that select pages; `Config` has the fields `page` and `group`.
 
-    An index writes `_summaries_of` and `_page_scores`. `_codes` holds the summaries, `[B, G,
-    pages, …]`; of a row with fewer pages than another the last ones are undefined.
+    A subclass overrides `_summaries_of` and `_page_scores`. `_codes` has the summaries, `[B, G,
+    pages, …]`; in a sequence with fewer pages than another, the last ones are undefined.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -64,22 +64,34 @@ class PagedIndex(BaseIndex):
 
     @abstractmethod
     def _summaries_of(self, keys: Tensor, present: Tensor, marks: Tensor | None) -> Codes:
-        """Summaries `[B, G, pages, …]` of pages of keys `[B, G, pages, P, D]`, zero where none is.
+        """Compute summaries of pages.
 
-        present: bool `[B, 1, pages, P, 1]`, which keys exist; a page may have none, and its summary
-        must be finite all the same. marks: `[B, G, pages, P, W]`, as `_marks` gave them.
+        Args:
+            keys: `[B, G, pages, P, D]`, zero where there is no token.
+            present: Bool `[B, 1, pages, P, 1]`, True where there is a token. A page may have none;
+                its summary must be finite nevertheless.
+            marks: Results of `_marks`, `[B, G, pages, P, W]`, or None.
+
+        Returns:
+            Named tensors `[B, G, pages, …]`.
         """
 
     def _marks(self, keys: Tensor) -> Tensor | None:
-        """Further inputs of summaries, `[B, G, T, W]`, of new tokens with keys `[B, G, T, D]`.
+        """Return additional inputs of summaries, or None.
 
-        Stored with the pages, under the name `marks`; zero for invalid tokens. None for nothing.
+        They are stored with the pages under the name `marks`, zero for invalid tokens.
+
+        Args:
+            keys: Keys of new tokens, `[B, G, T, D]`.
+
+        Returns:
+            `[B, G, T, W]`.
         """
         return None
 
     @abstractmethod
     def _page_scores(self, queries: Tensor) -> Tensor:
-        """Scores float32 `[B, G, g, pages]` of the pages for queries float32 `[B, G, g, D]`."""
+        """Return scores float32 `[B, G, g, pages]` for queries float32 `[B, G, g, D]`."""
 
     @property
     def unit(self) -> int:
@@ -87,7 +99,7 @@ class PagedIndex(BaseIndex):
         return int(self.config.page)
 
     def _page_layout(self, pages: str) -> Layout:
-        """The layout of the codes. pages: the size of their axis of pages."""
+        """Return the layout of the codes; `pages` is the size of their axis of pages."""
         return {}
 
     def _layout(self, held: Held) -> Layout:
@@ -97,7 +109,10 @@ class PagedIndex(BaseIndex):
     # Encoding
 
     def _encode(self, keys: Tensor, learned: Codes) -> Codes:
-        """Summaries of pages that start with these keys (`append` fills an open page first)."""
+        """Return summaries of pages that begin with these keys.
+
+        `append` fills an open page first.
+        """
         none = torch.zeros(len(keys), dtype=torch.int64)
         return self._tail(none, keys, None)
 
@@ -118,10 +133,12 @@ class PagedIndex(BaseIndex):
             self._codes.append(statistics)
 
     def _tail(self, past: Tensor, keys: Tensor | None, valid: Tensor | None) -> Tail:
-        """The last pages, from the first on that `past` int64 `[B]` tokens of a row do not fill.
+        """Compute the last pages again, from the first one that is not full of earlier tokens.
 
-        The first `past` valid tokens of each row come from the store; keys `[B, G, T, D]` follow,
-        zero where `valid` bool `[B, T]` is False.
+        Args:
+            past: Int64 `[B]`: so many valid tokens of each sequence come from the store.
+            keys: Keys that follow, `[B, G, T, D]`, zero for padding; None for no keys.
+            valid: Bool `[B, T]`, False for padding; None where no token is padded.
         """
         device, P = self.geometry.device, int(self.config.page)
         total = past + (0 if keys is None else keys.shape[2])
@@ -131,7 +148,7 @@ class PagedIndex(BaseIndex):
         pages = -(-int(total.max()) // P) - start
         slots = torch.arange(pages * P, device=device)  # slot s: the token of rank start · P + s
         offset = (past - start * P).to(device)[:, None]  # slots of a row that have tokens already
-        parts = []  # keys, marks, slots [B, n]; tokens of the slot past the last one are dropped
+        parts = []  # keys, marks, slots [B, n]; tokens after the last slot are dropped
         known = int(past.max()) - start * P
         if known > 0:
             slot = torch.where(slots[:known] < offset, slots[:known], pages * P)
@@ -153,9 +170,9 @@ class PagedIndex(BaseIndex):
         return Tail(start, summaries if marks is None else {**summaries, "marks": marks})
 
     def _stored_part(self, first: int, present: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Stored keys and marks `[B, G, n, …]` of the tokens of rank `first` on that are `present`.
+        """Return stored keys and marks `[B, G, n, …]` of tokens from rank `first` on.
 
-        present: bool `[B, n]`; entries of the others are undefined.
+        `present` is bool `[B, n]`; entries of tokens that are not present are undefined.
         """
         ids = self._members()[:, first:][:, : present.shape[1]].masked_fill(~present, UNUSED)
         keys = self._store.gather(ids[:, None].expand(-1, self.geometry.kv_heads, -1)).keys
@@ -165,7 +182,7 @@ class PagedIndex(BaseIndex):
         return keys, marks[:, :, : present.shape[1]]
 
     def _members(self) -> Tensor:
-        """Ids of the valid tokens in order, int64 `[B, n]`; -1 where a row has fewer."""
+        """Return the ids of the valid tokens in order, int64 `[B, n]`, padded with -1."""
         device = self.geometry.device
         if self.valid is not None:
             ids: Tensor = self.ops.select.compact(self.valid)
@@ -188,9 +205,9 @@ class PagedIndex(BaseIndex):
 
 
 def _paged(tokens: Tensor, slots: Tensor, *, pages: int, page: int) -> Tensor:
-    """Tokens `[B, G, n, W]` scattered to slots int64 `[B, n]`: `[B, G, pages, P, W]`, else zero.
+    """Scatter tokens `[B, G, n, W]` to slots int64 `[B, n]` of pages `[B, G, pages, P, W]`.
 
-    The slot after the last one is dropped.
+    Other slots are zero. Tokens for the slot after the last one are dropped.
     """
     B, G, _, W = tokens.shape
     shape = (B, G, pages * page + 1, W)
@@ -200,9 +217,9 @@ def _paged(tokens: Tensor, slots: Tensor, *, pages: int, page: int) -> Tensor:
 
 
 def extremes(keys: Tensor, present: Tensor) -> tuple[Tensor, Tensor]:
-    """The least and the largest of each coordinate, `[B, G, pages, D]`; 0 for an empty page.
+    """Return the minimum and the maximum of each coordinate, `[B, G, pages, D]`.
 
-    keys, present: as `PagedIndex._summaries_of` gets them.
+    They are 0 for an empty page. Keys and `present` are as for `PagedIndex._summaries_of`.
     """
     low = keys.masked_fill(~present, float("inf")).amin(3)
     high = keys.masked_fill(~present, float("-inf")).amax(3)
@@ -211,7 +228,7 @@ def extremes(keys: Tensor, present: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def layout_of_boxes(axes: str, geometry: Geometry) -> Layout:
-    """The layout of the codes `low` and `high`, both of these axes."""
+    """Return the layout of the codes `low` and `high`, which both have these axes."""
     low = TensorSpec(
         axes,
         geometry.dtype,
@@ -222,8 +239,14 @@ def layout_of_boxes(axes: str, geometry: Geometry) -> Layout:
 
 
 def box_scores(queries: Tensor, low: Tensor, high: Tensor) -> Tensor:
-    """The largest product with a point of each box, `Σ_i max(q_i low_i, q_i high_i)`.
+    """Return the largest inner product with a point of each box, `Σ_i max(q_i low_i, q_i high_i)`.
 
-    queries: float32 `[B, G, g, D]`; low, high: `[B, G, pages, D]`. Float32 `[B, G, g, pages]`.
+    Args:
+        queries: Float32 `[B, G, g, D]`.
+        low: `[B, G, pages, D]`.
+        high: `[B, G, pages, D]`.
+
+    Returns:
+        Float32 `[B, G, g, pages]`.
     """
     return queries.clamp_min(0) @ high.float().mT + queries.clamp_max(0) @ low.float().mT

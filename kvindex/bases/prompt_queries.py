@@ -19,9 +19,12 @@ CHOICES = ("last", "first", "random", "evenly")
 
 @dataclass(frozen=True)
 class PromptQueries:
-    """The `most` queries that come first in `priority`, in order of their positions.
+    """The `most` queries that come first in the order of `priority`, sorted by position.
 
-    queries: `[B, H, R, D]`; positions: int64 `[R]`; end: the position after the newest query.
+    Attributes:
+        queries: `[B, H, R, D]`.
+        positions: Int64 `[R]`.
+        end: Position after the newest query.
     """
 
     queries: Tensor
@@ -38,10 +41,18 @@ class PromptQueries:
         choice: str,
         seed: int = 0,
     ) -> PromptQueries:
-        """Queries `[B, H, T, D]` at positions int64 `[T]`, ascending, after those of `before`.
+        """Add queries to a sample.
 
-        Queries from the first of the new positions on belong to a sequence that was truncated, and
-        are dropped.
+        Earlier queries from the first of the new positions on belong to a sequence that was
+        truncated, and are dropped.
+
+        Args:
+            before: The sample so far, or None.
+            queries: `[B, H, T, D]`.
+            positions: Int64 `[T]`, ascending.
+            most: Largest number of queries in the sample.
+            choice: How queries are chosen, one of `CHOICES`.
+            seed: Seed for the choice "random".
         """
         end = int(positions[-1]) + 1
         if before is not None:
@@ -52,9 +63,13 @@ class PromptQueries:
         return PromptQueries(queries[:, :, chosen].clone(), positions[chosen], end)
 
     def chosen(self, counts: Tensor, usable: Tensor, *, choice: str, seed: int = 0) -> Tensor:
-        """The first `counts[b]` of the usable queries in `priority`, bool `[B, R]`.
+        """Flag the first `counts[b]` usable queries in the order of `priority`, bool `[B, R]`.
 
-        counts: int64 `[B]`; usable: bool `[B, R]`.
+        Args:
+            counts: Int64 `[B]`.
+            usable: Bool `[B, R]`.
+            choice: How queries are chosen, one of `CHOICES`.
+            seed: Seed for the choice "random".
         """
         order = priority(self.positions, choice, seed).argsort()
         ranked = usable[:, order]
@@ -63,7 +78,7 @@ class PromptQueries:
         return chosen
 
     def before(self, length: int) -> PromptQueries | None:
-        """Those of the first `length` tokens, None where there is none."""
+        """Return the queries of the first `length` tokens, or None if there are none."""
         known = self.positions < length
         if not bool(known.any()):
             return None
@@ -72,11 +87,11 @@ class PromptQueries:
         )
 
     def reordered(self, batch_indices: Tensor) -> PromptQueries:
-        """Row `b` is row `batch_indices[b]` of this."""
+        """Return the sample for a reordered batch: sequence `b` becomes `batch_indices[b]`."""
         return PromptQueries(self.queries[batch_indices], self.positions, self.end)
 
     def tensors(self) -> list[Tensor]:
-        """Tensors that take memory."""
+        """Return the tensors of the sample."""
         return [self.queries, self.positions]
 
 
@@ -93,7 +108,7 @@ def are_real(queries: Tensor) -> Tensor:
 
 
 def layout_of_queries(name: str, held: Held, geometry: Geometry) -> Layout:
-    """The layout of a `PromptQueries` or None, named `name` in a state."""
+    """Return the layout of a `PromptQueries` or None with this name in a state."""
     if not held.has(name):
         return {}
     return {
@@ -110,17 +125,17 @@ def layout_of_queries(name: str, held: Held, geometry: Geometry) -> Layout:
 
 
 def priority(positions: Tensor, choice: str, seed: int = 0) -> Tensor:
-    """Order in which queries are sampled, int64 `[T]`: the least first, distinct below 2^32.
+    """Return the order in which queries are chosen, int64 `[T]`: the lowest number first.
 
-    "evenly" orders by the position's bits in reverse, so that the first of any number of them are
-    spread evenly (van der Corput, 1935); "random" by a hash of 64 bits.
+    Numbers are distinct below 2^32. "evenly" uses the position's bits in reverse, so that any
+    number of first queries is spread evenly (van der Corput, 1935). "random" uses a 64-bit hash.
     """
     if choice == "last":
         return -positions
     order = positions
     if choice == "random":
         order = order + (seed << 32)
-        for odd in (-7046029254386353131, -4658895280553007687):  # of the hash splitmix64
+        for odd in (-7046029254386353131, -4658895280553007687):  # factors of splitmix64
             order = order * odd
             order = order ^ order >> 31
     elif choice == "evenly":
@@ -131,9 +146,9 @@ def priority(positions: Tensor, choice: str, seed: int = 0) -> Tensor:
 
 
 class PromptQueriesIndex(BaseIndex):
-    """Base of an index that chooses rows by the prompt's queries, of which it keeps a sample.
+    """Base of an index that chooses rows by a sample of the prompt's queries.
 
-    `_observed` is the sample, or None; `_sealed` says whether the prompt is complete.
+    `_observed` is the sample, or None. `_sealed` is True once the prompt is complete.
     """
 
     statistics: ClassVar[tuple[str, ...]] = ("_observed", "_sealed")
@@ -142,9 +157,11 @@ class PromptQueriesIndex(BaseIndex):
     _sealed: bool
 
     def _checked_queries(self, queries: Tensor, positions: Tensor) -> Tensor:
-        """Observed queries `[B, H, T, D]`, 0 where they are not finite; positions int64 `[T]`.
+        """Check observed queries `[B, H, T, D]`, and replace numbers that are not finite by 0.
 
-        Raises ValueError or TypeError for a wrong tensor.
+        Raises:
+            ValueError: A shape, dtype or device does not fit.
+            TypeError: An argument is not a tensor.
         """
         g, observed = self.geometry, self._observed
         batch = observed.queries.shape[0] if self._batch is None and observed else self._batch
@@ -154,14 +171,14 @@ class PromptQueriesIndex(BaseIndex):
         return queries.detach().nan_to_num(0, 0, 0)
 
     def _sample_queries(self, queries: Tensor, positions: Tensor, most: int) -> None:
-        """Keep the last `most` queries of the prompt, these included."""
+        """Add queries to the sample of the last `most` queries of the prompt."""
         if len(positions):
             self._observed = PromptQueries.of(
                 self._observed, queries, positions, most=most, choice="last"
             )
 
     def reorder(self, batch_indices: Tensor) -> None:
-        """As `BaseIndex.reorder`; queries may have been observed before the first append."""
+        """Reorder the batch, including queries observed before the first append."""
         if self._batch is None and self._observed:
             check.rows("batch_indices", batch_indices, self._observed.queries.shape[0])
             self._observed = self._observed.reordered(batch_indices.to(self.geometry.device))

@@ -1,10 +1,13 @@
-"""`QueryLists`: queries as centroids, each with an inverted list of its best keys.
+"""`QueryLists`: queries as centroids, each with a list of its best keys (an inverted list).
 
-The state is a mapping of tensors, for `C` centroids with `L` rows in a list:
-`centroids` `[B, G, g, C, D]`; `normalisers` float32 `[B, G, g, C]`, the logarithm of
-each head's softmax sum when the list was built, which is fixed (so that scores of later keys
-compare with those of earlier ones); `lists` int32 `[B, G, C, L]`, ids, best first, -1 for none;
-`list_scores` float32, theirs; `known` bool `[B, C]`, False for a centroid that a row lacks.
+The learned tensors, for `C` centroids with `L` rows in a list:
+
+- `centroids` `[B, G, g, C, D]`.
+- `normalisers` float32 `[B, G, g, C]`: the logarithm of each head's softmax sum when the list was
+  built. It stays fixed, so that scores of later keys can be compared with earlier ones.
+- `lists` int32 `[B, G, C, L]`: token ids, best first, -1 for none.
+- `list_scores` float32 `[B, G, C, L]`: their scores.
+- `known` bool `[B, C]`: False for a centroid that a sequence does not have.
 """
 
 from __future__ import annotations
@@ -22,20 +25,27 @@ from kvindex.core.protocol import UNUSED, Codes
 from kvindex.ops.attention import cap
 
 AXES = {"centroids": 3, "normalisers": 3, "lists": 2, "list_scores": 2, "known": 1}
-"""Tensor -> its axis of centroids."""
+"""Name of a tensor -> its axis of centroids."""
 
 SCORES = 2**22
-"""Scores per block while keys are inserted (16 MiB)."""
+"""Number of scores in memory at a time while keys are inserted (16 MiB)."""
 
 NEVER = float("-inf")
 
 Blocks: TypeAlias = Callable[[], Iterable[tuple[int, Tensor, Tensor | None]]]
-"""Keys in order: (first id, keys `[B, G, n, D]`, valid bool `[B, n]` or None)."""
+"""Function that yields first ids, keys `[B, G, n, D]`, and valid bool `[B, n]` or None, in order.
+"""
 
 
 @dataclass(frozen=True)
 class QueryLists:
-    """Builds lists of `rows` ids each, by the largest share of any head. ops: the backend's."""
+    """Builder of lists of `rows` ids, by the largest attention weight of any head.
+
+    Attributes:
+        geometry: Sizes of heads and vectors.
+        ops: Operations of the backend.
+        rows: Length of a list.
+    """
 
     geometry: Geometry
     ops: Any
@@ -63,9 +73,12 @@ class QueryLists:
         return self.insert(empty, blocks)
 
     def from_search(self, queries: Tensor, ids: Tensor, products: Tensor) -> Codes:
-        """Build a list for queries `[B, H, D]` as one centroid, from the keys that a search scored.
+        """Build one list for queries `[B, H, D]` from the keys that a search has scored.
 
-        ids: int64 `[B, G, n]`, ascending, -1 for none; products: their `q·k`, `[B, G, g, n]`.
+        Args:
+            queries: `[B, H, D]`, which become one centroid.
+            ids: Int64 `[B, G, n]`, ascending, -1 for none.
+            products: Their `q·k`, `[B, G, g, n]`.
         """
         g = self.geometry
         logits = products if g.group_size == 1 else cap(products, g.scale, g.softcap)
@@ -83,9 +96,9 @@ class QueryLists:
         }
 
     def insert(self, learned: Codes, blocks: Blocks) -> Codes:
-        """Insert keys into the lists; `learned` stays as it was.
+        """Return the lists with more keys inserted; `learned` is not changed.
 
-        Ids in `blocks` are above those in the lists, so that equal scores go to the lower id.
+        Ids in `blocks` must be above those in the lists, so that equal scores go to the lower id.
         """
         lists, scores = learned["lists"].clone(), learned["list_scores"].clone()
         for start, keys, valid in blocks():
@@ -103,43 +116,51 @@ class QueryLists:
         return {**learned, "lists": lists, "list_scores": scores}
 
     def _logits(self, centroids: Tensor, keys: Tensor) -> Tensor:
-        """Logits float32 `[B, G, g, c, T]` of centroids `[B, G, g, c, D]`; bare `q·k` if g = 1."""
+        """Return logits of centroids, float32 `[B, G, g, c, T]`; plain `q·k` if g = 1."""
         products = centroids.float() @ keys.float().mT[:, :, None]
         g = self.geometry
         return products if g.group_size == 1 else cap(products, g.scale, g.softcap)
 
     def _list_scores(self, logits: Tensor, totals: Tensor) -> Tensor:
-        """Scores `[B, G, c, T]` in a list: logarithms of shares; bare `q·k` if g = 1."""
+        """Return scores `[B, G, c, T]` in a list: log attention weights; plain `q·k` if g = 1."""
         if logits.shape[2] == 1:
             return logits[:, :, 0]
         return (logits - totals[..., None]).amax(2)
 
     def _chunks(self, totals: Tensor, keys: Tensor) -> Iterator[slice]:
-        """Blocks of the centroids of totals `[B, G, g, C]`."""
+        """Yield slices of the centroids of totals `[B, G, g, C]`."""
         scores_per = totals[..., 0].numel() * (keys.shape[2] + self.rows)
         step = max(SCORES // max(scores_per, 1), 1)
         return (slice(start, start + step) for start in range(0, totals.shape[-1], step))
 
 
 def by_group(queries: Tensor, kv_heads: int) -> Tensor:
-    """Queries `[B, H, C, D]` as centroids `[B, G, g, C, D]`, a copy."""
+    """Return queries `[B, H, C, D]` as centroids `[B, G, g, C, D]`, a copy."""
     B, H, C, D = queries.shape
     return queries.reshape(B, kv_heads, H // kv_heads, C, D).clone()
 
 
 def replace_oldest(learned: Codes, new: Codes, oldest: int) -> Codes:
-    """Replace centroids from `oldest` on by new ones, the last followed by the first."""
+    """Replace centroids from `oldest` on by new ones, continuing at the first after the last."""
     slots = torch.arange(new["known"].shape[1], device=new["known"].device)
     slots = (slots + oldest) % learned["known"].shape[1]
     return {name: learned[name].index_copy(axis, slots, new[name]) for name, axis in AXES.items()}
 
 
 def recall(learned: Codes, queries: Tensor, tokens: int, probes: int, ops: Any) -> Tensor:
-    """Ids in the lists of the `probes` centroids nearest by angle, int64 `[B, G, probes · L]`.
+    """Return the ids in the lists of the centroids that are nearest by angle.
 
-    Ascending, each once, then -1. A centroid is as near as it is to any head of the group.
+    The distance of a centroid is the smallest one to any head of the group.
 
-    queries: float32 `[B, G, g, D]`; tokens: above all ids.
+    Args:
+        learned: Learned tensors.
+        queries: Float32 `[B, G, g, D]`.
+        tokens: Number above all ids.
+        probes: Number of centroids.
+        ops: Operations of the backend.
+
+    Returns:
+        Int64 `[B, G, probes · L]`, ascending without duplicates, padded with -1.
     """
     lists = learned["lists"]
     centroids = normalize(learned["centroids"].float(), dim=-1)

@@ -1,4 +1,4 @@
-"""What reads an index's rows: fetch, and attention to them where they lie, if the store can."""
+"""Methods that read an index's rows: `fetch`, and attention where the store supports it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvindex.core.protocol import UNUSED, Attended, Hits, Placement, Rows
 from kvindex.core.resident import ResidentRows
 from kvindex.storage.store import AttendsToRows, PinsAhead, PlacedRows
 
-_attend: dict[tuple[type, type], bool] = {}  # (index, store) -> whether the store has what it takes
+_attend: dict[tuple[type, type], bool] = {}  # (index, store) -> True if the store can attend
 
 
 class ReadingIndex(StatefulIndex):
@@ -25,12 +25,20 @@ class ReadingIndex(StatefulIndex):
 
     @abstractmethod
     def search(self, queries: Tensor, *, k: int, coverage: float | None = None) -> Hits:
-        """As `KVIndex.search`."""
+        """Select rows, as `KVIndex.search`."""
 
     def fetch(self, hits: Hits) -> Rows:
-        """Full-precision rows of `hits`; unused slots are zero.
+        """Read the rows of hits at full precision.
 
-        Raises ValueError or TypeError for ids of a wrong shape, or that name no row.
+        Args:
+            hits: Result of a search, with ids int64 `[B, G, K]`.
+
+        Returns:
+            Keys `[B, G, K, D]` and values `[B, G, K, Dv]`; zero where unused.
+
+        Raises:
+            ValueError: Ids have a wrong shape or name no row.
+            TypeError: `hits` is not a `Hits`.
         """
         summaries = self._summaries()
         ids = self._checked_ids(hits, 0 if summaries is None else summaries.keys.shape[2])
@@ -47,25 +55,36 @@ class ReadingIndex(StatefulIndex):
 
     @property
     def _places_rows(self) -> bool:
-        """Whether the store knows where rows are."""
+        """True if the store knows where rows are."""
         return isinstance(self._store, PlacedRows)
 
     def placement(self) -> Placement:
-        """As `protocol.PlacesRows.placement`. Raises TypeError of a store that does not know."""
+        """Return how many rows are on the device and on the host.
+
+        Raises:
+            TypeError: The store does not know where its rows are.
+        """
         if not isinstance(self._store, PlacedRows):
             raise TypeError(
-                f"store: got a {type(self._store).__name__}, allowed to be asked for a placement "
-                "is one that has PlacedRows"
+                f"store: got a {type(self._store).__name__}, allowed for a placement is one that "
+                "has PlacedRows"
             )
         where, cache = self._store.rows_by_place(), self._cache_use()
         return Placement(self.row_codec, self.row_bytes, where["device"], where["host"], *cache)
 
     def reserve_ahead(self, tokens: int, *, batch: int) -> None:
-        """Begin to pin memory for rows of so many tokens, on a thread, while other work is done.
+        """Start pinning host memory for rows on another thread, while other work is done.
 
-        Whoever knows how long a prompt and its answer may be calls it before the first token; what
-        the index does not take goes to the next one. Only kernels' rows on the host have this to
-        do. Raises ValueError for a number out of range.
+        If the length of a prompt and its answer is known, call this before the first token. Memory
+        that this index does not use is left for the next one. It has an effect only for rows that
+        kernels store on the host.
+
+        Args:
+            tokens: Number of tokens.
+            batch: Number of sequences.
+
+        Raises:
+            ValueError: A number is out of range.
         """
         check.at_least("tokens", tokens, 1)
         check.at_least("batch", batch, 1)
@@ -73,11 +92,11 @@ class ReadingIndex(StatefulIndex):
             self._store.pin_ahead(tokens, batch)
 
     def _cache_use(self) -> tuple[int, int, int]:
-        """As `protocol.Executor.cache_use`."""
+        """Return the use of a row cache, as `protocol.Executor.cache_use`."""
         return 0, 0, 0
 
     def _rows_nbytes(self) -> dict[str, int]:
-        """Bytes of rows in use: of each place, where the store has several."""
+        """Return the bytes of rows in use, separately for device and host if the store has both."""
         store = self._store
         if not isinstance(store, PlacedRows) or store.near is None:
             return {"rows": store.nbytes()}
@@ -85,21 +104,33 @@ class ReadingIndex(StatefulIndex):
         return {f"rows_{place}": count * self.row_bytes for place, count in rows.items()}
 
     def _attending_store(self) -> AttendsToRows | None:
-        """The store, if it attends to what `fetch` gives: to rows as they are, and no others."""
+        """Return the store if it can attend to exactly the rows that `fetch` returns, else None."""
         store: Any = self._store
         own = type(self)
         known = own, type(store)
-        if known not in _attend:  # looking at a protocol takes longer than a kernel
+        if known not in _attend:  # isinstance() with a protocol takes longer than a kernel
             plain = own.fetch is ReadingIndex.fetch and own._summaries is StatefulIndex._summaries
             _attend[known] = plain and isinstance(store, AttendsToRows)
         return store if _attend[known] and store.attends else None
 
     def attend(self, queries: Tensor, resident: ResidentRows, *, k: int) -> Attended:
-        """As `protocol.Attends.attend`, for an index that holds a token."""
+        """Search and attend, as `protocol.Attends.attend`. The index must not be empty.
+
+        Args:
+            queries: `[B, H, D]`.
+            resident: Rows of sink and window.
+            k: Rows per KV head.
+        """
         return self._attended(queries, self.search(queries, k=k), resident)
 
     def attend_hits(self, queries: Tensor, hits: Hits, resident: ResidentRows) -> Attended:
-        """As `protocol.Attends.attend_hits`, for an index that holds a token."""
+        """Attend to given rows, as `protocol.Attends.attend_hits`. The index must not be empty.
+
+        Args:
+            queries: `[B, H, D]`.
+            hits: Result of a search.
+            resident: Rows of sink and window.
+        """
         check.at_least("len(index)", self._length, 1)
         g = self.geometry
         self._check_tensor("queries", queries, {"B": self._batch, "H": g.q_heads, "D": g.head_dim})

@@ -1,4 +1,4 @@
-"""`Sentences`: where the sentences of a sequence end, and the queries of the newest one."""
+"""`Sentences`: where the sentences of a text end, and the queries of the newest sentence."""
 
 from __future__ import annotations
 
@@ -17,11 +17,15 @@ from kvindex.storage.state import OnHost
 
 @dataclass(frozen=True, eq=False)
 class Sentences:
-    """Ends of sentences, and queries; a token's query belongs to the sentence of the token.
+    """Ends of sentences, and the newest queries. A query belongs to the sentence of its token.
 
-    ends: bool `[B, X]`, or `[1, X]` for all rows: which of the first `X` tokens end a sentence.
-    queries `[B, H, n, D]` with ids `positions`, int64 `[n]` on the CPU, ascending: the newest
-    since the prompt ended. newest: id of the newest query of all, -1 for none.
+    Attributes:
+        ends: True for tokens that end a sentence, bool `[B, X]` or `[1, X]` for all sequences, for
+            the first `X` tokens.
+        queries: Newest queries since the prompt ended, `[B, H, n, D]`.
+        positions: Their token ids, int64 `[n]` on the CPU, ascending.
+        newest: Token id of the newest query of all, -1 for none.
+        sealed: True once the prompt is complete.
     """
 
     ends: Tensor
@@ -32,7 +36,7 @@ class Sentences:
 
     @staticmethod
     def empty(geometry: Geometry) -> Sentences:
-        """The state before the first signal."""
+        """Return the state before the first signal."""
         g = geometry
         ends = torch.empty((1, 0), dtype=torch.bool, device=g.device)
         queries = torch.empty((1, g.q_heads, 0, g.head_dim), dtype=g.dtype, device=g.device)
@@ -41,7 +45,7 @@ class Sentences:
     def with_ends(self, ends: Tensor, first: int) -> Sentences:
         """Set the ends, bool `[B or 1, T]`, of the tokens from `first` on.
 
-        Earlier ends of these and of later tokens, or of another batch, are forgotten.
+        Earlier ends of these and of later tokens are dropped, and those of another batch size.
         """
         old = self.ends[:, :first]
         old = pad(old, (0, first - old.shape[1]))
@@ -54,7 +58,7 @@ class Sentences:
     def with_queries(self, queries: Tensor, positions: Tensor, most: int) -> Sentences:
         """Add queries `[B, H, T, D]` of tokens with ids int64 `[T]`, and keep the newest `most`.
 
-        Queries from the first of these ids on belonged to a sequence that was truncated.
+        Earlier queries from the first of these ids on belong to a sequence that was truncated.
         """
         new = positions.cpu()
         sentences = replace(self, newest=int(new[-1]))
@@ -67,20 +71,20 @@ class Sentences:
         return replace(sentences, queries=queries[:, :, -most:].clone(), positions=new[-most:])
 
     def truncated(self, length: int) -> Sentences:
-        """The state without the tokens from `length` on."""
+        """Return the state without the tokens from `length` on."""
         remaining = self.positions < length
         queries, newest = self.queries[:, :, : int(remaining.sum())], min(self.newest, length - 1)
         ends, positions = self.ends[:, :length], self.positions[remaining]
         return replace(self, ends=ends, queries=queries, positions=positions, newest=newest)
 
     def reordered(self, order: Tensor) -> Sentences:
-        """Row `b` is row `order[b]` of this."""
+        """Return the state for a reordered batch: sequence `b` becomes `order[b]`."""
         ends = self.ends[order] if len(self.ends) > 1 else self.ends
         queries = self.queries[order] if len(self.positions) else self.queries
         return replace(self, ends=ends, queries=queries)
 
     def ends_at(self, ids: Tensor) -> Tensor:
-        """Whether a sentence ends with tokens int64 `[B, n]`; undefined for ids below 0."""
+        """Return True where a sentence ends with a token, for ids int64 `[B, n]` of at least 0."""
         count = self.ends.shape[1]
         if not count:
             return torch.zeros_like(ids, dtype=torch.bool)
@@ -88,10 +92,12 @@ class Sentences:
         return flags & (ids < count)
 
     def mean_query(self, queries: Tensor, most: int) -> Tensor:
-        """The mean query of the sentence that queries `[B, H, D]` belong to, float32 `[B, H, D]`.
+        """Return the mean query of the current sentence, float32 `[B, H, D]`.
 
-        If they equal the newest observed ones they are those; else they are of the next token. At
-        most the last `most` queries of the sentence count.
+        Args:
+            queries: `[B, H, D]`. If they equal the newest observed queries they are the same token;
+                else they belong to the next token.
+            most: Number of last queries of the sentence that count.
         """
         observed, queries = self.queries, queries.float()
         if not len(self.positions) or len(observed) != len(queries):
@@ -110,10 +116,15 @@ class Sentences:
 
 
 def split(ended: Tensor, counts: Tensor, longest: int) -> tuple[Tensor, Tensor]:
-    """First tokens of sentences, -1 for none, and their lengths, 0 for none: int64 `[B, U]` each.
+    """Split tokens into sentences.
 
-    ended: bool `[B, n]`, tokens with which one ends; counts: int64 `[B]`, a row's tokens, the
-    first ones; longest: tokens after which one is cut.
+    Args:
+        ended: True for tokens that end a sentence, bool `[B, n]`.
+        counts: Number of tokens of each sequence, int64 `[B]`.
+        longest: Number of tokens after which a sentence is cut.
+
+    Returns:
+        First token of each sentence, -1 for none, and its length, 0 for none, int64 `[B, U]` each.
     """
     if not ended.shape[1]:
         return counts[:, None][:, :0], counts[:, None][:, :0]

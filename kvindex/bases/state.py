@@ -1,10 +1,18 @@
 """An index as named tensors: `state_dict` and `load_state_dict` of every index.
 
-Names: `length` and `batch` (numbers), `rows` uint8 `[B, G, N, row_bytes]` as the row codec made
-them, `row_center` float32 `[B, G, D]` where those are codes from one (`storage/centers.py`),
-`valid` bool `[B, N]` where a token is not, `codes.…` (`Codes`), `learned.…` (`_learn`),
-`statistics.…` (the attributes that a class names in `statistics`), `about`. Objects of a library
-are no state: they are made again from the rows (`_after_rollback`).
+| name | contents |
+|---|---|
+| `length`, `batch` | numbers |
+| `rows` | uint8 `[B, G, N, row_bytes]`, encoded by the row codec |
+| `row_center` | float32 `[B, G, D]`, if rows are relative to a center (`storage/centers.py`) |
+| `valid` | bool `[B, N]`, if some token is padded |
+| `codes.…` | codes |
+| `learned.…` | learned parameters (`_learn`) |
+| `statistics.…` | attributes that the class lists in `statistics` |
+| `about` | which index the state belongs to |
+
+Objects of a library such as FAISS are not part of the state; they are rebuilt from the rows
+(`_after_rollback`).
 """
 
 from __future__ import annotations
@@ -33,7 +41,7 @@ MOST_SEQUENCES = 2**20
 
 
 class StatefulIndex(NamedState, Hooks):
-    """What `BaseIndex` keeps, as tensors, and back."""
+    """Base of `BaseIndex` that converts an index to named tensors and back."""
 
     statistics: ClassVar[tuple[str, ...]] = ()
 
@@ -46,9 +54,10 @@ class StatefulIndex(NamedState, Hooks):
     _counts: Tensor
 
     def state_dict(self) -> State:
-        """All that this index keeps, as named tensors: copies, or tensors that nobody writes to.
+        """Return the contents of this index as named tensors, which later calls do not change.
 
-        Raises what a check on a CUDA device has found since the last call.
+        Raises:
+            ValueError: A check on a CUDA device has found an error since the last call.
         """
         self.raise_pending()
         state: State = {"length": torch.tensor(self._length)}
@@ -66,7 +75,7 @@ class StatefulIndex(NamedState, Hooks):
         return signed(self._whose(), {**state, **above("statistics", self._packed())})
 
     def _encoded_rows(self) -> EncodedRows:
-        """The store. Raises TypeError for one of others that does not give its rows as bytes."""
+        """Return the store, or raise TypeError if it cannot return its rows as bytes."""
         if not isinstance(self._store, EncodedRows):
             raise TypeError(
                 f"store: got a {type(self._store).__name__}, allowed for a state is one with "
@@ -75,9 +84,9 @@ class StatefulIndex(NamedState, Hooks):
         return self._store
 
     def _append_rows(self, rows: Tensor, center: Tensor | None) -> None:
-        """Rows of a state. Raises TypeError for a store that cannot take them."""
+        """Append the rows of a state, or raise TypeError if the store does not support it."""
         store = self._encoded_rows()
-        if center is None:  # of zeros, as rows were once that are codes, and plain ones are
+        if center is None:  # plain rows, or coded rows without a center
             store.append_encoded(rows)
         elif isinstance(store, CenteredRows):
             store.append_encoded(rows, center)
@@ -88,10 +97,16 @@ class StatefulIndex(NamedState, Hooks):
             )
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Become what `state_dict` of an index of the same geometry and configuration was.
+        """Load a state of an index with the same geometry and configuration.
 
-        On any device and backend. Raises TypeError or ValueError, in words, for anything else, and
-        for an index that holds tokens; the index stays as it was.
+        Device and backend may differ. If the call fails, the index is unchanged.
+
+        Args:
+            state: Result of `state_dict`.
+
+        Raises:
+            ValueError: The state does not fit, or this index is not empty.
+            TypeError: A part of the state is not a tensor, or the store cannot load rows.
         """
         self.check_state(state)
         if self._batch is not None:
@@ -117,7 +132,7 @@ class StatefulIndex(NamedState, Hooks):
         self._after_rollback()
 
     def check_state(self, state: Mapping[str, Tensor]) -> None:
-        """Check a state as `protocol.ChecksState.check_state` says."""
+        """Check a state as `protocol.ChecksState.check_state` does."""
         check_signed(self._whose(), state)
         own = {name: tensor for name, tensor in state.items() if name != ABOUT}
         g, length = self.geometry, scalar("length", own)
@@ -152,7 +167,7 @@ class StatefulIndex(NamedState, Hooks):
         return layout
 
     def _layout_of_rest(self, state: Mapping[str, Tensor]) -> Layout:
-        """Return what other tensors must be like if the index declares nothing."""
+        """Return the requirements for tensors that the index does not declare."""
         codes = {name: TensorSpec("B G N ...") for name in below("codes", state)}
         learned = {name: TensorSpec("B ...") for name in below("learned", state)}
         statistics = self._layout_of_attributes(below("statistics", state))
@@ -160,7 +175,7 @@ class StatefulIndex(NamedState, Hooks):
         return {f"{part}.{name}": spec for part in parts for name, spec in parts[part].items()}
 
     def recipe(self) -> Recipe:
-        """How another like it is made, but for its device, store and backend: JSON."""
+        """Return how to create such an index, as JSON, without device, store and backend."""
         geometry = self.geometry.options()
         geometry.pop("device")
         return {
@@ -171,15 +186,21 @@ class StatefulIndex(NamedState, Hooks):
         }
 
     def save(self, folder: str | os.PathLike[str]) -> None:
-        """Write all that this index keeps to a new folder, for `kvindex.load`.
+        """Write the index to a new folder, for `kvindex.load`.
 
-        The folder is whole, or is not there. Raises OSError for one that is there already or cannot
-        be written, and as `state_dict`.
+        The folder is complete or does not exist.
+
+        Args:
+            folder: Path of the new folder.
+
+        Raises:
+            OSError: The folder exists or cannot be written.
+            ValueError: As for `state_dict`.
         """
         save_folder(folder, "index", self.recipe(), {"state": self.state_dict})
 
     def _whose(self) -> dict[str, Any]:
-        """What an index must agree in to take the state of this one."""
+        """Return what an index must agree in to load the state of this one."""
         geometry = self.geometry.options()
         geometry.pop("device")
         return {
