@@ -82,16 +82,16 @@ class Wrapper(Capable, NamedState, Guarded):
 
     def rollback(self, checkpoint: Any) -> None:
         """Be again what `checkpoint` says; an inner index that cannot go back is truncated."""
-        before, held = checkpoint
+        before, length = checkpoint
         super().rollback(before)
-        if held is not None:
-            cut_back(self.inner, held)
+        if length is not None:
+            cut_back(self.inner, length)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """A wrapper around a copy of the inner index."""
-        twin = super().__deepcopy__(memo)
-        twin.inner = deepcopy(self.inner, memo)
-        return twin
+        copied = super().__deepcopy__(memo)
+        copied.inner = deepcopy(self.inner, memo)
+        return copied
 
     @property
     def geometry(self) -> Geometry:

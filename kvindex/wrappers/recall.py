@@ -79,8 +79,8 @@ class MeasureRecall(Wrapper):
             true = self._exact.ops.select.top_k(scores, most)[1]  # [B, G, g, k]
             self._wanted += int((true >= 0).sum())
             used = hits.ids[..., : int((hits.ids != UNUSED).sum(-1).max())]
-            self._found += _shared(true, used)
-            self._reachable += _shared(true, self._exact.search(queries, k=most).ids)
+            self._found += _common(true, used)
+            self._reachable += _common(true, self._exact.search(queries, k=most).ids)
         return hits
 
     def append(self, keys: Tensor, values: Tensor, *, valid: Tensor | None = None) -> None:
@@ -128,7 +128,7 @@ class MeasureRecall(Wrapper):
         self._found = self._reachable = self._wanted = 0
 
 
-def _shared(true: Tensor, ids: Tensor) -> int:
+def _common(true: Tensor, ids: Tensor) -> int:
     """How many of the true ids `[B, G, g, k]` are among the ids `[B, G, K]`."""
     hit = (true[..., None] == ids[:, :, None, None]).any(-1)
     return int((hit & (true >= 0)).sum())

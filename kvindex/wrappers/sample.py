@@ -84,7 +84,7 @@ class Sample(Wrapper):
         g = self.geometry
         logits = hits.scores if g.group_size > 1 else cap(hits.scores, g.scale, g.softcap)
         logits = logits.masked_fill(hits.ids == UNUSED, float("-inf"))  # a softcap makes it finite
-        places, weights = self._drawn(logits, hits.ids, most)
+        places, weights = self._sampled(logits, hits.ids, most)
         unused, at = places < 0, places.clamp_min(0)
         found = Hits(
             hits.ids.gather(-1, at).masked_fill(unused, UNUSED),
@@ -97,12 +97,12 @@ class Sample(Wrapper):
         """Rows to draw `k` from, of an index that holds so many tokens."""
         return k * self.pool
 
-    def _drawn(self, logits: Tensor, ids: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    def _sampled(self, logits: Tensor, ids: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """As `ops.sampling.draw`."""
         runs = capability(self.inner, RunsOps)
-        drawing = ops if runs is None else runs.ops
-        drawn: tuple[Tensor, Tensor] = drawing.sampling.draw(logits, ids, k, int(self.share * k))
-        return drawn
+        backend = ops if runs is None else runs.ops
+        chosen: tuple[Tensor, Tensor] = backend.sampling.draw(logits, ids, k, int(self.share * k))
+        return chosen
 
     def _check_weights(self, weighted: bool) -> None:
         if weighted:

@@ -84,8 +84,8 @@ class Sharded(ShardedTokens):
 
     def _facts(self) -> dict[str, Any]:
         """What all ranks must have alike."""
-        tells = capability(self.inner, ReportsRecipe)
-        index = {"index": class_name(type(self.inner))} if tells is None else tells.recipe()
+        reports = capability(self.inner, ReportsRecipe)
+        index = {"index": class_name(type(self.inner))} if reports is None else reports.recipe()
         versions = {"version": __version__, "torch": str(torch.__version__)}
         return {**versions, **index, "block": self.block, "rows": self.rows}
 
@@ -109,11 +109,11 @@ class Sharded(ShardedTokens):
         check.wanted_rows(k)
         self._check_queries(queries)
         most, queries = min(k, max(2 * self._length, 1)), queries.detach()  # a summary a token
-        shares = capability(self.inner, SearchesShare)
+        searcher = capability(self.inner, SearchesShare)
         if capability(self.inner, WeighsRows) is not None:
-            hits = self._drawn(queries, most)
-        elif shares is not None:
-            own = shares.search_share(queries, k=most, total=self._total)
+            hits = self._sampled(queries, most)
+        elif searcher is not None:
+            own = searcher.search_share(queries, k=most, total=self._total)
             found = self._ranks.gather(self._shard.to_whole(own.ids), own.scores)
             ids, scores = map(_side_by_side, found)
             hits = _best(ids, scores, most)[0]
@@ -136,7 +136,7 @@ class Sharded(ShardedTokens):
         scores = groups.agree(products, "mean_share", scale=g.scale, softcap=g.softcap)
         return _best(ids, scores, k)[0]
 
-    def _drawn(self, queries: Tensor, k: int) -> Hits:
+    def _sampled(self, queries: Tensor, k: int) -> Hits:
         """Rows that each rank draws of its own, with their weights: so many of each."""
         rank, count = self._ranks.rank, self._ranks.count
         most, mine = -(-k // count), k // count + (rank < k % count)
@@ -211,7 +211,7 @@ class Sharded(ShardedTokens):
             return super().attend(queries, resident, k=k)
         check.wanted_rows(k)
         self._check_queries(queries)
-        resident = self._beside(resident)
+        resident = self._own_resident(resident)
         seen, attends = len(resident) > 0, capability(self.inner, Attends)
         if not len(self.inner) or attends is None:
             hits = self.inner.search(queries, k=min(k, max(len(self.inner) * 2, 1)))
@@ -224,14 +224,14 @@ class Sharded(ShardedTokens):
         self._check_queries(queries)
         own, resident = (
             self._own_hits(self._checked_ids(hits), hits.log_weight),
-            self._beside(resident),
+            self._own_resident(resident),
         )
         seen, attends = len(resident) > 0, capability(self.inner, Attends)
         if not len(self.inner) or attends is None:
             return self._merged(self._attended(queries, own, resident), seen=seen)
         return self._merged(attends.attend_hits(queries, own, resident), seen=seen)
 
-    def _beside(self, resident: ResidentRows) -> ResidentRows:
+    def _own_resident(self, resident: ResidentRows) -> ResidentRows:
         """What this rank attends to beside its rows: all that is resident, or nothing."""
         if self._ranks.rank == 0:
             return resident
@@ -242,15 +242,15 @@ class Sharded(ShardedTokens):
     def _attended(self, queries: Tensor, hits: Hits, resident: ResidentRows) -> Attended:
         """Attention to rows of the inner index, and to those that are resident, op by op."""
         g, rows, count = self.geometry, self.inner.fetch(hits), len(resident)
-        beside = resident.rows[:, :, :count].tensor_split([g.head_dim], dim=-1)
+        own_resident = resident.rows[:, :, :count].tensor_split([g.head_dim], dim=-1)
         used = hits.ids != UNUSED
         seen = resident.mask[:, None, :count].bool().expand(-1, g.kv_heads, -1)
         hidden = ~torch.cat([used, seen], dim=2).repeat_interleave(g.group_size, dim=1)
         bias = torch.zeros_like(hidden, dtype=torch.float32).masked_fill(hidden, NEVER)
         if hits.log_weight is not None:
             bias[..., : used.shape[-1]] += hits.log_weight
-        keys = torch.cat([rows.keys, beside[0]], dim=2)
-        values = torch.cat([rows.values, beside[1]], dim=2)
+        keys = torch.cat([rows.keys, own_resident[0]], dim=2)
+        values = torch.cat([rows.values, own_resident[1]], dim=2)
         options: Any = dict(scale=g.scale, softcap=g.softcap, bias=bias, return_lse=True)
         output, lse = ops.attention.attend(queries.detach(), keys, values, **options)
         return Attended(output, lse, used.sum(-1, dtype=torch.int32))
@@ -285,18 +285,18 @@ class Sharded(ShardedTokens):
         """As `protocol.CapturesStep.prepare_replay`, on all ranks."""
         check.at_least("len(index)", self._length, 1)
         step = self._step
-        beside = step.beside if step is not None and step.resident is resident else None
-        if beside is None:
-            beside = resident if self._ranks.rank == 0 else resident.unseen()
-        reads = self._inner(CapturesStep).prepare_replay(beside, k=k)
-        if step is None or step.beside is not beside or step.reads is not reads:
+        own_resident = step.own_resident if step is not None and step.resident is resident else None
+        if own_resident is None:
+            own_resident = resident if self._ranks.rank == 0 else resident.unseen()
+        reads = self._inner(CapturesStep).prepare_replay(own_resident, k=k)
+        if step is None or step.own_resident is not own_resident or step.reads is not reads:
             g = self.geometry
             shape = resident.batch, g.kv_heads
             if step is not None and step.found.shape == shape:
                 found = step.found  # whoever watches it goes on
             else:
                 found = torch.zeros(shape, dtype=torch.int64, device=g.device)
-            step = self._step = _Step(resident, beside, reads, found)
+            step = self._step = _Step(resident, own_resident, reads, found)
             self._load_messages(found)
         return step
 
@@ -320,7 +320,7 @@ class Sharded(ShardedTokens):
         step = self._step
         if step is None or step.resident is not resident:
             raise RuntimeError("graph: got a step before prepare_replay(), allowed is one after it")
-        own = self._inner(CapturesStep).captured_step(queries, token, step.beside, k=k)
+        own = self._inner(CapturesStep).captured_step(queries, token, step.own_resident, k=k)
         merged = self._merged(own, seen=self._ranks.rank == 0, take=True, total=step.found)
         return Attended(merged.output, merged.lse, step.found)
 
@@ -361,7 +361,7 @@ class _Step:
     """
 
     resident: ResidentRows
-    beside: ResidentRows
+    own_resident: ResidentRows
     reads: object
     found: Tensor
 

@@ -19,7 +19,7 @@ from kvindex.ops import priority
 from kvindex.ops.select import top_k
 from kvindex.wrappers.sample import Sample
 
-PILOT, DRAWN = range(2)
+PILOT, SAMPLED = range(2)
 """What a row's random numbers are for; one tells nothing of the other."""
 
 
@@ -60,19 +60,19 @@ class VAttention(Sample):
     def _pool(self, k: int, tokens: int) -> int:
         return max(k, tokens)
 
-    def _drawn(self, logits: Tensor, ids: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    def _sampled(self, logits: Tensor, ids: Tensor, k: int) -> tuple[Tensor, Tensor]:
         sure = k - int(self.share * k)
         rest = logits > float("-inf")
         best = torch.where(rest, _positions(rest), -1)[..., :sure]
         rest[..., :sure] = False
         left = rest.sum(-1, keepdim=True)
         wanted = torch.where(left <= k - sure, left, self._wanted(logits, ids, rest, sure))
-        drawn = self._some(rest, ids, k - sure, wanted, DRAWN)
-        weight = (left / (drawn >= 0).sum(-1, keepdim=True)).log()
+        sampled = self._some(rest, ids, k - sure, wanted, SAMPLED)
+        weight = (left / (sampled >= 0).sum(-1, keepdim=True)).log()
         weights = torch.cat(
-            [torch.zeros(best.shape, device=ids.device), weight.expand_as(drawn)], -1
+            [torch.zeros(best.shape, device=ids.device), weight.expand_as(sampled)], -1
         )
-        return _in_order(torch.cat([best, drawn], -1), weights)
+        return _in_order(torch.cat([best, sampled], -1), weights)
 
     def _wanted(self, logits: Tensor, ids: Tensor, rest: Tensor, sure: int) -> Tensor:
         """Rows of a sample of `rest` that has ε and δ, int64 `[B, G, 1]`."""
@@ -89,8 +89,8 @@ class VAttention(Sample):
 
     def _some(self, rest: Tensor, ids: Tensor, most: int, counts: Tensor, use: int) -> Tensor:
         """Positions of `counts` rows of `rest` at random, int64 `[B, G, most]`, then -1."""
-        _, drawn = top_k(self._noise(ids, use).masked_fill(~rest, float("-inf")), most)
-        return drawn.masked_fill(_positions(drawn) >= counts, -1)
+        _, sampled = top_k(self._noise(ids, use).masked_fill(~rest, float("-inf")), most)
+        return sampled.masked_fill(_positions(sampled) >= counts, -1)
 
     def _noise(self, ids: Tensor, use: int) -> Tensor:
         """Of rows int64 `[B, G, P]`: float32."""
