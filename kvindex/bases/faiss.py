@@ -269,7 +269,7 @@ class FaissIndex(BaseIndex):
         return best, None if keys is None else keys.to(device)
 
     def _searches(self) -> Iterator[tuple[int, int, list[int]]]:
-        """Yield sequence and head of each non-empty FAISS index, and all sequences that share it."""
+        """Yield the place of each non-empty FAISS index, and all sequences that share it."""
         for g in range(self.geometry.kv_heads):
             alike: dict[int, list[int]] = {}
             for b, rows in enumerate(self._faiss_indexes):

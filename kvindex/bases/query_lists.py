@@ -33,8 +33,7 @@ SCORES = 2**22
 NEVER = float("-inf")
 
 Blocks: TypeAlias = Callable[[], Iterable[tuple[int, Tensor, Tensor | None]]]
-"""Function that yields first ids, keys `[B, G, n, D]`, and valid bool `[B, n]` or None, in order.
-"""
+"""Function that yields first id, keys `[B, G, n, D]` and valid bool `[B, n]` or None, in order."""
 
 
 @dataclass(frozen=True)
