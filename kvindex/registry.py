@@ -1,7 +1,8 @@
-"""Registry: indexes by name, found by scanning `kvindex/indexes/` and installed entry points.
+"""Registry: create indexes by name. They are found in `kvindex/indexes/` and in installed packages.
 
-No list names them. A package brings an index by an entry point of the group `kvindex.indexes`,
-whose name is the index's and whose object is a class on `BaseIndex` (docs/adding-an-index.md).
+There is no list of names. A package adds an index with an entry point in the group
+`kvindex.indexes`. The entry point has the index's name and refers to a class derived from
+`BaseIndex` (docs/adding-an-index.md).
 """
 
 from __future__ import annotations
@@ -23,13 +24,14 @@ from kvindex.storage.recipe import class_name
 from kvindex.wrappers.base import Wrapper
 
 GROUP = "kvindex.indexes"
-"""Of the entry points by which packages bring indexes."""
+"""Group of the entry points with which packages add indexes."""
 
 
 def names() -> list[str]:
-    """The names of all indexes, those of installed packages included; imports none of them.
+    """Return the names of all indexes, including installed ones, without importing them.
 
-    A hyphen in a name is an underscore in its file. Warns of installed names that are left out.
+    A hyphen in a name is an underscore in its file name. Warns of installed names that are left
+    out.
     """
     for reason in refused().values():
         warnings.warn(reason, stacklevel=2)
@@ -37,18 +39,18 @@ def names() -> list[str]:
 
 
 def installed() -> dict[str, EntryPoint]:
-    """The indexes that installed packages bring: name -> entry point, not yet imported."""
+    """Return the indexes of installed packages: name -> entry point, not imported yet."""
     left_out = refused()
     return {name: points[0] for name, points in _brought().items() if name not in left_out}
 
 
 def refused() -> dict[str, str]:
-    """Names that installed packages bring and that are left out: name -> why."""
+    """Return the names in installed packages that are left out: name -> reason."""
     reasons, folder = {}, _in_folder()
     for name, points in _brought().items():
         given = f"{GROUP}: got the name {name!r} from {' and '.join(map(_described, points))}"
         if name in folder:
-            reasons[name] = f"{given}, allowed is one that kvindex has not: its own index is used"
+            reasons[name] = f"{given}, allowed is a name that kvindex has not: its own is used"
         elif len(points) > 1:
             reasons[name] = f"{given}, allowed is one package for a name: uninstall the others"
         elif set(name) & set(":+="):
@@ -57,10 +59,15 @@ def refused() -> dict[str, str]:
 
 
 def get(name: str) -> type[BaseIndex]:
-    """The class of an index.
+    """Return the class of an index.
 
-    Raises ValueError for an unknown name, with near matches, or one that several packages bring;
-    ImportError for one whose package cannot be imported or has no such class.
+    Args:
+        name: Name of the index, such as "pariskv".
+
+    Raises:
+        ValueError: The name is unknown (the message has similar names), or several packages have
+            it.
+        ImportError: The package cannot be imported or does not have such a class.
     """
     if check.text("index", name) in _in_folder():
         found: type[BaseIndex] = _only(_module_of(indexes, name), BaseIndex)
@@ -74,12 +81,19 @@ def get(name: str) -> type[BaseIndex]:
 
 
 def create(index: str, **options: Any) -> KVIndex:
-    """A new index from its name, or from a line such as `"pariskv:preset=paper:beta=.05"`.
+    """Create an index from its name, with options.
 
-    Wrappers (`kvindex/wrappers/`) follow after a plus: `"exact+sample:share=.5"`.
+    Args:
+        index: A name, or a line with options such as `"pariskv:preset=paper:beta=0.05"`. Wrappers
+            (`kvindex/wrappers/`) follow after a plus sign: `"exact+sample:share=0.5"`.
+        **options: The geometry (`q_heads`, `kv_heads`, `head_dim`, …), `preset`, and fields of the
+            index's configuration. They override options in the line.
 
-    options: the geometry (`q_heads`, `kv_heads`, `head_dim`, …), `preset` and single fields of
-    the index's configuration; they override what the line says. Raises ValueError.
+    Returns:
+        An empty index.
+
+    Raises:
+        ValueError: A name or an option is unknown or out of range.
     """
     first, *around = check.text("index", index).split("+")
     name, given = parse_spec(first)
@@ -91,17 +105,16 @@ def create(index: str, **options: Any) -> KVIndex:
 
 
 def class_of(source: str) -> type[BaseIndex] | type[Wrapper]:
-    """Find the index or wrapper of a class `module:Class` (`storage.recipe.class_name`).
+    """Return the index or wrapper class with the source `module:Class`.
 
-    Only classes of indexes and wrappers that have a name are found, so that a saved folder cannot
-    make this process import any other module. Raises ValueError for any other class.
+    The source is the result of `storage.recipe.class_name`. Only classes that have a name here are
+    imported, so that a file cannot make other modules be imported.
+
+    Raises:
+        ValueError: No index or wrapper has this class.
     """
     module = source.partition(":")[0]
-    folder = [
-        name
-        for name in _in_folder()
-        if module in (_module_of(indexes, name), f"kvindex.{name}.index")  # a package of its own
-    ]
+    folder = [name for name in _in_folder() if module == _module_of(indexes, name)]
     for name in folder or installed():
         if class_name(get(name)) == source:
             return get(name)
@@ -110,13 +123,13 @@ def class_of(source: str) -> type[BaseIndex] | type[Wrapper]:
             found: type[Wrapper] = wrapper
             return found
     raise ValueError(
-        f"index: got the class {source!r}, allowed is one that has a name (kvindex.names()); of "
-        "another, load into an empty one: kvindex.load(folder, into=…)"
+        f"index: got the class {source!r}, allowed is one that has a name (kvindex.names()); for "
+        "another class, load into an empty index: kvindex.load(folder, into=…)"
     )
 
 
 def wrapper_options() -> dict[str, dict[str, Any]]:
-    """The wrappers that may follow an index after a plus: name -> option -> default."""
+    """Return the wrappers that may follow an index after a plus: name -> option -> default."""
     found = {}
     for name in sorted(module.name for module in pkgutil.iter_modules(wrappers.__path__)):
         if not name.endswith("base"):
@@ -146,7 +159,7 @@ def _in_folder() -> list[str]:
 
 
 def _brought() -> dict[str, list[EntryPoint]]:
-    """All that packages bring, by name."""
+    """Return all entry points of installed packages, by name."""
     brought: dict[str, list[EntryPoint]] = {}
     for point in entry_points(group=GROUP):
         brought.setdefault(point.name, []).append(point)
@@ -164,14 +177,14 @@ def _loaded(point: EntryPoint) -> type[BaseIndex]:
         found = point.load()
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
-        raise ImportError(f"{given}, allowed is what can be imported ({reason})") from error
+        raise ImportError(f"{given}, which cannot be imported ({reason})") from error
     if not (isinstance(found, type) and issubclass(found, BaseIndex)):
         raise ImportError(f"{given}, which is {found!r}; allowed is a class on BaseIndex")
     return found
 
 
 def _only(name: str, base: type) -> Any:
-    """Return the one class on `base` that a module defines, or re-exports by its `__all__`."""
+    """Return the one class on `base` that a module defines, or re-exports in `__all__`."""
     module = vars(importlib.import_module(name))
     exported = module.get("__all__", ())
     found = [

@@ -59,7 +59,7 @@ class Plan:
     per_block: int
 
     def cuts(self, prompt: int, count: int) -> list[Cut]:
-        """Return the cuts of a sequence of `count` valid tokens, of which `prompt` are the prompt."""
+        """Return the cuts of `count` valid tokens, of which the first `prompt` are the prompt."""
         segment, cuts = self.segment or max(prompt, 1), []
         for start in range(0, prompt, segment):
             stop = min(start + segment, prompt)

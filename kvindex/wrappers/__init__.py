@@ -1,4 +1,4 @@
-"""Indexes around any index: what is a wrapper need not be an option of each index."""
+"""Wrappers: indexes around any other index, so that not every index needs the same option."""
 
 from kvindex.wrappers.base import Wrapper
 from kvindex.wrappers.recall import MeasureRecall

@@ -1,4 +1,4 @@
-"""Wrapper: passes every call to the index inside it; subclasses change some of them."""
+"""`Wrapper`: passes every call to the index that it wraps. Subclasses change some calls."""
 
 from __future__ import annotations
 
@@ -57,17 +57,21 @@ from kvindex.storage.state import (
 
 
 class Wrapper(Capable, NamedState, Guarded):
-    """Behaves as the index `inner`, and offers what both it and that index are able to.
+    """An index that wraps the index `inner` and behaves like it.
 
-    A search of its own is no step of the inner index: no wrapper offers `DecodesStep`.
+    It offers the capabilities that both the wrapper and the inner index have. A search of a wrapper
+    is not a decode step of the inner index, so no wrapper offers `DecodesStep`.
+
+    Args:
+        inner: The index to wrap.
     """
 
     holds: ClassVar[frozenset[str]] = frozenset({"inner"})
-    """Names in a state below which another index's is."""
+    """Prefixes of names in a state under which the states of other indexes are stored."""
     own: ClassVar[frozenset[type]] = frozenset()
-    """Capabilities that a subclass has whatever the inner index offers."""
+    """Capabilities that a subclass has even if the inner index does not have them."""
     lacks: ClassVar[frozenset[type]] = frozenset()
-    """Capabilities that a subclass has not, whatever the inner index offers."""
+    """Capabilities that a subclass does not have even if the inner index has them."""
 
     def __init__(self, inner: KVIndex) -> None:
         self.inner = inner
@@ -76,83 +80,83 @@ class Wrapper(Capable, NamedState, Guarded):
         return f"<{type(self).__name__} of {self.inner!r}>"
 
     def checkpoint(self) -> Any:
-        """What the wrapper and the inner index are now, for `rollback`."""
+        """Return the current state of the wrapper and the inner index, for `rollback`."""
         foreign = not isinstance(self.inner, Restorable)
         return super().checkpoint(), len(self.inner) if foreign else None
 
     def rollback(self, checkpoint: Any) -> None:
-        """Be again what `checkpoint` says; an inner index that cannot go back is truncated."""
+        """Restore a checkpoint; an inner index without rollback is truncated."""
         before, length = checkpoint
         super().rollback(before)
         if length is not None:
             cut_back(self.inner, length)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """A wrapper around a copy of the inner index."""
+        """Return a wrapper around a copy of the inner index."""
         copied = super().__deepcopy__(memo)
         copied.inner = deepcopy(self.inner, memo)
         return copied
 
     @property
     def geometry(self) -> Geometry:
-        """The inner index's geometry."""
+        """Geometry of the inner index."""
         return self.inner.geometry
 
     @property
     def config(self) -> Any:
-        """The inner index's configuration."""
+        """Configuration of the inner index."""
         return self.inner.config
 
     def encode(self, keys: Tensor) -> Codes:
-        """As the inner index does."""
+        """Encode keys `[B, G, N, D]` with the inner index."""
         return self.inner.encode(keys)
 
     def append(self, keys: Tensor, values: Tensor, *, valid: Tensor | None = None) -> None:
-        """As the inner index does."""
+        """Append tokens to the inner index, as `BaseIndex.append`."""
         self.inner.append(keys, values, valid=valid)
 
     def search(self, queries: Tensor, *, k: int, coverage: float | None = None) -> Hits:
-        """As the inner index does."""
+        """Search the inner index, as `BaseIndex.search`."""
         return self.inner.search(queries, k=k, coverage=coverage)
 
     def fetch(self, hits: Hits) -> Rows:
-        """As the inner index does."""
+        """Read rows of the inner index, as `BaseIndex.fetch`."""
         return self.inner.fetch(hits)
 
     def end_prompt(self) -> None:
-        """As the inner index does."""
+        """Signal the end of the prompt to the inner index."""
         self.inner.end_prompt()
 
     def observe_queries(self, queries: Tensor, positions: Tensor) -> None:
-        """As the inner index does."""
+        """Pass the newest queries to the inner index."""
         self.inner.observe_queries(queries, positions)
 
     def mark_boundary(self) -> None:
-        """As the inner index does."""
+        """Signal the end of a segment to the inner index."""
         self.inner.mark_boundary()
 
     def observe_tokens(self, tokens: Tensor, *, first: int) -> None:
-        """As the inner index does."""
+        """Pass the text to the inner index."""
         self.inner.observe_tokens(tokens, first=first)
 
     def __len__(self) -> int:
         return len(self.inner)
 
     def truncate(self, length: int) -> None:
-        """As the inner index does."""
+        """Truncate the inner index, as `BaseIndex.truncate`."""
         self.inner.truncate(length)
 
     def reorder(self, batch_indices: Tensor) -> None:
-        """As the inner index does."""
+        """Reorder the batch of the inner index, as `BaseIndex.reorder`."""
         self.inner.reorder(batch_indices)
 
     def reset(self) -> None:
-        """As the inner index does."""
+        """Reset the inner index, as `BaseIndex.reset`."""
         self.inner.reset()
         self._broken = None
 
     def nbytes(self) -> dict[str, int]:
-        """As the inner index does."""
+        """Return the bytes in use of the inner index, as `BaseIndex.nbytes`."""
         return self.inner.nbytes()
 
     # Capabilities
@@ -162,78 +166,78 @@ class Wrapper(Capable, NamedState, Guarded):
         return own and wanted not in self.lacks
 
     def _inner(self, wanted: type[P]) -> P:
-        """The inner index as one with this capability. Raises TypeError where it has it not."""
+        """Return the inner index, or raise TypeError if it does not have this capability."""
         return required(self.inner, wanted, name="inner")
 
     @property
     def backend(self) -> str:
-        """The inner index's backend."""
+        """Backend of the inner index."""
         return self._inner(RunsOps).backend
 
     @property
     def block_tokens(self) -> int:
-        """The inner index's."""
+        """Number of tokens that the inner index encodes together."""
         return self._inner(EncodesBlocks).block_tokens
 
     @property
     def ops(self) -> Any:
-        """The inner index's ops."""
+        """Operations of the inner index's backend."""
         return self._inner(RunsOps).ops
 
     def explain(self) -> str:
-        """The wrapper and its options, then what the inner index says."""
+        """Return the wrapper with its options, then the explanation of the inner index."""
         return f"wrapper: {self._described()}\n{self._inner(Explains).explain()}"
 
     def _described(self) -> str:
-        """The wrapper's name, and those of its options that are attributes of the same names."""
+        """Return the wrapper's name with its options."""
         options = [f"{name}={value!r}" for name, value in self._options().items()]
         return f"{type(self).__name__}({', '.join(options)})"
 
     def _options(self) -> dict[str, Any]:
-        """Those of its options that are attributes of the same names."""
+        """Return the options that are stored as attributes with the same names."""
         given = [name for name in inspect.signature(type(self)).parameters if name != "inner"]
         return {name: vars(self)[name] for name in given if name in vars(self)}
 
     @property
     def counts(self) -> Tensor:
-        """The inner index's."""
+        """Number of valid tokens of each sequence, int64 `[B]`, on the CPU."""
         return self._inner(CountsTokens).counts
 
     @property
     def valid(self) -> Tensor | None:
-        """The inner index's."""
+        """True for tokens that are not padding, bool `[B, N]`, or None where no token is padded."""
         return self._inner(CountsTokens).valid
 
     @property
     def row_bytes(self) -> int:
-        """The inner index's."""
+        """Bytes of one token's key and value for one head."""
         return self._inner(ReportsRowBytes).row_bytes
 
     def memory(self) -> dict[int, int]:
-        """As the inner index says."""
+        """Return the memory of the inner index, as `protocol.ReportsMemory.memory`."""
         return self._inner(ReportsMemory).memory()
 
     def placement(self) -> Placement:
-        """As the inner index says."""
+        """Return where the rows of the inner index are, as `protocol.PlacesRows.placement`."""
         return self._inner(PlacesRows).placement()
 
     @property
     def weighted(self) -> bool:
-        """As the inner index says."""
+        """True if hits have log weights."""
         return self._inner(WeighsRows).weighted
 
     def check_coverage(self, coverage: float) -> None:
-        """As the inner index does."""
+        """Check that the inner index can estimate coverage, as `protocol.ReportsCoverage`."""
         self._inner(ReportsCoverage).check_coverage(coverage)
 
     def expand_batch(self, count: int) -> Self:
-        """This wrapper around a view of the inner index, as `BaseIndex.expand_batch`."""
+        """Return this wrapper around a view of the inner index, as `BaseIndex.expand_batch`."""
         view = self._shallow()
         view.inner = self._inner(ExpandsBatch).expand_batch(count)
         return view
 
     def state_dict(self) -> State:
-        """The inner index's state, with names below `inner`, and the wrapper's own."""
+        """Return the wrapper's own state, and the inner index's state under the name `inner`."""
         inner = above("inner", self._inner(KeepsState).state_dict())
         return signed(self._whose(), {**inner, **self._own_state()})
 
@@ -246,7 +250,7 @@ class Wrapper(Capable, NamedState, Guarded):
         self._check_own(state)
 
     def _check_own(self, state: Mapping[str, Tensor]) -> None:
-        """Raises ValueError for tensors of the wrapper that it cannot have saved."""
+        """Check the wrapper's own tensors in a state; raise ValueError for invalid ones."""
         own = {
             name: tensor
             for name, tensor in state.items()
@@ -259,21 +263,23 @@ class Wrapper(Capable, NamedState, Guarded):
         check_layout(layout, own, sizes)
 
     def _layout(self, state: Mapping[str, Tensor], length: int) -> Layout:
-        """Declare the wrapper's own tensors, beyond what their annotations say (`Hooks._layout`).
+        """Declare the wrapper's own tensors as `Hooks._layout` does, beyond what annotations say.
 
-        state: those tensors; length: tokens of the inner index.
+        Args:
+            state: These tensors.
+            length: Number of tokens in the inner index.
         """
         return {}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """As the inner index does; options of the wrapper stay its own."""
+        """Load a state into the inner index and the wrapper; the wrapper's options stay."""
         check_signed(self._whose(), state)
         self._check_own(state)
         self._inner(KeepsState).load_state_dict(below("inner", state))
         self._unpack(state, self.geometry.device)
 
     def recipe(self) -> Recipe:
-        """The wrapper and its options, and how the inner index is made."""
+        """Return how to create the wrapper with its options, and the inner index."""
         inner = self._inner(ReportsRecipe).recipe()
         options = {name: as_json(value) for name, value in self._options().items()}
         return {"wrapper": class_name(type(self)), "options": options, "inner": inner}
@@ -283,35 +289,35 @@ class Wrapper(Capable, NamedState, Guarded):
         save_folder(folder, "index", self.recipe(), {"state": self.state_dict})
 
     def _whose(self) -> dict[str, Any]:
-        """What a wrapper must agree in to take the state of this one."""
+        """Return what a wrapper must agree in to load the state of this one."""
         return {"wrapper": type(self).__name__}
 
     def _own_state(self) -> State:
-        """What the wrapper keeps beside the inner index."""
+        """Return the wrapper's own state, without the inner index."""
         return self._packed()
 
     def start_append(
         self, keys: Tensor, values: Tensor, *, valid: Tensor | None = None
     ) -> Callable[[], None]:
-        """As the inner index does; a wrapper that appends more has both."""
+        """Start an append to the inner index, as `BaseIndex.start_append`."""
         return self._inner(AppendsAsync).start_append(keys, values, valid=valid)
 
     def reserve(self, tokens: int) -> None:
-        """As the inner index does."""
+        """Reserve memory in the inner index, as `ExecutedIndex.reserve`."""
         self._inner(Reserves).reserve(tokens)
 
     def reserve_ahead(self, tokens: int, *, batch: int) -> None:
-        """As the inner index does."""
+        """Start pinning memory for the inner index, as `BaseIndex.reserve_ahead`."""
         self._inner(ReservesAhead).reserve_ahead(tokens, batch=batch)
 
     def warm_up(self, *, k: int, tokens: int) -> None:
-        """As the inner index does."""
+        """Prepare searches of the inner index, as `ExecutedIndex.warm_up`."""
         self._inner(WarmsUp).warm_up(k=k, tokens=tokens)
 
     def attend(self, queries: Tensor, resident: ResidentRows, *, k: int) -> Attended:
-        """As `protocol.Attends.attend`, over what this index's own search finds."""
+        """Search with this wrapper and attend, as `protocol.Attends.attend`."""
         return self.attend_hits(queries, self.search(queries, k=k), resident)
 
     def attend_hits(self, queries: Tensor, hits: Hits, resident: ResidentRows) -> Attended:
-        """As the inner index does."""
+        """Attend to given rows of the inner index, as `protocol.Attends.attend_hits`."""
         return self._inner(Attends).attend_hits(queries, hits, resident)

@@ -1,4 +1,4 @@
-"""Measure the recall of an index against exact search, while it is in use."""
+"""Measure the recall of an index against exact search while the index is in use."""
 
 from __future__ import annotations
 
@@ -24,16 +24,23 @@ from kvindex.wrappers.base import Wrapper
 
 
 class MeasureRecall(Wrapper):
-    """Counts how many of each query head's own true top `k` the hits hold.
+    """Counts how many of each query head's true `k` best rows are among the hits.
 
-    A group of heads shares `k` rows, so even exact search does not reach 1; `limit()` is what it
-    reaches with the same number of rows and the same policy of the group. Keeps a second copy of
-    all rows, in an `exact` index; of an inner index that holds tokens, theirs, too.
+    The heads of a group share `k` rows, so even exact search does not reach a recall of 1.
+    `limit()` is the recall of exact search with the same number of rows and the same group policy.
+    The wrapper stores a second copy of all rows, in an `exact` index; if the inner index is not
+    empty, its rows are copied, too.
+
+    Args:
+        inner: The index to measure.
+
+    Raises:
+        TypeError: `inner` is not empty and cannot report which tokens are padded.
     """
 
     statistics = ("_found", "_reachable", "_wanted")
     holds = frozenset({"inner", "truth"})
-    lacks = frozenset({AppendsAsync, ExpandsBatch})  # two appends are one change; a view is not
+    lacks = frozenset({AppendsAsync, ExpandsBatch})  # the exact index must change with `inner`
 
     _found: int
     _reachable: int
@@ -48,7 +55,7 @@ class MeasureRecall(Wrapper):
             self._copy_rows()
 
     def _copy_rows(self) -> None:
-        """Hold what the inner index holds. Raises TypeError if that knows not which are real."""
+        """Copy the rows of the inner index; raise TypeError if it cannot report padded tokens."""
         known, g = required(self.inner, CountsTokens, name="inner"), self.geometry
         ids = torch.arange(len(self.inner), device=g.device)
         ids = ids.expand(len(known.counts), g.kv_heads, -1)
@@ -56,9 +63,9 @@ class MeasureRecall(Wrapper):
         self._exact.append(rows.keys, rows.values, valid=known.valid)
 
     def recall(self) -> float | None:
-        """Share of the true top `k`, over all searches, rows of the batch and query heads.
+        """Return the fraction of true best rows that were found, or None before the first search.
 
-        None before the first search.
+        All searches, sequences and query heads count.
         """
         return self._found / self._wanted if self._wanted else None
 
@@ -67,10 +74,10 @@ class MeasureRecall(Wrapper):
         return self._reachable / self._wanted if self._wanted else None
 
     def _undone(self, name: str) -> bool:
-        return name == "search" or super()._undone(name)  # what it finds is counted
+        return name == "search" or super()._undone(name)  # a search changes the counts
 
     def search(self, queries: Tensor, *, k: int, coverage: float | None = None) -> Hits:
-        """The inner index's hits, counted."""
+        """Search the inner index, and count how many of the true best rows it found."""
         hits = self.inner.search(queries, k=k, coverage=coverage)
         if len(self._exact):
             g = self.geometry
@@ -84,12 +91,12 @@ class MeasureRecall(Wrapper):
         return hits
 
     def append(self, keys: Tensor, values: Tensor, *, valid: Tensor | None = None) -> None:
-        """As the inner index does, or neither."""
+        """Append to the inner index and to the exact index."""
         self.inner.append(keys, values, valid=valid)
         self._exact.append(keys, values, valid=valid)
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """As every wrapper does; the exact index, too."""
+        """Load a state as every wrapper does, also into the exact index."""
         super().load_state_dict(state)
         self._exact.load_state_dict(below("truth", state))
 
@@ -112,23 +119,23 @@ class MeasureRecall(Wrapper):
         return super()._own_state() | above("truth", self._exact.state_dict())
 
     def truncate(self, length: int) -> None:
-        """As the inner index does; what was counted stays."""
+        """Truncate both indexes; the counts stay."""
         self.inner.truncate(length)
         self._exact.truncate(length)
 
     def reorder(self, batch_indices: Tensor) -> None:
-        """As the inner index does; what was counted stays."""
+        """Reorder the batch of both indexes; the counts stay."""
         self.inner.reorder(batch_indices)
         self._exact.reorder(batch_indices)
 
     def reset(self) -> None:
-        """As the inner index does; what was counted goes."""
+        """Reset both indexes and the counts."""
         super().reset()
         self._exact.reset()
         self._found = self._reachable = self._wanted = 0
 
 
 def _common(true: Tensor, ids: Tensor) -> int:
-    """How many of the true ids `[B, G, g, k]` are among the ids `[B, G, K]`."""
+    """Count the true ids `[B, G, g, k]` that are among the ids `[B, G, K]`."""
     hit = (true[..., None] == ids[:, :, None, None]).any(-1)
     return int((hit & (true >= 0)).sum())

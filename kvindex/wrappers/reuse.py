@@ -1,4 +1,7 @@
-"""Hits are reused while queries stay similar (LouisKV, ICLR 2026: semantic-aware retrieval)."""
+"""Wrapper that reuses hits while queries stay similar.
+
+Source: LouisKV (ICLR 2026), semantic-aware retrieval.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ from kvindex.wrappers.base import Wrapper
 
 @dataclass(frozen=True)
 class _Last:
-    """The last hits, what they were asked for, and how long the index was."""
+    """The last hits, the arguments of their search, and the length of the index at that time."""
 
     hits: Hits
     k: int
@@ -28,32 +31,42 @@ class _Last:
 
 
 class Reuse(Wrapper):
-    """Searches where a step's queries differ from those of the step before, and else returns
-    the last hits.
+    """Searches if a step's queries differ from those before, else returns the last hits.
 
-    They differ where the mean over the heads of `cos(q_{t-1}, q_t)` is below `tau` (0.7 in the
-    paper, for Qwen3-8B; `kvindex_adapters.evaluate.reuse_threshold` finds one for a model): above
-    1 every step searches, below -1 none after the first. Each row of a batch is judged on its
-    own: one that stays similar keeps its hits while another searches. Where a row differs, the
-    inner index is told that a segment ends before the step (`mark_boundary`), for all rows.
+    Queries differ if the mean over the heads of `cos(q_{t-1}, q_t)` is below `tau`. With a `tau`
+    above 1 every step searches; below -1 only the first one does. Each sequence of a batch is
+    judged on its own: one whose queries stay similar keeps its hits while another one searches. If
+    any sequence differs, the inner index receives `mark_boundary` before the step, for all
+    sequences.
 
-    Reused hits have the scores and weights of the query that searched, and know no token that the
-    index got since; but what slots without a token (unused ones, clusters) stand for may have
-    changed: a row with such slots searches once the index has grown. Other `k` or `coverage`, or a
-    `truncate`, are reasons to search, too.
+    Reused hits have the scores and weights of the query that searched, and do not contain tokens
+    that were appended since. Slots without a token (unused slots, or clusters) may have changed
+    their meaning; a sequence with such slots searches again if the index has grown. A different `k`
+    or `coverage`, or `truncate`, also causes a search.
 
-    steps, searches: how many searches were asked for, and how many the inner index did.
-    Raises ValueError for a tau that is no number.
+    Args:
+        inner: The index to wrap.
+        tau: Similarity below which a step searches. The paper uses 0.7 for Qwen3-8B;
+            `kvindex_adapters.evaluate.reuse_threshold` finds a value for a model.
+
+    Attributes:
+        steps: Number of searches that were asked for.
+        searches: Number of searches in the inner index.
+
+    Raises:
+        ValueError: `tau` is not a number.
+
+    Source: LouisKV (ICLR 2026), semantic-aware retrieval.
     """
 
     statistics = ("steps", "searches", "_before", "_differs", "_last")
     own = frozenset({ObservesQueries})
-    lacks = frozenset({ExpandsBatch})  # what a step finds may be the hits of the one before
+    lacks = frozenset({ExpandsBatch})  # a step may return the hits of the step before
 
     steps: int
     searches: int
-    _before: Tensor | None  # directions of the step before, [B, H, D]
-    _differs: Tensor | None  # what `observe_queries` found for the next search, bool [B]
+    _before: Tensor | None  # normalized queries of the step before, [B, H, D]
+    _differs: Tensor | None  # True where the next search must search, from `observe_queries`
     _last: _Last | None
 
     def __init__(self, inner: KVIndex, *, tau: float = 0.7) -> None:
@@ -64,11 +77,11 @@ class Reuse(Wrapper):
         self._forget()
 
     def rate(self) -> float | None:
-        """Share of the steps that searched, or None before the first."""
+        """Return the fraction of the steps that searched, or None before the first step."""
         return self.searches / self.steps if self.steps else None
 
     def observe_queries(self, queries: Tensor, positions: Tensor) -> None:
-        """As the inner index does; a boundary before a single query is marked first."""
+        """Pass queries to the inner index; before a single query, mark a boundary if it differs."""
         g = self.geometry
         shape = {"B": None, "H": g.q_heads, "T": None, "D": g.head_dim}
         check.tensor("queries", queries, shape, g.dtype, g.device)
@@ -80,15 +93,24 @@ class Reuse(Wrapper):
         self.inner.observe_queries(queries, positions)
 
     def _undone(self, name: str) -> bool:
-        return name == "search" or super()._undone(name)  # its hits are kept
+        return name == "search" or super()._undone(name)  # a search stores its hits
 
     def search(self, queries: Tensor, *, k: int, coverage: float | None = None) -> Hits:
-        """The inner index's hits, or the last ones. Raises as the inner index does."""
+        """Search the inner index, or return the last hits.
+
+        Args:
+            queries: `[B, H, D]`.
+            k: Rows per KV head.
+            coverage: As for the inner index.
+
+        Raises:
+            ValueError: As for the inner index.
+        """
         g, last = self.geometry, self._last
         shape = {"B": None, "H": g.q_heads, "D": g.head_dim}
         check.tensor("queries", queries, shape, g.dtype, g.device)
         differs = self._judged(queries) if self._differs is None else self._differs
-        self._last = self._differs = None  # if the search fails, the next one is made
+        self._last = self._differs = None  # if this search fails, the next call searches
         asked = (k, coverage, len(queries), len(queries))
         if last and (last.k, last.coverage, len(last.hits.ids), len(differs)) == asked:
             if len(self) != last.length:
@@ -99,22 +121,22 @@ class Reuse(Wrapper):
         else:
             last = _Last(self._searched(queries, k, coverage), k, coverage, len(self))
         self.steps += 1
-        self._last = last if len(self) else None  # while it is empty the batch may change
+        self._last = last if len(self) else None  # the batch of an empty index may change
         return last.hits
 
     def truncate(self, length: int) -> None:
-        """As the inner index does; the next step searches."""
+        """Truncate the inner index; the next step searches."""
         shorter = length < len(self)
         self.inner.truncate(length)
         if shorter:
             self._last = None
 
     def reorder(self, batch_indices: Tensor) -> None:
-        """As the inner index does."""
+        """Reorder the batch of the inner index, and the last hits."""
         self.inner.reorder(batch_indices)
         rows, known = batch_indices.to(self.geometry.device), self._before
         if known is not None and int(batch_indices.max()) >= len(known):
-            # An empty index takes queries of any batch, and then tokens of another one.
+            # An empty index accepts queries of any batch size, and then tokens of another one.
             self._before = self._differs = None
         self._before = None if self._before is None else self._before[rows]
         self._differs = None if self._differs is None else self._differs[rows]
@@ -126,7 +148,7 @@ class Reuse(Wrapper):
             self._last = replace(self._last, hits=hits)
 
     def reset(self) -> None:
-        """As the inner index does; counts begin anew."""
+        """Reset the inner index and the counts."""
         super().reset()
         self._forget()
 
@@ -144,7 +166,7 @@ class Reuse(Wrapper):
             "last.hits.ids": TensorSpec(
                 "B G K",
                 torch.int64,
-                least=-1 - length,  # no more rows that are no tokens than there are tokens
+                least=-1 - length,  # at most as many summary rows as tokens
                 most=length - 1,
                 allowed="distinct",
                 rule=lambda parts: distinct(parts["last.hits.ids"]),
@@ -171,7 +193,10 @@ class Reuse(Wrapper):
         self._before = self._differs = self._last = None
 
     def _judged(self, queries: Tensor) -> Tensor:
-        """Which rows differ from the step before, bool `[B]`; tells the inner index if any does."""
+        """Return which sequences differ from the step before, bool `[B]`.
+
+        If one differs, the inner index receives a boundary.
+        """
         directions, before = normalize(queries.detach().float(), dim=-1), self._before
         self._before = directions
         if before is None or before.shape != directions.shape:
@@ -184,12 +209,12 @@ class Reuse(Wrapper):
 
 
 def similarity(before: Tensor, after: Tensor) -> Tensor:
-    """Mean over the heads of the cosines of directions `[B, H, D]`, float32 `[B]`."""
+    """Return the mean over the heads of the cosines of directions `[B, H, D]`, float32 `[B]`."""
     return (before * after).sum(-1).mean(-1)
 
 
 def _mixed(differs: Tensor, new: Hits, old: Hits) -> Hits:
-    """The new hits of the rows that differ, the old ones of the others."""
+    """Return the new hits for the sequences that differ, and the old hits for the others."""
     rows = differs[:, None, None]
     weight, coverage = new.log_weight, new.coverage
     if weight is not None and old.log_weight is not None:

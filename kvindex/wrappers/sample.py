@@ -1,10 +1,12 @@
-"""Some of the `k` rows are drawn at random and weighted for all that are left out.
+"""Wrapper that samples some of the `k` rows, with weights for the rows that are left out.
 
-The best `k` rows are not the best use of `k` reads: attention over them alone takes the missing
-share for nothing. Here the best `k - r` rows are kept, and `r` are drawn from the inner index's
-next best, each with a known probability `π` and a log-weight of `-log π` (Horvitz and Thompson,
-1952), so that numerator and denominator of the softmax over that pool are right on average. What it
-gains on a real model: docs/decisions/0010.
+Attention over only the best `k` rows treats the attention weight of all other rows as zero. Here
+the best `k - r` rows are kept, and `r` rows are sampled from the inner index's next best. Each
+sampled row has a known probability `π` and a log weight of `-log π`, so that numerator and
+denominator of the softmax over that pool are unbiased. The effect on a real model is measured in
+docs/decisions/0010.
+
+Source: Horvitz and Thompson, A Generalization of Sampling Without Replacement (1952).
 """
 
 from __future__ import annotations
@@ -29,18 +31,23 @@ from kvindex.ops.attention import cap
 from kvindex.wrappers.base import Wrapper
 
 POLICIES = ("mean_share", "max_share")
-"""Whose scores are logarithms of shares."""
+"""Group policies whose scores are logarithms of attention weights."""
 
 
 class Sample(Wrapper):
-    """`share` of the `k` rows are drawn from the `pool · k` best of the inner index.
+    """Samples a fraction `share` of the `k` rows from the `pool · k` best of the inner index.
 
-    Hits' `log_weight` is 0 for the rows that are sure. Drawing is systematic, in order of ids, so
-    that the rows drawn are spread over the sequence and the same from run to run.
+    The log weight of a hit is 0 for the rows that are always chosen. Sampling is systematic in the
+    order of ids, so the sampled rows are spread over the sequence and are the same from run to run.
 
-    Raises ValueError for sizes out of range, for an index whose rows have weights of their own
-    (`weighted`), and for one whose scores are no shares
-    (`group` other than `mean_share` and `max_share`, unless groups have one head).
+    Args:
+        inner: The index to wrap. Its rows must not have weights already.
+        share: Fraction of the `k` rows that are sampled, in (0, 1].
+        pool: Rows to sample from, as a multiple of `k`, at least 2.
+
+    Raises:
+        ValueError: An option is out of range, rows of `inner` have weights (`weighted`), or its
+            group policy is not "mean_share" or "max_share" although groups have several heads.
     """
 
     own = frozenset({ReportsCoverage, WeighsRows})
@@ -56,13 +63,13 @@ class Sample(Wrapper):
             raise ValueError(f"inner: got one with group={policy!r}, allowed is {list(POLICIES)}")
 
     def check_coverage(self, coverage: float) -> None:
-        """Raises ValueError: what is drawn at random has no share."""
+        """Raise ValueError, because coverage cannot be estimated for sampled rows."""
         raise ValueError(
-            f"coverage: got {coverage}, allowed is None where rows are drawn at random"
+            f"coverage: got {coverage}, allowed is None where rows are sampled at random"
         )
 
     def warm_up(self, *, k: int, tokens: int) -> None:
-        """As the inner index does, for the rows that this one draws from."""
+        """Prepare searches of the inner index for all rows that are sampled from."""
         g = self.geometry
         super().warm_up(k=self._pool(k, tokens), tokens=tokens)
         if self.capability(Attends) is not None:
@@ -71,19 +78,28 @@ class Sample(Wrapper):
             self.attend(queries, ResidentRows(g, batch, 1), k=k)
 
     def search(self, queries: Tensor, *, k: int, coverage: float | None = None) -> Hits:
-        """The best rows and some that stand for the rest.
+        """Return the best rows and a sample of the others.
 
-        Raises ValueError for a coverage.
+        Args:
+            queries: `[B, H, D]`.
+            k: Rows per KV head in all.
+            coverage: Must be None.
+
+        Returns:
+            Hits with log weights float32 `[B, H, k]`.
+
+        Raises:
+            ValueError: An argument does not fit, or `coverage` is not None.
         """
         if coverage is not None:
             self.check_coverage(coverage)
-        most = min(check.wanted_rows(k), max(len(self.inner), 1))  # of more all are sure
+        most = min(check.wanted_rows(k), max(len(self.inner), 1))  # beyond that, all are chosen
         asked = min(self._pool(most, len(self.inner)), check.MOST_ROWS)
         hits = self.inner.search(queries, k=asked)
         self._check_weights(hits.log_weight is not None)
         g = self.geometry
         logits = hits.scores if g.group_size > 1 else cap(hits.scores, g.scale, g.softcap)
-        logits = logits.masked_fill(hits.ids == UNUSED, float("-inf"))  # a softcap makes it finite
+        logits = logits.masked_fill(hits.ids == UNUSED, float("-inf"))  # a softcap made it finite
         places, weights = self._sampled(logits, hits.ids, most)
         unused, at = places < 0, places.clamp_min(0)
         found = Hits(
@@ -94,11 +110,11 @@ class Sample(Wrapper):
         return found if most == k else found.widened(k)
 
     def _pool(self, k: int, tokens: int) -> int:
-        """Rows to draw `k` from, of an index that holds so many tokens."""
+        """Return the number of rows from which `k` are chosen, in an index with `tokens` tokens."""
         return k * self.pool
 
     def _sampled(self, logits: Tensor, ids: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        """As `ops.sampling.draw`."""
+        """Choose rows with `ops.sampling.draw`: positions and log weights."""
         runs = capability(self.inner, RunsOps)
         backend = ops if runs is None else runs.ops
         chosen: tuple[Tensor, Tensor] = backend.sampling.draw(logits, ids, k, int(self.share * k))
@@ -107,6 +123,6 @@ class Sample(Wrapper):
     def _check_weights(self, weighted: bool) -> None:
         if weighted:
             raise ValueError(
-                f"inner: got {type(self.inner).__name__}, whose rows stand for others already; "
-                "allowed is an index that selects rows (of pariskv preset='fast')"
+                f"inner: got {type(self.inner).__name__}, whose rows have weights already; "
+                "allowed is an index without sampling (for pariskv: preset='fast')"
             )

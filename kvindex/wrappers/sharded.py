@@ -1,7 +1,9 @@
-"""Sharded: each process holds and searches a share of the tokens (sequence parallelism).
+"""Sharded: each process stores and searches a part of the tokens (sequence parallelism).
 
-Attention over disjoint rows is merged exactly by its log-sum-exp (Milakov and Gimelshein, 2018), so
-that ranks need not agree on rows: one all-gather a step. What each way costs: docs/distributed.md.
+Attention over disjoint rows is merged exactly by its log-sum-exp, so the ranks need not agree on
+rows, and one decode step needs one all-gather. Costs: docs/distributed.md.
+
+Source: Milakov and Gimelshein, Online Normalizer Calculation for Softmax (2018).
 """
 
 from __future__ import annotations
@@ -45,21 +47,31 @@ NEVER = float("-inf")
 
 
 class Sharded(ShardedTokens):
-    """Tokens go to the ranks of a process group in turn, `block` of them to each; ids are those of
-    the sequence. All ranks make the same calls, with the same tensors, and get the same results.
+    """Distributes tokens over the ranks of a process group, `block` tokens to each rank in turn.
 
-    rows: what a step attends to: "own", each rank to the `k` rows that it finds best or draws, so
-    that it is `k` for each of them, and outputs are merged; "best", to the `k` best rows of all.
-    A search finds those in any case: of an index that offers `SearchesShare` what it would find in
-    one process, of one that draws rows `k / W` of each rank's, of any other the best by true scores
-    (`mean_share`) of the `k` that each rank proposes. timeout_s: seconds after which a rank that
-    does not answer ends the others. group: of `torch.distributed`; None: the default one, or, where
-    there is none, this process alone.
+    Token ids are those of the whole sequence. All ranks must make the same calls with the same
+    tensors, and get the same results. Bytes, placement and the state of the index are those of this
+    rank. An index that learns, learns from its rank's tokens. An index that observes queries sees
+    them as following its newest token.
 
-    Bytes, placement and an index's state are those of this rank. An index that learns does so from
-    its rank's tokens, and one that looks at queries hears that they follow its newest token.
-    Raises ValueError for a bad option, for an index that holds tokens, and on all ranks where one
-    has another version, index or option.
+    A search always returns the best `k` rows of all ranks. If the inner index offers
+    `SearchesShare`, they are the rows of a search in one process. If it samples rows, each of `W`
+    ranks samples `k / W` rows. Else each rank proposes `k` rows, and the best of these by true
+    scores ("mean_share") are returned.
+
+    Args:
+        inner: Empty index for this rank's tokens.
+        block: Tokens that go to one rank at a time.
+        rows: Rows that a decode step attends to. "own": each rank attends to its own `k` rows, best
+            or sampled, and the outputs are merged. "best": all ranks together attend to the `k`
+            best rows.
+        timeout_s: Seconds after which a rank that does not answer ends the others.
+        group: Process group of `torch.distributed`; None for the default group, or, if there is
+            none, for this process alone.
+
+    Raises:
+        ValueError: An option is out of range, `inner` is not empty, or, on all ranks, one rank has
+            another version, index or option.
     """
 
     own = frozenset({Attends, CountsTokens, ReportsCoverage})
@@ -79,36 +91,45 @@ class Sharded(ShardedTokens):
         self.timeout_s, self.group = check.positive("timeout_s", timeout_s), group
         super().__init__(inner, Ranks.of(group, self.timeout_s), block)
         self._nothing: ResidentRows | None = None
-        self._step: _Step | None = None  # of a caller's graph
+        self._step: _Step | None = None  # the step that a caller's graph has captured
         self._ranks.check_same("sharded", self._facts())
 
     def _facts(self) -> dict[str, Any]:
-        """What all ranks must have alike."""
+        """Return what must be equal on all ranks."""
         reports = capability(self.inner, ReportsRecipe)
         index = {"index": class_name(type(self.inner))} if reports is None else reports.recipe()
         versions = {"version": __version__, "torch": str(torch.__version__)}
         return {**versions, **index, "block": self.block, "rows": self.rows}
 
     def _options(self) -> dict[str, Any]:
-        return {**super()._options(), "group": None}  # whoever loads it has another
+        return {**super()._options(), "group": None}  # a process that loads it has another group
 
     # Search and fetch
 
     def check_coverage(self, coverage: float) -> None:
-        """Raises ValueError: no rank knows what share of the attention the others' rows hold."""
+        """Raise ValueError, because no rank knows the attention weights of the others' rows."""
         raise ValueError(f"coverage: got {coverage}, allowed is None where tokens are sharded")
 
     def search(self, queries: Tensor, *, k: int, coverage: float | None = None) -> Hits:
-        """The `k` rows of all ranks that queries `[B, H, D]` should attend to, the same on each.
+        """Select the best rows of all ranks; every rank returns the same rows.
 
-        One all-gather, or two (`SearchesShare`). Raises as `BaseIndex.search`, and ValueError for a
-        coverage.
+        The search needs one all-gather, or two with `SearchesShare`.
+
+        Args:
+            queries: `[B, H, D]`.
+            k: Rows per KV head.
+            coverage: Must be None.
+
+        Raises:
+            ValueError: As for `BaseIndex.search`, or `coverage` is not None.
+            TypeError: An argument is not a tensor.
         """
         if coverage is not None:
             self.check_coverage(coverage)
         check.wanted_rows(k)
         self._check_queries(queries)
-        most, queries = min(k, max(2 * self._length, 1)), queries.detach()  # a summary a token
+        # at most one summary row per token
+        most, queries = min(k, max(2 * self._length, 1)), queries.detach()
         searcher = capability(self.inner, SearchesShare)
         if capability(self.inner, WeighsRows) is not None:
             hits = self._sampled(queries, most)
@@ -122,11 +143,11 @@ class Sharded(ShardedTokens):
         return hits if most == k else hits.widened(k)
 
     def _total(self, sums: Tensor) -> Tensor:
-        """As `SearchesShare.search_share` asks."""
+        """Return the log-sum-exp of all ranks' sums, as `SearchesShare.search_share` requires."""
         return self._ranks.gather(sums)[0].logsumexp(0)
 
     def _rescored(self, queries: Tensor, k: int) -> Hits:
-        """The best by true scores of the rows that the ranks propose."""
+        """Return the best rows that the ranks propose, by true scores."""
         own, g = self.inner.search(queries, k=k), self.geometry
         keys = self.inner.fetch(own).keys.float()
         products = groups.fold(queries, g.kv_heads, "mean_share") @ keys.mT  # [B, G, g, K]
@@ -137,7 +158,7 @@ class Sharded(ShardedTokens):
         return _best(ids, scores, k)[0]
 
     def _sampled(self, queries: Tensor, k: int) -> Hits:
-        """Rows that each rank draws of its own, with their weights: so many of each."""
+        """Return rows that each rank samples from its own, with their weights."""
         rank, count = self._ranks.rank, self._ranks.count
         most, mine = -(-k // count), k // count + (rank < k % count)
         own = self.inner.search(queries, k=max(mine, 1)).widened(most)
@@ -154,9 +175,14 @@ class Sharded(ShardedTokens):
         return Hits(hits.ids, hits.scores, weights)
 
     def fetch(self, hits: Hits) -> Rows:
-        """Full-precision rows of `hits`, each from the rank that has it: one all-reduce.
+        """Read the rows of hits, each on the rank that stores it, with one all-reduce.
 
-        Raises as `BaseIndex.fetch`.
+        Args:
+            hits: Result of a search.
+
+        Raises:
+            ValueError: As for `BaseIndex.fetch`.
+            TypeError: `hits` is not a `Hits`.
         """
         ids = self._checked_ids(hits)
         own, failed = self._own_hits(ids), False
@@ -169,7 +195,7 @@ class Sharded(ShardedTokens):
             rows, failed = self.inner.fetch(self._own_hits(torch.full_like(ids, UNUSED))), True
         if named and bool(self._ranks.gather(torch.tensor([failed]))[0].any()):
             lowest = int(ids.min())
-            raise ValueError(f"hits.ids: got {lowest}, allowed are ids that a search has given")
+            raise ValueError(f"hits.ids: got {lowest}, allowed are ids that a search has returned")
         both = self._ranks.add(torch.cat([rows.keys, rows.values], dim=-1))
         keys, values = both.tensor_split([self.geometry.head_dim], dim=-1)
         return Rows(keys.contiguous(), values.contiguous())
@@ -186,7 +212,7 @@ class Sharded(ShardedTokens):
             check.finite("queries", queries)
 
     def _checked_ids(self, hits: Hits) -> Tensor:
-        """Ids of `hits`; on a GPU one that is too large is an unused slot."""
+        """Check the ids of `hits`; on a GPU an id that is too large becomes -1."""
         if not isinstance(hits, Hits):
             raise TypeError(f"hits: got {type(hits).__name__}, allowed is a kvindex.Hits")
         g = self.geometry
@@ -201,10 +227,19 @@ class Sharded(ShardedTokens):
     # Attention
 
     def attend(self, queries: Tensor, resident: ResidentRows, *, k: int) -> Attended:
-        """As `protocol.Attends.attend`: of each rank's best `k` rows, or of all ranks' (`rows`).
+        """Attend to each rank's best `k` rows or to the best of all ranks, depending on `rows`.
 
-        `resident` is attended to once, by rank 0. `found` counts the rows of all ranks. One
-        all-gather, after those of `search` for the best of all. Raises as `search`.
+        The resident rows are attended to once, by rank 0. The number of found rows is that of all
+        ranks. One all-gather is needed; with rows="best" those of `search` come first.
+
+        Args:
+            queries: `[B, H, D]`.
+            resident: Rows of sink and window.
+            k: Rows per KV head.
+
+        Raises:
+            ValueError: As for `search`, or the index is empty.
+            TypeError: An argument is not a tensor.
         """
         check.at_least("len(index)", self._length, 1)
         if self.rows == "best":
@@ -219,7 +254,7 @@ class Sharded(ShardedTokens):
         return self._merged(attends.attend(queries, resident, k=k), seen=seen)
 
     def attend_hits(self, queries: Tensor, hits: Hits, resident: ResidentRows) -> Attended:
-        """As `protocol.Attends.attend_hits`, each rank to its own of the rows: one all-gather."""
+        """Attend to given rows, each rank to its own, with one all-gather."""
         check.at_least("len(index)", self._length, 1)
         self._check_queries(queries)
         own, resident = (
@@ -232,7 +267,7 @@ class Sharded(ShardedTokens):
         return self._merged(attends.attend_hits(queries, own, resident), seen=seen)
 
     def _own_resident(self, resident: ResidentRows) -> ResidentRows:
-        """What this rank attends to beside its rows: all that is resident, or nothing."""
+        """Return the resident rows that this rank attends to: all on rank 0, none elsewhere."""
         if self._ranks.rank == 0:
             return resident
         if self._nothing is None or self._nothing.batch != resident.batch:
@@ -240,7 +275,7 @@ class Sharded(ShardedTokens):
         return self._nothing
 
     def _attended(self, queries: Tensor, hits: Hits, resident: ResidentRows) -> Attended:
-        """Attention to rows of the inner index, and to those that are resident, op by op."""
+        """Attend to rows of the inner index and to resident rows with operations in plain torch."""
         g, rows, count = self.geometry, self.inner.fetch(hits), len(resident)
         own_resident = resident.rows[:, :, :count].tensor_split([g.head_dim], dim=-1)
         used = hits.ids != UNUSED
@@ -258,9 +293,9 @@ class Sharded(ShardedTokens):
     def _merged(
         self, own: Attended, *, seen: bool, take: bool = False, total: Tensor | None = None
     ) -> Attended:
-        """The attention of all ranks: one all-gather. seen, take, total: as of `ops.messages`.
+        """Merge the attention of all ranks with one all-gather (`ops.messages`).
 
-        A rank that sees no row says nothing.
+        A rank that sees no row has no effect.
         """
         messages = self._messages
         every = self._ranks.gather_message(messages.pack(own, seen=seen, take=take))
@@ -269,20 +304,20 @@ class Sharded(ShardedTokens):
 
     @property
     def _messages(self) -> Any:
-        """`ops.messages`, as the inner index's backend has it."""
+        """The module `messages` of the inner index's backend."""
         runs = capability(self.inner, RunsOps)
         return (ops if runs is None else runs.ops).messages
 
-    # Steps of a caller's graph
+    # Steps that a caller captures in a graph
 
     def _offers(self, wanted: type) -> bool:
-        if wanted is CapturesStep:  # each rank its own rows, of which it has some
+        if wanted is CapturesStep:  # only with rows="own", and if every rank has tokens
             whole = self._length > (self._ranks.count - 1) * self.block
             return self.rows == "own" and whole and super()._offers(wanted)
         return super()._offers(wanted)
 
     def prepare_replay(self, resident: ResidentRows, *, k: int) -> object:
-        """As `protocol.CapturesStep.prepare_replay`, on all ranks."""
+        """Prepare a replay on all ranks, as `protocol.CapturesStep.prepare_replay`."""
         check.at_least("len(index)", self._length, 1)
         step = self._step
         own_resident = step.own_resident if step is not None and step.resident is resident else None
@@ -293,7 +328,7 @@ class Sharded(ShardedTokens):
             g = self.geometry
             shape = resident.batch, g.kv_heads
             if step is not None and step.found.shape == shape:
-                found = step.found  # whoever watches it goes on
+                found = step.found  # the same tensor, because callers may read it
             else:
                 found = torch.zeros(shape, dtype=torch.int64, device=g.device)
             step = self._step = _Step(resident, own_resident, reads, found)
@@ -301,7 +336,7 @@ class Sharded(ShardedTokens):
         return step
 
     def _load_messages(self, found: Tensor) -> None:
-        """What makes and merges messages runs once: a capture has no room for loading kernels."""
+        """Pack and merge a message once, because a capture cannot load kernels."""
         g, (B, _) = self.geometry, found.shape
         output = torch.zeros((B, g.q_heads, g.value_dim), dtype=g.dtype, device=g.device)
         lse = torch.zeros(output.shape[:2], device=g.device)
@@ -312,10 +347,10 @@ class Sharded(ShardedTokens):
     def captured_step(
         self, queries: Tensor, token: Rows, resident: ResidentRows, *, k: int
     ) -> Attended:
-        """As `protocol.CapturesStep.captured_step`: of each rank's own rows, merged.
+        """Run a step that can be captured, over each rank's own rows, and merge the outputs.
 
-        The token comes to the resident rows of all ranks, and rank 0 attends to them. One
-        all-gather, which the graph holds.
+        The token is added to the resident rows of all ranks; rank 0 attends to them. The graph
+        contains one all-gather.
         """
         step = self._step
         if step is None or step.resident is not resident:
@@ -328,23 +363,23 @@ class Sharded(ShardedTokens):
         super()._after_copy()
         self._step = None
 
-    # What it does not do, and what it says of itself
+    # Calls that are not supported, and the explanation
 
     def start_append(
         self, keys: Tensor, values: Tensor, *, valid: Tensor | None = None
     ) -> Callable[[], None]:
-        """Raises TypeError: an append is one call."""
+        """Raise TypeError: an append to sharded tokens is one call."""
         self._refuse("start_append")
 
     def expand_batch(self, count: int) -> NoReturn:
-        """Raises TypeError: ranks search one step at a time."""
+        """Raise TypeError: the ranks search one step at a time."""
         self._refuse("expand_batch")
 
     def _refuse(self, name: str) -> NoReturn:
         raise TypeError(f"{name}: got a call of sharded tokens, allowed is an index of one process")
 
     def explain(self) -> str:
-        """As every wrapper does, and which rank of how many this is."""
+        """Return the explanation of every wrapper, and which rank this is."""
         ways = {"own": "each its own, outputs merged", "best": "the best of all"}
         return (
             f"{super().explain()}\nranks: this is {self._ranks.rank} of {self._ranks.count}; rows "
@@ -354,10 +389,13 @@ class Sharded(ShardedTokens):
 
 @dataclass(frozen=True, eq=False)
 class _Step:
-    """What a captured step reads and writes: for as long as it is the same, a graph may be.
+    """Inputs and outputs of a captured step. A graph is valid while they are the same objects.
 
-    resident: the caller's; beside: what this rank attends to of it; reads: of the inner index's
-    step; found: rows of all ranks that steps have found, int64 `[B, G]`.
+    Attributes:
+        resident: Resident rows of the caller.
+        own_resident: Resident rows that this rank attends to.
+        reads: What the inner index's step reads.
+        found: Number of rows that steps have found on all ranks, int64 `[B, G]`.
     """
 
     resident: ResidentRows
@@ -367,12 +405,12 @@ class _Step:
 
 
 def _side_by_side(every: Tensor) -> Tensor:
-    """`[W, ..., K]` as `[..., W · K]`."""
+    """Return `[W, ..., K]` as `[..., W · K]`."""
     return every.movedim(0, -2).flatten(-2)
 
 
 def _best(ids: Tensor, scores: Tensor, k: int) -> tuple[Hits, Tensor]:
-    """The `k` best of `[B, G, n]`, equal scores by the lower id, and their places."""
+    """Return the `k` best of `[B, G, n]`, equal scores by the lower id, and their positions."""
     ids, order = ids.sort(dim=-1)
     best, slots = ops.select.top_k(scores.gather(-1, order), k)
     at = slots.clamp_min(0)

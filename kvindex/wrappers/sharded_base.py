@@ -1,4 +1,4 @@
-"""Tokens that the ranks of a process group hold in turn, and calls that send nothing."""
+"""Base of `Sharded`: the tokens of each rank, and the calls that need no communication."""
 
 from __future__ import annotations
 
@@ -20,16 +20,17 @@ from kvindex.wrappers.base import Wrapper
 
 
 class ShardedTokens(Wrapper):
-    """Around the index of this rank's tokens: it takes those of all, and keeps its own.
+    """Wraps the index of one rank's tokens: receives all tokens, and stores this rank's part.
 
-    Raises ValueError for an index that holds tokens.
+    Raises:
+        ValueError: The inner index is not empty.
     """
 
     statistics = ("_length", "_batch", "_valid")
 
     _length: int
     _batch: int | None
-    _valid: Valid  # of all tokens
+    _valid: Valid  # flags of all tokens, on all ranks
 
     def __init__(self, inner: KVIndex, ranks: Ranks, block: int) -> None:
         super().__init__(inner)
@@ -40,27 +41,34 @@ class ShardedTokens(Wrapper):
 
     @property
     def ranks(self) -> int:
-        """How many processes share the tokens."""
+        """Number of processes that the tokens are distributed over."""
         return self._ranks.count
 
     def first(self, tensor: Tensor) -> Tensor:
-        """Rank 0's tensor, on all, in place of this one: one broadcast."""
+        """Broadcast rank 0's tensor to all ranks, and return it."""
         return self._ranks.first(tensor)
 
     def wait_for(self, event: Any) -> None:
-        """As `Ranks.wait_for`."""
+        """Wait for an event, as `Ranks.wait_for`."""
         self._ranks.wait_for(event)
 
     def _forget(self) -> None:
         self._length, self._batch, self._valid = 0, None, Valid()
 
     def _alone(self, name: str) -> bool:
-        return True  # two threads' collectives would meet
+        return True  # collectives of two threads would mix
 
     def append(self, keys: Tensor, values: Tensor, *, valid: Tensor | None = None) -> None:
-        """As every index does; each rank takes what is its own. No collective.
+        """Append tokens, of which each rank stores its part. No communication.
 
-        Raises on all ranks, as `BaseIndex.append`, but for memory that runs out on one.
+        Args:
+            keys: `[B, G, N, D]`.
+            values: `[B, G, N, Dv]`.
+            valid: Bool `[B, N]`, False for padding; None where no token is padded.
+
+        Raises:
+            ValueError: As for `BaseIndex.append`, on all ranks.
+            MemoryError: Memory is exhausted, on this rank only.
         """
         self._check_tokens(keys, values, valid)
         if not keys.numel():
@@ -82,19 +90,22 @@ class ShardedTokens(Wrapper):
         check.tensor("values", values, {**shape, **sizes, "D": g.value_dim}, g.dtype, g.device)
         if valid is not None:
             check.tensor("valid", valid, sizes, torch.bool, g.device)
-        if g.device.type != "cuda":  # there each rank looks at its own, and tells later
+        if g.device.type != "cuda":  # on a GPU each rank checks its own tokens, with a later error
             known = keys if valid is None else keys.masked_fill(~valid[:, None, :, None], 0)
             check.finite("keys", known)
             if g.value_in_key:
                 check.in_keys(values, keys)
 
     def observe_queries(self, queries: Tensor, positions: Tensor) -> None:
-        """As the inner index does, of its newest token up to each position."""
+        """Pass queries to the inner index.
+
+        Each position becomes that of this rank's newest token up to it.
+        """
         if capability(self.inner, ObservesQueries) is not None:
             self.inner.observe_queries(queries, self._shard.to_own_positions(positions))
 
     def observe_tokens(self, tokens: Tensor, *, first: int) -> None:
-        """As the inner index does, of its tokens."""
+        """Pass the text of this rank's tokens to the inner index."""
         parts = self._shard.parts(first, first + tokens.shape[-1])
         if parts:
             some = _taken(tokens, parts, tokens.ndim - 1)
@@ -105,25 +116,29 @@ class ShardedTokens(Wrapper):
 
     @property
     def counts(self) -> Tensor:
-        """Valid tokens of each row of the batch, on all ranks, int64 `[B]`, on the CPU."""
+        """Number of valid tokens of each sequence on all ranks, int64 `[B]`, on the CPU."""
         if self._valid.flags is None:
             return torch.full((self._batch or 0,), self._length)
         return self._valid.flags.sum(1).cpu()
 
     @property
     def valid(self) -> Tensor | None:
-        """Which tokens are real, on all ranks, bool `[B, N]`, or None where all are."""
+        """True for tokens of all ranks that are not padding, bool `[B, N]`, or None."""
         return self._valid.flags
 
     def truncate(self, length: int) -> None:
-        """Forget the tokens with ids from `length` on. Raises ValueError below 0."""
+        """Remove the tokens with ids from `length` on.
+
+        Raises:
+            ValueError: `length` is negative.
+        """
         if check.at_least("length", length, 0) < self._length:
             self.inner.truncate(self._shard.tokens(length))
             self._valid.truncate(length)
             self._length = length
 
     def reorder(self, batch_indices: Tensor) -> None:
-        """As the inner index does, on all ranks."""
+        """Reorder the batch of the inner index, on all ranks."""
         check.rows("batch_indices", batch_indices, self._batch)
         if self._batch is None:
             return
@@ -132,26 +147,26 @@ class ShardedTokens(Wrapper):
         self._valid, self._batch = valid, len(batch_indices)
 
     def reset(self) -> None:
-        """As the inner index does."""
+        """Remove everything from the inner index, as `BaseIndex.reset`."""
         super().reset()
         self._forget()
 
     def nbytes(self) -> dict[str, int]:
-        """Bytes in use per tier, of this rank."""
+        """Return the bytes in use of this rank, per memory tier."""
         inner = self.inner.nbytes()
         return {**inner, "codes": inner.get("codes", 0) + self._valid.nbytes()}
 
     def reserve(self, tokens: int) -> None:
-        """As the inner index does, for its share of so many tokens."""
+        """Reserve memory for this rank's part of `tokens` tokens."""
         super().reserve(max(self._shard.tokens(check.at_least("tokens", tokens, 1)), 1))
 
     def reserve_ahead(self, tokens: int, *, batch: int) -> None:
-        """As the inner index does, for its share of so many tokens."""
+        """Start pinning memory for this rank's part of `tokens` tokens."""
         own = max(self._shard.tokens(check.at_least("tokens", tokens, 1)), 1)
         super().reserve_ahead(own, batch=batch)
 
     def warm_up(self, *, k: int, tokens: int) -> None:
-        """As the inner index does, where it holds a token, for its share of so many."""
+        """Prepare searches in this rank's part of `tokens` tokens, if it is not empty."""
         own = max(self._shard.tokens(check.at_least("tokens", tokens, 1)), 1)
         if len(self.inner):
             super().warm_up(k=k, tokens=own)
@@ -168,7 +183,7 @@ class ShardedTokens(Wrapper):
         own = self._shard.tokens(length)
         if inner and inner["N"] != own:
             raise ValueError(
-                f"state['inner.length']: got {inner['N']}, allowed is {own}, as this rank holds of "
+                f"state['inner.length']: got {inner['N']}, allowed is {own}, this rank's part of "
                 f"{length} tokens"
             )
         if inner.get("B", batch) != batch:
@@ -180,7 +195,12 @@ class ShardedTokens(Wrapper):
         return {"valid": TensorSpec(f"{batch} {tokens}", torch.bool, optional=True)}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Become what the same rank of as many was. Raises as `BaseIndex.load_state_dict`."""
+        """Load the state of the same rank of a group of the same size.
+
+        Raises:
+            ValueError: The state does not fit, or this index is not empty.
+            TypeError: As for `BaseIndex.load_state_dict`.
+        """
         if self._batch is not None:
             raise ValueError(
                 f"state: got an index that holds {self._length} tokens, allowed is a new one, or "
@@ -190,6 +210,6 @@ class ShardedTokens(Wrapper):
 
 
 def _taken(tensor: Tensor, parts: list[slice], dim: int) -> Tensor:
-    """Slices of a dimension one after the other; one alone is a view."""
+    """Join slices of an axis; a single slice is a view."""
     some = [tensor.narrow(dim, part.start, part.stop - part.start) for part in parts]
     return some[0] if len(some) == 1 else torch.cat(some, dim=dim)

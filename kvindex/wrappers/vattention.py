@@ -1,8 +1,10 @@
-"""vAttention: the best rows, and a uniform sample of the others as large as (ε, δ) asks for.
+"""vAttention: the best rows, and a uniform sample of the others that is as large as needed.
 
-Desai et al., vAttention: Verified Sparse Attention via Sampling (ICLR 2026, arXiv 2510.05688).
-Of the `n_s` rows beside the best `b` are drawn, each of which stands for `n_s / b`, so that
-numerator and denominator of the softmax are right on average.
+Of the `n_s` rows other than the best, `b` are sampled. Each has the weight `n_s / b`, so that
+numerator and denominator of the softmax are unbiased.
+
+Source: Desai et al., vAttention: Verified Sparse Attention via Sampling (ICLR 2026, arXiv
+2510.05688).
 """
 
 from __future__ import annotations
@@ -20,25 +22,36 @@ from kvindex.ops.select import top_k
 from kvindex.wrappers.sample import Sample
 
 PILOT, SAMPLED = range(2)
-"""What a row's random numbers are for; one tells nothing of the other."""
+"""Purposes of a row's random numbers, which are independent for each purpose."""
 
 
 class VAttention(Sample):
-    """Of the `k` rows up to `share · k` are a uniform sample, the others the inner index's best.
+    """Takes a uniform sample as large as needed, up to `share · k` rows; the others are the best.
 
-    The sample has `b = (Φ⁻¹(1 - δ/2) · n_s · σ / (ε · D))²` rows: by the central limit theorem the
-    denominator `D` is then off by more than its share ε with a chance of δ. A pilot of
-    `base_rate · n_s` rows drawn before tells `D` and the standard deviation σ of the rows' parts
-    of it; the sample is no smaller than the pilot.
+    The sample has `b = (Φ⁻¹(1 - δ/2) · n_s · σ / (ε · D))²` rows. By the central limit theorem, the
+    denominator `D` then has a relative error above ε with probability δ. A pilot sample of
+    `base_rate · n_s` rows estimates `D` and the standard deviation σ of the rows' terms. The sample
+    is never smaller than the pilot.
 
-    Where it differs from the paper: `b` ends at `share · k`, and where that binds, as it always
-    does with `base_rate · n_s` above it, neither ε nor δ holds. The pilot is judged by the inner
-    index's scores, which is asked for all its rows; it costs no row. `D` is what a group's heads
-    agree on, and the numerator is not looked at. Sink and window
-    are the layer's. A row's random numbers are hashes of its place, the KV head, how many tokens
-    the index holds, and `seed`: they stay until tokens come.
+    Differences from the paper: `b` is at most `share · k`; where that limit applies, as it always
+    does if `base_rate · n_s` is larger, ε and δ are not guaranteed. The pilot uses the inner
+    index's scores of all its rows, and reads no row. `D` is computed from scores that the heads of
+    a group agree on, and the error of the numerator is not considered. Sink and window belong to
+    the layer. A row's random numbers are hashes of its position, its KV head, the number of tokens
+    and `seed`, so they stay the same until tokens are appended.
 
-    Raises ValueError for options out of range, and as `Sample` does.
+    Args:
+        inner: The index to wrap, as for `Sample`.
+        epsilon: Relative error ε, in (0, 1].
+        delta: Probability δ of a larger error, in (0, 1].
+        base_rate: Fraction of the rows in the pilot sample, in (0, 1].
+        share: Largest fraction of the `k` rows that are sampled, in (0, 1].
+        seed: Seed of the random numbers.
+
+    Raises:
+        ValueError: An option is out of range, or as for `Sample`.
+
+    Source: Desai et al., vAttention (ICLR 2026).
     """
 
     def __init__(
@@ -75,9 +88,9 @@ class VAttention(Sample):
         return _in_order(torch.cat([best, sampled], -1), weights)
 
     def _wanted(self, logits: Tensor, ids: Tensor, rest: Tensor, sure: int) -> Tensor:
-        """Rows of a sample of `rest` that has ε and δ, int64 `[B, G, 1]`."""
+        """Return the sample size that reaches ε and δ for the rows `rest`, int64 `[B, G, 1]`."""
         left = rest.sum(-1, keepdim=True)
-        count = (self.base_rate * left).long().clamp_min(2)  # for a deviation
+        count = (self.base_rate * left).long().clamp_min(2)  # a deviation needs two rows
         most = max(2, int(self.base_rate * logits.shape[-1]))
         pilot = self._some(rest, ids, most, count, PILOT)
         parts = (logits.double() - logits[..., :1]).exp()
@@ -88,19 +101,22 @@ class VAttention(Sample):
         return torch.maximum(needed.clamp_max(check.MOST_ROWS).long(), count)
 
     def _some(self, rest: Tensor, ids: Tensor, most: int, counts: Tensor, use: int) -> Tensor:
-        """Positions of `counts` rows of `rest` at random, int64 `[B, G, most]`, then -1."""
+        """Return positions of `counts` random rows of `rest`, int64 `[B, G, most]`, then -1."""
         _, sampled = top_k(self._noise(ids, use).masked_fill(~rest, float("-inf")), most)
         return sampled.masked_fill(_positions(sampled) >= counts, -1)
 
     def _noise(self, ids: Tensor, use: int) -> Tensor:
-        """Of rows int64 `[B, G, P]`: float32."""
+        """Return random numbers of rows int64 `[B, G, P]`, float32."""
         counts, places = self._places(ids)
         heads = torch.arange(ids.shape[1], device=ids.device)[:, None]
         seeds = priority.hashed(priority.hashed(counts)[:, None, None] + heads)
         return priority.noise(places, seeds + (2 * self.seed + use) * priority.SPREAD).float()
 
     def _places(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Tokens `[B]`, and the rows' places among the valid ones, as `ids`: padding moves none."""
+        """Return the numbers of tokens `[B]`, and the rows' positions among the valid tokens.
+
+        Counting only valid tokens makes the sample independent of padding.
+        """
         known = capability(self.inner, CountsTokens)
         if known is None or not len(self):
             return torch.tensor([len(self)], device=ids.device), ids
@@ -115,7 +131,7 @@ def _positions(like: Tensor) -> Tensor:
 
 
 def _moments(values: Tensor, real: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and standard deviation of the real values of the last dimension, `[..., 1]`."""
+    """Return mean and standard deviation of the flagged values of the last axis, `[..., 1]`."""
     count = real.sum(-1, keepdim=True)
     mean = values.where(real, 0).sum(-1, keepdim=True) / count
     squares = (values - mean).square().where(real, 0).sum(-1, keepdim=True)
@@ -123,7 +139,7 @@ def _moments(values: Tensor, real: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _in_order(positions: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """Positions ascending, then -1, and their weights, then `-inf`."""
+    """Return positions ascending, padded with -1, and their weights, padded with `-inf`."""
     last = torch.iinfo(torch.int64).max
     ordered, order = positions.masked_fill(positions < 0, last).sort(-1)
     unused = ordered == last

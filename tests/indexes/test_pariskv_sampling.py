@@ -189,7 +189,7 @@ def test_the_best_rows_are_taken_where_a_coverage_is_asked_for(index):
 
 
 def test_rows_that_are_drawn_are_not_drawn_from():
-    with pytest.raises(ValueError, match="whose rows stand for others already"):
+    with pytest.raises(ValueError, match="whose rows have weights already"):
         CASE.index("pariskv:preset=sampled+sample")
 
 

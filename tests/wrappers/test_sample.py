@@ -160,7 +160,7 @@ def test_a_mass_is_refused():
 @pytest.mark.parametrize("name", ["magicpig", "retroinfer"])
 def test_rows_that_stand_for_others_already_are_refused(name):
     for spec in (f"{name}+sample", f"{name}+reuse+sample"):
-        with pytest.raises(ValueError, match=r"inner: got .*, whose rows stand for others already"):
+        with pytest.raises(ValueError, match=r"inner: got .*, whose rows have weights already"):
             Case(head_dim=64).index(spec)
 
 
@@ -172,7 +172,7 @@ def test_rows_of_an_index_of_others_that_have_weights_are_refused(monkeypatch):
         "_search",
         lambda self, q, k: dataclasses.replace(search(self, q, k), log_weight=torch.zeros(2, 6, k)),
     )
-    with pytest.raises(ValueError, match=r"inner: got .*, whose rows stand for others already"):
+    with pytest.raises(ValueError, match=r"inner: got .*, whose rows have weights already"):
         index.search(CASE.queries(), k=5)
 
 

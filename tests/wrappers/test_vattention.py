@@ -147,7 +147,7 @@ def test_sizes_out_of_range_are_refused(option, value):
 def test_what_sample_refuses_is_refused():
     with pytest.raises(ValueError, match="inner: got one with group='union'"):
         VAttention(CASE.index("exact", group="union"))
-    with pytest.raises(ValueError, match="whose rows stand for others already"):
+    with pytest.raises(ValueError, match="whose rows have weights already"):
         CASE.index("exact+sample+vattention")
     with pytest.raises(ValueError, match=r"coverage: got 0\.9, allowed is None"):
         filled().search(CASE.queries(), k=5, coverage=0.9)
