@@ -21,12 +21,12 @@ def main(arguments: list[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     try:
         make = found(given.index)
-        kept = [_told(one) for one in outcomes(make, stateful=given.stateful)]
+        passed = [_printed(one) for one in outcomes(make, stateful=given.stateful)]
     except (ValueError, TypeError, ImportError, RuntimeError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    print(f"{given.index}: {sum(kept)} of {len(kept)} checks kept")
-    return 0 if all(kept) else 1
+    print(f"{given.index}: {sum(passed)} of {len(passed)} checks kept")
+    return 0 if all(passed) else 1
 
 
 def found(index: str) -> Callable[..., Any]:
@@ -45,15 +45,13 @@ def found(index: str) -> Callable[..., Any]:
     return made
 
 
-def _told(outcome: Outcome) -> bool:
+def _printed(outcome: Outcome) -> bool:
     """Print an outcome; whether the index kept the promise."""
-    kept = outcome.error is None
-    print(
-        f"{'ok  ' if kept else 'FAIL'} {outcome.seconds:5.1f} s  {outcome.name}: {outcome.promise}"
-    )
-    if not kept:
+    ok = outcome.error is None
+    print(f"{'ok  ' if ok else 'FAIL'} {outcome.seconds:5.1f} s  {outcome.name}: {outcome.promise}")
+    if not ok:
         print(f"     {outcome.error}".replace("\n", "\n     "))
-    return kept
+    return ok
 
 
 if __name__ == "__main__":

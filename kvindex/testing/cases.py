@@ -104,7 +104,7 @@ def part(tokens: Tokens, start: int, stop: int) -> Tokens:
     return tokens[0][:, :, start:stop], tokens[1][:, :, start:stop]
 
 
-def join(*pieces: Tokens) -> Tokens:
+def join(*parts: Tokens) -> Tokens:
     """Pieces of tokens one after the other."""
-    keys, values = zip(*pieces, strict=True)
+    keys, values = zip(*parts, strict=True)
     return torch.cat(keys, dim=2), torch.cat(values, dim=2)

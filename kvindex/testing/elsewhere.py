@@ -24,25 +24,27 @@ INDEXED = {ATEN.index.Tensor, ATEN.index_put.default, ATEN.index_put_.default}
 
 
 class Elsewhere(Tensor):
-    """A tensor on the device that is not there; `held` is what it holds."""
+    """A tensor on the device that is not there; `inner` is what it holds."""
 
-    held: Tensor
+    inner: Tensor
 
     @staticmethod
-    def __new__(cls, held: Tensor) -> Elsewhere:
+    def __new__(cls, inner: Tensor) -> Elsewhere:
         """The tensor's shape and strides, at `PLACE`."""
-        place: Any = dict(strides=held.stride(), storage_offset=held.storage_offset(), device=PLACE)
-        return Tensor._make_wrapper_subclass(cls, held.shape, dtype=held.dtype, **place)
+        place: Any = dict(
+            strides=inner.stride(), storage_offset=inner.storage_offset(), device=PLACE
+        )
+        return Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype, **place)
 
-    def __init__(self, held: Tensor) -> None:
-        self.held = held
+    def __init__(self, inner: Tensor) -> None:
+        self.inner = inner
 
     def __repr__(self) -> str:  # type: ignore[override]  # torch's option is its own
-        return f"Elsewhere({self.held!r})"
+        return f"Elsewhere({self.inner!r})"
 
     def tolist(self) -> Any:
         """As lists of numbers."""
-        return self.held.tolist()
+        return self.inner.tolist()
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch says less than it calls with
@@ -63,7 +65,7 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     stays = bool(away) if to is None else to == PLACE
     if to == PLACE:
         kwargs = {**kwargs, "device": "cpu"}
-    opened = tree_map_only(Elsewhere, lambda one: one.held, (args, kwargs))
+    opened = tree_map_only(Elsewhere, lambda one: one.inner, (args, kwargs))
     found = func(*opened[0], **opened[1])
     if func._schema.is_mutable:  # in place: what was given is what is returned
         given = kwargs["out"] if "out" in kwargs else args[0]

@@ -66,11 +66,11 @@ def outcomes(
         from kvindex.testing.stateful import check_any_interleaving
 
         runs.append((check_any_interleaving, cases[:1]))  # it has cases of its own
-    for check, held_to in runs:
+    for check, cases_of_check in runs:
         start = time.perf_counter()
         errors = (
             _error_of(check, functools.partial(case.made, index, **options), case)
-            for case in held_to
+            for case in cases_of_check
         )
         error = next((error for error in errors if error is not None), None)
         yield Outcome(check.__name__, _promise(check), error, time.perf_counter() - start)

@@ -74,7 +74,7 @@ class IndexMachine(RuleBasedStateMachine):
         self.calls = 0
 
     @property
-    def held(self) -> Tokens:
+    def expected(self) -> Tokens:
         """The tokens, none where nothing was appended."""
         return self.case.tokens(0, batch=self.rows) if self.tokens is None else self.tokens
 
@@ -86,7 +86,7 @@ class IndexMachine(RuleBasedStateMachine):
     @property
     def count(self) -> int:
         """Tokens that the index should hold."""
-        return self.held[0].shape[2]
+        return self.expected[0].shape[2]
 
     @precondition(lambda self: self.batch is None)
     @rule(batch=st.integers(1, 3), count=st.integers(1, 14), seed=seeds, pads=st.none() | seeds)
@@ -105,7 +105,7 @@ class IndexMachine(RuleBasedStateMachine):
         """More tokens, all of them real."""
         new = self.case.tokens(count, seed, self.batch)
         self.index.append(*new)
-        self.tokens = join(self.held, new)
+        self.tokens = join(self.expected, new)
         self.valid = torch.cat([self.valid, torch.ones(self.rows, count, dtype=torch.bool)], 1)
 
     @precondition(lambda self: self.batch is not None)
@@ -113,7 +113,7 @@ class IndexMachine(RuleBasedStateMachine):
     def truncate(self, length: int) -> None:
         """Perhaps beyond what is there."""
         self.index.truncate(length)
-        self.tokens, self.valid = part(self.held, 0, length), self.valid[:, :length]
+        self.tokens, self.valid = part(self.expected, 0, length), self.valid[:, :length]
 
     @precondition(lambda self: self.batch is not None)
     @rule(order=st.lists(seeds, min_size=1, max_size=4))
@@ -122,7 +122,7 @@ class IndexMachine(RuleBasedStateMachine):
         rows = torch.tensor([seed % self.rows for seed in order])
         self.index.reorder(rows)
         self.batch = len(order)
-        self.tokens = self.held[0][rows], self.held[1][rows]
+        self.tokens = self.expected[0][rows], self.expected[1][rows]
         self.valid = self.valid[rows]
 
     @precondition(lambda self: self.calls > 4)  # or it would be every second call
@@ -166,7 +166,7 @@ class IndexMachine(RuleBasedStateMachine):
         if not self.count:
             ids[:] = -1
         rows = self.index.fetch(hits_of(ids))
-        for got, table in zip((rows.keys, rows.values), self.held, strict=True):
+        for got, table in zip((rows.keys, rows.values), self.expected, strict=True):
             table = torch.nn.functional.pad(table, (0, 0, 0, 1))  # id -1: the last, zeros
             row = (ids % table.shape[2])[..., None].expand(-1, -1, -1, table.shape[-1])
             assert torch.equal(got, table.gather(2, row)), "rows are those appended"
@@ -189,7 +189,7 @@ class IndexMachine(RuleBasedStateMachine):
         learned = above("learned", below("learned", state))
         index.load_state_dict(extended(index.state_dict(), learned))
         if self.count:
-            index.append(*self.held, valid=self.valid)
+            index.append(*self.expected, valid=self.valid)
         return index
 
 

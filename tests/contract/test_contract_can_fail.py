@@ -241,7 +241,7 @@ BROKEN = {
     "check_one_token": DropsTheNewest,
     "check_fetch_returns_the_appended_rows": FetchesTheNext,
     "check_encode_is_deterministic_and_changes_nothing": EncodeCounts,
-    "check_append_in_chunks_equals_one_piece": ForgetsTheLastChunk,
+    "check_append_in_chunks_equals_one_call": ForgetsTheLastChunk,
     "check_padding_changes_nothing_but_ids": IgnoresPadding,
     "check_nothing_but_padding_is_as_good_as_empty": ReturnsPadding,
     "check_attention_where_few_tokens_are_valid": LeavesOutResidentRows,

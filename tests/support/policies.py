@@ -8,7 +8,7 @@ from tests.contract import CHECKS
 STILL = {
     "check_truncate_then_append_equals_fresh",
     "check_reorder_moves_rows",
-    "check_append_in_chunks_equals_one_piece",
+    "check_append_in_chunks_equals_one_call",
     "check_searches_are_deterministic",
     "check_zero_keys_and_queries_give_no_nan",
     "check_reset_forgets_everything",

@@ -66,7 +66,7 @@ OF_ITS_TOKENS = {
     # padding moves tokens to other ranks: found as before is what does not depend on its neighbors
     "check_padding_changes_nothing_but_ids": alone,
     # a rank learns from its part of the first append that it takes some of
-    "check_append_in_chunks_equals_one_piece": learns,
+    "check_append_in_chunks_equals_one_call": learns,
     "check_truncated_ids_never_return": learns,
     "check_truncate_then_append_equals_fresh": learns,
     # each rank gives its share of the rows that are drawn

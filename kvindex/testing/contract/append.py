@@ -49,22 +49,22 @@ def check_encode_is_deterministic_and_changes_nothing(make: Make, case: Case) ->
     assert first.keys() == second.keys()
     for name in first:
         assert torch.equal(first[name], second[name])
-        kept = index.state_dict().get(f"codes.{name}")
-        if kept is not None:
-            assert torch.equal(first[name], kept.to(first[name].device)), "append keeps the codes"
+        stored = index.state_dict().get(f"codes.{name}")
+        if stored is not None:
+            assert torch.equal(first[name], stored.to(first[name].device)), "append keeps the codes"
     assert_same_snapshot(snapshot(index, case.queries()), before)
 
 
-def check_append_in_chunks_equals_one_piece(make: Make, case: Case) -> None:
+def check_append_in_chunks_equals_one_call(make: Make, case: Case) -> None:
     """Tokens appended in pieces are found as in one piece."""
     tokens = case.tokens(N)
     whole = filled(make, part(tokens, 0, 5), part(tokens, 5, N))
     cuts = [0, 5, 6, 7, 20, N]
-    pieces = [part(tokens, start, stop) for start, stop in pairwise(cuts)]
-    chunks = filled(make, *pieces)
-    assert len(chunks) == len(whole) == N
-    assert chunks.nbytes() == whole.nbytes()
-    assert_same_hits(searched(chunks, case), searched(whole, case), close=ROUNDED)
+    parts = [part(tokens, start, stop) for start, stop in pairwise(cuts)]
+    chunked = filled(make, *parts)
+    assert len(chunked) == len(whole) == N
+    assert chunked.nbytes() == whole.nbytes()
+    assert_same_hits(searched(chunked, case), searched(whole, case), close=ROUNDED)
 
 
 def check_padding_changes_nothing_but_ids(make: Make, case: Case) -> None:
@@ -82,10 +82,10 @@ def check_padding_changes_nothing_but_ids(make: Make, case: Case) -> None:
         rows = index.fetch(hits)
         assert not rows.keys.isnan().any(), "padding is never returned"
         for b, pad in enumerate(pads):
-            alone = make()
-            alone.append(keys[b : b + 1, :, pad:30], values[b : b + 1, :, pad:30])
-            alone.append(keys[b : b + 1, :, 30:], values[b : b + 1, :, 30:])
-            want = alone.search(case.queries()[b : b + 1], k=k)
+            single = make()
+            single.append(keys[b : b + 1, :, pad:30], values[b : b + 1, :, pad:30])
+            single.append(keys[b : b + 1, :, 30:], values[b : b + 1, :, 30:])
+            want = single.search(case.queries()[b : b + 1], k=k)
             got = Hits(hits.ids[b : b + 1], hits.scores[b : b + 1])
             assert_same_hits(got, want, close=ROUNDED, shift=pad)
 

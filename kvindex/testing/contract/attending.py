@@ -36,9 +36,9 @@ def check_attention_where_few_tokens_are_valid(make: Make, case: Case) -> None:
             _assert_attends_to_hits(index, case, case.tokens(resident, seed=1))
 
 
-def _assert_attends_to_hits(index: BaseIndex, case: Case, beside: Tokens) -> None:
+def _assert_attends_to_hits(index: BaseIndex, case: Case, tokens: Tokens) -> None:
     """Compare `attend` with a search, a fetch, and attention over what they found."""
-    g, (keys, values) = index.geometry, beside
+    g, (keys, values) = index.geometry, tokens
     resident = ResidentRows(g, case.batch, RESIDENT + 1)
     resident.add(keys, values, None)
     queries = case.queries()

@@ -26,9 +26,9 @@ def searched(
     return hits
 
 
-def filled(make: Make, *pieces: Tokens, **options: object) -> BaseIndex:
+def filled(make: Make, *parts: Tokens, **options: object) -> BaseIndex:
     """A new index with the pieces appended one by one."""
     index = make(**options)
-    for keys, values in pieces:
+    for keys, values in parts:
         index.append(keys, values)
     return index

@@ -16,7 +16,7 @@ from kvindex.testing.compare import assert_same_hits, assert_same_snapshot, snap
 from kvindex.testing.contract.common import Make, searched
 from kvindex.testing.faults import fail_at, operations_of
 
-HELD = 30
+TOKENS = 30
 POINTS = 6
 """Operations of a call that fail in turn, half of them the last ones, where calls commit."""
 
@@ -25,13 +25,13 @@ Seen: TypeAlias = tuple[tuple[object, ...], Hits]
 
 
 def changes(case: Case) -> Iterator[tuple[str, Change]]:
-    """Every public call that an index of `HELD` tokens can be changed by."""
+    """Every public call that an index of `TOKENS` tokens can be changed by."""
     B, device = case.batch, case.device
     tokens, more = case.tokens(19, seed=5), case.tokens(3, seed=6)
-    queries, at = case.queries(3)[:, :, None], torch.tensor([HELD - 1], device=device)
+    queries, at = case.queries(3)[:, :, None], torch.tensor([TOKENS - 1], device=device)
     order = torch.tensor([B - 1, 0], device=device)
     pads = left_padding([2] * B, 3, device)
-    text = torch.arange(HELD, device=device).expand(B, -1)
+    text = torch.arange(TOKENS, device=device).expand(B, -1)
     yield "append", lambda index: index.append(*tokens)
     yield "append padded", lambda index: index.append(*more, valid=pads)
     yield "truncate", lambda index: index.truncate(11)
@@ -57,18 +57,20 @@ def check_memory_that_runs_out_anywhere_changes_nothing(
     make: Make, case: Case, most: int = POINTS
 ) -> None:
     """Whichever operation of a public call runs out of memory, the index is as it was."""
-    for sealed in (False, True):
+    for prompt_ended in (False, True):
         index = make()
-        index.append(*case.tokens(HELD), valid=left_padding([3] * case.batch, HELD, case.device))
-        index.observe_queries(
-            case.queries(2)[:, :, None], torch.tensor([HELD - 1], device=case.device)
+        index.append(
+            *case.tokens(TOKENS), valid=left_padding([3] * case.batch, TOKENS, case.device)
         )
-        if sealed:
+        index.observe_queries(
+            case.queries(2)[:, :, None], torch.tensor([TOKENS - 1], device=case.device)
+        )
+        if prompt_ended:
             index.end_prompt()
         searched(index, case)
         before = seen(index, case)
         for name, change in changes(case):
-            if not sealed and name not in ("append", "end_prompt"):
+            if not prompt_ended and name not in ("append", "end_prompt"):
                 continue  # as after `end_prompt`, or nothing yet
             whole = copy.deepcopy(index)
             count = operations_of(partial(change, whole))

@@ -75,11 +75,11 @@ def check_a_batch_equals_its_rows(make: Make, case: Case) -> None:
     rows = index.fetch(hits)
     for b in range(3):
         one = slice(b, b + 1)
-        alone = filled(make, (tokens[0][one], tokens[1][one]))
-        want = alone.search(case.queries(batch=3)[one], k=K)
+        single = filled(make, (tokens[0][one], tokens[1][one]))
+        want = single.search(case.queries(batch=3)[one], k=K)
         assert_same_hits(Hits(hits.ids[one], hits.scores[one]), want, close=ROUNDED)
-        kept = alone.fetch(Hits(hits.ids[one], hits.scores[one]))
-        assert torch.equal(rows.keys[one], kept.keys)
+        rows_alone = single.fetch(Hits(hits.ids[one], hits.scores[one]))
+        assert torch.equal(rows.keys[one], rows_alone.keys)
 
 
 def check_reset_forgets_everything(make: Make, case: Case) -> None:

@@ -31,8 +31,8 @@ def check_a_needle_is_found(make: Make, case: Case) -> None:
     index = filled(make, case.of_keys(keys, values))
     same = queries[:, :, :1].expand_as(queries).flatten(1, 2)
     hits = index.search(same, k=k)
-    drawn = hits.log_weight is not None and bool((hits.log_weight > 0).any())
-    if drawn and case.softcap is not None:
+    sampled = hits.log_weight is not None and bool((hits.log_weight > 0).any())
+    if sampled and case.softcap is not None:
         return  # no logit stands out, and rows are drawn by lot
     assert (hits.ids == 17).any(-1).all()
     if not index.scattered:
@@ -49,9 +49,9 @@ def check_ties_go_to_the_lower_id(make: Make, case: Case) -> None:
     used = hits.ids >= 0
     lowest = hits.scores.masked_fill(~used, float("inf")).amin(-1)
     alike = bool((hits.scores.amax(-1) == lowest).all())
-    drawn = hits.log_weight is not None and bool((hits.log_weight > 0).any())
-    assert alike or drawn, "all alike"
-    assert drawn or torch.equal(
+    sampled = hits.log_weight is not None and bool((hits.log_weight > 0).any())
+    assert alike or sampled, "all alike"
+    assert sampled or torch.equal(
         hits.ids[used], torch.arange(K, device=used.device).expand_as(used)[used]
     )
 
