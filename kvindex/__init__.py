@@ -1,4 +1,4 @@
-"""The KV cache of a language model as a vector database: encode, append, search, fetch."""
+"""The KV cache of a language model as a vector database: encode, append, search and fetch."""
 
 from kvindex.bases.index import BaseIndex
 from kvindex.core.geometry import Geometry

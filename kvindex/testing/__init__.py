@@ -1,7 +1,8 @@
-"""What authors of indexes test theirs with, inside this tree and outside.
+"""Tests for authors of indexes, for indexes in this repository and in other packages.
 
-`check_index(MyIndex)` holds an index to the whole contract; `python -m kvindex.testing
-package.module:MyIndex` prints a line for each check. Neither needs pytest or Hypothesis.
+`check_index(MyIndex)` checks an index against the whole contract of the protocol. `python -m
+kvindex.testing package.module:MyIndex` prints one line for each check. Neither needs pytest or
+Hypothesis.
 """
 
 from kvindex.testing.faults import fail_at, interrupt_at, lines_of, operations_of

@@ -1,4 +1,4 @@
-"""`python -m kvindex.testing package.module:Class`: a line for each check of an index."""
+"""`python -m kvindex.testing package.module:Class`: check an index, one line for each check."""
 
 from __future__ import annotations
 
@@ -14,10 +14,12 @@ from kvindex.testing.run import Outcome, outcomes
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Exit status: 0 where the index keeps the contract, 1 where not, 2 for a user's mistake."""
+    """Run the checks; return 0 if the index passes, 1 if not, and 2 for wrong arguments."""
     parser = argparse.ArgumentParser(prog="python -m kvindex.testing", description=__doc__)
-    parser.add_argument("index", help="package.module:Class, or a name with options as of create")
-    parser.add_argument("--stateful", action="store_true", help="random interleavings of calls too")
+    parser.add_argument(
+        "index", help="package.module:Class, or a name with options as for kvindex.create"
+    )
+    parser.add_argument("--stateful", action="store_true", help="also random sequences of calls")
     given = parser.parse_args(arguments)
     try:
         make = found(given.index)
@@ -25,18 +27,21 @@ def main(arguments: list[str] | None = None) -> int:
     except (ValueError, TypeError, ImportError, RuntimeError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    print(f"{given.index}: {sum(passed)} of {len(passed)} checks kept")
+    print(f"{given.index}: {sum(passed)} of {len(passed)} checks passed")
     return 0 if all(passed) else 1
 
 
 def found(index: str) -> Callable[..., Any]:
-    """What makes an index, from `package.module:Class` or from a name with options.
+    """Return a function that creates an index, from `package.module:Class` or a name with options.
 
-    Raises ImportError, TypeError or ValueError.
+    Raises:
+        ImportError: The module cannot be imported.
+        TypeError: The name is not a string.
+        ValueError: The name is unknown.
     """
     module, colon, name = index.partition(":")
     if not colon or "=" in name:
-        get(index.partition("+")[0].partition(":")[0])  # or each check would say that it is unknown
+        get(index.partition("+")[0].partition(":")[0])  # raises once, not in each check
         return functools.partial(create, index)
     known: dict[str, Any] = vars(importlib.import_module(module))
     if name not in known:
@@ -46,7 +51,7 @@ def found(index: str) -> Callable[..., Any]:
 
 
 def _printed(outcome: Outcome) -> bool:
-    """Print an outcome; whether the index kept the promise."""
+    """Print an outcome; return True if the check passed."""
     ok = outcome.error is None
     print(f"{'ok  ' if ok else 'FAIL'} {outcome.seconds:5.1f} s  {outcome.name}: {outcome.promise}")
     if not ok:

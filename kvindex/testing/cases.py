@@ -1,4 +1,4 @@
-"""Cases: shapes of attention layers that an index is held to, and tensors that go with them."""
+"""Cases: shapes of attention layers that checks run in, and random tensors for them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Tokens: TypeAlias = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Case:
-    """An attention layer's shape, and the tensors that go with it."""
+    """The shape of an attention layer, with random tensors for it."""
 
     q_heads: int = 2
     kv_heads: int = 2
@@ -40,40 +40,40 @@ class Case:
         return f"{dtype}-B{self.batch}-{shape}{cap}{in_key}{device}"
 
     def geometry(self) -> dict[str, Any]:
-        """The keywords of an index for such a layer, `rope` apart."""
+        """Return the arguments of an index for such a layer, except `rope`."""
         return {key: value for key, value in asdict(self).items() if key != "batch"}
 
     def index(self, name: str, **options: Any) -> KVIndex:
-        """A new index by its name or line, as `kvindex.create` makes it."""
+        """Create an index by its name with options, as `kvindex.create`."""
         geometry = self.geometry()
         if get(name.partition("+")[0].partition(":")[0]).needs_rope:
             geometry["rope"] = rope(self.head_dim, self.device)
-        # the reference, on a GPU, too, unless a test says otherwise
+        # the reference implementation, also on a GPU, unless a test passes another backend
         return create(name, **{**geometry, "backend": "torch", **options})
 
     def made(self, make: Callable[..., BaseIndex], **options: object) -> BaseIndex:
-        """A new index of a class, or of a function that takes the keywords of one."""
+        """Create an index with a class, or with a function that has the same arguments."""
         geometry = self.geometry() | {"rope": rope(self.head_dim, self.device)}
         return make(**{**geometry, **options})
 
     def tensor(self, seed: int, *shape: int) -> Tensor:
-        """Normal entries, the same for a seed whatever the dtype and device."""
+        """Return normally distributed numbers, the same for each dtype and device."""
         generator = torch.Generator().manual_seed(seed)
         return torch.randn(shape, generator=generator).to(self.device, self.dtype)
 
     def tokens(self, count: int, seed: int = 0, batch: int | None = None) -> Tokens:
-        """Keys `[B, G, count, D]` and values `[B, G, count, Dv]`."""
+        """Return random keys `[B, G, count, D]` and values `[B, G, count, Dv]`."""
         batch = self.batch if batch is None else batch
         keys = self.tensor(2 * seed, batch, self.kv_heads, count, self.head_dim)
         values = self.tensor(2 * seed + 1, batch, self.kv_heads, count, self.value_dim)
         return self.of_keys(keys, values)
 
     def of_keys(self, keys: Tensor, values: Tensor) -> Tokens:
-        """Tokens of these keys, and of these values or those that are in the keys."""
+        """Return tokens with these keys, and these values or those in the keys (`value_in_key`)."""
         return keys, keys[..., : self.value_dim].clone() if self.value_in_key else values
 
     def queries(self, seed: int = 0, batch: int | None = None) -> Tensor:
-        """Queries `[B, H, D]`."""
+        """Return random queries `[B, H, D]`."""
         batch = self.batch if batch is None else batch
         return self.tensor(10_000 + seed, batch, self.q_heads, self.head_dim)
 
@@ -86,25 +86,25 @@ CASES = (
     Case(q_heads=6, kv_heads=2, head_dim=16, value_dim=8, softcap=1.0, batch=2),
     Case(q_heads=4, kv_heads=1, head_dim=24, value_dim=16, batch=2, value_in_key=True),
 )
-"""What `check_index` runs every check in."""
+"""Cases in which `check_index` runs every check."""
 
 
 def rope(head_dim: int, device: str | torch.device = "cpu") -> Tensor:
-    """Inverse frequencies `[D / 2]` as most models have them."""
+    """Return inverse frequencies `[D / 2]` of a usual rotary embedding."""
     return 10_000.0 ** -(torch.arange(0, head_dim, 2, device=device) / head_dim)
 
 
 def left_padding(pads: list[int], count: int, device: str = "cpu") -> Tensor:
-    """Valid flags bool `[B, count]`: row `b` starts with `pads[b]` padded tokens."""
+    """Return flags of valid tokens, bool `[B, count]`, with `pads[b]` padded tokens first."""
     return torch.arange(count, device=device) >= torch.tensor(pads, device=device)[:, None]
 
 
 def part(tokens: Tokens, start: int, stop: int) -> Tokens:
-    """The tokens from `start` to `stop`."""
+    """Return the tokens from `start` to `stop`."""
     return tokens[0][:, :, start:stop], tokens[1][:, :, start:stop]
 
 
 def join(*parts: Tokens) -> Tokens:
-    """Pieces of tokens one after the other."""
+    """Join tokens one after another."""
     keys, values = zip(*parts, strict=True)
     return torch.cat(keys, dim=2), torch.cat(values, dim=2)

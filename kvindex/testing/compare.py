@@ -1,4 +1,4 @@
-"""Comparisons of what indexes give: hits, rows, snapshots; an AssertionError says what differs."""
+"""Compare results of indexes: hits, rows and snapshots. An AssertionError names the difference."""
 
 from __future__ import annotations
 
@@ -11,15 +11,17 @@ from torch import Tensor
 from kvindex.core.protocol import Hits, KVIndex, Rows
 
 ROUNDED = 1e-2
-"""Scores may differ by this share of the largest one where only rounding differs. The products
-of torch depend in the last bit on the shape of a batch, and such a bit can tip a stored code:
-a bfloat16 weight by 2^-8, a magnitude to the next level. A wrong row or sign is off by far more
-(`tests/contract/test_contract_can_fail.py`)."""
+"""Tolerance of scores, as a fraction of the largest one, where only rounding differs.
+
+The products of torch depend in the last bit on the shape of a batch, and such a bit can change a
+stored code: a bfloat16 weight by 2^-8, a magnitude to the next level. A wrong row or sign differs
+by far more (`tests/contract/test_contract_can_fail.py`).
+"""
 
 
 @contextmanager
 def raises(*kinds: type[Exception], says: tuple[str, ...]) -> Iterator[None]:
-    """Raises AssertionError unless such an error comes that says these words in this order."""
+    """Raise AssertionError unless an error of these kinds has these words in this order."""
     names, said = " or ".join(kind.__name__ for kind in kinds), None
     try:
         yield
@@ -32,19 +34,19 @@ def raises(*kinds: type[Exception], says: tuple[str, ...]) -> Iterator[None]:
 
 
 def hits_of(ids: Tensor) -> Hits:
-    """Hits with these ids and no scores, to fetch."""
+    """Return hits with these ids and without scores, for `fetch`."""
     return Hits(ids, torch.zeros(ids.shape, device=ids.device))
 
 
 def all_rows(index: KVIndex, batch: int) -> Rows:
-    """Every row of an index, in order."""
+    """Return all rows of an index, in order."""
     g = index.geometry
     ids = torch.arange(len(index), device=g.device).expand(batch, g.kv_heads, -1)
     return index.fetch(hits_of(ids))
 
 
 def assert_well_formed(hits: Hits, index: KVIndex, batch: int, k: int) -> None:
-    """What every search promises about its slots, whatever it found."""
+    """Check what every search guarantees about its slots, whatever it found."""
     g, shape = index.geometry, (batch, index.geometry.kv_heads, k)
     for name, tensor, dtype in (
         ("ids", hits.ids, torch.int64),
@@ -74,13 +76,19 @@ def assert_well_formed(hits: Hits, index: KVIndex, batch: int, k: int) -> None:
 
 
 def assert_same_hits(got: Hits, want: Hits, *, close: float = 0.0, shift: Tensor | int = 0) -> None:
-    """The same rows with the same scores; to the bit, or `close` (see `ROUNDED`).
+    """Check that hits have the same rows and scores, bit by bit or within a tolerance.
 
-    shift: added to the wanted ids, int or int64 `[B]`. Where scores are close, so are the ids'
-    places: a row may be missing only if its score is close to that of the last slot.
+    With a tolerance, the order of ids may differ where scores are close. A row may be missing only
+    if its score is close to that of the last slot.
+
+    Args:
+        got: Hits to check.
+        want: Expected hits.
+        close: Tolerance as a fraction of the largest score, such as `ROUNDED`; 0 for equal bits.
+        shift: Number that is added to the expected ids, an int or int64 `[B]`.
     """
     shift = torch.as_tensor(shift, device=want.ids.device).reshape(-1, 1, 1)
-    ids = torch.where(want.ids < 0, want.ids, want.ids + shift)  # below -1: no token
+    ids = torch.where(want.ids < 0, want.ids, want.ids + shift)  # negative ids are not tokens
     if not close:
         assert torch.equal(got.ids, ids), "ids are equal"
         assert torch.equal(got.scores, want.scores), "scores are equal to the bit"
@@ -102,14 +110,14 @@ def assert_same_hits(got: Hits, want: Hits, *, close: float = 0.0, shift: Tensor
 
 
 def snapshot(index: KVIndex, queries: Tensor, k: int = 7) -> tuple[object, ...]:
-    """Everything that can be seen of an index from outside."""
+    """Return everything that can be observed of an index from outside."""
     hits = index.search(queries, k=k)
     rows = all_rows(index, len(queries))
     return len(index), index.nbytes(), hits.ids, hits.scores, rows.keys, rows.values
 
 
 def assert_same_snapshot(got: tuple[object, ...], want: tuple[object, ...]) -> None:
-    """Two snapshots agree to the bit."""
+    """Check that two snapshots are equal bit by bit."""
     for ours, theirs in zip(got, want, strict=True):
         if isinstance(theirs, Tensor):
             torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)

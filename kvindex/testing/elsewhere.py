@@ -1,7 +1,7 @@
-"""A device that is not there: tensors on it refuse to meet the CPU's, as a GPU's would.
+"""A simulated device: its tensors cannot be combined with CPU tensors, as on a GPU.
 
-They are tensors of the CPU in a wrapper that says it is on torch's device `meta`. So code that
-makes a tensor without naming its device, or reads one as numpy, is found without a GPU.
+They are CPU tensors in a wrapper that reports torch's device `meta`. With it, code that creates a
+tensor without a device, or reads one as numpy, is found on a machine without a GPU.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ PLACE = torch.device("meta")
 ATEN = torch.ops.aten
 COPIES = {ATEN._to_copy.default, ATEN.copy_.default}
 INDEXED = {ATEN.index.Tensor, ATEN.index_put.default, ATEN.index_put_.default}
-"""What may read tensors of the CPU on a GPU, too: copies, and indices of what is there."""
+"""Operations that accept CPU tensors with GPU tensors: indexing, with indices on the CPU."""
 
 
 class Elsewhere(Tensor):
-    """A tensor on the device that is not there; `inner` is what it holds."""
+    """A tensor on the simulated device; `inner` has its data on the CPU."""
 
     inner: Tensor
 
     @staticmethod
     def __new__(cls, inner: Tensor) -> Elsewhere:
-        """The tensor's shape and strides, at `PLACE`."""
+        """Create a tensor with the shape and strides of `inner` on the simulated device."""
         place: Any = dict(
             strides=inner.stride(), storage_offset=inner.storage_offset(), device=PLACE
         )
@@ -39,22 +39,22 @@ class Elsewhere(Tensor):
     def __init__(self, inner: Tensor) -> None:
         self.inner = inner
 
-    def __repr__(self) -> str:  # type: ignore[override]  # torch's option is its own
+    def __repr__(self) -> str:  # type: ignore[override]  # torch's method has another option
         return f"Elsewhere({self.inner!r})"
 
     def tolist(self) -> Any:
-        """As lists of numbers."""
+        """Return the numbers as lists."""
         return self.inner.tolist()
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]  # torch says less than it calls with
+    def __torch_dispatch__(  # type: ignore[override]  # torch passes more arguments than declared
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         return _run(func, args, kwargs or {})
 
 
 def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """The operation on what the tensors hold. Raises RuntimeError where devices meet."""
+    """Run an operation on the inner tensors; raise RuntimeError if devices are mixed."""
     tensors = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
     away = [one for one in tensors if isinstance(one, Elsewhere)]
     here = [one for one in tensors if not isinstance(one, Elsewhere) and one.dim()]
@@ -67,23 +67,23 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         kwargs = {**kwargs, "device": "cpu"}
     opened = tree_map_only(Elsewhere, lambda one: one.inner, (args, kwargs))
     found = func(*opened[0], **opened[1])
-    if func._schema.is_mutable:  # in place: what was given is what is returned
+    if func._schema.is_mutable:  # in place: return the argument itself
         given = kwargs["out"] if "out" in kwargs else args[0]
         return given if isinstance(found, Tensor) else found
     return tree_map_only(Tensor, Elsewhere, found) if stays else found
 
 
-DispatchMode: Any = TorchDispatchMode  # torch leaves both untyped
+DispatchMode: Any = TorchDispatchMode  # both classes are untyped in torch
 FunctionMode: Any = TorchFunctionMode
 
 
-class _Dispatched(DispatchMode):  # type: ignore[misc]  # for that reason
+class _Dispatched(DispatchMode):  # type: ignore[misc]  # untyped
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return _run(func, args, kwargs or {})
 
 
-class _Made(FunctionMode):  # type: ignore[misc]  # for that reason
-    """What makes tensors of lists does so before anyone can look; so lists become tensors here."""
+class _Made(FunctionMode):  # type: ignore[misc]  # untyped
+    """Convert lists to tensors here, because torch does so before dispatching an operation."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -105,6 +105,9 @@ def _indices(given: Any) -> Any:
 
 @contextmanager
 def known() -> Iterator[None]:
-    """While it is entered, tensors can be made elsewhere: `torch.zeros(3, device=PLACE)`."""
+    """Within the context, tensors can be created on the simulated device.
+
+    For example `torch.zeros(3, device=PLACE)`.
+    """
     with _Made(), _Dispatched():
         yield

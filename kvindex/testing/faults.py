@@ -1,8 +1,8 @@
 """Faults, one at a time: memory that runs out at any operation, an interrupt at any line.
 
-A call that raises must leave things as they were. To hold a call to that, count its operations
-(`operations_of`) or lines (`lines_of`), let each of them fail in turn on a fresh object, and
-compare what is left with an object that never saw the call.
+A call that raises must leave things as they were. To test this, count the operations
+(`operations_of`) or lines (`lines_of`) of a call, let each of them fail in turn on a new object,
+and compare the result with an object that never had the call.
 """
 
 from __future__ import annotations
@@ -19,13 +19,17 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 PACKAGE = Path(__file__).parents[1]
-"""Whose lines are interrupted unless others are named."""
+"""Package whose lines are interrupted by default."""
 
 Call = Callable[[], object]
 
 
 def operations_of(call: Call) -> int:
-    """Operations of torch in a call that may take memory: all but views."""
+    """Count the torch operations of a call that may allocate memory: all except views.
+
+    Args:
+        call: Function without arguments.
+    """
     memory = _Memory(None)
     with memory:
         call()
@@ -33,9 +37,14 @@ def operations_of(call: Call) -> int:
 
 
 def fail_at(call: Call, operation: int) -> bool:
-    """Run a call in which operation number `operation`, from 0 on, runs out of memory.
+    """Run a call in which one operation runs out of memory.
 
-    Returns whether it came that far and raised `torch.OutOfMemoryError`, or what was made of it.
+    Args:
+        call: Function without arguments.
+        operation: Number of the operation that raises `torch.OutOfMemoryError`, from 0 on.
+
+    Returns:
+        True if the call reached the operation and raised an error, False if it ended before.
     """
     memory = _Memory(operation)
     try:
@@ -49,14 +58,25 @@ def fail_at(call: Call, operation: int) -> bool:
 
 
 def lines_of(call: Call, package: Path = PACKAGE) -> int:
-    """Lines of a package that a call runs, each as often as it does."""
+    """Count the lines of a package that a call runs.
+
+    Args:
+        call: Function without arguments.
+        package: Folder of the package.
+    """
     return _traced(call, None, package)
 
 
 def interrupt_at(call: Call, line: int, package: Path = PACKAGE) -> bool:
-    """Run a call with a KeyboardInterrupt before line number `line`, from 0 on, of a package.
+    """Run a call with a KeyboardInterrupt before one line.
 
-    Returns whether it came that far and raised it.
+    Args:
+        call: Function without arguments.
+        line: Number of the line that is interrupted, from 0 on.
+        package: Folder of the package whose lines are counted.
+
+    Returns:
+        True if the call reached the line and raised the interrupt, False if it ended before.
     """
     try:
         _traced(call, line, package)
@@ -65,11 +85,11 @@ def interrupt_at(call: Call, line: int, package: Path = PACKAGE) -> bool:
     return False
 
 
-Mode: Any = TorchDispatchMode  # torch leaves it untyped
+Mode: Any = TorchDispatchMode  # untyped in torch
 
 
-class _Memory(Mode):  # type: ignore[misc]  # for that reason
-    """Counts operations, and lets one of them run out of memory."""
+class _Memory(Mode):  # type: ignore[misc]  # untyped
+    """Count operations, and let one of them run out of memory."""
 
     def __init__(self, at: int | None) -> None:
         super().__init__()
@@ -86,7 +106,7 @@ class _Memory(Mode):  # type: ignore[misc]  # for that reason
 
 
 def _finalizes(frame: FrameType | None) -> bool:
-    """Whether a frame is of a `__del__`, or called by one: what it raises Python ignores."""
+    """Return True if a frame runs in a `__del__`, whose errors Python ignores."""
     while frame is not None:
         if frame.f_code.co_name == "__del__":
             return True
@@ -95,15 +115,18 @@ def _finalizes(frame: FrameType | None) -> bool:
 
 
 def _releases(frame: FrameType) -> bool:
-    """Whether what comes next leaves a `with` block: Python lets no signal in before `__exit__`."""
+    """Return True if the frame is about to leave a `with` block.
+
+    Python handles no signal before `__exit__`, so an interrupt cannot occur there.
+    """
     code, at = frame.f_code, frame.f_lasti
-    if dis.opname[code.co_code[at]] not in ("LOAD_CONST", "SWAP"):  # entering begins with a name
+    if dis.opname[code.co_code[at]] not in ("LOAD_CONST", "SWAP"):  # entering loads a name first
         return False
     return linecache.getline(code.co_filename, frame.f_lineno).lstrip().startswith("with ")
 
 
 def _traced(call: Call, at: int | None, package: Path) -> int:
-    """Lines that a call ran; interrupted before line number `at`."""
+    """Count the lines that a call runs, and interrupt it before line number `at`."""
     inside, count, before = f"{package}/", 0, sys.gettrace()
 
     def follow(frame: FrameType, event: str, argument: object) -> Any:

@@ -1,4 +1,4 @@
-"""Hold an index to the whole contract: every check in every case, with words for what fails."""
+"""Run the checks of the contract in every case, and describe what fails."""
 
 from __future__ import annotations
 
@@ -15,12 +15,19 @@ from kvindex.testing.contract import CHECKS, Check
 
 
 class ContractError(AssertionError):
-    """An index breaks an invariant: which check says so, in which case, and what it expected."""
+    """An index fails a check. The message names the check, the case and what was expected."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of one check: its name, what it holds an index to, its error (None: kept), its seconds."""
+    """Result of one check.
+
+    Attributes:
+        name: Name of the check.
+        promise: What the check requires of an index.
+        error: The error, or None if the check passed.
+        seconds: Run time.
+    """
 
     name: str
     promise: str
@@ -29,14 +36,20 @@ class Outcome:
 
 
 def check_index(index: Callable[..., BaseIndex], *, stateful: bool = False, **options: Any) -> None:
-    """Hold an index to every check of the contract, in every case.
+    """Run all checks of the contract in all cases.
 
-    index: a class on `BaseIndex`, or a function that takes the same keywords and gives an index.
-    stateful: whether random interleavings of calls are tried, too (needs Hypothesis); to reduce one
-    that fails may take minutes.
-    options: further keywords for it, as `preset`.
+    Args:
+        index: A class on `BaseIndex`, or a function that takes the same arguments and returns an
+            index.
+        stateful: Also try random sequences of calls (needs Hypothesis). Reducing a failing one to a
+            small one may take minutes.
+        **options: Further arguments of the index, such as `preset`.
 
-    Raises ContractError at the first check that fails, ImportError where Hypothesis is missing.
+    Raises:
+        ContractError: A check failed; the others are not run.
+        ImportError: `stateful` is set and Hypothesis is not installed.
+        TypeError: `index` is not callable.
+        RuntimeError: Python runs without assertions.
     """
     for outcome in outcomes(index, stateful=stateful, **options):
         if outcome.error is not None:
@@ -51,13 +64,25 @@ def outcomes(
     cases: Sequence[Case] | None = None,
     **options: Any,
 ) -> Iterator[Outcome]:
-    """One outcome for each check, as it is run; a check stops at the first case that fails.
+    """Run the checks of the contract, and yield one outcome for each.
 
-    Raises as `check_index`, but for ContractError; TypeError for what is no index, RuntimeError
-    where Python drops assertions.
+    A check stops at the first case that fails.
+
+    Args:
+        index: A class on `BaseIndex`, or a function that takes the same arguments and returns an
+            index.
+        stateful: Also try random sequences of calls (needs Hypothesis).
+        checks: Checks to run; None for all.
+        cases: Cases to run them in; None for all.
+        **options: Further arguments of the index, such as `preset`.
+
+    Raises:
+        ImportError: `stateful` is set and Hypothesis is not installed.
+        TypeError: `index` is not callable.
+        RuntimeError: Python runs without assertions.
     """
     if not __debug__:
-        raise RuntimeError("assertions: got python -O, which drops them; allowed is without -O")
+        raise RuntimeError("assertions: got python -O, which removes them; allowed is without -O")
     if not callable(index):
         raise TypeError(f"index: got {index!r}, allowed is a class or a function that makes one")
     cases = CASES if cases is None else cases
@@ -65,7 +90,7 @@ def outcomes(
     if stateful:
         from kvindex.testing.stateful import check_any_interleaving
 
-        runs.append((check_any_interleaving, cases[:1]))  # it has cases of its own
+        runs.append((check_any_interleaving, cases[:1]))  # it creates its own cases
     for check, cases_of_check in runs:
         start = time.perf_counter()
         errors = (
@@ -77,7 +102,7 @@ def outcomes(
 
 
 def _error_of(check: Check, make: Callable[..., Any], case: Case) -> ContractError | None:
-    """What a check found in a case."""
+    """Return the error of a check in a case, or None."""
     try:
         check(make, case)
     except Exception as error:
@@ -92,7 +117,7 @@ def _error_of(check: Check, make: Callable[..., Any], case: Case) -> ContractErr
 
 
 def _found(error: Exception) -> str:
-    """An error's type and words, and the line that raised it."""
+    """Return the type and message of an error, and the line that raised it."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
     said = f"{type(error).__name__}: {error}".rstrip(": ")
     return f"{said} ({frame.filename}:{frame.lineno}: {frame.line})"

@@ -1,4 +1,7 @@
-"""Any interleaving of calls agrees with a fresh index of the same tokens (needs Hypothesis)."""
+"""Any sequence of calls gives the same results as a new index with the same tokens.
+
+It needs Hypothesis.
+"""
 
 from __future__ import annotations
 
@@ -34,8 +37,8 @@ try:
     )
 except ImportError as error:
     raise ImportError(
-        "stateful: got no Hypothesis; allowed is with it: pip install hypothesis "
-        "(the extra kvindex-torch[test] has it)"
+        "stateful: got no Hypothesis; allowed is with it: pip install hypothesis, or "
+        "pip install -e '.[test]' in a checkout"
     ) from error
 
 STEPS = settings(max_examples=40, stateful_step_count=30, deadline=None, derandomize=True)
@@ -44,7 +47,7 @@ seeds = st.integers(0, 10_000)
 
 
 class IndexMachine(RuleBasedStateMachine):
-    """An index, and beside it the tokens that it should hold."""
+    """An index, and the tokens that it should contain."""
 
     make: Make
     index: BaseIndex
@@ -53,45 +56,45 @@ class IndexMachine(RuleBasedStateMachine):
     valid: Tensor
 
     def compare(self, hits: Hits, queries: Tensor, k: int) -> None:
-        """What else hits are held to, where a machine says so."""
+        """Compare hits further; a subclass may override it."""
 
     def new_index(self) -> BaseIndex:
-        """An index of the case."""
+        """Create an index for the case."""
         shape = {**self.case.geometry(), "rope": rope(self.case.head_dim)}
         return type(self).make(**shape, store=self.store)
 
     @initialize(group=st.sampled_from([1, 3]), store=st.sampled_from(["device", "host"]))
     def start(self, group: int, store: str) -> None:
-        """A new index, empty."""
+        """Create an empty index."""
         self.case = Case(q_heads=2 * group, kv_heads=2, head_dim=16, value_dim=8)
         self.store = store
         self.index = self.new_index()
         self.forget()
 
     def forget(self) -> None:
-        """No tokens."""
+        """Forget the tokens."""
         self.batch = self.tokens = None
         self.calls = 0
 
     @property
     def expected(self) -> Tokens:
-        """The tokens, none where nothing was appended."""
+        """The tokens that the index should contain."""
         return self.case.tokens(0, batch=self.rows) if self.tokens is None else self.tokens
 
     @property
     def rows(self) -> int:
-        """Rows of the batch, 0 where nothing was appended."""
+        """Number of sequences in the batch, 0 before the first append."""
         return self.batch or 0
 
     @property
     def count(self) -> int:
-        """Tokens that the index should hold."""
+        """Number of tokens that the index should contain."""
         return self.expected[0].shape[2]
 
     @precondition(lambda self: self.batch is None)
     @rule(batch=st.integers(1, 3), count=st.integers(1, 14), seed=seeds, pads=st.none() | seeds)
     def first_append(self, batch: int, count: int, seed: int, pads: int | None) -> None:
-        """The append that fixes the batch, perhaps of padded tokens."""
+        """Append the first tokens, possibly padded; this sets the batch size."""
         self.batch = batch
         self.tokens = self.case.tokens(count, seed, batch)
         self.valid = torch.ones(batch, count, dtype=torch.bool)
@@ -102,7 +105,7 @@ class IndexMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.batch is not None)
     @rule(count=st.integers(0, 14), seed=seeds)
     def append(self, count: int, seed: int) -> None:
-        """More tokens, all of them real."""
+        """Append more tokens without padding."""
         new = self.case.tokens(count, seed, self.batch)
         self.index.append(*new)
         self.tokens = join(self.expected, new)
@@ -111,24 +114,24 @@ class IndexMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.batch is not None)
     @rule(length=st.integers(0, 40))
     def truncate(self, length: int) -> None:
-        """Perhaps beyond what is there."""
+        """Truncate, possibly beyond the last token."""
         self.index.truncate(length)
         self.tokens, self.valid = part(self.expected, 0, length), self.valid[:, :length]
 
     @precondition(lambda self: self.batch is not None)
     @rule(order=st.lists(seeds, min_size=1, max_size=4))
     def reorder(self, order: list[int]) -> None:
-        """Rows move, are repeated and left out."""
+        """Reorder the batch: sequences move, are repeated or are removed."""
         rows = torch.tensor([seed % self.rows for seed in order])
         self.index.reorder(rows)
         self.batch = len(order)
         self.tokens = self.expected[0][rows], self.expected[1][rows]
         self.valid = self.valid[rows]
 
-    @precondition(lambda self: self.calls > 4)  # or it would be every second call
+    @precondition(lambda self: self.calls > 4)  # without this, every second call would reset
     @rule()
     def reset(self) -> None:
-        """As new."""
+        """Reset the index, which is then like a new one."""
         self.index.reset()
         self.forget()
         assert self.index.nbytes() == self.new_index().nbytes(), "as many bytes as a new index"
@@ -137,7 +140,7 @@ class IndexMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.batch is not None)
     @rule()
     def refused_append(self) -> None:
-        """Infinity in a key, which changes nothing."""
+        """Append a key with infinity, which raises and changes nothing."""
         keys, values = self.case.tokens(3, 0, self.batch)
         keys[0, 0, 1, 2] = float("inf")
         before = snapshot(self.index, self.case.queries(0, self.batch))
@@ -148,7 +151,7 @@ class IndexMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.batch is not None)
     @rule(k=st.integers(1, 50), seed=seeds)
     def search(self, k: int, seed: int) -> None:
-        """As a fresh index of the same tokens finds."""
+        """Search, with the same hits as a new index with the same tokens."""
         queries = self.case.queries(seed, self.batch)
         hits = self.index.search(queries, k=k)
         assert_well_formed(hits, self.index, self.rows, k)
@@ -160,20 +163,20 @@ class IndexMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.batch is not None)
     @rule(seed=seeds)
     def fetch(self, seed: int) -> None:
-        """Rows of any ids, as they were appended."""
+        """Fetch rows of any ids, which equal the appended ones."""
         generator = torch.Generator().manual_seed(seed)
         ids = torch.randint(-1, max(self.count, 1), (self.rows, 2, 5), generator=generator)
         if not self.count:
             ids[:] = -1
         rows = self.index.fetch(hits_of(ids))
         for got, table in zip((rows.keys, rows.values), self.expected, strict=True):
-            table = torch.nn.functional.pad(table, (0, 0, 0, 1))  # id -1: the last, zeros
+            table = torch.nn.functional.pad(table, (0, 0, 0, 1))  # id -1 is the last row, zeros
             row = (ids % table.shape[2])[..., None].expand(-1, -1, -1, table.shape[-1])
             assert torch.equal(got, table.gather(2, row)), "rows are those appended"
 
     @invariant()
     def holds_the_tokens(self) -> None:
-        """Its length and its rows' bytes say so."""
+        """Check the length of the index and the bytes of its rows."""
         self.calls += self.batch is not None
         assert len(self.index) == self.count, "len(index)"
         assert self.index.nbytes()["rows"] == self.rows * 2 * 24 * 4 * self.count, (
@@ -181,9 +184,9 @@ class IndexMachine(RuleBasedStateMachine):
         )
 
     def fresh(self) -> BaseIndex:
-        """A new index of the same tokens and the same learned parameters."""
+        """Create an index with the same tokens and the same learned parameters."""
         index, state = self.new_index(), self.index.state_dict()
-        if isinstance(index, ClusteredIndex):  # its clusters name tokens, so they need their tokens
+        if isinstance(index, ClusteredIndex):  # its clusters contain ids, so they need the tokens
             index.load_state_dict(state)
             return index
         learned = above("learned", below("learned", state))
@@ -200,10 +203,10 @@ def check_any_interleaving(
     machine: type[IndexMachine] = IndexMachine,
     steps: settings = STEPS,
 ) -> None:
-    """Any interleaving of calls agrees with a fresh index of the same tokens.
+    """Any sequence of calls gives the same results as a new index with the same tokens.
 
-    Interleavings are random, and the same on every run. Raises what the smallest one that fails
-    raises. The machine's cases are its own.
+    The sequences of calls are random but the same in every run. The error is that of the smallest
+    failing sequence. The machine creates its own cases.
     """
     run_state_machine_as_test(
         type("Machine", (machine,), {"make": staticmethod(make)}), settings=steps

@@ -54,7 +54,7 @@ def test_an_index_that_breaks_a_promise_is_told_by_check_and_case(one_case):
     with pytest.raises(ContractError, match="check_fetch_returns_the_appended_rows fails in") as e:
         check_index(FetchesTheNext)
     assert str(CASE) in str(e.value)
-    assert "expected: `fetch` gives the rows as they were appended" in str(e.value)
+    assert "expected: `fetch` returns the rows as they were appended" in str(e.value)
     assert "append.py" in str(e.value)
 
 
@@ -106,7 +106,7 @@ def test_the_command_prints_a_line_for_each_check(index, one_case, capsys):
     *lines, last = capsys.readouterr().out.splitlines()
     assert len(lines) == len(contract.CHECKS)
     assert all(line.startswith("ok  ") for line in lines)
-    assert last == f"{index}: {len(lines)} of {len(lines)} checks kept"
+    assert last == f"{index}: {len(lines)} of {len(lines)} checks passed"
 
 
 def test_the_command_tells_what_fails(one_case, capsys):

@@ -1,9 +1,10 @@
-"""The invariants of the protocol (`kvindex.core.protocol`), one check each.
+"""The contract of the protocol (`kvindex.core.protocol`), one check for each invariant.
 
-A check is a function of a module here whose name begins with `check_`; its docstring is what it
-holds an index to. It takes `make`, which gives a new index for `case`, and raises AssertionError
-where the index breaks the invariant. References share the tested index's first append, from which
-an index may learn. Nothing lists the checks: they are found by scanning.
+A check is a function in one of these modules whose name begins with `check_`. The first line of its
+docstring says what it requires of an index. It takes `make`, which creates an index for `case`, and
+raises AssertionError if the index violates the requirement. Indexes that are compared begin with
+the same first append, from which an index may learn. There is no list of checks; they are found by
+scanning the modules.
 """
 
 from __future__ import annotations

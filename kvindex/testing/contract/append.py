@@ -1,4 +1,4 @@
-"""What append, encode and fetch promise."""
+"""Requirements for `append`, `encode` and `fetch`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kvindex.testing.contract.common import K, Make, N, filled, searched
 
 
 def check_fetch_returns_the_appended_rows(make: Make, case: Case) -> None:
-    """`fetch` gives the rows as they were appended; unused slots are zero."""
+    """`fetch` returns the rows as they were appended; unused slots are zero."""
     tokens = case.tokens(N)
     for store in ("device", "host"):
         index = filled(make, part(tokens, 0, 23), part(tokens, 23, 24), store=store)
@@ -41,7 +41,7 @@ def check_fetch_returns_the_appended_rows(make: Make, case: Case) -> None:
 
 
 def check_encode_is_deterministic_and_changes_nothing(make: Make, case: Case) -> None:
-    """`encode` gives the same codes each time, those that `append` keeps, and changes nothing."""
+    """`encode` returns the same codes each time, those that `append` stores; it changes nothing."""
     tokens = case.tokens(N)
     index = filled(make, tokens)
     before = snapshot(index, case.queries())
@@ -51,12 +51,14 @@ def check_encode_is_deterministic_and_changes_nothing(make: Make, case: Case) ->
         assert torch.equal(first[name], second[name])
         stored = index.state_dict().get(f"codes.{name}")
         if stored is not None:
-            assert torch.equal(first[name], stored.to(first[name].device)), "append keeps the codes"
+            assert torch.equal(first[name], stored.to(first[name].device)), (
+                "append stores the codes"
+            )
     assert_same_snapshot(snapshot(index, case.queries()), before)
 
 
 def check_append_in_chunks_equals_one_call(make: Make, case: Case) -> None:
-    """Tokens appended in pieces are found as in one piece."""
+    """Tokens appended in chunks are found as if they were appended in one call."""
     tokens = case.tokens(N)
     whole = filled(make, part(tokens, 0, 5), part(tokens, 5, N))
     cuts = [0, 5, 6, 7, 20, N]
@@ -68,7 +70,7 @@ def check_append_in_chunks_equals_one_call(make: Make, case: Case) -> None:
 
 
 def check_padding_changes_nothing_but_ids(make: Make, case: Case) -> None:
-    """Left padding is never found, and tokens behind it are as without, their ids apart."""
+    """Left padding is never found, and changes only the ids of the tokens after it."""
     pads = [4 * (b + 1) for b in range(case.batch)]
     keys, values = case.tokens(N)
     hole = left_padding(pads, N, case.device)
@@ -91,7 +93,7 @@ def check_padding_changes_nothing_but_ids(make: Make, case: Case) -> None:
 
 
 def check_nothing_but_padding_is_as_good_as_empty(make: Make, case: Case) -> None:
-    """An index of padding alone finds nothing, and the first real token afterwards."""
+    """An index with padding only finds nothing, and finds the first valid token after it."""
     keys, values = case.tokens(N)
     index = make()
     index.append(keys, values, valid=left_padding([N] * case.batch, N, case.device))
@@ -102,5 +104,5 @@ def check_nothing_but_padding_is_as_good_as_empty(make: Make, case: Case) -> Non
     mixed, pads = make(), [N] + [0] * (case.batch - 1)
     mixed.append(keys, values, valid=left_padding(pads, N, case.device))
     found = searched(mixed, case).ids
-    assert (found[0] == -1).all(), "a row of the batch that has no token finds nothing"
+    assert (found[0] == -1).all(), "a sequence without valid tokens finds nothing"
     assert (found[1:, ..., 0] >= 0).all()

@@ -1,4 +1,4 @@
-"""Check the attention of an index that attends to its own rows."""
+"""Requirements for the attention of an index that attends to its own rows."""
 
 from __future__ import annotations
 

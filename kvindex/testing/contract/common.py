@@ -1,4 +1,4 @@
-"""What the checks share: an index with tokens in it, and a search of it."""
+"""Helpers of the checks: an index with tokens in it, and a search in it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ K = 9
 def searched(
     index: BaseIndex, case: Case, *, k: int = K, seed: int = 0, batch: int | None = None
 ) -> Hits:
-    """Hits of the case's queries, well formed; batch: the index's, where it is not the case's."""
+    """Search for the case's queries, and check that the hits are well formed.
+
+    `batch` is the batch size of the index if it differs from the case's.
+    """
     batch = case.batch if batch is None else batch
     hits = index.search(case.queries(seed, batch), k=k)
     assert_well_formed(hits, index, batch, k)
@@ -27,7 +30,7 @@ def searched(
 
 
 def filled(make: Make, *parts: Tokens, **options: object) -> BaseIndex:
-    """A new index with the pieces appended one by one."""
+    """Create an index and append the parts one by one."""
     index = make(**options)
     for keys, values in parts:
         index.append(keys, values)

@@ -1,6 +1,4 @@
-"""Whatever a caller has set in torch (autocast, default dtype and device, inference mode), results
-are the same.
-"""
+"""Requirements for torch settings of callers: autocast, defaults and inference mode."""
 
 from __future__ import annotations
 
@@ -16,7 +14,7 @@ from kvindex.testing.contract.common import Make
 
 @contextmanager
 def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """While it is entered, torch makes tensors of this dtype."""
+    """Within the context, torch creates tensors of this dtype by default."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -37,7 +35,7 @@ CONTEXTS: dict[str, Callable[[], AbstractContextManager[object]]] = {
 
 
 class Life:
-    """All calls of an index, one after the other; tensors are made where nothing is unusual."""
+    """All calls of an index, one after another, with tensors that are created beforehand."""
 
     def __init__(self, case: Case) -> None:
         B, device = case.batch, case.device
@@ -50,7 +48,7 @@ class Life:
     def of(
         self, make: Make, begun: Callable[[], AbstractContextManager[object]] = nullcontext
     ) -> list[object]:
-        """What the index gives; begun: where it is made, and gets its first tokens."""
+        """Return all results of an index; its first tokens are appended in the context `begun`."""
         out: list[object] = []
 
         def note() -> None:
@@ -80,9 +78,9 @@ class Life:
 
 
 def check_no_context_changes_results(make: Make, case: Case) -> None:
-    """Autocast and other default dtypes and devices change nothing, to the bit.
+    """Autocast and other default dtypes and devices do not change results, bit by bit.
 
-    Nor does inference mode, in which an index may be begun that goes on outside.
+    Neither does inference mode, also if an index is created in it and used outside.
     """
     life = Life(case)
     want = life.of(make)

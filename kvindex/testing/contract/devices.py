@@ -1,4 +1,4 @@
-"""An index keeps to the device of its tensors, and finds there what it finds on the CPU."""
+"""Requirements for devices: an index stays on its tensors' device and finds there the same rows."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ K, PROMPT, N = 70, 300, 340
 
 
 def check_tensors_stay_on_their_device(make: Make, case: Case) -> None:
-    """Nothing is made on the CPU that belongs on the device, or read there as numpy.
+    """No tensor that belongs on the device is created on the CPU, or read as numpy.
 
-    The device is one that is not there (`kvindex.testing.elsewhere`): no GPU is needed.
+    The device is simulated (`kvindex.testing.elsewhere`), so no GPU is needed.
     """
     if case.device != "cpu":
         return
@@ -30,7 +30,7 @@ def check_tensors_stay_on_their_device(make: Make, case: Case) -> None:
 
 
 def _life(make: Make, case: Case, device: torch.device) -> tuple[Hits, torch.Tensor]:
-    """What an index on a device finds at the end, on the CPU."""
+    """Return what an index on a device finds at the end, moved to the CPU."""
     B, H, D = case.batch, case.q_heads, case.head_dim
     index = make(device=device, rope=rope(D).to(device))
     keys, values = (tensor.to(device) for tensor in case.tokens(N))

@@ -1,4 +1,4 @@
-"""A call that raises leaves the index as it was."""
+"""Requirements for failed calls: a call that raises leaves the index unchanged."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from kvindex.testing.contract.common import Make, N, filled, searched
 
 
 def check_a_refused_append_changes_nothing(make: Make, case: Case) -> None:
-    """An append that is refused leaves the index as it was."""
+    """An append that raises leaves the index unchanged."""
     keys, values = case.tokens(N)
     bad = keys.clone()
     bad[0, 0, 5, 3] = float("nan")
@@ -36,7 +36,7 @@ def check_a_refused_append_changes_nothing(make: Make, case: Case) -> None:
 
 
 def check_an_append_that_runs_out_of_memory_changes_nothing(make: Make, case: Case) -> None:
-    """`append` fails at its first, second, … allocation, until it succeeds, and leaves no trace."""
+    """An `append` that fails at its first, second, … allocation leaves the index unchanged."""
     tokens, more = case.tokens(16), case.tokens(64, seed=1)
     for start in ([], [tokens]):
         for allowed in range(20):
@@ -46,7 +46,7 @@ def check_an_append_that_runs_out_of_memory_changes_nothing(make: Make, case: Ca
                 break
             assert_same_snapshot(snapshot(index, case.queries()), before)
             other = case.tokens(9, seed=2, batch=case.batch if start else case.batch + 1)
-            index.append(*other)  # and the next call finds it as it was
+            index.append(*other)  # the next call must work as well
             fresh = filled(make, *start, other)
             batch = len(other[0])
             assert_same_hits(searched(index, case, batch=batch), searched(fresh, case, batch=batch))
@@ -54,7 +54,7 @@ def check_an_append_that_runs_out_of_memory_changes_nothing(make: Make, case: Ca
 
 
 def check_a_reorder_that_runs_out_of_memory_changes_nothing(make: Make, case: Case) -> None:
-    """`reorder` fails at its first, second, … allocation, and leaves no trace."""
+    """A `reorder` that fails at its first, second, … allocation leaves the index unchanged."""
     keys, values = case.tokens(16)
     rows = torch.tensor([0, 0], device=case.device)
     for allowed in range(20):
@@ -69,7 +69,7 @@ def check_a_reorder_that_runs_out_of_memory_changes_nothing(make: Make, case: Ca
 
 
 def _fail_after(allowed: int, call: Callable[[], None], owner: object, name: str) -> bool:
-    """Whether `call` ran out of memory when that function works only `allowed` times."""
+    """Return True if `call` runs out of memory when a function works only `allowed` times."""
     right, left = getattr(owner, name), [allowed]
 
     def failing(*args: Any, **options: Any) -> Any:

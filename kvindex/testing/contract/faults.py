@@ -1,4 +1,4 @@
-"""Whatever fails in a public call, and wherever it does, the index is as it was."""
+"""Requirements for faults: whichever operation of a call fails, the index is unchanged."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Seen: TypeAlias = tuple[tuple[object, ...], Hits]
 
 
 def changes(case: Case) -> Iterator[tuple[str, Change]]:
-    """Every public call that an index of `TOKENS` tokens can be changed by."""
+    """Yield every public call that changes an index of `TOKENS` tokens."""
     B, device = case.batch, case.device
     tokens, more = case.tokens(19, seed=5), case.tokens(3, seed=6)
     queries, at = case.queries(3)[:, :, None], torch.tensor([TOKENS - 1], device=device)
@@ -45,7 +45,7 @@ def changes(case: Case) -> Iterator[tuple[str, Change]]:
 
 
 def points(count: int, most: int) -> list[int]:
-    """At most `most` of the numbers below `count`: the last ones, and others evenly."""
+    """Return up to `most` of the numbers below `count`: the last ones, and others evenly spread."""
     if count <= most:
         return list(range(count))
     late = range(count - most // 2, count)
@@ -56,7 +56,7 @@ def points(count: int, most: int) -> list[int]:
 def check_memory_that_runs_out_anywhere_changes_nothing(
     make: Make, case: Case, most: int = POINTS
 ) -> None:
-    """Whichever operation of a public call runs out of memory, the index is as it was."""
+    """If any operation of a public call runs out of memory, the index is unchanged."""
     for prompt_ended in (False, True):
         index = make()
         index.append(
@@ -71,7 +71,7 @@ def check_memory_that_runs_out_anywhere_changes_nothing(
         before = seen(index, case)
         for name, change in changes(case):
             if not prompt_ended and name not in ("append", "end_prompt"):
-                continue  # as after `end_prompt`, or nothing yet
+                continue  # the same as after `end_prompt`, or without effect yet
             whole = copy.deepcopy(index)
             count = operations_of(partial(change, whole))
             for point in points(count, most):
@@ -81,19 +81,19 @@ def check_memory_that_runs_out_anywhere_changes_nothing(
 
 
 def seen(index: BaseIndex, case: Case) -> Seen:
-    """What can be seen of a copy of an index, now and after another append."""
+    """Return what can be observed of a copy of an index, now and after another append."""
     return snapshot(copy.deepcopy(index), case.queries()), later(index, case)
 
 
 def later(index: BaseIndex, case: Case) -> Hits:
-    """What a copy finds after another append."""
+    """Return what a copy finds after another append."""
     index = copy.deepcopy(index)
     index.append(*case.tokens(7, seed=8))
     return searched(index, case)
 
 
 def assert_as_it_was(index: BaseIndex, before: Seen, case: Case, where: str) -> None:
-    """Raises AssertionError that says where, unless the index is as it was before."""
+    """Check that an index is unchanged; an AssertionError names the place."""
     try:
         now, then = seen(index, case)
         assert_same_snapshot(now, before[0])

@@ -1,4 +1,4 @@
-"""What truncate, reorder, reset, nbytes and the signals promise."""
+"""Requirements for `truncate`, `reorder`, `reset`, `nbytes` and signals."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvindex.testing.contract.common import K, Make, N, filled, searched
 
 
 def check_truncated_ids_never_return(make: Make, case: Case) -> None:
-    """What `truncate` cut is never found again, and takes no memory."""
+    """Tokens that `truncate` removed are never found again, and take no memory."""
     tokens = case.tokens(N)
     index = filled(make, tokens)
     index.truncate(N + 5)
@@ -26,7 +26,7 @@ def check_truncated_ids_never_return(make: Make, case: Case) -> None:
 
 
 def check_truncate_then_append_equals_fresh(make: Make, case: Case) -> None:
-    """An index that was cut and grew is as one that never held what was cut."""
+    """An index that was truncated and extended equals one that never had the removed tokens."""
     first, other, rest = case.tokens(13), case.tokens(20, seed=1), case.tokens(N - 13, seed=2)
     index = filled(make, first, other)
     index.truncate(13)
@@ -37,7 +37,7 @@ def check_truncate_then_append_equals_fresh(make: Make, case: Case) -> None:
 
 
 def check_truncate_into_padding(make: Make, case: Case) -> None:
-    """A cut within left padding leaves nothing to find, and appends go on from there."""
+    """A truncation within left padding leaves nothing to find, and appends continue from there."""
     keys, values = case.tokens(N)
     valid = left_padding([10] * case.batch, N, case.device)
     index = make()
@@ -51,7 +51,7 @@ def check_truncate_into_padding(make: Make, case: Case) -> None:
 
 
 def check_reorder_moves_rows(make: Make, case: Case) -> None:
-    """`reorder` moves and repeats rows of the batch with all that they hold."""
+    """`reorder` moves and repeats sequences of the batch with all their contents."""
     B, tokens, more = case.batch, case.tokens(30), case.tokens(10, seed=1)
     for order in ([B - 1], [*range(B)][::-1], [0, B - 1, 0, B - 1]):
         rows = torch.tensor(order, device=case.device)
@@ -68,7 +68,7 @@ def check_reorder_moves_rows(make: Make, case: Case) -> None:
 
 
 def check_a_batch_equals_its_rows(make: Make, case: Case) -> None:
-    """Each row of a batch finds what it finds alone."""
+    """Each sequence of a batch finds the same rows as alone."""
     tokens = case.tokens(N, batch=3)
     index = filled(make, tokens)
     hits = searched(index, case, batch=3)
@@ -83,7 +83,7 @@ def check_a_batch_equals_its_rows(make: Make, case: Case) -> None:
 
 
 def check_reset_forgets_everything(make: Make, case: Case) -> None:
-    """After `reset` the index is as new, its batch size and what it learned included."""
+    """After `reset` the index is like new, including its batch size and learned parameters."""
     index = make()
     keys, values = case.tokens(N, batch=2)
     index.append(keys, values, valid=left_padding([3, 7], N, case.device))
@@ -97,7 +97,7 @@ def check_reset_forgets_everything(make: Make, case: Case) -> None:
 
 
 def check_nbytes_counts_rows_and_grows(make: Make, case: Case) -> None:
-    """`nbytes` tells the bytes of the rows exactly, and codes never shrink while it grows."""
+    """`nbytes` reports the exact bytes of rows, and codes never shrink while the index grows."""
     index, tokens = make(), case.tokens(N)
     assert index.nbytes().keys() >= {"codes", "rows"}
     sizes = [index.nbytes()]
@@ -113,7 +113,7 @@ def check_nbytes_counts_rows_and_grows(make: Make, case: Case) -> None:
 
 
 def check_signals_disturb_nothing(make: Make, case: Case) -> None:
-    """Signals (`end_prompt`, `observe_queries`, …) lose no token."""
+    """Signals (`end_prompt`, `observe_queries`, …) do not lose tokens."""
     index, tokens = make(), case.tokens(N)
     index.append(*part(tokens, 0, 30))
     index.end_prompt()

@@ -1,4 +1,4 @@
-"""The largest numbers give scores; larger ones, and `k` out of range, are refused by name."""
+"""Requirements for the largest numbers: they work, and larger ones raise errors that name them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def check_the_largest_numbers_give_scores(make: Make, case: Case) -> None:
 
 
 def check_numbers_beyond_are_refused_by_name(make: Make, case: Case) -> None:
-    """NaN, infinity and numbers above 2^48 in keys or queries are refused by name."""
+    """NaN, infinity and numbers above 2^48 in keys or queries raise errors with their name."""
     keys, values = case.tokens(N)
     index = filled(make, (keys, values), check=True)
     allowed = "allowed is a finite number of at most 2^48"
@@ -45,7 +45,7 @@ def check_numbers_beyond_are_refused_by_name(make: Make, case: Case) -> None:
 
 
 def check_a_k_out_of_range_is_refused(make: Make, case: Case) -> None:
-    """`k` is an integer from 1 to 2^24."""
+    """`k` must be an integer from 1 to 2^24."""
     index, wrong = filled(make, case.tokens(4)), (0, -1, 2.0, True, MOST_ROWS + 1)
     for k in wrong:
         given: Any = k

@@ -1,4 +1,4 @@
-"""What a search promises."""
+"""Requirements for `search`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvindex.testing.contract.common import K, Make, N, filled, searched
 
 
 def check_slots_are_exactly_k(make: Make, case: Case) -> None:
-    """A search gives exactly `k` slots and finds something, whatever `k` is."""
+    """A search returns exactly `k` slots and finds something, whatever `k` is."""
     index = filled(make, case.tokens(N))
     for k in (1, K, N, N + 7):
         hits = searched(index, case, k=k)
@@ -20,27 +20,27 @@ def check_slots_are_exactly_k(make: Make, case: Case) -> None:
 
 def check_a_needle_is_found(make: Make, case: Case) -> None:
     """A key that is the query is found among keys that are far from it."""
-    unit = make().unit  # what comes with a row, and is found with it
+    unit = make().unit  # tokens that are found together
     count, k = (N, K) if unit == 1 else ((17 // unit + 3) * unit, unit)
     keys, values = case.tokens(count)
     queries = case.queries().reshape(case.batch, case.kv_heads, -1, case.head_dim)
     keys = keys / 16
     keys[:, :, 17] = queries[:, :, 0]
     if unit > 1:
-        keys[:, :, -unit:] -= queries[:, :, :1] / 2  # a unit that the opposite prefers
+        keys[:, :, -unit:] -= queries[:, :, :1] / 2  # a unit that the opposite query prefers
     index = filled(make, case.of_keys(keys, values))
     same = queries[:, :, :1].expand_as(queries).flatten(1, 2)
     hits = index.search(same, k=k)
     sampled = hits.log_weight is not None and bool((hits.log_weight > 0).any())
     if sampled and case.softcap is not None:
-        return  # no logit stands out, and rows are drawn by lot
+        return  # no logit is much larger than others, and rows are sampled
     assert (hits.ids == 17).any(-1).all()
     if not index.scattered:
         assert (index.search(-same, k=k).ids != 17).all(), "and not by its opposite"
 
 
 def check_ties_go_to_the_lower_id(make: Make, case: Case) -> None:
-    """Of equal scores the lower id comes first; equal keys have equal ones, unless drawn by lot."""
+    """Equal scores go to the lower id; equal keys have equal scores, except with sampling."""
     keys, values = case.tokens(N)
     index = filled(make, case.of_keys(keys[:, :, :1].expand_as(keys), values))
     searched(index, case)
@@ -57,7 +57,7 @@ def check_ties_go_to_the_lower_id(make: Make, case: Case) -> None:
 
 
 def check_searches_are_deterministic(make: Make, case: Case) -> None:
-    """The same tokens and queries give the same hits, to the bit."""
+    """The same tokens and queries give the same hits, bit by bit."""
     tokens = case.tokens(N)
     keys = torch.cat([tokens[0][:, :, : N // 2]] * 2, dim=2)  # every key twice
     tokens = case.of_keys(keys, tokens[1])
@@ -68,7 +68,7 @@ def check_searches_are_deterministic(make: Make, case: Case) -> None:
 
 
 def check_zero_keys_and_queries_give_no_nan(make: Make, case: Case) -> None:
-    """Zeros as keys or queries give finite scores."""
+    """Zero keys or queries give finite scores."""
     keys, values = case.tokens(N)
     keys[:, :, ::3] = 0
     keys[:, :, 1::3, :8] = 0
@@ -81,7 +81,7 @@ def check_zero_keys_and_queries_give_no_nan(make: Make, case: Case) -> None:
 
 
 def check_empty_index(make: Make, case: Case) -> None:
-    """An index without tokens finds nothing and takes every call."""
+    """An index without tokens finds nothing and supports every call."""
     index = make()
     assert len(index) == 0
     hits = searched(index, case, k=3)
