@@ -28,7 +28,7 @@ from kvindex.core.restore import Restorable
 READS = frozenset(
     {
         *("encode", "search", "search_share", "fetch", "bytes_per_key", "expand_batch"),
-        *("state_dict", "__deepcopy__", "candidate_share"),
+        *("state_dict", "__deepcopy__", "candidate_coverage"),
     }
 )
 """Calls that may run concurrently with each other.
