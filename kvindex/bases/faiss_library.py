@@ -57,7 +57,7 @@ def library() -> Any:
     except ImportError as error:
         raise ImportError(
             "faiss is not installed, which the faiss indexes need: "
-            "pip install -e '.[faiss]' in a checkout (faiss-cpu), or faiss-gpu for where='gpu'"
+            'pip install -e ".[faiss]" in a checkout (faiss-cpu), or faiss-gpu for where="gpu"'
         ) from error
 
 

@@ -1,6 +1,6 @@
-"""The backend for CPUs: the ops of `kvindex.ops`, and an executor compiled by Numba.
+"""The backend for CPUs: compiled versions of `kvindex.ops`, and executors for ParisKV.
 
-Importing it needs Numba; kernels are compiled when they run first and kept on disk.
+It needs Numba. Kernels are compiled when they first run, and stored on disk.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ __all__ = [
 
 
 def ready(device: torch.device) -> None:
-    """Raises ValueError for a device that is not a CPU."""
+    """Raise ValueError for a device that is not a CPU."""
     if device.type != "cpu":
         raise ValueError(f"device: got {device} with backend='cpu', allowed is 'cpu'")
 
@@ -48,16 +48,19 @@ def ready(device: torch.device) -> None:
 def store(
     geometry: Geometry, place: str, row_codec: str = "plain", device_share: float | None = None
 ) -> CompiledStore:
-    """Where rows live: in tensors, as of plain torch, wherever that is to be."""
+    """Create a store for rows: tensors on the CPU, as in plain torch."""
     return CompiledStore(geometry, place, row_codec)
 
 
 def accelerate(
     geometry: Geometry, config: object, constants: Mapping[str, Tensor]
 ) -> Executor | None:
-    """What runs an index of this configuration on kernels; None where ops run one by one.
+    """Create the executor that runs an index with kernels; None if they do not support it.
 
-    constants: of a ParisKV: its rotation and levels.
+    Args:
+        geometry: Sizes of heads and vectors.
+        config: Configuration of the index; only ParisKV's is supported.
+        constants: Rotation and levels of a ParisKV.
     """
     if not isinstance(config, ParisKVConfig) or supported.refusal(config, geometry):
         return None
@@ -67,7 +70,7 @@ def accelerate(
 
 
 def refusal(geometry: Geometry, config: object) -> str:
-    """Why `accelerate` gives None."""
+    """Return why `accelerate` returns None, or "none"."""
     if not isinstance(config, ParisKVConfig):
         return f"config: got {type(config).__name__}, allowed is ParisKVConfig"
     return supported.refusal(config, geometry) or "none"

@@ -1,4 +1,4 @@
-"""Attention to rows of ids and to resident ones, where they lie: room for it, and the kernel."""
+"""Attention to rows by their ids and to resident rows: buffers, and a call of the kernel."""
 
 from __future__ import annotations
 
@@ -27,12 +27,22 @@ def attending(
     resident: ResidentRows,
     resident_state: ResidentState,
 ) -> tuple[np.ndarray, np.ndarray, threads.Part]:
-    """Room for output float32 `[B·G, g, Dv]` and lse `[B·G, g]`, and what writes them, a part
-    of the groups at a time.
+    """Allocate the output, and return a function that computes attention for a part of the groups.
 
-    rows: addresses of each group's, int64 `[B·G]`, of `row_bytes` each; most: parts at most;
-    queries: float32 `[B·G, g, D]`; ids: int64 `[B·G, K]`; log_weight: float32 `[B, H, K]`, or None;
-    beside: of `resident`.
+    Args:
+        geometry: Sizes of heads and vectors.
+        rows: Addresses of each group's rows, int64 `[B·G]`.
+        row_bytes: Bytes of a row.
+        most: Largest number of parts.
+        queries: Float32 `[B·G, g, D]`.
+        ids: Int64 `[B·G, K]`.
+        log_weight: Float32 `[B, H, K]`, or None.
+        resident: Rows of sink and window.
+        resident_state: Addresses of `resident`.
+
+    Returns:
+        Output float32 `[B·G, g, Dv]`, log-sum-exp float32 `[B·G, g]`, and the function that writes
+        both.
     """
     g, array, count = geometry, BUFFERS.array, len(resident)
     (groups, heads, _), K = queries.shape, ids.shape[1]
@@ -52,7 +62,7 @@ def attending(
         array("logits", np.float32, parts, heads, fours),
     )
     room[2][:, -1], room[3][:, -1] = 0, 0
-    value_bytes = g.value_start * g.dtype.itemsize  # of a resident row, too: it has the key whole
+    value_bytes = g.value_start * g.dtype.itemsize  # the same for resident rows
     output = np.empty((groups, heads, g.value_dim), np.float32)
     lse = np.empty((groups, heads), np.float32)
 

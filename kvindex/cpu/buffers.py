@@ -1,4 +1,4 @@
-"""Room for what a step makes on its way: made once for each thread, shared by all indexes."""
+"""Buffers for intermediate results, allocated once per thread and shared by all indexes."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import numpy as np
 Room = TypeVar("Room")
 
 MOST_ROOMS = 64
-"""Of so many keys arrays are kept: layers are of few lengths."""
+"""Number of keys for which `Buffers.room` stores arrays; layers have few different lengths."""
 
 
 class Buffers(threading.local):
-    """Arrays by name, which keep their memory: whoever asks next writes over them."""
+    """Arrays by name, which keep their memory; the next caller overwrites them."""
 
     def __init__(self) -> None:
         self._memory: dict[str, np.ndarray] = {}
@@ -24,7 +24,7 @@ class Buffers(threading.local):
         self._rooms: dict[Any, Any] = {}
 
     def array(self, name: str, dtype: Any, *shape: int) -> np.ndarray:
-        """An array of that shape; what it holds means nothing. A name has one dtype."""
+        """Return an array of this shape with undefined contents; a name always has one dtype."""
         last = self._last.get(name)
         if last is not None and last.shape == shape:
             return last
@@ -37,7 +37,7 @@ class Buffers(threading.local):
         return made
 
     def room(self, key: Any, make: Callable[[], Room]) -> Room:
-        """What `make` gives, arrays of this thread, once for each key."""
+        """Return what `make` returns, arrays of this thread, created once for each key."""
         made: Room | None = self._rooms.get(key)
         if made is None:
             made = make()

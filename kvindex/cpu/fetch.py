@@ -12,7 +12,11 @@ from kvindex.ops import fetch as reference
 
 
 def gather_rows(table: Tensor, ids: Tensor) -> Tensor:
-    """As `ops.fetch.gather_rows`. Raises IndexError for an id past the last row."""
+    """Compiled version of `ops.fetch.gather_rows`.
+
+    Raises:
+        IndexError: An id is not below the number of rows.
+    """
     if not views.on_cpu(table, ids) or not views.dense_rows(table) or table.requires_grad:
         return reference.gather_rows(table, ids)
     (B, G, K), shape = ids.shape, table.shape[3:]

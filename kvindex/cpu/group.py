@@ -25,7 +25,7 @@ def agree(
     softcap: float | None,
     sizes: Tensor | None = None,
 ) -> Tensor:
-    """As `ops.group.agree`."""
+    """Compiled version of `ops.group.agree`."""
     B, G, heads, C = estimates.shape
     plain = estimates.dtype == torch.float32 and views.on_cpu(estimates)
     if heads == 1 or C == 0 or policy not in COMPILED or not plain:

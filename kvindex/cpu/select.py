@@ -1,4 +1,4 @@
-"""Top-k selection and candidates by score, compiled: equal scores go to the lower id."""
+"""Top-k selection and candidates by score, compiled. Equal scores go to the lower id."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvindex.ops import select as reference
 
 
 def top_k(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """As `ops.select.top_k`."""
+    """Compiled version of `ops.select.top_k`."""
     if scores.dtype != torch.float32 or not views.on_cpu(scores):
         return reference.top_k(scores, k)
     outer = scores.shape[:-1]
@@ -28,7 +28,7 @@ def top_k(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def candidates(votes: Tensor, limits: Tensor, valid: Tensor | None = None) -> Tensor:
-    """As `ops.select.candidates`."""
+    """Compiled version of `ops.select.candidates`."""
     if votes.dtype != torch.int32 or not views.on_cpu(votes):
         return reference.candidates(votes, limits, valid)
     B, G, g, n = votes.shape
@@ -54,7 +54,7 @@ def candidates(votes: Tensor, limits: Tensor, valid: Tensor | None = None) -> Te
 
 
 def compact(chosen: Tensor) -> Tensor:
-    """As `ops.select.compact`."""
+    """Compiled version of `ops.select.compact`."""
     if not views.on_cpu(chosen):
         return reference.compact(chosen)
     outer = chosen.shape[:-1]

@@ -1,4 +1,4 @@
-"""What a step reads of an index: addresses of its codes and rows, of one group after the other."""
+"""Addresses of an index's codes and rows, which kernels read in a decode step."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CODES = "signs", "magnitudes", "weights", "fractions", "centers"
 
 
 def addresses(tensor: Tensor) -> np.ndarray:
-    """Where each `[b, g]` of a tensor `[B, G, …]` begins, int64 `[B·G]`."""
+    """Return the address of each `[b, g]` of a tensor `[B, G, …]`, int64 `[B·G]`."""
     batch, heads = places(*tensor.shape[:2])
     steps = batch * tensor.stride(0) + heads * tensor.stride(1)
     at: np.ndarray = tensor.data_ptr() + steps * tensor.element_size()
@@ -30,13 +30,13 @@ def addresses(tensor: Tensor) -> np.ndarray:
 
 @lru_cache
 def places(batch: int, heads: int) -> tuple[np.ndarray, np.ndarray]:
-    """`b` and `g` of each of `B·G` pairs, int64."""
+    """Return `b` and `g` of each of `B·G` pairs, int64."""
     pairs = np.indices((batch, heads), dtype=np.int64).reshape(2, -1)
     return pairs[0], pairs[1]
 
 
 def compact(tensor: Tensor) -> Tensor:
-    """The tensor `[B, G, N, …]`, or a copy of it that has no gaps from `N` on."""
+    """Return the tensor `[B, G, N, …]`, or a copy without gaps in the axes from `N` on."""
     shape = tensor.shape[2:]
     if tensor.stride()[2:] == tuple(prod(shape[i + 1 :]) for i in range(len(shape))):
         return tensor
@@ -45,13 +45,18 @@ def compact(tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class State:
-    """Addresses int64 `[2, B·G]`, of full blocks and of the open one; 0 where there is none.
+    """Addresses of codes, int64 `[2, B·G]`: of full blocks, and of the open block or 0.
 
-    valid: addresses of flags `[B·G]`, or 0; full: tokens of full blocks; scales: of weights,
-    float64 `[B·G]`; factors: by a weight's byte, int32 `[B·G, 256]`; regression: matrices
-    of signs that vote together, float32 `[B·G, D, D]`, or of no rows; rows: addresses of
-    the store's, int64 `[B·G]`, of `row_bytes` each; held: what the addresses are of, which must
-    live as long.
+    Attributes:
+        valid: Addresses of flags, int64 `[B·G]`, or 0.
+        length: Number of tokens.
+        full: Number of tokens in full blocks.
+        scales: Scales of weights, float64 `[B·G]`.
+        factors: Integer factors by a weight's byte, int32 `[B·G, 256]`.
+        regression: Matrices of the sign regression, float32 `[B·G, D, D]`, or without matrix rows.
+        rows: Addresses of the store's rows, int64 `[B·G]`.
+        row_bytes: Bytes of a row.
+        held: The tensors whose addresses these are, so that they are not freed.
     """
 
     signs: np.ndarray
@@ -71,14 +76,14 @@ class State:
 
     @lazy
     def limits(self) -> dict[int, np.ndarray]:
-        """Candidates of each group int64 `[B·G]`, by `k`: whoever asks first puts them there."""
+        """Cache of the number of candidates of each group, int64 `[B·G]`, by `k`."""
         return {}
 
     @staticmethod
     def of(contents: Contents, codes: BlockColumns, heads: int, factors: Tensor | None) -> State:
-        """That of what an index holds.
+        """Collect the addresses for the contents of an index.
 
-        factors: of `ops.codes.log_factors`, or None: nothing is weighed.
+        `factors` is the result of `ops.codes.log_factors`, or None where votes ignore weights.
         """
         batch = len(contents.counts)
         full: Codes = {name: codes[name] for name in codes} if len(codes) else {}
@@ -117,27 +122,27 @@ class State:
 
 
 def regressions(contents: Contents, groups: int) -> np.ndarray:
-    """`State.regression` of what an index holds."""
+    """Return `State.regression` for the contents of an index."""
     if contents.regression is None:
         return np.empty((groups, 0, 0), np.float32)
     return contents.regression().float().contiguous().flatten(0, 1).numpy()
 
 
 def weighed(parts: list[Codes], groups: int, factors: Tensor) -> tuple[np.ndarray, np.ndarray]:
-    """Weight scales float64 `[B·G]`, and factors by weight int32 `[B·G, 256]`, as `ops.codes`."""
+    """Return weight scales float64 `[B·G]` and integer factors int32 `[B·G, 256]`."""
     some = [part["weights"].flatten(2).amax(2) for part in parts if part]
     largest = torch.stack(some).amax(0).flatten()
     scale = coding.weight_scale(largest)
-    held = torch.arange(256).minimum(largest[:, None]).to(torch.uint8)  # none is larger
+    held = torch.arange(256).minimum(largest[:, None]).to(torch.uint8)  # no weight is larger
     by_byte = coding.factors(held[None, ..., None], scale[None], factors)
     return scale.double().numpy(), by_byte[0, ..., 0].numpy()
 
 
 @dataclass(frozen=True)
 class ResidentState:
-    """Addresses int64 `[B·G]` of a buffer's rows and of their mask.
+    """Addresses of resident rows and of their mask, int64 `[B·G]`.
 
-    made_of: those tensors, for as long as which it holds.
+    `made_of` has the tensors whose addresses these are, so that they are not freed.
     """
 
     rows: np.ndarray
@@ -147,7 +152,7 @@ class ResidentState:
 
     @staticmethod
     def of(resident: ResidentRows, before: ResidentState | None) -> ResidentState:
-        """That of `resident`: the one before, if it is of the same tensors."""
+        """Return the addresses for `resident`: those from before if the tensors are the same."""
         rows, mask = resident.rows, resident.mask
         if before is not None and before.made_of[0] is rows and before.made_of[1] is mask:
             return before

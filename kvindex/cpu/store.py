@@ -1,4 +1,4 @@
-"""The store of plain torch, with rows gathered, and attended to, by kernels."""
+"""The store of plain torch, in which kernels gather rows and attend to them."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from kvindex.storage.store import TensorStore
 
 
 class CompiledStore(TensorStore):
-    """A `TensorStore` that is an `AttendsToRows`, where rows are plain."""
+    """A `TensorStore` that attends to its rows (`AttendsToRows`) if they are not coded."""
 
     _resident_state: ResidentState | None = None
 
     @property
     def attends(self) -> bool:
-        """As `AttendsToRows.attends`."""
+        """True if rows are stored unchanged."""
         return self.row_codec == "plain"
 
     def gather(self, ids: Tensor) -> Rows:
-        """As `TensorStore.gather`."""
+        """Gather rows by id, as `TensorStore.gather`."""
         return (
             self._decoded(gather_rows(self._columns["rows"], ids), ids)
             if len(self)
@@ -34,7 +34,7 @@ class CompiledStore(TensorStore):
         )
 
     def attend(self, queries: Tensor, hits: Hits, resident: ResidentRows) -> Attended:
-        """As `AttendsToRows.attend`."""
+        """Attend to rows by id, as `AttendsToRows.attend`."""
         g, (batch, heads, D) = self._geometry, queries.shape
         folded = views.array(queries.float(), batch * g.kv_heads, g.group_size, D)
         ids = views.array(hits.ids, len(folded), hits.ids.shape[-1])

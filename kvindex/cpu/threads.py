@@ -1,7 +1,8 @@
-"""Run a kernel's parts at once: on threads of this process that wait for work, as many as torch's.
+"""Run the parts of a kernel in parallel, on threads of this process that wait for work.
 
-Not Numba's own: its parallel regions end a forked child, and a process in which two threads enter
-them at once (layer `workqueue`).
+There are as many threads as torch uses. Numba's own threads are not used: its parallel regions end
+a forked child process, and a process in which two threads enter them at the same time (layer
+`workqueue`).
 """
 
 from __future__ import annotations
@@ -22,17 +23,17 @@ _lock = Lock()
 
 
 def parts_of(most: int) -> int:
-    """How many parts `run` makes: as many as torch has threads, or `most`."""
+    """Return how many parts `run` makes: the number of torch's threads, at most `most`."""
     return max(1, min(torch.get_num_threads(), most))
 
 
 def run(part: Part, most: int) -> None:
-    """Call `part(i, parts)` for each `i` below `parts`."""
+    """Call `part(i, parts)` for each `i` below `parts`, in parallel."""
     parts = parts_of(most)
     if parts == 1:
         part(0, 1)
         return
-    with _lock:  # of callers at once each would begin the last thread of the list
+    with _lock:  # without it, two callers could start the same thread
         while len(_threads) < parts - 1:
             thread = Thread(target=_serve, args=(_work,), name="kvindex-cpu", daemon=True)
             thread.start()
@@ -57,15 +58,15 @@ def _serve(work: SimpleQueue[tuple[Part, int, int, SimpleQueue[BaseException | N
             part(i, parts)
         except BaseException as error:
             failure = error
-        del part  # before the caller goes on, who may be the last to hold what it reads
+        del part  # before the caller continues, so that this thread keeps no arrays alive
         done.put(failure)
         del failure, done
 
 
 def _forget() -> None:
-    """Threads stay behind where a process forks: the child begins its own."""
+    """Forget the threads in a forked child process, which starts its own."""
     global _work, _lock
-    _work, _lock = SimpleQueue(), Lock()  # another thread of the parent may have held it
+    _work, _lock = SimpleQueue(), Lock()  # another thread of the parent may hold the lock
     _threads.clear()
 
 

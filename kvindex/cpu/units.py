@@ -1,4 +1,4 @@
-"""Rows of the best units, compiled: clusters, segments or pages of tokens, which do not overlap."""
+"""Rows of the best units (clusters, segments or pages of tokens), compiled."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def best_rows(
     k: int,
     singles: Tensor | None = None,
 ) -> Hits:
-    """As `ops.units.best_rows`."""
+    """Compiled version of `ops.units.best_rows`."""
     if scores.dtype != torch.float32 or not views.on_cpu(scores, members):
         return reference.best_rows(scores, starts, sizes, members, k, singles)
     (B, G, U), S = scores.shape, starts.shape[-1]
@@ -43,7 +43,7 @@ def best_rows(
 
 
 def walk(sizes: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """As `ops.units.walk`."""
+    """Compiled version of `ops.units.walk`."""
     if not views.on_cpu(sizes):
         return reference.walk(sizes, k)
     outer = sizes.shape[:-1]

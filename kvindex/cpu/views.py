@@ -1,4 +1,4 @@
-"""Tensors as arrays that kernels take: contiguous, on a CPU, of one dtype."""
+"""Views of tensors as arrays that kernels accept: contiguous, on a CPU, of one dtype."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ import numpy as np
 from torch import Tensor
 
 PARTS_FROM = 2**16
-"""Numbers that one thread works on while another begins."""
+"""Amount of work, in numbers, above which several threads are faster than one."""
 
 
 def array(tensor: Tensor, *shape: int) -> np.ndarray:
-    """The numbers of a tensor as an array of that shape, which may be a copy."""
+    """Return a tensor's numbers as an array of this shape, which may be a copy."""
     plain = tensor.detach() if tensor.requires_grad else tensor
     made: np.ndarray = plain.contiguous().numpy()
     return made.reshape(shape)
 
 
 def dense_rows(tensor: Tensor) -> bool:
-    """Whether entries `[...]` of a tensor `[B, G, N, ...]` have no gaps."""
+    """Return True if entries `[...]` of a tensor `[B, G, N, ...]` have no gaps."""
     shape, steps = tensor.shape[3:], tensor.stride()[3:]
     return all(
         size == 1 or step == prod(shape[i + 1 :])
@@ -28,10 +28,10 @@ def dense_rows(tensor: Tensor) -> bool:
 
 
 def on_cpu(*tensors: Tensor) -> bool:
-    """Whether kernels can read the memory of all."""
+    """Return True if kernels can read the memory of all tensors."""
     return all(tensor.is_cpu for tensor in tensors)
 
 
 def parts(work: int, most: int) -> int:
-    """Threads that so many numbers are worth, up to `most`."""
+    """Return how many threads are worthwhile for an amount of work, at most `most`."""
     return most if work > PARTS_FROM else 1

@@ -38,7 +38,7 @@ try:
 except ImportError as error:
     raise ImportError(
         "stateful: got no Hypothesis; allowed is with it: pip install hypothesis, or "
-        "pip install -e '.[test]' in a checkout"
+        'pip install -e ".[test]" in a checkout'
     ) from error
 
 STEPS = settings(max_examples=40, stateful_step_count=30, deadline=None, derandomize=True)

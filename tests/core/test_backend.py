@@ -108,6 +108,8 @@ kvindex.create('pariskv', q_heads=1, kv_heads=1, head_dim=8, backend='cpu')"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False
     )
-    said = "backend: got 'cpu', but numba is not installed; allowed is pip install 'kvindex-torch"
-    assert f"backend: torch (kernels cannot run: {said}[cpu]')" in done.stdout
-    assert f"ImportError: {said}[cpu]'" in done.stderr
+    said = (
+        "backend: got 'cpu', but numba is not installed; allowed is pip install -e \".[cpu]\" in a"
+    )
+    assert f"backend: torch (kernels cannot run: {said} checkout)" in done.stdout
+    assert f"ImportError: {said} checkout" in done.stderr

@@ -285,5 +285,5 @@ def test_on_a_gpu_indexes_share_what_is_bounded(faiss_gpu):
 
 def test_missing_faiss_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "faiss", None)
-    with pytest.raises(ImportError, match=r"pip install -e '.\[faiss\]'"):
+    with pytest.raises(ImportError, match=r'pip install -e "\.\[faiss\]"'):
         ONE.index("faiss-flat")

@@ -1,4 +1,4 @@
-"""Attention of a group's queries over rows where they lie: those found, and the resident ones."""
+"""Attention of a group's queries over selected rows and resident rows, read in place."""
 
 from __future__ import annotations
 
@@ -12,21 +12,26 @@ from kvindex.cpu.kernels.rerank import NEVER, cap
 from kvindex.cpu.kernels.vectors import FOUR, add_four, four_dots
 
 AHEAD = 2 * FOUR
-"""Rows that are on their way."""
+"""Rows that are prefetched."""
 
 LINE = 64
-"""Bytes that come from memory together."""
+"""Bytes of a cache line."""
 
 
 @kernel
 def put_places(
     rows: np.ndarray, offset: int, count: int, kind: int, room: np.ndarray, out: np.ndarray
 ) -> None:
-    """Where `count` float32 numbers of each row are, int64 `out[R]`; zeros from there on.
+    """Write the addresses of each row's numbers as float32 into `out[R]`, then those of zeros.
 
-    rows: addresses of numbers of a `kind`, 0 for none, int64 `[R]`; offset: bytes from there; room:
-    float32 `[R + 1, count]`, or `[1, count]` of float32 rows: the last is zeros, before it numbers
-    of another kind are put.
+    Args:
+        rows: Addresses of rows, int64 `[R]`; 0 for none.
+        offset: Bytes from a row's address to the numbers.
+        count: Numbers per row.
+        kind: Dtype of the numbers (`numbers.KINDS`).
+        room: Buffer float32 `[R + 1, count]` for numbers that are converted to float32, and zeros
+            in its last row; `[1, count]` if rows are float32.
+        out: Int64.
     """
     first = room.ctypes.data
     out[:] = first + (len(room) - 1) * count * 4
@@ -39,7 +44,7 @@ def put_places(
 
 @kernel
 def ask_for(rows: np.ndarray, first: int, row_bytes: int) -> None:
-    """Have four rows, from the `first` on, come from memory."""
+    """Prefetch four rows, from `first` on."""
     for r in range(first, min(first + FOUR, len(rows))):
         for at in range(0, row_bytes, LINE):
             prefetch(rows[r] + at)
@@ -49,10 +54,15 @@ def ask_for(rows: np.ndarray, first: int, row_bytes: int) -> None:
 def put_dots(
     queries: int, g: int, D: int, places: np.ndarray, row_bytes: int, out: np.ndarray
 ) -> None:
-    """Inner products of queries with rows.
+    """Compute inner products of queries with rows.
 
-    queries: an address of float32 `[g, D]`; places: of `put_places`, int64 `[R]`, R a multiple of
-    4; out: float32 `[g, R]`.
+    Args:
+        queries: Address of float32 `[g, D]`.
+        g: Number of queries.
+        D: Dimension.
+        places: Addresses of the rows' numbers (`put_places`), int64 `[R]`, `R` a multiple of 4.
+        row_bytes: Bytes of a row.
+        out: Float32 `[g, R]`.
     """
     dots, keys, width = out.ctypes.data, places.ctypes.data, out.shape[1]
     ask_for(places, 0, row_bytes)
@@ -65,7 +75,7 @@ def put_dots(
 
 @kernel
 def add_rows(weights: np.ndarray, places: np.ndarray, g: int, Dv: int, out: int) -> None:
-    """Sums of rows times shares float32 `[g, R]`; out: an address of float32 `[g, Dv]`."""
+    """Add rows times attention weights float32 `[g, R]` to `[g, Dv]` at the address `out`."""
     some, values, width = weights.ctypes.data, places.ctypes.data, weights.shape[1]
     for r in range(0, len(places), FOUR):
         for h in range(g):
@@ -76,10 +86,14 @@ def add_rows(weights: np.ndarray, places: np.ndarray, g: int, Dv: int, out: int)
 def put_softmax(
     rows: np.ndarray, weights: np.ndarray, scale: float, softcap: float, out: np.ndarray
 ) -> Number:
-    """Shares of rows in a head's attention, in place of inner products; gives their lse.
+    """Replace a head's inner products by attention weights, and return their log-sum-exp.
 
-    rows: as of `attend`; weights: float32 `[R']`, added to the first logits; out: float32, longer
-    than rows by zeros.
+    Args:
+        rows: Addresses of rows, int64 `[R]`; 0 for none.
+        weights: Log weights, float32 `[R']`, added to the first logits.
+        scale: Factor of the logits.
+        softcap: Bound of the logits; 0 for none.
+        out: Float32, at least `R` long; zero after the rows.
     """
     some, total = out[: len(rows)], np.float64(0)
     cap(some, scale, softcap)
@@ -116,12 +130,23 @@ def attend(
     output: np.ndarray,
     lse: np.ndarray,
 ) -> None:
-    """As `ops.attention.attend`, of queries float32 `[g, D]`.
+    """Compiled version of `ops.attention.attend` for one group.
 
-    rows: addresses int64 `[R]` of a key, numbers of a `kind`; 0: none; value_bytes: from there to
-    its value. weights: float32 `[g, R']`, added to the first logits. places int64 `[R]`, logits
-    float32 `[g, R]`, R of them up to the next multiple of 4, keys and values as for `put_places`:
-    room. Writes output float32 `[g, Dv]` and lse float32 `[g]`.
+    Args:
+        queries: Float32 `[g, D]`.
+        rows: Addresses of keys, int64 `[R]`; 0 for none.
+        row_bytes: Bytes of a row.
+        weights: Log weights, float32 `[g, R']`, added to the first logits.
+        kind: Dtype of the rows (`numbers.KINDS`).
+        value_bytes: Bytes from a key's address to its value.
+        scale: Factor of the logits.
+        softcap: Bound of the logits; 0 for none.
+        places: Buffer, int64 `[R]`, where `R` is rounded up to a multiple of 4.
+        keys: Buffer as for `put_places`.
+        values: Buffer as for `put_places`.
+        logits: Buffer, float32 `[g, R]`.
+        output: Result, float32 `[g, Dv]`.
+        lse: Result, float32 `[g]`.
     """
     (g, D), Dv = queries.shape, output.shape[1]
     put_places(rows, 0, D, kind, keys, places)
@@ -135,7 +160,7 @@ def attend(
 
 @kernel
 def put_resident(resident: int, row_bytes: int, mask: int, count: int, out: np.ndarray) -> None:
-    """Addresses int64 `[count]` of a group's resident rows; 0 where the mask is."""
+    """Write the addresses of a group's resident rows, int64 `[count]`; 0 where the mask is 0."""
     shown = uint8_at(mask, count)
     for r in range(count):
         out[r] = resident + r * row_bytes if shown[r] else 0

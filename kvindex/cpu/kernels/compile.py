@@ -1,7 +1,7 @@
-"""Compiling kernels, and what LLVM offers beyond numpy: memory at an address, population counts.
+"""Compile kernels with Numba, and give them functions of LLVM that numpy does not have.
 
-Kernels run on one thread without Python's lock (`kvindex.cpu.threads` runs several); compiled code
-is kept on disk where a folder can be written to.
+A kernel runs on one thread and releases Python's lock (`kvindex.cpu.threads` runs several threads).
+Compiled code is stored on disk if a folder can be written.
 """
 
 from __future__ import annotations
@@ -25,43 +25,43 @@ try:
 except ImportError as error:
     raise ImportError(
         "backend: got 'cpu', but numba is not installed; allowed is "
-        "pip install 'kvindex-torch[cpu]'"
+        'pip install -e ".[cpu]" in a checkout'
     ) from error
 
 Number: TypeAlias = Any
-"""A number of Python or of numpy: kernels' are machine numbers of either name."""
+"""A number in Python or numpy; in a kernel, a machine number."""
 
 REORDERED = {"reassoc", "contract", "nsz"}
-"""Freedoms of float arithmetic that sums need to be vectorized: infinities and NaN stay."""
+"""Freedoms of float arithmetic that are needed to vectorize sums; infinities and NaN still work."""
 
 _here = Path(__file__).parent
 
 NUMBERS = "codes", "priority", "transform"
-"""Files of `kvindex/ops` whose constants become a part of kernels."""
+"""Files of `kvindex/ops` whose constants are compiled into kernels."""
 
 _files = [*sorted(_here.glob("*.py")), *(_here.parents[1] / "ops" / f"{n}.py" for n in NUMBERS)]
 SOURCES = sha256(b"".join(file.read_bytes() for file in _files))
 
 
 def kernel(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, compiled when it is called first.
+    """Return the function, which is compiled when it is first called.
 
-    Numba keeps code by a function's name and the date of its file; kernels of other files and
-    constants are part of it, so that the name tells all of them.
+    Numba stores code under the function's name and the date of its file. The code also contains
+    kernels and constants of other files, so the name gets a hash of all of them.
     """
     return _compiled(function)
 
 
 def inlined(function: Callable[..., Any]) -> Callable[..., Any]:
-    """As `kernel`, for one that becomes a part of each that calls it: a call takes as long."""
+    """Return a kernel that is inlined into its callers, because a call would be too slow."""
     return _compiled(function, forceinline=True)
 
 
 class CodeFiles(IndexDataCacheFile):  # type: ignore[misc]  # Numba is not typed
-    """Files of a function's code, to which no two processes give one name.
+    """Files with a function's code, named so that no two processes use the same name.
 
-    Numba numbers them by an index that nothing locks: of two processes that compile a function at
-    once, for arguments of other types, one would from then on run the other's code.
+    Numba numbers the files by an index that is not locked. If two processes compiled a function at
+    the same time for different argument types, one would later run the other's code.
     """
 
     def _data_name(self, number: int) -> Any:
@@ -69,7 +69,7 @@ class CodeFiles(IndexDataCacheFile):  # type: ignore[misc]  # Numba is not typed
 
 
 class CodeCache(FunctionCache):  # type: ignore[misc]  # as above
-    """What Numba keeps of a function, in `CodeFiles`; RuntimeError where no folder is to be had."""
+    """Numba's cache of a function, in `CodeFiles`; RuntimeError if no folder can be written."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__(function)
@@ -96,7 +96,7 @@ def _pointer(_: Any, address: Any) -> Any:
 
 @intrinsic  # type: ignore[untyped-decorator]  # as above
 def popcount(_: Any, word: Any) -> Any:
-    """Ones among the bits of a uint64, a uint64: LLVM vectorizes it where the machine can."""
+    """Count the ones of a uint64; LLVM vectorizes it if the machine can."""
 
     def code(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
         return builder.ctpop(arguments[0])
@@ -106,7 +106,7 @@ def popcount(_: Any, word: Any) -> Any:
 
 @intrinsic  # type: ignore[untyped-decorator]  # as above
 def lowest_bit(_: Any, word: Any) -> Any:
-    """Position of the lowest 1 of a uint64, 64 for 0."""
+    """Return the position of the lowest 1 of a uint64, or 64 for 0."""
 
     def code(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
         return builder.cttz(arguments[0], ir.IntType(1)(0))
@@ -116,7 +116,7 @@ def lowest_bit(_: Any, word: Any) -> Any:
 
 @intrinsic  # type: ignore[untyped-decorator]  # as above
 def prefetch(_: Any, address: Any) -> Any:
-    """Ask for the memory at an address, an int64, to be read soon."""
+    """Prefetch the memory at an address, an int64, for reading."""
 
     def code(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
         number = ir.IntType(32)
@@ -124,7 +124,7 @@ def prefetch(_: Any, address: Any) -> Any:
         name = "llvm.prefetch.p0"
         function = cgutils.get_or_insert_function(builder.module, type_of, name)
         place = builder.inttoptr(arguments[0], cgutils.voidptr_t)
-        builder.call(function, [place, number(0), number(3), number(1)])  # to read, keep, data
+        builder.call(function, [place, number(0), number(3), number(1)])  # read, all caches, data
         return context.get_dummy_value()
 
     return types.void(types.int64), code
@@ -132,44 +132,44 @@ def prefetch(_: Any, address: Any) -> Any:
 
 @inlined
 def keep(*arrays: np.ndarray) -> None:
-    """Have arrays live until here, whose addresses are used.
+    """Keep arrays alive until this call, because their addresses are used.
 
-    Numba frees an array after the last use of its name; what was read or written at its address
-    from then on would be somebody else's memory.
+    Numba frees an array after the last use of its name; its address would then belong to other
+    data.
     """
 
 
 @kernel
 def uint8_at(address: int, count: int) -> np.ndarray:
-    """Numbers that lie at an address, uint8 `[count]`."""
+    """Return the numbers at an address as an array, uint8 `[count]`."""
     return numba.carray(_pointer(address), (count,), np.uint8)  # type: ignore[no-any-return]
 
 
 @kernel
 def uint16_at(address: int, count: int) -> np.ndarray:
-    """As `uint8_at`, uint16."""
+    """Return the numbers at an address as an array, uint16 `[count]`."""
     return numba.carray(_pointer(address), (count,), np.uint16)  # type: ignore[no-any-return]
 
 
 @kernel
 def uint64_at(address: int, count: int) -> np.ndarray:
-    """As `uint8_at`, uint64."""
+    """Return the numbers at an address as an array, uint64 `[count]`."""
     return numba.carray(_pointer(address), (count,), np.uint64)  # type: ignore[no-any-return]
 
 
 @kernel
 def int32_at(address: int, count: int) -> np.ndarray:
-    """As `uint8_at`, int32."""
+    """Return the numbers at an address as an array, int32 `[count]`."""
     return numba.carray(_pointer(address), (count,), np.int32)  # type: ignore[no-any-return]
 
 
 @kernel
 def int64_at(address: int, count: int) -> np.ndarray:
-    """As `uint8_at`, int64."""
+    """Return the numbers at an address as an array, int64 `[count]`."""
     return numba.carray(_pointer(address), (count,), np.int64)  # type: ignore[no-any-return]
 
 
 @kernel
 def float32_at(address: int, count: int) -> np.ndarray:
-    """As `uint8_at`, float32."""
+    """Return the numbers at an address as an array, float32 `[count]`."""
     return numba.carray(_pointer(address), (count,), np.float32)  # type: ignore[no-any-return]

@@ -1,6 +1,6 @@
-"""Decode: a key's quantized direction from its sign and magnitude bits, 64 coordinates at a time.
+"""Decode a key's quantized direction from sign and magnitude bits, 64 coordinates at a time.
 
-The bits of a word are the masks of vectors, and a level is looked up in a register.
+The bits of a word are used as masks of vectors, and levels are looked up in registers.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from kvindex.cpu.kernels.compile import inlined
 from kvindex.cpu.kernels.vectors import FLOATS, LANES, broadcast, chunk, shuffle
 
 WORD = 64
-"""Coordinates whose bits are a word."""
+"""Number of coordinates whose bits are in one word."""
 
 BIT, BYTE, INT32, INT64 = (ir.IntType(n) for n in (1, 8, 32, 64))
 BITS, BYTES, LANES_OF = (
@@ -26,13 +26,16 @@ BITS, BYTES, LANES_OF = (
 
 
 def bits_at(builder: Any, address: Any) -> Any:
-    """64 bits at an address."""
+    """Load 64 bits from an address as a vector."""
     word = builder.load(builder.inttoptr(address, INT64.as_pointer()), align=1)
     return builder.bitcast(word, BITS)
 
 
 def level_indices(builder: Any, planes: Any, step: Any, bits: Any) -> Any:
-    """Numbers of 64 coordinates, each of `bits` bits, from words that lie `step` bytes apart."""
+    """Combine planes of bits into the level indices of 64 coordinates.
+
+    The words of the `bits` planes are `step` bytes apart.
+    """
     stored = cgutils.alloca_once(builder, BYTES)
     builder.store(ir.Constant(BYTES, [0] * WORD), stored)
     with cgutils.for_range(builder, bits) as loop:
@@ -44,7 +47,7 @@ def level_indices(builder: Any, planes: Any, step: Any, bits: Any) -> Any:
 
 
 def looked_up(builder: Any, table: Any, indices: Any) -> Any:
-    """Entries of a vector: LLVM makes one permutation of it where the machine has that."""
+    """Look up entries in a vector; LLVM uses one permutation if the machine has it."""
     low = builder.and_(indices, ir.Constant(LANES_OF, [LANES - 1] * LANES))
     found = ir.Constant(FLOATS, ir.Undefined)
     for i in range(LANES):
@@ -54,7 +57,7 @@ def looked_up(builder: Any, table: Any, indices: Any) -> Any:
 
 
 def levels_of(builder: Any, levels: Any, tables: Any, indices: Any) -> Any:
-    """Levels by indices, a vector, from that many vectors of them."""
+    """Look up levels by indices in several vectors of levels."""
     stored = cgutils.alloca_once(builder, FLOATS)
     upper = builder.lshr(indices, ir.Constant(LANES_OF, [LANES.bit_length() - 1] * LANES))
     with cgutils.for_range(builder, tables) as loop:
@@ -88,10 +91,15 @@ def _put_word(
 
 @inlined
 def put_word(signs: int, planes: int, step: int, bits: int, levels: int, out: int) -> None:
-    """Signed levels of 64 coordinates, float32 `[64]`; all by addresses.
+    """Write the signed levels of 64 coordinates, float32 `[64]`. All arrays are given by addresses.
 
-    signs: of a word; planes: of `bits` words of magnitudes, `step` bytes apart; levels: float32
-    `[2^bits]`, `[16]` at least.
+    Args:
+        signs: A word of sign bits.
+        planes: `bits` words of magnitude bits.
+        step: Bytes between these words.
+        bits: Number of planes.
+        levels: Float32 `[2^bits]`, at least 16.
+        out: Float32 `[64]`.
     """
     if bits == 3:  # unrolled
         _put_word(signs, planes, step, 3, levels, 1, out)

@@ -1,4 +1,7 @@
-"""Encode blocks of keys: centers, then codes and log weights, a tile at a time (A.1 to A.3)."""
+"""Encode blocks of keys: centers, then codes and logarithmic weights, a tile of keys at a time.
+
+Source: ParisKV, sections A.1 to A.3.
+"""
 
 from __future__ import annotations
 
@@ -13,15 +16,15 @@ from kvindex.ops.codes import OCTAVES
 from kvindex.ops.transform import LONGEST
 
 AT_ONCE = 4
-"""Edges that a size is held against in one go; there are a multiple of it."""
+"""Level boundaries that a size is compared with in one pass; their number is a multiple."""
 
 SIGN_PLANE = np.uint64(7)
-"""Of a coordinate's byte, whose lower bits are its level."""
+"""Position of the sign in a coordinate's byte; the lower bits are its level."""
 
 SIGN_BIT = np.uint32(7)
 ONES = np.uint64(0x0101010101010101)
 STEPS = 2**16 / OCTAVES
-"""Log weights to an octave."""
+"""Logarithmic codes per octave."""
 
 TINIEST = np.float32(np.finfo(np.float32).tiny)
 NAN = np.uint16(0x7FC0)
@@ -31,7 +34,7 @@ LAST_BIT = np.uint32(1)
 
 @kernel
 def bfloat16_of(number: float) -> Number:
-    """The bits of a float32 as a bfloat16, rounded to even, uint16."""
+    """Return the bits of a float32 rounded to bfloat16 (half to even), uint16."""
     if number != number:
         return NAN
     bits = np.float32(number).view(np.uint32)
@@ -49,10 +52,17 @@ def put_center(
     sums: np.ndarray,
     out: np.ndarray,
 ) -> None:
-    """As `ops.codes.centers`, of the keys of a block: bits of bfloat16, uint16 `out[:D]`.
+    """Compute the center of a block, as `ops.codes.centers`.
 
-    keys: address of the first of `count`, `step` bytes apart; kind: of `numbers.KINDS`; valid:
-    address of flags bool `[count]`, or 0; row float32 `[D]` and sums float64 `[D]`: room.
+    Args:
+        keys: Address of the first key.
+        step: Bytes between keys.
+        kind: Dtype of the keys (`numbers.KINDS`).
+        count: Number of keys.
+        valid: Address of flags bool `[count]`, or 0.
+        row: Buffer, float32 `[D]`.
+        sums: Buffer, float64 `[D]`.
+        out: Bits of bfloat16, uint16 `[D]`.
     """
     D, real = len(out), np.int64(0)
     for d in range(D):
@@ -75,10 +85,15 @@ def put_nearest(
     indices: np.ndarray,
     values: np.ndarray,
 ) -> None:
-    """Index uint32 `[L]` and value float32 `[L]` of the level nearest to each size float32 `[L]`.
+    """Find the level nearest to each size; the lower one at a tie.
 
-    The lower one at a tie. edges: between levels, float32 `[E]`, `E` a multiple of `AT_ONCE`:
-    infinity where there is no other level; levels: float32 `[E + 1]`.
+    Args:
+        sizes: Float32 `[L]`.
+        edges: Boundaries between levels, float32 `[E]`, padded with infinity to a multiple of
+            `AT_ONCE`.
+        levels: Float32 `[E + 1]`.
+        indices: Result, uint32 `[L]`.
+        values: Result, the levels, float32 `[L]`.
     """
     L = len(sizes)
     for i in range(L):
@@ -108,7 +123,7 @@ def put_nearest(
 
 @kernel
 def log_code(weight: float) -> Number:
-    """As `ops.codes.log_codes` of a float32 with 16 bits, int32."""
+    """Compiled version of `ops.codes.log_codes` for a float32 and 16 bits, int32."""
     if not weight > 0:
         return np.int32(0)
     code = np.rint(math.log2(np.float64(weight)) * STEPS + 2**15)
@@ -125,11 +140,16 @@ def code(
     codes: np.ndarray,
     weights: np.ndarray,
 ) -> None:
-    """As `ops.codes.encode` with a weight for the key, of rotated directions float32 `[D, L]`.
+    """Compiled version of `ops.codes.encode` for a tile of keys with one weight per key.
 
-    Writes codes uint8 `[D, L]`, a coordinate's level and, as the highest bit, its sign; and log
-    weights int32 `[L]`. norms: float32 `[L]`; edges, levels: of `put_nearest`; sums: float64 `[L]`,
-    room.
+    Args:
+        tile: Rotated directions, float32 `[D, L]`.
+        norms: Float32 `[L]`.
+        edges: As for `put_nearest`.
+        levels: As for `put_nearest`.
+        sums: Buffer, float64 `[L]`.
+        codes: Result, uint8 `[D, L]`: a coordinate's level, and its sign as the highest bit.
+        weights: Result, logarithmic weights, int32 `[L]`.
     """
     D, L = tile.shape
     radii, sizes = np.empty(L, np.float32), np.empty(L, np.float32)
@@ -155,9 +175,14 @@ def code(
 def put_plane(
     words: np.ndarray, plane: np.uint64, count: int, packed: np.ndarray, out: np.ndarray
 ) -> None:
-    """A bit of all coordinates of the keys of a tile: uint8 `out[:count, :M]`.
+    """Pack one bit of all coordinates of the keys of a tile, uint8 `out[:count, :M]`.
 
-    words: codes, uint64 `[D, L / 8]`, those of eight keys in each; packed: uint64 `[L / 8]`, room.
+    Args:
+        words: Codes of eight keys in each word, uint64 `[D, L / 8]`.
+        plane: Position of the bit.
+        count: Number of keys.
+        packed: Buffer, uint64 `[L / 8]`.
+        out: Result.
     """
     bytes_of = packed.view(np.uint8)
     for b in range(len(words) // 8):
@@ -174,9 +199,9 @@ def put_plane(
 def put_logs(
     logs: np.ndarray, valid: int, count: int, weights: np.ndarray, fractions: np.ndarray
 ) -> None:
-    """Upper and lower bytes of log weights int32 `[L]`: uint8 `[:count]`, 0 of an invalid key.
+    """Split logarithmic weights int32 `[L]` into upper and lower bytes, uint8 `[count]` each.
 
-    valid: as of `put_center`.
+    The bytes of an invalid key are 0.
     """
     for i in range(count):
         real = not valid or uint8_at(valid + i, 1)[0]
@@ -206,13 +231,27 @@ def encode(
     centers: np.ndarray,
     wrong: np.ndarray,
 ) -> None:
-    """Codes of a part of all groups' blocks.
+    """Encode the keys of a part of all groups' blocks.
 
-    keys, valid: addresses int64 `[B·G]` of a group's keys, `step` bytes apart, of a kind of
-    `numbers.KINDS`, and of their flags, or 0. Writes signs uint8 `[B·G, N, 1, M]`, magnitudes
-    uint8 `[B·G, N, bits, M]`, weights and fractions uint8 `[B·G, N, 1]`; centers uint16
-    `[B·G, S, D]`, none where `S` is 0; and 1 to wrong, int32 `[1]`, where a number is NaN or above
-    the limit in size.
+    Args:
+        part: Number of this part.
+        parts: Number of parts.
+        keys: Addresses of each group's keys, int64 `[B·G]`.
+        step: Bytes between keys.
+        kind: Dtype of the keys (`numbers.KINDS`).
+        valid: Addresses of flags, int64 `[B·G]`, or 0.
+        limit: Largest allowed number.
+        block: Tokens of a block.
+        flips: Signs of the rotation, float32 `[D]`.
+        hartley: Hartley matrix of the rotation, float32 `[p, p]`.
+        edges: As for `put_nearest`.
+        levels: As for `put_nearest`.
+        signs: Result, uint8 `[B·G, N, 1, M]`.
+        magnitudes: Result, uint8 `[B·G, N, bits, M]`.
+        weights: Result, uint8 `[B·G, N, 1]`.
+        fractions: Result, uint8 `[B·G, N, 1]`.
+        centers: Result, uint16 `[B·G, S, D]`; none where `S` is 0.
+        wrong: Int32 `[1]`, set to 1 if a number is NaN or larger than the limit.
     """
     groups, N, bits, M = magnitudes.shape
     D, blocks, L = M * 8, -(-N // block), min(TILE, -(-block // 8) * 8)

@@ -1,4 +1,4 @@
-"""What the query heads of a group agree on, for any number of groups and rows of each size."""
+"""Scores that the query heads of a group agree on, for several groups."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from kvindex.cpu.kernels.numbers import exp, largest, log
 from kvindex.cpu.kernels.rerank import NEVER, cap
 
 CHUNK = 256
-"""Candidates at a time: their sums stay in the first cache, and are added in float32."""
+"""Candidates at a time. Their sums stay in the first-level cache and are added in float32."""
 
 LOWEST = np.finfo(np.float32).min
-"""In place of a share of 0 until the end: differences stay numbers."""
+"""Replaces an attention weight of 0 until the end, so that differences are numbers."""
 
 
 @kernel
 def log_sum(logits: np.ndarray, sizes: np.ndarray) -> Number:
-    """Logarithm of the sum of exponentials of logits float32 `[C]`, each as often as its size says.
+    """Return the log-sum-exp of logits float32 `[C]`, each counted as often as its size says.
 
-    sizes: int64 `[C]`, or none: once. 0 where there is nothing to sum.
+    Sizes are int64 `[C]`, or empty for one each. The result is 0 if there is nothing to add.
     """
     peak, total = NEVER, 0.0
     if not len(sizes):
@@ -47,7 +47,7 @@ def log_sum(logits: np.ndarray, sizes: np.ndarray) -> Number:
 def put_logits(
     estimates: np.ndarray, scale: float, softcap: float, first: np.ndarray, out: np.ndarray
 ) -> None:
-    """As `ops.attention.cap`, of estimates float32 `[C]`; `-inf` where those of `first` are."""
+    """Compute logits from estimates float32 `[C]`; `-inf` where `first` is `-inf`."""
     for c in range(len(out)):
         out[c] = estimates[c]
     cap(out, scale, softcap)
@@ -68,10 +68,18 @@ def agree(
     log_weights: np.ndarray,
     out: np.ndarray,
 ) -> None:
-    """As `ops.group.agree` of a part of the groups, of estimates float32 `[P, g, C]`.
+    """Compiled version of `ops.group.agree` for a part of the groups.
 
-    sizes: int64 `[P, C]`, or of no candidates; by_largest: "max_share", else "mean_share".
-    Overwrites shares float32 `[parts, g, C]`; writes out float32 `[P, C]`.
+    Args:
+        part: Number of this part.
+        parts: Number of parts.
+        estimates: Float32 `[P, g, C]`.
+        sizes: Rows that each candidate represents, int64 `[P, C]`, or `[P, 0]`.
+        scale: Factor of the logits.
+        softcap: Bound of the logits; 0 for none.
+        by_largest: True for "max_share", False for "mean_share".
+        log_weights: Buffer, float32 `[parts, g, C]`.
+        out: Result, float32 `[P, C]`.
     """
     groups, g, C = estimates.shape
     own = log_weights[part]
@@ -93,7 +101,10 @@ def agree(
 
 @kernel
 def put_mean(log_weights: np.ndarray, out: np.ndarray) -> None:
-    """The mean over heads of shares, all as logarithms: float32 `[g, C]`, the largest in `out`."""
+    """Compute the log of the mean over heads of weights, from their logs float32 `[g, C]`.
+
+    `out` has the largest of them before the call.
+    """
     (g, C), sums = log_weights.shape, np.empty(CHUNK, np.float32)
     for start in range(0, C, CHUNK):
         own = out[start : start + CHUNK]

@@ -1,7 +1,7 @@
-"""Inner products of signs with a rounded query by tables in registers, 64 keys at a time.
+"""Inner products of signs with a rounded query by look-up tables in registers, 64 keys at a time.
 
-Each four signs of a key look up the sum that they are of, in a table of 16 bytes that the query
-sets: what `pshufb` does for 64 keys at once, on machines with AVX-512.
+Each group of four signs of a key selects one of 16 sums, from a table of 16 bytes that depends on
+the query. The instruction `pshufb` does this for 64 keys at once, on machines with AVX-512.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ KEYS = 64
 """Keys at a time."""
 
 NIBBLES = 16
-"""Groups of four signs of a word."""
+"""Groups of four signs in a word."""
 
 LARGEST = 31
-"""Coordinate of a rounded query, up to which entries are bytes."""
+"""Largest coordinate of a rounded query for which table entries fit in bytes."""
 
 BIAS = 4 * LARGEST
-"""Added to entries, none of which is below 0 then."""
+"""Added to table entries, so that none is negative."""
 
 SERVED = "+avx512bw" in cpu_target.target_context.codegen().magic_tuple()[2].split(",")
-"""Whether this machine has the instruction."""
+"""True if this machine has the instruction."""
 
 INT16, INT32, INT64 = (ir.IntType(n) for n in (16, 32, 64))
 BYTES = ir.VectorType(ir.IntType(8), KEYS)
@@ -42,13 +42,13 @@ SIZES = ir.VectorType(ir.FloatType(), KEYS // 2)
 
 
 def loaded(builder: Any, address: Any, offset: int, kind: Any) -> Any:
-    """A vector of `kind` that lies `offset` bytes from an address."""
+    """Load a vector of `kind` from `offset` bytes after an address."""
     at = builder.add(address, INT64(offset))
     return builder.load(builder.inttoptr(at, kind.as_pointer()), align=1)
 
 
 def transposed(builder: Any, words: Any) -> list[Any]:
-    """Of 64 words the bytes `[8, 64]`: key `j` and key `32 + j` lie side by side."""
+    """Transpose 64 words into bytes `[8, 64]`, where keys `j` and `32 + j` are adjacent."""
     rows = []
     order = [(u * 4 + t) * 8 + b for b in range(8) for t in range(4) for u in range(2)]
     for i in range(8):
@@ -67,14 +67,14 @@ def transposed(builder: Any, words: Any) -> list[Any]:
 
 
 def nibbles_of(builder: Any, row: Any) -> list[Any]:
-    """Lower and upper four bits of bytes."""
+    """Return the lower and the upper four bits of bytes."""
     low = ir.Constant(BYTES, [15] * KEYS)
     up = builder.lshr(builder.bitcast(row, SHORTS), ir.Constant(SHORTS, [4] * (KEYS // 2)))
     return [builder.and_(row, low), builder.and_(builder.bitcast(up, BYTES), low)]
 
 
 def looked_up(builder: Any, table: Any, offset: int, indices: Any) -> Any:
-    """Entries, as pairs of bytes, of a table of 16 bytes."""
+    """Look up entries of a table of 16 bytes, and return them as pairs of bytes."""
     sixteen = loaded(builder, table, offset, ir.VectorType(ir.IntType(8), 16))
     wide = shuffle(builder, sixteen, sixteen, list(range(16)) * 4)
     kind = ir.FunctionType(BYTES, [BYTES, BYTES])
@@ -84,7 +84,7 @@ def looked_up(builder: Any, table: Any, offset: int, indices: Any) -> Any:
 
 
 def sums_of(builder: Any, nibbles: Any, words: Any, table: Any) -> list[Any]:
-    """Sums of the entries of 64 keys, as two vectors of 32."""
+    """Add up the entries of 64 keys, as two vectors of 32."""
     none, eight = (ir.Constant(SHORTS, [n] * (KEYS // 2)) for n in (0, 8))
     both, odd = (cgutils.alloca_once(builder, SHORTS) for _ in range(2))
     builder.store(none, both)
@@ -117,9 +117,10 @@ def _put_nibbles(_: Any, words: Any, out: Any) -> Any:
 
 
 def votes_of(builder: Any, arguments: Any) -> list[Any]:
-    """Votes of 64 keys, as two vectors of 32, by the arguments of `_raise_votes` but the last.
+    """Compute the votes of 64 keys as two vectors of 32.
 
-    None on a machine without the instruction, for which no code can be made: nobody asks there.
+    The arguments are those of `_raise_votes` without `out`. The result is empty on a machine
+    without the instruction, which cannot compile it; there it is not called.
     """
     if not SERVED:
         return []
@@ -134,7 +135,7 @@ def votes_of(builder: Any, arguments: Any) -> list[Any]:
 
 
 def place_of(builder: Any, out: Any, part: int, kind: Any) -> Any:
-    """Where the first or the last 32 of 64 numbers of four bytes lie."""
+    """Return a pointer to the first or the last 32 of 64 numbers of four bytes."""
     at = builder.add(out, INT64(part * 4 * KEYS // 2))
     return builder.inttoptr(at, kind.as_pointer())
 
@@ -158,7 +159,7 @@ def _raise_votes(
 
 
 def fused(builder: Any, a: Any, b: Any, c: Any) -> Any:
-    """`a · b + c` of vectors `SIZES`, rounded once."""
+    """Compute `a · b + c` of vectors `SIZES`, rounded once."""
     kind = ir.FunctionType(SIZES, [SIZES] * 3)
     name = f"llvm.fma.v{SIZES.count}f32"
     return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), [a, b, c])
@@ -200,11 +201,16 @@ def raise_votes(
     nibbles: np.ndarray,
     out: np.ndarray,
 ) -> None:
-    """Votes int32 `out[n]`: of those there and the heads' the largest, n a multiple of 64.
+    """Raise `out` int32 `[n]` to the largest vote of the heads, `n` a multiple of 64.
 
-    words: signs, uint64 `[W, n]`; tables: of `put_tables`, uint8 `[g, W, 16, 16]`, and totals, what
-    it gives, int32 `[g]`; factors: int32 `[n]`; offsets: int32 `[g]`; nibbles: uint8
-    `[W, 16, 64]`, room.
+    Args:
+        words: Signs, uint64 `[W, n]`.
+        tables: Result of `put_tables`, uint8 `[g, W, 16, 16]`.
+        totals: Numbers that `put_tables` returned, int32 `[g]`.
+        factors: Int32 `[n]`.
+        offsets: Int32 `[g]`.
+        nibbles: Buffer, uint8 `[W, 16, 64]`.
+        out: Votes so far, and the result.
     """
     (g, W), n = tables.shape[:2], len(out)
     table, signs, to = tables.ctypes.data, words.ctypes.data, out.ctypes.data
@@ -229,9 +235,10 @@ def raise_sizes(
     nibbles: np.ndarray,
     out: np.ndarray,
 ) -> None:
-    """As `raise_votes`, of sizes float32 `out[n]`: votes times gains, and totals (`ops.priority`).
+    """Raise `out` float32 `[n]` to the largest size of the heads: votes times gains, plus totals.
 
-    scales: gains and totals, float32 `[g, 2]`.
+    Other arguments are as for `raise_votes`; `scales` has gains and totals of `ops.priority`,
+    float32 `[g, 2]`.
     """
     (g, W), n = tables.shape[:2], len(out)
     table, signs, to = tables.ctypes.data, words.ctypes.data, out.ctypes.data
@@ -247,9 +254,9 @@ def raise_sizes(
 
 @kernel
 def put_tables(integers: np.ndarray, out: np.ndarray) -> int:
-    """Sums for each four signs, uint8 `[W, 16, 16]`, of integers int64 `[D]` up to 31.
+    """Write the sums of each four signs, uint8 `[W, 16, 16]`, for integers int64 `[D]` up to 31.
 
-    Gives what is too much in a key's sum of entries.
+    Returns what a key's sum of entries is too large by.
     """
     W = len(out)
     for n in range(W * NIBBLES):

@@ -1,4 +1,4 @@
-"""Noise of keys, by which candidates and rows are drawn: the integers of `ops.priority`."""
+"""Noise of keys, with which candidates and rows are sampled: the integers of `ops.priority`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ UNIT, SIXTEEN = np.int32(priority.UNIT), np.int32(16)
 NATS = np.float32(priority.NATS)
 
 ABOVE = np.int32((32 + 127 - 8) << 16)
-"""From it a bound takes a float's exponent, which begins with 127, of the upper 24 of 32 bits."""
+"""Constant from which a float's exponent is subtracted to get an upper bound of the noise.
+
+The float has the upper 24 of 32 bits, and its exponent is offset by 127.
+"""
 
 INTS, PAIRS = (ir.VectorType(ir.IntType(512 // n), n) for n in (LANES, LANES // 2))
 LARGEST = np.float32(priority.LARGEST)
@@ -31,13 +34,13 @@ EIGHT, SEVEN, ONE = np.uint32(8), np.int32(7), np.uint32(1)
 
 @inlined
 def number_of(position: int, seed: Number) -> Number:
-    """What is hashed for a key at a position, uint32, by a seed uint32."""
+    """Return the number that is hashed for a key at a position, uint32, with a seed uint32."""
     return np.uint32(np.uint32(position) * SPREAD + seed)
 
 
 @inlined
 def hashed(number: Number) -> Number:
-    """As `priority.hashed`, of a uint32, which it gives."""
+    """Compiled version of `priority.hashed` for a uint32."""
     both = np.uint64(np.uint32(number)) * FIRST + ADDED
     both = ((both >> HALF) ^ (both & LOWER)) * SECOND + ADDED
     return np.uint32((both >> HALF) ^ (both & LOWER))
@@ -45,8 +48,8 @@ def hashed(number: Number) -> Number:
 
 @inlined
 def noise_of(number: Number) -> Number:
-    """As `priority.noise_of`, of a uint32: an int32."""
-    bits = np.float64(hashed(number) | ONE).view(np.int64)  # whose exponent and mantissa are exact
+    """Compiled version of `priority.noise_of` for a uint32; returns an int32."""
+    bits = np.float64(hashed(number) | ONE).view(np.int64)  # exponent and mantissa are exact
     octave = np.int32(bits >> np.int64(52)) - np.int32(1023)
     t = np.int32(bits >> np.int64(36)) & np.int32(UNIT - 1)
     curve = np.int32(C2 + (np.int32(C3 * t) >> SIXTEEN))
@@ -59,22 +62,23 @@ def noise_of(number: Number) -> Number:
 
 @inlined
 def bound_of(number: Number) -> Number:
-    """`noise_of` or up to .09 octaves more, for less: an int32.
+    """Return an upper bound of `noise_of` that is faster to compute, at most 0.09 octaves above.
 
-    A float's exponent and mantissa are a logarithm that goes straight between powers of two. Of
-    noise from 8 octaves on, one key's in 256, it knows fewer bits, and may be more.
+    A float's exponent and mantissa together are a logarithm that is linear between powers of two.
+    For noise of 8 octaves and more, which one key in 256 has, fewer bits are known, and the bound
+    may be higher.
     """
     upper = np.float32(np.int32(hashed(number) >> EIGHT))
     return np.int32(ABOVE - (upper.view(np.int32) >> SEVEN))
 
 
 def all_of(kind: Any, number: Any) -> Any:
-    """A vector of `kind` whose numbers are all this constant."""
+    """Return a vector of `kind` in which all numbers are this constant."""
     return ir.Constant(kind, [number] * kind.count)
 
 
 def hashed_pairs(builder: Any, numbers: Any, odd: bool) -> Any:
-    """`hashed` of every second one of numbers `INTS`, in their places; elsewhere anything."""
+    """Hash every second one of the numbers `INTS`, in their places; other places are undefined."""
     lower, half = all_of(PAIRS, priority.BITS), all_of(PAIRS, 32)
     both = builder.bitcast(numbers, PAIRS)
     both = builder.lshr(both, half) if odd else both
@@ -87,7 +91,7 @@ def hashed_pairs(builder: Any, numbers: Any, odd: bool) -> Any:
 
 
 def bounds_of(builder: Any, numbers: Any) -> Any:
-    """`bound_of` of numbers `INTS`."""
+    """Compute `bound_of` for numbers `INTS`."""
     pairs = [hashed_pairs(builder, numbers, odd) for odd in (False, True)]
     hashes = shuffle(builder, pairs[0], pairs[1], [i + LANES * (i % 2) for i in range(LANES)])
     upper = builder.sitofp(builder.lshr(hashes, all_of(INTS, 8)), FLOATS)
@@ -96,7 +100,7 @@ def bounds_of(builder: Any, numbers: Any) -> Any:
 
 
 def rounded(builder: Any, sizes: Any) -> Any:
-    """Sizes `FLOATS` up to `LARGEST` as `INTS`."""
+    """Round sizes `FLOATS` up to `LARGEST` to `INTS`."""
     most = all_of(FLOATS, float(LARGEST))
     bounded = builder.select(builder.fcmp_ordered("<", sizes, most), sizes, most)
     name = f"llvm.rint.v{LANES}f32"
@@ -126,8 +130,9 @@ def _add_bounds(_: Any, number: Any, sizes: Any, chunks: Any, out: Any) -> Any:
 
 @inlined
 def add_bounds(sizes: np.ndarray, number: Number, out: np.ndarray) -> None:
-    """What priorities are at most, int32 `out[n]`, of sizes float32 `[n]`, n a multiple of 16.
+    """Compute upper bounds of priorities, int32 `out[n]`, for sizes float32 `[n]`.
 
-    number: `number_of` the first; those of the next ones follow.
+    `n` is a multiple of 16. `number` is `number_of` the first key; the numbers of the next keys
+    follow from it.
     """
     _add_bounds(number, sizes.ctypes.data, len(out) // LANES, out.ctypes.data)

@@ -1,4 +1,4 @@
-"""Rows of short floats as float32, which Numba lacks, and an exponential that LLVM vectorizes."""
+"""Read short floats as float32, which Numba cannot, and an exponential that LLVM vectorizes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvindex.cpu.kernels.compile import Number, float32_at, kernel, uint16_at
 FLOAT32, BFLOAT16, FLOAT16 = range(3)
 
 KINDS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
-"""How kernels are told of a dtype."""
+"""Dtype -> number with which it is passed to kernels."""
 
 SIXTEEN = np.uint32(16)
 THIRTEEN = np.uint32(13)
@@ -21,12 +21,12 @@ REST = np.uint32(0x7FFF)
 LARGEST = np.uint32(0x7C00)
 INFINITE = np.uint32(0x7F800000)
 BIAS = np.float32(2.0**112)
-"""What float16's exponent lacks to float32's: a product with it is right for subnormals, too."""
+"""Difference of the exponents of float16 and float32 as a factor, also for subnormals."""
 
 
 @kernel
 def read(address: int, count: int, kind: int, out: np.ndarray) -> None:
-    """Numbers at an address, of a kind of `KINDS`, into float32 `out[:count]`."""
+    """Read numbers of a kind of `KINDS` at an address into float32 `out[:count]`."""
     if kind == FLOAT32:
         floats = float32_at(address, count)
         for i in range(count):
@@ -47,7 +47,7 @@ def read(address: int, count: int, kind: int, out: np.ndarray) -> None:
 
 
 LEAST = np.float32(-87)
-"""Exponentials below it count as 0."""
+"""Below this, the exponential is 0."""
 
 LOG2_E = np.float32(1.4426950408889634)
 LN2_UPPER = np.float32(0.693359375)
@@ -58,7 +58,7 @@ ONE = np.float32(1)
 
 @kernel
 def exp(x: Number) -> Number:
-    """`e^x` of a float32 up to 0, within a few units of the last place."""
+    """Return `e^x` of a float32 up to 0, exact to a few units of the last place."""
     bounded = max(np.float32(x), LEAST)
     octaves = np.float32(np.rint(bounded * LOG2_E))
     r = np.float32(np.float32(bounded - octaves * LN2_UPPER) - octaves * LN2_LOWER)
@@ -69,7 +69,7 @@ def exp(x: Number) -> Number:
 
 
 HALF_ROOT = np.uint32(0x3F3504F3)
-"""Bits of the root of 1/2: mantissas are taken from there to twice that."""
+"""Bits of the square root of 1/2; mantissas range from there to twice that."""
 
 HALF = np.float32(0.5)
 MANTISSA = np.uint32(0x7FFFFF)
@@ -80,13 +80,13 @@ LOG = tuple(
         *(-1.6668057665e-1, 2.0000714765e-1, -2.4999993993e-1, 3.3333331174e-1),
     )
 )
-"""Of Moshier's Cephes: `log(1 + r) = r - r²/2 + r³ Σ c_i r^(8 - i)`."""
+"""Coefficients of Moshier's Cephes: `log(1 + r) = r - r²/2 + r³ Σ c_i r^(8 - i)`."""
 L0, L1, L2, L3, L4, L5, L6, L7, L8 = LOG
 
 
 @kernel
 def log(x: Number) -> Number:
-    """Natural logarithm of a normal positive float32, within a few units of the last place."""
+    """Return the logarithm of a normal positive float32, exact to a few units of the last place."""
     beyond = np.uint32(np.float32(x).view(np.uint32) - HALF_ROOT)
     octaves = np.float32(np.int32(beyond) >> np.int32(23))
     r = np.float32(np.uint32((beyond & MANTISSA) + HALF_ROOT).view(np.float32) - ONE)
@@ -105,7 +105,10 @@ SIGN_SHIFT = np.int32(31)
 
 @kernel
 def largest(numbers: np.ndarray) -> Number:
-    """The largest of float32 numbers `[n]`, none NaN: by integers, whose order LLVM knows."""
+    """Return the largest of float32 numbers `[n]` without NaN, by integer comparison.
+
+    LLVM can vectorize integer comparisons without further assumptions.
+    """
     most = SMALLEST
     for i in range(len(numbers)):
         bits = np.float32(numbers[i]).view(np.int32)

@@ -1,4 +1,4 @@
-"""Draw candidates by integers, as `ops.priority`: scales of sizes, a threshold, who reaches it."""
+"""Sample candidates with integers, as `ops.priority`: scales of sizes, thresholds, candidates."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ LEAST = np.int64(priority.LEAST)
 OF_NATS = priority.UNIT / math.log(2)
 
 SLACK = 5700
-"""Units that a bound of noise is above it, at most where it is known well."""
+"""Units by which the upper bound of noise may exceed it, except for large noise."""
 
 
 @kernel
 def total_of(logits: np.ndarray) -> Number:
-    """As `priority.totals`, of a head's logits float32 `[n]`."""
+    """Compiled version of `priority.totals` for a head's logits float32 `[n]`."""
     found = np.float32(log_sum(logits, np.empty(0, np.int64)) * np.float32(-OF_NATS))
     return found if abs(found) < LONGEST else np.float32(0)
 
@@ -43,10 +43,19 @@ def put_scales(
     products: np.ndarray,
     out: np.ndarray,
 ) -> None:
-    """Gains and totals of `ops.priority`, of queries float32 `[B·G, g, D]`: float32 `[B·G, g, 2]`.
+    """Compute the gains and totals of `ops.priority`, float32 `[B·G, g, 2]`.
 
-    units, centers, length, full, block: as of `scan.scan`; scale: of `Geometry`. Writes products of
-    the blocks that totals are made of (`scan.is_sampled`), too.
+    Args:
+        queries: Float32 `[B·G, g, D]`.
+        units: As for `scan.scan`.
+        centers: As for `scan.scan`.
+        length: As for `scan.scan`.
+        full: As for `scan.scan`.
+        block: As for `scan.scan`.
+        scale: Factor of the logits.
+        products: Result: inner products with the centers of the blocks that totals use
+            (`scan.is_sampled`).
+        out: Result.
     """
     (groups, g, D), blocks = queries.shape, -(-length // block)
     count = min(blocks, CENTERS)
@@ -74,14 +83,22 @@ def put_scales(
 def list_priorities(
     bounds: np.ndarray, seed: Number, least: int, listed: np.ndarray, out: np.ndarray
 ) -> int:
-    """Keys whose priority is `least` or more: positions, ascending, and priorities; gives how many.
+    """List keys whose priority is at least `least`: positions, ascending, and priorities.
 
-    bounds: of priorities, int32 `[N]`; listed: int32, out: int32, as long as for `list_from`.
+    Args:
+        bounds: Upper bounds of priorities, int32 `[N]`.
+        seed: Seed of the noise.
+        least: Lowest priority.
+        listed: Result, positions, int32, as long as for `list_from`.
+        out: Result, priorities, int32, as long as `listed`.
+
+    Returns:
+        Number of keys.
     """
     count, found = list_from(bounds, least, listed), 0
     for i in range(count):
         out[i] = bounds[listed[i]]
-    for i in range(count):  # by itself LLVM vectorizes it
+    for i in range(count):  # a loop of its own, so that LLVM vectorizes it
         number = number_of(listed[i], seed)
         out[i] += np.int32(noise_of(number) - bound_of(number))
     for i in range(count):
@@ -93,7 +110,7 @@ def list_priorities(
 
 @kernel
 def cut_for(priorities: np.ndarray, limit: int) -> tuple[Number, Number]:
-    """As `priority.thresholds`, of int32 priorities of more keys than `limit`."""
+    """Compiled version of `priority.thresholds` for int32 priorities of more keys than `limit`."""
     low = high = np.int64(priorities[0])
     for i in range(len(priorities)):
         low, high = min(low, np.int64(priorities[i])), max(high, np.int64(priorities[i]))
@@ -114,10 +131,17 @@ def cut_for(priorities: np.ndarray, limit: int) -> tuple[Number, Number]:
 def candidates(
     bounds: np.ndarray, limit: int, seed: Number, listed: np.ndarray, room: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Some `limit` keys by priority: ids int32 `[C]`, ascending, noises and `log π` float32 `[C]`.
+    """Sample about `limit` candidates by priority.
 
-    bounds: of priorities, int32 `[N]`, `INVALID` for none; seed: of noise, uint32; listed, room:
-    int32 `[N + 2 · SAMPLED]`.
+    Args:
+        bounds: Upper bounds of priorities, int32 `[N]`, `INVALID` for padding.
+        limit: Number of candidates.
+        seed: Seed of the noise, uint32.
+        listed: Buffer, int32 `[N + 2 · SAMPLED]`.
+        room: Buffer, int32 `[N + 2 · SAMPLED]`.
+
+    Returns:
+        Ids int32 `[C]`, ascending, their noise and `log π`, float32 `[C]`.
     """
     more, count = 0, 0
     while True:

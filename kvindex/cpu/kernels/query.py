@@ -1,4 +1,4 @@
-"""Prepare a step's queries: rotate, round to integers, bit planes (paper, A.1)."""
+"""Prepare the queries of a step: rotate them and round them to integers (paper, A.1)."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from kvindex.ops.codes import FACTOR, TINY
 from kvindex.ops.transform import LONGEST
 
 GROUP = 6
-"""Bit planes of a digit of a rounded query, of -32 to 31."""
+"""Bit planes of one digit of a rounded query; a digit is from -32 to 31."""
 
 
 @kernel
 def rotate(query: np.ndarray, rotation: np.ndarray, out: np.ndarray) -> Number:
-    """The direction of a query float32 `[D]`, rotated, into `out`; gives its norm."""
+    """Write the rotated direction of a query float32 `[D]` into `out`, and return its norm."""
     D, total = len(query), 0.0
     for i in range(D):
         total += np.float64(query[i]) * np.float64(query[i])
@@ -36,9 +36,9 @@ def rotate(query: np.ndarray, rotation: np.ndarray, out: np.ndarray) -> Number:
 
 @kernel
 def put_voting(rotated: np.ndarray, matrix: np.ndarray, out: np.ndarray) -> None:
-    """As `pariskv.sign_regression.voting`, of one direction float32 `[D]`.
+    """Compiled version of `sign_regression.voting` for one direction float32 `[D]`.
 
-    matrix: float32 `[D, D]`, transposed, or of no rows: signs stand alone.
+    `matrix` is float32 `[D, D]`, transposed, or empty without a regression.
     """
     D, rows = len(rotated), np.empty(FOUR, np.int64)
     if not len(matrix):
@@ -54,7 +54,7 @@ def put_voting(rotated: np.ndarray, matrix: np.ndarray, out: np.ndarray) -> None
 
 @kernel
 def round_query(rotated: np.ndarray, query_max: int, out: np.ndarray) -> None:
-    """As `ops.coarse.rounded`, of one query float32 `[D]`; out: int64 `[D]`."""
+    """Compiled version of `ops.coarse.rounded` for one query float32 `[D]`, int64 `[D]`."""
     peak = 0.0
     for i in range(len(rotated)):
         peak = max(peak, abs(np.float64(rotated[i])))
@@ -65,9 +65,9 @@ def round_query(rotated: np.ndarray, query_max: int, out: np.ndarray) -> None:
 
 @kernel
 def put_planes(integers: np.ndarray, out: np.ndarray) -> None:
-    """Bit planes of integers int64 `[D]`: uint64 `[P, W]`, 64 numbers to a word.
+    """Split integers int64 `[D]` into bit planes uint64 `[P, W]`, 64 numbers per word.
 
-    A number is the sum of digits from -32 to 31 times powers of 64; a digit is `GROUP` planes in
+    A number is the sum of digits from -32 to 31 times powers of 64. A digit has `GROUP` planes in
     two's complement.
     """
     out[:] = 0
@@ -82,7 +82,7 @@ def put_planes(integers: np.ndarray, out: np.ndarray) -> None:
 
 @kernel
 def vote_unit(voting: np.ndarray, scale: float, level: float, query_max: int) -> Number:
-    """What a vote stands for, of a query that votes, with its norm (`ops.coarse.dot_offsets`)."""
+    """Return the inner product that a vote of 1 represents (`ops.coarse.dot_offsets`)."""
     peak = 0.0
     for i in range(len(voting)):
         peak = max(peak, abs(np.float64(voting[i])))
@@ -103,13 +103,21 @@ def prepare(
     tables: np.ndarray,
     totals: np.ndarray,
 ) -> None:
-    """All that stages read of the queries float32 `[B·G, g, D]`.
+    """Compute everything that the stages read of the queries.
 
-    matrices: of signs that vote together, float32 `[B·G, D, D]`, transposed, or of no rows; scales:
-    of weights, float64 `[B·G]`. Writes rotated float32 `[B·G, g, D]`, with norms; units
-    float64 `[B·G, g]`; of the rounded queries planes uint64 `[B·G, g, P, W]` or tables uint8
-    `[B·G, g, W, 16, 16]`, whichever has words, and totals int32 `[B·G, g]`, what dots of them are
-    too large by.
+    Args:
+        queries: Float32 `[B·G, g, D]`.
+        rotation: Float32 `[D, D]`.
+        matrices: Sign regressions, float32 `[B·G, D, D]`, transposed, or without matrix rows.
+        query_max: Largest coordinate of a rounded query.
+        scales: Scales of weights, float64 `[B·G]`.
+        level: Size that a sign alone represents.
+        rotated: Result, queries with norms, float32 `[B·G, g, D]`.
+        units: Result, inner product that a vote of 1 represents, float64 `[B·G, g]`.
+        planes: Result, bit planes of the rounded queries, uint64 `[B·G, g, P, W]`, if `W` is not 0.
+        tables: Result, look-up tables, uint8 `[B·G, g, W, 16, 16]`, if `W` is not 0.
+        totals: Result, what inner products with planes or tables are too large by, int32 `[B·G,
+            g]`.
     """
     groups, g, D = queries.shape
     integers, voting = np.empty(D, np.int64), np.empty(D, np.float32)

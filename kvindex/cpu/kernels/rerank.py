@@ -1,4 +1,4 @@
-"""Rerank: inner products with candidates from all their code bits, and what heads agree on."""
+"""Rerank: inner products with candidates from all bits of their codes, and the group's scores."""
 
 from __future__ import annotations
 
@@ -14,15 +14,18 @@ from kvindex.cpu.kernels.vectors import FOUR, four_dots
 NEVER = np.float32(-np.inf)
 
 AHEAD = 24
-"""Candidates whose codes are on their way."""
+"""Candidates whose codes are prefetched."""
 
 STEPS = 2**11
-"""Weights of an octave: of the 16 bits of a weight those below its power of two."""
+"""Weights per octave: the lower 11 of the 16 bits of a weight's code."""
 
 
 @inlined
 def weight_of(upper: int, lower: int, fine: np.ndarray) -> Number:
-    """As `ops.codes.log_weights`, of a code's two bytes; fine: weights from 1, float32 `[2^11]`."""
+    """Compiled version of `ops.codes.log_weights` for a code of two bytes.
+
+    `fine` has the weights of one octave from 1 on, float32 `[2^11]`.
+    """
     code = np.int32(upper) << np.int32(8) | np.int32(lower)
     if code == 0:
         return np.float32(0)
@@ -34,9 +37,10 @@ def weight_of(upper: int, lower: int, fine: np.ndarray) -> Number:
 def put_direction(
     signs: int, magnitudes: int, bits: int, M: int, levels: int, room: int, out: int
 ) -> None:
-    """A key's quantized direction, float32 `[8 · M]` up to the next multiple of 64.
+    """Decode a key's direction, float32 `[8 · M]`, padded to a multiple of 64.
 
-    By addresses; signs: uint8 `[M]`; magnitudes: uint8 `[bits, M]`; room: uint8 `[1 + bits, 8]`.
+    Arrays are given by addresses: signs uint8 `[M]`, magnitudes uint8 `[bits, M]`, and the buffer
+    `room` uint8 `[1 + bits, 8]`.
     """
     for b in range(0, M - 7, 8):
         put_word(signs + b, magnitudes + b, M, bits, levels, out + b * 32)
@@ -61,7 +65,7 @@ def ask_for(
     full: int,
     M: int,
 ) -> None:
-    """Have a key's codes come from memory; arguments as of `estimate`."""
+    """Prefetch a key's codes; arguments are as for `estimate`."""
     of = int(id_of >= full)
     own = id_of - full * of
     prefetch(signs[of] + own * M)
@@ -87,11 +91,22 @@ def estimate(
     fine: np.ndarray,
     out: np.ndarray,
 ) -> None:
-    """As `ops.rerank.estimate`, with products of centers; out: float32 `[g, C]`.
+    """Compiled version of `ops.rerank.estimate`, plus the inner products with centers.
 
-    ids: int32 `[C]`; signs, magnitudes, weights, fractions: addresses int64 `[2]` of full blocks
-    and of the open one, the keys from `full` on; queries: rotated, float32 `[g, D]`; products:
-    float32 `[S, g]`; levels: float32 `[2^bits]`, `[16]` at least; fine: as of `weight_of`.
+    Args:
+        ids: Int32 `[C]`.
+        signs: Addresses int64 `[2]`, of full blocks and of the open block.
+        magnitudes: Addresses int64 `[2]`.
+        weights: Addresses int64 `[2]`.
+        fractions: Addresses int64 `[2]`.
+        bits: Bits of a magnitude.
+        full: Number of keys in full blocks; later keys are in the open block.
+        block: Tokens of a block.
+        queries: Rotated queries, float32 `[g, D]`.
+        products: Inner products with centers, float32 `[S, g]`.
+        levels: Float32 `[2^bits]`, at least 16.
+        fine: As for `weight_of`.
+        out: Result, float32 `[g, C]`.
     """
     (g, D), C = queries.shape, len(ids)
     M, words = D // 8, -(-D // WORD)
@@ -124,7 +139,7 @@ def estimate(
 
 @kernel
 def cap(logits: np.ndarray, scale: float, softcap: float) -> None:
-    """As `ops.attention.cap`, in place, of float32 `[n]`; softcap: 0 for none."""
+    """Compiled version of `ops.attention.cap` in place for float32 `[n]`; 0 is no softcap."""
     factor = np.float32(scale)
     for i in range(len(logits)):
         logits[i] *= factor
@@ -135,9 +150,9 @@ def cap(logits: np.ndarray, scale: float, softcap: float) -> None:
 
 @kernel
 def put_log_softmax(logits: np.ndarray, most: np.ndarray) -> None:
-    """Logarithms of a head's softmax, in place of its logits float32 `[C]`.
+    """Replace a head's logits float32 `[C]` by the logarithms of their softmax.
 
-    most: float32 `[C]`, the largest so far.
+    `most` float32 `[C]` is raised to them.
     """
     peak, total = largest(logits), 0.0
     for c in range(len(logits)):
@@ -157,9 +172,15 @@ def agree(
     sums: np.ndarray,
     out: np.ndarray,
 ) -> None:
-    """As `ops.group.agree`, of estimates float32 `[g, C]`, which it overwrites; out float32 `[C]`.
+    """Compiled version of `ops.group.agree` for one group.
 
-    by_largest: "max_share", else "mean_share"; shares: float32 `[C]`, room.
+    Args:
+        estimates: Float32 `[g, C]`, overwritten.
+        scale: Factor of the logits.
+        softcap: Bound of the logits; 0 for none.
+        by_largest: True for "max_share", False for "mean_share".
+        sums: Buffer, float32 `[C]`.
+        out: Result, float32 `[C]`.
     """
     g, C = estimates.shape
     if g == 1 or C == 0:

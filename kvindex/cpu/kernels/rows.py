@@ -1,4 +1,4 @@
-"""Rows where they lie in memory, copied by id."""
+"""Copy rows by id."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ import numpy as np
 from kvindex.cpu.kernels.compile import kernel, prefetch, uint8_at, uint64_at
 
 AHEAD = 8
-"""Rows that are on their way."""
+"""Rows that are prefetched."""
 
 LINE = 64
-"""Bytes that come from memory at once."""
+"""Bytes of a cache line."""
 
 
 @kernel
 def copy_bytes(source: int, to: int, count: int) -> None:
-    """Copy bytes from one address to another, eight at a time where there are; from 0: zeros."""
+    """Copy bytes between addresses, eight at a time; a source of 0 gives zeros."""
     words, tail = count // 8, uint8_at(to, count)
     if not source:
         tail[:] = 0
@@ -30,7 +30,7 @@ def copy_bytes(source: int, to: int, count: int) -> None:
 
 @kernel
 def ask_for(source: int, count: int) -> None:
-    """Have bytes at an address brought near."""
+    """Prefetch bytes at an address."""
     for line in range(0, count, LINE):
         prefetch(source + line)
 
@@ -45,9 +45,16 @@ def gather_rows(
     ids: np.ndarray,
     out: int,
 ) -> None:
-    """As `ops.fetch.gather_rows`, of rows int64 `[P, K]`, of `wide` bytes, to an address.
+    """Compiled version of `ops.fetch.gather_rows` for a part of the rows of each group.
 
-    table: addresses int64 `[P]` of the first rows, each `step` bytes after the one before.
+    Args:
+        part: Number of this part.
+        parts: Number of parts.
+        table: Addresses of the groups' first rows, int64 `[P]`.
+        step: Bytes between rows.
+        wide: Bytes of a row.
+        ids: Int64 `[P, K]`.
+        out: Address of the result.
     """
     groups, K = ids.shape
     for group in range(groups):

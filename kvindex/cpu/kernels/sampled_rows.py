@@ -1,4 +1,4 @@
-"""Draw rows among drawn candidates, of one group after the other: `ops.priority`, by floats."""
+"""Sample rows among sampled candidates, one group after another (`ops.priority`, with floats)."""
 
 from __future__ import annotations
 
@@ -29,10 +29,9 @@ def put_sizes(
     softcap: float,
     out: np.ndarray,
 ) -> None:
-    """Sizes of rows, float32 `[C]`: `priority.root_mean_square` of the shares of heads.
+    """Compute the sizes of rows, float32 `[C]`: `priority.root_mean_square` over the heads.
 
-    estimates: float32 `[g, C]`, which it overwrites; chances: `log π` of candidates, float32
-    `[C]`.
+    `estimates` float32 `[g, C]` is overwritten; `chances` are `log π` of candidates, float32 `[C]`.
     """
     (g, C), once = estimates.shape, np.empty(0, np.int64)
     room = np.empty(C, np.float32)
@@ -69,11 +68,20 @@ def sample(
     scores: np.ndarray,
     log_weight: np.ndarray,
 ) -> int:
-    """As `priority.sample` among rows of ids int32 `[C]`, ascending; return how many there are.
+    """Compiled version of `priority.sample` for rows with ids int32 `[C]`, ascending.
 
-    sizes, noises: float32 `[C]`; chances: that rows are candidates, `log π` float32 `[C]`; power:
-    of `1 / π`, a row's weight. Writes ids int64 `to[k]`, best first, then -1, scores float32 `[k]`,
-    and log_weight float32 `[g, k]`.
+    Args:
+        sizes: Float32 `[C]`.
+        noises: Float32 `[C]`.
+        chances: `log π` of candidates, float32 `[C]`.
+        ids: Int32 `[C]`.
+        power: Power of `1 / π` that weights a row.
+        to: Result, ids int64 `[k]`, best first, padded with -1.
+        scores: Result, float32 `[k]`.
+        log_weight: Result, float32 `[g, k]`.
+
+    Returns:
+        Number of rows.
     """
     C, k = len(sizes), len(to)
     count, sampled = min(k + 1, C), min(k, C)
@@ -128,12 +136,17 @@ def sample_rows(
     found: np.ndarray,
     log_weight: np.ndarray,
 ) -> None:
-    """Up to `k` rows of a part of the groups, drawn: as `step.find_rows`, but for what follows.
+    """Sample up to `k` rows in a part of the groups; other arguments are as for `step.find_rows`.
 
-    bounds: of priorities, int32 `[B·G, N]`; seeds: of noise, uint32 `[B·G]`; power: of weights;
-    listed, room: int32 `[parts, N + 2 · SAMPLED]`. Of a threshold any number of keys may be
-    candidates: what is as long as they are is made here. Writes log_weight float32 `[B·G, g, k]`,
-    too.
+    The number of candidates depends on the threshold, so arrays of their length are allocated here.
+
+    Args:
+        bounds: Upper bounds of priorities, int32 `[B·G, N]`.
+        seeds: Seeds of the noise, uint32 `[B·G]`.
+        power: Power of `1 / π` that weights a row.
+        listed: Buffer, int32 `[parts, N + 2 · SAMPLED]`.
+        room: Buffer, int32 `[parts, N + 2 · SAMPLED]`.
+        log_weight: Result, float32 `[B·G, g, k]`.
     """
     groups, heads = len(ids), queries.shape[1]
     for group in range(groups * part // parts, groups * (part + 1) // parts):

@@ -21,10 +21,16 @@ CENTERS = priority.CENTERS
 def multiply_center(
     center: int, queries: int, g: int, D: int, room: np.ndarray, places: np.ndarray, out: np.ndarray
 ) -> None:
-    """Inner products of queries with a center, bfloat16 `[D]` at an address.
+    """Compute inner products of queries with a center, bfloat16 `[D]` at an address.
 
-    queries: an address of float32 `[g, D]`; room: float32 `[D + 4]`; places: int64 `[4]`, room;
-    out: float32 `[g]`.
+    Args:
+        center: Address of the center.
+        queries: Address of float32 `[g, D]`.
+        g: Number of queries.
+        D: Dimension.
+        room: Buffer, float32 `[D + 4]`.
+        places: Buffer, int64 `[4]`.
+        out: Result, float32 `[g]`.
     """
     read(center, D, BFLOAT16, room)
     own, dots = room.ctypes.data, room[D:]
@@ -38,14 +44,14 @@ def multiply_center(
 
 @kernel
 def is_sampled(s: int, blocks: int) -> bool:
-    """Whether `ops.priority.sampled` has a block."""
+    """Return True if block `s` is one of `ops.priority.sampled_blocks`."""
     count = min(blocks, CENTERS)
     return blocks * -(-s * count // blocks) // count == s
 
 
 @kernel
 def offset_of(product: float, unit: float) -> Number:
-    """As `ops.coarse.dot_offsets`, of one product and what a vote stands for."""
+    """Compiled version of `ops.coarse.dot_offsets` for one product and the unit of a vote."""
     if not unit > 0:
         return np.int32(0)
     return np.int32(min(max(np.rint(np.float64(product) / unit), -MOST), MOST))
@@ -73,13 +79,29 @@ def scan_block(
     sizes: np.ndarray,
     votes: np.ndarray,
 ) -> None:
-    """Votes int32 `[count]` of a block's keys, or with scales bounds of their priorities.
+    """Compute votes of a block's keys, int32 `[count]`; with scales, upper bounds of priorities.
 
-    signs, weights: addresses; valid: of bool `[count]`, or 0; planes uint64 `[g, P, W]`, tables
-    uint8 `[g, W, 16, 16]`, one of them of no words, and totals int32 `[g]`: of the queries;
-    factors: int32 `[256]`, by weight; offsets: int32 `[g]`; scales: float32 `[g, 2]`, or of no
-    head; number: of the first key, as `noise.number_of`; words uint64 `[W, PIECE]`, nibbles uint8
-    `[W, 16, 64]`, dots, own and some int32 `[PIECE]`, sizes float32 `[PIECE]`: room.
+    Args:
+        signs: Address.
+        weights: Address.
+        valid: Address of bool `[count]`, or 0.
+        count: Number of keys.
+        M: Bytes of a key's signs.
+        planes: Bit planes of the queries, uint64 `[g, P, W]`.
+        tables: Look-up tables of the queries, uint8 `[g, W, 16, 16]`. Planes or tables have no
+            words.
+        totals: Int32 `[g]`.
+        factors: Int32 `[256]`, by weight.
+        offsets: Int32 `[g]`.
+        scales: Gains and totals, float32 `[g, 2]`, or of no head.
+        number: Number that is hashed for the first key (`noise.number_of`).
+        words: Buffer, uint64 `[W, CHUNK]`.
+        nibbles: Buffer, uint8 `[W, 16, 64]`.
+        dots: Buffer, int32 `[CHUNK]`.
+        own: Buffer, int32 `[CHUNK]`.
+        some: Buffer, int32 `[CHUNK]`.
+        sizes: Buffer, float32 `[CHUNK]`.
+        votes: Result.
     """
     for start in range(0, count, CHUNK):
         n = min(CHUNK, count - start)
@@ -135,17 +157,31 @@ def scan(
     products: np.ndarray,
     votes: np.ndarray,
 ) -> None:
-    """Votes of a part of all groups' blocks, as `ops.coarse.votes` of the group's best head.
+    """Compute the votes of a part of all groups' blocks; with scales, upper bounds of priorities.
 
-    Or, with scales, bounds of priorities.
+    A key's vote is that of the group's best head (`ops.coarse.votes`).
 
-    signs, weights, centers: addresses int64 `[2, B·G]`, of full blocks and of the open one, the
-    keys from `full` on; 0 centers: there are none. valid: addresses int64 `[B·G]` of flags, or 0;
-    factors: int32 `[B·G, 256]`; queries, units, planes, tables, totals: as for `query.prepare`;
-    scales: gains and totals of `ops.priority`, float32 `[B·G, g, 2]`, or of no head, and seeds of
-    noise, uint32 `[B·G]`.
-    Writes products with centers float32 `[B·G, S, g]`, but for those that scales were made of, and
-    votes int32 `[B·G, N]`.
+    Args:
+        part: Number of this part.
+        parts: Number of parts.
+        signs: Addresses int64 `[2, B·G]`, of full blocks and of the open block.
+        weights: Addresses int64 `[2, B·G]`.
+        centers: Addresses int64 `[2, B·G]`; 0 if there are none.
+        valid: Addresses of flags, int64 `[B·G]`, or 0.
+        length: Number of keys.
+        full: Number of keys in full blocks; later keys are in the open block.
+        block: Tokens of a block.
+        factors: Int32 `[B·G, 256]`.
+        queries: As for `query.prepare`.
+        units: As for `query.prepare`.
+        planes: As for `query.prepare`.
+        tables: As for `query.prepare`.
+        totals: As for `query.prepare`.
+        scales: Gains and totals of `ops.priority`, float32 `[B·G, g, 2]`, or of no head.
+        seeds: Seeds of the noise, uint32 `[B·G]`.
+        products: Result: inner products with centers, float32 `[B·G, S, g]`, except those that
+            scales were computed from.
+        votes: Result, int32 `[B·G, N]`.
     """
     groups, g, D = queries.shape
     M, blocks = D // 8, -(-length // block)
@@ -164,7 +200,7 @@ def scan(
         if centers[opened, group]:
             at = centers[opened, group] + (0 if opened else s * D * 2)
             asked = queries.ctypes.data + group * g * D * 4
-            if not len(scales[group]) or not is_sampled(s, blocks):  # else there are products
+            if not len(scales[group]) or not is_sampled(s, blocks):  # else computed before
                 multiply_center(at, asked, g, D, center, places, products[group, s])
             for h in range(g):
                 offsets[h] = offset_of(products[group, s, h], units[group, h])

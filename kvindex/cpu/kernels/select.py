@@ -1,7 +1,7 @@
-"""The best by score, equal scores by the lower id: candidates by votes, then rows.
+"""Select the best by score, equal scores by the lower id: candidates by votes, then rows.
 
-Thresholds are found by counting: no step of it depends on the data's order, which no machine can
-foresee.
+Thresholds are found by counting, without branches that depend on the data and that no machine can
+predict.
 """
 
 from __future__ import annotations
@@ -15,16 +15,19 @@ from kvindex.cpu.kernels.sign_votes import INVALID
 from kvindex.cpu.kernels.vectors import reaching
 
 SAMPLED, FEWEST = 4096, 1024
-"""Votes that tell where to begin: an eighth of all, within these bounds."""
+"""Bounds of the number of votes that are sampled to estimate a threshold.
+
+Within them it is an eighth of all votes.
+"""
 
 WORD = 64
 """Votes that are compared at once."""
 
 MARGIN = 4
-"""Room beyond what is listed: so many positions are written at once."""
+"""Extra length of lists, because this many positions are written at once."""
 
 FEW = 256
-"""Up to so many rows are ordered by counting those before each."""
+"""Up to this many rows are sorted by counting the better ones of each."""
 
 LAST = np.int64(2**32 - 1)
 MOST = np.int32(2**31 - 1)
@@ -33,33 +36,33 @@ ONE = np.uint64(1)
 
 @kernel
 def order_of(score: float) -> Number:
-    """An int32 in the order of float32 scores; -0 equals 0."""
+    """Return an int32 with the order of float32 scores; -0 equals 0."""
     bits = np.int32(0) if score == 0 else np.float32(score).view(np.int32)
     return np.int32(bits ^ (bits >> np.int32(31) & np.int32(0x7FFFFFFF)))
 
 
 @kernel
 def entry_of(order: Number, position: Number) -> Number:
-    """Larger for a larger `order`, then for a lower position: no two are equal."""
+    """Return an entry that is larger for a larger `order`, then for a lower position."""
     return np.int64(order) << np.int64(32) | (LAST - np.int64(position))
 
 
 @kernel
 def position_of(entry: int) -> Number:
-    """The position of an entry."""
+    """Return the position of an entry."""
     return LAST - (entry & LAST)
 
 
 @kernel
 def score_of(entry: int) -> Number:
-    """The float32 score of an entry."""
+    """Return the float32 score of an entry."""
     order = np.int32(entry >> np.int64(32))
     return np.int32(order ^ (order >> np.int32(31) & np.int32(0x7FFFFFFF))).view(np.float32)
 
 
 @kernel
 def count_from(numbers: np.ndarray, threshold: int) -> Number:
-    """How many of int32 numbers `[n]` are `threshold` or more."""
+    """Count the int32 numbers `[n]` that are at least `threshold`."""
     count, least = np.int32(0), np.int32(threshold)
     for i in range(len(numbers)):
         count += np.int32(numbers[i] >= least)
@@ -68,7 +71,10 @@ def count_from(numbers: np.ndarray, threshold: int) -> Number:
 
 @kernel
 def threshold_for(numbers: np.ndarray, k: int) -> Number:
-    """The largest number that `k` of int32 numbers `[n]` reach, or one that just `k` do."""
+    """Return a number that exactly `k` of int32 numbers `[n]` reach, if the search meets one.
+
+    Else return the largest number that at least `k` reach.
+    """
     least = most = np.int32(numbers[0])
     for i in range(len(numbers)):
         least, most = min(least, np.int32(numbers[i])), max(most, np.int32(numbers[i]))
@@ -87,9 +93,9 @@ def threshold_for(numbers: np.ndarray, k: int) -> Number:
 
 @kernel
 def put_chosen(numbers: np.ndarray, k: int, out: np.ndarray) -> None:
-    """Positions of the `k` largest of int32 numbers `[n]`, equal ones the lower, in `out[:k]`.
+    """Write the positions of the `k` largest of int32 numbers `[n]` into `out[:k]`, ascending.
 
-    They ascend; out is int32 and longer than `k`.
+    Equal numbers go to the lower position; `out` is int32 and longer than `k`.
     """
     threshold = np.int32(threshold_for(numbers, k))
     ties = k - (0 if threshold == MOST else count_from(numbers, threshold + 1))
@@ -103,9 +109,10 @@ def put_chosen(numbers: np.ndarray, k: int, out: np.ndarray) -> None:
 
 @kernel
 def sampled_threshold(votes: np.ndarray, limit: int, more: int, room: np.ndarray) -> Number:
-    """A vote that about `limit` of the votes int32 `[n]` reach, and some more, as a sample tells.
+    """Estimate from a sample a vote that somewhat more than `limit` of the votes int32 `[n]` reach.
 
-    more: how often there were too few: each time it is lower. room: int32, `2 · SAMPLED` at least.
+    `more` counts earlier estimates that were too high; each one makes the result lower. `room` is a
+    buffer, int32, at least `2 · SAMPLED` long.
     """
     step = max(1, len(votes) // min(max(len(votes) // 8, FEWEST), SAMPLED))
     count = (len(votes) - 1) // step + 1
@@ -120,9 +127,9 @@ def sampled_threshold(votes: np.ndarray, limit: int, more: int, room: np.ndarray
 
 @kernel
 def list_from(votes: np.ndarray, threshold: int, out: np.ndarray) -> int:
-    """Positions of votes from a threshold on, ascending; gives how many.
+    """List the positions of votes of at least a threshold, ascending, and return their number.
 
-    out: int32, `MARGIN` longer than they are.
+    `out` is int32, `MARGIN` longer than the list.
     """
     count, least, at = 0, np.int32(threshold), votes.ctypes.data
     whole = len(votes) // WORD * WORD
@@ -145,10 +152,14 @@ def list_from(votes: np.ndarray, threshold: int, out: np.ndarray) -> int:
 def candidates(
     votes: np.ndarray, limit: int, listed: np.ndarray, room: np.ndarray, out: np.ndarray
 ) -> None:
-    """As `ops.select.candidates`: ids int32 `out[:limit]`, ascending.
+    """Compiled version of `ops.select.candidates` for one head: ids int32 `out[:limit]`, ascending.
 
-    votes: int32 `[n]`, `INVALID` for none; limit: at most the number of valid ones, and out is
-    longer; listed: int32 `[n + MARGIN]`; room: int32 `[n + 2 · SAMPLED]`.
+    Args:
+        votes: Int32 `[n]`, `INVALID` for padding.
+        limit: At most the number of valid keys.
+        listed: Buffer, int32 `[n + MARGIN]`.
+        room: Buffer, int32 `[n + 2 · SAMPLED]`.
+        out: Result, longer than `limit`.
     """
     if limit == 0:
         return
@@ -166,7 +177,7 @@ def candidates(
 
 @kernel
 def put_in_order(entries: np.ndarray, out: np.ndarray) -> None:
-    """Distinct entries int64 `[k]`, the largest first, in `out`."""
+    """Sort distinct entries int64 `[k]`, the largest first, into `out`."""
     k = len(entries)
     if k > FEW:
         out[:k] = entries
@@ -191,10 +202,16 @@ def top_k(
     room: np.ndarray,
     out: np.ndarray,
 ) -> None:
-    """As `ops.select.top_k`: the entries of the best, best first, in int64 `out[:k]`.
+    """Compiled version of `ops.select.top_k`: write the best entries, best first, int64 `out[:k]`.
 
-    scores: float32 `[C]` of ascending rows int32 `[C]`, k at most C; orders int32 `[C]`, places
-    int32 `[k + 1]`, room int64 `[k]`.
+    Args:
+        scores: Float32 `[C]`.
+        ids: Ascending ids of the rows, int32 `[C]`.
+        k: At most `C`.
+        orders: Buffer, int32 `[C]`.
+        places: Buffer, int32 `[k + 1]`.
+        room: Buffer, int64 `[k]`.
+        out: Result.
     """
     if k == 0:
         return

@@ -1,6 +1,7 @@
-"""Votes of a piece of a block's keys, or sizes with bounds of noise where candidates are drawn.
+"""Votes of a chunk of a block's keys; with sampling, sizes plus an upper bound of the noise.
 
-Few keys have a bound (`noise.bound_of`) that is high enough for their noise to be asked for.
+The exact noise is computed later, and only for the few keys whose bound (`noise.bound_of`) is high
+enough.
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ from kvindex.cpu.kernels.noise import LARGEST, add_bounds
 from kvindex.cpu.kernels.query import GROUP
 
 CHUNK = 256
-"""Keys at a time: what is made of them stays in the first cache."""
+"""Keys at a time; their intermediate results stay in the first-level cache."""
 
 INVALID = np.int32(np.iinfo(np.int32).min)
-"""The vote of a token that no search finds."""
+"""Vote of a padded token."""
 
 BYTE = np.uint64(8)
 ONE, TWO, THREE, FOUR, FIVE = (np.uint64(n) for n in range(1, 6))
@@ -24,7 +25,7 @@ ONE, TWO, THREE, FOUR, FIVE = (np.uint64(n) for n in range(1, 6))
 
 @inlined
 def put_words(signs: int, count: int, M: int, out: np.ndarray) -> None:
-    """Sign bytes of keys `[count, M]` as words: uint64 `out[:, :count]`, zeros after the last."""
+    """Convert sign bytes of keys `[count, M]` to words uint64 `out[:, :count]`, zero-padded."""
     if M % 8 == 0:
         W = M // 8
         words = uint64_at(signs, count * W)
@@ -43,9 +44,9 @@ def put_words(signs: int, count: int, M: int, out: np.ndarray) -> None:
 
 @kernel
 def put_dots(words: np.ndarray, planes: np.ndarray, total: int, out: np.ndarray) -> None:
-    """Inner products of signs with a rounded query: `2 · (sum where they are 1) - total`.
+    """Compute inner products of signs with a rounded query: `2 · (sum where signs are 1) - total`.
 
-    words: uint64 `[W, PIECE]`; planes: of the query, uint64 `[P, W]`; out: int32 `[n]`.
+    `words` are uint64 `[W, CHUNK]`, `planes` of the query uint64 `[P, W]`, `out` is int32 `[n]`.
     """
     for i in range(len(out)):
         out[i] = -total
@@ -73,7 +74,10 @@ def raise_by_planes(
     dots: np.ndarray,
     out: np.ndarray,
 ) -> None:
-    """As `lookup.raise_votes`, of planes uint64 `[g, P, W]` and any n; dots: int32 `[n]`, room."""
+    """Raise `out` to the largest votes as `lookup.raise_votes`, with bit planes and for any `n`.
+
+    `planes` are uint64 `[g, P, W]`; `dots` is a buffer, int32 `[n]`.
+    """
     for h in range(len(planes)):
         put_dots(words, planes[h], totals[h], dots)
         for i in range(len(out)):
@@ -91,7 +95,10 @@ def raise_sizes_by_planes(
     dots: np.ndarray,
     out: np.ndarray,
 ) -> None:
-    """As `lookup.raise_sizes`, of planes uint64 `[g, P, W]` and any n; dots: int32 `[n]`, room."""
+    """Raise `out` to the largest sizes as `lookup.raise_sizes`, with bit planes and for any `n`.
+
+    `planes` are uint64 `[g, P, W]`; `dots` is a buffer, int32 `[n]`.
+    """
     for h in range(len(planes)):
         put_dots(words, planes[h], totals[h], dots)
         gain, total = np.float64(scales[h, 0]), np.float64(scales[h, 1])
@@ -114,7 +121,7 @@ def put_votes(
     some: np.ndarray,
     out: np.ndarray,
 ) -> None:
-    """Votes int32 `out[n]` of up to `CHUNK` keys; some: int32 `[PIECE]`, room."""
+    """Compute votes int32 `out[n]` of up to `CHUNK` keys; `some` is a buffer, int32 `[CHUNK]`."""
     n = len(out)
     some[:] = INVALID
     if tables.shape[1]:
@@ -141,9 +148,10 @@ def put_bounds(
     sizes: np.ndarray,
     out: np.ndarray,
 ) -> None:
-    """What priorities are at most, int32 `out[n]`, of up to `CHUNK` keys.
+    """Compute upper bounds of priorities, int32 `out[n]`, of up to `CHUNK` keys.
 
-    number: of the first, as `noise.number_of`; some int32, sizes float32 `[PIECE]`: room.
+    `number` is `noise.number_of` the first key; `some` int32 and `sizes` float32 `[CHUNK]` are
+    buffers.
     """
     n = len(out)
     sizes[:] = -LARGEST

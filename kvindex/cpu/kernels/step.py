@@ -1,4 +1,4 @@
-"""The stages of a step after its scan, of one group after the other."""
+"""The stages of a step after the scan: select candidates, rerank, agree, select rows, attend."""
 
 from __future__ import annotations
 
@@ -43,13 +43,39 @@ def find_rows(
     scores: np.ndarray,
     found: np.ndarray,
 ) -> None:
-    """The best `k` rows of a part of the groups: `select`, `rerank`, `group`, `select`.
+    """Find the best `k` rows of a part of the groups, from the votes of all keys.
 
-    limits: candidates `C`, int64 `[B·G]`. Room: chosen int32 `[parts, most + 1]`, estimates float32
-    `[parts, g, most]`, shares and agreed float32 `[parts, most]`, listed and room int32
-    `[parts, N + 2 · SAMPLED]`, places int32 `[parts, k + 1]`, entries int64 `[parts, 2, k]`.
-    Writes ids int64 `[B·G, k]`, best first, then -1, scores float32 `[B·G, k]` and how many there
-    are, found int32 `[B·G]`.
+    Args:
+        part: Number of this part.
+        parts: Number of parts.
+        votes: Int32 `[B·G, N]`.
+        limits: Number of candidates `C`, int64 `[B·G]`.
+        length: Number of keys.
+        full: As for `rerank.estimate`.
+        block: As for `rerank.estimate`.
+        signs: Addresses int64 `[2, B·G]`.
+        magnitudes: Addresses int64 `[2, B·G]`.
+        weights: Addresses int64 `[2, B·G]`.
+        fractions: Addresses int64 `[2, B·G]`.
+        bits: Bits of a magnitude.
+        queries: Rotated queries, float32 `[B·G, g, D]`.
+        products: Inner products with centers, float32 `[B·G, S, g]`.
+        levels: As for `rerank.estimate`.
+        fine: As for `rerank.estimate`.
+        scale: Factor of the logits.
+        softcap: Bound of the logits; 0 for none.
+        by_largest: True for "max_share", False for "mean_share".
+        chosen: Buffer, int32 `[parts, most + 1]`.
+        estimates: Buffer, float32 `[parts, g, most]`.
+        sums: Buffer, float32 `[parts, most]`.
+        agreed: Buffer, float32 `[parts, most]`.
+        listed: Buffer, int32 `[parts, N + 2 · SAMPLED]`.
+        room: Buffer, int32 `[parts, N + 2 · SAMPLED]`.
+        places: Buffer, int32 `[parts, k + 1]`.
+        entries: Buffer, int64 `[parts, 2, k]`.
+        ids: Result, int64 `[B·G, k]`, best first, padded with -1.
+        scores: Result, float32 `[B·G, k]`.
+        found: Result, number of rows, int32 `[B·G]`.
     """
     groups, k = ids.shape
     for group in range(groups * part // parts, groups * (part + 1) // parts):
@@ -106,13 +132,31 @@ def attend_groups(
     output: np.ndarray,
     lse: np.ndarray,
 ) -> None:
-    """Attention of a part of the groups over rows of ids int64 `[B·G, K]` and the resident ones.
+    """Attend to rows with ids int64 `[B·G, K]` and to resident rows, for a part of the groups.
 
-    queries: float32 `[B·G, g, D]`; bases, resident, mask: addresses int64 `[B·G]` of the store's
-    rows, the resident ones and their mask; weights: float32 `[B·G, g, K]` or of no rows;
-    value_bytes: as of `attend`. addresses
-    int64 `[parts, K + W]`, places, keys, values and logits as for `attend`, of each part: room.
-    Writes output float32 `[B·G, g, Dv]` and lse float32 `[B·G, g]`.
+    Args:
+        part: Number of this part.
+        parts: Number of parts.
+        queries: Float32 `[B·G, g, D]`.
+        ids: Int64 `[B·G, K]`.
+        bases: Addresses of the store's rows, int64 `[B·G]`.
+        row_bytes: Bytes of a row.
+        weights: Log weights, float32 `[B·G, g, K]`, or of no rows.
+        resident: Addresses of resident rows, int64 `[B·G]`.
+        resident_bytes: Bytes of a resident row.
+        mask: Addresses of the mask of resident rows, int64 `[B·G]`.
+        count: Number of resident rows.
+        kind: Dtype of the rows (`numbers.KINDS`).
+        value_bytes: As for `attend`.
+        scale: Factor of the logits.
+        softcap: Bound of the logits; 0 for none.
+        addresses: Buffer, int64 `[parts, K + W]`.
+        places: Buffer for each part, as for `attend`.
+        keys: Buffer for each part, as for `attend`.
+        values: Buffer for each part, as for `attend`.
+        logits: Buffer for each part, as for `attend`.
+        output: Result, float32 `[B·G, g, Dv]`.
+        lse: Result, float32 `[B·G, g]`.
     """
     groups, K = ids.shape
     for group in range(groups * part // parts, groups * (part + 1) // parts):

@@ -1,4 +1,4 @@
-"""Rows by tiers: the stages after the votes, of one group after the other."""
+"""The stages of a step with tiered votes after the votes, one group after another."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _scale(_: Any, weights: Any, chunks: Any, out: Any) -> Any:
 
 @kernel
 def scale(weights: int, M: int, out: int) -> None:
-    """Multiply subspaces by their weights: float32 `[M, 8]` by bfloat16 `[M]`, at addresses."""
+    """Multiply subspaces float32 `[M, 8]` by their weights bfloat16 `[M]`, both at addresses."""
     if M == 8:  # unrolled
         _scale(weights, 4, out)
         return
@@ -63,10 +63,17 @@ def estimate(
     levels: np.ndarray,
     out: np.ndarray,
 ) -> None:
-    """As `ops.rerank.estimate`, with a weight for each subspace; out: float32 `[g, C]`.
+    """Compiled version of `ops.rerank.estimate` with a weight for each subspace.
 
-    ids: int32 `[C]`; signs, magnitudes, weights: addresses; queries: rotated, float32 `[g, D]`;
-    levels: float32 `[2^bits]`, `[16]` at least.
+    Args:
+        ids: Int32 `[C]`.
+        signs: Address.
+        magnitudes: Address.
+        weights: Address.
+        bits: Bits of a magnitude.
+        queries: Rotated queries, float32 `[g, D]`.
+        levels: Float32 `[2^bits]`, at least 16.
+        out: Result, float32 `[g, C]`.
     """
     (g, D), C = queries.shape, len(ids)
     M, words = D // 8, -(-D // WORD)
@@ -123,12 +130,32 @@ def find_rows(
     scores: np.ndarray,
     found: np.ndarray,
 ) -> None:
-    """The best `k` rows of a part of the groups: `select`, `rerank`, `group`, `select`.
+    """Find the best `k` rows of a part of the groups, from the votes of all keys.
 
-    votes, counts: of `tiers.vote`; limits: candidates of a head, int64 `[P]`; chosen int32 `[parts,
-    N + 1]`, estimates float32 `[parts, g, most]`, shares, agreed float32, entries int64 `[parts,
-    most]`: room. Writes ids int64 `[P, k]`, best first, then -1, scores float32 `[P, k]` and how
-    many there are, found int32 `[P]`.
+    Args:
+        part: Number of this part.
+        parts: Number of parts.
+        votes: Result of `tiered_votes.vote`.
+        counts: Result of `tiered_votes.vote`.
+        limits: Number of candidates of a head, int64 `[P]`.
+        signs: Addresses int64 `[P]`.
+        magnitudes: Addresses int64 `[P]`.
+        weights: Addresses int64 `[P]`.
+        valid: Addresses of flags, int64 `[P]`, or 0.
+        bits: Bits of a magnitude.
+        queries: Rotated queries, float32 `[P, g, D]`.
+        levels: As for `estimate`.
+        scale: Factor of the logits.
+        softcap: Bound of the logits; 0 for none.
+        by_largest: True for "max_share", False for "mean_share".
+        chosen: Buffer, int32 `[parts, N + 1]`.
+        estimates: Buffer, float32 `[parts, g, most]`.
+        sums: Buffer, float32 `[parts, most]`.
+        agreed: Buffer, float32 `[parts, most]`.
+        entries: Buffer, int64 `[parts, most]`.
+        ids: Result, int64 `[P, k]`, best first, padded with -1.
+        scores: Result, float32 `[P, k]`.
+        found: Result, number of rows, int32 `[P]`.
     """
     (groups, k), g = ids.shape, queries.shape[1]
     cuts, left = np.empty(g, np.int64), np.empty(g, np.int64)

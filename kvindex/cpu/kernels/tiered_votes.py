@@ -1,6 +1,6 @@
-"""Candidates by tiers: tables of points for a query, votes of all keys, the best of each head.
+"""Candidates by tiered votes: points of centroids, votes of all keys, the best keys of each head.
 
-The points of up to eight query heads are the bytes of one word, so that one look-up serves them.
+The points of up to eight query heads are the bytes of one word, so one look-up serves them all.
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ from kvindex.cpu.kernels.compile import Number, kernel, uint8_at, uint64_at
 from kvindex.cpu.kernels.query import rotate
 
 HEADS = 8
-"""Of a word of points."""
+"""Query heads whose points are in one word."""
 
 CENTROIDS = 256
 
 POINTS = 256
-"""More than a key can have: 6 of each subspace."""
+"""Upper bound of a key's points: 6 in each subspace."""
 
 CHUNK = 1024
 """Keys at a time."""
 
 VALID, TAKEN = np.uint8(2), np.uint8(3)
-"""Flags of keys, both bits of those that are taken."""
+"""Flags of keys: valid, and both valid and taken."""
 
 BYTE, EIGHT = np.uint64(255), np.uint64(8)
 
@@ -37,10 +37,19 @@ def merge_flipped(
     merged: np.ndarray,
     numbers: np.ndarray,
 ) -> None:
-    """Merge `count` centroids, ascending by what they lose, with the same whose bit `j` is flipped.
+    """Merge `count` centroids with the same ones whose bit `j` is flipped, by ascending loss.
 
-    losses: float64, ids: int64 `[256]`; merged, numbers: the same, for twice as many. Equal ones by
-    the lower id. From both ends at once: neither waits for the other.
+    Equal losses go to the lower id. Merging runs from both ends at once, so that neither waits for
+    the other.
+
+    Args:
+        losses: What the centroids' inner products lack to the best one, float64 `[256]`, ascending.
+        ids: Int64 `[256]`.
+        count: Number of centroids.
+        j: Bit that is flipped.
+        loss: What flipping the bit costs.
+        merged: Result, losses of twice as many centroids.
+        numbers: Result, ids of twice as many centroids.
     """
     x = y = 0
     u = v = count - 1
@@ -61,9 +70,9 @@ def merge_flipped(
 
 @kernel
 def put_order(part: np.ndarray, losses: np.ndarray, ids: np.ndarray) -> None:
-    """Centroids by their inner product with a query's subspace float32 `[8]`, best first.
+    """Sort the centroids by their inner product with a query's subspace float32 `[8]`, best first.
 
-    Writes ids int64 `[0]` of `[2, 256]`; losses float64 `[2, 256]`: room.
+    The result is `ids[0]` of int64 `[2, 256]`; `losses` float64 `[2, 256]` is a buffer.
     """
     best = 0
     for j in range(len(part)):
@@ -78,10 +87,10 @@ def put_order(part: np.ndarray, losses: np.ndarray, ids: np.ndarray) -> None:
 def put_points(
     ids: np.ndarray, histogram: np.ndarray, limits: np.ndarray, up: Number, table: np.ndarray
 ) -> None:
-    """Points of the centroids int64 `[256]`, best first, into a byte of uint64 `table[256]`.
+    """Write the points of centroids int64 `[256]`, best first, into a byte of `table[256]`.
 
-    histogram: keys per centroid, int64 `[256]`; limits: int64 `[tiers]`, ascending; up: bits below
-    that byte.
+    `histogram` has the keys per centroid, int64 `[256]`; `limits` are int64 `[tiers]`, ascending;
+    `up` is the number of bits below that byte of the uint64 table.
     """
     better, first = 0, 0
     for i in range(len(ids)):
@@ -102,10 +111,15 @@ def prepare(
     rotated: np.ndarray,
     tables: np.ndarray,
 ) -> None:
-    """As `ops.coarse.tier_table`, of queries float32 `[P, g, D]`.
+    """Rotate queries, and compute their tables of points (`ops.coarse.tier_table`).
 
-    histogram: int64 `[P, M, 256]`; limits: int64 `[P, tiers]`. Writes rotated float32 `[P, g, D]`,
-    with norms, and tables of points uint64 `[P, words, M, 256]`.
+    Args:
+        queries: Float32 `[P, g, D]`.
+        rotation: Float32 `[D, D]`.
+        histogram: Keys per centroid, int64 `[P, M, 256]`.
+        limits: Bounds of the tiers, int64 `[P, tiers]`.
+        rotated: Result, queries with norms, float32 `[P, g, D]`.
+        tables: Result, points, uint64 `[P, words, M, 256]`.
     """
     groups, g, D = queries.shape
     losses = np.empty((2, CENTROIDS), np.float64)
@@ -124,9 +138,9 @@ def prepare(
 
 @kernel
 def look_up(signs: int, M: int, table: np.ndarray, out: np.ndarray) -> None:
-    """Points of keys, whose signs uint8 `[n, M]` lie at an address, into uint64 `out[n]`.
+    """Add up the points of keys into uint64 `out[n]`.
 
-    table: uint64 `[M, 256]`.
+    Their signs uint8 `[n, M]` are at an address; `table` is uint64 `[M, 256]`.
     """
     n = len(out)
     if M % 8:
@@ -158,10 +172,17 @@ def vote(
     votes: np.ndarray,
     counts: np.ndarray,
 ) -> None:
-    """Votes of a part of all groups' keys, as `ops.coarse.votes`, and how many have how many.
+    """Compute votes of a part of all groups' keys (`ops.coarse.votes`), and count the keys by vote.
 
-    signs, valid: addresses int64 `[P]`, the latter of flags, or 0. Writes votes uint64 `[P, words,
-    N]` and counts of valid keys int64 `[parts, P, g, 256]`.
+    Args:
+        part: Number of this part.
+        parts: Number of parts.
+        signs: Addresses, int64 `[P]`.
+        valid: Addresses of flags, int64 `[P]`, or 0.
+        heads: Number of query heads.
+        tables: Result of `prepare`.
+        votes: Result, uint64 `[P, words, N]`.
+        counts: Result, number of valid keys by vote, int64 `[parts, P, g, 256]`.
     """
     (groups, words, N), M = votes.shape, tables.shape[2]
     chunks = -(-N // CHUNK)
@@ -179,7 +200,7 @@ def vote(
 
 @kernel
 def count(votes: np.ndarray, up: Number, valid: int, counts: np.ndarray) -> None:
-    """Add the valid keys of votes uint64 `[n]` to int64 `counts[256]`, by one of their bytes."""
+    """Count valid keys by one byte of their votes uint64 `[n]`, in int64 `counts[256]`."""
     if not valid:
         for i in range(len(votes)):
             counts[votes[i] >> up & BYTE] += 1
@@ -191,9 +212,10 @@ def count(votes: np.ndarray, up: Number, valid: int, counts: np.ndarray) -> None
 
 @kernel
 def put_cut(counts: np.ndarray, limit: int, h: int, cuts: np.ndarray, left: np.ndarray) -> None:
-    """Of the best `limit` keys the least vote, and how many have it, into `cuts[h]`, `left[h]`.
+    """Find the lowest vote of the best `limit` keys, and how many of these keys have it.
 
-    counts: of all parts, int64 `[parts, 256]`.
+    They are written to `cuts[h]` and `left[h]`; `counts` are those of all parts, int64 `[parts,
+    256]`.
     """
     above = 0
     for v in range(POINTS - 1, -1, -1):
@@ -206,9 +228,10 @@ def put_cut(counts: np.ndarray, limit: int, h: int, cuts: np.ndarray, left: np.n
 
 @kernel
 def flag_best(votes: np.ndarray, up: Number, cut: int, flags: np.ndarray) -> Number:
-    """Set the flags uint8 `[n]` of votes above a cut; gives how many valid ones are at it.
+    """Set the flags of votes above a cut, and return how many valid votes are at the cut.
 
-    votes: uint64 `[n]`, of which a byte is read; flags: bit 0 is set, bit 1 is of valid keys.
+    One byte of votes uint64 `[n]` is read. In flags uint8 `[n]`, bit 0 is set; bit 1 marks valid
+    keys.
     """
     ties, least = np.int64(0), np.uint64(cut)
     for i in range(len(votes)):
@@ -220,7 +243,7 @@ def flag_best(votes: np.ndarray, up: Number, cut: int, flags: np.ndarray) -> Num
 
 @kernel
 def flag_ties(votes: np.ndarray, up: Number, cut: int, most: int, flags: np.ndarray) -> None:
-    """Set the flags of the first `most` valid votes at the cut; arguments as of `flag_best`."""
+    """Set the flags of the first `most` valid votes at the cut; see `flag_best`."""
     taken, least = 0, np.uint64(cut)
     if most >= len(votes):
         for i in range(len(votes)):
@@ -243,10 +266,16 @@ def candidates(
     left: np.ndarray,
     out: np.ndarray,
 ) -> int:
-    """As `ops.select.candidates`, of one group: ids ascending, int32 `out[N + 1]`; how many.
+    """Compiled version of `ops.select.candidates` for one group; returns the number of candidates.
 
-    votes: uint64 `[words, N]`; counts: int64 `[parts, g, 256]`; valid: address of flags, or 0;
-    cuts, left: int64 `[g]`, room.
+    Args:
+        votes: Uint64 `[words, N]`.
+        counts: Int64 `[parts, g, 256]`.
+        limit: Number of candidates of a head.
+        valid: Address of flags, or 0.
+        cuts: Buffer, int64 `[g]`.
+        left: Buffer, int64 `[g]`.
+        out: Result, ids, ascending, int32 `[N + 1]`.
     """
     N, count, room = votes.shape[1], 0, np.empty(CHUNK, np.uint8)
     for h in range(len(cuts)):

@@ -1,7 +1,7 @@
-"""Tiles of keys: transposed without their center, normalized, rotated (paper, A.1).
+"""Tiles of keys: transposed, centered, normalized and rotated.
 
-A coordinate of all keys lies side by side, so that every loop is over keys, and but for the center
-what becomes of a key depends on no other one.
+A coordinate of all keys is contiguous, so every loop runs over keys. Apart from the center, the
+result for a key does not depend on other keys. Source: ParisKV, section A.1.
 """
 
 from __future__ import annotations
@@ -14,9 +14,11 @@ from kvindex.ops.codes import TINY
 from kvindex.ops.transform import LONGEST
 
 TILE = 64
-"""Keys of a tile at most, `L`, a multiple of 8.
+"""Largest number of keys in a tile, `L`, a multiple of 8.
 
-Loops run to `L`: in place of vectorizing one of constant length LLVM would unroll it."""
+Loops run to `L` instead of a constant, because LLVM would unroll a loop of constant length instead
+of vectorizing it.
+"""
 
 
 @kernel
@@ -30,10 +32,10 @@ def put_tile(
     row: np.ndarray,
     tile: np.ndarray,
 ) -> bool:
-    """Up to `L` keys less their center float32 `[D]`, transposed: float32 `[D, L]`.
+    """Transpose up to `L` keys minus their center float32 `[D]` into float32 `[D, L]`.
 
-    Zeros for keys that are not there. Gives whether no number is NaN or above the limit in size.
-    Arguments as of `put_center`.
+    Missing keys are zero. Returns True if no number is NaN or larger than the limit. Other
+    arguments are as for `encode.put_center`.
     """
     (D, L), most, wrong = tile.shape, np.float32(limit), 0
     for i in range(count):
@@ -50,7 +52,7 @@ def put_tile(
 
 @kernel
 def put_squares(tile: np.ndarray, sums: np.ndarray) -> None:
-    """Squares of norms, of a tile float32 `[D, L]`: float64 `[L]`."""
+    """Compute the squared norms of a tile float32 `[D, L]`, float64 `[L]`."""
     D, L = tile.shape
     for i in range(L):
         sums[i] = 0
@@ -61,9 +63,10 @@ def put_squares(tile: np.ndarray, sums: np.ndarray) -> None:
 
 @kernel
 def normalize(tile: np.ndarray, sums: np.ndarray, norms: np.ndarray) -> None:
-    """As `ops.transform.normalize`, of a tile float32 `[D, L]`, in its place.
+    """Compiled version of `ops.transform.normalize` for a tile float32 `[D, L]`, in place.
 
-    Within 2^-52 before it is rounded. norms: float32 `[L]`; sums: float64 `[L]`, room.
+    The result is exact to 2^-52 before it is rounded. `norms` is float32 `[L]`; `sums` float64
+    `[L]` is a buffer.
     """
     D, L = tile.shape
     put_squares(tile, sums)
@@ -78,11 +81,12 @@ def normalize(tile: np.ndarray, sums: np.ndarray, norms: np.ndarray) -> None:
 
 @kernel
 def rotate(tile: np.ndarray, flips: np.ndarray, hartley: np.ndarray, out: np.ndarray) -> None:
-    """As `ops.transform.rotate` but for rounding: a tile float32 `[D, L]`, overwritten, to `out`.
+    """Compiled version of `ops.transform.rotate` for a tile float32 `[D, L]`, with other rounding.
 
-    The matrix is `(Q ⊗ H) diag(s)`: flips: `s`, float32 `[D]`; hartley: `Q / √D`, float32 `[p, p]`.
-    Of a unit vector a coordinate is within `√2 (a + p + 2) 2^-24` of the exact one, `D = p · 2^a`:
-    rounded are `a` sums of two, a product with a rounded number, and `p - 1` sums.
+    The matrix is `(Q ⊗ H) diag(s)`; `flips` is `s`, float32 `[D]`, and `hartley` is `Q / √D`,
+    float32 `[p, p]`. For a unit vector, a coordinate differs from the exact one by at most `√2 (a +
+    p + 2) 2^-24`, where `D = p · 2^a`: the rounded operations are `a` sums of two numbers, a
+    product with a rounded number, and `p - 1` sums. The tile is overwritten.
     """
     D, L = tile.shape
     order, numbers, results = len(hartley), tile.reshape(-1), out.reshape(-1)

@@ -1,4 +1,4 @@
-"""Top-k of rows of float scores, and positions of flags: what every search ends with."""
+"""Top-k of float scores, and positions of flags, which every search ends with."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from kvindex.cpu.kernels.select import (
 from kvindex.cpu.kernels.sign_votes import INVALID
 
 SMALLEST = 8
-"""Scores of a block at least: where there are fewer for each result, all are compared."""
+"""Smallest number of scores in a block; with fewer for each result, all scores are compared."""
 
 WIDE = 32
-"""Scores that are compared at once: larger blocks are multiples of it."""
+"""Scores that are compared at once; larger blocks are multiples of it."""
 
 
 @kernel
 def put_orders(scores: np.ndarray, size: int, orders: np.ndarray, highest: np.ndarray) -> None:
-    """The `order_of` scores float32 `[n]`, int32 `[n]`, and the largest of each block of `size`."""
+    """Compute `order_of` scores float32 `[n]`, int32 `[n]`, and the largest of each block."""
     for i in range(len(scores)):
         orders[i] = order_of(scores[i])
     for s in range(len(highest)):
@@ -38,10 +38,11 @@ def put_orders(scores: np.ndarray, size: int, orders: np.ndarray, highest: np.nd
 
 @kernel
 def list_best(scores: np.ndarray, k: int, entries: np.ndarray) -> None:
-    """Entries of the `k` best of scores float32 `[n]`, best first, into int64 `entries[:k]`.
+    """Write the entries of the `k` best of scores float32 `[n]` into int64 `entries[:k]`.
 
-    k: 1 to n. The `k`-th best of the blocks' largest scores is one that `k` scores reach, and few
-    others: only blocks that reach it are looked into.
+    The best is first, and `k` is 1 to `n`. The `k`-th largest of the blocks' maxima is a threshold
+    that at least `k` scores reach, and few others. Only blocks whose maximum reaches it are
+    searched.
     """
     n, count = len(scores), 0
     size = max(SMALLEST, n // (4 * k))
@@ -67,7 +68,10 @@ def list_best(scores: np.ndarray, k: int, entries: np.ndarray) -> None:
 
 @kernel
 def top_rows(scores: np.ndarray, best: np.ndarray, positions: np.ndarray) -> None:
-    """As `ops.select.top_k`, of scores float32 `[R, n]`: best float32, positions int64 `[R, k]`."""
+    """Compiled version of `ops.select.top_k` for scores float32 `[R, n]`.
+
+    The results are `best` float32 and `positions` int64 `[R, k]`.
+    """
     (rows, n), k = scores.shape, positions.shape[1]
     most, entries = min(k, n), np.empty(n, np.int64)
     for r in range(rows):
@@ -81,7 +85,7 @@ def top_rows(scores: np.ndarray, best: np.ndarray, positions: np.ndarray) -> Non
 
 @kernel
 def count_flags(flags: np.ndarray) -> Number:
-    """The largest number of flags of a row of bool `[R, n]`."""
+    """Return the largest number of True entries in a matrix row of bool `[R, n]`."""
     most = np.int64(0)
     for r in range(len(flags)):
         count = np.int32(0)
@@ -93,7 +97,7 @@ def count_flags(flags: np.ndarray) -> Number:
 
 @kernel
 def list_flags(flags: np.ndarray, out: np.ndarray) -> None:
-    """Positions of the flags of bool `[R, n]`, ascending, int64 `[R, C]`, then -1."""
+    """List the positions of True entries of bool `[R, n]`, ascending, int64 `[R, C]`, then -1."""
     for r in range(len(flags)):
         count = 0
         for i in range(flags.shape[1]):
@@ -116,10 +120,19 @@ def flag_candidates(
     chosen: np.ndarray,
     flags: np.ndarray,
 ) -> None:
-    """Flag the keys that any head takes, as `ops.select.candidates`: bool `[P, n]`.
+    """Flag the keys that any head selects, as `ops.select.candidates`: bool `[P, n]`.
 
-    votes: int32 `[P, g, n]`; limits: int64 `[P]`; valid: bool `[P, n]` or `[P, 0]`. Of each part:
-    held int32 `[n]`, and listed, room and chosen, as for `select.candidates`.
+    Args:
+        part: Number of this part.
+        parts: Number of parts.
+        votes: Int32 `[P, g, n]`.
+        limits: Int64 `[P]`.
+        valid: Bool `[P, n]`, or `[P, 0]` where all are valid.
+        stored: Buffer, int32 `[parts, n]`.
+        listed: Buffer for each part, as for `select.candidates`.
+        room: Buffer for each part, as for `select.candidates`.
+        chosen: Buffer for each part, as for `select.candidates`.
+        flags: Result.
     """
     groups, g, n = votes.shape
     own, ids = stored[part], chosen[part]

@@ -1,4 +1,4 @@
-"""Rows of the best units: whole ones until there are enough, in the order of the protocol."""
+"""Rows of the best units, until there are enough, in the order of hits."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from kvindex.cpu.kernels.top import list_best
 UNUSED = -1
 
 LOWEST = np.int64(-(2**31))
-"""Below all ids: entries are of positions from 0."""
+"""Below all ids; ids are shifted by it, because entries need positions from 0."""
 
 
 @kernel
 def ranked_entry(score: float, number: int) -> Number:
-    """An entry that is larger for a better score, then for a lower id, which may be negative."""
+    """Return an entry that is larger for a better score, then for a lower id."""
     return entry_of(order_of(score), np.int64(number) - LOWEST)
 
 
 @kernel
 def put_ranked(entries: np.ndarray, count: int, ids: np.ndarray, scores: np.ndarray) -> None:
-    """Ids int64 and scores float32 `[k]` of the first entries, best first; then -1 and `-inf`.
+    """Sort entries int64 `[k]`, and write ids and scores of the first `count`, best first.
 
-    entries: int64 `[k]`, which are sorted.
+    Ids are int64, padded with -1; scores are float32, padded with `-inf`.
     """
     entries[:count].sort()
     for i in range(len(ids)):
@@ -35,7 +35,7 @@ def put_ranked(entries: np.ndarray, count: int, ids: np.ndarray, scores: np.ndar
 
 @kernel
 def member_at(members: int, width: int, position: int) -> Number:
-    """An id of those at an address, of 4 or 8 bytes each."""
+    """Return one of the ids at an address, of 4 or 8 bytes each."""
     if width == 4:
         return np.int64(int32_at(members + position * 4, 1)[0])
     return int64_at(members + position * 8, 1)[0]
@@ -52,10 +52,10 @@ def list_rows(
     singles: np.ndarray,
     entries: np.ndarray,
 ) -> int:
-    """Ranked entries of the rows of units int64 `[U]`, in their order, as many as there is room
-    for; gives how many.
+    """Write the entries of the rows in `units`, best unit first, and return how many were written.
 
-    Of one group: scores, sizes `[S + R]`, starts `[S]`, the address of members, singles `[R]`.
+    Writing stops when `entries` is full. All arguments are of one group: scores and sizes `[S +
+    R]`, starts `[S]`, the address of members with `width` bytes each, and singles `[R]`.
     """
     count, slot, S = 0, 0, len(starts)
     for unit in units:
@@ -81,10 +81,17 @@ def best_rows(
     ids: np.ndarray,
     out: np.ndarray,
 ) -> None:
-    """As `ops.units.best_rows`: ids int64 and their scores float32 `[P, k]`.
+    """Compiled version of `ops.units.best_rows`.
 
-    scores: float32, sizes: int64 `[P, S + R]`; starts: int64 `[P, S]`; members: addresses int64
-    `[P]` of ids of `width` bytes; singles: int64 `[P, R]`.
+    Args:
+        scores: Float32 `[P, S + R]`.
+        starts: Int64 `[P, S]`.
+        sizes: Int64 `[P, S + R]`.
+        members: Addresses of ids, int64 `[P]`.
+        width: Bytes of an id.
+        singles: Int64 `[P, R]`.
+        ids: Result, int64 `[P, k]`.
+        out: Result, scores, float32 `[P, k]`.
     """
     (groups, k), U = ids.shape, scores.shape[1]
     most, own = min(k, U), np.empty(U, np.float32)
@@ -106,7 +113,7 @@ def best_rows(
 
 @kernel
 def walk(sizes: np.ndarray, units: np.ndarray, offsets: np.ndarray) -> None:
-    """As `ops.units.walk`, of sizes int64 `[R, S]`: units, offsets int64 `[R, k]`."""
+    """Compiled version of `ops.units.walk`: units and offsets int64 `[R, k]`."""
     k = units.shape[1]
     for r in range(len(sizes)):
         slot = 0

@@ -1,6 +1,6 @@
-"""Sums over rows of float32 as explicit vectors, which LLVM splits or maps to the machine's.
+"""Sums over float32 rows as explicit vectors, which LLVM maps to those of the machine.
 
-Loops of a few dozen numbers, vectorized by LLVM itself, cost more to begin than to run.
+Loops over a few dozen numbers that LLVM vectorizes by itself take longer to start than to run.
 """
 
 from __future__ import annotations
@@ -14,42 +14,45 @@ from numba.extending import intrinsic
 from kvindex.cpu.kernels.compile import float32_at, inlined, int64_at
 
 LANES = 16
-"""Numbers of a vector: what 512 bits hold."""
+"""Numbers of a vector: 512 bits."""
 
 FOUR = 4
 """Rows at a time."""
 
 FREE = "reassoc", "contract", "nsz"
-"""Freedoms of sums, as `compile.REORDERED`."""
+"""Freedoms of float arithmetic in sums, as `compile.REORDERED`."""
 
 FLOAT, INT64 = ir.FloatType(), ir.IntType(64)
 FLOATS = ir.VectorType(FLOAT, LANES)
 
 
 def element(builder: Any, address: Any, kind: Any, at: Any) -> Any:
-    """Pointer to element `at` of the `kind`s at an address."""
+    """Return a pointer to element `at` of the `kind`s at an address."""
     return builder.gep(builder.inttoptr(address, kind.as_pointer()), [at])
 
 
 def chunk(builder: Any, address: Any, number: Any) -> Any:
-    """Pointer to the `number`-th vector of the float32 numbers at an address."""
+    """Return a pointer to the `number`-th vector of the float32 numbers at an address."""
     at = builder.add(address, builder.mul(number, INT64(4 * LANES)))
     return builder.inttoptr(at, FLOATS.as_pointer())
 
 
 def multiply_add(builder: Any, a: Any, b: Any, c: Any) -> Any:
-    """`a · b + c`."""
+    """Compute `a · b + c`."""
     return builder.fadd(builder.fmul(a, b, flags=FREE), c, flags=FREE)
 
 
 def shuffle(builder: Any, a: Any, b: Any, order: list[int]) -> Any:
-    """Numbers of two vectors, the second one's counted on from the first one's."""
+    """Select numbers of two vectors; indices of the second vector follow those of the first."""
     mask = ir.Constant(ir.VectorType(ir.IntType(32), len(order)), order)
     return builder.shuffle_vector(a, b, mask)
 
 
 def totals(builder: Any, vectors: list[Any]) -> Any:
-    """Sums of four vectors' numbers, a vector of 4: halves are added, two vectors' at once."""
+    """Add up the numbers of each of four vectors, into a vector of 4.
+
+    Halves are added, for two vectors at once.
+    """
     first, second, third, fourth = vectors
     pairs = halved(builder, first, second, 8), halved(builder, third, fourth, 8)
     sums = halved(builder, *pairs, 4)
@@ -59,7 +62,7 @@ def totals(builder: Any, vectors: list[Any]) -> Any:
 
 
 def halved(builder: Any, a: Any, b: Any, length: int) -> Any:
-    """Runs of `length` numbers plus those next to them, of a vector `a`, or of it and `b`."""
+    """Add runs of `length` numbers to the runs next to them, in a vector `a`, or in `a` and `b`."""
     count = a.type.count * (1 if b is None else 2)
     b = ir.Constant(a.type, ir.Undefined) if b is None else b
     lower = [i for i in range(count) if not i // length % 2]
@@ -68,7 +71,7 @@ def halved(builder: Any, a: Any, b: Any, length: int) -> Any:
 
 
 def broadcast(builder: Any, number: Any, kind: Any) -> Any:
-    """A vector of `kind` whose numbers are all this one."""
+    """Return a vector of `kind` in which all numbers are this one."""
     one = builder.insert_element(ir.Constant(kind, ir.Undefined), number, ir.IntType(32)(0))
     zeros = ir.Constant(ir.VectorType(ir.IntType(32), kind.count), [0] * kind.count)
     return builder.shuffle_vector(one, ir.Constant(kind, ir.Undefined), zeros)
@@ -115,7 +118,7 @@ def _add_four(_: Any, weights: Any, rows: Any, chunks: Any, out: Any) -> Any:
 
 @intrinsic  # type: ignore[untyped-decorator]  # as above
 def reaching(_: Any, numbers: Any, threshold: Any) -> Any:
-    """Which of 64 int32 numbers at an address are `threshold` or more: bits of a uint64."""
+    """Return bits of a uint64 for 64 int32 numbers at an address: 1 if at least a threshold."""
 
     def code(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
         kind = ir.VectorType(ir.IntType(32), 64)
@@ -128,9 +131,9 @@ def reaching(_: Any, numbers: Any, threshold: Any) -> Any:
 
 @inlined
 def four_dots(query: int, rows: int, D: int, out: int) -> None:
-    """Inner products of a query with four rows, float32 `[D]` all, into float32 `[4]`.
+    """Compute inner products of a query with four rows, float32 `[D]` each, into float32 `[4]`.
 
-    All by addresses; rows: of four addresses.
+    All arrays are given by addresses; `rows` is the address of four addresses.
     """
     if D == 64:  # unrolled
         _four_dots(query, rows, 4, out)
@@ -148,7 +151,7 @@ def four_dots(query: int, rows: int, D: int, out: int) -> None:
 
 @inlined
 def add_four(weights: int, rows: int, D: int, out: int) -> None:
-    """Add four rows times four shares to float32 `[D]`; by addresses, as `four_dots`."""
+    """Add four rows times four weights to float32 `[D]`; addresses are as for `four_dots`."""
     if D == 64:  # unrolled
         _add_four(weights, rows, 4, out)
     elif D == 128:

@@ -1,4 +1,4 @@
-"""Tables that the kernels read, which follow from an index's geometry and configuration."""
+"""Tables for the kernels, which follow from an index's geometry and configuration."""
 
 from __future__ import annotations
 
@@ -19,10 +19,16 @@ from kvindex.pariskv.config import ParisKVConfig
 
 @dataclass(frozen=True)
 class Constants:
-    """What follows from geometry and configuration, for kernels.
+    """Tables and numbers for the kernels.
 
-    rotation float32 `[D, D]`; levels float32 `[2^bits]`, and zeros up to 16; fine: weights of an
-    octave by their codes, from 1 on, float32 `[2^11]`; factors: int32 `[256]`.
+    Attributes:
+        rotation: Float32 `[D, D]`.
+        levels: Sizes of magnitude codes, float32 `[2^bits]`, padded with zeros to 16.
+        fine: Weights of one octave from 1 on, by the lower 11 bits of their code, float32 `[2^11]`.
+        factors: Integer factors of logarithmic weights, int32 `[256]`.
+        level: Size that a sign alone represents.
+        query_max: Largest coordinate of a rounded query.
+        encoder: Encodes keys.
     """
 
     rotation: np.ndarray
@@ -37,7 +43,7 @@ class Constants:
     def of(
         geometry: Geometry, config: ParisKVConfig, rotation: Tensor, levels: Tensor
     ) -> Constants:
-        """Those of an index with this rotation and these levels."""
+        """Compute the constants of an index with this rotation and these levels."""
         octave = 2**15 + torch.arange(STEPS)
         return Constants(
             rotation=rotation.contiguous().numpy(),

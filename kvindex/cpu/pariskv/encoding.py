@@ -1,4 +1,4 @@
-"""Append: keys to centers and codes of whole keys, by one kernel (`kernels/encode.py`)."""
+"""Encoding: compute centers and codes of whole keys with one kernel (`kernels/encode.py`)."""
 
 from __future__ import annotations
 
@@ -20,16 +20,21 @@ from kvindex.pariskv.block_layout import BLOCK
 from kvindex.pariskv.config import ParisKVConfig
 
 FEW_KEYS = 2**9
-"""So many keys of all groups are encoded by one thread: another takes as long to begin."""
+"""Number of keys of all groups up to which one thread is faster than several."""
 
 
 @dataclass(frozen=True)
 class Encoder:
-    """What the kernel needs of a rotation and of levels; a call encodes keys.
+    """Encodes keys; has the tables that the kernel needs.
 
-    flips float32 `[D]` and hartley float32 `[p, p]`: of the rotation; edges: between levels, then
-    infinity, float32 `[E]`; levels: `2^bits`, then zeros, float32 `[E + 1]`; block: tokens that are
-    encoded together; centered: whether by their difference to their center.
+    Attributes:
+        flips: Signs of the rotation, float32 `[D]`.
+        hartley: Hartley matrix of the rotation, float32 `[p, p]`.
+        edges: Boundaries between levels, padded with infinity, float32 `[E]`.
+        levels: Sizes of magnitude codes, padded with zeros, float32 `[E + 1]`.
+        bits: Bits of a magnitude.
+        block: Tokens that are encoded together.
+        centered: True if the block's center is subtracted from keys.
     """
 
     flips: np.ndarray
@@ -42,7 +47,7 @@ class Encoder:
 
     @staticmethod
     def of(config: ParisKVConfig, rotation: Tensor, levels: Tensor) -> Encoder:
-        """That of an index with this rotation, of `ops.transform`, and these levels."""
+        """Create the encoder of an index with this rotation (`ops.transform`) and these levels."""
         flips, hartley = factors(rotation)
         edges = (levels[1:] + levels[:-1]) / 2
         none = -len(edges) % AT_ONCE
@@ -57,10 +62,15 @@ class Encoder:
         )
 
     def __call__(self, keys: Tensor, valid: Tensor | None, wrong: Tensor | None = None) -> Codes:
-        """Codes of keys `[B, G, N, D]`, the first of which begins a block, as of `ParisKV`.
+        """Encode keys, the first of which begins a block.
 
-        valid: bool `[B, N]`, or None: all are; an invalid key is zero. wrong: int32 `[]`, set to 1
-        where `check.out_of_range` finds a number.
+        Args:
+            keys: `[B, G, N, D]`; an invalid key is zero.
+            valid: Bool `[B, N]`, or None where all are valid.
+            wrong: Int32 `[]`, set to 1 if `check.out_of_range` would find a number; or None.
+
+        Returns:
+            Codes as ParisKV stores them.
         """
         keys = keys if keys.stride(-1) == 1 else keys.contiguous()
         (B, G, N, D), blocks = keys.shape, -(-keys.shape[2] // self.block)
@@ -84,7 +94,7 @@ class Encoder:
         return {name: codes[name] for name in codes if name != "centers" or self.centered}
 
     def _empty(self, B: int, G: int, N: int, D: int, blocks: int) -> Codes:
-        """Room for codes, in the order of the kernel's arguments."""
+        """Allocate the codes, in the order of the kernel's arguments."""
         byte, M = torch.uint8, D // 8
         return {
             "signs": torch.empty((B, G, N, M), dtype=byte),
@@ -96,7 +106,7 @@ class Encoder:
 
 
 def factors(rotation: Tensor) -> tuple[Tensor, Tensor]:
-    """Signs `s` `[D]` and `Q / √D` `[p, p]` of a matrix of `ops.transform.rotation`, float32."""
+    """Split a rotation of `ops.transform` into signs `s` `[D]` and `Q / √D` `[p, p]`, float32."""
     D = len(rotation)
     power = D & -D
     signs = rotation[0].sign()  # the first rows of Q and H are ones

@@ -1,4 +1,4 @@
-"""ParisKV on compiled kernels: search, attend and a decoded token's step over its columns."""
+"""Executor of ParisKV for CPUs: search, attention and a decode step with compiled kernels."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from kvindex.storage.columns import BlockColumns
 
 
 class ParisKVExecutor:
-    """`ParisKV` on a CPU's kernels: a `kvindex.core.protocol.Executor`."""
+    """Runs `ParisKV` with kernels for CPUs; a `kvindex.core.protocol.Executor`."""
 
     encodes, appends_async, searches_at_once = True, False, True
     length = None
 
-    _contents: Contents  # since the first `update`
-    _most: int  # valid tokens of a row of the batch
+    _contents: Contents  # set by `update`
+    _most: int  # largest number of valid tokens of a sequence
 
     def __init__(
         self, geometry: Geometry, config: ParisKVConfig, constants: Constants, codes: BlockColumns
@@ -43,18 +43,18 @@ class ParisKVExecutor:
     def of(
         cls, geometry: Geometry, config: ParisKVConfig, rotation: Tensor, levels: Tensor
     ) -> ParisKVExecutor:
-        """The executor of an empty index."""
+        """Create the executor of an empty index."""
         constants = Constants.of(geometry, config, rotation, levels)
         block = config.center or (BLOCK if config.weights == "log" else 1)
         return cls(geometry, config, constants, BlockColumns(block))
 
     @property
     def attends(self) -> bool:
-        """As `Executor.attends`."""
+        """True if kernels can attend to the rows of the store."""
         return unreadable(self._contents.rows) is None
 
     def explain(self) -> str:
-        """As `Executor.explain`."""
+        """Return what is compiled and why, one per line."""
         return "\n".join(
             [
                 "executor: compiled by Numba",
@@ -64,11 +64,11 @@ class ParisKVExecutor:
         )
 
     def cache_use(self) -> tuple[int, int, int]:
-        """As `Executor.cache_use`: there is none."""
+        """Return zeros, because there is no row cache."""
         return 0, 0, 0
 
     def update(self, contents: Contents) -> ParisKVExecutor:
-        """As `Executor.update`."""
+        """Receive the contents of the index after a change, as `Executor.update`."""
         if contents.codes is not self.codes:
             if not isinstance(contents.codes, BlockColumns):
                 name = type(contents.codes).__name__
@@ -82,24 +82,24 @@ class ParisKVExecutor:
     def prepare(
         self, keys: Tensor, valid: Tensor | None, *, beyond: int, wrong: Tensor | None = None
     ) -> Codes:
-        """As `Executor.prepare`: columns copy them."""
+        """Encode keys for an append, as `Executor.prepare`; columns copy the codes later."""
         return self._constants.encoder(keys, valid, wrong) if keys.shape[2] else {}
 
     def encoded(self, keys: Tensor, valid: Tensor | None) -> Codes | None:
-        """As `Executor.encoded`."""
+        """Encode keys, as `Executor.encoded`."""
         return self._constants.encoder(keys, valid)
 
     def discard(self) -> None:
-        """As `Executor.discard`: there is nothing."""
+        """Do nothing, because `prepare` reserves nothing."""
 
     def warm_up(self, k: int, tokens: int) -> None:
-        """As `Executor.warm_up`: the first search compiles, and buffers grow by themselves."""
+        """Do nothing: the first search compiles, and buffers grow when needed."""
 
     def reserve(self, tokens: int) -> None:
-        """As `Executor.reserve`: columns grow by themselves."""
+        """Do nothing: columns grow when needed."""
 
     def search(self, queries: Tensor, k: int) -> Hits:
-        """As `Executor.search`."""
+        """Search for rows, as `Executor.search`."""
         folded = self._folded(queries)
         hits, find = self._finding(folded, k)
         threads.run(find, self._stages.most_parts(len(folded)))
@@ -110,9 +110,9 @@ class ParisKVExecutor:
     def attend(
         self, queries: Tensor, resident: ResidentRows, k: int, wrong: Tensor | None = None
     ) -> Attended:
-        """As `Executor.attend`."""
+        """Search and attend, as `Executor.attend`."""
         folded = self._folded(queries)
-        # Stages search for at least one row: it stays unused where no row is valid.
+        # Stages search for at least one row, which stays unused if no row is valid.
         hits, find = self._finding(folded, max(1, min(k, self._most)))
         rows, resident_state = (
             (hits.ids, hits.weights(len(queries))),
@@ -128,7 +128,7 @@ class ParisKVExecutor:
         return self._attended(queries, output, lse, hits.found)
 
     def attend_hits(self, queries: Tensor, hits: Hits, resident: ResidentRows) -> Attended:
-        """As `Executor.attend_hits`."""
+        """Attend to given rows, as `Executor.attend_hits`."""
         folded, stages, resident_state = (
             self._folded(queries),
             self._stages,
@@ -149,19 +149,19 @@ class ParisKVExecutor:
         wrong: Tensor | None,
         graphs: bool,
     ) -> Attended:
-        """As `Executor.decode_step`."""
+        """Add a token and attend, as `Executor.decode_step`."""
         stage_token(token, resident, window)
         return self.attend(queries, resident, k, wrong)
 
     def _folded(self, queries: Tensor) -> np.ndarray:
-        """Queries `[B, H, D]` as float32 `[B·G, g, D]`."""
+        """Return queries `[B, H, D]` as float32 `[B·G, g, D]`."""
         g = self._geometry
         floats: np.ndarray = queries.float().contiguous().numpy()
         return floats.reshape(-1, g.group_size, g.head_dim)
 
     @property
     def _stages(self) -> Stages:
-        """Those of what the index holds now."""
+        """The stages for the current contents of the index."""
         if self._ready is None:
             constants, heads = self._constants, self._geometry.kv_heads
             contents = replace(self._contents, opened=self._opened())
@@ -175,7 +175,7 @@ class ParisKVExecutor:
         return self._ready
 
     def _opened(self) -> Codes:
-        """Codes of the open block, if there is one."""
+        """Return the codes of the open block, or nothing if there is none."""
         contents, start = self._contents, len(self.codes)
         if start == contents.length:
             return {}
@@ -187,7 +187,7 @@ class ParisKVExecutor:
         return self._resident
 
     def _limits(self, k: int) -> np.ndarray:
-        """Candidates `C` of each group for `k` rows, int64 `[B·G]`."""
+        """Return the number of candidates of each group for `k` rows, int64 `[B·G]`."""
         limits = self._stages.state.limits
         if k not in limits:
             counts = self._contents.counts.tolist()
@@ -196,7 +196,7 @@ class ParisKVExecutor:
         return limits[k]
 
     def _finding(self, queries: np.ndarray, k: int) -> tuple[Found, threads.Part]:
-        """As `Stages.find`, for queries float32 `[B·G, g, D]`, all keys' votes being there."""
+        """Compute all votes for queries float32 `[B·G, g, D]`, then return `Stages.find`."""
         stages = self._stages
         asked = stages.prepare_query(queries)
         return stages.find(asked, stages.scan(asked), k, self._limits(k))
@@ -213,9 +213,10 @@ class ParisKVExecutor:
 
 
 def stage_token(token: Rows, resident: ResidentRows, window: Rows) -> None:
-    """Put a token's rows behind the resident ones and into its places in the window.
+    """Add a token's rows to the resident rows, and copy them to their places in the window.
 
-    Raises ValueError for other shapes or no room, before anything is written.
+    Raises:
+        ValueError: A shape or dtype does not fit, or there is no room; nothing is written.
     """
     batch, heads, room, wide = resident.rows.shape
     D = token.keys.shape[-1]

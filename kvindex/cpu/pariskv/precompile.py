@@ -1,8 +1,8 @@
-"""Compile the kernels ahead of the first search, beside whatever the process does first.
+"""Compile the kernels before the first search, on another thread.
 
-A thread takes a small index of the same configuration through a step; who searches earlier waits
-for the compiler. The process does not end before the thread. A fork waits for it, and for any
-other thread that compiles, because the child would inherit the compiler's lock.
+A thread runs one step of a small index with the same configuration. A search that comes earlier
+waits for the compiler, and the process does not end before the thread. A fork waits for it and for
+every other thread that compiles, because the child process would inherit the compiler's lock.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ _lock = Lock()
 
 
 def begin(config: ParisKVConfig) -> None:
-    """Have the kernels of a configuration compiled, if nobody has begun it."""
-    kernels = config.coarse, config.sampling  # which decide what kernels there are
+    """Start compiling the kernels of a configuration, if this has not been started."""
+    kernels = config.coarse, config.sampling  # these options determine the kernels
     with _lock:
         if kernels not in _threads:
             work = _quietly(lambda: take_step(config))
             thread = Thread(target=work, name="kvindex-compiler")
-            with suppress(RuntimeError):  # a process that is ending begins none: a search compiles
+            with suppress(RuntimeError):  # a process that is ending cannot start a thread
                 thread.start()
                 _threads[kernels] = thread
 
 
 def wait() -> None:
-    """Return once all kernels that were begun are compiled."""
+    """Return when all kernels that were started are compiled."""
     for thread in list(_threads.values()):
         thread.join()
 
 
 def take_step(config: ParisKVConfig) -> None:
-    """Append, search and attend with a small index: kernels are compiled when they run first."""
+    """Append to a small index, search and attend, so that all kernels are compiled."""
     index = ParisKV(q_heads=1, kv_heads=1, head_dim=8, backend="cpu", **vars(config))
     rows = torch.ones(1, 1, 300, 8, dtype=torch.float32, device="cpu")
     index.append(rows, rows)
@@ -52,7 +52,7 @@ def take_step(config: ParisKVConfig) -> None:
 
 
 def _quietly(work: Callable[[], None]) -> Callable[[], None]:
-    """The work without its errors: a search meets them again."""
+    """Return the work without its errors; a search will meet them again."""
 
     def attempt() -> None:
         with suppress(Exception):
@@ -62,18 +62,18 @@ def _quietly(work: Callable[[], None]) -> Callable[[], None]:
 
 
 def _hold() -> None:
-    """Before a fork: wait until no thread compiles, and let none begin."""
+    """Before a fork: wait until no thread compiles, and let none start."""
     while True:
         wait()
         _lock.acquire()
         if not any(thread.is_alive() for thread in _threads.values()):
             break
-        _lock.release()  # a thread that began meanwhile needs it to end
+        _lock.release()  # a thread that started in the meantime needs the lock
     global_compiler_lock.acquire()
 
 
 def _release() -> None:
-    """After a fork, in both processes, each of which has its own copy of the locks."""
+    """After a fork, in both processes: release the locks, of which each process has a copy."""
     global_compiler_lock.release()
     _lock.release()
 

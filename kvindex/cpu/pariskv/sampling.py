@@ -1,4 +1,4 @@
-"""The stages of a step whose candidates and rows are drawn (`ops.priority`), and seeds of noise."""
+"""Stages of a step that samples candidates and rows (`ops.priority`), and seeds of the noise."""
 
 from __future__ import annotations
 
@@ -21,9 +21,14 @@ from kvindex.storage.columns import BlockColumns
 
 
 def seeds_of(contents: Contents, codes: BlockColumns, seed: int) -> np.ndarray:
-    """What is added to `SPREAD` times a key's id for its noise, uint32 `[B·G]`.
+    """Return the seed of each group's noise, uint32 `[B·G]`.
 
-    contents: with the open block's codes; codes: of full blocks; seed: of the configuration.
+    A key's noise is the hash of the seed plus `SPREAD` times its id.
+
+    Args:
+        contents: Contents of the index, with the open block's codes.
+        codes: Codes of full blocks.
+        seed: Seed of the configuration.
     """
     first = torch.zeros(len(contents.counts), dtype=torch.int64)
     if contents.valid is not None:
@@ -38,7 +43,7 @@ def seeds_of(contents: Contents, codes: BlockColumns, seed: int) -> np.ndarray:
 
 
 def signs_at(b: int, position: int, full: Codes, opened: Codes) -> Tensor:
-    """Signs of a key of a row of the batch, uint8 `[G, M]`, of full blocks or the open one."""
+    """Return the signs of one key, uint8 `[G, M]`, from full blocks or the open block."""
     stored = full["signs"].shape[2] if full else 0
     return (
         full["signs"][b, :, position]
@@ -49,12 +54,16 @@ def signs_at(b: int, position: int, full: Codes, opened: Codes) -> Tensor:
 
 @dataclass(frozen=True)
 class SampledStages(Stages):
-    """Those of an index in one state. seeds: of `seeds_of`."""
+    """Stages of an index that samples candidates and rows.
+
+    Attributes:
+        seeds: Seeds of the noise (`seeds_of`).
+    """
 
     seeds: np.ndarray
 
     def prepare_query(self, queries: np.ndarray) -> Prepared:
-        """As of `Stages`, and scales of sizes, with the products that they are made of."""
+        """Prepare queries, and compute the scales of sizes and the center products for them."""
         asked, state = super().prepare_query(queries), self.state
         scales = BUFFERS.array("scales", np.float32, *queries.shape[:2], 2)
         sizes = state.length, state.full, self.config.center or BLOCK
@@ -65,7 +74,7 @@ class SampledStages(Stages):
     def find(
         self, asked: Prepared, scanned: Scanned, k: int, limits: np.ndarray
     ) -> tuple[Found, threads.Part]:
-        """As of `Stages`, of rows that are drawn, with their weights."""
+        """Return hits with log weights, and a function that samples them for part of the groups."""
         (groups, heads, _), codes = asked.queries.shape, self._ranked_codes
         sizes = threads.parts_of(self.most_parts(groups)), self.state.length + 2 * SAMPLED
         room = [BUFFERS.array(name, np.int32, *sizes) for name in ("listed", "numbers")]

@@ -1,7 +1,7 @@
-"""The stages of a step, prepare_query, scan, select and rerank, attend: the room they need, and
-kernels on threads.
+"""Stages of a step with sign votes: buffers for each stage, and calls of kernels on threads.
 
-What a stage makes on its way lies in buffers of the thread; results are new each time.
+The stages are `prepare_query`, `scan`, `find` (select candidates, rerank, select rows) and
+`attend`. Intermediate results are in buffers of the thread; results are new arrays.
 """
 
 from __future__ import annotations
@@ -30,19 +30,26 @@ from kvindex.pariskv.block_layout import BLOCK
 from kvindex.pariskv.config import ParisKVConfig
 
 FEW_KEYS = 2**19
-"""So many keys of all groups are one thread's: another takes some .1 ms to begin, and votes that it
-has written are in its cache.
+"""Number of keys of all groups up to which one thread is used.
+
+Starting another thread takes about 0.1 ms, and votes that a thread has written are in its cache.
 """
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """Queries `[B·G, g, D]` as stages read them.
+    """Queries `[B·G, g, D]` in the forms that the stages read.
 
-    queries, rotated: float32, the latter with their norms; units: what a vote stands for, float64
-    `[B·G, g]`; of the rounded queries planes, or tables, and totals, as for `kernels.query`;
-    scales and seeds: as for `kernels.scan`, of no head where nothing is drawn; products with
-    centers, float32 `[B·G, S, g]`, which a scan writes.
+    Attributes:
+        queries: Float32.
+        rotated: Rotated queries with their norms, float32.
+        units: Inner product that a vote of 1 represents, float64 `[B·G, g]`.
+        planes: Bit planes of the rounded queries, or without words (`kernels.query`).
+        tables: Look-up tables of the rounded queries, or without words (`kernels.query`).
+        totals: What inner products with planes or tables are too large by.
+        scales: Gains and totals for sampling (`kernels.scan`), or of no head.
+        seeds: Seeds of the noise for sampling.
+        products: Inner products with centers, float32 `[B·G, S, g]`, which the scan writes.
     """
 
     queries: np.ndarray
@@ -58,15 +65,20 @@ class Prepared:
 
 @dataclass(frozen=True)
 class Scanned:
-    """Votes int32 `[B·G, N]`, or bounds of priorities."""
+    """Votes int32 `[B·G, N]`, or upper bounds of priorities with sampling."""
 
     votes: np.ndarray
 
 
 @dataclass(frozen=True)
 class Found:
-    """Rows of a search: ids int64 `[B·G, k]`, best first, then -1; scores float32 `[B·G, k]`;
-    found int32 `[B·G]`; log_weight: of rows that were drawn, float32 `[B·G, g, k]`.
+    """Rows that a search has found.
+
+    Attributes:
+        ids: Int64 `[B·G, k]`, best first, padded with -1.
+        scores: Float32 `[B·G, k]`.
+        found: Number of rows, int32 `[B·G]`.
+        log_weight: Log weights of sampled rows, float32 `[B·G, g, k]`, or None.
     """
 
     ids: np.ndarray
@@ -75,14 +87,14 @@ class Found:
     log_weight: np.ndarray | None = None
 
     def weights(self, batch: int) -> Tensor | None:
-        """As `Hits.log_weight`."""
+        """Return the log weights in the shape of `Hits.log_weight`."""
         if self.log_weight is None:
             return None
         return torch.from_numpy(self.log_weight).view(batch, -1, self.log_weight.shape[-1])
 
 
 def room_of_queries(shape: tuple[int, ...], query_max: int) -> tuple[np.ndarray, ...]:
-    """What `prepare` writes of queries of this shape."""
+    """Return buffers for the results of `prepare` for queries of this shape."""
     array, (groups, heads, D) = BUFFERS.array, shape
     digits = 1 if query_max < 2 ** (GROUP - 1) else 2
     words, looked_up = -(-D // 64), SERVED and query_max <= LARGEST
@@ -99,7 +111,7 @@ def room_of_queries(shape: tuple[int, ...], query_max: int) -> tuple[np.ndarray,
 def room_of_candidates(
     parts: int, heads: int, most: int, length: int, k: int
 ) -> tuple[np.ndarray, ...]:
-    """What `find_rows` makes on its way, of `most` candidates of a group."""
+    """Return buffers for `find_rows` with up to `most` candidates per group."""
     array, entries = BUFFERS.array, length + 2 * SAMPLED
     return (
         array("chosen", np.int32, parts, most + 1),
@@ -115,7 +127,7 @@ def room_of_candidates(
 
 @dataclass(frozen=True)
 class Stages:
-    """Those of an index in one state."""
+    """The stages for the current contents of an index."""
 
     geometry: Geometry
     config: ParisKVConfig
@@ -123,7 +135,7 @@ class Stages:
     state: State
 
     def most_parts(self, groups: int) -> int:
-        """Threads that are worth their beginning."""
+        """Return how many threads are worthwhile for a number of groups."""
         return groups if groups * self.state.length > FEW_KEYS else 1
 
     def prepare_query(self, queries: np.ndarray) -> Prepared:
@@ -149,7 +161,7 @@ class Stages:
         return *codes, state.length, state.full, block, state.factors
 
     def scan(self, asked: Prepared) -> Scanned:
-        """Votes of all keys."""
+        """Compute the votes of all keys."""
         groups, codes = len(asked.queries), self._scanned_codes
         votes = BUFFERS.array("votes", np.int32, groups, self.state.length)
         if not self.config.center:
@@ -178,10 +190,9 @@ class Stages:
     def find(
         self, asked: Prepared, scanned: Scanned, k: int, limits: np.ndarray
     ) -> tuple[Found, threads.Part]:
-        """Room for the best `k` rows, and what selects and reranks them, a part of the groups at
-        a time.
+        """Return hits, and a function that selects candidates and rows for a part of the groups.
 
-        limits: candidates of each group, int64 `[B·G]`.
+        `limits` is the number of candidates of each group, int64 `[B·G]`.
         """
         (groups, heads, _), codes, by = asked.queries.shape, self._ranked_codes, self._ranked_by
         parts = threads.parts_of(self.most_parts(groups))
@@ -204,6 +215,6 @@ class Stages:
         resident: ResidentRows,
         resident_state: ResidentState,
     ) -> tuple[np.ndarray, np.ndarray, threads.Part]:
-        """Room for output float32 `[B·G, g, Dv]` and lse `[B·G, g]`, and what writes them."""
+        """Return output float32 `[B·G, g, Dv]`, lse `[B·G, g]`, and a function that writes both."""
         rows = self.state.rows, self.state.row_bytes, self.most_parts(len(queries))
         return attending(self.geometry, *rows, queries, ids, log_weight, resident, resident_state)

@@ -1,4 +1,4 @@
-"""What of ParisKV the kernels serve, and why not the rest."""
+"""Which options of ParisKV the kernels support, and why others are not supported."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ SERVED: dict[str, dict[str, Any]] = {
         candidates_per="head", block="subspace", weights="bfloat16", single_stage_below=0
     ),
 }
-"""The coarse stage -> the options that go with it."""
+"""Coarse stage -> values of other options that the kernels require."""
 
 POLICIES = "mean_share", "max_share"
 
 
 def refusal(config: ParisKVConfig, geometry: Geometry) -> str | None:
-    """Why ops run one by one, by the first option in the way; None where kernels serve it."""
+    """Return the first option that the kernels do not support, or None if all are supported."""
     if config.coarse not in SERVED:
         return f"coarse: got {config.coarse!r}, allowed is {' or '.join(map(repr, SERVED))}"
     got = {field.name: value for field in fields(config) for value in [vars(config)[field.name]]}
@@ -46,7 +46,7 @@ def refusal(config: ParisKVConfig, geometry: Geometry) -> str | None:
 
 
 def too_wide(geometry: Geometry) -> str | None:
-    """Why votes of tiers do not fit a byte, None where they do."""
+    """Return why tiered votes do not fit in a byte, or None if they do."""
     most = 255 // len(TIERS) * SUBSPACE
     if geometry.head_dim > most:
         got = f"head_dim: got {geometry.head_dim}"
@@ -55,12 +55,12 @@ def too_wide(geometry: Geometry) -> str | None:
 
 
 def query_max_of(config: ParisKVConfig, geometry: Geometry) -> int:
-    """Largest coordinate of a rounded query."""
+    """Return the largest coordinate of a rounded query."""
     return min(config.query_max, 2**15 // geometry.head_dim)
 
 
 def unreadable(rows: object) -> str | None:
-    """Why kernels do not attend to the rows of a store, None where they do."""
+    """Return why kernels cannot attend to the rows of a store, or None if they can."""
     if not isinstance(rows, TensorStore):
         return f"store: got {type(rows).__name__}, allowed is TensorStore"
     if rows.row_codec != "plain":

@@ -1,4 +1,4 @@
-"""ParisKV with tiers, as in the paper, on compiled kernels: its state, its stages, its executor."""
+"""Tiered votes, as in the paper, with compiled kernels: state, stages and executor."""
 
 from __future__ import annotations
 
@@ -18,14 +18,19 @@ from kvindex.pariskv.config import ParisKVConfig
 from kvindex.storage.columns import BlockColumns
 
 FEW_KEYS = 2**15
-"""As that of `kvindex.cpu.pariskv.sign_votes`: a look-up for each subspace takes longer."""
+"""Number of keys up to which one thread is used, as in `sign_votes`.
+
+It is smaller here, because a look-up for each subspace takes longer.
+"""
 
 
 @dataclass(frozen=True)
 class TieredVotesState(State):
-    """A `State` whose keys are all in full blocks, of one token.
+    """A `State` whose keys are all in full blocks of one token.
 
-    histogram: keys per centroid, int64 `[B·G, M, 256]`; bounds: of tiers, int64 `[B·G, tiers]`.
+    Attributes:
+        histogram: Keys per centroid, int64 `[B·G, M, 256]`.
+        bounds: Bounds of the tiers in keys, int64 `[B·G, tiers]`.
     """
 
     histogram: np.ndarray
@@ -35,7 +40,7 @@ class TieredVotesState(State):
     def of_contents(
         contents: Contents, codes: BlockColumns, config: ParisKVConfig
     ) -> TieredVotesState:
-        """That of what an index holds."""
+        """Collect the addresses and tables for the contents of an index."""
         histogram = contents.statistics["histogram"].contiguous()
         batch, heads, *shape = histogram.shape
         bounds = [config.tier_bounds(n) for n in contents.counts.tolist()]
@@ -48,10 +53,11 @@ class TieredVotesState(State):
 
 @dataclass(frozen=True)
 class Asked:
-    """Queries `[B·G, g, D]` as stages read them.
+    """Queries `[B·G, g, D]` in the forms that the stages read.
 
-    rotated: with their norms, float32; tables: points of centroids, a byte for each head, uint64
-    `[B·G, words, M, 256]`.
+    Attributes:
+        rotated: Rotated queries with their norms, float32.
+        tables: Points of centroids, one byte per head, uint64 `[B·G, words, M, 256]`.
     """
 
     rotated: np.ndarray
@@ -60,8 +66,11 @@ class Asked:
 
 @dataclass(frozen=True)
 class Voted:
-    """Votes, a byte for each head, uint64 `[B·G, words, N]`, and how many keys have how many, int64
-    `[parts, B·G, g, 256]`.
+    """Votes of all keys, and how many keys have each vote.
+
+    Attributes:
+        votes: One byte per head, uint64 `[B·G, words, N]`.
+        counts: Int64 `[parts, B·G, g, 256]`.
     """
 
     votes: np.ndarray
@@ -70,7 +79,7 @@ class Voted:
 
 @dataclass(frozen=True)
 class TieredVotesStages(Stages):
-    """Those of an index in one state."""
+    """The stages with tiered votes for the current contents of an index."""
 
     state: TieredVotesState
 
@@ -85,7 +94,7 @@ class TieredVotesStages(Stages):
         return Asked(rotated, tables)
 
     def scan(self, asked: Asked) -> Voted:  # type: ignore[override]
-        """Votes of all keys."""
+        """Compute the votes of all keys."""
         state, (groups, heads, _) = self.state, asked.rotated.shape
         chunks = groups * -(-state.length // tiered_votes.CHUNK)
         most = chunks if groups * state.length > FEW_KEYS else 1
@@ -103,7 +112,10 @@ class TieredVotesStages(Stages):
     def find(  # type: ignore[override]
         self, asked: Asked, scanned: Voted, k: int, limits: np.ndarray
     ) -> tuple[Found, threads.Part]:
-        """As `Stages.find`. limits: candidates of each head of a group, int64 `[B·G]`."""
+        """Return hits and a function that finds them, as `Stages.find`.
+
+        `limits` is the number of candidates of each head, int64 `[B·G]`.
+        """
         state, array, (groups, heads, _) = self.state, BUFFERS.array, asked.rotated.shape
         most = min(int(limits.max()) * heads, state.length)
         parts = threads.parts_of(self.most_parts(groups))
@@ -130,16 +142,16 @@ class TieredVotesStages(Stages):
 
 
 class TieredVotesExecutor(ParisKVExecutor):
-    """A `ParisKVExecutor` of an index with tiers, whose codes are made op by op."""
+    """A `ParisKVExecutor` with tiered votes. Keys are encoded by single operations."""
 
     encodes = False
 
     def encoded(self, keys: Tensor, valid: Tensor | None) -> None:
-        """As `Executor.encoded`: by no kernel."""
+        """Return None: no kernel encodes keys."""
 
     @property
     def _stages(self) -> Stages:
-        """Those of what the index holds now."""
+        """The stages for the current contents of the index."""
         if self._ready is None:
             state = TieredVotesState.of_contents(self._contents, self.codes, self._config)
             self._ready = TieredVotesStages(self._geometry, self._config, self._constants, state)
