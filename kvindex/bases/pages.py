@@ -136,7 +136,7 @@ class PagedIndex(BaseIndex):
         """Compute the last pages again, from the first one that is not full of earlier tokens.
 
         Args:
-            past: Int64 `[B]`: so many valid tokens of each sequence come from the store.
+            past: Number of valid tokens of each sequence that come from the store, int64 `[B]`.
             keys: Keys that follow, `[B, G, T, D]`, zero for padding; None for no keys.
             valid: Bool `[B, T]`, False for padding; None where no token is padded.
         """

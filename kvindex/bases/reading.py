@@ -18,7 +18,7 @@ _attend: dict[tuple[type, type], bool] = {}  # (index, store) -> True if the sto
 
 
 class ReadingIndex(StatefulIndex):
-    """What `BaseIndex` does with the rows of hits."""
+    """Base of `BaseIndex` that reads the rows of hits."""
 
     ops: Any
     row_bytes: int

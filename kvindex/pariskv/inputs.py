@@ -1,4 +1,4 @@
-"""What one search reads: the codes of all tokens with statistics, and the rotated queries."""
+"""Inputs of one search: the codes of all tokens with statistics, and the rotated queries."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ QUERY_LIMIT = 1.8e16
 
 @dataclass(frozen=True)
 class State:
-    """What a step reads of a layer of `N` tokens in `S` blocks.
+    """Inputs of a decode step: one layer of `N` tokens in `S` blocks.
 
     Attributes:
         codes: Blocks of codes, uint8 `[B, S, G, head_bytes]` (`block_layout`).

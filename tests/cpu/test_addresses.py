@@ -1,4 +1,4 @@
-"""Arrays whose address a kernel uses live as long as the kernel uses them."""
+"""Arrays that a kernel uses by address stay alive as long as they are used."""
 
 import ast
 import os
@@ -18,14 +18,14 @@ MAKERS = {"empty", "zeros", "ones", "full"}
 
 
 def named(node):
-    """Return the name that an expression begins with: `rows` of `rows[i].ctypes.data`."""
+    """The name that an expression begins with: `rows` of `rows[i].ctypes.data`."""
     while isinstance(node, ast.Attribute | ast.Subscript):
         node = node.value
     return node.id if isinstance(node, ast.Name) else None
 
 
 def made(function):
-    """Return names of the arrays that a function makes."""
+    """Names of the arrays that a function makes."""
     for node in ast.walk(function):
         if isinstance(node, ast.Assign):
             for target in node.targets:
@@ -39,13 +39,13 @@ def made(function):
 
 
 def addressed(function):
-    """Return names whose address is taken."""
+    """Names whose address is taken."""
     nodes = ast.walk(function)
     return {named(n) for n in nodes if isinstance(n, ast.Attribute) and n.attr == "ctypes"}
 
 
 def kept(function):
-    """Return names in the calls of `keep` that end a function."""
+    """Names in the calls of `keep` that end a function."""
     last = [node for node in function.body if not isinstance(node, ast.Return)][-1:]
     last = last[0] if last else None
     call = last.value if isinstance(last, ast.Expr) else None
@@ -64,10 +64,9 @@ def test_what_a_kernel_makes_and_uses_by_address_is_kept(file):
 
 @kernel
 def shares_memory(n: int) -> bool:
-    """Return True if one of two arrays that are made later is at the address of the first.
+    """Whether one of two arrays that are made later lies where the first does.
 
-    The address is taken in a loop, as in the kernels. After a loop, Numba frees arrays without a
-    later use.
+    Its address is taken in a loop, as in the kernels: after one Numba frees what has no use left.
     """
     first, places = np.empty((4, n), np.float32), np.empty(4, np.int64)
     for i in range(4):
@@ -84,7 +83,7 @@ def test_memory_that_is_kept_is_nobody_elses(n):
 
 
 def test_searches_need_no_memory_that_was_given_back():
-    """Arrays from 4 KB on get separate pages, which are unmapped when they are freed (glibc)."""
+    """Where an array has pages of its own from 4 KB on, they are gone when it is freed (glibc)."""
     code = """
 import torch, kvindex
 for line in "pariskv", "pariskv:preset=paper":

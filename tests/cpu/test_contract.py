@@ -1,4 +1,4 @@
-"""ParisKV on compiled kernels fulfills every invariant of the protocol."""
+"""ParisKV on compiled kernels fulfills every requirement of the protocol."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from kvindex.testing import contract
 from kvindex.testing.cases import CASES
 
 CHECKS = [check for check in contract.CHECKS if check.__module__.rpartition(".")[2] != "devices"]
-"""All checks except those on another device, which this backend does not support."""
+"""All but what is asked on another device, which this backend refuses."""
 
 RUNS = [(check, CASES[(i + more) % 5]) for i, check in enumerate(CHECKS) for more in (0, 2)]
 

@@ -1,4 +1,4 @@
-"""Compiled operations that indexes share equal `kvindex.ops`: selection to the bit."""
+"""Compare compiled operations that indexes share with `kvindex.ops`; selections must be equal."""
 
 import re
 from pathlib import Path
@@ -19,7 +19,7 @@ def drawn(*shape, seed=0):
 
 
 def rounded(*shape, seed=0):
-    """Return scores with ties, zeros of both signs and some that are never selected."""
+    """Scores with ties, zeros of both signs and some that are never selected."""
     scores = (drawn(*shape, seed=seed) * 3).round() * drawn(*shape, seed=seed + 1).sign()
     return scores.masked_fill(drawn(*shape, seed=seed + 2) > 1.5, -INF)
 

@@ -1,4 +1,4 @@
-"""Kernels with concurrent threads and processes: equal ids, and no crash."""
+"""Kernels run correctly with other threads and processes: equal ids, and no process ends."""
 
 import time
 import weakref
@@ -15,9 +15,8 @@ from tests.support.processes import printed
 
 SETUP = """
 import os, sys, threading, torch, kvindex
-from kvindex.cpu import views
-from kvindex.cpu.pariskv import stages, tiered_votes
-stages.FEW_KEYS = tiered_votes.FEW_KEYS = views.PARTS_FROM = 2**14
+from kvindex.cpu import stages, tiers, views
+stages.FEW_KEYS = tiers.FEW_KEYS = views.PARTS_FROM = 2**14
 torch.manual_seed(0)
 def made(line="pariskv"):
     torch.manual_seed(0)
@@ -32,7 +31,7 @@ def ids(index=index):
 
 
 def said(code, before=""):
-    """Return what a separate process prints."""
+    """What a process of its own prints."""
     return printed(before + SETUP + code)
 
 
@@ -49,7 +48,7 @@ for count in (2, 3, 16, 1):
     assert torch.equal(ids(index), want), count
 print(sum(thread.name == "kvindex-cpu" for thread in threading.enumerate()))
 """
-    # with 6 groups, each has a thread; larger blocks are scanned together
+    # of 6 groups each has a thread: blocks of more are scanned at once
     assert 1 < int(said(code)) < 16
 
 
@@ -86,9 +85,9 @@ print(os.waitpid(child, 0)[1], torch.equal(ids(), want))
 
 def test_a_child_of_a_fork_before_the_first_search_searches():
     code = """
-from kvindex.cpu.pariskv import precompile
+from kvindex.cpu import ahead
 child = os.fork()  # which waits until kernels are compiled
-assert not any(thread.is_alive() for thread in precompile._threads.values())
+assert not any(thread.is_alive() for thread in ahead._threads.values())
 if not child:
     os._exit(0 if ids().shape == (2, 3, 50) else 3)
 print(os.waitpid(child, 0)[1])
@@ -97,7 +96,7 @@ print(os.waitpid(child, 0)[1])
 
 
 def test_a_fork_waits_for_any_thread_that_compiles():
-    """Otherwise its lock would stay locked in the child."""
+    """It would stay locked in the child."""
     code = """
 import time
 from numba.core.compiler_lock import global_compiler_lock
@@ -113,14 +112,14 @@ inside.wait()
 child = os.fork()
 if not child:
     os._exit(0 if free and global_compiler_lock._lock.acquire(blocking=False) else 3)
-assert global_compiler_lock._lock.acquire(blocking=False)  # the lock is free here as well
+assert global_compiler_lock._lock.acquire(blocking=False)  # nobody holds it here either
 print(os.waitpid(child, 0)[1])
 """
     assert said(code) == "0"
 
 
 def test_a_child_of_a_fork_beside_a_first_search_searches():
-    """Threads prepare data that searches of a state share, without a lock that the child needs."""
+    """Threads prepare what searches of a state share, which locks nothing that the child needs."""
     code = """
 from kvindex.cpu.pariskv.sign_votes import Stages
 want, inside, go = ids(), threading.Event(), threading.Event()
@@ -154,7 +153,7 @@ torch.set_num_threads(1)
 index, others = made({line!r}), [torch.randn(2, 6, 64) for _ in range(8)]
 want = [index.search(one, k=50) for one in others]
 index.append(torch.randn(2, 3, 9, 64), torch.randn(2, 3, 9, 64))
-index.truncate(3000)  # the first searches prepare shared data
+index.truncate(3000)  # so that the first searches prepare what all share
 with ThreadPoolExecutor(4) as pool:
     found = list(pool.map(lambda i: index.search(others[i % 8], k=50), range(200)))
 def same(mine, theirs):
@@ -167,10 +166,10 @@ print(sum(same(hits, want[i % 8]) for i, hits in enumerate(found)))
 
 def test_kernels_are_compiled_ahead_of_the_first_search():
     code = """
-from kvindex.cpu.pariskv import precompile
+from kvindex.cpu import ahead
 from kvindex.cpu.kernels.sampled_rows import draw_rows
 from kvindex.cpu.kernels.step import attend_groups
-precompile.wait()
+ahead.wait()
 before = [len(kernel.signatures) for kernel in (draw_rows, attend_groups)]
 ids()
 from kvindex.core.resident import ResidentRows
@@ -197,7 +196,7 @@ print(len(equal), all(equal))
 def test_callers_at_once_begin_each_thread_once(monkeypatch):
     class SlowThread(threads.Thread):
         def __init__(self, **options):
-            time.sleep(0.05)  # other threads meet the same list
+            time.sleep(0.05)  # the others meet the same list
             super().__init__(**options)
 
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
@@ -250,7 +249,7 @@ print(lookup.SERVED, ids(made({line!r})).flatten().tolist())
 
 @pytest.mark.parametrize("kind", [CodeFiles, IndexDataCacheFile])
 def test_processes_that_compile_at_once_keep_their_own_code(tmp_path, kind):
-    """Neither finds cached code, so Numba gives both the name of the first file."""
+    """Both saw no code kept, so that Numba gives both the name of the first file."""
     one, other, later = (kind(str(tmp_path), "kernel", 0) for _ in range(3))
     save = other._save_data
     one._load_index = dict
@@ -273,7 +272,7 @@ def test_a_thread_holds_nothing_of_a_part_that_is_done(monkeypatch):
     class Slow(SimpleQueue):
         def put(self, item):
             super().put(item)
-            time.sleep(0.2)  # lets the other thread continue
+            time.sleep(0.2)  # another thread's turn, which has what it waited for
 
     class Read:
         pass

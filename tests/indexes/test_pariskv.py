@@ -1,4 +1,4 @@
-"""ParisKV's whole search equals a literal reading of the specification, and its own properties."""
+"""Compare ParisKV's search with a literal implementation of the paper."""
 
 from itertools import pairwise
 
@@ -17,7 +17,7 @@ LEVELS = levels(8, 3).tolist()
 
 
 def wanted(index, keys, queries, k):
-    """Return hits by the literal reading, for one query per KV head: `[B, G, D]`."""
+    """Hits by the literal reading, for one query per KV head: `[B, G, D]`."""
     matrix = rotation(index.geometry.head_dim, index.config.seed).tolist()
     options = dict(beta=index.config.beta, rho=index.config.rho)
     rows = [
@@ -199,8 +199,8 @@ def test_recall_on_random_keys_rises_with_beta(dim):
         index.append(keys, values)
         recalls.append(recalled(index.search(case.queries(), k=50), true))
     assert recalls == sorted(recalls)
-    assert recalls[0] > 0.15  # 0.05 by chance
-    assert recalls[-1] > 0.85  # the limit of 4 bits per coordinate
+    assert recalls[0] > 0.15  # at random: .05
+    assert recalls[-1] > 0.85  # what 4 bits per coordinate can rank
 
 
 @pytest.mark.parametrize("heads", [1, 3])
@@ -245,7 +245,7 @@ def test_scaling_queries_by_a_power_of_two_never_changes_ids(power, group):
 
 
 def test_keys_of_equal_votes_are_candidates_by_the_lower_id():
-    """All keys are equal up to their size: one centroid each, so all votes are equal."""
+    """Mistake 6. All keys alike but for their size: one centroid each, so all votes are equal."""
     case = Case(q_heads=1, kv_heads=1, head_dim=16)
     direction = case.tokens(1)[0]
     keys = direction * torch.linspace(1, 2, 40)[:, None]
@@ -259,7 +259,7 @@ def test_keys_of_equal_votes_are_candidates_by_the_lower_id():
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_any_head_dim_batch_and_dtype(dim, batch, dtype):
-    """Not only D = 128 and bfloat16; and a padded batch equals its sequences."""
+    """Mistakes 3, 8 and 10: not only D = 128, bf16; and a padded batch equals its rows."""
     case = Case(q_heads=6, kv_heads=2, head_dim=dim, dtype=dtype, batch=batch)
     keys, values = case.tokens(60)
     pads = [0, 17, 31][:batch]

@@ -1,4 +1,4 @@
-"""A center that is far from its keys costs accuracy, and nothing else."""
+"""A center that is far from its keys costs accuracy, but results stay correct."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ def indexed(preset, *pieces, **options):
 
 
 def far_keys(norms, count=200, seed=1):
-    """Return keys `[1, 2, count, 32]`, shifted by a multiple of their norms in one direction."""
+    """Keys `[1, 2, count, 32]`, shifted by so many of their norms in one direction."""
     keys = normal(1, 2, count, 32, seed=seed)
     direction = torch.nn.functional.normalize(normal(1, 2, 1, 32, seed=9), dim=-1)
     return keys + norms * keys.norm(dim=-1).mean() * direction
@@ -51,7 +51,7 @@ def test_a_wrong_center_never_costs_correctness(preset, norms):
 
 @pytest.mark.parametrize("preset", CENTERED)
 def test_a_wrong_center_costs_accuracy(preset):
-    """The right center is that of the very keys that are searched."""
+    """The right one is of the very keys that are searched."""
     first, later = normal(1, 2, 50, 32), far_keys(10)
     found = {"wrong": 0.0, "right": 0.0}
     for seed in range(8):
@@ -75,7 +75,7 @@ def test_a_wrong_center_costs_accuracy(preset):
 def test_scores_stay_within_the_codes_error(preset, norms):
     """`|q·k̂ - q·k| ≤ ‖q‖ ‖k̂ - k‖`, and the codes err by less than a quarter of `‖k - center‖`.
 
-    All 250 keys are in one block, whose center is between the first 50 and the others.
+    All 250 lie in one block, whose center is between the first 50 and the others.
     """
     first, later = normal(1, 2, 50, 32), far_keys(norms)
     index, queries = indexed(preset, first, later), normal(1, 2, 32, seed=2)

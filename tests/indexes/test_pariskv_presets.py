@@ -1,7 +1,4 @@
-"""ParisKV beyond its paper: codes depend only on their block, and guarantees of presets.
-
-The file is long, because encoding and search are common to all presets.
-"""
+"""Presets of ParisKV: codes depend only on their block, and results are correct for any input."""
 
 import copy
 import dataclasses
@@ -34,7 +31,7 @@ def test_the_defaults_are_a_preset():
 
 @pytest.mark.parametrize("preset", PAST)
 def test_scores_are_near_the_inner_products(preset):
-    """Including the center's part: a softcap, and weights over all rows, need complete scores."""
+    """The center's share included: a softcap, and shares of all rows, need whole scores."""
     case = Case(q_heads=2, kv_heads=2, head_dim=64, batch=2)
     keys, values = case.tokens(300)
     keys = keys + 3 * case.tokens(1, seed=5)[0]
@@ -48,7 +45,7 @@ def test_scores_are_near_the_inner_products(preset):
 
 @pytest.mark.parametrize("preset", PAST)
 def test_a_constant_added_to_all_keys_changes_no_ranking(preset):
-    """For one head. Each head adds another number, which `candidates_per="group"` compares."""
+    """Of one head: to each head it adds another number, which `candidates_per="group"` compares."""
     keys, values = CASE.tokens(200)
     shift = 4 * CASE.tokens(1, seed=7)[0]
     alone = dict(group="union", candidates_per="head")
@@ -66,7 +63,7 @@ def test_a_constant_added_to_all_keys_changes_no_ranking(preset):
 def test_scaling_all_keys_by_a_power_of_two_changes_no_hit(preset, power):
     keys, values = CASE.tokens(300)
     plain, scaled = filled(preset, keys, values), filled(preset, keys * 2.0**power, values)
-    queries = CASE.queries()  # half the norm for twice the keys: equal weights
+    queries = CASE.queries()  # of half the norm for twice the keys: the same shares
     same = plain.search(queries, k=20), scaled.search(queries * 2.0**-power, k=20)
     assert torch.equal(same[0].ids, same[1].ids)
     assert torch.equal(same[0].scores, same[1].scores)
@@ -110,7 +107,7 @@ def assert_same_codes(got, want):
 @pytest.mark.parametrize("preset", [*PAST, "paper"])
 @pytest.mark.parametrize("history", HISTORIES)
 def test_codes_are_a_function_of_their_tokens(preset, history):
-    """They are equal to the bit, however the tokens were appended."""
+    """However these came, equal to the bit."""
     if history == "one by one" and preset != "fast":
         pytest.skip("one preset does")
     keys, values = CASE.tokens(700)
@@ -176,14 +173,14 @@ def test_zeros_and_a_token_alone_are_found_like_any_others():
     hits = index.search(CASE.queries(), k=10)
     assert (hits.ids >= 5).float().mean() > 0.9
     alone = made("fast")
-    alone.append(keys[:, :, :1], values[:, :, :1])  # a single key is its own center
+    alone.append(keys[:, :, :1], values[:, :, :1])  # its own center: nothing is left to code
     assert (alone.search(CASE.queries(), k=1).ids == 0).all()
     shares = alone.search(CASE.queries(), k=1, coverage=0.5)
     torch.testing.assert_close(shares.coverage, torch.ones(2, 4))
 
 
 def test_keys_of_very_different_norms_are_ranked_by_what_they_are():
-    """Later keys are 2^10 times as large as earlier ones."""
+    """Later keys 2^10 times as large as those before."""
     keys, values = CASE.tokens(100)
     index = made("fast", beta=1.0)
     index.append(keys[:, :, :50] * 2.0**-10, values[:, :, :50])
@@ -206,8 +203,7 @@ def test_norms_that_drift_after_the_prompt_cost_nothing(preset, times):
         index.append(keys[:, :, :100] / factor, values[:, :, :100])
         index.append(keys[:, :, 100:], values[:, :, 100:])
         hits = index.search(CASE.queries(), k=140).ids.flatten(0, 1).tolist()
-        # the first 100 keys may score higher
-        best = [[i for i in row if i >= 100][:40] for row in hits]
+        best = [[i for i in row if i >= 100][:40] for row in hits]  # the first may be larger
         pairs = zip(best, true.flatten(0, 1).tolist(), strict=True)
         found[factor] = sum(len({*got} & {*want}) for got, want in pairs) / (4 * 20)
     assert found[1.0] > 0.85
@@ -215,7 +211,7 @@ def test_norms_that_drift_after_the_prompt_cost_nothing(preset, times):
 
 
 def test_alike_first_keys_do_not_narrow_the_scale():
-    """Nearly one key, 50 times: the center leaves almost nothing of it."""
+    """Nearly one key, 50 times: the center leaves next to nothing of it."""
     keys, values = CASE.tokens(300)
     alike = keys[:, :, :1] * (1 + 1e-4 * torch.arange(50)[:, None])
     index = made("fast", group="mean_query", beta=1.0)
@@ -321,8 +317,8 @@ def test_votes_without_weights_know_no_scale_for_a_center(options):
 
 @pytest.mark.parametrize("preset", PAST)
 def test_keys_that_move_along_the_sequence_are_coded_near_their_own_centers(preset):
-    """Each 64 keys are around another point, far from the rest. One center for all would not
-    help."""
+    """Each 64 keys lie around another point, far from the rest: one center for all would be no
+    better than none."""
     case = Case(q_heads=2, kv_heads=2, head_dim=64, batch=2)
     keys, values = case.tokens(512)
     places = 6 * case.tokens(8, seed=3)[0].repeat_interleave(64, dim=2)
@@ -338,7 +334,7 @@ def test_keys_that_move_along_the_sequence_are_coded_near_their_own_centers(pres
 
 @pytest.mark.parametrize("preset", ["fast", "accurate", "precise"])
 def test_candidates_come_from_all_centers_by_their_scores(preset):
-    """As many of the best keys are candidates as without the distinction of the centers' parts."""
+    """As many of the best keys are candidates as if the centers' share were not told apart."""
     case = Case(q_heads=2, kv_heads=2, head_dim=64, batch=2)
     keys, values = case.tokens(1024)
     keys = keys + case.tokens(16, seed=3)[0].repeat_interleave(64, dim=2)

@@ -1,4 +1,4 @@
-"""Rows that ParisKV samples: their weights, when other rows are sampled, unsupported options."""
+"""Rows that ParisKV samples: their weights, when a sample changes, and which options raise."""
 
 import math
 from dataclasses import replace
@@ -26,13 +26,13 @@ def seeds_of(index):
 
 
 def logits(queries):
-    """Return logits of all keys, float64 `[H, N]`."""
+    """Of all keys, float64 `[H, N]`."""
     keys = CASE.tokens(TOKENS)[0][0].double().repeat_interleave(3, 0)
     return (keys @ queries[0].double()[:, :, None])[..., 0] * CASE.index("exact").geometry.scale
 
 
 def test_sums_over_the_rows_drawn_are_those_of_all_keys_on_average(index, monkeypatch):
-    """Numerator and denominator of each head are within 6 standard errors (12 means, 2e-9 each)."""
+    """Numerator and denominator of each head; within 6 standard errors (12 means, 2e-9 each)."""
     queries, found = 2 * CASE.queries(), []
     shares, values = logits(queries).softmax(-1), CASE.tokens(TOKENS)[1][0, :, :, 0].double()
     values = values.repeat_interleave(3, 0)
@@ -58,7 +58,7 @@ def test_tempered_weights_are_a_power_of_these(index):
 
 
 def test_what_candidates_hold_is_told(index):
-    """By estimates of few bits, whose error is about a tenth of a nat here."""
+    """As estimates of few bits say it, whose error is some tenth of a nat here."""
     queries = 2 * CASE.queries()
     told = index.candidate_coverage(queries, k=K)
     with torch.autocast("cpu"):
@@ -106,7 +106,7 @@ def test_a_step_draws_as_the_one_before_until_tokens_come(index):
 
 
 def test_rows_stay_over_the_steps_of_a_block_and_errors_are_alike_only_there(index, monkeypatch):
-    """A stream of queries whose neighbors have a cosine of 0.95, with tokens every 4 steps."""
+    """Of a stream of queries, neighbors of which have a cosine of .95, and tokens every 4 steps."""
     steps = torch.arange(160)
     best = CASE.index("pariskv:preset=fast")
     best.append(*CASE.tokens(TOKENS))
@@ -122,7 +122,7 @@ def test_rows_stay_over_the_steps_of_a_block_and_errors_are_alike_only_there(ind
 
 
 def stream(steps):
-    """Return queries `[1, H, D]` of each step."""
+    """Queries `[1, H, D]` of each step."""
     queries = CASE.queries()
     for step in range(steps):
         queries = 0.95 * queries + math.sqrt(1 - 0.95**2) * CASE.queries(step + 1)
@@ -130,9 +130,9 @@ def stream(steps):
 
 
 def follow(index, monkeypatch, blocks):
-    """Return ids `[T, G, K]` of a stream, and the errors of the heads' denominators, `[T, H]`.
+    """Ids `[T, G, K]` of a stream, and how far the heads' denominators are off, `[T, H]`.
 
-    `blocks`, int64 `[T]`, selects the random numbers of each step.
+    blocks: which numbers a step draws with, int64 `[T]`.
     """
     found, errors = [], []
     for block, queries in zip(blocks.tolist(), stream(len(blocks)), strict=True):
@@ -146,8 +146,7 @@ def follow(index, monkeypatch, blocks):
 
 
 def again(ids):
-    """Return the fraction of each step's rows that the step before read, `[T - 1]`, of ids `[T, G,
-    K]`."""
+    """Share of each step's rows that the step before had read, `[T - 1]`, of ids `[T, G, K]`."""
     return (ids[1:, ..., None] == ids[:-1, :, None]).any(-1).float().mean((1, 2))
 
 
@@ -177,8 +176,7 @@ def test_what_cannot_be_drawn_is_refused(line, words):
 
 
 def test_the_best_rows_are_taken_where_a_coverage_is_asked_for(index):
-    """Candidates are the best by votes too: the rows equal those of an index that does not
-    sample."""
+    """Candidates are the best by votes, too: the same rows as of an index that draws nothing."""
     plain = CASE.index("pariskv:preset=fast:sign_decoder=regression:beta=.005")
     plain.append(*CASE.tokens(TOKENS))
     mine, want = (one.search(CASE.queries(), k=400, coverage=0.5) for one in (index, plain))
@@ -197,9 +195,9 @@ def test_rows_that_are_drawn_are_not_drawn_from():
 def test_the_attention_that_tempered_rows_stand_for_is_too_little_and_no_less_than_the_bound(
     sampling,
 ):
-    """Random keys, one head, 16 of 300 rows: the softmax sum over the rows that were sampled.
+    """Random keys, one head, 16 of 300 rows: the sum of a softmax by the rows that were sampled.
 
-    With 400 sequences, means are within 6 of their standard errors.
+    Of 400 sequences: means lie within 6 of their standard errors.
     """
     case = Case(q_heads=1, kv_heads=1, head_dim=64, value_dim=64, batch=400)
     index = case.index("pariskv", sampling=sampling)

@@ -1,4 +1,4 @@
-"""ParisKV with `sign_decoder="regression"`: its fit depends only on the tokens."""
+"""ParisKV with `sign_decoder="regression"`: the fit depends on tokens, not on how they arrived."""
 
 from copy import deepcopy
 
@@ -50,20 +50,20 @@ def test_nothing_is_fitted_before_somebody_asks(monkeypatch):
 def test_a_copy_that_nobody_asked_keeps_its_own():
     keys, values = CASE.tokens(COUNT)
     index = made(keys, values)
-    clone = deepcopy(index)
+    twin = deepcopy(index)
     index.truncate(100)
     index.append(keys.flip(2)[:, :, 100:], values[:, :, 100:])
-    assert torch.equal(clone._regressed(), made(keys, values)._regressed())
-    assert not torch.equal(clone._regressed(), index._regressed())
+    assert torch.equal(twin._regressed(), made(keys, values)._regressed())
+    assert not torch.equal(twin._regressed(), index._regressed())
 
 
 def test_it_follows_truncation_reordering_views_and_copies():
     keys, values = CASE.tokens(COUNT)
     index = made(keys, values)
     want = index._regressed()
-    clone = deepcopy(index)
-    clone.reorder(torch.tensor([1, 0, 1]))
-    assert torch.equal(clone._regressed(), want[[1, 0, 1]])
+    twin = deepcopy(index)
+    twin.reorder(torch.tensor([1, 0, 1]))
+    assert torch.equal(twin._regressed(), want[[1, 0, 1]])
     index.truncate(1500)
     assert torch.equal(
         index._regressed(), made(keys[:, :, :1024], values[:, :, :1024])._regressed()
@@ -72,7 +72,7 @@ def test_it_follows_truncation_reordering_views_and_copies():
     index.append(others[:, :, 1500:], values[:, :, 1500:])
     mixed = torch.cat([keys[:, :, :1500], others[:, :, 1500:]], dim=2)
     assert torch.equal(index._regressed(), made(mixed, values)._regressed())
-    assert torch.equal(clone._regressed(), want[[1, 0, 1]])
+    assert torch.equal(twin._regressed(), want[[1, 0, 1]])
     one = Case(q_heads=4, kv_heads=2, head_dim=64).index("pariskv", sign_decoder="regression")
     one.append(keys[:1], values[:1])
     assert torch.equal(one.expand_batch(3)._regressed(), want[[0, 0, 0]])

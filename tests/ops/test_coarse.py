@@ -1,8 +1,4 @@
-"""The coarse stage's reference equals literal readings, and obeys its laws on random inputs.
-
-The file is long, because tiered votes, sign products, offsets and votes are one stage, tested on
-the same samples.
-"""
+"""Coarse stage: compare with literal implementations, and check its laws on random inputs."""
 
 from itertools import pairwise
 
@@ -18,8 +14,7 @@ seeds = st.integers(0, 2**31)
 
 
 def setting(seed, batch=2, kv_heads=2, heads=2, count=30, subspaces=3, kinds=256):
-    """Return rotated queries `[B, G, g, D]` and centroid ids `[B, G, N, M]` of at most `kinds`
-    kinds."""
+    """Rotated queries `[B, G, g, D]` and centroid ids `[B, G, N, M]` of at most `kinds` kinds."""
     generator = torch.Generator().manual_seed(seed)
     queries = torch.randn(batch, kv_heads, heads, 8 * subspaces, generator=generator)
     shape = (batch, kv_heads, count, subspaces)
@@ -92,7 +87,7 @@ def test_the_comparison_with_the_literal_reading_can_fail(broken, monkeypatch):
 @pytest.mark.parametrize(
     ("count", "shares", "want"),
     [
-        (100, (0.2, 0.15), 3),  # 3.0000000000000004 in binary
+        (100, (0.2, 0.15), 3),  # in binary 3.0000000000000004
         (100, (0.25, 0.3), 8),
         (10, (0.1,), 1),
         (30, (0.1,), 3),
@@ -205,8 +200,7 @@ def test_dots_are_those_of_the_literal_reading(seed, largest, subspaces):
 
 
 def test_halves_are_rounded_to_even():
-    """With coordinates 4, 3, 2, 1 and their opposites, largest 2: 2, 1.5, 1, 0.5 become 2, 2, 1,
-    0."""
+    """Of coordinates 4, 3, 2, 1 and their opposites, largest 2: 2, 1.5, 1, .5 become 2, 2, 1, 0."""
     queries = torch.tensor([4.0, 3, 2, 1, -4, -3, -2, -1]).view(1, 1, 1, 8)
     assert coarse.rounded(queries, 2).flatten().tolist() == [2, 2, 1, 0, -2, -2, -1, 0]
     assert_dots(queries, 2)
@@ -344,8 +338,7 @@ def test_the_comparison_of_sums_can_fail(broken):
 @pytest.mark.parametrize("kind", ["key", "subspace"])
 @pytest.mark.parametrize("pattern", [255, 0])
 def test_the_largest_factors_and_entries_do_not_overflow(kind, pattern):
-    """With D = 256, every coordinate ±127 and every factor the largest, with an offset, in
-    int32."""
+    """D = 256, every coordinate ±127 and every factor the largest: with an offset, in int32."""
     queries = torch.ones(1, 1, 2, 256)
     signs = torch.full((1, 1, 3, 32), pattern, dtype=torch.uint8)
     factors = torch.full((1, 1, 3, 1 if kind == "key" else 32), codes.FACTOR).int()
@@ -370,7 +363,7 @@ def test_sums_of_dots_follow_a_permutation_of_tokens(seed, kind):
 
 
 def literal_offsets(product, query, largest, reference, level):
-    """Return `⟨q, μ⟩` in units of a vote: `level` times a weight's step times a table's step."""
+    """`⟨q, μ⟩` in units of a vote: `level` times a weight's step times a table's step."""
     peak = max(abs(x) for x in query)
     unit = level * (reference / codes.FACTOR) * (peak / largest)
     return max(-(2**30), min(2**30, round(product / unit))) if unit > 0 else 0

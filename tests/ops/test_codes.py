@@ -1,7 +1,4 @@
-"""The codes' reference: bits, levels, weights on either scale, and estimates from them.
-
-The file is long, because each part is tested with the results of another.
-"""
+"""Codes: bits, levels and weights on both scales, and estimates from them."""
 
 import math
 
@@ -175,7 +172,7 @@ def test_a_tiny_subspace_gives_finite_weights(size):
 
 
 def assert_as_the_spec_says(rotated, norms, got, levels, block):
-    """Compare signs and planes byte by byte, and one weight per block, with the literal reading."""
+    """Signs and planes byte by byte, one weight per block, all by the literal reading."""
     values = [float(level) for level in levels]
     count, dim = rotated.shape
     planes = len(levels).bit_length() - 1
@@ -273,13 +270,12 @@ ULP = 2.0**-23
 
 
 def half_step(bits):
-    """Return the largest ratio between a weight on the scale and the nearest point of the scale."""
+    """The largest ratio between a weight on the scale and the nearest point of the scale."""
     return 2 ** (codes.OCTAVES / 2 / 2**bits)
 
 
 def on_scale(powers, bits):
-    """Return weights float32 `[n]` at these octaves, their codes and the weights that codes
-    represent."""
+    """Weights float32 `[n]` at these octaves, their codes and what those represent."""
     weights = torch.tensor(powers).double().exp2().float()
     got = codes.log_codes(weights, bits)
     return weights, got, codes.log_weights(got, bits)
@@ -359,8 +355,7 @@ def test_the_weight_scale_is_the_least_octave_above_all_weights(powers, bits):
 
 
 def assert_factors_follow_weights(factors, weights, scale):
-    """Check that integers are near `FACTOR · weight / scale`: within half a step of an upper
-    byte."""
+    """Integers near `FACTOR · weight / scale`: within half a step of an upper byte."""
     step = 2 ** (codes.OCTAVES / 256)
     true = weights.double() / scale * codes.FACTOR
     assert ((factors - true).abs() <= true * (step**0.5 - 1 + 8 * ULP) + 0.5).all()
@@ -403,7 +398,7 @@ def test_factors_end_fifteen_octaves_below_the_scale():
 
 
 def block_means(keys, valid, every):
-    """Return the mean of each block's valid keys, `[B, G, S, D]`."""
+    """Of each block's valid keys, `[B, G, S, D]`."""
     parts = zip(keys.split(every, 2), valid.split(every, 1), strict=True)
     return torch.stack(
         [(k * v[:, None, :, None]).sum(2) / v.sum(1).clamp_min(1)[:, None, None] for k, v in parts],

@@ -1,4 +1,4 @@
-"""A search for a given attention weight returns enough rows, no more, and a fair estimate.
+"""A search with a coverage returns enough rows, no more than needed, and a correct estimate.
 
 Seeds are fixed.
 """
@@ -17,13 +17,13 @@ COUNT = 2_000
 
 
 def spread(case, count=COUNT, strength=3.0):
-    """Return tokens and queries whose attention is neither flat nor on one row."""
+    """Tokens and queries whose attention is neither flat nor on one row."""
     keys, values = case.tokens(count)
     return keys * strength, values, case.queries()
 
 
 def true_shares(case, keys, queries, valid=None):
-    """Return the softmax over all tokens for each query head, float64 `[B, H, N]`."""
+    """Softmax over all tokens for each query head, float64 `[B, H, N]`."""
     g = case.index("exact").geometry
     logits = queries.double()[:, :, None] @ keys.double().repeat_interleave(g.group_size, 1).mT
     logits = g.scale * logits[:, :, 0]
@@ -35,7 +35,7 @@ def true_shares(case, keys, queries, valid=None):
 
 
 def held(case, hits, shares):
-    """Return the attention weight that each query head truly finds, `[B, H]`."""
+    """The share that each query head truly finds, `[B, H]`."""
     ids = hits.ids.repeat_interleave(case.q_heads // case.kv_heads, 1)
     return shares.gather(-1, ids.clamp_min(0)).masked_fill(ids < 0, 0).sum(-1)
 
@@ -78,9 +78,9 @@ def test_no_more_rows_than_k_and_the_share_says_that_it_is_not_reached():
 @pytest.mark.parametrize("preset", ["paper", "fast", "accurate", "precise", "scan"])
 @pytest.mark.parametrize("coverage", [0.5, 0.9])
 def test_pariskv_believes_what_is_nearly_true(preset, coverage):
-    """Three quarters of the rows are no candidates, and a sample represents them.
+    """Three quarters of the rows are no candidates: a sample speaks for them.
 
-    There is one list per head, because random queries of a group have nothing in common.
+    A list per head: random queries of a group have nothing in common.
     """
     keys, values, queries = spread(CASE)
     index = CASE.index(f"pariskv:preset={preset}:beta=.25:refine_factor=1:candidates_per=head")
@@ -100,7 +100,7 @@ def test_pariskv_believes_what_is_nearly_true(preset, coverage):
 
 @pytest.mark.parametrize("spec", ["pariskv", "pariskv:preset=precise"])
 def test_only_exact_search_promises_what_was_asked_for(spec):
-    """For other indexes it is an estimate: some heads truly find less."""
+    """Of other indexes it is an estimate: some heads truly find less."""
     keys, values, queries = spread(CASE, strength=1.0)
     met = []
     for name in ("exact", spec):
@@ -115,7 +115,7 @@ def test_only_exact_search_promises_what_was_asked_for(spec):
 @pytest.mark.parametrize("bits", [0, 1, 3, 5])
 @pytest.mark.parametrize("block", ["subspace", "key"])
 def test_error_bars_cover_what_they_say(block, bits):
-    """With 60,000 estimates of random keys: near 68% within one deviation, 95% within two."""
+    """Of 60,000 estimates of random keys: near 68% within one deviation, 95% within two."""
     case = Case(q_heads=30, kv_heads=1, head_dim=64)
     keys, values = case.tokens(COUNT)
     queries = case.queries()
@@ -186,7 +186,7 @@ def test_what_cannot_be_told_is_refused(name):
 
 
 class Silent(Exact):
-    """Like an index whose author wrote only `_search`."""
+    """Like an index whose author wrote `_search` alone."""
 
     _search_coverage = BaseIndex._search_coverage
 

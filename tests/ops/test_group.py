@@ -1,4 +1,4 @@
-"""Each policy equals a slow implementation of its definition."""
+"""Compare each group policy with a slow implementation of its definition."""
 
 import math
 
@@ -17,7 +17,7 @@ caps = st.sampled_from([None, 1.0, 20.0])
 
 
 def estimates(seed, heads, count=12, missing=3):
-    """Return `[2, 2, heads, count]`, with the last `missing` of the first sequence `-inf`."""
+    """`[2, 2, heads, count]`, the last `missing` of the first row of the batch `-inf`."""
     generator = torch.Generator().manual_seed(seed)
     values = torch.randn(2, 2, heads, count, generator=generator) * 3
     values[0, ..., count - missing :] = NEVER
@@ -25,7 +25,7 @@ def estimates(seed, heads, count=12, missing=3):
 
 
 def shares(row, scale, softcap):
-    """Return the softmax of one head's logits over the rows that are candidates."""
+    """softmax of one head's logits over the rows that are candidates."""
     logits = [scale * x for x in row]
     if softcap is not None:
         logits = [softcap * math.tanh(x / softcap) for x in logits]
@@ -35,8 +35,7 @@ def shares(row, scale, softcap):
 
 
 def slow_score(table, policy, scale, softcap):
-    """Return the log of the group's weight of each row; `table` has one list of estimates per
-    head."""
+    """Log of the group's share of each row; table: one list of estimates per head."""
     per_head = [shares(row, scale, softcap) for row in table]
     rows = zip(*per_head, strict=True)
     if policy == "max_share":
@@ -45,7 +44,7 @@ def slow_score(table, policy, scale, softcap):
 
 
 def slow_union(table):
-    """Walk the heads' ranked lists in turn, dropping duplicates."""
+    """The heads' ranked lists, walked in turn, dropping duplicates."""
     count = len(table[0])
     ranked = [sorted(range(count), key=lambda i, row=row: (-row[i], i)) for row in table]
     walk = []
@@ -92,7 +91,7 @@ def test_union_walks_the_ranked_lists_in_turn(seed, heads):
 def test_union_holds_the_best_row_of_as_many_heads_as_it_has_slots(seed, k):
     values = estimates(seed, 4)
     got = top_k(group.agree(values, "union", scale=1.0, softcap=None), k)[1]
-    best = values.argmax(-1)[..., :k]  # the best row of each of the first k heads
+    best = values.argmax(-1)[..., :k]  # of the first k heads
     assert (best[..., None] == got[:, :, None]).any(-1).all()
 
 

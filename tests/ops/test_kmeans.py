@@ -1,4 +1,4 @@
-"""The batched k-means: its clusters, reproducibility, and unsupported arguments."""
+"""Batched k-means: what it finds, that results repeat, and which arguments raise."""
 
 from itertools import pairwise
 
@@ -19,7 +19,7 @@ def objective(given, centroids):
 
 
 def groups(middles, each, width=0.01):
-    """Return `each` points around each of the centers `[C, D]`, shuffled, `[1, C · each, D]`."""
+    """`each` points around each of middles `[C, D]`, shuffled, `[1, C · each, D]`."""
     near = middles.repeat_interleave(each, 0) + width * points(len(middles) * each, 3, seed=1)
     return near[torch.randperm(len(near), generator=torch.Generator().manual_seed(2))][None]
 

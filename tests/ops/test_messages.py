@@ -1,4 +1,4 @@
-"""Messages of ranks in a step, merged, give the attention over all of their rows."""
+"""Messages between ranks: merged, they give the attention over all rows."""
 
 import torch
 

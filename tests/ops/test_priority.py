@@ -1,7 +1,8 @@
-"""Priority sampling: its law, its sums and their variance, in one phase and in two.
+"""Priority sampling: its distribution, its sums and their variance, with one and two samples.
 
-Means lie within 6 of their standard errors: by the normal approximation below 2e-9 each for a seed
-drawn afresh, some 50 of them. The law of `noise` holds with 1 - 1e-9 (Dvoretzky–Kiefer–Wolfowitz).
+Means must be within 6 of their standard errors. By the normal approximation, each one fails with
+probability below 2e-9 for a new seed; there are about 50. The distribution of `noise` is checked
+with probability 1 - 1e-9 (Dvoretzky–Kiefer–Wolfowitz).
 """
 
 import math

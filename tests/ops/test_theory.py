@@ -1,10 +1,10 @@
-"""Proposition 4.1, the estimator's unbiasedness and variance, under a Haar rotation.
+"""Proposition 4.1, and the estimator's bias and variance, under a random (Haar) rotation.
 
 All seeds are fixed. A bound holds with probability 1 - 1e-9 for a new seed, so a failure means a
-wrong formula. There are 28 such bounds here (6 laws, 6 means, 16 variances): together below 3e-8.
-Intervals around measured ratios are wider than 6 of their standard errors: by the normal
-approximation below 2e-9 each, 12 of them. The file is long, so that this sum can be checked in one
-place.
+wrong formula. There are 28 such bounds here (6 distributions, 6 means, 16 variances), together
+below 3e-8. Intervals around measured ratios are wider than 6 of their standard errors: by the
+normal approximation below 2e-9 each, for 12 of them. All of them are in this file, so that the sum
+can be checked in one place.
 """
 
 import itertools
@@ -25,7 +25,7 @@ SAMPLES = 20_000
 
 @lru_cache(maxsize=1)
 def haar(count, dim, seed):
-    """Return rotations `[count, D, D]` from the Haar measure: QR with the signs of R's diagonal."""
+    """Rotations `[count, D, D]` from the Haar measure: QR with the signs of R's diagonal."""
     generator = torch.Generator().manual_seed(seed)
     normal = torch.randn(count, dim, dim, generator=generator, dtype=torch.float64)
     q, r = torch.linalg.qr(normal)
@@ -33,13 +33,13 @@ def haar(count, dim, seed):
 
 
 def rotated(key, seed, count=SAMPLES):
-    """Return the direction of one fixed key under `count` rotations."""
+    """The direction of one fixed key under `count` rotations."""
     matrices = haar(count, len(key), seed)
     return matrices @ (key / key.norm()).double(), matrices
 
 
 def beta_cdf(a, b):
-    """Compute the distribution function of Beta(a, b) by the midpoint rule in x = sin² θ."""
+    """The distribution function of Beta(a, b) by the midpoint rule in x = sin² θ."""
     theta = (np.arange(400_000) + 0.5) * (np.pi / 2 / 400_000)
     coverage = np.sin(theta) ** (2 * a - 1) * np.cos(theta) ** (2 * b - 1)
     total = np.cumsum(coverage)
@@ -87,8 +87,7 @@ def test_a_wrong_law_is_noticed():
 
 
 def represented(k, scale=None, block=8, bits=3):
-    """Return what the codes of rotated directions `[n, D]` represent, float64; or with other
-    weights."""
+    """What the codes of rotated directions `[n, D]` stand for, float64; or with other weights."""
     levels = codes.levels(block, bits)
     got = codes.encode(k.float(), torch.ones(len(k)), levels, block=block)
     v = codes.decode(got["signs"], got["magnitudes"], levels).double().unflatten(-1, (-1, block))
@@ -201,15 +200,14 @@ def test_a_wrong_variance_is_noticed(wrong):
 
 @lru_cache
 def tangents(block, bits, count=200_000):
-    """Return `tan² θ` between uniform directions in `m` dimensions and their codes, float64."""
+    """`tan² θ` between uniform directions in `m` dimensions and their codes, float64."""
     generator = torch.Generator().manual_seed(block)
     u = normalize(torch.randn(count, block, generator=generator))[0].double()
     return (represented(u, None, block, bits) - u).square().sum(-1)
 
 
 def plugged_in(block, bits):
-    """Return `(1 - A)/A` with `A = m Σ p_i ℓ_i²`, the probabilities p_i summed on a grid (u = sin
-    θ)."""
+    """`(1 - A)/A` with `A = m Σ p_i ℓ_i²`, the shares p_i summed on a grid (u = sin θ)."""
     levels = np.array(codes.lloyd_max(block, bits))
     theta = (np.arange(400_000) + 0.5) * (np.pi / 2 / 400_000)
     coverage = np.cos(theta) ** (block - 2)
@@ -240,7 +238,7 @@ def test_mean_angle_against_the_levels_own_figure(block, bits):
 
 
 def off(key, flips, seed=0, block=8, bits=3):
-    """Return `Rᵀ Σ w_b v_b - k̂ [n, D]` with the rotation's signs multiplied by `flips [n, D]`."""
+    """`Rᵀ Σ w_b v_b - k̂ [n, D]` with the rotation's signs multiplied by `flips [n, D]`."""
     matrix = rotation(len(key), seed)
     direction = normalize(key[None])[0][0]
     back = represented((direction * flips) @ matrix.T, None, block, bits)
@@ -248,10 +246,10 @@ def off(key, flips, seed=0, block=8, bits=3):
 
 
 def hadamard_bias(key, seed, block=8):
-    """Return the largest bias over all unit queries, and the mean of `‖d‖²`, both computed exactly.
+    """The largest bias over all unit queries, and the mean of `‖d‖²`, both found exactly.
 
-    The estimate is linear in q, and signs off the key's support do not change the codes and average
-    to 0. The bias is therefore ‖E d‖ over all signs on the support.
+    The estimate is linear in q, and signs off the key's support leave the codes alone and average
+    to 0: so this is ‖E d‖ over all signs on the support.
     """
     support = key.nonzero()[:, 0]
     every = torch.tensor(list(itertools.product([1.0, -1.0], repeat=len(support))))
@@ -273,11 +271,8 @@ def sparse_keys(dim, nonzero, count=20):
 
 @pytest.mark.parametrize(("dim", "whole"), sampled([64, 80, 128], [False, True]))
 def test_bias_of_one_hadamard_round_on_sparse_keys_is_bounded(dim, whole, record_property):
-    """It is not 0, unlike that of a Haar rotation.
-
-    The bound is for the worst query, as a fraction of ‖k‖‖q‖, and for the worst of 20 keys
-    (docs/pipeline/transform.md has all figures; `-s` prints them).
-    """
+    """Not 0, as it is for a Haar rotation. For the worst query, as a share of ‖k‖‖q‖, worst of 20
+    keys (docs/pipeline/transform.md has all figures; printed with `-s`)."""
     block = dim if whole else 8
     expected = float(tangents(block, 3, 40_000).mean())
     found = {
@@ -302,8 +297,7 @@ def test_bias_of_one_hadamard_round_on_sparse_keys_is_bounded(dim, whole, record
 
 @pytest.mark.parametrize(("dim", "whole"), sampled([64, 80, 128], [False, True]))
 def test_one_hadamard_round_on_gaussian_keys_is_nearly_haar(dim, whole, record_property):
-    """Bias over 4,096 samples of the signs, minus what so many samples without a bias would
-    show."""
+    """Bias by 4,096 draws of the signs, less what so many draws of no bias would show."""
     block, draws = dim if whole else 8, 4096
     expected = float(tangents(block, 3, 40_000).mean())
     generator = torch.Generator().manual_seed(dim)

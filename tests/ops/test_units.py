@@ -1,4 +1,4 @@
-"""Rows of the best groups equal the same in Python's lists."""
+"""Compare rows of the best units with an implementation in Python lists."""
 
 import pytest
 import torch
@@ -10,15 +10,14 @@ INF = float("inf")
 
 
 def in_words(scores, groups, k):
-    """Return [(id, score)]: groups by score, their rows until there are k, in the protocol's
-    order."""
+    """[(id, score)]: groups by score, their rows until there are k, as the protocol orders them."""
     order = sorted(range(len(groups)), key=lambda s: (-scores[s], s))
     rows = [(i, scores[s]) for s in order if scores[s] > -INF for i in groups[s]][:k]
     return sorted(rows, key=lambda row: (-row[1], row[0])) + [(-1, -INF)] * (k - len(rows))
 
 
 def drawn(seed, tokens=40, count=9):
-    """Return scores, groups (some empty) of shuffled ids, and their members, starts and sizes."""
+    """Scores, groups (some empty) of shuffled ids, and their members, starts and sizes."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randperm(tokens, generator=generator)
     cuts = torch.randint(0, tokens + 1, (count - 1,), generator=generator).sort().values.tolist()

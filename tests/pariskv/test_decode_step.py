@@ -1,4 +1,4 @@
-"""The fused step in plain torch equals ParisKV's search, fetch and attention, one by one."""
+"""Compare the specification of the fused step with ParisKV's single stages."""
 
 from dataclasses import replace
 
@@ -146,7 +146,7 @@ def test_the_list_holds_the_candidates_and_few_more():
 
 @pytest.mark.parametrize("shift", [0, 1])
 def test_a_threshold_too_high_changes_nothing(shift):
-    """The best rows are then found without the list, for the groups in which it fails."""
+    """Then the best are found without the list, for the groups that it fails."""
     layer = Layer.of(Case(q_heads=8, kv_heads=2, head_dim=64, batch=2), 2000, preset="fast")
     prepared, scanned = stages(layer)
     want = rerank(layer.state, prepared, scanned, layer.config)

@@ -1,4 +1,4 @@
-"""The regression of coordinates on signs: the fit, and the improvement of votes."""
+"""The regression of coordinates on signs: its fit, and how votes improve with it."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ D = 64
 
 
 def encoded(keys):
-    """Return rotated directions of keys, their codes, and the levels."""
+    """Rotated directions of keys, their codes, and the levels."""
     levels = codes.levels(D, 3)
     directions, norms = transform.normalize(keys)
     rotated = transform.rotate(directions, transform.rotation(D, 0, "cpu"))
@@ -18,14 +18,14 @@ def encoded(keys):
 
 
 def fitted(own, levels, real=None):
-    """Return the matrix of codes, all of which count unless `real` selects some."""
+    """The matrix of codes, all of which count unless `real` says which."""
     signs, level = own["signs"], codes.lloyd_max(D, 0)[0]
     real = torch.ones(signs.shape[:3], dtype=torch.bool) if real is None else real
     return sign_regression.fit(signs, own["magnitudes"], real, levels, level)
 
 
 def keys_of(rank, count=4096, seed=0):
-    """Return keys near `rank` directions, `[1, 2, count, D]`."""
+    """Keys near `rank` directions, `[1, 2, count, D]`."""
     generator = torch.Generator().manual_seed(seed)
     low = torch.randn(1, 2, count, rank, generator=generator)
     return low @ torch.randn(rank, D, generator=generator) / rank**0.5

@@ -1,4 +1,4 @@
-"""Cases that ranks run together in `test_sharded.py`: each case is called on all of them."""
+"""Cases of `test_sharded.py`; each one runs on all ranks together."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ from tests.support.helpers import (
 from tests.support.sequences import SIZES, Sequence, steps_of
 
 LINE = "sharded:block=8:timeout_s=60"
-"""Index options with 8 tokens per block, so that the contract's 40 tokens are 5 blocks."""
+"""Of 8 tokens a block: the contract's 40 tokens are 5 of them."""
 
 CLOSE = 1e-5
-"""Tolerance of scores: two sums of up to 100 float32 numbers in different order."""
+"""Scores of two sums of up to 100 float32 numbers of like size in another order."""
 
 
 def of(case, index="exact", line=LINE, **options):
@@ -47,7 +47,7 @@ NOT_TOGETHER = {
     "check_a_reorder_that_runs_out_of_memory_changes_nothing": "memory of one rank",
     "check_nbytes_counts_rows_and_grows": "bytes are those of this rank",
 }
-"""Checks of guarantees that hold only in one process."""
+"""Checks of what is promised of one process."""
 
 
 def alone(index):
@@ -72,14 +72,14 @@ OF_ITS_TOKENS = {
     # each rank gives its share of the rows that are drawn
     "check_ties_go_to_the_lower_id": draws,
 }
-"""Checks that hold except for such an index."""
+"""Checks that hold unless an index is like this."""
 
 OF_ALL_RANKS = {"check_attention_where_few_tokens_are_valid": f"{LINE}:rows=best"}
-"""Checks that attention reads a search's rows; by default each rank reads its own `k` rows."""
+"""Checks that attention reads the rows of a search: by default each rank reads its own `k` rows."""
 
 
 def units(index):
-    """Make an index that describes itself as the contract expects of a class on `BaseIndex`."""
+    """An index that says of itself what the contract asks a class on `BaseIndex`."""
 
     class Units(type(index)):
         unit = property(lambda self: self.inner.unit)
@@ -109,7 +109,7 @@ FLAT = Case(q_heads=2, kv_heads=2, batch=2)
 def finds_what_one_process_finds(policy, case):
     one, many = case.index("exact", group=policy), of(case, group=policy)
     tokens, done = case.tokens(103), 0
-    for step, count in enumerate((1, 6, 1, 1, 31, 3, 60)):  # some appends are of one rank alone
+    for step, count in enumerate((1, 6, 1, 1, 31, 3, 60)):  # of which some are of one rank alone
         pads = left_padding([1, 0][: case.batch], 1) if step == 0 else None
         for index in (one, many):
             index.append(*part(tokens, done, done + count), valid=pads)
@@ -134,7 +134,7 @@ def equal_scores_go_to_the_lower_id():
 
 
 def lives_as_one_process_does():
-    """Truncate within a block, reorder, fork, roll back, reset."""
+    """Cut within a block, in another order, forked, rolled back, forgotten."""
     one, many = SHAPE.index("exact"), of(SHAPE)
 
     def same(queries=None, pair=None):
@@ -172,7 +172,7 @@ def lives_as_one_process_does():
 
 
 def codes_are_those_of_one_process():
-    """For an index whose codes depend only on their block, if blocks are complete."""
+    """Of an index whose codes are a function of their block, where blocks are whole ones."""
     case = Case(head_dim=64, value_dim=64)
     many = of(case, "pariskv", "sharded:timeout_s=60")
     one = case.index("pariskv")
@@ -197,7 +197,7 @@ ATTENDING = {
 
 
 def attends_to_all(name, rows, index="exact", **options):
-    """A layer with `k` of all tokens is dense attention, whichever rank has the tokens."""
+    """A layer with `k` of all tokens is dense attention, whichever rank has them."""
     case, pads = ATTENDING[name]
     sequence = Sequence.of(case, 44, pads)
     layer = AttentionLayer(of(case, index, f"{LINE}:rows={rows}", **options), k=1000, **SIZES)
@@ -208,7 +208,7 @@ def attends_to_all(name, rows, index="exact", **options):
 
 
 def attends_to_the_best(k):
-    """With `rows="best"`, the output is that of one process, however few rows."""
+    """`rows="best"`: the output of one process, however few rows."""
     case, pads = ATTENDING["padded"]
     sequence = Sequence.of(case, 60, pads)
     line = f"{LINE}:rows=best"
@@ -226,7 +226,7 @@ def of_one(case):
 
 
 def kernels_attend():
-    """For an inner index that attends itself, also on a rank without tokens."""
+    """An inner index that attends by itself, on a rank that has no token, too."""
     case = Case(q_heads=4, kv_heads=2, head_dim=64, value_dim=64)
     index = of(case, "pariskv:preset=fast", backend="cpu")
     index.append(*case.tokens(20))
@@ -243,7 +243,7 @@ def kernels_attend():
 
 
 def drawn_rows_stand_for_all():
-    """Attention over sampled rows, separate on each rank, is right on average over 60 orders."""
+    """Attention of drawn rows, each rank its own, over 60 orders of the tokens: on average all."""
     case = Case(q_heads=2, kv_heads=1, head_dim=32, value_dim=4)
     keys, values = case.tokens(64)
     generator, queries = torch.Generator().manual_seed(0), case.queries()
@@ -291,7 +291,7 @@ def differing_ranks_are_refused():
     policy = "union" if rank == 1 else "mean_share"
     with pytest.raises(ValueError, match=r"got config = .*union.* on rank 1, allowed is what rank"):
         of(SHAPE, group=policy)
-    of(SHAPE)  # all ranks continue
+    of(SHAPE)  # and all go on
 
 
 def wrong_calls_are_refused_everywhere():
@@ -304,7 +304,7 @@ def wrong_calls_are_refused_everywhere():
     with pytest.raises(ValueError, match=r"coverage: got 0.5"):
         AttentionLayer(of(SHAPE), coverage=0.5)
     bad = SHAPE.tokens(20)[0].clone()
-    bad[1, 1, 17, 3] = float("nan")  # in a block of one rank
+    bad[1, 1, 17, 3] = float("nan")  # of one rank's block
     with pytest.raises(ValueError, match="keys: got nan"):
         index.append(bad, SHAPE.tokens(20)[1])
     assert len(index) == 20
@@ -314,7 +314,7 @@ def wrong_calls_are_refused_everywhere():
 
 
 def of_the_ranks():
-    """Return each separate case, by name."""
+    """Each case of its own, by name."""
     for policy in ("mean_share", "max_share", "mean_query"):
         yield f"finds by {policy}", partial(finds_what_one_process_finds, policy, SHAPE)
     yield "finds for heads alone", partial(finds_what_one_process_finds, "union", FLAT)
@@ -334,7 +334,7 @@ def of_the_ranks():
 
 
 def of_the_contract():
-    """Return every index with every check, in one shape each."""
+    """Every index against every check, in one shape each."""
     checks = [check for check in CHECKS if check.__name__ not in NOT_TOGETHER]
     for i, name in enumerate(kvindex.names()):
         for j, check in enumerate(checks):
@@ -344,14 +344,12 @@ def of_the_contract():
 EVERY = dict(of_the_contract())
 CHECKED = len({name.partition(":")[2] for name in EVERY})
 SAMPLE = 8
-"""The fraction of the contract's cases that 2 ranks run, and 3 ranks another.
-
-Each index meets an eighth of the checks, and each check an eighth of the indexes.
-"""
+"""One in so many cases of the contract is run by 2 ranks, another by 3: each index meets an eighth
+of the checks, and each check an eighth of the indexes."""
 
 
 def cases(ranks, every):
-    """Return the cases for a number of ranks, by name. `every` selects the whole contract."""
+    """The cases for so many ranks, by name; every: the whole of the contract."""
     sampled = {
         name: case
         for place, (name, case) in enumerate(EVERY.items())

@@ -1,4 +1,4 @@
-"""The last rank ends or hangs, and the others report an error (`test_sharded.py`)."""
+"""The last rank ends or hangs, and the other ranks report it (`test_sharded.py`)."""
 
 from __future__ import annotations
 

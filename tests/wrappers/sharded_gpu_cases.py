@@ -1,4 +1,4 @@
-"""Cases that two GPUs of one host run together in `test_sharded.py`, with NCCL."""
+"""Cases of `test_sharded.py` on two GPUs of one host, with NCCL."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ N = 2000
 
 
 def filled(name, rows, **options):
-    """Make an index with rows on both GPUs, 7 resident rows, and their attention."""
+    """An index with its rows on both GPUs, 7 resident rows, and what they come to."""
     device = f"cuda:{dist.get_rank()}"
     torch.cuda.set_device(device)
     sizes = dict(q_heads=8, kv_heads=2, head_dim=128, value_dim=128)
@@ -44,7 +44,7 @@ def attends_to_all(name, rows, **options):
 
 
 def a_step_is_captured(rows):
-    """In a CUDA graph with its collectives, replayed for other queries."""
+    """In a CUDA graph, collectives and all; replayed for other queries."""
     options = dict(backend="cuda", store="host")
     case, index, resident, _ = filled("pariskv:preset=fast", rows, **options)
     index.warm_up(k=100, tokens=N)
@@ -75,7 +75,7 @@ def finds_what_one_gpu_finds():
 
 
 def cases(ranks, every):
-    """Map names to cases."""
+    """By name."""
     kernels = dict(backend="cuda", store="host")
     found = {"finds": finds_what_one_gpu_finds}
     for rows in ("own", "best"):

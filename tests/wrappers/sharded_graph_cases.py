@@ -1,7 +1,7 @@
-"""Steps of sharded tokens in a CUDA graph, on two ranks (`test_sharded.py`).
+"""Decode steps of sharded tokens in a caller's graph, on two ranks (`test_sharded.py`).
 
-On CPUs, kernels are emulated, graphs are recorded functions, and messages use gloo. On GPUs,
-messages use NCCL inside a CUDA graph.
+On CPUs kernels are emulated, a graph is a list of recorded work, and messages use gloo. On GPUs
+messages use NCCL, in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ LINE = f"pariskv+sharded:block={BLOCK}:timeout_s=60"
 
 
 def graphs():
-    """Return the graphs of the device."""
+    """Graphs of the device."""
     return kept(WholeGraph) if device() == "cpu" else nullcontext()
 
 
@@ -38,7 +38,7 @@ def layer_of(line):
 
 
 class Replayed:
-    """A layer whose decode steps are graph replays where possible."""
+    """A layer whose single tokens go by a graph where they can."""
 
     def __init__(self, layer):
         self.layer, self.made, self.replays, self._reads = layer, 0, 0, None
@@ -64,8 +64,7 @@ class Replayed:
 
 
 def fed(layers, sequence, counts):
-    """Return the outputs of layers for a number of tokens at a time, equal on all within
-    rounding."""
+    """What layers give for as many tokens at a time, the same of all within rounding."""
     for count in counts:
         length = len(layers[1])
         parts = [one.to(device()) for one in sequence.parts(length, length + count)]
@@ -76,7 +75,7 @@ def fed(layers, sequence, counts):
 
 
 def a_graphs_tokens_are_those_of_steps_and_of_one_process():
-    """Through updates with blocks of either rank. Rows read are counted for all ranks."""
+    """Through updates, of blocks of either rank; rows read are counted for all ranks."""
     sequence = Sequence.of(CASE, 400)
     with kernels(), graphs():
         replayed = Replayed(layer_of(LINE))
@@ -98,19 +97,19 @@ def a_fork_and_a_cut_go_on_by_themselves():
         replayed = Replayed(layer_of(LINE))
         layers = [replayed, layer_of(LINE)]
         fed(layers, sequence, [PROMPT, *[1] * 9])
-        copies = [Replayed(copy.deepcopy(replayed.layer)), copy.deepcopy(layers[1])]
-        fed(copies, sequence, [1] * 5)
+        twins = [Replayed(copy.deepcopy(replayed.layer)), copy.deepcopy(layers[1])]
+        fed(twins, sequence, [1] * 5)
         fed(layers, sequence, [1] * 5)
         made = replayed.made
         replayed.layer.truncate(66)
         layers[1].truncate(66)
         fed(layers, sequence, [1] * 4)
-        assert copies[0].made
+        assert twins[0].made
         assert made
 
 
 def what_no_graph_holds_is_refused():
-    """With `rows="best"` and ranks without rows, a step runs without a graph on all ranks."""
+    """The best of all, and ranks without rows: a step is op by op, on all ranks alike."""
     sequence = Sequence.of(CASE, 400)
     with kernels(), graphs():
         best, few = layer_of(f"{LINE}:rows=best"), layer_of("pariskv+sharded:block=256")
@@ -128,7 +127,7 @@ def what_no_graph_holds_is_refused():
 
 
 def cases(ranks, every):
-    """Map names to cases."""
+    """By name."""
     return {
         "tokens": a_graphs_tokens_are_those_of_steps_and_of_one_process,
         "forks": a_fork_and_a_cut_go_on_by_themselves,

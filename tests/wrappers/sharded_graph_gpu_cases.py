@@ -1,4 +1,4 @@
-"""Run `sharded_graph_cases` on two GPUs of one host, with NCCL."""
+"""`sharded_graph_cases` on two GPUs of one host, with NCCL."""
 
 from tests.wrappers.sharded_graph_cases import cases
 

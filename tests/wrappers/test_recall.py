@@ -1,4 +1,4 @@
-"""Recall against exact search, counted while an index is in use."""
+"""Recall compared with exact search, measured while an index is in use."""
 
 import pytest
 import torch

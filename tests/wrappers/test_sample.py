@@ -1,4 +1,4 @@
-"""Rows sampled at random: k rows, known probabilities, and right on average."""
+"""Sampled rows: `k` of them, with known probabilities, and unbiased sums."""
 
 import dataclasses
 
@@ -48,7 +48,7 @@ def test_fewer_tokens_than_rows_are_all_taken():
 
 @pytest.mark.parametrize("softcap", [None, 1.0, 30.0])
 def test_slots_without_a_row_have_no_weight(softcap):
-    """With one head per group, whose scores are plain products: a softcap makes `-inf` finite."""
+    """Of one head per group, whose scores are bare products: a softcap makes `-inf` finite."""
     case = Case(q_heads=2, kv_heads=2, softcap=softcap, batch=2)
     index = Sample(case.index("exact"), share=0.5)
     index.append(*case.tokens(50))
@@ -82,7 +82,7 @@ def test_chances_sum_to_what_is_drawn_and_none_exceeds_1(drawn, strength):
 
 
 def test_drawing_follows_the_chances():
-    """Over shifted orders, each row is sampled as often as its probability says, to 1/400."""
+    """Over shifted orders each row is drawn as often as its chance says, to 1/400."""
     chances = torch.tensor([[[0.5, 0.25, 0.75, 0.1, 0.9, 0.5]]]).repeat(1, 1, 1)
     seen = torch.zeros(6)
     for step in range(400):
@@ -145,11 +145,6 @@ def test_scores_that_are_no_shares_are_refused(group):
     Sample(alone.index("exact", group=group))  # a head agrees with itself
 
 
-def test_an_index_without_a_policy_for_groups_is_refused():
-    with pytest.raises(ValueError, match="inner: got one with group=None, allowed is"):
-        Sample(CASE.index("dsa"))
-
-
 def test_a_mass_is_refused():
     with pytest.raises(
         ValueError, match=r"coverage: got 0\.9, allowed is None where rows are sampled"
@@ -177,7 +172,7 @@ def test_rows_of_an_index_of_others_that_have_weights_are_refused(monkeypatch):
 
 
 class Attending(Exact):
-    """Records requests to warm up and to attend."""
+    """Takes note of what it is asked to warm up and to attend to."""
 
     def warm_up(self, *, k, tokens):
         self.warmed = k

@@ -1,4 +1,4 @@
-"""Tokens of one sequence in several processes: hits and attention are those of one process."""
+"""Tokens of one sequence in several processes give the same results as in one process."""
 
 import copy
 
@@ -27,7 +27,7 @@ CASE = Case(q_heads=6, kv_heads=2, batch=2)
 
 
 def agreed(ranks, name, every=False, module=MODULE):
-    """Raise an error if a rank reports that the case failed, or did not get there."""
+    """Raises where a rank says that the case failed, or did not get there."""
     for rank, said in enumerate(processes.results(module, ranks, every)):
         assert name in said, f"rank {rank} ended before: {next(reversed(said.items()), None)}"
         assert said[name] is None, f"rank {rank}: {said[name]}"
@@ -106,11 +106,11 @@ def test_one_process_needs_no_group():
 
 
 def test_what_nobody_attends_to_has_no_weight():
-    """A rank without tokens, whose kernels may return anything, adds nothing."""
+    """A rank without tokens, whose kernels may give anything, adds nothing."""
     index = Sharded(CASE.index("exact"))
     index.append(*CASE.tokens(3))
     queries, empty = CASE.queries(), ResidentRows(CASE.index("exact").geometry, 2, 1)
-    index._shard = Shard(1, 2, 256)  # like the rank without these tokens
+    index._shard = Shard(1, 2, 256)  # as the rank that has none of them
     index.inner.reset()
     attended = index.attend(queries, empty, k=4)
     assert attended.lse.isneginf().all()

@@ -1,7 +1,7 @@
-"""vAttention: best rows and a uniform sample, sums right on average, a size set by ε and δ.
+"""vAttention: best rows and a uniform sample, unbiased sums, and the sample size from ε and δ.
 
-Means are within 6 of their standard errors: by the normal approximation 2e-9 each for a new seed,
-18 of them.
+Means must be within 6 of their standard errors: by the normal approximation, each one fails with
+probability 2e-9 for a new seed; there are 18.
 """
 
 import math
@@ -60,7 +60,7 @@ def test_an_empty_index_gives_nothing():
     ("name", "epsilon"), [("exact", 0.01), ("exact", 0.2), ("pariskv:preset=fast", 0.2)]
 )
 def test_sums_over_the_rows_are_those_over_all_keys_on_average(name, epsilon):
-    """Numerator and denominator of each head; also where ε needs fewer rows than k."""
+    """Numerator and denominator of each head; also where ε asks for fewer rows than k."""
     case = Case(q_heads=3, kv_heads=1, head_dim=16, value_dim=1)
     index = filled(case, name, count=200, epsilon=epsilon, base_rate=0.02)
     keys, values = (part[0, 0].double() for part in case.tokens(200))
@@ -84,7 +84,7 @@ def many(strength=1.5, **options):
 
 
 def drawn(**options):
-    """Return rows of a sample of all, of which 40 are a pilot."""
+    """Rows of a sample of all, of which 40 are a pilot."""
     hits = many(base_rate=0.01, **options).search(ALONE.queries(), k=3000)
     return int((hits.ids >= 0).sum())
 

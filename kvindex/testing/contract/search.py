@@ -57,7 +57,7 @@ def check_ties_go_to_the_lower_id(make: Make, case: Case) -> None:
 
 
 def check_searches_are_deterministic(make: Make, case: Case) -> None:
-    """The same tokens and queries give the same hits, bit by bit."""
+    """Equal tokens and queries lead to equal hits, bit by bit."""
     tokens = case.tokens(N)
     keys = torch.cat([tokens[0][:, :, : N // 2]] * 2, dim=2)  # every key twice
     tokens = case.of_keys(keys, tokens[1])

@@ -1,4 +1,4 @@
-"""A failing step on compiled kernels leaves the layer unchanged, and reports why."""
+"""A decode step on compiled kernels that raises leaves the layer unchanged and names the error."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Append on compiled kernels: the codes of a block equal those of the reference operations."""
+"""Compare compiled encoding with the reference operations: codes of whole blocks."""
 
 import math
 from dataclasses import replace
@@ -16,7 +16,7 @@ from tests.support.helpers import Case, left_padding, part
 CASE = Case(q_heads=6, kv_heads=3, head_dim=64, batch=2)
 
 U = 2.0**-24
-"""Largest relative rounding error of a float32."""
+"""A float32 is rounded by at most this share."""
 
 
 def drawn(*shape, seed=0):
@@ -24,19 +24,19 @@ def drawn(*shape, seed=0):
 
 
 def stages(D):
-    """Return `a` and `p` of `D = p · 2^a`."""
+    """`a` and `p` of `D = p · 2^a`."""
     return (D & -D).bit_length() - 1, D // (D & -D)
 
 
 def tables_of(levels):
-    """Return edges between levels, and levels, in the kernel's format."""
+    """Edges between levels, and levels, as the kernel takes them."""
     edges = (levels[1:] + levels[:-1]) / 2
     none = -len(edges) % AT_ONCE
     return pad(edges, (0, none), value=torch.inf).numpy(), pad(levels, (0, none)).numpy()
 
 
 def columns(index):
-    """Return the codes of an index's full blocks, and of its open block."""
+    """The codes of an index's full blocks, and of its open one."""
     return [dict(part.items()) for part in index._parts()]
 
 
@@ -51,8 +51,7 @@ def assert_same_bytes(mine, theirs):
 
 @pytest.mark.parametrize("D", [8, 24, 56, 64, 80, 128, 256, 1000])
 def test_a_rotation_is_within_what_rounding_allows(D):
-    """There are `a` sums of two, a product with a rounded number, and `p - 1` sums. The reference
-    rounds too."""
+    """`a` sums of two, a product with a rounded number, `p - 1` sums; the reference rounds, too."""
     rotation, lanes = transform.rotation(D, 3), tile.TILE
     directions = transform.normalize(drawn(lanes, D))[0]
     flips, hartley = factors(rotation)
@@ -87,7 +86,7 @@ def test_codes_are_the_reference_ones_given_the_rotated_directions(D, bits):
 
 
 def coded(rotated, norms, levels):
-    """Return a kernel's results for a tile: codes uint64 `[D, L / 8]`, and log weights."""
+    """What the kernel makes of a tile: codes uint64 `[D, L / 8]`, and log weights."""
     lanes, D = rotated.shape
     words, logs = np.empty((D, lanes // 8), np.uint64), np.empty(lanes, np.int32)
     sums = np.empty(lanes)
@@ -119,7 +118,7 @@ SIZES = [
 @pytest.mark.parametrize(("sizes", "options"), SIZES, ids=str)
 @pytest.mark.parametrize("padded", [False, True])
 def test_codes_differ_from_the_ops_where_rounding_lets_them(sizes, options, padded):
-    """Centers are equal. A bit may differ next to an edge, and a weight of equal bits by 1."""
+    """Centers are equal; a bit may differ beside an edge, and a weight of equal bits by 1."""
     case, D = replace(CASE, **sizes), sizes["head_dim"]
     mine, theirs = (case.index("pariskv", backend=name, **options) for name in ("cpu", "torch"))
     keys = case.tokens(300)[0] + 3  # around a center
@@ -148,7 +147,7 @@ def test_codes_differ_from_the_ops_where_rounding_lets_them(sizes, options, padd
 
 
 def reference(index, keys, made):
-    """Return rotated directions of keys float32 `[B, G, N, D]`, minus their centers."""
+    """Rotated directions of keys float32 `[B, G, N, D]`, less their centers."""
     floats = keys.float()
     if "centers" in made:
         spread = made["centers"].repeat_interleave(index.config.center, dim=2)
@@ -203,7 +202,7 @@ def test_a_key_that_is_not_finite_changes_nothing(token, number, dtype):
     assert_same_bytes(columns(index), before)
     valid = torch.ones(2, 600, dtype=torch.bool)
     valid[1, token] = False
-    index.append(keys, tokens[1], valid=valid)  # no check reads the values
+    index.append(keys, tokens[1], valid=valid)  # nobody looks at it
     assert len(index) == 856
 
 

@@ -1,4 +1,4 @@
-"""Kernels that sample candidates and rows equal `kvindex.ops.priority`: integers to the bit."""
+"""Compare kernels that sample candidates and rows with `kvindex.ops.priority`, integers exactly."""
 
 import math
 
@@ -28,8 +28,7 @@ def add_bounds(sizes, number, out):
 
 
 def noises(n, first=0):
-    """Return noise of ids from the first one on, in the kernels' format, and its bounds, int32 `[2,
-    n]`."""
+    """Noise of ids from the first one on, as kernels have it, and its bounds, int32 `[2, n]`."""
     found = np.empty((2, n), np.int32)
     put_noise(np.uint32(SEED), first, *found)
     return torch.from_numpy(found)
@@ -59,7 +58,7 @@ def test_a_bound_is_a_rounded_size_and_the_bound_of_its_noise(spread):
 
 
 def asked(D, heads, looked_up):
-    """Return rounded queries in the kernels' format: planes, tables, totals."""
+    """Rounded queries as kernels take them: planes, tables, totals."""
     integers, W = np.random.default_rng(D).integers(-21, 22, (heads, D)), -(-D // 64)
     planes = np.empty((heads, query.GROUP, 0 if looked_up else W), np.uint64)
     tables = np.empty((heads, W if looked_up else 0, lookup.NIBBLES, 16), np.uint8)
@@ -126,7 +125,7 @@ def test_blocks_of_a_sample_are_the_reference_ones(blocks):
 
 
 def chosen(sizes, valid, limit):
-    """Return the kernel's candidates of keys with sizes int32 `[n]`: ids, noises and `log π`."""
+    """Candidates of keys with sizes int32 `[n]`, by the kernel: ids, noises and `log π`."""
     n, bounds = len(sizes), sizes + noises(len(sizes))[1]
     held = bounds.masked_fill(~valid, int(sign_votes.INVALID)).numpy()
     listed, room = (np.full(n + 2 * select.SAMPLED, -7, np.int32) for _ in range(2))
@@ -171,7 +170,7 @@ def test_without_a_valid_key_there_is_no_candidate():
 @pytest.mark.parametrize("seen", [10**8, -(10**8)])
 def test_a_sample_that_misleads_costs_nothing_but_time(seen):
     sizes = torch.zeros(4 * select.SAMPLED, dtype=torch.int32)
-    sizes[::4] = seen  # the keys that the sample contains
+    sizes[::4] = seen  # what the sample sees
     for limit in (100, select.SAMPLED, 2 * select.SAMPLED):
         assert_reference_candidates(sizes, torch.ones(len(sizes)) > 0, limit)
 
@@ -191,7 +190,7 @@ def test_sizes_of_rows_are_the_reference_ones(heads, softcap):
 @pytest.mark.parametrize("C", [1, 300])
 def test_rows_are_drawn_as_the_reference_draws(C, k):
     sizes, own, chances = normal(C), normal(C, seed=1).abs(), -normal(C, seed=2).abs()
-    own[C // 2 :] -= sizes[C // 2 :]  # equal priorities: the lower ids win
+    own[C // 2 :] -= sizes[C // 2 :]  # of equal priorities the lower ids
     ids, to = 3 * np.arange(C, dtype=np.int32), np.empty(k, np.int64)
     scores, weights = np.empty(k, np.float32), np.empty((2, k), np.float32)
     given = sizes.numpy(), own.numpy(), chances.numpy(), ids

@@ -1,4 +1,7 @@
-"""Each kernel equals the operation of `kvindex.ops` that it compiles: integers to the bit."""
+"""Compare each kernel of a step with sign votes with its reference in `kvindex.ops`.
+
+Integers must be equal.
+"""
 
 import numpy as np
 import pytest
@@ -124,7 +127,7 @@ def test_candidates_are_the_reference_ones(n, spread):
 
 def test_a_sample_that_misleads_costs_nothing_but_time():
     votes = np.zeros(4 * select.SAMPLED, np.int32)
-    votes[::4] = 1000  # the keys that the sample contains
+    votes[::4] = 1000  # what the sample sees
     listed, room = (np.empty(len(votes) + 2 * select.SAMPLED, np.int32) for _ in range(2))
     limit = 2 * select.SAMPLED
     out = np.empty(limit + 1, np.int32)

@@ -1,4 +1,7 @@
-"""Each kernel of tiered votes equals its operation of `kvindex.ops`: integers to the bit."""
+"""Compare each kernel of a step with tiered votes with its reference in `kvindex.ops`.
+
+Integers must be equal.
+"""
 
 import numpy as np
 import pytest
@@ -14,7 +17,7 @@ def drawn(*shape, seed=0):
 
 
 def points_of(words, heads):
-    """Return the bytes of words uint64 `[..., words, X]` of each head, `[heads, ..., X]`."""
+    """Bytes of words uint64 `[..., words, X]` of each head, `[heads, ..., X]`."""
     every = [words[..., h // 8, :] >> np.uint64(h % 8 * 8) & np.uint64(255) for h in range(heads)]
     return torch.from_numpy(np.stack(every).astype(np.int32))
 
