@@ -20,8 +20,8 @@ def find(tokens: Tokens, queries: Queries, k: int) -> Tensor:
     if config.coarse == "none" or int(tokens.counts.max()) <= config.single_stage_below:
         ids: Tensor = select.compact(_all(tokens))
         return ids
-    tiers, limits = config.limits(tokens.counts, k)
-    every = votes(tokens, queries, tiers.to(tokens.geometry.device))
+    tier_bounds, limits = config.limits(tokens.counts, k)
+    every = votes(tokens, queries, tier_bounds.to(tokens.geometry.device))
     if config.candidates_per == "group":
         every = every.amax(2, keepdim=True)
     ids = select.candidates(every, limits, tokens.valid)
@@ -37,15 +37,15 @@ def _all(tokens: Tokens) -> Tensor:
     return flags[:, None].expand(-1, g.kv_heads, -1)
 
 
-def votes(tokens: Tokens, queries: Queries, tiers: Tensor | None = None) -> Tensor:
+def votes(tokens: Tokens, queries: Queries, tier_bounds: Tensor | None = None) -> Tensor:
     """Return the votes of all keys, int32 `[B, G, g, N]`.
 
     Args:
         tokens: Codes of all tokens.
         queries: Rotated queries.
-        tiers: Tier bounds from `ParisKVConfig.limits`, on the device. Only tiered votes need them.
+        tier_bounds: Tier bounds from `ParisKVConfig.limits`, on the device. Only tiered votes need them.
     """
-    own = _table(tokens, queries, tiers), _factors(tokens), _offsets(tokens, queries)
+    own = _table(tokens, queries, tier_bounds), _factors(tokens), _offsets(tokens, queries)
     table, center, vote = own[0], tokens.config.center, tokens.ops.coarse.votes
     every = zip(tokens.parts, *own[1:], strict=True)
     return torch.cat(
@@ -54,11 +54,11 @@ def votes(tokens: Tokens, queries: Queries, tiers: Tensor | None = None) -> Tens
     )
 
 
-def _table(tokens: Tokens, queries: Queries, tiers: Tensor | None) -> Tensor:
+def _table(tokens: Tokens, queries: Queries, tier_bounds: Tensor | None) -> Tensor:
     """Return the points that each centroid gives its keys, for each subspace of the query."""
     coarse, directions = tokens.ops.coarse, queries.voting_directions
     if tokens.config.coarse == "tiered_votes":
-        table: Tensor = coarse.tier_table(directions, tokens.histogram, tiers)
+        table: Tensor = coarse.tier_table(directions, tokens.histogram, tier_bounds)
     else:
         table = coarse.dot_table(directions, tokens.query_max)
     return table

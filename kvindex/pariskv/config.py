@@ -209,5 +209,5 @@ class ParisKVConfig:
             Tier bounds int64 `[B, tiers]` and numbers of candidates int64 `[B]`, both on the CPU.
         """
         sizes: list[int] = counts.tolist()
-        tiers = torch.tensor([self.tier_bounds(n) for n in sizes])
-        return tiers, torch.tensor([self.candidates(n, k) for n in sizes])
+        bounds = torch.tensor([self.tier_bounds(n) for n in sizes])
+        return bounds, torch.tensor([self.candidates(n, k) for n in sizes])

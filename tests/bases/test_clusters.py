@@ -65,8 +65,8 @@ def grown(name, tokens, valid, cuts):
     """Make an index of the tokens, appended in parts that end at `cuts`."""
     index = small(name)
     for start, stop in zip([0, *cuts], cuts, strict=False):
-        piece = None if valid is None else valid[:, start:stop]
-        index.append(*part(tokens, start, stop), valid=piece)
+        chunk = None if valid is None else valid[:, start:stop]
+        index.append(*part(tokens, start, stop), valid=chunk)
     return index
 
 

@@ -13,11 +13,11 @@ def normal(*shape, seed=0):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def indexed(preset, *pieces, **options):
+def indexed(preset, *chunks, **options):
     geometry = dict(q_heads=2, kv_heads=2, head_dim=32)
     index = kvindex.create("pariskv", preset=preset, beta=1.0, **geometry, **options)
-    for piece in pieces:
-        index.append(piece, piece)
+    for chunk in chunks:
+        index.append(chunk, chunk)
     return index
 
 

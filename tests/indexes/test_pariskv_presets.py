@@ -71,7 +71,7 @@ def test_scaling_all_keys_by_a_power_of_two_changes_no_hit(preset, power):
 
 HISTORIES = {
     "one by one": [1] * 700,
-    "pieces": [100, 500, 100],
+    "chunks": [100, 500, 100],
     "blocks": [256, 256, 188],
     "across": [255, 2, 443],
     "cut inside the open block": [650, -40, 90],
@@ -81,8 +81,8 @@ HISTORIES = {
 }
 
 
-def played(index, tokens, pieces, valid=None):
-    for count in pieces:
+def played(index, tokens, chunks, valid=None):
+    for count in chunks:
         start = len(index)
         if count < 0:
             index.truncate(start + count)

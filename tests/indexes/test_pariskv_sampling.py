@@ -31,7 +31,7 @@ def logits(queries):
     return (keys @ queries[0].double()[:, :, None])[..., 0] * CASE.index("exact").geometry.scale
 
 
-def test_sums_over_the_rows_drawn_are_those_of_all_keys_on_average(index, monkeypatch):
+def test_sums_over_sampled_rows_are_those_of_all_keys_on_average(index, monkeypatch):
     """Numerator and denominator of each head; within 6 standard errors (12 means, 2e-9 each)."""
     queries, found = 2 * CASE.queries(), []
     shares, values = logits(queries).softmax(-1), CASE.tokens(TOKENS)[1][0, :, :, 0].double()
@@ -57,7 +57,7 @@ def test_tempered_weights_are_a_power_of_these(index):
     torch.testing.assert_close(own.log_weight, hits.log_weight * (1 - K**-0.5))
 
 
-def test_what_candidates_hold_is_told(index):
+def test_the_coverage_of_candidates_is_estimated(index):
     """As estimates of few bits say it, whose error is some tenth of a nat here."""
     queries = 2 * CASE.queries()
     told = index.candidate_coverage(queries, k=K)
@@ -92,7 +92,7 @@ def test_with_as_many_rows_as_keys_all_are_sure(index):
     assert (hits.log_weight == 0).all()
 
 
-def test_a_step_draws_as_the_one_before_until_tokens_come(index):
+def test_a_step_samples_as_the_one_before_until_tokens_come(index):
     first, again = (index.search(CASE.queries(), k=K) for _ in range(2))
     assert torch.equal(first.ids, again.ids)
     near = CASE.queries() + 0.01 * CASE.queries(1)
@@ -150,7 +150,7 @@ def again(ids):
     return (ids[1:, ..., None] == ids[:-1, :, None]).any(-1).float().mean((1, 2))
 
 
-def test_heads_and_layers_draw_by_themselves(index):
+def test_heads_and_layers_sample_by_themselves(index):
     other = CASE.index("pariskv:preset=sampled")
     other.append(*CASE.tokens(TOKENS, seed=5))
     seeds = torch.cat([seeds_of(index), seeds_of(other)]).flatten()
@@ -170,7 +170,7 @@ def test_heads_and_layers_draw_by_themselves(index):
         ),
     ],
 )
-def test_what_cannot_be_drawn_is_refused(line, words):
+def test_what_cannot_be_sampled_is_refused(line, words):
     with pytest.raises(ValueError, match=words):
         CASE.index(f"pariskv:{line}")
 
@@ -186,13 +186,13 @@ def test_the_best_rows_are_taken_where_a_coverage_is_asked_for(index):
     assert ((mine.ids >= 0).sum(-1) < 400).all()
 
 
-def test_rows_that_are_drawn_are_not_drawn_from():
+def test_sampled_rows_are_not_sampled_again():
     with pytest.raises(ValueError, match="whose rows have weights already"):
         CASE.index("pariskv:preset=sampled+sample")
 
 
 @pytest.mark.parametrize("sampling", ["tempered", "priority"])
-def test_the_attention_that_tempered_rows_stand_for_is_too_little_and_no_less_than_the_bound(
+def test_the_attention_that_tempered_rows_represent_is_too_little_and_no_less_than_the_bound(
     sampling,
 ):
     """Random keys, one head, 16 of 300 rows: the sum of a softmax by the rows that were sampled.

@@ -21,11 +21,11 @@ def made(keys, values, **options):
 def test_it_does_not_matter_how_tokens_came():
     keys, values = CASE.tokens(COUNT)
     whole = made(keys, values)
-    pieces = CASE.index("pariskv", sign_decoder="regression")
+    chunked = CASE.index("pariskv", sign_decoder="regression")
     for start, end in ((0, 1), (1, 900), (900, 1024), (1024, COUNT)):
-        pieces.append(keys[:, :, start:end], values[:, :, start:end])
-        pieces._regressed()
-    assert torch.equal(whole._regressed(), pieces._regressed())
+        chunked.append(keys[:, :, start:end], values[:, :, start:end])
+        chunked._regressed()
+    assert torch.equal(whole._regressed(), chunked._regressed())
     assert not torch.equal(
         whole._regressed(), made(keys[:, :, :900], values[:, :, :900])._regressed()
     )
@@ -50,20 +50,20 @@ def test_nothing_is_fitted_before_somebody_asks(monkeypatch):
 def test_a_copy_that_nobody_asked_keeps_its_own():
     keys, values = CASE.tokens(COUNT)
     index = made(keys, values)
-    twin = deepcopy(index)
+    copied = deepcopy(index)
     index.truncate(100)
     index.append(keys.flip(2)[:, :, 100:], values[:, :, 100:])
-    assert torch.equal(twin._regressed(), made(keys, values)._regressed())
-    assert not torch.equal(twin._regressed(), index._regressed())
+    assert torch.equal(copied._regressed(), made(keys, values)._regressed())
+    assert not torch.equal(copied._regressed(), index._regressed())
 
 
 def test_it_follows_truncation_reordering_views_and_copies():
     keys, values = CASE.tokens(COUNT)
     index = made(keys, values)
     want = index._regressed()
-    twin = deepcopy(index)
-    twin.reorder(torch.tensor([1, 0, 1]))
-    assert torch.equal(twin._regressed(), want[[1, 0, 1]])
+    copied = deepcopy(index)
+    copied.reorder(torch.tensor([1, 0, 1]))
+    assert torch.equal(copied._regressed(), want[[1, 0, 1]])
     index.truncate(1500)
     assert torch.equal(
         index._regressed(), made(keys[:, :, :1024], values[:, :, :1024])._regressed()
@@ -72,7 +72,7 @@ def test_it_follows_truncation_reordering_views_and_copies():
     index.append(others[:, :, 1500:], values[:, :, 1500:])
     mixed = torch.cat([keys[:, :, :1500], others[:, :, 1500:]], dim=2)
     assert torch.equal(index._regressed(), made(mixed, values)._regressed())
-    assert torch.equal(twin._regressed(), want[[1, 0, 1]])
+    assert torch.equal(copied._regressed(), want[[1, 0, 1]])
     one = Case(q_heads=4, kv_heads=2, head_dim=64).index("pariskv", sign_decoder="regression")
     one.append(keys[:1], values[:1])
     assert torch.equal(one.expand_batch(3)._regressed(), want[[0, 0, 0]])

@@ -58,7 +58,7 @@ def assert_close(got, want, dtype=torch.float32):
 
 
 @given(seeds, groups, caps, st.lists(st.integers(0, 12), max_size=5), st.booleans())
-def test_blocks_equal_one_piece_for_any_split(seed, group, softcap, cuts, masked):
+def test_blocks_equal_one_block_for_any_split(seed, group, softcap, cuts, masked):
     queries, keys, values, bias = problem(seed, group)
     bias = bias if masked else None
     blocks = cut(keys, values, bias, cuts)
@@ -135,7 +135,7 @@ def causal_reference(queries, keys, values, scale=0.3):
 
 
 @given(seeds, groups, st.integers(1, 12), dtypes, st.sampled_from(["dense", "by token", "by row"]))
-def test_queries_that_follow_others_attend_as_in_one_piece(seed, group, T, dtype, layout):
+def test_queries_that_follow_others_attend_as_in_one_call(seed, group, T, dtype, layout):
     queries, keys, _, _ = problem(seed, group, T=T, dtype=dtype)
     values = keys.flip(-1)  # equal widths: torch's kernel returns lse
     if layout == "by token":
@@ -235,6 +235,6 @@ def test_a_sinks_logit_is_that_of_a_row_whose_value_is_0():
 
 
 @pytest.mark.parametrize("sink", [0.0, float("-inf"), 300.0])
-def test_a_sink_beside_no_row_at_all_gives_0(sink):
+def test_a_sink_without_any_row_gives_0(sink):
     output, lse = torch.zeros(1, 2, 8), torch.full((1, 2), float("-inf"))
     assert torch.equal(with_sink_logits(output, lse, torch.full((2,), sink)), output)

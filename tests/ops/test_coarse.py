@@ -85,7 +85,7 @@ def test_the_comparison_with_the_literal_reading_can_fail(broken, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("count", "shares", "want"),
+    ("count", "fractions", "want"),
     [
         (100, (0.2, 0.15), 3),  # in binary 3.0000000000000004
         (100, (0.25, 0.3), 8),
@@ -99,8 +99,8 @@ def test_the_comparison_with_the_literal_reading_can_fail(broken, monkeypatch):
         (29_999, (0.2, 0.05), 300),
     ],
 )
-def test_ceil_reads_shares_as_the_decimals_they_are_written_as(count, shares, want):
-    assert coarse.ceil_share(count, *shares) == want
+def test_ceil_reads_fractions_as_the_decimals_they_are_written_as(count, fractions, want):
+    assert coarse.ceil_share(count, *fractions) == want
 
 
 @given(st.integers(0, 10**9), st.integers(1, 1000), st.integers(1, 1000))
@@ -219,8 +219,8 @@ def test_the_comparison_of_dots_can_fail(broken, monkeypatch):
         if broken == "scale of a subspace":
             parts = [right(part, largest) for part in queries.split(8, -1)]
             return torch.cat(parts, dim=-2)
-        share = queries.abs().amax(-1) / queries.abs().amax((-2, -1))[..., None]
-        table = right(queries, largest).double() * share[..., None, None]  # "scale of a group"
+        fraction = queries.abs().amax(-1) / queries.abs().amax((-2, -1))[..., None]
+        table = right(queries, largest).double() * fraction[..., None, None]  # "scale of a group"
         return table.round().to(torch.int16)
 
     monkeypatch.setattr(coarse, "dot_table", wrong)
@@ -270,7 +270,7 @@ def test_a_sum_over_subspaces_is_one_inner_product_of_signs_and_integers(seed):
 
 
 @pytest.mark.parametrize("subspaces", [1, 8, 16, 32])
-def test_two_heads_share_a_word(subspaces):
+def test_two_heads_are_in_one_word(subspaces):
     """Sums stay within 16 bits up to D = 256, at the largest coordinates."""
     queries = torch.ones(1, 1, 2, 8 * subspaces)
     signs = torch.tensor([255, 0], dtype=torch.uint8).view(1, 1, 2, 1).expand(1, 1, 2, subspaces)

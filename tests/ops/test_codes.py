@@ -196,7 +196,7 @@ def assert_as_the_spec_says(rotated, norms, got, levels, block):
 @pytest.mark.parametrize(
     ("dim", "block"), [(24, 8), (24, 24), (80, 16), (80, 40), (80, 80), (128, 128)]
 )
-def test_a_block_shares_a_weight_and_takes_the_nearest_levels(dim, block, seed, count):
+def test_a_block_has_one_weight_and_the_nearest_levels(dim, block, seed, count):
     levels = codes.levels(block, count)
     rotated, norms = directions(seed, 3, dim), torch.tensor([0.5, 1.0, 3.0])
     got = codes.encode(rotated, norms, levels, block=block)
@@ -204,7 +204,7 @@ def test_a_block_shares_a_weight_and_takes_the_nearest_levels(dim, block, seed, 
 
 
 @given(seeds)
-def test_a_block_is_a_subspace_unless_told(seed):
+def test_a_block_is_a_subspace_by_default(seed):
     rotated, norms, want = encoded(seed)
     got = codes.encode(rotated, norms, LEVELS, block=codes.SUBSPACE)
     assert all(torch.equal(got[name], want[name]) for name in want)

@@ -22,7 +22,7 @@ def spread(case, count=COUNT, strength=3.0):
     return keys * strength, values, case.queries()
 
 
-def true_shares(case, keys, queries, valid=None):
+def true_weights(case, keys, queries, valid=None):
     """Softmax over all tokens for each query head, float64 `[B, H, N]`."""
     g = case.index("exact").geometry
     logits = queries.double()[:, :, None] @ keys.double().repeat_interleave(g.group_size, 1).mT
@@ -34,16 +34,16 @@ def true_shares(case, keys, queries, valid=None):
     return logits.softmax(-1)
 
 
-def held(case, hits, shares):
+def held(case, hits, weights):
     """The share that each query head truly finds, `[B, H]`."""
     ids = hits.ids.repeat_interleave(case.q_heads // case.kv_heads, 1)
-    return shares.gather(-1, ids.clamp_min(0)).masked_fill(ids < 0, 0).sum(-1)
+    return weights.gather(-1, ids.clamp_min(0)).masked_fill(ids < 0, 0).sum(-1)
 
 
 @pytest.mark.parametrize("softcap", [None, 4.0])
 @pytest.mark.parametrize("coverage", [0.3, 0.8, 0.99])
 @pytest.mark.parametrize("group", ["mean_share", "max_share", "union"])
-def test_exact_holds_the_share_with_the_fewest_rows_of_its_order(coverage, group, softcap):
+def test_exact_reaches_the_coverage_with_the_fewest_rows_of_its_order(coverage, group, softcap):
     case = Case(q_heads=6, kv_heads=2, head_dim=64, batch=2, softcap=softcap)
     keys, values, queries = spread(case)
     valid = left_padding([0, 700], COUNT)
@@ -51,25 +51,25 @@ def test_exact_holds_the_share_with_the_fewest_rows_of_its_order(coverage, group
     index.append(keys, values, valid=valid)
     hits = index.search(queries, k=COUNT, coverage=coverage)
     assert_well_formed(hits, index, 2, COUNT)
-    shares = true_shares(case, keys, queries, valid)
-    found = held(case, hits, shares)
+    weights = true_weights(case, keys, queries, valid)
+    found = held(case, hits, weights)
     torch.testing.assert_close(hits.coverage.double(), found, rtol=1e-4, atol=1e-5)
     assert (found > coverage - 1e-5).all()
     used = (hits.ids >= 0).sum(-1)
     assert (used < COUNT - 700).any()
     # without the last row some head of the group falls short
     last = hits.ids.scatter(-1, used[..., None] - 1, -1)
-    shorter = held(case, type(hits)(last, hits.scores), shares).reshape(2, 2, 3)
+    shorter = held(case, type(hits)(last, hits.scores), weights).reshape(2, 2, 3)
     assert (shorter < coverage + 1e-5).any(-1).all()
 
 
-def test_no_more_rows_than_k_and_the_share_says_that_it_is_not_reached():
+def test_no_more_rows_than_k_and_the_coverage_reports_that_it_is_not_reached():
     keys, values, queries = spread(CASE)
     index = CASE.index("exact")
     index.append(keys, values)
     hits = index.search(queries, k=10, coverage=0.99)
     assert (hits.ids >= 0).all()
-    found = held(CASE, hits, true_shares(CASE, keys, queries))
+    found = held(CASE, hits, true_weights(CASE, keys, queries))
     torch.testing.assert_close(hits.coverage.double(), found, rtol=1e-4, atol=1e-5)
     assert (hits.coverage < 0.99).any()
     assert torch.equal(hits.ids, index.search(queries, k=10).ids)
@@ -87,7 +87,7 @@ def test_pariskv_believes_what_is_nearly_true(preset, coverage):
     index.append(keys, values)
     hits = index.search(queries, k=500, coverage=coverage)
     assert_well_formed(hits, index, 2, 500)
-    found = held(CASE, hits, true_shares(CASE, keys, queries))
+    found = held(CASE, hits, true_weights(CASE, keys, queries))
     gap = (hits.coverage.double() - found).abs()
     # random keys of norm 24 are a hard case: docs/indexes/pariskv.md has a real model
     assert gap.mean() < 0.05
@@ -107,7 +107,7 @@ def test_only_exact_search_promises_what_was_asked_for(spec):
         index = CASE.index(name)
         index.append(keys, values)
         hits = index.search(queries, k=COUNT, coverage=0.5)
-        met.append(held(CASE, hits, true_shares(CASE, keys, queries)) >= 0.5 - 1e-6)
+        met.append(held(CASE, hits, true_weights(CASE, keys, queries)) >= 0.5 - 1e-6)
     assert met[0].all()
     assert not met[1].all()
 
@@ -175,7 +175,7 @@ def test_an_empty_index_holds_all_of_nothing():
 
 
 @pytest.mark.parametrize("name", ["exact", "pariskv:preset=fast"])
-def test_what_cannot_be_told_is_refused(name):
+def test_coverage_that_cannot_be_estimated_is_refused(name):
     index = CASE.index(name, group="mean_query")
     index.append(*CASE.tokens(20))
     with pytest.raises(ValueError, match="coverage: got one with group='mean_query'"):
@@ -200,7 +200,7 @@ def test_an_index_that_cannot_tell_says_so():
         index.search(CASE.queries(), k=5, coverage=0.9)
 
 
-def test_without_a_mass_none_is_told():
+def test_without_a_coverage_none_is_reported():
     index = CASE.index("pariskv")
     index.append(*CASE.tokens(20))
     assert index.search(CASE.queries(), k=5).coverage is None

@@ -24,7 +24,7 @@ def estimates(seed, heads, count=12, missing=3):
     return values
 
 
-def shares(row, scale, softcap):
+def weights(row, scale, softcap):
     """softmax of one head's logits over the rows that are candidates."""
     logits = [scale * x for x in row]
     if softcap is not None:
@@ -36,7 +36,7 @@ def shares(row, scale, softcap):
 
 def slow_score(table, policy, scale, softcap):
     """Log of the group's share of each row; table: one list of estimates per head."""
-    per_head = [shares(row, scale, softcap) for row in table]
+    per_head = [weights(row, scale, softcap) for row in table]
     rows = zip(*per_head, strict=True)
     if policy == "max_share":
         return [math.log(max(row)) for row in rows]
@@ -67,11 +67,11 @@ def assert_shares(values, policy, scale, softcap):
 
 @pytest.mark.parametrize("policy", ["max_share", "mean_share"])
 @given(seed=seeds, heads=heads, softcap=caps)
-def test_shares_are_those_of_the_candidates_alone(policy, seed, heads, softcap):
+def test_weights_are_those_of_the_candidates_only(policy, seed, heads, softcap):
     assert_shares(estimates(seed, heads), policy, 0.7, softcap)
 
 
-def test_the_comparison_of_shares_can_fail():
+def test_the_comparison_of_weights_can_fail():
     with pytest.raises(AssertionError):
         assert_shares(estimates(0, 3) * torch.tensor([1.0, 1.1, 1.0])[:, None], "union", 1, None)
 
@@ -104,7 +104,7 @@ def test_a_group_of_one_ranks_by_the_estimates(policy, seed, softcap):
 
 
 @given(seeds, heads)
-def test_shares_of_different_heads_do_not_depend_on_their_offsets(seed, heads):
+def test_weights_of_different_heads_do_not_depend_on_their_offsets(seed, heads):
     """Raw scores of different heads are never compared."""
     values = estimates(seed, heads)
     moved = values + torch.arange(heads)[:, None] * 10.0
@@ -114,7 +114,7 @@ def test_shares_of_different_heads_do_not_depend_on_their_offsets(seed, heads):
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
 
 
-def test_small_shares_keep_their_order():
+def test_small_weights_keep_their_order():
     values = torch.tensor([[[[0.0, -500.0, -400.0], [0.0, -501.0, -401.0]]]])
     for policy in ("mean_share", "max_share"):
         got = group.agree(values, policy, scale=1.0, softcap=None)

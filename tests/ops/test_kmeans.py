@@ -151,7 +151,7 @@ def test_the_same_from_run_to_run_on_a_gpu():
 
 
 @pytest.mark.parametrize("spherical", [False, True])
-def test_rows_may_be_clustered_in_pieces(monkeypatch, spherical):
+def test_rows_may_be_clustered_in_chunks(monkeypatch, spherical):
     given = points(5, 60, 4)
     whole = kmeans(given, 7, spherical=spherical)
     labels = assign(given, whole)[0]
@@ -163,7 +163,7 @@ def test_rows_may_be_clustered_in_pieces(monkeypatch, spherical):
 
 
 @pytest.mark.parametrize(("clusters", "iterations"), [(1, 0), (5, 3), (40, 2)])
-def test_each_pass_is_told_and_their_number_is_bounded(clusters, iterations):
+def test_each_pass_is_reported_and_their_number_is_bounded(clusters, iterations):
     told = []
     given = points(2, 60, 4)
     found = kmeans(given, clusters, iterations=iterations, on_pass=lambda *of: told.append(of))
@@ -172,7 +172,7 @@ def test_each_pass_is_told_and_their_number_is_bounded(clusters, iterations):
     assert torch.equal(found, kmeans(given, clusters, iterations=iterations))
 
 
-def test_rows_that_are_clustered_in_pieces_are_counted_together(monkeypatch):
+def test_rows_that_are_clustered_in_chunks_are_counted_together(monkeypatch):
     monkeypatch.setattr(module, "CHUNK", 60 * 4)  # one row at a time
     told = []
     kmeans(points(3, 60, 4), 2, iterations=1, on_pass=lambda *of: told.append(of))

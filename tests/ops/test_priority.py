@@ -52,12 +52,12 @@ def assert_unbiased(found, true):
     assert abs(found.mean() - true) <= 6 * error + 1e-9 * abs(true)
 
 
-def assert_tells_its_variance(drawn, values):
-    squares = (sums(*drawn, values) - values.double().sum()).square()
-    assert_unbiased(variances(*drawn, values) - squares, 0.0)
+def assert_estimates_its_variance(sampled, values):
+    squares = (sums(*sampled, values) - values.double().sum()).square()
+    assert_unbiased(variances(*sampled, values) - squares, 0.0)
 
 
-def drawn_twice(coarse, fine, noises, candidates, k):
+def sampled_twice(coarse, fine, noises, candidates, k):
     """Rows `[SEEDS, k]` and their `log π`; the candidates that they are drawn from, and theirs."""
     _, found, chances = priority.sample(coarse.expand(SEEDS, -1), noises, candidates)
     _, at, last = priority.sample(fine[found], noises.gather(1, found), k)
@@ -76,17 +76,17 @@ def test_noise_is_the_logarithm_of_uniform_numbers_whatever_the_order():
 
 
 @pytest.mark.parametrize("k", [2, 8, 30])
-def test_sums_over_drawn_rows_are_right_on_average(k, noises):
+def test_sums_over_sampled_rows_are_unbiased(k, noises):
     own = sizes(0)
-    _, *drawn = priority.sample(own.expand(SEEDS, -1), noises, k)
+    _, *sampled = priority.sample(own.expand(SEEDS, -1), noises, k)
     for seed in range(3):
         values = sizes(seed).exp() * torch.randn(
             ROWS, generator=torch.Generator().manual_seed(9 + seed)
         )
-        assert_unbiased(sums(*drawn, values), values.double().sum())
+        assert_unbiased(sums(*sampled, values), values.double().sum())
 
 
-def test_rows_of_a_draw_are_not_correlated_and_their_variance_is_bounded(noises):
+def test_rows_of_a_sample_are_not_correlated_and_their_variance_is_bounded(noises):
     """Σ Var(ŵ) is the variance of the sum, and at most W² / (k - 1) (Szegedy, 2006)."""
     own, k = sizes(1), 12
     _, positions, log_chances = priority.sample(own.expand(SEEDS, -1), noises, k)
@@ -98,27 +98,27 @@ def test_rows_of_a_draw_are_not_correlated_and_their_variance_is_bounded(noises)
 
 
 @pytest.mark.parametrize("k", [6, 12, 30])
-def test_a_draw_tells_the_variance_of_its_sums(k, noises):
+def test_a_sample_estimates_the_variance_of_its_sums(k, noises):
     own = sizes(1)
-    _, *drawn = priority.sample(own.expand(SEEDS, -1), noises, k)
+    _, *sampled = priority.sample(own.expand(SEEDS, -1), noises, k)
     signs = torch.randn(ROWS, generator=torch.Generator().manual_seed(9))
     for values in (own.exp(), own.exp() * signs):
-        assert_tells_its_variance(drawn, values)
-    threshold = (own[drawn[0]] - drawn[1]).double().exp()  # τ, or the size where it is above
-    w = own.double().exp()[drawn[0]]
+        assert_estimates_its_variance(sampled, values)
+    threshold = (own[sampled[0]] - sampled[1]).double().exp()  # τ, or the size where it is above
+    w = own.double().exp()[sampled[0]]
     theirs = (threshold * (threshold - w)).sum(-1)
-    torch.testing.assert_close(variances(*drawn, own.exp()), theirs, rtol=1e-4, atol=1e-3)
+    torch.testing.assert_close(variances(*sampled, own.exp()), theirs, rtol=1e-4, atol=1e-3)
 
 
 @pytest.mark.parametrize("error", [0.0, 0.7])
-def test_a_draw_among_drawn_candidates_is_right_on_average(error, noises):
+def test_a_sample_among_sampled_candidates_is_unbiased(error, noises):
     """Candidates by sizes that are off, rows by others: `π` is the smaller of both chances."""
-    drawn, _ = drawn_twice(sizes(2), sizes(2) + error * sizes(3, 1.0), noises, 24, 8)
+    sampled, _ = sampled_twice(sizes(2), sizes(2) + error * sizes(3, 1.0), noises, 24, 8)
     for seed in range(3):
         values = torch.randn(ROWS, generator=torch.Generator().manual_seed(20 + seed))
         values = values * sizes(2).exp()
-        assert_unbiased(sums(*drawn, values), values.double().sum())
-        assert_tells_its_variance(drawn, values)
+        assert_unbiased(sums(*sampled, values), values.double().sum())
+        assert_estimates_its_variance(sampled, values)
 
 
 def test_candidates_tell_what_they_leave_out(noises):
@@ -126,7 +126,7 @@ def test_candidates_tell_what_they_leave_out(noises):
     the rows drawn, in place of candidates, too.
     """
     own = sizes(2) + sizes(3, 0.7)
-    rows, candidates = drawn_twice(sizes(2), own, noises, 16, 8)
+    rows, candidates = sampled_twice(sizes(2), own, noises, 16, 8)
     w = own.double().exp()
     inside = torch.zeros(SEEDS, ROWS, dtype=torch.float64).scatter_(1, candidates[0], 1.0) @ w
     outside = w.sum() - inside
@@ -135,7 +135,7 @@ def test_candidates_tell_what_they_leave_out(noises):
     assert_unbiased(sums(*rows, w) - inside - outside, 0.0)
 
 
-def test_a_ratios_bias_is_bounded_and_falls_as_the_number_drawn_grows(noises):
+def test_a_ratios_bias_is_bounded_and_falls_as_the_sample_grows(noises):
     """At least as 1 / k, and by Hartley and Ross (1954) within the ratio's standard deviation times
     that of the denominator, which is below 1 / √(k - 1) of it (Szegedy, 2006).
     """
@@ -143,9 +143,9 @@ def test_a_ratios_bias_is_bounded_and_falls_as_the_number_drawn_grows(noises):
     weights = (own + 0.7 * off).exp()
     true, found = (weights.double() * off).sum() / weights.double().sum(), {}
     for k in (4, 8, 16, 32):
-        _, *drawn = priority.sample(own.expand(SEEDS, -1), noises, k)
-        total = sums(*drawn, weights)
-        ratio = sums(*drawn, weights * off) / total - true
+        _, *sampled = priority.sample(own.expand(SEEDS, -1), noises, k)
+        total = sums(*sampled, weights)
+        ratio = sums(*sampled, weights * off) / total - true
         error = 6 * ratio.std() / math.sqrt(SEEDS)
         found[k] = ratio.mean().abs(), error
         assert found[k][0] <= ratio.std() * total.std() / weights.double().sum() + error
@@ -167,14 +167,16 @@ def test_few_rows_are_all_sure_and_none_stays_none(noises):
 
 def test_the_size_of_a_group_is_least_in_variance():
     """Of chances in proportion to some size, Σ p² / π over rows and heads is least for this one."""
-    shares = torch.randn(1, 1, 3, ROWS, generator=torch.Generator().manual_seed(6)).log_softmax(-1)
+    heads_weights = torch.randn(
+        1, 1, 3, ROWS, generator=torch.Generator().manual_seed(6)
+    ).log_softmax(-1)
     ways = {
-        "rms": priority.root_mean_square(shares)[0, 0].exp(),
-        "mean": shares.exp().mean(2)[0, 0],
-        "max": shares.exp().amax(2)[0, 0],
+        "rms": priority.root_mean_square(heads_weights)[0, 0].exp(),
+        "mean": heads_weights.exp().mean(2)[0, 0],
+        "max": heads_weights.exp().amax(2)[0, 0],
     }
     spread = {
-        name: (shares[0, 0].exp().square() / (size / size.sum())).sum()
+        name: (heads_weights[0, 0].exp().square() / (size / size.sum())).sum()
         for name, size in ways.items()
     }
     assert min(spread, key=spread.get) == "rms"
@@ -182,9 +184,9 @@ def test_the_size_of_a_group_is_least_in_variance():
 
 def test_the_size_of_a_group_is_the_root_of_the_mean_square():
     """The root itself, not only a multiple of it: heads that agree keep their common weight."""
-    shares = torch.tensor([[0.25, 0.5], [0.75, 0.5]])
-    found = priority.root_mean_square(shares.log()[None, None])[0, 0].exp()
-    torch.testing.assert_close(found, shares.square().mean(0).sqrt())
+    heads_weights = torch.tensor([[0.25, 0.5], [0.75, 0.5]])
+    found = priority.root_mean_square(heads_weights.log()[None, None])[0, 0].exp()
+    torch.testing.assert_close(found, heads_weights.square().mean(0).sqrt())
 
 
 def test_noise_is_a_logarithm_in_integers():
@@ -200,14 +202,14 @@ def test_candidates_that_reach_a_threshold_are_right_on_average(limit, noises):
     """Integers, and a threshold that is rounded down: chances are exact all the same."""
     own = (sizes(7) / priority.NATS).round().long()
     seeds = torch.arange(4000)[:, None] * 12_345_677
-    drawn = own + priority.noise(torch.arange(ROWS), seeds)
-    limits = torch.full((len(drawn),), limit)
-    thresholds, least = priority.thresholds(drawn[:, None], limits)[:, 0].split(1, dim=1)
+    sampled = own + priority.noise(torch.arange(ROWS), seeds)
+    limits = torch.full((len(sampled),), limit)
+    thresholds, least = priority.thresholds(sampled[:, None], limits)[:, 0].split(1, dim=1)
     assert (thresholds % priority.STEP == 0).all()
-    chosen = drawn >= least
+    chosen = sampled >= least
     assert (chosen.sum(1) >= limit).all()
     assert ((chosen.sum(1) == limit) | (least == thresholds)[:, 0]).all()
-    weights = (-priority.log_chances(own.expand_as(drawn), thresholds)).exp().double() * chosen
+    weights = (-priority.log_chances(own.expand_as(sampled), thresholds)).exp().double() * chosen
     for seed in range(3):
         values = torch.randn(ROWS, generator=torch.Generator().manual_seed(40 + seed))
         values = (values * sizes(7).exp()).double()
@@ -215,8 +217,8 @@ def test_candidates_that_reach_a_threshold_are_right_on_average(limit, noises):
 
 
 def test_all_keys_are_candidates_where_there_are_no_more():
-    drawn = torch.tensor([5, 700_000, priority.LEAST, -3], dtype=torch.int32)
-    limits, same = torch.tensor([3, 1, 2, 9]), drawn.expand(4, 1, 4)
+    sampled = torch.tensor([5, 700_000, priority.LEAST, -3], dtype=torch.int32)
+    limits, same = torch.tensor([3, 1, 2, 9]), sampled.expand(4, 1, 4)
     every = [priority.LEAST, priority.LEAST + 1]
     want = [every, [0, priority.STEP], [-priority.STEP, 0], every]
     assert priority.thresholds(same, limits)[:, 0].tolist() == want

@@ -68,15 +68,15 @@ def assert_candidates(got, votes, limits, valid):
             assert got[b, h].tolist() == want + [-1] * (got.shape[-1] - len(want))
 
 
-def padded_votes(seed, heads, least, most, share=2):
-    """Return votes `[2, 2, heads, 20]` from `least` to below `most`, limits and valid keys."""
+def padded_votes(seed, heads, least, most, divisor=2):
+    """Votes `[2, 2, heads, 20]` from `least` to below `most`, limits and valid keys."""
     generator = torch.Generator().manual_seed(seed)
     votes = torch.randint(least, most, (2, 2, heads, 20), generator=generator).int()
     valid = torch.rand(2, 20, generator=generator) > 0.3
-    return votes, [int(row.sum()) // share for row in valid], valid
+    return votes, [int(row.sum()) // divisor for row in valid], valid
 
 
-LEAST = -256 * 127 * 32767 - 2**30  # least sign product at D = 256 (test_coarse.py)
+LEAST = -256 * 127 * 32767 - 2**30  # of signed dots at D = 256 (tests/ops/test_coarse.py)
 
 
 @given(
@@ -85,15 +85,15 @@ LEAST = -256 * 127 * 32767 - 2**30  # least sign product at D = 256 (test_coarse
     st.sampled_from([(0, 1), (0, 4), (-3, 4), (-9, -6), (LEAST, -LEAST), (LEAST, LEAST + 3)]),
     st.sampled_from([1, 2]),
 )
-def test_candidates_are_each_heads_best_by_votes_then_id(seed, heads, between, share):
-    votes, limits, valid = padded_votes(seed, heads, *between, share)
+def test_candidates_are_each_heads_best_by_votes_then_id(seed, heads, between, divisor):
+    votes, limits, valid = padded_votes(seed, heads, *between, divisor)
     got = candidates(votes, torch.tensor(limits), valid)
     assert_candidates(got, votes, limits, valid)
 
 
 @pytest.mark.parametrize("padding", [-1, 0])
 def test_padding_that_beats_negative_votes_is_noticed(padding):
-    """Signed votes can be negative, and padding must be below all of them."""
+    """Signed dots have keys below 0: padding must be below all of them."""
     votes, limits, valid = padded_votes(0, 2, -9, -6, 1)
     right = candidates(votes, torch.tensor(limits), valid)
     assert_candidates(right, votes, limits, valid)

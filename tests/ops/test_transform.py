@@ -50,7 +50,7 @@ def test_inner_products_and_norms_are_preserved(dim, seed, data):
 
 
 @given(dims, seeds)
-def test_the_same_seed_gives_the_same_matrix_whatever_was_drawn_before(dim, seed):
+def test_the_same_seed_gives_the_same_matrix_whatever_was_generated_before(dim, seed):
     first = rotation(dim, seed)
     torch.randn(3)
     assert torch.equal(first, rotation(dim, seed))

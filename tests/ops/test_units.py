@@ -16,7 +16,7 @@ def in_words(scores, groups, k):
     return sorted(rows, key=lambda row: (-row[1], row[0])) + [(-1, -INF)] * (k - len(rows))
 
 
-def drawn(seed, tokens=40, count=9):
+def random_units(seed, tokens=40, count=9):
     """Scores, groups (some empty) of shuffled ids, and their members, starts and sizes."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randperm(tokens, generator=generator)
@@ -31,7 +31,7 @@ def drawn(seed, tokens=40, count=9):
 
 @pytest.mark.parametrize("k", [1, 7, 40, 50])
 def test_rows_of_the_best_groups(k):
-    batch = [drawn(seed) for seed in range(6)]
+    batch = [random_units(seed) for seed in range(6)]
     stack = [torch.stack([row[i] for row in batch]).view(3, 2, -1) for i in (0, 2, 3, 4)]
     scores, members, starts, stops = stack
     hits = unit_rows.best_rows(scores, starts.int(), (stops - starts).int(), members.int(), k)

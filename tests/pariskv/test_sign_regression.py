@@ -39,8 +39,8 @@ def test_keys_of_all_directions_give_the_identity():
     assert error.square().mean().sqrt() < 0.02
 
 
-@pytest.mark.parametrize(("rank", "share"), [(4, 0.5), (16, 0.75)])
-def test_of_keys_near_few_directions_votes_know_more(rank, share):
+@pytest.mark.parametrize(("rank", "ratio"), [(4, 0.5), (16, 0.75)])
+def test_of_keys_near_few_directions_votes_know_more(rank, ratio):
     _, own, levels = encoded(keys_of(rank))
     matrix = fitted(own, levels)
     others, theirs, _ = encoded(
@@ -54,7 +54,7 @@ def test_of_keys_near_few_directions_votes_know_more(rank, share):
         left = asked @ signs.mT * level - exact
         return left.square().mean().sqrt()
 
-    assert error(sign_regression.voting(queries, matrix)) < share * error(queries)
+    assert error(sign_regression.voting(queries, matrix)) < ratio * error(queries)
 
 
 def test_keys_that_do_not_count_change_nothing():

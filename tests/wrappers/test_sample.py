@@ -66,7 +66,7 @@ def test_an_empty_index_gives_nothing():
 
 @pytest.mark.parametrize("drawn", [1, 7, 30])
 @pytest.mark.parametrize("strength", [0.1, 1.0, 6.0])
-def test_chances_sum_to_what_is_drawn_and_none_exceeds_1(drawn, strength):
+def test_chances_sum_to_the_sample_size_and_none_exceeds_1(drawn, strength):
     generator = torch.Generator().manual_seed(0)
     logits = (strength * torch.randn(2, 3, 100, generator=generator)).sort(-1, True).values
     logits[0, 0, 60:] = float("-inf")
@@ -81,7 +81,7 @@ def test_chances_sum_to_what_is_drawn_and_none_exceeds_1(drawn, strength):
     assert ratio.numel() == 0 or (ratio.max() - ratio.min()) < 1e-3, "in proportion to exp"
 
 
-def test_drawing_follows_the_chances():
+def test_sampling_follows_the_chances():
     """Over shifted orders each row is drawn as often as its chance says, to 1/400."""
     chances = torch.tensor([[[0.5, 0.25, 0.75, 0.1, 0.9, 0.5]]]).repeat(1, 1, 1)
     seen = torch.zeros(6)
@@ -138,7 +138,7 @@ def test_sizes_out_of_range_are_refused(options, match):
 
 
 @pytest.mark.parametrize("group", ["union", "mean_query"])
-def test_scores_that_are_no_shares_are_refused(group):
+def test_scores_that_are_no_weights_are_refused(group):
     with pytest.raises(ValueError, match=f"inner: got one with group='{group}'"):
         Sample(CASE.index("exact", group=group))
     alone = dataclasses.replace(CASE, q_heads=2)
@@ -153,7 +153,7 @@ def test_a_mass_is_refused():
 
 
 @pytest.mark.parametrize("name", ["magicpig", "retroinfer"])
-def test_rows_that_stand_for_others_already_are_refused(name):
+def test_rows_that_have_weights_already_are_refused(name):
     for spec in (f"{name}+sample", f"{name}+reuse+sample"):
         with pytest.raises(ValueError, match=r"inner: got .*, whose rows have weights already"):
             Case(head_dim=64).index(spec)
@@ -185,7 +185,7 @@ class Attending(Exact):
 
 
 @pytest.mark.parametrize("between", [lambda index: index, Wrapper], ids=["bare", "wrapped"])
-def test_warming_up_draws_rows_once_whatever_is_between(between):
+def test_warming_up_samples_rows_once_whatever_is_between(between):
     inner = Attending(q_heads=6, kv_heads=2, head_dim=32)
     index = Sample(between(inner), pool=4)
     index.append(*CASE.tokens(50))

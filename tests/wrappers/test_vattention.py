@@ -27,7 +27,7 @@ def filled(case=CASE, name="exact", count=COUNT, strength=1.0, **options):
 
 @pytest.mark.parametrize("name", ["exact", "pariskv:preset=fast", "pariskv:preset=paper:beta=1"])
 @pytest.mark.parametrize("share", [0.1, 0.5, 1.0])
-def test_the_best_rows_are_sure_and_the_others_stand_for_as_many_each(name, share):
+def test_the_best_rows_are_sure_and_the_others_have_equal_weights(name, share):
     index = filled(name=name, share=share)
     hits = index.search(CASE.queries(), k=40)
     assert_well_formed(hits, index, 2, 40)
@@ -117,7 +117,7 @@ def test_the_denominator_is_within_epsilon_but_for_delta():
     assert off <= 1.5 * delta * 300
 
 
-def test_padding_and_a_batch_move_no_draw():
+def test_padding_and_a_batch_change_no_sample():
     padded, alone = (VAttention(CASE.index("exact")) for _ in range(2))
     keys, values = CASE.tokens(COUNT)
     padded.append(keys, values, valid=left_padding([0, 7], COUNT))
@@ -128,7 +128,7 @@ def test_padding_and_a_batch_move_no_draw():
     assert torch.equal(got.log_weight[1:], want.log_weight)
 
 
-def test_rows_are_drawn_anew_when_tokens_come_and_by_each_head():
+def test_rows_are_sampled_again_when_tokens_come_and_by_each_head():
     index = filled()
     first = index.search(CASE.queries(), k=40)
     index.append(*CASE.tokens(1, seed=1))

@@ -160,7 +160,7 @@ def test_it_attends_to_what_it_finds_and_to_resident_rows(sizes, k):
 
 
 @pytest.mark.parametrize("k", [7, 5000])
-def test_it_attends_to_rows_that_it_draws_with_their_weights(k):
+def test_it_attends_to_rows_that_it_samples_with_their_weights(k):
     index, _ = pair(preset="sampled")
     index.append(*CASE.tokens(400), valid=padded(400))
     resident = ResidentRows(index.geometry, 2, 40)

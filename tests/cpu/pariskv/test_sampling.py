@@ -188,7 +188,7 @@ def test_sizes_of_rows_are_the_reference_ones(heads, softcap):
 
 @pytest.mark.parametrize("k", [1, 7, 299, 300, 500])
 @pytest.mark.parametrize("C", [1, 300])
-def test_rows_are_drawn_as_the_reference_draws(C, k):
+def test_rows_are_sampled_as_the_reference_samples(C, k):
     sizes, own, chances = normal(C), normal(C, seed=1).abs(), -normal(C, seed=2).abs()
     own[C // 2 :] -= sizes[C // 2 :]  # of equal priorities the lower ids
     ids, to = 3 * np.arange(C, dtype=np.int32), np.empty(k, np.int64)

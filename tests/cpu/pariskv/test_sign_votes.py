@@ -54,7 +54,7 @@ def test_the_logarithm_is_numpys_within_rounding():
     assert numbers.log(np.float32(1)) == 0
 
 
-def test_the_largest_is_told_by_integers():
+def test_the_largest_is_found_by_integers():
     for some in (drawn(99), -drawn(33).abs(), torch.tensor([-0.0, -float("inf")])):
         assert numbers.largest(some.numpy()) == some.max()
 
