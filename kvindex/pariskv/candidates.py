@@ -43,7 +43,7 @@ def votes(tokens: Tokens, queries: Queries, tier_bounds: Tensor | None = None) -
     Args:
         tokens: Codes of all tokens.
         queries: Rotated queries.
-        tier_bounds: Tier bounds from `ParisKVConfig.limits`, on the device. Only tiered votes need them.
+        tier_bounds: From `ParisKVConfig.limits`, on the device. Only tiered votes need them.
     """
     own = _table(tokens, queries, tier_bounds), _factors(tokens), _offsets(tokens, queries)
     table, center, vote = own[0], tokens.config.center, tokens.ops.coarse.votes
