@@ -15,8 +15,9 @@ from tests.support.processes import printed
 
 SETUP = """
 import os, sys, threading, torch, kvindex
-from kvindex.cpu import stages, tiers, views
-stages.FEW_KEYS = tiers.FEW_KEYS = views.PARTS_FROM = 2**14
+from kvindex.cpu import views
+from kvindex.cpu.pariskv import sign_votes, tiered_votes
+sign_votes.FEW_KEYS = tiered_votes.FEW_KEYS = views.PARTS_FROM = 2**14
 torch.manual_seed(0)
 def made(line="pariskv"):
     torch.manual_seed(0)
@@ -85,9 +86,9 @@ print(os.waitpid(child, 0)[1], torch.equal(ids(), want))
 
 def test_a_child_of_a_fork_before_the_first_search_searches():
     code = """
-from kvindex.cpu import ahead
+from kvindex.cpu.pariskv import precompile
 child = os.fork()  # which waits until kernels are compiled
-assert not any(thread.is_alive() for thread in ahead._threads.values())
+assert not any(thread.is_alive() for thread in precompile._threads.values())
 if not child:
     os._exit(0 if ids().shape == (2, 3, 50) else 3)
 print(os.waitpid(child, 0)[1])
@@ -166,15 +167,15 @@ print(sum(same(hits, want[i % 8]) for i, hits in enumerate(found)))
 
 def test_kernels_are_compiled_ahead_of_the_first_search():
     code = """
-from kvindex.cpu import ahead
-from kvindex.cpu.kernels.sampled_rows import draw_rows
+from kvindex.cpu.pariskv import precompile
+from kvindex.cpu.kernels.sampled_rows import sample_rows
 from kvindex.cpu.kernels.step import attend_groups
-ahead.wait()
-before = [len(kernel.signatures) for kernel in (draw_rows, attend_groups)]
+precompile.wait()
+before = [len(kernel.signatures) for kernel in (sample_rows, attend_groups)]
 ids()
 from kvindex.core.resident import ResidentRows
 index.attend(queries, ResidentRows(index.geometry, 2, 3), k=50)
-print(before, [len(kernel.signatures) for kernel in (draw_rows, attend_groups)])
+print(before, [len(kernel.signatures) for kernel in (sample_rows, attend_groups)])
 """
     assert said(code) == "[1, 1] [1, 1]"
 
