@@ -63,7 +63,7 @@ LACKS = {
         "weight_scale",
     },
     "messages": {"empty_message", "message_parts"},
-    "sampling": {"drawn_in_order", "inclusion"},
+    "sampling": {"inclusion", "systematic"},
     "transform": {"rotation"},
 }
 """Module of `kvindex.ops` -> its functions that `kvindex_cuda.ops` lacks; "*" is all of it."""

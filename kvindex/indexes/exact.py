@@ -65,7 +65,7 @@ class Exact(BaseIndex):
             none = agreed.isneginf()
             logits = cap(agreed, g.scale, g.softcap).masked_fill(none, float("-inf"))
             shares = logits - total(logits.logsumexp(-1))[..., None]
-            agreed = group.together(shares, policy)[:, :, None].masked_fill(none, float("-inf"))
+            agreed = group.combine(shares, policy)[:, :, None].masked_fill(none, float("-inf"))
         best, ids = self.ops.select.top_k(agreed[:, :, 0], k)
         return Hits(ids, best)
 
