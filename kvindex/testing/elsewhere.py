@@ -24,27 +24,27 @@ INDEXED = {ATEN.index.Tensor, ATEN.index_put.default, ATEN.index_put_.default}
 
 
 class Elsewhere(Tensor):
-    """A tensor on the simulated device; `inner` has its data on the CPU."""
+    """A tensor on the simulated device; `on_cpu` has its data on the CPU."""
 
-    inner: Tensor
+    on_cpu: Tensor
 
     @staticmethod
-    def __new__(cls, inner: Tensor) -> Elsewhere:
-        """Create a tensor with the shape and strides of `inner` on the simulated device."""
+    def __new__(cls, on_cpu: Tensor) -> Elsewhere:
+        """Create a tensor with the shape and strides of `on_cpu` on the simulated device."""
         place: Any = dict(
-            strides=inner.stride(), storage_offset=inner.storage_offset(), device=PLACE
+            strides=on_cpu.stride(), storage_offset=on_cpu.storage_offset(), device=PLACE
         )
-        return Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype, **place)
+        return Tensor._make_wrapper_subclass(cls, on_cpu.shape, dtype=on_cpu.dtype, **place)
 
-    def __init__(self, inner: Tensor) -> None:
-        self.inner = inner
+    def __init__(self, on_cpu: Tensor) -> None:
+        self.on_cpu = on_cpu
 
     def __repr__(self) -> str:  # type: ignore[override]  # torch's method has another option
-        return f"Elsewhere({self.inner!r})"
+        return f"Elsewhere({self.on_cpu!r})"
 
     def tolist(self) -> Any:
         """Return the numbers as lists."""
-        return self.inner.tolist()
+        return self.on_cpu.tolist()
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch passes more arguments than declared
@@ -65,7 +65,7 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     stays = bool(away) if to is None else to == PLACE
     if to == PLACE:
         kwargs = {**kwargs, "device": "cpu"}
-    opened = tree_map_only(Elsewhere, lambda one: one.inner, (args, kwargs))
+    opened = tree_map_only(Elsewhere, lambda one: one.on_cpu, (args, kwargs))
     found = func(*opened[0], **opened[1])
     if func._schema.is_mutable:  # in place: return the argument itself
         given = kwargs["out"] if "out" in kwargs else args[0]
