@@ -114,7 +114,11 @@ def class_of(source: str) -> type[BaseIndex] | type[Wrapper]:
         ValueError: No index or wrapper has this class.
     """
     module = source.partition(":")[0]
-    folder = [name for name in _in_folder() if module == _module_of(indexes, name)]
+    folder = [
+        name
+        for name in _in_folder()
+        if module in (_module_of(indexes, name), f"kvindex.{name}.index")  # a package of its own
+    ]
     for name in folder or installed():
         if class_name(get(name)) == source:
             return get(name)

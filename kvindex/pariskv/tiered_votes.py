@@ -2,9 +2,8 @@
 
 `decode_step` continues with `select_rows` and `attend`. A key's vote is the sum of points that its
 centroids earn in a table made for the query. Votes of all keys are stored, and each query head's
-candidates are found exactly from histograms of votes, without a sample. The number of keys per
-centroid is kept up to date by appends; for pages that sequences share, as in vLLM, `count_keys`
-counts first.
+candidates are found exactly from histograms of votes, without a sample. Appends keep the
+number of keys per centroid up to date.
 
 1. `query_table`: rotate the query, and give points to each centroid (paper, A.1 and B.2.1).
 2. `vote`: add up each key's points for each head, and count the keys with each number of points
@@ -47,12 +46,6 @@ def find_candidates(queries: Tensor, state: State, config: StepConfig) -> Rerank
     query = query_table(queries, state, config)
     chosen = candidates(state, vote(state, query, config))
     return rerank_blocks(state, query, chosen, config)
-
-
-def count_keys(state: State, config: StepConfig) -> Tensor:
-    """Count the valid tokens per centroid in each sequence, int64 `[B, G, M, 256]`."""
-    signs = config.layout.fields(state.codes, state.tokens)["signs"]
-    return coarse.histogram(signs, state.flags)
 
 
 @dataclass(frozen=True)

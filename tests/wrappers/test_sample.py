@@ -145,6 +145,11 @@ def test_scores_that_are_no_weights_are_refused(group):
     Sample(alone.index("exact", group=group))  # a head agrees with itself
 
 
+def test_an_index_without_a_policy_for_groups_is_refused():
+    with pytest.raises(ValueError, match="inner: got one with group=None, allowed is"):
+        Sample(CASE.index("dsa"))
+
+
 def test_a_mass_is_refused():
     with pytest.raises(
         ValueError, match=r"coverage: got 0\.9, allowed is None where rows are sampled"
