@@ -31,8 +31,8 @@ FOREIGN = {
 INDEX = {"index", "indexes", "inner"}
 """Names that are an index, wherever they stand."""
 
-OF_A_TUPLE = {"_replace", "_asdict", "_fields"}
-"""Public names of `typing.NamedTuple`."""
+PUBLIC = {"_replace", "_asdict", "_fields", "_exit"}
+"""Public names of `typing.NamedTuple` and `os`."""
 
 
 def indexes_of_any_type(source):
@@ -52,7 +52,7 @@ def indexes_of_any_type(source):
 
 
 def is_private(name):
-    return name.startswith("_") and not name.endswith("__") and name not in OF_A_TUPLE
+    return name.startswith("_") and not name.endswith("__") and name not in PUBLIC
 
 
 def private_names_of_others(source):

@@ -84,9 +84,9 @@ def test_indexes_tells_what_of_installed_packages_cannot_be_used(monkeypatch):
     monkeypatch.setattr("kvindex.registry.entry_points", lambda group: points)
     result = run("indexes")
     assert result.exit_code == 0
-    assert "'gone' from an unknown package (no_such_module:Index), allowed is" in result.output
+    assert "'gone' from an unknown package (no_such_module:Index), which cannot be" in result.output
     assert "No module named 'no_such_module'" in result.output
-    assert "'exact' from an unknown package (theirs:Exact), allowed is one that" in result.output
+    assert "'exact' from an unknown package (theirs:Exact), allowed is a name" in result.output
 
 
 def test_indexes_lists_all():

@@ -166,7 +166,7 @@ def decoder():
         (ids_of(9), dict(index=3), "index: got 3, allowed is a name"),
         (ids_of(9), dict(attach_options=dict(sink=-1)), "sink: got -1"),
         (ids_of(9), dict(attach_options=dict(dense_layers=(9,))), "dense_layers: got 9"),
-        (ids_of(9), dict(attach_options=dict(k=3)), "attach_options: got k, allowed is k as an"),
+        (ids_of(9), dict(attach_options=dict(k=3)), "attach_options: got k, allowed is to pass k"),
         (ids_of(9), dict(attach_options=dict(layer_options={7: {}})), r"layer_options: got \[7\]"),
         (
             ids_of(9),

@@ -110,7 +110,7 @@ def test_what_is_no_model_is_refused():
             "coverage: got 0.9, allowed is None where rows are",
         ),
         ({"index": "retroinfer+sample"}, "got RetroInfer, whose rows have weights already"),
-        ({"index": "retroinfer+sample+reuse"}, "got RetroInfer, whose rows stand for others"),
+        ({"index": "retroinfer+sample+reuse"}, "got RetroInfer, whose rows have weights already"),
     ],
 )
 def test_bad_arguments(model, options, match):

@@ -402,7 +402,7 @@ def test_wrappers_tell_where_rows_are(place):
     assert (index.placement().device, index.placement().host) == (1200, 0)
     plain = CASE.index("exact", backend="torch", device=place)
     assert capability(plain, PlacesRows) is None
-    with pytest.raises(TypeError, match="store: got a TensorStore, allowed to be asked"):
+    with pytest.raises(TypeError, match="store: got a TensorStore, allowed for a placement is"):
         plain.placement()
 
 
