@@ -349,7 +349,7 @@ class AttentionLayer(Guarded):
             outputs.append(self._retrieval.attend(query, None, own, newer=newer, **how))
         return torch.stack(outputs, dim=2)
 
-    def read_piece(self, queries: Tensor, rows: Rows, *, valid: Tensor | None = None) -> Tensor:
+    def read_chunk(self, queries: Tensor, rows: Rows, *, valid: Tensor | None = None) -> Tensor:
         """Append a chunk of a prompt, and attend to rows that the caller has stored.
 
         Attention reads all keys and values from `rows`, and none from the index. An index with

@@ -19,7 +19,7 @@ class Report:
         blocks: Number of distinct blocks of memory for codes and rows: blocks of the CUDA kernels,
             or whole columns elsewhere.
         shared: Number of blocks that several sequences use.
-        held_bytes: Bytes of all blocks, each counted once.
+        stored_bytes: Bytes of all blocks, each counted once.
         separate_bytes: Bytes that the sequences would need without sharing.
     """
 
@@ -27,7 +27,7 @@ class Report:
     tokens: int
     blocks: int
     shared: int
-    held_bytes: int
+    stored_bytes: int
     separate_bytes: int
 
     @staticmethod
@@ -47,7 +47,7 @@ class Report:
             tokens=tokens,
             blocks=len(held),
             shared=sum(count > 1 for count in users.values()),
-            held_bytes=sum(held.values()),
+            stored_bytes=sum(held.values()),
             separate_bytes=sum(sum(piece.values()) for piece in pieces),
         )
 

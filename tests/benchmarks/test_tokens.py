@@ -11,7 +11,7 @@ from benchmarks.common import attached, decoder, decoding, prompt
 from benchmarks.common import ranks as measuring
 from kvindex_adapters.decoder.sampling import Sampler
 from tests.benchmarks.running import ran
-from tests.cuda.graphs import WholeGraph, kept
+from tests.cuda.graphs import WholeGraph, recorded
 from tests.support.fused import on_a_cpu
 
 
@@ -78,7 +78,7 @@ def test_tokens_of_transformers_are_timed_beside_the_decoders(tiny_decoder, monk
     pytest.importorskip("triton")
     on_a_cpu(monkeypatch)
     monkeypatch.setattr(attached, "device_refusal", lambda device: None)
-    with kept(WholeGraph) as graphs:
+    with recorded(WholeGraph) as graphs:
         found = ran(generation.main, given, monkeypatch)["transformers"]
     assert found["rounds"] == 1
     assert found["ratio"].keys() == {"fused", "token_graph", "layer_graphs"}
@@ -94,7 +94,7 @@ def test_tokens_of_transformers_are_timed_beside_the_decoders(tiny_decoder, monk
 def test_a_decoders_tokens_are_timed_in_turns_and_wrong_ones_are_not(tiny_decoder, monkeypatch):
     pytest.importorskip("triton")  # rounds to FP8
     given = ["--weights", "fp8", "--batch", 2, *tiny_decoder]
-    with kept(WholeGraph) as graphs:
+    with recorded(WholeGraph) as graphs:
         result = ran(generation.main, given, monkeypatch)
     found = result["decoder"]
     monkeypatch.setattr("benchmarks.reporting.tokens.stored_beside", lambda name, one: [one])
@@ -109,7 +109,7 @@ def test_a_decoders_tokens_are_timed_in_turns_and_wrong_ones_are_not(tiny_decode
     assert len([*decoder.shown(found)]) == 6
     choose = Sampler.choose
     monkeypatch.setattr(Sampler, "choose", lambda self, logits: choose(self, torch.rand(2, 101)))
-    with kept(WholeGraph), pytest.raises(SystemExit, match="tokens by graphs are"):
+    with recorded(WholeGraph), pytest.raises(SystemExit, match="tokens by graphs are"):
         generation.main()
 
 
@@ -120,7 +120,7 @@ def test_ranks_are_timed_beside_one_and_wrong_ones_are_not(tiny_decoder, monkeyp
     given = [*tiny_decoder]
     given[given.index("--written") + 1] = 8
     given = [*given[:-2], "--device", "cpu", "--index", "pariskv", "--block", 16, *given[-2:]]
-    with kept(WholeGraph) as graphs:
+    with recorded(WholeGraph) as graphs:
         result = ran(ranks.main, given, monkeypatch)
     assert graphs.replays > 50
     found, result["machine"]["gpus"] = result["ranks"], 2
@@ -133,7 +133,7 @@ def test_ranks_are_timed_beside_one_and_wrong_ones_are_not(tiny_decoder, monkeyp
     assert len(ranks.shown(found)) == 6
     monkeypatch.setattr(measuring, "CLOSE", 1e-9)
     with (
-        kept(WholeGraph),
+        recorded(WholeGraph),
         pytest.raises(SystemExit, match=r"heads: logits are .* nothing is timed"),
     ):
         ranks.main()

@@ -129,7 +129,7 @@ class WholeGraph(KeptGraph):
 
 
 @contextmanager
-def kept(graph: type[KeptGraph] = KeptGraph) -> Iterator[type[KeptGraph]]:
+def recorded(graph: type[KeptGraph] = KeptGraph) -> Iterator[type[KeptGraph]]:
     """Work on tensors of a CPU is captured, too; gives what counts graphs and replays."""
     counting = type("Counting", (graph,), dict(made=0, replays=0))  # `graph` may have been used
     GRAPHS["cpu"] = counting
@@ -143,7 +143,7 @@ def kept(graph: type[KeptGraph] = KeptGraph) -> Iterator[type[KeptGraph]]:
 def counted(device, *kind):
     """Counts graphs and replays of a device: real ones of a GPU, else those of `kept`."""
     if device == "cpu":
-        with kept(*kind) as counting:
+        with recorded(*kind) as counting:
             yield counting
         return
     real = GRAPHS["cuda"]

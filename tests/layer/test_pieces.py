@@ -21,7 +21,7 @@ def pieces(layer, sequence, steps=PIECES):
         queries, *_ = sequence.parts(start, stop)
         _, *rows = sequence.parts(0, stop)
         valid = sequence.valid[:, start:stop] if start <= max(sequence.pads) else None
-        outputs.append(layer.read_piece(queries, Rows(*rows), valid=valid))
+        outputs.append(layer.read_chunk(queries, Rows(*rows), valid=valid))
         assert len(layer) == stop
     return torch.cat(outputs, dim=2)
 
@@ -128,7 +128,7 @@ def test_rows_that_are_not_of_all_tokens_are_refused(change, match):
     queries, *_ = sequence.parts(17, 20)
     _, *rows = sequence.parts(0, 20)
     with pytest.raises((ValueError, TypeError), match=match):
-        layer.read_piece(queries, change(Rows(*rows)))
+        layer.read_chunk(queries, change(Rows(*rows)))
     assert len(layer) == 17
 
 

@@ -123,7 +123,7 @@ class SequencesMachine(RuleBasedStateMachine):
         report = self.pool.report()
         assert report.sequences == len(self.alone)
         assert report.tokens == sum(map(self.indexed, self.alone.values()))
-        assert report.held_bytes <= report.separate_bytes
+        assert report.stored_bytes <= report.separate_bytes
 
     def indexed(self, alone):
         """Return the number of tokens of a sequence's index."""
@@ -135,7 +135,7 @@ class SequencesMachine(RuleBasedStateMachine):
         for sequence in self.pool:
             self.pool.close(sequence)
         report = self.pool.report()
-        assert (report.blocks, report.held_bytes) == (0, 0)
+        assert (report.blocks, report.stored_bytes) == (0, 0)
         self.no_leak()
 
     def no_leak(self):

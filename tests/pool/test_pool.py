@@ -136,7 +136,7 @@ def test_a_fork_shares_all_blocks_and_what_comes_after_is_its_own():
     forks = [pool.fork(one) for _ in range(3)]
     report = pool.report()
     assert report.blocks == report.shared == alone.blocks
-    assert report.held_bytes == alone.held_bytes == report.separate_bytes / 4
+    assert report.stored_bytes == alone.stored_bytes == report.separate_bytes / 4
     for sequence in [one, *forks[:2]]:
         pool.close(sequence)
     assert pool.report() == alone

@@ -16,7 +16,7 @@ from kvindex.core.capability import capability
 from kvindex.core.graphs import GRAPHS
 from kvindex.core.protocol import CapturesStep
 from kvindex.layer import AttentionLayer
-from tests.cuda.graphs import WholeGraph, kept
+from tests.cuda.graphs import WholeGraph, recorded
 from tests.support.helpers import Case
 from tests.support.rank_kernels import device, kernels
 from tests.support.sequences import Sequence
@@ -29,7 +29,7 @@ LINE = f"pariskv+sharded:block={BLOCK}:timeout_s=60"
 
 def graphs():
     """Graphs of the device."""
-    return kept(WholeGraph) if device() == "cpu" else nullcontext()
+    return recorded(WholeGraph) if device() == "cpu" else nullcontext()
 
 
 def layer_of(line):

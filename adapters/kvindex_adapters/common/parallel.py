@@ -19,7 +19,7 @@ from kvindex.core.ranks import TIMEOUT_S, Ranks
 from kvindex.wrappers import Sharded, Wrapper
 from kvindex_adapters.common.unsupported import UnsupportedError
 
-BOTH_SHARED = (
+BOTH_SHARDED = (
     "index: got one whose tokens are sharded, with a model whose heads are sharded, "
     "allowed is one or the other: ranks that shard tokens must have the same heads"
 )
@@ -114,7 +114,7 @@ def check_whole(decoder: nn.Module) -> None:
 def check_shards(model: nn.Module, index: KVIndex) -> None:
     """Raise UnsupportedError if tokens and heads are both sharded."""
     if is_sharded(index) and has_head_shards(model):
-        raise UnsupportedError(BOTH_SHARED)
+        raise UnsupportedError(BOTH_SHARDED)
 
 
 def is_sharded(index: KVIndex) -> bool:

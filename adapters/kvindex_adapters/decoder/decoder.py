@@ -17,7 +17,7 @@ from kvindex.core.capability import capability
 from kvindex.core.protocol import RunsOps
 from kvindex.layer import AttentionLayer
 from kvindex_adapters.common.layer_options import IndexFactory, LayerOptions
-from kvindex_adapters.common.parallel import BOTH_SHARED, is_sharded
+from kvindex_adapters.common.parallel import BOTH_SHARDED, is_sharded
 from kvindex_adapters.common.prompt import Prompt
 from kvindex_adapters.common.prompt_chunks import Progress, check_prompt
 from kvindex_adapters.common.token_timer import TokenTimer
@@ -433,7 +433,7 @@ class Decoder:
         made = make_attentions(self.config, self._reading.ropes, self.weights.embedding, options)
         indexed = [layer for layer in made if isinstance(layer, AttentionLayer)]
         if self.weights.ranks is not None and any(is_sharded(layer.index) for layer in indexed):
-            raise UnsupportedError(BOTH_SHARED)
+            raise UnsupportedError(BOTH_SHARDED)
         return made
 
     def _fused_for(self, batch: int, fused: bool) -> Fused | None:

@@ -39,7 +39,7 @@ class PromptLayer:
         self._buffer.keys[:, :, start:end] = keys
         self._buffer.values[:, :, start:end] = values
         rows = Rows(self._buffer.keys[:, :, :end], self._buffer.values[:, :, :end])
-        return self._layer.read_piece(queries, rows, valid=valid)
+        return self._layer.read_chunk(queries, rows, valid=valid)
 
 
 def default_chunk(weights: Weights, batch: int, device: torch.device) -> int:

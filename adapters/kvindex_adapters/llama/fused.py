@@ -78,7 +78,7 @@ class FusedBody:
     """Runs one decode step through all layers of a model on a GPU.
 
     Matrices that one product multiplies are read in place if they are adjacent in memory
-    (`weights.lay_together`), otherwise from a joined copy.
+    (`weights.join_in_memory`), otherwise from a joined copy.
 
     Args:
         weights: The model's weights.

@@ -117,7 +117,7 @@ def read_body(body: Any) -> Body:
     rotary = body.rotary_emb
     if body.embed_tokens.weight.is_cuda:
         for modules in products(body):
-            lay_together(*modules)
+            join_in_memory(*modules)
     return Body(
         embedding=body.embed_tokens.weight.detach(),
         rotary=Rotary(rotary.inv_freq.float(), float(rotary.attention_scaling)),
@@ -142,7 +142,7 @@ def products(body: Any) -> list[tuple[nn.Linear, ...]]:
     return found
 
 
-def lay_together(*modules: nn.Linear) -> None:
+def join_in_memory(*modules: nn.Linear) -> None:
     """Move weights of equal width next to each other in memory, as views of one matrix.
 
     Biases are moved too, if all modules have one. The modules compute the same results. Earlier
@@ -157,7 +157,7 @@ def lay_together(*modules: nn.Linear) -> None:
                     part.data = its_own
 
 
-def lay_apart(*modules: nn.Linear) -> None:
+def separate_in_memory(*modules: nn.Linear) -> None:
     """Give weights and biases that are adjacent in memory separate memory again."""
     with torch.inference_mode(False):
         for parts in _parameters(modules):
@@ -166,8 +166,8 @@ def lay_apart(*modules: nn.Linear) -> None:
                     part.data = part.detach().clone()
 
 
-def are_together(*modules: nn.Linear) -> bool:
-    """Return True if weights and biases are stored as by `lay_together`."""
+def are_joined(*modules: nn.Linear) -> bool:
+    """Return True if weights and biases are stored as by `join_in_memory`."""
     return None not in map(adjacent, _parameters(modules))
 
 

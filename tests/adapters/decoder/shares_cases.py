@@ -20,7 +20,7 @@ from kvindex_adapters.decoder import Decoder
 from kvindex_adapters.llama.fused import Fused
 from kvindex_adapters.llama.heads import HeadRanks
 from tests.adapters.decoder.families import ids_of, model_of
-from tests.cuda.graphs import WholeGraph, kept
+from tests.cuda.graphs import WholeGraph, recorded
 from tests.support.fused import on_a_cpu
 
 EVEN = 102
@@ -138,7 +138,7 @@ def ranks_end_together(refused):
     want = want[: want.index(stop) + 1]
     assert 8 < len(want) < 36
     refuses = dist.get_rank() == refused
-    with kept(WholeGraph) as graph:
+    with recorded(WholeGraph) as graph:
         GRAPHS["cpu"] = refuse if refuses else graph
         warned = pytest.warns(match="the driver refuses") if refuses else nullcontext()
         session, options = shared.session(index=None), dict(max_new_tokens=40)

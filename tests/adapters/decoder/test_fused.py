@@ -16,7 +16,7 @@ triton = pytest.importorskip("triton")
 import kvindex_cuda.triton as layers  # noqa: E402
 from kvindex_adapters.decoder import Decoder  # noqa: E402
 from kvindex_adapters.llama.fused import Fused, refusal  # noqa: E402
-from kvindex_adapters.llama.weights import adjacent, lay_together  # noqa: E402
+from kvindex_adapters.llama.weights import adjacent, join_in_memory  # noqa: E402
 from tests.adapters.decoder.families import ids_of, model_of  # noqa: E402
 from tests.cuda.triton import interpreter  # noqa: E402
 
@@ -33,8 +33,8 @@ def together(model):
     """Make a model, and join its weights in memory as `Decoder.of` does on a GPU."""
     for layer in model.model.layers:
         attention, mlp = layer.self_attn, layer.mlp
-        lay_together(attention.q_proj, attention.k_proj, attention.v_proj)
-        lay_together(mlp.gate_proj, mlp.up_proj)
+        join_in_memory(attention.q_proj, attention.k_proj, attention.v_proj)
+        join_in_memory(mlp.gate_proj, mlp.up_proj)
     return model
 
 

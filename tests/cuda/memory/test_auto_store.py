@@ -25,7 +25,7 @@ from kvindex_cuda.memory.budget import Budget
 from kvindex_cuda.memory.device_budget import DeviceBudget, rows_of
 from kvindex_cuda.memory.slab_pool import DeviceAllocator, Tier
 from tests.cuda.devices import on
-from tests.cuda.graphs import kept
+from tests.cuda.graphs import recorded
 from tests.cuda.host_memory import (
     GEOMETRY,
     SLAB,
@@ -378,7 +378,7 @@ def test_a_layers_graphs_follow_it_to_the_host(place):
     case = Case(q_heads=2, kv_heads=1, head_dim=64, value_dim=64)
     sizes = dict(k=20, sink=4, local_window=8, update_every=4, dense_below=40)
     sequence = Sequence.of(case, 560)
-    with kept() if place == "cpu" else nullcontext() as graphs:
+    with recorded() if place == "cpu" else nullcontext() as graphs:
         layers = [AttentionLayer(made(place, 2, case), graphs=on, **sizes) for on in (True, False)]
         length, cached = 0, []
         for count in (500, *[1] * 50):

@@ -14,7 +14,7 @@ from kvindex.layer import AttentionLayer
 from kvindex.pariskv.index import ParisKV
 from kvindex_cuda.pariskv.steps import sign_votes
 from kvindex_cuda.runtime.resolve import NamedLaunch
-from tests.cuda.graphs import WholeGraph, kept
+from tests.cuda.graphs import WholeGraph, recorded
 from tests.cuda.launches import Launches
 from tests.support.helpers import Case, Operations
 from tests.support.sequences import Sequence
@@ -33,7 +33,7 @@ def graphs(device, monkeypatch):
         return
     monkeypatch.setattr(ParisKV, "_defers", True)
     monkeypatch.setattr("kvindex.core.check.finite", lambda *_: None)
-    with kept(WholeGraph):
+    with recorded(WholeGraph):
         yield
 
 

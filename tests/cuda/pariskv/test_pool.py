@@ -20,7 +20,7 @@ from kvindex_cuda.pariskv.steps.sign_votes import SignVotesStep
 from kvindex_cuda.pariskv.steps.tiered_votes import TieredVotesStep
 from tests.cuda.buffers import addressed
 from tests.cuda.devices import DEVICES, on, on_devices
-from tests.cuda.graphs import kept
+from tests.cuda.graphs import recorded
 from tests.pool.machine import PoolMachine
 from tests.support.helpers import Case
 from tests.support.steps import Layer
@@ -37,7 +37,7 @@ def device(request):
 
 def counted(device):
     """Graphs of launches that are kept, on a CPU."""
-    return kept() if device == "cpu" else nullcontext()
+    return recorded() if device == "cpu" else nullcontext()
 
 
 def joined(states):
@@ -324,7 +324,7 @@ def test_a_fork_of_128k_tokens_takes_a_millisecond(store):
         fork = pool.fork(sequence)
         torch.cuda.synchronize()
         times.append((time.perf_counter() - start) * 1e3)
-        assert pool.report().held_bytes == before.held_bytes
+        assert pool.report().stored_bytes == before.stored_bytes
         pool.close(fork)
     print(f"fork of {2**17} tokens, rows on the {store}: {sorted(times)[5]:.3f} ms (median)")
     assert sorted(times)[5] <= 1

@@ -46,7 +46,7 @@ def test_a_piece_asks_the_device_for_nothing_and_costs_few_operations(device, mo
     layer = made(device)
     for number, piece in enumerate(pieces(layer, device)):
         with Operations() as seen, Launches() as launched:
-            layer.read_piece(*piece)
+            layer.read_chunk(*piece)
         assert launched.names in (["encode"], ["encode", "write_rows"])  # few rows go by a kernel
         assert not [name for name in seen.names if name.split(".")[1] in ASKS]
         assert number == 0 or len(seen.names) <= OPERATIONS
@@ -62,7 +62,7 @@ def test_pieces_and_their_appends_wait_for_no_gpu():
         torch.cuda.set_sync_debug_mode("error")
         try:
             for piece in read:
-                layer.read_piece(*piece)
+                layer.read_chunk(*piece)
             layer.settle()
         finally:
             torch.cuda.set_sync_debug_mode("default")

@@ -66,7 +66,7 @@ class PagedLayer:
     def stored_bytes(self) -> int:
         """Bytes of the indexes of open requests. Shared memory counts once."""
         pool = self.pool  # read once: the thread that runs steps may set it meanwhile
-        return 0 if pool is None else pool.report().held_bytes
+        return 0 if pool is None else pool.report().stored_bytes
 
     def searches(self, part: Part) -> bool:
         """Return True if this part of a step attends through the index."""

@@ -30,11 +30,11 @@ from kvindex_adapters.hf.model.module_state import ModuleState
 from kvindex_adapters.llama.fused import BATCH, FusedBody, device_refusal
 from kvindex_adapters.llama.weights import (
     Norm,
-    are_together,
-    lay_apart,
-    lay_together,
+    are_joined,
+    join_in_memory,
     products,
     read_body,
+    separate_in_memory,
 )
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -77,16 +77,16 @@ class FusedToken:
     @contextmanager
     def laid_together(self) -> Iterator[None]:
         """Inside the context, store weights that are multiplied together in one tensor."""
-        apart = [modules for modules in products(self._decoder) if not are_together(*modules)]
+        apart = [modules for modules in products(self._decoder) if not are_joined(*modules)]
         try:
             for modules in apart:
-                lay_together(*modules)
+                join_in_memory(*modules)
             yield
         finally:
             self.forget()
             with suppress(torch.OutOfMemoryError):  # if memory is short, they stay in one tensor
                 for modules in apart:
-                    lay_apart(*modules)
+                    separate_in_memory(*modules)
 
     def refusal(self) -> str:
         """Return why kernels cannot compute the decoder in its current state, or ""."""
@@ -100,7 +100,7 @@ class FusedToken:
 
     def _read(self) -> None:
         for modules in products(self._decoder):
-            lay_together(*modules)
+            join_in_memory(*modules)
         weights, layers = read_body(self._decoder), list(self._decoder.layers)
         attentions: list[Any] = [layer.self_attn for layer in layers]
         scales = [float(attention.scaling) for attention in attentions]

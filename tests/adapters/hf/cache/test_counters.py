@@ -16,7 +16,7 @@ from tests.adapters.decoder.families import ids_of, model_of
 from tests.adapters.hf.batching.test_batching import EXACT, batch, prompts
 from tests.adapters.hf.generation.test_generation import Words
 from tests.adapters.tiny import build, prompt, steps
-from tests.cuda.graphs import WholeGraph, kept
+from tests.cuda.graphs import WholeGraph, recorded
 from tests.support.captured import Captured
 
 SIZES = dict(k=500, sink=4, local_window=4, update_every=3, dense_below=0)
@@ -89,7 +89,7 @@ def test_a_report_never_meets_a_step(case):
 def test_a_report_never_meets_a_replay():
     model, inputs = build("qwen3", eos_token_id=None), prompt(1, 40)
     sizes = {**SIZES, "update_every": 12}
-    with kept(WholeGraph) as graphs:
+    with recorded(WholeGraph) as graphs:
         with kvhf.attach(model, index=Captured, **sizes) as cache:
             expected = model.generate(**inputs, past_key_values=cache, **GREEDY)
             quiet = cache.report()

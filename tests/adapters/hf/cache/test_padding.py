@@ -10,7 +10,7 @@ from kvindex_adapters.hf.cache import padding
 from kvindex_adapters.hf.cache.padding import Padding
 from tests.adapters.hf.model.test_families import FEW
 from tests.adapters.tiny import FAMILIES, build, dense_steps, prompt, steps
-from tests.cuda.graphs import WholeGraph, kept
+from tests.cuda.graphs import WholeGraph, recorded
 from tests.support.captured import Captured
 from tests.support.helpers import Case, left_padding
 from tests.support.sequences import layer_of
@@ -108,7 +108,7 @@ def test_pariskv_attends_to_all_but_it(backend):
 
 @pytest.fixture
 def graphs():
-    with kept(WholeGraph) as counting:
+    with recorded(WholeGraph) as counting:
         yield counting
 
 

@@ -14,7 +14,7 @@ from kvindex_adapters.hf.cache import sliding
 from kvindex_adapters.hf.cache.sliding import SlidingLayer
 from tests.adapters.hf.graph.test_token_graph import EAGER, REGIONS
 from tests.adapters.tiny import build, prompt
-from tests.cuda.graphs import WholeGraph, kept
+from tests.cuda.graphs import WholeGraph, recorded
 
 WINDOW = 24
 """Sliding window of the tiny models."""
@@ -33,7 +33,7 @@ TWO = {
 @pytest.fixture
 def graphs():
     """Count graphs and replays."""
-    with kept(WholeGraph) as counting:
+    with recorded(WholeGraph) as counting:
         yield counting
 
 

@@ -10,7 +10,7 @@ from kvindex_adapters.hf.graph import run_ahead
 from tests.adapters.hf.cache.test_cache import LINEAR
 from tests.adapters.hf.generation.test_generation import Words
 from tests.adapters.tiny import build, dense_steps, prompt, steps
-from tests.cuda.graphs import WholeGraph, kept
+from tests.cuda.graphs import WholeGraph, recorded
 from tests.support.captured import Captured
 
 REGIONS = dict(index="exact", k=500, sink=4, local_window=8, update_every=8, dense_below=0)
@@ -25,7 +25,7 @@ def model():
 @pytest.fixture
 def graphs():
     """Count graphs and replays."""
-    with kept(WholeGraph) as counting:
+    with recorded(WholeGraph) as counting:
         yield counting
 
 

@@ -15,12 +15,12 @@ from transformers import AutoModelForCausalLM
 
 import kvindex_adapters.hf as kvhf
 from kvindex_adapters.hf.graph import fused_token
-from kvindex_adapters.llama.weights import are_together, lay_together, products
+from kvindex_adapters.llama.weights import are_joined, join_in_memory, products
 from tests.adapters.decoder.families import FAMILIES
 from tests.adapters.decoder.families import model_of as family_of
 from tests.adapters.hf.generation.test_generation import Words
 from tests.adapters.tiny import build, prompt
-from tests.cuda.graphs import WholeGraph, kept
+from tests.cuda.graphs import WholeGraph, recorded
 from tests.support.captured import Captured
 from tests.support.fused import on_a_cpu
 
@@ -37,7 +37,7 @@ EAGER = 2
 def graphs(monkeypatch):
     """Count graphs and replays."""
     on_a_cpu(monkeypatch)
-    with kept(WholeGraph) as counting:
+    with recorded(WholeGraph) as counting:
         yield counting
 
 
@@ -244,8 +244,8 @@ def test_matrices_lie_together_inside_and_apart_afterwards(graphs):
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
     with kvhf.attach(model, **REGIONS, fused=True) as cache:
         model.generate(**prompt(1, 60), past_key_values=cache, max_new_tokens=6)
-        assert all(are_together(*modules) for modules in products(model.model))
-    assert not any(are_together(*modules) for modules in products(model.model))
+        assert all(are_joined(*modules) for modules in products(model.model))
+    assert not any(are_joined(*modules) for modules in products(model.model))
     assert all(torch.equal(weight, before[name]) for name, weight in model.state_dict().items())
     places = [weight.untyped_storage().data_ptr() for weight in model.parameters()]
     assert len(set(places)) == len(places)
@@ -254,7 +254,7 @@ def test_matrices_lie_together_inside_and_apart_afterwards(graphs):
 def test_what_lay_together_before_stays_so(graphs):
     model = model_of()
     for modules in products(model.model):
-        lay_together(*modules)
+        join_in_memory(*modules)
     places = [weight.data_ptr() for weight in model.parameters()]
     generated(model, prompt(1, 60), 6, attach=dict(fused=True))
     assert places == [weight.data_ptr() for weight in model.parameters()]
@@ -383,7 +383,7 @@ def test_what_no_kernels_compute_is_refused_before_anything_changes(make, attach
     ):
         pass
     if make is model_of:
-        assert not any(are_together(*modules) for modules in products(model.model))
+        assert not any(are_joined(*modules) for modules in products(model.model))
     with kvhf.attach(model, **REGIONS):  # the model is no longer attached
         pass
 

@@ -16,7 +16,7 @@ from kvindex_adapters.hf.graph import fused_token  # noqa: E402
 from tests.adapters.decoder.families import model_of  # noqa: E402
 from tests.adapters.hf.graph.test_fused_token import EAGER, said  # noqa: E402
 from tests.adapters.tiny import prompt  # noqa: E402
-from tests.cuda.graphs import kept  # noqa: E402
+from tests.cuda.graphs import recorded  # noqa: E402
 from tests.cuda.triton import interpreter  # noqa: E402
 
 INTERPRETED = triton.knobs.runtime.interpret
@@ -44,7 +44,7 @@ def test_tokens_are_those_of_the_models_own_forward(monkeypatch, name, inputs):
     full = dict(layer_types=["full_attention"] * 2) if name.startswith("qwen") else {}
     model, made = model_of(name, num_hidden_layers=2, **full), []
     regions = dict(index=Captured, k=500, sink=4, local_window=8, update_every=8, dense_below=0)
-    with kept(interpreter.InterpretedGraph) as graphs:
+    with recorded(interpreter.InterpretedGraph) as graphs:
         for how in (dict(fused=True), dict(token_graph=False)):
             with kvhf.attach(model, **regions, **how) as cache:
                 given = dict(do_sample=False, max_new_tokens=8, past_key_values=cache)

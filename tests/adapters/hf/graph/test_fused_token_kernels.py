@@ -7,7 +7,7 @@ import torch
 
 import kvindex_adapters.hf as kvhf
 from kvindex.core import graphs as capturing
-from kvindex_adapters.llama.weights import are_together, products
+from kvindex_adapters.llama.weights import are_joined, products
 from tests.adapters.decoder.families import FAMILIES, model_of
 from tests.adapters.hf.graph.test_fused_token import EAGER, said
 from tests.adapters.tiny import prompt
@@ -113,7 +113,7 @@ def test_weights_are_held_once_and_turns_leave_no_memory_behind():
     before = torch.cuda.memory_allocated()
     for _ in range(8):
         with kvhf.attach(model, fused=True, **REGIONS) as cache:
-            assert all(are_together(*modules) for modules in products(model.model))
+            assert all(are_joined(*modules) for modules in products(model.model))
             if not memory:  # later there are workspaces of cuBLAS, one for a stream
                 assert torch.cuda.memory_allocated() < before + 64 * 1024
             some = prompt(1, 60)["input_ids"].to("cuda")

@@ -16,7 +16,7 @@ from kvindex_adapters.common.token_ring import AHEAD, TokenRing
 from kvindex_adapters.hf.graph import run_ahead
 from tests.adapters.hf.generation.test_generation import Collect, Words
 from tests.adapters.tiny import VOCABULARY, build, prompt
-from tests.cuda.graphs import WholeGraph, kept
+from tests.cuda.graphs import WholeGraph, recorded
 from tests.support.captured import Captured
 
 SIZES = dict(sink=4, local_window=8, update_every=6, dense_below=0)
@@ -48,7 +48,7 @@ class Vocabulary(Words):
 @pytest.fixture
 def graphs():
     """Counts graphs and replays."""
-    with kept(WholeGraph) as counting:
+    with recorded(WholeGraph) as counting:
         yield counting
 
 
@@ -199,7 +199,7 @@ def test_other_indexes(monkeypatch, launched, model, index):
 )
 def test_other_layers(monkeypatch, launched, family, options, attach, captured):
     model, how = model_of(family, **options), dict(attach=attach)
-    with kept(WholeGraph) if captured else nullcontext():
+    with recorded(WholeGraph) if captured else nullcontext():
         end = ending(monkeypatch, model, 15, **how)
         check_same(monkeypatch, model, turns=2, eos_token_id=end, **how)
     assert max(launched) > 1

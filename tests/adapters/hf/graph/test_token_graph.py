@@ -20,7 +20,7 @@ from kvindex.layer.updates import Updates
 from tests.adapters.hf.generation.test_generation import Words
 from tests.adapters.hf.model.test_rotary_length import LONGROPE
 from tests.adapters.tiny import build, prompt
-from tests.cuda.graphs import WholeGraph, kept
+from tests.cuda.graphs import WholeGraph, recorded
 from tests.support.captured import Captured
 
 SIZES = dict(sink=4, local_window=8, update_every=24, dense_below=0)
@@ -34,7 +34,7 @@ EAGER = 3
 @pytest.fixture
 def graphs():
     """Count graphs and replays."""
-    with kept(WholeGraph) as counting:
+    with recorded(WholeGraph) as counting:
         yield counting
 
 

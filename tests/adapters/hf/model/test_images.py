@@ -12,7 +12,7 @@ from transformers import (
 
 import kvindex_adapters.hf as kvhf
 from tests.adapters.tiny import MIXED, SMALL
-from tests.cuda.graphs import WholeGraph, kept
+from tests.cuda.graphs import WholeGraph, recorded
 from tests.support.captured import Captured
 
 REGIONS = dict(index="exact", k=500, sink=4, local_window=8, update_every=8, dense_below=0)
@@ -123,7 +123,7 @@ def test_tokens_after_an_image_are_graphs(case):
     how = dict(max_new_tokens=24, do_sample=False)
     want = model.generate(**inputs, **how)
     attached = {**REGIONS, "index": Captured, "token_graph": True}
-    with kept(WholeGraph) as graphs, kvhf.attach(model, **attached) as cache:
+    with recorded(WholeGraph) as graphs, kvhf.attach(model, **attached) as cache:
         assert torch.equal(model.generate(**inputs, past_key_values=cache, **how), want)
     assert graphs.replays == 20
 
