@@ -77,7 +77,7 @@ def ready(device: torch.device) -> None:
 
 
 def store(
-    geometry: Geometry, place: str, row_codec: str = "plain", device_share: float | None = None
+    geometry: Geometry, place: str, row_codec: str = "plain", device_fraction: float | None = None
 ) -> BlockStore:
     """Return a store of keys and values in blocks that kernels read.
 
@@ -86,13 +86,13 @@ def store(
         place: "host" (pinned memory), "device", or "auto": on the device while there is room, then
             on the host. A CPU has one place.
         row_codec: Codec of a row, one of `kvindex.storage.codecs.NAMES`.
-        device_share: Fraction of the device's memory, as `memory.device_budget.DeviceBudget`.
+        device_fraction: Fraction of the device's memory, as `memory.device_budget.DeviceBudget`.
     """
     device = geometry.device
     near = DeviceAllocator(device)
     if place == "device" or device.type != "cuda":
         return BlockStore(geometry, near, row_codec=row_codec)
-    preferred = Tier(near, DeviceBudget(device, device_share)) if place == "auto" else None
+    preferred = Tier(near, DeviceBudget(device, device_fraction)) if place == "auto" else None
     return BlockStore(geometry, pinned(device), row_codec=row_codec, preferred=preferred)
 
 

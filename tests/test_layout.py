@@ -48,7 +48,7 @@ LACKS = {
     "coverage": {"*"},
     "kmeans": {"*"},
     "attention": {"cap", "merge", "with_sink_logits"},
-    "coarse": {"ceil_share", "rounded"},
+    "coarse": {"ceil_fraction", "rounded"},
     "codes": {
         "centers",
         "centroids",

@@ -50,7 +50,7 @@ class BaseIndex(ReadingIndex):
             number and a scale for each key and value; "int4" or "int2" for 4 or 2 bits per number
             and a scale for each 32. With a codec, `fetch` and everything else that reads rows gets
             the decoded numbers.
-        device_share: For `store="auto"`, the fraction of the device memory, in (0, 1], that rows
+        device_fraction: For `store="auto"`, the fraction of the device memory, in (0, 1], that rows
             may take; the total is their memory plus the free memory. None for 0.6.
         check: True to check keys for NaN immediately, False to never check. None checks immediately
             on a CPU; on a CUDA device, where a check would synchronize, the error is raised at the
@@ -80,7 +80,7 @@ class BaseIndex(ReadingIndex):
         backend: str | None = None,
         store: str | RowStore = "device",
         row_codec: str = "plain",
-        device_share: float | None = None,
+        device_fraction: float | None = None,
         check: bool | None = None,
         preset: str | None = None,
         **options: Any,
@@ -104,7 +104,7 @@ class BaseIndex(ReadingIndex):
         self.ops: Any = backends.resolve(self.backend)
         if self.backend != "torch":
             self.ops.ready(self.geometry.device)
-        row_options = dict[str, Any](row_codec=row_codec, device_share=device_share)
+        row_options = dict[str, Any](row_codec=row_codec, device_fraction=device_fraction)
         self._store = row_store(store, self.geometry, backend=self.backend, **row_options)
         self.row_codec, self.row_bytes = self._store.row_codec, self._store.row_bytes
         if self.needs_rope and self.geometry.rope is None:

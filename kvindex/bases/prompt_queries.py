@@ -148,13 +148,13 @@ def priority(positions: Tensor, choice: str, seed: int = 0) -> Tensor:
 class PromptQueriesIndex(BaseIndex):
     """Base of an index that chooses rows by a sample of the prompt's queries.
 
-    `_observed` is the sample, or None. `_sealed` is True once the prompt is complete.
+    `_observed` is the sample, or None. `_prompt_ended` is True once the prompt is complete.
     """
 
-    statistics: ClassVar[tuple[str, ...]] = ("_observed", "_sealed")
+    statistics: ClassVar[tuple[str, ...]] = ("_observed", "_prompt_ended")
 
     _observed: PromptQueries | None
-    _sealed: bool
+    _prompt_ended: bool
 
     def _checked_queries(self, queries: Tensor, positions: Tensor) -> Tensor:
         """Check observed queries `[B, H, T, D]`, and replace numbers that are not finite by 0.
@@ -203,7 +203,7 @@ class PromptQueriesIndex(BaseIndex):
         self._observed = statistics
 
     def _cleared(self) -> None:
-        self._observed, self._sealed = None, False
+        self._observed, self._prompt_ended = None, False
 
     def _layout(self, held: Held) -> Layout:
         return super()._layout(held) | layout_of_queries("statistics.observed", held, self.geometry)

@@ -25,14 +25,14 @@ class Sentences:
         queries: Newest queries since the prompt ended, `[B, H, n, D]`.
         positions: Their token ids, int64 `[n]` on the CPU, ascending.
         newest: Token id of the newest query of all, -1 for none.
-        sealed: True once the prompt is complete.
+        prompt_ended: True once the prompt is complete.
     """
 
     ends: Tensor
     queries: Tensor
     positions: OnHost
     newest: int = -1
-    sealed: bool = False
+    prompt_ended: bool = False
 
     @staticmethod
     def empty(geometry: Geometry) -> Sentences:
@@ -62,7 +62,7 @@ class Sentences:
         """
         new = positions.cpu()
         sentences = replace(self, newest=int(new[-1]))
-        if not self.sealed:
+        if not self.prompt_ended:
             return sentences
         earlier = int((self.positions < new[0]).sum())
         if earlier and len(self.queries) == len(queries):

@@ -46,7 +46,7 @@ def ready(device: torch.device) -> None:
 
 
 def store(
-    geometry: Geometry, place: str, row_codec: str = "plain", device_share: float | None = None
+    geometry: Geometry, place: str, row_codec: str = "plain", device_fraction: float | None = None
 ) -> CompiledStore:
     """Create a store for rows: tensors on the CPU, as in plain torch."""
     return CompiledStore(geometry, place, row_codec)

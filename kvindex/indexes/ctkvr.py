@@ -94,10 +94,10 @@ class CTkvr(BaseIndex):
     Config = CTkvrConfig
     presets: ClassVar = {"paper512": {"rho": 1280}, "paper1024": {"rho": 2560}}
 
-    statistics = ("_state", "_sealed")
+    statistics = ("_state", "_prompt_ended")
 
     _state: _State
-    _sealed: bool
+    _prompt_ended: bool
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -136,7 +136,7 @@ class CTkvr(BaseIndex):
             if T > 1:
                 newest = queries[:, :, -self._learned["lists"].shape[2] :]
                 self._enqueue(self._query_lists.build(newest, self._blocks))
-        elif T > 1 or (T and not self._sealed):
+        elif T > 1 or (T and not self._prompt_ended):
             options = dict(most=config.most, choice=config.choice, seed=config.seed)
             updated = PromptQueries.of(observed, queries, positions, **options)
             self._state = replace(self._state, observed=updated)
@@ -146,7 +146,7 @@ class CTkvr(BaseIndex):
         if len(self) and self._state.observed:
             self._learned = self._build(self._state.observed, self.valid, self._blocks)
             self._state = replace(self._state, observed=None)
-        self._sealed = True
+        self._prompt_ended = True
 
     def reorder(self, batch_indices: Tensor) -> None:
         """Reorder the batch, including queries that were observed before the first append."""
@@ -238,7 +238,7 @@ class CTkvr(BaseIndex):
                 learned = replace_oldest(learned, late, state.oldest)
             new = [(start, keys, valid)]
             return learned if self.config.stale else self._query_lists.insert(learned, lambda: new)
-        if not self._sealed or state.observed is None:
+        if not self._prompt_ended or state.observed is None:
             return self._learned
         flags = self.valid
         if flags is not None or valid is not None:
@@ -264,7 +264,7 @@ class CTkvr(BaseIndex):
     def _with_appended(self, codes: Codes, valid: Tensor | None) -> _State:
         state = self._state
         if "lists" not in self._learned:
-            return replace(state, observed=None) if self._sealed else state
+            return replace(state, observed=None) if self._prompt_ended else state
         if state.pending is None:
             return state
         return replace(state, pending=None, oldest=self._oldest_after(1))
@@ -284,7 +284,7 @@ class CTkvr(BaseIndex):
         self._state = statistics
 
     def _cleared(self) -> None:
-        self._state, self._sealed = _State(), False
+        self._state, self._prompt_ended = _State(), False
 
     def _held(self) -> list[Tensor]:
         observed, pending = self._state.observed, self._state.pending

@@ -66,14 +66,14 @@ class DoubleSparsity(PromptQueriesIndex):
         Queries after `end_prompt` are ignored. Numbers that are not finite count as 0.
         """
         queries = self._checked_queries(queries, positions)
-        if not self._sealed and len(positions):
+        if not self._prompt_ended and len(positions):
             self._observed = PromptQueries.of(
                 self._observed, queries, positions, most=self.config.queries, choice="evenly"
             )
 
     def end_prompt(self) -> None:
         """End the prompt: later queries do not calibrate."""
-        self._sealed = True
+        self._prompt_ended = True
 
     def _learn(self, keys: Tensor, valid: Tensor | None) -> Codes:
         super()._learn(keys, valid)  # checks the batch

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvindex.bases.index import BaseIndex
 from kvindex.core import check
-from kvindex.core.protocol import Codes, Hits, SearchesShare
+from kvindex.core.protocol import Codes, Hits, SearchesShard
 from kvindex.ops import group
 from kvindex.ops.attention import cap
 from kvindex.ops.coverage import log_weights, within
@@ -47,15 +47,15 @@ class Exact(BaseIndex):
         return {}
 
     def _offers(self, wanted: type) -> bool:
-        if wanted is SearchesShare:  # ranks in one shard's list do not compare with another's
+        if wanted is SearchesShard:  # ranks in one shard's list do not compare with another's
             return self.geometry.group_size == 1 or self.config.group != "union"
         return super()._offers(wanted)
 
     def _search(self, queries: Tensor, k: int) -> Hits:
         return self._ranked(queries, k)[0]
 
-    def search_share(self, queries: Tensor, *, k: int, total: Callable[[Tensor], Tensor]) -> Hits:
-        """Search one shard of the tokens, as `protocol.SearchesShare.search_share` describes."""
+    def search_shard(self, queries: Tensor, *, k: int, total: Callable[[Tensor], Tensor]) -> Hits:
+        """Search one shard of the tokens, as `protocol.SearchesShard.search_shard` describes."""
         check.wanted_rows(k)
         g, policy = self.geometry, self.config.group
         self._check_tensor("queries", queries, {"B": self._batch, "H": g.q_heads, "D": g.head_dim})

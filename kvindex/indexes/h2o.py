@@ -15,7 +15,7 @@ from kvindex.bases.eviction import NEVER, ObservingEvictionIndex, are_valid, att
 from kvindex.core import check
 from kvindex.core.protocol import UNUSED, Codes
 from kvindex.ops import group
-from kvindex.ops.coarse import ceil_share
+from kvindex.ops.coarse import ceil_fraction
 from kvindex.storage.layout import Held, Layout, TensorSpec, below, distinct
 
 
@@ -75,7 +75,7 @@ class H2O(ObservingEvictionIndex):
         count as 0.
         """
         queries = self._checked_queries(queries, positions)
-        if not self._sealed:
+        if not self._prompt_ended:
             self._sample_queries(queries, positions, self.config.most or 2**62)
         elif len(self) and len(positions):
             self._accumulate(queries, positions)
@@ -84,7 +84,7 @@ class H2O(ObservingEvictionIndex):
         """End the prompt: count the attention weights of its queries, and evict rows."""
         if len(self) and self._observed:
             self._accumulate(self._observed.queries, self._observed.positions)
-        self._observed, self._sealed = None, True
+        self._observed, self._prompt_ended = None, True
 
     def truncate(self, length: int) -> None:
         """Truncate the index. Evicted rows stay evicted, and counted attention stays counted."""
@@ -117,7 +117,7 @@ class H2O(ObservingEvictionIndex):
             return ids, scores
         present = ids >= 0
         rank = present.cumsum(-1)
-        recent = rank > rank[..., -1:] - ceil_share(budget, self.config.recent)
+        recent = rank > rank[..., -1:] - ceil_fraction(budget, self.config.recent)
         order = scores.masked_fill(recent, float("inf")).masked_fill(~present, NEVER)
         slots = self.ops.select.top_k(order, budget)[1].sort(-1).values
         kept, got = (t.gather(-1, slots.clamp_min(0)) for t in (ids, scores))

@@ -82,9 +82,9 @@ class MagicPIG(BaseIndex):
 
     Config = MagicPIGConfig
     weighted = True
-    statistics = ("_sealed",)
+    statistics = ("_prompt_ended",)
 
-    _sealed: int | None = None  # prompt length, set at `end_prompt` if stale
+    _prompt_ended: int | None = None  # prompt length, set at `end_prompt` if stale
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -175,7 +175,7 @@ class MagicPIG(BaseIndex):
     def _known(self) -> Tensor:
         """Return which tokens a search may return, bool `[B, N]`."""
         ids = torch.arange(len(self), device=self.geometry.device).expand(len(self.counts), -1)
-        known: Tensor = ids < (len(self) if self._sealed is None else self._sealed)
+        known: Tensor = ids < (len(self) if self._prompt_ended is None else self._prompt_ended)
         return known if self.valid is None else known.logical_and(self.valid)
 
     def _sure(self, k: int) -> Tensor:
@@ -222,32 +222,32 @@ class MagicPIG(BaseIndex):
         if held.length or held.has("learned"):
             layout["learned.center"] = TensorSpec("B G D", torch.float32)
             layout["learned.known"] = TensorSpec("B", torch.bool)
-        if held.has("statistics.sealed"):
-            sealed = TensorSpec("", torch.int64, least=0, most=held.length)
-            layout["statistics.sealed"] = sealed
+        if held.has("statistics.prompt_ended"):
+            prompt_ended = TensorSpec("", torch.int64, least=0, most=held.length)
+            layout["statistics.prompt_ended"] = prompt_ended
         return layout
 
     # End of the prompt, if the index is stale
 
     def end_prompt(self) -> None:
         """End the prompt. If the index is stale, later tokens are never returned."""
-        if self.config.stale and self._sealed is None:
-            self._sealed = len(self)
+        if self.config.stale and self._prompt_ended is None:
+            self._prompt_ended = len(self)
 
     def _cleared(self) -> None:
-        self._sealed = None
+        self._prompt_ended = None
 
     def _with_appended(self, codes: Codes, valid: Tensor | None) -> int | None:
-        return self._sealed
+        return self._prompt_ended
 
     def _with_truncated(self, length: int) -> int | None:
-        return None if self._sealed is None else min(self._sealed, length)
+        return None if self._prompt_ended is None else min(self._prompt_ended, length)
 
     def _with_reordered(self, batch_indices: Tensor) -> int | None:
-        return self._sealed
+        return self._prompt_ended
 
     def _commit(self, statistics: int | None) -> None:
-        self._sealed = statistics
+        self._prompt_ended = statistics
 
     def _held(self) -> list[Tensor]:
         return [self._directions]

@@ -92,7 +92,7 @@ class SentenceKV(BaseIndex):
 
     def end_prompt(self) -> None:
         """End the prompt: later queries count for the mean query of a sentence."""
-        self._signals = replace(self._signals, sealed=True)
+        self._signals = replace(self._signals, prompt_ended=True)
 
     def observe_queries(self, queries: Tensor, positions: Tensor) -> None:
         """Store queries `[B, H, T, D]` of the tokens `positions`, int64 `[T]`, ascending.

@@ -76,14 +76,14 @@ class SnapKV(ObservingEvictionIndex):
         Queries after `end_prompt` are ignored. Numbers that are not finite count as 0.
         """
         queries = self._checked_queries(queries, positions)
-        if not self._sealed:
+        if not self._prompt_ended:
             self._sample_queries(queries, positions, self.config.window)
 
     def end_prompt(self) -> None:
         """End the prompt: its last queries vote, and again if earlier keys arrive later."""
-        if len(self) and self._observed and not self._sealed:
+        if len(self) and self._observed and not self._prompt_ended:
             self._learned = self._vote(self._observed, len(self))
-        self._sealed = True
+        self._prompt_ended = True
 
     # Voting
 
@@ -123,7 +123,7 @@ class SnapKV(ObservingEvictionIndex):
 
     def _layout(self, held: Held) -> Layout:
         layout, voted = super()._layout(held), held.has("learned")
-        layout["statistics.sealed"] = TensorSpec(
+        layout["statistics.prompt_ended"] = TensorSpec(
             "",
             torch.bool,
             allowed="with learned.voted once the prompt has ended",
@@ -131,7 +131,7 @@ class SnapKV(ObservingEvictionIndex):
                 voted
                 or not held.length
                 or "statistics.observed.end" not in state
-                or not state["statistics.sealed"]
+                or not state["statistics.prompt_ended"]
             ),
         )
         if voted:
@@ -150,7 +150,7 @@ class SnapKV(ObservingEvictionIndex):
     def _learn(self, keys: Tensor, valid: Tensor | None) -> Codes:
         learned, observed = super()._learn(keys, valid), self._observed
         if (
-            not self._sealed
+            not self._prompt_ended
             or observed is None
             or ("voted" in learned and len(self) >= observed.end)
         ):

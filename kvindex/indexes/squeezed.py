@@ -118,14 +118,14 @@ class Squeezed(PromptQueriesIndex, ClusteredIndex):
         Numbers that are not finite count as 0.
         """
         queries = self._checked_queries(queries, positions)
-        if self.config.sparsity and not self._sealed:
+        if self.config.sparsity and not self._prompt_ended:
             self._sample_queries(queries, positions, self.config.calibration)
 
     def end_prompt(self) -> None:
         """End the prompt: calibrate the threshold on its last queries."""
-        if not self._sealed and self._observed is not None and len(self):
+        if not self._prompt_ended and self._observed is not None and len(self):
             self._learned = {**self._learned, "threshold": self._threshold(self._observed)}
-        self._sealed, self._observed = True, None
+        self._prompt_ended, self._observed = True, None
 
     def _threshold(self, observed: PromptQueries) -> Tensor:
         """Return the log attention weight that a fraction `sparsity` of the keys do not exceed."""

@@ -126,12 +126,12 @@ class TriAttention(ObservingEvictionIndex):
         queries = self._checked_queries(queries, positions)
         if len(positions):
             self._next = positions[-1] + 1
-        if not self._sealed and self.config.centers is None:
+        if not self._prompt_ended and self.config.centers is None:
             self._sample_queries(queries, positions, self.config.most)
 
     def end_prompt(self) -> None:
         """End the prompt: fix the centers (later if the index is empty), and evict rows."""
-        self._sealed = True
+        self._prompt_ended = True
         if len(self):
             ids = self._retained()
             keys = self._store.gather(ids).keys
@@ -175,7 +175,7 @@ class TriAttention(ObservingEvictionIndex):
             self._observed,
             self._learned,
         )
-        if "mean" in learned or not self._sealed or (calibrated is None and observed is None):
+        if "mean" in learned or not self._prompt_ended or (calibrated is None and observed is None):
             return learned
         shift = torch.zeros(batch, dtype=torch.int64, device=g.device)
         if calibrated is not None:
@@ -243,7 +243,7 @@ class TriAttention(ObservingEvictionIndex):
 
     def _learn(self, keys: Tensor, valid: Tensor | None) -> Codes:
         learned, first, stop = super()._learn(keys, valid), len(self), len(self) + keys.shape[2]
-        if not self._sealed:
+        if not self._prompt_ended:
             return learned
         flags = joined_flags(self.valid, first, keys, valid)
         new = torch.arange(first, stop, device=keys.device)
@@ -263,7 +263,7 @@ class TriAttention(ObservingEvictionIndex):
         return {**self._learned, "ids": ids.masked_fill(ids >= length, UNUSED)}
 
     def _with_appended(self, codes: Codes, valid: Tensor | None) -> Any:
-        return None if self._sealed else self._observed
+        return None if self._prompt_ended else self._observed
 
     def _scanned(self) -> list[Tensor]:
         kept = [self._learned["ids"]] if "ids" in self._learned else []

@@ -694,8 +694,8 @@ class AttentionLayer(Guarded):
             ValueError: The index does not offer `protocol.KeepsState`.
         """
         self.settle()
-        sealed = {"sealed": torch.tensor(self._updates.prompt_ended)}
-        return signed(self._whose(), self._contents.packed() | sealed)
+        prompt_ended = {"prompt_ended": torch.tensor(self._updates.prompt_ended)}
+        return signed(self._whose(), self._contents.packed() | prompt_ended)
 
     def check_state(self, state: Mapping[str, Tensor]) -> None:
         """Check a state before it is loaded: first the index's part, then window and sink.
@@ -717,8 +717,8 @@ class AttentionLayer(Guarded):
             for name, part in state.items()
             if name != ABOUT and not name.startswith("index.")
         }
-        sealed = {name: parts.pop(name) for name in ("sealed",) if name in parts}
-        check_layout({"sealed": TensorSpec("", torch.bool)}, sealed, {})
+        prompt_ended = {name: parts.pop(name) for name in ("prompt_ended",) if name in parts}
+        check_layout({"prompt_ended": TensorSpec("", torch.bool)}, prompt_ended, {})
         self._contents.check_window(parts, state)
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
@@ -737,7 +737,7 @@ class AttentionLayer(Guarded):
         if len(self):
             raise ValueError(f"state: got a layer that holds {len(self)} tokens, allowed is empty")
         self._contents.unpack(state)
-        self._updates.prompt_ended, self._broken = bool(state["sealed"]), None
+        self._updates.prompt_ended, self._broken = bool(state["prompt_ended"]), None
 
     def _whose(self) -> dict[str, Any]:
         sizes = dict(sink=self.sink, local_window=self.local_window, update_every=self.update_every)

@@ -25,7 +25,7 @@ The values are those of the published code; the paper has 6 tiers (section 5.4).
 """
 
 
-def ceil_share(count: int, *shares: float) -> int:
+def ceil_fraction(count: int, *shares: float) -> int:
     """Return `⌈count · fraction · …⌉`, with each fraction taken as a decimal number.
 
     In binary floating point 100 · 0.07 is a little above 7, so its ceiling would be 8.

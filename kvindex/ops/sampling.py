@@ -8,8 +8,8 @@ from torch import Tensor
 TINY = torch.finfo(torch.float64).tiny
 
 
-def draw(logits: Tensor, ids: Tensor, k: int, drawn: int) -> tuple[Tensor, Tensor]:
-    """Choose rows to attend to: the best `k - drawn`, and a sample of `drawn` others.
+def sample(logits: Tensor, ids: Tensor, k: int, sampled: int) -> tuple[Tensor, Tensor]:
+    """Choose rows to attend to: the best `k - sampled`, and a sample of `sampled` others.
 
     Each row has a known probability `π` of being chosen. The sample is systematic along the ids, so
     it is spread over the sequence and is the same from run to run.
@@ -18,7 +18,7 @@ def draw(logits: Tensor, ids: Tensor, k: int, drawn: int) -> tuple[Tensor, Tenso
         logits: Logits of `P` ranked rows, float32 `[B, G, P]`, descending, `-inf` for no row.
         ids: Token ids of the rows, int64 `[B, G, P]`.
         k: Rows in all.
-        drawn: Rows of these that are sampled.
+        sampled: Rows of these that are sampled.
 
     Returns:
         Positions among the `P` rows, int64 `[B, G, k]`, ascending, padded with -1, and log weights
@@ -26,7 +26,7 @@ def draw(logits: Tensor, ids: Tensor, k: int, drawn: int) -> tuple[Tensor, Tenso
 
     Source: Horvitz and Thompson, A Generalization of Sampling Without Replacement (1952).
     """
-    chances = inclusion(logits, k - drawn, drawn)
+    chances = inclusion(logits, k - sampled, sampled)
     picked = chances >= 1
     picked |= systematic(ids, chances.masked_fill(picked, 0))
     slots = picked.cumsum(-1) - 1
@@ -36,16 +36,16 @@ def draw(logits: Tensor, ids: Tensor, k: int, drawn: int) -> tuple[Tensor, Tenso
     return _scattered(positions, slots, k, -1), _scattered(weights, slots, k, float("-inf"))
 
 
-def inclusion(logits: Tensor, sure: int, drawn: int) -> Tensor:
+def inclusion(logits: Tensor, sure: int, sampled: int) -> Tensor:
     """Compute each row's probability of being chosen.
 
     It is 1 for the `sure` best rows. For the others it is proportional to `exp(logits)`, at most 1,
-    and sums to `drawn`.
+    and sums to `sampled`.
 
     Args:
         logits: Float32 `[B, G, P]`, descending, `-inf` for no row.
         sure: Rows that are always chosen.
-        drawn: Expected number of other rows.
+        sampled: Expected number of other rows.
 
     Returns:
         Float32 `[B, G, P]`.
@@ -54,12 +54,12 @@ def inclusion(logits: Tensor, sure: int, drawn: int) -> Tensor:
     rest = (rest - rest[..., :1].clamp_min(torch.finfo(rest.dtype).min)).exp()  # 0 for no row
     tail = rest.flip(-1).cumsum(-1).flip(-1)
     # probabilities above 1 form a prefix, which ends where the others can sum to what is left
-    left = drawn - torch.arange(rest.shape[-1], device=logits.device)
+    left = sampled - torch.arange(rest.shape[-1], device=logits.device)
     fits = left * rest <= tail
     capped = ~fits.cummax(-1).values if rest.shape[-1] else fits
     count = capped.sum(-1, keepdim=True)
     total = rest.masked_fill(capped, 0).sum(-1, keepdim=True).clamp_min(TINY)
-    chances = torch.where(capped, 1.0, rest * (drawn - count) / total).clamp(0, 1)
+    chances = torch.where(capped, 1.0, rest * (sampled - count) / total).clamp(0, 1)
     top = (logits[..., :sure] > float("-inf")).double()
     others = chances.masked_fill(rest == 0, 0)
     return torch.cat([top, others], dim=-1).float()

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kvindex.core import check
 from kvindex.ops import group
-from kvindex.ops.coarse import TIERS, ceil_share
+from kvindex.ops.coarse import TIERS, ceil_fraction
 
 SCHEDULE = ((5_000, 0.50, 0.50), (10_000, 0.25, 0.30), (30_000, 0.20, 0.25))
 """Entries `(n, β, ρ)`, each for fewer than `n` tokens, from the published code.
@@ -186,7 +186,7 @@ class ParisKVConfig:
         """Return the number of candidates `C` among `n` keys when `k` rows are searched."""
         if n <= self.single_stage_below:
             return n
-        fraction, least = ceil_share(n, self.fractions(n)[0]), int(self.refine_factor) * k
+        fraction, least = ceil_fraction(n, self.fractions(n)[0]), int(self.refine_factor) * k
         return min(max(fraction, least, int(self.least_candidates)), n)
 
     def most_candidates(self, tokens: int, k: int) -> int:
@@ -196,7 +196,7 @@ class ParisKVConfig:
 
     def tier_bounds(self, n: int) -> list[int]:
         """Return how many of `n` keys each tier of the paper's votes may contain."""
-        return [ceil_share(n, self.fractions(n)[1], tier) for tier in TIERS]
+        return [ceil_fraction(n, self.fractions(n)[1], tier) for tier in TIERS]
 
     def limits(self, counts: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """Return the bounds of tiers and the number of candidates for each sequence of a batch.

@@ -92,14 +92,14 @@ def find_rows(queries: Tensor, state: State, k: int, config: StepConfig) -> Sele
         return select_rows(state, tiered_votes.find_candidates(queries, state, config), k, config)
     prepared = prepare_query(queries, state, config)
     reranked = rerank(state, prepared, scan(queries, state, prepared, config), config)
-    return select_rows(state, reranked, k, config, prepared.draw)
+    return select_rows(state, reranked, k, config, prepared.sampling)
 
 
 # 1. prepare_query
 
 
 @dataclass(frozen=True)
-class Draw:
+class SamplingTerms:
     """Numbers with which votes become priorities, and the seeds of the keys' random numbers.
 
     Attributes:
@@ -135,7 +135,7 @@ class Prepared:
         bases: Vote at which the histogram begins, int32 `[B, G]`.
         shifts: Votes per bin of the histogram are `2^shift`, int32 `[B, G]`.
         wrong: Int32 `[]`, 1 if a query is out of range.
-        draw: Numbers for sampling, or None where the best candidates are taken.
+        sampling: Numbers for sampling, or None where the best candidates are taken.
     """
 
     planes: Tensor
@@ -148,7 +148,7 @@ class Prepared:
     bases: Tensor
     shifts: Tensor
     wrong: Tensor
-    draw: Draw | None = None
+    sampling: SamplingTerms | None = None
 
 
 def prepare_query(queries: Tensor, state: State, config: StepConfig) -> Prepared:
@@ -168,8 +168,8 @@ def prepare_query(queries: Tensor, state: State, config: StepConfig) -> Prepared
     ups = up_of(directions.abs().amax(-1) * norms)
     products = center_products(queries, state, config)
     votes = head_votes(state, planes, units, products, config)
-    draw = _sampling_terms(state, products, unit, config) if config.drawn else None
-    sample = sample_of(votes.amax(2) if draw is None else _priorities(votes, draw, state))
+    sampling = _sampling_terms(state, products, unit, config) if config.sampled else None
+    sample = sample_of(votes.amax(2) if sampling is None else _priorities(votes, sampling, state))
     return Prepared(
         planes=planes,
         sums=integers.sum(-1, dtype=torch.int32),
@@ -179,11 +179,13 @@ def prepare_query(queries: Tensor, state: State, config: StepConfig) -> Prepared
         sample=sample,
         **thresholds_of(sample, state, config),
         wrong=wrong,
-        draw=draw,
+        sampling=sampling,
     )
 
 
-def _sampling_terms(state: State, products: Tensor, unit: Tensor, config: StepConfig) -> Draw:
+def _sampling_terms(
+    state: State, products: Tensor, unit: Tensor, config: StepConfig
+) -> SamplingTerms:
     """Compute what sampling needs from center products `[B, G, S, g]` and the unit of a vote.
 
     The unit is the inner product `q·k` that a vote of 1 represents, float64 `[B, G, g]`.
@@ -196,13 +198,13 @@ def _sampling_terms(state: State, products: Tensor, unit: Tensor, config: StepCo
     seeds = priority.hashed(priority.seeds(own, state.counted, config.seed))[..., 0]
     seeds = (seeds - first[:, None] * priority.SPREAD) & priority.BITS
     totals = priority.totals(products[:, :, some].mT, scale)
-    return Draw(priority.gains(unit, scale), totals, seeds)
+    return SamplingTerms(priority.gains(unit, scale), totals, seeds)
 
 
-def _priorities(votes: Tensor, draw: Draw, state: State) -> Tensor:
+def _priorities(votes: Tensor, sampling: SamplingTerms, state: State) -> Tensor:
     """Return priorities int32 `[B, G, N]` for votes `[B, G, g, N]`; `LEAST` for padding."""
-    noises = draw.noises(torch.arange(votes.shape[-1], device=votes.device)[None, None])
-    found = priority.priorities(votes, draw.gains, draw.totals, noises)
+    noises = sampling.noises(torch.arange(votes.shape[-1], device=votes.device)[None, None])
+    found = priority.priorities(votes, sampling.gains, sampling.totals, noises)
     return found.masked_fill(~state.flags[:, None], priority.LEAST)
 
 
@@ -249,9 +251,9 @@ def list_keys(state: State, prepared: Prepared, products: Tensor, config: StepCo
 def ranked(state: State, prepared: Prepared, products: Tensor, config: StepConfig) -> Tensor:
     """Return the votes of all keys, or their priorities with sampling: int32 `[B, G, N]`."""
     given = state, prepared.planes, prepared.units, products, config
-    if prepared.draw is None:
+    if prepared.sampling is None:
         return votes_of(*given)
-    return _priorities(head_votes(*given), prepared.draw, state)
+    return _priorities(head_votes(*given), prepared.sampling, state)
 
 
 # 3. rerank
@@ -262,8 +264,8 @@ def rerank(state: State, prepared: Prepared, scanned: Scanned, config: StepConfi
 
     Keys in the same histogram bin as the last of them are estimated, too.
     """
-    if prepared.draw is not None:
-        return _rerank_sampled(state, prepared, scanned, prepared.draw, config)
+    if prepared.sampling is not None:
+        return _rerank_sampled(state, prepared, scanned, prepared.sampling, config)
     entries, target = scanned.list, state.target.expand_as(scanned.counts)
     cut = torch.stack(cut_of(scanned.histogram, target), dim=-1)
     whole = torch.tensor([-1, 0], device=cut.device)
@@ -292,7 +294,7 @@ def _best(state: State, prepared: Prepared, products: Tensor, config: StepConfig
 
 
 def _rerank_sampled(
-    state: State, prepared: Prepared, scanned: Scanned, draw: Draw, config: StepConfig
+    state: State, prepared: Prepared, scanned: Scanned, sampling: SamplingTerms, config: StepConfig
 ) -> Reranked:
     """Estimate inner products of all keys whose priorities reach the threshold, about `C` keys."""
     every = ranked(state, prepared, scanned.products, config)
@@ -302,7 +304,7 @@ def _rerank_sampled(
     real, ids = candidates != EMPTY, id_of(candidates)
     estimates = _estimates(candidates, state, prepared, scanned.products, config)
     estimates = estimates.masked_fill(~real[..., None], attention.NEVER)
-    g, chances = config.geometry, _log_chances(candidates, thresholds, draw)
+    g, chances = config.geometry, _log_chances(candidates, thresholds, sampling)
     logits = attention.cap(estimates, g.scale, g.softcap).mT - chances[:, :, None]
     none = torch.zeros_like(candidates[..., :0])
     return Reranked(
@@ -317,9 +319,9 @@ def _rerank_sampled(
     )
 
 
-def _log_chances(candidates: Tensor, thresholds: Tensor, draw: Draw) -> Tensor:
+def _log_chances(candidates: Tensor, thresholds: Tensor, sampling: SamplingTerms) -> Tensor:
     """Return `log π` of entries int64 `[B, G, K]`, float32; 0 for `EMPTY`."""
-    sizes = vote_of(candidates) - draw.noises(id_of(candidates))
+    sizes = vote_of(candidates) - sampling.noises(id_of(candidates))
     chances = priority.log_chances(sizes, thresholds[..., :1].long())
     return chances.masked_fill(candidates == EMPTY, 0)
 
@@ -359,7 +361,11 @@ class Selected:
 
 
 def select_rows(
-    state: State, reranked: Reranked, k: int, config: StepConfig, draw: Draw | None = None
+    state: State,
+    reranked: Reranked,
+    k: int,
+    config: StepConfig,
+    sampling: SamplingTerms | None = None,
 ) -> Selected:
     """Select the best `k` rows by the score that a group's heads agree on.
 
@@ -370,10 +376,10 @@ def select_rows(
         reranked: Candidates with their estimates.
         k: Rows per KV head.
         config: Constants of the step.
-        draw: From `Prepared`, where rows are sampled.
+        sampling: From `Prepared`, where rows are sampled.
     """
-    if draw is not None:
-        return _select_sampled(reranked, k, config, draw)
+    if sampling is not None:
+        return _select_sampled(reranked, k, config, sampling)
     g, tokens = config.geometry, state.tokens
     # the best entries of the cut's bin fill up to `C`; without a cut all entries are candidates
     whole = reranked.cuts[..., 0] < 0
@@ -392,7 +398,9 @@ def select_rows(
     return Selected(best.masked_fill(best == tokens, UNUSED), scores.gather(-1, order), found)
 
 
-def _select_sampled(reranked: Reranked, k: int, config: StepConfig, draw: Draw) -> Selected:
+def _select_sampled(
+    reranked: Reranked, k: int, config: StepConfig, sampling: SamplingTerms
+) -> Selected:
     """Select the rows with the `k` largest priorities by their estimates.
 
     The noise is the one that the candidates were sampled with.
@@ -402,9 +410,9 @@ def _select_sampled(reranked: Reranked, k: int, config: StepConfig, draw: Draw) 
     estimates = reranked.estimates.gather(2, order[..., None].expand_as(reranked.estimates))
     logits = attention.cap(estimates.mT, g.scale, g.softcap)
     logits = logits.masked_fill((ids < 0)[:, :, None], attention.NEVER)
-    chances = _log_chances(candidates, reranked.cuts, draw)
+    chances = _log_chances(candidates, reranked.cuts, sampling)
     totals = (logits - chances[:, :, None]).logsumexp(-1, keepdim=True)
-    sizes, noises = priority.root_mean_square(logits - totals), draw.noises(ids) * priority.NATS
+    sizes, noises = priority.root_mean_square(logits - totals), sampling.noises(ids) * priority.NATS
     sizes = sizes.masked_fill(ids < 0, attention.NEVER)  # a sequence may have no candidate
     scores, slots, last = priority.sample(sizes, noises.float(), k)
     weights = -torch.minimum(last, chances.gather(-1, slots.clamp_min(0)))

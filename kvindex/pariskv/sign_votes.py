@@ -99,7 +99,7 @@ def thresholds_of(sample: Tensor, state: State, config: StepConfig) -> dict[str,
     With sampling, the sample has priorities, and thresholds are multiples of `priority.STEP`.
     """
     wanted, counted = state.wanted.tolist(), state.counted.tolist()
-    find = _sampled_threshold if config.drawn else _threshold
+    find = _sampled_threshold if config.sampled else _threshold
     rows = [
         find(votes[votes != LEAST].long(), wanted[b], counted[b])
         for b, heads in enumerate(sample)

@@ -118,7 +118,7 @@ class StepConfig:
         query_max: Largest coordinate of a rounded query, as in `ParisKVConfig`.
         centered: True if blocks have centers.
         policy: How the heads of a group combine their scores (`ParisKVConfig.group`).
-        drawn: True if candidates and rows are sampled (`kvindex.ops.priority`).
+        sampled: True if candidates and rows are sampled (`kvindex.ops.priority`).
         tempered: True if sampled rows have lower weights (`priority.temper`).
     """
 
@@ -128,7 +128,7 @@ class StepConfig:
     query_max: int = 21
     centered: bool = True
     policy: str = "mean_share"
-    drawn: bool = False
+    sampled: bool = False
     tempered: bool = False
 
     @property

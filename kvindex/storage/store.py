@@ -259,7 +259,7 @@ def row_store(
     *,
     backend: str = "torch",
     row_codec: str = "plain",
-    device_share: float | None = None,
+    device_fraction: float | None = None,
 ) -> RowStore:
     """Return the store of an index: a new one of the backend, or the caller's own.
 
@@ -268,23 +268,26 @@ def row_store(
         geometry: The index's geometry.
         backend: Name of the backend, whose store is used for a place.
         row_codec: Name of the row codec.
-        device_share: Fraction of the rows to place on the device, only with "auto".
+        device_fraction: Fraction of the rows to place on the device, only with "auto".
 
     Raises:
-        ValueError: The store is not a `RowStore`, has tokens or another codec, or `device_share` is
-            given with another store.
+        ValueError: The store is not a `RowStore`, has tokens or another codec, or
+            `device_fraction` is given with another store.
         TypeError: An option has the wrong type.
     """
-    if device_share is not None:
-        check.within("device_share", device_share, 0, 1)
+    if device_fraction is not None:
+        check.within("device_fraction", device_fraction, 0, 1)
         if store != "auto":
             raise ValueError(
-                f"device_share: got {device_share} with store={store!r}, allowed with store='auto'"
+                f"device_fraction: got {device_fraction} with store={store!r}, allowed with "
+                "store='auto'"
             )
     if isinstance(store, str) and store in PLACES:
         if backend == "torch":
             return TensorStore(geometry, store, row_codec)
-        made: RowStore = backends.resolve(backend).store(geometry, store, row_codec, device_share)
+        made: RowStore = backends.resolve(backend).store(
+            geometry, store, row_codec, device_fraction
+        )
         return made
     if not isinstance(store, RowStore) or not isinstance(store, Restorable):
         lacks = "" if isinstance(store, str) else ", ".join(sorted(METHODS - {*dir(store)}))

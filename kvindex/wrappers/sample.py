@@ -114,10 +114,10 @@ class Sample(Wrapper):
         return k * self.pool
 
     def _sampled(self, logits: Tensor, ids: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        """Choose rows with `ops.sampling.draw`: positions and log weights."""
+        """Choose rows with `ops.sampling.sample`: positions and log weights."""
         runs = capability(self.inner, RunsOps)
         backend = ops if runs is None else runs.ops
-        chosen: tuple[Tensor, Tensor] = backend.sampling.draw(logits, ids, k, int(self.share * k))
+        chosen: tuple[Tensor, Tensor] = backend.sampling.sample(logits, ids, k, int(self.share * k))
         return chosen
 
     def _check_weights(self, weighted: bool) -> None:

@@ -32,7 +32,7 @@ from kvindex.core.protocol import (
     ReportsRecipe,
     Rows,
     RunsOps,
-    SearchesShare,
+    SearchesShard,
     WeighsRows,
 )
 from kvindex.core.ranks import TIMEOUT_S, Ranks
@@ -55,7 +55,7 @@ class Sharded(ShardedTokens):
     them as following its newest token.
 
     A search always returns the best `k` rows of all ranks. If the inner index offers
-    `SearchesShare`, they are the rows of a search in one process. If it samples rows, each of `W`
+    `SearchesShard`, they are the rows of a search in one process. If it samples rows, each of `W`
     ranks samples `k / W` rows. Else each rank proposes `k` rows, and the best of these by true
     scores ("mean_share") are returned.
 
@@ -113,7 +113,7 @@ class Sharded(ShardedTokens):
     def search(self, queries: Tensor, *, k: int, coverage: float | None = None) -> Hits:
         """Select the best rows of all ranks; every rank returns the same rows.
 
-        The search needs one all-gather, or two with `SearchesShare`.
+        The search needs one all-gather, or two with `SearchesShard`.
 
         Args:
             queries: `[B, H, D]`.
@@ -130,11 +130,11 @@ class Sharded(ShardedTokens):
         self._check_queries(queries)
         # at most one summary row per token
         most, queries = min(k, max(2 * self._length, 1)), queries.detach()
-        searcher = capability(self.inner, SearchesShare)
+        searcher = capability(self.inner, SearchesShard)
         if capability(self.inner, WeighsRows) is not None:
             hits = self._sampled(queries, most)
         elif searcher is not None:
-            own = searcher.search_share(queries, k=most, total=self._total)
+            own = searcher.search_shard(queries, k=most, total=self._total)
             found = self._ranks.gather(self._shard.to_whole(own.ids), own.scores)
             ids, scores = map(_side_by_side, found)
             hits = _best(ids, scores, most)[0]
@@ -143,7 +143,7 @@ class Sharded(ShardedTokens):
         return hits if most == k else hits.widened(k)
 
     def _total(self, sums: Tensor) -> Tensor:
-        """Return the log-sum-exp of all ranks' sums, as `SearchesShare.search_share` requires."""
+        """Return the log-sum-exp of all ranks' sums, as `SearchesShard.search_shard` requires."""
         return self._ranks.gather(sums)[0].logsumexp(0)
 
     def _rescored(self, queries: Tensor, k: int) -> Hits:

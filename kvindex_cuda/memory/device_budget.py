@@ -34,7 +34,7 @@ class DeviceBudget(Budget):
         free: Callable[[torch.device], int] | None = None,
     ) -> None:
         super().__init__()
-        self.share = SHARE if share is None else check.within("device_share", share, 0, 1)
+        self.share = SHARE if share is None else check.within("device_fraction", share, 0, 1)
         self._device, self._free = device, free or free_bytes
         self._rows = rows_of(device)
 

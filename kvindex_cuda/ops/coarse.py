@@ -7,14 +7,14 @@ from math import gcd
 import torch
 from torch import Tensor
 
-from kvindex.ops.coarse import TIERS, ceil_share, rounded
+from kvindex.ops.coarse import TIERS, ceil_fraction, rounded
 from kvindex.ops.codes import FACTOR, SUBSPACE
 from kvindex_cuda.runtime.arguments import busy, contiguous_rows, of_shape, of_type, strides
 from kvindex_cuda.runtime.launch import launch
 
 __all__ = [
     "TIERS",
-    "ceil_share",
+    "ceil_fraction",
     "dot_offsets",
     "dot_table",
     "histogram",

@@ -14,9 +14,9 @@ MOST = 2**14
 """Most rows that shared memory has room for. More are sampled in plain torch."""
 
 
-def draw(logits: Tensor, ids: Tensor, k: int, drawn: int) -> tuple[Tensor, Tensor]:
+def sample(logits: Tensor, ids: Tensor, k: int, sampled: int) -> tuple[Tensor, Tensor]:
     """Which rows are read, of `P` with logits float32 `[B, G, P]`, descending, `-inf` for none:
-    the best `k - drawn`, and `drawn` of the others, each with a known chance `π`.
+    the best `k - sampled`, and `sampled` of the others, each with a known chance `π`.
 
     ids: int64 `[B, G, P]`: drawing is systematic along them. Returns places among the `P`, int64
     `[B, G, k]`, ascending, -1 for none, and log weights `-log π`, float32 `[B, G, k]`, `-inf` for
@@ -26,7 +26,7 @@ def draw(logits: Tensor, ids: Tensor, k: int, drawn: int) -> tuple[Tensor, Tenso
     B, G, P = of_type("logits", logits, torch.float32).shape
     of_shape("ids", of_type("ids", ids, torch.int64), B, G, P)
     if P > MOST:
-        return reference.draw(logits, ids, k, drawn)
+        return reference.sample(logits, ids, k, sampled)
     places = torch.empty((B, G, k), dtype=torch.int64, device=logits.device)
     weights = torch.empty((B, G, k), device=logits.device)
     size = max(DRAW_THREADS, 1 << max(P - 1, 0).bit_length())
@@ -43,7 +43,7 @@ def draw(logits: Tensor, ids: Tensor, k: int, drawn: int) -> tuple[Tensor, Tenso
             size=size,
             count=P,
             k=k,
-            drawn=drawn,
+            drawn=sampled,
         ),
         shared_bytes=13 * size,
     )

@@ -134,7 +134,7 @@ def options_of(kind: str, config: ParisKVConfig) -> dict[str, Any]:
     options = dict(seed=config.seed, policy=config.group)
     if kind != "tiered_votes":
         options |= dict(query_max=config.query_max, centered=bool(config.center))
-        options |= dict(drawn=config.sampling != "none", tempered=config.sampling == "tempered")
+        options |= dict(sampled=config.sampling != "none", tempered=config.sampling == "tempered")
         options |= dict(together=config.sign_decoder == "regression")
     return options
 

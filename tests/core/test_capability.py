@@ -18,7 +18,7 @@ from kvindex.core.protocol import (
     ObservesQueries,
     ReportsCoverage,
     ReportsRowBytes,
-    SearchesShare,
+    SearchesShard,
     WeighsRows,
 )
 from kvindex.indexes.exact import Exact
@@ -48,7 +48,7 @@ ONLY_ITS_OWN = {
 NOT_PASSED_ON = {
     # a step of the inner index is not its own search
     *((name, step) for name in CLASSES for step in (DecodesStep, CapturesStep)),
-    *((name, step) for name in CLASSES for step in (JoinsBatch, SearchesShare)),
+    *((name, step) for name in CLASSES for step in (JoinsBatch, SearchesShard)),
     ("recall", AppendsAsync),  # the exact copy's append is part of the same change
     ("recall", ExpandsBatch),  # hits of a view would not be counted
     ("reuse", ExpandsBatch),  # a step may find what the one before found

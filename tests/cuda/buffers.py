@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kvindex.core.protocol import Attended
 from kvindex.pariskv.block_layout import BLOCK
-from kvindex.pariskv.decode_step import Draw, Prepared, Scanned, Selected
+from kvindex.pariskv.decode_step import Prepared, SamplingTerms, Scanned, Selected
 from kvindex.pariskv.sign_votes import SAMPLED
 from kvindex.pariskv.step_state import BINS, BUCKETS, EMPTY, Reranked, State
 from kvindex.pariskv.tiered_votes import PIECES, POINTS, Candidates, QueryTable, Voted
@@ -89,13 +89,13 @@ class Buffers:
             bases=self._read("bases"),
             shifts=self._read("shifts"),
             wrong=self.wrong.cpu(),
-            draw=self._draw if self._drawn else None,
+            sampling=self._draw if self._drawn else None,
         )
 
     @property
-    def _draw(self) -> Draw:
+    def _draw(self) -> SamplingTerms:
         gains, totals = self._read("scales", 4 * self._sets, 2)[:, :, : self._group].unbind(-1)
-        return Draw(gains, totals, self._read("seeds").long() & 0xFFFFFFFF)
+        return SamplingTerms(gains, totals, self._read("seeds").long() & 0xFFFFFFFF)
 
     @cached_property
     def scanned(self) -> Scanned:

@@ -238,7 +238,7 @@ def dropping(case):
 
         def append(keys, values, **flags):
             plain(keys, values, **flags)
-            if not index._sealed and len(index):
+            if not index._prompt_ended and len(index):
                 index.observe_queries(queries.expand(len(keys), -1, -1, -1), torch.arange(4, 13))
                 index.end_prompt()
 

@@ -12,7 +12,7 @@ CASE = Case(q_heads=6, kv_heads=2, head_dim=16, value_dim=8, batch=2)
 SINGLE = dict(per_cluster=1, longest=1)
 
 
-def sealed(case=CASE, count=N, tokens=None, valid=None, **options):
+def prompt_ended(case=CASE, count=N, tokens=None, valid=None, **options):
     """Make an index whose prompt of `count` tokens is complete."""
     index = case.index("louiskv", **options)
     index.append(*(case.tokens(count) if tokens is None else tokens), valid=valid)
@@ -55,7 +55,7 @@ def assert_units_are_means(index, keys):
 def test_units_of_one_key_are_exact(policy):
     """Through appends, boundaries, truncation below and above the prompt, and reordering."""
     pads, tokens, more = left_padding([0, 9], N), CASE.tokens(N), CASE.tokens(30, seed=1)
-    index = sealed(tokens=tokens, valid=pads, group=policy, **SINGLE)
+    index = prompt_ended(tokens=tokens, valid=pads, group=policy, **SINGLE)
     exact = CASE.index("exact", group=policy)
     exact.append(*tokens, valid=pads)
     changes = [
@@ -71,7 +71,7 @@ def test_units_of_one_key_are_exact(policy):
 
 
 def test_larger_units_are_not():
-    index, exact = sealed(), CASE.index("exact")
+    index, exact = prompt_ended(), CASE.index("exact")
     exact.append(*CASE.tokens(N))
     hits, want = (each.search(CASE.queries(), k=5) for each in (index, exact))
     with pytest.raises(AssertionError):
@@ -107,7 +107,7 @@ def test_a_sealed_index_keeps_the_contract(check):
 
 
 def test_units_hold_every_token_once_and_are_its_mean():
-    index, tokens = sealed(count=60, valid=left_padding([0, 11], 60)), CASE.tokens(60)
+    index, tokens = prompt_ended(count=60, valid=left_padding([0, 11], 60)), CASE.tokens(60)
     more = CASE.tokens(50, seed=1)
     for start, stop in ((0, 7), (7, 8), (8, 50)):
         index.append(*part(more, start, stop))
@@ -128,7 +128,7 @@ def test_a_blob_of_the_prompt_is_a_cluster():
     case = Case(q_heads=1, kv_heads=1, head_dim=16, value_dim=8)
     centers = 20 * torch.eye(16)[:4]
     keys = (centers.repeat(8, 1) + case.tensor(3, 32, 16))[None, None]
-    index = sealed(case, tokens=(keys, case.tokens(32)[1]), per_cluster=8)
+    index = prompt_ended(case, tokens=(keys, case.tokens(32)[1]), per_cluster=8)
     assert sorted(units(index)[0, 0]) == [[*range(i, 32, 4)] for i in range(4)]
     hits = index.search(centers[2][None, None], k=11)
     assert hits.ids[0, 0, :8].tolist() == [*range(2, 32, 4)]
@@ -138,17 +138,17 @@ def test_a_blob_of_the_prompt_is_a_cluster():
 
 def test_units_that_tie_come_in_the_order_of_their_first_tokens():
     """With a query of zero scores and units of one key, the hits are those of `exact`."""
-    index, exact = sealed(**SINGLE), CASE.index("exact")
+    index, exact = prompt_ended(**SINGLE), CASE.index("exact")
     exact.append(*CASE.tokens(N))
     nothing = torch.zeros_like(CASE.queries())
     assert torch.equal(index.search(nothing, k=7).ids, exact.search(nothing, k=7).ids)
-    for split in units(sealed(per_cluster=5)).values():
+    for split in units(prompt_ended(per_cluster=5)).values():
         first = [ids[0] for ids in split if ids]
         assert first == sorted(first)
 
 
 def test_segments_end_where_a_boundary_was_marked_or_are_full():
-    index, more = sealed(longest=8), CASE.tokens(60, seed=1)
+    index, more = prompt_ended(longest=8), CASE.tokens(60, seed=1)
     index.append(*part(more, 0, 5))
     index.mark_boundary()
     index.mark_boundary()
@@ -163,7 +163,7 @@ def test_segments_end_where_a_boundary_was_marked_or_are_full():
 
 def test_boundaries_lie_at_the_newest_query_not_at_the_newest_key_held():
     """A layer's window has the newest tokens, so boundaries are known before keys come."""
-    index, more = sealed(), CASE.tokens(20, seed=1)
+    index, more = prompt_ended(), CASE.tokens(20, seed=1)
     for position in range(N, N + 20):
         if position in (N + 3, N + 12):
             index.mark_boundary()
@@ -174,7 +174,7 @@ def test_boundaries_lie_at_the_newest_query_not_at_the_newest_key_held():
 
 
 def test_boundaries_of_a_sequence_that_was_cut_go():
-    index, more = sealed(), CASE.tokens(20, seed=1)
+    index, more = prompt_ended(), CASE.tokens(20, seed=1)
     for position in (N + 3, N + 9, N + 5):
         index.observe_queries(CASE.queries()[:, :, None], torch.tensor([position]))
         index.mark_boundary()
@@ -195,7 +195,7 @@ def test_a_short_prompt_may_still_wait_in_the_window():
 
 
 def test_seal_clusters_once():
-    index = sealed()
+    index = prompt_ended()
     index.append(*CASE.tokens(5, seed=1))
     index.end_prompt()
     assert index._sequence.prompt == N
@@ -211,7 +211,7 @@ def test_a_boundary_before_seal_means_nothing():
 def test_bytes():
     """Means, sizes, and an int32 id of every token."""
     case = Case(q_heads=6, kv_heads=2, head_dim=16, value_dim=8, dtype=torch.float16)
-    index = sealed(case, count=64)
+    index = prompt_ended(case, count=64)
     index.append(*case.tokens(40, seed=1))
     assert index.nbytes()["codes"] == 2 * (4 * (32 + 4) + 104 * 4 + 2 * 32) + 2 * 4
     kept, scanned = 104 * 2, 2 * (4 * (32 + 4) + 2 * 32) + 2 * 4

@@ -11,7 +11,7 @@ GROUPS = Case(q_heads=6, kv_heads=2, head_dim=16, value_dim=8, batch=2)
 FREQUENCIES = 100.0 ** -(torch.arange(8) / 8)
 
 
-def sealed(tokens, *, case=CASE, outliers=0, rope=None, valid=None, **options):
+def prompt_ended(tokens, *, case=CASE, outliers=0, rope=None, valid=None, **options):
     index = case.index("shadowkv", outliers=outliers, rope=rope, **options)
     index.append(*tokens, valid=valid)
     index.end_prompt()
@@ -51,7 +51,7 @@ def worst(index, keys):
 @pytest.mark.parametrize("rank", [32, 160])
 def test_at_full_rank_keys_are_rebuilt_to_rounding(rank, rope):
     tokens = CASE.tokens(200)
-    index = sealed(tokens, rank=rank, rope=rope)
+    index = prompt_ended(tokens, rank=rank, rope=rope)
     assert index._prompt.tokens.shape == (2, 200, 32)
     assert 0 < worst(index, tokens[0]) < 1e-5
     assert torch.equal(all_rows(index, 2).values, tokens[1])
@@ -59,14 +59,14 @@ def test_at_full_rank_keys_are_rebuilt_to_rounding(rank, rope):
 
 def test_below_full_rank_they_are_not():
     tokens = CASE.tokens(200)
-    assert worst(sealed(tokens, rank=31), tokens[0]) > 0.1
+    assert worst(prompt_ended(tokens, rank=31), tokens[0]) > 0.1
 
 
 @pytest.mark.parametrize("rank", [1, 5, 20])
 def test_no_factors_of_that_rank_would_err_less(rank):
     """The squared error is the sum of the squared singular values that are left out."""
     tokens = CASE.tokens(200)
-    rebuilt = all_rows(sealed(tokens, rank=rank), 2).keys
+    rebuilt = all_rows(prompt_ended(tokens, rank=rank), 2).keys
     got = side_by_side(rebuilt - tokens[0]).square().sum((1, 2))
     values = torch.linalg.svdvals(side_by_side(tokens[0]))
     torch.testing.assert_close(got, values[:, rank:].square().sum(1), rtol=1e-5, atol=0)
@@ -75,24 +75,24 @@ def test_no_factors_of_that_rank_would_err_less(rank):
 def test_keys_of_low_rank_before_their_rotary_embedding_are_rebuilt():
     keys, values = of_rank(6, 120)
     keys = rotate(keys)
-    assert worst(sealed((keys, values), rank=6, rope=FREQUENCIES), keys) < 1e-4
-    assert worst(sealed((keys, values), rank=6), keys) > 0.1
+    assert worst(prompt_ended((keys, values), rank=6, rope=FREQUENCIES), keys) < 1e-4
+    assert worst(prompt_ended((keys, values), rank=6), keys) > 0.1
 
 
 def test_padding_only_moves_the_places_of_keys():
     keys, values = rotate(of_rank(20, 120)[0]), of_rank(20, 120)[1]
     valid = left_padding([30, 0], 120)
-    index = sealed((keys, values), rank=9, rope=FREQUENCIES, valid=valid)
-    alone = sealed((keys[:1, :, 30:], values[:1, :, 30:]), rank=9, rope=FREQUENCIES)
+    index = prompt_ended((keys, values), rank=9, rope=FREQUENCIES, valid=valid)
+    alone = prompt_ended((keys[:1, :, 30:], values[:1, :, 30:]), rank=9, rope=FREQUENCIES)
     got, want = all_rows(index, 2).keys[:1, :, 30:], all_rows(alone, 1).keys
     torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
 
 
 def test_outliers_and_later_tokens_keep_their_keys():
     tokens, later = CASE.tokens(200), CASE.tokens(30, seed=1)
-    index = sealed(tokens, rank=4, outliers=3)
+    index = prompt_ended(tokens, rank=4, outliers=3)
     index.append(*later)
-    index.end_prompt()  # the prompt is what was sealed first
+    index.end_prompt()  # the prompt is what was prompt_ended first
     rows = all_rows(index, 2).keys
     assert torch.equal(rows[:, :, 200:], later[0])
     same = (rows[:, :, :200] == tokens[0]).all(-1).unflatten(2, (25, 8))
@@ -108,7 +108,7 @@ def test_outliers_and_later_tokens_keep_their_keys():
 @pytest.mark.parametrize("options", [dict(rank=None), dict(rank=200)], ids=str)
 def test_keys_stay_where_there_is_nothing_to_factorise(options):
     tokens = CASE.tokens(200)
-    assert worst(sealed(tokens, **options), tokens[0]) == 0
+    assert worst(prompt_ended(tokens, **options), tokens[0]) == 0
     unsealed = CASE.index("shadowkv", rank=4)
     unsealed.append(*tokens)
     assert worst(unsealed, tokens[0]) == 0
@@ -116,7 +116,7 @@ def test_keys_stay_where_there_is_nothing_to_factorise(options):
 
 def test_factors_follow_truncate_reorder_and_reset():
     tokens = CASE.tokens(200)
-    index = sealed(tokens, rank=4, outliers=2)
+    index = prompt_ended(tokens, rank=4, outliers=2)
     rows = all_rows(index, 2).keys
     index.reorder(torch.tensor([1, 0, 1]))
     assert torch.equal(all_rows(index, 3).keys, rows[[1, 0, 1]])
@@ -133,7 +133,7 @@ def test_factors_follow_truncate_reorder_and_reset():
 
 def test_one_row_read_by_many_gives_each_its_keys():
     case = Case(q_heads=6, kv_heads=2, head_dim=16, value_dim=8)
-    index = sealed(case.tokens(200), case=case, rank=4, outliers=2, rope=FREQUENCIES)
+    index = prompt_ended(case.tokens(200), case=case, rank=4, outliers=2, rope=FREQUENCIES)
     queries = torch.cat([case.queries(seed) for seed in range(3)])
     many = index.expand_batch(3)
     together = many.search(queries, k=20)
@@ -146,9 +146,9 @@ def test_one_row_read_by_many_gives_each_its_keys():
 
 def test_factorising_in_blocks_changes_nothing(monkeypatch):
     tokens = CASE.tokens(100)
-    rows = all_rows(sealed(tokens, rank=7, rope=FREQUENCIES), 2).keys
+    rows = all_rows(prompt_ended(tokens, rank=7, rope=FREQUENCIES), 2).keys
     monkeypatch.setattr("kvindex.indexes.shadowkv.BLOCK", 13)
-    again = all_rows(sealed(tokens, rank=7, rope=FREQUENCIES), 2).keys
+    again = all_rows(prompt_ended(tokens, rank=7, rope=FREQUENCIES), 2).keys
     torch.testing.assert_close(again, rows, atol=1e-4, rtol=1e-4)
 
 
@@ -189,7 +189,7 @@ def test_outliers_are_returned_whatever_the_query_and_take_half_at_most(padding)
 
 def test_a_stale_index_keeps_to_whole_chunks_of_the_prompt():
     tokens, later = CASE.tokens(45), CASE.tokens(30, seed=1)
-    index = sealed(tokens, stale=True)
+    index = prompt_ended(tokens, stale=True)
     before = index.search(CASE.queries(), k=80)
     index.append(*later)
     after = index.search(CASE.queries(), k=80)
@@ -200,7 +200,7 @@ def test_a_stale_index_keeps_to_whole_chunks_of_the_prompt():
     index.truncate(20)
     index.append(*later)
     assert index.search(CASE.queries(), k=80).ids.max() == 15
-    fresh = sealed(tokens)
+    fresh = prompt_ended(tokens)
     fresh.append(*part(later, 0, 30))
     assert fresh.search(CASE.queries(), k=80).ids.max() == 74
 

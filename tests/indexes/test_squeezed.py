@@ -18,7 +18,7 @@ def observed(case, count, start=0, seed=0):
     return queries, torch.arange(start, start + count)
 
 
-def sealed(case, tokens, queries, valid=None, **options):
+def prompt_ended(case, tokens, queries, valid=None, **options):
     index = case.index("squeezed", **{**SMALL, **options})
     index.observe_queries(*queries)
     index.append(*tokens, valid=valid)
@@ -93,7 +93,7 @@ def rows_that_pass(index, queries):
 def test_the_threshold_leaves_out_the_share_of_keys_that_was_asked_for(sparsity):
     case = Case(q_heads=2, kv_heads=2, head_dim=16, batch=2)
     queries = observed(case, 150)
-    index = sealed(case, case.tokens(200), queries, sparsity=sparsity)
+    index = prompt_ended(case, case.tokens(200), queries, sparsity=sparsity)
     last = queries[0][:, :, -100:]  # calibration: 100
     wanted = (1 - sparsity) * 100 * 2 * 200
     assert (rows_that_pass(index, last) <= wanted).all()
@@ -106,11 +106,11 @@ def test_padded_queries_and_keys_calibrate_nothing():
     case = Case(q_heads=6, kv_heads=2, head_dim=16, batch=2)
     (keys, values), (queries, positions) = case.tokens(90), observed(case, 90)
     queries[1, :, :33] *= 20
-    whole = sealed(case, (keys, values), (queries, positions), left_padding([0, 33], 90))
+    whole = prompt_ended(case, (keys, values), (queries, positions), left_padding([0, 33], 90))
     for b, pad in enumerate([0, 33]):
         one = slice(b, b + 1)
         tokens = keys[one, :, pad:], values[one, :, pad:]
-        alone = sealed(case, tokens, (queries[one, :, pad:], positions[: 90 - pad]))
+        alone = prompt_ended(case, tokens, (queries[one, :, pad:], positions[: 90 - pad]))
         torch.testing.assert_close(
             whole._learned["threshold"][one], alone._learned["threshold"], atol=1 / 64, rtol=0
         )
@@ -119,7 +119,7 @@ def test_padded_queries_and_keys_calibrate_nothing():
 def test_queries_may_come_in_pieces_and_rows_may_move():
     case = Case(q_heads=6, kv_heads=2, head_dim=16, batch=2)
     tokens, (queries, positions) = case.tokens(200), observed(case, 150)
-    whole = sealed(case, tokens, (queries, positions))
+    whole = prompt_ended(case, tokens, (queries, positions))
     order = torch.tensor([1, 0, 1])
     for early in (False, True):
         index = case.index("squeezed", **SMALL)
@@ -143,7 +143,7 @@ def test_without_queries_or_sparsity_there_is_no_threshold():
     index.append(*case.tokens(60))
     index.end_prompt()
     assert "threshold" not in index._learned
-    index = sealed(case, case.tokens(60), observed(case, 60), sparsity=0)
+    index = prompt_ended(case, case.tokens(60), observed(case, 60), sparsity=0)
     assert "threshold" not in index._learned
     assert (index.search(case.queries(), k=60).ids >= 0).all()
 

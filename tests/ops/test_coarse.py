@@ -23,7 +23,7 @@ def setting(seed, batch=2, kv_heads=2, heads=2, count=30, subspaces=3, kinds=256
 
 
 def limits_of(count, rho):
-    return [coarse.ceil_share(count, rho, tier) for tier in coarse.TIERS]
+    return [coarse.ceil_fraction(count, rho, tier) for tier in coarse.TIERS]
 
 
 def voted(queries, signs, limits):
@@ -100,13 +100,13 @@ def test_the_comparison_with_the_literal_reading_can_fail(broken, monkeypatch):
     ],
 )
 def test_ceil_reads_fractions_as_the_decimals_they_are_written_as(count, fractions, want):
-    assert coarse.ceil_share(count, *fractions) == want
+    assert coarse.ceil_fraction(count, *fractions) == want
 
 
 @given(st.integers(0, 10**9), st.integers(1, 1000), st.integers(1, 1000))
 def test_ceil_of_thousandths(count, first, second):
     want = -(-count * first * second // 10**6)
-    assert coarse.ceil_share(count, first / 1000, second / 1000) == want
+    assert coarse.ceil_fraction(count, first / 1000, second / 1000) == want
 
 
 @given(seeds, st.booleans())

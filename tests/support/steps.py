@@ -97,7 +97,7 @@ class Layer:
             query_max=c.query_max,
             centered=bool(c.center),
             policy=c.group,
-            drawn=c.sampling != "none",
+            sampled=c.sampling != "none",
             tempered=c.sampling == "tempered",
         )
         queries = case.queries() if queries is None else queries

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 import kvindex
 from kvindex.core.capability import capability
-from kvindex.core.protocol import Attends, SearchesShare, WeighsRows
+from kvindex.core.protocol import Attends, SearchesShard, WeighsRows
 from kvindex.layer import AttentionLayer
 from kvindex.testing.cases import CASES as SHAPES
 from kvindex.wrappers import Sharded
@@ -51,7 +51,7 @@ NOT_TOGETHER = {
 
 
 def alone(index):
-    return capability(index, SearchesShare) is None
+    return capability(index, SearchesShard) is None
 
 
 def learns(index):

@@ -39,7 +39,7 @@ def indexes() -> None:
         table.add_row(called, given, "\n".join(lines) or "-")
     shared = {"backend": BACKENDS, "store": PLACES, "row_codec": NAMES}
     common = [f"{option}: {' or '.join(allowed)}" for option, allowed in shared.items()]
-    common.append("device_share: fraction of the device's memory for rows, with store=auto")
+    common.append("device_fraction: fraction of the device's memory for rows, with store=auto")
     table.add_row("every index", "; ".join(common), "-")
     for name, options in wrapper_options().items():
         table.add_row(f"…+{name}", _written(options), "-")

@@ -140,5 +140,6 @@ def check_spec(index: object, index_options: Mapping[str, Any] | None = None) ->
     if decided:
         raise ValueError(
             f"index_options: got {', '.join(sorted(decided))}, which the model decides; allowed "
-            "are the index's own options, preset, store, row_codec, backend, device_share and check"
+            "are the index's own options, preset, store, row_codec, backend, device_fraction and "
+            "check"
         )

@@ -111,13 +111,13 @@ class ExpandsBatch(Protocol):
 
 
 @runtime_checkable
-class SearchesShare(Protocol):
+class SearchesShard(Protocol):
     """An index that can be one shard of a larger one, because scores are comparable between shards.
 
     The best rows of all shards are then those that a search of all tokens would find.
     """
 
-    def search_share(self, queries: Tensor, *, k: int, total: Callable[[Tensor], Tensor]) -> Hits:
+    def search_shard(self, queries: Tensor, *, k: int, total: Callable[[Tensor], Tensor]) -> Hits:
         """Like `search`, with scores that are comparable between shards.
 
         Args:

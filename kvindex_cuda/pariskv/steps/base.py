@@ -65,8 +65,8 @@ class BaseStep:
         multiprocessors: Of the device, from which grids are computed.
         counted: int32 counters per group that a subclass has cleared with the others
             (`more_counts`), which begin at a multiple of 16 bytes.
-        drawn: Sample the rows (`ops.priority`). Then `weights` contains the logarithm of the number
-            of keys that each sampled row stands for.
+        sampled: Sample the rows (`ops.priority`). Then `weights` contains the logarithm of the
+            number of keys that each sampled row stands for.
         tempered: Multiply those logarithms by `priority.temper`.
         ragged: `State.length` and `State.resident_count` have an entry for each sequence.
         arena: Memory for the buffers, shared with steps that never run at the same time.
@@ -90,7 +90,7 @@ class BaseStep:
         policy: str = "mean_share",
         multiprocessors: int = 132,
         counted: int = 0,
-        drawn: bool = False,
+        sampled: bool = False,
         tempered: bool = False,
         ragged: bool = False,
         arena: Arena | None = None,
@@ -110,13 +110,13 @@ class BaseStep:
         self._ragged = dict(RAGGED=int(ragged))
         self._capped = dict(SOFTCAP=int(g.softcap is not None))
         self._selects = dict(GROUP=group, POLICY=int(policy == "max_share"), **self._capped)
-        self._selects["DRAWN"] = int(drawn)
+        self._selects["DRAWN"] = int(sampled)
         self.temper = priority.temper(k) if tempered else 1.0
 
         self.ids = memory.empty(groups, k, dtype=torch.int64)
         self.scores = floats(groups, k)
         self.found = memory.zeros(groups)
-        self.weights = floats(groups, k) if drawn else None
+        self.weights = floats(groups, k) if sampled else None
         self._open_selection(counted)
         # buffers of `attend`
         self.splits = self._splits(1)
@@ -144,7 +144,7 @@ class BaseStep:
     def _open_selection(self, counted: int) -> None:
         """Allocate the counters, and the buffers that `select` fills for `select_rows`."""
         groups, group, capacity = self.groups, self.geometry.group_size, self.capacity
-        drawn, ints, floats = self.weights is not None, self._memory.zeros, self._memory.empty
+        sampled, ints, floats = self.weights is not None, self._memory.zeros, self._memory.empty
         if group > MOST_HEADS:
             raise ValueError(f"q_heads: got {group} per KV head, allowed is up to {MOST_HEADS}")
 
@@ -157,8 +157,8 @@ class BaseStep:
         self.edge, self.edge_estimates = longs(groups, EDGE), floats(groups, EDGE, group)
         self.cuts = ints(groups, 2)
         self.finalists = longs(groups, capacity)
-        self.finalist_weights = floats(groups, capacity) if drawn else None
-        self.seeds = ints(groups) if drawn else None
+        self.finalist_weights = floats(groups, capacity) if sampled else None
+        self.seeds = ints(groups) if sampled else None
         # a step's first launch clears all of these: 8-byte words come first, counters last, each
         # in a memory line of its own
         lines = COUNTERS + self._parts

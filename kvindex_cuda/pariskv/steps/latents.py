@@ -137,9 +137,9 @@ class LatentsStep(SignVotesStep):
             room=room,
         )
         ragged = dict(RAGGED=self._ragged["RAGGED"])
-        drawn = dict(DRAWN=self._vote_defines["DRAWN"], CENTERED=self._vote_defines["CENTERED"])
+        sampled = dict(DRAWN=self._vote_defines["DRAWN"], CENTERED=self._vote_defines["CENTERED"])
         bits = dict(BITS=self.layout.magnitude_bits)
-        estimates = tiled | ragged | drawn | self._capped | bits
+        estimates = tiled | ragged | sampled | self._capped | bits
         self._take_launch(
             self,
             state,

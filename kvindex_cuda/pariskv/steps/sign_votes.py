@@ -42,7 +42,7 @@ class SignVotesStep(BaseStep):
         seed: Seed of the rotation, as `ParisKVConfig`.
         query_max: Largest integer of a quantized query, as `ParisKVConfig`.
         centered: Blocks of codes contain centers.
-        drawn: Sample the rows, as `BaseStep`.
+        sampled: Sample the rows, as `BaseStep`.
         together: Decode the signs with a regression (`State.regression`).
         blocks: Blocks of the tables that the step will read, 0 if that is not known yet.
         **options: As `BaseStep`.
@@ -62,13 +62,13 @@ class SignVotesStep(BaseStep):
         seed: int = 0,
         query_max: int = 21,
         centered: bool = True,
-        drawn: bool = False,
+        sampled: bool = False,
         together: bool = False,
         blocks: int = 0,
         **options: Any,
     ) -> None:
         capacity = 4 * (most + SAMPLED)  # `rerank` handles longer lists
-        options |= dict(most=most, capacity=capacity, drawn=drawn)
+        options |= dict(most=most, capacity=capacity, sampled=sampled)
         super().__init__(geometry, layout, **options)
         g, device = geometry, geometry.device
         groups, group = self._open_heads()
@@ -80,7 +80,7 @@ class SignVotesStep(BaseStep):
         self._vote_defines = (
             self._defines | self._ragged | dict(CENTERED=int(centered), PLANES=planes)
         )
-        self._vote_defines |= dict(GROUP=group, DRAWN=int(drawn))
+        self._vote_defines |= dict(GROUP=group, DRAWN=int(sampled))
         self._prepares = self._vote_defines | dict(TOGETHER=int(together))
         self._rerank = self._vote_defines | self._capped | dict(BITS=layout.magnitude_bits)
         resident = 1 if g.head_dim > 128 or layout.magnitude_bits > 3 or group > 8 else 2
@@ -102,7 +102,7 @@ class SignVotesStep(BaseStep):
         )  # 0 where there is no head
         self.ups = floats(groups, group)
         self.sample, self.sample_tickets = ints(groups, SAMPLED), ints(groups)
-        self.scales = floats(groups, 4 * sets, 2) if drawn else None
+        self.scales = floats(groups, 4 * sets, 2) if sampled else None
         # numbers that kernels read
         L = layout
         self.seed, self.value_dim = seed, g.value_dim

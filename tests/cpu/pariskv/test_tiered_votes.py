@@ -31,7 +31,7 @@ def test_points_are_those_of_the_reference(D, heads, kind):
     queries, identity = rotated[0].numpy(), np.eye(D, dtype=np.float32)
     signs = torch.randint(0, 256, (1, 1, 500, D // 8), dtype=torch.uint8)
     histogram = coarse.histogram(signs)
-    limits = torch.tensor([[coarse.ceil_share(500, 0.3, tier) for tier in TIERS]])
+    limits = torch.tensor([[coarse.ceil_fraction(500, 0.3, tier) for tier in TIERS]])
     words = -(-heads // 8)
     tables = np.full((1, words, D // 8, 256), 7, np.uint64)
     out = np.empty((1, heads, D), np.float32)

@@ -182,17 +182,21 @@ def test_rows_take_a_share_of_what_they_and_the_free_memory_come_to(device):
 
 @pytest.mark.parametrize("share", [0, -1, 1.5, "half"])
 def test_a_share_is_above_0_and_up_to_1(device, share):
-    with pytest.raises((TypeError, ValueError), match="device_share: got"):
+    with pytest.raises((TypeError, ValueError), match="device_fraction: got"):
         DeviceBudget(device, share)
 
 
 def test_options_of_a_line():
     case = Case()
-    with pytest.raises(ValueError, match=r"device_share: got 0.5 with store='host', allowed with"):
-        case.index("exact", store="host", device_share=0.5)
-    with pytest.raises(ValueError, match="device_share: got 2"):
-        case.index("exact", store="auto", device_share=2)
-    one, other = (case.index(f"exact:store={name}") for name in ("auto:device_share=.5", "device"))
+    with pytest.raises(
+        ValueError, match=r"device_fraction: got 0.5 with store='host', allowed with"
+    ):
+        case.index("exact", store="host", device_fraction=0.5)
+    with pytest.raises(ValueError, match="device_fraction: got 2"):
+        case.index("exact", store="auto", device_fraction=2)
+    one, other = (
+        case.index(f"exact:store={name}") for name in ("auto:device_fraction=.5", "device")
+    )
     for index in (one, other):
         index.append(*case.tokens(90))
     assert one.nbytes() == other.nbytes()  # a CPU has one place
@@ -433,7 +437,7 @@ def test_where_there_is_none_they_go_to_the_host(share):
     if share == 0.5:
         full = torch.empty(left - 2**29, dtype=torch.uint8, device="cuda")
         left = 2**29
-    index = GPU.index("pariskv", backend="cuda", store="auto", device_share=share)
+    index = GPU.index("pariskv", backend="cuda", store="auto", device_fraction=share)
     other = GPU.index("pariskv", backend="cuda", store="host")
     queries = GPU.queries()
     resident = ResidentRows(index.geometry, len(queries), 1)

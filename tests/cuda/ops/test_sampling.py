@@ -1,4 +1,4 @@
-"""Rows drawn at random by a kernel and by the reference; on a CPU the kernel is emulated."""
+"""Rows sampled at random by a kernel and by the reference; on a CPU the kernel is emulated."""
 
 from contextlib import nullcontext
 
@@ -21,11 +21,11 @@ def rows(count, strength, seed=0, unused=0):
     return logits, ids
 
 
-def both(device, logits, ids, k, drawn, order="forward"):
+def both(device, logits, ids, k, sampled, order="forward"):
     """The kernel's places and weights on the CPU, and the reference's."""
     with emulator.emulated(order=order, seed=1) if device == "cpu" else nullcontext():
-        found = sampling.draw(logits.to(device), ids.to(device), k, drawn)
-    return [part.cpu() for part in found], reference.draw(logits, ids, k, drawn)
+        found = sampling.sample(logits.to(device), ids.to(device), k, sampled)
+    return [part.cpu() for part in found], reference.sample(logits, ids, k, sampled)
 
 
 def assert_same(found, want):
@@ -36,7 +36,7 @@ def assert_same(found, want):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("strength", [0.0, 0.1, 1.0, 6.0, 300.0])
 @pytest.mark.parametrize(
-    ("count", "k", "drawn"),
+    ("count", "k", "sampled"),
     [
         (800, 100, 50),
         (160, 20, 20),
@@ -47,8 +47,8 @@ def assert_same(found, want):
         (9, 1, 1),
     ],
 )
-def test_the_kernel_draws_the_references_rows(count, k, drawn, strength, device):
-    assert_same(*both(device, *rows(count, strength), k, drawn))
+def test_the_kernel_draws_the_references_rows(count, k, sampled, strength, device):
+    assert_same(*both(device, *rows(count, strength), k, sampled))
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -72,20 +72,20 @@ def test_the_order_of_threads_changes_nothing():
 def test_more_rows_than_a_block_holds_are_drawn_in_plain_torch(monkeypatch):
     given = rows(70, 1.0)
     monkeypatch.setattr(sampling, "MOST", 64)
-    assert_same(sampling.draw(*given, 8, 4), reference.draw(*given, 8, 4))
+    assert_same(sampling.sample(*given, 8, 4), reference.sample(*given, 8, 4))
 
 
 def test_the_comparison_can_fail():
     logits, ids = rows(320, 1.0)
-    want = reference.draw(logits, ids, 40, 20)
+    want = reference.sample(logits, ids, 40, 20)
     ids[0, 0, 100] += 5000
     with pytest.raises(AssertionError):
-        assert_same(reference.draw(logits, ids, 40, 20), want)
+        assert_same(reference.sample(logits, ids, 40, 20), want)
 
 
 def test_wrong_tensors_are_refused():
     logits, ids = rows(20, 1.0)
     with pytest.raises(ValueError, match=r"logits: got torch\.float64"):
-        sampling.draw(logits.double(), ids, 4, 2)
+        sampling.sample(logits.double(), ids, 4, 2)
     with pytest.raises(ValueError, match=r"ids: got shape \(2, 3, 19\)"):
-        sampling.draw(logits, ids[..., 1:], 4, 2)
+        sampling.sample(logits, ids[..., 1:], 4, 2)

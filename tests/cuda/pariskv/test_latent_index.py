@@ -132,7 +132,7 @@ def test_a_ragged_step_is_that_of_each_row_alone(preset, device):
         seed=config.seed,
         query_max=config.query_max,
         centered=config.centered,
-        drawn=config.drawn,
+        sampled=config.sampled,
         tempered=config.tempered,
         together=state.regression is not None,
     )

@@ -75,7 +75,7 @@ def test_a_ragged_step_is_that_of_each_row_alone(preset, device):
     if preset == "paper":
         step = TieredVotesStep(geometry, config.layout, most=max(LENGTHS), **sizes)
     else:
-        sizes |= dict(query_max=config.query_max, centered=config.centered, drawn=config.drawn)
+        sizes |= dict(query_max=config.query_max, centered=config.centered, sampled=config.sampled)
         sizes |= dict(tempered=config.tempered, together=state.regression is not None)
         step = SignVotesStep(geometry, config.layout, most=int(state.wanted.max()), **sizes)
     read, _, _blocks = addressed(state, device)

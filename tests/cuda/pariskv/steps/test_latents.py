@@ -12,7 +12,7 @@ import torch
 
 from kvindex.ops import priority
 from kvindex.pariskv import decode_step
-from kvindex.pariskv.decode_step import Draw, Prepared, Scanned, Selected
+from kvindex.pariskv.decode_step import Prepared, SamplingTerms, Scanned, Selected
 from kvindex.pariskv.sign_votes import center_products, planes_of, sample_of, thresholds_of
 from kvindex.pariskv.step_state import EMPTY, id_of, vote_of
 from kvindex_cuda.pariskv.steps.latents import LatentsStep, tile_of
@@ -79,7 +79,7 @@ def ran(name, device, order="forward"):
         policy=c.policy,
         query_max=c.query_max,
         centered=c.centered,
-        drawn=c.drawn,
+        sampled=c.sampled,
         tempered=c.tempered,
         together=layer.state.regression is not None,
     )
@@ -117,10 +117,10 @@ class Found:
         )
         halves = step.operands.cpu().view(B, tiles, -1).view(torch.float16)
         operands = halves[:, :, places_of_words(tile, g.head_dim)].flatten(1, 2)[:, None]
-        draw = None
-        if layer.config.drawn:
+        sampling = None
+        if layer.config.sampled:
             gains, totals = heads(step.scales).unbind(-1)
-            draw = Draw(gains, totals, step.seeds.cpu()[:, None].long() & 0xFFFFFFFF)
+            sampling = SamplingTerms(gains, totals, step.seeds.cpu()[:, None].long() & 0xFFFFFFFF)
         self.prepared = Prepared(
             planes=planes,
             sums=heads(step.sums),
@@ -132,7 +132,7 @@ class Found:
             bases=bases,
             shifts=shifts,
             wrong=torch.zeros(()),
-            draw=draw,
+            sampling=sampling,
         )
         blocks = -(-layer.state.tokens // 256)
         self.products = step.products[:, None, :blocks].cpu()
@@ -197,9 +197,9 @@ def test_what_a_query_is_made_of_is_the_twins(name, device):
     torch.testing.assert_close(mine.units, want.units, rtol=1e-4, atol=0)
     exact, near = ((part.operands.float().sum(-1) / part.ups[..., None]) for part in (want, mine))
     torch.testing.assert_close(near, exact, rtol=1e-3, atol=1e-4)
-    if layer.config.drawn:
-        assert torch.equal(mine.draw.seeds, want.draw.seeds)
-        torch.testing.assert_close(mine.draw.totals, want.draw.totals, rtol=1e-4, atol=16)
+    if layer.config.sampled:
+        assert torch.equal(mine.sampling.seeds, want.sampling.seeds)
+        torch.testing.assert_close(mine.sampling.totals, want.sampling.totals, rtol=1e-4, atol=16)
 
 
 @each_case
@@ -211,7 +211,7 @@ def test_the_best_keys_are_candidates(name, device):
     target = state.target[:, 0].tolist()
     for b, entries in enumerate(found.candidates):
         votes = found.votes[b, 0]
-        if layer.config.drawn:
+        if layer.config.sampled:
             limits = priority.thresholds(found.votes[b : b + 1], state.wanted[b : b + 1])[0, 0]
             want = (votes >= limits[1]).nonzero()[:, 0].tolist()
             assert step.cuts[b].tolist() == limits.tolist()
@@ -227,7 +227,7 @@ def test_estimates_and_rows_are_the_twins(name, device):
     layer, step = ran(name, device)
     found, c = Found(layer, step), layer.config
     reranked = decode_step.rerank(layer.state, found.prepared, found.scanned, c)
-    if name.startswith("full") and not c.drawn:
+    if name.startswith("full") and not c.sampled:
         scanned = decode_step.list_keys(layer.state, found.prepared, found.products, c)
         reranked = decode_step.rerank(layer.state, found.prepared, scanned, c)
     for b, entries in enumerate(found.candidates):
@@ -239,7 +239,7 @@ def test_estimates_and_rows_are_the_twins(name, device):
         if pairs:
             got, want = (torch.stack(part) for part in zip(*pairs, strict=True))
             torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
-    want = decode_step.select_rows(layer.state, reranked, step.k, c, found.prepared.draw)
+    want = decode_step.select_rows(layer.state, reranked, step.k, c, found.prepared.sampling)
     got = found.selected
     assert torch.equal(got.found, want.found)
     same = got.ids == want.ids
@@ -247,7 +247,7 @@ def test_estimates_and_rows_are_the_twins(name, device):
     if not name.startswith("ties"):
         close = partial(torch.testing.assert_close, rtol=1e-4, atol=1e-4)
         close(got.scores[same], want.scores[same])
-        if c.drawn:
+        if c.sampled:
             close(got.weights[same], want.weights[same])
 
 

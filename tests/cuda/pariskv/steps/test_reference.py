@@ -100,7 +100,7 @@ def ran(name, preset, device):
         step = TieredVotesStep(geometry, config.layout, most=count, **options)
     else:
         options |= dict(query_max=config.query_max, centered=config.centered)
-        options |= dict(drawn=config.drawn, tempered=config.tempered)
+        options |= dict(sampled=config.sampled, tempered=config.tempered)
         options |= dict(together=layer.state.regression is not None)
         behind = places()[1 + (count - 1) % BLOCK :]
         config.layout.views(layer.state.codes)["weights"][:, -1, :, behind] = 255
@@ -177,9 +177,9 @@ def test_the_sample_tells_the_threshold(name, device):
 @fast
 def test_votes_come_to_one_scale_and_noise_has_a_seed(name, device):
     layer, kernels = ran(name, "fast", device)
-    got = kernels.prepared.draw
-    want = decode_step.prepare_query(layer.queries, layer.state, layer.config).draw
-    assert (got is None) == (want is None) == (not layer.config.drawn)
+    got = kernels.prepared.sampling
+    want = decode_step.prepare_query(layer.queries, layer.state, layer.config).sampling
+    assert (got is None) == (want is None) == (not layer.config.sampled)
     if want is not None:
         torch.testing.assert_close(got.gains, want.gains, rtol=2e-6, atol=0)
         torch.testing.assert_close(got.totals, want.totals, rtol=1e-5, atol=8)  # 1e-4 of an octave
@@ -236,11 +236,11 @@ def test_attention_over_them(name, device):
 def assert_selected(layer, kernels):
     """Scores of these cases are equal, or further apart than rounding."""
     got = kernels.selected
-    draw = None if isinstance(kernels.step, TieredVotesStep) else kernels.prepared.draw
-    want = decode_step.select_rows(layer.state, kernels.reranked, layer.k, layer.config, draw)
+    sampling = None if isinstance(kernels.step, TieredVotesStep) else kernels.prepared.sampling
+    want = decode_step.select_rows(layer.state, kernels.reranked, layer.k, layer.config, sampling)
     assert_equal(got, want, "ids", "found")
     close(got.scores, want.scores)
-    if draw is not None:
+    if sampling is not None:
         close(got.weights, want.weights, rtol=1e-4, atol=1e-4)
 
 
