@@ -41,6 +41,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kvindex_adapters.evaluate.output_files import output, write_json
+
 ROOT = Path(__file__).parents[1]
 WORK = ROOT / ".mutants"
 
@@ -116,7 +118,7 @@ def main() -> int:
     parser.add_argument("--least", type=float, default=0.8, help="fraction to be noticed")
     parser.add_argument("--jobs", type=int, default=2, help="processes")
     parser.add_argument("--names", type=Path, help="run the mutants that this file names instead")
-    parser.add_argument("--json", type=Path, help="file for the outcome of each mutant")
+    parser.add_argument("--json", type=output(".json"), help="file for the outcome of each mutant")
     options = parser.parse_args()
     WORK.mkdir(exist_ok=True)
     with (WORK / "lock").open("w") as lock:  # the copies stay, as do Numba's compiled functions
@@ -146,7 +148,7 @@ def run_sample(trees: list[Path], options: argparse.Namespace) -> list[dict[str,
         found.append(outcome | run_mutant(mutant, tree, reached, options.limit))
         print(f"{len(found):4} {found[-1]['outcome']:9}", mutant.name, flush=True)
         if options.json:
-            options.json.write_text(json.dumps(found, indent=1), encoding="utf-8")
+            write_json(options.json, found)
 
     in_trees(run, mutants, trees)
     return found
