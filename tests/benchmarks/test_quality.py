@@ -30,6 +30,7 @@ def test_scales_of_keys_are_measured(tiny, monkeypatch):
     )
 
 
+@pytest.mark.slow
 def test_what_row_codecs_cost_grows_as_bits_go(tiny, monkeypatch):
     texts, model = tiny
     given = ["rows", *texts, "--tokens", 640, "--steps", 10, "-k", 8, *model]

@@ -41,6 +41,7 @@ def test_a_wrong_step_is_not_timed(method, message, small, monkeypatch):
         correctness.check(SMALL, "pariskv", **SIZES)
 
 
+@pytest.mark.slow
 @emulated
 def test_a_point_of_latency_is_measured(small):
     point = latency.steps(SMALL, "pariskv", 600, 1, 1, timed, hit_rate=0.5, on_device=0.7, **SIZES)
@@ -56,6 +57,7 @@ def test_a_point_of_latency_is_measured(small):
         latency.agree({"host": torch.zeros(3), "device": torch.ones(3)})
 
 
+@pytest.mark.slow
 @emulated
 def test_a_point_of_latents_is_measured(small):
     sizes = dict(q_heads=20, kv_heads=1, head_dim=64, value_dim=48, value_in_key=True)

@@ -38,12 +38,14 @@ def python(*arguments):
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.slow
 def test_it_needs_neither_pytest_nor_hypothesis():
     done = python("-c", WITHOUT)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("stateful: got no Hypothesis; allowed is with it: pip install")
 
 
+@pytest.mark.slow
 def test_python_that_drops_assertions_is_refused():
     done = python("-O", "-m", "kvindex.testing", "exact")
     assert done.returncode == 2

@@ -101,6 +101,7 @@ def test_other_indexes_run_op_by_op_on_kernels(device):
     assert rows.startswith("rows: 0 on the device, 0 on the host (")
 
 
+@pytest.mark.slow
 def test_compiled_kernels_without_numba_are_refused_in_words():
     code = "import sys; sys.modules['numba'] = None; import kvindex; \
 print(kvindex.create('pariskv', q_heads=1, kv_heads=1, head_dim=8).explain()); \

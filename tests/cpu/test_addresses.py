@@ -82,6 +82,7 @@ def test_memory_that_is_kept_is_nobody_elses(n):
     assert not shares_memory(n)
 
 
+@pytest.mark.slow
 def test_searches_need_no_memory_that_was_given_back():
     """Where an array has pages of its own from 4 KB on, they are gone when it is freed (glibc)."""
     code = """

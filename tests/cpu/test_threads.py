@@ -11,6 +11,7 @@ from numba.core.caching import IndexDataCacheFile
 
 from kvindex.cpu import threads
 from kvindex.cpu.kernels.compile import CodeFiles, keep
+from tests.support.helpers import mostly_slow
 from tests.support.processes import printed
 
 SETUP = """
@@ -31,14 +32,15 @@ def ids(index=index):
 """
 
 
+LINES = ["pariskv", "pariskv:preset=fast", "pariskv:preset=paper"]
+
+
 def said(code, before=""):
     """What a process of its own prints."""
     return printed(before + SETUP + code)
 
 
-@pytest.mark.parametrize(
-    "line", ["pariskv", pytest.param("pariskv:preset=paper", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("line", mostly_slow(LINES[::2], "pariskv"))
 def test_one_to_sixteen_threads_find_the_same(line):
     code = f"""
 torch.set_num_threads(1)
@@ -53,6 +55,7 @@ print(sum(thread.name == "kvindex-cpu" for thread in threading.enumerate()))
     assert 1 < int(said(code)) < 16
 
 
+@pytest.mark.slow
 def test_ops_of_one_to_three_threads_are_the_same():
     code = """
 from kvindex import cpu
@@ -72,6 +75,7 @@ print(sum(thread.name == "kvindex-cpu" for thread in threading.enumerate()))
     assert int(said(code)) == 2
 
 
+@pytest.mark.slow
 def test_a_child_of_a_fork_searches():
     code = """
 torch.set_num_threads(2)
@@ -96,6 +100,7 @@ print(os.waitpid(child, 0)[1])
     assert said(code) == "0"
 
 
+@pytest.mark.slow
 def test_a_fork_waits_for_any_thread_that_compiles():
     """It would stay locked in the child."""
     code = """
@@ -119,6 +124,7 @@ print(os.waitpid(child, 0)[1])
     assert said(code) == "0"
 
 
+@pytest.mark.slow
 def test_a_child_of_a_fork_beside_a_first_search_searches():
     """Threads prepare what searches of a state share, which locks nothing that the child needs."""
     code = """
@@ -146,7 +152,7 @@ searching.join()
     assert said(code) == "0"
 
 
-@pytest.mark.parametrize("line", ["pariskv", "pariskv:preset=fast", "pariskv:preset=paper"])
+@pytest.mark.parametrize("line", mostly_slow(LINES, "pariskv"))
 def test_threads_search_one_index_at_once(line):
     code = f"""
 from concurrent.futures import ThreadPoolExecutor
@@ -165,6 +171,7 @@ print(sum(same(hits, want[i % 8]) for i, hits in enumerate(found)))
     assert said(code) == "200"
 
 
+@pytest.mark.slow
 def test_kernels_are_compiled_ahead_of_the_first_search():
     code = """
 from kvindex.cpu.pariskv import precompile
@@ -180,6 +187,7 @@ print(before, [len(kernel.signatures) for kernel in (sample_rows, attend_groups)
     assert said(code) == "[1, 1] [1, 1]"
 
 
+@pytest.mark.slow
 def test_two_threads_search_at_once():
     code = """
 torch.set_num_threads(2)

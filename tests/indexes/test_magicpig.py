@@ -8,7 +8,14 @@ import torch
 
 from kvindex.indexes.magicpig import log_chance
 from tests.contract import CHECKS
-from tests.support.helpers import Case, assert_well_formed, join, left_padding, part
+from tests.support.helpers import (
+    Case,
+    assert_well_formed,
+    join,
+    left_padding,
+    part,
+    slow,
+)
 
 CASE = Case(q_heads=3, kv_heads=1, head_dim=8, value_dim=8)
 FEW = dict(bits=2, tables=8)  # most keys are candidates of some seeds and not of others
@@ -56,7 +63,7 @@ def cosines(case=CASE, count=N):
 # Theory
 
 
-@pytest.mark.parametrize("k", [40, 10], ids=["all candidates", "some of them drawn"])
+@pytest.mark.parametrize("k", [slow(40), 10], ids=["all candidates", "some of them drawn"])
 def test_numerator_and_denominator_are_right_on_average(k):
     ids, log_weight = searched(k)
     got, truth = sums(ids, log_weight)

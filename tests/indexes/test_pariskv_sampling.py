@@ -191,6 +191,7 @@ def test_sampled_rows_are_not_sampled_again():
         CASE.index("pariskv:preset=sampled+sample")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sampling", ["tempered", "priority"])
 def test_the_attention_that_tempered_rows_represent_is_too_little_and_no_less_than_the_bound(
     sampling,

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from kvindex.ops import priority
+from tests.support.helpers import slow
 
 SEEDS, ROWS = 20_000, 60
 
@@ -241,7 +242,10 @@ def most_tempered_bias(k, n):
     return 1 - ((k - 0.5) / n) ** (1 / math.sqrt(k))
 
 
-@pytest.mark.parametrize(("n", "k"), [(300, 16), (300, 64), (60, 8), (60, 2), (60, 1)])
+@pytest.mark.parametrize(
+    ("n", "k"),
+    [slow(300, 16), slow(300, 64), (60, 8), (60, 2), (60, 1)],
+)
 @pytest.mark.parametrize("spread", [0.0, 0.3, 1.0, 3.0, "one large", "two kinds"])
 def test_tempered_sums_lack_no_more_than_the_bound(n, k, spread):
     """Of weights of any kind. Means lie within 6 of their standard errors of what they estimate."""

@@ -17,7 +17,7 @@ import torch
 
 from kvindex.ops import codes
 from kvindex.ops.transform import normalize, rotation
-from tests.support.helpers import sampled
+from tests.support.helpers import sampled, slow
 
 FAILURE = 1e-9
 SAMPLES = 20_000
@@ -59,7 +59,7 @@ SPARSE = torch.eye(16)[3]
 DENSE = torch.linspace(-1, 2, 24)
 
 
-@pytest.mark.parametrize(("key", "part"), [(SPARSE, 0), (SPARSE, 1), (DENSE, 2)])
+@pytest.mark.parametrize(("key", "part"), [(SPARSE, 0), (SPARSE, 1), slow(DENSE, 2)])
 def test_energy_of_a_subspace_is_beta_distributed(key, part):
     """(11): r_b² ~ Beta(m/2, (D-m)/2)."""
     k, _ = rotated(key, 1)
@@ -67,7 +67,7 @@ def test_energy_of_a_subspace_is_beta_distributed(key, part):
     assert_distributed(energy, 4, (len(key) - 8) / 2)
 
 
-@pytest.mark.parametrize(("key", "coordinate"), [(SPARSE, 0), (SPARSE, 13), (DENSE, 23)])
+@pytest.mark.parametrize(("key", "coordinate"), [(SPARSE, 0), (SPARSE, 13), slow(DENSE, 23)])
 def test_squared_coordinates_of_a_direction_are_beta_distributed(key, coordinate):
     """(12): u_j² ~ Beta(1/2, (m-1)/2)."""
     k, _ = rotated(key, 2)
@@ -115,13 +115,15 @@ def assert_unbiased(key, query, seed, scale=None, block=8, bits=3):
     assert abs(float(estimate.mean()) - true) <= bound + 1e-6 * float(query.norm())
 
 
-@pytest.mark.parametrize(("key", "seed"), [(SPARSE, 4), (DENSE, 5), (torch.ones(16), 6)])
+@pytest.mark.parametrize(("key", "seed"), [(SPARSE, 4), slow(DENSE, 5), slow(torch.ones(16), 6)])
 def test_estimate_is_unbiased_over_haar_rotations(key, seed):
     query = key / key.norm() + 0.5 * torch.linspace(1, -1, len(key))
     assert_unbiased(key, query, seed)
 
 
-@pytest.mark.parametrize(("key", "seed", "bits"), [(SPARSE, 8, 3), (DENSE, 9, 3), (SPARSE, 10, 0)])
+@pytest.mark.parametrize(
+    ("key", "seed", "bits"), [(SPARSE, 8, 3), slow(DENSE, 9, 3), slow(SPARSE, 10, 0)]
+)
 def test_estimate_with_one_weight_for_a_key_is_unbiased(key, seed, bits):
     query = key / key.norm() + 0.5 * torch.linspace(1, -1, len(key))
     assert_unbiased(key, query, seed, block=len(key), bits=bits)

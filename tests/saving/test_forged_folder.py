@@ -28,6 +28,7 @@ from tests.support.forged import (
     sign,
     tensors_of,
 )
+from tests.support.helpers import mostly_slow
 from tests.support.sequences import SIZES, Sequence
 
 SECONDS = 10
@@ -187,7 +188,7 @@ def assert_each_field_is_checked(folder, load, *, wrong=WRONG, but=()):
 SAVED = ["exact+reuse", "h2o+recall", "pariskv", "socket", "magicpig", "triattention", "quest"]
 
 
-@pytest.mark.parametrize("spec", SAVED)
+@pytest.mark.parametrize("spec", mostly_slow(SAVED, *SAVED[2:]))
 def test_each_field_of_a_manifest_is_checked(tmp_path, spec):
     index = made(spec)
     index.append(*CASE.tokens(20))

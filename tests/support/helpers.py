@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from itertools import product
 
 import pytest
@@ -33,9 +34,11 @@ __all__ = [
     "hits_of",
     "join",
     "left_padding",
+    "mostly_slow",
     "part",
     "rope",
     "sampled",
+    "slow",
     "slow_as",
     "snapshot",
 ]
@@ -93,10 +96,32 @@ def follow_changes(mine, theirs, case, device, assert_same):
     assert_same(mine, theirs, queries)
 
 
+def slow(*values: object) -> object:
+    """Parameters of one case of a test, marked `slow`."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 def slow_as(elsewhere: bool) -> tuple[pytest.MarkDecorator, ...]:
     """Return marks of a slow test. With `elsewhere`, CI omits it because another test has the
     case."""
     return (pytest.mark.slow, *[pytest.mark.longest] * elsewhere)
+
+
+def mostly_slow(values: Iterable[object], *fast: object) -> list[object]:
+    """`values` as parameters of a test, each marked `slow` unless it is one of `fast`.
+
+    A value that is a tuple has one element for each argument.
+    """
+    values = list(values)
+    if unknown := [one for one in fast if one not in values]:
+        raise ValueError(f"fast: got {unknown}, allowed is one of {values}")
+    return [
+        pytest.param(
+            *(value if isinstance(value, tuple) else (value,)),
+            marks=() if value in fast else pytest.mark.slow,
+        )
+        for value in values
+    ]
 
 
 def sampled(*lists: object) -> list[object]:

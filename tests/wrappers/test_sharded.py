@@ -13,7 +13,7 @@ from kvindex.core.shards import Shard
 from kvindex.wrappers import Sharded
 from tests.cuda import emulator
 from tests.support import ranks as processes
-from tests.support.helpers import Case, assert_same_hits
+from tests.support.helpers import Case, assert_same_hits, mostly_slow
 from tests.wrappers import (
     sharded_cases,
     sharded_gpu_cases,
@@ -22,7 +22,11 @@ from tests.wrappers import (
 )
 
 MODULE = sharded_cases.__name__
-TOGETHER = [(ranks, name) for ranks in (2, 3) for name in sharded_cases.cases(ranks, False)]
+TOGETHER = [
+    pytest.param(ranks, name, marks=[pytest.mark.slow] * (ranks == 3))
+    for ranks in (2, 3)
+    for name in sharded_cases.cases(ranks, False)
+]
 CASE = Case(q_heads=6, kv_heads=2, batch=2)
 
 
@@ -52,6 +56,7 @@ def test_two_gpus_together(name):
     agreed(2, name, module=sharded_gpu_cases.__name__)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not emulator.available(), reason="no g++ to emulate with")
 @pytest.mark.parametrize("name", sharded_graph_cases.cases(2, False))
 def test_steps_in_a_graph(name):
@@ -64,7 +69,7 @@ def test_steps_in_a_graph_of_two_gpus(name):
     agreed(2, name, module=sharded_graph_gpu_cases.__name__)
 
 
-@pytest.mark.parametrize("fault", ["dies", "hangs"])
+@pytest.mark.parametrize("fault", mostly_slow(["dies", "hangs"], "dies"))
 def test_a_rank_that_is_gone_ends_the_others_and_is_named(fault, tmp_path):
     said = processes.started("tests.wrappers.sharded_faults", [fault], 3, tmp_path)
     for rank, line in enumerate(said[:2]):

@@ -22,6 +22,7 @@ from kvindex_adapters.cli.progress import Answer, Bars, bars
 from kvindex_adapters.hf.model.load_model import load, smollm2
 from tests.adapters.hf.generation.test_generation import Words
 from tests.adapters.tiny import build
+from tests.support.helpers import slow
 
 
 def run(*arguments):
@@ -183,7 +184,10 @@ def test_the_demo_refuses_the_same(arguments, message, monkeypatch, capsys):
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("lacking", "extra"), [("typer", "hf,cli"), ("transformers", "hf")])
+@pytest.mark.parametrize(
+    ("lacking", "extra"),
+    [("typer", "hf,cli"), slow("transformers", "hf")],
+)
 def test_what_is_not_installed_is_told_with_its_extra(lacking, extra):
     code = (
         f"import sys; sys.modules[{lacking!r}] = None; sys.argv = ['kvindex', 'demo'];"
@@ -204,7 +208,9 @@ class Impatient:
         pass
 
 
-@pytest.mark.parametrize(("index", "waits"), [("pariskv", True), ("pariskv:backend=torch", False)])
+@pytest.mark.parametrize(
+    ("index", "waits"), [slow("pariskv", True), ("pariskv:backend=torch", False)]
+)
 def test_a_wait_for_the_compiler_is_told(index, waits, monkeypatch, capsys):
     monkeypatch.setattr(common, "Timer", Impatient)
     common.wait_for_compiler(index, "cpu")

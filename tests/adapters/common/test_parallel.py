@@ -23,11 +23,21 @@ COMMAND = ["-m", "kvindex_adapters", "generate"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 
 
-@pytest.mark.parametrize("name", parallel_cases.cases(2, False))
-def test_two_ranks_are_as_one_process(name):
-    for rank, said in enumerate(processes.results(parallel_cases.__name__, 2, False)):
+def agreed(name, every):
+    for rank, said in enumerate(processes.results(parallel_cases.__name__, 2, every)):
         assert name in said, f"rank {rank} ended before: {said}"
         assert said[name] is None, f"rank {rank}: {said[name]}"
+
+
+@pytest.mark.parametrize("name", parallel_cases.cases(2, False))
+def test_two_ranks_are_as_one_process(name):
+    agreed(name, every=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", parallel_cases.cases(2, True))
+def test_two_ranks_are_as_one_process_in_every_case(name):
+    agreed(name, every=True)
 
 
 def test_one_process_waits_for_nobody():
@@ -66,9 +76,8 @@ def printed(command, folder, index, *more):
     return done.stdout
 
 
-@pytest.mark.parametrize(
-    "index", ["exact", pytest.param(parallel_cases.SHARDED, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("index", ["exact", parallel_cases.SHARDED])
 def test_the_command_prints_once_what_one_process_prints(folder, index):
     one, all_ranks = (["--json", str(folder / name)] for name in ("one.json", "all.json"))
     alone = CliRunner().invoke(app, ["generate", *arguments(folder, "exact", *one)])

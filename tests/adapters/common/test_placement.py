@@ -14,6 +14,7 @@ from kvindex_adapters.common.placement import default_placement
 from kvindex_cuda.memory.block_store import BlockStore
 from tests.adapters.tiny import build, dense_steps, prompt, steps
 from tests.cuda.devices import DEVICES, on
+from tests.support.helpers import slow
 
 KERNELS = {"backend": "cuda", "store": "host"}
 REGIONS = dict(k=500, sink=4, local_window=8, update_every=4, dense_below=0)
@@ -93,8 +94,8 @@ FAMILIES = {  # heads of 64, for which other tests compile the kernels too
     [
         ("llama", False, torch.float32),
         ("llama", True, torch.bfloat16),
-        ("gemma2", True, torch.float32),
-        pytest.param("gemma2", False, torch.bfloat16, marks=pytest.mark.slow),
+        slow("gemma2", True, torch.float32),
+        slow("gemma2", False, torch.bfloat16),
     ],
     ids=str,
 )
@@ -143,6 +144,7 @@ def test_it_retrieves_what_plain_torch_retrieves(device):
     assert ((found[1] - want).norm(dim=-1) / want.norm(dim=-1)).median() > 1e-2
 
 
+@pytest.mark.slow
 def test_generation_through_the_kernels(device):
     model = build("llama", **FAMILIES["llama"], eos_token_id=None)
     model, inputs = moved(model, prompt(3, 60, padded=True), device, torch.float32)

@@ -15,8 +15,10 @@ from kvindex_adapters.decoder import Decoder, layers
 from tests.adapters.decoder.families import ids_of, model_of
 from tests.adapters.hf.generation.test_generation import Words
 from tests.adapters.tiny import LAYERS
+from tests.support.helpers import mostly_slow
 
 REGIONS = dict(sink=4, local_window=8, update_every=8, dense_below=0)
+INDEXES = ["exact", "pariskv", "quest", "exact+vattention"]
 FEW = dict(k=10, attach_options=REGIONS)
 
 
@@ -39,7 +41,7 @@ def attached(model, ids, count, mask=None, **options):
         return made[:, ids.shape[1] :], cache.report()
 
 
-@pytest.mark.parametrize("index", ["exact", "pariskv", "quest", "exact+vattention"])
+@pytest.mark.parametrize("index", mostly_slow(INDEXES, "exact", "pariskv"))
 def test_seventy_tokens_are_those_of_attach(model, decoder, index):
     """Over eight updates of each layer. The slow test in `test_smollm2.py` compares two hundred
     tokens."""

@@ -17,7 +17,7 @@ FEW = dict(
     attach_options=dict(sink=4, local_window=8, update_every=8, dense_below=0),
 )
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+DEVICES = [pytest.param("cpu", marks=pytest.mark.slow), pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -19,6 +19,7 @@ from kvindex_cuda.pariskv.executor import ParisKVExecutor
 from kvindex_cuda.pariskv.steps import workspace
 from tests.adapters.decoder.families import ids_of, model_of
 from tests.adapters.hf.generation.test_generation import Words
+from tests.support.helpers import mostly_slow, slow
 
 REGIONS = dict(sink=4, local_window=8, update_every=8, dense_below=0)
 EAGER = 1 + graph_file.WARM
@@ -69,7 +70,9 @@ def test_a_run_says_whether_its_next_token_is_a_graph(device, graphs):
     assert run.explain().endswith(run.session.indexes()[0].explain())
 
 
-@pytest.mark.parametrize("name", ["qwen3", "llama, biases, tied"])
+@pytest.mark.parametrize(
+    "name", mostly_slow(["qwen3", "llama, biases, tied"], "llama, biases, tied")
+)
 def test_half_precision_and_other_families(device, graphs, name):
     decoder = decoder_of(device, name, torch.bfloat16)
     mine, theirs = both(decoder, ids_of(60), **given(device, 10))
@@ -104,7 +107,7 @@ def test_prompts_of_unequal_lengths(device, graphs, index):
     assert graphs.made == 1
 
 
-@pytest.mark.parametrize("sampling", [dict(top_k=20, top_p=0.9), dict()], ids=str)
+@pytest.mark.parametrize("sampling", mostly_slow([dict(top_k=20, top_p=0.9), dict()], {}), ids=str)
 def test_a_seed_gives_the_tokens_that_it_gives_without_graphs(device, graphs, sampling):
     decoder, drawn = decoder_of(device), []
     for seed, captured in ((3, True), (3, False), (3, True), (4, True)):
@@ -126,6 +129,7 @@ def test_a_stop_token_is_seen_late_and_what_comes_after_is_cut(device, graphs):
     assert 0 < computed <= graph_file.AHEAD
 
 
+@pytest.mark.slow
 def test_a_session_goes_on_without_tokens_that_were_launched_ahead(device, graphs):
     decoder, options, made = decoder_of(device), given(device, 13), []
     kept = {name: options[name] for name in ("k", "attach_options")}
@@ -142,6 +146,7 @@ def test_a_session_goes_on_without_tokens_that_were_launched_ahead(device, graph
     assert made[0][1] == made[0][2]
 
 
+@pytest.mark.slow
 def test_a_second_prompt_and_two_models_in_turn(device, graphs):
     decoders, options = [decoder_of(device), decoder_of(device, "qwen3")], given(device, 10)
     want = [one.generate(ids_of(60), graphs=False, **options).answer_ids.cpu() for one in decoders]
@@ -156,12 +161,10 @@ def test_a_second_prompt_and_two_models_in_turn(device, graphs):
 FAILS = {"an update": (Updates, "update_if_due"), "a replay": (Session, "count_replay")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "where",
-    [
-        "a replay",
-        *(pytest.param(one, marks=pytest.mark.slow) for one in ("an update", "the consumer")),
-    ],
+    ["a replay", "an update", "the consumer"],
 )
 def test_after_an_exception_the_next_prompt_is_as_ever(device, graphs, monkeypatch, where):
     decoder, options = decoder_of(device, layers=2), given(device, 16)
@@ -182,6 +185,7 @@ def test_after_an_exception_the_next_prompt_is_as_ever(device, graphs, monkeypat
     assert again.report == want.report
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reserved", [True, False])
 def test_candidates_that_outgrow_their_buffers_are_another_graph(
     device, graphs, monkeypatch, reserved
@@ -205,12 +209,14 @@ class OfItsOwn(AttentionLayer):
     ("options", "why"),
     [
         (dict(index="exact"), "layer 0: index: got Exact, whose steps are no kernels"),
-        (
+        slow(
             dict(index="pariskv:preset=fast+sample"),
             "layer 0: index: got Sample, whose steps are no kernels",
         ),
-        (dict(regions=dict(coverage=0.9)), "layer 0: coverage: got 0.9, allowed is None"),
-        (dict(regions=dict(layer=OfItsOwn, graphs=False)), "layer 0: layer: got OfItsOwn, whose"),
+        slow(dict(regions=dict(coverage=0.9)), "layer 0: coverage: got 0.9, allowed is None"),
+        slow(
+            dict(regions=dict(layer=OfItsOwn, graphs=False)), "layer 0: layer: got OfItsOwn, whose"
+        ),
         (dict(regions=dict(dense_below=90)), "layer 0: tokens: got 69, too few"),
     ],
     ids=str,

@@ -9,6 +9,7 @@ from kvindex_adapters.decoder import Decoder
 from tests.adapters.decoder.families import ids_of, model_of
 from tests.adapters.decoder.test_open_session import FEW, SMALL, asked
 from tests.adapters.hf.generation.test_generation import Words
+from tests.support.helpers import mostly_slow
 
 INSIDE, OUTSIDE = torch.inference_mode, torch.no_grad
 
@@ -39,14 +40,17 @@ def life(decoder, options, modes, folder):
     return answers
 
 
+MODES = {
+    "all": [INSIDE],
+    "first": [INSIDE, OUTSIDE],
+    "second": [OUTSIDE, INSIDE],
+    "two": [INSIDE, INSIDE, OUTSIDE],
+}
+
+
+@pytest.mark.parametrize("modes", mostly_slow(MODES.values(), MODES["two"]), ids=MODES)
 @pytest.mark.parametrize("options", [FEW, dict(index=None)], ids=["pariskv", "dense"])
-def test_calls_may_be_in_inference_mode_or_not(options, tmp_path):
+def test_calls_may_be_in_inference_mode_or_not(options, modes, tmp_path):
     decoder = Decoder.of(model_of("llama", **SMALL), Words())
     want = life(decoder, options, [OUTSIDE], tmp_path / "none")
-    for name, modes in {
-        "all": [INSIDE],
-        "first": [INSIDE, OUTSIDE],
-        "second": [OUTSIDE, INSIDE],
-        "two": [INSIDE, INSIDE, OUTSIDE],
-    }.items():
-        assert life(decoder, options, modes, tmp_path / name) == want
+    assert life(decoder, options, modes, tmp_path / "some") == want

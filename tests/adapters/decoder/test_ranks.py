@@ -20,6 +20,7 @@ def test_two_ranks_decode_together(name):
     agreed(name, ranks_cases)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", shares_cases.cases(2, False))
 def test_two_ranks_agree(name):
     agreed(name, shares_cases)

@@ -48,6 +48,7 @@ def alone(folder, on_progress=lambda *progress: None):
         Comparison(*load(), **options).run(on_progress)
 
 
+@pytest.mark.slow
 def test_they_come_to_the_numbers_of_one_process(tmp_path):
     def interrupt(done, total, what):
         if done > total / 3:
@@ -72,11 +73,10 @@ def test_they_come_to_the_numbers_of_one_process(tmp_path):
     assert done[-1][0] == done[-1][1]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("load", "message"),
     [
-        (die, "jobs: a worker ended with exit code 3"),
+        pytest.param(die, "jobs: a worker ended with exit code 3", marks=pytest.mark.slow),
         (refuse, "model: got 'nowhere', allowed is a folder that exists"),
     ],
 )

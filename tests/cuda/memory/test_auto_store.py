@@ -39,7 +39,7 @@ from tests.cuda.host_memory import (
     tokens,
 )
 from tests.cuda.memory.test_block_store import operations
-from tests.support.helpers import Case, assert_same_hits, follow_changes, part
+from tests.support.helpers import Case, assert_same_hits, follow_changes, mostly_slow, part
 from tests.support.sequences import Sequence
 
 # The store
@@ -259,7 +259,7 @@ in_both = pytest.mark.parametrize(
 
 
 @in_both
-@pytest.mark.parametrize("row_codec", ["plain", *CODES])
+@pytest.mark.parametrize("row_codec", mostly_slow(["plain", *CODES], "int8"))
 def test_the_cache_keeps_rows_of_the_host_alone(place, row_codec):
     """3 blocks of each row of the batch are on the device, 3 on the host."""
     index, other = (made(place, near, row_codec=row_codec) for near in (6, None))
@@ -376,6 +376,7 @@ def test_copies_branches_and_states(place):
     assert torch.equal(rows(twin), tokens[0])
 
 
+@pytest.mark.slow
 @in_both
 def test_a_layers_graphs_follow_it_to_the_host(place):
     """To the bit what a layer without graphs gives, through the step at which a cache begins."""

@@ -24,6 +24,7 @@ from tests.cuda.pariskv.steps.test_paged import (
     H,
     assert_close,
 )
+from tests.support.helpers import mostly_slow
 
 
 class HostEngine(Engine):
@@ -92,7 +93,7 @@ def test_as_many_rows_as_there_are_give_full_attention(tokens, device):
     ("index", "cached"),
     [
         ("pariskv:preset=fast", 4),
-        ("pariskv:sign_decoder=mean", 4096),
+        pytest.param("pariskv:sign_decoder=mean", 4096, marks=pytest.mark.slow),
         pytest.param("pariskv:preset=fast", 4096, marks=pytest.mark.slow),
         pytest.param("pariskv:sign_decoder=mean", 4, marks=pytest.mark.slow),
     ],
@@ -154,7 +155,7 @@ def test_sequences_that_share_pages_share_rows(order, device):
 
 
 @on_devices
-@pytest.mark.parametrize("order", ["forward", "random"])
+@pytest.mark.parametrize("order", mostly_slow(["forward", "random"], "random"))
 def test_nobody_reads_a_row_that_another_sequence_brings_in_the_same_step(order, device):
     """Three of one text and more: whoever finds its tag cannot know whether it has come."""
     engine = HostEngine(device, k=6, cached=2**16)

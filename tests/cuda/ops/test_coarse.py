@@ -8,7 +8,7 @@ from kvindex.ops.codes import log_factors
 from kvindex_cuda.ops import coarse
 from tests.cuda import emulator
 from tests.cuda.devices import on, on_devices
-from tests.support.helpers import far_apart
+from tests.support.helpers import far_apart, mostly_slow, slow
 
 
 class Draw:
@@ -50,7 +50,7 @@ KINDS = ["of the key", "of subspaces", "none"]
 
 
 @on_devices
-@pytest.mark.parametrize(("M", "g", "N"), SIZES)
+@pytest.mark.parametrize(("M", "g", "N"), mostly_slow(SIZES, *SIZES[:3]))
 def test_tiers(M, g, N, device):
     draw = Draw(M + N, device)
     signs, queries = draw.skewed(2, 2, N, M), draw.normal(2, 2, g, 8 * M)
@@ -70,8 +70,9 @@ def test_tiers(M, g, N, device):
 @pytest.mark.parametrize(
     ("M", "g", "N", "kind"),
     [
-        *((*size, KINDS[i % 3]) for i, size in enumerate(SIZES)),
-        *((*SIZES[-2], kind) for kind in KINDS[::2]),
+        *((*size, KINDS[i % 3]) for i, size in enumerate(SIZES[:3])),
+        *(slow(*size, KINDS[i % 3]) for i, size in enumerate(SIZES[3:])),
+        *(slow(*SIZES[-2], kind) for kind in KINDS[::2]),
     ],
 )
 def test_dots(M, g, N, kind, device):

@@ -11,7 +11,7 @@ from kvindex.ops import rerank as reference
 from kvindex_cuda.ops import attention, coarse, fetch, rerank, select
 from tests.cuda import emulator
 from tests.cuda.devices import on, on_devices
-from tests.support.helpers import Case, left_padding
+from tests.support.helpers import Case, left_padding, mostly_slow
 
 ROUNDING = 2.0**-24
 """Of one operation in float32, relative."""
@@ -79,7 +79,7 @@ def test_estimates(D, block, bits, g, C, device):
 
 
 @on_devices
-@pytest.mark.parametrize(("D", "block", "bits", "g", "C"), CASES)
+@pytest.mark.parametrize(("D", "block", "bits", "g", "C"), mostly_slow(CASES, CASES[0]))
 def test_errors(D, block, bits, g, C, device):
     case = *drawn(C, D, block, bits, g, C, device=device), codes.tangent(block, bits)
     with on(device):

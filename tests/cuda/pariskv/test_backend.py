@@ -14,6 +14,7 @@ from tests.support.helpers import (
     Case,
     assert_same_hits,
     left_padding,
+    mostly_slow,
     part,
     sampled,
 )
@@ -23,6 +24,7 @@ PRESETS = [
     for preset in ("paper", "fast", "accurate", "precise", "scan")
     for lists in ("head", "group")
 ]
+SPECS = ["exact", *PRESETS, "pariskv:single_stage_below=500"]
 LAYERED = "fast", "paper", "accurate", "scan:magnitude_bits=2"
 CASE = Case(q_heads=4, kv_heads=2, head_dim=64, batch=2)
 
@@ -44,7 +46,7 @@ def assert_found(mine, theirs, queries, k=20):
         assert_same_hits(*hits, close=ROUNDED)
 
 
-@pytest.mark.parametrize("spec", ["exact", *PRESETS, "pariskv:single_stage_below=500"])
+@pytest.mark.parametrize("spec", mostly_slow(SPECS, *SPECS[::2]))
 def test_every_preset_searches_as_in_torch(spec, device):
     mine, theirs = pair(spec, device)
     tokens, queries = moved(CASE.tokens(600), device), CASE.queries().to(device)

@@ -16,7 +16,7 @@ from kvindex_cuda.pariskv.steps import sign_votes
 from kvindex_cuda.runtime.resolve import NamedLaunch
 from tests.cuda.graphs import WholeGraph, recorded
 from tests.cuda.launches import Launches
-from tests.support.helpers import Case, Operations
+from tests.support.helpers import Case, Operations, mostly_slow
 from tests.support.sequences import Sequence
 
 CASE = Case(q_heads=2, kv_heads=1, head_dim=64, value_dim=64)
@@ -119,7 +119,7 @@ def test_codes_are_read_early_in_a_graph_alone(device, monkeypatch):
     assert found == [(True, False), (False, True), (True, True)]
 
 
-@pytest.mark.parametrize("beside", [True, False])
+@pytest.mark.parametrize("beside", mostly_slow([True, False], True))
 def test_over_updates_there_is_one_graph_and_traffic_is_the_same(device, monkeypatch, beside):
     monkeypatch.setattr(ParisKV, "supports_async_append", beside)
     pair = replayed(device, tokens=40, update_phase=0.5)
@@ -173,11 +173,12 @@ def noted(call, costs):
     return counted
 
 
-@pytest.mark.parametrize("preset", ["fast", "precise", "paper"])
+@pytest.mark.parametrize("preset", mostly_slow(["fast", "precise", "paper"], "fast", "paper"))
 def test_every_presets_step(device, preset):
     assert replayed(device, preset=preset).made == 1
 
 
+@pytest.mark.slow
 def test_several_heads_and_sequences_of_values_of_another_size(device):
     case = Case(q_heads=4, kv_heads=2, head_dim=64, value_dim=32, batch=2)
     assert replayed(device, tokens=20, case=case).made == 1
@@ -214,6 +215,7 @@ def test_a_padded_batch(device):
     assert float(pair.layers[0].traffic.rows_full) == float(pair.layers[1].traffic.rows_full)
 
 
+@pytest.mark.slow
 def test_with_learned_sinks(device):
     """Those of the model's dtype, beside a batch: a term more of every step, in a graph, too."""
     mine = replayed(device, case=PADDED, sinks=torch.tensor([0.5, -2], dtype=torch.bfloat16))
@@ -222,7 +224,7 @@ def test_with_learned_sinks(device):
     assert not torch.allclose(mine._output, plain._output)
 
 
-@pytest.mark.parametrize("cut", [1, 3, 10, 30])
+@pytest.mark.parametrize("cut", mostly_slow([1, 3, 10, 30], 3))
 def test_after_a_cut_it_goes_on(device, cut):
     """Of staged tokens, of the window, and into the index."""
     pair = replayed(device, tokens=9)
@@ -256,6 +258,7 @@ def test_another_order_of_the_batch_and_a_reset_are_other_graphs(device):
     assert pair.made == 3
 
 
+@pytest.mark.slow
 def test_back_to_a_checkpoint(device):
     """With tokens that only the resident rows had, and what has been counted."""
     pair = replayed(device, tokens=3)
@@ -269,6 +272,7 @@ def test_back_to_a_checkpoint(device):
     pair.feed(times=12)
 
 
+@pytest.mark.slow
 def test_a_deep_copy_has_what_was_staged_and_a_graph_of_its_own(device):
     pair = replayed(device, tokens=3)
     first, length = pair.layers, pair.length

@@ -31,7 +31,10 @@ from tests.support.helpers import (
     assert_same_hits,
     follow_changes,
     left_padding,
+    mostly_slow,
     part,
+    sampled,
+    slow,
 )
 
 CASE = Case(q_heads=4, kv_heads=2, head_dim=64, batch=2)
@@ -73,6 +76,7 @@ def test_a_fused_search_is_the_reference_search(device, k):
     assert_same(mine, theirs, CASE.queries().to(device), k)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("group", "options"),
     [
@@ -115,7 +119,7 @@ def test_a_share_of_the_attention(device):
     torch.testing.assert_close(found[0].coverage, found[1].coverage, rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("softcap", [None, 5.0])
+@pytest.mark.parametrize("softcap", mostly_slow([None, 5.0], None))
 def test_a_layer_attends_in_one_go(device, softcap, monkeypatch):
     monkeypatch.setattr(ParisKV, "supports_async_append", True)
     case = Case(q_heads=4, kv_heads=2, head_dim=64, batch=2, softcap=softcap)
@@ -139,7 +143,7 @@ def test_a_layer_attends_in_one_go(device, softcap, monkeypatch):
     assert float(mine.bytes_fetched) == float(theirs.bytes_fetched)
 
 
-@pytest.mark.parametrize("preset", ["fast", "sampled"])
+@pytest.mark.parametrize("preset", mostly_slow(["fast", "sampled"], "sampled"))
 def test_it_attends_where_few_tokens_are_valid(device, preset):
     case = replace(CASE, device=device)
     options = OPTIONS | dict(preset=preset, backend="cuda")
@@ -431,10 +435,10 @@ def layers_of(device, case, indexes, steps=6):
 @pytest.mark.parametrize(
     ("rows", "value_dim", "wrapper"),
     [
-        *(("plain", 64, wrapper) for wrapper in WRAPPERS),
+        *(slow("plain", 64, wrapper) for wrapper in WRAPPERS),
         *(("int8", 64, wrapper) for wrapper in WRAPPERS),
-        *(("fp8", 64, wrapper) for wrapper in WRAPPERS[:1]),
-        *zip(("plain", "int8", "fp8"), (12,) * 3, WRAPPERS, strict=True),
+        *(slow("fp8", 64, wrapper) for wrapper in WRAPPERS[:1]),
+        *(slow(*one) for one in zip(("plain", "int8", "fp8"), (12,) * 3, WRAPPERS, strict=True)),
         ("int4", 64, WRAPPERS[0]),
     ],
 )
@@ -458,6 +462,7 @@ def test_a_layer_over_rows_of_every_codec(device, rows, value_dim, wrapper, monk
     assert float(mine.bytes_fetched) == float(theirs.bytes_fetched)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", ["plain", "int8"])
 def test_a_layer_over_values_in_keys_reads_them_where_they_lie(device, rows):
     sizes = dict(q_heads=4, kv_heads=1, head_dim=64, value_dim=32, value_in_key=True)
@@ -521,8 +526,9 @@ def test_a_padded_batch_may_be_cut_to_nothing_and_go_on(device):
     assert_same(*both, queries)
 
 
-@pytest.mark.parametrize("wrapper", ["+sample", "+reuse:tau=2"])
-@pytest.mark.parametrize("rows", ["plain", "int8"])
+@pytest.mark.parametrize(
+    ("wrapper", "rows"), sampled(["+sample", "+reuse:tau=2"], ["plain", "int8"])
+)
 def test_rows_that_others_chose_are_read_from_the_cache(device, rows, wrapper):
     """What is read again is read where it was kept: the rows themselves have gone bad since."""
     options = OPTIONS | dict(row_codec=rows, device=device, backend="cuda", store="host")

@@ -11,7 +11,14 @@ import torch
 from kvindex.layer import AttentionLayer
 from tests.cuda.devices import DEVICES, on
 from tests.cuda.pariskv.test_rollback import placed
-from tests.support.helpers import Case, assert_same_snapshot, left_padding, part, snapshot
+from tests.support.helpers import (
+    Case,
+    assert_same_snapshot,
+    left_padding,
+    part,
+    slow,
+    snapshot,
+)
 from tests.support.sequences import SIZES, Sequence
 
 
@@ -23,7 +30,7 @@ def device(request):
 
 @pytest.mark.parametrize(
     ("spec", "store"),
-    [("pariskv", "host"), ("pariskv:preset=paper", "device"), ("exact", "host")],
+    [("pariskv", "host"), slow("pariskv:preset=paper", "device"), ("exact", "host")],
 )
 def test_any_interleaving_equals_separate_indexes(device, spec, store):
     case, draw = placed(device), random.Random(3)

@@ -18,7 +18,15 @@ from tests.cuda.buffers import addressed
 from tests.cuda.devices import DEVICES, on, on_devices, torch_ops_and_an_executor
 from tests.cuda.launches import Launches
 from tests.cuda.pariskv.test_pool import joined
-from tests.support.helpers import ROUNDED, Case, assert_same_hits, follow_changes, part
+from tests.support.helpers import (
+    ROUNDED,
+    Case,
+    assert_same_hits,
+    follow_changes,
+    mostly_slow,
+    part,
+    sampled,
+)
 from tests.support.steps import Layer
 
 CASE = Case(20, 1, 64, 48, batch=2, value_in_key=True)
@@ -51,6 +59,7 @@ def test_it_follows_appends_truncation_reordering_and_reset(device, preset):
     follow_changes(mine, theirs, CASE, device, assert_same)
 
 
+@pytest.mark.slow
 def test_it_attends_where_few_tokens_are_valid(device):
     case = replace(CASE, device=device)
     options = OPTIONS | dict(preset="sampled", backend="cuda")
@@ -59,8 +68,7 @@ def test_it_attends_where_few_tokens_are_valid(device):
     )
 
 
-@pytest.mark.parametrize("rows", ["plain", "int8"])
-@pytest.mark.parametrize("preset", ["fast", "sampled"])
+@pytest.mark.parametrize(("preset", "rows"), sampled(["fast", "sampled"], ["plain", "int8"]))
 def test_a_layer_attends_in_one_go(device, preset, rows):
     mine, theirs = pair(device, preset=preset, row_codec=rows)
     sizes = dict(k=20, sink=4, local_window=16, update_every=4, dense_below=64)
@@ -112,7 +120,7 @@ def test_a_chosen_row_is_read_where_it_lies(device):
 
 
 @on_devices
-@pytest.mark.parametrize("preset", ["sampled", "fast"])
+@pytest.mark.parametrize("preset", mostly_slow(["sampled", "fast"], "fast"))
 def test_a_ragged_step_is_that_of_each_row_alone(preset, device):
     case, lengths = replace(CASE, batch=1), [700, 5, 256, 1]
     layers = [

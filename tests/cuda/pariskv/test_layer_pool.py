@@ -18,7 +18,7 @@ from kvindex_cuda.pariskv import executor
 from tests.cuda.devices import DEVICES, on
 from tests.cuda.graphs import counted
 from tests.pool.layers import SIZES, FailsAt, LayersMachine, tokens
-from tests.support.helpers import Case
+from tests.support.helpers import Case, mostly_slow, sampled, slow
 
 CLOSE = dict(rtol=1e-5, atol=1e-5)
 
@@ -59,19 +59,19 @@ def step(pool, alone, some, case, count, seed):
         torch.testing.assert_close(got[i : i + 1], want, **CLOSE)
 
 
-def test_any_interleaving_equals_separate_layers(device):
+@pytest.mark.parametrize("examples", mostly_slow([1, 4], 1))
+def test_any_interleaving_equals_separate_layers(device, examples):
     class Machine(LayersMachine):
         spec, begins, most, slack = "pariskv", (300, 40, 2), 5, 1e-5
         case = case_on(device)
 
     Machine.options = dict(backend="cuda", store="host", check=True)
-    examples, steps = (4, 10) if device == "cpu" else (8, 30)
+    examples, steps = (examples, 10) if device == "cpu" else (2 * examples, 30)
     how = settings(max_examples=examples, stateful_step_count=steps, deadline=None)
     run_state_machine_as_test(Machine, settings=settings(how, derandomize=True))
 
 
-@pytest.mark.parametrize("preset", ["paper", "fast"])
-@pytest.mark.parametrize("far", [False, True])
+@pytest.mark.parametrize(("preset", "far"), sampled(["paper", "fast"], [False, True]))
 def test_presets_and_rows_on_the_host(device, preset, far, monkeypatch):
     if device == "cpu":
         monkeypatch.setattr(DeviceAllocator, "far", far)
@@ -104,6 +104,7 @@ def test_lists_that_change_between_steps(device):
         assert all(torch.equal(found[name], part) for name, part in want.items())
 
 
+@pytest.mark.slow
 def test_a_list_is_one_step_of_the_executor_and_is_replayed(device):
     """Updates begin for one and not for the other."""
     case = case_on(device)
@@ -183,8 +184,8 @@ class Fails:
 @pytest.mark.parametrize(
     ("whose", "name", "last", "others"),
     [
-        (together, "ResidentRows", 1, 3),  # a buffer for one more
-        (ResidentRows, "row", 1, 2),  # the place of one that has left
+        slow(together, "ResidentRows", 1, 3),  # a buffer for one more
+        slow(ResidentRows, "row", 1, 2),  # the place of one that has left
         (AttentionLayer, "lie_in", 2, 3),  # the second of those that leave
     ],
 )

@@ -10,7 +10,7 @@ from kvindex.core.resident import ResidentRows
 from kvindex.layer import AttentionLayer
 from tests.cuda import emulator
 from tests.cuda.devices import on
-from tests.support.helpers import Case, assert_same_hits, part
+from tests.support.helpers import Case, assert_same_hits, mostly_slow, part
 from tests.support.pages import AddressedPages, Pages
 
 CASE = Case(q_heads=4, kv_heads=2, head_dim=64, batch=2)
@@ -37,7 +37,7 @@ def outputs(index):
         yield layer.step(CASE.tensor(t, 2, 4, 1, 64), *part(tokens, t, t + 1))
 
 
-@pytest.mark.parametrize("far", [False, True])
+@pytest.mark.parametrize("far", mostly_slow([False, True], True))
 def test_a_layer_reads_them_as_those_of_the_backend(far):
     store = AddressedPages(GEOMETRY, far=far)
     index = made(store)

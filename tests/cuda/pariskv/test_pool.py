@@ -22,7 +22,7 @@ from tests.cuda.buffers import addressed
 from tests.cuda.devices import DEVICES, on, on_devices
 from tests.cuda.graphs import recorded
 from tests.pool.machine import PoolMachine
-from tests.support.helpers import Case
+from tests.support.helpers import Case, mostly_slow
 from tests.support.steps import Layer
 
 LENGTHS = [700, 5, 256, 1, 257, 900]
@@ -61,7 +61,7 @@ def joined(states):
 
 
 @on_devices
-@pytest.mark.parametrize("preset", ["sampled", "fast", "paper"])
+@pytest.mark.parametrize("preset", mostly_slow(["sampled", "fast", "paper"], "sampled", "paper"))
 def test_a_ragged_step_is_that_of_each_row_alone(preset, device):
     """With more groups than warps of the scan; of what a row has not, no address is read."""
     layers = [
@@ -119,7 +119,7 @@ def test_any_interleaving_equals_separate_indexes(device):
     run_state_machine_as_test(Machine, settings=settings(how, derandomize=True))
 
 
-@pytest.mark.parametrize("far", [False, True])
+@pytest.mark.parametrize("far", mostly_slow([False, True], True))
 def test_lists_of_sequences_that_change_between_steps(device, far, monkeypatch):
     """Appends, cuts, forks and another order: what a batch holds of each is made anew."""
     if device == "cpu":
@@ -169,7 +169,7 @@ def test_lists_of_sequences_that_change_between_steps(device, far, monkeypatch):
     check(b, c)
 
 
-@pytest.mark.parametrize("row_codec", ["int8", "fp8"])
+@pytest.mark.parametrize("row_codec", mostly_slow(["int8", "fp8"], "int8"))
 def test_coded_rows_are_read_from_the_center_of_their_sequence(device, row_codec):
     """Also where a sequence begins again, in the place of which a graph has the address."""
     case = Case(q_heads=4, head_dim=32, value_dim=32, device=device)
@@ -252,6 +252,7 @@ def test_steps_that_are_alike_are_replayed_as_sequences_grow(device):
         assert (graphs.made, graphs.replays) == (1, 7 - WARM)
 
 
+@pytest.mark.slow
 def test_calls_may_be_in_inference_mode_or_not(device):
     case = Case(q_heads=4, head_dim=32, value_dim=32, device=device)
 

@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from tests.support.helpers import sampled
+from tests.support.helpers import mostly_slow, sampled
 
 # what is imported below needs Triton (E402)
 triton = pytest.importorskip("triton")
@@ -107,7 +107,7 @@ def compiled(kernel, weights, given, aligned=False, warps=4, stages=2):
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
 
 
-@pytest.mark.parametrize(("kernel", "weights", "given"), CASES)
+@pytest.mark.parametrize(("kernel", "weights", "given"), mostly_slow(CASES, *CASES[::4]))
 @pytest.mark.parametrize(
     "overlapped", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["overlap", "alone"]
 )

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.helpers import slow, slow_as
+
 pytest.importorskip("triton")
 
 ROOT = Path(__file__).parents[3]
@@ -21,17 +23,21 @@ FILES = [
 ]
 
 
+SAMPLE = "norm_linear or project_heads or attend_token or likeliest"
+"""Tests of one kernel of each file of `kvindex_cuda/triton/kernels/`."""
+
+
 @pytest.mark.parametrize(
-    ("tests", "which"),
-    [(file, "not gpu and not slow") for file in FILES[:2]]
-    + [pytest.param(FILES[2], "not gpu and not slow", marks=pytest.mark.slow)]  # a decoder's, too
-    + [
-        pytest.param(file, "not gpu and slow", marks=(pytest.mark.slow, pytest.mark.longest))
-        for file in FILES
+    ("tests", "which", "names"),
+    [
+        (FILES[0], "not gpu and not slow", SAMPLE),
+        *(slow(file, "not gpu and not slow", "") for file in FILES),
+        *(pytest.param(file, "not gpu and slow", "", marks=slow_as(True)) for file in FILES),
     ],
 )
-def test_kernels_equal_their_twins_under_the_interpreter(tests, which):
+def test_kernels_equal_their_twins_under_the_interpreter(tests, which, names):
     asked = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", which]
+    asked += ["-k", names]
     found = subprocess.run(
         [*asked, "--no-header", tests],
         capture_output=True,

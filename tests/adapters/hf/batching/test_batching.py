@@ -9,6 +9,7 @@ import kvindex_adapters.hf as kvhf
 from kvindex_adapters.hf.batching import layer
 from kvindex_adapters.hf.model.patch import IMPLEMENTATION
 from tests.adapters.tiny import VOCABULARY, build
+from tests.support.helpers import slow
 
 REGIONS = dict(sink=2, local_window=4, update_every=8, dense_below=0)
 """Small, so that nearly every decoded token searches."""
@@ -51,8 +52,8 @@ def model(request):
 @pytest.mark.parametrize(
     ("index", "options"),
     [
-        ("exact", {}),
-        ("pariskv", {"allow_block_sharing": False}),
+        slow("exact", {}),
+        slow("pariskv", {"allow_block_sharing": False}),
         ("quest", {"max_batch_tokens": 24}),  # prompts come in chunks
         ("pariskv", {"num_blocks": 12}),  # requests are preempted
     ],

@@ -11,6 +11,7 @@ import torch
 
 import kvindex_adapters.hf as kvhf
 from tests.adapters.tiny import build, dense_steps, prompt, steps
+from tests.support.helpers import mostly_slow
 
 REGIONS = dict(index="exact", k=500, sink=4, local_window=8, update_every=8, dense_below=0)
 
@@ -31,9 +32,10 @@ def go_on(model, cache, ids, start):
     return torch.cat(logits, 1)
 
 
-@pytest.mark.parametrize(
-    "family", ["llama", "qwen3", "gemma4_text", "zamba2", "qwen3_next", "deepseek_v3"]
-)
+COPIED = ["llama", "qwen3", "gemma4_text", "zamba2", "qwen3_next", "deepseek_v3"]
+
+
+@pytest.mark.parametrize("family", mostly_slow(COPIED, "llama", "zamba2", "deepseek_v3"))
 def test_a_prefix_is_reused_and_no_copy_shows_in_another(family):
     """For models with sliding windows, linear attention, both in one layer, and latents."""
     linear = dict(layer_types=["linear_attention", "full_attention"] * 2, **LINEAR)

@@ -18,6 +18,7 @@ from tests.adapters.hf.generation.test_generation import Words
 from tests.adapters.tiny import build, prompt, steps
 from tests.cuda.graphs import WholeGraph, recorded
 from tests.support.captured import Captured
+from tests.support.helpers import mostly_slow
 
 SIZES = dict(k=500, sink=4, local_window=4, update_every=3, dense_below=0)
 """Rows move from the window into the index at every third token."""
@@ -65,7 +66,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", mostly_slow(CASES, "pariskv", "windows"))
 def test_a_report_never_meets_a_step(case):
     family, options = CASES[case]
     model, inputs = build(family, eos_token_id=None), prompt(1, 40)

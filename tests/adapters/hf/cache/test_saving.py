@@ -14,6 +14,7 @@ from tests.adapters.hf.generation.test_generation import Words
 from tests.adapters.tiny import build, prompt, steps
 from tests.saving.test_forged_folder import assert_each_field_is_checked, leaves
 from tests.support.forged import manifest_of, number, put, sign, tensors_of
+from tests.support.helpers import mostly_slow
 
 REGIONS = dict(index="exact", k=500, sink=4, local_window=8, update_every=8, dense_below=0)
 
@@ -209,6 +210,7 @@ def test_one_layer_at_a_time_is_copied(model, tmp_path, monkeypatch):
     assert most == [1, 1]
 
 
+@pytest.mark.slow
 def test_another_process_answers_from_it(model, folder):
     code = f"""
 import sys
@@ -233,7 +235,7 @@ with kvhf.attach(model, **REGIONS) as cache:
     assert done.stdout.splitlines()[-1:] == [str(want.answer_ids.tolist())], done.stderr
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3_next"])
+@pytest.mark.parametrize("family", mostly_slow(["llama", "qwen3_next"], "llama"))
 def test_each_field_of_the_manifest_of_a_cache_is_checked(tmp_path, monkeypatch, family):
     linear = dict(layer_types=["linear_attention", "full_attention"] * 2, **LINEAR)
     model = build(family, **(linear if family == "qwen3_next" else {"num_hidden_layers": 2}))

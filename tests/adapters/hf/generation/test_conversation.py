@@ -12,6 +12,7 @@ from kvindex_adapters.common.prompt import encode_prompt
 from kvindex_adapters.hf.generation.conversation import past_ids
 from tests.adapters.hf.generation.test_generation import NEW, REGIONS, Collect, Words, full
 from tests.adapters.tiny import build, prompt
+from tests.support.helpers import sampled
 
 
 @pytest.fixture(scope="module")
@@ -45,8 +46,7 @@ def read(model, cache, document, **options):
     kvhf.read(model, Words(), document, cache=cache, chunk=16, **options)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2"])
-@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize(("family", "known"), sampled(["llama", "qwen3", "gemma2"], [True, False]))
 def test_questions_about_one_document_are_answered_as_in_one_prompt(family, known):
     model = build(family, eos_token_id=None)
     document, questions = ids(60), [ids(9), ids(1), ids(20), ids(9)]

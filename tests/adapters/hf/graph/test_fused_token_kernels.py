@@ -57,6 +57,7 @@ def logits_of(model, ids, first, **how):
         return torch.cat(made, 1), cache.report().graph
 
 
+@pytest.mark.slow
 def test_tokens_and_report_are_those_of_the_models_own_forward(device, graphs, kernels):
     """Through updates of both layers, with one graph. Sequences start at different tokens."""
     model, inputs = small("qwen3", device), prompt(2, 60, padded=True)

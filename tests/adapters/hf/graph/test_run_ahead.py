@@ -18,6 +18,7 @@ from tests.adapters.hf.generation.test_generation import Collect, Words
 from tests.adapters.tiny import VOCABULARY, build, prompt
 from tests.cuda.graphs import WholeGraph, recorded
 from tests.support.captured import Captured
+from tests.support.helpers import mostly_slow
 
 SIZES = dict(sink=4, local_window=8, update_every=6, dense_below=0)
 COUNT = 24
@@ -136,7 +137,7 @@ ENDS = [
 ]
 
 
-@pytest.mark.parametrize(("place", "options", "used"), ENDS)
+@pytest.mark.parametrize(("place", "options", "used"), mostly_slow(ENDS, *ENDS[:2], *ENDS[-2:]))
 def test_an_answer_that_ends_before(monkeypatch, launched, model, place, options, used):
     """The window is updated meanwhile, and checkpoints are made."""
     end = ending(monkeypatch, model, place, **options)
@@ -166,7 +167,9 @@ PROCESSED = {
 }
 
 
-@pytest.mark.parametrize("options", PROCESSED.values(), ids=PROCESSED)
+@pytest.mark.parametrize(
+    "options", mostly_slow(PROCESSED.values(), *[*PROCESSED.values()][::3]), ids=PROCESSED
+)
 def test_processors_of_transformers(monkeypatch, launched, model, options):
     end = ending(monkeypatch, model, 9, **{**options, "min_new_tokens": None})
     check_same(monkeypatch, model, turns=2, eos_token_id=end, **options)
@@ -180,7 +183,7 @@ def test_stop_strings(monkeypatch, launched, model):
     assert launched
 
 
-@pytest.mark.parametrize("index", ["exact", "quest", "h2o", "exact+reuse"])
+@pytest.mark.parametrize("index", mostly_slow(["exact", "quest", "h2o", "exact+reuse"], "h2o"))
 def test_other_indexes(monkeypatch, launched, model, index):
     """Also those that learn from what they are asked."""
     how = dict(attach=dict(index=index, k=12))

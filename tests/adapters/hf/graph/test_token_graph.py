@@ -512,6 +512,7 @@ def test_a_forward_that_was_put_in_is_called_unless_graphs_are_asked_for(graphs)
     assert graphs.made == 1
 
 
+@pytest.mark.slow
 def test_a_compiled_module_is_no_graph(graphs):
     model = model_of()
     model.model.layers[0].mlp.compile(backend="eager")

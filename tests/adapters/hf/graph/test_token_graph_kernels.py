@@ -36,6 +36,7 @@ def both(model, inputs, count, *, attach=None, **options):
     return answers
 
 
+@pytest.mark.slow
 def test_tokens_and_report_are_those_without_graphs(device, graphs):
     """Through updates of both layers, by one graph; rows start at other tokens.
 
@@ -86,6 +87,7 @@ def logits_of(model, ids, first, token_graph):
         return torch.cat(made, 1), cache.report().graph
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["gemma3_text", "gpt_oss"])
 def test_windows_beside_kernels(device, graphs, family):
     """More than once around a window, by one graph, or two where rows move to more memory."""

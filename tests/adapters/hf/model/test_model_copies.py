@@ -108,6 +108,7 @@ def test_a_copy_inside_continuous_batching_is_a_plain_model():
         assert batch(one, inputs) == expected
 
 
+@pytest.mark.slow
 def test_a_file_is_loaded_without_the_package(tmp_path):
     with kvhf.attach(build("llama", num_hidden_layers=1), **REGIONS) as cache:
         torch.save(cache.attachment.decoder, tmp_path / "model.pt")

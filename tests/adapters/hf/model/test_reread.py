@@ -16,6 +16,7 @@ from tests.adapters.hf.generation.test_conversation import Stops
 from tests.adapters.hf.generation.test_generation import NEW, REGIONS, Collect, Words, full
 from tests.adapters.hf.model.test_rotary_length import SWITCH, alone, ask, ids, model_of
 from tests.adapters.tiny import prompt
+from tests.support.helpers import sampled
 
 plain_is_right = pytest.mark.skipif(
     "next_sequence_length" not in inspect.getsource(Phi3ForCausalLM.prepare_inputs_for_generation),
@@ -59,8 +60,9 @@ def test_batches_beams_assisted_decoding_and_transformers_own_chunks(batch, opti
         assert torch.equal(mine, theirs)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.parametrize("turns", [(10, 20), (8, 2, 30), (14, 2, 9)], ids=str)
+@pytest.mark.parametrize(
+    ("turns", "name"), sampled([(10, 20), (8, 2, 30), (14, 2, 9)], FAMILIES), ids=str
+)
 def test_a_turn_across_the_switch_is_answered_as_one_prompt(name, turns):
     model, said = model_of(name), []
     with kvhf.attach(model, **REGIONS) as cache:

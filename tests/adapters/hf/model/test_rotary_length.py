@@ -11,6 +11,7 @@ from kvindex_adapters.hf.graph import run_ahead
 from kvindex_adapters.hf.model.rotary import depends_on_length, keeps_longest, length_dependent
 from tests.adapters.hf.generation.test_generation import NEW, REGIONS, Words, full
 from tests.adapters.tiny import build, prompt
+from tests.support.helpers import sampled
 
 SWITCH = 32
 """Number of tokens up to which the frequencies are those of a short sequence."""
@@ -88,8 +89,7 @@ def test_keys_of_a_prompt_in_chunks_are_those_of_one_piece(name):
         torch.testing.assert_close(one.keys, other.keys, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("length", [28, 33, 39, 70])
+@pytest.mark.parametrize(("length", "name"), sampled([28, 33, 39, 70], MODELS))
 def test_a_prompt_in_chunks_is_answered_as_by_the_plain_model(name, length):
     """Just below the switch the answer crosses it, just above a chunk does."""
     text = ids(length)
@@ -118,8 +118,7 @@ def test_a_prompt_that_is_read_first_is_answered_as_by_the_plain_model(name):
     assert torch.equal(answer, expected)
 
 
-@pytest.mark.parametrize("name", KEEP)
-@pytest.mark.parametrize("turns", [(20, 30), (20, 2, 30)], ids=str)
+@pytest.mark.parametrize(("turns", "name"), sampled([(20, 30), (20, 2, 30)], KEEP), ids=str)
 def test_a_turn_that_crosses_the_switch_is_answered_as_with_transformers_cache(name, turns):
     """Both caches keep the keys of a shorter sequence."""
     model, plain = model_of(name), model_of(name)

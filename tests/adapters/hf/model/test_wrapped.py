@@ -11,6 +11,7 @@ import kvindex_adapters.hf as kvhf
 from kvindex_adapters.decoder import Decoder
 from tests.adapters.hf.generation.test_generation import Words
 from tests.adapters.tiny import build, dense_steps, prompt, steps
+from tests.support.helpers import slow
 
 REGIONS = dict(index="exact", k=500, sink=4, local_window=8, update_every=8, dense_below=0)
 GREEDY = dict(do_sample=False, max_new_tokens=8)
@@ -84,7 +85,7 @@ def test_adapters_that_are_no_weights_are_refused(model):
     ("wrap", "inside"),
     [
         (nn.DataParallel, "DataParallel.*model.module$"),
-        (torch.compile, "OptimizedModule.*model._orig_mod$"),
+        slow(torch.compile, "OptimizedModule.*model._orig_mod$"),
         (lambda model: nn.Sequential(nn.Sequential(model)), "Sequential.*model.0.0$"),
         (lambda model: nn.Linear(2, 2), "Linear, allowed is a transformers model$"),
     ],

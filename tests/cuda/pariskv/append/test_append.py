@@ -1,5 +1,7 @@
 """`ParisKV.append` whose kernel writes codes, against itself in plain torch."""
 
+from itertools import product
+
 import pytest
 import torch
 
@@ -8,7 +10,15 @@ from kvindex.ops import codes
 from kvindex.pariskv.index import ParisKV
 from kvindex_cuda.memory.layout import BLOCK
 from kvindex_cuda.runtime import launch
-from tests.support.helpers import ROUNDED, Case, assert_same_hits, left_padding, part, sampled
+from tests.support.helpers import (
+    ROUNDED,
+    Case,
+    assert_same_hits,
+    left_padding,
+    mostly_slow,
+    part,
+    sampled,
+)
 
 CASE = Case(q_heads=4, kv_heads=2, head_dim=64, batch=2)
 OPTIONS = dict(preset="fast", candidates_per="group")
@@ -95,7 +105,12 @@ def assert_searches_alike(mine, theirs, queries, k=20):
 
 @pytest.mark.parametrize(
     ("pieces", "dim"),
-    sampled([[600], [100, 300, 7, 256, 1], [1] * 9, [256, 256]], [64, 80, 128]),
+    mostly_slow(
+        product([[600], [100, 300, 7, 256, 1], [1] * 9, [256, 256]], [64, 80, 128]),
+        ([600], 64),
+        ([100, 300, 7, 256, 1], 64),
+        ([1] * 9, 64),
+    ),
     ids=str,
 )
 def test_appends_may_begin_and_end_anywhere(pieces, dim, device):
@@ -127,7 +142,7 @@ def test_blocks_are_shared_out_where_there_are_more_than_of_threads(device):
     assert_same(mine, theirs)
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", mostly_slow(range(6), 0, 1))
 def test_any_history_encodes_the_same(seed, device):
     """Padded rows, blocks that fill, truncated ones, other batches."""
     case = Case(q_heads=2, kv_heads=1, head_dim=16, batch=3)
@@ -165,6 +180,7 @@ def test_any_history_encodes_the_same(seed, device):
         assert_searches_alike(*both, queries, k=5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "options"),
     [(torch.float32, dict(preset="precise")), (torch.float16, dict(center=0))],
@@ -215,7 +231,11 @@ def test_one_kernel_encodes_the_full_blocks_and_one_the_open_one(device, monkeyp
 
 
 @pytest.mark.parametrize(
-    "pieces", [[1] * 20, [100, 300, 300], [256, 400, 44], [700, -1, 1]], ids=str
+    "pieces",
+    mostly_slow(
+        [[1] * 20, [100, 300, 300], [256, 400, 44], [700, -1, 1]], [100, 300, 300], [700, -1, 1]
+    ),
+    ids=str,
 )
 def test_bytes_are_a_function_of_the_tokens(pieces, device):
     """However they came, to the bit."""

@@ -12,7 +12,15 @@ from kvindex_cuda.memory.layout import BLOCK, Layout, places
 from kvindex_cuda.pariskv.append.encode import Encoder
 from tests.cuda import emulator
 from tests.cuda.devices import DEVICES, on
-from tests.support.helpers import Case, far_apart, left_padding, sampled
+from tests.support.helpers import (
+    Case,
+    far_apart,
+    left_padding,
+    mostly_slow,
+    sampled,
+    slow,
+    slow_as,
+)
 
 ROUNDED = 2.0**-20
 """Of a coordinate of a unit vector, per (‖k‖ + ‖μ‖)/‖k − μ‖. Sums of ±x_i/√D stay below ‖x‖, so a
@@ -161,13 +169,13 @@ def checked(case, count, valid=None, *, bits=3, device="cpu"):
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 DIMS = (8, 40, 72, 96, 112, 192, 248)
-SLOW = pytest.mark.slow
 WIDTHS = [
-    pytest.param(dim, dtype, marks=() if i % 3 == j else (SLOW, pytest.mark.longest))
+    pytest.param(dim, dtype, marks=() if i % 3 == j else slow_as(True))
     for i, dim in enumerate((64, 80, 128, 256))
     for j, dtype in enumerate(DTYPES)
 ]
-WIDTHS += [(dim, DTYPES[i % 3]) for i, dim in enumerate(DIMS)] + [(576, torch.bfloat16)]
+OTHERS = [*((dim, DTYPES[i % 3]) for i, dim in enumerate(DIMS)), (576, torch.bfloat16)]
+WIDTHS += mostly_slow(OTHERS, *OTHERS[:2])
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -182,7 +190,7 @@ def test_centers_and_codes_are_the_references(dim, dtype, device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("bits", [0, 2, 5, 7, *(pytest.param(n, marks=SLOW) for n in (1, 4, 6))])
+@pytest.mark.parametrize("bits", mostly_slow([0, 1, 2, 4, 5, 6, 7], 0, 7))
 def test_any_number_of_bits(bits, device):
     checked(Case(head_dim=128, dtype=torch.bfloat16), 300, bits=bits, device=device)
 
@@ -213,7 +221,7 @@ def test_padding_has_no_share_in_centers_and_no_weight(dim, dtype, device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dim", [64, 192])
+@pytest.mark.parametrize("dim", mostly_slow([64, 192], 64))
 def test_what_invalid_keys_hold_does_not_matter(dim, device):
     valid, encode = left_padding([0, 150], 300).to(device), encoder(dim, device=device)
     keys = keys_of(Case(q_heads=2, kv_heads=2, head_dim=dim, batch=2), 300).to(device)
@@ -224,7 +232,7 @@ def test_what_invalid_keys_hold_does_not_matter(dim, device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(("dim", "dtype"), [(128, DTYPES[2]), (40, DTYPES[0])], ids=str)
+@pytest.mark.parametrize(("dim", "dtype"), [(128, DTYPES[2]), slow(40, DTYPES[0])], ids=str)
 def test_codes_are_a_function_of_their_block(dim, dtype, device):
     """However the keys come: at once, by single ones, by blocks; with equal blocks before them."""
     case = Case(q_heads=2, kv_heads=2, head_dim=dim, batch=2, dtype=dtype)
@@ -244,7 +252,9 @@ def test_codes_are_a_function_of_their_block(dim, dtype, device):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf"), -float("inf"), 1e20, -3e38])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    "dtype", mostly_slow([torch.float32, torch.float16], torch.float32), ids=str
+)
 def test_a_key_out_of_range_is_told_of(wrong, dtype, device):
     """In a full block and in one that lacks keys; not of padding."""
     case = Case(q_heads=2, kv_heads=2, head_dim=80, batch=2, dtype=dtype)
@@ -276,7 +286,7 @@ def test_keys_that_cancel_in_their_center_are_told_of_and_the_largest_are_not(de
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     ("dim", "dtype", "heads", "S"),
-    [(8, torch.float32, 8, 13), (128, torch.bfloat16, 2, 25), (256, torch.float16, 2, 9)],
+    [(8, torch.float32, 8, 13), slow(128, torch.bfloat16, 2, 25), slow(256, torch.float16, 2, 9)],
     ids=str,
 )
 def test_a_block_of_threads_takes_several_segments(dim, dtype, heads, S, device):
@@ -385,7 +395,7 @@ def test_without_centers_zero_and_sparse_keys(dim, device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(("dim", "dtype"), [(128, DTYPES[2]), (192, DTYPES[0])], ids=str)
+@pytest.mark.parametrize(("dim", "dtype"), [(128, DTYPES[2]), slow(192, DTYPES[0])], ids=str)
 def test_without_centers_codes_are_the_references(dim, dtype, device):
     case = Case(q_heads=2, kv_heads=2, head_dim=dim, batch=2, dtype=dtype)
     keys, valid = keys_of(case, 600).to(device), left_padding([0, 90], 600).to(device)

@@ -4,6 +4,7 @@ import math
 import sys
 from contextlib import nullcontext
 from dataclasses import MISSING, fields, replace
+from itertools import product
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ from kvindex_cuda.pariskv.device_state import State
 from kvindex_cuda.pariskv.steps.sign_votes import SignVotesStep
 from tests.cuda import emulator
 from tests.cuda.pariskv.steps.test_sign_votes import DEVICES
-from tests.support.helpers import Case, sampled
+from tests.support.helpers import Case, mostly_slow, sampled
 
 UNIT = 2.0**-24
 """Of float32's rounding."""
@@ -39,6 +40,7 @@ CASES = {
 TOKENS, NEAR, K = 600, 10, 37
 READ = ["plain", *CODES]
 """Codecs of rows that kernels read."""
+READ_FAST = [("g4", "plain"), ("g4-D128-bfloat16", "int8"), ("g3-D80-Dv24-float16", "fp8")]
 
 
 class Attending:
@@ -163,7 +165,7 @@ def assert_near(got, wanted):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(("name", "rows"), sampled(CASES, READ))
+@pytest.mark.parametrize(("name", "rows"), mostly_slow(product(CASES, READ), *READ_FAST))
 def test_rows_of_every_codec_are_attended_to(name, rows, device):
     case = CASES[name]
     one, queries = Attending(case, rows, device), case.queries().to(device)

@@ -18,7 +18,7 @@ from kvindex.pariskv.index import ParisKV
 from kvindex_cuda.pariskv.steps.graph import WARM
 from tests.cuda.graphs import counted
 from tests.cuda.launches import Launches
-from tests.support.helpers import Case, Operations
+from tests.support.helpers import Case, Operations, mostly_slow, slow
 from tests.support.sequences import Sequence
 
 CASE = Case(q_heads=2, kv_heads=1, head_dim=64, value_dim=64)
@@ -112,8 +112,8 @@ def test_steps_are_captured_once_and_replayed_over_updates_of_the_window(
 @pytest.mark.parametrize(
     "case",
     [
-        Case(q_heads=4, kv_heads=2, head_dim=64, softcap=3.0),
-        Case(q_heads=3, kv_heads=1, head_dim=120, dtype=torch.float16, batch=2),
+        slow(Case(q_heads=4, kv_heads=2, head_dim=64, softcap=3.0)),
+        slow(Case(q_heads=3, kv_heads=1, head_dim=120, dtype=torch.float16, batch=2)),
         Case(q_heads=4, kv_heads=2, head_dim=64, dtype=torch.bfloat16),
     ],
     ids=str,
@@ -178,7 +178,7 @@ def test_queries_keys_and_values_of_other_strides(device, graphs):
         pair.length += 1
 
 
-@pytest.mark.parametrize("length", [PROMPT + 3, PROMPT, 40])
+@pytest.mark.parametrize("length", mostly_slow([PROMPT + 3, PROMPT, 40], PROMPT))
 def test_after_a_cut(device, graphs, length):
     """Into the window or the index: the graph goes on."""
     pair = two(device)

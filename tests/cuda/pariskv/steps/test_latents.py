@@ -52,6 +52,7 @@ CASES = {
     "rows-2100": (SMALL, 2600, dict(DRAWN, k=2100, refine_factor=1)),
 }
 SLOW = {"h128-D576", "rows-2100", "precise", "h128-drawn", "ties-drawn", "padding", "one-drawn"}
+SLOW |= {"h128", "h17", "padding-drawn", "softcap", "h16-no-warpgroups"}
 
 
 @cache

@@ -11,6 +11,7 @@ from kvindex_cuda.memory.layout import BLOCK
 from kvindex_cuda.memory.pages import Pages
 from kvindex_cuda.pariskv.steps.paged import PagedSteps, unserved
 from tests.cuda.devices import on, on_devices
+from tests.support.helpers import mostly_slow, slow
 
 H, G, D, LAYERS, PAGES = 4, 2, 16, 2, 16
 
@@ -122,7 +123,7 @@ def assert_close(pairs, **bounds):
 @on_devices
 @pytest.mark.parametrize(
     ("tokens", "order"),
-    [(256, "HND"), (512, "NHD")],
+    mostly_slow([(256, "HND"), (512, "NHD")], (512, "NHD")),
 )
 def test_as_many_rows_as_there_are_give_full_attention(tokens, order, device):
     engine = Engine(device, tokens=tokens, order=order, index="pariskv:preset=fast")
@@ -134,7 +135,9 @@ def test_as_many_rows_as_there_are_give_full_attention(tokens, order, device):
 
 
 @on_devices
-@pytest.mark.parametrize("spec", ["pariskv:preset=fast", "pariskv:preset=precise"])
+@pytest.mark.parametrize(
+    "spec", mostly_slow(["pariskv:preset=fast", "pariskv:preset=precise"], "pariskv:preset=fast")
+)
 def test_few_rows_are_those_of_plain_torch(spec, device):
     engine = Engine(device, index=spec, k=6)
     engine.prefill()
@@ -161,7 +164,7 @@ def test_a_block_that_fills_is_searched_once_the_window_has_passed_it(device):
 
 
 @on_devices
-@pytest.mark.parametrize("index", ["pariskv:preset=fast", "pariskv:sign_decoder=mean"])
+@pytest.mark.parametrize("index", ["pariskv:preset=fast", slow("pariskv:sign_decoder=mean")])
 def test_batches_of_all_sizes_take_turns_in_the_same_buffers(index, device):
     engine = Engine(device, index=index, k=6)
     engine.prefill()
@@ -182,7 +185,7 @@ def test_memory_of_batches_that_grow_by_one_does_not_add_up(device):
 
 
 @on_devices
-@pytest.mark.parametrize("tokens", [256, 512])
+@pytest.mark.parametrize("tokens", mostly_slow([256, 512], 512))
 def test_full_blocks_have_the_codes_of_their_keys_and_others_none(tokens, device):
     engine = Engine(device, tokens=tokens, index="pariskv:preset=fast")
     engine.prefill()

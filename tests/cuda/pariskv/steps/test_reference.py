@@ -19,7 +19,7 @@ from kvindex_cuda.pariskv.steps.sign_votes import SignVotesStep
 from kvindex_cuda.pariskv.steps.tiered_votes import TieredVotesStep
 from tests.cuda.buffers import Buffers, addressed
 from tests.cuda.devices import on, on_devices
-from tests.support.helpers import Case, left_padding
+from tests.support.helpers import Case, left_padding, mostly_slow, slow_as
 from tests.support.steps import Layer
 
 CASES = {
@@ -72,8 +72,12 @@ FAST["drawn-padding"] = (*FAST["g1-B2"][:2], dict(SPARSE, pads=[700, 90]))
 FAST["drawn-few"] = (FAST["g4"][0], 900, dict(SPARSE, refine_factor=2))
 ELSEWHERE = {"drawn-g3-D96": "drawn-D192", "drawn-g12": "g12", "drawn-bfloat16": "bfloat16"}
 """Shapes that only a GPU's run compiles for another time, and the case that stands for each."""
+OWN = {"g3-D96", "g12", "g5-127", "scales", "drawn-scales", "drawn-D192", "together-D120"}
+"""Shapes for which no fast test compiles kernels."""
 OFTEN = [
-    pytest.param(name, marks=(pytest.mark.slow, pytest.mark.longest) * (name in ELSEWHERE))
+    pytest.param(
+        name, marks=slow_as(True) if name in ELSEWHERE else [pytest.mark.slow] * (name in OWN)
+    )
     for name in FAST
 ]
 
@@ -118,7 +122,9 @@ def fast(test):
 
 
 def paper(test):
-    return on_devices(pytest.mark.parametrize("name", CASES)(test))
+    return on_devices(
+        pytest.mark.parametrize("name", mostly_slow(CASES, *CASES.keys() - OWN))(test)
+    )
 
 
 def assert_equal(got, want, *names):

@@ -22,7 +22,7 @@ from kvindex_cuda.runtime.constants import BINS
 from tests.cuda import emulator
 from tests.cuda.devices import DEVICES
 from tests.cuda.pariskv.steps.test_reference import FAST
-from tests.support.helpers import Case, left_padding, sampled, slow_as
+from tests.support.helpers import Case, left_padding, mostly_slow, sampled, slow_as
 from tests.support.steps import codes_of
 
 
@@ -97,7 +97,7 @@ CASES = {
 }
 
 
-WHOLE = {"g3-D120", "g8-D256", "g16", "blocks"}
+WHOLE = {"g8-D256", "blocks"}
 """Beside what `test_reference.py` compares launch by launch, the ends: the others are slow, and not
 in CI where a case of that file is the same."""
 
@@ -418,7 +418,7 @@ def test_rows_that_were_fetched_are_read_from_the_cache(device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("rows", [4, 16, 1024])
+@pytest.mark.parametrize("rows", mostly_slow([4, 16, 1024], 16))
 def test_a_cache_of_any_size_changes_no_output(rows, device):
     """Smaller than a step's rows too: those that find no place are fetched."""
     case = Case(q_heads=4, kv_heads=2, head_dim=64, dtype=torch.bfloat16)
