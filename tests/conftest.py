@@ -21,6 +21,10 @@ settings.register_profile("kvindex", deadline=None, derandomize=True, max_exampl
 settings.load_profile("kvindex")
 
 
+LONG = ("test_contract.py", "test_interpreter.py", "test_parallel.py", "test_sharded.py")
+"""Files that take a minute or more, among the slow tests or in the suite."""
+
+
 def pytest_collection_modifyitems(items):
     if not torch.cuda.is_available():
         for item in items:
@@ -30,8 +34,8 @@ def pytest_collection_modifyitems(items):
         for item in items:
             if item.get_closest_marker("gpu2"):
                 item.add_marker(pytest.mark.skip(reason="needs two CUDA devices"))
-    # most of its time is in processes of its own, for which the last file's worker would wait alone
-    items.sort(key=lambda item: item.path.name != "test_sharded.py")
+    # a long file that begins last keeps one worker busy while the others have nothing to do
+    items.sort(key=lambda item: item.path.name not in LONG)
     needs = {name: getattr(kvindex.get(name), "needs", None) for name in kvindex.names()}
     missing = {
         name: package for name, package in needs.items() if package and not find_spec(package)
