@@ -40,6 +40,14 @@ def life(decoder, options, modes, folder):
     return answers
 
 
+@pytest.fixture(scope="module", params=[FEW, dict(index=None)], ids=["pariskv", "dense"])
+def outside(request, tmp_path_factory):
+    """A decoder, options of a session, and what all calls outside of inference mode give."""
+    decoder = Decoder.of(model_of("llama", **SMALL), Words())
+    want = life(decoder, request.param, [OUTSIDE], tmp_path_factory.mktemp("outside") / "none")
+    return decoder, request.param, want
+
+
 MODES = {
     "all": [INSIDE],
     "first": [INSIDE, OUTSIDE],
@@ -49,8 +57,6 @@ MODES = {
 
 
 @pytest.mark.parametrize("modes", mostly_slow(MODES.values(), MODES["two"]), ids=MODES)
-@pytest.mark.parametrize("options", [FEW, dict(index=None)], ids=["pariskv", "dense"])
-def test_calls_may_be_in_inference_mode_or_not(options, modes, tmp_path):
-    decoder = Decoder.of(model_of("llama", **SMALL), Words())
-    want = life(decoder, options, [OUTSIDE], tmp_path / "none")
+def test_calls_may_be_in_inference_mode_or_not(outside, modes, tmp_path):
+    decoder, options, want = outside
     assert life(decoder, options, modes, tmp_path / "some") == want
