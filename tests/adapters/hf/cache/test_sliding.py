@@ -44,8 +44,9 @@ def model_of(family="gemma3_text", **options):
 
 @pytest.mark.parametrize(("size", "family"), sampled([(1, 60), (3, 60), (3, 17)], TWO), ids=str)
 def test_tokens_are_those_of_transformers(graphs, family, size):
+    """With a window that is full or not, more than once around it; sequences start at other
+    tokens."""
     batch, length = size
-    """From a window that is full or not, more than once around it; rows start at other tokens."""
     model, inputs = model_of(family), prompt(batch, length, padded=batch > 1)
     how = dict(max_new_tokens=60, do_sample=False)
     want = model.generate(**inputs, **how)
