@@ -1,6 +1,7 @@
 """The scripts in tools/: results for right answers, and errors for wrong ones."""
 
 import importlib
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -78,3 +79,55 @@ def test_the_foreign_suite_asks_for_a_checkout_with_tests(tmp_path):
     done = subprocess.run(script, capture_output=True, text=True)
     assert done.returncode == 2
     assert "has no tests/generation" in done.stderr
+
+
+def test_a_spec_is_translated_for_a_tree_with_old_names(tool, monkeypatch):
+    worker = tool("tree_worker")
+    new = "pariskv:preset=sampled:sampling=tempered:beta=.1+sample:share=.5"
+    assert worker.spec_of_tree(new) == worker.spec_of_tree(new, back=True) == new
+    monkeypatch.setattr(worker, "ParisKVConfig", worker.Bench)  # has no field `sampling`
+    old = "pariskv:preset=drawn:draw=tempered:beta=.1+sample:share=.5"
+    assert worker.spec_of_tree(new) == old
+    assert worker.spec_of_tree(old, back=True) == new
+
+
+def test_old_names_are_mapped_to_options_of_today(tool):
+    worker = tool("tree_worker")
+    for part in worker.OLD_NAMES:
+        name, value = part.split("=")
+        if name == "preset":
+            assert value in worker.kvindex.get("pariskv").presets
+        else:
+            paper = dict(preset="paper") if value == "tiered_votes" else {}
+            index = worker.kvindex.get("pariskv")
+            made = index(
+                q_heads=2, kv_heads=2, head_dim=8, backend="torch", **paper, **{name: value}
+            )
+            assert getattr(made.config, name) == value
+
+
+def test_digests_repeat_and_another_result_is_noticed(tool, monkeypatch):
+    worker, trees = tool("tree_worker"), tool("compare_trees")
+    monkeypatch.setattr(worker, "LAYERS", {"often": worker.LAYERS["often"] | {"prompt": 20}})
+    monkeypatch.setattr(worker, "CHUNKS", {False: (70, 60)})
+
+    def digests():
+        return worker.Results().digests("streaming", "torch")
+
+    old, same = digests(), digests()
+    assert not old["errors"]
+    assert {"heads.index.first.hits0.ids", "latents.layer_often.steps"} <= {*old["digests"]}
+    assert not trees.differing({"old": old, "new": same})
+    monkeypatch.setattr(worker, "FOUND", 15)
+    wrong = trees.differing({"old": old, "new": digests()})
+    assert all(re.search("hits|rows|attend|truncated|layer", name) for name in wrong)
+    assert "heads.index.second.hits1.ids" in wrong
+
+
+def test_a_result_that_one_tree_lacks_is_different(tool):
+    trees = tool("compare_trees")
+    old = {"digests": {"a": "1", "b": "2"}, "errors": {"c": "ValueError: one"}}
+    new = {"digests": {"a": "1"}, "errors": {"c": "ValueError: other words"}}
+    assert trees.differing({"old": old, "new": new}) == {"b": {"old": "2", "new": ""}}
+    new["errors"]["c"] = "TypeError: one"
+    assert [*trees.differing({"old": old, "new": new})] == ["b", "c"]

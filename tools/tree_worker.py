@@ -1,42 +1,103 @@
-"""Worker process of `compare_trees.py`: builds a checkout's step once, and times it on request.
+"""Worker process of `compare_trees.py`: times the step of one tree, or computes its results.
 
-It reads commands from standard input, one JSON list per line: a name, then arguments. Each command
-gets one line of JSON, with the result or with `error`. PYTHONPATH selects the checkout that is
-imported.
+Commands come on standard input, one JSON list a line: a name, then arguments. The answer to each is
+a line of JSON: the result, or `error`. All imports are those of the tree, by PYTHONPATH, so only
+modules that old and new trees have under the same name are imported here.
+
+Specs of indexes come in today's names. `spec_of_tree` translates them for a tree with older ones.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+import re
 import sys
 import traceback
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
 import torch
+from torch import Tensor
 
 import benchmarks
 import kvindex
 import kvindex_cuda
 from benchmarks import append
-from benchmarks.common import workload
+from benchmarks.common import token, workload
 from benchmarks.common.correctness import check
 from benchmarks.common.decoding import UPDATE, Decoding
-from benchmarks.common.timing import GraphTimer, Timed
+from benchmarks.common.shapes import SHAPES, weights_of
+from benchmarks.common.timing import GraphTimer, Timed, quartiles
+from kvindex.core.capability import capability
 from kvindex.core.geometry import Geometry
+from kvindex.core.protocol import Attends, KVIndex, ObservesQueries
+from kvindex.core.resident import ResidentRows
+from kvindex.layer import AttentionLayer
+from kvindex.pariskv.config import ParisKVConfig
+from kvindex.registry import wrapper_options
 from kvindex_adapters.evaluate.machine import describe
 
-COMMANDS = ("check", "build", "round")
-"""Commands after `start`."""
+COMMANDS = ("check", "build", "round", "digests")
+"""Allowed after `start`."""
+
+OLD_NAMES = {
+    "preset=sampled": "preset=drawn",
+    "sampling=none": "draw=none",
+    "sampling=priority": "draw=priority",
+    "sampling=tempered": "draw=tempered",
+    "sign_decoder=regression": "signs=together",
+    "sign_decoder=mean": "signs=alone",
+    "coarse=sign_votes": "coarse=dots",
+    "coarse=tiered_votes": "coarse=tiers",
+}
+"""Parts of a spec as trees before the renames call them."""
+
+OTHER_SPECS = (
+    "pariskv:preset=paper:coarse=tiered_votes:candidates_per=group",
+    "pariskv:preset=fast:coarse=sign_votes:sign_decoder=regression",
+    "pariskv:sampling=priority:sign_decoder=mean",
+    "pariskv:sampling=tempered:group=max_share",
+    *(f"pariskv:row_codec={codec}" for codec in ("int8", "fp8", "int4", "int2")),
+)
+"""Compared in addition to every index, preset and wrapper."""
+
+WRAPPERS = ("sample", "reuse", "recall", "vattention")
+"""Wrappers that `digests` puts around every index."""
+
+CHUNKS = {True: (900, 500), False: (300, 100)}
+"""Tokens of two chunks that are appended to an index. ParisKV gets the longer ones, because it
+has at least 1,024 candidates."""
+
+FOUND, DECODED = 16, 30
+"""Rows that a search returns, and decode steps of a layer."""
+
+PADDED = 5
+"""Padded tokens at the start of the second sequence."""
+
+LAYERS: dict[str, dict[str, Any]] = {
+    "often": dict(prompt=200, update_every=8, sink=8),
+    "blocks": dict(prompt=2 * 256 - 10, update_every=256, sink=64, update_phase=0.0),
+}
+"""Tokens of a layer's prompt, and its options. Updates move tokens while the layer decodes: 8 at a
+time, or a whole block of an index."""
+
+
+def spec_of_tree(spec: str, *, back: bool = False) -> str:
+    """Return a spec in the names of this tree; back: from the tree's names to today's."""
+    if "sampling" in {part.name for part in fields(ParisKVConfig)}:
+        return spec
+    names = {old: new for new, old in OLD_NAMES.items()} if back else OLD_NAMES
+    return "".join(names.get(part, part) for part in re.split("([:+])", spec))
 
 
 @dataclass
 class Bench:
-    """A step of one checkout, and its times. Methods are commands, and return values for JSON."""
+    """A step of one tree, and its times. Methods are commands and give what is written as JSON."""
 
     timed: Timed
     geometry: Geometry
@@ -44,22 +105,21 @@ class Bench:
     hit_rate: float = 0.9
     batch: int = 1
     layers: int = 16
-    trees: int = 1  # checkouts that share the machine
-    sizes: dict[str, Any] = field(default_factory=dict)  # further options of `Layers`
+    trees: int = 1  # that share the machine
+    sizes: dict[str, Any] = field(default_factory=dict)  # more for `Layers`
     tokens: int = 0
-    works: dict[str, Any] = field(default_factory=dict)  # by where rows are stored, and `update`
+    works: dict[str, Any] = field(default_factory=dict)  # by place of rows, and `update`
 
     def check(self) -> dict[str, Any]:
-        """Check the step's results. Raise SystemExit if they are wrong."""
+        """Raises SystemExit where the step is wrong."""
         return {"check": check(self.geometry, self.index, **self.sizes)}
 
     def build(self, tokens: int, places: list[str]) -> dict[str, Any]:
-        """Build steps over a number of tokens for each place of the rows. Raise SystemExit if
-        wrong."""
+        """Steps over so many tokens, with rows here or there. Raises SystemExit if wrong."""
         self.tokens, self.works = tokens, {}
         workload.free()
-        g, fraction = self.geometry, 0.4 / self.trees
-        layers = workload.layers_that_fit(g, tokens, self.batch, self.layers, fraction) or 1
+        g, share = self.geometry, 0.4 / self.trees
+        layers = workload.layers_that_fit(g, tokens, self.batch, self.layers, share) or 1
         sizes = dict(tokens=tokens, batch=self.batch, layers=layers, **self.sizes)
         for place in dict.fromkeys(p.replace("cached", "host") for p in places):
             if place in ("host", "device"):
@@ -68,10 +128,23 @@ class Bench:
         if "update" in places:
             self.works["update"] = Decoding(g, self.index, tokens, layers)
             append.steps(self.works["update"], UPDATE)
-        return {"layers": layers}
+        found: dict[str, Any] = {"layers": layers}
+        if "token" in places:
+            found["sharpness"] = self._build_decoder(tokens)
+        return found
+
+    def _build_decoder(self, tokens: int) -> float:
+        """Make a decoder of Qwen3-8B's size, and return how sharp its attention is."""
+        g = self.geometry
+        shape = SHAPES["qwen3-8b"]._replace(q_heads=g.q_heads, kv_heads=g.kv_heads)
+        weights, room = weights_of(shape, g), 16 * UPDATE
+        layers = token.indexed(g, self.index, tokens, shape.layers, room, self.batch)
+        plan = self.works["token"] = token.Plan(shape, g, weights, layers, batch=self.batch)
+        plan.turn(token.WARM)
+        return token.sharpen_for(weights, plan, self.hit_rate)
 
     def round(self, places: list[str]) -> dict[str, Any]:
-        """Return µs per layer: of a step for each place of the rows, of an append, of updates."""
+        """µs of a layer's step with rows in each of these places, or of what else is timed."""
         return {place: self._round(place) for place in places}
 
     def _round(self, place: str) -> Any:
@@ -79,6 +152,9 @@ class Bench:
             return append.prompt(self.geometry, self.index, self.tokens, "device", 5)
         if place == "update":
             return append.delays(*append.steps(self.works["update"], UPDATE))["updated"]
+        if place == "token":
+            self.works["token"].turn(token.WARM)
+            return quartiles([1e3 * ms for ms in self.works["token"].turn(64)["device_ms"]])
         work = self.works["host" if place == "cached" else place]
         if place != "cached":
             return self.timed(work.run, len(work), work.ask)
@@ -86,12 +162,142 @@ class Bench:
         return self.timed(work.run, len(work), partial(work.ask, hit_rate=self.hit_rate))
 
 
-def start(options: dict[str, Any]) -> tuple[Bench, dict[str, Any]]:
-    """Return the object that answers commands, the machine, and the files of imported modules."""
+class Results:
+    """What a tree computes from seeded data, as SHA-256 digests. Methods are commands."""
+
+    def digests(self, spec: str, backend: str) -> dict[str, Any]:
+        """Return the digest of every result by name, and errors by the run that raised them.
+
+        Args:
+            spec: An index, in today's names.
+            backend: "torch" or "cpu" on the CPU, "cuda" on a GPU.
+        """
+        found: dict[str, dict[str, str]] = {"digests": {}, "errors": {}}
+        own, cuda, plain = spec_of_tree(spec), backend == "cuda", "+" not in spec
+        long = plain and spec.startswith("pariskv")
+        shapes = {"heads": dict(q_heads=8, kv_heads=2, head_dim=128 if cuda else 64)}
+        if plain and not cuda:  # latent attention
+            sizes = dict(q_heads=4, kv_heads=1, head_dim=72, value_dim=64)
+            shapes["latents"] = dict(sizes, value_in_key=True)
+        for shape, sizes in shapes.items():
+            rope: Any = 1e4 ** -(torch.arange(0, sizes["head_dim"], 2) / sizes["head_dim"])
+            options: dict[str, Any] = dict(dtype=torch.bfloat16 if cuda else torch.float32)
+            options |= dict(device="cuda" if cuda else "cpu")
+            g = Geometry.of(**sizes, rope=rope.to(options["device"]), **options)
+            create = partial(kvindex.create, own, **g.options(), backend=backend)
+            runs = {"index": partial(run_index, create, CHUNKS[long and shape == "heads"])}
+            for name in LAYERS if plain else ["often"]:
+                runs[f"layer_{name}"] = partial(run_layer, create, **LAYERS[name])
+            for name, run in runs.items():
+                try:
+                    for part, tensor in run():
+                        found["digests"][f"{shape}.{name}.{part}"] = digest(tensor)
+                except Exception as error:  # equal trees raise the same
+                    traceback.print_exc()
+                    found["errors"][f"{shape}.{name}"] = f"{type(error).__name__}: {error}"
+        return found
+
+
+def tokens_of(g: Geometry, count: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Queries `[2, H, N, D]`, keys and values `[2, G, N, …]`, and valid flags bool `[2, N]`."""
+    keys, values = next(workload.tokens_of(g, 0, 2, count))
+    queries = workload.queries_of(g, 2, count).transpose(1, 2).contiguous()
+    valid = torch.ones(2, count, dtype=torch.bool, device=g.device)
+    valid[1, :PADDED] = False
+    return queries, keys, values.contiguous(), valid
+
+
+def run_index(
+    create: Callable[[], KVIndex], chunks: tuple[int, int]
+) -> Iterator[tuple[str, Tensor]]:
+    """Results of an index over two chunks of tokens, with searches in between, by name."""
+    index = create()
+    g, first, total = index.geometry, chunks[0], sum(chunks)
+    queries, keys, values, valid = tokens_of(g, total)
+    positions = torch.arange(total, device=g.device)
+    yield from named("encode", index.encode(keys[:, :, :first]))
+    parts = {"first": slice(0, first), "second": slice(first, total)}
+    for name, some in parts.items():
+        index.observe_tokens(positions[some] * 7 % 50, first=some.start)
+        seen = queries[:, :, some].masked_fill(~valid[:, None, some, None], 0)
+        index.observe_queries(seen, positions[some])
+        index.append(keys[:, :, some], values[:, :, some], valid=valid[:, some])
+        if name == "first":
+            index.end_prompt()
+        index.mark_boundary()
+        for number in (0, 1):
+            hits = index.search(queries[:, :, some.stop - 1 - number], k=FOUND)
+            yield from named(f"{name}.hits{number}", hits)
+        yield from named(f"{name}.rows", index.fetch(hits))
+    attends = capability(index, Attends)
+    if attends is not None:
+        resident = ResidentRows(g, 2, 8)
+        resident.add(keys[:, :, -8:], values[:, :, -8:], None)
+        yield from named("attend", attends.attend(queries[:, :, -1], resident, k=FOUND))
+        yield from named("attend_hits", attends.attend_hits(queries[:, :, -2], hits, resident))
+    index.truncate(total - 50)
+    yield from named("truncated", index.search(queries[:, :, -3], k=FOUND))
+
+
+def run_layer(
+    create: Callable[[], KVIndex], *, prompt: int, **options: Any
+) -> Iterator[tuple[str, Tensor]]:
+    """Outputs of a layer that reads a prompt, in two chunks, and decodes, by name."""
+    index = create()
+    layer = AttentionLayer(index, k=FOUND, local_window=32, dense_below=0, **options)
+    queries, keys, values, valid = tokens_of(index.geometry, prompt + DECODED)
+    ends = [prompt // 2, *range(prompt, prompt + DECODED + 1)]
+    outputs = []
+    for start, end in zip([0, *ends[:-1]], ends, strict=True):
+        some = (part[:, :, start:end] for part in (queries, keys, values))
+        outputs.append(layer.step(*some, valid=valid[:, start:end]))
+    yield "prompt", torch.cat(outputs[:2], dim=2).masked_fill(~valid[:, None, :prompt, None], 0)
+    yield "steps", torch.cat(outputs[2:], dim=2)
+    if capability(index, ObservesQueries) is None:
+        yield "again", layer.attend(queries[:, :, -1:])
+
+
+def named(name: str, found: Any) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a result, by name: of a mapping or a dataclass, those of its parts."""
+    if isinstance(found, Tensor):
+        yield name, found
+    elif isinstance(found, Mapping):
+        for part in sorted(found):
+            yield from named(f"{name}.{part}", found[part])
+    elif is_dataclass(found):
+        yield from named(name, vars(found))
+
+
+def digest(tensor: Tensor) -> str:
+    """Return the SHA-256 of a tensor's dtype, shape and bytes."""
+    whole = tensor.detach().cpu().contiguous()
+    made = hashlib.sha256(f"{whole.dtype} {list(whole.shape)} ".encode())
+    made.update(whole.flatten().view(torch.uint8).numpy().tobytes())
+    return made.hexdigest()
+
+
+def all_specs() -> list[str]:
+    """Every index and preset, with and without each wrapper, and others, in today's names."""
+    plain = []
+    for name in kvindex.names():
+        presets = [f"{name}:preset={preset}" for preset in kvindex.get(name).presets]
+        plain += [name, *(spec_of_tree(spec, back=True) for spec in presets)]
+    around = [wrapper for wrapper in WRAPPERS if wrapper in wrapper_options()]
+    wrapped = [f"{spec}+{wrapper}" for spec in plain for wrapper in around]
+    return [*plain, *OTHER_SPECS, *wrapped]
+
+
+def start(options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """What answers the other commands, the machine, and where modules come from."""
+    modules = [str(Path(module.__file__ or "")) for module in (kvindex, kvindex_cuda, benchmarks)]
+    if options.get("equal"):
+        backends = ["torch", "cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+        about = {"machine": describe("cuda" if "cuda" in backends else "cpu")}
+        return Results(), about | {"modules": modules, "specs": all_specs(), "backends": backends}
+    options["index"] = spec_of_tree(options["index"])
     timed, heads = GraphTimer(options.pop("replays")), ("q_heads", "kv_heads")
     sizes = {name: options.pop(name) for name in heads}
     bench = Bench(timed, replace(workload.geometry("cuda"), **sizes), **options)
-    modules = [str(Path(module.__file__ or "")) for module in (kvindex, kvindex_cuda, benchmarks)]
     return bench, {"machine": describe("cuda"), "modules": modules}
 
 
@@ -107,7 +313,7 @@ def serve(lines: Iterable[str], out: TextIO, begin: Callable[..., tuple[Any, Any
                 raise ValueError(f"got {name!r}, allowed are 'start' and then {COMMANDS}")
             else:
                 found = getattr(bench, name)(*given)
-        except (Exception, SystemExit) as error:  # the driver gets it, and ends this process
+        except (Exception, SystemExit) as error:  # which is told; the driver then ends this process
             traceback.print_exc()
             found = {"error": f"{type(error).__name__}: {error}"}
         out.write(json.dumps(found) + "\n")
@@ -116,6 +322,6 @@ def serve(lines: Iterable[str], out: TextIO, begin: Callable[..., tuple[Any, Any
 
 if __name__ == "__main__":
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # everything that is printed goes to the log
+    os.dup2(2, 1)  # what anything prints goes to the log
     with torch.no_grad():
         serve(sys.stdin, answers)
