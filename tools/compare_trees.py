@@ -253,7 +253,9 @@ def differing(found: Answers) -> dict[str, dict[str, str]]:
 def summary(result: dict[str, Any]) -> str:
     """How many results are equal, and lists of the others."""
     counts = [len(next(iter(some.values()), {})) for some in result["compared"].values()]
-    lines = [f"{sum(counts):,} results of {len(counts)} runs compared"]
+    lines = [f"{sum(counts):,} results of {len(counts)} specs and backends compared"]
+    if raised := sum(map(len, result["errors"].values())):
+        lines.append(f"{raised} runs raise the same error in every tree (errors in the JSON file)")
     lines += [
         f"differs: {one}: {name}" for one, some in result["different"].items() for name in some
     ]

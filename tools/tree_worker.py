@@ -81,10 +81,10 @@ PADDED = 5
 
 LAYERS: dict[str, dict[str, Any]] = {
     "often": dict(prompt=200, update_every=8, sink=8),
-    "blocks": dict(prompt=2 * 256 - 10, update_every=256, sink=64, update_phase=0.0),
+    "blocks": dict(prompt=530, update_every=256, sink=64, update_phase=38 / 256),
 }
-"""Tokens of a layer's prompt, and its options. Updates move tokens while the layer decodes: 8 at a
-time, or a whole block of an index."""
+"""Tokens of a layer's prompt, and its options. Tokens move into the index while the layer decodes:
+8 every 8 steps, or at length 550 the second block of an index that encodes 256 tokens at once."""
 
 
 def spec_of_tree(spec: str, *, back: bool = False) -> str:

@@ -140,3 +140,14 @@ def test_a_tree_answers_commands_and_says_what_is_wrong(small):
     assert early["error"].startswith("ValueError: got 'round', allowed are 'start'")
     assert {place: times[place]["median_us"] for place in places} == dict.fromkeys(places, 10.0)
     assert wrong["error"].startswith("TypeError")
+
+
+@emulated
+@pytest.mark.slow
+def test_a_decode_step_of_a_tree_is_timed(tiny_decoder, monkeypatch):
+    worker, shape = tool("tree_worker"), shapes.SHAPES["tiny"]
+    monkeypatch.setitem(worker.SHAPES, "qwen3-8b", shape)
+    monkeypatch.setattr(worker.token, "MOST_SHARPENED", 8)
+    bench = worker.Bench(timed, shape.geometry(torch.float32, "cpu"), layers=1, sizes=SIZES)
+    assert bench.build(520, ["token"])["sharpness"] > 0
+    assert bench.round(["token"])["token"]["replays"] == 64
