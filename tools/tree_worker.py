@@ -175,10 +175,11 @@ class Results:
         found: dict[str, dict[str, str]] = {"digests": {}, "errors": {}}
         own, cuda, plain = spec_of_tree(spec), backend == "cuda", "+" not in spec
         long = plain and spec.startswith("pariskv")
-        shapes = {"heads": dict(q_heads=8, kv_heads=2, head_dim=128 if cuda else 64)}
-        if plain and not cuda:  # latent attention
-            sizes = dict(q_heads=4, kv_heads=1, head_dim=72, value_dim=64)
-            shapes["latents"] = dict(sizes, value_in_key=True)
+        sizes: dict[str, Any] = dict(q_heads=8, kv_heads=2, head_dim=128 if cuda else 64)
+        shapes = {"heads": sizes}
+        if plain:  # latent attention, on a GPU in the sizes that kernels are made for
+            small = dict(q_heads=4, kv_heads=1, head_dim=72, value_dim=64, value_in_key=True)
+            shapes["latents"] = dict(workload.LATENT, q_heads=16) if cuda else small
         for shape, sizes in shapes.items():
             rope: Any = 1e4 ** -(torch.arange(0, sizes["head_dim"], 2) / sizes["head_dim"])
             options: dict[str, Any] = dict(dtype=torch.bfloat16 if cuda else torch.float32)
