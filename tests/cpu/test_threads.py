@@ -4,13 +4,18 @@ import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from queue import SimpleQueue
+from threading import Event, Thread, get_ident
+from types import SimpleNamespace
 
 import pytest
 import torch
 from numba.core.caching import IndexDataCacheFile
 
+import kvindex
 from kvindex.cpu import threads
 from kvindex.cpu.kernels.compile import CodeFiles, keep
+from kvindex.cpu.pariskv import executor
+from kvindex.cpu.state import State
 from tests.support.helpers import mostly_slow
 from tests.support.processes import printed
 
@@ -171,7 +176,46 @@ print(sum(same(hits, want[i % 8]) for i, hits in enumerate(found)))
     assert said(code) == "200"
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize("line", ["pariskv", "pariskv:preset=fast", "pariskv:preset=paper"])
+def test_kernels_read_memory_that_no_other_search_frees(line, monkeypatch):
+    """Two first searches prepare the same data, and the later one replaces the earlier one's."""
+    index = kvindex.create(line, q_heads=2, kv_heads=1, head_dim=64, backend="cpu")
+    index.append(torch.randn(1, 1, 300, 64), torch.randn(1, 1, 300, 64))
+    queries = torch.randn(1, 2, 64)
+    want = index.search(queries, k=9)
+    index.append(torch.randn(1, 1, 1, 64), torch.randn(1, 1, 1, 64))
+    index.truncate(300)
+
+    make, first, begun, replace = State.of, get_ident(), Event(), Event()
+    prepared, freed = [], []
+    later = Thread(target=index.search, args=(queries,), kwargs={"k": 9})
+
+    def slowly(*contents):
+        if get_ident() == first:
+            later.start()
+            assert begun.wait(60)
+            state = make(*contents)
+            prepared.extend(weakref.ref(tensor) for tensor in state.held)
+            return state
+        begun.set()
+        assert replace.wait(60)
+        return make(*contents)
+
+    def run(part, most):
+        if get_ident() == first:
+            replace.set()
+            later.join()
+            freed.extend(tensor() is None for tensor in prepared)
+        threads.run(part, most)
+
+    monkeypatch.setattr(State, "of", slowly)
+    monkeypatch.setattr(executor, "threads", SimpleNamespace(run=run))
+    found = index.search(queries, k=9)
+    assert freed
+    assert not any(freed)
+    assert torch.equal(found.ids, want.ids)
+
+
 def test_kernels_are_compiled_ahead_of_the_first_search():
     code = """
 from kvindex.cpu.pariskv import precompile

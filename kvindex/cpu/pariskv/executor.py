@@ -100,9 +100,10 @@ class ParisKVExecutor:
 
     def search(self, queries: Tensor, k: int) -> Hits:
         """Search for rows, as `Executor.search`."""
-        folded = self._folded(queries)
-        hits, find = self._finding(folded, k)
-        threads.run(find, self._stages.most_parts(len(folded)))
+        # Kernels read memory that `stages` keeps alive; another thread may replace `_ready`.
+        folded, stages = self._folded(queries), self._stages
+        hits, find = self._finding(stages, folded, k)
+        threads.run(find, stages.most_parts(len(folded)))
         shape = (len(queries), self._geometry.kv_heads, k)
         ids, scores = torch.from_numpy(hits.ids), torch.from_numpy(hits.scores)
         return Hits(ids.view(shape), scores.view(shape), hits.weights(len(queries)))
@@ -111,20 +112,20 @@ class ParisKVExecutor:
         self, queries: Tensor, resident: ResidentRows, k: int, wrong: Tensor | None = None
     ) -> Attended:
         """Search and attend, as `Executor.attend`."""
-        folded = self._folded(queries)
+        folded, stages = self._folded(queries), self._stages
         # Stages search for at least one row, which stays unused if no row is valid.
-        hits, find = self._finding(folded, max(1, min(k, self._most)))
+        hits, find = self._finding(stages, folded, max(1, min(k, self._most)))
         rows, resident_state = (
             (hits.ids, hits.weights(len(queries))),
             self._resident_state(resident),
         )
-        output, lse, attend = self._stages.attend(folded, *rows, resident, resident_state)
+        output, lse, attend = stages.attend(folded, *rows, resident, resident_state)
 
         def part(i: int, parts: int) -> None:
             find(i, parts)
             attend(i, parts)
 
-        threads.run(part, self._stages.most_parts(len(folded)))
+        threads.run(part, stages.most_parts(len(folded)))
         return self._attended(queries, output, lse, hits.found)
 
     def attend_hits(self, queries: Tensor, hits: Hits, resident: ResidentRows) -> Attended:
@@ -186,20 +187,22 @@ class ParisKVExecutor:
         self._resident = ResidentState.of(resident, self._resident)
         return self._resident
 
-    def _limits(self, k: int) -> np.ndarray:
+    def _limits(self, stages: Stages, k: int) -> np.ndarray:
         """Return the number of candidates of each group for `k` rows, int64 `[B·G]`."""
-        limits = self._stages.state.limits
+        limits = stages.state.limits
         if k not in limits:
             counts = self._contents.counts.tolist()
             candidates = [self._config.candidates(n, k) for n in counts]
             limits[k] = np.repeat(candidates, self._geometry.kv_heads)
         return limits[k]
 
-    def _finding(self, queries: np.ndarray, k: int) -> tuple[Found, threads.Part]:
-        """Compute all votes for queries float32 `[B·G, g, D]`, then return `Stages.find`."""
-        stages = self._stages
+    def _finding(self, stages: Stages, queries: np.ndarray, k: int) -> tuple[Found, threads.Part]:
+        """Compute all votes for queries float32 `[B·G, g, D]`, then return `Stages.find`.
+
+        The caller must keep a reference to `stages` until the returned part has run.
+        """
         asked = stages.prepare_query(queries)
-        return stages.find(asked, stages.scan(asked), k, self._limits(k))
+        return stages.find(asked, stages.scan(asked), k, self._limits(stages, k))
 
     def _attended(
         self, queries: Tensor, output: np.ndarray, lse: np.ndarray, found: np.ndarray
