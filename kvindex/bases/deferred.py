@@ -79,11 +79,11 @@ class DeferredChecks(Guarded):
 
         All calls use the same flag at the same address, so that a kernel can set it.
         """
-        if name in self._deferred:
-            flag = self._deferred[name][0]
-        else:
-            flag = torch.zeros((), dtype=torch.int32, device=self.geometry.device)
         message = f"{name}: got (in an earlier call) what is not, allowed is {allowed}"
+        if name not in self._deferred:
+            made = torch.zeros((), dtype=torch.int32, device=self.geometry.device)
+            self._deferred.setdefault(name, (made, message))  # another thread may have made one
+        flag = self._deferred[name][0]
         self._deferred[name] = flag, message
         return flag
 
@@ -93,9 +93,10 @@ class DeferredChecks(Guarded):
         Raises:
             ValueError: An argument of an earlier call was wrong. The call waits for the device.
         """
-        found = [message for flag, message in self._deferred.values() if bool(flag)]
+        flags = list(self._deferred.values())  # another thread may add one meanwhile
+        found = [message for flag, message in flags if bool(flag)]
         if found:
-            for flag, _ in self._deferred.values():
+            for flag, _ in flags:
                 flag.zero_()
             raise ValueError(found[0])
 

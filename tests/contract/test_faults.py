@@ -293,6 +293,27 @@ def test_a_copy_has_flags_of_its_own(monkeypatch):
             one.raise_pending()
 
 
+def test_searches_of_two_threads_report_errors_by_one_flag(monkeypatch):
+    """The second search begins while the first one makes the flag, and finds an error."""
+    index, queries = CASE.index("exact"), torch.zeros(2, CASE.q_heads, CASE.head_dim)
+    index.append(*CASE.tokens(5))
+    monkeypatch.setattr(Exact, "_defers", True)
+    zeros, wrong = torch.zeros, queries * torch.nan
+
+    def slowly(*sizes, **options):
+        if len(sizes) == 1 and sizes[0] == ():
+            monkeypatch.setattr(torch, "zeros", zeros)
+            second = threading.Thread(target=index.search, args=(wrong,), kwargs={"k": 2})
+            second.start()
+            second.join()
+        return zeros(*sizes, **options)
+
+    monkeypatch.setattr(torch, "zeros", slowly)
+    index.search(queries, k=2)
+    with pytest.raises(ValueError, match="queries: got"):
+        index.raise_pending()
+
+
 def test_rows_that_were_padded_by_a_call_that_failed_are_real_afterwards():
     index, valid = CASE.index("exact"), left_padding([2, 3], 9)
     index.append(*CASE.tokens(30), valid=left_padding([1, 2], 30))
