@@ -1,54 +1,71 @@
-// Attention over the rows selected, read where they lie, the sink and the window (paper, B.3).
+// Attention of one decode step over the selected rows, the sink and the local window (paper, B.3). A row is
+// the key and the value of one token, stored next to each other.
+// Reference: attend in kvindex/pariskv/decode_step.py, kvindex/ops/attention.py.
 //
-// Rows are read in host memory over unified addresses, or on the device. A row is a token's key and
-// value side by side, as they are or as codes (kvindex/storage/codecs.py). A team of LANES lanes has a row at a time:
-// each lane has chunks of 8 elements of the key and of the value, so that one load of each is a whole key of 256
-// bytes (D = 128, 2-byte type), or 128 bytes of codes and a scale for each lane.
-// Grid: (splits, BG PARTS), 256 threads. A team attends to its resident rows while the selection still goes
-// on, then to its selected rows; the last split of a group merges. Rows come to a ring in shared memory, DEPTH resident
-// ones or two selected ones of a team at once: in registers a row on its way would be waited for wherever it is passed on.
-// Where groups are few, each has PARTS blocks for each split, of GROUP heads, and each of them reads its rows, which
-// are in L2 for all but the first of them, or come over PCIe again; the first one alone has rows kept in the cache.
-// Reads the rows once for all query heads of a part; writes 4 (DV + 2) bytes per head and split.
-// Dynamic shared memory: 4 WORKERS AT_ONCE PARTIAL bytes, or 8 DEPTH ROW if that is more.
-// Longer than most files: it is one kernel, with what reads a row of each codec.
-// Codes are of what a key differs from a center by, the same for all of a KV head's: a product with it joins the
-// logits of such rows, once it is known.
-// Compile-time: D, DV, GROUP (query heads of a part), PARTS (of a KV head's), DTYPE, SOFTCAP, CODEC (of the rows
-// selected: CODEC_PLAIN, CODEC_INT8 or CODEC_FP8),
-// GIVEN (0; 1 where the rows are those of a caller's hits: ids below 0 are none, weights on logits; 2 where rows
-// were drawn: a weight for all heads), NEAR (whether some blocks of rows are on the device, others on the host:
-// the cache keeps rows of the latter; a byte more is read of a row that it lacks, while that row is on its way), PAGED
-// (whether sink and window lie in the pages of `rows`, behind the tokens that are searched: a row of the batch has
-// `resident_count` of them, of which the first `sink` are the sequence's first, if any token is searched; 2 where
-// those pages are on the host: then resident rows are cached, too, a KV head's cache is that of all sequences, and a
-// row's name in it is its slot; two sequences that ask for one slot at once may both fetch it, and keep it twice),
-// RAGGED (each row of the batch has a count of resident rows, as it always has if PAGED).
+// The selected rows are read from the device, or from pinned host memory over the PCIe bus. They are stored
+// unchanged or as codes of one byte per number (kvindex/storage/codecs.py). LANES lanes of a warp form a team
+// and process one row at a time. Each lane loads chunks of 8 elements of the key and of the value: with D =
+// 128 and 16-bit numbers, one load of all lanes in a team reads a whole key of 256 bytes. The resident rows
+// (sink and window) come first, because they are known while select_rows.cu still runs. The selected rows
+// come after that. At the end, the last thread block of a group merges the results of all splits. Rows are
+// copied asynchronously into a ring buffer in shared memory: DEPTH resident rows or two selected rows per
+// team are in flight. Registers would not do, because passing a register on waits for the load that fills it.
+// With few groups, the query heads of a KV head are divided into PARTS parts of GROUP heads, each with its
+// own thread blocks. Every part reads all rows; all but the first usually find them in L2. Only part 0
+// inserts rows into the cache. Rows stored as codes encode the difference between a key and a center, which
+// is the same for all rows of a KV head. The product of the query and the center is computed once and added
+// to the logits of such rows.
+//
+// Grid: (splits, BG PARTS), 256 threads.
+// Reads each row once per part of the heads; writes 4 (DV + 2) bytes per head and split.
+// Limited by memory, or by the PCIe bus where the rows are on the host.
+// Dynamic shared memory: 4 WORKERS AT_ONCE PARTIAL bytes, or 8 DEPTH ROW bytes if that is more.
+// This file is longer than most because it is one kernel, with a reader for each codec.
+//
+// Compile-time constants, set by the launcher:
+//   D, DV    dimensions of a key and of a value
+//   GROUP    query heads of a part;  PARTS: parts of a KV head's query heads
+//   DTYPE    0 float32, 1 float16, 2 bfloat16;  SOFTCAP: 1 if logits are capped
+//   CODEC    of the selected rows: CODEC_PLAIN, CODEC_INT8 or CODEC_FP8
+//   GIVEN    0: no weights; 1: ids and weights come from a caller's search result (an id below 0 means no row,
+//            weights are added to the logits of each head); 2: rows were sampled, one weight serves all heads
+//   NEAR     1: some blocks of rows are on the device and others on the host. The cache then stores only host rows.
+//   PAGED    0: resident rows have a buffer of their own. 1: sink and window are in the pages that `rows` points to,
+//            and follow the tokens that are searched. A sequence then has `resident_count` resident rows, of which
+//            the first `sink` are its first tokens if any of its tokens are searched. 2: as 1, with the pages on the
+//            host. Then resident rows are cached too, all sequences share one cache per KV head, and the cache
+//            identifies a row by its slot number. Two sequences that request one slot at the same moment may both
+//            fetch the row and store it twice.
+//   RAGGED   1: each sequence has its own count of resident rows (always so if PAGED)
 #include "common/row_cache.cuh"
 #include "common/row_codes.cuh"
 
 constexpr int WIDER = D < DV ? DV : D;
-constexpr int LANES = WIDER <= 64 ? 8 : WIDER <= 128 ? 16 : 32;  // of a team
-constexpr int TEAMS = 32 / LANES, WORKERS = 8 * TEAMS;  // teams of a warp, and of a block
-constexpr int KEYS = (D / 8 + LANES - 1) / LANES, VALUES = (DV / 8 + LANES - 1) / LANES;  // chunks of a lane
-constexpr int PARTIAL = DV + 2;              // of a split: maximum, sum, output
-constexpr int PIECES = DTYPE == 0 ? 2 : 1;   // of 16 bytes in a chunk
-constexpr int ROW = (KEYS + VALUES) * PIECES * 512;  // bytes of a place in a warp's ring: a row of each team
-constexpr int DEPTH = (KEYS + VALUES) * PIECES > 6 ? 2 : AHEAD;  // places: four of wider rows take over 96 KB
+constexpr int LANES = WIDER <= 64 ? 8 : WIDER <= 128 ? 16 : 32;  // lanes of a team
+constexpr int TEAMS = 32 / LANES, WORKERS = 8 * TEAMS;  // teams of a warp, and of a thread block
+// chunks of a key, and of a value, per lane
+constexpr int KEYS = (D / 8 + LANES - 1) / LANES, VALUES = (DV / 8 + LANES - 1) / LANES;
+constexpr int PARTIAL = DV + 2;              // floats of a split's result per head: maximum, sum, output
+constexpr int PIECES = DTYPE == 0 ? 2 : 1;   // loads of 16 bytes per chunk
+constexpr int ROW = (KEYS + VALUES) * PIECES * 512;  // bytes of a slot in a warp's ring buffer: one row of each team
+// slots of the ring buffer; four slots of wider rows would take more than 96 KB
+constexpr int DEPTH = (KEYS + VALUES) * PIECES > 6 ? 2 : AHEAD;
 constexpr bool SLOTS = PAGED == 2;
 static_assert(!SLOTS || GIVEN != 1, "ids are those of tokens");
 static_assert(!SLOTS || PARTS == 1, "their clock is not told how many parts have read it");
-constexpr int AT_ONCE = GROUP < HEADS_AT_ONCE ? GROUP : HEADS_AT_ONCE;  // heads that are merged together
+constexpr int AT_ONCE = GROUP < HEADS_AT_ONCE ? GROUP : HEADS_AT_ONCE;  // heads whose results are merged in one round
 static_assert(DV % 2 == 0, "sums are merged in pairs");
 
-struct Running {  // a team's, each lane's part of the sums
+struct Running {  // the running softmax of a team; each lane stores its part of the sums
     float peak[GROUP], total[GROUP], sum[VALUES][GROUP][8];
 };
 
-// A lane's part of a row as it lies: 8 elements in each chunk, or 8 codes and a scale; chunks of the key first.
+// The part of a row that one lane loads, in the stored format: 8 elements per chunk, or 8 codes and a scale.
+// The chunks of the key come first.
 typedef uint4 Words[KEYS + VALUES][PIECES];
 
-// use(chunk of a row's, whether it is the value's, its number in this lane), of all that the lane has.
+// Call use(chunk, value, j) for each chunk of this lane: its number in the row, true for a value's chunk, and
+// its number in the lane.
 template <class Use>
 __device__ __forceinline__ void each_chunk(Use use) {
 #pragma unroll
@@ -59,9 +76,10 @@ __device__ __forceinline__ void each_chunk(Use use) {
     }
 }
 
-// What is known of a row on its way: what heads' logits gain, that of head h in lane h % LANES of the team; the slot of
-// the cache where it is to be kept, or one of those below; and of a row that is CACHED the stamp that was there before,
-// in the team's first lane.
+// State of a row that is being loaded.
+// weight: what is added to the logit of head h, stored in lane h % LANES of the team.
+// slot: the cache slot into which the row will be written, or one of the three constants below.
+// before: for a CACHED row, the previous time stamp of its slot, in the first lane of the team.
 constexpr int NOWHERE = -1, CACHED = -2, MISSING = -3;
 struct Pending {
     float weight[(GROUP + LANES - 1) / LANES];
@@ -79,8 +97,8 @@ __device__ __forceinline__ void write_row(const Words& words, char* place) {
         for (int i = 0; i < PIECES; i++) reinterpret_cast<uint4*>(place)[chunk * PIECES + i] = words[j][i];
     });
 }
-// Begin to copy a lane's part of a row to its own places in a ring, 512 bytes apart. coded: whether it is codes,
-// then two scales.
+// Start copying a lane's part of a row into the lane's own places of the ring buffer, 512 bytes apart. coded:
+// the row consists of codes followed by two scales.
 __device__ __forceinline__ void copy_row(Shared to, const char* row, bool coded) {
     each_chunk([&](int chunk, bool value, int j) {
         Shared place = to + j * PIECES * 512;
@@ -118,9 +136,10 @@ __device__ __forceinline__ void unpack(float (&x)[8], const uint4 (&words)[PIECE
     }
 }
 
-// One row of each team joins the softmax of all heads of the group, where there is one: `in`. queries float4
-// [2, GROUP, D / 8]: the lower and the upper four of every eight coordinates. centered [GROUP]: what logits of
-// such rows gain before they are scaled. All lanes call it.
+// Add one row of each team to the running softmax of all heads of the group, if `in` is true. All lanes call
+// it.
+// queries: float4 [2, GROUP, D / 8]: the lower four and the upper four of every eight coordinates.
+// centered: [GROUP], added to the logits of rows stored as codes, before scaling.
 __device__ __forceinline__ void add_row(Running& run, const Words& words, const Pending& row, bool in, bool coded,
                                         const float4* queries, const float* centered, float scale, float softcap) {
     float logit[GROUP] = {}, x[8];
@@ -157,14 +176,14 @@ __device__ __forceinline__ void add_row(Running& run, const Words& words, const 
         bool seen = in;
 #if GIVEN
         s += __shfl_sync(ALL, row.weight[h / LANES], h % LANES, LANES);
-        seen = in && s != NEVER;  // else hidden from this head
+        seen = in && s != NEVER;  // else the row is hidden from this head
 #endif
         float peak = fmaxf(run.peak[h], s);
         shrink[h] = seen ? expf(run.peak[h] - peak) : 1.0f, p[h] = seen ? expf(s - peak) : 0.0f;
         if (seen) run.peak[h] = peak;
         run.total[h] = run.total[h] * shrink[h] + p[h];
     }
-    if (!in) return;  // its place in the ring has anything
+    if (!in) return;  // no row: the ring buffer has stale data in its place
 #pragma unroll
     for (int j = 0; j < VALUES; j++) {
         unpack(x, words[KEYS + j], coded);
@@ -175,9 +194,10 @@ __device__ __forceinline__ void add_row(Running& run, const Words& words, const 
     }
 }
 
-// The softmax of a block's teams as one, some heads at a time, each on the scale of them all. merged float32
-// [WORKERS, AT_ONCE, PARTIAL] and peaks float32 [GROUP, WORKERS] in shared memory; partial float32 [GROUP, PARTIAL]:
-// where it is written, if it is `wanted`. All threads call it.
+// Merge the running softmax of all teams of a thread block, AT_ONCE heads per round, each relative to the
+// largest logit of all teams. All threads call it. merged (float32 [WORKERS, AT_ONCE, PARTIAL]) and peaks
+// (float32 [GROUP, WORKERS]) are in shared memory. The result goes to partial (float32 [GROUP, PARTIAL]) if
+// `wanted` is true.
 __device__ __forceinline__ void merge_teams(const Running& run, float* merged, float (&peaks)[GROUP][WORKERS],
                                             float* partial, bool wanted) {
     int lane = threadIdx.x % LANES, worker = threadIdx.x / LANES;
@@ -208,7 +228,7 @@ __device__ __forceinline__ void merge_teams(const Running& run, float* merged, f
             }
         }
         __syncthreads();
-        auto merge = [&](int e, int pair) {  // pair 0: maximum and sum
+        auto merge = [&](int e, int pair) {  // pair 0 is maximum and sum
             if (from + e >= GROUP) return;
             float2 sum = {0, 0};
 #pragma unroll
@@ -226,34 +246,38 @@ __device__ __forceinline__ void merge_teams(const Running& run, float* merged, f
 
 struct Arguments {
     const void* queries;        // DTYPE [BG PARTS, GROUP, D]
-    const i64* ids;             // [BG, k]: rows selected
-    const int* found;           // [BG]: how many
-    const i64* rows;            // [B, row]: addresses of blocks of TOKENS rows, of KV head g at g · head_bytes
+    const i64* ids;             // [BG, k]: ids of the selected rows
+    const int* found;           // [BG]: number of selected rows
+    const i64* rows;            // [B, row]: addresses of blocks of TOKENS rows; the rows of KV head g begin at g ·
+                                // head_bytes
     const void* resident;       // DTYPE [BG, room, D + DV]
-    const u8* resident_mask;    // [B, room]
-    const i64* resident_count;  // [1], or RAGGED: [B]: how many of them are there
-    const i64* length;          // [B]: tokens that are searched; only if PAGED
-    const int* segments;        // [B, row]: numbers of blocks among all pages; only if PAGED is 2
-    char* cache;                // [BG, cached, row_bytes]: of `cached` rows as they are stored (row_cache.py; 0 for none);
-                                // if PAGED is 2, this and the next two are of KV heads, and clocks [1], of this step
-    int* tags;                  // [BG, cached], aligned to 16 bytes
-    int* stamps;                // [BG, cached], likewise
-    int* clocks;                // [BG]: steps so far; of this one stamps are twice as many, or one more
-    int* lookups;               // [BG, 2]: rows looked up, and found
-    const float* weights;       // [BG PARTS, GROUP, k]: added to the logits (−inf hides a row from a head), or null for
-                                // zeros; only if GIVEN; where that is 2, [BG, k]
+    const u8* resident_mask;    // [B, room]: 1 where a resident row is valid
+    const i64* resident_count;  // [1], or RAGGED: [B]: number of resident rows
+    const i64* length;          // [B]: number of tokens that are searched; only if PAGED
+    const int* segments;        // [B, row]: number of each block among all pages; only if PAGED is 2
+    char* cache;                // [BG, cached, row_bytes]: cache of `cached` rows in the stored format (row_cache.py;
+                                // `cached` is 0 without a cache). If PAGED is 2, cache, tags and stamps have one entry
+                                // per KV head instead of one per BG, and clocks is [1].
+    int* tags;                  // [BG, cached], aligned to 16 bytes: the row in each slot
+    int* stamps;                // [BG, cached], aligned to 16 bytes: the step that last used each slot
+    int* clocks;                // [BG]: steps so far. Stamps of this step are twice that number, or one more
+                                // (row_cache.cuh).
+    int* lookups;               // [BG, 2]: number of rows looked up, and of rows found
+    const float* weights;       // [BG PARTS, GROUP, k], or [BG, k] if GIVEN is 2: added to the logits (−inf hides a row
+                                // from a head); null for zeros; only if GIVEN
     float* partial;             // [BG PARTS, splits, GROUP, PARTIAL]
     void* output;               // DTYPE [BG PARTS, GROUP, DV]
-    float* lse;                 // [BG PARTS, GROUP]: log Σ exp of the logits, −inf where no row is visible
-    int* tickets;               // [BG PARTS] APART, 0 before and after
-    int* ends;                  // [BG] APART, likewise: how many parts are done, only if PARTS > 1
-    const int* signals;         // that a group's rows are selected (common.cuh)
+    float* lse;                 // [BG PARTS, GROUP]: log Σ exp of the logits, −inf if no row is visible
+    int* tickets;               // [BG PARTS] APART: counts finished splits, 0 before and after the launch
+    int* ends;                  // [BG] APART: counts finished parts, 0 before and after the launch; only if PARTS > 1
+    const int* signals;         // set once the rows of a group are selected (`signal` in common.cuh)
     i64 row, head_bytes, row_bytes, room, cached, sink;
-    i64 signaled;               // 1 where select_rows.cu comes right before, else 0
+    i64 signaled;               // 1 if select_rows.cu is the kernel launched directly before, else 0
     i64 k, kv_heads;
     float scale, softcap;
-    const u8* near;             // [B, row]: whether a block is on the device; only if NEAR
-    const float* center;        // [BG, D]: that coded rows are codes from, or null for zeros; only if rows are coded
+    const u8* near;             // [B, row]: 1 where a block is on the device; only if NEAR
+    const float* center;        // [BG, D]: center that coded rows are relative to, or null for zeros; only if rows are
+                                // coded
 };
 
 extern "C" __global__ void __launch_bounds__(256, GROUP * VALUES <= 8 ? 2 : 1)
@@ -267,18 +291,18 @@ attend(const __grid_constant__ Arguments args) {
     __shared__ float4 queries[2 * GROUP * (D / 8)];
     __shared__ float weights[MOST_SPLITS * GROUP];
     __shared__ __align__(16) float peaks[GROUP][WORKERS];
-    __shared__ int looked_up[2];  // rows that the cache lacked, and had
+    __shared__ int looked_up[2];  // rows that the cache did not contain, and rows that it did
     Shared ring = shared_place(memory) + threadIdx.x / 32 * (DEPTH * ROW) + threadIdx.x % 32 * 16;
-    auto place_of = [&](int n) { return ring + n % DEPTH * ROW; };  // of the warp's n-th row
+    auto place_of = [&](int n) { return ring + n % DEPTH * ROW; };  // place of the warp's n-th row
     constexpr int SIZE = DTYPE == 0 ? 4 : 2;
     int part = blockIdx.y, bg = part / PARTS, batch = u32(bg) / u32(args.kv_heads);
     int head = u32(bg) % u32(args.kv_heads);
     i64 head_offset = head * args.head_bytes;
     int splits = gridDim.x, split = blockIdx.x, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    int member = lane % LANES;  // of the team; first teams of all warps have the first rows
+    int member = lane % LANES;  // lane number in its team. The first teams of all warps take the first rows.
     int own = (lane / LANES * splits + split) * 8 + warp, step = splits * WORKERS, now = 0;
     i64 k = args.k;
-    int held = SLOTS ? head : bg;  // whose cache
+    int held = SLOTS ? head : bg;  // whose cache this thread block uses
     cache += held * args.cached * args.row_bytes, tags += held * args.cached, stamps += held * args.cached;
     if (threadIdx.x < 2) looked_up[threadIdx.x] = 0;
     Running run;
@@ -293,7 +317,8 @@ attend(const __grid_constant__ Arguments args) {
     }
     const float* centered = nullptr;
 #if CODEC != CODEC_PLAIN
-    __shared__ float products[2][GROUP];  // with the center, of rows as they are and of coded ones
+    __shared__ float products[2][GROUP];  // product of the query and the center: 0 for plain rows, then that for coded
+                                          // rows
     centered = products[0];
 #pragma unroll 1
     for (int h = warp; h < GROUP; h += 8) {
@@ -309,10 +334,11 @@ attend(const __grid_constant__ Arguments args) {
 
     partial += i64(part) * splits * GROUP * PARTIAL;
 #if PAGED
-    int later = int(args.length[batch]), sinks = later ? int(args.sink) : 0;  // first rows, and how far others are
+    // sinks: sink rows; later: offset from a resident row's number to its token, after the sink
+    int later = int(args.length[batch]), sinks = later ? int(args.sink) : 0;
     later -= sinks;
 #endif
-    // resident rows, while the others are still being selected; then those
+    // phase 0: resident rows, while the selection is still running; phase 1: selected rows
 #pragma unroll 1
     for (int phase = 0; phase < 2; phase++) {
         if (phase) {
@@ -322,14 +348,16 @@ attend(const __grid_constant__ Arguments args) {
                 after_previous();
             let_next_begin();
         }
-        // what does not wait for their number: the first, and which ones the next are
+        // These reads do not depend on the number of rows: the ids of the first rows, and of the ones after
+        // them.
         auto selected = [&](int i) {
 #if PAGED == 2
             if (!phase) return i < sinks ? i : later + i;
 #endif
             return phase && i < k ? int(args.ids[bg * k + i]) : 0;
         };
-        auto name_of = [&](int id) {  // in the cache; beyond the rows that were found an id is anything
+        auto name_of = [&](int id) {  // identifies a row in the cache; past the number of rows found, an id is
+                                      // arbitrary
             if (!SLOTS) return id;
             u32 segment = min(u32(id) / TOKENS, u32(args.row) - 1);
             return args.segments[batch * args.row + segment] * TOKENS + int(u32(id) % TOKENS);
@@ -390,7 +418,8 @@ attend(const __grid_constant__ Arguments args) {
             find(row, i, n, id, slot);
             pieces_commit();
         };
-        // while a row is on its way: whether it is the right one, or where it is to be kept
+        // While a row is in flight: check that the cache still contained it, or choose the slot to store it
+        // in.
         auto settle = [&](Pending& row, int i, int n) {
             bool looks = i < rows_here && row.slot != NOWHERE;
             if (!__any_sync(ALL, looks)) return;
@@ -409,14 +438,15 @@ attend(const __grid_constant__ Arguments args) {
             slot = __shfl_sync(ALL, slot, 0, LANES);
             if (looks) row.slot = slot;
         };
-        bool few = phase || SLOTS;  // on their way at once: of these rows more than their place is known
+        bool few = phase || SLOTS;  // two rows in flight: selected rows need more state than their address
         int ahead = few ? 2 : DEPTH;
         Pending next, after;
         begin(next, own, 0, first, first_tag);
         begin(after, own + step, 1, second, second_tag);
         for (int n = 2; n < ahead; n++) begin(after, own + n * step, n, 0, 0);
         u32 visible = ALL;
-        int longest = rows_here - own + lane / LANES * (splits * 8);  // of the warp's first team, which has most rows
+        // for the first team of the warp, which has the most rows
+        int longest = rows_here - own + lane / LANES * (splits * 8);
         for (int i = own, n = 0; n * step < longest; i += step, n++) {
             if (!PAGED && !phase && n % LANES == 0) {
                 int at = i + member * step;
@@ -440,7 +470,8 @@ attend(const __grid_constant__ Arguments args) {
             add_row(run, words, one, in && visible >> n % LANES & 1, ROWS_CODED && phase, queries,
                     ROWS_CODED ? centered + phase * GROUP : nullptr, args.scale, args.softcap);
         }
-        // as long as others select nobody waits for this one: it brings the merge's instructions here
+        // The merge of phase 0 is not needed for the result. It runs while other thread blocks select, and
+        // brings the code of the merge into the instruction cache.
         if (phase || args.signaled) merge_teams(run, merged, peaks, partial + split * (GROUP * PARTIAL), phase);
     }
 
@@ -453,14 +484,14 @@ attend(const __grid_constant__ Arguments args) {
         args.tickets[part * APART] = 0;
         bool all = PARTS == 1 || atomicAdd(args.ends + bg * APART, 1) == PARTS - 1;
         if (PARTS > 1 && all) args.ends[bg * APART] = 0;
-        if (args.cached && !SLOTS && all) args.clocks[bg] = now / 2;  // which all blocks have read
+        if (args.cached && !SLOTS && all) args.clocks[bg] = now / 2;  // all thread blocks have read the old value
     }
     auto part_of = [&](int s, int h, int pair) {
         return s < splits ? __ldcg(reinterpret_cast<const float2*>(partial + (i64(s) * GROUP + h) * PARTIAL) + pair)
                           : float2{NEVER, 0};
     };
-    // a pair of the output's elements for each thread, on their way while weights are found: a warp
-    // per head, a lane per split
+    // Each thread loads a pair of the output's elements while the weights of the splits are computed: one
+    // warp per head, one lane per split.
     float2 parts[MOST_SPLITS];
     auto prefetch = [&](int i) {
 #pragma unroll

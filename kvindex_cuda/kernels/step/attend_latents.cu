@@ -1,33 +1,44 @@
-// Attention over latents: rows whose value is the first DV coordinates of their key, read once for all
-// query heads of a group, up to 128 of them (multi-head latent attention, DeepSeek-V2, 2.1, absorbed).
+// Attention over latents (multi-head latent attention, DeepSeek-V2, section 2.1, in the absorbed form). A
+// latent row is a key whose first DV coordinates are also its value. Each row is read once for all query
+// heads of a group, up to 128 of them. Reference: kvindex/ops/attention.py.
 //
 //   attend_latents -> merge_latents
 //
-// A block takes ROWS rows at a time to shared memory, resident ones, then those selected, by the addresses of their
-// pages, for PART of the heads: all where rows are on the host, else so few that there are blocks for every
-// multiprocessor. Logits of 16 heads and 8 rows are one product of the matrix unit, whose sums over coordinates are
-// shared out to warps; a warp has its part of the queries in registers before rows come. Shares of 16 heads times
-// 8 columns of values are another, whose words are two columns of a row, put together in pairs of rows: nothing
-// is transposed. Rows lie a quarter of a line apart in the banks, so that those words meet no other.
-// Shares are rounded to DTYPE for the second product, as flash attention does (Dao, 2023), sums are not.
-// Resident rows do not wait for the kernel before, which selects: what it takes to attend to them, all but the writing,
-// runs beside it. float32 has no such unit: a thread has a head and a row, then a head and a column.
-// Compile-time: D, DV, GROUP, PART (a power of two times 16, up to 128), DTYPE, SOFTCAP, CODEC (of the rows selected:
-// CODEC_PLAIN, CODEC_INT8 or CODEC_FP8), RAGGED (each row of the batch has a count of resident rows).
+// attend_latents: a thread block copies ROWS rows at a time to shared memory, resident rows first, then
+// selected rows, whose addresses come from the page table. It serves PART query heads: all of them if the
+// rows are on the host, else few enough that every multiprocessor gets a thread block.
+// Logits: one matrix instruction multiplies 16 heads with 8 rows. Sums over coordinates are divided among
+// warps. Each warp loads its part of the queries into registers before the rows arrive.
+// Output: another matrix instruction multiplies attention weights of 16 heads with 8 columns of values. Each
+// 32-bit word of a row holds two columns; words of two rows are combined into pairs, so nothing is
+// transposed. PITCH shifts successive rows by 32 bytes, so that these words are in different banks. Attention
+// weights are rounded to DTYPE for the second product, as FlashAttention does (Dao, 2023); sums are float32.
+// Resident rows do not wait for the previous kernel, which selects rows. All work on them except writing to
+// global memory overlaps with that kernel.
+// float32 does not use the matrix unit: a thread computes one head and row, then one head and four columns.
+//
+// Compile-time constants, set by the launcher:
+//   D, DV   dimensions of a key and of a value;  GROUP: query heads of a group
+//   PART    query heads of a thread block: 16, 32, 64 or 128
+//   DTYPE   0 float32, 1 float16, 2 bfloat16;  SOFTCAP: 1 if logits are capped
+//   CODEC   of the selected rows: CODEC_PLAIN, CODEC_INT8 or CODEC_FP8
+//   RAGGED  1: each sequence has its own count of resident rows
 #include "common/row_codes.cuh"
 
-constexpr int SLICES = DTYPE == 0 ? 1 : 128 / PART;       // of a sum over coordinates: eight warps for all heads
-constexpr int STEPS = ((D + 31) / 32 + SLICES - 1) / SLICES;  // of 32 coordinates, of a slice
+// slices of a sum over coordinates; with them, eight warps serve all heads
+constexpr int SLICES = DTYPE == 0 ? 1 : 128 / PART;
+constexpr int STEPS = ((D + 31) / 32 + SLICES - 1) / SLICES;  // steps of 32 coordinates per slice
 constexpr int SIZE = DTYPE == 0 ? 4 : 2;
-constexpr int PITCH = (D * SIZE + 127) / 128 * 128 + 32;  // bytes of a row in shared memory
-constexpr int OWN = ROWS / 8;                             // rows that a warp brings
-constexpr int LOGITS = ROWS + 4;                          // of a head, and what sets banks apart
+constexpr int PITCH = (D * SIZE + 127) / 128 * 128 + 32;  // bytes from one row to the next in shared memory
+constexpr int OWN = ROWS / 8;                             // rows that each warp copies
+constexpr int LOGITS = ROWS + 4;  // floats per head; 4 unused ones keep heads in different banks
 constexpr bool BRAIN = DTYPE == 2;
 static_assert(ROWS == 16, "a lane of sixteen for each row");
 static_assert(PART == 16 || PART == 32 || PART == 64 || PART == 128, "warps come out even");
 static_assert(D % 8 == 0 && DV % 8 == 0 && DV < D, "rows are read in pieces of 16 bytes");
 
-// To shared memory, zeros where there is no row. coded: DV codes, D - DV more, and a scale of either.
+// Copy a row to shared memory, or write zeros if `row` is 0. coded: the row has DV codes, D - DV more codes,
+// and a scale for either part. anything: any readable address.
 __device__ __forceinline__ void bring(char* to, u64 row, bool coded, const void* anything) {
     int lane = threadIdx.x % 32;
     const char* from = row ? reinterpret_cast<const char*>(row) : static_cast<const char*>(anything);
@@ -49,14 +60,15 @@ __device__ __forceinline__ void bring(char* to, u64 row, bool coded, const void*
     }
 }
 
-// Where a row's share is among those of its head: lane t of four takes rows t, t + 4, t + 8, t + 12 at once.
+// Position of a row's attention weight among the weights of its head: lane t of four loads rows t, t + 4, t +
+// 8 and t + 12 in one access.
 __device__ __forceinline__ int place_of(int row) { return row % 4 * 4 + row / 4; }
 
-// A warp's part of the queries: of 16 heads its slice, as left factors.
+// A warp's part of the queries, as left matrices of the product: its slice of the coordinates for 16 heads.
 struct Queries {
     uint4 words[STEPS][2];
 };
-// queries: DTYPE [GROUP, D], aligned to 16 bytes; first: head of the block.
+// queries: DTYPE [GROUP, D], aligned to 16 bytes. first: the first head of the thread block.
 __device__ __forceinline__ void load(Queries& part, const void* queries, int first) {
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
 #pragma unroll
@@ -68,7 +80,8 @@ __device__ __forceinline__ void load(Queries& part, const void* queries, int fir
     }
 }
 
-// queries · rows, to logits float32 [SLICES, PART, LOGITS], of slices that are yet to be added up.
+// Multiply queries with rows. The result goes to logits, float32 [SLICES, PART, LOGITS], with one partial sum
+// per slice.
 __device__ __forceinline__ void multiply_keys(float* logits, const Queries& part, const void* queries, int first,
                                               const char* rows) {
 #if DTYPE == 0
@@ -107,7 +120,8 @@ __device__ __forceinline__ void multiply_keys(float* logits, const Queries& part
 #endif
 }
 
-// Four columns of a head's sums, on the scale of the rows that come after.
+// Add four columns to a head's sums, after multiplying the old sums by `shrink`. first: there are no old
+// sums.
 __device__ __forceinline__ void add_to(float* partial, float4 sum, bool first, float shrink) {
     float4* at = reinterpret_cast<float4*>(partial);
     if (!first) {
@@ -117,8 +131,8 @@ __device__ __forceinline__ void add_to(float* partial, float4 sum, bool first, f
     *at = sum;
 }
 
-// shares · values, to partial float32 [PART, DV], of `heads`: instead of what is there if they are the `first`, else
-// beside it.
+// Multiply attention weights with values and add the result to partial, float32 [PART, DV], for the first
+// `heads` heads. If `first` is true, the result replaces the content of partial.
 __device__ __forceinline__ void multiply_values(float* partial, int heads, const float* logits, const u16* shares,
                                                 const char* rows, const float* shrinks, bool first) {
 #if DTYPE == 0
@@ -135,7 +149,7 @@ __device__ __forceinline__ void multiply_values(float* partial, int heads, const
 #else
     int lane = threadIdx.x % 32;
     for (int g = threadIdx.x / 32; g < (DV + 15) / 16; g += 8) {
-        u32 even[2], odd[2];  // of a lane's two columns, of rows place_of has side by side
+        u32 even[2], odd[2];  // the lane's two columns, for pairs of rows in the order of place_of
 #pragma unroll
         for (int i = 0; i < 2; i++) {
             const char* at = rows + (i * 8 + lane % 4) * PITCH + (g * 16 + lane / 4 * 2) * 2;
@@ -162,22 +176,24 @@ __device__ __forceinline__ void multiply_values(float* partial, int heads, const
 
 struct AttendArguments {
     const void* queries;        // DTYPE [BG, GROUP, D], aligned to 16 bytes
-    const i64* ids;             // [BG, k]: rows selected, below 0 for none
-    const int* found;           // [BG]: how many, or null for all
-    const i64* rows;            // [B, row]: addresses of blocks of TOKENS rows, of KV head g at g · head_bytes
+    const i64* ids;             // [BG, k]: ids of the selected rows, below 0 for none
+    const int* found;           // [BG]: number of selected rows, or null for all k
+    const i64* rows;            // [B, row]: addresses of blocks of TOKENS rows; the rows of KV head g begin at g ·
+                                // head_bytes
     const void* resident;       // DTYPE [BG, room, D + DV]
-    const u8* resident_mask;    // [B, room]
-    const i64* resident_count;  // [1], or RAGGED: [B]: how many of them are there
-    const float* weights;       // added to the logits of rows selected (−inf hides one), or null for zeros: of
-                                // group bg, head h and row i at (bg · weights_group + h · weights_head) + i
+    const u8* resident_mask;    // [B, room]: 1 where a resident row is valid
+    const i64* resident_count;  // [1], or RAGGED: [B]: number of resident rows
+    const float* weights;       // added to the logits of selected rows (−inf hides a row), or null for zeros. Group bg,
+                                // head h, row i is at bg · weights_group + h · weights_head + i.
     float* partial;             // [BG, splits, GROUP, DV]
-    float2* sums;               // [BG, splits, GROUP]: maximum and sum, −inf and 0 where no row is visible
+    float2* sums;               // [BG, splits, GROUP]: maximum and sum, −inf and 0 if no row is visible
     i64 row, head_bytes, row_bytes, room, k, kv_heads, weights_group, weights_head;
     float scale, softcap;
 };
 
-// Grid: (splits, GROUP / PART, BG), 256 threads. Reads each row and the queries once a part of the heads, the latter of
-// each split; writes 4 DV + 8 bytes per head and split. A split takes ROWS rows of every `splits` · ROWS.
+// Grid: (splits, GROUP / PART, BG), 256 threads. Split s takes tiles s, s + splits, … of ROWS rows.
+// Reads each row once per part of the heads, and the queries once per split; writes 4 DV + 8 bytes per head
+// and split.
 // Dynamic shared memory: ROWS PITCH + 4 SLICES PART LOGITS + 2 PART ROWS bytes.
 extern "C" __global__ void __launch_bounds__(256, 1)
 attend_latents(const __grid_constant__ AttendArguments args) {
@@ -224,7 +240,7 @@ attend_latents(const __grid_constant__ AttendArguments args) {
                           id % TOKENS * args.row_bytes;
             }
         }
-        __syncthreads();  // what is there was read
+        __syncthreads();  // all threads have read the previous rows
         if (lane < OWN) there[warp * OWN + lane] = row != 0;
 #pragma unroll
         for (int i = 0; i < OWN; i++)
@@ -234,7 +250,7 @@ attend_latents(const __grid_constant__ AttendArguments args) {
         multiply_keys(logits, part, queries, head, rows);
         __syncthreads();
 #pragma unroll
-        for (int h = threadIdx.x / ROWS; h < PART; h += 256 / ROWS) {  // sixteen lanes a head
+        for (int h = threadIdx.x / ROWS; h < PART; h += 256 / ROWS) {  // sixteen lanes per head
             int r = lane % ROWS;
             float s = NEVER;
             if (h < heads && there[r]) {
@@ -255,7 +271,7 @@ attend_latents(const __grid_constant__ AttendArguments args) {
             float share = s > NEVER ? expf(s - peak) : 0.0f, total = share;
 #pragma unroll
             for (int step = ROWS / 2; step; step /= 2) total += __shfl_xor_sync(ALL, total, step);
-            __syncwarp();  // all have read what the first lane writes
+            __syncwarp();  // all lanes have read what the first lane now writes
             if (r == 0) {
                 float shrink = before > NEVER ? expf(before - peak) : 0.0f;
                 peaks[h] = peak, totals[h] = totals[h] * shrink + total, shrinks[h] = shrink;
@@ -267,7 +283,7 @@ attend_latents(const __grid_constant__ AttendArguments args) {
 #endif
         }
         __syncthreads();
-        wait_for_rows();  // before that nothing is written
+        wait_for_rows();  // nothing may be written to global memory before the previous kernel has ended
         multiply_values(partial, heads, logits, shares, rows, shrinks, tile == split);
     }
     __syncthreads();
@@ -276,15 +292,16 @@ attend_latents(const __grid_constant__ AttendArguments args) {
 }
 
 struct MergeArguments {
-    const float* partial;  // of attend_latents, as are sums
+    const float* partial;  // written by attend_latents, as is `sums`
     const float2* sums;
     void* output;          // DTYPE [BG, GROUP, DV]
-    float* lse;            // [BG, GROUP]: log Σ exp of the logits, −inf where no row is visible
+    float* lse;            // [BG, GROUP]: log Σ exp of the logits, −inf if no row is visible
     i64 splits;
 };
 
-// All splits on the scale of their largest logit. Grid: (GROUP, DV / 128, BG), 128 threads: a warp has a quarter of the
-// splits, a lane four columns. Reads 4 DV + 8 bytes of each split that has rows.
+// Merge the splits, each relative to the largest logit of all splits.
+// Grid: (GROUP, DV / 128, BG), 128 threads. A warp takes a quarter of the splits, a lane four columns.
+// Reads 4 DV + 8 bytes of each split that has rows.
 extern "C" __global__ void __launch_bounds__(128)
 merge_latents(const __grid_constant__ MergeArguments args) {
     constexpr int OWN_SPLITS = MOST_SPLITS / 32;
@@ -318,7 +335,7 @@ merge_latents(const __grid_constant__ MergeArguments args) {
 #pragma unroll 8
     for (int s = warp; s < splits; s += 4) {
         float weight = weights[s];
-        if (weight == 0 || c >= DV) continue;  // it may have written nothing
+        if (weight == 0 || c >= DV) continue;  // a split without rows may not have written its part
         float4 part = __ldcg(reinterpret_cast<const float4*>(args.partial + ((bg * splits + s) * GROUP + h) * DV + c));
         sum = {sum.x + weight * part.x, sum.y + weight * part.y, sum.z + weight * part.z, sum.w + weight * part.w};
     }

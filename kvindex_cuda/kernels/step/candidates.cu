@@ -1,26 +1,31 @@
-// Candidates of the coarse stage by the votes of vote.cu (ops.select.candidates), exact, ties to the lower ids.
+// Select the candidates of the coarse stage from the tiered votes of vote.cu, exactly. Of keys with equal
+// votes, those with the lower ids are selected. Reference: tiered_votes.candidates in kvindex/pariskv,
+// kvindex.ops.select.candidates.
 //
-// A head takes its C keys with the most points: all above a cut, which its histogram tells, and of
-// those at it the first; a key that any head takes is a candidate.
-// Grid: (splits, BG), 256 threads. Reads 4 bytes per key and four heads, writes 8 per candidate. The
-// bound is the bytes.
-// Compile-time: GROUP, RAGGED (each row of the batch has a length).
+// Each query head selects the C keys with the most votes: all keys above a cut, which follows from the head's
+// histogram, and the first of the keys at the cut. A key that at least one head of the group selects is a
+// candidate.
+//
+// Grid: (splits, BG), 256 threads. Reads 4 bytes per key and four heads, writes 8 bytes per candidate.
+// Limited by memory.
+// Compile-time constants, set by the launcher: GROUP (query heads per KV head), RAGGED (1: each sequence has
+// its own length).
 #include "common/tier_votes.cuh"
 
 constexpr int SETS = (GROUP + 3) / 4;
 constexpr int KEYS = CHUNK / 256;
-constexpr int VOTE = 0;  // of an entry: all are alike
+constexpr int VOTE = 0;  // of an entry: unused here, the same for all keys
 
 struct Arguments {
-    const u32* votes;        // of vote.cu, as are totals and pieces
+    const u32* votes;        // written by vote.cu, as are totals and pieces
     const int* totals;
     const int* pieces;
-    const u32* valid;        // [B, row, 8]: a bit per token
-    const i64* length;       // [1], or RAGGED: [B]
-    const int* wanted;       // [B]: C of each head
-    const int* counted;      // [B]: valid keys
-    u64* candidates;         // [BG, capacity]: entries, in any order
-    int* candidate_counts;   // [BG] APART: how many, cleared before
+    const u32* valid;        // [B, row, 8]: one bit per token, 1 if it is valid
+    const i64* length;       // [1], or RAGGED: [B]: number of tokens
+    const int* wanted;       // [B]: C, the number of keys that each head selects
+    const int* counted;      // [B]: number of valid keys
+    u64* candidates;         // [BG, capacity]: entries (`entry_of` in common.cuh), in any order
+    int* candidate_counts;   // [BG] APART: number of candidates, cleared before the launch
     i64 row, capacity, kv_heads;
 };
 
@@ -39,7 +44,7 @@ candidates(const __grid_constant__ Arguments args) {
     after_previous();
     let_next_begin();
     if (i64(blockIdx.x) >= count) return;
-    for (int h = warp; h < GROUP; h += 8) {  // lane 0 has the most points
+    for (int h = warp; h < GROUP; h += 8) {  // lane 0 takes the bins with the most votes
         constexpr int OWN = POINTS / 32;
         i64 at = bg * GROUP + h;
         int here[OWN], mine = 0, cut = POINTS, rank = 0;
@@ -60,7 +65,7 @@ candidates(const __grid_constant__ Arguments args) {
         }
         cut = -warp_max(-cut), rank = warp_max(rank);
         if (lane == 0) cuts[h] = cut, ranks[h] = rank;
-        int sum = 0;  // of ties in the pieces before
+        int sum = 0;  // keys at the cut in the preceding chunks of tokens
 #pragma unroll
         for (int from = 0; from < PIECES; from += 32) {
             int p = from + lane, own = 0;
@@ -80,7 +85,7 @@ candidates(const __grid_constant__ Arguments args) {
         for (i64 start = p * piece; start < min(tokens, (p + 1) * piece); start += CHUNK) {
             u32 votes[KEYS][SETS];
             bool real[KEYS], in[KEYS];
-            int first = warp * (KEYS * 32);  // keys in order: warps, then `i`, then lanes
+            int first = warp * (KEYS * 32);  // keys are in the order of warps, then of `i`, then of lanes
 #pragma unroll
             for (int i = 0; i < KEYS; i++) {
                 i64 key = start + first + i * 32 + lane;
@@ -122,7 +127,7 @@ candidates(const __grid_constant__ Arguments args) {
 #pragma unroll
             for (int i = 0; i < KEYS; i++)
                 if (in[i]) kept[to++] = entry_of(VOTE, int(start) + first + i * 32 + lane);
-            if (threadIdx.x < GROUP) {  // of the piece's next chunk
+            if (threadIdx.x < GROUP) {  // carry the ties over to the next CHUNK keys
                 int sum = 0;
                 for (int w = 0; w < 8; w++) sum += ties[w][threadIdx.x];
                 before[threadIdx.x][p] += sum;

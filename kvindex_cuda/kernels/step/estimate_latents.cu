@@ -1,17 +1,22 @@
-// Candidates of a group of many heads, and their estimates (paper, B.2.2, equation 10).
+// Select the candidates of a group with many query heads, and estimate their products with the queries
+// (paper, B.2.2, equation 10). Reference: ranked and rerank in kvindex/pariskv/decode_step.py,
+// kvindex.ops.rerank.estimate.
 //
 //   take_candidates -> estimate_latents
 //
-// take_candidates puts the C best entries of the list together, of equal votes those of the lower ids; where the
-// list lacks some, or has more than it has room for, of all votes. Where candidates are drawn, those that `threshold`
-// of ops.priority takes.
-// estimate_latents multiplies 16 candidates at a time with two tiles of heads, a warp 128 coordinates of them: what it takes
-// of the queries is in registers before there are candidates, and so few steps follow one another that most of the time
-// they wait for codes (as product.cuh does; numbers and what they leave are sums of their own, so that fewer products
-// wait for each other). Warps then share out the sums of 16 candidates and a tile. Sums over all candidates are
-// integers, so that their order leaves no trace.
-// Compile-time: D, BITS (of a magnitude), GROUP (heads of a tile), TILES, CENTERED, SOFTCAP, DRAWN, RAGGED (each row of
-// the batch has a length).
+// take_candidates: collect the C entries of the list with the highest votes; of equal votes, those with the
+// lower ids. If the list is incomplete or has overflowed, select from all votes instead. With DRAWN,
+// candidates are the keys that pass the threshold of kvindex.ops.priority.
+// estimate_latents: multiply 16 candidates at a time with two tiles of heads. Each warp multiplies 128
+// coordinates. It loads its part of the queries into registers before the candidates are known. So few steps
+// follow that most of the time is spent waiting for codes (as in product.cuh; products with the rounded
+// queries and with their remainders have separate sums, so that fewer instructions depend on each other). The
+// partial sums of 16 candidates and a tile are then divided among warps. Sums over all candidates are
+// integers, so they do not depend on the order of the candidates.
+//
+// Compile-time constants, set by the launcher: D, BITS (of a magnitude), GROUP (heads of a tile), TILES,
+// CENTERED (1: blocks of codes have centers), SOFTCAP, DRAWN (1: candidates are sampled), RAGGED (1: each
+// sequence has its own length).
 #include "common/product.cuh"
 #include "common/shares.cuh"
 #if DRAWN
@@ -19,32 +24,33 @@
 #endif
 
 constexpr int HEADS = TILES * GROUP;
-constexpr int PAIR = TILES % 2 == 0 ? 2 : 1;       // tiles of a block: as steps/latents.py has them, and the next two
-constexpr int ESTIMATORS = 32 * QUADS;             // its threads
-constexpr int BATCHES = TILES / PAIR > 2 ? 2 : 1;  // sixteens of candidates that it takes at once
-constexpr int TASKS = (BATCHES * PAIR + QUADS - 1) / QUADS;  // of 16 candidates and a tile each: of a warp
-constexpr int HELD = 16;                           // entries of a thread of take_candidates
+constexpr int PAIR = TILES % 2 == 0 ? 2 : 1;       // tiles per thread block; kvindex_cuda/pariskv/steps/latents.py has
+                                                   // the same number, as for the next two
+constexpr int ESTIMATORS = 32 * QUADS;             // threads of a block of estimate_latents
+constexpr int BATCHES = TILES / PAIR > 2 ? 2 : 1;  // groups of 16 candidates per iteration
+constexpr int TASKS = (BATCHES * PAIR + QUADS - 1) / QUADS;  // tasks per warp; a task is 16 candidates and one tile
+constexpr int HELD = 16;                           // entries that each thread of take_candidates keeps in registers
 static_assert(COLUMNS == 1, "eight heads a tile");
 
 struct TakeArguments {
-    const int* votes;       // of vote_latents.cu, as are counts, list and histogram
+    const int* votes;       // written by vote_latents.cu, as are counts, list and histogram
     const int* counts;
     const u64* list;
     const int* histogram;
-    const int* thresholds;  // [B]: of sample_latents.cu, as are bases and shifts
+    const int* thresholds;  // [B]: written by sample_latents.cu, as are bases and shifts
     const int* bases;
     const int* shifts;
-    const i64* length;      // [1], or RAGGED: [B]
-    const int* wanted;      // [B]
-    const int* counted;     // [B]
+    const i64* length;      // [1], or RAGGED: [B]: number of tokens
+    const int* wanted;      // [B]: C, the number of candidates wanted
+    const int* counted;     // [B]: number of valid keys
     u64* candidates;        // [B, capacity]: entries, in any order
-    int* candidate_counts;  // [B] APART
-    int2* cuts;             // [B]: where they are drawn, `threshold` of ops.priority
+    int* candidate_counts;  // [B] APART: number of candidates
+    int2* cuts;             // [B]: the two thresholds of kvindex.ops.priority; only if DRAWN
     i64 room, capacity;
 };
 
-// Grid: (B), THREADS threads. Reads 8 bytes per entry listed, twice; writes 8 per candidate.
-// Limited by latency: two passes over a few entries of each thread.
+// Grid: (B), THREADS threads. Reads 8 bytes per listed entry, twice; writes 8 bytes per candidate.
+// Limited by latency: two passes over a few entries per thread.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 take_candidates(const __grid_constant__ TakeArguments args) {
     __shared__ u64 edge[EDGE], least;
@@ -58,10 +64,10 @@ take_candidates(const __grid_constant__ TakeArguments args) {
     const u64* list = args.list + b * args.capacity;
     const int* votes = args.votes + b * args.room;
     int tokens = int(min(__ldcg(args.length + RAGGED * b), args.room));
-    bool whole = counted <= args.wanted[b];            // all are candidates
-    int asked = target + (DRAWN && !whole);            // the last one's priority is the threshold
-    bool listed = n >= asked && n <= args.capacity;    // the list has them
-    bool few = listed && n <= HELD * THREADS;          // and registers, while the cut is found
+    bool whole = counted <= args.wanted[b];            // all valid keys are candidates
+    int asked = target + (DRAWN && !whole);            // with DRAWN, the priority of one more key is the threshold
+    bool listed = n >= asked && n <= args.capacity;    // the list contains all entries needed
+    bool few = listed && n <= HELD * THREADS;          // and registers can keep them while the cut is found
     u64 held[HELD];
 #pragma unroll
     for (int i = 0; i < HELD; i++) {
@@ -124,7 +130,7 @@ take_candidates(const __grid_constant__ TakeArguments args) {
     __syncthreads();
     u64 from = least;
     u64* candidates = args.candidates + b * args.capacity;
-    if (few) {  // of a warp at once
+    if (few) {  // one counter increment for a whole warp
         int mine = 0, lane = threadIdx.x % 32;
 #pragma unroll
         for (int i = 0; i < HELD; i++) mine += held[i] && held[i] >= from;
@@ -149,24 +155,26 @@ take_candidates(const __grid_constant__ TakeArguments args) {
 }
 
 struct EstimateArguments {
-    const i64* codes;             // [B, row]: addresses of blocks
-    const uint2* operands;        // of prepare_latents.cu, of tiles, as are ups, and products
+    const i64* codes;             // [B, row]: addresses of blocks of codes
+    const uint2* operands;        // written by prepare_latents.cu for each tile, as are ups and products
     const float* ups;
-    const float* products;        // [B, row, HEADS]
+    const float* products;        // [B, row, HEADS]: ⟨q, μ⟩, the product of each query with each block's center
     const float* levels;          // [LEVELS]
-    const u64* candidates;        // of take_candidates, as are candidate_counts and cuts
+    const u64* candidates;        // written by take_candidates, as are candidate_counts and cuts
     const int* candidate_counts;
     const int2* cuts;
-    const u32* seeds;             // [B]
-    float* estimates;             // [B, capacity, HEADS]
-    u64* buckets;                 // [B, HEADS, BUCKETS]: sums over candidates, cleared before
-    int* tickets;                 // [B TILES], cleared before
-    float* totals;                // [B, HEADS]: their logarithms
+    const u32* seeds;             // [B]: seed of the noise
+    float* estimates;             // [B, capacity, HEADS]: estimated products of query and key
+    u64* buckets;                 // [B, HEADS, BUCKETS]: sums of exponentials over the candidates (shares.cuh), cleared
+                                  // before the launch
+    int* tickets;                 // [B TILES]: counts finished thread blocks, cleared before the launch
+    float* totals;                // [B, HEADS]: logarithm of the sum of exponentials
     i64 row, logs, magnitudes, capacity;
     float scale, softcap;
 };
 
-// log Σ exp of a head's buckets, in every lane of the calling warp: the same whatever the order in which they came.
+// log Σ exp over a head's buckets, in every lane of the calling warp. It does not depend on the order of
+// additions.
 __device__ __forceinline__ float log_sum(const u64* buckets) {
     constexpr int OWN = BUCKETS / 32;
     int lane = threadIdx.x % 32, top = -1;
@@ -186,11 +194,12 @@ __device__ __forceinline__ float log_sum(const u64* buckets) {
     return (log2f(warp_sum(sum)) + octaves) * (1 / LOG2E);
 }
 
-// What a warp takes of 16 candidates: of rows lane / 4 and 8 further a word of signs and of each plane.
+// The codes that a lane loads of 16 candidates: one word of signs and one of each plane, for rows lane / 4
+// and lane / 4 + 8.
 struct Part {
     u32 signs[2], planes[2][BITS > 0 ? BITS : 1];
 };
-// place: of a block's first signs; key: in the block.
+// Load one row of the codes. place: address of the block's first signs. key: number of the key in the block.
 __device__ __forceinline__ void load(Part& part, int half, const char* place, int key, i64 magnitudes) {
     int w = threadIdx.x / 32 * 4 + threadIdx.x % 4;
     bool has = place && (QUADS * 4 == WORDS || w < WORDS);
@@ -202,9 +211,10 @@ __device__ __forceinline__ void load(Part& part, int half, const char* place, in
             has ? __ldg(reinterpret_cast<const u32*>(place + magnitudes) + key * (BITS * WORDS) + p * WORDS + w) : 0;
 }
 
-// A warp's part of the operands of tiles: of each step a number's words, and those of what it leaves.
+// A warp's part of the query operands of two tiles: for each step two words of the rounded values, then two
+// of the remainders.
 struct Operands {
-    uint4 steps[PAIR][8];  // the latter two unused where they are FOLDED
+    uint4 steps[PAIR][8];  // the last two are unused if the operands are FOLDED
 };
 __device__ __forceinline__ void load(Operands& right, const uint2* operands) {
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -221,10 +231,12 @@ __device__ __forceinline__ void load(Operands& right, const uint2* operands) {
     }
 }
 
-// Levels times operands, of a warp's coordinates: sums of keys `key_of(·)` and heads `head_of(0, ·)` of each tile.
+// Multiply levels with operands, for the warp's coordinates. The sums belong to keys `key_of(·)` and heads
+// `head_of(0, ·)` of each tile.
 __device__ __forceinline__ void multiply_part(float (&sums)[PAIR][ROWS][2], const Part& part, const Operands& right,
                                               const Levels& levels) {
-    constexpr int CHAINS = 2;  // numbers and what they leave; or, where both are in one, every other product
+    constexpr int CHAINS = 2;  // one sum for rounded values and one for remainders; if FOLDED puts both in one product,
+                               // one sum for every other product
     float c[PAIR][CHAINS][4] = {};
 #pragma unroll
     for (int i = 0; i < 8; i++) {
@@ -238,7 +250,7 @@ __device__ __forceinline__ void multiply_part(float (&sums)[PAIR][ROWS][2], cons
             if (!FOLDED) mma_halves(c[p][1], upper[0], lower[0], upper[1], lower[1], step.z, step.w);
         }
     }
-    // of a folded row the lanes of the upper two columns have the other half
+    // with FOLDED operands, the lanes of the upper two columns have the other half of the sum
     bool later = threadIdx.x % 4 >= 2;
 #pragma unroll
     for (int p = 0; p < PAIR; p++)
@@ -254,16 +266,17 @@ __device__ __forceinline__ void multiply_part(float (&sums)[PAIR][ROWS][2], cons
         }
 }
 
-// Grid: (splits, TILES / PAIR, B), ESTIMATORS threads. Reads of each candidate and PAIR its signs, magnitudes and log
-// weight, all but once from L2, and a block the operands of PAIR tiles; writes 4 HEADS bytes of each.
+// Grid: (splits, TILES / PAIR, B), ESTIMATORS threads.
+// Reads the signs, magnitudes and log weight of each candidate once per PAIR tiles, all but once from L2, and
+// per thread block the operands of PAIR tiles; writes 4 HEADS bytes per candidate.
 extern "C" __global__ void __launch_bounds__(ESTIMATORS, 320 / ESTIMATORS)
 estimate_latents(const __grid_constant__ EstimateArguments args) {
     __shared__ u16 halves[LEVELS];
-    __shared__ float parts[2][QUADS][BATCHES][PAIR][ROWS * 2][32];  // of sums over coordinates; every other turn
+    __shared__ float parts[2][QUADS][BATCHES][PAIR][ROWS * 2][32];  // partial sums over coordinates, double-buffered
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32, tile = blockIdx.y * PAIR;
     i64 b = blockIdx.z, of = b * TILES + tile;
     for (int i = threadIdx.x; i < LEVELS; i += ESTIMATORS) halves[i] = to_float16(args.levels[i]);
-    // prepare_latents.cu has ended when this begins
+    // prepare_latents.cu has ended when this kernel starts
     Operands right;
     load(right, args.operands + of * OPERANDS);
     float down[TASKS][2];
@@ -281,7 +294,7 @@ estimate_latents(const __grid_constant__ EstimateArguments args) {
     after_previous();
     let_next_begin();
     int n = __ldcg(args.candidate_counts + b * APART);
-    u64 next = entries_at(first + lane);  // whether they are there is asked meanwhile
+    u64 next = entries_at(first + lane);  // loaded before their number is known; those past it are ignored
 #if DRAWN
     u32 seed = __ldcg(args.seeds + b);
     int threshold = __ldcg(&args.cuts[b].x);

@@ -1,55 +1,66 @@
-// Prepare the queries of many heads of a group: rotated, rounded to bytes, as operands; and what centers make with them.
+// Prepare the queries of up to 128 heads that share a KV head (latent attention), and multiply them with the
+// centers of all blocks of codes. Reference: prepare_query in kvindex/pariskv/decode_step.py,
+// kvindex/pariskv/sign_regression.py.
+// Paper: A.1, B.2.1.
 //
-// r = round(R q · largest / max|R q|), or of Aᵀ R q where signs vote together (paper, A.1; pariskv.sign_regression), as
-// prepare_query.cu has it for one tile of heads. Here the matrix, 2 D² bytes, is read once for a tile by many blocks:
-// each rotates the tile's heads for itself, a head a warp, and multiplies them by SIXTEENS · 16 columns, which its warps
-// have asked for before all else, a slice of the sum each. Other blocks multiply centers by queries as they came, 8
-// blocks of keys a warp, and ask for these blocks' signs and weights, which come to L2 meanwhile. The last block of a
-// tile rounds.
-// Grid: (TILES · (columns / SIXTEENS / 16 + spread) + 1, B), 256 threads. Reads 2 D² bytes, and 2 D a block of keys, from
-// memory once, from L2 once a tile; writes 5 D + 4 bytes per head and 4 per head and block of keys.
-// Limited by latency: two reads and the rotation, a product, the last block's sums.
-// Compile-time: D, GROUP (heads of a tile), TILES, DTYPE, CENTERED, PLANES, DRAWN, TOGETHER, SIXTEENS (sixteens of the
-// matrix a block), RAGGED (each row of the batch has a length).
+// Heads are processed in TILES tiles of GROUP heads. As in prepare_query.cu, queries are rotated and rounded
+// to integers, r = round(R q · largest / max|R q|), or with TOGETHER computed from Aᵀ R q, where A is a
+// matrix fitted by regression. Here the matrix of 2 D² bytes is read once per tile, by many thread blocks.
+// Each of these rotates all heads of the tile (one warp per head) and multiplies them by SIXTEENS · 16
+// columns of the matrix. Its warps have requested these columns before anything else, and each computes a
+// slice of the sum. Other thread blocks multiply the centers by the original queries, 8 blocks of codes per
+// warp. They also prefetch the signs and weights of these blocks into L2. The last thread block of a tile
+// rounds the queries.
+//
+// Grid: (TILES · (columns / SIXTEENS / 16 + spread) + 1, B), 256 threads.
+// Reads 2 D² bytes, and 2 D bytes per block of codes, once from memory and once per tile from L2; writes 5 D
+// + 4 bytes per head, and 4 bytes per head and block of codes.
+// Limited by latency: two reads and the rotation, a product, and the sums in the last thread block.
+// Compile-time constants, set by the launcher: D, GROUP (heads of a tile), TILES, DTYPE, CENTERED (1: blocks
+// have centers), PLANES, DRAWN (1: candidates are sampled), TOGETHER, SIXTEENS (groups of 16 columns per
+// thread block), RAGGED (1: each sequence has its own length).
 #include "common/prepare.cuh"
 #include "common/byte_votes.cuh"
 
-constexpr int PITCH = (EIGHTS | 1) * 32;                  // of operands in shared memory: two neighbors have other banks
+// float16 numbers from one operand row to the next in shared memory; two neighboring rows are in different
+// banks
+constexpr int PITCH = (EIGHTS | 1) * 32;
 constexpr int COLUMN_TILES = TOGETHER ? (D + 15) / 16 : 1;
 constexpr int COLUMN_BLOCKS = (COLUMN_TILES + SIXTEENS - 1) / SIXTEENS;
-constexpr int STEPS = (EIGHTS + 7) / 8;                   // of 32 coordinates, a warp
+constexpr int STEPS = (EIGHTS + 7) / 8;                   // steps of 32 coordinates per warp
 
 struct Arguments {
     const void* queries;        // DTYPE [B, HEADS, D], aligned to 16 bytes
-    const float* rotation;      // [D + ODD]: signs and waves of `rotate`
-    const float* weight_scale;  // [B]
-    const u16* regression;      // Aᵀ, float16 [B, D, D], aligned to 16 bytes, or null
-    const i64* codes;           // [B, row]: addresses of blocks
-    const u32* valid;           // [B, row, 8]: a bit per token
-    const i64* length;          // [1], or RAGGED: [B]
-    const int* counted;         // [B]: valid keys
+    const float* rotation;      // [D + ODD]: the signs and the waves that `rotate` needs
+    const float* weight_scale;  // [B]: power of two that log weights are relative to
+    const u16* regression;      // Aᵀ, float16 [B, D, D], aligned to 16 bytes, or null without regression
+    const i64* codes;           // [B, row]: addresses of blocks of codes
+    const u32* valid;           // [B, row, 8]: one bit per token, 1 if it is valid
+    const i64* length;          // [1], or RAGGED: [B]: number of tokens
+    const int* counted;         // [B]: number of valid keys
     float* voting;              // [B, HEADS, D]: Aᵀ R q · up, or R q · up
-    i8* integers;               // [B, 2 WORDS, COLUMNS_OF, 16]: r, as byte_votes.cuh has them
-    int* sums;                  // [B TILES, 4 SETS]: Σ r
+    i8* integers;               // [B, 2 WORDS, COLUMNS_OF, 16]: r, in the layout of byte_votes.cuh
+    int* sums;                  // [B TILES, 4 SETS]: Σ r of each head
     float* units;               // [B TILES, 4 SETS]: votes per unit of q·k
-    u16* operands;              // [B TILES, 4 OPERANDS]: R q · up as float16 and its remainder
-    float* ups;                 // [B TILES, GROUP]: powers of two
-    float* products;            // [B, row, HEADS]: ⟨q, μ⟩ of each block
-    int* tickets;               // [B TILES]: 0 before and after
-    float2* scales;             // [B TILES, 4 SETS]: of votes.cuh, as are seeds [B]: null where nothing is drawn
+    u16* operands;              // [B TILES, 4 OPERANDS]: R q · up as a float16 number and its remainder
+    float* ups;                 // [B TILES, GROUP]: power of two by which R q is scaled
+    float* products;            // [B, row, HEADS]: ⟨q, μ⟩, the product of each query with each block's center
+    int* tickets;               // [B TILES]: counts finished thread blocks, 0 before and after the launch
+    float2* scales;             // [B TILES, 4 SETS]: see votes.cuh, as for seeds [B]; null unless candidates are
+                                // sampled
     u32* seeds;
-    int* cleared;               // [words]
-    int* wrong;                 // [1]: set to 1 where a query is out of range, or null
-    i64 row, words, spread;     // spread: blocks of a tile that multiply centers
+    int* cleared;               // [words]: counters that are set to 0
+    int* wrong;                 // [1]: set to 1 if a query is out of range, or null
+    i64 row, words, spread;     // spread: thread blocks per tile that multiply centers
     i64 query_max;              // the largest r
     i64 seed;
-    float level;                // E|u| of a coordinate
-    float factor_max;           // the largest factor
-    float octaves;              // of a unit of q·k
-    double gain;                // the same in units of 2^-16
+    float level;                // E|u|, the mean absolute coordinate of a random unit vector
+    float factor_max;           // the largest value of kvindex.ops.codes.log_factors
+    float octaves;              // octaves per unit of q·k
+    double gain;                // the same in units of 2^-16 octaves
 };
 
-// What centers make with a tile's queries.
+// Multiply the centers of blocks of codes with the queries of a tile.
 __device__ __forceinline__ void multiply_centers(const Arguments& args, i64 b, int tile, int part) {
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     Group group;
@@ -63,7 +74,8 @@ __device__ __forceinline__ void multiply_centers(const Arguments& args, i64 b, i
         if (block) load(mean, block + CENTER);
         float dots[SETS][2];
         products_of(dots, mean, group);
-        // what vote_latents.cu reads, when nobody here waits for memory: no more of it than L2 has room for
+        // Prefetch what vote_latents.cu reads while these threads do not wait for memory, unless it is more
+        // than L2 has room for.
         if (block && tile == 0 && lane % 4 == 0 && blocks * gridDim.y <= 1024)
             to_l2(block, CENTER), to_l2(args.valid + (b * args.row + s) * 8);
 #pragma unroll
@@ -77,10 +89,10 @@ __device__ __forceinline__ void multiply_centers(const Arguments& args, i64 b, i
 
 extern "C" __global__ void __launch_bounds__(256, TILES > 2 ? 2 : 1)
 prepare_latents(const __grid_constant__ Arguments args) {
-    __shared__ __align__(16) u16 halves[SETS][8][PITCH];  // R q · up of 4 heads, then what these leave
+    __shared__ __align__(16) u16 halves[SETS][8][PITCH];  // R q · up of 4 heads, then the remainders of these 4
     __shared__ float signs_of[PER_LANE * 32], waves[ODD], ups[SETS * 4];
 #if TOGETHER
-    __shared__ float parts[8][SIXTEENS][SETS][4][16];      // of the sum over coordinates
+    __shared__ float parts[8][SIXTEENS][SETS][4][16];      // partial sums over coordinates, one per warp
 #endif
     i64 b = blockIdx.y;
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -93,7 +105,8 @@ prepare_latents(const __grid_constant__ Arguments args) {
     for (int i = threadIdx.x; i < PER_LANE * 32; i += 256) signs_of[i] = i < D ? args.rotation[i] : 0.0f;
     if (threadIdx.x < ODD) waves[threadIdx.x] = args.rotation[D + threadIdx.x];
 #if TOGETHER
-    // no kernel that lets another begin early writes the matrix. Of a column 8 rows of every 32
+    // The matrix can be read before the previous kernel has ended: no kernel that overlaps with this one
+    // writes it. A lane takes 8 of every 32 entries of a column.
     uint4 held[SIXTEENS][STEPS][2];
 #pragma unroll
     for (int c = 0; c < SIXTEENS; c++)
@@ -131,7 +144,7 @@ prepare_latents(const __grid_constant__ Arguments args) {
                 x[w] = w * 32 + lane < D ? element(args.queries, (b * HEADS + tile * GROUP + warp) * i64(D) + w * 32 + lane) : 0.0f;
             rotate(x, signs, waves);
             float peak = peak_of(x);
-            if (!(peak < SAFE) && !in_range(x)) {  // then the query is taken for zeros
+            if (!(peak < SAFE) && !in_range(x)) {  // the query is replaced by zeros
                 if (args.wrong && lane == 0) *args.wrong = 1;
 #pragma unroll
                 for (int w = 0; w < PER_LANE; w++) x[w] = 0;
@@ -151,7 +164,8 @@ prepare_latents(const __grid_constant__ Arguments args) {
         __syncthreads();
         if (part == COLUMN_BLOCKS - 1 && threadIdx.x < GROUP) args.ups[of * GROUP + threadIdx.x] = ups[threadIdx.x];
 #if TOGETHER
-        // of four heads: what these numbers make in columns 0 to 3, and what they leave in 4 to 7
+        // Multiply four heads: the products of the rounded values are in columns 0 to 3, those of the
+        // remainders in columns 4 to 7.
         float sums[SETS][SIXTEENS][4] = {};
 #pragma unroll
         for (int k = 0; k < STEPS; k++)
@@ -167,7 +181,7 @@ prepare_latents(const __grid_constant__ Arguments args) {
                     mma_halves(sums[n][c], upper.z, lower.z, upper.w, lower.w, right.z, right.w);
                 }
             }
-        bool later = lane & 2;  // its own is the lower row
+        bool later = lane & 2;  // this lane keeps the lower row
 #pragma unroll
         for (int i = 0; i < SETS * SIXTEENS * 2; i++) {
             int n = i / 2 / SIXTEENS, c = i / 2 % SIXTEENS, side = i % 2;
@@ -188,7 +202,7 @@ prepare_latents(const __grid_constant__ Arguments args) {
         multiply_centers(args, b, tile, part);
     }
     bool last = last_block(args.tickets + of, COLUMN_BLOCKS + int(args.spread));
-    if (rotates && part == COLUMN_BLOCKS - 1) {  // for estimate_latents.cu, when it is in nobody's way
+    if (rotates && part == COLUMN_BLOCKS - 1) {  // write the operands of estimate_latents.cu, off the critical path
         u16* operands = args.operands + of * (OPERANDS * 4);
         for (int i = threadIdx.x; i < 2 * GROUP * D; i += 256) {
             int low = i % 2, h = i / 2 / D, j = i / 2 % D;
@@ -217,7 +231,7 @@ prepare_latents(const __grid_constant__ Arguments args) {
         if (scale > 0 && weight_scale > 0) unit = scale * up * (args.factor_max / (args.level * weight_scale));
         if (lane == 0) args.sums[of * SETS * 4 + h] = sum, args.units[of * SETS * 4 + h] = unit;
 #if DRAWN
-        // of up to CENTERS centers, evenly spread (priority.totals)
+        // from up to CENTERS centers, evenly spread over the blocks (kvindex.ops.priority.totals)
         i64 blocks = (args.length[RAGGED * b] + TOKENS - 1) / TOKENS;
         int centers = CENTERED ? int(min(blocks, i64(CENTERS))) : 0;
         float products[CENTERS / 32], largest = NEVER, exponentials = 0;

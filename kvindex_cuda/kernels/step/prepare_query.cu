@@ -1,35 +1,47 @@
-// Prepare a group's queries: rotated, rounded to planes of bits, as operands; and a
-// threshold for their votes from a sample of the keys.
+// Prepare the queries of a group for a decode step, and find a threshold for the votes of its keys. A group
+// is the query heads that share a KV head. Reference: prepare_query in kvindex/pariskv/decode_step.py, and
+// kvindex/pariskv/sign_votes.py (thresholds_of). Paper: A.1, B.2.1.
 //
-// r = round(R q · largest / max|R q|) (paper, A.1; ops.coarse.rounded), a head for each warp: no norm is
-// needed. Every block of a group makes this for itself, then votes on its part of the sample: 32 keys in
-// each of SAMPLED / 32 blocks, evenly spread, whose codes were asked for before. The last block finds a
-// vote that more than C of all keys are all but sure to reach (2 C where C is 2%).
-// Grid: (splits, BG), 256 threads. Reads (D/8 + 1) SAMPLED + 2 D SAMPLED / 32 bytes of codes per group;
-// writes D PLANES / 8 bytes per head for the scan, 4 D per head for the rerank, and clears what the step
-// counts.
-// Limited by latency: three dependent reads (length, table, codes; the queries beside them), votes, and
-// the last block's threshold.
-// Longer than most files: it is one kernel, whose parts hand each other registers.
-// Where candidates are drawn, every block also finds what brings heads to one scale, from up to CENTERS centers
-// evenly spread (priority.totals), and the seed of noise; the threshold of priorities is a multiple of STEP, as all
-// of the histogram's bounds.
-// Where signs vote together (pariskv.sign_regression), r is of Aᵀ R q: a warp has 16 columns of A, asked for before all
-// else, in the registers of a product with all heads' operands, D/16 matrix instructions to four heads; then two
-// warps round a head. 2 D² bytes more of a group, from L2 to each of its blocks: 32 KiB at D = 128, some 0.3 µs
-// that pass beside the first reads, so that exchange, product and another barrier are left, predicted 0.3 µs.
-// Of a token whose rows come with its queries (a caller's graph) the last block of each group also puts these behind
-// the resident rows, as stage_token.cu does, which attend.cu reads: a launch less before the first read.
-// Compile-time: D, GROUP, DTYPE, CENTERED, PLANES, DRAWN, TOGETHER, RAGGED (each row of the batch has a length).
+// A warp rotates the query of a head and rounds it to integers, r = round(R q · largest / max|R q|), which
+// needs no norm (reference: kvindex.ops.coarse.rounded). The integers are written as bit planes for scan.cu,
+// and the rotated query as float16 numbers for rerank.cu. Every thread block of a group does this for itself.
+// Then the thread blocks compute the votes of a sample of the keys: 32 keys from each of SAMPLED / 32 blocks
+// of codes, evenly spread over the tokens. These codes are requested before the queries are rotated. The last
+// thread block takes a vote from the sample that more than C of all keys almost certainly reach (about 2 C
+// keys if C is 2% of all keys).
+//
+// With DRAWN, candidates are sampled at random. Every thread block then also computes a common scale for all
+// heads, from up to CENTERS block centers (kvindex.ops.priority.totals), and the seed of the noise. The
+// threshold is then a multiple of STEP, as are the bounds of the histogram's bins. With TOGETHER, the
+// integers come from Aᵀ R q, where A is a matrix fitted by regression (kvindex/pariskv/sign_regression.py).
+// Each warp multiplies 16 columns of A with all heads, in D/16 matrix instructions per four heads. Its part
+// of A is requested before anything else and stays in registers. Two warps then round each head. This reads 2
+// D² more bytes per group, from L2 for each of its thread blocks: 32 KiB at D = 128. The read takes about 0.3
+// µs and overlaps with the first reads; exchange, product and one more barrier are predicted to add 0.3 µs.
+// In a caller's CUDA graph, the newest token's key and value arrive with the queries. The last thread block
+// of each group then appends them to the resident rows, as stage_token.cu does, which saves a launch.
+// attend.cu reads them there.
+//
+// Grid: (splits, BG), 256 threads.
+// Reads (D/8 + 1) SAMPLED + 2 D SAMPLED / 32 bytes of codes per group.
+// Writes D PLANES / 8 bytes per head for the scan and 4 D bytes per head for the rerank, and clears the
+// step's counters.
+// Limited by latency: three dependent reads (length, table, codes; the queries at the same time), the votes,
+// and the search for the threshold in the last thread block.
+// This file is longer than most because it is one kernel, whose parts pass values in registers.
+// Compile-time constants, set by the launcher: D, GROUP (query heads per KV head), DTYPE, CENTERED (1: blocks
+// of codes have centers), PLANES (bit planes of r), DRAWN, TOGETHER, RAGGED (1: each sequence has its own
+// length).
 #include "common/prepare.cuh"
 #include "common/threshold.cuh"
 
-constexpr int PITCH = (EIGHTS | 1) * 32;         // of operands in shared memory: two neighbors have other banks
-constexpr int COLUMN_TILES = (D + 15) / 16;             // of the matrix, 16 columns each
-constexpr bool EARLY = COLUMN_TILES <= 8;               // a warp's tile fits registers
-constexpr int HANDS = TOGETHER && GROUP <= 4 ? 2 : 1;  // warps that round a head
+constexpr int PITCH = (EIGHTS | 1) * 32;         // float16 numbers from one operand row to the next in shared memory;
+                                                 // two neighboring rows are in different banks
+constexpr int COLUMN_TILES = (D + 15) / 16;             // tiles of 16 columns of the matrix A
+constexpr bool EARLY = COLUMN_TILES <= 8;               // true if a warp's tile fits into registers
+constexpr int HANDS = TOGETHER && GROUP <= 4 ? 2 : 1;  // warps that round one head
 constexpr int ROOM = TOGETHER && SETS * 4 * D > BINS ? SETS * 4 * D : BINS;
-struct Sampled {  // 32 keys
+struct Sampled {  // codes of 32 keys of the sample
     Signs signs;
     Mean mean;
     u32 weights, valid;
@@ -37,43 +49,44 @@ struct Sampled {  // 32 keys
 
 struct Arguments {
     const void* queries;        // DTYPE [B, H, D], aligned to 16 bytes
-    const float* rotation;      // [D + ODD]: signs and waves of `rotate`
-    const float* weight_scale;  // [BG]
-    const u16* regression;      // Aᵀ, float16 [BG, D, D], aligned to 16 bytes, or null
-    const i64* codes;           // [B, row]: addresses of blocks, of KV head g at g · head_bytes
-    const u32* valid;           // [B, row, 8]: a bit per token
-    const i64* length;          // [1], or RAGGED: [B]
-    const int* wanted;          // [B]: C
-    const int* counted;         // [B]: valid keys
-    const int* factors;         // [256]: of ops.codes.log_factors
-    u32* planes;                // [BG, SETS, QUADS, PARTS, 32]: digits of r as fragments
-    int* sums;                  // [BG, 4 SETS]: Σ r
+    const float* rotation;      // [D + ODD]: the signs and the waves that `rotate` needs
+    const float* weight_scale;  // [BG]: power of two that log weights are relative to
+    const u16* regression;      // Aᵀ, float16 [BG, D, D], aligned to 16 bytes, or null without regression
+    const i64* codes;           // [B, row]: addresses of blocks of codes; the record of KV head g begins at g ·
+                                // head_bytes
+    const u32* valid;           // [B, row, 8]: one bit per token, 1 if it is valid
+    const i64* length;          // [1], or RAGGED: [B]: number of tokens
+    const int* wanted;          // [B]: C, the number of candidates wanted
+    const int* counted;         // [B]: number of valid keys
+    const int* factors;         // [256]: from kvindex.ops.codes.log_factors
+    u32* planes;                // [BG, SETS, QUADS, PARTS, 32]: digits of r, in the layout of matrix fragments
+    int* sums;                  // [BG, 4 SETS]: Σ r of each head
     float* units;               // [BG, 4 SETS]: votes per unit of q·k
-    u16* operands;              // [BG, 4 OPERANDS]: R q · up as float16 and its remainder, for rerank.cu, 0 where
-                                // nothing is written
-    float* ups;                 // [BG, GROUP]: powers of two
-    int* sample;                // [BG, SAMPLED]: votes
-    int* tickets;               // [BG]: 0 before and after
-    int* thresholds;            // [BG]
-    int* bases;                 // [BG]: of the histogram's bins
-    int* shifts;                // [BG]: likewise
-    float2* scales;             // of votes.cuh, as are seeds: null where nothing is drawn
+    u16* operands;              // [BG, 4 OPERANDS]: R q · up as a float16 number and its remainder, for rerank.cu; 0
+                                // where nothing is written
+    float* ups;                 // [BG, GROUP]: power of two by which R q is scaled
+    int* sample;                // [BG, SAMPLED]: votes of the sample
+    int* tickets;               // [BG]: counts finished thread blocks, 0 before and after the launch
+    int* thresholds;            // [BG]: keys with lower votes are not listed
+    int* bases;                 // [BG]: vote at which the histogram's first bin begins
+    int* shifts;                // [BG]: log2 of the width of the histogram's bins
+    float2* scales;             // see votes.cuh, as for `seeds`; null unless candidates are sampled
     u32* seeds;
-    int* cleared;               // [words]
-    int* wrong;                 // [1]: set to 1 where a query is out of range, or null
-    const void* token_keys;     // DTYPE [BG, D], or null: no token is put anywhere
-    const void* token_values;   // DTYPE [BG, DV]
-    void* resident;             // DTYPE [BG, room, D + DV]: written at the row that the count tells
-    i64* resident_count;        // [1]: becomes one more; never RAGGED, where stage_token.cu does this
-    int* ticket;                // [1]: 0 before and after
+    int* cleared;               // [words]: counters that are set to 0
+    int* wrong;                 // [1]: set to 1 if a query is out of range, or null
+    const void* token_keys;     // DTYPE [BG, D]: key of the newest token, or null if no token is appended
+    const void* token_values;   // DTYPE [BG, DV]: value of that token
+    void* resident;             // DTYPE [BG, room, D + DV]: the token is written behind the last resident row
+    i64* resident_count;        // [1]: incremented. Never RAGGED, where stage_token.cu appends the token.
+    int* ticket;                // [1]: counts groups, 0 before and after the launch
     i64 row, head_bytes, words, kv_heads;
-    i64 room, value_dim;        // of the resident rows, and of a value: DV
+    i64 room, value_dim;        // room: capacity of `resident`; value_dim: DV
     i64 query_max;              // the largest r
     i64 seed;
-    float level;                // E|u| of a coordinate
-    float factor_max;           // the largest factor
-    float octaves;              // of a unit of q·k
-    double gain;                // the same in units of 2^-16
+    float level;                // E|u|, the mean absolute coordinate of a random unit vector
+    float factor_max;           // the largest value in `factors`
+    float octaves;              // octaves per unit of q·k
+    double gain;                // the same in units of 2^-16 octaves
 };
 
 __device__ __forceinline__ void copy_element(void* to, i64 at, const void* come, i64 from) {
@@ -89,15 +102,16 @@ prepare_query(const __grid_constant__ Arguments args) {
     const void* queries = args.queries;
     u16* operands = args.operands;
     __shared__ FACTORS int factors[256];
-    __shared__ __align__(16) u16 halves[SETS][8][PITCH];  // R q · up of 4 heads, then what these leave
+    __shared__ __align__(16) u16 halves[SETS][8][PITCH];  // R q · up of 4 heads, then the remainders of these 4
     __shared__ float waves[ODD];
     __shared__ u32 planes[SETS * 4][PLANES][QUADS * 4];
     __shared__ float units[SETS * 4], ups[SETS * 4];
     __shared__ int sums[SETS * 4];
-    __shared__ i64 resident;  // rows there before the token's
-    __shared__ __align__(16) int histogram[ROOM];  // before it is one: Aᵀ R q · up, float32 [4 SETS, D]
+    __shared__ i64 resident;  // number of resident rows before this token
+    __shared__ __align__(16) int histogram[ROOM];  // also used for Aᵀ R q · up, float32 [4 SETS, D], before it becomes
+                                                   // a histogram
 #if DRAWN
-    __shared__ __align__(16) float2 scales_of[SETS * 4];  // units of a vote, and what brings heads to one scale
+    __shared__ __align__(16) float2 scales_of[SETS * 4];  // see Draw in votes.cuh
     __shared__ float products[CENTERS][GROUP];
     __shared__ u32 seed;
 #endif
@@ -107,7 +121,7 @@ prepare_query(const __grid_constant__ Arguments args) {
     queries = static_cast<const char*>(queries) + bg * (GROUP * D * (DTYPE == 0 ? 4 : 2));
 
     auto place = [&](int i) { return blocks * i / (SAMPLED / 32); };
-    // of a block that is drawn several times other keys each time; else any
+    // With few blocks of codes, a block occurs several times in the sample, each time with other keys.
     auto part = [&](int i) { return blocks < SAMPLED / 32 ? i * 3 % 8 : int(u32(i) * 2654435761u >> 29); };
     auto draw = [&](Sampled& sampled, int i, i64 address) {
         i64 s = place(i);
@@ -128,7 +142,8 @@ prepare_query(const __grid_constant__ Arguments args) {
     if (threadIdx.x < SETS * 4) scales_of[threadIdx.x] = {0, threadIdx.x < GROUP ? 0.0f : NEVER};
 #endif
 #if TOGETHER
-    // no kernel that lets another begin early writes the matrix. Of a column 8 rows of every 32
+    // The matrix can be read before the previous kernel has ended: no kernel that overlaps with this one
+    // writes it. A lane takes 8 of every 32 entries of a column.
     auto entries = [&](int tile, int s, int half) -> uint4 {
         int j = tile * 16 + half * 8 + lane / 4, i = s * 32 + lane % 4 * 8;
         return j < D && i < D ? *reinterpret_cast<const uint4*>(args.regression + (bg * D + j) * D + i) : uint4{0, 0, 0, 0};
@@ -153,8 +168,9 @@ prepare_query(const __grid_constant__ Arguments args) {
         read_query(plain, warp);
         load_queries(group, queries);
     };
-    // In a caller's graph the launch before makes the token, from which codes do not come: they are read before it
-    // has ended. Else queries are asked for before all reads that wait for another.
+    // In a caller's CUDA graph the previous kernel computes this token's query, but not the codes. So the
+    // codes are read before it has ended. Otherwise the queries are requested first, before all reads that
+    // depend on another read.
     bool early = !RAGGED && args.token_keys;
     if (!early) begin();
 #if DRAWN
@@ -168,7 +184,7 @@ prepare_query(const __grid_constant__ Arguments args) {
     bool any = tokens > 0 && first < SAMPLED / 32;
     i64 sampled_block = any ? args.codes[batch * args.row + place(first)] : 0;
 #if DRAWN
-    // a warp has CENTERS / 8 centers, each of 4 lanes one at a time
+    // Each warp multiplies CENTERS / 8 centers; four lanes process one center at a time.
     constexpr int EACH_CENTERS = CENTERS / 64;
     int centers = CENTERED ? int(blocks < CENTERS ? blocks : CENTERS) : 0;
     i64 center_blocks[EACH_CENTERS] = {};
@@ -197,7 +213,8 @@ prepare_query(const __grid_constant__ Arguments args) {
     bool stages = early && blockIdx.x == gridDim.x - 1;
     if (stages && threadIdx.x == 0) resident = __ldcg(args.resident_count);
 
-    // rounded, a digit of each coordinate to a word of its plane; words of one hand
+    // Round a head's query to integers and write each bit to its plane. With two warps per head, hand 0 takes
+    // the even words and hand 1 the odd ones.
     auto round_head = [&](const float (&x)[PER_LANE], int h, float peak, float up, int hand) {
         float scale = peak > 0 ? float(args.query_max) / peak : 0.0f;
         int sum = 0;
@@ -206,7 +223,7 @@ prepare_query(const __grid_constant__ Arguments args) {
             if (w % HANDS != hand) continue;
             int r = __float2int_rn(x[w] * scale);
             sum += r;
-            u32 mine = 0, digits = (u32(r) + 0xaaaaaaaau) ^ 0xaaaaaaaau;  // to the base -2
+            u32 mine = 0, digits = (u32(r) + 0xaaaaaaaau) ^ 0xaaaaaaaau;  // to base -2
 #pragma unroll
             for (int p = 0; p < PLANES; p++) {
                 u32 plane = __ballot_sync(ALL, digits >> p & 1);
@@ -224,11 +241,11 @@ prepare_query(const __grid_constant__ Arguments args) {
 #endif
         }
     };
-    // rotated, in the lanes of a warp: as operands, which others read
+    // Rotate a query that is in the registers of a warp, and write it to shared memory as float16 numbers.
     auto put_head = [&](float (&x)[PER_LANE], int h) {
         rotate(x, signs, waves);
         float peak = peak_of(x);
-        if (!(peak < SAFE) && !in_range(x)) {  // then the query is taken for zeros
+        if (!(peak < SAFE) && !in_range(x)) {  // the query is replaced by zeros
             if (args.wrong && lane == 0) *args.wrong = 1;
 #pragma unroll
             for (int w = 0; w < PER_LANE; w++) x[w] = 0;
@@ -255,7 +272,8 @@ prepare_query(const __grid_constant__ Arguments args) {
     }
 #if TOGETHER
     auto voting = reinterpret_cast<float(*)[D]>(histogram);
-    // of four heads with a tile: what these numbers make in columns 0 to 3, and what they leave in 4 to 7
+    // Multiply a tile of A with four heads: the products of the rounded values are in columns 0 to 3, those
+    // of the remainders in columns 4 to 7.
     auto multiply = [&](int tile, int n) {
         float products[2][4] = {};
 #pragma unroll
@@ -267,7 +285,7 @@ prepare_query(const __grid_constant__ Arguments args) {
             mma_halves(products[0], a.x, lower.x, a.y, lower.y, b.x, b.y);
             mma_halves(products[1], a.z, lower.z, a.w, lower.w, b.z, b.w);
         }
-        bool later = lane & 2;  // its own is the lower row
+        bool later = lane & 2;  // this lane keeps the lower row
         int j = tile * 16 + later * 8 + lane / 4;
 #pragma unroll
         for (int i = 0; i < 2; i++) {
@@ -305,13 +323,13 @@ prepare_query(const __grid_constant__ Arguments args) {
     }
 #endif
     __syncthreads();
-    // the block has the count, all from the same thread: the last one to come here moves it on
+    // All threads of this block have read the count, from thread 0. The last group to get here increments it.
     if (stages && threadIdx.x == 0 && atomicAdd(args.ticket, 1) == int(gridDim.y) - 1) {
         *args.ticket = 0;
         if (resident < args.room) *args.resident_count = resident + 1;
     }
 
-    auto fragment = [&](int i, int of) {  // column `of` / 4 of part p: plane 2 p + 1 or 0 of a head
+    auto fragment = [&](int i, int of) {  // column `of` / 4 of part p: bit plane 2 p or 2 p + 1 of a head
         int p = i % PARTS, quad = i / PARTS % QUADS, n = i / PARTS / QUADS;
         return planes[n * 4 + of / 8][2 * p + of / 4 % 2][quad * 4 + of % 4];
     };
@@ -364,7 +382,8 @@ prepare_query(const __grid_constant__ Arguments args) {
     }
     bool last = last_block(args.tickets + bg, gridDim.x);
 
-    // for rerank.cu and attend.cu, by a block that is not in the way
+    // Write what rerank.cu and attend.cu read. The last thread block of a group does this, because it is not
+    // on the critical path.
     if (blockIdx.x == gridDim.x - 1) {
         if (stages && resident < args.room) {
             i64 wide = D + args.value_dim, to = (bg * args.room + resident) * wide;

@@ -1,31 +1,39 @@
-// Query tables for tiers: queries rotated, and their look-up tables (paper, A.1 and B.2.1).
+// Prepare the queries for tiered votes: rotate them, and make a table of points per centroid for each (paper,
+// A.1 and B.2.1).
+// Reference: tiered_votes.query_table in kvindex/pariskv, kvindex.ops.coarse.tier_table.
 //
-// q̃ = R q/‖q‖, ‖q‖ q̃ · up as float16 and what that leaves for the matrix unit, whose powers of two
-// follow from norms, so that no block waits for another one; and the points that each centroid earns
-// (ops.coarse.tier_table): keys in better centroids are summed by comparing all pairs.
-// Grid: (M, GROUP, BG), 256 threads: a subspace of a head. Reads 4 D bytes of the rotation per
-// coordinate (from L2 after the first) and 2 KB of counts per subspace; writes 4 D bytes per head, its
-// table (M · 256 bytes), and clears what the step counts.
-// Limited by latency: query and rotation, sums over a warp; and by 2^16 comparisons per block, which
-// are reads of shared memory (ncu: 61% of what it can do).
-// Compile-time: D, GROUP, DTYPE (of queries).
+// The rotated query is q̃ = R q/‖q‖. The kernel writes ‖q‖ q̃ · up as two float16 numbers, the rounded value
+// and the remainder, for the matrix unit of rerank_blocks.cu. `up` is a power of two that follows from the
+// norm alone, so no thread block waits for another. A centroid is one of the 256 sign patterns of a subspace
+// of 8 coordinates. Its points are the number of tiers that it reaches, which depends on how many keys have a
+// better centroid. The kernel counts those keys by comparing all pairs.
+//
+// Grid: (M, GROUP, BG), 256 threads: a thread block processes one subspace of one head.
+// Reads 4 D bytes of the rotation per coordinate (from L2 after the first time) and 2 KB of counts per
+// subspace; writes 4 D bytes per head and its table (256 M bytes). It also clears the counters that the
+// step's later kernels use.
+// Limited by latency (reads of query and rotation, sums over a warp) and by 2^16 comparisons per thread
+// block, which read shared memory at 61% of its throughput (measured with Nsight Compute).
+// Compile-time constants, set by the launcher: D, GROUP (query heads per KV head), DTYPE (of queries).
 #include "common/common.cuh"
 
 constexpr int M = D / 8;
-constexpr int EACH = (D + 31) / 32;     // coordinates of a lane
-constexpr int STEPS = (M + 1) / 2;      // as in rerank_blocks.cu
-constexpr int SETS = (GROUP + 3) / 4;   // of 4 query heads
+constexpr int EACH = (D + 31) / 32;     // coordinates per lane
+constexpr int STEPS = (M + 1) / 2;      // matrix products over all subspaces, two subspaces each, as in
+                                        // rerank_blocks.cu
+constexpr int SETS = (GROUP + 3) / 4;   // sets of 4 query heads
 constexpr float SMALLEST = 1.1754943508222875e-38f;
-constexpr double LARGEST = 1.8e16;      // √4096 times check.LARGEST
+constexpr double LARGEST = 1.8e16;      // √4096 times check.LARGEST, the largest allowed norm
 
-// Where float16 `part` (0 high, 1 low) of coordinate j of head h goes among a group's operands: in
-// rerank_blocks.cu a lane has two coordinates of each subspace; odd ones are in columns of their own.
+// Position of float16 number `part` (0 the rounded value, 1 the remainder) of coordinate j of head h among a
+// group's matrix operands. In rerank_blocks.cu a lane takes two coordinates of each subspace, and odd
+// subspaces have columns of their own.
 __device__ __forceinline__ int place_of(int h, int j, int part) {
     int b = j / 8, lane = (h % 4 + 4 * (b % 2)) * 4 + j % 8 / 2;
     return ((h / 4 * STEPS + b / 2) * 32 + lane) * 4 + part * 2 + j % 2;
 }
 
-constexpr int SIZE = SETS * STEPS * 32 * 4;  // of a group
+constexpr int SIZE = SETS * STEPS * 32 * 4;  // float16 numbers of a group's operands
 
 struct Centroid {
     double similarity;
@@ -35,13 +43,13 @@ struct Centroid {
 struct Arguments {
     const void* queries;     // DTYPE [BG, GROUP, D]
     const float* rotation;   // [D, D]
-    const i64* histogram;    // [BG, M, 256]: keys per centroid
-    const i64* tiers;        // [B, TIERS]: keys that bound each
-    u16* operands;           // [BG, SIZE]: 0 where nothing is written
-    float* ups;              // [BG, GROUP]: powers of two
-    u8* table;               // [BG, SETS, M, 256, 4]: a head beside the other
-    int* cleared;            // [words]
-    int* wrong;              // [1]: set to 1 where a query is out of range, or null
+    const i64* histogram;    // [BG, M, 256]: number of keys per centroid
+    const i64* tiers;        // [B, TIERS]: number of keys that bounds each tier
+    u16* operands;           // [BG, SIZE]: the launcher has zeroed the places that this kernel does not write
+    float* ups;              // [BG, GROUP]: `up` of each head, a power of two
+    u8* table;               // [BG, SETS, M, 256, 4]: points, with those of four heads next to each other
+    int* cleared;            // [words]: counters that are set to 0
+    int* wrong;              // [1]: set to 1 if a query is out of range, or null
     i64 words, kv_heads;
 };
 
@@ -71,7 +79,7 @@ query_table(const __grid_constant__ Arguments args) {
     for (i64 i = block * 256 + threadIdx.x; i < args.words; i += i64(gridDim.x) * gridDim.y * gridDim.z * 256)
         args.cleared[i] = 0;
     double length = sqrt(warp_sum(square));
-    bool finite = length < LARGEST;  // else the query is taken for zeros
+    bool finite = length < LARGEST;  // an infinite or too long query is replaced by zeros
     if (!finite && args.wrong && threadIdx.x == 0) *args.wrong = 1;
     if (!finite) length = 0;
     double inverse = 1 / fmax(length, 2.2250738585072014e-308);
@@ -83,7 +91,7 @@ query_table(const __grid_constant__ Arguments args) {
     __syncthreads();
 
     float norm = float(fmin(length, double(LONGEST)));
-    // what brings the norm, and so no coordinate further, to [2^13, 2^14)
+    // a power of two that scales the norm, and therefore all coordinates, below 2^14
     int exponent = min(max(int(__float_as_uint(fmaxf(norm, SMALLEST)) >> 23), 20), 230);
     float up = __uint_as_float(u32(254 + 13 - exponent) << 23);
     if (b == 0 && threadIdx.x == 0) args.ups[bg * GROUP + h] = up;
@@ -105,7 +113,7 @@ query_table(const __grid_constant__ Arguments args) {
     centroids[id] = {mine, int(args.histogram[(bg * M + b) * 256 + id])};
     __syncthreads();
     int better = 0;
-    for (int start = 0; start < 256; start += 32) {  // equal ones by the lower id
+    for (int start = 0; start < 256; start += 32) {  // among equal similarities, the lower id counts as better
         if (start == warp * 32) {
             for (int j = start; j < start + 32; j++)
                 if (centroids[j].similarity > mine || (centroids[j].similarity == mine && j < id))

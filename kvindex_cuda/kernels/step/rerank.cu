@@ -1,35 +1,39 @@
-// Reranking: estimates from codes of a few bits (paper, B.2.2, equation 10). One log weight of 16
-// bits per key.
+// Rerank: estimate the product of query and key for each candidate, from codes of a few bits per coordinate
+// and one 16-bit log weight per key (paper, B.2.2, equation 10).
+// Reference: rerank in kvindex/pariskv/decode_step.py, kvindex.ops.rerank.estimate.
 //
-// A warp multiplies 16 candidates with the heads of its group (product.cuh). Entries of the list are
-// dealt to warps like cards, so that each has its share of them and of the candidates among them,
-// however the scan wrote them. A warp reads up to 32 HANDS of its own at once, then where their blocks
-// are, and puts the candidates together; then codes, of the next 16 while 16 are multiplied.
-// Sums that all candidates enter are kept as integers, so that the order in which the scan wrote
-// its list leaves no trace: the same ids from run to run.
-// Limited by the latency of scattered reads: counts, list and histogram, asked for at once; addresses
-// of blocks while the cut is found; codes. (To ask for codes as well, candidates or not, took 2 to 4 µs
-// longer: the others' sectors come from memory, too.)
-// Where candidates are drawn (DRAWN), all of the bins that `threshold` of ops.priority takes are candidates, none
-// lies on an edge, and each stands for others in the sums.
-// Compile-time: D, BITS (of a magnitude), GROUP, CENTERED, SOFTCAP, and DTYPE, PLANES, DRAWN of votes.cuh,
-// RAGGED (each row of the batch has a length).
+// A warp multiplies 16 candidates with all heads of its group on the matrix unit (product.cuh). The entries
+// that the scan has listed are dealt to warps in turn, so that every warp gets about as many candidates as
+// the others, in whatever order the scan wrote them. A warp reads up to 32 HANDS of its entries in one batch,
+// then the addresses of their blocks, and collects the candidates in a queue. It loads the codes of the next
+// 16 candidates while it multiplies 16. Sums over all candidates are integers, so they do not depend on the
+// order of the list, and every run selects the same ids. With DRAWN, candidates are sampled at random: all
+// keys that pass the threshold of kvindex.ops.priority are candidates, no bin needs to be divided, and each
+// candidate enters the sums with a weight for the keys that it stands for.
+//
+// Limited by the latency of scattered reads: counts, list and histogram, which are requested together;
+// addresses of blocks, while the cut is found; codes. Requesting the codes of all entries early, candidates
+// or not, took 2 to 4 µs longer, because the codes of non-candidates come from memory, too.
+// Compile-time constants, set by the launcher: D, BITS (of a magnitude), GROUP (query heads per KV head),
+// CENTERED, SOFTCAP, RAGGED (1: each sequence has its own length), and DTYPE, PLANES and DRAWN of votes.cuh.
 #include "common/exact.cuh"
 #include "common/product.cuh"
 #include "common/shares.cuh"
 
-constexpr int ONCE = 16;  // candidates of a warp at a time
+constexpr int ONCE = 16;  // candidates that a warp multiplies at a time
 constexpr int HANDS = OPERANDS <= 1024 ? 8 : 4;
-constexpr int QUEUE = 32 * HANDS;  // candidates that a warp puts together
+constexpr int QUEUE = 32 * HANDS;  // candidates that a warp collects before it multiplies
 
-// A candidate: its codes' block, its id, and, if it lies on the edge, where among its entries, else −1; or, if
-// it was drawn, its priority.
+// A candidate: the address of its record of codes, its token id, and `slot`. If the candidate is in the cut's
+// bin, `slot` is its position among the entries of that bin, else −1. If candidates are sampled, `slot` is
+// the candidate's priority.
 struct __align__(16) Candidate {
     u64 block;
     int id, slot;
 };
 
-// What the warps of a block work on, of one group: as the kernel gets it, or in shared memory.
+// What the warps of a thread block process, for one group: pointers from the kernel's arguments or to shared
+// memory.
 struct Work {
     const i64* table;
     i64 logs, magnitudes, head_offset;
@@ -58,20 +62,20 @@ struct Work {
         return cutoff.side(entry) ? -1 : atomicAdd(edges, 1);
 #endif
     }
-    // To the queue's place `at`.
+    // Store an entry at position `at` of the queue.
     __device__ __forceinline__ void put(int at, u64 entry, u64 block, int slot) const {
         queue[at] = {block, id_of(entry), slot};
         if (!DRAWN && slot >= 0 && slot < EDGE) edge[slot] = entry;
     }
 };
 
-// Up to ONCE candidates, as the queue has them from a place on: what a lane multiplies.
+// Up to ONCE candidates from the queue: the codes that a lane multiplies.
 struct Batch {
     Tile tile;
     float products[COLUMNS][ROWS][2];
 };
 
-// The first of `many` from `here` on, on their way.
+// Start loading the first candidates from `here` on, of which there are `many`.
 __device__ __forceinline__ void begin(Batch& next, const Candidate* here, int many, const Work& work) {
     int lane = threadIdx.x % 32;
 #pragma unroll
@@ -93,7 +97,8 @@ __device__ __forceinline__ void begin(Batch& next, const Candidate* here, int ma
         }
 }
 
-// first: the place of `here` among the candidates.
+// Multiply a batch, and store and add up its estimates. first: index of the candidate at `here` among all
+// candidates.
 __device__ __forceinline__ void finish(const Batch& now, const Candidate* here, int many, int first,
                                        Exponentials (&sums)[COLUMNS][2], const Work& work) {
 #pragma unroll
@@ -128,15 +133,16 @@ __device__ __forceinline__ void finish(const Batch& now, const Candidate* here, 
     }
 }
 
-// Batch after batch: gather() fills the queue and says how many there are, 0 for no more; write(first) writes
-// these to `candidates`, from there on. AHEAD: whether one batch is on its way while another is multiplied.
+// Process batch after batch. gather() fills the queue and returns the number of candidates, 0 at the end.
+// write(first) stores these entries in `candidates` from index `first` on. AHEAD: load one batch while
+// another is multiplied.
 template <bool AHEAD, class Gather, class Keep>
 __device__ __forceinline__ void estimate(const Work& work, Gather gather, Keep write) {
     Exponentials sums[COLUMNS][2];
     while (int count = gather()) {
         int first = threadIdx.x % 32 == 0 ? atomicAdd(work.many, count) : 0;
         __syncwarp();
-        Batch even, odd;  // two, for to copy one is to wait for it
+        Batch even, odd;  // two batches by name: copying one into the other would wait for its loads
         auto start = [&](Batch& next, int at) {
             if (at < count) begin(next, work.queue + at, count - at, work);
         };
@@ -165,7 +171,8 @@ __device__ __forceinline__ void estimate(const Work& work, Gather gather, Keep w
 __device__ __forceinline__ u32 lower_lanes() { return (1u << threadIdx.x % 32) - 1; }
 
 #if DRAWN
-// `threshold` of ops.priority: where chances begin to fall, and where candidates begin.
+// The two thresholds of kvindex.ops.priority: below the first, keys are sampled with a probability less than
+// 1; from the second on, keys are candidates.
 __device__ __noinline__ int2 thresholds_alone(const Voters& voters, int target, bool all) {
     if (all) return {LEAST, LEAST + 1};
     int beyond = vote_of(last_of_the_best(voters, target + 1)) & -STEP;
@@ -174,7 +181,8 @@ __device__ __noinline__ int2 thresholds_alone(const Voters& voters, int target, 
 }
 #endif
 
-// The C best without the scan's list (exact.cuh): all entries from the C-th on; or those from `least` on.
+// Find and estimate the candidates without the scan's list (exact.cuh): the C best entries, or all entries
+// from `least` on where candidates are sampled.
 __device__ __noinline__ void estimate_alone(const Work& work, const Voters& voters, int target, u64 least) {
     if (!DRAWN) least = target ? last_of_the_best(voters, target) : ~0ull;
     u32 next = (blockIdx.x * 8 + threadIdx.x / 32) * 32, hits = 0;
@@ -197,31 +205,33 @@ __device__ __noinline__ void estimate_alone(const Work& work, const Voters& vote
 }
 
 struct Arguments {
-    const i64* codes;             // [B, row]: addresses of blocks, of KV head g at g · head_bytes
-    const uint2* operands;        // of prepare_query.cu, as are ups, bases and shifts
+    const i64* codes;             // [B, row]: addresses of blocks of codes; the record of KV head g begins at g ·
+                                  // head_bytes
+    const uint2* operands;        // written by prepare_query.cu, as are ups, bases and shifts
     const float* ups;
-    const float* products;        // [BG, row, GROUP]
+    const float* products;        // [BG, row, GROUP]: ⟨q, μ⟩ of each block, written by scan.cu
     const float* levels;          // [LEVELS]
-    const int* wanted;            // [B]
-    const int* counted;           // [B]
+    const int* wanted;            // [B]: C, the number of candidates wanted
+    const int* counted;           // [B]: number of valid keys
     const int* bases;
     const int* shifts;
-    const int* counts;            // of scan.cu, as are list and histogram
+    const int* counts;            // written by scan.cu, as are list and histogram
     const u64* list;
     const int* histogram;
-    u64* candidates;              // [BG, capacity]: entries of candidates and of the edge, in any order
-    int* candidate_counts;        // [BG] APART: how many, cleared before
-    float* estimates;             // [BG, capacity, GROUP]: theirs
-    u64* buckets;                 // [BG, GROUP, BUCKETS]: sums over candidates above the edge, cleared before
-    u64* edge;                    // [BG, EDGE]: entries of the edge
-    float* edge_estimates;        // [BG, EDGE, GROUP]: theirs
-    int* edge_counts;             // [BG] APART: how many, cleared before
-    int2* cuts;                   // [BG]: the bin of the cut and how many are above it, −1 and 0 where all are candidates;
-                                  // where they are drawn, `threshold` of ops.priority
-    const int* thresholds;        // of prepare_query.cu
-    const float2* scales;         // of votes.cuh, as are seeds
+    u64* candidates;              // [BG, capacity]: entries of the candidates and of the cut's bin, in any order
+    int* candidate_counts;        // [BG] APART: number of these entries, cleared before the launch
+    float* estimates;             // [BG, capacity, GROUP]: their estimates
+    u64* buckets;                 // [BG, GROUP, BUCKETS]: sums of exponentials over the candidates above the cut's bin,
+                                  // cleared before the launch
+    u64* edge;                    // [BG, EDGE]: entries of the cut's bin
+    float* edge_estimates;        // [BG, EDGE, GROUP]: their estimates
+    int* edge_counts;             // [BG] APART: number of entries in the cut's bin, cleared before the launch
+    int2* cuts;                   // [BG]: the bin of the cut and the number of entries above it, or −1 and 0 if all are
+                                  // candidates; if candidates are sampled, the two thresholds of kvindex.ops.priority
+    const int* thresholds;        // written by prepare_query.cu
+    const float2* scales;         // see votes.cuh, as for `seeds`
     const u32* seeds;
-    const u32* planes;            // from here to length: as in scan.cu
+    const u32* planes;            // from here to `length`: as in scan.cu
     const int* sums;
     const void* queries;
     const float* units;
@@ -229,14 +239,17 @@ struct Arguments {
     const int* factors;
     const u32* valid;
     const i64* length;
-    int* signals;                 // of scan.cu, whose `scanners` warps it counts, and of this kernel's blocks (common.cuh)
+    int* signals;                 // counts finished warps of scan.cu, of which there are `scanners`, and thread blocks
+                                  // of this kernel (common.cuh)
     i64 row, head_bytes, logs, magnitudes, scanners, capacity, kv_heads;
     float scale, softcap;
 };
 
-// Grid: (splits, BG), 256 threads. Reads the list, and of each candidate its signs, magnitudes and log
-// weight (at D = 128 and 3 bits 16 + 48 + 2 bytes in 4 sectors); writes 8 + 4 GROUP bytes of each.
-// Where the list lacks some of the C best they are found from what scan.cu reads (exact.cuh).
+// Grid: (splits, BG), 256 threads.
+// Reads the list, and the signs, magnitudes and log weight of each candidate (at D = 128 and 3 bits: 16 + 48
+// + 2 bytes in 4 sectors).
+// Writes 8 + 4 GROUP bytes per candidate. If the list lacks some of the C best keys, the kernel finds them
+// from what scan.cu reads (exact.cuh).
 extern "C" __global__ void __launch_bounds__(256, D > 128 || BITS > 3 || GROUP > 8 ? 1 : 2)
 rerank(const __grid_constant__ Arguments args) {
     __shared__ u16 halves[LEVELS];
@@ -244,7 +257,7 @@ rerank(const __grid_constant__ Arguments args) {
     __shared__ Candidate queues[8][QUEUE];
     u32 bg = blockIdx.y, groups = gridDim.y, batch = bg / u32(args.kv_heads);
     int lane = threadIdx.x % 32, target = min(args.wanted[batch], args.counted[batch]);
-    // a block may begin late: all reads are begun before one is waited for
+    // A thread block may start late, so it begins all reads before it waits for any of them.
     float level = threadIdx.x < LEVELS ? args.levels[threadIdx.x] : 0.0f, up[COLUMNS][2];
     uint2 parts[OPERANDS / 256];
 #pragma unroll
@@ -279,10 +292,11 @@ rerank(const __grid_constant__ Arguments args) {
         after_previous();
     };
 
-    // a warp's entries: of the first 32 · warps every warps-th, and so on
+    // Entries of this warp, where n = `warps` is the number of warps of the group: every n-th of the first 32
+    // n entries, then every n-th of the next 32 n, and so on.
     int warps = gridDim.x * 8, own = blockIdx.x * 8 + threadIdx.x / 32, next = own;
     int n = args.counts[bg * APART];
-    auto place_of = [&](int i) { return next + (i * 32 + lane) * warps; };  // i-th hand
+    auto place_of = [&](int i) { return next + (i * 32 + lane) * warps; };  // of the i-th batch of 32
     u64 entries[HANDS];
     entries[0] = place_of(0) < args.capacity ? work.list[place_of(0)] : 0;
     auto load_hands = [&](int from) {
@@ -303,7 +317,8 @@ rerank(const __grid_constant__ Arguments args) {
     if (!alone && own + 32 * warps < n) load_hands(1);
     Cut cut = {-1, 0};
 #if DRAWN
-    // the cut is that of the next one; where bins end, or hold what is below them, they tell no threshold
+    // The cut is where the (C + 1)-th entry is, whose priority is the threshold. The last bin has no upper
+    // bound, and the first bin may have no lower bound, so these two do not determine a threshold.
     bool all = args.counted[batch] <= args.wanted[batch];
     if (!all && n > target) {
         cut = cut_of(bins, target + 1);
@@ -346,7 +361,7 @@ rerank(const __grid_constant__ Arguments args) {
     auto gather = [&]() {
         int count = 0;
         for (; !count && next < n; next += QUEUE * warps) {
-            bool more = next + 32 * warps < n;  // than one hand
+            bool more = next + 32 * warps < n;  // more than one batch of 32 entries
             if (next != own) load_hands(0);
 #pragma unroll
             for (int i = 0; i < HANDS; i++) {
@@ -380,7 +395,7 @@ rerank(const __grid_constant__ Arguments args) {
         for (int i = 0; i < HANDS; i++) {
             if (hits[i] >> lane & 1) work.candidates[first + __popc(hits[i] & lower_lanes())] = entries[i];
             first += __popc(hits[i]);
-            entries[i] = 0;  // no register is left for it
+            entries[i] = 0;  // reloaded later: no register is left to keep it
         }
         block = 0;
     });

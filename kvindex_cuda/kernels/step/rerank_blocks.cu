@@ -1,25 +1,30 @@
-// Reranking with a weight for each subspace (paper, B.2.2, equation 10).
+// Rerank candidates whose codes have one weight per subspace of 8 coordinates (paper, B.2.2, equation 10).
+// Reference: tiered_votes.rerank_blocks in kvindex/pariskv, kvindex.ops.rerank.estimate.
 //
-// As in rerank.cu codes become float16 in registers for the matrix unit, with queries in two float16
-// of 22 bits together; but each subspace has a weight of its own, so that its sum is needed alone. A
-// product of 16 coordinates is two subspaces: the query's part of the even one lies in four columns,
-// one for each head, that of the odd one in the other four, and zeros beside them. So a lane gets
-// sums of one of the two, and multiplies them by that one's weight.
-// Grid: (splits, BG), 256 threads; a warp takes 16 entries at a time. Reads of each signs,
-// magnitudes and weights (at D = 128 and 3 bits 16 + 48 + 32 bytes in 4 sectors), writes 4 GROUP bytes.
-// Limited by the latency of scattered reads, with a third of the issue slots in use at most (ncu):
-// some 25 instructions of a warp for each (by count).
-// Compile-time: D, BITS (of a magnitude), GROUP, SOFTCAP.
+// As in rerank.cu, codes are decoded to float16 in registers and multiplied on the matrix unit. Each query
+// coordinate is two float16 numbers, with 22 bits of precision together. Because each subspace has its own
+// weight, its sum is needed separately. One matrix product of 16 coordinates therefore covers two subspaces:
+// the query's part of the even subspace is in four columns (one per head), its part of the odd subspace in
+// the other four, and the remaining operands are zeros. A lane gets the sums of one of the two subspaces and
+// multiplies them by the weight of that subspace.
+//
+// Grid: (splits, BG), 256 threads; a warp processes 16 candidates at a time.
+// Reads the signs, magnitudes and weights of each candidate (with D = 128 and 3 bits: 16 + 48 + 32 bytes, in
+// 4 sectors) and writes 4 GROUP bytes.
+// Limited by the latency of scattered reads. At most a third of the issue slots are in use (measured with
+// Nsight Compute), at about 25 instructions of a warp per candidate (counted).
+// Compile-time constants, set by the launcher: D, BITS (of a magnitude), GROUP (query heads per KV head),
+// SOFTCAP.
 #include "common/levels.cuh"
 #include "common/shares.cuh"
 
 constexpr int M = D / 8;
-constexpr int WORDS = (M + 3) / 4;                     // of a key's signs, and of a plane
+constexpr int WORDS = (M + 3) / 4;                     // words of a key's signs, and of each plane of its magnitudes
 constexpr int STEPS = (M + 1) / 2;
-constexpr int SETS = (GROUP + 3) / 4;                  // of 4 query heads
-constexpr int SPAN = STEPS;                            // words of a key's weights, bfloat16
+constexpr int SETS = (GROUP + 3) / 4;                  // sets of 4 query heads
+constexpr int SPAN = STEPS;                            // words of a key's weights, two bfloat16 numbers each
 
-// One key's codes: all words in each lane of four, which take two coordinates of each subspace.
+// The codes of one key. Each of four lanes loads all words, and uses two coordinates of each subspace.
 struct Key {
     u32 signs[WORDS], planes[BITS > 0 ? BITS : 1][WORDS], weights[SPAN];
 };
@@ -44,13 +49,14 @@ __device__ __forceinline__ void load(Key& found, const char* block, i64 weights,
         fetch(found.planes[p], reinterpret_cast<const u32*>(block + magnitudes) + (key * BITS + p) * WORDS);
 }
 
-// Bits 2 t and 2 t + 1 of each byte, as the lowest bits of its two nibbles.
+// Extract bits 2 t and 2 t + 1 of each byte, as the lowest bits of the byte's two nibbles.
 __device__ __forceinline__ u32 nibbles(u32 word) {
     word >>= threadIdx.x % 4 * 2;
     return (word & 0x01010101) | (word << 3 & 0x10101010);
 }
 
-// This lane's coordinates of four subspaces: pairs [0] of the first, [1] of the second, and so on.
+// Decode this lane's coordinates of four subspaces: pairs[0] of the first subspace, pairs[1] of the second,
+// and so on.
 __device__ __forceinline__ void decode(u32 (&pairs)[4], const Key& key, int w, const Levels& levels) {
     u32 indices = 0, signs = nibbles(~key.signs[w]), two[2];
     if (BITS == 3) {
@@ -74,14 +80,16 @@ __device__ __forceinline__ void decode(u32 (&pairs)[4], const Key& key, int w, c
 }
 
 struct Arguments {
-    const i64* codes;              // [B, row]: addresses of blocks, of KV head g at g · head_bytes
-    const uint2* operands;         // [BG, SETS, STEPS, 32]: of query_table.cu, as are ups
+    const i64* codes;              // [B, row]: addresses of blocks of codes; the record of KV head g begins at g ·
+                                   // head_bytes
+    const uint2* operands;         // [BG, SETS, STEPS, 32]: written by query_table.cu, as is `ups`
     const float* ups;              // [BG, GROUP]
     const float* levels;           // [LEVELS]
-    const int* candidate_counts;   // [BG] APART: of candidates.cu
+    const int* candidate_counts;   // [BG] APART: written by candidates.cu, as is `candidates`
     const u64* candidates;         // [BG, capacity]
-    float* estimates;              // [BG, capacity, GROUP]
-    u64* buckets;                  // [BG, GROUP, BUCKETS]: sums over candidates, cleared before
+    float* estimates;              // [BG, capacity, GROUP]: estimated products of query and key
+    u64* buckets;                  // [BG, GROUP, BUCKETS]: sums of exponentials over the candidates (shares.cuh),
+                                   // cleared before the launch
     i64 row, head_bytes, weights, magnitudes, capacity, kv_heads;
     float scale, softcap;
 };
@@ -116,7 +124,7 @@ rerank_blocks(const __grid_constant__ Arguments args) {
     __syncthreads();
     Levels levels = levels_of(halves);
     Exponentials sums[SETS][2];
-    bool later = t >= 2;  // has odd subspaces, and then the key 8 rows further
+    bool later = t >= 2;  // this lane has the odd subspaces, and at the end the key 8 rows below
 
     auto entry_at = [&](int first) { return lane < 16 && first + lane < n ? kept[first + lane] : 0; };
     auto block_of = [&](u64 entry) {
@@ -148,7 +156,7 @@ rerank_blocks(const __grid_constant__ Arguments args) {
                 float weight[2];
 #pragma unroll
                 for (int half = 0; half < 2; half++) {
-                    u32 both = keys[half].weights[at];  // of the padding, where M is odd, operands are 0
+                    u32 both = keys[half].weights[at];  // where M is odd, the padding has operands of 0
                     weight[half] = __uint_as_float(later ? both & 0xffff0000u : both << 16);
                 }
 #pragma unroll

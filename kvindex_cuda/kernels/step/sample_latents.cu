@@ -1,37 +1,42 @@
-// A threshold for the votes of a group of many heads, from a sample of the keys (pariskv.sign_votes.thresholds_of).
+// Find a threshold for the votes of a group with many query heads, from the votes of a sample of its keys.
+// Reference: thresholds_of in kvindex/pariskv/sign_votes.py.
 //
-// 32 keys in each of SAMPLED / 32 blocks, evenly spread, whose codes are asked for while prepare_latents.cu still runs.
-// The heads' eights are the warps', and where few are, so are the halves of the keys; the last block finds a vote that
-// more than C of all keys are all but sure to reach (as prepare_query.cu).
-// Grid: (SAMPLED / 32, B), 256 threads. Reads (D/8 + 1) SAMPLED bytes of codes, and D bytes per head a block, from L2.
-// Limited by latency: rounded queries, their product, and the last block's threshold.
-// Compile-time: D, GROUP (heads of a tile), TILES, DTYPE (of queries), CENTERED, PLANES, DRAWN, RAGGED (each row of
-// the batch has a length).
+// The sample has 32 keys from each of SAMPLED / 32 blocks of codes, evenly spread. Their codes are requested
+// while prepare_latents.cu still runs. Each warp takes sets of 8 heads; with few heads, it also takes only
+// half of the keys. The last thread block takes a vote from the sample that more than C of all keys almost
+// certainly reach, as prepare_query.cu does.
+//
+// Grid: (SAMPLED / 32, B), 256 threads. Reads (D/8 + 1) SAMPLED bytes of codes, and from L2 D bytes per head
+// and thread block.
+// Limited by latency: reading the rounded queries, their product, and the search in the last thread block.
+// Compile-time constants, set by the launcher: D, GROUP (heads of a tile), TILES, DTYPE (of queries),
+// CENTERED (1: blocks have centers), PLANES, DRAWN (1: candidates are sampled), RAGGED (1: each sequence has
+// its own length).
 #include "common/byte_votes.cuh"
 #include "common/threshold.cuh"
 
-constexpr int HALVES = HEADS > 32 ? 2 : 1;  // sixteens of keys of a warp
+constexpr int HALVES = HEADS > 32 ? 2 : 1;  // groups of 16 keys that a warp processes
 constexpr int UNITS = COLUMNS_OF / 8 * (2 / HALVES);
 
 struct Arguments {
-    const i64* codes;           // [B, row]: addresses of blocks
-    const u32* valid;           // [B, row, 8]: a bit per token
-    const i64* length;          // [1], or RAGGED: [B]
-    const float* weight_scale;  // [B]
-    const int* wanted;          // [B]: C
-    const int* counted;         // [B]: valid keys
-    const int* factors;         // [256]: of ops.codes.log_factors
-    const i8* integers;         // [B, WIDTH / 16, COLUMNS_OF, 16]: of prepare_latents.cu, as are the next five
+    const i64* codes;           // [B, row]: addresses of blocks of codes
+    const u32* valid;           // [B, row, 8]: one bit per token, 1 if it is valid
+    const i64* length;          // [1], or RAGGED: [B]: number of tokens
+    const float* weight_scale;  // [B]: power of two that log weights are relative to
+    const int* wanted;          // [B]: C, the number of candidates wanted
+    const int* counted;         // [B]: number of valid keys
+    const int* factors;         // [256]: from kvindex.ops.codes.log_factors
+    const i8* integers;         // [B, WIDTH / 16, COLUMNS_OF, 16]: written by prepare_latents.cu, as are the next five
     const int* sums;
     const float* units;
     const float* products;
     const float2* scales;
     const u32* seeds;
-    int* sample;                // [B, SAMPLED]: votes
-    int* tickets;               // [B]: 0 before and after
-    int* thresholds;            // [B]
-    int* bases;                 // [B]: of the histogram's bins
-    int* shifts;                // [B]: likewise
+    int* sample;                // [B, SAMPLED]: votes of the sample
+    int* tickets;               // [B]: counts finished thread blocks, 0 before and after the launch
+    int* thresholds;            // [B]: keys with lower votes are not listed
+    int* bases;                 // [B]: vote at which the histogram's first bin begins
+    int* shifts;                // [B]: log2 of the width of the histogram's bins
     i64 row;
 };
 
@@ -45,7 +50,7 @@ sample_latents(const __grid_constant__ Arguments args) {
     i64 b = blockIdx.y, tokens = args.length[RAGGED * b], blocks = (tokens + TOKENS - 1) / TOKENS;
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32, t = lane % 4, i = blockIdx.x;
     i64 s = blocks * i / (SAMPLED / 32);
-    // of a block that is drawn several times other keys each time; else any
+    // With few blocks of codes, a block occurs several times in the sample, each time with other keys.
     int part = blocks < SAMPLED / 32 ? i * 3 % 8 : int(u32(i) * 2654435761u >> 29);
     float share = float(args.wanted[b]), all = float(args.counted[b]);
     u32 weights = 0, valid = 0;

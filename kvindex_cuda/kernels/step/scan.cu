@@ -1,18 +1,27 @@
-// Coarse stage: which keys' votes are high (votes.cuh; paper, B.2.1).
-// Compile-time: D, GROUP, DTYPE (of queries), CENTERED, PLANES, DRAWN, RAGGED (each row of the batch has a length).
+// Coarse stage of a decode step: compute the vote of every key, and list the keys whose vote reaches a
+// threshold. A vote is an integer estimate of the product of query and key (common/votes.cuh; paper, B.2.1).
+// Reference: scan in kvindex/pariskv/decode_step.py, kvindex/pariskv/sign_votes.py.
+// Compile-time constants, set by the launcher: D, GROUP (query heads per KV head), DTYPE (of queries),
+// CENTERED (1: blocks of codes have centers), PLANES (bit planes of a rounded query), DRAWN (1: candidates
+// are sampled), RAGGED (1: each sequence has its own length).
 #include "common/votes.cuh"
 
-constexpr int STAGE = (SCANNED + 127) / 128 * 128;       // bytes
-constexpr int AT_ONCE = GROUP <= 4 && D <= 128 ? 4 : DRAWN ? 1 : 2;  // times 32 keys whose votes are made together
-constexpr int UNROLLED = GROUP <= 4 ? 8 / AT_ONCE : 1;   // with more heads no registers are left
-constexpr int DEPTH = AT_ONCE + 5;                       // entries that a lane buffers
+// bytes of a pipeline stage: signs, weights and center of a block of 256 keys
+constexpr int STAGE = (SCANNED + 127) / 128 * 128;
+// groups of 32 keys whose votes are computed together
+constexpr int AT_ONCE = GROUP <= 4 && D <= 128 ? 4 : DRAWN ? 1 : 2;
+// no unrolling with more heads, because registers would not suffice
+constexpr int UNROLLED = GROUP <= 4 ? 8 / AT_ONCE : 1;
+constexpr int DEPTH = AT_ONCE + 5;                       // entries that each lane buffers
 
-// Bytes of a block. Where two take more than 196 KB, less is left for L1, for the rerank too, which follows on
-// the same multiprocessors: it took 6 µs longer at 1M tokens.
+// Bytes of shared memory of a thread block. If two thread blocks take more than 196 KB, too little L1 is
+// left, also for the rerank, which runs on the same multiprocessors next: the rerank took 6 µs longer at 1M
+// tokens.
 constexpr int SHARED = WARPS * (STAGES * (STAGE + 8) + DEPTH * 256) + 4 * 256 + 2 * BINS;
 static_assert(D > 128 || 2 * (SHARED + 1024) <= 196 * 1024, "takes from L1");
 
-// Where it reaches the threshold, a vote and its id go to `tail`, and the next ones behind it; no branch.
+// If a vote reaches the threshold, store it with its id at `tail` and advance `tail`. Predicated
+// instructions, no branch.
 __device__ __forceinline__ void append(Shared& tail, int vote, int threshold, u32 id) {
 #ifdef EMULATED
     if (vote >= threshold) store_pair(tail, id, u32(vote)), tail += 256;
@@ -21,7 +30,8 @@ __device__ __forceinline__ void append(Shared& tail, int vote, int threshold, u3
                  "@is add.u32 %0, %0, 256;\n\t}" : "+r"(tail) : "r"(vote), "r"(threshold), "r"(id));
 #endif
 }
-// Where a bound does (noise.cuh), a size and its id.
+// If a bound (noise.cuh) reaches the threshold, store the key's size with its id at `tail` and advance
+// `tail`.
 __device__ __forceinline__ void append(Shared& tail, float bound, float threshold, float size, u32 id) {
 #ifdef EMULATED
     if (bound >= threshold) store_pair(tail, id, __float_as_uint(size)), tail += 256;
@@ -33,35 +43,37 @@ __device__ __forceinline__ void append(Shared& tail, float bound, float threshol
 }
 
 struct Arguments {
-    const i64* codes;         // [B, row]: addresses of blocks, of KV head g at g · head_bytes
-    const u32* planes;        // of prepare_query.cu, as are sums, units, thresholds, bases and shifts
+    const i64* codes;         // [B, row]: addresses of blocks of codes; the record of KV head g begins at g ·
+                              // head_bytes
+    const u32* planes;        // written by prepare_query.cu, as are sums, units, thresholds, bases and shifts
     const int* sums;
     const void* queries;      // DTYPE [BG, GROUP, D]
     const float* units;
-    const float* weight_scale;  // [BG]
-    const int* factors;       // [256]
-    const u32* valid;         // [B, row, 8]: a bit per token
-    const i64* length;        // [1], or RAGGED: [B]
+    const float* weight_scale;  // [BG]: power of two that log weights are relative to
+    const int* factors;       // [256]: from kvindex.ops.codes.log_factors
+    const u32* valid;         // [B, row, 8]: one bit per token, 1 if it is valid
+    const i64* length;        // [1], or RAGGED: [B]: number of tokens
     const int* thresholds;
     const int* bases;
     const int* shifts;
-    const float2* scales;     // of votes.cuh, as are seeds
+    const float2* scales;     // see votes.cuh, as for `seeds`
     const u32* seeds;
-    int* counts;              // [BG] APART: entries listed
-    u64* list;                // [BG, capacity]
-    int* histogram;           // [BG, BINS]: of `bin_of`
-    float* products;          // [BG, row, GROUP]: ⟨q, μ⟩ of each block
-    int* signals;             // warps that are done (common.cuh)
+    int* counts;              // [BG] APART: number of listed entries
+    u64* list;                // [BG, capacity]: entries (`entry_of` in common.cuh)
+    int* histogram;           // [BG, BINS]: listed keys by `bin_of` their vote
+    float* products;          // [BG, row, GROUP]: ⟨q, μ⟩, the product of each query with each block's center
+    int* signals;             // counts finished warps (`signal` in common.cuh)
     i64 row, head_bytes, capacity, groups, kv_heads;
 };
 
-// Grid: any; each warp walks over blocks of 256 keys, which come to shared memory by asynchronous
-// copies, two ahead, the first two while prepare_query.cu still runs. Reads D/8 + 1 bytes per key and 2 D per
-// block, once; writes 8 bytes and adds to a histogram for each key at or above the threshold of
-// prepare_query.cu, some 2 C. These each lane buffers for itself, so that 32 keys need no exchange; the
-// histogram of a block's first group is in shared memory (adding each to memory's took 8 to 9 of 53 µs at 1M
-// tokens).
-// Limited by memory at 1M tokens: its copies alone take 39 µs, all of it 43 to 45.
+// Grid: any number of thread blocks of 8 warps. Each warp processes blocks of 256 keys, one after another. It
+// copies them to shared memory asynchronously, two ahead of the one that it computes. The first two copies
+// begin while prepare_query.cu still runs.
+// Reads D/8 + 1 bytes per key and 2 D bytes per block, once. For each key that reaches the threshold, about 2
+// C keys, it writes 8 bytes and increments a bin of the histogram. Every lane buffers its own entries, so
+// lanes need not communicate for each 32 keys. The histogram of a thread block's first group is in shared
+// memory; incrementing global memory for each key took 8 to 9 of 53 µs at 1M tokens.
+// Limited by memory at 1M tokens: the copies alone take 39 µs, the whole kernel 43 to 45 µs.
 // Dynamic shared memory: WARPS STAGES STAGE bytes.
 extern "C" __global__ void __launch_bounds__(WARPS * 32, D <= 128 ? 2 : 1)
 scan(const __grid_constant__ Arguments args) {
@@ -69,38 +81,39 @@ scan(const __grid_constant__ Arguments args) {
     __shared__ FACTORS int factors[256];
     __shared__ u64 buffers[WARPS][DEPTH][32];
     __shared__ u64 barriers[WARPS][STAGES];
-    __shared__ u32 bins[BINS / 2];  // of the first warp's first group, two in a word
+    __shared__ u32 bins[BINS / 2];  // histogram of the first warp's first group, two bins per word
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     Shared stages = shared_place(memory) + warp * (STAGES * STAGE), factor_places = shared_place(factors);
     Shared barrier = shared_place(barriers[warp]), buffer = shared_place(&buffers[warp][0][lane]);
     int factor = threadIdx.x < 256 ? args.factors[threadIdx.x] : 0;
-    i64 tokens = __ldcg(args.length);  // RAGGED: of the group that a warp is at, as are blocks
+    i64 tokens = __ldcg(args.length);  // RAGGED: length of the group that the warp processes, as is `blocks`
     u32 blocks = u32((tokens + TOKENS - 1) / TOKENS), warps = gridDim.x * WARPS;
-    // warps in as many teams as there are groups; in a team every warp takes each so-many-th block,
-    // for keys with high votes lie together
+    // Warps are divided into teams, one per group where there are enough warps. In a team with n warps, each
+    // warp takes every n-th block, because keys with high votes tend to be in neighboring blocks.
     u32 teams = min(u32(args.groups), warps), team = (blockIdx.x * WARPS + warp) * teams / warps;
     u32 low = first_of(team, teams, warps), members = warps_of(team, teams, warps);
     u32 own = blockIdx.x * WARPS + warp - low, home = blockIdx.x * WARPS * teams / warps;
 #if RAGGED
     auto tokens_of = [&](u32 bg) { return i64(__ldcg(args.length + bg / u32(args.kv_heads))); };
-    auto each_of = [&](u32 bg) {  // blocks of a group that are the warp's
+    auto each_of = [&](u32 bg) {  // number of blocks of a group that belong to this warp
         u32 blocks = u32((tokens_of(bg) + TOKENS - 1) / TOKENS);
         return blocks > own ? (blocks - own + members - 1) / members : 0;
     };
     u32 work = 0;
     for (u32 bg = team; bg < u32(args.groups); bg += teams) work += each_of(bg);
 #else
-    u32 each = blocks > own ? (blocks - own + members - 1) / members : 0;  // blocks of a group
+    u32 each = blocks > own ? (blocks - own + members - 1) / members : 0;  // this warp's blocks in each group
     u32 work = each * ((u32(args.groups) - team + teams - 1) / teams);
 #endif
 
     if (lane == 0)
         for (int i = 0; i < STAGES; i++) begin_barrier(barrier + 8 * i);
     __syncwarp();
-    u32 next = 0;    // the item whose copy begins next
-    u64 source = 0;  // of items next / 32 · 32 + lane: where codes are
-    u32 place = 0;   // and their block in the table
-    u32 valid_of[STAGES] = {};  // of items item, item + 1, …: bits of 32 keys, lanes' remainders by 8
+    u32 next = 0;    // the work item whose copy begins next
+    u64 source = 0;  // for work item next / 32 · 32 + lane: the address of its codes
+    u32 place = 0;   // and the position of that block in the table
+    u32 valid_of[STAGES] = {};  // of the items item, item + 1, …: the valid bits of 32 keys per lane, with lane % 8
+                                // choosing the 32 keys
     auto fetch = [&]() {
 #pragma unroll
         for (int i = 0; i + 1 < STAGES; i++) valid_of[i] = valid_of[i + 1];
@@ -141,10 +154,10 @@ scan(const __grid_constant__ Arguments args) {
 #else
     int threshold = 0;
 #endif
-    Shared tail = buffer;  // where the lane's next entry goes
+    Shared tail = buffer;  // where the lane's next entry is stored
     auto enter = [&]() {
 #if RAGGED
-        while (!each_of(bg)) bg += teams;  // there is work left
+        while (!each_of(bg)) bg += teams;  // this loop ends, because there is work left
         tokens = tokens_of(bg), blocks = u32((tokens + TOKENS - 1) / TOKENS);
 #endif
         load(group, args.queries, args.planes, args.sums, args.units, {args.scales, args.seeds}, bg);
@@ -161,7 +174,7 @@ scan(const __grid_constant__ Arguments args) {
         int listed = mine;
         mine = 0;
 #pragma unroll 1
-        for (int i = 0; i < listed; i++) {  // those whose noise is enough
+        for (int i = 0; i < listed; i++) {  // keep the keys whose priority, noise included, reaches the threshold
             u64 pair = load_pair(buffer + i * 256);
             int found = priority_of(__uint_as_float(u32(pair >> 32)), u32(pair), group.seed);
             if (found >= args.thresholds[bg]) store_pair(buffer + mine++ * 256, u32(pair), u32(found));
@@ -169,7 +182,8 @@ scan(const __grid_constant__ Arguments args) {
 #endif
         int all = warp_sum(mine);
         int start = lane == 0 ? atomicAdd(args.counts + bg * APART, all) : 0;
-        int base = args.bases[bg], shift = args.shifts[bg];  // no registers are left for them
+        // reloaded here, because no registers are left to keep them
+        int base = args.bases[bg], shift = args.shifts[bg];
         bool at_home = bg == home && binned + all <= BINNED / WARPS;
         if (at_home) binned += all;
         start = __shfl_sync(ALL, start, 0);
@@ -194,7 +208,7 @@ scan(const __grid_constant__ Arguments args) {
         Shared codes = stages + stage * STAGE;
         u32 bits = valid_of[0];
         if (s + 1 == blocks) {
-            int left = int(tokens - i64(s) * TOKENS) - lane % 8 * 32;  // from the lane's 32 on
+            int left = int(tokens - i64(s) * TOKENS) - lane % 8 * 32;  // tokens left from this lane's 32 keys on
             bits &= left >= 32 ? ALL : left <= 0 ? 0 : (1u << left) - 1;
         }
         bool whole = __all_sync(ALL, bits == ALL);
@@ -208,7 +222,8 @@ scan(const __grid_constant__ Arguments args) {
 #pragma unroll UNROLLED
         for (int first_part = 0; first_part < 8; first_part += AT_ONCE) {
 #if DRAWN
-            float sizes[AT_ONCE], votes[AT_ONCE];  // bounds, before noise is known to the bit
+            float sizes[AT_ONCE], votes[AT_ONCE];  // votes holds upper bounds of the priorities, before the exact noise
+                                                   // is known
             const float NO_VOTE = NEVER;
 #else
             constexpr int NO_VOTE = LEAST;
@@ -249,11 +264,12 @@ scan(const __grid_constant__ Arguments args) {
         }
     }
     __syncthreads();
-    // two bins at once; others may add to one of them: either way memory adds 32 bits to 32
+    // Add two bins with one 64-bit addition. Others may add to either bin at the same time: no bin overflows
+    // 32 bits, so the two halves stay independent.
     u64* pairs = reinterpret_cast<u64*>(args.histogram + home * BINS);
     for (int i = threadIdx.x; i < BINS / 2; i += WARPS * 32)
         if (u32 two = bins[i]) atomicAdd(pairs + i, u64(two & 65535) | u64(two >> 16) << 32);
-    __syncthreads();  // so that one warp waits for the writes of all
+    __syncthreads();  // so that the signaling warp has waited for the writes of all warps
     if (threadIdx.x < WARPS)
         for (team = (blockIdx.x * WARPS + threadIdx.x) * teams / warps; team < u32(args.groups); team += teams)
             signal(args.signals + team * APART);

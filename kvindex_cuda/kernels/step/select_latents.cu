@@ -1,38 +1,46 @@
-// Selection of a group's k best rows by the combined shares of many heads (kvindex/ops/group.py).
+// Select the k rows of a group with the highest combined attention weight of its many query heads, from the
+// estimates of all candidates. Reference: select_rows in kvindex/pariskv/decode_step.py,
+// kvindex.ops.group.agree.
 //
-// A warp has a candidate, its lanes the heads; the last block of a group selects: a histogram, a cut, and an exact
-// order in the cut's bin. Rows that are drawn (DRAWN; ops.priority): by the root mean square of the heads' shares
-// and noise, with the next one as the threshold; each stands for others.
-// Compile-time: HEADS, SOFTCAP, POLICY (0 mean_share, 1 max_share), DRAWN.
+// A warp computes the score of one candidate at a time, with the heads divided among its lanes. The last
+// thread block of a group selects: it makes a histogram, finds the bin with the k-th row, and orders that bin
+// exactly. With DRAWN, rows are sampled at random (kvindex/ops/priority.py): the score is the root mean
+// square of the heads' attention weights, multiplied by noise. The (k + 1)-th row is the threshold, and each
+// selected row gets a weight for the rows that it stands for.
+// Compile-time constants, set by the launcher: HEADS (query heads of the group), SOFTCAP, POLICY (0:
+// mean_share, the mean attention weight of the heads; 1: max_share, the largest), DRAWN.
 #include "common/shares.cuh"
 #if DRAWN
 #include "common/noise.cuh"
 #endif
 
-constexpr int HELD = 4;  // candidates of a thread of the last block
-constexpr int SORTED = 2 * EDGE;  // rows that are put in order by their ids
+constexpr int HELD = 4;  // candidates that each thread of the last block keeps in registers
+constexpr int SORTED = 2 * EDGE;  // rows that are sorted by their ids
 
 struct Arguments {
-    const float* estimates;       // of estimate_latents.cu, as are totals, candidates and their counts, and cuts
+    const float* estimates;       // written by estimate_latents.cu, as are totals, candidates and their counts, and
+                                  // cuts
     const float* totals;
     const u64* candidates;
     const int* candidate_counts;
     const int2* cuts;
-    const u32* seeds;             // [B]: of prepare_latents.cu, or null
+    const u32* seeds;             // [B]: seed of the noise, written by prepare_latents.cu, or null
     u64* words;                   // [B, capacity]: scores and ids of candidates
-    float* candidate_weights;     // [B, capacity]: only if DRAWN, as are weights
-    int* histogram;               // [B, BINS]: of scores, cleared before
-    int* tickets;                 // [B] APART, cleared before
-    i64* ids;                     // [B, k]: rows, ascending (past 2,048 in any order), the first `found`
+    float* candidate_weights;     // [B, capacity]: log weights of candidates; only if DRAWN, as are weights
+    int* histogram;               // [B, BINS]: number of candidates by score, cleared before the launch
+    int* tickets;                 // [B] APART: counts finished thread blocks, cleared before the launch
+    i64* ids;                     // [B, k]: ids of the selected rows, ascending (if more than 2,048, in any order); the
+                                  // first `found` are set
     float* scores;                // [B, k]: their group scores
-    float* weights;               // [B, k]: the logarithm of how many keys a row stands for
-    int* found;                   // [B]
-    i64* found_sum;               // [B]: `found` is added, or null
+    float* weights;               // [B, k]: logarithm of the number of keys that a row stands for
+    int* found;                   // [B]: number of selected rows
+    i64* found_sum;               // [B]: increased by `found`, or null
     i64 k, capacity;
     float scale, softcap, temper;
 };
 
-// Grid: (splits, B), THREADS threads. Reads 8 + 4 HEADS bytes per candidate, writes 8.
+// Grid: (splits, B), THREADS threads. Reads 8 + 4 HEADS bytes per candidate, writes 8 bytes. Limited by
+// latency.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 select_latents(const __grid_constant__ Arguments args) {
     __shared__ float totals[HEADS];
@@ -51,7 +59,7 @@ select_latents(const __grid_constant__ Arguments args) {
     int* histogram = args.histogram + b * BINS;
     for (int h = threadIdx.x; h < HEADS; h += THREADS) totals[h] = __ldcg(args.totals + b * HEADS + h);
     if (threadIdx.x == 0) edges = taken = 0;
-    for (int i = threadIdx.x; i < SORTED; i += THREADS) selected[i] = 2147483647;  // after all rows
+    for (int i = threadIdx.x; i < SORTED; i += THREADS) selected[i] = 2147483647;  // larger than any row
 #if DRAWN
     __shared__ float selected_weights[SORTED], edge_weights[EDGE], threshold;
     u32 seed = __ldcg(args.seeds + b);
@@ -96,7 +104,7 @@ select_latents(const __grid_constant__ Arguments args) {
     };
     i64* ids = args.ids + b * args.k;
     float* scores = args.scores + b * args.k;
-    int asked = int(args.k) + DRAWN;  // the last one's priority is the threshold
+    int asked = int(args.k) + DRAWN;  // the priority of the last one is the threshold
     auto weight_of = [&](int i) {
 #if DRAWN
         return __ldcg(candidate_weights + i);
@@ -104,7 +112,7 @@ select_latents(const __grid_constant__ Arguments args) {
         return 0.0f;
 #endif
     };
-    u64 held[HELD];  // asked for while the cut is found
+    u64 held[HELD];  // loaded while the cut is found
     float held_weights[HELD];
 #pragma unroll
     for (int j = 0; j < HELD; j++) {
@@ -122,7 +130,7 @@ select_latents(const __grid_constant__ Arguments args) {
         (slot < SORTED ? selected_weights + slot : args.weights + b * args.k + slot)[0] = weight;
 #endif
     };
-    // the last one that was asked for is the threshold, if any is
+    // With DRAWN, the last of the rows asked for is the threshold and is not selected itself.
     auto take = [&](u64 word, float weight, bool last) {
 #if DRAWN
         if (last) threshold = value_of(word);
@@ -158,7 +166,7 @@ select_latents(const __grid_constant__ Arguments args) {
 #endif
             if (better < rank) take(edge[i], weight, better == rank - 1);
         }
-    } else {  // nearly all are equal: slowly
+    } else {  // nearly all rows have equal scores: a slow path
         auto all = [&](auto use) {
             for (int i = threadIdx.x; i < n; i += THREADS) use(__ldcg(words + i));
         };
@@ -171,7 +179,8 @@ select_latents(const __grid_constant__ Arguments args) {
     __syncthreads();
     int rows = taken, sorted = min(rows, SORTED);
 #if DRAWN
-    // `-log π`: the larger one of both draws', tempered
+    // `-log π`, the log weight: the larger of those from sampling candidates and from sampling rows, times
+    // `temper`
     float* weights = args.weights + b * args.k;
     auto weigh = [&](float& weight, int id, float score) {
         weight = fmaxf(weight, threshold - (score - noise_of(id, seed) * NATS)) * args.temper;
@@ -184,7 +193,8 @@ select_latents(const __grid_constant__ Arguments args) {
         args.found[b] = rows;
         if (args.found_sum) args.found_sum[b] += rows;
     }
-    // by their ids, so that whoever attends to them adds up in the same order in every run; four lanes each
+    // Sort the selected rows by id, so that attention adds them up in the same order in every run. Four lanes
+    // per row count the rows with lower ids.
     for (int at = threadIdx.x; at < (sorted + 7) / 8 * 32; at += THREADS) {
         int i = at / 4, id = selected[i], place = 0;
 #pragma unroll 4

@@ -1,20 +1,26 @@
-// Selection of a group's k best rows by the combined shares of its heads (kvindex/ops/group.py).
+// Select the k rows of a group with the highest combined attention weight of its query heads, from the
+// estimates of all candidates. Reference: select_rows in kvindex/pariskv/decode_step.py,
+// kvindex.ops.group.agree. A row is the key and value of a token.
 //
-// Entries in the bin of the cut are put in order first: those of the C best join the candidates.
-// Then log softmax of each head, over all candidates; then, of the logarithms of shares, a
-// histogram, a cut, and an exact order in the cut's bin.
-// Limited by latency: a chain of dependent reads and barriers, with few blocks.
-// Longer than most files: it is one kernel, whose steps work on entries that stay in registers.
-// Rows that are drawn (DRAWN; ops.priority): by the root mean square of the heads' shares and noise, with the next
-// one as the threshold; each stands for others.
-// Compile-time: GROUP, SOFTCAP, POLICY (0 mean_share, 1 max_share), DRAWN.
+// 1. Decide which entries in the cut's bin are among the C best, and so candidates, by their exact order.
+// 2. For each head, compute log Σ exp of the estimates of all candidates. An estimate minus this sum is the
+// logarithm of the candidate's estimated attention weight.
+// 3. Combine the heads, make a histogram of the logarithms, find the bin with the k-th row, and order that
+// bin exactly. With DRAWN, rows are sampled at random (kvindex/ops/priority.py): the combined weight is the
+// root mean square over the heads, multiplied by noise. The (k + 1)-th row is the threshold, and each
+// selected row gets a weight for the rows that it stands for.
+//
+// Limited by latency: a chain of dependent reads and barriers, with few thread blocks.
+// This file is longer than most because it is one kernel, whose steps process entries that stay in registers.
+// Compile-time constants, set by the launcher: GROUP (query heads per KV head), SOFTCAP, POLICY (0:
+// mean_share, the mean attention weight of the heads; 1: max_share, the largest), DRAWN.
 #include "common/row_cache.cuh"
 #include "common/shares.cuh"
 #if DRAWN
 #include "common/noise.cuh"
 #endif
 
-// The estimates of a row for all heads.
+// Load the estimates of one candidate for all heads.
 __device__ __forceinline__ void load_row(float (&row)[GROUP], const float* from) {
     constexpr int ONCE = GROUP % 4 == 0 ? 4 : GROUP % 2 == 0 ? 2 : 1;
     struct __align__(4 * ONCE) Some {
@@ -28,23 +34,23 @@ __device__ __forceinline__ void load_row(float (&row)[GROUP], const float* from)
     }
 }
 
-// A lane's part of a head's buckets.
+// buckets of a head that each lane loads
 constexpr int OWN = BUCKETS / 32;
 __device__ __forceinline__ void load_sums(u64 (&sums)[OWN], const u64* buckets) {
 #pragma unroll
     for (int i = 0; i < OWN; i++) sums[i] = __ldcg(buckets + threadIdx.x % 32 * OWN + i);
 }
 
-// log Σ exp of a head's buckets and of its edge, in every lane of the calling warp: the same for
-// the same candidates, whatever the order in which they came, for what is added is integers. each:
-// gives a function the logits of this lane's part of the edge.
+// log Σ exp over a head's buckets and the entries in the cut's bin, in every lane of the calling warp. The
+// sum is one of integers, so it depends only on the set of candidates, not on their order. each(use) calls
+// use(logit) for this lane's entries in the cut's bin.
 template <class Each>
 __device__ __forceinline__ float log_sum(const u64 (&mine)[OWN], Each each) {
     int lane = threadIdx.x % 32, top = -1;
 #pragma unroll
     for (int i = 0; i < OWN; i++)
         if (mine[i]) top = lane * OWN + i;
-    float peak = NEVER;  // of the edge, in octaves
+    float peak = NEVER;  // the largest logit in the cut's bin, in octaves
     each([&](float logit) { peak = fmaxf(peak, logit * LOG2E); });
     top = warp_max(top);
     peak = warp_max(peak);
@@ -59,8 +65,8 @@ __device__ __forceinline__ float log_sum(const u64 (&mine)[OWN], Each each) {
     return (log2f(sum) + octaves) * (1 / LOG2E);
 }
 
-// The group's score of a row, larger ones better: the estimate of a single head, else the logarithm of a
-// share (kvindex/ops/group.py); and the bin of its share.
+// The group's score of a candidate, larger is better: with a single head its estimate, else the logarithm of
+// the combined attention weight (kvindex/ops/group.py). bin: the histogram bin of that weight.
 struct GroupScore {
     float value;
     int bin;
@@ -92,12 +98,13 @@ __device__ __forceinline__ float from_ordered(u32 bits) {
     return __uint_as_float(bits & 0x80000000u ? bits ^ 0x80000000u : ~bits);
 }
 
-constexpr int ROWS = 2 * EDGE;      // that are put in order by their ids
-constexpr bool EARLY = GROUP <= 4;  // whether registers hold the estimates from the start
-constexpr int SOME = EARLY ? ENTRIES : GROUP <= 8 ? 4 : 1;  // entries whose estimates are held at once
+constexpr int ROWS = 2 * EDGE;      // rows that are sorted by their ids
+constexpr bool EARLY = GROUP <= 4;  // true if registers store all estimates from the start
+constexpr int SOME = EARLY ? ENTRIES : GROUP <= 8 ? 4 : 1;  // entries whose estimates are loaded at a time
 static_assert(GROUP <= THREADS / 32, "a warp for each head");
 
-// use(i, how many of the entries are better) for each of `many`, by one thread; eight look. All threads call it.
+// For each of `many` entries, call use(i, number of better entries) in one thread. Eight threads compare. All
+// threads of the block call this function.
 template <class Use>
 __device__ __forceinline__ void in_order(const u64* entries, int many, Use use) {
     for (int at = threadIdx.x; at < (many + 3) / 4 * 32; at += THREADS) {
@@ -125,30 +132,33 @@ struct Arguments {
     const u64* edge;
     const float* edge_estimates;
     const int* edge_counts;
-    u64* finalists;         // [BG, capacity]
-    int* finalist_counts;   // [BG] APART, cleared before
-    int* tickets;           // [BG] APART, cleared before
-    i64* ids;               // [BG, k]: rows, ascending (past 2,048 in any order), the first `found`
+    u64* finalists;         // [BG, capacity]: what each thread block passes to the last one
+    int* finalist_counts;   // [BG] APART: number of finalists, cleared before the launch
+    int* tickets;           // [BG] APART: counts finished thread blocks, cleared before the launch
+    i64* ids;               // [BG, k]: ids of the selected rows, ascending (if more than 2,048, in any order); the
+                            // first `found` are set
     float* scores;          // [BG, k]: their group scores
-    int* found;             // [BG]
-    i64* found_sum;         // [BG]: `found` is added, or null
-    const int* tags;        // [BG, cached]: of a cache of so many rows (row_cache.py; 0 for none), which attend.cu
-                            // will look into
-    const int* stamps;      // [BG, cached]
+    int* found;             // [BG]: number of selected rows
+    i64* found_sum;         // [BG]: increased by `found`, or null
+    const int* tags;        // [BG, cached]: rows in the cache that attend.cu will use, one id per slot (row_cache.py;
+                            // `cached` is 0 without a cache)
+    const int* stamps;      // [BG, cached]: time stamps of these slots
     float* finalist_weights;  // [BG, capacity]: only if DRAWN, as are weights and seeds
-    float* weights;         // [BG, k]: the logarithm of how many keys a row stands for
-    const u32* seeds;       // [BG]
-    int* signals;           // blocks of the kernel before that are done, and that a group's rows are selected (common.cuh)
+    float* weights;         // [BG, k]: logarithm of the number of keys that a row stands for
+    const u32* seeds;       // [BG]: seed of the noise
+    int* signals;           // counts finished thread blocks of the previous kernel, and is set once a group's rows are
+                            // selected (common.cuh)
     i64 cached;
-    i64 signalers;          // blocks of a group in the kernel before, or 0 where it gives no signals
+    i64 signalers;          // thread blocks per group of the previous kernel, or 0 if that kernel does not signal
     i64 k, capacity, kv_heads;
-    float scale, softcap, temper;  // temper: times the logarithms of weights
+    float scale, softcap, temper;  // temper: factor for the logarithms of weights
 };
 
-// The k best candidates. All that is read is of rerank.cu (or rerank_blocks.cu) and of what that one reads.
-// Grid: (BG, splits), THREADS threads; splits · THREADS · ENTRIES is the capacity or more, and blocks without
-// entries end at once. Reads 8 + 4 GROUP bytes per entry. Every block passes on what is among the k best
-// of its own, and the last one of a group finishes; a block that is alone does so at once.
+// Grid: (BG, splits), THREADS threads. splits · THREADS · ENTRIES is at least the capacity; thread blocks
+// without entries end immediately.
+// Reads 8 + 4 GROUP bytes per entry, written by rerank.cu or rerank_blocks.cu. Every thread block passes on
+// those of its entries that are among its k best. The last thread block of a group selects from these. A
+// group with a single thread block skips that exchange.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 select_rows(const __grid_constant__ Arguments args) {
     const float* estimates = args.estimates;
@@ -162,13 +172,13 @@ select_rows(const __grid_constant__ Arguments args) {
     __shared__ float totals[GROUP];
     __shared__ __align__(16) int histogram[BINS];
     __shared__ u64 edge[EDGE];
-    __shared__ int order[EDGE];  // of the edge's entries, the best first; also digits
+    __shared__ int order[EDGE];  // order of the entries in the cut's bin, best first; also used for digits
     __shared__ __align__(16) int selected[ROWS];
     __shared__ float selected_scores[ROWS];
     __shared__ u64 least;
     __shared__ int edges, taken;
 #if DRAWN
-    __shared__ float selected_weights[ROWS], threshold;  // of candidates; of rows
+    __shared__ float selected_weights[ROWS], threshold;  // selected_weights: of candidates; threshold: of rows
     float* edge_weights = reinterpret_cast<float*>(order);
     if (threadIdx.x == 0) threshold = NEVER;
     u32 seed = __ldcg(args.seeds + blockIdx.x);
@@ -177,7 +187,7 @@ select_rows(const __grid_constant__ Arguments args) {
     u32 bg = blockIdx.x, batch = bg / u32(args.kv_heads);
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32, target = min(args.wanted[batch], args.counted[batch]);
     for (int i = threadIdx.x; i < BINS; i += THREADS) histogram[i] = 0;
-    for (int i = threadIdx.x; i < ROWS; i += THREADS) selected[i] = 2147483647;  // after all rows
+    for (int i = threadIdx.x; i < ROWS; i += THREADS) selected[i] = 2147483647;  // larger than any row
     if (threadIdx.x == 0) edges = taken = 0, least = 0;
     Cutoff cutoff = {__ldcg(args.bases + bg), __ldcg(args.shifts + bg), -1};
     estimates += bg * args.capacity * GROUP;
@@ -189,8 +199,8 @@ select_rows(const __grid_constant__ Arguments args) {
     let_next_begin();
     if (args.signalers) await(args.signals + (gridDim.x + bg) * APART, int(args.signalers));
     int first = blockIdx.y * (THREADS * ENTRIES) + threadIdx.x;
-    // all that no other read decides on, at once; what lies beyond `n` or `many` counts for nothing
-    // (which only the first block does not wait for)
+    // Issue all reads that do not depend on another read. The first thread block does not wait for the
+    // counts, so it may load values past `n` or `many`, which it then ignores.
     int n = args.candidate_counts[bg * APART], many = args.edge_counts[bg * APART], listed = args.counts[bg * APART];
     int2 cut_at = args.cuts[bg];
     int known = blockIdx.y ? n : int(min(args.capacity, i64(THREADS * ENTRIES)));
@@ -214,11 +224,12 @@ select_rows(const __grid_constant__ Arguments args) {
     if (int(blockIdx.y) >= blocks) return after_previous();
     if (!DRAWN && listed > target) cutoff.bin = cut_at.x, rank -= cut_at.y;
 
-    // the edge in order, its last candidate's word, and what all candidates' exponentials come to
+    // Order the entries of the cut's bin, find the last entry that is a candidate, and add up the
+    // exponentials of all candidates.
     auto edge_logit = [&](float estimate) { return capped(estimate, args.scale, args.softcap); };
-    if (many <= 32) {  // as it mostly is: a warp for each head
+    if (many <= 32) {  // the usual case: one warp per head
         if (warp < GROUP) {
-            __syncwarp();  // `least` is 0 by now
+            __syncwarp();  // `least` has been set to 0
             int better = 0;
             for (int j = 0; j < many; j++) better += __shfl_sync(ALL, my_edge, j) > my_edge;
             bool in = lane < many && better < rank;
@@ -245,9 +256,9 @@ select_rows(const __grid_constant__ Arguments args) {
             });
             if (lane == 0) totals[warp] = total;
         }
-    } else {  // nearly all keys are equal: slowly
+    } else {  // nearly all keys have equal votes: a slow path
         u64* more = reinterpret_cast<u64*>(histogram);
-        constexpr int HEADS = BINS / 2 / BUCKETS;  // that have room in it
+        constexpr int HEADS = BINS / 2 / BUCKETS;  // heads whose buckets fit into the histogram's memory
         auto all = [&](auto use) {
             for (int i = threadIdx.x; i < n; i += THREADS) use(kept[i]);
         };
@@ -277,9 +288,9 @@ select_rows(const __grid_constant__ Arguments args) {
     }
     __syncthreads();
 
-    // entries become the group's score and the id, or 0
+    // Replace each entry by its group score and id, or by 0 if it is not a candidate.
     u64 lowest = least;
-    u32 bins[ENTRIES / 2] = {};  // two in each
+    u32 bins[ENTRIES / 2] = {};  // bins of two entries per word
     auto set_bin = [&](int i, int bin) { bins[i / 2] |= u32(bin) << i % 2 * 16; };
     auto bin_at = [&](int i) { return int(bins[i / 2] >> i % 2 * 16 & 0xffff); };
 #pragma unroll
@@ -314,7 +325,7 @@ select_rows(const __grid_constant__ Arguments args) {
     finalists += bg * args.capacity;
     ids += bg * args.k;
     scores += bg * args.k;
-    int asked = int(args.k) + DRAWN;  // the last one's priority is the threshold
+    int asked = int(args.k) + DRAWN;  // the priority of the last one is the threshold
     Cut cut = cut_of<true, THREADS>(histogram, asked);
     auto value_of = [](u64 word) { return from_ordered(u32(word >> 32)); };
     auto bin_in = [&](u64 word) {
@@ -363,7 +374,7 @@ select_rows(const __grid_constant__ Arguments args) {
         __syncthreads();
         cut = cut_of<true, THREADS>(histogram, asked);
     }
-    // of all words left, those whose bin is `inside`, one at a time; use(word, its bin, its weight)
+    // For the remaining words whose bin satisfies `inside`, one after another, call use(word, bin, weight).
     auto every = [&](auto inside, auto use) {
         u32 some = 0;
 #pragma unroll
@@ -416,7 +427,7 @@ select_rows(const __grid_constant__ Arguments args) {
     });
     __syncthreads();
     rank = asked - cut.above;
-    // the last one that was asked for is the threshold, if any is
+    // With DRAWN, the last of the rows asked for is the threshold and is not selected itself.
     auto take = [&](u64 word, float weight, bool last) {
 #if DRAWN
         if (last) threshold = value_of(word);
@@ -441,7 +452,8 @@ select_rows(const __grid_constant__ Arguments args) {
     }
     __syncthreads();
 #if DRAWN
-    // `-log π`: the larger one of both draws', tempered
+    // `-log π`, the log weight: the larger of those from sampling candidates and from sampling rows, times
+    // `temper`
     auto weigh = [&](float& weight, int id, float score) {
         weight = fmaxf(weight, threshold - (score - noise_of(id, seed) * NATS)) * args.temper;
     };
@@ -456,7 +468,8 @@ select_rows(const __grid_constant__ Arguments args) {
         args.found[bg] = rows;
         if (args.found_sum) args.found_sum[bg] += rows;
     }
-    // by their ids, so that whoever attends to them adds up in the same order in every run; four lanes each
+    // Sort the selected rows by id, so that attend.cu adds them up in the same order in every run. Four lanes
+    // per row count the rows with lower ids.
     int sorted = min(rows, ROWS);
     for (int at = threadIdx.x; at < (sorted + 7) / 8 * 32; at += THREADS) {
         int i = at / 4, id = selected[i], place = 0;

@@ -1,11 +1,15 @@
-// Stage a decoded token where a step reads it: its key and value in the window and among the resident
-// rows, its queries in a graph's own. Where it goes is said by the host, or, in a caller's graph (of a
-// step whose first launch does not do this, as prepare_query.cu does) or for rows of a batch that have counts of
-// their own, by the count of resident rows, which the last block to read it moves on.
+// Put the newest token where a decode step reads it: its key and value into the window and the buffer of
+// resident rows, and its queries into the input buffer of a CUDA graph. Reference: none, the kernel only
+// copies.
 //
-// Grid: (G, B), 128 threads. Reads and writes 2 (D + DV) and GROUP · D elements per KV head;
-// limited by latency.
-// Compile-time: D, DV, DTYPE, GROUP (query heads per KV head).
+// The host passes the position of the token among the resident rows. In two cases the position is instead
+// read from the count of resident rows on the device, which the last thread block increments: if the step is
+// part of a caller's CUDA graph (and its first kernel does not already do this, as prepare_query.cu can), or
+// if each sequence of the batch has its own count.
+//
+// Grid: (G, B), THREADS threads. Reads and writes 2 (D + DV) and GROUP · D elements per KV head. Limited by
+// latency.
+// Compile-time constants, set by the launcher: D, DV, DTYPE, GROUP (query heads per KV head).
 #include "common/common.cuh"
 
 #if DTYPE == 0
@@ -17,20 +21,22 @@ typedef u16 Bits;
 struct Arguments {
     const Bits* keys;                  // [B, G, D]
     const Bits* values;                // [B, G, DV]
-    Bits* window_keys;                 // [B, G, D]: the token's own places, or null: none
+    Bits* window_keys;                 // [B, G, D]: place of the token in the window, or null if the window is not
+                                       // written
     Bits* window_values;               // [B, G, DV]
-    Bits* resident;                    // [B, G, room, D + DV]: written at row `place`
+    Bits* resident;                    // [B, G, room, D + DV]: the token is written at row `place`
     i64* resident_count;               // [1], or [B] if `ragged`: becomes place + 1
-    int* ticket;                       // [1]: 0 between launches; null: the place is the host's
+    int* ticket;                       // [1]: counts finished thread blocks, 0 between launches; null: the host passes
+                                       // `place`
     const Bits* queries;               // [B, H, D]
-    Bits* graph_queries;               // [B, H, D], or null: there is no graph
+    Bits* graph_queries;               // [B, H, D]: input buffer of a CUDA graph, or null without a graph
     i64 keys_batch, keys_head, values_batch, values_head;
     i64 window_keys_batch, window_keys_head, window_values_batch, window_values_head;
     i64 queries_batch, queries_head;
     i64 room, place, ragged;
 };
 
-// Strides are in elements, of the first two dimensions; neighbors lie side by side.
+// Strides are in elements and belong to the first two dimensions. The last dimension is contiguous.
 extern "C" __global__ void __launch_bounds__(THREADS)
 stage_token(const __grid_constant__ Arguments args) {
     const Bits* __restrict__ keys = args.keys;
@@ -40,7 +46,7 @@ stage_token(const __grid_constant__ Arguments args) {
     Bits* __restrict__ rows = args.resident;
     const Bits* __restrict__ queries = args.queries;
     Bits* __restrict__ graph_queries = args.graph_queries;
-    after_previous();  // which may be what projected the token, or attention over the same rows
+    after_previous();  // the previous kernel may compute this token's key, or still read the resident rows
     let_next_begin();
     i64 g = blockIdx.x, b = blockIdx.y, bg = b * gridDim.x + g;
     i64 place = args.ticket ? args.resident_count[args.ragged * b] : args.place;
@@ -68,7 +74,7 @@ stage_token(const __grid_constant__ Arguments args) {
         return;
     }
     if (!last_block(args.ticket, gridDim.x * gridDim.y)) return;
-    if (threadIdx.x == 0) *args.ticket = 0;  // all have read the counts
+    if (threadIdx.x == 0) *args.ticket = 0;  // all thread blocks have read the counts
     for (i64 i = threadIdx.x; i < (args.ragged ? gridDim.y : 1); i += THREADS) {
         i64 count = __ldcg(args.resident_count + i);
         if (count < args.room) args.resident_count[i] = count + 1;

@@ -1,39 +1,42 @@
-// Votes of all keys by look-ups in a table of the query (paper, B.2.1; ops.coarse.votes), and how
-// many keys have how many.
+// Compute the tiered votes of all keys, by lookups in a table per query (paper, B.2.1), and count how many
+// keys have each number of votes. Reference: tiered_votes.vote in kvindex/pariskv, kvindex.ops.coarse.votes.
 //
-// The table lies in shared memory as bytes, four heads side by side, so that one look-up and one
-// addition serve all four. There is a histogram for each head, by pieces of the tokens too, from which
-// candidates.cu tells which of the ties at a head's cut have the lowest ids. Integers throughout: equal to
-// the reference to the bit, given the same table.
-// Grid: (splits, BG), 256 threads. Reads D / 8 bytes per key, writes 4 per key and four heads, and
+// The table is in shared memory as bytes, with four heads next to each other, so that one lookup and one
+// addition serve four heads. The kernel counts keys by votes for each head, in total and separately for each
+// chunk of tokens. From the counts per chunk, candidates.cu knows which keys at a head's cut have the lowest
+// ids. All numbers are integers, so the result equals the reference exactly, given the same table.
+//
+// Grid: (splits, BG), 256 threads. Reads D / 8 bytes per key, writes 4 bytes per key and four heads, and the
 // counts.
-// Limited by shared memory: M look-ups per key, random banks, some 3.5 cycles for a warp's 32: 65 µs
-// for 1M keys of 8 KV heads at D = 128 (by count).
-// Compile-time: D, GROUP, RAGGED (each row of the batch has a length).
+// Limited by shared memory: M lookups per key in random banks, about 3.5 cycles for the 32 lanes of a warp.
+// That is 65 µs for 1M keys of 8 KV heads at D = 128 (calculated).
+// Compile-time constants, set by the launcher: D, GROUP (query heads per KV head), RAGGED (1: each sequence
+// has its own length).
 #include "common/tier_votes.cuh"
 
 constexpr int M = D / 8;
-constexpr int WORDS = (M + 3) / 4;  // of a key's signs
+constexpr int WORDS = (M + 3) / 4;  // words of a key's signs
 constexpr int SETS = (GROUP + 3) / 4;
 constexpr int RECORDS = CHUNK / TOKENS;
 
 struct Arguments {
-    const i64* codes;           // [B, row]: addresses of blocks, of KV head g at g · head_bytes
-    const uint4* query_table;   // [BG, SETS, M, 256] words, of query_table.cu
-    const u32* valid;           // [B, row, 8]: a bit per token
-    const i64* length;          // [1], or RAGGED: [B]
-    u32* votes;                 // [BG, SETS, capacity]: of four heads
-    int* totals;                // [BG, GROUP, POINTS]: keys by votes, cleared before
-    int* pieces;                // [BG, GROUP, PIECES, POINTS]: the same of each piece
+    const i64* codes;           // [B, row]: addresses of blocks of codes; the record of KV head g begins at g ·
+                                // head_bytes
+    const uint4* query_table;   // [BG, SETS, M, 256] words, written by query_table.cu
+    const u32* valid;           // [B, row, 8]: one bit per token, 1 if it is valid
+    const i64* length;          // [1], or RAGGED: [B]: number of tokens
+    u32* votes;                 // [BG, SETS, capacity]: votes of four heads, one byte each
+    int* totals;                // [BG, GROUP, POINTS]: number of keys by votes, cleared before the launch
+    int* pieces;                // [BG, GROUP, PIECES, POINTS]: the same for each chunk of tokens
     i64 row, head_bytes, capacity, kv_heads;
 };
 
-// Keys past the capacity are not seen.
+// Keys past the capacity are ignored.
 extern "C" __global__ void __launch_bounds__(256, 4)
 vote(const __grid_constant__ Arguments args) {
     const i64* table = args.codes;
     const u32* valid = args.valid;
-    DYNAMIC_SHARED(memory);  // 1 KB · M
+    DYNAMIC_SHARED(memory);  // 1 KB · M: the table of four heads
     __shared__ int bins[4 * POINTS];
     u32* entries = reinterpret_cast<u32*>(memory);
     i64 bg = blockIdx.y, batch = bg / args.kv_heads, tokens = min(i64(__ldcg(args.length + RAGGED * batch)), args.capacity);

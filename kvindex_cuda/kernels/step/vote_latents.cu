@@ -1,53 +1,61 @@
-// Coarse stage for many heads of a group (paper, B.2.1; pariskv.sign_votes): products of bytes, 0 or 1 for the signs of 16
-// keys and the rounded queries of 8 heads (byte_votes.cuh).
+// Compute the votes of all keys for a group with many query heads, and list the keys that reach a threshold
+// (paper, B.2.1).
+// Reference: scan in kvindex/pariskv/decode_step.py, kvindex/pariskv/sign_votes.py.
 //
-// A block of threads has all rounded queries in shared memory, and there a block of 256 keys after another, the next
-// ones on their way while one is voted on. A warp has 32 keys, whose signs it spreads to bytes once for all heads: so
-// codes are read and unpacked once, whatever the number of heads. (scan.cu takes bits as they are, of queries'
-// digits: more instructions for each head, and its registers hold the queries of 16 heads at most.) With WARPGROUPS four
-// warps multiply 16 keys of each with all heads at once, up to 64 of them while votes of 64 others are made.
-// All votes of up to AT_ONCE blocks of keys are made before the threshold is waited for: sample_latents.cu runs beside
-// them, for they wait for prepare_latents.cu alone, which has ended when this kernel begins. Then these are listed, with
-// one addition to the list's counter.
-// Grid: (any, B), 256 threads. Reads D/8 + 1 bytes per key once, 4 per head and block of keys, and D bytes per head a
-// block of threads; writes 4 bytes per key, and 8 and a count for each key at or above the threshold.
-// Limited by the matrix unit from some 64 heads on: 2 D operations for each key and head.
+// The matrix unit multiplies bytes: 0 or 1 for the sign bits of 16 keys, with the rounded queries of 8 heads
+// (byte_votes.cuh). A thread block stores all rounded queries in shared memory. It processes one block of 256
+// keys after another, and copies the next ones asynchronously. Each warp takes 32 keys and expands their
+// signs to bytes once for all heads, so codes are read and unpacked once, however many heads there are.
+// (scan.cu multiplies bits instead, which takes more instructions per head, and has registers for the queries
+// of at most 16 heads.) With WARPGROUPS, four warps multiply 16 keys each with all heads in one instruction;
+// they compute products for up to 64 heads while they turn those of 64 other heads into votes. The kernel
+// computes all votes of up to AT_ONCE blocks of keys before it waits for the threshold. So sample_latents.cu,
+// which
+// finds the threshold, runs concurrently: votes depend only on prepare_latents.cu, which has ended when this
+// kernel starts. Then the keys are listed, with one addition to the list's counter per AT_ONCE blocks.
+//
+// Grid: (any, B), 256 threads.
+// Reads D/8 + 1 bytes per key once, 4 bytes per head and block of keys, and D bytes per head and thread
+// block; writes 4 bytes per key, and 8 bytes and a count for each key that reaches the threshold.
+// Limited by the matrix unit from about 64 heads on: 2 D operations per key and head.
 // Dynamic shared memory: COLUMNS_OF WIDTH + STAGES STAGE bytes.
-// Compile-time: D, GROUP (heads of a tile), TILES, DTYPE (of queries), CENTERED, PLANES, DRAWN, RAGGED (each row of
-// the batch has a length), WARPGROUPS (compute capability 9.0 alone, compiled for sm_90a).
+// Compile-time constants, set by the launcher: D, GROUP (heads of a tile), TILES, DTYPE (of queries),
+// CENTERED (1: blocks have centers), PLANES, DRAWN (1: candidates are sampled), RAGGED (1: each sequence has
+// its own length), WARPGROUPS (1: use wgmma, which needs compute capability 9.0 and code for sm_90a).
 #if WARPGROUPS
 #include "common/warpgroup.cuh"
 #else
 #include "common/byte_votes.cuh"
 #endif
 
-constexpr int STAGE = (CENTER + 127) / 128 * 128;        // of signs and weights
-constexpr int AT_ONCE = 8;                               // blocks of keys whose offsets come together
+// bytes of a pipeline stage: signs and weights of a block of 256 keys
+constexpr int STAGE = (CENTER + 127) / 128 * 128;
+constexpr int AT_ONCE = 8;  // blocks of keys that are processed before waiting for the threshold
 
 struct Arguments {
-    const i64* codes;           // [B, row]: addresses of blocks
-    const i8* integers;         // [B, WIDTH / 16, COLUMNS_OF, 16]: of prepare_latents.cu, as are the next five
+    const i64* codes;           // [B, row]: addresses of blocks of codes
+    const i8* integers;         // [B, WIDTH / 16, COLUMNS_OF, 16]: written by prepare_latents.cu, as are the next five
     const int* sums;
     const float* units;
-    const float* products;      // [B, row, HEADS]: ⟨q, μ⟩ of each block
-    const float2* scales;       // of votes.cuh, as are seeds
-    const u32* seeds;           // [B]
-    const float* weight_scale;  // [B]
-    const int* factors;         // [256]
-    const u32* valid;           // [B, row, 8]: a bit per token
-    const i64* length;          // [1], or RAGGED: [B]
-    const int* thresholds;      // [B]: of sample_latents.cu, as are bases and shifts
+    const float* products;      // [B, row, HEADS]: ⟨q, μ⟩, the product of each query with each block's center
+    const float2* scales;       // see votes.cuh, as for `seeds`
+    const u32* seeds;           // [B]: seed of the noise
+    const float* weight_scale;  // [B]: power of two that log weights are relative to
+    const int* factors;         // [256]: from kvindex.ops.codes.log_factors
+    const u32* valid;           // [B, row, 8]: one bit per token, 1 if it is valid
+    const i64* length;          // [1], or RAGGED: [B]: number of tokens
+    const int* thresholds;      // [B]: written by sample_latents.cu, as are bases and shifts
     const int* bases;
     const int* shifts;
-    int* votes;                 // [B, room]: of all keys, or priorities
-    int* counts;                // [B] APART: entries listed, cleared before
-    u64* list;                  // [B, capacity]
-    int* histogram;             // [B, BINS], cleared before
+    int* votes;                 // [B, room]: votes of all keys, or their priorities
+    int* counts;                // [B] APART: number of listed entries, cleared before the launch
+    u64* list;                  // [B, capacity]: entries (`entry_of` in common.cuh)
+    int* histogram;             // [B, BINS]: listed keys by `bin_of` their vote, cleared before the launch
     i64 row, room, capacity;
 };
 
-// The best votes of 32 keys of a warp. signs: of the first of them; integers: all rounded queries, in shared memory;
-// sums, offsets, scales: of heads.
+// Compute the best vote over all heads for each of a warp's 32 keys. signs: of the first of these keys.
+// integers: all rounded queries, in shared memory. sums, offsets, scales: one per head.
 __device__ __forceinline__ void vote_on(Vote (&best)[4], const char* signs, const char* integers, const int (&factor)[4],
                                         const int* sums, const int* offsets, const float2* scales) {
     int lane = threadIdx.x % 32, t = lane % 4;
@@ -86,7 +94,7 @@ __device__ __forceinline__ void vote_on(Vote (&best)[4], const char* signs, cons
             }
         }
         best[0] = half ? best[0] : two[0], best[1] = half ? best[1] : two[1];
-        best[2] = two[0], best[3] = two[1];  // of the last half
+        best[2] = two[0], best[3] = two[1];  // after the second iteration: votes of the second half
     }
 #else
     Keys<2> keys;
@@ -124,7 +132,7 @@ vote_latents(const __grid_constant__ Arguments args) {
     __shared__ FACTORS int factors[256];
     __shared__ __align__(8) int offsets[AT_ONCE][COLUMNS_OF], sums[COLUMNS_OF];
     __shared__ __align__(16) float2 scales[DRAWN ? COLUMNS_OF : 2];
-    __shared__ int held[AT_ONCE][256];  // votes of keys: a thread's own
+    __shared__ int held[AT_ONCE][256];  // votes of the thread's own key in each block
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32, key = warp * 32 + lane % 4 * 8 + lane / 4;
     char *integers = memory, *stages = memory + COLUMNS_OF * WIDTH;
     i64 b = blockIdx.y;
@@ -161,7 +169,7 @@ vote_latents(const __grid_constant__ Arguments args) {
             for (int i = threadIdx.x; i < CENTER / 16; i += 256)
                 copy_piece<16>(shared_place(stages + at % STAGES * STAGE) + i * 16, from + i * 16);
         };
-        __syncthreads();  // what is there was read, or written
+        __syncthreads();  // all threads have finished with the previous contents
 #pragma unroll
         for (int j = 0; j < STAGES - 1; j++) {
             if (j < many) fetch(j);
@@ -177,7 +185,7 @@ vote_latents(const __grid_constant__ Arguments args) {
             u32 valid = args.valid[(b * args.row + start + at) * 8 + warp];
             pieces_wait_but<STAGES - 2>();
 #if WARPGROUPS
-            show_to_warpgroup();  // the queries, when the first keys come
+            show_to_warpgroup();  // make the queries visible to the matrix unit; needed once, with the first keys
 #endif
             __syncthreads();
             if (at + STAGES - 1 < many) fetch(at + STAGES - 1);
@@ -189,7 +197,7 @@ vote_latents(const __grid_constant__ Arguments args) {
 #pragma unroll
             for (int i = 0; i < 4; i++) factor[i] = factors[weights >> 8 * i & 255];
             vote_on(best, codes + warp * (32 * STRIDE), integers, factor, sums, offsets[at], scales);
-            Vote mine = best_of(best);  // of four lanes each has one of the four keys
+            Vote mine = best_of(best);  // each of four lanes gets the vote of one of its four keys
             i64 id = (start + at) * TOKENS + key;
             int vote = LEAST;
             if (id < tokens && valid >> key % 32 & 1) {
@@ -200,7 +208,8 @@ vote_latents(const __grid_constant__ Arguments args) {
 #endif
             }
             held[at][threadIdx.x] = vote;
-            if (id < args.room) args.votes[b * args.room + id] = vote;  // which no kernel beside this one reads
+            // safe before the previous kernel has ended, which does not read it
+            if (id < args.room) args.votes[b * args.room + id] = vote;
         }
         wait_for_threshold();
         auto listed = [&](int at) { return held[at][threadIdx.x] >= threshold && held[at][threadIdx.x] != LEAST; };
