@@ -1,43 +1,56 @@
-// Keys to codes in blocks: center made and taken off, normalize, rotate, code, log weight (paper, A.1
-// to A.3; ops/{transform,codes}.py with block = D, pariskv/block_layout.py), so that keys come from memory
-// once and a block's codes are a function of its keys.
+// Encode keys into blocks of codes (paper, A.1 to A.3): subtract the block's center, normalize, rotate, and
+// store signs, magnitudes and a log weight per key. Keys are read from memory once. A block's codes depend
+// only on the block's keys. rotated.cuh explains how a key is rotated and coded.
+// Reference: kvindex/pariskv/encoding.py, kvindex/ops/transform.py and kvindex/ops/codes.py with block = D.
+// The layout of the codes is in kvindex/pariskv/block_layout.py.
 //
-// How a key is rotated and coded: rotated.cuh.
+// Each thread block processes segments, one after another. A segment is 256 tokens of one KV head. A thread
+// block takes the next segment when it has finished one, because multiprocessors differ in speed. Each of its
+// 8 warps encodes 32 keys of the segment.
 //
-// Grid: as many blocks as there is room for, 8 warps; a block takes segments (256 tokens of a head)
-// as it is done with others (those of a multiprocessor are not equally fast), a warp 32 keys of one.
-// Where a segment's keys fit (STAGED; dynamic shared memory: 256 ROW bytes), they come by copies that
-// go on while the segment before is coded: as soon as a warp has 8 keys in registers, it sends for 8 of
-// the next segment's to the same place. A segment's keys are added up there, which the matrix unit does
-// with ones on the other side (an instruction for 256 coordinates); then the block makes the center and
-// codes. Elsewhere a warp adds up what it loads, and loads again from L1 or L2 to code; before the last
-// 8 keys are coded, the next segment's are sent for. The last segment may lack keys: it is made of
-// those that are there.
-// From memory a key is read once; written are (1 + BITS) STRIDE + 3 bytes per key and 2 D per 256.
-// Limited by issue slots and the pipe of shuffles (counted in the machine code of D = 128, 3 bits,
-// 16-bit keys): 1,450 instructions of a warp per 16 keys, 1,330 of them to code and to send, the rest
-// for centers and what a segment needs. Between the two barriers of a segment all warps of a block wait
-// for its center; other blocks code meanwhile.
-// Times are in benchmarks/results/append.json. float32 keys take 1.4 times as many instructions.
+// If the keys of a segment fit into shared memory (STAGED), they are copied asynchronously while the
+// preceding segment is encoded: as soon as a warp has 8 keys in registers, it requests 8 keys of the next
+// segment for the same place. The keys of the segment are then added up on the matrix unit, with a matrix of
+// ones as the other factor (one instruction for 256 coordinates). From the sum the thread block computes the
+// center, and then encodes.
 //
-// As the reference but for rounding: sums are in float32, and the center goes off after four
-// stages, so that an error of y is in proportion to ‖k‖ + ‖μ‖. Keys from 2^120 on may overflow.
-// Compile-time: D, BITS (of a magnitude), DTYPE (of the keys), WIDE (whether each key begins at a
-// multiple of 16 bytes), RESIDENT (blocks of a multiprocessor), CENTERED (whether blocks have centers), PAGED
-// (whether keys are those of an engine's pages: of each layer and head the segments that `due` names, whole ones).
-// Longer than most files: it is one kernel.
+// If the keys do not fit, a warp adds up keys as it loads them, and loads them again from L1 or L2 to encode.
+// Before it encodes its last 8 keys, it prefetches the next segment into L2. The last segment may have fewer
+// than 256 keys; its center is the mean of the keys that are there.
+//
+// Grid: as many thread blocks as fit on the device, 8 warps each. Dynamic shared memory: 256 ROW bytes if
+// STAGED.
+// Reads each key once; writes (1 + BITS) STRIDE + 3 bytes per key and 2 D bytes per 256 keys.
+// Limited by instruction issue and by shuffles: 1,450 instructions of a warp per 16 keys (counted in the
+// machine code for D = 128, 3 bits, 16-bit keys), 1,330 of them for encoding and copying, the rest for
+// centers and bookkeeping. All warps of a thread block wait for the center of a segment between two barriers;
+// other thread blocks encode during that time. float32 keys take 1.4 times as many instructions. Measured
+// times are in benchmarks/results/append.json.
+//
+// The result equals the reference except for rounding: sums are float32, and the center is subtracted after
+// four stages of the rotation, so the error of y is proportional to ‖k‖ + ‖μ‖. Keys of 2^120 or more may
+// overflow.
+//
+// Compile-time constants, set by the launcher:
+//   D, BITS   dimension of a key; bits of a magnitude
+//   DTYPE     of the keys: 0 float32, 1 float16, 2 bfloat16
+//   WIDE      1: each key begins at a multiple of 16 bytes
+//   RESIDENT  thread blocks per multiprocessor;  CENTERED: 1 if blocks of codes have centers
+//   PAGED     1: encode whole segments of an inference engine's pages, those that `due` lists
+// This file is longer than most because it is one kernel.
 #include "common/rotated.cuh"
 
-constexpr int CHUNKS = BYTES / 2;                     // of 16 bytes, in a byte of coordinates
-constexpr int ROW = (D * BYTES + 127) / 128 * 128;    // of a key in shared memory
-constexpr bool STAGED = WIDE && ROW <= 256 && TOKENS * ROW * RESIDENT <= 200 << 10;  // keys go there
-constexpr bool AHEAD = !STAGED && C * BYTE_WORDS <= 16;     // registers hold the next keys
-constexpr int LOADS = STAGED ? 4 : 8;                 // of four keys, in flight to be added up
-constexpr int HALF = 8, GROUP = 32;                   // keys at a time; whose weights lie together
-constexpr int TILES = (M + 7) / 8;                    // of 8 bytes
-constexpr int STEPS = 65536 / OCTAVES;                // of a log weight to an octave
+constexpr int CHUNKS = BYTES / 2;                     // loads of 16 bytes per 8 coordinates
+constexpr int ROW = (D * BYTES + 127) / 128 * 128;    // bytes from one key to the next in shared memory
+// true if keys are copied to shared memory
+constexpr bool STAGED = WIDE && ROW <= 256 && TOKENS * ROW * RESIDENT <= 200 << 10;
+constexpr bool AHEAD = !STAGED && C * BYTE_WORDS <= 16;     // true if registers hold the next keys
+constexpr int LOADS = STAGED ? 4 : 8;                 // loads of four keys in flight while keys are added up
+constexpr int HALF = 8, GROUP = 32;                   // keys encoded together; keys whose weights are stored together
+constexpr int TILES = (M + 7) / 8;                    // tiles of 8 · 8 coordinates
+constexpr int STEPS = 65536 / OCTAVES;                // steps of a log weight per octave
 
-// Eight coordinates as they lie in memory. LAST: nobody reads them again.
+// Load eight coordinates in the stored format. LAST: they are not read again.
 template <bool LAST>
 __device__ __forceinline__ void load(u32 (&words)[BYTE_WORDS], const char* at) {
 #if WIDE
@@ -55,7 +68,7 @@ __device__ __forceinline__ void load(u32 (&words)[BYTE_WORDS], const char* at) {
 #endif
 }
 
-// A place of which the compiler does not know what it is, or that it was computed before.
+// Hide a shared-memory address from the compiler, so that it does not recompute or merge it.
 __device__ __forceinline__ Shared hidden(Shared place) {
 #ifndef EMULATED
     asm volatile("" : "+r"(place));
@@ -63,37 +76,38 @@ __device__ __forceinline__ Shared hidden(Shared place) {
     return place;
 }
 
-// The r-th four words of a lane's byte of coordinates.
+// Load the r-th four words of a lane's eight coordinates from shared memory.
 __device__ __forceinline__ void of_stage(u32 (&words)[BYTE_WORDS], int r, Shared at) {
     uint4 all = load_from<uint4>(at);
     words[4 * r] = all.x, words[4 * r + 1] = all.y;
     words[4 * r + 2] = all.z, words[4 * r + 3] = all.w;
 }
 
-// A segment of a head, of which a block of threads codes the keys: what they need of it now and
-// then, for no registers are left for it.
+// A segment, 256 tokens of one KV head, that a thread block encodes. It is in shared memory, because no
+// registers are left for it.
 enum { NONE, SOME, WHOLE };
 struct Segment {
-    const char* keys;  // of its first token
-    const u8* flags;   // likewise, or null
-    char* block;       // of all heads
-    i64 head;          // where the head begins in it
-    u32 to;            // tokens that are there
-    u32 unit;          // its number, of all
-    u32 after;         // where the next one lies
-    u8 state;          // NONE: no such segment; WHOLE: all keys are there, and there are no flags
+    const char* keys;  // address of the segment's first key
+    const u8* flags;   // valid flag of the segment's first token, or null
+    char* block;       // address of the block of codes, for all heads
+    i64 head;          // offset of this head's record in the block
+    u32 to;            // number of tokens in the segment
+    u32 unit;          // number of the segment among all segments
+    u32 after;         // position of the next segment in `segments`
+    u8 state;          // NONE: there is no such segment; WHOLE: it has all 256 keys and no valid flags; else SOME
 };
 
-// Where a key's 16 bytes of this number lie among those of its row in shared memory: such that the
-// lanes that read at once, of two keys or of four, find them in different banks.
+// Position of a 16-byte part of a key among the parts of its row in shared memory, chosen so that lanes which
+// read two or four keys at once access different banks.
 __device__ constexpr u32 placed(u32 chunk, u32 key) {
     return chunk ^ (CHUNKS == 1 ? key % 2 * 4 + (key & 2) : key % 2 + (key & 2) * 2);
 }
 
-// Sums of a warp's 32 keys, to `sums` [C * 32]. The left factor has a byte of four keys in two rows
-// as it lies in memory: words 0 and 2 in one, 1 and 3 in the other. The right one adds up each
-// coordinate of such a row in a column of its own. Products are exact, sums float32.
-// read(words, i, tile): byte `tile * 8 + lane / 4` of key `i + lane % 4`, zeros for an invalid one.
+// Add up a warp's 32 keys into `sums` [C * 32]. In the left matrix, eight coordinates of four keys are in two
+// matrix rows, in the stored
+// format: words 0 and 2 in one, words 1 and 3 in the other. The right matrix adds each coordinate of such a
+// matrix row in its own column. Products are exact, sums are float32. read(words, i, tile) loads eight
+// coordinates, number `tile * 8 + lane / 4`, of key `i + lane % 4`, or zeros for an invalid key.
 template <class Read>
 __device__ __forceinline__ void add_up(float* sums, const Read& read) {
     int lane = threadIdx.x % 32, byte = lane / 4, t = lane % 4;
@@ -124,53 +138,56 @@ __device__ __forceinline__ void add_up(float* sums, const Read& read) {
                 found[tile][0], found[tile][1], found[tile][2], found[tile][3]};
 }
 
-// Above ‖y‖² of every key whose coordinates are allowed (check.LARGEST, 2^48): (2^49 D)² at most.
+// An upper limit of ‖y‖² for all keys whose coordinates are allowed (check.LARGEST, 2^48): it is at most
+// (2^49 D)².
 constexpr float TOO_LONG = 1.3e36f;
 
-// The mean of coordinate d of a segment's n valid keys, of the warps' sums.
+// Mean of coordinate d over a segment's n valid keys, from the sums of all warps.
 __device__ __forceinline__ u16 mean_of(const float (&sums)[WARPS][C * 32], int d, int n) {
     double total = 0;
     for (int w = 0; w < WARPS; w++) total += sums[w][d];
-    float mean = float(n == TOKENS ? total / TOKENS : total / max(n, 1));  // a product, as a rule
+    // the division by TOKENS, a power of two, compiles to a product
+    float mean = float(n == TOKENS ? total / TOKENS : total / max(n, 1));
     return to_bfloat16(fminf(fmaxf(mean, -float(LONGEST)), float(LONGEST)));
 }
 
 struct Arguments {
     const void* keys;     // DTYPE [B, G, N, D]
-    const u8* valid;      // bool [B, N], or null
-    const i64* codes;     // [B, row]: addresses of blocks, of KV head g at g · head_bytes
-    const uint4* flips;   // [C, 4]: sign bits of s
-    const float* hartley; // [ORDER, ORDER]
-    const float* tables;  // CELLS edges by the scale (+inf for none), 2 CELLS indices of levels, by cell and side,
-                          // LEVELS levels, float16 for 3 bits at most
-    int* wrong;           // [1]: set to 1 where a valid key is not finite or out of range, or null
-    int* taken;           // [1]: 0, also afterwards, or null where there are no more segments than blocks
-    i64 count;            // N
-    i64 first;            // block of the first key, which begins it
-    i64 blocks;           // of a head, of which the last may lack keys
+    const u8* valid;      // bool [B, N], or null if all keys are valid
+    const i64* codes;     // [B, row]: addresses of blocks of codes; the record of KV head g begins at g · head_bytes
+    const uint4* flips;   // [C, 4]: sign bits of the rotation's random signs s
+    const float* hartley; // [ORDER, ORDER]: the rotation's Hartley matrix
+    const float* tables;  // the edges of CELLS cells of |u|, scaled (+inf for none); 2 CELLS indices of levels, by cell
+                          // and side of the edge; LEVELS levels, float16 for 3 bits at most
+    int* wrong;           // [1]: set to 1 if a valid key is not finite or out of range, or null
+    int* taken;           // [1]: counter of assigned segments, 0 before and after the launch, or null if each thread
+                          // block has one segment at most
+    i64 count;            // N, the number of keys
+    i64 first;            // number of the block of codes that the first key begins
+    i64 blocks;           // blocks of codes per head; the last one may be incomplete
     i64 kv_heads, batches;
     i64 keys_batch, keys_head, keys_token;  // strides
     i64 valid_batch;
     i64 row, head_bytes, weights, logs, magnitudes, center;
-    const i64* due;       // PAGED: how many segments, then each one's number, counted over all pages
-    const i64* bases;     // PAGED: [layers, 2]: addresses of codes and of rows
-    i64 layers, parts;    // PAGED: segments of a page
-    i64 codes_page, codes_part, rows_page, rows_part;  // PAGED: bytes from a page, a segment to the next one
-    float size_scale;     // 1 by the largest |u| that is told apart
+    const i64* due;       // PAGED: number of segments, followed by the number of each among all pages
+    const i64* bases;     // PAGED: [layers, 2]: addresses of the codes and of the rows of each layer
+    i64 layers, parts;    // PAGED: parts: segments per page
+    i64 codes_page, codes_part, rows_page, rows_part;  // PAGED: bytes from one page, or one segment, to the next
+    float size_scale;     // 1 divided by the largest |u| that has a cell of its own
     float root;           // 1 / √D
 };
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32, RESIDENT)
 encode(const __grid_constant__ Arguments args) {
     __shared__ uint4 flip[C * 4];
-    __shared__ float4 bases[C * 8];  // minus the center after the matrix unit
+    __shared__ float4 bases[C * 8];  // the rotated center with a minus sign, the start value of the sums
     __shared__ __align__(16) float sums[WARPS][C * 32];
     __shared__ __align__(16) u16 means[C * 32];
     __shared__ float hartley[ODD > 1 ? ORDER * ORDER : 1];
     __shared__ float edges[CELLS], levels[LEVELS];
-    __shared__ Segment segments[3];  // this one, the next, and the one after it
+    __shared__ Segment segments[3];  // the current segment, the next one, and the one after that
     __shared__ u8 indices[2 * CELLS];
-    DYNAMIC_SHARED(memory);  // if STAGED, each warp's 32 keys
+    DYNAMIC_SHARED(memory);  // if STAGED: 32 keys of each warp
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32, t = lane % 4;
     Shared stage = shared_place(memory);
 
@@ -180,7 +197,7 @@ encode(const __grid_constant__ Arguments args) {
 #else
     u32 units = u32(args.blocks * args.kv_heads * args.batches);
 #endif
-    // One thread plans a segment while the second before it is coded, for its address comes from memory.
+    // One thread prepares each segment two segments ahead, because the address has to be read from memory.
     auto plan = [&](u32 unit, Segment& found) {
         found.unit = unit, found.to = 0, found.state = NONE;
         if (unit >= units) return;
@@ -204,18 +221,20 @@ encode(const __grid_constant__ Arguments args) {
         found.state = !args.valid && found.to == TOKENS ? WHOLE : SOME;
 #endif
     };
-    // Eight of a segment's keys, the half-th, on their way to shared memory, zeros for those that are
-    // not there. piece: where this lane's first 16 bytes of them are, which is moved on.
-    constexpr int PADDED = ROW / 16, ROWS = 32 / PADDED;  // pieces of a row; rows at a time
+    // Start copying eight keys of a segment, the half-th eight, to shared memory; zeros for invalid or
+    // missing keys. piece: this lane's first 16 bytes of these keys; it is advanced past them.
+    // 16-byte parts per key; keys copied per instruction of a warp
+    constexpr int PADDED = ROW / 16, ROWS = 32 / PADDED;
     u32 place = placed(lane % PADDED, lane / PADDED);
     Shared to_stage = hidden(stage + lane / PADDED * ROW + place * 16);
     auto first_of = [&](const Segment& segment) {
         return segment.keys + (warp * GROUP + lane / PADDED) * step + lane % PADDED * 16;
     };
     auto send = [&](const Segment& segment, u32 half, const char*& piece) {
-        constexpr u32 BIT = placed(0, 2);  // in which places of rows 2 apart differ
+        constexpr u32 BIT = placed(0, 2);  // the bit in which the positions of two keys, two apart, differ
         Shared to = to_stage + half * (HALF * ROW), other = to;
-        if (ROWS == 2) other += BIT * 16 - (hidden(place) & BIT) * 32;  // no register is left for it
+        // recomputed, because no register is left for it
+        if (ROWS == 2) other += BIT * 16 - (hidden(place) & BIT) * 32;
         bool mine = D * BYTES == ROW || lane % PADDED * 16 < D * BYTES;
         if (segment.state == WHOLE) {
 #pragma unroll
@@ -248,7 +267,7 @@ encode(const __grid_constant__ Arguments args) {
     tables.one = half | spread<4>(index) << 4, tables.two = half | spread<4>(index) << 5;
     uint4 b = factors(DTYPE == 1 ? 0x3c00 : 0x3f80);
     Exchange exchange = exchange_of(t);
-    u32 width = t ? BITS * STRIDE : STRIDE;  // from a key's to the next one's
+    u32 width = t ? BITS * STRIDE : STRIDE;  // bytes from one key's codes to the next key's
 
     const char* coming = first_of(segments[0]);
     if (STAGED && (!PAGED || segments[0].state))
@@ -279,16 +298,17 @@ encode(const __grid_constant__ Arguments args) {
                     if (id < own.to && (!args.valid || own.flags[id])) read(words, i, tile);
                 });
         }
-        // all keys of the segment before are coded, all of this one added up
+        // Here all keys of the preceding segment are encoded, and all keys of this one are added up.
         bool real = CENTERED && threadIdx.x < own.to && (!args.valid || own.flags[threadIdx.x]);
         int n = __syncthreads_count(real);
-        u32 unit = ~0u;  // none
+        u32 unit = ~0u;  // no further segment
         if (threadIdx.x == WARPS * 32 - 1 && segments[own.after].unit < units)
             unit = 2 * gridDim.x + u32(atomicAdd(args.taken, 1));
         for (int c = warp; CENTERED && c < C; c += WARPS) {
             int d = c * 32 + lane;
             u16 x = mean_of(sums, d, n);
-            // so a key that is its block's only one, and leaves nothing to look at, is seen
+            // Report a bad mean, too: if a bad key is the only key of its block, subtracting the mean leaves
+            // nothing to detect.
             if (args.wrong && fabsf(from_bfloat16(x)) > float(LARGEST)) *args.wrong = 1;
             means[d] = x;
             if (d < D) reinterpret_cast<u16*>(own.block + own.head + args.center)[d] = x;
@@ -298,7 +318,7 @@ encode(const __grid_constant__ Arguments args) {
             float rotated[2][4] = {};
             multiply<false>(rotated, pairs, DTYPE == 1 ? factors(0x3f80) : b, flip[c * 4 + t]);
 #pragma unroll
-            for (int n = 0; n < 2; n++)  // from 0: no −0, whose sign would count
+            for (int n = 0; n < 2; n++)  // subtracting from 0 avoids −0, whose sign bit would count
                 if (lane < 4)
                     bases[c * 8 + n * 4 + t] = {0 - rotated[n][0], 0 - rotated[n][1],
                                                 0 - rotated[n][2], 0 - rotated[n][3]};
@@ -307,11 +327,12 @@ encode(const __grid_constant__ Arguments args) {
         const Segment& next = segments[own.after];
         if (threadIdx.x == WARPS * 32 - 1) {
             plan(unit, segments[next.after]);
-            if (unit + 1 == units + gridDim.x) *args.taken = 0;  // all blocks have asked for the last time
+            if (unit + 1 == units + gridDim.x) *args.taken = 0;  // all thread blocks have taken their last segment
         }
 
         u32 raw[C][BYTE_WORDS];
-        // a shuffle hides where an address comes from, which the compiler would compute each time
+        // The shuffle returns the same address, but hides its origin from the compiler, which would otherwise
+        // recompute it for every use.
         const char* first = own.keys + t * 8 * BYTES;
         first = reinterpret_cast<const char*>(__shfl_sync(ALL, reinterpret_cast<u64>(first), lane));
         if (!STAGED) to = __shfl_sync(ALL, to, lane);
@@ -328,7 +349,8 @@ encode(const __grid_constant__ Arguments args) {
             for (int c = 0; c < C; c++)
                 if (M % 4 == 0 || c * 4 + t < M) {
                     if (!STAGED) load<true>(raw[c], key + c * 32 * BYTES);
-                    constexpr int OVER = 2 / CHUNKS;  // values of c that share 128 bytes of a row
+                    constexpr int OVER = 2 / CHUNKS;  // values of c whose coordinates are in the same 128 bytes of a
+                                                      // key
 #pragma unroll
                     for (int r = 0; STAGED && r < BYTE_WORDS / 4; r++)
                         of_stage(raw[c], r,
@@ -351,7 +373,7 @@ encode(const __grid_constant__ Arguments args) {
             bool any = half * HALF < to;
             if (STAGED || (!AHEAD && any)) fetch(half);
             if (STAGED && next.state) {
-                __syncwarp();  // the keys that lay there are read
+                __syncwarp();  // all lanes have read the keys that this copy overwrites
                 send(next, half, coming);
             }
             if (!any) continue;
@@ -383,10 +405,12 @@ encode(const __grid_constant__ Arguments args) {
             for (int i = 0; i < C * 8; i++)
                 squares = fmaf(y[i / 8][i / 4 % 2][i % 4], y[i / 8][i / 4 % 2][i % 4], squares);
             squares = quad_sum(squares);
-            // out of float32's range: y by a power of two that brings its largest to 1
+            // If a square is out of float32's range, multiply y by a power of two that brings its largest
+            // coordinate near 1.
             bool far = !(squares > 1e-24f && squares < 1e30f);
             if (__any_sync(ALL, far)) {
-                if (args.wrong && !(squares <= TOO_LONG)) *args.wrong = 1;  // padding is zero here
+                // padding is zero here, so it does not count
+                if (args.wrong && !(squares <= TOO_LONG)) *args.wrong = 1;
                 float peak = 0;
 #pragma unroll
                 for (int i = 0; i < C * 8; i++)
@@ -426,7 +450,7 @@ encode(const __grid_constant__ Arguments args) {
                     mine[c] = rows[w][c];
                     if (c + 1 < C) mine[c + 1] = rows[w][c + 1];
                 }
-                u32 plane = w * 4 + t;  // 0 of signs
+                u32 plane = w * 4 + t;  // plane 0 has the signs
                 char* to_row = out + key * width;
                 if (w)
                     to_row = own.block + own.head + args.magnitudes + (key * BITS + plane - 1) * STRIDE;
@@ -438,11 +462,11 @@ encode(const __grid_constant__ Arguments args) {
             if (half % 4 == t) mine = weight;
             if (half % 4 < 3 && (half + 1) * HALF < to) continue;
 
-            // weights of up to 32 keys, one of each lane
+            // Write the weights of up to 32 keys, one per lane.
             u32 id = half / 4 * GROUP + t * HALF + lane / 4;
             if (id < to) {
                 int code = 0;
-                if (mine > 0 && (!args.valid || own.flags[id])) {  // ops.codes.log_codes
+                if (mine > 0 && (!args.valid || own.flags[id])) {  // as kvindex.ops.codes.log_codes
                     u32 bits = __float_as_uint(mine);
                     float above = __log2f(__uint_as_float((bits & 0x7fffff) | 0x3f800000));
                     code = (int(bits >> 23) - 127) * STEPS + 32768 + __float2int_rn(above * STEPS);
@@ -450,7 +474,7 @@ encode(const __grid_constant__ Arguments args) {
                 }
                 char* record = own.block + own.head;
                 reinterpret_cast<u8*>(record + args.weights)[half / 4 * GROUP + lane] =
-                    u8(code >> 8);  // block_layout.places
+                    u8(code >> 8);  // order of block_layout.places
                 reinterpret_cast<u16*>(record + args.logs)[id] = u16(code);
             }
         }

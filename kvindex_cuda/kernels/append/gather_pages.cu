@@ -1,25 +1,29 @@
-// Rows of whole sequences, side by side: those of tokens that came before from an engine's pages, which may lie in
-// host memory that the device sees, those of new tokens from keys and values.
+// Copy the rows (keys and values of tokens) of whole sequences into contiguous memory. Rows of earlier tokens
+// come from an inference engine's pages, which may be in pinned host memory; rows of new tokens come from the
+// tensors of keys and values.
 //
-// Neighbouring threads take neighboring pieces of a page. Pages of a sequence are `width` in the copy, of which the
-// first ones are written, up to its last token.
-// Grid: (any, R), THREADS threads. Reads and writes each row once. Limited by the bus where pages lie on the host.
-// Compile-time: nothing.
+// Neighboring threads copy neighboring 16-byte parts of a page. The copy has room for `width` pages per
+// sequence, of which those up to the sequence's last token are written.
+//
+// Grid: (any, R), THREADS threads. Reads and writes each row once. Limited by memory, or by the PCIe bus if
+// pages are on the host.
 #include "common/common.cuh"
 
 struct Arguments {
-    const int* tables;    // [R, table]: pages of each sequence
-    const int* lengths;   // [R], with its new tokens
-    const int* starts;    // [R + 1]: of each sequence the first new token among all, and the end
-    const uint4* keys;    // [T, KV heads, key], of new tokens
-    const uint4* values;  // [T, KV heads, pieces - key]
-    const i64* base;      // [2]: addresses of a layer's codes and rows
-    uint4* copy;          // [R, width, KV heads, tokens, pieces]
+    const int* tables;    // [R, table]: page numbers of each sequence
+    const int* lengths;   // [R]: tokens of each sequence, new ones included
+    const int* starts;    // [R + 1]: index of each sequence's first new token among all new tokens, then their total
+                          // number
+    const uint4* keys;    // [T, KV heads, key]: keys of the new tokens
+    const uint4* values;  // [T, KV heads, pieces - key]: values of the new tokens
+    const i64* base;      // [2]: addresses of a layer's codes and of its rows
+    uint4* copy;          // [R, width, KV heads, tokens, pieces]: the result
     i64 width, table, pages, tokens, kv_heads, key, pieces;
     i64 key_token, key_head, value_token, value_head;  // strides
 };
 
-// `key`, `pieces` and strides are in units of 16 bytes; a page is in one piece. A sequence has fewer than 2^31 pieces.
+// `key`, `pieces` and the strides are in units of 16 bytes. A page is contiguous. A sequence has fewer than
+// 2^31 such units.
 extern "C" __global__ void __launch_bounds__(THREADS)
 gather_pages(const __grid_constant__ Arguments args) {
     i64 r = blockIdx.y, first = args.starts[r], count = args.starts[r + 1] - first;

@@ -1,41 +1,46 @@
-// What steps read of an engine's pages, of all layers: where a sequence's segments (256 tokens) lie, how many
-// of its tokens are searched, the scale of their weights; and which segments have become full.
+// Compute, for all layers, what a decode step needs to know about an inference engine's pages: the address of
+// each segment (256 tokens) of each sequence, how many of its tokens are searched, and the scale of its log
+// weights. Also list the segments that have just become full and must be encoded.
 //
-// A sequence is searched up to `window` tokens before its end, in whole segments, if it has `dense_below`
-// tokens and more than `sink` are left; else not at all, and all its tokens are resident. A row of the batch of
-// no tokens is resident nowhere; its first addresses are those of a page that is there.
-// Where rows are kept by their slots (`segments`), a sequence's segments are told by number, too, and a clock goes on:
-// stamps of a cache of rows that all sequences share (common/row_cache.cuh).
-// Grid: (any, R + 1, L), THREADS threads; rows 0 to R - 1 of the grid are the batch's, of a layer each; of the
-// last one a block alone looks through the slots. Reads 4 bytes per page of a sequence and 256 per segment that
-// is searched, layer and KV head; writes 16 per segment and layer. Limited by latency, at many tokens by memory.
-// Compile-time: nothing.
+// A sequence with at least `dense_below` tokens is searched in whole segments, up to `window` tokens before
+// its end, if that leaves more than `sink` tokens. Otherwise the sequence is not searched, and all its tokens
+// are resident. A sequence of the batch without tokens has no resident tokens; its addresses are those of an
+// existing page, so they can be read safely. If `segments` is given, the kernel also writes each segment's
+// number and increments a clock. Both serve a cache of rows that all sequences share (common/row_cache.cuh).
+//
+// Grid: (any, R + 1, L), THREADS threads. Grid rows 0 to R - 1 are the sequences, once per layer. In grid row
+// R, a single thread block looks through the slots.
+// Reads 4 bytes per page of a sequence, and 256 bytes per searched segment, layer and KV head; writes 16
+// bytes per segment and layer.
+// Limited by latency, and with many tokens by memory.
 #include "common/weight_scale.cuh"
 
-constexpr int LANES = TOKENS / 16, AT_ONCE = THREADS / LANES;  // threads with 16 weights each of a record; records
+// threads per record, with 16 weights each; records per thread block at a time
+constexpr int LANES = TOKENS / 16, AT_ONCE = THREADS / LANES;
 
 struct Arguments {
-    const int* tables;       // [R, table]: pages of each sequence
-    const int* lengths;      // [R]
-    const i64* slots;        // [count]: where tokens of this step go, below 0 for nowhere
-    const i64* bases;        // [L, 2]: addresses of a layer's codes and rows
-    const int* candidates;   // [row + 1]: C of so many segments
-    i64* codes;              // [L, room, row]: addresses of segments, as are `rows`
+    const int* tables;       // [R, table]: page numbers of each sequence
+    const int* lengths;      // [R]: tokens of each sequence
+    const i64* slots;        // [count]: slots that this step's tokens are written to, below 0 for none
+    const i64* bases;        // [L, 2]: addresses of the codes and of the rows of each layer
+    const int* candidates;   // [row + 1]: C, the number of candidates, by the number of searched segments
+    i64* codes;              // [L, room, row]: addresses of the segments' codes; `rows` likewise for their rows
     i64* rows;
-    i64* length;             // [room]: tokens that are searched
-    i64* resident_count;     // [room]: tokens that are not, and the sink
-    int* counted;            // [room]: tokens that are searched, but the sink
-    int* wanted;             // [room]: C
-    float* weight_scale;     // [L, room, KV heads]: 0, of a row that is searched its scale
-    i64* due;                // [1 + most]: how many segments have their last token among the slots, and which
-    int* segments;           // [room, row]: numbers of segments, page · parts + part, or null
-    int* clock;              // [1]: steps so far, or null
+    i64* length;             // [room]: number of tokens that are searched
+    i64* resident_count;     // [room]: number of resident tokens: those that are not searched, and the sink
+    int* counted;            // [room]: number of searched tokens without the sink
+    int* wanted;             // [room]: C, the number of candidates
+    float* weight_scale;     // [L, room, KV heads]: scale of the log weights of a searched sequence; 0 before the
+                             // launch
+    i64* due;                // [1 + most]: number of segments whose last token is among the slots, then their numbers
+    int* segments;           // [room, row]: number of each segment, page · parts + part, or null
+    int* clock;              // [1]: number of steps so far, or null
     i64 batch, room, row, table, pages, parts, kv_heads, count, most;
-    i64 codes_page, codes_part, codes_head, weights, rows_page, rows_part;  // bytes
+    i64 codes_page, codes_part, codes_head, weights, rows_page, rows_part;  // strides in bytes
     i64 sink, window, dense_below;
 };
 
-// In any order.
+// List the segments that have become full, in any order.
 __device__ __forceinline__ void find_due(const Arguments& args) {
     __shared__ int found;
     if (threadIdx.x == 0) found = 0;
@@ -82,7 +87,7 @@ read_pages(const __grid_constant__ Arguments args) {
         args.codes[place * args.row + s] = codes + page * args.codes_page + part * args.codes_part;
         args.rows[place * args.row + s] = rows + page * args.rows_page + part * args.rows_part;
     }
-    // of each record the largest byte of its weights
+    // Find the largest weight byte of each record.
     i64 records = searched * args.kv_heads;
     int lane = threadIdx.x % LANES;
 #pragma unroll 4
@@ -93,7 +98,7 @@ read_pages(const __grid_constant__ Arguments args) {
         u32 largest = 0;
 #pragma unroll
         for (int j = 0; j < 16; j++) largest = max(largest, (&bytes.x)[j / 4] >> j % 4 * 8 & 255);
-        // scales are positive: they are in the order of their bits
+        // scales are positive floats, so their bits compare in the same order
         int scale = __float_as_uint(scale_of(int(largest)));
         int* all = reinterpret_cast<int*>(args.weight_scale + place * args.kv_heads + g);
         if (__ldcg(all) < scale) atomicMax(all, scale);

@@ -1,31 +1,35 @@
-// State of a step after tokens have come or gone: bits of valid tokens, their number, valid keys and
-// candidates of each row, the scale of weights.
+// Update the state of a decode step on the device after tokens were appended or removed: the valid bits, the
+// number of tokens, the numbers of valid keys and of candidates per sequence, and the scale of the log
+// weights. Reference: kvindex/pariskv/step_state.py.
 //
-// Grid: (any, KV heads in all, or 1), 256 threads. Writes 32 bytes per row of the batch and block of 256
-// tokens, of each row 8 bytes and 8 per KV head; reads 264 bytes per KV head and block from
-// `codes_from` on, 4 MB at a million tokens and 4 heads. Limited by latency: for each 64 blocks of a
-// thread block, that of an address and then of bytes.
-// Compile-time: nothing.
+// Grid: (any, number of KV heads of the batch, or 1), THREADS threads.
+// Writes 32 bytes per sequence and block of 256 tokens, 8 bytes per sequence, and 8 per KV head. Reads 264
+// bytes per KV head and block from block `codes_from` on: 4 MB at a million tokens and 4 heads.
+// Limited by latency: for every 64 blocks that a thread block processes, one read of an address and one
+// dependent read.
 #include "common/weight_scale.cuh"
 
-constexpr int WORDS = TOKENS / 32;   // of a block's bits
-constexpr int PIECES = TOKENS / 16;  // of its weights, 16 bytes each
+constexpr int WORDS = TOKENS / 32;   // words of a block's valid bits
+constexpr int PIECES = TOKENS / 16;  // 16-byte parts of a block's weights
 constexpr int DONE = 1 << 16;
 
 struct Arguments {
-    u32* valid;                // [B, row, 8]: bits of blocks `first` to `last`, those of the tokens up to `tokens` set and
-                               // the others cleared, or null: they stay
-    i64* length;               // [1]: becomes `tokens`
-    int* counted;              // [B]: each becomes `count`, or null: they stay
-    int* wanted;               // [B]: each becomes `candidates`, or null: they stay
-    const i64* codes;          // [B, row]: addresses of blocks, of KV head g at g · head_bytes, or null: the scale stays
-    int* largest;              // [BG]: upper byte of a weight in full blocks; up to `codes_from` before
+    u32* valid;                // [B, row, 8]: valid bits. In blocks `first` to `last`, the bits of the first `tokens`
+                               // tokens are set and the others cleared. Null: unchanged.
+    i64* length;               // [1]: set to `tokens`
+    int* counted;              // [B]: set to `count`, or null: unchanged
+    int* wanted;               // [B]: set to `candidates`, or null: unchanged
+    const i64* codes;          // [B, row]: addresses of blocks of codes; the record of KV head g begins at g ·
+                               // head_bytes. Null: the scale is unchanged.
+    int* largest;              // [BG]: largest upper byte of a weight in full blocks; before the launch, in those up to
+                               // `codes_from`
     float* weight_scale;       // [BG]
     i64 row, first, last, tokens, count, candidates, batches;
     i64 kv_heads, head_bytes, weights, codes_from;
 };
 
-// The largest of a piece's bytes that are of the block's first `left` keys (block_layout.places).
+// The largest byte of 16 weights, of those that belong to the block's first `left` keys (order of
+// block_layout.places).
 __device__ __forceinline__ int largest_of(const uint4& bytes, int piece, i64 left) {
     int largest = 0;
 #pragma unroll
@@ -36,9 +40,10 @@ __device__ __forceinline__ int largest_of(const uint4& bytes, int piece, i64 lef
     return largest;
 }
 
-// Of one head, by all thread blocks of its column of the grid. While they are at it, its `largest` has three
-// numbers: how many of them are done, times DONE; the largest of the block that is not full, times 256;
-// that of full blocks. The last one to be done leaves this one alone.
+// Find the scale of one head's weights, with all thread blocks of a column of the grid. Meanwhile the head's
+// `largest` contains three
+// numbers: the number of finished thread blocks, times DONE; the largest byte of the incomplete block, times
+// 256; and that of the full blocks. The last thread block to finish leaves only the third number.
 __device__ __forceinline__ void find_scale(const Arguments& args) {
     __shared__ int of_full, of_open;
     if (threadIdx.x == 0) of_full = of_open = 0;
@@ -61,7 +66,7 @@ __device__ __forceinline__ void find_scale(const Arguments& args) {
     int* largest = args.largest + bg;
     int old = __ldcg(largest), next;
     for (;;) {
-        int known = args.codes_from || old >= DONE ? old : 0;  // the first one may begin anew
+        int known = args.codes_from || old >= DONE ? old : 0;  // the first thread block may reset the old value
         next = known / DONE * DONE + DONE + max(known / 256 % 256, of_open) * 256 + max(known % 256, of_full);
         int found = atomicCAS(largest, old, next);
         if (found == old) break;
@@ -76,7 +81,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 update_state(const __grid_constant__ Arguments args) {
     i64 block = i64(blockIdx.y) * gridDim.x + blockIdx.x, step = i64(gridDim.x) * gridDim.y * THREADS;
     i64 from = block * THREADS + threadIdx.x;
-    i64 words = (args.last - args.first) * WORDS;  // of a row
+    i64 words = (args.last - args.first) * WORDS;  // words per sequence
     if (args.valid)
         for (i64 i = from; i < args.batches * words; i += step) {
             i64 b = i / words, word = args.first * WORDS + i - b * words, rest = args.tokens - word * 32;

@@ -1,25 +1,28 @@
-// Write rows of tokens to their slots in an engine's pages, which may lie in host memory that the device sees;
-// and a cache of rows by slots forgets what was there before (common/row_cache.cuh).
+// Write the rows (keys and values) of new tokens to their slots in an inference engine's pages, which may be
+// in pinned host memory. A cache of rows that is indexed by slots also drops what it stored for these slots
+// (common/row_cache.cuh).
 //
-// Neighbouring threads take neighboring pieces of a row, and then of the next head.
-// Grid: any, THREADS threads. Reads 8 bytes of a slot, 16 of tags for each KV head, each row once; writes it once.
-// Limited by the bus where pages lie on the host: few blocks of threads fill it.
-// Compile-time: nothing.
+// Neighboring threads write neighboring 16-byte parts of a row, then of the next head's row.
+//
+// Grid: any, THREADS threads. Reads a slot number of 8 bytes per token, 16 bytes of cache tags per KV head,
+// and each row once; writes each row once.
+// Limited by memory, or by the PCIe bus if pages are on the host, which few thread blocks saturate.
 #include "common/row_cache.cuh"
 
 struct Arguments {
     const uint4* keys;    // [count, KV heads, width]
     const uint4* values;  // [count, KV heads, pieces - width]
-    const i64* slots;     // [count]: below 0 for nowhere
-    const i64* base;      // [2]: addresses of a layer's codes and rows
-    int* tags;            // [KV heads, cached], aligned to 16 bytes, or null
-    i64 count, kv_heads, width, pieces, most;                     // slots that there are
+    const i64* slots;     // [count]: slot of each token, below 0 for none
+    const i64* base;      // [2]: addresses of a layer's codes and of its rows
+    int* tags;            // [KV heads, cached]: tags of the cache, aligned to 16 bytes, or null
+    i64 count, kv_heads, width, pieces, most;                     // most: number of slots
     i64 key_token, key_head, value_token, value_head;             // strides
-    i64 parts, rows_page, rows_part, rows_head, row_bytes;        // bytes, but segments of a page
+    i64 parts, rows_page, rows_part, rows_head, row_bytes;  // parts: segments per page; the others are strides in bytes
     i64 cached;
 };
 
-// Widths, `pieces` and strides are in units of 16 bytes. There are fewer than 2^31 pieces, and slots.
+// Widths, `pieces` and the strides are in units of 16 bytes. There are fewer than 2^31 such units to copy,
+// and fewer than 2^31 slots.
 extern "C" __global__ void __launch_bounds__(THREADS)
 write_pages(const __grid_constant__ Arguments args) {
     u32 heads = u32(args.kv_heads), pieces = u32(args.pieces), total = u32(args.count) * heads * pieces;

@@ -1,24 +1,25 @@
-// Write rows of consecutive tokens to their places in blocks, on the device or in host memory
-// that it sees: an update of the local window, without a stream and events of its own. A row may come
-// in two parts, its key and its value.
+// Write the rows (keys and values) of consecutive tokens to their places in blocks of rows, on the device or
+// in pinned host memory. The kernel moves tokens out of the local window without a stream or events of its
+// own. A row may come in two parts, key and value.
 //
-// Neighbouring threads take neighboring pieces of a row, and then of the next.
-// Grid: any, 256 threads. Reads and writes each row once, 8 bytes of a table besides. Limited by the
-// bus where blocks lie on the host: few blocks of threads fill it, and leave the others to a step.
-// Compile-time: nothing.
+// Neighboring threads write neighboring 16-byte parts of a row, then of the next row.
+//
+// Grid: any, THREADS threads. Reads and writes each row once, and reads 8 bytes of the block table per row.
+// Limited by memory, or by the PCIe bus if blocks are on the host. Few thread blocks saturate the bus and
+// leave the multiprocessors to the decode step.
 #include "common/common.cuh"
 
 
 struct Arguments {
-    const uint4* one;       // [B, G, count, width]: of tokens from `start` on
-    const uint4* other;     // [B, G, count, pieces - width], or null: there is one part
+    const uint4* one;       // [B, G, count, width]: first parts of the rows, from token `start` on
+    const uint4* other;     // [B, G, count, pieces - width]: second parts, or null if rows come in one part
     const i64* rows;        // [B, row]: addresses of blocks [G, TOKENS, pieces]
     i64 row, start, count, width, pieces, kv_heads;
-    i64 total;              // pieces of all rows
+    i64 total;              // number of 16-byte units in all rows
     i64 one_batch, one_head, one_token, other_batch, other_head, other_token;  // strides
 };
 
-// Widths, `pieces` and strides are in units of 16 bytes.
+// Widths, `pieces` and the strides are in units of 16 bytes.
 extern "C" __global__ void __launch_bounds__(THREADS)
 write_rows(const __grid_constant__ Arguments args) {
     const uint4* __restrict__ one = args.one;
