@@ -1,20 +1,25 @@
-// Exact softmax attention of one query per head over the rows given (paper, equations 1 to 3;
-// ops.attention). Keys and values lie apart, in any strides; `attend.cu` is the fused step's.
+// Exact softmax attention of one query per head over given rows (paper, equations 1 to 3). Keys and values
+// are separate tensors with any strides; step/attend.cu is the kernel of the fused decode step. Reference:
+// kvindex.ops.attention.attend.
 //
-// LANES lanes take a row, 32 / LANES rows a warp, each lane up to 16 bytes at a time, for up to 8
-// heads of a group. Every such part of a warp keeps a running softmax (Milakov and Gimelshein,
-// 2018); parts, warps and then blocks are merged, the last block of a group by what all wrote.
-// Grid: (BG, splits, heads / HEADS rounded up), 256 threads. Reads (D + DV) size bytes per row for
-// each tile of heads, 4 per row and head of bias; writes (DV + 2) 4 bytes per split and head, and
-// the output. Sums are float32. The bound is memory; with few rows, the latency of two reads.
-// Compile-time: D, DV, HEADS, DTYPE, SOFTCAP, WIDTH (elements of a load), LANES.
+// LANES lanes process one row, 32 / LANES rows per warp at a time. Each lane loads up to 16 bytes per access,
+// for up to 8 heads of a group. Each such team of lanes keeps a running softmax (Milakov and Gimelshein,
+// 2018). The results of teams, of warps and of thread blocks are merged in turn; the last thread block of a
+// group merges the splits.
+//
+// Grid: (BG, splits, heads / HEADS rounded up), 256 threads.
+// Reads (D + DV) elements per row for each tile of HEADS heads, and 4 bytes of bias per row and head; writes
+// 4 (DV + 2) bytes per split and head, and the output. Sums are float32.
+// Limited by memory; with few rows, by the latency of two dependent reads.
+// Compile-time constants, set by the launcher: D, DV, HEADS (heads per thread block), DTYPE, SOFTCAP (1:
+// logits are capped), WIDTH (elements per load), LANES.
 #include "common/common.cuh"
 
 constexpr int SIZE = DTYPE == 0 ? 4 : 2;
-constexpr int KEYS = (D / WIDTH + LANES - 1) / LANES;     // loads of a lane for a key
-constexpr int VALUES = (DV / WIDTH + LANES - 1) / LANES;  // and for a value
-constexpr int ROWS = 32 / LANES;                          // of a warp at a time
-constexpr int PARTIAL = DV + 2;                           // of a split: maximum, sum, output
+constexpr int KEYS = (D / WIDTH + LANES - 1) / LANES;     // loads of a key per lane
+constexpr int VALUES = (DV / WIDTH + LANES - 1) / LANES;  // loads of a value per lane
+constexpr int ROWS = 32 / LANES;                          // rows that a warp processes at a time
+constexpr int PARTIAL = DV + 2;                           // floats of a split's result per head: maximum, sum, output
 
 __device__ __forceinline__ void chunk_of(float (&x)[WIDTH], const char* row, int chunk) {
     u32 words[4];
@@ -46,11 +51,11 @@ struct Arguments {
     const void* queries;    // DTYPE [BG, heads, D]
     const char* keys;       // DTYPE [B, G, rows, D]
     const char* values;     // DTYPE [B, G, rows, DV]
-    const float* bias;      // [B, G heads, rows]: −inf hides a row; or null
+    const float* bias;      // [B, G heads, rows]: added to the logits, −inf hides a row; or null
     float* partial;         // [BG, tiles, splits, HEADS, PARTIAL]
     void* output;           // DTYPE [BG, heads, DV]
-    float* lse;             // [BG, heads]: log Σ exp of the logits, −inf where no row is visible; or null
-    int* tickets;           // [BG, tiles]: cleared before
+    float* lse;             // [BG, heads]: log Σ exp of the logits, −inf if no row is visible; or null
+    int* tickets;           // [BG, tiles]: counts finished splits, cleared before the launch
     i64 keys_batch, keys_head, keys_row, values_batch, values_head, values_row;  // strides in elements
     i64 bias_batch, bias_head, bias_row;
     i64 rows, heads, kv_heads;
@@ -85,7 +90,7 @@ attend(const __grid_constant__ Arguments args) {
     i64 stride = i64(gridDim.y) * 8 * ROWS;
     for (i64 start = (i64(blockIdx.y) * 8 + warp) * ROWS; start < args.rows; start += stride) {
         i64 i = start + part;
-        float more[HEADS];  // of bias
+        float more[HEADS];  // bias of this row for each head
         bool seen = false;
 #pragma unroll
         for (int h = 0; h < HEADS; h++) {
@@ -146,7 +151,7 @@ attend(const __grid_constant__ Arguments args) {
     partial += tile * gridDim.y * (HEADS * PARTIAL);
 #pragma unroll
     for (int h = 0; h < HEADS; h++) {
-        // parts of a warp
+        // merge the teams of lanes of a warp
 #pragma unroll
         for (int step = LANES; step < 32; step *= 2) {
             float other = __shfl_xor_sync(ALL, peak[h], step), most = fmaxf(peak[h], other);
@@ -160,7 +165,7 @@ attend(const __grid_constant__ Arguments args) {
                 for (int e = 0; e < WIDTH; e++)
                     sum[j][h][e] = sum[j][h][e] * mine + __shfl_xor_sync(ALL, sum[j][h][e], step) * its;
         }
-        // warps
+        // merge the warps
         if (lane == 0) merged[warp][0] = peak[h], merged[warp][1] = total[h];
 #pragma unroll
         for (int j = 0; j < VALUES; j++)
@@ -181,7 +186,7 @@ attend(const __grid_constant__ Arguments args) {
         if (threadIdx.x == 0) to[0] = most;
         __syncthreads();
     }
-    // splits
+    // merge the splits
     if (!last_block(args.tickets + tile, gridDim.y)) return;
     for (int i = threadIdx.x; i < many * DV; i += 256) {
         const float* parts = partial + i / DV * PARTIAL;

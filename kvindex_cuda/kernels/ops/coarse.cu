@@ -1,27 +1,31 @@
-// Coarse stage with tables: histogram, tables of tiers and dots, and votes (paper, B.2.1;
-// ops.coarse). Everything is an integer, or float64 whose sums are exact: equal to the reference
-// to the bit.
+// Coarse stage with lookup tables: histogram of centroids, tables of tiered votes and of sign votes, and the
+// votes of all keys (paper, B.2.1).
+// Reference: kvindex/ops/coarse.py, with functions of the same names. All arithmetic is on integers, or on
+// float64 values whose sums are exact, so the results equal the reference bit by bit.
 //
-// `votes` looks up a table entry per key and subspace. Tables lie in shared memory with as many
-// heads in a 32-bit word as their sums allow, so that one lookup and one add serve all of them:
-// four where no sum exceeds 255 (tiers at M <= 42), two where none exceeds 32767 (dots), one
-// otherwise. Which, a block finds from the table itself.
-//   Bytes: reads M (signs) and 4 or 4M (factors) per key and KV head for four query heads at a
-//   time, writes 4 per key and query head. The bound is shared memory: M lookups per key and four
-//   heads, random banks, some 6 cycles for a warp's 32 (docs/decisions/0013): 0.1 ms for 1M keys
-//   of 8 KV heads at M = 16 on 132 multiprocessors, where the bytes take 0.06 ms (by count).
-// Compile-time: D; for `votes` WIDE (table int16, else uint8), FACTORS (0 none, 1 of the key,
-// 2 of each subspace), TABLES (words of shared memory per entry).
-// Longer than most files: the five kernels are one stage, and agree on how tables lie.
+// A subspace is 8 coordinates; a key's sign pattern in it is one of 256 centroids. `votes` looks up one table
+// entry per key and subspace. Tables are in shared memory. One 32-bit word packs the entries of as many heads
+// as their sums allow, so one lookup and one addition serve all of
+// them: four heads if no sum exceeds 255 (tiered votes with M <= 42), two if no sum exceeds 32767 (sign
+// votes), else one. The thread block finds out from the table itself.
+// Reads M bytes (signs) and 4 or 4 M bytes (factors) per key and KV head for every four query heads; writes 4
+// bytes per key and query head.
+// Limited by shared memory: M lookups per key and four heads in random banks, about 6 cycles for the 32 lanes
+// of a warp (docs/decisions/0013). For 1M keys of 8 KV heads at M = 16 on 132 multiprocessors that is 0.1 ms,
+// where memory takes 0.06 ms (calculated).
+// Compile-time constants, set by the launcher: D; and for `votes`: WIDE (1: the table is int16, else uint8),
+// FACTORS (0: none, 1: one
+// per key, 2: one per subspace of a key), TABLES (words of shared memory per table entry).
+// This file is longer than most because its five kernels are one stage and share the layout of the tables.
 #include "common/common.cuh"
 
 constexpr int M = D / 8;
 constexpr int PIECE = M % 16 == 0 ? 16 : M % 8 == 0 ? 8 : M % 4 == 0 ? 4 : M % 2 == 0 ? 2 : 1;
-constexpr int SPAN = M < 32 ? M : 32;    // subspaces that a block counts
-constexpr int KEYS = M <= 16 ? 4 : 2;    // of a thread at a time
+constexpr int SPAN = M < 32 ? M : 32;    // subspaces that a thread block counts
+constexpr int KEYS = M <= 16 ? 4 : 2;    // keys that a thread processes at a time
 constexpr int WORDS = (M + 3) / 4;
 
-// PIECE bytes as 32-bit words, the first byte lowest.
+// Load PIECE bytes as 32-bit words, the first byte lowest.
 __device__ __forceinline__ void piece_of(u32 (&words)[4], const u8* from) {
     if constexpr (PIECE == 16) {
         uint4 all = *reinterpret_cast<const uint4*>(from);
@@ -41,13 +45,15 @@ __device__ __forceinline__ void piece_of(u32 (&words)[4], const u8* from) {
 struct HistogramArguments {
     const u8* signs;     // [B, G, n, M]
     const u8* valid;     // bool [B, n], or null
-    u64* counts;         // [BG, M, 256]
+    u64* counts;         // [BG, M, 256]: number of keys per centroid
     i64 signs_batch, signs_head, valid_batch;  // strides
     i64 n, kv_heads;
 };
 
-// Keys per centroid. Grid: (BG, splits, M / 32 rounded up), 256 threads. Reads M + 1 bytes per key,
-// once; adds 2 KB per subspace and split to the counts, which begin at 0.
+// Count the keys of each centroid.
+// Grid: (BG, splits, M / 32 rounded up), 256 threads.
+// Reads M + 1 bytes per key, once; adds 2 KB per subspace and split to the counts, which the caller has set
+// to 0.
 extern "C" __global__ void __launch_bounds__(256)
 histogram(const __grid_constant__ HistogramArguments args) {
     const u8* signs = args.signs;
@@ -77,14 +83,16 @@ histogram(const __grid_constant__ HistogramArguments args) {
 struct TierArguments {
     const float* queries;   // [BG, heads, D]
     const i64* counts;      // [BG, M, 256]
-    const i64* limits;      // [B, tiers]
-    u8* points;             // [BG, heads, M, 256]
+    const i64* limits;      // [B, tiers]: number of keys that bounds each tier
+    u8* points;             // [BG, heads, M, 256]: points of each centroid
     i64 heads, kv_heads, tiers;
 };
 
-// Points of tiers: for a centroid, the tiers with fewer than their limit of keys in better ones.
-// Grid: one block of 256 threads, one per centroid, for each query head and subspace. Reads 2 KB of
-// counts and 32 bytes; writes 256. Better ones are summed by comparing all pairs, 2^16 per block.
+// Compute the points of tiered votes: a centroid's points are the number of tiers whose limit exceeds the
+// number of keys in better centroids.
+// Grid: (query heads · M), 256 threads, one per centroid.
+// Reads 2 KB of counts and 32 bytes; writes 256 bytes. Keys in better centroids are added up by comparing all
+// pairs, 2^16 per thread block.
 extern "C" __global__ void __launch_bounds__(256)
 tier_table(const __grid_constant__ TierArguments args) {
     __shared__ double similarity[256];
@@ -110,7 +118,7 @@ tier_table(const __grid_constant__ TierArguments args) {
     args.points[at * 256 + id] = u8(earned);
 }
 
-// max_j |q_j| of a query, in all threads of a block of 256.
+// max_j |q_j| of a query, returned in all 256 threads of a block.
 static __device__ double peak_of(const float* query) {
     __shared__ float peaks[8];
     float peak = 0;
@@ -128,7 +136,8 @@ __device__ __forceinline__ int rounded_of(float x, double peak, i64 largest) {
     return peak > 0 ? int(rint(double(x) * (double(largest) / peak))) : 0;
 }
 
-// Σ_j ± r_j of each sign pattern. Grid: (query heads, M), 256 threads. Reads 4 D bytes, writes 512.
+// Compute Σ_j ± r_j for each sign pattern of a subspace, where r is the query rounded to integers.
+// Grid: (query heads, M), 256 threads. Reads 4 D bytes, writes 512 bytes.
 extern "C" __global__ void __launch_bounds__(256)
 dot_table(const float* queries, short* table, i64 largest) {
     const float* query = queries + i64(blockIdx.x) * D;
@@ -148,11 +157,12 @@ struct OffsetArguments {
     const float* weight_scale;   // [BG]
     int* votes;                  // [BG heads, segments]
     i64 segments, heads;
-    i64 scale;                   // largest · FACTOR
+    i64 scale;                   // the largest r times FACTOR of kvindex/ops/codes.py
     double level;
 };
 
-// ⟨q, μ⟩ in votes. Grid: (query heads, splits), 256 threads. Reads and writes 4 bytes per segment.
+// Convert ⟨q, μ⟩, the product of a query and each segment's center, to the unit of votes.
+// Grid: (query heads, splits), 256 threads. Reads and writes 4 bytes per segment.
 extern "C" __global__ void __launch_bounds__(256)
 dot_offsets(const __grid_constant__ OffsetArguments args) {
     i64 head = blockIdx.x;
@@ -166,7 +176,7 @@ dot_offsets(const __grid_constant__ OffsetArguments args) {
 
 // ---- votes -----------------------------------------------------------------------------------
 
-// Four entries of a table, from entry i on.
+// Load four entries of a table, from entry i on.
 __device__ __forceinline__ void entries_of(int (&found)[4], const void* table, i64 i) {
 #if WIDE
     uint2 all = *reinterpret_cast<const uint2*>(static_cast<const u16*>(table) + i);
@@ -180,7 +190,8 @@ __device__ __forceinline__ void entries_of(int (&found)[4], const void* table, i
 }
 
 #if FACTORS != 2
-// The largest size that a sum of some heads' entries can have: all threads of a block call it.
+// An upper limit of the absolute sum of a head's entries, for the largest of some heads. All threads of a
+// block call it.
 static __device__ int bound_of(const void* table, i64 first, int heads) {
     __shared__ int peaks[4 * M];
     int lane = threadIdx.x % 32;
@@ -206,7 +217,8 @@ static __device__ int bound_of(const void* table, i64 first, int heads) {
 }
 #endif
 
-// Head p of P in a word, or in a sum of words: bytes, or Σ high · 2^16 + Σ low with signs.
+// Extract head p of P from a word, or from a sum of words. For P = 4 it is a byte; for P = 2 the word is Σ
+// high · 2^16 + Σ low with signed addends.
 template <int P>
 __device__ __forceinline__ u32 part_of(u32 word, int p) {
     if constexpr (P == 4) return word >> 8 * p & 255;
@@ -223,7 +235,7 @@ struct Votes {
     i64 bg, first, stop, n, heads, segments, every;
 };
 
-// Votes of the block's keys for P · TABLES heads, P of them in a word.
+// Compute the votes of the thread block's keys for P · TABLES heads, with P heads per word.
 template <int P>
 __device__ __forceinline__ void votes_of(const Votes& of, i64 head, u32* words) {
     constexpr int HEADS = P * TABLES;
@@ -316,7 +328,8 @@ struct VoteArguments {
     i64 n, heads, kv_heads, segments, every;
 };
 
-// Grid: (BG, splits), 256 threads; dynamic shared memory: TABLES · M · 1024 bytes.
+// Compute the votes of all keys for all heads.
+// Grid: (BG, splits), 256 threads. Dynamic shared memory: TABLES · M · 1024 bytes.
 extern "C" __global__ void __launch_bounds__(256, 3)
 votes(const __grid_constant__ VoteArguments args) {
     const u8* signs = args.signs;
@@ -330,7 +343,7 @@ votes(const __grid_constant__ VoteArguments args) {
                 args.segments, args.every};
     for (i64 head = 0; head < args.heads;) {
 #if FACTORS == 2
-        constexpr int P = WIDE ? 2 : 4;  // of single entries, which always fit
+        constexpr int P = WIDE ? 2 : 4;  // heads per word: each entry by itself always fits
         votes_of<P>(of, head, words);
         head += P * TABLES;
 #else

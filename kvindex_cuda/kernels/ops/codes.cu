@@ -1,8 +1,9 @@
-// Sign and magnitude codes of rotated keys, and log weights (paper, A.2 and A.3; ops/codes.py).
+// Encode rotated keys into signs, magnitudes and weights, and convert weights to and from log codes (paper,
+// A.2 and A.3).
+// Reference: kvindex.ops.codes.encode, log_codes and log_weights.
 //
-// Everything that decides a bit is computed as the reference does: radii from squares summed in
-// double, a float32 division, comparisons with float32 edges.
-// Compile-time: nothing.
+// Everything that decides a bit is computed exactly as in the reference: radii from squares summed in double
+// precision, a float32 division, and comparisons with float32 edges. All three kernels are limited by memory.
 #include "common/common.cuh"
 
 constexpr int LEVELS = 1 << MOST_BITS;
@@ -10,18 +11,18 @@ constexpr int LEVELS = 1 << MOST_BITS;
 struct EncodeArguments {
     const float* rotated;   // [count, 8 M]
     const float* norms;     // [count]
-    const float* levels;    // [2^bits], ascending
+    const float* levels;    // [2^bits]: magnitude levels, ascending
     u8* signs;              // [count, M]
     u8* magnitudes;         // [count, bits, M]
     float* weights;         // [count, M / share]
     i64 count, M, bits, share;
 };
 
-// A thread takes 8 coordinates, a byte of signs and of each plane; THREADS / M vectors a block. A
-// weight's block of `share` bytes is summed by each of its threads, in the order of the bytes: the
-// same in all.
-// Grid: any, blocks of THREADS; vectors = THREADS / M of a block. Reads 4 D + 4 bytes per vector,
-// writes (1 + bits) D / 8 + 4 D / block.
+// Encode rotated keys. A thread processes 8 coordinates: one byte of signs, and one of each plane of
+// magnitudes. A thread block processes THREADS / M vectors. Where several bytes share a weight, each of their
+// threads adds up the sum of all of them in the same order, so all get the same value.
+// Grid: any, THREADS threads.
+// Reads 4 D + 4 bytes per vector, writes (1 + bits) D / 8 bytes and 4 bytes per weight.
 extern "C" __global__ void __launch_bounds__(THREADS)
 encode(const __grid_constant__ EncodeArguments args) {
     __shared__ double squares[THREADS], products[THREADS];
@@ -32,7 +33,7 @@ encode(const __grid_constant__ EncodeArguments args) {
     for (int i = threadIdx.x; i < last; i += THREADS)
         edges[i] = __fmul_rn(__fadd_rn(level[i + 1], level[i]), 0.5f);
     int vectors = THREADS / int(args.M), byte = threadIdx.x % int(args.M), local = threadIdx.x / int(args.M);
-    int first = threadIdx.x - byte % int(args.share);  // thread of the weight's first byte
+    int first = threadIdx.x - byte % int(args.share);  // thread with the first byte of this thread's weight
     for (i64 base = i64(blockIdx.x) * vectors; base < args.count; base += i64(gridDim.x) * vectors) {
         i64 vector = base + local;
         bool in = local < vectors && vector < args.count;
@@ -49,11 +50,11 @@ encode(const __grid_constant__ EncodeArguments args) {
         for (int i = 0; in && i < args.share; i++) sum += squares[first + i];
         float radius = float(sqrt(sum)), divisor = fmaxf(radius, 1.17549435e-38f);
         u32 sign = 0;
-        u64 planes = 0;  // a byte each
+        u64 planes = 0;  // one byte per plane
         sum = 0;
         for (int j = 0; j < 8; j++) {
             float size = fabsf(__fdiv_rn(x[j], divisor));
-            int index = 0;  // edges below the size
+            int index = 0;  // number of edges below the size
             for (int p = int(args.bits) - 1; p >= 0; p--)
                 if (!(edges[(index | 1 << p) - 1] >= size)) index |= 1 << p;
             sign |= u32(x[j] >= 0) << j;
@@ -80,14 +81,14 @@ struct LogArguments {
     i64 count, bits;
 };
 
-// Grid: a thread per weight. Reads 4 bytes and writes 4.
+// Convert weights to log codes. Grid: one thread per weight. Reads 4 bytes and writes 4 bytes per weight.
 extern "C" __global__ void __launch_bounds__(THREADS)
 log_codes(const __grid_constant__ LogArguments args) {
     i64 i = i64(blockIdx.x) * THREADS + threadIdx.x;
     if (i >= args.count) return;
     double top = double((1 << args.bits) - 1), steps = double(1 << args.bits) / OCTAVES;
     double code = log2(double(args.weights[i])) * steps + double(1 << (args.bits - 1));
-    bool some = int(__float_as_uint(args.weights[i])) > 0;  // of a subnormal weight, too
+    bool some = int(__float_as_uint(args.weights[i])) > 0;  // true also for a subnormal weight
     args.codes[i] = some ? int(fmin(fmax(rint(code), 1.0), top)) : 0;
 }
 
@@ -97,12 +98,12 @@ struct WeightArguments {
     i64 count, bits;
 };
 
-// Grid and bytes as above.
+// Convert log codes to weights. Grid: one thread per weight. Reads 4 bytes and writes 4 bytes per weight.
 extern "C" __global__ void __launch_bounds__(THREADS)
 log_weights(const __grid_constant__ WeightArguments args) {
     i64 i = i64(blockIdx.x) * THREADS + threadIdx.x;
     if (i >= args.count) return;
-    float steps = float(1 << args.bits) / OCTAVES;  // powers of two, both
+    float steps = float(1 << args.bits) / OCTAVES;  // both are powers of two
     float octaves = __fdiv_rn(float(args.codes[i] - (1 << (args.bits - 1))), steps);
     args.weights[i] = args.codes[i] ? exp2f(octaves) : 0.0f;
 }

@@ -1,10 +1,13 @@
-// Rows by id, whatever they hold (paper, B.3; ops.fetch): copied as pieces of PIECE bytes.
+// Gather rows by id (paper, B.3), whatever the rows contain: they are copied in units of PIECE bytes.
+// Reference: kvindex.ops.fetch.gather_rows.
 //
-// Neighbouring threads take neighboring pieces of a row, and then of the next, so that rows of 8
-// bytes and of 1 KB are both read in whole sectors.
-// Grid: any, 256 threads. Reads 8 bytes per id and the row, writes the row. The bound is memory:
-// a row of 512 bytes moves 512 in and out, one of 16 a sector of 32 in.
-// Compile-time: PIECE (1, 2, 4, 8 or 16 bytes, which divides rows, strides and addresses).
+// Neighboring threads copy neighboring units of a row, then of the next row, so that rows of 8 bytes and rows
+// of 1 KB are both read in whole sectors.
+// Grid: any, 256 threads. Reads 8 bytes per id and the row, writes the row.
+// Limited by memory: a row of 512 bytes is 512 bytes read and written; a row of 16 bytes reads a sector of 32
+// bytes.
+// Compile-time constant, set by the launcher: PIECE (1, 2, 4, 8 or 16 bytes; it divides rows, strides and
+// addresses).
 #include "common/common.cuh"
 
 #if PIECE == 16
@@ -23,12 +26,12 @@ struct RowArguments {
     const Piece* rows;       // [B, G, n, pieces]
     const i64* ids;          // [B, G, count]
     Piece* gathered;         // [B, G, count, pieces]
-    i64 rows_batch, rows_head, rows_token;  // strides in pieces
+    i64 rows_batch, rows_head, rows_token;  // strides in units of PIECE bytes
     i64 pieces, count, n, kv_heads;
-    i64 total;               // pieces of all rows gathered
+    i64 total;               // number of units in all gathered rows
 };
 
-// An id that is no row's gives zeros.
+// Gather rows of a tensor. An id outside of it gives a row of zeros.
 extern "C" __global__ void __launch_bounds__(256)
 gather_rows(const __grid_constant__ RowArguments args) {
     for (i64 i = i64(blockIdx.x) * 256 + threadIdx.x; i < args.total; i += i64(gridDim.x) * 256) {
@@ -43,15 +46,15 @@ gather_rows(const __grid_constant__ RowArguments args) {
 }
 
 struct BlockArguments {
-    const i64* rows;         // [B, n / TOKENS]: addresses of blocks [G, TOKENS, pieces]
+    const i64* rows;         // [B, n / TOKENS]: addresses of blocks of rows [G, TOKENS, pieces]
     const i64* ids;          // [B, G, count]
     Piece* gathered;         // [B, G, count, pieces]
     i64 rows_batch;          // a stride
     i64 pieces, count, n, kv_heads;
-    i64 total;               // pieces of all rows gathered
+    i64 total;               // number of units in all gathered rows
 };
 
-// The same of rows in blocks.
+// Gather rows that are stored in blocks of TOKENS rows. An id that is not stored gives a row of zeros.
 extern "C" __global__ void __launch_bounds__(256)
 gather_blocks(const __grid_constant__ BlockArguments args) {
     for (i64 i = i64(blockIdx.x) * 256 + threadIdx.x; i < args.total; i += i64(gridDim.x) * 256) {

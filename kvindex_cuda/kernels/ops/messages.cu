@@ -1,10 +1,13 @@
-// What ranks tell each other of a step's attention, and what they make of it (ops.messages; Milakov
-// and Gimelshein, 2018): the attention of all ranks, each over rows of its own.
+// Combine the attention of several ranks (GPUs), each of which has attended to rows of its own: pack a rank's
+// result into a message, and merge the messages of all ranks (Milakov and Gimelshein, 2018). Reference:
+// kvindex.ops.messages.pack and merge_messages.
 //
-// Grid: (B G), 256 threads: a group's heads of a sequence. `pack_message` reads and writes GROUP DV
-// elements and GROUP + 1 words, `merge_messages` reads them of each rank and writes them once.
-// Sums are float32, in the order of ranks. The bound is latency.
-// Compile-time: DV, GROUP (query heads per KV head), DTYPE, WIDE (counts are int64, else int32).
+// Grid: (B G), 256 threads; a thread block processes the heads of one group of one sequence. `pack_message`
+// reads and writes GROUP DV elements and GROUP + 1 words. `merge_messages` reads these from each rank and
+// writes them once.
+// Limited by latency. Sums are float32, in the order of ranks.
+// Compile-time constants, set by the launcher: DV, GROUP (query heads per KV head), DTYPE, WIDE (1: counts
+// are int64, else int32).
 #include "common/common.cuh"
 
 #if DTYPE == 0
@@ -23,11 +26,11 @@ struct PackArguments {
     const Bits* output;      // [B, H, DV]
     const float* lse;        // [B, H]
     Count* found;            // [B, G]
-    Bits* to_output;         // the message: [B, H, DV]
+    Bits* to_output;         // [B, H, DV]: this and the next two are the message
     float* to_lse;           // [B, H]
     int* to_found;           // [B, G]
-    int seen;                // other rows were attended to: a head that found none is not blind
-    int take;                // found becomes 0
+    int seen;                // other rows were attended to as well: a head that found no rows is still valid
+    int take;                // set `found` to 0 afterwards
 };
 
 extern "C" __global__ void __launch_bounds__(256)
@@ -42,7 +45,7 @@ pack_message(const __grid_constant__ PackArguments args) {
     for (int h = threadIdx.x; h < GROUP; h += 256)
         args.to_lse[first + h] = blind ? NEVER : args.lse[first + h];
     if (threadIdx.x == 0) args.to_found[group] = int(count);
-    __syncthreads();  // all have read the count
+    __syncthreads();  // all threads have read the count
     if (args.take && threadIdx.x == 0) args.found[group] = 0;
 }
 
@@ -54,8 +57,8 @@ struct MergeArguments {
     void* output;            // [B, H, DV]
     float* lse;              // [B, H]
     int* found;              // [B, G]
-    i64* total;              // [B, G]: grows by what was found; or null
-    i64 ranks;               // W
+    i64* total;              // [B, G]: increased by the number of rows found, or null
+    i64 ranks;               // W, the number of ranks
 };
 
 extern "C" __global__ void __launch_bounds__(256)

@@ -1,14 +1,16 @@
-// Inner products estimated from codes that lie row by row, and their standard deviations (paper,
-// B.2.2, equation 10; ops.rerank). For any magnitude bits and any block of coordinates that shares
-// a weight; `rerank.cu` is the fused step's.
+// Estimate inner products of queries with keys from the keys' codes, and the standard deviations of these
+// estimates (paper, B.2.2, equation 10). The codes are stored key by key, with any number of magnitude bits
+// and any number of coordinates per weight; step/rerank.cu is the kernel of the fused decode step. Reference:
+// kvindex.ops.rerank.estimate and errors.
 //
-// A thread takes a key for up to 8 heads: its bits stay in registers, coordinates are decoded once
-// for all heads, queries and levels are read from shared memory by all lanes at once.
-// Grid: (BG, splits, heads / HEADS rounded up), 256 threads. Reads M (1 + BITS) + W size bytes per
-// key, writes 4 per head; sums are float32, in order of coordinates. The bound is arithmetic:
-// D (HEADS + BITS + 3) operations per key beside M (1 + BITS) bytes.
-// Compile-time: D, BITS (of a magnitude), HEADS, BLOCK (coordinates that share a weight), DTYPE
-// (of weights).
+// A thread processes one key for up to 8 heads. The key's bits stay in registers, its coordinates are decoded
+// once for all heads, and all lanes read the same queries and levels from shared memory.
+// Grid: (BG, splits, heads / HEADS rounded up), 256 threads.
+// Reads M (1 + BITS) bytes and W weights per key, writes 4 bytes per key and head. Sums are float32, in the
+// order of coordinates.
+// Limited by arithmetic: D (HEADS + BITS + 3) operations per key, compared with M (1 + BITS) bytes.
+// Compile-time constants, set by the launcher: D, BITS (of a magnitude), HEADS (per thread block), BLOCK
+// (coordinates that share a weight), DTYPE (of weights).
 #include "common/common.cuh"
 
 constexpr int M = D / 8;
@@ -17,7 +19,7 @@ constexpr int WORDS = (M + 3) / 4;
 constexpr int LEVELS = 1 << BITS;
 constexpr int W = D / BLOCK;
 
-// M bytes as 32-bit words, the first byte lowest.
+// Load M bytes as 32-bit words, the first byte lowest.
 __device__ __forceinline__ void bytes_of(u32 (&words)[WORDS], const u8* from) {
 #pragma unroll
     for (int w = 0; w < WORDS; w++) words[w] = 0;
@@ -40,7 +42,7 @@ __device__ __forceinline__ void bytes_of(u32 (&words)[WORDS], const u8* from) {
     }
 }
 
-// The bits of a key; coordinate j by the word it is in and the bit there.
+// The bits of a key. A coordinate is addressed by its word and its bit in that word.
 struct Key {
     u32 sign[WORDS], plane[BITS > 0 ? BITS : 1][WORDS];
 
@@ -53,12 +55,12 @@ struct Key {
         int level = 0;
 #pragma unroll
         for (int p = 0; p < BITS; p++) level |= (plane[p][w] >> b & 1) << p;
-        // a clear sign bit is a negative coordinate
+        // a sign bit of 0 means a negative coordinate
         return __uint_as_float(__float_as_uint(levels[level]) ^ (~sign[w] >> b & 1) << 31);
     }
 };
 
-// Queries of some heads as [D][HEADS], zeros for heads that there are none of.
+// Load the queries of some heads as [D][HEADS], with zeros for missing heads. Return the number of heads.
 static __device__ int fill(float* queries, float* levels, const float* given, const float* sizes,
                            i64 heads) {
     i64 head = i64(blockIdx.z) * HEADS;

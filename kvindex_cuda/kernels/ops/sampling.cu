@@ -1,15 +1,18 @@
-// Rows drawn at random for all that are not read (kvindex/ops/sampling.py; Horvitz and Thompson, 1952).
+// Sample rows at random to represent all rows that are not read (Horvitz and Thompson, 1952): the best k -
+// drawn rows are read for certain, the others with a probability according to their attention weight.
+// Reference: kvindex.ops.sampling.draw.
 //
-// Sums of exponentials from the worst row to the best tell how many are read for certain and what
-// chance the others have; then ids are put in order (bitonic), and a row is drawn where the running
-// sum of chances passes half an odd number. Sums are float64, in a fixed order.
-// Grid: BG, THREADS threads. Reads 12 bytes per row, writes 12 per row that is kept; limited by
-// latency: 55 barriers of the order for up to 1,024 rows, and some 20 more.
-// Dynamic shared memory: 13 bytes for each of `size`.
-// Compile-time: nothing.
+// 1. Add up exponentials from the worst row to the best. The sums show how many rows are read for certain and
+// which probability the others have.
+// 2. Sort the ids (bitonic sort). Select a row where the running sum of probabilities passes half an odd
+// number (systematic sampling). Sums are float64, in a fixed order.
+//
+// Grid: BG, THREADS threads. Reads 12 bytes per row, writes 12 bytes per selected row.
+// Limited by latency: 55 barriers to sort up to 1,024 rows, and about 20 more.
+// Dynamic shared memory: 13 · `size` bytes.
 #include "common/common.cuh"
 
-// Sum of the threads before this one, in their order. All threads call it.
+// Sum of `mine` over the threads before this one, in the order of threads. All threads call it.
 template <class T>
 __device__ T before(T mine) {
     __shared__ T sums[THREADS / 32];
@@ -28,10 +31,10 @@ __device__ T before(T mine) {
 }
 
 struct Arguments {
-    const float* logits;   // [BG, count], descending, −inf for none
-    const i64* ids;        // [BG, count], below 2^47, or negative
-    i64* places;           // [BG, k]
-    float* weights;        // [BG, k]
+    const float* logits;   // [BG, count]: descending, −inf for no row
+    const i64* ids;        // [BG, count]: ids below 2^47, negative for no row
+    i64* places;           // [BG, k]: positions of the selected rows among the given ones
+    float* weights;        // [BG, k]: log of the inverse probability
     i64 size;              // a power of two, at least count and THREADS, below 2^16
     i64 count, k, drawn;
 };
@@ -49,20 +52,21 @@ draw(const __grid_constant__ Arguments args) {
     __shared__ int certain;
     __shared__ double total;
     int P = int(args.count), sure = int(args.k - args.drawn), each = int(args.size) / THREADS;
-    int first = int(threadIdx.x) * each;  // of this thread's rows
+    int first = int(threadIdx.x) * each;  // the first of this thread's rows
     logits += blockIdx.x * args.count;
     ids += blockIdx.x * args.count;
     places += blockIdx.x * args.k;
     weights += blockIdx.x * args.k;
     double best = sure < P ? fmaxf(logits[sure], -3.4028234663852886e38f) : 0.0f;
-    auto rest = [&](int p) { return exp(double(logits[p]) - best); };  // of no row: 0
+    auto rest = [&](int p) { return exp(double(logits[p]) - best); };  // 0 where there is no row
     if (threadIdx.x == 0) certain = max(P - sure, 0), total = 0;
 
-    // from the end: rows that can share what is left begin where their own part is no more than 1
+    // Sum from the last row to the first. A row can be sampled from where its own part of the remaining sum
+    // is at most 1.
     double mine = 0;
     for (int q = first; q < first + each; q++)
         if (P - 1 - q >= sure) mine += rest(P - 1 - q);
-    double after = before(mine), tail = after;  // a barrier: `certain` is set
+    double after = before(mine), tail = after;  // contains a barrier, after which `certain` is set
     for (int q = first; q < first + each && P - 1 - q >= sure; q++) {
         int j = P - 1 - q - sure;
         tail += rest(j + sure);
@@ -88,7 +92,7 @@ draw(const __grid_constant__ Arguments args) {
     }
     __syncthreads();
 
-    // in order of ids
+    // sort by ids
     for (int span = 2; span <= args.size; span *= 2)
         for (int step = span / 2; step; step /= 2) {
             for (int i = threadIdx.x; i < args.size / 2; i += THREADS) {
@@ -114,7 +118,7 @@ draw(const __grid_constant__ Arguments args) {
     }
     __syncthreads();
 
-    // those picked, best first
+    // write the selected rows, best first
     int many = 0;
     for (int p = first; p < first + each; p++) many += picked[p];
     int slot = before(many);

@@ -1,35 +1,39 @@
-// Selection by score over the whole card: the k-th largest word of a row, found by several blocks a
-// row, 11 bits of the word at a time (radix select; ops.select).
+// Select by score with all multiprocessors: find the k-th largest word of each matrix row with several thread
+// blocks per matrix row, 11 bits of the word at a time (radix select). Reference: kvindex.ops.select.top_k,
+// candidates and compact.
 //
 //   range -> digit, up to 6 times -> collect -> sort      the k best, in order
-//                                 -> mark -> place        ids that a head of the group selects
+//                                 -> mark -> place        ids that at least one head of the group selects
 //                               flags -> place            ids of True entries
 //
-// A word is (score in integer order) << bits | (2^bits − 1 − position), all distinct, so that equal
-// scores go to the lower position and the answer is one. `range` finds which bits of the scores
-// differ at all, so that small integers cost no passes and no crowded bins; a row for which nothing
-// is left to tell apart returns from every further pass at once.
-// Grid: (rows, splits), 256 threads; the last block of a row to finish decides the row's digit.
-// Reads 4 bytes per entry in each pass (from L2 where it holds them), writes next to nothing; the
-// bound is (passes + 1) · 4 bytes per entry: votes of tiers need 2 or 3 passes, floats 2 or 3, more
-// only where many are equal.
-// Compile-time: VOTES (scores are int32, of keys with a flag, and limits differ; else float32).
+// A word is (score in integer order) << bits | (2^bits − 1 − position). All words differ, so of equal scores
+// the lower position is selected, and the result is unique. `range` finds the bits in which the scores of a
+// matrix row differ, so that small integers need few passes and do not crowd into few bins. If a row is
+// decided, every further pass returns immediately.
+//
+// Grid: (rows, splits), 256 threads; the last thread block of a row to finish decides the row's digit.
+// Reads 4 bytes per entry in each pass (from L2 if it fits), writes little.
+// Limited by memory: (passes + 1) · 4 bytes per entry. Tiered votes and floats need 2 or 3 passes, more only
+// if many scores are equal.
+// Compile-time constant, set by the launcher: VOTES (1: scores are int32 of keys with a valid flag, and
+// limits differ; 0: float32).
 #include "common/common.cuh"
 
-// Of a row: the words from `least` on are selected once `low` is 0, else it is right but for its
-// `low` lowest bits; `rank` words with those upper bits are still wanted, 0 where none ever was.
+// State of a matrix row. When `low` is 0, the words from `least` on are selected. Before that, `least` is
+// correct except for its `low` lowest bits, and `rank` words with those upper bits are still wanted. rank is
+// 0 if no word was wanted at all.
 struct Row {
     u64 least;
     int rank, low;
 };
 
-// Scores of a row.
+// The scores of a matrix row.
 struct Entries {
     const void* scores;
-    const u8* valid;  // of its row of the batch, or null
+    const u8* valid;  // valid flags of the row's sequence, or null
     i64 n, bits;
 
-    // A 32-bit integer that orders as the score does; false where the entry is never selected.
+    // Set `key` to a 32-bit integer in the order of scores. Return false if the entry is never selected.
     __device__ __forceinline__ bool key_of(u32& key, i64 i) const {
 #if VOTES
         key = u32(static_cast<const int*>(scores)[i]) ^ 0x80000000u;
@@ -54,9 +58,9 @@ __device__ __forceinline__ Entries entries_of(const void* scores, const u8* vali
 struct RangeArguments {
     const void* scores;    // float32 or int32 [rows, n]
     const u8* valid;       // bool [B, n], or null
-    const i64* limits;     // [B]: words wanted of each of rows_each rows, or null: k
-    u32* extents;          // [rows, 3]: cleared before
-    int* tickets;          // [rows]: cleared before
+    const i64* limits;     // [B]: number of words wanted in each of the sequence's rows_each rows, or null: k
+    u32* extents;          // [rows, 3]: largest complement, largest key, count; cleared before the launch
+    int* tickets;          // [rows]: counts finished thread blocks, cleared before the launch
     Row* state;            // [rows]
     i64 valid_batch, k, n, rows_each, bits;
 };
@@ -66,7 +70,7 @@ range(const __grid_constant__ RangeArguments args) {
     u32* extents = args.extents;
     i64 row = blockIdx.x;
     Entries all = entries_of(args.scores, args.valid, args.valid_batch, row, args.n, args.rows_each, args.bits);
-    u32 low = 0, high = 0;  // `low` of the complement
+    u32 low = 0, high = 0;  // `low` is the maximum of the complement
     int count = 0;
     for (i64 i = i64(blockIdx.y) * 256 + threadIdx.x; i < args.n; i += i64(gridDim.y) * 256) {
         u32 key;
@@ -84,7 +88,7 @@ range(const __grid_constant__ RangeArguments args) {
     args.tickets[row] = 0;
     i64 wanted = max(0ll, args.limits ? args.limits[row / args.rows_each] : args.k), held = __ldcg(extents + 2);
     Row found = {0, int(min(wanted, held)), 0};
-    if (wanted < held && wanted) {  // else all, or none
+    if (wanted < held && wanted) {  // otherwise all entries are selected, or none
         high = __ldcg(extents + 1), low = ~__ldcg(extents);
         int differ = 32 - __clz(int(high ^ low));
         found.least = u64(high) >> differ << differ << args.bits;
@@ -96,8 +100,8 @@ range(const __grid_constant__ RangeArguments args) {
 struct DigitArguments {
     const void* scores;    // as for `range`
     const u8* valid;
-    int* histogram;        // [rows, BINS]: cleared before, and after
-    int* tickets;          // [rows]: cleared before, and after
+    int* histogram;        // [rows, BINS]: cleared before and after the launch
+    int* tickets;          // [rows]: cleared before and after the launch
     Row* state;            // [rows]
     i64 valid_batch, n, rows_each, bits;
 };
@@ -130,7 +134,7 @@ digit(const __grid_constant__ DigitArguments args) {
     if (threadIdx.x == 0) {
         at.rank -= cut.above;
         at.least |= u64(cut.bin) << shift;
-        // a bin that is wanted whole needs no further pass
+        // if all words of a bin are wanted, no further pass is needed
         at.low = __ldcg(histogram + cut.bin) == at.rank ? 0 : shift;
         args.state[row] = at;
         args.tickets[row] = 0;
@@ -142,12 +146,12 @@ digit(const __grid_constant__ DigitArguments args) {
 struct CollectArguments {
     const void* scores;    // as for `range`
     const Row* state;      // [rows]
-    int* filled;           // [rows]: cleared before
-    u64* words;            // [rows, k]: 0 where there is none, cleared before
+    int* filled;           // [rows]: number of collected words, cleared before the launch
+    u64* words;            // [rows, k]: the words, 0 for none; cleared before the launch
     i64 n, bits, k;
 };
 
-// The selected words of each row, in any order.
+// Collect the selected words of each row, in any order.
 extern "C" __global__ void __launch_bounds__(256)
 collect(const __grid_constant__ CollectArguments args) {
     i64 row = blockIdx.x;
@@ -171,8 +175,9 @@ struct SortArguments {
     i64 width, size, k, n, bits;
 };
 
-// Words of a row, descending, as scores and positions. Grid: rows, threads: half of `size`, a power
-// of 2 that holds `width`. Reads 8 bytes per word and its score, writes 12.
+// Sort the words of each row in descending order, and convert them to scores and positions.
+// Grid: rows, `size` / 2 threads; `size` is a power of two that is at least `width`. Reads 8 bytes per word
+// and its score, writes 12 bytes.
 extern "C" __global__ void __launch_bounds__(SORTED / 2)
 sort(const __grid_constant__ SortArguments args) {
     __shared__ u64 words[SORTED];
@@ -194,7 +199,7 @@ sort(const __grid_constant__ SortArguments args) {
     }
 }
 
-// 32 marks of a warp become a word; their count goes to the tile's.
+// Store 32 flags of a warp as one word, and add their number to the tile's count.
 __device__ __forceinline__ void keep(bool in, u32* words, i64 word, int* count) {
     u32 all = __ballot_sync(ALL, in);
     if (threadIdx.x % 32) return;
@@ -211,8 +216,8 @@ struct MarkArguments {
     i64 valid_batch, n, heads, kv_heads, bits;
 };
 
-// Bits of keys that at least one head selects. Grid: (BG, tiles), 256 threads. Reads 4 bytes per
-// key and head, writes a bit per key.
+// Mark the keys that at least one head selects, one bit per key.
+// Grid: (BG, tiles), 256 threads. Reads 4 bytes per key and head, writes one bit per key.
 extern "C" __global__ void __launch_bounds__(256)
 mark(const __grid_constant__ MarkArguments args) {
     __shared__ int count;
@@ -243,7 +248,8 @@ struct FlagArguments {
     i64 flags_batch, flags_head, n, kv_heads;
 };
 
-// Bits of flags. Grid: (rows, tiles), 256 threads. Reads 1 byte per flag, writes a bit.
+// Convert flags of one byte to bits. Grid: (rows, tiles), 256 threads. Reads one byte and writes one bit per
+// flag.
 extern "C" __global__ void __launch_bounds__(256)
 flags(const __grid_constant__ FlagArguments args) {
     const u8* chosen = args.flags;
@@ -260,9 +266,9 @@ flags(const __grid_constant__ FlagArguments args) {
     if (threadIdx.x == 0) args.counts[tile] = count;
 }
 
-// Positions of set bits, ascending. Grid: (rows, tiles), 256 threads. Reads a bit per entry, writes
-// 8 bytes per position. ends int64 [rows, tiles]: set bits up to the end of each tile; ids int64
-// [rows, width].
+// Write the positions of set bits in ascending order.
+// Grid: (rows, tiles), 256 threads. Reads one bit per entry, writes 8 bytes per position.
+// ends: int64 [rows, tiles], number of set bits up to the end of each tile. ids: int64 [rows, width].
 extern "C" __global__ void __launch_bounds__(256)
 place(const u32* words, const i64* ends, i64* ids, i64 width) {
     __shared__ int before[TILE / 32];
@@ -272,7 +278,7 @@ place(const u32* words, const i64* ends, i64* ids, i64 width) {
     words += tile * (TILE / 32);
     if (threadIdx.x < TILE / 32) before[threadIdx.x] = __popc(words[threadIdx.x]);
     __syncthreads();
-    if (threadIdx.x < 32) {  // exclusive sums of two words a lane
+    if (threadIdx.x < 32) {  // exclusive prefix sums, two words per lane
         int first = before[2 * lane], both = first + before[2 * lane + 1], sum = both;
         for (int step = 1; step < 32; step *= 2) {
             int other = __shfl_up_sync(ALL, sum, step);

@@ -1,15 +1,17 @@
-// Normalize and rotate (paper, A.1): k̃ = R k/‖k‖, in two kernels (`encode.cu` does both in one).
+// Normalize and rotate vectors (paper, A.1): k̃ = R k/‖k‖, in two kernels (append/encode.cu does both in
+// one). Reference: kvindex.ops.transform.normalize and rotate.
 //
 // Vectors are numbered through their three outer dimensions, which may have any strides.
-// Compile-time: DTYPE (of the vectors).
+// Compile-time constant, set by the launcher: DTYPE (of the vectors).
 #include "common/common.cuh"
 
-// Where vector i of [.., second, third, D] begins.
+// Offset of vector i of a tensor [.., second, third, D].
 __device__ __forceinline__ i64 start_of(i64 i, i64 second, i64 third, i64 s1, i64 s2, i64 s3) {
     return i / third / second * s1 + i / third % second * s2 + i % third * s3;
 }
 
-// From and to double, subnormal numbers too, which the compiler's own conversions flush (CuPy says so).
+// Convert to and from double, also subnormal numbers, which the compiler's own conversions flush to zero when
+// NVRTC is run as CuPy does.
 __device__ __forceinline__ double widened(float x) {
 #ifdef EMULATED
     return x;
@@ -37,9 +39,11 @@ struct NormalizeArguments {
     i64 outer_first, outer_second, outer_third;  // strides of the outer dimensions
 };
 
-// Norms are summed in double, which no finite float overflows; lanes in a fixed order.
-// Grid: a warp per vector, 8 warps a block. Reads a vector (the second time from L1), writes 4 D
-// bytes of direction and 4 of norm.
+// Normalize vectors. Norms are summed in double precision, in which no finite float overflows; lanes are
+// added in a fixed order.
+// Grid: one warp per vector, 8 warps per thread block. Reads each vector twice (the second time from L1);
+// writes 4 D bytes of direction and 4 bytes of norm.
+// Limited by memory.
 extern "C" __global__ void __launch_bounds__(256)
 normalize(const __grid_constant__ NormalizeArguments args) {
     i64 vector = i64(blockIdx.x) * 8 + threadIdx.x / 32;
@@ -57,7 +61,7 @@ normalize(const __grid_constant__ NormalizeArguments args) {
     if (lane == 0) args.norms[vector] = narrowed(fmin(norm, double(LONGEST)));
 }
 
-constexpr int DEEP = 32;  // inputs at a time
+constexpr int DEEP = 32;  // coordinates that are processed at a time
 
 struct RotateArguments {
     const void* vectors;   // as for `normalize`
@@ -67,11 +71,14 @@ struct RotateArguments {
     i64 outer_first, outer_second, outer_third;
 };
 
-// Any matrix: a block multiplies 32 vectors by 64 rows of it, both in shared memory by 32 columns;
-// a thread has 2 x 4 sums, each in the order of the columns, so that a batch equals its rows.
-// Grid: (count / 32, D / 64), 256 threads. Reads 4 D / 64 times the vectors and D² / 8 bytes of
-// the matrix per vector (from L2); writes 4 D bytes per vector; D² products of 1.5 loads from
-// shared memory to 8 products.
+// Multiply vectors by a matrix. A thread block multiplies 32 vectors by 64 matrix rows. It copies both to
+// shared memory, 32 columns at a time. Each thread computes 2 x 4 sums, each in the order of columns, so the
+// result of a vector does not depend on the batch.
+// Grid: (count / 32, D / 64), 256 threads.
+// Reads the vectors 4 D / 64 times and D² / 8 bytes of the matrix per vector (from L2); writes 4 D bytes per
+// vector.
+// Limited by arithmetic and shared memory: D² products per vector, with 1.5 loads from shared memory for 8
+// products.
 extern "C" __global__ void __launch_bounds__(256)
 rotate(const __grid_constant__ RotateArguments args) {
     __shared__ float mine[TALL][DEEP + 1];
