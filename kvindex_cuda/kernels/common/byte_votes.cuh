@@ -1,18 +1,22 @@
-// Votes of keys by products of bytes (pariskv.sign_votes): 0 or 1 for the signs of 16 keys, the rounded queries of 8 heads
-// as they are, for Σ s r = 2 Σ b r − Σ r. For prepare_latents.cu, sample_latents.cu and vote_latents.cu.
+// Votes of keys as matrix products of bytes: the sign bits of 16 keys as bytes of 0 or 1, multiplied with the
+// rounded queries of 8 heads. For sign bits b and signs s, Σ s r = 2 Σ b r − Σ r. Used by prepare_latents.cu,
+// sample_latents.cu and vote_latents.cu. Reference: kvindex/pariskv/sign_votes.py.
 //
-// Rounded queries lie in pieces of 16 coordinates, of all heads side by side, as the matrix unit reads them in shared
-// memory (warpgroup.cuh). Of 32 coordinates a piece has the even ones, the next the odd ones: four bits of a key, 8
-// apart, are four bytes of it by a shift and a mask.
-// Compile-time: D, GROUP (heads of a tile), TILES, DRAWN, and what votes.cuh has.
+// Rounded queries are stored in parts of 16 coordinates. A part has these coordinates of all heads next to
+// each other, in the order in which the matrix unit reads shared memory (warpgroup.cuh). Of every 32
+// coordinates, one part has the even ones and the next part has the odd ones. In that order, four bits of a
+// key that are 8 apart become four bytes with one shift and one mask.
+// Compile-time constants: D, GROUP (heads of a tile), TILES, DRAWN (1: candidates are sampled), and those of
+// votes.cuh.
 #pragma once
 #include "common/votes.cuh"
 
-constexpr int HEADS = TILES * GROUP, COLUMNS_OF = (HEADS + 15) / 16 * 16;  // zeros after the heads
-constexpr int PIECE = COLUMNS_OF * 16;  // bytes of a piece of all rounded queries
-constexpr int WIDTH = WORDS * 32;       // bytes of a rounded query
+// columns of the product; those after the last head are zeros
+constexpr int HEADS = TILES * GROUP, COLUMNS_OF = (HEADS + 15) / 16 * 16;
+constexpr int PIECE = COLUMNS_OF * 16;  // bytes of one part (16 coordinates) of all rounded queries
+constexpr int WIDTH = WORDS * 32;       // bytes of one rounded query
 
-// Where coordinate `lane` of 32 w is among the rounded queries, of head 0.
+// Byte offset of coordinate `32 w + lane` among the rounded queries, for head 0.
 __device__ __forceinline__ int byte_of(int w, int lane) {
     return (2 * w + lane % 2) * PIECE + lane / 2 % 4 * 4 + lane / 8;
 }
@@ -25,12 +29,12 @@ typedef int Vote;
 #define NO_VOTE LEAST
 #endif
 
-// Signs as left factors: of keys 16 half + lane / 4 and 8 further.
+// Sign bits as the left matrix: of keys 16 half + lane / 4 and 16 half + lane / 4 + 8.
 template <int HALVES>
 struct Keys {
     u32 words[HALVES][WORDS][4];
 };
-// signs: of the first of the 16 HALVES keys.
+// Load the sign bits of 16 · HALVES keys. signs: address of the first key's.
 template <int HALVES>
 __device__ __forceinline__ void load(Keys<HALVES>& keys, const char* signs) {
     int lane = threadIdx.x % 32, t = lane % 4;
@@ -46,8 +50,9 @@ __device__ __forceinline__ void load(Keys<HALVES>& keys, const char* signs) {
             }
 }
 
-// Sums of `b r` to votes, the best of them beside those before: of the lane's keys, for heads 2 (lane % 4) and one more
-// of 8. sum: of their rounded queries; offset: in votes; scale: of votes.cuh.
+// Convert sums of `b r` to votes, and keep in `best` the maximum over heads. A lane has the sums of its keys
+// for two of 8 heads, 2 (lane % 4) and the next one. sum: Σ r of these heads. offset: product with the
+// block's center, in votes. scale: see Draw in votes.cuh.
 template <int HALVES>
 __device__ __forceinline__ void vote(Vote (&best)[2 * HALVES], const int (&dots)[HALVES][4], const int (&factor)[2 * HALVES],
                                      int2 sum, int2 offset, float4 scale) {
@@ -63,12 +68,12 @@ __device__ __forceinline__ void vote(Vote (&best)[2 * HALVES], const int (&dots)
     }
 }
 
-// What a center's product with a query is in votes.
+// Convert the product of a query and a center to the unit of votes.
 __device__ __forceinline__ int offset_of(float product, float units) {
     return __float2int_rn(fminf(fmaxf(product * units, -1073741824.0f), 1073741824.0f));
 }
 
-// The best of four lanes' heads: lane t has it of its t-th key of `best`.
+// The maximum over the heads of four lanes. Lane t of the four returns that of its t-th key in `best`.
 template <int KEYS>
 __device__ __forceinline__ Vote best_of(Vote (&best)[KEYS]) {
     Vote mine = NO_VOTE;

@@ -1,8 +1,9 @@
-// What the kernels share: types, conversions, the matrix instruction, orders, small reductions.
-// TOKENS (of a block), BINS (of a histogram), APART (of counters), LONGEST, OCTAVES (of log weights):
-// runtime/constants.py.
-// Compiled by NVRTC for a GPU; by g++ with tests/cuda/emulator.h, which defines EMULATED.
-// Longer than most files: kernels include one header, and what one does not call costs it nothing.
+// What all kernels share: types, conversions, matrix instructions, asynchronous copies, orders of scores, and
+// small reductions. The constants TOKENS (tokens of a block), BINS (bins of a histogram), APART (int32
+// between two counters), LONGEST (largest norm) and OCTAVES (range of log weights) come from
+// kvindex_cuda/runtime/constants.py. NVRTC compiles this file for a GPU; g++ compiles it with
+// tests/cuda/emulator.h, which defines EMULATED, for tests on a CPU.
+// This file is longer than most: kernels include one header, and functions that are not called cost nothing.
 #pragma once
 
 typedef signed char i8;
@@ -18,13 +19,14 @@ typedef unsigned long long u64;
 
 constexpr unsigned ALL = 0xffffffffu;
 constexpr int LEAST = -2147483647 - 1;
-#define NEVER __int_as_float(int(0xff800000u))  // -inf, which NVRTC has no name for
+#define NEVER __int_as_float(int(0xff800000u))  // -inf; NVRTC has no name for it
 
 __device__ __forceinline__ float from_bfloat16(u16 bits) {
     return __uint_as_float(u32(bits) << 16);
 }
 
-// Exact for subnormals too, whether or not the compiler flushes those of float32 (CuPy says so).
+// Convert float16 to float32. Exact for subnormal numbers too, also if the compiler flushes those of float32,
+// as it does when run by CuPy.
 __device__ __forceinline__ float from_float16(u16 bits) {
 #ifdef EMULATED
     u32 sign = u32(bits & 0x8000) << 16, exponent = bits >> 10 & 31, size = u32(bits & 0x7fff) << 13;
@@ -39,7 +41,7 @@ __device__ __forceinline__ float from_float16(u16 bits) {
 #endif
 }
 
-// Of both halves of a word, the lower one first.
+// Convert both halves of a word, the lower one first.
 __device__ __forceinline__ float2 from_float16s(u32 pair) {
 #ifdef EMULATED
     return {from_float16(u16(pair)), from_float16(u16(pair >> 16))};
@@ -51,7 +53,7 @@ __device__ __forceinline__ float2 from_float16s(u32 pair) {
 #endif
 }
 
-// Element i of a tensor of DTYPE.
+// Load element i of a tensor of type DTYPE.
 __device__ __forceinline__ float element(const void* data, i64 i) {
 #if DTYPE == 0
     return static_cast<const float*>(data)[i];
@@ -62,13 +64,13 @@ __device__ __forceinline__ float element(const void* data, i64 i) {
 #endif
 }
 
-__device__ __forceinline__ u16 to_bfloat16(float x) {  // nearest, ties to even
+__device__ __forceinline__ u16 to_bfloat16(float x) {  // round to nearest, ties to even
     u32 bits = __float_as_uint(x);
     if (x != x) return 0x7fc0;
     return u16((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
 
-__device__ __forceinline__ u16 to_float16(float x) {  // nearest, ties to even
+__device__ __forceinline__ u16 to_float16(float x) {  // round to nearest, ties to even
     if (x != x) return 0x7e00;
     u32 bits = __float_as_uint(x), sign = bits >> 16 & 0x8000;
     float size = __uint_as_float(bits & 0x7fffffffu);
@@ -88,9 +90,9 @@ __device__ __forceinline__ void store(void* data, i64 i, float x) {
 #endif
 }
 
-// c += a b for bits, a of 16 x 128 and b of 128 x 8 (PTX, mma.m16n8k128 and.popc). Lane (row, t)
-// holds bits 32 t to 32 t + 31 of rows `row` and `row + 8` of a, and of column `row` of b; of c
-// columns 2 t and 2 t + 1 of both rows.
+// c += a b for bits, where a is 16 x 128 and b is 128 x 8 (PTX: mma.m16n8k128 with .and.popc). With row =
+// lane / 4 and t = lane % 4, a lane has bits 32 t to 32 t + 31 of matrix rows `row` and `row + 8` of a and of
+// column `row` of b, and columns 2 t and 2 t + 1 of both rows of c.
 __device__ __forceinline__ void mma_bits(int (&c)[4], unsigned a0, unsigned a1, unsigned b) {
 #ifdef EMULATED
     emulator::mma_m16n8k128_b1(c, a0, a1, b);
@@ -102,9 +104,10 @@ __device__ __forceinline__ void mma_bits(int (&c)[4], unsigned a0, unsigned a1, 
 #endif
 }
 
-// c += a b for bytes, a of 16 x 32 without and b of 32 x 8 with signs (PTX, mma.m16n8k32). Lane
-// (row, t) holds of a columns 4 t to 4 t + 3 (a0, a1) and 16 further (a2, a3) of rows `row` (a0, a2)
-// and `row + 8`; of b the same rows of column `row`; of c columns 2 t and 2 t + 1 of both rows.
+// c += a b for bytes, where a is 16 x 32, unsigned, and b is 32 x 8, signed (PTX: mma.m16n8k32). With row =
+// lane / 4 and t = lane % 4, a lane has columns 4 t to 4 t + 3 (a0, a1) and the same plus 16 (a2, a3) of
+// matrix rows `row` (a0, a2) and `row + 8` (a1, a3) of a; the corresponding rows of column `row` of b; and
+// columns 2 t and 2 t + 1 of both rows of c.
 __device__ __forceinline__ void mma_bytes(int (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0,
                                           u32 b1) {
 #ifdef EMULATED
@@ -117,10 +120,10 @@ __device__ __forceinline__ void mma_bytes(int (&c)[4], u32 a0, u32 a1, u32 a2, u
 #endif
 }
 
-// c += a b for float16, a of 16 x 16 and b of 16 x 8 (PTX, mma.m16n8k16). Lane (row, t) holds of a
-// columns 2 t, 2 t + 1 (a0, a1) and 8 further (a2, a3) of rows `row` (a0, a2) and `row + 8`; of b
-// rows 2 t, 2 t + 1 and 8 further of column `row`; of c columns 2 t, 2 t + 1 of both rows.
-// BRAIN: of bfloat16.
+// c += a b for float16 or, if BRAIN, bfloat16, where a is 16 x 16 and b is 16 x 8 (PTX: mma.m16n8k16). With
+// row = lane / 4 and t = lane % 4, a lane has columns 2 t and 2 t + 1 (a0, a1) and the same plus 8 (a2, a3)
+// of matrix rows `row` (a0, a2) and `row + 8` (a1, a3) of a; rows 2 t, 2 t + 1 and the same plus 8 of column
+// `row` of b; and columns 2 t and 2 t + 1 of both rows of c.
 template <bool BRAIN = false>
 __device__ __forceinline__ void mma_halves(float (&c)[4], unsigned a0, unsigned a1, unsigned a2,
                                            unsigned a3, unsigned b0, unsigned b1) {
@@ -141,7 +144,8 @@ __device__ __forceinline__ void mma_halves(float (&c)[4], unsigned a0, unsigned 
 #endif
 }
 
-// a b + c in one instruction, whatever a compiler would make of a power of two.
+// a b + c in one instruction. A compiler might replace a product with a power of two by a shift and an
+// addition.
 __device__ __forceinline__ int mad(int a, int b, int c) {
 #ifdef EMULATED
     return a * b + c;
@@ -152,8 +156,8 @@ __device__ __forceinline__ int mad(int a, int b, int c) {
 #endif
 }
 
-// A place in shared memory as a number. The compiler makes that of a pointer anew wherever it is used;
-// of this one it does not know what it is.
+// A shared-memory address as a number. From a pointer, the compiler would compute the number again at every
+// use; the empty assembler statement hides where this number comes from.
 #ifdef EMULATED
 typedef u64 Shared;
 #else
@@ -171,7 +175,7 @@ __device__ __forceinline__ Shared shared_place(const void* address) {
 __device__ constexpr bool is_shared(Shared) { return true; }
 __device__ constexpr bool is_shared(const char*) { return false; }
 
-// What lies at a place, of 4 or 16 bytes.
+// Load 4 or 16 bytes from an address in global memory, or from one in shared memory.
 template <class T>
 __device__ __forceinline__ T load_from(const char* place) {
     return *reinterpret_cast<const T*>(place);
@@ -212,12 +216,13 @@ __device__ __forceinline__ void store_pair(Shared place, u32 low, u32 high) {
 #endif
 }
 
-// A place with some of its last bits set, which are 0.
+// Set some low bits of an address that are 0.
 __device__ __forceinline__ const char* with_bits(const char* place, u32 bits) { return place + bits; }
 __device__ __forceinline__ Shared with_bits(Shared place, u32 bits) { return place | bits; }
 
-// Rows of 16 bytes from shared memory as the matrix instructions take them (PTX, ldmatrix .x4): lane
-// l gives the place of row l % 8 of matrix l / 8; lane (row, t) gets word t of `row` of each.
+// Load 8 x 8 matrices of 16-bit numbers from shared memory as operands of the matrix unit (PTX: ldmatrix
+// .x4). Lane l passes the address of row l % 8 of matrix l / 8. With row = lane / 4 and t = lane % 4, a lane
+// gets word t of `row` of each of the four matrices.
 __device__ __forceinline__ void load_rows(u32 (&words)[4], Shared place) {
 #ifdef EMULATED
     int lane = threadIdx.x % 32;
@@ -232,16 +237,16 @@ __device__ __forceinline__ void load_rows(u32 (&words)[4], Shared place) {
 #endif
 }
 
-// Copies to shared memory that go on while a warp computes (PTX, cp.async.bulk, from compute
-// capability 9.0; a GPU before that copies at once). One warp has a barrier to itself: `expect`
-// says how many bytes are to come, `copy` begins, `wait` returns when all of the barrier's n-th
-// phase (n = 0, 1, ...; parity n % 2) have come. Addresses and sizes are multiples of 16.
+// Asynchronous copies to shared memory, which proceed while a warp computes (PTX: cp.async.bulk, from compute
+// capability 9.0; on older GPUs the copy is synchronous). Each warp has barriers of its own. `expect`
+// announces the number of bytes, `copy` starts a copy, and `wait` returns when all bytes of the barrier's
+// n-th phase have arrived (n = 0, 1, …; parity is n % 2). Addresses and sizes are multiples of 16.
 #if defined(EMULATED) || __CUDA_ARCH__ >= 900
 #define ASYNCHRONOUS 1
 #else
 #define ASYNCHRONOUS 0
 #endif
-__device__ __forceinline__ void begin_barrier(Shared barrier) {  // one lane
+__device__ __forceinline__ void begin_barrier(Shared barrier) {  // called by one lane
 #ifdef EMULATED
     *reinterpret_cast<u64*>(barrier) = 0;
 #elif ASYNCHRONOUS
@@ -249,13 +254,14 @@ __device__ __forceinline__ void begin_barrier(Shared barrier) {  // one lane
                  :: "r"(barrier) : "memory");
 #endif
 }
-__device__ __forceinline__ void expect(Shared barrier, u32 bytes) {  // one lane
+__device__ __forceinline__ void expect(Shared barrier, u32 bytes) {  // called by one lane
 #if !defined(EMULATED) && ASYNCHRONOUS
     asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" :: "r"(barrier), "r"(bytes)
                  : "memory");
 #endif
 }
-// All lanes call it. The copy is not kept in L2: evict_first, as CUTLASS spells the policy.
+// Start a copy. All lanes call it. The constant is the cache policy evict_first, with the value that CUTLASS
+// uses: the data is not kept in L2.
 __device__ __forceinline__ void copy(Shared to, const void* from, u32 bytes, Shared barrier) {
 #ifdef EMULATED
     auto pointer = [](Shared place) { return reinterpret_cast<void*>(place); };
@@ -273,7 +279,7 @@ __device__ __forceinline__ void copy(Shared to, const void* from, u32 bytes, Sha
     }
 #endif
 }
-__device__ __forceinline__ void wait(Shared barrier, u32 parity) {  // all lanes
+__device__ __forceinline__ void wait(Shared barrier, u32 parity) {  // called by all lanes
 #ifdef EMULATED
     emulated_wait(reinterpret_cast<u64*>(barrier), parity);
 #elif ASYNCHRONOUS
@@ -287,9 +293,9 @@ __device__ __forceinline__ void wait(Shared barrier, u32 parity) {  // all lanes
 #endif
 }
 
-// Copies of a thread's own to shared memory that go on while it computes (PTX, cp.async): 4, 8 or 16
-// bytes, at multiples of as many; zeros come instead where `in` is false. `pieces_wait` returns when
-// all of the thread's have come.
+// Asynchronous copies of a single thread to shared memory (PTX: cp.async). They copy 4, 8 or 16 bytes at
+// addresses that are multiples of that size, or write zeros if `in` is false. `pieces_wait` returns when all
+// copies of this thread have arrived.
 template <int SIZE>
 __device__ __forceinline__ void copy_piece(Shared to, const void* from) {
 #ifdef EMULATED
@@ -320,7 +326,8 @@ __device__ __forceinline__ void pieces_wait() {
 #endif
 }
 
-// What was begun since the last one is a group. `pieces_wait_but` returns when all but the last COUNT groups have come.
+// Close a group of copies: all that this thread has started since the last call. `pieces_wait_but` returns
+// when all but the last COUNT groups have arrived.
 __device__ __forceinline__ void pieces_commit() {
 #ifdef EMULATED
     emulated_pieces_commit();
@@ -337,26 +344,28 @@ __device__ __forceinline__ void pieces_wait_but() {
 #endif
 }
 
-// That what lies there will soon be read: from memory to L2.
+// Prefetch a line from memory into L2.
 __device__ __forceinline__ void to_l2(const void* address) {
 #ifndef EMULATED
     asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
 #endif
 }
 
-// The same of many bytes, a multiple of 16 (PTX, cp.async.bulk.prefetch): nothing before compute capability 9.0.
+// Prefetch many bytes, a multiple of 16, into L2 (PTX: cp.async.bulk.prefetch). It does nothing before
+// compute capability 9.0.
 __device__ __forceinline__ void to_l2(const void* address, u32 bytes) {
 #if !defined(EMULATED) && ASYNCHRONOUS
     asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(address), "r"(bytes) : "memory");
 #endif
 }
 
-// The bin of a vote in a list's histogram; an integer division by a power of two.
+// The histogram bin of a vote: the vote minus `base`, divided by 2^shift, limited to the range of bins.
 __device__ __forceinline__ int bin_of(int vote, int base, int shift) {
     return vote < base ? 0 : int(min((u32(vote) - u32(base)) >> shift, u32(BINS - 1)));
 }
 
-// A vote and an id as one word: the larger the better, equal votes by the lower id.
+// An entry: a vote and a token id in one 64-bit word. Larger words have higher votes or, if votes are equal,
+// lower ids.
 __device__ __forceinline__ u64 entry_of(int vote, int id) {
     return u64(u32(vote) ^ 0x80000000u) << 32 | ~u32(id);
 }
@@ -365,7 +374,7 @@ __device__ __forceinline__ int vote_of(u64 entry) {
 }
 __device__ __forceinline__ int id_of(u64 entry) { return int(~u32(entry)); }
 
-// Unsigned integers that order as floats do, subnormal ones, too; -0 as 0.
+// An unsigned integer that compares as the float does, also for subnormal numbers. -0 becomes 0.
 __device__ __forceinline__ u32 ordered(float x) {
     u32 bits = __float_as_uint(x);
     if (bits == 0x80000000u) bits = 0;
@@ -386,11 +395,11 @@ __device__ __forceinline__ T warp_max(T x) {
     return x;
 }
 
-// Kernels of a step overlap (programmatic dependent launch, from compute capability 9.0): all that
-// comes before `after_previous` runs while the kernel before still does. It may write nothing, and
-// read only what that one does not write: where `let_next_begin` comes after `after_previous`, in
-// every block, all kernels before that one have ended. What these wrote in the same step is read from L2
-// (`__ldcg`).
+// Kernels of a decode step overlap (programmatic dependent launch, from compute capability 9.0). Code before
+// `after_previous` runs while the previous kernel still runs. It must not write to global memory, and may
+// read only what the previous kernel does not write. If every thread block calls `let_next_begin` after
+// `after_previous`, all kernels before the previous one have ended. Data that was written in the same step is
+// read from L2 (`__ldcg`).
 __device__ __forceinline__ void after_previous() {
 #if !defined(EMULATED) && __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -402,9 +411,9 @@ __device__ __forceinline__ void let_next_begin() {
 #endif
 }
 
-// Whether this block is the last of `blocks` to come here with this ticket; what the others wrote
-// before is then visible. All threads call it. One thread's release and acquire stand for its
-// block: barriers order the others' accesses around them.
+// True in the last of `blocks` thread blocks that call this function with the same ticket. What the other
+// thread blocks wrote before is then visible. All threads call it. One thread performs the release and the
+// acquire for its whole thread block; barriers order the other threads' accesses.
 static __device__ bool last_block(int* ticket, int blocks) {
     __shared__ int mine;
     __syncthreads();
@@ -421,22 +430,23 @@ static __device__ bool last_block(int* ticket, int blocks) {
     return last;
 }
 
-// A kernel that has begun early may also wait for less than the end of the one before: for a `signal` of
-// each of its blocks or warps that work on the same group. What these wrote before is then visible,
-// whatever L1 had. No kernel waits for ever, for it begins when all blocks of the one before have.
-// `let_next_begin` may then come first: when the next kernel begins, prepare_query.cu and what came before
-// it are sure to have ended, for the scan waits for that, and no other. `after_previous` comes before the
-// end all the same, so that the end of a kernel is the end of all before it. signals int32 [3, BG] APART,
-// cleared by a step's first kernel: warps of the scan, blocks of the rerank, and whether the group's rows
-// are selected.
-__device__ __forceinline__ void signal(int* counter) {  // one thread, after a barrier
+// Signals between kernels that overlap. A kernel that has started early can wait for less than the end of the
+// previous kernel: for one `signal` from each thread block or warp that works on the same group. What those
+// wrote before is then visible, whatever L1 contained. There is no deadlock, because a kernel starts only
+// once all thread blocks of the previous kernel have started. `let_next_begin` may then be called first: when
+// the next kernel starts, prepare_query.cu and everything before it are certain to have ended, because the
+// scan waits for that; other kernels may still run. `after_previous` is still called before the end, so that
+// the end of a kernel implies the end of all kernels before it. The counters are int32 [3, BG] APART, cleared
+// by a step's first kernel: finished warps of the scan, finished thread blocks of the rerank, and 1 once the
+// group's rows are selected.
+__device__ __forceinline__ void signal(int* counter) {  // called by one thread, after a barrier
 #ifdef EMULATED
     atomicAdd(counter, 1);
 #else
     asm volatile("red.release.gpu.global.add.s32 [%0], 1;" :: "l"(counter) : "memory");
 #endif
 }
-__device__ __forceinline__ void await(const int* counter, int signalers) {  // all threads of a block
+__device__ __forceinline__ void await(const int* counter, int signalers) {  // called by all threads of a block
     if (threadIdx.x == 0) {
 #ifdef EMULATED
         while (*static_cast<const volatile int*>(counter) < signalers) __nanosleep(20);
@@ -450,8 +460,8 @@ __device__ __forceinline__ void await(const int* counter, int signalers) {  // a
     __syncthreads();
 }
 
-// Where this thread's `count` items go among those of all blocks: `filled` counts them. All
-// BLOCK_THREADS of a block call it.
+// Reserve room for this thread's `count` items in a list that all thread blocks append to; `filled` counts
+// its items. Return the position of the first one. All BLOCK_THREADS threads of a block call it.
 template <int BLOCK_THREADS>
 __device__ __forceinline__ int room_for(int count, int* filled) {
     __shared__ int sums[BLOCK_THREADS / 32 + 1];
@@ -475,8 +485,8 @@ __device__ __forceinline__ int room_for(int count, int* filled) {
     return start + mine + before - count;
 }
 
-// A thread's part of a histogram, of BLOCK_THREADS: thread 0 has the best bins. SHARED: whether it is in
-// shared memory. Aligned to 16 bytes.
+// A thread's bins of a histogram, out of BLOCK_THREADS threads. Thread 0 has the highest bins. SHARED: the
+// histogram is in shared memory. It is aligned to 16 bytes.
 template <int BLOCK_THREADS>
 struct Bins {
     static constexpr int EACH = BINS / BLOCK_THREADS;
@@ -493,8 +503,9 @@ __device__ __forceinline__ Bins<BLOCK_THREADS> bins_of(const int* histogram) {
     return bins;
 }
 
-// Where a histogram's count from the top reaches `wanted`: the bin, and how many are in the bins
-// above it. -1 and the total where it never does. All BLOCK_THREADS of a block call it.
+// The cut of a histogram: the bin in which the count from the top reaches `wanted`, and the number of entries
+// above that bin. It is -1 and the total if the count never reaches `wanted`. All BLOCK_THREADS threads of a
+// block call it.
 struct Cut {
     int bin, above;
 };
@@ -507,7 +518,7 @@ __device__ __forceinline__ Cut cut_of(const Bins<BLOCK_THREADS>& bins, int wante
     int mine = 0;
 #pragma unroll
     for (int i = 0; i < EACH; i++) mine += bins[i];
-    auto running = [&](int sum) {  // of lanes up to this one
+    auto running = [&](int sum) {  // sum over the lanes up to this one
 #pragma unroll
         for (int step = 1; step < 32; step *= 2) {
             int add = __shfl_up_sync(ALL, sum, step);
@@ -536,8 +547,8 @@ __device__ Cut cut_of(const int* histogram, int wanted) {
     return cut_of(bins_of<SHARED, BLOCK_THREADS>(histogram), wanted);
 }
 
-// The word of the `rank`-th largest of the entries that `each` gives to a function, found 8 bits at
-// a time: one block, 8 passes. bins: 256 ints of shared memory.
+// The `rank`-th largest word. each(use) calls use(word) for all words. The function finds the word 8 bits at
+// a time, in 8 passes, with one thread block. bins: 256 ints in shared memory.
 template <class Each>
 __device__ u64 radix_cut(Each each, int rank, int* bins) {
     u64 prefix = 0;
@@ -557,7 +568,8 @@ __device__ u64 radix_cut(Each each, int rank, int* bins) {
     return prefix;
 }
 
-// A bin for a logarithm of a share, the larger the better: 48 to a unit down to -32, then 4.
+// The histogram bin for the logarithm of an attention weight, higher is better: 48 bins per unit down to -32,
+// then 4 bins per unit.
 __device__ __forceinline__ int bin_of(float share) {
     float bin = share > -32 ? share * -48 : 1408 - share * 4;
     return BINS - 1 - int(fminf(fmaxf(bin, 0.0f), float(BINS - 1)));

@@ -1,27 +1,29 @@
-// Exact candidates without the scan's list, the C best votes: where its threshold let fewer than C through, or more
-// than the list holds (prepare_query.cu makes both all but sure not to happen). Slow: every block
-// that runs it computes all votes of its group 8 times, and then those of its share of the keys once more. Apart
-// from the callers' own code, which is to stay small.
-// Compile-time: as votes.cuh.
+// Find the C best keys exactly, without the scan's list. This is needed if fewer than C keys reached the
+// scan's threshold, or if more did than the list can store; prepare_query.cu chooses the threshold so that
+// both are very unlikely. It is slow: every thread block that calls it computes all votes of its group 8
+// times, and then once more those of the keys that it is assigned. These functions are not inlined, because
+// the callers' own code has to stay small.
+// Compile-time constants: those of votes.cuh.
 #pragma once
 #include "common/votes.cuh"
 
-// What votes are computed from, for one group: as scan.cu gets it.
+// All that is needed to compute the votes of one group; the fields are those of scan.cu's arguments.
 struct Voters {
-    const i64* table;  // its row of the batch
+    const i64* table;  // table row of its sequence
     i64 head, bg, kv_heads;
     const u32* planes;
     const int* sums;
     const void* queries;
     const float* units;
     const int* factors;
-    const u32* valid;  // its row of the batch
+    const u32* valid;  // valid bits of its sequence
     i64 tokens;
     u32 shifts;
     Draw draw;
 };
 
-// Entries of 32 keys, from a multiple of 32 on: that of the lane's `own_key`, 0 for no valid key.
+// Compute the entries of 32 keys, from key `first`, a multiple of 32. A lane gets that of its `own_key`, or 0
+// if the key is not valid.
 __device__ __forceinline__ u64 entry_of(const Voters& voters, const Group& group, u32 first) {
     u32 s = first / TOKENS;
     int part = first % TOKENS / 32, offsets[SETS][2];
@@ -44,7 +46,7 @@ __device__ __noinline__ u64 entry_alone(const Voters& voters, u32 first) {
     return entry_of(voters, group, first);
 }
 
-// The `target`-th best entry of all, target from 1. All 256 threads of a block call it.
+// The `target`-th best entry of all keys, counted from 1. All 256 threads of a block call it.
 __device__ __noinline__ u64 last_of_the_best(const Voters& voters, int target) {
     __shared__ int bins[256];
     Group group;

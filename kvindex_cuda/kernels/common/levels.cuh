@@ -1,12 +1,13 @@
-// Signs and magnitudes as float16, which hold the levels exactly (ops.codes.levels), in the order in
-// which the matrix unit takes them. Of 3 magnitude bits a byte permutation looks up four at a time.
-// Compile-time: BITS (of a magnitude).
+// Decode signs and magnitudes to float16 numbers, which represent the magnitude levels exactly
+// (kvindex.ops.codes.levels), in the order in which the matrix unit takes them. With 3 magnitude bits, one
+// byte permutation looks up four levels.
+// Compile-time constant: BITS (of a magnitude).
 #pragma once
 #include "common/common.cuh"
 
 constexpr int LEVELS = 1 << BITS;
 
-// Levels as bytes for __byte_perm, or as float16 in shared memory.
+// The levels: as bytes for __byte_perm, and as float16 in shared memory.
 struct Levels {
     u32 low[2], high[2];
     const u16* table;
@@ -23,8 +24,8 @@ __device__ __forceinline__ Levels levels_of(const u16* halves) {
     return levels;
 }
 
-// Four coordinates as two pairs of float16, from nibbles: the levels' indices, and 1 for a negative
-// sign.
+// Decode four coordinates to two pairs of float16. indices: one level index per nibble. signs: nibbles, 1 for
+// a negative coordinate.
 __device__ __forceinline__ void four(u32 (&pairs)[2], u32 indices, u32 signs, const Levels& levels) {
     u32 low = __byte_perm(levels.low[0], levels.low[1], indices);
     u32 high = __byte_perm(levels.high[0], levels.high[1], indices) | __byte_perm(0x8000, 0, signs);
@@ -32,7 +33,8 @@ __device__ __forceinline__ void four(u32 (&pairs)[2], u32 indices, u32 signs, co
     pairs[1] = __byte_perm(low, high, 0x7362);
 }
 
-// Step 2 b + half of a word: coordinates b + 16 half + 0, 4, 8, 12 as two pairs of float16.
+// Decode coordinates b + 16 half + 0, 4, 8 and 12 of a word's 32 to two pairs of float16. This is step 2 b +
+// half of the product.
 __device__ __forceinline__ void decode(u32 (&pairs)[2], u32 sign, const u32 (&plane)[BITS > 0 ? BITS : 1],
                                        int b, int half, const Levels& levels) {
     int shift = b + 16 * half;

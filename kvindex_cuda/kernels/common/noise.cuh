@@ -1,11 +1,14 @@
-// Noise of keys, by which candidates and rows are drawn (kvindex/ops/priority.py): the same integers there.
+// Random noise of keys, by which candidates and rows are sampled. The integers are the same as in the
+// reference, kvindex/ops/priority.py.
 //
-// A logarithm is in units of 2^-16 of an octave.
-// Compile-time: SPREAD, ADDED, FACTOR_0, FACTOR_1, CURVE_0 to CURVE_3 (runtime/constants.py).
+// The noise of a key is -log2 u, where u is a pseudorandom number in (0, 1). Logarithms are in units of 2^-16
+// octaves.
+// Compile-time constants (runtime/constants.py): SPREAD, ADDED, FACTOR_0 and FACTOR_1 of the hash, CURVE_0 to
+// CURVE_3 of the logarithm.
 #pragma once
 #include "common/common.cuh"
 
-constexpr float NATS = 1.0576586617430806e-05f;  // log(2) / 2^16
+constexpr float NATS = 1.0576586617430806e-05f;  // log(2) / 2^16, converts units to natural logarithms
 
 __device__ __forceinline__ u32 hashed(u32 x) {
     u64 both = u64(x) * FACTOR_0 + ADDED;
@@ -13,20 +16,21 @@ __device__ __forceinline__ u32 hashed(u32 x) {
     return u32(both >> 32) ^ u32(both);
 }
 
-// What a key's size and noise come to at most, .09 octaves above it, less NOISE_BOUND: a float's exponent and
-// mantissa are a logarithm that goes straight between powers of two.
+// An upper bound of a key's size plus noise, minus NOISE_BOUND. It is at most 0.09 octaves too high: the bits
+// of a float, read as an integer, are a logarithm that is linear between powers of two.
 constexpr float NOISE_BOUND = (32 + 127) << 16;
 __device__ __forceinline__ float bound_of(float size, u32 id, u32 seed) {
     u32 bits = hashed(id * u32(SPREAD) + seed);
     return fmaf(float(int(__float_as_uint(__uint2float_rn(bits)))), -1.0f / 128, size);
 }
-// What bounds are compared with for a threshold: what is rounded on the way is taken off.
+// The threshold in the unit of `bound_of`. It is lowered by the largest rounding error, so that no key is
+// missed.
 __device__ __forceinline__ float lowered(int threshold) {
     float exact = float(threshold);
     return exact - NOISE_BOUND - fabsf(exact) * 4.76837158203125e-07f - 64;
 }
 
-// −log2 u of a key, from the seed of its group: u is an odd multiple of 2^-32.
+// Noise of a key, −log2 u, from its id and the seed of its group. u is an odd multiple of 2^-32.
 __device__ __forceinline__ int noise_of(u32 id, u32 seed) {
     u32 bits = hashed(id * u32(SPREAD) + seed) | 1;
     int zeros = __clz(int(bits)), t = int(bits << zeros << 1 >> 16), curve = CURVE_3;
@@ -36,7 +40,7 @@ __device__ __forceinline__ int noise_of(u32 id, u32 seed) {
     return ((1 + zeros) << 16) - t - ((t * (65536 - t) >> 16) * curve >> 16);
 }
 
-// From L1, each time anew: no register is to hold it.
+// Load four floats from L1 at every call, so that the compiler does not keep them in registers.
 __device__ __forceinline__ float4 load_again(const float4* place) {
 #ifdef EMULATED
     return *place;
@@ -48,12 +52,13 @@ __device__ __forceinline__ float4 load_again(const float4* place) {
 #endif
 }
 
-// Of a key with a size.
+// Priority of a key: its size plus its noise.
 __device__ __forceinline__ int priority_of(float size, u32 id, u32 seed) {
     return __float2int_rn(fminf(fmaxf(size, -536870912.0f), 536870912.0f)) + noise_of(id, seed);
 }
 
-// −log π of a candidate, from its priority and the threshold.
+// Log weight of a candidate, −log π, from its priority and the threshold. π is the probability with which the
+// key was sampled.
 __device__ __forceinline__ float log_weight(int priority, u32 id, u32 seed, int threshold) {
     i64 above = i64(priority) - noise_of(id, seed) - threshold;
     return above < 0 ? float(-above) * NATS : 0.0f;

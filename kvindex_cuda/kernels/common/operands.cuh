@@ -1,20 +1,22 @@
-// Operands of the matrix unit: how codes and queries lie in its fragments.
+// Layout of codes and queries as operands of the matrix unit.
 //
-// Queries are two float16, a number and what it leaves, 22 bits together. Up to four heads the lower
-// halves are the matrix's other four columns, and one product serves both (FOLDED).
-// Compile-time: D, GROUP.
+// Each query coordinate is stored as two float16 numbers, its rounded value and the remainder, with 22 bits
+// of precision together. With up to four heads (FOLDED), the remainders are the other four columns of the
+// right matrix, so that one product serves both.
+// Compile-time constants: D, GROUP (query heads of a group).
 #pragma once
 #include "common/common.cuh"
 
-constexpr int STRIDE = (D / 8 + 3) / 4 * 4;  // bytes of a key's signs, and of a plane of its magnitudes
+constexpr int STRIDE = (D / 8 + 3) / 4 * 4;  // bytes of a key's signs, and of one plane of its magnitudes
 constexpr int WORDS = STRIDE / 4;
-constexpr int QUADS = (WORDS + 3) / 4;       // groups of 4 words: one lane of a quad each
+constexpr int QUADS = (WORDS + 3) / 4;       // sets of 4 words; each of four lanes takes one word of a set
 constexpr bool FOLDED = GROUP <= 4;
 constexpr int COLUMNS = (GROUP + 7) / 8;     // sets of 8 heads
-constexpr int OPERANDS = COLUMNS * QUADS * 256 * (FOLDED ? 1 : 2);  // of a group, 8 bytes each
+constexpr int OPERANDS = COLUMNS * QUADS * 256 * (FOLDED ? 1 : 2);  // operands of a group, 8 bytes each
 
-// Where float16 `part` (0 the number, 1 what it leaves) of coordinate j of head h goes among a group's
-// operands: at step 2 b + half a lane has bits b + 16 half + 0, 4, 8, 12 of its word.
+// Position of float16 number `part` (0 the rounded value, 1 the remainder) of coordinate j of head h among a
+// group's operands. In step 2 b + half of the product, a lane takes bits b + 16 half + 0, 4, 8 and 12 of its
+// word.
 __device__ __forceinline__ int operand_of(int h, int j, int part) {
     int word = j / 32, bit = j % 32, step = 2 * (bit % 4) + bit / 16, at = bit % 16 / 4;
     int column = FOLDED ? h + 4 * part : h % 8, lane = column * 4 + word % 4;

@@ -1,21 +1,23 @@
-// How queries are prepared: rotated by a warp, brought to float16, and the seed of noise. For prepare_query.cu and
-// prepare_latents.cu.
-// Compile-time: D, GROUP, DTYPE, CENTERED, PLANES, DRAWN.
+// Prepare queries: rotation by one warp, conversion to float16, and the seed of the noise. Used by
+// prepare_query.cu and prepare_latents.cu.
+// Compile-time constants: D, GROUP, DTYPE, CENTERED, PLANES, DRAWN (see votes.cuh).
 #pragma once
 #include "common/votes.cuh"
 
-constexpr int PER_LANE = (D + 31) / 32;    // coordinates j = 32 w + lane
-constexpr int ORDER = D & -D, ODD = D / ORDER;  // D = ODD · a power of two
+constexpr int PER_LANE = (D + 31) / 32;    // coordinates of a lane; they are j = 32 w + lane
+constexpr int ORDER = D & -D, ODD = D / ORDER;  // D = ODD · ORDER, and ORDER is a power of two
 constexpr float SMALLEST = 1.1754943508222875e-38f;
-constexpr double LARGEST = 1.8e16;  // √4096 times check.LARGEST
-constexpr float SAFE = D > 256 ? 5e14f : 1e15f;  // no norm reaches it where no coordinate does, up to D = 1,024
+constexpr double LARGEST = 1.8e16;  // √4096 times check.LARGEST, the largest allowed norm
+constexpr float SAFE = D > 256 ? 5e14f : 1e15f;  // if all coordinates are smaller than this, no norm exceeds LARGEST,
+                                                 // for D up to 1,024
 
-// R x for x in the lanes of a warp, R = (Q ⊗ H) diag(s)/√D (kvindex/ops/transform.py). signs: s/√D; H is
-// Sylvester's matrix, a butterfly for each bit of j that is below ORDER; Q is Hartley's: waves float32
-// [ODD], cos + sin of 2πi/ODD.
+// Rotate a vector x that is distributed over the lanes of a warp: R x with R = (Q ⊗ H) diag(s)/√D (reference:
+// kvindex/ops/transform.py).
+// signs: s/√D. H is Sylvester's Hadamard matrix, one butterfly for each bit of j below ORDER. Q is a Hartley
+// matrix of order ODD. waves: float32 [ODD], cos + sin of 2πi/ODD.
 __device__ __forceinline__ void rotate(float (&x)[PER_LANE], const float (&signs)[PER_LANE],
                                        const float* waves) {
-    constexpr int WORDS_OF = ORDER >= 32 ? ORDER / 32 : 1;  // that a factor H mixes
+    constexpr int WORDS_OF = ORDER >= 32 ? ORDER / 32 : 1;  // words that a factor H mixes
     int lane = threadIdx.x % 32;
 #pragma unroll
     for (int w = 0; w < PER_LANE; w++) x[w] *= signs[w];
@@ -49,7 +51,7 @@ __device__ __forceinline__ void rotate(float (&x)[PER_LANE], const float (&signs
     for (int w = 0; w < PER_LANE; w++) x[w] = sums[w];
 }
 
-// A number and what it leaves as float16; finite and of less than 2^15.
+// Split a number into a float16 number and the float16 remainder. x is finite and below 2^15.
 __device__ __forceinline__ void split(float x, u16& high, u16& low) {
 #ifdef EMULATED
     high = to_float16(x), low = to_float16(x - from_float16(high));
@@ -59,7 +61,7 @@ __device__ __forceinline__ void split(float x, u16& high, u16& low) {
 #endif
 }
 
-// The largest size, NaN above all: unsigned integers order them so.
+// The largest absolute coordinate. NaN counts as largest, because the comparison uses unsigned integers.
 __device__ __forceinline__ float peak_of(const float (&x)[PER_LANE]) {
     u32 peak = 0;
 #pragma unroll
@@ -72,15 +74,17 @@ __device__ __forceinline__ bool in_range(const float (&x)[PER_LANE]) {
     for (int w = 0; w < PER_LANE; w++) square += double(x[w]) * double(x[w]);
     return warp_sum(square) < LARGEST * LARGEST;
 }
-// The power of two that brings the largest coordinate to [2^13, 2^14).
+// The power of two that scales the largest coordinate to [2^13, 2^14).
 __device__ __forceinline__ float up_of(float peak) {
     int exponent = int(__float_as_uint(fmaxf(peak, SMALLEST)) >> 23);
     return __uint_as_float(u32(254 + 13 - min(max(exponent, 20), 230)) << 23);
 }
 
 #if DRAWN
-// The seed of a group's noise, of a row's first valid key and its length (priority.seeds). A warp calls it.
-// bits: of the row's first words of `valid`; byte: the lane's, of the signs of the row's first token.
+// The seed of a group's noise, from its sequence's first valid key and its number of valid keys (reference:
+// kvindex.ops.priority.seeds). A warp calls it.
+// bits: this lane's word of the sequence's first valid bits. byte: this lane's byte of the signs of the
+// sequence's first token.
 template <class Arguments>
 __device__ __forceinline__ u32 seed_of(const Arguments& args, i64 batch, i64 head_offset, i64 tokens, u32 bits,
                                        u32 byte) {

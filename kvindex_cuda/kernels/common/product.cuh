@@ -1,21 +1,24 @@
-// Codes of 16 keys times the heads of a group, on the matrix unit (paper, B.2.2, equation 10).
+// Multiply the codes of 16 keys with the queries of all heads of a group, on the matrix unit (paper, B.2.2,
+// equation 10). Reference: kvindex.ops.rerank.estimate.
 //
-// Codes become float16 in registers, which hold the levels exactly (ops.codes.levels). Up to four
-// heads (FOLDED) a lane has the sums of one key, else of two.
-// Compile-time: D, BITS (of a magnitude), GROUP.
+// Codes are decoded to float16 in registers; these represent the magnitude levels exactly
+// (kvindex.ops.codes.levels). With up to four heads (FOLDED), a lane gets the sums of one key, else of two
+// keys.
+// Compile-time constants: D, BITS (of a magnitude), GROUP (query heads of a group).
 #pragma once
 #include "common/levels.cuh"
 #include "common/operands.cuh"
 
-constexpr int ROWS = FOLDED ? 1 : 2;  // keys of 16 whose estimates a lane has
+constexpr int ROWS = FOLDED ? 1 : 2;  // keys, out of 16, whose estimates a lane has
 
-// Codes of 16 keys: of rows lane / 4 and 8 further.
+// Codes of 16 keys. A lane has those of keys lane / 4 and lane / 4 + 8.
 struct Tile {
     u32 signs[2][QUADS], planes[2][QUADS][BITS > 0 ? BITS : 1];
     int logs[2];
 };
 
-// Row `half` of a tile: `key` of a block, whose parts begin at `logs` and `magnitudes`.
+// Load row `half` of a tile: the codes of `key` in a block. logs, magnitudes: offsets of these fields in the
+// block's record.
 __device__ __forceinline__ void load(Tile& tile, int half, const char* block, int key, i64 logs,
                                      i64 magnitudes) {
     const u32* signs = reinterpret_cast<const u32*>(block) + key * WORDS;
@@ -33,12 +36,12 @@ __device__ __forceinline__ void load(Tile& tile, int half, const char* block, in
     tile.logs[half] = reinterpret_cast<const u16*>(block + logs)[key];
 }
 
-// The heads of a lane's sums: two of each set of 8, or of the four.
+// The heads to which a lane's sums belong: two of each set of 8 heads, or two of four.
 __device__ __forceinline__ int head_of(int set, int side) {
     int t = threadIdx.x % 4;
     return FOLDED ? 2 * (t % 2) + side : set * 8 + 2 * t + side;
 }
-// The key of 16 that they are of, and its log weight.
+// The key, out of 16, to which a lane's sums belong; and its log weight.
 __device__ __forceinline__ int key_of(int half) {
     int lane = threadIdx.x % 32;
     return (FOLDED ? lane % 4 >= 2 : half) * 8 + lane / 4;
@@ -47,8 +50,8 @@ __device__ __forceinline__ int log_of(const Tile& tile, int half) {
     return (FOLDED ? threadIdx.x % 4 >= 2 : half) ? tile.logs[1] : tile.logs[0];
 }
 
-// Sums of levels times operands, of keys `key_of(·)` and heads `head_of(set, ·)`. operands: uint2
-// [OPERANDS], of prepare_query.cu, in shared memory. All lanes of a warp call it.
+// Multiply levels with operands. The sums belong to keys `key_of(·)` and heads `head_of(set, ·)`. operands:
+// uint2 [OPERANDS], written by prepare_query.cu, in shared memory. All lanes of a warp call it.
 __device__ __forceinline__ void multiply(float (&sums)[ROWS][2], const Tile& tile, const uint2* operands,
                                          int set, const Levels& levels) {
     float c[4] = {0, 0, 0, 0};
@@ -66,7 +69,7 @@ __device__ __forceinline__ void multiply(float (&sums)[ROWS][2], const Tile& til
             b = operands[2 * from + 1];
             mma_halves(c, upper[0], lower[0], upper[1], lower[1], b.x, b.y);
         }
-    // of a folded row the lanes of the upper two columns have the other half
+    // with FOLDED operands, the lanes of the upper two columns have the other half of the sum
     bool later = threadIdx.x % 4 >= 2;
 #pragma unroll
     for (int side = 0; side < 2; side++) {

@@ -1,36 +1,41 @@
-// Rotation and coding of a key by the four lanes that share it (paper, A.1 to A.3), for encode.cu.
+// Rotate and code a key with four lanes (paper, A.1 to A.3). Used by encode.cu.
 //
-// Idea: R = (Q ⊗ H) diag(s) / √D is linear, so the matrix unit does four of H's stages of 8 keys at
-// a time, on keys as they come: entries of H are ±1, float32 is the sum of 3 bfloat16, all exact,
-// and the sum starts at minus the center's, which is rotated before. The other stages are sums in
-// registers, and Q, of order p, is p² products. Four lanes share a key and a lane has whole bytes of
-// coordinates. Then y = √D R (k − μ), u = y/‖y‖, w = ‖k − μ‖/⟨v, u⟩.
-// A level's index: of |u|'s cell, one of equal ones that hold an edge at most, and of which side of
-// the edge it is on. Up to 3 bits the tables are the registers of a warp's lanes, and a level, a
-// float16, leaves room for its index in one word. Lanes exchange bytes, and write 16 at once.
-// Compile-time: D, BITS (of a magnitude), DTYPE (of the keys).
+// The rotation R = (Q ⊗ H) diag(s) / √D is linear, so the matrix unit can compute four of H's butterfly
+// stages for 8 keys at a time, directly on the stored keys. This is exact: entries of H are ±1, and a float32
+// number is the sum of 3 bfloat16 numbers. The sums start at minus the center, which has been rotated before.
+// The remaining stages are additions in registers, and Q, of order p, takes p² products. Four lanes share a
+// key; each lane has whole groups of 8 coordinates. The result is y = √D R (k − μ), u = y/‖y‖ and w = ‖k −
+// μ‖/⟨v, u⟩, where v has the coded coordinates.
+//
+// The range of |u| is divided into equal cells, each of which contains at most one edge between two levels. A
+// level's index follows from the cell and the side of the edge. With up to 3 bits, these tables are in the
+// registers of a warp's lanes: a level is a float16 number, which leaves room for its index in the same word.
+// At the end, lanes exchange bytes so that each writes 16 bytes at once.
+// Compile-time constants: D, BITS (of a magnitude), DTYPE (of the keys).
 #pragma once
 #include "common/common.cuh"
 
-constexpr int POWER = D & -D, ODD = D / POWER;        // orders of H and Q
-constexpr int M = D / 8, C = (M + 3) / 4;             // bytes of a plane; of them in a lane
-constexpr int STRIDE = 4 * C;                         // of a plane in a block
-constexpr int UNITS = POWER >= 32 ? POWER / 32 : 1;   // bytes of a lane that share a row of Q
-constexpr int LANES = POWER >= 32 ? 1 : 32 / POWER;   // of the four that share a column of Q
-constexpr int TERMS = POWER >= 32 ? ODD : C;          // rows of Q in a lane
-constexpr int ORDER = TERMS * LANES;                  // of Q with zeros to fill the lanes
-constexpr int PARTS = DTYPE == 0 ? 3 : 1;             // 16-bit numbers that make a coordinate
-constexpr int BYTES = DTYPE == 0 ? 4 : 2;             // of a coordinate
-constexpr int BYTE_WORDS = DTYPE == 0 ? 8 : 4;              // words of a lane's byte of coordinates
+constexpr int POWER = D & -D, ODD = D / POWER;        // orders of H and of Q
+constexpr int M = D / 8, C = (M + 3) / 4;             // bytes of a plane of bits, one per 8 coordinates; those of a
+                                                      // lane
+constexpr int STRIDE = 4 * C;                         // bytes of a plane in a block of codes
+constexpr int UNITS = POWER >= 32 ? POWER / 32 : 1;   // a lane's groups of 8 coordinates that belong to the same matrix
+                                                      // row of Q
+constexpr int LANES = POWER >= 32 ? 1 : 32 / POWER;   // lanes, out of four, that share a column of Q
+constexpr int TERMS = POWER >= 32 ? ODD : C;          // matrix rows of Q in a lane
+constexpr int ORDER = TERMS * LANES;                  // order of Q with zeros added to fill the lanes
+constexpr int PARTS = DTYPE == 0 ? 3 : 1;             // 16-bit numbers that represent a coordinate
+constexpr int BYTES = DTYPE == 0 ? 4 : 2;             // bytes of a coordinate
+constexpr int BYTE_WORDS = DTYPE == 0 ? 8 : 4;              // words of 8 coordinates
 constexpr int LEVELS = 1 << BITS;
-constexpr int WORDS = (BITS + 4) / 4;                 // of a byte of signs or of a plane each
-constexpr int CELLS = BITS <= 3 ? 16 : 4 << BITS;     // so narrow that each has an edge at most
+constexpr int WORDS = (BITS + 4) / 4;                 // words for a byte of signs and a byte of each plane
+constexpr int CELLS = BITS <= 3 ? 16 : 4 << BITS;     // cells, so narrow that each contains at most one edge
 
-// A rotated key: of the lane's byte c, coordinate 4 n + i at [c][n][i].
+// A rotated key. Of the lane's c-th group of 8 coordinates, coordinate 4 n + i is at [c][n][i].
 typedef float Rotated[C][2][4];
 
-// c += a b for a of 16 x 16 and b of 16 x 8 bfloat16 (PTX, mma.m16n8k16; fragments as in
-// `mma_halves`). Rows `row` and `row + 8` of a are pairs (0, 2) and (1, 3) of key `row`.
+// c += a b for bfloat16, where a is 16 x 16 and b is 16 x 8 (PTX: mma.m16n8k16; fragments as for
+// `mma_halves`). Matrix rows `row` and `row + 8` of a are pairs (0, 2) and (1, 3) of key `row`.
 __device__ __forceinline__ void mma_bfloats(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0,
                                            u32 b1) {
 #ifdef EMULATED
@@ -56,7 +61,8 @@ __device__ __forceinline__ float quad_sum(float x) {
     return x + __shfl_xor_sync(ALL, x, 2);
 }
 
-// As pairs of 16-bit numbers, the most significant part first; of float32 each is exact.
+// Split eight coordinates into pairs of 16-bit numbers, the most significant part first. For float32, the
+// three bfloat16 numbers add up exactly.
 __device__ __forceinline__ void split(u32 (&pairs)[PARTS][4], const u32 (&words)[BYTE_WORDS]) {
 #pragma unroll
     for (int r = 0; r < 4; r++) {
@@ -75,26 +81,26 @@ __device__ __forceinline__ void split(u32 (&pairs)[PARTS][4], const u32 (&words)
     }
 }
 
-// The right factor: the stages of H over bits 0 and 2 of a coordinate's number and, where H has
-// them, 3 and 4. Row (bit 2, lane of the quad, bit 0), column (lane of the quad, bit 0), for
-// outputs with bit 2 clear; for the others b1 is negative. Bit 1 tells rows of the left factor
-// apart. unit: 1 in 16 bits.
+// The right matrix of the product: the stages of H for bits 0 and 2 of a coordinate's number and, if H has
+// them, bits 3 and 4. Its rows are (bit 2, lane of the four, bit 0), its columns (lane of the four, bit 0),
+// for outputs whose bit 2 is 0. For the other outputs, the second half b1 is negated. Bit 1 distinguishes
+// rows of the left matrix. unit: the number 1 in 16 bits.
 __device__ __forceinline__ u32 factor(u32 unit) {
     int t = threadIdx.x % 4, column = threadIdx.x % 32 / 4, to = column / 2;
-    int both = POWER >= 32 ? 3 : POWER == 16 ? 1 : 0;  // bits of the lane that H mixes
+    int both = POWER >= 32 ? 3 : POWER == 16 ? 1 : 0;  // bits of the lane number that H mixes
     u32 one = (t & ~both) != (to & ~both) ? 0 : __popc(t & to & both) & 1 ? unit ^ 0x8000 : unit;
     return one | (column % 2 && one ? one ^ 0x8000 : one) << 16;
 }
 
-// Both of its halves for either n. A shuffle hides from the compiler which are the same: of one
-// register in two pairs it makes copies, again and again.
+// Both halves of the right matrix, for both n. The shuffles hide from the compiler that registers are equal:
+// otherwise it would copy one register into two pairs for every product.
 __device__ __forceinline__ uint4 factors(u32 unit) {
     u32 b = factor(unit);
     u32 y = __shfl_sync(ALL, b, threadIdx.x % 32), z = __shfl_xor_sync(ALL, b, 0);
     return {b, y, z, __shfl_up_sync(ALL, b, 0) ^ 0x80008000u};
 }
 
-// The lane's byte of a key, float16 or bfloat16, added to what the matrix unit leaves.
+// Multiply a lane's 8 coordinates of a key, float16 or bfloat16, and add the result to the sums.
 template <bool HALVES>
 __device__ __forceinline__ void multiply(float (&sums)[2][4], const u32 (&a)[4], const uint4& b,
                                          const uint4& flip) {
@@ -108,7 +114,7 @@ __device__ __forceinline__ void multiply(float (&sums)[2][4], const u32 (&a)[4],
     }
 }
 
-// The other stages: bit 1, then bits 5 and up, then Q.
+// The remaining stages of the rotation: bit 1, then bits 5 and above, then Q.
 __device__ __forceinline__ void finish(Rotated& y, const float* hartley) {
     auto stage = [](float& low, float& high) {
         float a = low, b = high;
@@ -131,7 +137,7 @@ __device__ __forceinline__ void finish(Rotated& y, const float* hartley) {
     for (int unit = 0; unit < UNITS; unit++)
 #pragma unroll
         for (int i = 0; i < 8; i++) {
-            if (ODD > 7) __syncwarp();  // keeps Q in shared memory: no registers are left for it
+            if (ODD > 7) __syncwarp();  // the barrier keeps Q in shared memory, because no registers are left for it
             float entry[TERMS];
 #pragma unroll
             for (int row = 0; row < ORDER; row++) {
@@ -149,7 +155,7 @@ __device__ __forceinline__ void finish(Rotated& y, const float* hartley) {
         }
 }
 
-// Bit p of an index as the lowest bit of digit p of WIDTH bits.
+// Spread the bits of an index: bit p becomes the lowest bit of digit p, where digits have WIDTH bits.
 template <int WIDTH>
 __device__ __forceinline__ u32 spread(u32 index) {
     constexpr u32 STEP = (1u << WIDTH) / 2, ONES = WIDTH == 8 ? 0x01010101u : 0x1111u;
@@ -170,22 +176,25 @@ __device__ __forceinline__ float upper_half(u32 word) {
 struct Tables {
     const float *edges, *levels;  // in shared memory, as are the levels' indices
     const u8* indices;
-    float edge;  // of this lane's cell
-    u32 one, two;  // of its side of a cell: level in the upper half, index in digits; twice that
+    float edge;  // edge of this lane's cell
+    u32 one, two;  // for this lane's side of a cell: level in the upper half, index in digits; then the same with the
+                   // index doubled
 };
 
-// Which side of which cell |u| is on. x: |u| by the scale of the edges.
+// The cell of |u| and its side of the edge. x: |u| in the scale of the edges.
 __device__ __forceinline__ u32 side_of(float x, const Tables& tables) {
-    u32 cell = __float_as_uint(fmaf(x, CELLS - 1, 12582912.0f));  // rounded: in the lowest bits
+    // this addition rounds, and leaves the integer in the lowest bits
+    u32 cell = __float_as_uint(fmaf(x, CELLS - 1, 12582912.0f));
     float edge = BITS <= 3 ? __shfl_sync(ALL, tables.edge, int(cell))
                            : tables.edges[cell & (CELLS - 1)];
     return __funnelshift_l(__float_as_uint(edge - x), cell, 1);  // 2 cell + (x > edge)
 }
 
-// A lane's byte of signs and of each plane, four to a word; adds Σ |y| level to `aligned`.
+// Code eight coordinates: a byte of signs and one of each plane, four bytes per word. Adds Σ |y| level to
+// `aligned`.
 __device__ __forceinline__ void coded(u32 (&words)[WORDS], float& aligned, const float (&y)[2][4],
                                       float per, const Tables& tables) {
-    u32 digits[2] = {};  // of four coordinates each: signs, planes; what is above only moves up
+    u32 digits[2] = {};  // digits of four coordinates each: signs, planes; higher bits are shifted out
 #pragma unroll
     for (int w = 0; w < WORDS; w++) words[w] = 0;
 #pragma unroll
@@ -216,14 +225,14 @@ __device__ __forceinline__ void coded(u32 (&words)[WORDS], float& aligned, const
         digits[j / 4] += pair;
     }
     if (BITS <= 3) {
-        u32 even = (digits[0] & 0x0f0f0f0fu) | (digits[1] << 4 & 0xf0f0f0f0u);  // signs, plane 1
+        u32 even = (digits[0] & 0x0f0f0f0fu) | (digits[1] << 4 & 0xf0f0f0f0u);  // signs and plane 1
         u32 odd = (digits[0] >> 4 & 0x0f0f0f0fu) | (digits[1] & 0xf0f0f0f0u);   // planes 0 and 2
         words[0] = __byte_perm(even, odd, 0x5140);
     }
     words[0] ^= 0xff;
 }
 
-// How lanes of a quad exchange bytes; the same for all keys.
+// Constants with which a lane exchanges bytes with the three others; they are the same for all keys.
 struct Exchange {
     u32 two, one, order;
 };
@@ -232,7 +241,7 @@ __device__ __forceinline__ Exchange exchange_of(int t) {
     return {t & 2 ? 0x7632u : 0x5410u, t & 1 ? 0x7531u : 0x6420u, order};
 }
 
-// Byte i of lane r's words to byte r of lane i's, of the four lanes of a quad.
+// Transpose bytes among four lanes: byte i of lane r's words becomes byte r of lane i's words.
 __device__ __forceinline__ void transpose(u32& a, u32& b, const Exchange& by) {
     u32 same = __byte_perm(a, b, by.two), other = __byte_perm(a, b, by.two ^ 0x2222);
     other = __shfl_xor_sync(ALL, other, 2);

@@ -1,5 +1,7 @@
-// Rows as codes (kvindex/storage/codecs.py): a byte for each number, which a scale makes elements.
-// Compile-time: CODEC (CODEC_PLAIN, CODEC_INT8 or CODEC_FP8: the numbers of `CodecNumber` there).
+// Decode rows that are stored as codes (kvindex/storage/codecs.py): one byte per number, and a scale by which
+// the number is multiplied.
+// Compile-time constant: CODEC (CODEC_PLAIN, CODEC_INT8 or CODEC_FP8, the values of `CodecNumber` in that
+// file).
 #pragma once
 #include "common/common.cuh"
 #if !defined(CODEC) || !defined(CODEC_PLAIN) || !defined(CODEC_INT8) || !defined(CODEC_FP8)
@@ -8,8 +10,9 @@
 
 constexpr bool ROWS_CODED = CODEC != CODEC_PLAIN;
 
-// The numbers of four codes, of which the scale makes elements: of int8 codes as they are; of fp8
-// codes (e4m3, never NaN) as float16, whose bias is 8 more, so that each is 2^-8 of its number.
+// Convert four codes to numbers, which still have to be multiplied by the scale and CODED. int8 codes are
+// converted directly. fp8 codes (e4m3, never NaN) are moved into float16 numbers; the exponent bias of
+// float16 is 8 higher, so each is 2^-8 of its value.
 constexpr float CODED = CODEC == CODEC_FP8 ? 256 : 1;
 __device__ __forceinline__ void from_codes(float (&x)[4], u32 word) {
 #if CODEC == CODEC_FP8

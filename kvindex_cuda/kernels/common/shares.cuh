@@ -1,17 +1,17 @@
-// Shares of attention: the cut among candidates, logits, sums of exponentials as integers. For rerank.cu,
-// rerank_blocks.cu and select_rows.cu.
-// Compile-time: GROUP, SOFTCAP.
+// Attention weights of candidates: the cut that separates candidates, logits, and sums of exponentials as
+// integers. Used by rerank.cu, rerank_blocks.cu, select_rows.cu, and the kernels for latents.
+// Compile-time constants: GROUP (query heads of a group), SOFTCAP (1: logits are capped).
 #pragma once
 #include "common/common.cuh"
 
-constexpr int FRACTION_BITS = 28;     // bits of a bucket below its first octave: 2^19 addends fit
+constexpr int FRACTION_BITS = 28;     // fraction bits in a bucket's first octave; a bucket has room for 2^19 addends
 constexpr float LOG2E = 1.4426950408889634f;
 
-// Which entries of the list are candidates: the C best. They lie in bins above that of the cut; those of the
-// cut's own bin, the edge, are told apart by their words once all are known.
+// Decides which entries of the list are candidates, the C best. Entries in bins above the cut's bin are
+// candidates. Those in the cut's bin, called the edge, are ordered by their words once all of them are known.
 struct Cutoff {
     int base, shift, bin;
-    __device__ __forceinline__ int side(u64 entry) const {  // 1 in, 0 edge, −1 out
+    __device__ __forceinline__ int side(u64 entry) const {  // 1: candidate, 0: in the cut's bin, −1: not a candidate
         int mine = bin_of(vote_of(entry), base, shift);
         return (mine > bin) - (mine < bin);
     }
@@ -25,10 +25,11 @@ __device__ __forceinline__ float capped(float estimate, float scale, float softc
     return logit;
 }
 
-// Sums of exponentials as integers, one for every 16 octaves: a lane has those of the last even
-// and the last odd bucket that it met, the others are in memory.
+// Sums of exponentials as integers, in buckets of 16 octaves each. Integer sums do not depend on the order of
+// additions. A lane keeps its sums for the last even and the last odd bucket that it met in registers; all
+// other sums are in memory.
 struct Exponentials {
-    int even = -1, odd = -1;  // buckets
+    int even = -1, odd = -1;  // numbers of the buckets
     u64 even_sum = 0, odd_sum = 0;
 
     __device__ __forceinline__ void add(u64* memory, float logit) {
@@ -52,14 +53,16 @@ struct Exponentials {
         if (odd >= 0) atomicAdd(memory + odd, odd_sum);
     }
 
-    // All lanes call it: those of a head (lane % FIRST) add up their sums of their top bucket.
+    // Add all lanes' sums to memory. All lanes call it. Lanes of the same head (equal lane % FIRST) first add
+    // up their sums of their highest bucket.
     template <int FIRST>
     __device__ __forceinline__ void flush(u64* memory) {
         flush<FIRST>(memory, even, even_sum);
         flush<FIRST>(memory, odd, odd_sum);
     }
     template <int FIRST>
-    static __device__ __noinline__ void flush(u64* memory, int bucket, u64 sum) {  // for four callers
+    // not inlined, because it has four callers
+    static __device__ __noinline__ void flush(u64* memory, int bucket, u64 sum) {
         if (!__any_sync(ALL, bucket >= 0)) return;
         int top = bucket;
         for (int step = FIRST; step < 32; step *= 2) top = max(top, __shfl_xor_sync(ALL, top, step));

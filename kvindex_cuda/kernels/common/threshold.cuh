@@ -1,14 +1,18 @@
-// A threshold from a sample of votes (pariskv.sign_votes.thresholds_of): for prepare_query.cu and sample_latents.cu.
-// Compile-time: DRAWN, SAMPLED, STEP.
+// Find a threshold for votes from a sample of votes. Reference: thresholds_of in
+// kvindex/pariskv/sign_votes.py. Used by prepare_query.cu and sample_latents.cu.
+// Compile-time constants: DRAWN (1: candidates are sampled), SAMPLED (votes in the sample), STEP (granularity
+// of thresholds if DRAWN).
 #pragma once
 #include "common/common.cuh"
 
 struct Threshold {
-    int threshold, base, shift;  // and the histogram's, of votes from there on
+    int threshold, base, shift;  // base, shift: first bin and log2 of the width of the histogram's bins, for votes from
+                                 // the threshold on
 };
 
-// The vote with `rank` votes of the sample above it: a histogram, then one of its bin, until the bin has few.
-// share: C; all: valid keys; histogram: int [BINS] of shared memory, aligned to 16 bytes. 256 threads call it.
+// Find the vote that has `rank` votes of the sample above it: with a histogram, then with a histogram of the
+// bin found, until that bin has few votes. share: C, the number of candidates wanted. all: number of valid
+// keys. histogram: int [BINS] in shared memory, aligned to 16 bytes. 256 threads call it.
 __device__ __forceinline__ Threshold threshold_of(const int* sample, float share, float all, int* histogram) {
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     constexpr int EACH = SAMPLED / 256;
@@ -28,14 +32,15 @@ __device__ __forceinline__ Threshold threshold_of(const int* sample, float share
     found = 0;
     for (int i = 0; i < 8; i++)
         found += counts[i], top = max(top, tops[i]), low = min(low, lows[i]);
-    // the C best have so many of the sample on average; neighbors are alike, so that their number
-    // spreads some twice as far as that of as many keys drawn alone
+    // On average, `mean` votes of the sample belong to the C best keys. Neighboring keys are similar, so that
+    // number varies about twice as much as for independently sampled keys; the rank has a margin for that.
     float mean = all > 0 ? floorf(share * float(found) / all) : 0.0f;
     int rank = int(mean + 9 * sqrtf(mean)) + 8;
     bool enough = rank < found;
     int base = found ? low : 0, above = 0, range = 0;
     u32 width = found ? u32(top) - u32(base) : 0;
-    auto shift_of = [](u32 width) { return max(0, 21 - __clz(int(width))); };  // to BINS bins
+    // log2 of the bin width that divides `width` into BINS bins
+    auto shift_of = [](u32 width) { return max(0, 21 - __clz(int(width))); };
     while (enough) {
         range = shift_of(width);
 #pragma unroll
@@ -55,6 +60,6 @@ __device__ __forceinline__ Threshold threshold_of(const int* sample, float share
         __syncthreads();
     }
     if (DRAWN) base &= -STEP;
-    return {enough ? base : LEAST + 1, base,  // no key has LEAST
+    return {enough ? base : LEAST + 1, base,  // no valid key has the vote LEAST
             DRAWN ? shift_of(STEP * BINS - 1) : found ? shift_of(u32(top) - u32(base)) : 0};
 }

@@ -1,14 +1,14 @@
-// Votes by look-ups: how vote.cu and candidates.cu cut the tokens into pieces; a key's signs.
+// Tiered votes: how vote.cu and candidates.cu divide the tokens into chunks, and loading of a key's signs.
 #pragma once
 #include "common/common.cuh"
 
-// Tokens of a piece.
+// Number of tokens in a chunk. There are at most PIECES chunks.
 __device__ __forceinline__ i64 piece_of(i64 tokens) {
     i64 chunks = (tokens + CHUNK - 1) / CHUNK;
     return max(i64(1), (chunks + PIECES - 1) / PIECES) * CHUNK;
 }
 
-// The signs of a thread's key of a block, in whole words.
+// Load the signs of a thread's key in a block of codes, as whole words.
 template <int WORDS>
 __device__ __forceinline__ void load_signs(u32 (&words)[WORDS], const char* signs) {
     const u32* from = reinterpret_cast<const u32*>(signs) + threadIdx.x * WORDS;

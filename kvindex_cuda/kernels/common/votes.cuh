@@ -1,35 +1,46 @@
-// Votes of keys by signed dots (paper, B.2.1; ops.coarse, candidates_per=group): for prepare_query.cu and scan.cu.
+// Votes of keys from their sign bits (paper, B.2.1). A vote is an integer estimate of the product of query
+// and key, by which candidates are chosen. Used by prepare_query.cu and scan.cu.
+// Reference: kvindex/pariskv/sign_votes.py.
 //
-// vote = f · Σ_j s_j r_j + offset of the key's segment, the largest over the heads of the group.
-// Σ s r = 2 Σ b r − Σ r for sign bits b, and Σ b r is the sum over the bit planes of r of 2^p
-// times a count of common bits, which the matrix unit makes for 16 keys, 128 bits and 8 columns at
-// a time: 2 planes of 4 heads. Signs go in as they are stored; nothing is unpacked. Counts are then what
-// a second product takes as they lie, each with its power of four (three counts of four in a register's
-// bytes take a third of these products, and shifts, which cost more). To the base -2 each odd plane
-// counts -2 times what the even one before it does, so that both take the same powers.
-// Where candidates are drawn (DRAWN), votes become sizes on one scale for all heads, and noise is added to the
-// largest (ops.priority): a priority, which takes the vote's place from there on.
-// Compile-time: D, GROUP (query heads per KV head), DTYPE (of queries), CENTERED, PLANES (digits of
-// r to the base -2: 4 hold 5 and -5, 6 hold 21, 8 hold 85), DRAWN.
+// vote = f · Σ_j s_j r_j + offset, the largest over the query heads of the group. s are the key's signs, r
+// the rounded query, f a factor from the key's weight, and the offset is the product of the query with the
+// center of the key's block. For sign bits b, Σ s r = 2 Σ b r − Σ r. Σ b r is a sum over the bit planes of r:
+// 2^p times the number of common bits. The matrix unit counts common bits for 16 keys, 128 bits and 8 columns
+// in one instruction; the columns are 2 planes of 4 heads. Sign bits go in as they are stored, nothing is
+// unpacked. A second product multiplies these counts by powers of four and adds them up, directly in the
+// layout of the first one's result. (Packing three counts into the bytes of a register would need a third of
+// the second products, but also shifts, which cost more.) r is written to base -2, so that each odd plane
+// counts -2 times the even one before it, and both take the same powers of four. With DRAWN, candidates are
+// sampled at random: votes become sizes on a common scale for all heads, and noise is added to the largest
+// (kvindex/ops/priority.py). The sum, the key's priority, then replaces the vote.
+//
+// Compile-time constants: D, GROUP (query heads per KV head), DTYPE (of queries), CENTERED (1: blocks of
+// codes have centers), PLANES (digits of r to base -2: 4 can represent 5 and -5, 6 represent 21, 8 represent
+// 85), DRAWN.
 #pragma once
 #include "common/operands.cuh"
 #if DRAWN
 #include "common/noise.cuh"
 #endif
 
-constexpr int SETS = (GROUP + 3) / 4;        // of 4 query heads
+constexpr int SETS = (GROUP + 3) / 4;        // sets of 4 query heads
 constexpr int PARTS = PLANES / 2;
-constexpr int EIGHTS = (D + 31) / 32;        // coordinates of a center and of a query, per lane
-constexpr int PIECES = 3 - DTYPE;            // bfloat16 numbers whose sum a query's coordinate is
-constexpr int DOUBLE = PLANES <= 6 ? 2 : 1;  // what powers of four are multiplied by: bytes hold them
-constexpr bool IN_REGISTERS = SETS * EIGHTS * PIECES <= 8;  // whether registers hold the queries
-constexpr int WEIGHTS = TOKENS * STRIDE;     // where fields begin (kvindex_cuda/memory/layout.py)
+constexpr int EIGHTS = (D + 31) / 32;        // groups of 8 coordinates of a center, and of a query, per lane
+constexpr int PIECES = 3 - DTYPE;            // bfloat16 numbers that add up to a query's coordinate
+constexpr int DOUBLE = PLANES <= 6 ? 2 : 1;  // factor of the powers of four; with more planes it would not fit into
+                                             // bytes
+constexpr bool IN_REGISTERS = SETS * EIGHTS * PIECES <= 8;  // true if registers hold the queries
+constexpr int WEIGHTS = TOKENS * STRIDE;     // offsets of the fields in a record of codes
+                                             // (kvindex/pariskv/block_layout.py)
 constexpr int CENTER = WEIGHTS + TOKENS;
-constexpr int SCANNED = CENTER + (CENTERED ? 2 * D : 0);  // bytes of a block that make votes
+constexpr int SCANNED = CENTER + (CENTERED ? 2 * D : 0);  // bytes of a record that are needed for votes
 
-// What a warp needs of the query: planes as fragments; powers of four, for the first key of a product and
-// the second; -Σ r of the two heads that a lane has in each set: 2 lane % 4 and 1 more; votes per unit of
-// q·k of these; pieces (`half_of`) of head lane / 4 % 4 of a set.
+// What a warp needs of a group's queries.
+// planes: bit planes of r, as matrix fragments.
+// powers: powers of four, for the first and the second key of a product.
+// less: -Σ r of the two heads that the lane has in each set, (2 lane) % 4 and the next one.
+// units: votes per unit of q·k, of these heads.
+// queries: bfloat16 parts of head lane / 4 % 4 of each set (`half_of`).
 struct Group {
     u32 planes[SETS][QUADS][PARTS], powers[2][PARTS];
     int less[SETS][2];
@@ -37,20 +48,22 @@ struct Group {
     uint2 queries[IN_REGISTERS && CENTERED ? SETS : 1][EIGHTS][PIECES];
     const void* all;    // the queries, DTYPE [GROUP, D], aligned to 16 bytes
 #if DRAWN
-    float4 scales[1];  // of the lane's two heads, where registers hold them
+    float4 scales[1];  // of the lane's two heads, if registers hold them
     const float4* all_scales;
     u32 seed;
 #endif
 };
 
-// What brings votes to priorities, of prepare_query.cu; null where they are not drawn.
+// What converts votes to priorities, written by prepare_query.cu; null unless candidates are sampled.
 struct Draw {
-    const float2* scales;  // [BG, 4 SETS]: units of a vote, and what brings heads to one scale, -inf for no head
-    const u32* seeds;      // [BG]
+    const float2* scales;  // [BG, 4 SETS]: size of one vote in units of 2^-16 octaves, and an offset that puts all
+                           // heads on one scale, -inf for a missing head
+    const u32* seeds;      // [BG]: seed of the noise
 };
 
-// Piece `piece` of coordinates 32 i + 8 (lane % 4) to 7 more of a head, two in each word, 0 past D: what
-// the pieces before leave, cut off after 8 bits, so that their sum is exact.
+// The `piece`-th bfloat16 part of coordinates 32 i + 8 (lane % 4) and the 7 after it of head h, two per word,
+// 0 past D. Each part is what the parts before it leave, truncated to 8 bits, so the sum of the parts is
+// exact.
 __device__ __forceinline__ uint4 piece_of(const void* queries, int h, int i, int piece) {
     int j = 32 * i + threadIdx.x % 4 * 8;
     if (h >= GROUP || j >= D) return {0, 0, 0, 0};
@@ -66,8 +79,9 @@ __device__ __forceinline__ uint4 piece_of(const void* queries, int h, int i, int
     }
     return words;
 }
-// Half of its words, for a product whose upper rows are words 0 and 2 of a center's and whose lower ones
-// are 1 and 3: what one half of the columns makes with these, the other makes with those.
+// Half of the words of `piece_of`. In the product, the upper matrix rows are words 0 and 2 of a center's
+// coordinates and the lower ones are words 1 and 3. One half of the columns is multiplied with words 0 and 2
+// of the query, the other half with words 1 and 3.
 __device__ __forceinline__ uint2 half_of(const void* queries, int n, int i, int piece) {
     int lane = threadIdx.x % 32;
     uint4 all = piece_of(queries, n * 4 + lane / 4 % 4, i, piece);
@@ -84,8 +98,8 @@ __device__ __forceinline__ void load_queries(Group& group, const void* queries) 
                     half_of(queries, n, i / PIECES, i % PIECES);
 }
 
-// Right factors of the second products: of head t in rows 4 t and column t for one key, in rows 16 +
-// 4 t and column 4 + t for the other.
+// The right matrix of the second product. For the first key, the factor of head t is in rows 4 t and column
+// t; for the second key, in rows 16 + 4 t and column 4 + t.
 __device__ __forceinline__ void set_powers(Group& group) {
     int lane = threadIdx.x % 32;
     bool own = lane % 4 == lane / 4 % 4, second = lane >= 16;
@@ -96,7 +110,8 @@ __device__ __forceinline__ void set_powers(Group& group) {
     }
 }
 
-// queries: DTYPE [BG, GROUP, D]; planes, sums, units: of prepare_query.cu.
+// Load a group's queries. queries: DTYPE [BG, GROUP, D]. planes, sums and units are written by
+// prepare_query.cu.
 __device__ __forceinline__ void load(Group& group, const void* queries, const u32* planes,
                                      const int* sums, const float* units, const Draw& draw, i64 bg) {
     int lane = threadIdx.x % 32;
@@ -119,11 +134,11 @@ __device__ __forceinline__ void load(Group& group, const void* queries, const u3
 #endif
 }
 
-// Coordinates of a center, as `piece_of` has a query's.
+// The coordinates of a center, in the layout in which `piece_of` returns those of a query.
 struct Mean {
     uint4 eights[EIGHTS];
 };
-template <class Place>  // in memory or in shared memory
+template <class Place>  // an address in global or in shared memory
 __device__ __forceinline__ void load(Mean& mean, Place center) {
 #pragma unroll
     for (int i = 0; i < EIGHTS; i++) {
@@ -132,9 +147,10 @@ __device__ __forceinline__ void load(Mean& mean, Place center) {
     }
 }
 
-// ⟨q, μ⟩ for this lane's two heads in each set; lanes of a number / 4 may bring a center of their own.
+// Compute ⟨q, μ⟩ for this lane's two heads in each set. Four neighboring lanes may pass a center of their
+// own.
 __device__ __forceinline__ void products_of(float (&products)[SETS][2], const Mean& mean, const Group& group) {
-    bool later = threadIdx.x & 2;  // of a lane's four sums the later two are its own
+    bool later = threadIdx.x & 2;  // the lane's own sums are the later two of its four
 #pragma unroll
     for (int n = 0; n < SETS; n++) {
         float dots[4] = {0, 0, 0, 0};
@@ -154,8 +170,8 @@ __device__ __forceinline__ void products_of(float (&products)[SETS][2], const Me
     }
 }
 
-// The same in votes, LEAST where there is no head; and, if it is KEPT, as it is, to products: of the lane's
-// heads, those of a set 4 after those of the one before.
+// Compute ⟨q, μ⟩ in the unit of votes, LEAST for a missing head. If KEPT, also write ⟨q, μ⟩ itself to
+// `products`, for the lane's heads; those of a set are 4 after those of the preceding set.
 template <bool KEPT>
 __device__ __forceinline__ void offsets_of(int (&offsets)[SETS][2], const Mean& mean,
                                            const Group& group, float* products) {
@@ -174,12 +190,12 @@ __device__ __forceinline__ void offsets_of(int (&offsets)[SETS][2], const Mean& 
     }
 }
 
-// Signs of 32 keys: words of keys lane / 4 + 8 i.
+// Signs of 32 keys. A lane has words of keys lane / 4 + 8 i.
 struct Signs {
     u32 rows[4][QUADS];
 };
 template <class Place>
-__device__ __forceinline__ void load(Signs& found, Place signs, int part) {  // of a block's 32 `part`-th keys
+__device__ __forceinline__ void load(Signs& found, Place signs, int part) {  // part: which 32 keys of the block
     int lane = threadIdx.x % 32, t = lane % 4;
     signs += part * (32 * STRIDE);
     if constexpr (WORDS == 4 && is_shared(Place())) {
@@ -199,40 +215,41 @@ __device__ __forceinline__ void load(Signs& found, Place signs, int part) {  // 
         }
 }
 
-// Weights of the keys of `rows`, as they lie (layout.places).
+// Load the weights of the keys that `rows` of Signs has, in the stored order (block_layout.places).
 template <class Place>
 __device__ __forceinline__ u32 load_weights(Place weights, int part) {
     return load_from<u32>(weights + (part * 8 + threadIdx.x % 32 / 4) * 4);
 }
 
-// The key whose vote a lane gets, of 32.
+// The key, out of 32, whose vote a lane gets.
 __device__ __forceinline__ int own_key() {
     return (threadIdx.x % 2 * 2 + threadIdx.x % 4 / 2) * 8 + threadIdx.x % 32 / 4;
 }
 
-// What is added to the four bytes of weights in a word for their entries of the factors (ops.codes.factors).
-// Only bytes behind the last token may pass 255, and they come after all others in a word: what they carry
-// changes none of these.
+// What to add to the four weight bytes in a word, to get their indices into the factors
+// (kvindex.ops.codes.factors). Only bytes of positions past the last token may exceed 255; they are the upper
+// ones of a word, so their carry does not change the bytes of valid keys.
 __device__ __forceinline__ u32 shifts_of(float weight_scale) {
     int exponent = int(__float_as_uint(weight_scale) >> 23) - 127;
     return u32(OCTAVES / 2 - exponent) * (256 / OCTAVES) * 0x01010101u;
 }
 
-// use(half, n, side, vote) for each of the lane's votes: of key 8 · (2 half + lane % 4 / 2) + lane / 4, for head
-// 4 n + 2 lane % 4 + side; LEAST of no head. shifts: of `shifts_of`; factors: int32 [256], of ops.codes.log_factors,
-// aligned to 1,024 bytes (FACTORS).
+// Call use(half, n, side, vote) for each of the lane's votes: of key 8 · (2 half + lane % 4 / 2) + lane / 4,
+// for head 4 n + (2 lane) % 4 + side. The vote is LEAST for a missing head. shifts: from `shifts_of`. factors:
+// int32 [256], from kvindex.ops.codes.log_factors, aligned to 1,024 bytes (FACTORS).
 #define FACTORS __align__(1024)
 template <class Place, class Use>
 __device__ __forceinline__ void each_vote(const Signs& signs, u32 weights, u32 shifts, const Group& group,
                                           const int (&offsets)[SETS][2], Place factors, Use use) {
-    bool upper = threadIdx.x & 2;  // of 16 keys, which 8
+    bool upper = threadIdx.x & 2;  // which 8 of 16 keys are this lane's
     weights += shifts;
     weights = __funnelshift_l(weights, weights, upper ? 26 : 2);
     int factor[2];
 #pragma unroll
     for (int half = 0; half < 2; half++)
         factor[half] = load_from<int>(with_bits(factors, (half ? weights >> 16 : weights) & 255 * 4));
-    // of each half, of one key even planes of two heads and odd ones
+    // Each lane has, for one key of each half, the sums over even planes of two heads and those over odd
+    // planes.
 #pragma unroll
     for (int n = 0; n < SETS; n++) {
         int dots[2][4];
@@ -263,7 +280,7 @@ __device__ __forceinline__ void each_vote(const Signs& signs, u32 weights, u32 s
 }
 
 #if DRAWN
-// The group's size of `own_key`, without noise.
+// The largest size of `own_key` over the heads of the group, without noise.
 template <class Place>
 __device__ __forceinline__ float size_of(const Signs& signs, u32 weights, u32 shifts, const Group& group,
                                          const int (&offsets)[SETS][2], Place factors) {
@@ -278,7 +295,7 @@ __device__ __forceinline__ float size_of(const Signs& signs, u32 weights, u32 sh
 }
 #endif
 
-// The group's vote of `own_key`, or its priority; id: of that key.
+// The group's vote for `own_key`, or its priority if candidates are sampled. id: token id of that key.
 template <class Place>
 __device__ __forceinline__ int vote_of(const Signs& signs, u32 weights, u32 shifts, const Group& group,
                                        const int (&offsets)[SETS][2], Place factors, u32 id) {
@@ -294,8 +311,8 @@ __device__ __forceinline__ int vote_of(const Signs& signs, u32 weights, u32 shif
 #endif
 }
 
-// Warps of the scan in teams, one for each group or so many as there are warps: the first of a team, and
-// how many it has.
+// Warps of the scan are divided into teams, one for each group, or one per warp if there are fewer warps than
+// groups. first_of: the first warp of a team. warps_of: the number of its warps.
 __device__ __forceinline__ u32 first_of(u32 team, u32 teams, u32 warps) {
     return (team * warps + teams - 1) / teams;
 }

@@ -1,13 +1,16 @@
-// Products of bytes by a warpgroup: four warps have 64 keys, the right factor lies in shared memory (PTX, wgmma).
+// Products of bytes by a warpgroup (PTX: wgmma). Four warps multiply the signs of 64 keys, in registers, with
+// a right matrix in shared memory.
 //
-// Compute capability 9.0 alone, compiled for sm_90a. Of a warp's 16 rows the fragments are those of `mma_bytes`; the right
-// factor's columns are rows of 16 bytes side by side, its next 16 rows a `PIECE` further (no swizzle, "K-major").
+// It needs compute capability 9.0 and code compiled for sm_90a. The left fragments of each warp's 16 matrix
+// rows are those of `mma_bytes`. In the right matrix, the columns are rows of 16 bytes next to each other,
+// and the next 16 matrix rows follow after `PIECE` bytes (no swizzle, "K-major").
 #pragma once
 #include "common/byte_votes.cuh"
 
-constexpr int CHUNK = COLUMNS_OF % 64 == 0 ? 64 : COLUMNS_OF % 32 == 0 ? 32 : 16;  // columns of a product
+constexpr int CHUNK = COLUMNS_OF % 64 == 0 ? 64 : COLUMNS_OF % 32 == 0 ? 32 : 16;  // columns of one product
 
-// Of one after another: all begin with `warpgroup_begin`, which orders registers, and end with `warpgroup_commit`.
+// A sequence of products begins with `warpgroup_begin`, which orders register accesses, and ends with
+// `warpgroup_commit`.
 __device__ __forceinline__ void warpgroup_begin() {
 #ifndef EMULATED
     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
@@ -18,7 +21,7 @@ __device__ __forceinline__ void warpgroup_commit() {
     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 #endif
 }
-// Until all but the last COUNT of them are there: then `sums` may be read.
+// Wait until all but the last COUNT sequences of products have finished. After that, `sums` may be read.
 template <int COUNT>
 __device__ __forceinline__ void warpgroup_wait(int (&sums)[CHUNK / 8][1][4]) {
 #ifndef EMULATED
@@ -28,14 +31,16 @@ __device__ __forceinline__ void warpgroup_wait(int (&sums)[CHUNK / 8][1][4]) {
 #endif
 }
 
-// What threads have written to shared memory, for the matrix unit to read after a barrier.
+// Make what threads have written to shared memory visible to the matrix unit, which may read it after a
+// barrier.
 __device__ __forceinline__ void show_to_warpgroup() {
 #ifndef EMULATED
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 #endif
 }
 
-// sums += a b, or = where `first`; b: of CHUNK columns, the place of the first. All of four warps call it.
+// sums += a b, or sums = a b if `first` is true. b: shared-memory address of the first of CHUNK columns. All
+// four warps call it.
 __device__ __forceinline__ void multiply_bytes(int (&sums)[CHUNK / 8][1][4], const u32 (&a)[4], Shared b, bool first) {
 #ifdef EMULATED
     int lane = threadIdx.x % 32;
@@ -45,7 +50,8 @@ __device__ __forceinline__ void multiply_bytes(int (&sums)[CHUNK / 8][1][4], con
         mma_bytes(sums[n][0], a[0], a[1], a[2], a[3], load_from<u32>(at), load_from<u32>(at + PIECE));
     }
 #else
-    // a place, how far the other 16 bytes of a column are, how far 8 columns are: in units of 16 bytes
+    // matrix descriptor, in units of 16 bytes: address, distance to the other 16 bytes of a column, distance
+    // to the next 8 columns
     u64 right = u64(b >> 4 & 0x3fff) | u64(PIECE >> 4) << 16 | u64(128 >> 4) << 32;
 #define FOUR(n) "+r"(sums[n][0][0]), "+r"(sums[n][0][1]), "+r"(sums[n][0][2]), "+r"(sums[n][0][3])
 #define FACTORS_GIVEN "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(right), "r"(int(!first))

@@ -1,4 +1,5 @@
-// The scale of a head's log weights, of the largest upper byte of one (ops.codes.weight_scale).
+// The scale of a head's log weights, from the largest upper byte among them. Reference:
+// kvindex.ops.codes.weight_scale.
 #pragma once
 #include "common/common.cuh"
 
