@@ -1,7 +1,8 @@
-"""Reference implementation of the layers' kernels in plain torch, which tests compare them with.
+"""Reference implementation, in plain PyTorch, of the Triton kernels for a model's layers.
 
-Results are computed in float32 and rounded once. Functions have the kernels' arguments without
-tiles, and take keys and values as tensors.
+Tests compare the kernels with these functions. Results are computed in float32 and rounded once.
+The functions have the arguments of the launchers, without tile sizes, and take keys and values as
+tensors.
 """
 
 from __future__ import annotations
@@ -15,14 +16,14 @@ from kvindex_cuda.triton.operands import Matrix, Norm
 
 
 def normalize(x: Tensor, norm: Norm) -> Tensor:
-    """Divide by the root of the mean square along the last dimension: float32."""
+    """RMS norm: divide by the root mean square along the last dimension. Returns float32."""
     wide = x.float()
     factor = torch.rsqrt(wide.square().mean(-1, keepdim=True) + norm.eps)
     return wide * factor * norm.weight.float()
 
 
 def multiply(x: Tensor, matrix: Matrix) -> Tensor:
-    """The product of float32 `[B, K]` with a matrix `[N, K]`, and its bias: float32 `[B, N]`."""
+    """Multiply float32 `[B, K]` by a matrix `[N, K]` and add its bias: float32 `[B, N]`."""
     product = x @ matrix.weight.float().T
     if matrix.scale is not None:
         product = product * matrix.scale
@@ -30,23 +31,23 @@ def multiply(x: Tensor, matrix: Matrix) -> Tensor:
 
 
 def norm_linear(x: Tensor, norm: Norm, matrix: Matrix) -> Tensor:
-    """The product of normalized activations `[B, K]`: `[B, N]`."""
+    """Normalize activations `[B, K]` and multiply them by a matrix: `[B, N]`."""
     return multiply(normalize(x, norm), matrix).to(x.dtype)
 
 
 def norm_swiglu(x: Tensor, norm: Norm, matrix: Matrix) -> Tensor:
-    """`silu(gate) · up` of normalized activations `[B, K]`, from a matrix `[2N, K]`: `[B, N]`."""
+    """Normalize `[B, K]`, multiply by a matrix `[2N, K]`, return `silu(gate) · up`: `[B, N]`."""
     gate, up = multiply(normalize(x, norm), matrix).chunk(2, dim=-1)
     return (functional.silu(gate) * up).to(x.dtype)
 
 
 def linear_residual(x: Tensor, matrix: Matrix, residual: Tensor) -> Tensor:
-    """The product of activations `[B, K]`, added to a residual `[B, N]`."""
+    """Multiply activations `[B, K]` by a matrix, and add a residual `[B, N]`."""
     return (residual.float() + multiply(x.float(), matrix)).to(x.dtype)
 
 
 def swiglu_linear(gate_up: Tensor, matrix: Matrix, residual: Tensor) -> Tensor:
-    """`silu(gate) · up` of `[B, 2K]`, its product, added to a residual `[B, N]`."""
+    """Multiply `silu(gate) · up` of `[B, 2K]` by a matrix, and add a residual `[B, N]`."""
     gate, up = gate_up.float().chunk(2, dim=-1)
     product = multiply(functional.silu(gate) * up, matrix)
     return (residual.float() + product).to(gate_up.dtype)
@@ -66,7 +67,10 @@ def project_heads(
     query_norm: Norm | None = None,
     key_norm: Norm | None = None,
 ) -> None:
-    """Write queries `[B, H, D]`, and each row's key and value at its slot `[B, G, slot]`."""
+    """Compute queries, keys and values of one token per sequence.
+
+    Writes `queries` `[B, H, D]`, and the key and value of sequence b at `[b, :, slots[b]]`.
+    """
     (H, D), (G, C) = queries.shape[1:], keys.shape[1:3]
     heads = norm_linear(x, norm, matrix).view(len(x), -1, D)
     query, key, value = torch.split(heads, [H, G, G], dim=1)
@@ -78,7 +82,7 @@ def project_heads(
 
 
 def _rotated(heads: Tensor, norm: Norm | None, cos: Tensor, sin: Tensor) -> Tensor:
-    """Heads `[B, heads, D]`, normalized and rotated: float32."""
+    """Normalize heads `[B, heads, D]` and apply the rotary embedding. Returns float32."""
     wide = heads.float() if norm is None else normalize(heads, norm)
     first, second = wide.chunk(2, dim=-1)
     turned = torch.cat((-second, first), dim=-1)
@@ -88,7 +92,7 @@ def _rotated(heads: Tensor, norm: Norm | None, cos: Tensor, sin: Tensor) -> Tens
 def begin_token(
     ids: Tensor, positions: Tensor, embedding: Tensor, frequencies: Tensor, factor: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Embedding `[B, N]` of ids, cosines and sines `[B, D]`; NaN where there is no such id."""
+    """Return embeddings `[B, N]`, NaN for an unknown id, and cosines and sines `[B, D]`."""
     known, dtype = (ids >= 0) & (ids < len(embedding)), embedding.dtype
     hidden = embedding[ids.where(known, 0)].masked_fill(~known[:, None], float("nan"))
     angles = (positions[:, None] * frequencies).repeat(1, 2)
@@ -96,7 +100,7 @@ def begin_token(
 
 
 def likeliest(logits: Tensor) -> Tensor:
-    """The likeliest token int64 `[B]`, the lowest id of equals; NaN is above all others."""
+    """Return the most likely token, int64 `[B]`: of equal logits the lowest id. NaN is highest."""
     return logits.argmax(-1)
 
 
@@ -109,7 +113,10 @@ def attend_prompt(
     scale: float,
     causal: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """Attention `[B, H, T, Dv]` and its lse float32 `[B, H, T]` over `lengths[b]` rows of each."""
+    """Attention of a prompt's queries to the first `lengths[b]` rows of each sequence.
+
+    Returns outputs `[B, H, T, Dv]` and their lse, float32 `[B, H, T]`.
+    """
     T, R = queries.shape[2], keys.shape[2]
     rows = torch.arange(R, device=queries.device)
     ends = lengths[:, None].expand(-1, T)
@@ -123,7 +130,7 @@ def attend_prompt(
 def attend_token(
     queries: Tensor, keys: Tensor, values: Tensor, starts: Tensor, ends: Tensor, *, scale: float
 ) -> Tensor:
-    """Attention `[B, H, Dv]` of one query a sequence to its rows from a start to before an end."""
+    """Attention `[B, H, Dv]` of one token per sequence to rows `starts[b]` up to `ends[b]` - 1."""
     rows = torch.arange(keys.shape[2], device=queries.device)
     seen = (rows >= starts[:, None]) & (rows < ends[:, None])
     bias = torch.zeros(seen.shape, device=queries.device).masked_fill(~seen, float("-inf"))

@@ -1,1 +1,1 @@
-"""Functions that Triton compiles. Their launchers, which check arguments, are one folder up."""
+"""Kernels that Triton compiles. Their launchers in the folder above check the arguments."""

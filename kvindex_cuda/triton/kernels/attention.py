@@ -1,4 +1,8 @@
-"""Attention by a running softmax over tiles of rows: of many queries, or of one a sequence."""
+"""Attention with a running softmax over tiles of rows, for a prompt or for one token.
+
+References: `attend_prompt` and `attend_token` in `kvindex_cuda/triton/reference.py`. A row is the
+key and the value of one token.
+"""
 
 import triton
 import triton.language as tl
@@ -15,9 +19,13 @@ def attend_prompt(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WIDE: tl.constexpr, WIDE_V: tl.constexpr,
     CAUSAL: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """`BLOCK_M` pairs of token and head of one group, the last tokens first: they read most.
+    """Attention of the tokens of a prompt to rows in pages.
 
-    Steps are in numbers, not bytes. A page at address 0 holds no rows.
+    Grid: (pairs / BLOCK_M, sequences · G). A program processes `BLOCK_M` pairs of a token and a
+    query head of one group. Programs with the last tokens start first, because they read the most
+    rows. A program reads all rows that its tokens may see; it writes `DV` numbers and one lse per
+    pair.
+    Steps are in elements, not bytes. A page whose address is 0 contains no rows.
     """
     after_previous(OVERLAP)
     pair = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -71,7 +79,11 @@ def attend_split(
     ROWS: tl.constexpr, BLOCK_N: tl.constexpr, WIDE: tl.constexpr, WIDE_V: tl.constexpr,
     SPLITS: tl.constexpr, STAGES: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """A group's queries over one of `SPLITS` pieces of its rows, float32, and the lse to base 2."""
+    """Attention of one token's queries to one of `SPLITS` parts of the rows.
+
+    Grid: (SPLITS, sequences · G). Writes float32 outputs and the lse to base 2 per head and split,
+    which `merge_splits` merges. Reads each row once.
+    """
     after_previous(OVERLAP)
     batch, group = (tl.program_id(1) // G).to(tl.int64), (tl.program_id(1) % G).to(tl.int64)
     start, end = tl.load(starts + batch), tl.load(ends + batch * end_step)
@@ -114,7 +126,10 @@ def merge_splits(
     parts, lse, output, DV: tl.constexpr, WIDE_V: tl.constexpr, SPLITS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """A head's output from those of the pieces of its rows."""
+    """Merge the outputs of all splits of a head.
+
+    Grid: (sequences · heads). Reads `SPLITS` outputs and lse values, writes one output.
+    """
     after_previous(OVERLAP)
     head = tl.program_id(0).to(tl.int64)
     split, column = tl.arange(0, SPLITS), tl.arange(0, WIDE_V)

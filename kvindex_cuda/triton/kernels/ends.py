@@ -1,4 +1,8 @@
-"""The ends of a token: its embedding and angles before the layers, the likeliest one after."""
+"""The first and the last kernel of a decode step of a model, before and after its layers.
+
+`begin_token` reads the token's embedding and computes its rotary angles. `likeliest` finds the
+token with the highest logit. `triton/reference.py` has functions of the same names as references.
+"""
 
 import triton
 import triton.language as tl
@@ -6,7 +10,7 @@ import triton.language as tl
 from kvindex_cuda.triton.kernels.overlap import after_previous
 
 LAST = tl.constexpr(2**31 - 1)
-"""Of int32: above any other float's order, and a mask of places."""
+"""The largest int32: the order of NaN, above that of every other float, and a mask for columns."""
 
 
 @triton.jit
@@ -15,9 +19,10 @@ def begin_token(
     hidden, cos, sin, V, N, D: tl.constexpr, BLOCK: tl.constexpr, HALF: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """A row's first program writes its angles, each other one `BLOCK` columns of its embedding.
+    """Write the embedding and the rotary angles of each sequence's token.
 
-    An id outside `V` rows reads nothing and writes NaN.
+    Grid: (1 + N / BLOCK, sequences). The first program of a sequence writes the angles, each other
+    one writes `BLOCK` columns of the embedding. An id that is not below `V` writes NaN.
     """
     after_previous(OVERLAP)
     block, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
@@ -44,17 +49,20 @@ def begin_token(
 
 @triton.jit
 def likeliest(logits, step, scratch, tokens, V, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
-    """A row's highest logit by its order and place, as one number; the last program writes it.
+    """Find the token with the highest logit of each sequence.
 
-    scratch `[B, 2]`: the highest so far, and how many programs have ended; zeros again at the end.
+    Grid: (V / BLOCK, sequences). Each program reduces `BLOCK` logits to one number, which combines
+    the highest logit and its column. The last program to finish writes the token.
+    scratch `[B, 2]`: the highest number so far, and the number of finished programs. It is zero
+    before and after the launch.
     """
     after_previous(OVERLAP)
     row = tl.program_id(1).to(tl.int64)
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     found = tl.load(logits + row * step + column, column < V, other=float("-inf")).to(tl.float32)
-    bits = tl.where(found == 0.0, 0.0, found).to(tl.int32, bitcast=True)  # zeros are equal
+    bits = tl.where(found == 0.0, 0.0, found).to(tl.int32, bitcast=True)  # −0 becomes 0
     order = tl.where(found != found, LAST, tl.where(bits < 0, bits ^ LAST, bits))
-    # the order as a positive number, above the place, of which a lower one is higher
+    # upper bits: the order as a positive number; lower bits: the column, lower ones are better
     highest = tl.max(((order.to(tl.int64) + LAST + 1) << 31) | (LAST - column), 0)
     best, ended = scratch + 2 * row, scratch + 2 * row + 1
     tl.atomic_max(best, highest, sem="relaxed")

@@ -1,4 +1,8 @@
-"""Queries, keys and values of a token: a product, and whoever ends a head last rotates it."""
+"""Queries, keys and values of one token per sequence: a matrix product and the rotary embedding.
+
+The last program to finish a head normalizes and rotates it. Reference: `project_heads` in
+`kvindex_cuda/triton/reference.py`.
+"""
 
 import triton
 import triton.language as tl
@@ -8,16 +12,17 @@ from kvindex_cuda.triton.kernels.product import product
 
 @triton.jit
 def rotate(source, cos, sin, norm, eps, target, inside, written, D: tl.constexpr):
-    """Normalize a head of each sequence where there is a norm, rotate it, and write it.
+    """Normalize a head of each sequence if it has a norm, apply the rotary embedding, and write it.
 
-    source, cos, sin, target `[batch, 1]`: where they lie; inside: which sequences there are;
-    written: whose target there is. A head's halves are `[batch, HALF]`, of `D / 2` coordinates.
+    source, cos, sin, target: addresses `[batch, 1]`. inside: true for sequences that exist.
+    written: true for sequences whose result is stored. A head has two halves of `D / 2`
+    coordinates, `[batch, HALF]` each.
     """
     HALF: tl.constexpr = triton.next_power_of_2(D // 2)
     pair = tl.arange(0, HALF)[None, :]
     half = pair < D // 2
     read, kept = half & inside, half & written
-    # not through L1: other programs have written them
+    # bypass L1, because other programs have written these values
     first = tl.load(source + pair, read, other=0.0, cache_modifier=".cg").to(tl.float32)
     second = tl.load(source + D // 2 + pair, read, other=0.0, cache_modifier=".cg").to(tl.float32)
     if norm is not None:
@@ -42,8 +47,12 @@ def project_heads(
     BATCH: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SLICES: tl.constexpr,
     STAGES: tl.constexpr, AHEAD: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """`projected[b] = weight · f(x[b])`, of a head `D / BLOCK_N` programs; the last of them, by the
-    head's ticket, writes the head where it is wanted. A slot outside `C` rows takes nothing.
+    """Compute queries, keys and values, `projected[b] = weight · f(x[b])`, and write them.
+
+    Grid: (N / BLOCK_N). `D / BLOCK_N` programs compute a head. The head's ticket counts finished
+    programs. The last one rotates the head and writes it: a query to `queries`, a key or value to
+    the sequence's slot. A slot outside of `0 … C - 1` is not written.
+    Reads the matrix once. Limited by memory.
     """
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     batch = tl.arange(0, BATCH)
@@ -53,7 +62,7 @@ def project_heads(
     )  # fmt: skip
     at = projected + batch[None, :] * N + rows[:, None]
     tl.store(at, sums.to(projected.dtype.element_ty), (rows[:, None] < N) & (batch[None, :] < B))
-    tl.debug_barrier()  # all of the program's threads have written
+    tl.debug_barrier()  # all threads of this program have written
     head = tl.program_id(0) * BLOCK_N // D
     if tl.atomic_add(tickets + head, 1, sem="acq_rel") == D // BLOCK_N - 1:
         tl.store(tickets + head, 0)

@@ -1,4 +1,7 @@
-"""What launches of a chain share: waiting for the one before, asking for weights before that."""
+"""Overlap of consecutive kernels (programmatic dependent launch): waiting and prefetching weights.
+
+A kernel can start before the previous one has ended, and prefetch weights until it has.
+"""
 
 import triton
 import triton.language as tl
@@ -6,31 +9,31 @@ import triton.language as tl
 
 @triton.jit
 def wait_for_previous(OVERLAP: tl.constexpr):
-    """Wait until the launch before has ended, and with it all before that."""
+    """Wait until the previous kernel has ended, and with it all kernels before that one."""
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
 
 
 @triton.jit
 def let_next_begin(OVERLAP: tl.constexpr):
-    """When all programs have come here the next launch may begin, up to its own wait."""
+    """Let the next kernel start, once all programs have called this, and run until it waits."""
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
 
 
 @triton.jit
 def after_previous(OVERLAP: tl.constexpr):
-    """Wait for what the launch before wrote, and let the next one begin."""
+    """Wait for the results of the previous kernel, and let the next kernel start."""
     wait_for_previous(OVERLAP)
     let_next_begin(OVERLAP)
 
 
 @triton.jit
 def bring_own(weight, N, K, BLOCK_N: tl.constexpr, FIRST: tl.constexpr):
-    """Ask for all of a program's rows of a matrix from column `FIRST` on, a thread a row.
+    """Prefetch a program's matrix rows from column `FIRST` on into L2, one matrix row per thread.
 
-    By `cp.async.bulk.prefetch` (PTX, from compute capability 9.0): what is asked for begins and
-    ends at multiples of 16 bytes. Nothing waits for it.
+    Uses `cp.async.bulk.prefetch` (PTX, from compute capability 9.0), whose ranges begin and end at
+    multiples of 16 bytes. Nothing waits for the data.
     """
     SIZE: tl.constexpr = weight.dtype.element_ty.primitive_bitwidth // 8
     first = tl.program_id(0) * BLOCK_N
@@ -63,7 +66,7 @@ def bring_own(weight, N, K, BLOCK_N: tl.constexpr, FIRST: tl.constexpr):
 
 @triton.jit
 def bring_rows(weight, rows, N, K, BLOCK_K: tl.constexpr, OVERLAP: tl.constexpr):
-    """Where launches overlap, ask for the first `BLOCK_K` weights of a matrix's rows."""
+    """If kernels overlap, prefetch the first `BLOCK_K` weights of each matrix row into L2."""
     if OVERLAP:
         SIZE: tl.constexpr = weight.dtype.element_ty.primitive_bitwidth // 8
         LINES: tl.constexpr = (BLOCK_K * SIZE + 127) // 128

@@ -1,4 +1,8 @@
-"""A matrix times a vector: each program has some of the matrix's rows. Of several, see `rows`."""
+"""Product of a matrix with one vector; for several vectors, `kernels/rows.py` is used.
+
+Each program computes some rows of the matrix. It reads their weights once, and is limited by
+memory. Reference: `multiply` in `kvindex_cuda/triton/reference.py`.
+"""
 
 import triton
 import triton.language as tl
@@ -9,14 +13,17 @@ from kvindex_cuda.triton.kernels.rows import product_of_rows
 
 @triton.jit
 def read_weights(weight, rows, columns, N, K):
-    """A tile `[rows, columns]` of the matrix `[N, K]`, zeros outside."""
+    """Load a tile `[rows, columns]` of the matrix `[N, K]`, with zeros outside of it."""
     inside = (rows[:, None] < N) & (columns[None, :] < K)
     return tl.load(weight + rows[:, None].to(tl.int64) * K + columns[None, :], inside, other=0.0)
 
 
 @triton.jit
 def read_vectors(x, x_step, columns, batch, K, B, GATED: tl.constexpr):
-    """Activations float32 `[columns, batch]`; gated: `silu` of the first K, times the others."""
+    """Load activations, float32 `[columns, batch]`.
+
+    If GATED, return `silu` of the first K activations times the second K.
+    """
     inside = (columns[:, None] < K) & (batch[None, :] < B)
     at = x + batch[None, :] * x_step + columns[:, None]
     found = tl.load(at, inside, other=0.0).to(tl.float32)
@@ -27,7 +34,7 @@ def read_vectors(x, x_step, columns, batch, K, B, GATED: tl.constexpr):
 
 @triton.jit
 def add_tile(sums, squares, weights, x, x_step, norm, columns, batch, K, B, GATED: tl.constexpr):
-    """Add a tile's products to `sums`, an entry for each weight, and its squares to `squares`."""
+    """Add a tile's products to `sums`, one per weight, and the squared activations to `squares`."""
     found = read_vectors(x, x_step, columns, batch, K, B, GATED)
     if norm is not None:
         squares += found * found
@@ -42,11 +49,11 @@ def product_of_one(
     BLOCK_K: tl.constexpr, GATED: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr,
     EARLY: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Rows of the product, float32 `[rows, 1]`.
+    """Compute rows of the product with one vector, float32 `[rows, 1]`.
 
-    The first `AHEAD` tiles are read before the wait and added last: memory goes on while
-    activations come, for the pipeline of the others begins before anything is computed. Early: the
-    others are asked for before the wait, too.
+    The first `AHEAD` tiles of weights are read before the previous kernel has ended, and are added
+    last. So memory stays busy while activations arrive: the loads of the other tiles start before
+    anything is computed. If EARLY, the other tiles are prefetched before the wait, too.
     """
     columns = tl.arange(0, BLOCK_K)
     held = ()
@@ -81,7 +88,7 @@ def product(
     BLOCK_K: tl.constexpr, SLICES: tl.constexpr, GATED: tl.constexpr, STAGES: tl.constexpr,
     AHEAD: tl.constexpr, EARLY: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Rows of the product, float32 `[rows, batch]`."""
+    """Compute rows of the product, float32 `[rows, batch]`."""
     if batch.shape[0] == 1:
         return product_of_one(
             x, x_step, norm, eps, weight, scale, bias, rows, batch, B, N, K,
@@ -102,9 +109,10 @@ def multiply(
     GATED: tl.constexpr, PAIRED: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr,
     EARLY: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """`output[b] = residual[b] + weight · f(x[b])`; the residual may be the output.
+    """Compute `output[b] = residual[b] + weight · f(x[b])`; `residual` may be `output`.
 
-    Paired: `silu` of the first half of the matrix's rows, times the other half.
+    Grid: (N / BLOCK_N). `f` normalizes if there is a norm, and applies the gate if GATED. If
+    PAIRED, the result is `silu` of the first half of the matrix rows times the second half.
     """
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     if PAIRED:

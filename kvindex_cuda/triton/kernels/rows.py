@@ -1,9 +1,10 @@
-"""A matrix times two to 16 vectors at the rate of memory, on the matrix units.
+"""Product of a matrix with two to 16 vectors on the matrix units, limited by memory.
 
-Idea: a program has some of the matrix's rows. It cuts each tile of columns into as many slices as
-it has warps, one product `[rows, slice] · [slice, batch]` each, and adds the slices at the end. So
-each weight, and each activation, is converted by one warp, and tiles come by asynchronous copies.
-Reads: the program's weights once, all activations.
+A program computes some rows of the matrix. It divides each tile of columns into one slice per
+warp, computes a product `[rows, slice] · [slice, batch]` for each, and adds up the slices at the
+end. So each weight and each activation is converted by one warp only, and tiles arrive by
+asynchronous copies. A program reads its weights once, and all activations.
+Reference: `multiply` in `kvindex_cuda/triton/reference.py`.
 """
 
 import triton
@@ -14,7 +15,7 @@ from kvindex_cuda.triton.kernels.overlap import after_previous, bring_rows
 
 @triton.jit
 def read_weights(weight, rows, columns, N, K):
-    """A tile `[slices, rows, slice]` of the matrix `[N, K]`, zeros outside."""
+    """Load a tile `[slices, rows, slice]` of the matrix `[N, K]`, with zeros outside of it."""
     inside = (rows[None, :, None] < N) & (columns[:, None, :] < K)
     at = weight + rows[None, :, None].to(tl.int64) * K + columns[:, None, :]
     return tl.load(at, inside, other=0.0)
@@ -22,7 +23,10 @@ def read_weights(weight, rows, columns, N, K):
 
 @triton.jit
 def read_vectors(x, x_step, columns, batch, K, B, GATED: tl.constexpr):
-    """Activations float32 `[slices, slice, batch]`; gated: `silu` of the first K, times others."""
+    """Load activations, float32 `[slices, slice, batch]`.
+
+    If GATED, return `silu` of the first K activations times the second K.
+    """
     inside = (columns[:, :, None] < K) & (batch[None, None, :] < B)
     at = x + batch[None, None, :] * x_step + columns[:, :, None]
     found = tl.load(at, inside, other=0.0).to(tl.float32)
@@ -33,11 +37,11 @@ def read_vectors(x, x_step, columns, batch, K, B, GATED: tl.constexpr):
 
 @triton.jit
 def ones_as(weight, columns, never, dtype: tl.constexpr):
-    """Ones `[slices, 16, slice]`, in the places of a product with weights of one byte, too.
+    """Return ones `[slices, 16, slice]` in the layout of the product with the weights.
 
-    Triton lays out what a product with an FP8 matrix multiplies by what was loaded as FP8, and
-    activations that two layouts ask for are not loaded ahead. So the ones are FP8 from a load, of
-    columns from `never` on: of none.
+    For a product with FP8 weights, Triton derives the layout of the operands from the FP8 load. If
+    activations are needed in two layouts, Triton does not pipeline their loads. So for FP8 weights
+    the ones come from an FP8 load, too: one that loads columns from `never` on, which means none.
     """
     if weight.dtype.element_ty == tl.float8e4nv:
         at = columns[:, None, :] + tl.zeros([1, 16, 1], tl.int32)
@@ -49,10 +53,11 @@ def ones_as(weight, columns, never, dtype: tl.constexpr):
 
 @triton.jit
 def add_squares(ones, found, squares, dtype: tl.constexpr, PRECISION: tl.constexpr):
-    """Add the columns' squares to each of 16 equal rows of `squares`.
+    """Add the squared activations of these columns to each of 16 equal rows of `squares`.
 
-    They go through the matrix units, whose inputs activations become anyway, as two of their
-    inputs: exact for bfloat16, whose squares have twice its bits, within 2^-18 for float16.
+    The matrix units add them up, because activations become their operands anyway. Each square is
+    split into two operands. This is exact for bfloat16, whose squares have twice as many bits, and
+    has a relative error below 2^-18 for float16.
     """
     square = found * found
     if PRECISION == "ieee":
@@ -70,10 +75,11 @@ def product_of_rows(
     BLOCK_K: tl.constexpr, SLICES: tl.constexpr, GATED: tl.constexpr, STAGES: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Rows of the product, float32 `[rows, batch]`; the first weights are in L2 before the wait.
+    """Compute rows of the product, float32 `[rows, batch]`.
 
-    Inputs of the matrix units have the activations' dtype; for float16 with a norm they are TF32,
-    which has its bits and a larger range.
+    The first weights are prefetched into L2 before the previous kernel has ended. Operands of the
+    matrix units have the dtype of the activations. For float16 with a norm they are TF32 instead,
+    which has as many mantissa bits and a larger range.
     """
     given: tl.constexpr = x.dtype.element_ty
     PRECISION: tl.constexpr = "ieee" if given == tl.float32 else "tf32"
