@@ -9,12 +9,11 @@
 // compare-and-swap to `now` + 1. It then writes its tag and, once the row has arrived, the row. So in each
 // step, a slot's stamp changes once from an older value:
 //  - to `now`, by a team that uses the row in the slot. Then no compare-and-swap that expects an older stamp
-//    succeeds any more, so nobody
-//    overwrites the row that this team reads, even if it started to read before it knew.
+//    succeeds any more, so nobody overwrites the row that this team reads, even if it started to read before
+//    it knew.
 //  - to `now` + 1, by a team with another row. Then a team that wanted the old row finds `now` + 1 as the
-//    previous stamp, discards what it has read, and
-//    fetches the row from the host without caching it. Therefore tags may be read at any time of the step:
-//    the stamp decides whether they were still right.
+//    previous stamp, discards what it has read, and fetches the row from the host without caching it.
+// Therefore tags may be read at any time of the step: the stamp decides whether they were still right.
 //
 // Several teams may need the same row: parts of a group's heads, or sequences that share a cache and a
 // prefix. If the row is in a slot, all find it, and the slot stays valid, because none of them undoes `now` +

@@ -4,13 +4,17 @@
 //
 // vote = f · Σ_j s_j r_j + offset, the largest over the query heads of the group. s are the key's signs, r
 // the rounded query, f a factor from the key's weight, and the offset is the product of the query with the
-// center of the key's block. For sign bits b, Σ s r = 2 Σ b r − Σ r. Σ b r is a sum over the bit planes of r:
-// 2^p times the number of common bits. The matrix unit counts common bits for 16 keys, 128 bits and 8 columns
-// in one instruction; the columns are 2 planes of 4 heads. Sign bits go in as they are stored, nothing is
-// unpacked. A second product multiplies these counts by powers of four and adds them up, directly in the
-// layout of the first one's result. (Packing three counts into the bytes of a register would need a third of
-// the second products, but also shifts, which cost more.) r is written to base -2, so that each odd plane
-// counts -2 times the even one before it, and both take the same powers of four. With DRAWN, candidates are
+// center of the key's block.
+//
+// For sign bits b, Σ s r = 2 Σ b r − Σ r. Σ b r is a sum over the bit planes of r: 2^p times the number of
+// common bits. The matrix unit counts common bits for 16 keys, 128 bits and 8 columns in one instruction; the
+// columns are 2 planes of 4 heads. Sign bits go in as they are stored, nothing is unpacked. A second product
+// multiplies these counts by powers of four and adds them up, directly in the layout of the first one's
+// result. (Packing three counts into the bytes of a register would need a third of the second products, but
+// also shifts, which cost more.) r is written to base -2, so that each odd plane counts -2 times the even one
+// before it, and both take the same powers of four.
+//
+// With DRAWN, candidates are
 // sampled at random: votes become sizes on a common scale for all heads, and noise is added to the largest
 // (kvindex/ops/priority.py). The sum, the key's priority, then replaces the vote.
 //
@@ -31,7 +35,7 @@ constexpr int DOUBLE = PLANES <= 6 ? 2 : 1;  // factor of the powers of four; wi
                                              // bytes
 constexpr bool IN_REGISTERS = SETS * EIGHTS * PIECES <= 8;  // true if registers hold the queries
 constexpr int WEIGHTS = TOKENS * STRIDE;     // offsets of the fields in a record of codes
-                                             // (kvindex/pariskv/block_layout.py)
+                                             // (kvindex_cuda/memory/layout.py)
 constexpr int CENTER = WEIGHTS + TOKENS;
 constexpr int SCANNED = CENTER + (CENTERED ? 2 * D : 0);  // bytes of a record that are needed for votes
 

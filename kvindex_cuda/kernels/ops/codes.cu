@@ -3,7 +3,7 @@
 // Reference: kvindex.ops.codes.encode, log_codes and log_weights.
 //
 // Everything that decides a bit is computed exactly as in the reference: radii from squares summed in double
-// precision, a float32 division, and comparisons with float32 edges. All three kernels are limited by memory.
+// precision, a float32 division, and comparisons with float32 edges.
 #include "common/common.cuh"
 
 constexpr int LEVELS = 1 << MOST_BITS;

@@ -43,7 +43,6 @@ struct NormalizeArguments {
 // added in a fixed order.
 // Grid: one warp per vector, 8 warps per thread block. Reads each vector twice (the second time from L1);
 // writes 4 D bytes of direction and 4 bytes of norm.
-// Limited by memory.
 extern "C" __global__ void __launch_bounds__(256)
 normalize(const __grid_constant__ NormalizeArguments args) {
     i64 vector = i64(blockIdx.x) * 8 + threadIdx.x / 32;
@@ -77,8 +76,7 @@ struct RotateArguments {
 // Grid: (count / 32, D / 64), 256 threads.
 // Reads the vectors 4 D / 64 times and D² / 8 bytes of the matrix per vector (from L2); writes 4 D bytes per
 // vector.
-// Limited by arithmetic and shared memory: D² products per vector, with 1.5 loads from shared memory for 8
-// products.
+// Computes D² products per vector; 8 products take 1.5 loads from shared memory.
 extern "C" __global__ void __launch_bounds__(256)
 rotate(const __grid_constant__ RotateArguments args) {
     __shared__ float mine[TALL][DEEP + 1];

@@ -18,7 +18,7 @@
 //
 // Grid: (splits, BG PARTS), 256 threads.
 // Reads each row once per part of the heads; writes 4 (DV + 2) bytes per head and split.
-// Limited by memory, or by the PCIe bus where the rows are on the host.
+// If rows are on the host and none is in the cache, limited by PCIe, first its latency and then its bandwidth.
 // Dynamic shared memory: 4 WORKERS AT_ONCE PARTIAL bytes, or 8 DEPTH ROW bytes if that is more.
 // This file is longer than most because it is one kernel, with a reader for each codec.
 //

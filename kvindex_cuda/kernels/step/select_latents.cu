@@ -39,8 +39,7 @@ struct Arguments {
     float scale, softcap, temper;
 };
 
-// Grid: (splits, B), THREADS threads. Reads 8 + 4 HEADS bytes per candidate, writes 8 bytes. Limited by
-// latency.
+// Grid: (splits, B), THREADS threads. Reads 8 + 4 HEADS bytes per candidate, writes 8 bytes.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 select_latents(const __grid_constant__ Arguments args) {
     __shared__ float totals[HEADS];
