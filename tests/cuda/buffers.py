@@ -1,7 +1,7 @@
-"""What the kernels of a step read and write, as its torch twin has them (`kvindex.ops`).
+"""Read the buffers of a decode step's kernels in the form of the torch reference (`kvindex.ops`).
 
-The only place where tests of the twin know a step's private buffers, and where kernels lay out
-what the twin has as plain tensors.
+This is the only place where tests of the reference know the private buffers of a step, and where
+the kernels' layouts are converted to plain tensors.
 """
 
 from __future__ import annotations
@@ -26,14 +26,16 @@ from kvindex_cuda.runtime.constants import EDGE
 
 @dataclass(frozen=True)
 class Buffers:
-    """Of a step that has run once, of `fast` or `precise` or (query to chosen) of `paper`."""
+    """Buffers of a step that has run once, for the presets `fast`, `precise` or `paper` (of the
+    latter, from the query to the selected rows).
+    """
 
     step: base.BaseStep
     tokens: int
     wrong: Tensor
 
     def _read(self, name: str, *shape: int) -> Tensor:
-        """A buffer as `[B, G, *shape]`, on the CPU; what lies beyond is cut off."""
+        """Return a buffer as `[B, G, *shape]` on the CPU, without what lies past that size."""
         size = self.step.batch * self.step.geometry.kv_heads * prod(shape)
         part: Tensor = getattr(self.step, name).cpu().flatten()[:size]
         return part.view(self.step.batch, -1, *shape)
@@ -48,18 +50,20 @@ class Buffers:
 
     @property
     def _sets(self) -> int:
-        return -(-self._group // 4)  # of 4 heads
+        return -(-self._group // 4)  # sets of 4 heads
 
     def _operands(self, places: Tensor) -> Tensor:
-        """Float16 `[B, G, g, D, 2]`, which lie at `places` of a group's."""
+        """Return float16 operands `[B, G, g, D, 2]`, gathered from `places` of each group's
+        buffer.
+        """
         B, G = self.step.batch, self.step.geometry.kv_heads
         halves = self.step.operands.cpu().view(B, G, -1).view(torch.float16)
         return halves[:, :, places]
 
     def _entries(self, name: str, room: int, counts: Tensor) -> tuple[Tensor, Tensor]:
-        """The first `counts` entries of a list, best first, and where they lie.
+        """Return the first `counts` entries of a list, best first, and their positions in the list.
 
-        A kernel's are unsigned: their highest bit is the other way round.
+        Kernels write unsigned entries, whose highest bit is the inverse of the reference's.
         """
         counts = counts.clamp_max(room)
         there = torch.arange(room) < counts[..., None]
@@ -68,14 +72,16 @@ class Buffers:
         return entries[..., : int(counts.max())], order[..., : int(counts.max())]
 
     def _estimates(self, name: str, room: int, entries: Tensor, order: Tensor) -> Tensor:
-        """Of entries `[B, G, K]` that lie in an order: `[B, G, K, g]`, `-inf` of none."""
+        """Return the estimates `[B, G, K, g]` of sorted entries `[B, G, K]`, `-inf` where there is
+        no entry.
+        """
         spread = order[..., None].expand(*order.shape, self._group)
         estimates = self._read(name, room, self._group).gather(2, spread)
         return estimates.masked_fill((entries == EMPTY)[..., None], -torch.inf)
 
     @cached_property
     def prepared(self) -> Prepared:
-        """Of `prepare_query`."""
+        """The output of `prepare_query`."""
         g, group = self.step.geometry, self._group
         fragments = self.step.planes.cpu().unflatten(0, (self.step.batch, -1))
         return Prepared(
@@ -99,7 +105,7 @@ class Buffers:
 
     @cached_property
     def scanned(self) -> Scanned:
-        """Of `scan`."""
+        """The output of `scan`."""
         counts = self._read("counts")
         products = self._read("products", self.step.products.shape[1], self._group)
         return Scanned(
@@ -111,7 +117,7 @@ class Buffers:
 
     @cached_property
     def query(self) -> QueryTable:
-        """Of `query_table`."""
+        """The output of `query_table`."""
         g, group = self.step.geometry, self._group
         table = self._read("table", self._sets, g.head_dim // 8, 256, 4)
         return QueryTable(
@@ -123,7 +129,7 @@ class Buffers:
 
     @cached_property
     def voted(self) -> Voted:
-        """Of `vote`: points of four heads lie in a word."""
+        """The output of `vote`, which packs the votes of four heads into one word."""
         votes = self._read("votes", self._sets, self.step.most)[..., None].view(torch.uint8)
         votes = votes.transpose(3, 4).flatten(2, 3)[:, :, : self._group, : self.tokens]
         return Voted(
@@ -134,13 +140,13 @@ class Buffers:
 
     @cached_property
     def chosen(self) -> Candidates:
-        """Of `candidates`."""
+        """The output of `candidates`."""
         counts = self._read("candidate_counts")
         return Candidates(self._entries("candidates", self.step.capacity, counts)[0], counts)
 
     @cached_property
     def reranked(self) -> Reranked:
-        """Of `rerank`, or of `rerank_blocks`, which knows no cut."""
+        """The output of `rerank`, or of `rerank_blocks`, which has no cut."""
         tiers, room = not hasattr(self.step, "planes"), self.step.capacity
         counts, edge_counts = self._read("candidate_counts"), self._read("edge_counts")
         candidates, order = self._entries("candidates", room, counts)
@@ -161,12 +167,12 @@ class Buffers:
 
     @cached_property
     def selected(self) -> Selected:
-        """Of `select_rows`."""
+        """The output of `select_rows`."""
         found, k = self._read("found"), self.step.k
         none = torch.arange(k) >= found[..., None]
         ids, scores = self._read("ids", k), self._read("scores", k)
         weights = self._read("weights", k) if self._drawn else torch.zeros_like(scores)
-        if k > 2 * EDGE:  # they come in any order
+        if k > 2 * EDGE:  # kernels write them in any order
             ids, order = ids.masked_fill(none, 2**62).sort(-1)
             scores, weights = scores.gather(-1, order), weights.gather(-1, order)
         scores, weights = (part.masked_fill(none, -torch.inf) for part in (scores, weights))
@@ -174,13 +180,14 @@ class Buffers:
 
     @cached_property
     def attended(self) -> Attended:
-        """Of `attend`."""
+        """The output of `attend`."""
         step = self.step
         return Attended(step.output.cpu(), step.lse.cpu(), self._read("found"))
 
 
 def planes_of(fragments: Tensor) -> Tensor:
-    """Digits `[B, G, heads, PLANES, coordinates]` of what lanes take (`prepare_query.cu`).
+    """Return digits `[B, G, heads, PLANES, coordinates]` from the fragments that lanes load
+    (`prepare_query.cu`).
 
     fragments: int32 `[B, G, sets, quads, parts, 32]`.
     """
@@ -191,7 +198,10 @@ def planes_of(fragments: Tensor) -> Tensor:
 
 
 def places_of_words(group: int, D: int) -> Tensor:
-    """`operand_of` in operands.cuh, of heads, coordinates and parts: int64 `[g, D, 2]`."""
+    """Positions of `operand_of` in operands.cuh, for all heads, coordinates and parts:
+
+    int64 `[g, D, 2]`.
+    """
     h, j, part = torch.meshgrid(*map(torch.arange, (group, D, 2)), indexing="ij")
     folded, quads, word, bit = group <= 4, -(-D // 128), j // 32, j % 32
     step, at = 2 * (bit % 4) + bit // 16, bit % 16 // 4
@@ -201,7 +211,7 @@ def places_of_words(group: int, D: int) -> Tensor:
 
 
 def places_of_subspaces(group: int, D: int) -> Tensor:
-    """`place_of` in query_table.cu: int64 `[g, D, 2]`."""
+    """Positions of `place_of` in query_table.cu: int64 `[g, D, 2]`."""
     h, j, part = torch.meshgrid(*map(torch.arange, (group, D, 2)), indexing="ij")
     steps, b = -(-(D // 8) // 2), j // 8
     lane = (h % 4 + 4 * (b % 2)) * 4 + j % 8 // 2
@@ -209,7 +219,9 @@ def places_of_subspaces(group: int, D: int) -> Tensor:
 
 
 def addressed(state: State, device: str) -> tuple[device_state.State, Tensor, object]:
-    """The state as kernels read it, in which blocks are addresses; its flag; what it refers to."""
+    """Return the state as kernels read it, with addresses of blocks; its flag; and the tensors
+    behind these addresses.
+    """
 
     def table(blocks: Tensor) -> Tensor:
         B, S = blocks.shape[:2]

@@ -5,6 +5,6 @@ from tests.cuda.devices import DEVICES, on
 
 @pytest.fixture(params=DEVICES)
 def device(request):
-    """Where tensors lie; on a CPU the kernels are emulated."""
+    """The device of the tensors. On a CPU, kernels are emulated."""
     with on(request.param):
         yield request.param

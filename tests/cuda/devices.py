@@ -1,4 +1,4 @@
-"""Where tests of kernels run: on a CPU by emulation, on a GPU as they are."""
+"""The devices that kernels are tested on: a CPU, where they are emulated, and a GPU."""
 
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -24,12 +24,15 @@ on_devices = pytest.mark.parametrize("device", DEVICES)
 
 
 def on(device, **settings):
-    """Kernels take tensors of `device`; settings: as of `emulator.emulated`."""
+    """Context in which kernels accept tensors of `device`.
+
+    settings: those of `emulator.emulated`.
+    """
     return emulator.emulated(**settings) if device == "cpu" else nullcontext()
 
 
 def poisoned(monkeypatch):
-    """New tensors hold garbage: what a kernel leaves out shows."""
+    """Fill new tensors with garbage, so that a test notices what a kernel does not write."""
     empty = torch.empty
     monkeypatch.setattr(
         torch,
@@ -39,9 +42,10 @@ def poisoned(monkeypatch):
 
 
 def torch_ops_and_an_executor(monkeypatch, *, far, **others):
-    """`backend="cuda"` is an executor over codes of the torch ops: searches are alike to the bit.
+    """Make `backend="cuda"` an executor that runs on codes of the torch ops.
 
-    far: whether rows of a device go to a cache; others: ops in place of those of torch.
+    Its searches must equal those of torch bit by bit. far: whether rows of the device are cached as
+    if they were on the host. others: functions that replace some of the torch ops.
     """
     doors = {name: getattr(kvindex_cuda, name) for name in ("accelerate", "refusal", "store")}
     both = {name: getattr(ops, name) for name in ops.__all__} | doors | others

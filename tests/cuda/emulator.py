@@ -1,6 +1,8 @@
-"""Kernels on a CPU: what `runtime.launch` loads for CPU tensors while `emulated()` holds.
+"""Run CUDA kernels on a CPU:
 
-`emulator.h` says what a kernel may use and which mistakes end a launch (RuntimeError).
+while `emulated()` is active, `runtime.launch` loads them for CPU tensors.
+
+`emulator.h` says what a kernel may use, and which mistakes raise RuntimeError.
 """
 
 from __future__ import annotations
@@ -32,7 +34,9 @@ FLAGS = (
     *(f"-fsanitize={CHECKS}", "-fno-sanitize-recover=all"),
 )
 LIMITS = (2**31 - 1, 65535, 65535), (1024, 1024, 64), 1024, 227 * 1024
-"""Grid, block, threads of a block, bytes of dynamic shared memory (compute capability 9.0)."""
+"""Largest grid, largest block, threads per block, and bytes of dynamic shared memory (compute
+capability 9.0).
+"""
 
 ENTRY = """
 #line 1 "entry"
@@ -52,23 +56,26 @@ EXPORTED int emulated_launch(char* stacks, void** arguments, const unsigned* gri
 SCRIPT = """
 SECTIONS { shared : { __start_shared = .; *(.bss._ZZ*) __stop_shared = .; } } INSERT BEFORE .bss;
 """
-"""For the linker: variables of functions, which is what `__shared__` makes, side by side."""
+"""For the linker: put static variables of functions, which is what `__shared__` becomes, next to
+each other.
+"""
 
 _one_at_a_time = Lock()
 _stacks: list[int] = []
-"""Where the fibers of every launch have their stacks, from the first library on."""
+"""Address of the stacks for the fibers of all launches, allocated with the first library."""
 
 
 def available() -> bool:
-    """Whether there is a g++ to compile kernels with."""
+    """Return True if there is a g++ to compile kernels with."""
     return shutil.which("g++") is not None
 
 
 @contextmanager
 def emulated(*, order: str = "forward", seed: int = 0) -> Iterator[None]:
-    """`kvindex_cuda.runtime.launch.launch` takes CPU tensors.
+    """Let `kvindex_cuda.runtime.launch.launch` accept CPU tensors.
 
-    order: in which warps, lanes and blocks run: "forward", "backward" or "random" by the seed.
+    order: the order in which thread blocks, warps and lanes run: "forward", "backward" or "random",
+    which depends on the seed.
     """
     before = launching.LOADERS.get("cpu")
     launching.LOADERS["cpu"] = partial(load, order=order, seed=seed)
@@ -88,7 +95,7 @@ def load(
     order: str = "forward",
     seed: int = 0,
 ) -> Launch:
-    """`name` of `kernels/<file>`: a `kvindex_cuda.runtime.launch.Loader`."""
+    """Load kernel `name` of `kernels/<file>`: a `kvindex_cuda.runtime.launch.Loader`."""
     text, given = launching.source(file), constants(file) | dict(defines)
     return compile_text(text, name, tuple(given.items()), file=file, order=order, seed=seed)
 
@@ -102,10 +109,10 @@ def compile_text(
     order: str = "forward",
     seed: int = 0,
 ) -> Launch:
-    """Kernel `name` of a source. file: what messages call it."""
+    """Compile kernel `name` of a source text. file: its name in messages."""
     if order not in ORDERS:
         raise ValueError(f"order: got {order!r}, allowed are {ORDERS}")
-    # not -D: what is left open in a kernel is not meant for the header
+    # not with -D: the header must not see macros that are meant for the kernel
     opened = "".join(f"#define {key} {value}\n" for key, value in defines)
     head = f'#include "{HEADER.name}"\n{opened}#line 1 "{file}"\n'
     takes = signature(text, name)
@@ -117,7 +124,7 @@ def compile_text(
 
 
 def _fields(takes: Signature) -> Iterator[str]:
-    """Statements that do not compile unless a kernel's struct is what its signature says."""
+    """Yield statements that compile only if a kernel's struct is laid out as its signature says."""
     if takes.by_value is None:
         return
     for (name, _), kind, place in zip(takes.fields, takes.formats, takes.places, strict=True):
@@ -127,7 +134,7 @@ def _fields(takes: Signature) -> Iterator[str]:
 
 @cache
 def _built(program: str) -> Path:
-    """The shared library of a program, compiled unless it has been before."""
+    """Return the shared library of a program, compiled unless it has been before."""
     key = _key(program, SCRIPT, *launching.included(program))
     library = _folder() / f"{key}.so"
     if library.exists():
@@ -138,7 +145,7 @@ def _built(program: str) -> Path:
         (script := Path(scratch) / "a.ld").write_text(SCRIPT)
         where = f"-I{_header()}", f"-I{HEADER.parent}", f"-I{launching.SOURCES}"
         _checked("g++", *FLAGS, *where, "-c", source, "-o", unit)
-        # without -fsanitize: emulator.h has the handlers
+        # without -fsanitize, because emulator.h has the handlers
         _checked("g++", "-shared", "-fuse-ld=bfd", unit, f"-Wl,-T,{script}", "-o", shared)
         shared.replace(library)
     return library
@@ -146,7 +153,9 @@ def _built(program: str) -> Path:
 
 @cache
 def _header() -> Path:
-    """A folder with `emulator.h` read by the compiler once for all programs: half of their time."""
+    """Return a folder with `emulator.h` as a precompiled header, which saves half of the compile
+    time.
+    """
     folder = _folder() / _key()
     folder.mkdir(exist_ok=True)
     compiled = folder / f"{HEADER.name}.gch"
@@ -159,7 +168,7 @@ def _header() -> Path:
 
 
 def _key(*parts: str) -> str:
-    """A name for what the compiler makes of these, of `emulator.h` and of `FLAGS`."""
+    """Return a name that depends on all that determines the compiler's output."""
     whole = "\0".join([*parts, *FLAGS, _compiler(), HEADER.read_text()])
     return hashlib.sha256(whole.encode()).hexdigest()[:32]
 
@@ -240,7 +249,7 @@ def _run(
 
 
 def _check(which: str, kind: str, value: Any) -> None:
-    """Raises TypeError for what `kvindex_cuda.runtime.launch` never passes."""
+    """Raise TypeError for values that `kvindex_cuda.runtime.launch` never passes."""
     wanted = float if kind in "fd" else int
     if type(value) is not wanted:
         raise TypeError(f"{which}: got {value!r}, allowed is {wanted.__name__}")

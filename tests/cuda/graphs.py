@@ -1,8 +1,8 @@
-"""A graph on a CPU: work that is kept while it is made, and done when it is replayed.
+"""Imitate a CUDA graph on a CPU: record work while it is captured, and run it when it is replayed.
 
-As with a CUDA graph, none is done while it is made, and each launch and operation is passed what it
-was passed then: addresses as well as numbers. `KeptGraph` keeps launches and refuses operations of
-torch, `WholeGraph` keeps both.
+As with a CUDA graph, nothing runs during capture, and a replay passes the same arguments again,
+addresses and numbers. `KeptGraph` records launches and rejects operations of torch. `WholeGraph`
+records both.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tests.cuda.recorder import again
 
 
 class NoWork(TorchDispatchMode):
-    """While it is entered, an operation of torch that is not a view is an error."""
+    """Context in which an operation of torch that is not a view raises an error."""
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None):
         if not function.is_view:
@@ -31,7 +31,7 @@ class NoWork(TorchDispatchMode):
 
 
 class KeptGraph:
-    """What `work` launches."""
+    """A graph of the kernels that `work` launches."""
 
     made, replays = 0, 0
 
@@ -57,17 +57,18 @@ class KeptGraph:
         return keep
 
     def replay(self) -> None:
-        """Run it."""
+        """Replay the graph."""
         type(self).replays += 1
         for run in self._launches:
             run()
 
 
 class NotYet(TorchDispatchMode):
-    """While it is entered, an operation of torch is kept with its result, and changes nothing.
+    """Context in which operations of torch are recorded with their results, and do not change
+    anything.
 
-    Operations that give new tensors are done, for their results' shapes; nobody may read what is in
-    them, and asking for a number is an error.
+    Operations that return new tensors do run, because the shapes of their results are needed.
+    Nobody may read the contents of these tensors, and converting one to a number raises an error.
     """
 
     def __init__(self, kept: list[Callable[[], Any]]) -> None:
@@ -76,13 +77,15 @@ class NotYet(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None):
         call = partial(function, *args, **kwargs or {})
-        if function.is_view:  # some copy where there is no other way (`to`, `reshape`)
+        # some operations copy because they cannot do otherwise (`to`, `reshape`)
+        if function.is_view:
             result = call()
             if storages(result) <= storages((args, kwargs)):
                 return result
             self._kept.append(partial(again, call, result))
             return result
-        if function.namespace == "c10d":  # a message between processes, which is sent now, too
+        # a message between processes, which is also sent immediately
+        if function.namespace == "c10d":
             self._kept.append(partial(waited_for, call))
             return call()
         if function in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default):
@@ -97,24 +100,30 @@ class NotYet(TorchDispatchMode):
             return written[0] if len(written) == 1 else tuple(written)
         result = call()
         if function in (torch.ops.aten.empty.memory_format, torch.ops.aten.empty_like.default):
-            result.zero_()  # what is written there comes later, and may be an index
+            # the tensor will be written later; until then it may be used as an index
+            result.zero_()
         self._kept.append(partial(again, call, result))
         return result
 
 
 def waited_for(call: Callable[[], Any]) -> None:
-    """A collective, and its end: gloo's own threads write where the next operation reads."""
+    """Run a collective and wait for it, because gloo's own threads write what the next operation
+    reads.
+    """
     call()[-1].wait()
 
 
 def storages(tensors: Any) -> set[int]:
-    """Where the memory of some tensors begins."""
+    """Return the addresses of the memory of tensors."""
     leaves = tree_leaves(tensors)
     return {one.untyped_storage().data_ptr() for one in leaves if isinstance(one, torch.Tensor)}
 
 
 class WholeGraph(KeptGraph):
-    """What `work` launches, and the operations of torch that it does. draws: as of `CudaGraph`."""
+    """A graph of the kernels and the torch operations that `work` launches.
+
+    draws: as for `CudaGraph`.
+    """
 
     def __init__(
         self,
@@ -130,7 +139,7 @@ class WholeGraph(KeptGraph):
 
 @contextmanager
 def recorded(graph: type[KeptGraph] = KeptGraph) -> Iterator[type[KeptGraph]]:
-    """Work on tensors of a CPU is captured, too; gives what counts graphs and replays."""
+    """Let tensors of a CPU be captured, too. Returns counters of graphs and replays."""
     counting = type("Counting", (graph,), dict(made=0, replays=0))  # `graph` may have been used
     GRAPHS["cpu"] = counting
     try:
@@ -141,7 +150,7 @@ def recorded(graph: type[KeptGraph] = KeptGraph) -> Iterator[type[KeptGraph]]:
 
 @contextmanager
 def counted(device, *kind):
-    """Counts graphs and replays of a device: real ones of a GPU, else those of `kept`."""
+    """Count graphs and replays of a device: CUDA graphs on a GPU, else those of `recorded`."""
     if device == "cpu":
         with recorded(*kind) as counting:
             yield counting

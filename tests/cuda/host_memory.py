@@ -11,14 +11,16 @@ from kvindex_cuda.memory.budget import Budget
 from kvindex_cuda.memory.slab_pool import Tier, host_view
 
 GEOMETRY = Geometry.of(q_heads=4, kv_heads=2, head_dim=8, value_dim=3)
-ROW = 48  # 11 float32, a multiple of 16
+ROW = 48  # 11 float32 numbers, padded to a multiple of 16 bytes
 BLOCK = 2 * 256 * ROW
 SLAB = 3 * BLOCK
 POISON = 0xEE
 
 
 class FakeSlab:
-    """CPU memory under a device address that is another: whoever mixes them up reads nothing."""
+    """CPU memory whose device address differs from its host address, so that mixing them up reads
+    nothing.
+    """
 
     def __init__(self, owner, nbytes):
         self.memory = (ctypes.c_uint8 * nbytes)()
@@ -35,11 +37,13 @@ class FakeSlab:
 
     def free(self):
         ctypes.memset(self.host_address, POISON, len(self.memory))
-        self.owner.live.remove(self)  # KeyError: freed twice
+        self.owner.live.remove(self)  # KeyError if freed twice
 
 
 class FakeAllocator:
-    """Counts; fails at those allocations (from 0); pins only while `gate` is open."""
+    """An allocator that counts allocations, fails at those in a given set (counted from 0), and
+    pins memory only while `gate` is open.
+    """
 
     shift, far = 1 << 50, True
 
@@ -61,7 +65,7 @@ class FakeAllocator:
 
 
 class NearAllocator(FakeAllocator):
-    """Of memory that stands for the device's."""
+    """An allocator of memory that stands for the device's."""
 
     shift, far = 1 << 51, False
 
@@ -79,13 +83,13 @@ def host_store(allocator=None, **options):
 
 
 def mixed_store(near, far, slabs, **options):
-    """A store that prefers `near`, an allocator, while a budget of so many slabs has room."""
+    """A store that uses the device allocator `near` until a budget of slabs is used up."""
     preferred = Tier(near, Budget(slabs * SLAB))
     return host_store(far, preferred=preferred, **options)
 
 
 def settled(store):
-    """The store, once no worker has anything under way."""
+    """Return the store once no worker thread has work left."""
     finish()
     return store
 

@@ -1,4 +1,4 @@
-"""Which kernels a call launches, and how many nodes its CUDA graph has."""
+"""Find the kernels that a call launches, and the number of nodes of its CUDA graph."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvindex_cuda.runtime import launch as launching
 
 
 class Launches:
-    """While it is entered: the names of the kernels that are launched."""
+    """Context that collects the names of the kernels that are launched."""
 
     def __init__(self) -> None:
         self.names: list[str] = []
@@ -33,7 +33,9 @@ class Launches:
 
 
 def nodes_of(run: Callable[[], Any]) -> int | None:
-    """Nodes (kernels, copies, fills) of a CUDA graph of `run`; None where none can tell."""
+    """Return the number of nodes (kernels, copies, fills) of a CUDA graph of `run`, or None if it
+    is unknown.
+    """
     try:
         graph = torch.cuda.CUDAGraph(keep_graph=True)
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):

@@ -20,14 +20,14 @@ class OutOfMemoryError(RuntimeError):
 
 
 class FakeRuntime:
-    """What of CuPy's runtime is used, on CPU memory."""
+    """The part of CuPy's runtime that the project uses, on CPU memory."""
 
     def __init__(self):
         self.copies, self.held, self.fails = [], {}, None
 
     @property
     def cupy(self):
-        """The functions under CuPy's names."""
+        """These functions under CuPy's names."""
         return SimpleNamespace(
             memcpy2DAsync=self.copy,
             memcpyAsync=self.copy_bytes,
@@ -88,9 +88,9 @@ def test_pieces_are_copied_by_their_pitches(start, count, max_pitch, runtime, mo
     assert_same(store, reference)
     assert {copy[2:] for copy in runtime.copies} == {(2, 7)}
     assert max_pitch > 100 or {height for _, height, *_ in runtime.copies} == {1}
-    if (start, count) == (0, 256):  # a block of each row of the batch
+    if (start, count) == (0, 256):  # one block of each sequence
         assert [copy[:2] for copy in runtime.copies] == [(2 * 256 * ROW, 1)] * 2
-    if (start, count, max_pitch) == (0, 700, 2**31 - 1):  # blocks that lie together, then heads
+    if (start, count, max_pitch) == (0, 700, 2**31 - 1):  # contiguous blocks, then heads
         rest = (188 * ROW, 2)
         assert [copy[:2] for copy in runtime.copies[-2:]] == [rest] * 2
         assert (2 * 2 * 256 * ROW, 1) in [copy[:2] for copy in runtime.copies]
@@ -158,7 +158,7 @@ def test_the_copy_waits_for_what_makes_the_rows_and_outlives_them():
     append(store, (late, values))
     del late
     for _ in range(8):
-        torch.full((2, 2, 2000, 256), float("nan"), device="cuda")  # wants the freed memory
+        torch.full((2, 2, 2000, 256), float("nan"), device="cuda")  # reuses the freed memory
     ids = torch.arange(2000, device="cuda").expand(2, 2, -1)
     rows = store.gather(ids)
     assert torch.equal(rows.keys, want[0])
@@ -196,7 +196,7 @@ def test_pinned_memory_is_given_back():
 
 
 def busy_for_a_while():
-    """Work on the current stream that takes far longer than any call here."""
+    """Put work on the current stream that takes far longer than any call in this file."""
     load = torch.randn(8192, 8192, device="cuda")
     for _ in range(30):
         load = (load @ load).clamp_(-1, 1)
@@ -205,7 +205,7 @@ def busy_for_a_while():
 
 @pytest.mark.gpu
 def test_an_append_waits_for_nothing():
-    """Room is there; the rows are still being made when the call returns."""
+    """There is room in the store, and the rows are still being computed when the call returns."""
     geometry, store = on_gpu()
     rows = store.join(*(part.cuda() for part in tokens(4000, geometry=geometry)))
     store.append(rows)

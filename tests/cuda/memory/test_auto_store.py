@@ -1,7 +1,7 @@
-"""`store="auto"`: rows on the device as long as there is room, then on the host.
+"""`store="auto"`: rows are stored on the device while there is room, then on the host.
 
-First the store, on memory that stands for both places; then the step over its rows, by kernels that
-are emulated on a CPU.
+First come tests of the store, on memory that stands for both places; then tests of decode steps
+over its rows, whose kernels are emulated on a CPU.
 """
 
 import copy
@@ -46,7 +46,7 @@ from tests.support.sequences import Sequence
 
 
 def places_of(store, near):
-    """Of each block in the table, whether it lies in memory of the allocator `near`."""
+    """For each block in the table, return whether the allocator `near` has allocated it."""
     spans = [(slab.device_address, slab.device_address + SLAB) for slab in near.live]
     return [
         [any(a <= at < b for a, b in spans) for at in row if at] for row in store.table.tolist()
@@ -54,7 +54,7 @@ def places_of(store, near):
 
 
 def assert_placed(store, near, batch=2):
-    """Marks and counts are those of the addresses."""
+    """The marks and counts of the store equal those that follow from the addresses."""
     found = places_of(store, near)
     marked = [row[: len(each)] for row, each in zip(store.near.tolist(), found, strict=True)]
     assert marked == found
@@ -70,9 +70,9 @@ def assert_placed(store, near, batch=2):
 
 @given(operations, st.integers(0, 5), st.lists(st.integers(0, 4), max_size=3))
 def test_any_history_agrees_with_the_store_of_the_core(history, slabs, fails):
-    """Though the device has room for few slabs, and fails to give some of them."""
+    """The device has room for few slabs only, and fails to allocate some of them."""
     near, far, budget = NearAllocator(fails), FakeAllocator(), Budget()
-    # more than any history needs: the table of 16 blocks is what `assert_placed` counts
+    # more than any history needs, because `assert_placed` counts the table's 16 blocks
     store = mixed_store(near, far, slabs, budget=budget)
     reference, batch = TensorStore(GEOMETRY), 2
     for seed, (what, how) in enumerate(history):
@@ -99,7 +99,8 @@ def test_any_history_agrees_with_the_store_of_the_core(history, slabs, fails):
 def test_the_device_is_filled_first():
     near, far = NearAllocator(), FakeAllocator()
     store = settled(append(mixed_store(near, far, 2), tokens(500)))  # 4 of 6 blocks
-    assert (len(near.live), len(far.live)) == (2, 1)  # the one ahead is the host's
+    # the slab that is allocated ahead is on the host
+    assert (len(near.live), len(far.live)) == (2, 1)
     assert store.rows_by_place() == {"device": 2000, "host": 0}
     assert not store.far
     settled(append(store, tokens(500, 1)))  # 8 of 9
@@ -140,7 +141,7 @@ def test_where_neither_has_room_nothing_is_taken():
     assert (len(near.live), len(far.live)) == before
     assert torch.equal(store.table, table)
     assert budget.used_bytes == len(far.live) * SLAB
-    append(store, tokens(700, 1))  # what there is room for
+    append(store, tokens(700, 1))  # the memory that there is room for
     assert_placed(store, near)
 
 
@@ -152,12 +153,12 @@ def test_a_view_reads_both_places():
     assert_same(view, append(TensorStore(GEOMETRY), tokens(1000, batch=1)).expand_batch(3), 3)
 
 
-# How much of the device
+# Choosing how much device memory to use
 
 
 @pytest.fixture
 def device():
-    """One of whose rows nobody else keeps count."""
+    """A store whose rows no other store counts."""
     rows_of.cache_clear()
     yield torch.device("cuda:7")
     rows_of.cache_clear()
@@ -167,14 +168,14 @@ def test_rows_take_a_share_of_what_they_and_the_free_memory_come_to(device):
     free = 1000
     budgets = [DeviceBudget(device, 0.6, lambda _: free) for _ in range(2)]
     for taken in range(0, 600, 100):
-        assert budgets[taken // 100 % 2].try_take(100)  # stores count together
+        assert budgets[taken // 100 % 2].try_take(100)  # stores count their memory together
         free -= 100
     assert not budgets[0].try_take(100)
     assert budgets[1].used_bytes == 600
     budgets[0].give(100)
     free += 100
     assert budgets[1].try_take(100)
-    free = 300  # the model, or another process, has taken some
+    free = 300  # the model, or another process, has taken some memory
     budgets[0].give(100)
     assert not budgets[0].try_take(100)
     assert DeviceBudget(device, 1.0, lambda _: free).try_take(100)
@@ -199,7 +200,7 @@ def test_options_of_a_line():
     )
     for index in (one, other):
         index.append(*case.tokens(90))
-    assert one.nbytes() == other.nbytes()  # a CPU has one place
+    assert one.nbytes() == other.nbytes()  # a CPU has only one place
     assert_same_hits(*(index.search(case.queries(), k=9) for index in (one, other)))
 
 
@@ -208,20 +209,22 @@ def test_one_tensor_is_in_one_place(device):
         TensorStore(replace(GEOMETRY, device=device), "auto")
 
 
-# The step
+# The decode step
 
 CASE = Case(q_heads=4, kv_heads=2, head_dim=64, value_dim=64, batch=2)
 K = 40
 
 
 class HostMemory(DeviceAllocator):
-    """Memory of the CPU that stands for that of a GPU's host."""
+    """CPU memory that stands for a GPU's host memory."""
 
     far = True
 
 
 def store_of(index, near_blocks, row_codec="plain"):
-    """An empty store of which so many blocks are on the device, the others on the host."""
+    """Return an empty store that puts the first n blocks on the device and the others on
+    the host.
+    """
     geometry = index.geometry
     alone = BlockStore(geometry, DeviceAllocator(geometry.device), row_codec=row_codec)
     size = alone.block_bytes
@@ -235,7 +238,7 @@ def store_of(index, near_blocks, row_codec="plain"):
 
 
 def made(device, near_blocks, case=CASE, row_codec="plain", **options):
-    """An index on kernels over such a store; over rows on the device for None."""
+    """An index on kernels over such a store, or over rows on the device if the number is None."""
     given = dict(backend="cuda", device=device) | options
     if near_blocks is None:
         return case.index("pariskv", **given, row_codec=row_codec)
@@ -261,7 +264,7 @@ in_both = pytest.mark.parametrize(
 @in_both
 @pytest.mark.parametrize("row_codec", mostly_slow(["plain", *CODES], "int8"))
 def test_the_cache_keeps_rows_of_the_host_alone(place, row_codec):
-    """3 blocks of each row of the batch are on the device, 3 on the host."""
+    """Of each sequence, 3 blocks are on the device and 3 on the host."""
     index, other = (made(place, near, row_codec=row_codec) for near in (6, None))
     for each in (index, other):
         each.append(*moved(CASE.tokens(768), place))
@@ -337,7 +340,9 @@ def test_without_rows_on_the_host_there_is_no_cache(place):
 
 @in_both
 def test_it_follows_changes(place):
-    """Appends, cuts, orders and resets: the rows of an index whose rows are on the device."""
+    """Appends, truncations, reorders and resets give the rows of an index whose rows are all on the
+    device.
+    """
     index, other = made(place, 5), made(place, None)
 
     def same(mine, theirs, queries):
@@ -379,7 +384,9 @@ def test_copies_branches_and_states(place):
 @pytest.mark.slow
 @in_both
 def test_a_layers_graphs_follow_it_to_the_host(place):
-    """To the bit what a layer without graphs gives, through the step at which a cache begins."""
+    """Outputs equal those of a layer without graphs bit by bit, also at the step at which the cache
+    starts.
+    """
     case = Case(q_heads=2, kv_heads=1, head_dim=64, value_dim=64)
     sizes = dict(k=20, sink=4, local_window=8, update_every=4, dense_below=40)
     sequence = Sequence.of(case, 560)
@@ -432,7 +439,9 @@ def test_where_there_is_room_all_rows_are_on_the_device():
 @pytest.mark.gpu
 @pytest.mark.parametrize("share", [0.001, pytest.param(0.5, marks=pytest.mark.slow)])
 def test_where_there_is_none_they_go_to_the_host(share):
-    """Because of the share; or because little of the device's memory is left: to be run alone."""
+    """Rows go to the host because of the configured fraction, or because little device memory is
+    left. Run this test alone.
+    """
     torch.cuda.empty_cache()
     left, full = torch.cuda.mem_get_info()[0], None
     if share == 0.5:

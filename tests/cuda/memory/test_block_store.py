@@ -181,7 +181,7 @@ def test_a_repeated_view_reads_and_keeps_the_rows_but_takes_none():
 
 @pytest.mark.parametrize("codec", ["plain", "int4"])
 def test_a_view_of_a_store_that_has_no_memory_yet(codec):
-    """As one is that was emptied and then reordered."""
+    """An index that was emptied and then reordered equals an empty one."""
     store = append(host_store(row_codec=codec), tokens(300, batch=1))
     store.truncate(0)
     view = store.reordered(torch.tensor([0])).expand_batch(3)
@@ -192,7 +192,9 @@ def test_a_view_of_a_store_that_has_no_memory_yet(codec):
 
 
 def test_a_copy_of_a_call_that_failed_is_waited_for():
-    """Where few rows go to the same places, by a kernel: rows copied late would lie over them."""
+    """If few rows are written to the same places by a kernel, rows that are copied later must not
+    overwrite them.
+    """
     store, waited = append(host_store(), tokens(300)), []
     copies = store._offload
     store._offload = SimpleNamespace(
@@ -267,7 +269,7 @@ def test_runs_are_as_long_as_they_can_be_within_a_slab(numbers, slab_blocks):
 
 
 def test_rows_that_are_only_written_are_not_waited_for(monkeypatch):
-    """An append that is under way delays no search."""
+    """A pending append does not delay a search."""
     store, waited = host_store(), []
     copies = iter(["first", "second", "third"])
     monkeypatch.setattr(store._offload, "copy", lambda pieces, source: next(copies))
@@ -288,7 +290,7 @@ def test_room_that_was_made_is_pinned_once_and_no_append_until_then_pins_any():
     allocator = FakeAllocator()
     store, reference = host_store(allocator), TensorStore(GEOMETRY)
     store.reserve_tokens(2000)
-    assert allocator.calls == 0  # for a batch that is not known
+    assert allocator.calls == 0  # the batch size is not known
     first = tokens(300)
     append(store, first), append(reference, first)
     store.reserve_tokens(2000)
@@ -300,12 +302,15 @@ def test_room_that_was_made_is_pinned_once_and_no_append_until_then_pins_any():
     assert len(store) == 1998
     assert torch.equal(store.table, table)
     assert_same(store, reference)
-    store.reserve_tokens(1000)  # no more than there is
+    store.reserve_tokens(1000)  # no more than there are
     assert torch.equal(store.table, table)
 
 
 def test_nothing_is_pinned_ahead_as_long_as_tokens_were_promised():
-    """A driver that pins lets nobody launch for as long: not between two tokens."""
+    """A driver that pins memory blocks launches while it does:
+
+    pin in small steps, between two tokens.
+    """
     allocator = FakeAllocator()
     store = append(host_store(allocator), tokens(300))
     store.reserve_tokens(1500)

@@ -1,4 +1,4 @@
-"""Codes in blocks: `Columns` by another name, at addresses that stay."""
+"""Codes in blocks: a `Columns` whose data stays at the same addresses."""
 
 import pytest
 import torch

@@ -1,4 +1,6 @@
-"""Stores that share blocks: any interleaving is that of separate ones, and no block is lost."""
+"""Stores that share blocks behave as separate stores do in any interleaving, and no block
+is lost.
+"""
 
 import copy
 import gc
@@ -34,7 +36,7 @@ from tests.cuda.memory.test_code_blocks import assert_same as assert_same_codes
 
 
 def assert_counted(stores):
-    """Each block is free, waits to be, or is as often held as there are ledgers with it."""
+    """Each block is free, waits to be free, or is counted once for each ledger that contains it."""
     for pool in {store._pool for store in stores}:
         pool.shared([])
         ledgers = list(pool._ledgers.values())
@@ -49,7 +51,9 @@ def assert_counted(stores):
 
 
 def assert_placed(store):
-    """Marks of a table are those of its pool, and none is left of what it shares no more."""
+    """The marks of a table equal those of its pool, and none is left for blocks that it shares no
+    more.
+    """
     held = store._table._numbers.shape[1]
     want = [[not store._pool.is_far(n) for n in row] for row in store._table._numbers.tolist()]
     assert store.near[:, :held].bool().tolist() == want
@@ -71,7 +75,10 @@ MORE = pytest.mark.slow, pytest.mark.longest
     [(0, 0), (1, 0), *(pytest.param(seed, 0, marks=MORE) for seed in (2, 3, 4)), (5, 3), (6, 6)],
 )
 def test_any_interleaving_is_that_of_separate_stores(seed, slabs):
-    """Appends, forks, cuts, ways back, drops, resets; slabs: of the device, which come first."""
+    """Run appends, forks, truncations, rollbacks, drops and resets.
+
+    slabs: those of the device, which are used first.
+    """
     allocator, near, budget = FakeAllocator(), NearAllocator(), Budget()
     if slabs:
         store = mixed_store(near, allocator, slabs, budget=budget, max_tokens=2**20)
@@ -147,7 +154,7 @@ def test_a_block_is_free_when_nobody_holds_it():
         forks[seed % 3] = append(copy.deepcopy(store), tokens(256, seed))
         finish()
     assert len(allocator.live) == slabs
-    del store  # what forks read stays
+    del store  # what forks read does not change
     gc.collect()
     for seed, fork in zip((6, 7, 8), forks, strict=True):
         reference = append(TensorStore(GEOMETRY), tokens(512), tokens(256, seed))
@@ -170,7 +177,7 @@ def test_no_memory_for_a_fork_changes_nothing():
 
 
 class FailsAt:
-    """A table whose next block cannot be named."""
+    """A table whose next block has no address yet."""
 
     def __init__(self, monkeypatch, kind):
         monkeypatch.setattr(kind, "_name", self.fail)

@@ -1,4 +1,4 @@
-"""Rows on the compute device in blocks that never move, against rows in one tensor."""
+"""Rows in device memory in blocks that never move, compared with rows in one tensor."""
 
 import pytest
 import torch
@@ -41,7 +41,9 @@ def test_rows_stay_where_they_are_while_it_grows():
 
 
 def test_little_memory_is_taken_before_it_is_needed():
-    """4 MiB at a time, and no slab ahead: it is had at once, and every layer has a last one."""
+    """Slabs have 4 MiB, and none is allocated ahead, because device memory is allocated quickly and
+    every layer would waste its last one.
+    """
     store = append(BlockStore(GEOMETRY, DeviceAllocator(GEOMETRY.device)), tokens(300))
     store._pool.settle()
     assert store.pinned_bytes == 2**22 // store.block_bytes * store.block_bytes
@@ -63,7 +65,7 @@ def test_reset_gives_the_memory_back_and_begins_anew():
 def test_the_backend_keeps_rows_in_blocks():
     stores = [kvindex_cuda.store(GEOMETRY, place) for place in ("device", "host")]
     assert [type(store) for store in stores] == [BlockStore, BlockStore]
-    assert not any(store.far for store in stores)  # the host is the CPU
+    assert not any(store.far for store in stores)  # here, the host is the CPU
 
 
 @pytest.mark.gpu

@@ -1,4 +1,6 @@
-"""Steps over an engine's pages whose rows lie on the host, behind a cache by slots."""
+"""Decode steps over an inference engine's pages whose rows are on the host, behind a cache indexed
+by slots.
+"""
 
 import pytest
 import torch
@@ -28,14 +30,14 @@ from tests.support.helpers import mostly_slow
 
 
 class HostEngine(Engine):
-    """Its pages of rows are the host's; tokens come by the kernel that writes them."""
+    """An engine whose pages of rows are on the host. Tokens are written by the kernel."""
 
     def __init__(self, device, *, cached=4096, longest=1280, **options):
         super().__init__(device, **options)
         self.host = HostRows(self.geometry, tokens=longest, page_tokens=self.tokens, cached=cached)
         for layer in range(LAYERS):
             assert self.host.add_layer() == layer
-        for cache in self.host.caches:  # an unwritten row shows
+        for cache in self.host.caches:  # so that a test notices a row that was not written
             cache.data.fill_(0xFF)
         o = self.options
         self.steps = self.host.open(
@@ -58,7 +60,8 @@ class HostEngine(Engine):
         table = self.tables[sequence].long()
         slots = table[places // self.tokens] * self.tokens + places % self.tokens
         for layer in range(LAYERS):
-            rows = self.normal(stop - start, G, 3 * D)  # as of a product: with gaps
+            # with gaps between rows, as the result of a matrix product has
+            rows = self.normal(stop - start, G, 3 * D)
             keys, values = rows[..., :D], rows[..., 2 * D :]
             with on(self.device):
                 self.host.write(layer, keys, values, slots)
@@ -108,7 +111,7 @@ def test_few_rows_are_those_of_plain_torch_for_tokens_in_a_row(index, cached, de
 
 @on_devices
 def test_rows_that_were_read_are_read_from_the_cache(device):
-    engine = HostEngine(device, k=6, dense_below=4096, cached=2**16)  # no set is full
+    engine = HostEngine(device, k=6, dense_below=4096, cached=2**16)  # no set of the cache is full
     engine.prefill()
     assert_close(engine.decode())
     for cache in engine.caches:
@@ -119,7 +122,7 @@ def test_rows_that_were_read_are_read_from_the_cache(device):
     lengths = tuple(length + 1 if length else 0 for length in LENGTHS)
     found = [output for output, _ in engine.decode(lengths)]
     looked_up, hits = engine.caches[0].use()
-    assert hits == looked_up - G * sum(length > 0 for length in LENGTHS)  # but the new ones
+    assert hits == looked_up - G * sum(length > 0 for length in LENGTHS)  # except for the new ones
     assert not any(output.isnan().any() for output in found)
 
 
@@ -128,7 +131,7 @@ def test_a_slot_that_is_written_again_is_forgotten(device):
     engine = HostEngine(device, k=6)
     engine.prefill()
     assert_close(engine.decode())
-    engine.prefill()  # others' tokens, in the same pages
+    engine.prefill()  # other sequences' tokens, in the same pages
     assert_close(engine.decode())
 
 
@@ -157,10 +160,13 @@ def test_sequences_that_share_pages_share_rows(order, device):
 @on_devices
 @pytest.mark.parametrize("order", mostly_slow(["forward", "random"], "random"))
 def test_nobody_reads_a_row_that_another_sequence_brings_in_the_same_step(order, device):
-    """Three of one text and more: whoever finds its tag cannot know whether it has come."""
+    """Three sequences share a text and more.
+
+    A team that finds the tag of a row cannot know whether the row has arrived.
+    """
     engine = HostEngine(device, k=6, cached=2**16)
     engine.prefill()
-    list(engine.decode())  # which encodes
+    list(engine.decode())  # this step encodes
     longest = max(range(len(LENGTHS)), key=LENGTHS.__getitem__)
     engine.tables[:] = engine.tables[longest].clone()
     lengths = (LENGTHS[longest],) * len(LENGTHS)
@@ -183,7 +189,10 @@ def test_nobody_reads_a_row_that_another_sequence_brings_in_the_same_step(order,
 
 
 def test_a_sequence_of_128k_tokens_takes_a_fifth_of_the_devices_memory():
-    """8 KV heads of 128 in 16 bits: codes, cached rows, a copy of a layer's rows for prompts."""
+    """The memory of 8 KV heads of 128 numbers of 16 bits:
+
+    codes, cached rows, and a copy of a layer's rows for prompts.
+    """
     options = Options(index="pariskv:preset=fast", rows="host")
     nowhere = torch.device("meta")
     shape = dict(q_heads=32, kv_heads=8, head_dim=128, dtype=torch.bfloat16, device=nowhere)

@@ -1,4 +1,4 @@
-"""Pinned slabs that outlive a store: reused, bounded, given back."""
+"""Pinned slabs that outlive a store are reused, limited in number, and released."""
 
 import gc
 import threading
@@ -38,7 +38,7 @@ def caching(allocator, limit=None):
 
 
 def prompt(allocator, budget, count, seed=0):
-    """What a prompt's layer does: the rows come, and are read."""
+    """Do what a layer does in a prompt: append rows and read them."""
     store = settled(append(host_store(allocator, budget=budget), tokens(count, seed)))
     assert_same(store, append(TensorStore(GEOMETRY), tokens(count, seed)))
     return store
@@ -51,7 +51,8 @@ def test_a_hundred_prompts_pin_once_and_leak_nothing():
     pinned_bytes = first.pinned_bytes
     del first
     for seed in range(100):
-        prompt(allocator, budget, 2000 - 17 * seed, seed)  # rows of others are written over
+        # the rows of other stores are overwritten
+        prompt(allocator, budget, 2000 - 17 * seed, seed)
         assert budget.used_bytes == 0
     finish()
     assert fake.calls * SLAB == len(fake.live) * SLAB == allocator.cache.kept_bytes == pinned_bytes
@@ -92,7 +93,7 @@ def test_what_is_kept_makes_room_within_the_budget():
     for slab in slabs:
         slab.free()
     assert len(fake.live) == 4
-    budget.take(3 * SLAB)  # a pool takes from it before it asks for a slab
+    budget.take(3 * SLAB)  # a pool takes slabs from the cache before it allocates one
     large = allocator.allocate(3 * SLAB)
     assert allocator.cache.kept_bytes == SLAB
     assert len(fake.live) == 2
@@ -106,7 +107,7 @@ def test_where_the_machine_has_no_more_what_is_kept_is_given_back():
     for slab in [allocator.allocate(SLAB), allocator.allocate(SLAB)]:
         slab.free()
     with pytest.raises(MemoryError, match="none left"):
-        allocator.allocate(2 * SLAB)  # neither with the two, nor without
+        allocator.allocate(2 * SLAB)  # neither with both, nor with none
     assert not fake.live
     allocator.allocate(SLAB).free()
     fake.fails = [fake.calls]
@@ -115,12 +116,12 @@ def test_where_the_machine_has_no_more_what_is_kept_is_given_back():
 
 
 def test_what_will_be_needed_is_pinned_before_the_first_token():
-    """By a thread: no append of the prompt pins anything, nor is more pinned than it needs."""
+    """A thread pins memory: appends of the prompt do not, and no more is pinned than needed."""
     fake = FakeAllocator()
     allocator, budget = caching(fake)
     stores = [host_store(allocator, budget=budget) for _ in range(3)]
     for store in stores:
-        store.pin_ahead(2000, 2)  # 16 blocks: 6 slabs, and one ahead
+        store.pin_ahead(2000, 2)  # 16 blocks are 6 slabs, and one more is allocated ahead
     finish()
     assert allocator.cache.kept_bytes == 21 * SLAB
     here = threading.current_thread().name
@@ -129,7 +130,7 @@ def test_what_will_be_needed_is_pinned_before_the_first_token():
     for seed, store in enumerate(stores):
         append(store, tokens(1000, seed), tokens(1000, seed + 9))
         settled(store)
-        store.pin_ahead(2000, 2)  # is there
+        store.pin_ahead(2000, 2)  # is available
         wanted = append(TensorStore(GEOMETRY), tokens(1000, seed), tokens(1000, seed + 9))
         assert_same(store, wanted)
     finish()
@@ -148,7 +149,7 @@ def test_what_is_expected_of_a_store_goes_with_it():
     assert fake.calls == 7
     store = host_store(allocator, budget=budget)
     append(store, tokens(300))
-    store.pin_ahead(600, 2)  # 6 blocks, of which it has 4
+    store.pin_ahead(600, 2)  # 6 blocks are needed, and it has 4
     settled(store)
     assert fake.calls == 7
 
@@ -188,7 +189,7 @@ def test_an_index_passes_on_what_it_will_need():
     assert fake.calls == 2
     with pytest.raises(ValueError, match="batch: got 0"):
         index.reserve_ahead(600, batch=0)
-    Case(2, 2, 8, 8).index("exact").reserve_ahead(600, batch=1)  # has nothing to do
+    Case(2, 2, 8, 8).index("exact").reserve_ahead(600, batch=1)  # the worker has nothing to do
 
 
 def test_some_may_stay():
@@ -229,7 +230,7 @@ def test_threads_share_it():
 
 @pytest.mark.gpu
 def test_a_hundred_prompts_on_a_gpu():
-    """Rows of many lengths, each read right; memory of the host is pinned once."""
+    """Rows of many lengths are read correctly, and host memory is pinned once."""
     case = Case(q_heads=8, kv_heads=2, head_dim=128, value_dim=128, device="cuda")
     release_pinned()
     keys, values = case.tokens(30_000)

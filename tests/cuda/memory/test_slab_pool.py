@@ -35,8 +35,8 @@ def test_an_append_waits_for_the_worker_only_if_nothing_is_free():
     append(store, tokens(100, batch=1))
     settled(store)
     allocator.gate.clear()
-    append(store, tokens(900, 1, batch=1))  # 4 of 6 blocks: the worker starts, and hangs
-    append(store, tokens(500, 2, batch=1))  # the other 2
+    append(store, tokens(900, 1, batch=1))  # 4 of 6 blocks are used: the worker starts, and blocks
+    append(store, tokens(500, 2, batch=1))  # the other two blocks
     assert store._pool._worker.is_alive()
     threading.Timer(0.05, allocator.gate.set).start()
     append(store, tokens(50, 3, batch=1))
@@ -56,7 +56,7 @@ def test_an_error_of_the_worker_surfaces_where_memory_is_needed(error, kind):
         store.reserve(more)
     assert_same(store, reference)
     assert budget.used_bytes == SLAB == store.pinned_bytes
-    append(store, tokens(600, 2))  # the next try succeeds
+    append(store, tokens(600, 2))  # the next attempt succeeds
     assert_same(store, append(reference, tokens(600, 2)))
 
 

@@ -1,4 +1,4 @@
-"""Rows that a kernel puts into blocks, against copies by torch."""
+"""Rows that a kernel writes into blocks, compared with copies by torch."""
 
 import pytest
 import torch
@@ -17,7 +17,9 @@ B, G = 2, 3
 
 
 def blocks_of(device, row_bytes, slots=3):
-    """Memory of blocks `[B, slots, G, 256, row_bytes]` full of sevens, and a table of it."""
+    """Memory of blocks `[B, slots, G, 256, row_bytes]` filled with sevens, and a table of its
+    addresses.
+    """
     memory = torch.full((B, slots, G, BLOCK, row_bytes), 7, dtype=torch.uint8, device=device)
     size, order = G * BLOCK * row_bytes, torch.arange(B * slots).view(slots, B).T.contiguous()
     memory = memory.view(B * slots, G, BLOCK, row_bytes)
@@ -45,11 +47,11 @@ def test_rows_lie_where_they_should_and_nothing_else_changes(device, row_bytes, 
 def test_keys_and_values_as_a_model_leaves_them(device, dtype, monkeypatch):
     memory, order, table = blocks_of(device, 40 * dtype.itemsize)
     both = torch.randn((B, 256, G, 40), device=device).to(dtype).transpose(1, 2)
-    monkeypatch.setattr(write_rows, "MOST_BLOCKS", 2)  # which go round several times
+    monkeypatch.setattr(write_rows, "MOST_BLOCKS", 2)  # the rows that go around several times
     kept([both[..., :32], both[..., 32:]], table, 0)
     assert torch.equal(memory[order[:, 0].to(device)], both.contiguous().view(torch.uint8))
     if dtype is torch.bfloat16:
-        assert not fits(both[..., 4:12])  # begins at 8 bytes
+        assert not fits(both[..., 4:12])  # a key or value at a multiple of 8 bytes only
     assert not fits(both[..., :3])
     assert not fits(both[..., ::2])
 

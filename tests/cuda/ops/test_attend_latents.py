@@ -1,4 +1,4 @@
-"""Attention to latents where they lie against float64; on a CPU the kernels are emulated."""
+"""Attention to latents in blocks, compared with float64. On a CPU, kernels are emulated."""
 
 from dataclasses import replace
 from itertools import product
@@ -17,7 +17,7 @@ from tests.cuda.devices import on, on_devices, poisoned
 from tests.support.helpers import Case, mostly_slow
 
 UNIT = 2.0**-24
-"""Of float32's rounding."""
+"""Relative rounding error of float32."""
 
 LATENT = dict(kv_heads=1, value_in_key=True)
 CASES = {
@@ -57,7 +57,7 @@ class Attending:
         if weighted:
             weights = 2 * torch.randn(case.batch, case.q_heads, K, generator=generator)
             weights[torch.rand(weights.shape, generator=generator) < 0.2] = float("-inf")
-            weights[:, 0] = float("-inf")  # a head that sees resident rows alone
+            weights[:, 0] = float("-inf")  # a head that sees only resident rows
             weights = weights.to(device)
         ids = ids.to(device)
         self.hits = Hits(ids, torch.zeros(ids.shape, device=device), weights)
@@ -66,7 +66,9 @@ class Attending:
         return self.store.attend(self.queries, self.hits, self.resident)
 
     def wanted(self):
-        """Output and log-sum-exp in float64, and what the kernels may be off by."""
+        """Return output and log-sum-exp in float64, and the largest errors that the kernels may
+        have.
+        """
         g, ids = self.geometry, self.hits.ids
         some = self.keys.gather(2, ids.clamp_min(0)[..., None].expand(-1, -1, -1, g.head_dim))
         keys = torch.cat([some, self.beside], 2).double().repeat_interleave(g.group_size, 1)
@@ -77,7 +79,8 @@ class Attending:
         if self.hits.log_weight is not None:
             logits[..., :K] += self.hits.log_weight
         logits = logits.masked_fill(hidden.repeat_interleave(g.group_size, 1), float("-inf"))
-        # products, their sum in any order, scale, tanh, weight, the maximum taken off
+        # roundings: products, their sum in any order, scale, tanh, weight, subtraction of the
+        # maximum
         spread = (asked * keys).abs().sum(-1) * g.scale * (g.head_dim + 4)
         seen = logits.masked_fill(logits == float("-inf"), 0).abs()
         off = UNIT * (spread + 8 * seen + 4 * (g.softcap or 0)).amax(-1)
@@ -85,7 +88,7 @@ class Attending:
         mean = (shares[..., None] * values.abs()).sum(2)
         rounding = torch.finfo(g.dtype).eps if g.dtype != torch.float32 else UNIT
         want, rows = (shares[..., None] * values).sum(2), keys.shape[2]
-        # shares are rounded to the dtype, then the output
+        # attention weights are rounded to the dtype, then the output
         bound = (torch.expm1(2 * off)[..., None] + UNIT * (rows + 16) + rounding) * mean
         bound = bound + rounding * want.abs() + 1e-30
         return want, bound, logits.logsumexp(-1), off + UNIT * (2 * rows + 32 + seen.amax(-1))
@@ -122,7 +125,7 @@ def test_a_block_of_threads_takes_rows_in_turns(name, device, monkeypatch):
     ("name", "heads"), mostly_slow(product(["h128-D128", "g2"], [16, 64, 128]), ("h128-D128", 64))
 )
 def test_heads_come_in_parts(name, heads, device, monkeypatch):
-    """All at once where rows are the host's."""
+    """Rows on the host are served for all heads by one thread block."""
     monkeypatch.setattr(attend_latents, "NEAR_HEADS", heads)
     one = Attending(CASES[name], "plain", device, True)
     poisoned(monkeypatch)

@@ -1,4 +1,4 @@
-"""Attention by a kernel against float64, within the bound of its roundings."""
+"""Attention by a kernel, compared with float64 within the bound of its rounding errors."""
 
 import math
 from itertools import product
@@ -13,16 +13,16 @@ from tests.cuda.devices import on, on_devices
 from tests.support.helpers import far_apart, mostly_slow
 
 ROUNDING = 2.0**-24
-"""Of one operation in float32, relative."""
+"""Relative rounding error of one operation in float32."""
 
 OUTPUT = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
-"""Rounding to the output's type, relative."""
+"""Relative rounding error of the output's type."""
 
 NEVER = float("-inf")
 
 
 def drawn(seed, H, G, R, D, Dv=None, *, batch=2, dtype=torch.float32, device="cpu"):
-    """Queries, keys and values, the latter two as views of rows."""
+    """Queries, keys and values; the latter two are views of rows."""
     generator = torch.Generator().manual_seed(seed)
     queries = torch.randn(batch, H, D, generator=generator)
     rows = torch.randn(batch, G, R + 3, D + (Dv or D), generator=generator)
@@ -31,10 +31,11 @@ def drawn(seed, H, G, R, D, Dv=None, *, batch=2, dtype=torch.float32, device="cp
 
 
 def exactly(queries, keys, values, *, scale, softcap=None, bias=None):
-    """Attention in float64, and how far float32 can be from it.
+    """Return attention in float64, and the largest error that float32 can have.
 
-    A logit is off by D + 3 roundings of Σ |q k| and a few of itself, a weight by as much relative
-    to itself; a part sums up to R / 8 rows, with 3 roundings for each, then warps and blocks.
+    A logit has D + 3 roundings of Σ |q k| and a few of its own; an attention weight has the same
+    error, relative to itself. A lane adds up at most R / 8 rows with 3 roundings each, then come
+    warps and thread blocks.
     """
     (G, R), H = keys.shape[1:3], queries.shape[1]
     logits, off = exact_logits(queries, keys, scale=scale, softcap=softcap, bias=bias)
@@ -47,7 +48,9 @@ def exactly(queries, keys, values, *, scale, softcap=None, bias=None):
 
 
 def exact_logits(queries, keys, *, scale, softcap=None, bias=None):
-    """Logits in float64 `[B, H, R]`, and how many roundings float32 can be from them, `[B, H]`."""
+    """Return logits in float64 `[B, H, R]`, and the number of roundings that float32 may be off by,
+    `[B, H]`.
+    """
     (B, H, D), (G, R) = queries.shape, keys.shape[1:3]
     asked, keys = queries.double(), keys.double().repeat_interleave(H // G, dim=1)
     logits = torch.einsum("bhd,bhrd->bhr", asked, keys) * scale
@@ -63,7 +66,9 @@ def exact_logits(queries, keys, *, scale, softcap=None, bias=None):
 
 
 def assert_log_sums(got, case, **options):
-    """As `torch.logsumexp` in float64 but for roundings: of logits, their sum, its logarithm."""
+    """The lse equals `torch.logsumexp` in float64 except for roundings of logits, sum and
+    logarithm.
+    """
     queries, keys, _ = case
     logits, off = exact_logits(queries, keys, **options)
     want, R = logits.logsumexp(-1), keys.shape[2]
@@ -84,7 +89,7 @@ CASES = [
     *((4, 1, 700, 256, 256, torch.float32), (9, 1, 40, 80, 48, torch.float32)),
     (16, 1, 100, 64, 64, torch.bfloat16),
 ]
-"""H, G, R, D, Dv, dtype."""
+"""Parameters: H, G, R, D, Dv, dtype."""
 
 
 @on_devices
@@ -159,7 +164,7 @@ def test_queries_of_another_type_than_rows(dtypes, device):
 @on_devices
 @pytest.mark.parametrize("gap", [1, 2, 4])
 def test_rows_that_start_anywhere(gap, device):
-    """Strides that allow loads of 2, 4 and 8 bytes alone."""
+    """Strides allow only loads of 2, 4 and 8 bytes."""
     generator = torch.Generator().manual_seed(gap)
     rows = torch.randn(1, 2, 90, 160 + gap, generator=generator).to(device, torch.bfloat16)
     queries = torch.randn(1, 6, 80, generator=generator).to(device, torch.bfloat16)
@@ -186,7 +191,8 @@ def test_a_batch_equals_its_rows(device):
         for b in range(3):
             row = slice(b, b + 1)
             alone = attention.attend(queries[row], keys[row], values[row], scale=0.125)
-            torch.testing.assert_close(alone, whole[row], rtol=1e-5, atol=1e-6)  # other splits
+            # another number of splits
+            torch.testing.assert_close(alone, whole[row], rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.skipif(not emulator.available(), reason="no g++ to emulate with")
@@ -207,7 +213,7 @@ def test_the_comparison_can_fail(device):
     assert close(got, case, scale=0.125)
     logits = case[1][1, 1] @ case[0][1, 6] * 0.125
     row = (logits.softmax(0) - 1 / 257).abs().argmin()
-    bias[1, 6, row] = NEVER  # one row of average weight, of one head
+    bias[1, 6, row] = NEVER  # for one head, one row whose weight is the average
     assert not close(got, case, scale=0.125, bias=bias)
 
 

@@ -1,4 +1,4 @@
-"""The coarse stage's kernels against the torch reference, to the bit."""
+"""The kernels of the coarse stage equal the torch reference bit by bit."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from tests.support.helpers import far_apart, mostly_slow, slow
 
 
 class Draw:
-    """Random inputs of a seed, on a device."""
+    """Random inputs for a seed, on a device."""
 
     def __init__(self, seed, device):
         self.generator, self.device = torch.Generator().manual_seed(seed), device
@@ -31,12 +31,12 @@ class Draw:
         return self.bytes(*shape, largest=3) > 0
 
     def skewed(self, *shape):
-        """Centroids as keys have them: some are met often."""
+        """Centroids with the distribution that keys have: some are frequent."""
         return (self.normal(*shape) * 40 + 128).clamp(0, 255).to(torch.uint8)
 
 
 def spread(tensor, room):
-    """The same entries in a tensor with room for more rows, as an index keeps them."""
+    """The same entries in a tensor with room for more rows, as an index stores them."""
     B, G, N, *rest = tensor.shape
     wide = torch.full((B, G, N + room, *rest), 77, dtype=tensor.dtype, device=tensor.device)
     wide[:, :, :N] = tensor
@@ -44,7 +44,7 @@ def spread(tensor, room):
 
 
 SIZES = [(8, 1, 0), (8, 1, 1), (10, 3, 257), (12, 4, 255), (16, 8, 3000), (32, 4, 257)]
-"""M, query heads of a group, keys."""
+"""Parameters: M, query heads of a group, keys."""
 
 KINDS = ["of the key", "of subspaces", "none"]
 
@@ -112,7 +112,7 @@ def test_whatever_entries_a_table_has(case, device):
         draw.bytes(1, 2, 300, 8),
         draw.integers(low, high + 1, 1, 2, 5, 8, 256, dtype=dtype),
     )
-    table[0, 0, 1, :, 7], signs[0, :, 5] = high, 7  # a sum as large as any
+    table[0, 0, 1, :, 7], signs[0, :, 5] = high, 7  # the largest possible sum
     table[0, 0, 2, :, 9], signs[0, :, 6] = low, 9
     with on(device):
         votes = coarse.votes(signs, table)

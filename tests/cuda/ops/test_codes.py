@@ -1,4 +1,4 @@
-"""Codes against the torch reference, on a CPU by emulation, on a GPU as they are."""
+"""Codes by kernels, compared with the torch reference. On a CPU, kernels are emulated."""
 
 import pytest
 import torch
@@ -20,12 +20,12 @@ def rotated_of(*shape, device="cpu"):
 
 
 def ulps(got, want):
-    """Steps of float32 between positive numbers, or zeros."""
+    """Number of float32 steps between two positive numbers, or zeros."""
     return (got.view(torch.int32) - want.view(torch.int32)).abs().max().item()
 
 
 def same_codes(got, want, rotated, norms, levels, block):
-    """Bits as the reference's; weights too, as far as the order of its sum of α goes."""
+    """Bits equal the reference's; weights do except for the order in which α is added up."""
     assert got.keys() == want.keys()
     for name in ("signs", "magnitudes"):
         assert torch.equal(got[name], want[name]), name
@@ -33,7 +33,8 @@ def same_codes(got, want, rotated, norms, levels, block):
     assert (got["weights"].dtype, got["weights"].shape) == (weights.dtype, weights.shape)
     if weights.numel() == 0:
         return
-    # `block` positive terms in float32: torch sums them by 32s, then those; rarely 4 steps off
+    # sum of `block` positive float32 terms: torch adds 32 at a time, then those sums; rarely 4
+    # steps off
     assert ulps(got["weights"], weights) <= 8
     parts = rotated.unflatten(-1, (-1, block))
     radii = parts.double().norm(dim=-1).float()
@@ -81,7 +82,7 @@ def test_any_number_of_vectors(shape, device):
     levels = reference.levels(8, 3, device)
     with on(device):
         got = codes.encode(rotated, norms, levels)
-    if norms.numel():  # without a vector the reference knows no M
+    if norms.numel():  # without a vector, the reference does not know M
         same_codes(got, reference.encode(rotated, norms, levels), rotated, norms, levels, 8)
     assert got["signs"].shape == got["weights"].shape == (*shape, 10)
     assert got["magnitudes"].shape == (*shape, 3, 10)
@@ -93,10 +94,10 @@ def test_zeros_ties_and_edges(block, device):
     levels = reference.levels(block, 3, device)
     edges = (levels[1:] + levels[:-1]) / 2
     rotated = torch.zeros(6, 64, device=device)
-    rotated[1] = 1 / 8  # all alike
+    rotated[1] = 1 / 8  # all coordinates equal
     rotated[2, ::2], rotated[2, 1::2] = 0.0, -0.0
     rotated[2, 5] = -1
-    rotated[3, :7] = edges  # equal to an edge, for a radius of 1
+    rotated[3, :7] = edges  # equal to an edge, with a radius of 1
     rotated[3, 7] = (1 - edges.double().square().sum()).sqrt().float()
     rotated[4] = torch.randn(64, device=device) * 1e-30
     rotated[5, :8] = 2.0**-80
@@ -123,7 +124,8 @@ def test_log_weights_are_the_references(bits, device, monkeypatch):
     assert got.dtype == torch.int32
     assert torch.equal(got, reference.log_codes(weights, bits))
     assert not got[..., 1].any()
-    # exp2 in float32: two steps at most on a GPU (CUDA C++ Programming Guide), one in torch
+    # exp2 in float32 is off by two steps at most on a GPU (CUDA C++ Programming Guide), one in
+    # torch
     torch.testing.assert_close(back, reference.log_weights(got, bits), rtol=3 * 2.0**-23, atol=0)
 
 

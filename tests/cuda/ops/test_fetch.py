@@ -1,4 +1,4 @@
-"""Gathering rows by a kernel against the torch reference, to the bit."""
+"""Gathering rows by a kernel equals the torch reference bit by bit."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from tests.cuda.devices import on, on_devices
 
 
 def drawn(seed, *shape):
-    """A table of bytes, ids among its rows and -1."""
+    """A table of bytes, with ids of its rows and -1."""
     generator = torch.Generator().manual_seed(seed)
     table = torch.randint(256, shape, generator=generator, dtype=torch.uint8)
     ids = torch.randint(-1, shape[2], (*shape[:2], 300), generator=generator)
@@ -19,7 +19,7 @@ def drawn(seed, *shape):
 
 
 def agree(table, ids, device, **settings):
-    """Whether the kernel gives what the reference does."""
+    """Return True if the kernel returns what the reference does."""
     table, ids = table.to(device), ids.to(device)
     with on(device, **settings):
         got = fetch.gather_rows(table, ids)
@@ -83,7 +83,7 @@ def test_whatever_the_order_of_threads_and_blocks():
 
 @on_devices
 def test_offsets_past_32_bits(device):
-    count = 2**29 + 7  # rows of 8 bytes: 4 GB, of which few pages are touched
+    count = 2**29 + 7  # rows of 8 bytes: 4 GB, of which few pages are accessed
     table = torch.empty((1, 1, count, 8), dtype=torch.uint8, device=device)
     ids = torch.tensor([[[5, 2**28, 2**28 + 3, 2**29 + 6, -1]]], device=device)
     some = torch.randint(256, (5, 8), dtype=torch.uint8, device=device)
@@ -113,7 +113,7 @@ def test_the_comparison_can_fail(device):
 
 
 def in_blocks(rows):
-    """Rows uint8 `[B, G, N, row_bytes]` in blocks that lie anywhere, and the table of them."""
+    """Rows uint8 `[B, G, N, row_bytes]` in scattered blocks, and the table of their addresses."""
     B, G, N, width = rows.shape
     S = -(-N // 256)
     padded = torch.full((B, G, S * 256, width), 0xEE, dtype=torch.uint8, device=rows.device)

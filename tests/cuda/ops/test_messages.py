@@ -1,4 +1,6 @@
-"""Messages of ranks by kernels against the torch reference: the same bytes, the same attention."""
+"""Messages of ranks by kernels have the same bytes and give the same attention as the torch
+reference.
+"""
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ from tests.cuda.devices import on, on_devices
 
 
 def attended(device, dtype, group, counts, seed=0):
-    """Attention of a rank over 2 sequences of 2 KV heads that found so many rows."""
+    """Attention of a rank over 2 sequences of 2 KV heads, with given numbers of rows found."""
     generator = torch.Generator().manual_seed(seed)
     output = torch.randn(2, 2 * group, 24, generator=generator).to(device, dtype)
     lse = 9 * torch.randn(2, 2 * group, generator=generator)
@@ -32,7 +34,7 @@ def test_messages_and_what_they_merge_to_are_the_references(dtype, group, of, de
     made, want = [], []
     for rank in range(3):
         own = attended(device, dtype, group, counts, rank)
-        own.output[0, 0] = float("nan")  # where nothing is seen a kernel may give anything
+        own.output[0, 0] = float("nan")  # where no row is visible, a kernel may return anything
         if rank == 1:
             own.output[0, 0] = 1
         for seen, take in ((False, False), (rank == 1, True)):
@@ -50,7 +52,7 @@ def test_messages_and_what_they_merge_to_are_the_references(dtype, group, of, de
     with on(device):
         merged = messages.merge_messages(torch.stack(made), own, total=total)
     expected = reference.merge_messages(torch.stack(want), own)
-    bound = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}[dtype]  # a rounding
+    bound = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}[dtype]  # one rounding
     torch.testing.assert_close(merged.output, expected.output, rtol=bound, atol=bound)
     torch.testing.assert_close(merged.lse, expected.lse, rtol=1e-5, atol=1e-5)
     assert merged.found.tolist() == expected.found.tolist() == [[0, 9], [21, 0]]

@@ -1,4 +1,6 @@
-"""Estimates by kernels against the torch reference, within the bound of their roundings."""
+"""Estimates by kernels, compared with the torch reference within the bound of their rounding
+errors.
+"""
 
 from types import SimpleNamespace
 
@@ -14,11 +16,11 @@ from tests.cuda.devices import on, on_devices
 from tests.support.helpers import Case, left_padding, mostly_slow
 
 ROUNDING = 2.0**-24
-"""Of one operation in float32, relative."""
+"""Relative rounding error of one operation in float32."""
 
 
 def drawn(seed, D, block, bits, g, C, *, batch=2, dtype=torch.float32, device="cpu"):
-    """Queries, and codes of keys as `codes.encode` makes them: the arguments of `estimate`."""
+    """Queries, and codes of keys from `codes.encode`: the arguments of `estimate`."""
     generator = torch.Generator().manual_seed(seed)
     keys = torch.randn(batch, 2, max(C, 1), D, generator=generator)
     queries = 3 * torch.randn(batch, 2, g, D, generator=generator)
@@ -33,7 +35,7 @@ def drawn(seed, D, block, bits, g, C, *, batch=2, dtype=torch.float32, device="c
 
 
 def exactly(queries, signs, magnitudes, weights, levels):
-    """The estimate in float64, and the largest error that float32 sums of it can have."""
+    """Return the estimate in float64, and the largest error that float32 sums can have."""
     block = queries.shape[-1] // weights.shape[-1]
     directions = codes.decode(signs, magnitudes, levels).double()
     keys = directions * weights.double().repeat_interleave(block, dim=-1)
@@ -42,10 +44,10 @@ def exactly(queries, signs, magnitudes, weights, levels):
 
 
 def variance(queries, signs, magnitudes, weights, levels, tangent):
-    """The square of `errors` in float64, and the largest error of float32 sums.
+    """Return the square of `errors` in float64, and the largest error of float32 sums.
 
-    With n coordinates of a block: ⟨v, q⟩² / ‖v‖² is off by 3n + 4 roundings of ‖q‖² at most
-    (Cauchy and Schwarz), ‖q‖² by n + 1, ‖k‖² by n + 5, the sum by one for each block.
+    With n coordinates of a block, ⟨v, q⟩² / ‖v‖² is off by at most 3n + 4 roundings of ‖q‖² (Cauchy
+    and Schwarz), ‖q‖² by n + 1, ‖k‖² by n + 5, and the sum by one for each block.
     """
     W, D = weights.shape[-1], queries.shape[-1]
     parts = codes.decode(signs, magnitudes, levels).double().unflatten(-1, (W, -1))
@@ -62,7 +64,7 @@ CASES = [
     *((64, 64, 3, 4, 257), (64, 8, 3, 1, 0), (64, 8, 3, 1, 1), (80, 80, 0, 3, 255)),
     *((96, 24, 5, 8, 300), (128, 8, 1, 4, 3000), (128, 128, 7, 9, 40), (256, 8, 3, 4, 257)),
 ]
-"""D, coordinates that share a weight, magnitude bits, query heads of a group, keys."""
+"""Parameters: D, coordinates that share a weight, magnitude bits, query heads of a group, keys."""
 
 
 @on_devices
@@ -157,7 +159,7 @@ KERNELS = SimpleNamespace(
     **{name: getattr(ops, name) for name in ("codes", "group", "transform")},
     **dict(attention=attention, coarse=coarse, fetch=fetch, rerank=rerank, select=select),
 )
-"""The stages after encoding as kernels, with the reference's encoding: the same codes in both."""
+"""Kernels run the stages after encoding; the reference encodes, so both have the same codes."""
 
 
 @on_devices
@@ -182,7 +184,7 @@ def test_an_index_on_kernels_finds_what_the_reference_finds(preset, lists, devic
     (got, rows, again), (want, wanted, _) = found
     assert torch.equal(got.ids, again.ids)
     assert torch.equal(got.scores, again.scores)
-    # the derived bound of estimates is below 1e-4 here; ids may differ within it alone
+    # the derived bound of the error of estimates is below 1e-4 here; only ids within it may differ
     torch.testing.assert_close(got.scores, want.scores, rtol=0, atol=1e-4)
     same = got.ids == want.ids
     assert same.float().mean() > 0.95

@@ -1,4 +1,4 @@
-"""Rows sampled at random by a kernel and by the reference; on a CPU the kernel is emulated."""
+"""Rows sampled at random by a kernel and by the reference. On a CPU, the kernel is emulated."""
 
 from contextlib import nullcontext
 
@@ -12,7 +12,9 @@ from tests.cuda.pariskv.steps.test_sign_votes import DEVICES
 
 
 def rows(count, strength, seed=0, unused=0):
-    """Logits `[2, 3, count]`, descending, the last `unused` of them none; and ids in no order."""
+    """Logits `[2, 3, count]` in descending order, the last `unused` of them −inf; and ids in any
+    order.
+    """
     generator = torch.Generator().manual_seed(seed)
     logits = (strength * torch.randn(2, 3, count, generator=generator)).sort(-1, True).values
     ids = torch.rand(2, 3, 4 * count, generator=generator).argsort(-1)[..., :count].clone()
@@ -22,7 +24,7 @@ def rows(count, strength, seed=0, unused=0):
 
 
 def both(device, logits, ids, k, sampled, order="forward"):
-    """The kernel's places and weights on the CPU, and the reference's."""
+    """Return the kernel's positions and weights on the CPU, and the reference's."""
     with emulator.emulated(order=order, seed=1) if device == "cpu" else nullcontext():
         found = sampling.sample(logits.to(device), ids.to(device), k, sampled)
     return [part.cpu() for part in found], reference.sample(logits, ids, k, sampled)

@@ -1,4 +1,4 @@
-"""Selection's kernels against the torch reference, to the bit."""
+"""The kernels of the selection equal the torch reference bit by bit."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ def drawn(seed, *shape):
 
 
 def same(got, want):
-    """Equal to the bit, -0 and 0 told apart."""
+    """Equal bit by bit, which also distinguishes -0 from 0."""
     for ours, theirs in zip(got, want, strict=True):
         assert (ours.dtype, ours.shape) == (theirs.dtype, theirs.shape)
         assert torch.equal(ours, theirs)
@@ -94,7 +94,8 @@ def some_votes(kind, seed, *shape):
 @pytest.mark.parametrize(("g", "N"), [(1, 1), (3, 255), (8, 257), (4, 3000), (1, 9000)])
 def test_candidates(g, N, kind, device):
     votes = some_votes(kind, g + N, 3, 2, g, N).to(device)
-    valid = torch.arange(N) >= torch.tensor([0, N // 3, N])[:, None]  # the last row is all padding
+    # the last sequence is all padding
+    valid = torch.arange(N) >= torch.tensor([0, N // 3, N])[:, None]
     limits = torch.tensor([max(1, N // 10), N // 4, 0])
     for flags in (None, valid.to(device)):
         with on(device):

@@ -1,4 +1,7 @@
-"""Normalize and rotate against the torch reference, on a CPU by emulation, on a GPU as they are."""
+"""Normalize and rotate by kernels, compared with the torch reference.
+
+On a CPU, kernels are emulated.
+"""
 
 import pytest
 import torch
@@ -18,13 +21,13 @@ def vectors_of(*shape, dtype=torch.float32, device="cpu"):
 
 
 def poisoned(monkeypatch):
-    """New tensors hold NaN: what a kernel leaves out shows."""
+    """Fill new tensors with NaN, so that a test notices what a kernel does not write."""
     empty = torch.empty
     monkeypatch.setattr(torch, "empty", lambda *size, **how: empty(*size, **how).fill_(torch.nan))
 
 
 def bound(vectors, matrix):
-    """Of float32 sums of D products, in any order: here and in the reference."""
+    """Largest error of float32 sums of D products in any order, in both implementations."""
     D = vectors.shape[-1]
     return 2 * D * 2.0**-24 * (vectors.float().abs() @ matrix.abs().T)
 
@@ -39,7 +42,7 @@ def test_directions_and_norms_are_the_references(shape, dtype, device, monkeypat
         directions, norms = transform.normalize(vectors)
     want = reference.normalize(vectors)
     assert (directions.dtype, norms.dtype) == (torch.float32, torch.float32)
-    # sums in double differ by their order: once in 10^8 the rounding to float32 shows it
+    # sums in double differ by their order; once in 10^8 cases the rounding to float32 shows it
     torch.testing.assert_close(directions, want[0], rtol=2.0**-23, atol=0)
     torch.testing.assert_close(norms, want[1], rtol=2.0**-23, atol=0)
 
@@ -87,7 +90,7 @@ def test_rotated_vectors_are_the_references(shape, dtype, device, monkeypatch):
     assert rotated.shape == vectors.shape
     want = reference.rotate(vectors, matrix)
     assert ((rotated - want).abs() <= bound(vectors, matrix)).all()
-    if vectors.numel():  # a comparison that can fail
+    if vectors.numel():  # this comparison could fail
         wrong = reference.rotate(vectors, matrix.T)
         assert ((rotated - wrong).abs() > bound(vectors, matrix)).any()
 
@@ -97,7 +100,7 @@ def test_strides_do_not_matter(device):
     vectors, matrix = vectors_of(2, 3, 40, 64, device=device), reference.rotation(64, 0, device)
     turned = vectors.transpose(1, 2).contiguous().transpose(1, 2)
     deep = vectors[:, None].expand(2, 5, 3, 40, 64)
-    apart = vectors.mT.contiguous().mT  # not even unit steps in a vector
+    apart = vectors.mT.contiguous().mT  # not even the last dimension is contiguous
     with on(device):
         want = [*transform.normalize(vectors), transform.rotate(vectors, matrix)]
         for same in (turned, apart):
@@ -110,7 +113,8 @@ def test_strides_do_not_matter(device):
 @pytest.mark.parametrize("device", DEVICES)
 def test_vectors_beyond_2_to_the_31_elements_are_found(device):
     far, matrix = 2**31 + 2**20, reference.rotation(64, 0, device)
-    spread = torch.empty(far + 40 * 64, dtype=torch.float16, device=device)  # few pages touched
+    # few pages are accessed
+    spread = torch.empty(far + 40 * 64, dtype=torch.float16, device=device)
     apart = spread.as_strided((2, 40, 64), (far, 64, 1))
     vectors = apart.copy_(vectors_of(2, 40, 64)).contiguous()
     with on(device):
