@@ -1,4 +1,4 @@
-"""`backend="cuda"`: every preset on its kernels, against the same in plain torch."""
+"""`backend="cuda"`: every preset on its kernels, compared with the same preset in plain torch."""
 
 import pytest
 import torch
@@ -38,7 +38,7 @@ def moved(tokens, device):
 
 
 def assert_found(mine, theirs, queries, k=20):
-    """The same hits but for a few whose scores are within what a flipped code changes."""
+    """Hits are equal except for a few whose scores are as close as a flipped code can move them."""
     hits = [index.search(queries, k=k) for index in (mine, theirs)]
     same = (hits[0].ids[..., None] == hits[1].ids[..., None, :]).any(-1).float().mean()
     assert same > 0.97
@@ -72,13 +72,15 @@ def test_every_preset_searches_as_in_torch(spec, device):
     ("spec", "pinned"), sampled([f"pariskv:preset={name}" for name in LAYERED], [False, True])
 )
 def test_a_layer_attends_as_in_torch(spec, pinned, device, monkeypatch):
-    """Rows go into both indexes at the same steps, beside them where kernels write the codes."""
+    """Feed both indexes the same rows, with some difference allowed where kernels write the
+    codes.
+    """
     indexes = pair(spec, device)
     if pinned:
         place = indexes[0].geometry
         allocator = FakeAllocator() if device == "cpu" else PinnedAllocator(place.device)
         if device == "cpu":
-            allocator.shift = 0  # the emulated kernels read where the host writes
+            allocator.shift = 0  # the emulated kernels read memory that the host writes
         store = BlockStore(place, allocator)
         indexes[0] = CASE.index(spec, backend="cuda", device=device, store=store)
     moves = [not index.supports_async_append for index in indexes]
@@ -100,4 +102,4 @@ def test_a_layer_attends_as_in_torch(spec, pinned, device, monkeypatch):
     assert [len(layer.index) for layer in layers] == [292] * 2
     assert [layer._window.leaving for layer in layers] == [8] * 2
     assert sorted(off)[len(off) // 2] < 1e-3
-    assert max(off) < 0.1  # a row that is another, of nearly the same score
+    assert max(off) < 0.1  # another row of nearly the same score

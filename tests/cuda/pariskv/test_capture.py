@@ -1,4 +1,4 @@
-"""Searches captured in CUDA graphs, replayed as queries and indexes change. Needs a GPU."""
+"""Searches captured in CUDA graphs and replayed while queries and indexes change. Needs a GPU."""
 
 import gc
 
@@ -19,7 +19,7 @@ K, TOKENS, ROOM = 50, 6000, 40
 
 
 class Replayed:
-    """A graph of one search and one attention of each index, over queries `[B, H, D]`."""
+    """A graph of one search and one attention per index, for queries `[B, H, D]`."""
 
     def __init__(self, indexes, queries, resident, tokens=TOKENS):
         for index in indexes:
@@ -31,7 +31,7 @@ class Replayed:
             self.hits = [index.search(queries, k=K) for index in indexes]
 
     def __call__(self):
-        """Outputs and ids of a replay, copied."""
+        """Copies of the outputs and ids of a replay."""
         for result in (*self.outputs, *(hits.ids for hits in self.hits)):
             result.fill_(-7)
         self.graph.replay()
@@ -43,7 +43,7 @@ def cuda(*tensors):
 
 
 def made(count, store="host", pads=(0, 70), seed=0):
-    """The index on its kernels, the same in plain torch, and the tokens to come."""
+    """The index on its kernels, the same index in plain torch, and the tokens to be appended."""
     options = dict(preset="fast", candidates_per="group", device="cuda", store=store)
     pair = [CASE.index("pariskv", backend=name, **options) for name in ("cuda", "torch")]
     tokens = cuda(*CASE.tokens(TOKENS, seed))
@@ -59,7 +59,9 @@ def near_rows(count=ROOM - 10, seed=9):
 
 
 def assert_eager(index, reference, replay, queries, resident):
-    """A replay gives what a call gives; and what the reference's rows give, where they agree."""
+    """A replay returns what a call returns, and what the reference's rows give where both select
+    the same rows.
+    """
     (output,), (ids,) = replay()
     eager, hits = index.attend(queries, resident, k=K).output, index.search(queries, k=K)
     assert torch.equal(ids, hits.ids)
@@ -72,7 +74,7 @@ def assert_eager(index, reference, replay, queries, resident):
 
 
 def attention(index, queries, hits, resident):
-    """Of plain torch over hits and resident rows."""
+    """Attention in plain torch over hits and resident rows."""
     g, rows = index.geometry, index.fetch(hits)
     beside = resident.rows[:, :, : len(resident)].tensor_split([g.head_dim], dim=-1)
     shown = resident.mask[:, None, : len(resident)].expand(-1, g.kv_heads, -1) > 0
@@ -98,7 +100,7 @@ def test_replays_follow_queries_tokens_and_near_rows(store):
     known = 3000
     for count in (1, 200, 256, 1500):
         new = [piece.clone() for piece in part(tokens, known, known + count)]
-        # the last one is what every head of a group looks for most
+        # the last token is what every head of a group looks for most
         new[0][:, :, -1] = 3 * queries.view(2, 2, 4, 128).mean(2)
         for one in (index, reference):
             one.append(*new)
@@ -150,7 +152,7 @@ def test_a_graph_outlives_the_buffers_that_others_have_outgrown():
     (output,), (ids,) = replay()
     assert output.isfinite().all()
     assert ids.min() >= 0
-    assert ids.max() >= 300  # fewer candidates than wanted, but of all tokens
+    assert ids.max() >= 300  # fewer candidates than wanted, chosen from all tokens
     assert (ids.sort().values.diff() > 0).all()
 
 
@@ -204,7 +206,8 @@ def test_a_search_allocates_nothing_new_and_waits_for_nothing(store):
         torch.cuda.set_sync_debug_mode("default")
     after = torch.cuda.memory_stats()
     for name in ("segment.all.allocated", "allocated_bytes.all.current"):
-        assert after[name] <= before[name], name  # what others left behind may go meanwhile
+        # memory that earlier tests left may be freed meanwhile
+        assert after[name] <= before[name], name
 
 
 def test_a_layers_steps_and_updates_wait_for_nothing():
@@ -284,5 +287,5 @@ def test_codes_and_rows_drawn_at_random_are_replayed(wrapper, options):
         torch.testing.assert_close(output, want, rtol=2e-2, atol=2e-2)
         close = plain.search(queries, k=K).ids
         assert (ids[..., None] == close[..., None, :]).any(-1).float().mean() > 0.9
-    assert (ids >= 3000).any()  # of the graph's own rows: none that it was captured with
+    assert (ids >= 3000).any()  # graphs read the graph's own rows, none that it was captured with
     getattr(index, "inner", index).raise_pending()

@@ -1,4 +1,4 @@
-"""`ParisKV.append` whose kernel writes codes, against itself in plain torch."""
+"""`ParisKV.append` with a kernel that writes codes, compared with the index in plain torch."""
 
 from itertools import product
 
@@ -24,29 +24,33 @@ CASE = Case(q_heads=4, kv_heads=2, head_dim=64, batch=2)
 OPTIONS = dict(preset="fast", candidates_per="group")
 
 FLIPPED = 1e-4
-"""Share of codes that may differ: coordinates at an edge (`test_encode.py` looks at each)."""
+"""Largest fraction of codes that may differ:
+
+coordinates next to an edge (`test_encode.py` checks each).
+"""
 
 TIPPED = 1e-2
-"""Share of centers' coordinates that sums in float32 may round to the number beside the
-reference's (`test_encode.py` looks at how resident they are), most of float32 keys; their segments'
-keys are not compared."""
+"""Largest fraction of center coordinates that float32 sums may round to the neighbor of the
+reference's number (`test_encode.py` checks how far apart they are). Most of these occur with
+float32 keys. The keys of such segments are not compared.
+"""
 
 
 def pair(device, case=CASE, **options):
-    """The index whose kernels write codes, and in plain torch."""
+    """The index whose kernels write codes, and the index in plain torch."""
     options = OPTIONS | dict(device=device) | options
     return [case.index("pariskv", backend=name, **options) for name in ("cuda", "torch")]
 
 
 def tokens_of(case, count, device, seed=0):
-    """Keys with a common part, as a head's have, and values."""
+    """Keys that share a component, as those of a head do, and values."""
     keys, values = case.tokens(count, seed)
     shift = 2 * case.tensor(seed + 50, 1, case.kv_heads, 1, case.head_dim)
     return (keys + shift).to(device), values.to(device)
 
 
 def codes_of(index):
-    """Columns of all tokens, those of the open block as well, `[B, G, N, ...]`."""
+    """Columns of all tokens, including those of the open block, `[B, G, N, ...]`."""
     if index._executor is None:
         parts = index._parts()
         return {name: torch.cat([part[name] for part in parts], dim=2) for name in parts[0]}
@@ -59,7 +63,9 @@ def codes_of(index):
 
 
 def assert_same(mine, theirs):
-    """The same tokens, and codes but for some at an edge, or of a center that rounds otherwise."""
+    """Tokens are equal, and codes are too, except for some at an edge or with a center that is
+    rounded differently.
+    """
     assert mine._executor.encodes
     assert theirs._executor is None
     assert len(mine) == len(theirs)
@@ -79,13 +85,15 @@ def assert_same(mine, theirs):
         differ += int(codes.unpack(flips)[real].sum())
     assert differ <= FLIPPED * int(real.sum()) * mine.geometry.head_dim + 4
     logs = [(some["fractions"].int() | some["weights"].int() << 8)[real] for some in (held, want)]
-    assert int(((logs[0] - logs[1]).abs() > 1).sum()) <= differ  # a level is another
+    assert int(((logs[0] - logs[1]).abs() > 1).sum()) <= differ  # another level
     if mine.valid is not None:
         assert not held["weights"].masked_fill(mine.valid[:, None, :, None], 0).any()
 
 
 def tipped(mine, theirs, tokens):
-    """Tokens bool `[B, G, N]` whose segment's center is another, by no more than roundings."""
+    """Tokens, bool `[B, G, N]`, whose segment has another center, which differs by rounding errors
+    only.
+    """
     apart = mine != theirs
     assert int(apart.sum()) <= TIPPED * apart.numel() + 2
     size = theirs.float().abs()
@@ -131,7 +139,9 @@ def append(indexes, keys, values, **options):
 
 
 def test_blocks_are_shared_out_where_there_are_more_than_of_threads(device):
-    """Twice: whatever the blocks of an append have counted is no matter of the next one."""
+    """Run twice, because what the blocks of an append have counted must not affect the next
+    append.
+    """
     case, count = Case(q_heads=8, kv_heads=8, head_dim=64, dtype=torch.bfloat16), 1300
     if device == "cuda":
         count = 40_000
@@ -144,7 +154,7 @@ def test_blocks_are_shared_out_where_there_are_more_than_of_threads(device):
 
 @pytest.mark.parametrize("seed", mostly_slow(range(6), 0, 1))
 def test_any_history_encodes_the_same(seed, device):
-    """Padded rows, blocks that fill, truncated ones, other batches."""
+    """Padded sequences, blocks that become full, truncated blocks, other batches."""
     case = Case(q_heads=2, kv_heads=1, head_dim=16, batch=3)
     draw = torch.Generator().manual_seed(seed)
 
@@ -196,7 +206,10 @@ def test_other_options(options, dtype, device):
 
 
 def test_strides_do_not_matter(device):
-    """Keys as a model's projections leave them: heads inside tokens, keys beside values."""
+    """Keys as a model's projections return them:
+
+    the last axes are heads, then coordinates; keys and values are in one tensor.
+    """
     keys, values = tokens_of(CASE, 300, device)
     joined = torch.cat([keys, values], dim=-1).transpose(1, 2).contiguous().transpose(1, 2)
     both = pair(device)
@@ -238,7 +251,7 @@ def test_one_kernel_encodes_the_full_blocks_and_one_the_open_one(device, monkeyp
     ids=str,
 )
 def test_bytes_are_a_function_of_the_tokens(pieces, device):
-    """However they came, to the bit."""
+    """Codes are equal bit by bit, however the tokens were appended."""
     once, parts = pair(device)[0], pair(device)[0]
     tokens = tokens_of(CASE, 700, device)
     for count in pieces:
@@ -257,7 +270,7 @@ def test_bytes_are_a_function_of_the_tokens(pieces, device):
 
 
 def test_what_was_never_written_is_never_read(device, monkeypatch):
-    """Blocks hold garbage beyond what a kernel wrote: searches find the same."""
+    """Blocks contain garbage past what a kernel has written: searches return the same."""
     mine, theirs = pair(device)
     queries = CASE.queries().to(device)
     empty = torch.empty
@@ -282,7 +295,7 @@ def test_what_was_never_written_is_never_read(device, monkeypatch):
     ids=str,
 )
 def test_keys_out_of_range_change_nothing(wrong, place, device):
-    """In a full block, in the open one, at the end."""
+    """A truncation in a full block, in the open block, and at the end."""
     both = pair(device, check=True)
     tokens = tokens_of(CASE, 900, device)
     append(both, *part(tokens, 0, 256))
@@ -323,7 +336,9 @@ def test_invalid_keys_may_be_anything_and_unchecked_ones_pass(device):
 
 @pytest.mark.parametrize("place", [(1, 0, 5, 5), (0, 1, 230, 0)], ids=str)
 def test_keys_that_are_not_finite_are_told_of_later(place, device, monkeypatch):
-    """By a kernel, whichever looks at them, in a flag that keeps its place."""
+    """A kernel reports wrong keys, whichever it is that checks them, in a flag whose address does
+    not change.
+    """
     monkeypatch.setattr(ParisKV, "_defers", True)
     index = pair(device)[0]
     keys, values = tokens_of(CASE, 300, device)
@@ -335,12 +350,12 @@ def test_keys_that_are_not_finite_are_told_of_later(place, device, monkeypatch):
     assert index._deferred["keys"][0] is flag
     with pytest.raises(ValueError, match=r"keys: got \(in an earlier call\)"):
         index.truncate(100)
-    index.truncate(100)  # said once
+    index.truncate(100)  # reported once
 
 
 @pytest.mark.parametrize("part_of", ["_codes", "_store"])
 def test_no_memory_leaves_the_index_as_it_was(part_of, device, monkeypatch):
-    """An append that goes on in a block of which one row has no valid token yet."""
+    """An append continues a block in which one sequence has no valid token yet."""
     both = pair(device)
     tokens, valid = tokens_of(CASE, 900, device), left_padding([0, 100], 100).to(device)
     append(both, *part(tokens, 0, 100), valid=valid)

@@ -1,6 +1,8 @@
-"""Append's fast path against the reference ops in a `Layout`: bytes differ only at an edge.
+"""The kernel that encodes appended tokens, compared with the reference ops:
 
-Longer than most files for what says that: the bound of a code's roundings, which all cases share.
+bytes differ only at an edge.
+
+This file is longer than most because all cases share the bound of a code's rounding errors.
 """
 
 import pytest
@@ -23,35 +25,41 @@ from tests.support.helpers import (
 )
 
 ROUNDED = 2.0**-20
-"""Of a coordinate of a unit vector, per (‖k‖ + ‖μ‖)/‖k − μ‖. Sums of ±x_i/√D stay below ‖x‖, so a
-rounding is off by 2^-24 of it at most (2^-23 in the matrix unit, which truncates). There are some
-16 here, the reference has D; they add up like their square root."""
+"""Largest error of a coordinate of a unit vector, per (‖k‖ + ‖μ‖)/‖k − μ‖.
+
+Sums of ±x_i/√D stay below ‖x‖, so a rounding is off by at most 2^-24 of it (2^-23 in the matrix
+unit, which truncates). The kernel has about 16 roundings, the reference has D; their errors add up
+like the square root of their number.
+"""
 
 SUMMED = 2.0**-16
-"""Of a mean, per mean of |x|. A warp sums 32 keys of a coordinate in 8 products, of float32 in 3
-parts each, of 4 numbers and the sum so far: 120 numbers, each cut off by 2^-23 of their sum at
-most; the rest is in double."""
+"""Largest error of a mean, per mean of |x|.
+
+A warp adds up 32 keys of a coordinate in 8 products, each with 3 parts for float32, of 4 numbers
+and the sum so far: 120 numbers, each truncated by at most 2^-23 of their sum. The rest is in
+double.
+"""
 
 GARBAGE = 0xA5
 
 OCTAVE = 2**16 // codes.OCTAVES
-"""Codes of log weights to a factor of 2."""
+"""Steps of a log weight's code per factor of 2."""
 
 
 def keys_of(case, count, seed=0):
-    """Keys with a common part, as a head's have."""
+    """Keys that share a component, as those of a head do."""
     shift = 2 * case.tensor(seed + 50, 1, case.kv_heads, 1, case.head_dim)
     return case.tokens(count, seed)[0] + shift
 
 
 def room(layout, batch, heads, tokens, device):
-    """Blocks full of garbage, uint8 `[B, S, G, head_bytes]`."""
+    """Blocks filled with garbage, uint8 `[B, S, G, head_bytes]`."""
     shape = (batch, -(-tokens // BLOCK), heads, layout.head_bytes)
     return torch.full(shape, GARBAGE, dtype=torch.uint8, device=device)
 
 
 def table_of(blocks):
-    """Addresses int64 `[B, S]` of blocks uint8 `[B, S, G, bytes]`."""
+    """Addresses, int64 `[B, S]`, of blocks uint8 `[B, S, G, bytes]`."""
     sizes = blocks.shape[2] * blocks.shape[3]
     steps = torch.arange(blocks.shape[0] * blocks.shape[1], device=blocks.device) * sizes
     return (blocks.data_ptr() + steps).view(blocks.shape[:2])
@@ -63,7 +71,9 @@ def encoder(dim, bits=3, *, device="cpu", centered=True, seed=0):
 
 
 def written(encode, keys, valid=None, *, pieces=None, wrong=None):
-    """Blocks that the kernel wrote, of keys up to each of the lengths `pieces` in turn."""
+    """Return blocks that the kernel wrote when keys up to each length in `pieces` were appended in
+    turn.
+    """
     B, G, N, _ = keys.shape
     blocks, first, device = room(encode.layout, B, G, N, keys.device), 0, keys.device.type
     for stop in pieces or [N]:
@@ -71,19 +81,19 @@ def written(encode, keys, valid=None, *, pieces=None, wrong=None):
         flags = None if valid is None else valid[:, some]
         with on(device):
             encode(keys[:, :, some], table_of(blocks), first=first, valid=flags, wrong=wrong)
-        first = stop // BLOCK  # what is full stays
+        first = stop // BLOCK  # full blocks do not change
     return blocks
 
 
 def told(encode, keys, valid=None):
-    """Whether the kernel says that a key is wrong."""
+    """Return True if the kernel reports a wrong key."""
     wrong = torch.zeros(1, dtype=torch.int32, device=keys.device)
     written(encode, keys, valid, wrong=wrong)
     return bool(wrong)
 
 
 def logs_of(fields):
-    """Log weights int32 `[B, G, N]` of bytes `[B, G, N, 2]`."""
+    """Log weights int32 `[B, G, N]` from bytes `[B, G, N, 2]`."""
     return fields["logs"][..., 0].int() | fields["logs"][..., 1].int() << 8
 
 
@@ -92,8 +102,9 @@ def known_keys(keys, valid):
 
 
 def assert_means(got, keys, valid=None):
-    """Each a rounding of some number no further from the mean than `SUMMED` allows; how many are
-    not that of the mean.
+    """Each center is a rounding of a number no further from the mean than `SUMMED` allows.
+
+    Return how many differ from the rounded mean.
     """
     known, pad = known_keys(keys, valid).double(), torch.nn.functional.pad
     real = torch.ones_like(known[:, :1, :, :1]) if valid is None else valid[:, None, :, None]
@@ -107,8 +118,9 @@ def assert_means(got, keys, valid=None):
 
 
 def compared(encode, blocks, keys, valid=None, *, seed=0):
-    """How much differs from the reference's, which must lie at an edge: of keys that are not
-    nearly their center, what is left of which is rounding.
+    """Return the number of codes that differ from the reference's, each of which must be at an
+    edge. Keys that nearly equal their center are excluded, because what is left of them is rounding
+    error.
     """
     layout, (_, _, N, D) = encode.layout, keys.shape
     device, known = keys.device, known_keys(keys, valid)
@@ -131,7 +143,7 @@ def compared(encode, blocks, keys, valid=None, *, seed=0):
     sizes = whole.norm(dim=-1, keepdim=True)
     exact = whole / sizes.clamp_min(1e-300) @ rotation.double().T
     slack = ROUNDED * (known.double().norm(dim=-1) + spread.norm(dim=-1))[..., None] / sizes
-    slack = slack.nan_to_num(0.0, posinf=torch.inf)  # of a zero key without a center
+    slack = slack.nan_to_num(0.0, posinf=torch.inf)  # a zero key without a center
     far = slack[..., 0] < 2**-12
     edges = ((levels[1:] + levels[:-1]) / 2).double()
     signs = codes.unpack(got["signs"] ^ want["signs"]).flatten(-2).bool()
@@ -142,9 +154,9 @@ def compared(encode, blocks, keys, valid=None, *, seed=0):
 
     logs = logs_of(got)
     steps, flipped = (logs - true).abs(), torch.zeros((), device=device)
-    if len(edges):  # a flipped level changes α, about 1 and at least .8, by |u| times a gap
+    if len(edges):  # a flipped level changes α, about 1 and at least 0.8, by |u| times a gap
         flipped = differ.sum(-1) * (edges * levels.diff().double()).max() / 0.8
-    # of D coordinates, each off by `slack`, both ‖y‖ and α are
+    # ‖y‖ and α have D coordinates, each off by `slack`
     assert (steps <= 1 + (flipped + 2 * D**0.5 * slack[..., 0]) * OCTAVE / 0.69).all()
     assert torch.equal((logs == 0)[far], (true == 0)[far])
     assert valid is None or not logs.masked_fill(valid[:, None], 0).any()
@@ -153,7 +165,9 @@ def compared(encode, blocks, keys, valid=None, *, seed=0):
 
 
 def checked(case, count, valid=None, *, bits=3, device="cpu"):
-    """Centers and codes of keys against the reference: of the former by theirs, of these alone."""
+    """Compare centers with the reference, and codes with those that the reference computes from the
+    kernel's centers.
+    """
     keys = keys_of(case, count).to(device)
     valid = None if valid is None else valid.to(device)
     encode = encoder(case.head_dim, bits, device=device)
@@ -161,7 +175,7 @@ def checked(case, count, valid=None, *, bits=3, device="cpu"):
     centers = encode.layout.centers(blocks)
     assert assert_means(centers, keys, valid) <= 2 + 1e-2 * centers.numel()
     (flips, logs), total = compared(encode, blocks, keys, valid), keys[..., 0].numel()
-    # of the coordinates and of the weights; few coordinates of bfloat16 are exactly 0 now and then
+    # limits for coordinates and for weights; a few bfloat16 coordinates can be exactly 0
     assert flips <= 1e-4 * total * case.head_dim + 4
     assert logs <= 1e-2 * total + 2
     return encode, keys, blocks
@@ -183,7 +197,7 @@ WIDTHS += mostly_slow(OTHERS, *OTHERS[:2])
 def test_centers_and_codes_are_the_references(dim, dtype, device):
     case = Case(q_heads=2, kv_heads=2, head_dim=dim, dtype=dtype)
     encode, keys, blocks = checked(case, 300, device=device)
-    with pytest.raises(AssertionError):  # comparisons that can fail
+    with pytest.raises(AssertionError):  # these comparisons could fail
         assert_means(encode.layout.centers(blocks), keys[:, :, :299])
     with pytest.raises(AssertionError):
         compared(encode, blocks, keys, seed=1)
@@ -209,7 +223,7 @@ def test_a_block_may_lack_keys(count, dim, dtype, device):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("dim", "dtype"), [(64, DTYPES[1]), (96, DTYPES[0])], ids=str)
 def test_padding_has_no_share_in_centers_and_no_weight(dim, dtype, device):
-    """Before the tokens, a block of nothing else with it, and among them."""
+    """Padding before the tokens, a block of nothing but padding, and padding among the tokens."""
     case = Case(q_heads=4, kv_heads=2, head_dim=dim, batch=3, dtype=dtype)
     valid = left_padding([0, 150, 300], 400)
     valid[0, torch.arange(3, 400, 7)] = False
@@ -234,14 +248,17 @@ def test_what_invalid_keys_hold_does_not_matter(dim, device):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("dim", "dtype"), [(128, DTYPES[2]), slow(40, DTYPES[0])], ids=str)
 def test_codes_are_a_function_of_their_block(dim, dtype, device):
-    """However the keys come: at once, by single ones, by blocks; with equal blocks before them."""
+    """Codes do not depend on how keys are appended:
+
+    all together, one by one, in blocks, or after other blocks.
+    """
     case = Case(q_heads=2, kv_heads=2, head_dim=dim, batch=2, dtype=dtype)
     keys, valid = keys_of(case, 523).to(device), left_padding([0, 270], 523).to(device)
     encode = encoder(dim, device=device)
     want = written(encode, keys, valid)
     for pieces in ([1, 255, 256, 257, 512, 513, 523], [300, 523], [512, 523]):
         assert torch.equal(written(encode, keys, valid, pieces=pieces), want)
-    short = written(encode, keys, valid, pieces=[522])  # a comparison that can fail
+    short = written(encode, keys, valid, pieces=[522])  # this comparison could fail
     assert torch.equal(short[:, :2], want[:, :2])
     assert not torch.equal(short, want)
     with on(device):
@@ -256,7 +273,7 @@ def test_codes_are_a_function_of_their_block(dim, dtype, device):
     "dtype", mostly_slow([torch.float32, torch.float16], torch.float32), ids=str
 )
 def test_a_key_out_of_range_is_told_of(wrong, dtype, device):
-    """In a full block and in one that lacks keys; not of padding."""
+    """Wrong keys in a full block and in an incomplete one are reported, wrong padding is not."""
     case = Case(q_heads=2, kv_heads=2, head_dim=80, batch=2, dtype=dtype)
     keys, valid = keys_of(case, 300).to(device), left_padding([0, 40], 300).to(device)
     encode = encoder(80, device=device)
@@ -279,7 +296,8 @@ def test_keys_that_cancel_in_their_center_are_told_of_and_the_largest_are_not(de
         spoilt[1, 0, 100] = number
         spoilt[1, 0, 101] = -number
         assert told(encode, spoilt) == found
-    for number, found in ((2 * LARGEST, 1), (LARGEST, 0)):  # and that are nothing but it
+    # blocks that have nothing but the wrong key
+    for number, found in ((2 * LARGEST, 1), (LARGEST, 0)):
         assert told(encode, torch.full_like(keys, number)) == found
 
 
@@ -312,7 +330,7 @@ def test_only_the_keys_places_and_centers_are_written(dim, centered, device):
         assert (fields[name][:, :, 30:] == GARBAGE).all()
         assert (fields[name][:, :, :30] != GARBAGE).any()
     assert (fields["center"] == GARBAGE).all() == (not centered)
-    # what fills words of signs and planes is zero
+    # bits that fill the words of signs and planes are zero
     M, width = dim // 8, layout.stride
     words = blocks[:, 1, :, : BLOCK * width].unflatten(-1, (BLOCK, width))[:, :, :30, M:]
     sizes = blocks[:, 1, :, layout.magnitudes : layout.magnitudes + BLOCK * 3 * width]
@@ -365,7 +383,9 @@ def test_no_order_of_threads_changes_a_byte(dim, monkeypatch):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("power", [-100, -40, 10, 40])
 def test_weights_are_on_an_absolute_scale(power, device):
-    """A power of two moves them by whole octaves, to the scale's ends, and changes no other bit."""
+    """Scaling keys by a power of two shifts log weights by whole octaves, up to the ends of their
+    range, and changes no other bit.
+    """
     keys, encode = keys_of(Case(head_dim=64), 300).to(device), encoder(64, device=device)
     want, got = (
         encode.layout.fields(written(encode, keys * scale), 300) for scale in (1, 2.0**power)
@@ -410,7 +430,8 @@ def test_a_matrix_that_is_no_rotation_is_refused():
     for wrong in (rotation.T.contiguous(), torch.eye(96)):
         with pytest.raises(ValueError, match="rotation: got another matrix"):
             Encoder(Layout(96, 3), wrong, levels)
-    for wrong in (torch.linspace(0, 1e-3, 8).cumsum(0) ** 4, levels * 1.001):  # no float16
+    # out of float16's range
+    for wrong in (torch.linspace(0, 1e-3, 8).cumsum(0) ** 4, levels * 1.001):
         with pytest.raises(
             ValueError, match=r"levels: got \[.*, allowed are those of ops.codes.levels"
         ):

@@ -1,4 +1,4 @@
-"""A token's rows and queries at their places, by one launch."""
+"""One launch puts a token's rows and queries where the step reads them."""
 
 import pytest
 import torch
@@ -16,7 +16,9 @@ SHAPES = [
 
 
 def made(device, B, H, G, D, Dv, dtype):
-    """A buffer with room for 5 of which 3 are held, a token, its places in a window, queries."""
+    """A buffer with room for 5 rows that contains 3, a token, its places in a window, and
+    queries.
+    """
     sizes = dict(q_heads=H, kv_heads=G, head_dim=D, value_dim=Dv)
     resident = ResidentRows(Geometry.of(**sizes, dtype=dtype, device=device), B, 5)
 
@@ -81,7 +83,10 @@ def test_what_does_not_fit_is_refused_before_anything_is_held(wrong, message):
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_a_place_that_the_device_knows(device, shape):
-    """By several blocks, one of which moves the count on; past the room nothing is written."""
+    """Several thread blocks stage a token, one of which increments the count.
+
+    Nothing is written past the room.
+    """
     resident, token, _, queries = made(device, *shape)
     ticket = torch.zeros(1, dtype=torch.int32, device=device)
     row = torch.cat([token.keys, token.values], dim=3)

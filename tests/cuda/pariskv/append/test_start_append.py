@@ -1,4 +1,7 @@
-"""`ParisKV.start_append` and streams: what lies between the beginning of an append and its end."""
+"""`ParisKV.start_append` and streams:
+
+what happens between the beginning and the end of an append.
+"""
 
 import pytest
 import torch
@@ -17,7 +20,7 @@ from tests.support.helpers import Case, Operations, part
 
 
 def large(count):
-    """On a GPU, with rows on the host: `pair`, so many tokens, queries."""
+    """On a GPU, with rows on the host: `pair`, the number of tokens, queries."""
     case = Case(q_heads=8, kv_heads=2, head_dim=128, dtype=torch.bfloat16)
     queries = case.queries().to("cuda")
     return pair("cuda", case, store="host"), tokens_of(case, count, "cuda"), queries
@@ -25,10 +28,11 @@ def large(count):
 
 @pytest.mark.gpu
 def test_an_append_on_a_side_stream_under_load():
-    """Kernels, copies to the host and searches in their order, while other work runs."""
+    """Record kernels, copies to the host and searches in their order, while other work runs."""
     (mine, theirs), tokens, queries = large(9000)
     side = torch.cuda.Stream()
-    for start in range(0, 9000, 3000):  # a segment's center is of the append that began it
+    # a segment's center belongs to the append that began the segment
+    for start in range(0, 9000, 3000):
         theirs.append(*part(tokens, start, start + 3000))
     load = torch.randn(4096, 4096, device="cuda")
     for start in range(0, 9000, 3000):
@@ -43,7 +47,7 @@ def test_an_append_on_a_side_stream_under_load():
         for piece in late:
             piece.record_stream(side)
         del late, piece
-        torch.full((1, 2, 3000, 256), float("nan"), device="cuda")  # wants the freed memory
+        torch.full((1, 2, 3000, 256), float("nan"), device="cuda")  # reuses the freed memory
         torch.cuda.current_stream().wait_stream(side)
     assert_searches_alike(mine, theirs, queries)
     ids = torch.arange(9000, device="cuda").expand(1, 2, -1)
@@ -53,7 +57,7 @@ def test_an_append_on_a_side_stream_under_load():
 
 
 def test_an_append_may_end_later(device):
-    """In between, the index is searched as it was; what was begun is not written twice."""
+    """In between, a search sees the old index, and the started append is not written twice."""
     both = pair(device)
     tokens, queries = tokens_of(CASE, 900, device), CASE.queries().to(device)
     append(both, *part(tokens, 0, 300))
@@ -74,7 +78,7 @@ def test_an_append_may_end_later(device):
 
 
 def test_an_append_that_fails_does_not_take_the_place_of_what_was_begun(device, monkeypatch):
-    """It has written rows and codes where those that were begun lie."""
+    """An append has overwritten the rows and codes of the one that was started."""
     both = pair(device)
     tokens, others = tokens_of(CASE, 768, device), tokens_of(CASE, 256, device, seed=7)
     append(both, *part(tokens, 0, 512))
@@ -126,7 +130,7 @@ def test_an_append_of_real_tokens_waits_for_nothing():
 
 @pytest.mark.gpu
 def test_an_append_begins_beside_a_replayed_search():
-    """The graph is replayed while a side stream encodes; what it finds is the index as it was."""
+    """The graph is replayed while a side stream encodes. It sees the index as it was before."""
     (mine, theirs), tokens, queries = large(6000)
     side = torch.cuda.Stream()
     append((mine, theirs), *part(tokens, 0, 3000))
@@ -156,7 +160,9 @@ def test_an_append_begins_beside_a_replayed_search():
 
 
 def test_an_update_is_three_launches(device, monkeypatch):
-    """Nothing else that the host has to ask the device for: it decides how soon a step begins."""
+    """Starting an append reads nothing else from the device, because a wait would delay the next
+    step.
+    """
     monkeypatch.setattr(ParisKV, "_defers", True)
     mine, theirs = both = pair(device)
     mine._store._launched = True  # as on a GPU
@@ -169,14 +175,16 @@ def test_an_update_is_three_launches(device, monkeypatch):
         assert launches.names == ["encode", "write_rows"]
         end()
     assert launches.names == ["encode", "write_rows", "update_state"]
-    assert operations.names == ["aten.add.Tensor"]  # on the host, a count of tokens
+    assert operations.names == ["aten.add.Tensor"]  # a count of tokens, which is on the host
     theirs.append(*part(tokens, 512, 768))
     append(both, *part(tokens, 768, 1200))
     assert_searches_alike(*both, queries)
 
 
 def test_what_signs_tell_is_fitted_beside_the_steps(device, monkeypatch):
-    """When blocks pass a power of two: by what begins the append, not by what ends it."""
+    """When the number of blocks passes a power of two, memory is allocated at the start of the
+    append, not at its end.
+    """
     case = Case(q_heads=2, kv_heads=1, head_dim=64, value_dim=64)
     index = case.index("pariskv", backend="cuda", device=device)
     tokens, fits, fit = tokens_of(case, 1024, device), [], Encoding.fit

@@ -1,4 +1,4 @@
-"""What a step reads of how many tokens there are and of their weights, by one launch."""
+"""One launch updates what a step reads of the number of tokens and of their weights."""
 
 from contextlib import nullcontext
 from dataclasses import replace
@@ -18,7 +18,7 @@ LAYOUT = Layout(64, 3)
 
 
 def made(device):
-    """A state full of sevens."""
+    """A state filled with sevens."""
 
     def full(*shape, dtype=torch.int32):
         return torch.full(shape, 7, dtype=dtype, device=device)
@@ -72,7 +72,9 @@ def test_more_words_than_threads(device):
 
 
 class Weights:
-    """A state over blocks whose weights' upper bytes are `[B, G, room · 256]`, in order of ids."""
+    """A state over blocks whose weights have the upper bytes `[B, G, room · 256]`, in the order of
+    ids.
+    """
 
     def __init__(self, device, room=ROOM):
         shape = BATCH, room, HEADS
@@ -84,7 +86,10 @@ class Weights:
         self.bytes = torch.randint(1, 200, (BATCH, HEADS, room * BLOCK), generator=seeded())
 
     def write(self, *largest):
-        """Bytes as they are; each of `largest` is `(id, byte)`, of the second head of row 1."""
+        """Write bytes unchanged.
+
+        Each entry of `largest` is `(id, byte)`, for the second head of sequence 1.
+        """
         for at, byte in largest:
             self.bytes[1, 1, at] = byte
         ordered = self.bytes.unflatten(2, (-1, BLOCK))[..., places().argsort()]
@@ -95,7 +100,7 @@ class Weights:
         update_state(self.state, tokens, codes_from=codes_from, layout=LAYOUT)
 
     def holds(self, tokens):
-        """Whether the state has what the codes of so many tokens say."""
+        """Return True if the state fits the codes of that number of tokens."""
         held, full = self.bytes[:, :, :tokens], tokens // BLOCK * BLOCK
         none = torch.zeros((BATCH, HEADS, 1), dtype=self.bytes.dtype)
         of_full, of_all = (torch.cat([none, part], 2).amax(2) for part in (held[..., :full], held))
@@ -134,14 +139,14 @@ def test_the_unfilled_block_is_forgotten_and_full_ones_are_not(device):
     weights.write((100, 220), (600, 250))
     weights.update(601, 0)
     weights.holds(601)
-    weights.write((600, 3))  # encoded again, as it filled
+    weights.write((600, 3))  # encoded again when it became full
     weights.update(768, 2)
     weights.holds(768)
     assert weights.state.largest[1, 1] == 220
-    weights.write((100, 3))  # which no one looks at again
+    weights.write((100, 3))  # which nothing reads again
     weights.update(900, 3)
     assert weights.state.largest[1, 1] == 220
-    weights.update(300, 0)  # unless all is read anew, after a truncation
+    weights.update(300, 0)  # unless all blocks are read again, after a truncation
     weights.holds(300)
 
 

@@ -1,4 +1,7 @@
-"""The step's attention against plain torch in float64; on a CPU the kernel is emulated."""
+"""The attention of a decode step, compared with plain torch in float64.
+
+On a CPU, the kernel is emulated.
+"""
 
 import math
 import sys
@@ -26,7 +29,7 @@ from tests.cuda.pariskv.steps.test_sign_votes import DEVICES
 from tests.support.helpers import Case, mostly_slow, sampled
 
 UNIT = 2.0**-24
-"""Of float32's rounding."""
+"""Relative rounding error of float32."""
 
 CASES = {
     "g4": Case(q_heads=8, kv_heads=2, head_dim=64, value_dim=64, batch=2),
@@ -44,10 +47,11 @@ READ_FAST = [("g4", "plain"), ("g4-D128-bfloat16", "int8"), ("g3-D80-Dv24-float1
 
 
 class Attending:
-    """A step that attends to rows of a store with a codec, and 10 resident rows, one masked.
+    """A step that attends to rows of a store with a codec, and to 10 resident rows, one of them
+    masked.
 
-    bytes: of rows, as they are stored; rows: what each stands for, float64 keys `[B, G, N, D]` and
-    values `[B, G, N, Dv]`; resident: the same of the resident ones.
+    bytes: the rows as they are stored. rows: their numbers, float64 keys `[B, G, N, D]` and values
+    `[B, G, N, Dv]`. resident: the same for the resident rows.
     """
 
     def __init__(self, case, name, device, offset=0.0):
@@ -87,7 +91,7 @@ class Attending:
         self.step = SignVotesStep(g, Layout(g.head_dim, 3), **sizes)
 
     def hits(self, case, device, weighted):
-        """Rows in no order, the last slots unused; weights, of which some hide a row."""
+        """Rows in any order, with the last slots unused; and weights, some of which hide a row."""
         generator = torch.Generator().manual_seed(3)
         order = torch.rand(case.batch, case.kv_heads, TOKENS, generator=generator).argsort(-1)
         ids = order[..., :K].clone()
@@ -96,13 +100,15 @@ class Attending:
         if weighted:
             weights = 2 * torch.randn(case.batch, case.q_heads, K, generator=generator)
             weights[torch.rand(weights.shape, generator=generator) < 0.2] = float("-inf")
-            weights[:, 0] = float("-inf")  # a head that sees resident rows alone
+            weights[:, 0] = float("-inf")  # a head that sees only resident rows
             weights = weights.to(device)
         ids = ids.to(device)
         return Hits(ids, torch.zeros(ids.shape, device=device), weights)
 
     def logits(self, queries, hits):
-        """Logits in float64 `[B, H, R]`, what float32 is off by `[B, H]`, values of the rows."""
+        """Return logits in float64 `[B, H, R]`, the error of float32 `[B, H]`, and the values of
+        the rows.
+        """
         g = self.geometry
         at = hits.ids.clamp_min(0)[..., None]
         both = []
@@ -121,8 +127,8 @@ class Attending:
         if hits.log_weight is not None:
             bias[..., :k] += hits.log_weight
         logits = logits + bias
-        # products, their sum in any order, scale, tanh, weight, the maximum taken off; of a code
-        # and of the center apart, whose sum is rounded in `rows`
+        # roundings: products, their sum in any order, scale, tanh, weight, subtraction of the
+        # maximum; for coded rows, code and center separately, whose sum is rounded in `rows`
         sizes = keys.abs()
         if self.center is not None:
             sizes = sizes + 2 * self.center.double().abs()[:, :, None].repeat_interleave(
@@ -133,7 +139,7 @@ class Attending:
         return logits, UNIT * (spread + 8 * seen + 4 * (g.softcap or 0)).amax(-1), values
 
     def wanted(self, queries, hits):
-        """The attention in float64 `[B, H, Dv]`, and what float32 may be off by."""
+        """Return the attention in float64 `[B, H, Dv]`, and the largest error of float32."""
         g, (logits, off, values) = self.geometry, self.logits(queries, hits)
         shares = logits.softmax(-1)
         mean = (shares[..., None] * values.abs()).sum(2)
@@ -144,10 +150,10 @@ class Attending:
         )
 
     def wanted_lse(self, queries, hits):
-        """The log-sum-exp in float64 `[B, H]`, and what float32 may be off by.
+        """Return the log-sum-exp in float64 `[B, H]`, and the largest error of float32.
 
-        Logits are off by `off`, a sum of so many terms by its share, its logarithm and the sum with
-        the largest logit by their rounding.
+        Logits are off by `off`, the sum by an error per term, and its logarithm and the addition of
+        the largest logit by one rounding each.
         """
         logits, off, values = self.logits(queries, hits)
         want, rows = logits.logsumexp(-1), values.shape[2]
@@ -185,7 +191,9 @@ def test_rows_of_every_codec_are_attended_to(name, rows, device):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("rows", sorted(CODES))
 def test_codes_are_read_from_the_center_on(rows, device):
-    """Which has most of a key, and is of another head or sequence nothing that fits."""
+    """Return the head and sequence that a key has most of; another head or sequence would have
+    nothing that fits.
+    """
     case = CASES["g4"]
     one, queries = Attending(case, rows, device, offset=50.0), case.queries().to(device) / 8
     hits = one.hits(case, device, weighted=True)
@@ -250,7 +258,7 @@ def test_the_comparison_can_fail(rows, change):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", sorted(CODES))
 def test_a_code_is_its_number_to_the_bit(name, device):
-    """Attention over one row is its value: with every code there is."""
+    """Attention over one row returns its value, for every possible code."""
     case = Case(q_heads=1, kv_heads=1, head_dim=8, value_dim=256)
     one = Attending(case, name, device)
     row = one.store._table._block(0)[0, 0]  # uint8 [row_bytes]
@@ -271,7 +279,7 @@ def test_a_subnormal_float16_is_its_number_to_the_bit(device):
     case = Case(q_heads=1, kv_heads=1, head_dim=8, value_dim=2048, dtype=torch.float16)
     one = Attending(case, "plain", device)
     row = one.store._table._block(0)[0, 0].view(torch.int16)
-    numbers = torch.arange(2048, dtype=torch.int16)  # half of them subnormal
+    numbers = torch.arange(2048, dtype=torch.int16)  # half of these numbers are subnormal
     row[8 : 8 + 2048] = numbers
     one.state.resident_mask.zero_()
     hits = Hits(torch.zeros((1, 1, 1), dtype=torch.int64, device=device), torch.zeros(1, 1, 1))
@@ -281,7 +289,7 @@ def test_a_subnormal_float16_is_its_number_to_the_bit(device):
 
 
 def cached(one, rows):
-    """Give a step's state a cache of so many rows, which it returns."""
+    """Give a step's state a cache of n rows, and return the cache."""
     cache = RowCache(one.step.groups, one.store.row_bytes, one.state.resident.device, capacity=rows)
     cache.data.fill_(0xFF)
     one.state = replace(one.state, cache=cache)
@@ -289,7 +297,7 @@ def cached(one, rows):
 
 
 def assert_kept(one, cache):
-    """Each tag is there once, and where it lies is its row, as it is stored."""
+    """Each tag is in the cache once, and its slot contains the row as it is stored."""
     g = one.geometry
     used = g.head_dim + g.value_dim
     used = used * 2 if one.state.codec == "plain" else used + 8
@@ -319,14 +327,15 @@ def test_a_cache_keeps_rows_as_they_are_stored(rows, given, device):
         assert tags == [{i for i in row if i >= 0} for row in hits.ids.flatten(0, 1).tolist()]
         assert_kept(one, cache)
         for block in range(3 * case.batch):
-            one.store._table._block(block).fill_(0xFF)  # what is read now was kept
+            # this call reads what the cache stored before
+            one.store._table._block(block).fill_(0xFF)
         assert_near(one.step.attend(queries, one.state, *more), wanted)
     assert cache.counts.tolist() == [[2 * n, n] for n in some.tolist()]
     assert cache.clocks.tolist() == [2] * len(some)
 
 
 ONE = Case(q_heads=1, kv_heads=1, head_dim=8, value_dim=8)
-"""Of one head, so that none but its blocks looks rows up."""
+"""For a single head, so that only its thread blocks look rows up."""
 
 
 def chosen(rows, device):
@@ -336,16 +345,18 @@ def chosen(rows, device):
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_row_whose_slot_is_taken_in_the_same_step_is_fetched(device):
-    """A team has read the tag of a row to come when it takes that row's slot for another."""
+    """A team has read the tag of the row that it will need next when it takes that row's slot for
+    another row.
+    """
     one, queries = Attending(ONE, "plain", device), ONE.queries().to(device)
     cache = cached(one, 4)
-    one.step.splits = 1  # so that a team of 8 lanes has every 32nd row
+    one.step.splits = 1  # so that a team of 8 lanes gets every 32nd row
     with emulating(device):
         for rows in [7], [20], [300], [599], [8, *[-1] * 63, 7]:
             hits = chosen(rows, device)
             assert_near(one.step.attend(queries, one.state, hits), one.wanted(queries, hits))
         assert cache.counts.tolist() == [[6, 0]]
-        assert sorted(cache.tags[0].tolist()) == [8, 20, 300, 599]  # it is not kept
+        assert sorted(cache.tags[0].tolist()) == [8, 20, 300, 599]  # this row is not cached
         assert_kept(one, cache)
         one.step.attend(queries, one.state, chosen([599, 8, 20, 7], device))
     assert cache.counts.tolist() == [[10, 3]]
@@ -373,10 +384,10 @@ def test_a_tag_is_read_while_others_take_its_slot(monkeypatch):
     """Lanes of a team read a tag before and after another row takes its slot."""
     monkeypatch.setattr(sys.modules[__name__], "K", 400)
     one, queries = Attending(ONE, "plain", "cpu"), ONE.queries()
-    cache, one.step.splits = cached(one, 256), 1  # so that a team looks for a dozen rows
+    cache, one.step.splits = cached(one, 256), 1  # so that a team looks up a dozen rows
     for seed in range(10):
         order = torch.rand(TOKENS, generator=torch.Generator().manual_seed(seed))
-        order[:200] += 0.7  # which are wanted in most steps
+        order[:200] += 0.7  # which most steps need
         hits = chosen(order.argsort(descending=True)[:400].tolist(), "cpu")
         with emulator.emulated(order="random", seed=seed):
             output = one.step.attend(queries, one.state, hits)
@@ -386,7 +397,8 @@ def test_a_tag_is_read_while_others_take_its_slot(monkeypatch):
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_values_may_be_wide(device):
-    case = replace(ONE, value_dim=2048)  # 256 KB if as many were on their way as of others
+    # 256 KB if as many of these rows were in flight as of others
+    case = replace(ONE, value_dim=2048)
     one, queries = Attending(case, "plain", device), case.queries().to(device)
     hits = chosen([*range(0, 600, 20)], device)
     with emulating(device):
@@ -397,9 +409,9 @@ def test_values_may_be_wide(device):
 @pytest.mark.parametrize("order", emulator.ORDERS)
 @pytest.mark.parametrize("heads", [1, 2], ids=["alone", "parts"])
 def test_rows_may_look_for_places_in_any_order(order, heads):
-    """More rows in a set than it has slots, step after step, by warps that come in any order.
+    """In each step, more rows of a set are needed than it has slots, by warps in any order.
 
-    Of 2 heads each has blocks of its own, and those of the first keep rows in the cache.
+    Each of 2 heads has its own thread blocks, and those of the first insert rows into the cache.
     """
     case = replace(ONE, q_heads=heads)
     one, queries = Attending(case, "plain", "cpu"), case.queries()
@@ -419,4 +431,5 @@ def test_rows_may_look_for_places_in_any_order(order, heads):
         assert_kept(one, cache)
         assert cache.clocks.tolist() == [seed + 1]
         assert set(cache.tags[0, cache.stamps[0] // 2 > seed].tolist()) <= set(rows)
-    assert lost or heads == 2  # so that it was tried; the second head's may have used all before
+    # so the cache was used; the second head may have used all slots before
+    assert lost or heads == 2

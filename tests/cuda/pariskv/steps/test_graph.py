@@ -1,7 +1,9 @@
-"""Layers whose steps are captured by themselves: when, when not; to the bit as without graphs.
+"""Layers that capture their decode steps automatically:
 
-On a CPU graphs are launches that are kept (`graphs.py`). One file: every test feeds the same pair
-of layers, one with graphs and one without (`Two`).
+when they do, and that outputs do not change.
+
+On a CPU, graphs are recorded launches (`graphs.py`). This is one file because every test feeds the
+same pair of layers (`Two`), one with graphs and one without.
 """
 
 import gc
@@ -29,7 +31,7 @@ PROMPT = 60
 
 @pytest.fixture
 def graphs(device):
-    """Counts graphs and replays."""
+    """Count graphs and replays."""
     with counted(device) as counting:
         yield counting
 
@@ -42,7 +44,10 @@ def layer_of(device, case=CASE, graphs=True, **options):
 
 
 class Two:
-    """A layer with graphs and one without, fed the same; what they give is the same to the bit."""
+    """A layer with graphs and one without, with the same input.
+
+    Their outputs must be equal bit by bit.
+    """
 
     def __init__(self, device, case=CASE, pads=None, **options):
         self.layers = [layer_of(device, case, on, **options) for on in (True, False)]
@@ -67,7 +72,7 @@ class Two:
 
 
 def two(device, steps=WARM + 2, **options):
-    """After a prompt and steps enough to have a graph."""
+    """Feed a prompt, and enough steps to have a graph."""
     pair = Two(device, **options)
     pair.feed(PROMPT)
     pair.feed(times=steps)
@@ -76,7 +81,7 @@ def two(device, steps=WARM + 2, **options):
 
 @pytest.mark.parametrize(("case", "pads"), [(CASE, None), (PADDED, [0, 13])], ids=str)
 def test_a_step_is_few_operations_and_launches(device, graphs, monkeypatch, case, pads):
-    """It is these that cost a host its time: some 5 µs each, and 1 µs for a view."""
+    """Operations cost the host most of its time: about 5 µs each, and 1 µs for a view."""
     monkeypatch.setattr(ParisKV, "_defers", True)
     monkeypatch.setattr("kvindex.core.check.finite", lambda *_: None)  # as on a GPU
     pair = two(device, update_every=40, case=case, pads=pads)
@@ -90,7 +95,7 @@ def test_a_step_is_few_operations_and_launches(device, graphs, monkeypatch, case
     resident = pair.layers[1]._window.resident(len(pair.layers[1].index))
     with Launches() as alone:
         pair.layers[1].index.attend(parts[0][:, :, 0], resident, k=SIZES["k"])
-    assert found[0] == (["stage_token"], ["aten.clone.default"])  # beside the replay
+    assert found[0] == (["stage_token"], ["aten.clone.default"])  # in addition to the replay
     assert found[1] == (["stage_token", *alone.names], ["aten.empty_like.default"] * 3)
 
 
@@ -166,7 +171,7 @@ def test_what_a_caller_does_to_its_tensors_afterwards_does_not_matter(device, gr
 
 
 def test_queries_keys_and_values_of_other_strides(device, graphs):
-    """As transformers passes them: values are a view of `[B, 1, G · Dv]`."""
+    """Tensors as transformers passes them: values are a view of `[B, 1, G · Dv]`."""
     pair = two(device)
     for _ in range(3):
         parts = pair.sequence.parts(pair.length, pair.length + 1)
@@ -180,7 +185,7 @@ def test_queries_keys_and_values_of_other_strides(device, graphs):
 
 @pytest.mark.parametrize("length", mostly_slow([PROMPT + 3, PROMPT, 40], PROMPT))
 def test_after_a_cut(device, graphs, length):
-    """Into the window or the index: the graph goes on."""
+    """Tokens go to the window or to the index; the graph stays valid."""
     pair = two(device)
     pair.each(lambda layer: layer.truncate(length))
     pair.length = length
@@ -233,13 +238,16 @@ def test_another_k_is_another_graph(device, graphs):
 
 
 def test_candidates_that_outgrow_their_buffers(device, graphs):
-    """More than twice those of the first search: new buffers, and a graph that has them."""
+    """More than twice the candidates of the first search:
+
+    new buffers, and a graph that uses them.
+    """
     pair = two(device, k=2, beta=0.2)
     assert graphs.made == 1
     before = pair.layers[0].index._executor._newest(2).step
     more = CASE.tokens(500, seed=7)
     for layer in pair.layers:
-        layer._updates.finish()  # of an update that is under way
+        layer._updates.finish()  # of a pending update
         layer.index.append(*(one.to(device) for one in more))
     mine, theirs = pair.layers
     assert mine.index._executor._newest(2).outgrown
@@ -349,7 +357,9 @@ def test_a_driver_that_refuses_is_said_once_and_steps_go_on(device, graphs, monk
 
 
 def test_an_index_that_is_used_between_the_steps(device, graphs):
-    """Searches of another k and attention beside other rows share its buffers."""
+    """Searches with another k, and attention with other rows in addition, share the step's
+    buffers.
+    """
     pair = two(device)
     queries = CASE.queries().to(device)
     for _ in range(3):
@@ -368,7 +378,7 @@ def test_it_ends_with_the_index(device, graphs):
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_what_is_captured_is_ended_whatever_happens(monkeypatch, fails):
-    """The calls of torch, in order; garbage is not collected in between."""
+    """Record the calls of torch in order. Garbage is not collected in between."""
     done = []
 
     class Stream:

@@ -1,4 +1,7 @@
-"""Launches of few groups: what is divided how, and that 8 groups and more have what they had."""
+"""How launches divide their work when groups are few.
+
+Launches for 8 groups and more stay as they were.
+"""
 
 import pytest
 import torch
@@ -50,7 +53,7 @@ def test_parts_of_shapes_that_models_have():
 )
 @pytest.mark.parametrize("tokens", [20_000, 130_000, 300_000])
 def test_few_groups_find_and_read_what_torch_does(batch, kv_heads, heads, tokens):
-    """Heads in parts where rows are on the device, on the host and in the cache."""
+    """Heads are divided into parts, with rows on the device, on the host and in the cache."""
     sizes = dict(head_dim=128, value_dim=128, dtype=torch.bfloat16, device="cuda")
     case = Case(q_heads=kv_heads * heads, kv_heads=kv_heads, batch=batch, **sizes)
     far, near, plain = (
@@ -69,9 +72,9 @@ def test_few_groups_find_and_read_what_torch_does(batch, kv_heads, heads, tokens
     resident = ResidentRows(near.geometry, batch, 320)
     resident.add(keys[:, :, :300], values[:, :, :300], None)
     found = [index.attend(queries, resident, k=100) for index in (near, far, far)]
-    for other in found[1:]:  # from the host, then from the cache
+    for other in found[1:]:  # first from the host, then from the cache
         torch.testing.assert_close(other.output, found[0].output, rtol=2e-2, atol=2e-3)
         assert torch.equal(other.found, found[0].found)
-    for tags in far._executor.cache.tags.tolist():  # one part alone gives a row its place
+    for tags in far._executor.cache.tags.tolist():  # only one part puts a row into the cache
         ids = [tag for tag in tags if tag >= 0]
         assert len(ids) == len({*ids}) > 0

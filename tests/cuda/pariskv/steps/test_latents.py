@@ -1,7 +1,8 @@
-"""A step over latents for many heads against its torch twin (`kvindex.pariskv.decode_step`).
+"""Kernels of a decode step over latents with many heads, compared with their reference
+(`kvindex.pariskv.decode_step`).
 
-Each stage gets what the kernels before it have written, so that integers must be equal to the bit
-and floats up to rounding. On a CPU the kernels are emulated.
+Each stage of the reference gets what the kernels before it have written, so integers must be equal
+and floats must agree up to rounding. On a CPU, kernels are emulated.
 """
 
 from dataclasses import replace
@@ -94,21 +95,21 @@ def ran(name, device, order="forward"):
 
 
 def rounded(pieces, heads, width):
-    """Rounded queries `[B, heads, width]` of what byte_votes.cuh says lies where."""
+    """Rounded queries `[B, heads, width]`, read in the layout of byte_votes.cuh."""
     order = [lane % 2 * 16 + lane // 2 % 4 * 4 + lane // 8 for lane in range(32)]
-    halves = pieces.view(len(pieces), -1, 2, pieces.shape[2], 16)  # of 32 coordinates, of heads
+    halves = pieces.view(len(pieces), -1, 2, pieces.shape[2], 16)  # 32 coordinates, heads
     words = halves.transpose(2, 3).flatten(3)[..., order]
     return words.transpose(1, 2).flatten(2)[:, :heads, :width]
 
 
 class Found:
-    """What the kernels wrote, as the twin has it: of one group."""
+    """Return what the kernels wrote, in the reference's form, for one group."""
 
     def __init__(self, layer, step):
         g, B = layer.config.geometry, len(layer.queries)
         tile, tiles = tile_of(g.q_heads), g.q_heads // tile_of(g.q_heads)
 
-        def heads(part):  # of tiles `[B, tiles, heads of a tile and more, ...]`
+        def heads(part):  # of tiles: `[B, tiles, room for the heads of a tile, ...]`
             return part.cpu().view(B, tiles, *part.shape[1:])[:, :, :tile].flatten(1, 2)[:, None]
 
         integers = rounded(step.integers.cpu(), g.q_heads, g.head_dim)[:, None].int()
@@ -158,7 +159,7 @@ class Found:
         none = torch.arange(k) >= found[:, None]
         ids, scores = step.ids.cpu().masked_fill(none, 2**62), step.scores.cpu()
         weights = scores if step.weights is None else step.weights.cpu()
-        if k > 2048:  # they come in any order
+        if k > 2048:  # kernels write them in any order
             ids, order = ids.sort(-1)
             scores, weights = scores.gather(-1, order), weights.gather(-1, order)
         scores, weights = (part.masked_fill(none, -torch.inf) for part in (scores, weights))

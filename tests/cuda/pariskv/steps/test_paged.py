@@ -1,4 +1,6 @@
-"""Steps over an engine's pages, held to attention over the same pages in plain torch."""
+"""Decode steps over an inference engine's pages, compared with attention over the same pages in
+plain torch.
+"""
 
 import pytest
 import torch
@@ -16,11 +18,11 @@ from tests.support.helpers import mostly_slow, slow
 H, G, D, LAYERS, PAGES = 4, 2, 16, 2, 16
 
 LENGTHS = 1100, 700, 300, 1024, 1, 0
-"""Of sequences: the last one is a row that is none."""
+"""Lengths of sequences; the last one is an unused place in the batch."""
 
 
 class Engine:
-    """An engine's caches, full of what was there before, and sequences whose tokens come."""
+    """The caches of an engine, filled with old data, and sequences that get new tokens."""
 
     def __init__(self, device, *, tokens=BLOCK, order="HND", dtype=torch.float32, **options):
         given = {"index": "pariskv:preset=fast", "k": 4096, "sink": 4, "local_window": 20}
@@ -30,7 +32,7 @@ class Engine:
         )
         self.paged = PagedAttention.of(self.options, self.geometry)
         self.tokens, self.device, self.generator = tokens, device, torch.Generator().manual_seed(0)
-        # a record's page is whole bytes a token, as the plug-in's cache is
+        # a page of records has whole bytes per token, as the vLLM plug-in's cache has
         record = -(-self.paged.layout.head_bytes // BLOCK) * BLOCK
         shape = PAGES, G, tokens // BLOCK, record
         self.codes = [self.filled(shape, 0xA5, torch.uint8) for _ in range(LAYERS)]
@@ -63,7 +65,7 @@ class Engine:
         return torch.full(shape, value, dtype=dtype, device=self.device)
 
     def write(self, sequence, start, stop):
-        """New tokens of a sequence, in all layers: their slots."""
+        """Write new tokens of a sequence in all layers, and return their slots."""
         places = torch.arange(start, stop, device=self.device)
         table = self.tables[sequence].long()
         slots = table[places // self.tokens] * self.tokens + places % self.tokens
@@ -77,7 +79,7 @@ class Engine:
         return made.to(self.geometry.dtype).to(self.device)
 
     def prefill(self):
-        """All but the last token of each sequence, in two chunks."""
+        """Write all but the last token of each sequence, in two chunks."""
         for chunk in range(2):
             slots = []
             for b, length in enumerate(LENGTHS):
@@ -91,7 +93,9 @@ class Engine:
             self.steps.begin(self.tables[: max(len(lengths), 1)], lengths, slots, rows=rows)
 
     def decode(self, lengths=LENGTHS):
-        """A step of all sequences: the kernels' outputs of each layer, and those in torch."""
+        """Run a step for all sequences; return the outputs of the kernels and of torch for each
+        layer.
+        """
         slots = [
             self.write(b, length - 1, length) if length else torch.tensor([-1], device=self.device)
             for b, length in enumerate(lengths)
@@ -105,7 +109,7 @@ class Engine:
             yield output, self.expected(layer, queries, lengths)
 
     def expected(self, layer, queries, lengths):
-        """Codes are those that are there: what the kernels wrote."""
+        """The reference reads the codes that the kernels wrote."""
         found = torch.zeros_like(queries)
         records = self.codes[layer][..., : self.paged.layout.head_bytes]
         for b, length in enumerate(lengths):
@@ -155,7 +159,7 @@ def test_rows_that_are_drawn(device):
 def test_a_block_that_fills_is_searched_once_the_window_has_passed_it(device):
     engine = Engine(device, sink=0, local_window=1, dense_below=0, k=4)
     engine.prefill()
-    for step in range(3):  # 1,024 tokens are full, and searched from the next step on
+    for step in range(3):  # 1,024 tokens are full blocks, and the next step searches them
         lengths = tuple(length + step if length else 0 for length in LENGTHS)
         if -(-lengths[3] // BLOCK) > engine.tables.shape[1]:
             continue

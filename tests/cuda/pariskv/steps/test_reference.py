@@ -1,7 +1,7 @@
-"""Every launch of a decoding step against its torch twin (`kvindex.pariskv.decode_step`).
+"""Every kernel of a decode step, compared with its reference (`kvindex.pariskv.decode_step`).
 
-Each stage gets what the kernels before it have written, so that integers must be equal to the bit
-and floats up to rounding; lists come in any order. On a CPU the kernels are emulated.
+Each stage of the reference gets what the kernels before it have written, so integers must be equal
+and floats must agree up to rounding. Lists may have any order. On a CPU, kernels are emulated.
 """
 
 from dataclasses import replace
@@ -40,7 +40,7 @@ FAST = CASES | {
     "257": (Case(q_heads=4, kv_heads=2, head_dim=64), 257, {}),
     "full": (Case(q_heads=4, kv_heads=2, head_dim=64), 500, dict(capacity=90, scales=0)),
     "one": (Case(q_heads=4, kv_heads=2, head_dim=64), 1, {}),
-    # more groups than warps of the scan, each with a weight scale of its own
+    # more groups than the scan has warps, each with its own weight scale
     "scales": (
         Case(q_heads=3, kv_heads=3, head_dim=32, batch=8),
         300,
@@ -54,9 +54,9 @@ FAST |= {
     for name in (*DRAWN, "scales", "precise")
 }
 FAST["drawn-full"][2].update(capacity=100, refine_factor=4)
-# more candidates than a block of `select_rows` has
+# more candidates than a thread block of `select_rows` takes
 FAST["drawn-finalists"] = (FAST["257"][0], 6000, dict(preset="sampled", k=290))
-# more rows than are put in order
+# more rows than are sorted
 FAST["drawn-2100"] = (FAST["257"][0], 2600, dict(SPARSE, k=2100, refine_factor=1))
 FAST["together"] = (*FAST["g4"][:2], dict(sign_decoder="regression"))
 FAST["together-D120"] = (
@@ -66,12 +66,12 @@ FAST["together-D120"] = (
 )
 FAST["alone"] = (*FAST["g4"][:2], dict(SPARSE, sign_decoder="mean", sampling="priority"))
 FAST["drawn-D192"] = (Case(q_heads=5, kv_heads=1, head_dim=192), 600, SPARSE)
-# a row of the batch without a token
+# a sequence of the batch without tokens
 FAST["padding"] = (*FAST["g1-B2"][:2], dict(pads=[700, 90]))
 FAST["drawn-padding"] = (*FAST["g1-B2"][:2], dict(SPARSE, pads=[700, 90]))
 FAST["drawn-few"] = (FAST["g4"][0], 900, dict(SPARSE, refine_factor=2))
 ELSEWHERE = {"drawn-g3-D96": "drawn-D192", "drawn-g12": "g12", "drawn-bfloat16": "bfloat16"}
-"""Shapes that only a GPU's run compiles for another time, and the case that stands for each."""
+"""Shapes that are compiled again only for tests on a GPU, with the case that represents each."""
 OWN = {"g3-D96", "g12", "g5-127", "scales", "drawn-scales", "drawn-D192", "together-D120"}
 """Shapes for which no fast test compiles kernels."""
 OFTEN = [
@@ -84,7 +84,7 @@ OFTEN = [
 
 @cache
 def ran(name, preset, device):
-    """A layer, and what the kernels of one step of it have written."""
+    """A layer, and what the kernels of one of its steps have written."""
     case, count, options = FAST[name]
     options = dict(preset=preset) | options
     pads, capacity = options.pop("pads", None), options.pop("capacity", None)
@@ -92,7 +92,7 @@ def ran(name, preset, device):
     keys, values = case.tokens(count + 40)
     if options.pop("ties", False):
         keys[:, :, 5:] = keys[:, :, 5:6]
-    if (least := options.pop("scales", None)) is not None:  # a power of two for each head
+    if (least := options.pop("scales", None)) is not None:  # one power of two per head
         powers = torch.arange(case.batch * case.kv_heads) % 12 + least
         keys *= torch.exp2(powers.float()).view(*keys.shape[:2], 1, 1)
     valid = None if pads is None else left_padding(pads, count)
@@ -117,7 +117,9 @@ def ran(name, preset, device):
 
 
 def fast(test):
-    """Runs a test for each case of `fast` and `precise`: of a layer and of what is written."""
+    """Run a test for each case of `fast` and `precise`, with a layer and what its kernels have
+    written.
+    """
     return on_devices(pytest.mark.parametrize("name", OFTEN)(test))
 
 
@@ -135,7 +137,7 @@ def assert_equal(got, want, *names):
 
 
 def assert_operands(got, layer):
-    """Of 22 bits, of a query that is rotated in another order of sums."""
+    """Operands have 22 bits, of a query whose rotation adds up in another order."""
     directions, norms, wrong = rotated(layer.queries, layer.config)
     assert not wrong
     error = queries_of(got.operands, got.ups) - directions * norms[..., None]
@@ -214,7 +216,7 @@ def test_the_list_is_of_all_votes_from_the_threshold_on(name, device):
 def test_candidates_and_their_estimates(name, device):
     layer, kernels = ran(name, "fast", device)
     got, scanned = kernels.reranked, kernels.scanned
-    if name.endswith("full"):  # as a list that is too short
+    if name.endswith("full"):  # as if the list were too short
         scanned = replace(scanned, counts=torch.zeros_like(scanned.counts))
     want = decode_step.rerank(layer.state, kernels.prepared, scanned, layer.config)
     assert_reranked(got, want)
@@ -240,7 +242,7 @@ def test_attention_over_them(name, device):
 
 
 def assert_selected(layer, kernels):
-    """Scores of these cases are equal, or further apart than rounding."""
+    """In these cases, scores are equal or further apart than rounding errors."""
     got = kernels.selected
     sampling = None if isinstance(kernels.step, TieredVotesStep) else kernels.prepared.sampling
     want = decode_step.select_rows(layer.state, kernels.reranked, layer.k, layer.config, sampling)
@@ -265,7 +267,9 @@ def assert_attended(layer, kernels):
 
 @paper
 def test_a_table_of_the_query(name, device):
-    """But for centroids whose order the last bit of a rotated query turns."""
+    """Tables are equal except for centroids whose order depends on the last bit of a
+    rotated query.
+    """
     layer, kernels = ran(name, "paper", device)
     got = kernels.query
     want = tiered_votes.query_table(layer.queries, layer.state, layer.config)
@@ -283,7 +287,7 @@ def test_votes_of_all_keys(name, device):
     assert_equal(got, want, "votes", "totals")
     pieces = -(
         -layer.state.tokens // tiered_votes.CHUNK
-    )  # of one chunk each; the others no one sees
+    )  # one chunk each; no kernel reads the others
     assert torch.equal(got.pieces[..., :pieces, :], want.pieces[..., :pieces, :])
 
 

@@ -1,6 +1,8 @@
-"""A decoding step's kernels against the torch reference; on a CPU they are emulated.
+"""The kernels of a decode step with sign votes, compared with the torch reference.
 
-One file, for every test sets up the same state by hand (`setting`, `run`, `expected`).
+On a CPU, they are emulated.
+
+This is one file because every test builds the same state by hand (`setting`, `run`, `expected`).
 """
 
 from contextlib import nullcontext
@@ -27,7 +29,9 @@ from tests.support.steps import codes_of
 
 
 def setting(case, count, *, resident=40, valid=None, device="cpu", tokens=None, **options):
-    """An index of `count` tokens, the state that a step reads, and what keeps it alive."""
+    """An index of `count` tokens, the state that a step reads, and the tensors that the state
+    points to.
+    """
     keys, values = (part.to(device) for part in tokens or case.tokens(count + resident))
     options = dict(preset="fast", candidates_per="group", device=device) | options
     index = case.index("pariskv", **options)
@@ -83,7 +87,8 @@ CASES = {
     "g8-D256": (Case(q_heads=8, kv_heads=1, head_dim=256, value_dim=64), 300, {}),
     "g12": (Case(q_heads=12, kv_heads=1, head_dim=64), 400, {}),
     "g16": (Case(q_heads=16, kv_heads=1, head_dim=72), 400, {}),
-    "blocks": (Case(q_heads=4, kv_heads=1, head_dim=64), 6000, dict(beta=0.9)),  # of `agree`: two
+    # two policies of `agree`
+    "blocks": (Case(q_heads=4, kv_heads=1, head_dim=64), 6000, dict(beta=0.9)),
     "g5-127": (Case(q_heads=5, kv_heads=1, head_dim=128), 600, dict(query_max=85)),
     "g2-7": (Case(q_heads=4, kv_heads=2, head_dim=64), 600, dict(query_max=5)),
     "one": (Case(q_heads=4, kv_heads=2, head_dim=64), 1, {}),
@@ -119,9 +124,11 @@ def run(
     votes=None,
     look=None,
 ):
-    """A step with poisoned outputs: its output, and the ids of each group, ascending.
+    """Run a step whose outputs start as garbage.
 
-    votes: definitions for the kernels that vote; look: is given the step when it is done.
+    Return its output, and the ids of each group in ascending order.
+
+    votes: macros for the kernels that vote. look: called with the step when it is done.
     """
     kind = kind_of(index.config, index.geometry)
     sizes = dict(batch=len(queries), k=k, multiprocessors=multiprocessors)
@@ -143,12 +150,12 @@ def run(
         look(step)
     found = step.found.tolist()
     ids = [row[:n].tolist() for row, n in zip(step.ids, found, strict=True)]
-    assert ids == [sorted(row) for row in ids]  # so that outputs are the same from run to run
+    assert ids == [sorted(row) for row in ids]  # so that outputs do not change from run to run
     return output, ids
 
 
 def expected(index, queries, state, k):
-    """The reference's hits, and its attention over them and the resident rows."""
+    """Return the reference's hits, and its attention over them and the resident rows."""
     hits = index.search(queries, k=k)
     rows, D = index.fetch(hits), index.geometry.head_dim
     resident = state.resident.tensor_split([D], dim=-1)
@@ -164,7 +171,7 @@ def expected(index, queries, state, k):
 
 
 def assert_close(got, want, hits, *, missing=0.0):
-    """Ids are equal but for `missing` of them (scores within rounding of each other)."""
+    """Ids are equal except for `missing` of them, whose scores agree within rounding."""
     output, ids = got
     rows = hits.ids.flatten(0, 1).tolist()
     mine = [{i for i in row if i >= 0} for row in rows]
@@ -222,7 +229,7 @@ def test_a_long_list(device, options):
 def test_padded_tokens_and_hidden_rows_are_never_read(device):
     case = Case(q_heads=4, kv_heads=2, head_dim=64, batch=3)
     valid = left_padding([0, 130, 600], 600).to(device)
-    valid[0, 290:340] = valid[1, 500:505] = valid[1, 590:] = False  # and anywhere
+    valid[0, 290:340] = valid[1, 500:505] = valid[1, 590:] = False  # and at any address
     index, layout, state, _kept, k = setting(case, 600, valid=valid, device=device)
     state.resident_mask[1, ::3] = 0
     queries = case.queries().to(device)
@@ -239,7 +246,10 @@ def test_padded_tokens_and_hidden_rows_are_never_read(device):
     ids=["edge", "full", "short", "blocks"],
 )
 def test_ties_go_to_the_lower_ids(device, count, capacity, options):
-    """Nearly all keys are equal: a bin that shared memory cannot hold, or a list that overflows."""
+    """Nearly all keys are equal:
+
+    a bin that does not fit into shared memory, or a list that overflows.
+    """
     case = Case(q_heads=4, kv_heads=2, head_dim=64)
     keys, values = case.tokens(count + 40)
     keys[:, :, 5:] = keys[:, :, 5:6]
@@ -273,11 +283,15 @@ def test_a_zero_query_and_a_single_key_give_numbers(device):
     torch.testing.assert_close(output, want, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.slow  # `test_reference.py` holds the same products of each case to a like bound
+# `test_reference.py` compares these products in each case, within a similar bound
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_centers_meet_queries_as_in_float32(dtype, device):
-    """Matrix units take queries as bfloat16: what one such number leaves out must be in others."""
+    """Matrix units take queries as bfloat16 numbers:
+
+    what one such number leaves out must be in the others.
+    """
     case = Case(q_heads=8, kv_heads=2, head_dim=96, dtype=dtype)
     index, layout, state, _kept, k = setting(case, 600, device=device)
     sizes = dict(batch=1, k=k, most=int(state.wanted.max()), multiprocessors=4)
@@ -295,7 +309,7 @@ def test_centers_meet_queries_as_in_float32(dtype, device):
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_queries_may_begin_anywhere(device):
-    """Kernels read 16 bytes of a query at once."""
+    """Kernels read 16 bytes of a query in one load."""
     case, count, options = CASES["bfloat16"]
     index, layout, state, _kept, k = setting(case, count, device=device, **options)
     queries = case.queries().to(device)
@@ -334,7 +348,7 @@ def test_a_query_out_of_range_is_told_and_harms_no_other_group(name, bad, device
     others = [part.flatten(0, 1)[:-group] for part in (got, want)]
     torch.testing.assert_close(*others, rtol=1e-2, atol=1e-2)  # rows come in any order
     run(index, layout, state, torch.zeros_like(queries), k, device=device)
-    assert int(wrong) == 1  # until somebody has seen it
+    assert int(wrong) == 1  # until somebody has read the flag
     run(index, layout, replace(state, wrong=None), queries, k, device=device)
 
 
@@ -408,7 +422,7 @@ def test_rows_that_were_fetched_are_read_from_the_cache(device):
     close(first[0], plain[0])
     assert cache.hit_rate() == 0
     held = (cache.tags >= 0).sum(1).tolist()
-    kept[1].fill_(float("nan"))  # the rows on the host: what is read now was kept
+    kept[1].fill_(float("nan"))  # rows on the host: this call reads what the cache stored before
     if held == [k] * 4:
         again = run(index, layout, cached, queries, k, device=device)
         close(again[0], plain[0])
@@ -420,7 +434,7 @@ def test_rows_that_were_fetched_are_read_from_the_cache(device):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("rows", mostly_slow([4, 16, 1024], 16))
 def test_a_cache_of_any_size_changes_no_output(rows, device):
-    """Smaller than a step's rows too: those that find no place are fetched."""
+    """The cache may be smaller than a step's rows: those that find no slot are fetched."""
     case = Case(q_heads=4, kv_heads=2, head_dim=64, dtype=torch.bfloat16)
     index, layout, state, _kept, k = setting(case, 900, device=device)
     cache = RowCache(2, state.row_bytes, torch.device(device), capacity=rows)
@@ -434,7 +448,7 @@ def test_a_cache_of_any_size_changes_no_output(rows, device):
     assert looked_up == 6 * 2 * k
     assert found >= (2 * 2 * k if rows == 1024 else 0)
     tags = cache.tags[cache.tags >= 0]
-    assert len(tags.unique()) >= len(tags) / 2  # an id is in one slot of its KV head
+    assert len(tags.unique()) >= len(tags) / 2  # an id is in at most one slot of its KV head
 
 
 @pytest.mark.parametrize("rows", [0, 2, 12])
