@@ -1,6 +1,6 @@
-"""What a CUDA graph would keep of a call, on a CPU: each operation, done again to the same memory.
+"""Record on a CPU what a CUDA graph would capture: each operation runs again on the same memory.
 
-A number that the host had read when the call was recorded stays as it was, as in a graph.
+A number that the host read when the call was recorded does not change, as in a graph.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kvindex_cuda.runtime import launch as launching
 
 
 class Recorded(TorchDispatchMode):
-    """While it is entered: torch's operations and the emulator's launches are kept, to `replay`."""
+    """Context that records torch's operations and the emulator's launches, for `replay`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,13 +51,14 @@ class Recorded(TorchDispatchMode):
         return launch
 
     def replay(self) -> None:
-        """All of it once more, results where they were."""
+        """Run all recorded operations again, with results in the same tensors."""
         for step in self._steps:
             step()
 
 
 def again(call: Callable[[], Any], result: Any) -> None:
-    """Do a call once more: its result goes where that of the first time is."""
+    """Run an operation again; its result goes where the first result is."""
     for old, new in zip(tree_leaves(result), tree_leaves(call()), strict=True):
-        if isinstance(old, Tensor) and old.data_ptr() != new.data_ptr():  # else a view, or itself
+        # else it is a view, or the tensor itself
+        if isinstance(old, Tensor) and old.data_ptr() != new.data_ptr():
             old.copy_(new)

@@ -1,10 +1,10 @@
-"""The kernels of a step, of an append and of the cache of rows on small shapes, for sanitizers.
+"""Run the kernels of a step, of an append and of the row cache on small shapes, under sanitizers.
 
     python tests/cuda/sanitize.py [memcheck] [racecheck] [synccheck] [initcheck]
 
-runs itself under NVIDIA's `compute-sanitizer` with each tool named, and fails if one reports
-anything; without a tool it runs as it is, which compiles the kernels (CuPy keeps them). Only this
-project's kernels are watched. Needs a GPU; on a CPU tests run it on the emulator.
+This runs itself under NVIDIA's `compute-sanitizer` with each tool that is named, and fails if one
+reports anything. Without a tool it runs directly, which compiles the kernels (CuPy caches them).
+Only this project's kernels are watched. It needs a GPU; on a CPU, tests run it on the emulator.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
 
-# a script finds the project only now, hence imports that are not at the top (E402)
+# a script finds the project only after the line above, hence imports that are not at the top (E402)
 from kvindex.core.protocol import Rows  # noqa: E402
 from kvindex.core.resident import ResidentRows  # noqa: E402
 from kvindex_cuda.pariskv.append.stage_token import stage_token  # noqa: E402
@@ -37,9 +37,10 @@ K = 20
 
 
 def run(device: str) -> Iterator[str]:
-    """Appends of a first block, a token and two blocks more, padding, a truncation; after each a
-    token beside them, a search, and attention three times: to rows that the cache lacks, holds,
-    and half holds.
+    """Append a first block, a token and two more blocks, padding; then truncate.
+
+    After each: a concurrent append of a token, a search, and attention three times, to rows of
+    which none, all, and half are in the cache.
     """
     for case, name in SHAPES:
         index = case.index(name, device=device, backend="cuda", store="host")
@@ -68,7 +69,7 @@ def run(device: str) -> Iterator[str]:
 
 
 def sanitized(tool: str) -> int:
-    """Run this file under a tool; its exit status, 0 where it reports nothing."""
+    """Run this file under a tool. Return its exit status, 0 if it reports nothing."""
     names = {
         name
         for path in launching.SOURCES.glob("*/*.cu")

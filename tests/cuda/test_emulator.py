@@ -1,6 +1,6 @@
-"""The emulator runs what is right as a GPU would, and refuses what is wrong.
+"""The emulator runs correct kernels as a GPU would, and rejects wrong ones.
 
-Longer than most files: it is a list of small kernels, one for each thing that may go wrong.
+This file is longer than most: it is a list of small kernels, one for each thing that may go wrong.
 """
 
 import time
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(not available(), reason="needs g++ to compile th
 
 
 def run(text, grid, block, *arguments, shared_bytes=0, name="kernel", defines=(), **settings):
-    """Passes arguments as `kvindex_cuda.runtime.launch.launch` does."""
+    """Pass arguments as `kvindex_cuda.runtime.launch.launch` does."""
     passed = [part.data_ptr() if isinstance(part, torch.Tensor) else part for part in arguments]
     passed = [0 if part is None else part for part in passed]
     defines = (*constants("text.cu").items(), *defines)
@@ -238,7 +238,7 @@ extern "C" __global__ void kernel(const int* in, int* out) {
 
 
 def reversed_tiles(barrier, shared_bytes=256, **settings):
-    """64 threads stage a tile of 8 x 8, and read what the opposite thread wrote."""
+    """64 threads copy a tile of 8 x 8, and read what the opposite thread wrote."""
     tiles = torch.arange(3 * 8 * 2 * 8, dtype=torch.int32).view(3, 8, 2, 8)
     out = torch.zeros_like(tiles)
     text = REVERSE.replace("BARRIER", barrier)

@@ -181,7 +181,7 @@ def test_a_repeated_view_reads_and_keeps_the_rows_but_takes_none():
 
 @pytest.mark.parametrize("codec", ["plain", "int4"])
 def test_a_view_of_a_store_that_has_no_memory_yet(codec):
-    """An index that was emptied and then reordered equals an empty one."""
+    """For example, a store that was emptied and then reordered."""
     store = append(host_store(row_codec=codec), tokens(300, batch=1))
     store.truncate(0)
     view = store.reordered(torch.tensor([0])).expand_batch(3)
@@ -192,8 +192,8 @@ def test_a_view_of_a_store_that_has_no_memory_yet(codec):
 
 
 def test_a_copy_of_a_call_that_failed_is_waited_for():
-    """If few rows are written to the same places by a kernel, rows that are copied later must not
-    overwrite them.
+    """A kernel writes the next rows, which are few, to the same places. A late copy would overwrite
+    them.
     """
     store, waited = append(host_store(), tokens(300)), []
     copies = store._offload
@@ -307,10 +307,7 @@ def test_room_that_was_made_is_pinned_once_and_no_append_until_then_pins_any():
 
 
 def test_nothing_is_pinned_ahead_as_long_as_tokens_were_promised():
-    """A driver that pins memory blocks launches while it does:
-
-    pin in small steps, between two tokens.
-    """
+    """The driver blocks kernel launches while it pins memory, so none is pinned between tokens."""
     allocator = FakeAllocator()
     store = append(host_store(allocator), tokens(300))
     store.reserve_tokens(1500)

@@ -177,7 +177,7 @@ def test_no_memory_for_a_fork_changes_nothing():
 
 
 class FailsAt:
-    """A table whose next block has no address yet."""
+    """Make a table fail when it names its next block."""
 
     def __init__(self, monkeypatch, kind):
         monkeypatch.setattr(kind, "_name", self.fail)

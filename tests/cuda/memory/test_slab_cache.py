@@ -107,7 +107,7 @@ def test_where_the_machine_has_no_more_what_is_kept_is_given_back():
     for slab in [allocator.allocate(SLAB), allocator.allocate(SLAB)]:
         slab.free()
     with pytest.raises(MemoryError, match="none left"):
-        allocator.allocate(2 * SLAB)  # neither with both, nor with none
+        allocator.allocate(2 * SLAB)  # fails with the cached slabs, and after they are released
     assert not fake.live
     allocator.allocate(SLAB).free()
     fake.fails = [fake.calls]

@@ -125,7 +125,7 @@ def test_a_block_of_threads_takes_rows_in_turns(name, device, monkeypatch):
     ("name", "heads"), mostly_slow(product(["h128-D128", "g2"], [16, 64, 128]), ("h128-D128", 64))
 )
 def test_heads_come_in_parts(name, heads, device, monkeypatch):
-    """Rows on the host are served for all heads by one thread block."""
+    """If rows are on the host, each thread block serves all heads."""
     monkeypatch.setattr(attend_latents, "NEAR_HEADS", heads)
     one = Attending(CASES[name], "plain", device, True)
     poisoned(monkeypatch)

@@ -213,7 +213,7 @@ def test_the_comparison_can_fail(device):
     assert close(got, case, scale=0.125)
     logits = case[1][1, 1] @ case[0][1, 6] * 0.125
     row = (logits.softmax(0) - 1 / 257).abs().argmin()
-    bias[1, 6, row] = NEVER  # for one head, one row whose weight is the average
+    bias[1, 6, row] = NEVER  # hide a row of average weight from one head
     assert not close(got, case, scale=0.125, bias=bias)
 
 

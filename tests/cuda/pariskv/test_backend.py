@@ -72,9 +72,7 @@ def test_every_preset_searches_as_in_torch(spec, device):
     ("spec", "pinned"), sampled([f"pariskv:preset={name}" for name in LAYERED], [False, True])
 )
 def test_a_layer_attends_as_in_torch(spec, pinned, device, monkeypatch):
-    """Feed both indexes the same rows, with some difference allowed where kernels write the
-    codes.
-    """
+    """Rows enter both indexes at the same steps, asynchronously where kernels write the codes."""
     indexes = pair(spec, device)
     if pinned:
         place = indexes[0].geometry

@@ -1,6 +1,6 @@
-"""A layer's step in a caller's graph: what it gives is what `step` gives, whatever comes between.
+"""A layer's step in a caller's graph returns what `step` returns, whatever happens in between.
 
-On a CPU the graph is work that is kept (`graphs.py`).
+On a CPU, the graph is recorded work (`graphs.py`).
 """
 
 from copy import deepcopy
@@ -27,7 +27,7 @@ PROMPT = 60
 
 @pytest.fixture(autouse=True)
 def graphs(device, monkeypatch):
-    """Graphs of tensors on a CPU, whose checks wait, as on a GPU."""
+    """Graphs of tensors on a CPU, with delayed checks as on a GPU."""
     if device != "cpu":
         yield
         return
@@ -38,7 +38,9 @@ def graphs(device, monkeypatch):
 
 
 class Replayed:
-    """A layer whose single tokens go by a graph where they can, and one whose tokens do not."""
+    """A layer whose single tokens go through a graph where possible, and one whose tokens
+    do not.
+    """
 
     def __init__(self, device, case=CASE, pads=None, sinks=None, **options):
         self.device, self.sequence = device, Sequence.of(case, 400, pads)
@@ -65,7 +67,7 @@ class Replayed:
             assert torch.equal(mine, theirs)
 
     def _replay(self, parts):
-        """What a graph gives, or None where the token must take a step."""
+        """Return the output of a graph, or None if the token needs a normal step."""
         layer = self.layers[0]
         reads = layer.prepare_replay()
         if reads is None:
@@ -91,7 +93,7 @@ class Replayed:
 
 
 def replayed(device, tokens=6, **options):
-    """After a prompt, a step that ends it, and so many tokens by a graph."""
+    """Feed a prompt, a step that ends it, and then tokens through a graph."""
     pair = Replayed(device, **options)
     pair.feed(PROMPT)
     pair.feed(times=1 + tokens)
@@ -99,7 +101,7 @@ def replayed(device, tokens=6, **options):
 
 
 def test_codes_are_read_early_in_a_graph_alone(device, monkeypatch):
-    """Outside of it the launch before may be what writes them."""
+    """Outside of a graph, the previous kernel may be the one that writes the codes."""
     found, launch = [], NamedLaunch.__call__
 
     def noted(self, *namespaces, overlap=False, **named):
@@ -132,25 +134,28 @@ def test_over_updates_there_is_one_graph_and_traffic_is_the_same(device, monkeyp
 
 
 MOST = {"cpu": [6, 9, 5, 120, 10, 5], "cuda": [7, 12, 5, 120, 10, 5]}
-"""Operations of torch and launches of two updates of a block (docs/pipeline/regions.md): when each
-begins, when it ends, before the next token. The second one makes the index 4 blocks long, to which
-the regression of signs is fitted. Operations on the host's own tensors are counted, too: they are
-no launches of a GPU; there `record_stream` is counted, and three more when the first update ends.
+"""Operations of torch and launches of two updates of a block (docs/pipeline/regions.md):
+
+at the start, at the end, and before the next token. The second update makes the index 4 blocks
+long, at which the regression of signs is fitted. Operations on the host's own tensors are counted
+too, although they launch nothing on a GPU. On a GPU, `record_stream` is counted as well, and three
+more when the first update ends.
 """
 
 
 @pytest.mark.slow  # 450 tokens
 def test_an_update_of_a_block_is_few_launches_and_other_tokens_need_none(device):
-    """Also while a block that is full waits for the layer's turn."""
+    """This holds also while a full block waits for the layer's turn."""
     made = Replayed(device, local_window=8, update_every=256, update_phase=0.1)
     layer, sequence, costs = made.layers[0], Sequence.of(CASE, 1100), []
     for start, stop in ((0, 600), (600, 601), *((n, n + 1) for n in range(601, 1060))):
         parts = [one.to(device) for one in sequence.parts(start, stop)]
         if start < 601:
             layer.step(*parts)
-            layer.index.reserve(1100)  # else candidates outgrow their buffers: another graph
+            # with more, candidates would need larger buffers and another graph
+            layer.index.reserve(1100)
             continue
-        if start == 602:  # from here on what a graph does is launched by the host no more
+        if start == 602:  # from here on, the host launches nothing that is in the graph
             for name in ("prepare_replay", "count_replay"):
                 setattr(layer, name, noted(getattr(layer, name), costs))
         assert made._replay(parts) is not None
@@ -162,7 +167,9 @@ def test_an_update_of_a_block_is_few_launches_and_other_tokens_need_none(device)
 
 
 def noted(call, costs):
-    """The call, whose operations that are not views and launches are counted."""
+    """Return a function that makes the call and counts its launches and its operations that are not
+    views.
+    """
 
     def counted():
         with Operations() as operations, Launches() as launches:
@@ -185,7 +192,10 @@ def test_several_heads_and_sequences_of_values_of_another_size(device):
 
 
 def test_a_token_beyond_the_room_is_written_nowhere_and_not_counted(device):
-    """The first launch of a step stages it; a graph that is replayed too often must not overrun."""
+    """The first launch of a step stages the token.
+
+    A graph that is replayed too often must not write past the buffer.
+    """
     pair = replayed(device)
     layer = pair.layers[0]
     resident = layer._window.resident(len(layer.index))
@@ -217,7 +227,7 @@ def test_a_padded_batch(device):
 
 @pytest.mark.slow
 def test_with_learned_sinks(device):
-    """Those of the model's dtype, beside a batch: a term more of every step, in a graph, too."""
+    """Sinks of the model's dtype, with a batch, add a term to every step, also in a graph."""
     mine = replayed(device, case=PADDED, sinks=torch.tensor([0.5, -2], dtype=torch.bfloat16))
     assert mine.made == 1
     plain = replayed(device, case=PADDED)
@@ -226,7 +236,7 @@ def test_with_learned_sinks(device):
 
 @pytest.mark.parametrize("cut", mostly_slow([1, 3, 10, 30], 3))
 def test_after_a_cut_it_goes_on(device, cut):
-    """Of staged tokens, of the window, and into the index."""
+    """Truncate staged tokens, tokens of the window, and tokens of the index."""
     pair = replayed(device, tokens=9)
     length = pair.length - cut
     pair.each(lambda layer: layer.truncate(length))
@@ -238,7 +248,7 @@ def test_after_a_cut_it_goes_on(device, cut):
 def test_tokens_by_steps_and_several_at_once_in_between(device):
     pair = replayed(device)
     for count in (1, 3, 1, 20, 2):
-        made, pair.made = pair.made, -1  # no graph for these
+        made, pair.made = pair.made, -1  # these layers get no graph
         pair.feed(count)
         pair.made = made
         pair.feed(times=4)
@@ -260,7 +270,7 @@ def test_another_order_of_the_batch_and_a_reset_are_other_graphs(device):
 
 @pytest.mark.slow
 def test_back_to_a_checkpoint(device):
-    """With tokens that only the resident rows had, and what has been counted."""
+    """A checkpoint includes tokens that only the resident rows have, and counters."""
     pair = replayed(device, tokens=3)
     marks, length = [layer.checkpoint() for layer in pair.layers], pair.length
     read = float(pair.layers[0].traffic.rows_read)
@@ -301,7 +311,7 @@ def test_an_update_that_fails_leaves_the_token_and_comes_again(device, monkeypat
     pair.length += 1
     assert len(pair.layers[0]) == len(pair.layers[1]) == pair.length
     pair.feed(times=12)
-    assert pair.made == 2  # the window has become longer than its buffer was
+    assert pair.made == 2  # the window has outgrown its buffer
 
 
 def _no_memory(*_, **__):

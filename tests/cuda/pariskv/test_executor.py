@@ -1,6 +1,7 @@
-"""ParisKV whose codes lie in blocks and whose search is fused, against itself in plain torch.
+"""ParisKV with codes in blocks and a fused search, compared with itself in plain torch.
 
-One file, for all of it holds one class to the same reference: search, attend, change, failure.
+This is one file because it compares one class with one reference: search, attention, changes,
+failures.
 """
 
 import gc
@@ -43,15 +44,15 @@ OPTIONS = dict(preset="fast", candidates_per="group")
 
 @pytest.fixture(params=DEVICES)
 def device(request, monkeypatch):
-    """The torch ops with the fused search beside them; the kernels emulated on a CPU."""
-    # of a CPU the only store is of its memory: with a cache of its rows
+    """The torch ops together with the fused search. On a CPU, kernels are emulated."""
+    # on a CPU the only store is in CPU memory; it gets a cache of its rows
     torch_ops_and_an_executor(monkeypatch, far=request.param == "cpu")
     with emulator.emulated() if request.param == "cpu" else nullcontext():
         yield request.param
 
 
 def pair(device, case=CASE, **options):
-    """The index with fused kernels, and in plain torch."""
+    """The index with fused kernels, and the index in plain torch."""
     options = OPTIONS | dict(device=device) | options
     return [case.index("pariskv", backend=name, **options) for name in ("cuda", "torch")]
 
@@ -173,7 +174,7 @@ def test_the_plain_index_knows_nothing_of_it():
 
 
 def addresses(index):
-    """Of all tensors that a search of the index reads or writes, but those of its results."""
+    """Addresses of all tensors that a search of the index reads or writes, except its results."""
     state, step = index._executor._state, index._executor._uses[-1].step
     kept = {**vars(state), **vars(step), "asked": index._executor._uses[-1].wanted}
     for result in ("output", "lse", "found"):
@@ -247,7 +248,7 @@ def test_buffers_grow_once_for_all_when_candidates_outgrow_them(device):
         index.append(*part(tokens, 0, 60))
         index.search(queries, k=10)
     small = indexes[0]._executor._uses[-1].step
-    assert small.most == 80  # twice what pool · k asks for
+    assert small.most == 80  # twice as many as pool · k requires
     for index in indexes:
         index.append(*part(tokens, 60, 900))
         index.search(queries, k=50)
@@ -300,7 +301,9 @@ def test_attention_reads_no_more_near_rows_than_there_are(device):
 
 @pytest.mark.parametrize("given", [False, True], ids=["attend", "attend_hits"])
 def test_what_attention_gives_can_be_merged(device, given):
-    """The logarithm of what the softmax divides by, and how many rows the search found."""
+    """lse is the logarithm of the softmax denominator; found is the number of rows that the search
+    found.
+    """
     case = replace(CASE, softcap=5.0)
     index = pair(device, case)[0]
     index.append(*moved(case.tokens(300), device))
@@ -331,7 +334,7 @@ def spoiled(queries):
 
 
 def attending(device, **options):
-    """An index of 300 tokens, a resident row and queries."""
+    """An index of 300 tokens, a resident row, and queries."""
     index = pair(device, **options)[0]
     index.append(*moved(CASE.tokens(300), device))
     resident = ResidentRows(index.geometry, 2, 1)
@@ -340,7 +343,7 @@ def attending(device, **options):
 
 
 def test_a_query_that_is_not_finite_is_an_error_later(device, monkeypatch):
-    """Where looking would stop the device: as on a GPU."""
+    """As on a GPU, where a check would stop the device, checks are delayed."""
     monkeypatch.setattr(ParisKV, "_defers", True)
     index, resident, queries = attending(device)
     want = index.attend(queries, resident, k=20).output
@@ -351,7 +354,7 @@ def test_a_query_that_is_not_finite_is_an_error_later(device, monkeypatch):
     message = r"queries: got \(in an earlier call\) what is not, allowed is a finite number"
     with pytest.raises(ValueError, match=message):
         index.raise_pending()
-    index.raise_pending()  # said once
+    index.raise_pending()  # reported once
     index.search(spoiled(queries), k=20)  # the same flag
     index.attend(queries, resident, k=20)
     with pytest.raises(ValueError, match=message):
@@ -395,7 +398,7 @@ def test_results_are_the_callers_though_layers_share_buffers(device):
 
 
 class Counted(TorchDispatchMode):
-    """Names of torch's operations that are called."""
+    """Collect the names of torch's operations that are called."""
 
     def __init__(self):
         super().__init__()
@@ -413,14 +416,16 @@ def test_a_call_of_the_index_launches_its_kernels_and_nothing_else(device, monke
     with Launches() as launches, Counted() as torchs:
         index.attend(queries, resident, k=20)
     assert launches.names == ["prepare_query", "scan", "rerank", "select_rows", "attend"]
-    assert set(torchs.names) <= {"empty_like", "view", "detach"}  # which run nothing
+    assert set(torchs.names) <= {"empty_like", "view", "detach"}  # operations that run nothing
 
 
 WRAPPERS = ("", "+sample", "+reuse:tau=2")
 
 
 def layers_of(device, case, indexes, steps=6):
-    """Outputs and traffic of a layer over each index, which attend step by step after a prompt."""
+    """Yield outputs and traffic of a layer over each index, which attends step by step after a
+    prompt.
+    """
     tokens = moved(case.tokens(300 + steps), device)
     for index in indexes:
         layer = AttentionLayer(index, k=20, sink=4, local_window=16, update_every=4, dense_below=64)
@@ -456,7 +461,8 @@ def test_a_layer_over_rows_of_every_codec(device, rows, value_dim, wrapper, monk
     (got, mine), (want, theirs) = layers_of(device, case, indexes)
     torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-3)
     assert ("row_codec: got 'int4', allowed is" in indexes[0].explain()) == (rows == "int4")
-    replayed = torch.device(device).type == "cuda" and not wrapper  # after two and a captured one
+    # after two normal steps and a captured one
+    replayed = torch.device(device).type == "cuda" and not wrapper
     assert len(calls) == (0 if not attends else 3 if replayed else 6)
     assert float(mine.rows_read) == float(theirs.rows_read)
     assert float(mine.bytes_fetched) == float(theirs.bytes_fetched)
@@ -530,7 +536,7 @@ def test_a_padded_batch_may_be_cut_to_nothing_and_go_on(device):
     ("wrapper", "rows"), sampled(["+sample", "+reuse:tau=2"], ["plain", "int8"])
 )
 def test_rows_that_others_chose_are_read_from_the_cache(device, rows, wrapper):
-    """What is read again is read where it was kept: the rows themselves have gone bad since."""
+    """Rows that are read again come from the cache: the stored rows have been overwritten since."""
     options = OPTIONS | dict(row_codec=rows, device=device, backend="cuda", store="host")
     index = CASE.index("pariskv" + wrapper, **options)
     index.append(*moved(CASE.tokens(300), device))
@@ -539,7 +545,7 @@ def test_rows_that_others_chose_are_read_from_the_cache(device, rows, wrapper):
     cache, store = index.inner._executor.cache, index.inner._store
     asked, found = cache.counts.sum(0).tolist()
     assert (asked, found) == (4 * 20, 0)
-    assert (cache.tags >= 0).sum(1).tolist() == [20] * 4  # no two ids below 300 share a set
+    assert (cache.tags >= 0).sum(1).tolist() == [20] * 4  # no two ids below 300 are in the same set
     if device == "cuda":
         torch.cuda.synchronize()
     for block in range(4):
@@ -559,11 +565,11 @@ def test_what_the_sanitizers_run_runs(device):
 
 def test_room_for_an_answer_is_taken_before_it(device):
     mine, theirs = pair(device)
-    mine.reserve(900)  # of an empty index nothing is known
+    mine.reserve(900)  # nothing is known of an empty index
     tokens, queries = moved(CASE.tokens(1100), device), CASE.queries().to(device)
     for index in (mine, theirs):
         index.append(*part(tokens, 0, 300))
-        index.reserve(900)  # for plain torch there is nothing to do
+        index.reserve(900)  # plain torch has nothing to do
     tables = mine._codes.table.clone(), mine._store.table.clone()
     assert [int((table != 0).sum(1).min()) for table in tables] == [4, 4]
     for start in range(300, 900, 200):

@@ -1,4 +1,4 @@
-"""Forks on kernels: full blocks are there once, and each goes on as an index of its own."""
+"""Forks on kernels: forks share full blocks, and each continues as an index of its own."""
 
 import copy
 import gc
@@ -74,7 +74,7 @@ def test_any_interleaving_equals_separate_indexes(device, spec, store):
 
 
 def test_layers_that_fork_decode_by_themselves(device):
-    """Captured steps too: a fork's are its own."""
+    """Forks also have captured steps of their own."""
     case = placed(device)
     count = 3 if device == "cpu" else 40
     sequence, other = (Sequence.of(case, 40 + count, seed=seed) for seed in (0, 5))

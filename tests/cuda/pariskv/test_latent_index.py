@@ -1,4 +1,4 @@
-"""Indexes of latents with many heads on kernels, against themselves in plain torch."""
+"""Indexes of latents with many heads on kernels, compared with the same in plain torch."""
 
 from contextlib import nullcontext
 from dataclasses import replace
@@ -37,7 +37,7 @@ LAUNCHES += ["estimate_latents", "select_latents", "attend_latents", "merge_late
 
 @pytest.fixture(params=DEVICES)
 def device(request, monkeypatch):
-    """The torch ops with the fused step beside them; the kernels emulated on a CPU."""
+    """The torch ops together with the fused step. On a CPU, kernels are emulated."""
     torch_ops_and_an_executor(monkeypatch, far=request.param == "cpu")
     with emulator.emulated() if request.param == "cpu" else nullcontext():
         yield request.param

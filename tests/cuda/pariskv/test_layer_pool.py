@@ -1,4 +1,4 @@
-"""Layers of any lengths in one step of kernels: each gets what it would get alone."""
+"""Layers of different lengths in one step of kernels: each gets what it would get alone."""
 
 import math
 from functools import partial
@@ -39,7 +39,7 @@ def made(case, spec="pariskv", *, store="device", **sizes):
 
 
 def pools(case, lengths, **options):
-    """A pool of sequences of so many tokens, and a layer of its own for each."""
+    """A pool of sequences with the given lengths, and a separate layer for each."""
     pool, alone = kvindex.LayerPool(made(case, **options)), {}
     for seed, length in enumerate(lengths):
         alone[sequence := pool.open()] = made(case, **options)
@@ -51,7 +51,7 @@ def pools(case, lengths, **options):
 
 
 def step(pool, alone, some, case, count, seed):
-    """One of the pool, held to each of its own."""
+    """Run a step of the pool, and compare each sequence with its separate layer."""
     given = tokens(case, count, 100 + seed, len(some))
     got = pool.step(some, *given)
     for i, sequence in enumerate(some):
@@ -88,7 +88,9 @@ def test_presets_and_rows_on_the_host(device, preset, far, monkeypatch):
 
 
 def test_lists_that_change_between_steps(device):
-    """Another order, one more or less, several tokens, a cut, and dense ones among them."""
+    """Sequences in another order, one more or fewer, several tokens, a truncation, and dense
+    sequences among them.
+    """
     case = case_on(device)
     pool, alone = pools(case, [40, 30, 20, 0, 3])
     a, b, c, new, short = alone
@@ -106,7 +108,7 @@ def test_lists_that_change_between_steps(device):
 
 @pytest.mark.slow
 def test_a_list_is_one_step_of_the_executor_and_is_replayed(device):
-    """Updates begin for one and not for the other."""
+    """Updates begin for one sequence and not for the other."""
     case = case_on(device)
     with counted(device) as graphs:
         pool, alone = pools(case, [30, 42], update_every=6, dense_below=0)
@@ -140,7 +142,7 @@ def test_what_is_wrong_is_refused_and_changes_nothing(device):
             pool.step(some, queries, wrong, values)
         pool, alone = pools(case, [30, 3])
         wrong = queries.clone()
-        wrong[1, 0, 0, 3] = math.nan  # of one that has but a window
+        wrong[1, 0, 0, 3] = math.nan  # for a sequence that has only a window
         with pytest.raises(ValueError, match="queries: got"):
             pool.step(some, wrong, keys, values)
         pool, alone = pools(case, [31, 21])
@@ -166,7 +168,7 @@ def test_a_step_that_fails_after_a_cut_is_undone(device):
 
 
 class Fails:
-    """Runs out of memory when it is called for the `last` time of so many."""
+    """A function that raises MemoryError at its n-th call."""
 
     def __init__(self, function, last):
         self.function, self.left = function, last
@@ -213,7 +215,7 @@ def test_a_sequence_of_a_batch_is_refused(device):
 
 @pytest.mark.parametrize("part", ["update_state", "put_valid"])
 def test_a_first_search_that_finds_no_memory_leaves_nothing_half_read(device, part):
-    """Of tokens of which some are padded."""
+    """Tokens of which some are padding."""
     case = case_on(device)
     valid = torch.arange(300, device=case.device)[None] >= 20
     failed, index = (case.index("pariskv", backend="cuda", store="device") for _ in range(2))
@@ -227,7 +229,7 @@ def test_a_first_search_that_finds_no_memory_leaves_nothing_half_read(device, pa
 
 
 def test_pools_of_whole_indexes_read_no_resident_rows(device):
-    """A pool of layers and one of indexes take turns in the same buffers."""
+    """A pool of layers and a pool of indexes use the same buffers in turn."""
     case = case_on(device)
     pool, alone = pools(case, [30, 20])
     other = kvindex.Pool(case.index("pariskv", backend="cuda", store="device"))

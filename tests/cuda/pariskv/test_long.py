@@ -1,4 +1,4 @@
-"""As many tokens as an index may hold, and as many rows as a search may want."""
+"""The largest number of tokens that an index can have, and of rows that a search can return."""
 
 from contextlib import nullcontext
 
@@ -19,10 +19,13 @@ from tests.support.helpers import Case, hits_of, left_padding
 K = 2048
 
 EVERY = MAX_TOKENS // K
-"""One token of so many stands out for a KV head: as many as a search wants, in the longest."""
+"""One in this many tokens stands out for a KV head.
+
+The longest index has as many of them as a search returns.
+"""
 
 PIECE = 2**17
-"""Tokens that are drawn at a time."""
+"""Number of tokens that are generated at a time."""
 
 LENGTHS = (0, 1, 255, 256, 257, 5_000, 100_001, 2**20 + 1, MAX_TOKENS)
 
@@ -31,7 +34,8 @@ LENGTHS = (0, 1, 255, 256, 257, 5_000, 100_001, 2**20 + 1, MAX_TOKENS)
 def test_as_many_rows_as_a_search_may_want(device):
     case = Case(q_heads=2, kv_heads=1, head_dim=64, batch=2, device=device)
     count = 2200 if device == "cpu" else 60_000
-    valid = left_padding([0, count - 1900], count, device)  # the second row has fewer than that
+    # the second sequence has fewer than that
+    valid = left_padding([0, count - 1900], count, device)
     with emulator.emulated() if device == "cpu" else nullcontext():
         pair = [case.index("pariskv", backend=name) for name in ("cuda", "torch")]
         for index in pair:
@@ -45,12 +49,15 @@ def drawn(seed, *shape, dtype=torch.bfloat16):
 
 
 def standing_out(case):
-    """The first token that stands out, of each KV head: the last head's last is the last of all."""
+    """Return the first token that stands out for each KV head.
+
+    The last head's last one is the last token.
+    """
     return torch.linspace(0, EVERY - 1, case.kv_heads).long().tolist()
 
 
 def tokens(case, directions, start, stop):
-    """Keys and values of these tokens. directions: where keys that stand out point."""
+    """Return keys and values of these tokens. directions: those of keys that stand out."""
     shape = 1, case.kv_heads, stop - start, case.head_dim
     keys, values = drawn(2 * start, *shape), drawn(2 * start + 1, *shape)
     for head, first in enumerate(standing_out(case)):
@@ -68,7 +75,7 @@ def tokens(case, directions, start, stop):
     ],
 )
 def test_from_no_tokens_to_four_million(preset, store, heads):
-    """Rows that stand out are found, all of them and before all others."""
+    """All rows that stand out are found, before all other rows."""
     geometry = dict(head_dim=128, value_dim=128, dtype=torch.bfloat16, device="cuda")
     case = Case(q_heads=2 * heads, kv_heads=heads, **geometry)
     directions = torch.nn.functional.normalize(drawn(7, 1, heads, 128), dim=-1)
@@ -104,7 +111,9 @@ def test_from_no_tokens_to_four_million(preset, store, heads):
 
 @pytest.mark.gpu
 def test_votes_beyond_2_to_the_31_elements_are_selected():
-    """The last of many rows; ties at its cut, as 4M keys have few votes to differ by."""
+    """The last of many matrix rows; and ties at its cut, because 4M keys have few different
+    votes.
+    """
     generator = torch.Generator("cuda").manual_seed(0)
     shape, limits = (1, 2**31 // MAX_TOKENS + 1, 1, MAX_TOKENS), torch.tensor([K])
     votes = torch.empty(shape, dtype=torch.int32, device="cuda")

@@ -1,4 +1,4 @@
-"""The fused step over rows that somebody else keeps: pages by a table of their addresses."""
+"""The fused step over rows that a caller owns: pages, passed as a table of their addresses."""
 
 import re
 

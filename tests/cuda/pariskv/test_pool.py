@@ -1,4 +1,7 @@
-"""Sequences of any lengths in one step: each gets what it would get alone, and no block is lost."""
+"""Sequences of different lengths in one step:
+
+each gets what it would get alone, and no block is lost.
+"""
 
 import gc
 import itertools
@@ -36,12 +39,12 @@ def device(request):
 
 
 def counted(device):
-    """Graphs of launches that are kept, on a CPU."""
+    """On a CPU, graphs are recorded launches."""
     return recorded() if device == "cpu" else nullcontext()
 
 
 def joined(states):
-    """States of one row each as one of a batch, with lengths of their own."""
+    """Combine states of one sequence each into the state of a batch, with a length per sequence."""
     most = max(state.codes.shape[1] for state in states)
 
     def together(name):
@@ -63,7 +66,10 @@ def joined(states):
 @on_devices
 @pytest.mark.parametrize("preset", mostly_slow(["sampled", "fast", "paper"], "sampled", "paper"))
 def test_a_ragged_step_is_that_of_each_row_alone(preset, device):
-    """With more groups than warps of the scan; of what a row has not, no address is read."""
+    """There are more groups than the scan has warps.
+
+    No address is read past a sequence's length.
+    """
     layers = [
         Layer.of(CASE, count, preset=preset, tokens=CASE.tokens(count + 40, seed))
         for seed, count in enumerate(LENGTHS)
@@ -97,9 +103,9 @@ def test_a_ragged_step_is_that_of_each_row_alone(preset, device):
 
 
 def assert_all_free(index):
-    """No block of the rows' pool is held, and each is there once."""
+    """No block of the rows' pool is in use, and each is there once."""
     pool = index._store._pool
-    pool.shared([])  # what is gone is counted
+    pool.shared([])  # update the counts of what is gone
     assert [ledger for ledger in pool._ledgers.values() if ledger] == []
     assert sorted([*pool._free, *pool._unread]) == [*range(len(pool._views) * pool.slab_blocks)]
 
@@ -113,7 +119,8 @@ def test_any_interleaving_equals_separate_indexes(device):
             gc.collect()
             assert_all_free(self.pool._like)
 
-    Machine.options = dict(backend="cuda", store="host", check=True)  # errors come at once
+    # errors are raised immediately
+    Machine.options = dict(backend="cuda", store="host", check=True)
     examples, steps = (3, 9) if device == "cpu" else (30, 60)
     how = settings(max_examples=examples, stateful_step_count=steps, deadline=None)
     run_state_machine_as_test(Machine, settings=settings(how, derandomize=True))
@@ -121,7 +128,9 @@ def test_any_interleaving_equals_separate_indexes(device):
 
 @pytest.mark.parametrize("far", mostly_slow([False, True], True))
 def test_lists_of_sequences_that_change_between_steps(device, far, monkeypatch):
-    """Appends, cuts, forks and another order: what a batch holds of each is made anew."""
+    """After appends, truncations, forks and reorders, the batch's copy of each sequence's state is
+    renewed.
+    """
     if device == "cpu":
         monkeypatch.setattr(DeviceAllocator, "far", far)
     case = Case(q_heads=4, head_dim=32, value_dim=32, device=device)
@@ -154,14 +163,14 @@ def test_lists_of_sequences_that_change_between_steps(device, far, monkeypatch):
     c = pool.fork(b)
     pool.truncate(b, 260)
     check(b, c)
-    append(b, 40)  # where rows lay that are in a cache
+    append(b, 40)  # places of rows that are in a cache
     check(b, c)
     pool.close(a)
     check(c, b)
 
     def asked_with_nan(call):
         call([b, c], case.queries(batch=2) * float("nan"), k=9)
-        pool.truncate(b, 0)  # on a GPU it is told later
+        pool.truncate(b, 0)  # on a GPU, the error is raised later
 
     for call in (pool.attend, pool.search):
         with pytest.raises(ValueError, match="queries"):
@@ -171,7 +180,7 @@ def test_lists_of_sequences_that_change_between_steps(device, far, monkeypatch):
 
 @pytest.mark.parametrize("row_codec", mostly_slow(["int8", "fp8"], "int8"))
 def test_coded_rows_are_read_from_the_center_of_their_sequence(device, row_codec):
-    """Also where a sequence begins again, in the place of which a graph has the address."""
+    """This includes a sequence that starts again in a place whose address a graph contains."""
     case = Case(q_heads=4, head_dim=32, value_dim=32, device=device)
     options = dict(backend="cuda", store="device", row_codec=row_codec, preset="fast")
     number = iter(range(100))
@@ -295,7 +304,7 @@ def test_only_indexes_that_can_are_rows_of_a_batch(device):
 
 
 def milliseconds(call, times=20):
-    """The least of a call that comes again."""
+    """Return the shortest time of a repeated call."""
     found = []
     for _ in range(times):
         torch.cuda.synchronize()

@@ -1,4 +1,7 @@
-"""The step of `paper`: by stages, as an index, and in a graph (setting: `test_sign_votes.py`)."""
+"""The decode step of the preset `paper`: by stages, as an index, and in a graph.
+
+The setting is that of `test_sign_votes.py`.
+"""
 
 from dataclasses import replace
 
@@ -150,7 +153,7 @@ def test_neither_the_order_of_threads_nor_of_blocks_changes_ids():
 
 
 def stepped(index, layout, state, queries, k, device):
-    """A step that has run, to look into."""
+    """Return a step that has run, in order to read its buffers."""
     kind, count = kind_of(index.config, index.geometry), int(state.length)
     options = options_of(kind, index.config) | dict(batch=len(queries), k=k, multiprocessors=4)
     step = STEPS[kind](index.geometry, layout, most=count, **options)
@@ -160,7 +163,7 @@ def stepped(index, layout, state, queries, k, device):
 
 
 def table_of(step, queries, group):
-    """The table of a step that has run, as `ops.coarse.tier_table` gives it."""
+    """Return the table of a step that has run, in the form of `ops.coarse.tier_table`."""
     both = step.table.permute(0, 1, 4, 2, 3).flatten(1, 2)[:, :group]
     return both.unflatten(0, (len(queries), -1))
 
@@ -169,7 +172,7 @@ def table_of(step, queries, group):
 @pytest.mark.parametrize("name", ["g4", "g1-B2"])
 @pytest.mark.parametrize("pads", [0, 90])
 def test_votes_and_candidates_are_the_references_to_the_bit(name, pads, device):
-    """Given the same table."""
+    """Votes are equal, given the same table."""
     case, count, options = CASES[name]
     valid = left_padding([pads] * case.batch, count).to(device) if pads else None
     index, layout, state, _kept, k = made(case, count, device, valid=valid, **options)
@@ -200,12 +203,12 @@ def test_a_table_of_the_query_is_the_references(device):
     tiers = index.config.limits(index.counts, k)[0].to(device)
     want = coarse.tier_table(rotated, index._histogram, tiers)
     mine = table_of(step, queries, 3)
-    assert (mine != want).float().mean() < 1e-3  # an order that the last bit turns
+    assert (mine != want).float().mean() < 1e-3  # the order depends on the last bit
 
 
 @on_devices
 def test_ties_in_pieces_of_several_chunks(device):
-    """And so few centroids that most keys tie."""
+    """There are so few centroids that most keys have equal votes."""
     case, count = Case(q_heads=2, kv_heads=1, head_dim=16), 300_000
     index, layout, state, _kept, k = made(case, count, device)
     queries = case.queries().to(device)
@@ -226,7 +229,7 @@ CASE = Case(q_heads=4, kv_heads=2, head_dim=64, batch=2)
 
 @pytest.fixture
 def blocks(device, monkeypatch):
-    """The torch ops with the executor beside them."""
+    """The torch ops together with the executor."""
     torch_ops_and_an_executor(monkeypatch, far=device == "cpu")
     return device
 
@@ -306,7 +309,7 @@ def test_nothing_that_a_search_reads_or_writes_moves(blocks, monkeypatch):
 
 
 def test_a_step_sees_no_more_tokens_than_it_has_room_for(blocks):
-    """As in a graph of a smaller index; a call makes room."""
+    """The step's buffers are full, as in a graph of a smaller index; a call makes room."""
     mine, theirs = pair(blocks)
     tokens, queries = moved(CASE.tokens(1300), blocks), CASE.queries().to(blocks)
     for index in (mine, theirs):

@@ -1,4 +1,4 @@
-"""A prompt's pieces through a layer: what the host does for each, and that it waits for nothing."""
+"""Chunks of a prompt in a layer: the host's work for each, and that the host waits for nothing."""
 
 import pytest
 import torch
@@ -13,15 +13,17 @@ CASE = Case(q_heads=4, kv_heads=2, head_dim=64, dtype=torch.bfloat16)
 PIECE, PIECES = 512, 6
 
 OPERATIONS = 23
-"""Of torch for a piece beside attention, but for views: the window gets it, loses what leaves and
-keeps the rest, rows are joined and copied to their blocks; some pieces grow a column or a slab, of
-which a GPU gets a copy."""
+"""Operations of torch for a chunk, except attention and views:
+
+tokens enter the window and leave it, rows are joined and copied to their blocks. Some chunks
+enlarge a column or add a slab, which is then copied to the GPU.
+"""
 
 ASKS = ("_local_scalar_dense", "item", "nonzero", "is_nonzero", "equal")
 
 
 def pieces(layer, device):
-    """Each piece of a prompt of `layer`, to be read."""
+    """Yield functions that make `layer` read the next chunk of a prompt."""
     tokens = PIECE * PIECES
     keys, values = (part.to(device) for part in CASE.tokens(tokens))
     queries = CASE.tensor(1, 1, CASE.q_heads, tokens, CASE.head_dim).to(device, CASE.dtype)
@@ -35,8 +37,8 @@ def made(device):
 
 
 def test_a_piece_asks_the_device_for_nothing_and_costs_few_operations(device, monkeypatch):
-    """The host decides how soon the device has something to do: it must stay ahead."""
-    if device == "cpu":  # as a GPU's layer does
+    """The host must stay ahead of the device, which would otherwise have nothing to do."""
+    if device == "cpu":  # as a layer on a GPU does
         monkeypatch.setattr(ParisKV, "_defers", True)
         monkeypatch.setattr("kvindex.layer.attention_layer.check_finite", lambda *_: None)
     monkeypatch.setattr(
@@ -56,7 +58,7 @@ def test_a_piece_asks_the_device_for_nothing_and_costs_few_operations(device, mo
 
 @pytest.mark.gpu
 def test_pieces_and_their_appends_wait_for_no_gpu():
-    for layer in (made("cuda"), made("cuda")):  # the first compiles, and pins memory
+    for layer in (made("cuda"), made("cuda")):  # the first chunk compiles kernels and pins memory
         torch.cuda.synchronize()
         read = [*pieces(layer, "cuda")]
         torch.cuda.set_sync_debug_mode("error")

@@ -1,6 +1,6 @@
-"""Calls that a graph would replay while the index grows; on a CPU they are recorded.
+"""Calls that a graph would replay while the index grows. On a CPU they are recorded.
 
-`test_capture.py` captures them in real graphs, on a GPU.
+`test_capture.py` captures them in CUDA graphs, on a GPU.
 """
 
 import pytest
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.skipif(not emulator.available(), reason="no g++ to emul
 
 @pytest.fixture
 def setup(monkeypatch):
-    """An index of 300 tokens by name, and what was recorded of it."""
+    """Return a function that makes an index of 300 tokens by name, and records calls on it."""
     torch_ops_and_an_executor(monkeypatch, far=True, sampling=sampling)
 
     def make(name):
@@ -45,7 +45,7 @@ def setup(monkeypatch):
 
 
 def assert_replayed(setup, name):
-    """Outputs and hits of replays are those of calls, as tokens come and go."""
+    """Outputs and hits of replays equal those of calls, while tokens are appended and removed."""
     index, tokens, resident, queries, recorded, output, hits = setup(name)
     for seed, known in enumerate((301, 700, 250, 280)):
         queries.copy_(CASE.queries(seed=seed))
@@ -78,6 +78,6 @@ def test_ids_that_a_graph_would_hold_to_the_hosts_length_are_refused(setup, monk
 def test_a_length_that_stays_as_it_was_recorded_is_seen(setup, monkeypatch):
     monkeypatch.setattr(
         ParisKVExecutor, "length", None
-    )  # ids are held to the tokens that the host knows
+    )  # ids are compared with the number of tokens that the host knows
     with pytest.raises(AssertionError):
         assert_replayed(setup, "pariskv:preset=fast+sample")

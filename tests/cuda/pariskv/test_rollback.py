@@ -1,4 +1,6 @@
-"""Codes and rows in blocks, and what kernels read at fixed addresses, go back and are copied."""
+"""Codes and rows in blocks, and what kernels read at fixed addresses, are rolled back and
+copied.
+"""
 
 import copy
 
@@ -76,7 +78,7 @@ def test_a_copy_has_blocks_of_its_own(device):
 
 
 def test_a_step_that_fails_leaves_the_layer_as_it_was(device):
-    """What kernels read of the window and the index, a captured step too."""
+    """Return what kernels read of the window and the index, also in a captured step."""
     case, here = placed(device), Sequence.of(CASE, 60)
     steps, most = (1, 2) if device == "cpu" else (4, 30)
     at = 30 + steps

@@ -1,4 +1,4 @@
-"""State as named tensors, out of blocks and back into them, on kernels and in plain torch."""
+"""State as named tensors, read from blocks and written back, on kernels and in plain torch."""
 
 import pytest
 import torch

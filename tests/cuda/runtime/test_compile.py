@@ -1,10 +1,10 @@
-"""Kernels compile for sm_90 without spilling; what `launch` says where none can run. No GPU needed.
+"""Kernels compile for sm_90 without spilling, and `launch` reports why none can run. No GPU needed.
 
-After a change of a kernel that means to take more registers:
+If a change to a kernel needs more registers on purpose, record them:
 
     python tests/cuda/runtime/test_compile.py --write
 
-Longer than most files: what is compiled, for which kernels, and what is said where it cannot be.
+This file is longer than most: it lists what is compiled for which kernels, and tests the messages.
 """
 
 import json
@@ -23,14 +23,14 @@ ROOT = Path(__file__).parents[3]
 if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
 
-# a script finds the project only now, hence an import that is not at the top (E402)
+# a script finds the project only after the line above, hence imports that are not at the top (E402)
 from kvindex_cuda.runtime import launch as launching  # noqa: E402
 from kvindex_cuda.runtime.signature import BOUNDS  # noqa: E402
 
 RECORDED = Path(__file__).with_name("registers.json")
 ARCHITECTURE = "sm_90"
 MORE = 8
-"""Registers beyond the recorded ones: the granularity in which they are allotted to a warp."""
+"""Registers that a kernel may take beyond the recorded ones: the unit in which a warp gets them."""
 
 KERNEL = re.compile(rf"__global__\s+void\s+{BOUNDS}(\w+)\(")
 
@@ -210,13 +210,16 @@ DEFINES = {
     ],
     "ops/transform.cu": [dict(DTYPE=dtype) for dtype in range(3)],
 }
-"""Of each file, what its "Compile-time:" line leaves open: the usual, and the ends."""
+"""For each file, values of the compile-time constants that its header lists:
+
+the usual ones first, then extreme ones.
+"""
 
 ROWS = [(file, defines) for file, rows in DEFINES.items() for defines in rows]
 
 
 def few(files=DEFINES):
-    """The rows as parameters of a test: but for the usual definitions of these files slow."""
+    """Return the rows as parameters of a test. All but the usual values of these files are slow."""
     usual = [(file, DEFINES[file][0]) for file in files]
     return [pytest.param(*row, marks=() if row in usual else pytest.mark.slow) for row in ROWS]
 
@@ -226,7 +229,7 @@ def named(file, defines):
 
 
 def compiled(file, defines):
-    """Registers, bytes on the stack and spilled bytes of each kernel, by its name."""
+    """Return registers, bytes of stack and spilled bytes of each kernel, by its name."""
     options = [*launching.options(file, tuple(defines.items())), "-ftz=true"]  # which CuPy adds
     path = launching.SOURCES / file
     architecture = f"{ARCHITECTURE}a" if defines.get("WARPGROUPS") else ARCHITECTURE
@@ -238,7 +241,7 @@ def compiled(file, defines):
 
 
 def usage(log):
-    """What `-Xptxas -v` says of each kernel; what it calls counts as its own."""
+    """Return what `-Xptxas -v` prints for each kernel, including the functions that it calls."""
     found = {}
     for line in log.splitlines():
         if entry := re.search(r"Compiling entry function '(\w+)'", line):
@@ -254,7 +257,7 @@ def usage(log):
 
 @lru_cache
 def compiler():
-    """nvcc's release, "13.0", or None."""
+    """Return nvcc's release, for example "13.0", or None."""
     if shutil.which("nvcc") is None:
         return None
     said = subprocess.run(["nvcc", "--version"], capture_output=True, text=True, check=True)
@@ -262,7 +265,7 @@ def compiler():
 
 
 def exceeded(found, recorded):
-    """In words, which kernels take more than is recorded of them."""
+    """Return a message that lists the kernels which take more than is recorded."""
     wrong = [f"{name}: not recorded" for name in found.keys() - recorded.keys()]
     wrong += [f"{name}: recorded, but gone" for name in recorded.keys() - found.keys()]
     for name in found.keys() & recorded.keys():
@@ -289,7 +292,7 @@ def recorded():
 
 
 def test_every_kernel_is_compiled_here():
-    """If not: give the file a row in `DEFINES`, then run this file with `--write`."""
+    """If this fails, give the file a row in `DEFINES`, then run this file with `--write`."""
     assert {str(p.relative_to(launching.SOURCES)) for p in launching.SOURCES.rglob("*.cu")} == set(
         DEFINES
     )
@@ -306,7 +309,7 @@ def test_the_definitions_are_those_that_the_file_leaves_open(file):
 
 
 def test_what_is_recorded_is_what_is_compiled(recorded):
-    """If not: `python tests/cuda/runtime/test_compile.py --write`."""
+    """If this fails, run `python tests/cuda/runtime/test_compile.py --write`."""
     assert set(recorded["kernels"]) == {named(*row) for row in ROWS}
     for file, rows in DEFINES.items():
         found = [set(recorded["kernels"][named(file, defines)]) for defines in rows]
@@ -322,7 +325,7 @@ def test_what_is_recorded_is_what_is_compiled(recorded):
 def test_kernels_take_no_more_than_is_recorded(file, defines, recorded):
     found = compiled(file, defines)
     if compiler() != recorded["nvcc"]:
-        # another compiler allots registers in another way
+        # another compiler allocates registers in another way
         pytest.skip(f"compiles, but {RECORDED.name} is of nvcc {recorded['nvcc']}: {compiler()}")
     assert exceeded(found, recorded["kernels"][named(file, defines)]) == []
 
@@ -371,11 +374,11 @@ def test_what_does_not_compile_is_told(tmp_path, monkeypatch):
         compiled("wrong.cu", dict(D=8))
 
 
-# What `launch` says
+# Messages of `launch`
 
 
 class FakeRuntime:
-    """Versions of the runtime that CuPy is built for, and of the driver's."""
+    """Versions of the CUDA runtime that CuPy was built for, and of the driver."""
 
     class CUDARuntimeError(RuntimeError):
         pass
@@ -386,7 +389,7 @@ class FakeRuntime:
 
 
 def fake_machine(monkeypatch, *, capability=(9, 0), runtime=13000, driver=13000, gpu=True):
-    """A CuPy, a GPU and a driver, as far as `checked` looks."""
+    """CuPy, a GPU and a driver, as far as `checked` looks at them."""
     fake = FakeRuntime(runtime, driver)
     cupy = type("cupy", (), {"cuda": type("cuda", (), {"runtime": fake})})
     monkeypatch.setitem(sys.modules, "cupy", cupy)

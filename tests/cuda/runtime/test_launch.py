@@ -1,4 +1,4 @@
-"""What the driver is passed, without one; what `launch` refuses."""
+"""What the driver gets, tested without a driver; and what `launch` rejects."""
 
 import ctypes
 import re
@@ -36,7 +36,7 @@ GIVEN = dict(ids=2**47 + 8, scale=0.5, k=-(2**62), few=-3, softcap=float("inf"),
 
 
 class Parameters(ctypes.Structure):
-    """`BY_VALUE` as C lays it out."""
+    """`BY_VALUE` in the layout of C."""
 
     _fields_ = (
         *(("ids", ctypes.c_void_p), ("scale", ctypes.c_float), ("k", ctypes.c_longlong)),
@@ -47,7 +47,7 @@ class Parameters(ctypes.Structure):
 
 @pytest.fixture
 def driver(monkeypatch):
-    """Notes launches, and reads arguments as a driver does: where it is told that they lie."""
+    """A driver that records launches, and reads arguments at the addresses that it gets."""
     noted = SimpleNamespace(launches=[], kinds=(), fails=0)
 
     def run(config, function, places, extra):
@@ -94,7 +94,7 @@ def test_a_struct_is_one_parameter_laid_out_as_in_c(driver):
 
 @pytest.fixture
 def launched(tmp_path, monkeypatch):
-    """A launch of `BY_VALUE` on a CPU: what its kernel is passed."""
+    """Launch `BY_VALUE` on a CPU, and return the arguments that its kernel gets."""
     (tmp_path / "some.cu").write_text(BY_VALUE)
     monkeypatch.setattr(launching, "SOURCES", tmp_path)
     passed = []
@@ -164,7 +164,9 @@ def test_of_more_than_six_arguments_a_kernel_takes_a_struct():
 
 
 def test_constants_are_written_once():
-    """No source defines what its file is compiled with, and each file uses what it gets."""
+    """No source defines a constant that its file is compiled with, and each file uses all that it
+    gets.
+    """
     for path in launching.SOURCES.rglob("*.cu"):
         file = str(path.relative_to(launching.SOURCES))
         text = whole(file)
@@ -176,7 +178,7 @@ def test_constants_are_written_once():
 
 
 def whole(file):
-    """A source with what it includes."""
+    """Return a source together with what it includes."""
     text = launching.source(file)
     return text + "".join(map(whole, re.findall(r'#include "([\w/.]+)"', text)))
 
@@ -200,7 +202,7 @@ def test_a_driver_that_refuses_is_an_error(driver):
 
 @pytest.fixture
 def sources(tmp_path, monkeypatch):
-    """A kernel that includes a header, which includes another."""
+    """A kernel that includes a header, which includes another header."""
     (tmp_path / "common").mkdir()
     for name, text in {"a.cu": "common/b", "common/b.cuh": "common/c", "common/c.cuh": ""}.items():
         (tmp_path / name).write_text(f'#include "{text}.cuh"\n' if text else "// 1\n")
@@ -228,5 +230,5 @@ def test_machine_code_is_kept_until_text_options_or_compiler_change(sources, mon
     (sources / "common/c.cuh").write_text("// 2\n")
     assert launching._kept(old, "a.cu", ()) == b"code 4"
     assert len(list(kept.iterdir())) == 4
-    monkeypatch.setenv("CUPY_CACHE_DIR", str(sources / "a.cu"))  # nothing can be kept
+    monkeypatch.setenv("CUPY_CACHE_DIR", str(sources / "a.cu"))  # nothing can be cached
     assert [launching._kept(old, "a.cu", ()) for _ in "ab"] == [b"code 5", b"code 6"]

@@ -1,7 +1,7 @@
-"""NVRTC takes every kernel, with the options it gets on a machine with a GPU. No GPU needed.
+"""NVRTC accepts every kernel, with the options used on a machine with a GPU. No GPU needed.
 
-It refuses what nvcc lets pass, and knows no header of CUDA. It stops at PTX here, which leaves
-assembler unread: `test_compile.py` goes on to machine code where there is an nvcc.
+NVRTC rejects some code that nvcc accepts, and has no CUDA headers. The test stops at PTX, in which
+inline assembler is not checked; `test_compile.py` goes on to machine code if there is an nvcc.
 """
 
 import ctypes
@@ -29,11 +29,11 @@ CASES += [
     )
     for file, rows in DEFINES.items()
 ]
-"""The older architecture once a file: only what common.cuh does is another there."""
+"""The older architecture is compiled once per file, because only common.cuh depends on it."""
 
 
 def paths():
-    """The library, which looks for its other half by name and so finds it loaded: that first."""
+    """Load the library. Its second half has to be loaded first, because it is looked up by name."""
     try:
         files = metadata.files(WHEEL) or []
     except metadata.PackageNotFoundError:
@@ -53,7 +53,7 @@ needs_nvrtc = pytest.mark.skipif(
 
 
 def text(program, what):
-    """What NVRTC has of a program: its `ProgramLog` or its `PTX`."""
+    """Return a part of NVRTC's result for a program: its `ProgramLog` or its `PTX`."""
     size = ctypes.c_size_t()
     getattr(nvrtc(), f"nvrtcGet{what}Size")(program, ctypes.byref(size))
     buffer = ctypes.create_string_buffer(size.value)
@@ -62,9 +62,10 @@ def text(program, what):
 
 
 def compiled(file, defines, architecture=NEWER):
-    """The names of the kernels in a file's PTX, by which `launch` asks for them.
+    """Return the names of the kernels in a file's PTX, by which `launch` finds them.
 
-    With products of warpgroups, which PTX for no other architecture has, as machine code, too.
+    Kernels with warpgroup products are compiled to machine code, because their PTX is for one
+    architecture only.
     """
     architecture = "sm_90a" if defines.get("WARPGROUPS") else architecture
     given = (

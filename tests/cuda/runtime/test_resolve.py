@@ -1,4 +1,4 @@
-"""Arguments of kernels that are found by their names: in which namespaces, and what is refused."""
+"""Arguments of kernels that are found by name: in which namespaces, and what is rejected."""
 
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -38,7 +38,7 @@ def step():
 
 @pytest.fixture
 def passed(tmp_path, monkeypatch):
-    """What the kernel has been launched with."""
+    """The arguments that the kernel was launched with."""
     (tmp_path / "some.cu").write_text(SOURCE)
     monkeypatch.setattr(launching, "SOURCES", tmp_path)
     calls = []

@@ -1,5 +1,5 @@
-"""Triton's interpreter under NumPy from 2.4 on, which makes no number of an array `[1]`; its
-launches in a graph.
+"""Triton's interpreter with NumPy from 2.4 on, which does not convert an array `[1]` to a number;
+and its launches in a graph.
 """
 
 from contextlib import contextmanager
@@ -12,7 +12,7 @@ from tests.cuda.graphs import WholeGraph
 
 
 def mend():
-    """Loops over a range that a kernel is given take the number in such an array."""
+    """Let loops over a kernel's range argument convert such an array to a number."""
     patch = interpreter._patch_lang_tensor
 
     def patched(tensor, scope):
@@ -23,7 +23,7 @@ def mend():
 
 
 class InterpretedGraph(WholeGraph):
-    """Keeps launches of interpreted kernels, too."""
+    """A graph that records launches of interpreted kernels, too."""
 
     @contextmanager
     def _while_kept(self):

@@ -8,7 +8,7 @@ import torch
 
 from tests.support.helpers import mostly_slow, sampled
 
-# what is imported below needs Triton (E402)
+# the imports below need Triton (E402)
 triton = pytest.importorskip("triton")
 
 from triton.backends.compiler import GPUTarget  # noqa: E402
@@ -80,9 +80,9 @@ TENSORS = {
 
 
 def compiled(kernel, weights, given, aligned=False, warps=4, stages=2):
-    """PTX of a kernel; given: its constants, or types in place of the usual ones.
+    """Return the PTX of a kernel. given: its constants, or types that replace the usual ones.
 
-    aligned: addresses and sizes, but the batch, are multiples of 16, as a decoder's are.
+    aligned: addresses and sizes, except the batch, are multiples of 16, as those of a decoder are.
     """
     others = "bf16" if weights == "fp8e4nv" else weights
     types, constants = {}, {}
@@ -116,7 +116,8 @@ def test_a_kernel_compiles(kernel, weights, given, overlapped, tmp_path, monkeyp
     found = compiled(kernel, weights, given | dict(OVERLAP=overlapped)).asm
     assert found["cubin"]
     assert ("griddepcontrol.wait" in found["ptx"]) == overlapped
-    brought = overlapped and given.get("BATCH", 1) > 1  # its first weights, before the wait
+    # its first weights, before it waits for the previous kernel
+    brought = overlapped and given.get("BATCH", 1) > 1
     assert ("prefetch.global.L2" in found["ptx"]) == brought
     asked = overlapped and bool(given.get("EARLY"))
     assert ("cp.async.bulk.prefetch.L2.global" in found["ptx"]) == asked
@@ -135,7 +136,7 @@ KINDS = {
     "norm_swiglu": dict(residual=None, PAIRED=True),
 }
 SIZES = [(6144, 4096), (4096, 12288), (576, 576)]
-"""Of matrices that have different tiles: of many rows, of few, of short ones."""
+"""Matrices with different tiles: with many matrix rows, with few, and with short ones."""
 
 
 @pytest.mark.parametrize(
@@ -156,8 +157,9 @@ def test_products_of_several_rows_copy_ahead_and_spill_nothing(
     copied = loop.count("ttg.async_copy_global_to_local")
     assert copied == 2 + ("norm" in kind)  # weights, activations, factors of the norm
     assert "tt.load" not in loop
-    assert f"warpsPerCTA = [{tile.warps}, 1, 1]" in found.asm["ttgir"]  # no warp does another's
-    assert found.metadata.shared <= SHARED // 2  # two programs on a multiprocessor
+    # no warp repeats another warp's work
+    assert f"warpsPerCTA = [{tile.warps}, 1, 1]" in found.asm["ttgir"]
+    assert found.metadata.shared <= SHARED // 2  # two programs fit on a multiprocessor
     (tmp_path / "cubin").write_bytes(found.asm["cubin"])
     usage = subprocess.run(
         [triton.knobs.nvidia.cuobjdump.path, "-res-usage", tmp_path / "cubin"],
@@ -178,11 +180,11 @@ def test_the_first_weights_are_read_before_the_wait(tmp_path, monkeypatch):
         before, _, after = ptx.partition("griddepcontrol.wait")
         assert "ld.global" in before
         assert "ld.global" in after
-        first, _, others = before.partition("cp.async.bulk.prefetch")  # and then asked for, all
+        first, _, others = before.partition("cp.async.bulk.prefetch")  # and then all are prefetched
         assert "ld.global" in first
         assert others
         assert "ld.global" not in others
-        assert "cp.async.bulk.prefetch" not in others + after  # by one instruction a thread
+        assert "cp.async.bulk.prefetch" not in others + after  # with one instruction per thread
 
 
 def test_a_head_is_rotated_once_all_of_it_is_written(tmp_path, monkeypatch):
@@ -191,13 +193,15 @@ def test_a_head_is_rotated_once_all_of_it_is_written(tmp_path, monkeypatch):
     before, ticket, after = ptx.partition("atom.global.gpu.acq_rel.add.u32")
     assert ticket
     assert "st.global" in before
-    assert "bar.sync" in before.rpartition("st.global")[2]  # all threads have
+    assert "bar.sync" in before.rpartition("st.global")[2]  # all threads have written
     assert "ld.global.cg" not in before
     assert "ld.global.cg" in after
 
 
 def test_angles_of_far_positions_are_exact(tmp_path, monkeypatch):
-    """By more digits of pi, not by the device's own cosine, which is for small angles."""
+    """The cosine of large angles needs more digits of pi; the device's fast cosine is for small
+    angles.
+    """
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     ptx = compiled(ends.begin_token, "bf16", BEGIN | dict(OVERLAP=True)).asm["ptx"]
     assert "__cudart_i2opi_f" in ptx

@@ -1,5 +1,7 @@
-"""The kernels' tests under Triton's interpreter, in a process of their own: it is chosen there
-where a kernel is first read.
+"""The kernels' tests under Triton's interpreter.
+
+They run in a process of their own, because the interpreter must be chosen before a kernel is
+imported.
 """
 
 import os

@@ -1,11 +1,14 @@
-"""Each kernel against its twin: on a CPU under Triton's interpreter (`test_interpreter.py`)."""
+"""Each Triton kernel, compared with its reference.
+
+On a CPU, Triton's interpreter runs it (`test_interpreter.py`).
+"""
 
 import pytest
 import torch
 
 from tests.support.helpers import sampled
 
-# what is imported below needs Triton (E402)
+# the imports below need Triton (E402)
 triton = pytest.importorskip("triton")
 
 import kvindex_cuda.triton as layers  # noqa: E402
@@ -26,14 +29,14 @@ RUNS += [
 ]
 PLAIN = [one for one in RUNS if not one.values[0][2]]
 weightless = pytest.mark.parametrize("run", PLAIN, indirect=True, ids=str)
-"""Of a kernel that reads no weights, which may be FP8."""
+"""Parameters for kernels that read no weights; for the others, weights may be FP8."""
 TILE = Tile(rows=16, columns=64)
 BOUNDS = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
 
 @pytest.fixture(params=RUNS, ids=str)
 def run(request):
-    """Device, dtype, whether weights are FP8."""
+    """Device, dtype, and True if weights are FP8."""
     torch.manual_seed(0)
     return request.param
 
@@ -89,7 +92,9 @@ def test_linear_residual_in_place(run, B, size):
 
 
 def test_weights_that_are_asked_for_early_change_no_bit(run, monkeypatch):
-    """One sequence's, where address and row are multiples of 16 bytes."""
+    """Early prefetch is used for one sequence, if address and matrix row are multiples of
+    16 bytes.
+    """
     asked, launch = [], products_of.launch
 
     def recorded(*given, EARLY, **named):
@@ -98,7 +103,7 @@ def test_weights_that_are_asked_for_early_change_no_bit(run, monkeypatch):
 
     monkeypatch.setattr(products_of, "launch", recorded)
     there = run[0] == "cpu" or torch.cuda.get_device_capability() >= OVERLAPS
-    tile = TILE._replace(overlap=there)  # without effect on a CPU
+    tile = TILE._replace(overlap=there)  # no effect on a CPU
     even, short = matrix_of(run, 45, 64), matrix_of(run, 45, 75)
     room = even.weight.new_empty(45 * 64 + 1)
     odd = even._replace(weight=room[1:].view(45, 64).copy_(even.weight))
@@ -114,7 +119,7 @@ def test_weights_that_are_asked_for_early_change_no_bit(run, monkeypatch):
 @pytest.mark.parametrize("ahead", [1, 2, 5])
 def test_products_are_the_same_however_much_is_read_ahead(run, ahead):
     tile = TILE._replace(ahead=ahead)
-    for K in (75, 600):  # fewer columns than are read ahead, or more
+    for K in (75, 600):  # fewer columns than are read before the wait, or more
         x, matrix, norm = drawn(run, 1, 2 * K), matrix_of(run, 45, K), norm_of(run, K)
         found = layers.norm_linear(x[:, :K], norm, matrix, tile=tile)
         close(found, reference.norm_linear(x[:, :K], norm, matrix), run[1])
@@ -167,13 +172,13 @@ def test_project_heads(run, B, normed, shape):
     assert not tickets.any()
     reference.project_heads(*given, *expected, **norms)
     for one, other in zip(found, expected, strict=True):
-        assert torch.equal(one.isnan(), other.isnan())  # nothing but the slots is written
+        assert torch.equal(one.isnan(), other.isnan())  # only the slots are written
         close(one.nan_to_num(), other.nan_to_num(), run[1])
 
 
 @pytest.fixture
 def filled():
-    """New tensors are NaN, or the highest integer."""
+    """Fill new tensors with NaN, or with the highest integer."""
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
@@ -184,7 +189,9 @@ def filled():
     ("B", "N", "D", "factor"), [(1, 75, 12, 1.0), (3, 1024, 128, 1.25), (8, 2100, 2, 0.9)]
 )
 def test_begin_token(run, filled, B, N, D, factor):
-    """Rows that are not adjacent, ids from a wider tensor, one position for all, far positions."""
+    """Strided embeddings, ids from a wider tensor, one position for all sequences, and large
+    positions.
+    """
     embedding = drawn(run, 40, N + 1)[:, 1:]
     ids = torch.randint(40, (B, 3), device=run[0])[:, 1]
     frequencies = 10_000 ** -torch.linspace(0, 1, D // 2, device=run[0])
@@ -211,7 +218,7 @@ def test_an_id_without_a_row_gives_nan(run):
 @weightless
 @pytest.mark.parametrize(("B", "V"), [(1, 75), (3, 2048), (8, 5000), (2, 2049)])
 def test_likeliest(run, B, V):
-    """Twice with what one launch leaves."""
+    """Launched twice, with the scratch memory that the first launch leaves."""
     scratch = torch.zeros(9, 2, dtype=torch.int64, device=run[0])
     for logits in (drawn(run, B, V + 1)[:, 1:], -drawn(run, B, V).abs() - 1):
         out = torch.full((B,), -7, device=run[0])
@@ -222,7 +229,10 @@ def test_likeliest(run, B, V):
 
 @weightless
 def test_equal_logits_go_to_the_lower_id_and_nan_is_the_highest(run):
-    """Over the bounds of programs; of equals and of NaN the first, as of zeros of either sign."""
+    """The highest logit may be in any program.
+
+    Of equal ones, of NaNs, and of zeros of either sign, the first is returned.
+    """
     inf, nan = float("inf"), float("nan")
     logits, scratch = drawn(run, 8, 5000).clamp(max=3), torch.zeros(8, 2).long().to(run[0])
     logits[0, [2047, 2048, 4999]] = 7
@@ -271,7 +281,7 @@ def test_bad_ends_of_a_token_are_refused(run):
 
 def test_products_of_several_rows_by_their_usual_tiles(run):
     sizes = [(100, 1088), (96, 544)]
-    if run[0] == "cuda":  # the interpreter takes 15 s for it
+    if run[0] == "cuda":  # the interpreter takes 15 s
         sizes.append((4300, 1088))
     for N, K in sizes:
         x, norm, matrix = drawn(run, 4, K), norm_of(run, K), matrix_of(run, N, K)
@@ -286,7 +296,7 @@ def test_products_of_several_rows_by_their_usual_tiles(run):
 
 
 def test_large_activations_are_normalized(run):
-    """Squares are added as two of the matrix units' inputs, of any size that a norm meets."""
+    """Squares are split into two operands of the matrix units, for activations of any size."""
     x = drawn(run, 4, 96) * torch.tensor([1e-3, 1.0, 30.0, 3e3], device=run[0])[:, None]
     x, norm, matrix = x.to(run[1]), norm_of(run, 96), matrix_of(run, 20, 96)
     close(
@@ -297,7 +307,9 @@ def test_large_activations_are_normalized(run):
 
 
 def pages_of(keys, values, page):
-    """Pages `[B, S, G, page, D + Dv]`, NaN after the last row, and the table of their addresses."""
+    """Return pages `[B, S, G, page, D + Dv]`, NaN after the last row, and the table of their
+    addresses.
+    """
     (B, G, N, _), rows = keys.shape, torch.cat((keys, values), -1)
     S = -(-N // page)
     pages = rows.new_full((B, S, G, page, rows.shape[3]), float("nan"))
@@ -344,7 +356,7 @@ def test_attend_prompt(run, causal, B, H, G, T, D, Dv, lengths):
     ("B", "H", "G", "D", "Dv", "starts", "ends"),
     [
         (1, 2, 2, 16, 16, [0], [150]),
-        (3, 6, 2, 20, 12, [0, 7, 3], [64, 61, 3]),  # the last one has none
+        (3, 6, 2, 20, 12, [0, 7, 3], [64, 61, 3]),  # the last sequence has none
         (2, 8, 1, 8, 24, [2, 0], [33, 1]),
     ],
 )
@@ -352,7 +364,7 @@ def test_attend_token(run, splits, B, H, G, D, Dv, starts, ends):
     queries, keys = drawn(run, B, H, D), drawn(run, B, G, 160, D).transpose(1, 2).contiguous()
     values = drawn(run, B, G, 160, Dv)
     for at, (start, end) in enumerate(zip(starts, ends, strict=True)):
-        keys[at, end:] = values[at, :, end:] = float("nan")  # nobody has been there
+        keys[at, end:] = values[at, :, end:] = float("nan")  # no kernel has written there
         keys[at, :start] = values[at, :, :start] = float("nan")
     given = queries, keys.transpose(1, 2), values
     places = torch.tensor(starts, device=run[0]), torch.tensor(ends, device=run[0])

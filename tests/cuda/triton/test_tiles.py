@@ -1,4 +1,4 @@
-"""Tiles are chosen by a product's case; the tuner prints lines that the table takes."""
+"""Tiles are chosen by the kind of product, and the tuner prints lines that fit the table."""
 
 import importlib
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-# what is imported below needs Triton (E402)
+# the imports below need Triton (E402)
 pytest.importorskip("triton")
 
 from benchmarks.common.shapes import Shape

@@ -28,7 +28,7 @@ def large(count):
 
 @pytest.mark.gpu
 def test_an_append_on_a_side_stream_under_load():
-    """Record kernels, copies to the host and searches in their order, while other work runs."""
+    """Kernels, copies to the host and searches run in the right order on a busy GPU."""
     (mine, theirs), tokens, queries = large(9000)
     side = torch.cuda.Stream()
     # a segment's center belongs to the append that began the segment
@@ -78,7 +78,7 @@ def test_an_append_may_end_later(device):
 
 
 def test_an_append_that_fails_does_not_take_the_place_of_what_was_begun(device, monkeypatch):
-    """An append has overwritten the rows and codes of the one that was started."""
+    """The failed append has overwritten rows and codes of the append that was started."""
     both = pair(device)
     tokens, others = tokens_of(CASE, 768, device), tokens_of(CASE, 256, device, seed=7)
     append(both, *part(tokens, 0, 512))

@@ -191,8 +191,8 @@ def test_rows_of_every_codec_are_attended_to(name, rows, device):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("rows", sorted(CODES))
 def test_codes_are_read_from_the_center_on(rows, device):
-    """Return the head and sequence that a key has most of; another head or sequence would have
-    nothing that fits.
+    """Keys are close to their center, so the center of another head or sequence gives wrong
+    logits.
     """
     case = CASES["g4"]
     one, queries = Attending(case, rows, device, offset=50.0), case.queries().to(device) / 8
