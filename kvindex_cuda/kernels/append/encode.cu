@@ -31,13 +31,13 @@
 // four stages of the rotation, so the error of y is proportional to ‖k‖ + ‖μ‖. Keys of 2^120 or more may
 // overflow.
 //
-// Compile-time constants, set by the launcher:
-//   D, BITS   dimension of a key; bits of a magnitude
-//   DTYPE     of the keys: 0 float32, 1 float16, 2 bfloat16
-//   WIDE      1: each key begins at a multiple of 16 bytes
-//   RESIDENT  thread blocks per multiprocessor;  CENTERED: 1 if blocks of codes have centers
-//   PAGED     1: encode whole segments of an inference engine's pages, those that `due` lists
 // This file is longer than most because it is one kernel.
+//
+// Compile-time constants:
+//   D (dimension of a key), BITS (of a magnitude), DTYPE (of the keys: 0 float32, 1 float16, 2 bfloat16)
+//   WIDE (1: each key begins at a multiple of 16 bytes), RESIDENT (thread blocks per multiprocessor)
+//   CENTERED (1: blocks of codes have centers)
+//   PAGED (1: encode whole segments of an inference engine's pages, those that `due` lists)
 #include "common/rotated.cuh"
 
 constexpr int CHUNKS = BYTES / 2;                     // loads of 16 bytes per 8 coordinates

@@ -7,6 +7,7 @@
 //
 // Grid: (any, R), THREADS threads. Reads and writes each row once. Limited by memory, or by the PCIe bus if
 // pages are on the host.
+// Compile-time constants: only those of kvindex_cuda/runtime/constants.py.
 #include "common/common.cuh"
 
 struct Arguments {

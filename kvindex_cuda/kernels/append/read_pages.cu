@@ -13,6 +13,7 @@
 // Reads 4 bytes per page of a sequence, and 256 bytes per searched segment, layer and KV head; writes 16
 // bytes per segment and layer.
 // Limited by latency, and with many tokens by memory.
+// Compile-time constants: only those of kvindex_cuda/runtime/constants.py.
 #include "common/weight_scale.cuh"
 
 // threads per record, with 16 weights each; records per thread block at a time

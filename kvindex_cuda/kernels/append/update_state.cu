@@ -7,6 +7,7 @@
 // bytes per KV head and block from block `codes_from` on: 4 MB at a million tokens and 4 heads.
 // Limited by latency: for every 64 blocks that a thread block processes, one read of an address and one
 // dependent read.
+// Compile-time constants: only those of kvindex_cuda/runtime/constants.py.
 #include "common/weight_scale.cuh"
 
 constexpr int WORDS = TOKENS / 32;   // words of a block's valid bits

@@ -7,6 +7,7 @@
 // Grid: any, THREADS threads. Reads and writes each row once, and reads 8 bytes of the block table per row.
 // Limited by memory, or by the PCIe bus if blocks are on the host. Few thread blocks saturate the bus and
 // leave the multiprocessors to the decode step.
+// Compile-time constants: only those of kvindex_cuda/runtime/constants.py.
 #include "common/common.cuh"
 
 

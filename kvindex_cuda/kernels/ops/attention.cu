@@ -11,8 +11,8 @@
 // Reads (D + DV) elements per row for each tile of HEADS heads, and 4 bytes of bias per row and head; writes
 // 4 (DV + 2) bytes per split and head, and the output. Sums are float32.
 // Limited by memory; with few rows, by the latency of two dependent reads.
-// Compile-time constants, set by the launcher: D, DV, HEADS (heads per thread block), DTYPE, SOFTCAP (1:
-// logits are capped), WIDTH (elements per load), LANES.
+// Compile-time constants: D, DV, HEADS (heads per thread block), DTYPE, SOFTCAP (1: logits are capped), WIDTH
+// (elements per load), LANES.
 #include "common/common.cuh"
 
 constexpr int SIZE = DTYPE == 0 ? 4 : 2;

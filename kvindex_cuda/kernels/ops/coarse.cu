@@ -13,10 +13,9 @@
 // Limited by shared memory: M lookups per key and four heads in random banks, about 6 cycles for the 32 lanes
 // of a warp (docs/decisions/0013). For 1M keys of 8 KV heads at M = 16 on 132 multiprocessors that is 0.1 ms,
 // where memory takes 0.06 ms (calculated).
-// Compile-time constants, set by the launcher: D; and for `votes`: WIDE (1: the table is int16, else uint8),
-// FACTORS (0: none, 1: one
-// per key, 2: one per subspace of a key), TABLES (words of shared memory per table entry).
-// This file is longer than most because its five kernels are one stage and share the layout of the tables.
+// Compile-time constants: D; and for `votes`: WIDE (1: the table is int16, else uint8), FACTORS (0: none, 1:
+// one per key, 2: one per subspace of a key), TABLES (words of shared memory per table entry). This file is
+// longer than most because its five kernels are one stage and share the layout of the tables.
 #include "common/common.cuh"
 
 constexpr int M = D / 8;

@@ -4,6 +4,7 @@
 //
 // Everything that decides a bit is computed exactly as in the reference: radii from squares summed in double
 // precision, a float32 division, and comparisons with float32 edges.
+// Compile-time constants: only those of kvindex_cuda/runtime/constants.py.
 #include "common/common.cuh"
 
 constexpr int LEVELS = 1 << MOST_BITS;

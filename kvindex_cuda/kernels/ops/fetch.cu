@@ -6,8 +6,7 @@
 // Grid: any, 256 threads. Reads 8 bytes per id and the row, writes the row.
 // Limited by memory: a row of 512 bytes is 512 bytes read and written; a row of 16 bytes reads a sector of 32
 // bytes.
-// Compile-time constant, set by the launcher: PIECE (1, 2, 4, 8 or 16 bytes; it divides rows, strides and
-// addresses).
+// Compile-time constants: PIECE (1, 2, 4, 8 or 16 bytes; it divides rows, strides and addresses).
 #include "common/common.cuh"
 
 #if PIECE == 16

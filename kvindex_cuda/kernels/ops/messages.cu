@@ -6,8 +6,7 @@
 // reads and writes GROUP DV elements and GROUP + 1 words. `merge_messages` reads these from each rank and
 // writes them once.
 // Limited by latency. Sums are float32, in the order of ranks.
-// Compile-time constants, set by the launcher: DV, GROUP (query heads per KV head), DTYPE, WIDE (1: counts
-// are int64, else int32).
+// Compile-time constants: DV, GROUP (query heads per KV head), DTYPE, WIDE (1: counts are int64, else int32).
 #include "common/common.cuh"
 
 #if DTYPE == 0

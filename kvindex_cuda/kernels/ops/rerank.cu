@@ -9,8 +9,8 @@
 // Reads M (1 + BITS) bytes and W weights per key, writes 4 bytes per key and head. Sums are float32, in the
 // order of coordinates.
 // Limited by arithmetic: D (HEADS + BITS + 3) operations per key, compared with M (1 + BITS) bytes.
-// Compile-time constants, set by the launcher: D, BITS (of a magnitude), HEADS (per thread block), BLOCK
-// (coordinates that share a weight), DTYPE (of weights).
+// Compile-time constants: D, BITS (of a magnitude), HEADS (per thread block), BLOCK (coordinates that share a
+// weight), DTYPE (of weights).
 #include "common/common.cuh"
 
 constexpr int M = D / 8;

@@ -10,6 +10,7 @@
 // Grid: BG, THREADS threads. Reads 12 bytes per row, writes 12 bytes per selected row.
 // Limited by latency: 55 barriers to sort up to 1,024 rows, and about 20 more.
 // Dynamic shared memory: 13 · `size` bytes.
+// Compile-time constants: only those of kvindex_cuda/runtime/constants.py.
 #include "common/common.cuh"
 
 // Sum of `mine` over the threads before this one, in the order of threads. All threads call it.

@@ -15,8 +15,8 @@
 // Reads 4 bytes per entry in each pass (from L2 if it fits), writes little.
 // Limited by memory: (passes + 1) · 4 bytes per entry. Tiered votes and floats need 2 or 3 passes, more only
 // if many scores are equal.
-// Compile-time constant, set by the launcher: VOTES (1: scores are int32 of keys with a valid flag, and
-// limits differ; 0: float32).
+// Compile-time constants: VOTES (1: scores are int32 of keys with a valid flag, and limits differ; 0:
+// float32).
 #include "common/common.cuh"
 
 // State of a matrix row. When `low` is 0, the words from `least` on are selected. Before that, `least` is

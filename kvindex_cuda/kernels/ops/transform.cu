@@ -2,7 +2,7 @@
 // one). Reference: kvindex.ops.transform.normalize and rotate.
 //
 // Vectors are numbered through their three outer dimensions, which may have any strides.
-// Compile-time constant, set by the launcher: DTYPE (of the vectors).
+// Compile-time constants: DTYPE (of the vectors).
 #include "common/common.cuh"
 
 // Offset of vector i of a tensor [.., second, third, D].

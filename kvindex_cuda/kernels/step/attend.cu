@@ -22,21 +22,20 @@
 // Dynamic shared memory: 4 WORKERS AT_ONCE PARTIAL bytes, or 8 DEPTH ROW bytes if that is more.
 // This file is longer than most because it is one kernel, with a reader for each codec.
 //
-// Compile-time constants, set by the launcher:
-//   D, DV    dimensions of a key and of a value
-//   GROUP    query heads of a part;  PARTS: parts of a KV head's query heads
-//   DTYPE    0 float32, 1 float16, 2 bfloat16;  SOFTCAP: 1 if logits are capped
-//   CODEC    of the selected rows: CODEC_PLAIN, CODEC_INT8 or CODEC_FP8
-//   GIVEN    0: no weights; 1: ids and weights come from a caller's search result (an id below 0 means no row,
-//            weights are added to the logits of each head); 2: rows were sampled, one weight serves all heads
-//   NEAR     1: some blocks of rows are on the device and others on the host. The cache then stores only host rows.
-//   PAGED    0: resident rows have a buffer of their own. 1: sink and window are in the pages that `rows` points to,
-//            and follow the tokens that are searched. A sequence then has `resident_count` resident rows, of which
-//            the first `sink` are its first tokens if any of its tokens are searched. 2: as 1, with the pages on the
-//            host. Then resident rows are cached too, all sequences share one cache per KV head, and the cache
-//            identifies a row by its slot number. Two sequences that request one slot at the same moment may both
-//            fetch the row and store it twice.
-//   RAGGED   1: each sequence has its own count of resident rows (always so if PAGED)
+// Compile-time constants:
+//   D, DV (dimensions of a key and of a value)
+//   GROUP (query heads of a part), PARTS (parts of a KV head's query heads)
+//   DTYPE (0 float32, 1 float16, 2 bfloat16), SOFTCAP (1: logits are capped)
+//   CODEC (of the selected rows: CODEC_PLAIN, CODEC_INT8 or CODEC_FP8)
+//   GIVEN (0: no weights. 1: ids and weights come from a caller's search result; an id below 0 means no row, and
+//     weights are added to the logits of each head. 2: rows were sampled, and one weight serves all heads.)
+//   NEAR (1: some blocks of rows are on the device and others on the host. The cache then stores only host rows.)
+//   PAGED (0: resident rows have a buffer of their own. 1: sink and window are in the pages that `rows` points to,
+//     and follow the tokens that are searched. A sequence then has `resident_count` resident rows, of which the
+//     first `sink` are its first tokens if any of its tokens are searched. 2: as 1, with the pages on the host. Then
+//     resident rows are cached too, all sequences share one cache per KV head, and the cache identifies a row by its
+//     slot number. Two sequences that request one slot at the same moment may both fetch the row and store it twice.)
+//   RAGGED (1: each sequence has its own count of resident rows; always so if PAGED)
 #include "common/row_cache.cuh"
 #include "common/row_codes.cuh"
 

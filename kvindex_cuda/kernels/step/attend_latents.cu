@@ -17,12 +17,12 @@
 // global memory overlaps with that kernel.
 // float32 does not use the matrix unit: a thread computes one head and row, then one head and four columns.
 //
-// Compile-time constants, set by the launcher:
-//   D, DV   dimensions of a key and of a value;  GROUP: query heads of a group
-//   PART    query heads of a thread block: 16, 32, 64 or 128
-//   DTYPE   0 float32, 1 float16, 2 bfloat16;  SOFTCAP: 1 if logits are capped
-//   CODEC   of the selected rows: CODEC_PLAIN, CODEC_INT8 or CODEC_FP8
-//   RAGGED  1: each sequence has its own count of resident rows
+// Compile-time constants:
+//   D, DV (dimensions of a key and of a value), GROUP (query heads of a group)
+//   PART (query heads of a thread block: 16, 32, 64 or 128)
+//   DTYPE (0 float32, 1 float16, 2 bfloat16), SOFTCAP (1: logits are capped)
+//   CODEC (of the selected rows: CODEC_PLAIN, CODEC_INT8 or CODEC_FP8)
+//   RAGGED (1: each sequence has its own count of resident rows)
 #include "common/row_codes.cuh"
 
 // slices of a sum over coordinates; with them, eight warps serve all heads

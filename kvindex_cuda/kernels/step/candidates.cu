@@ -8,8 +8,7 @@
 //
 // Grid: (splits, BG), 256 threads. Reads 4 bytes per key and four heads, writes 8 bytes per candidate.
 // Limited by memory.
-// Compile-time constants, set by the launcher: GROUP (query heads per KV head), RAGGED (1: each sequence has
-// its own length).
+// Compile-time constants: GROUP (query heads per KV head), RAGGED (1: each sequence has its own length).
 #include "common/tier_votes.cuh"
 
 constexpr int SETS = (GROUP + 3) / 4;

@@ -14,9 +14,9 @@
 // partial sums of 16 candidates and a tile are then divided among warps. Sums over all candidates are
 // integers, so they do not depend on the order of the candidates.
 //
-// Compile-time constants, set by the launcher: D, BITS (of a magnitude), GROUP (heads of a tile), TILES,
-// CENTERED (1: blocks of codes have centers), SOFTCAP, DRAWN (1: candidates are sampled), RAGGED (1: each
-// sequence has its own length).
+// Compile-time constants: D, BITS (of a magnitude), GROUP (heads of a tile), TILES, CENTERED (1: blocks of
+// codes have centers), SOFTCAP, DRAWN (1: candidates are sampled), RAGGED (1: each sequence has its own
+// length).
 #include "common/product.cuh"
 #include "common/shares.cuh"
 #if DRAWN

@@ -16,9 +16,9 @@
 // Reads 2 D² bytes, and 2 D bytes per block of codes, once from memory and once per tile from L2; writes 5 D
 // + 4 bytes per head, and 4 bytes per head and block of codes.
 // Limited by latency: two reads and the rotation, a product, and the sums in the last thread block.
-// Compile-time constants, set by the launcher: D, GROUP (heads of a tile), TILES, DTYPE, CENTERED (1: blocks
-// have centers), PLANES, DRAWN (1: candidates are sampled), TOGETHER, SIXTEENS (groups of 16 columns per
-// thread block), RAGGED (1: each sequence has its own length).
+// Compile-time constants: D, GROUP (heads of a tile), TILES, DTYPE, CENTERED (1: blocks have centers),
+// PLANES, DRAWN (1: candidates are sampled), TOGETHER, SIXTEENS (groups of 16 columns per thread block),
+// RAGGED (1: each sequence has its own length).
 #include "common/prepare.cuh"
 #include "common/byte_votes.cuh"
 

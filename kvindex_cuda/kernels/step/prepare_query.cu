@@ -29,9 +29,8 @@
 // Limited by latency: three dependent reads (length, table, codes; the queries at the same time), the votes,
 // and the search for the threshold in the last thread block.
 // This file is longer than most because it is one kernel, whose parts pass values in registers.
-// Compile-time constants, set by the launcher: D, GROUP (query heads per KV head), DTYPE, CENTERED (1: blocks
-// of codes have centers), PLANES (bit planes of r), DRAWN, TOGETHER, RAGGED (1: each sequence has its own
-// length).
+// Compile-time constants: D, GROUP (query heads per KV head), DTYPE, CENTERED (1: blocks of codes have
+// centers), PLANES (bit planes of r), DRAWN, TOGETHER, RAGGED (1: each sequence has its own length).
 #include "common/prepare.cuh"
 #include "common/threshold.cuh"
 

@@ -14,7 +14,7 @@
 // step's later kernels use.
 // Limited by latency (reads of query and rotation, sums over a warp) and by 2^16 comparisons per thread
 // block, which read shared memory at 61% of its throughput (measured with Nsight Compute).
-// Compile-time constants, set by the launcher: D, GROUP (query heads per KV head), DTYPE (of queries).
+// Compile-time constants: D, GROUP (query heads per KV head), DTYPE (of queries).
 #include "common/common.cuh"
 
 constexpr int M = D / 8;

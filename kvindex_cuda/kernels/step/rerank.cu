@@ -14,8 +14,8 @@
 // Limited by the latency of scattered reads: counts, list and histogram, which are requested together;
 // addresses of blocks, while the cut is found; codes. Requesting the codes of all entries early, candidates
 // or not, took 2 to 4 µs longer, because the codes of non-candidates come from memory, too.
-// Compile-time constants, set by the launcher: D, BITS (of a magnitude), GROUP (query heads per KV head),
-// CENTERED, SOFTCAP, RAGGED (1: each sequence has its own length), and DTYPE, PLANES and DRAWN of votes.cuh.
+// Compile-time constants: D, BITS (of a magnitude), GROUP (query heads per KV head), CENTERED, SOFTCAP,
+// RAGGED (1: each sequence has its own length), and DTYPE, PLANES and DRAWN of votes.cuh.
 #include "common/exact.cuh"
 #include "common/product.cuh"
 #include "common/shares.cuh"

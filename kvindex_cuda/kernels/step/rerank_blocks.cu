@@ -13,8 +13,7 @@
 // 4 sectors) and writes 4 GROUP bytes.
 // Limited by the latency of scattered reads. At most a third of the issue slots are in use (measured with
 // Nsight Compute), at about 25 instructions of a warp per candidate (counted).
-// Compile-time constants, set by the launcher: D, BITS (of a magnitude), GROUP (query heads per KV head),
-// SOFTCAP.
+// Compile-time constants: D, BITS (of a magnitude), GROUP (query heads per KV head), SOFTCAP.
 #include "common/levels.cuh"
 #include "common/shares.cuh"
 

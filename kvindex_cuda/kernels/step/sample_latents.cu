@@ -9,9 +9,8 @@
 // Grid: (SAMPLED / 32, B), 256 threads. Reads (D/8 + 1) SAMPLED bytes of codes, and from L2 D bytes per head
 // and thread block.
 // Limited by latency: reading the rounded queries, their product, and the search in the last thread block.
-// Compile-time constants, set by the launcher: D, GROUP (heads of a tile), TILES, DTYPE (of queries),
-// CENTERED (1: blocks have centers), PLANES, DRAWN (1: candidates are sampled), RAGGED (1: each sequence has
-// its own length).
+// Compile-time constants: D, GROUP (heads of a tile), TILES, DTYPE (of queries), CENTERED (1: blocks have
+// centers), PLANES, DRAWN (1: candidates are sampled), RAGGED (1: each sequence has its own length).
 #include "common/byte_votes.cuh"
 #include "common/threshold.cuh"
 

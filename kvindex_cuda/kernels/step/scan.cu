@@ -1,9 +1,9 @@
 // Coarse stage of a decode step: compute the vote of every key, and list the keys whose vote reaches a
 // threshold. A vote is an integer estimate of the product of query and key (common/votes.cuh; paper, B.2.1).
 // Reference: scan in kvindex/pariskv/decode_step.py, kvindex/pariskv/sign_votes.py.
-// Compile-time constants, set by the launcher: D, GROUP (query heads per KV head), DTYPE (of queries),
-// CENTERED (1: blocks of codes have centers), PLANES (bit planes of a rounded query), DRAWN (1: candidates
-// are sampled), RAGGED (1: each sequence has its own length).
+// Compile-time constants: D, GROUP (query heads per KV head), DTYPE (of queries), CENTERED (1: blocks of
+// codes have centers), PLANES (bit planes of a rounded query), DRAWN (1: candidates are sampled), RAGGED (1:
+// each sequence has its own length).
 #include "common/votes.cuh"
 
 // bytes of a pipeline stage: signs, weights and center of a block of 256 keys

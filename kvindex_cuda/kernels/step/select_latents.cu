@@ -7,8 +7,8 @@
 // exactly. With DRAWN, rows are sampled at random (kvindex/ops/priority.py): the score is the root mean
 // square of the heads' attention weights, multiplied by noise. The (k + 1)-th row is the threshold, and each
 // selected row gets a weight for the rows that it stands for.
-// Compile-time constants, set by the launcher: HEADS (query heads of the group), SOFTCAP, POLICY (0:
-// mean_share, the mean attention weight of the heads; 1: max_share, the largest), DRAWN.
+// Compile-time constants: HEADS (query heads of the group), SOFTCAP, POLICY (0: mean_share, the mean
+// attention weight of the heads; 1: max_share, the largest), DRAWN.
 #include "common/shares.cuh"
 #if DRAWN
 #include "common/noise.cuh"

@@ -12,8 +12,8 @@
 //
 // Limited by latency: a chain of dependent reads and barriers, with few thread blocks.
 // This file is longer than most because it is one kernel, whose steps process entries that stay in registers.
-// Compile-time constants, set by the launcher: GROUP (query heads per KV head), SOFTCAP, POLICY (0:
-// mean_share, the mean attention weight of the heads; 1: max_share, the largest), DRAWN.
+// Compile-time constants: GROUP (query heads per KV head), SOFTCAP, POLICY (0: mean_share, the mean attention
+// weight of the heads; 1: max_share, the largest), DRAWN.
 #include "common/row_cache.cuh"
 #include "common/shares.cuh"
 #if DRAWN

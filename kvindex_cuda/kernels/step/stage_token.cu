@@ -9,7 +9,7 @@
 //
 // Grid: (G, B), THREADS threads. Reads and writes 2 (D + DV) and GROUP · D elements per KV head. Limited by
 // latency.
-// Compile-time constants, set by the launcher: D, DV, DTYPE, GROUP (query heads per KV head).
+// Compile-time constants: D, DV, DTYPE, GROUP (query heads per KV head).
 #include "common/common.cuh"
 
 #if DTYPE == 0

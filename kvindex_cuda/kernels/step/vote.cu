@@ -10,8 +10,7 @@
 // counts.
 // Limited by shared memory: M lookups per key in random banks, about 3.5 cycles for the 32 lanes of a warp.
 // That is 65 µs for 1M keys of 8 KV heads at D = 128 (calculated).
-// Compile-time constants, set by the launcher: D, GROUP (query heads per KV head), RAGGED (1: each sequence
-// has its own length).
+// Compile-time constants: D, GROUP (query heads per KV head), RAGGED (1: each sequence has its own length).
 #include "common/tier_votes.cuh"
 
 constexpr int M = D / 8;

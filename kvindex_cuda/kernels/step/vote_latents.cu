@@ -19,9 +19,9 @@
 // block; writes 4 bytes per key, and 8 bytes and a count for each key that reaches the threshold.
 // Limited by the matrix unit from about 64 heads on: 2 D operations per key and head.
 // Dynamic shared memory: COLUMNS_OF WIDTH + STAGES STAGE bytes.
-// Compile-time constants, set by the launcher: D, GROUP (heads of a tile), TILES, DTYPE (of queries),
-// CENTERED (1: blocks have centers), PLANES, DRAWN (1: candidates are sampled), RAGGED (1: each sequence has
-// its own length), WARPGROUPS (1: use wgmma, which needs compute capability 9.0 and code for sm_90a).
+// Compile-time constants: D, GROUP (heads of a tile), TILES, DTYPE (of queries), CENTERED (1: blocks have
+// centers), PLANES, DRAWN (1: candidates are sampled), RAGGED (1: each sequence has its own length),
+// WARPGROUPS (1: use wgmma, which needs compute capability 9.0 and code for sm_90a).
 #if WARPGROUPS
 #include "common/warpgroup.cuh"
 #else

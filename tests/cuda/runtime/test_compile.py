@@ -301,7 +301,7 @@ def test_every_kernel_is_compiled_here():
 @pytest.mark.parametrize("file", DEFINES)
 def test_the_definitions_are_those_that_the_file_leaves_open(file):
     header = launching.source(file).split("#include")[0].replace("\n//", "")
-    _, found, line = header.partition("Compile-time:")
+    _, found, line = header.partition("Compile-time constants:")
     assert found
     wanted = set(re.findall(r"\b[A-Z]{2,}\b|\bD\b", re.sub(r"\(.*?\)", "", line)))
     for defines in DEFINES[file]:
