@@ -198,9 +198,8 @@ def planes_of(fragments: Tensor) -> Tensor:
 
 
 def places_of_words(group: int, D: int) -> Tensor:
-    """Positions of `operand_of` in operands.cuh, for all heads, coordinates and parts:
-
-    int64 `[g, D, 2]`.
+    """Positions of `operand_of` in operands.cuh, for all heads, coordinates and parts: int64 `[g,
+    D, 2]`.
     """
     h, j, part = torch.meshgrid(*map(torch.arange, (group, D, 2)), indexing="ij")
     folded, quads, word, bit = group <= 4, -(-D // 128), j // 32, j % 32

@@ -189,9 +189,8 @@ def test_nobody_reads_a_row_that_another_sequence_brings_in_the_same_step(order,
 
 
 def test_a_sequence_of_128k_tokens_takes_a_fifth_of_the_devices_memory():
-    """The memory of 8 KV heads of 128 numbers of 16 bits:
-
-    codes, cached rows, and a copy of a layer's rows for prompts.
+    """The memory of 8 KV heads of 128 numbers of 16 bits: codes, cached rows, and a copy of a
+    layer's rows for prompts.
     """
     options = Options(index="pariskv:preset=fast", rows="host")
     nowhere = torch.device("meta")

@@ -134,12 +134,11 @@ def test_over_updates_there_is_one_graph_and_traffic_is_the_same(device, monkeyp
 
 
 MOST = {"cpu": [6, 9, 5, 120, 10, 5], "cuda": [7, 12, 5, 120, 10, 5]}
-"""Operations of torch and launches of two updates of a block (docs/pipeline/regions.md):
-
-at the start, at the end, and before the next token. The second update makes the index 4 blocks
-long, at which the regression of signs is fitted. Operations on the host's own tensors are counted
-too, although they launch nothing on a GPU. On a GPU, `record_stream` is counted as well, and three
-more when the first update ends.
+"""Operations of torch and launches of two updates of a block (docs/pipeline/regions.md): at the
+start, at the end, and before the next token. The second update makes the index 4 blocks long, at
+which the regression of signs is fitted. Operations on the host's own tensors are counted too,
+although they launch nothing on a GPU. On a GPU, `record_stream` is counted as well, and three more
+when the first update ends.
 """
 
 

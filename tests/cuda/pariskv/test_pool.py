@@ -1,6 +1,5 @@
-"""Sequences of different lengths in one step:
-
-each gets what it would get alone, and no block is lost.
+"""Sequences of different lengths in one step: each gets what it would get alone, and no block is
+lost.
 """
 
 import gc

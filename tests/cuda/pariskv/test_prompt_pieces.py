@@ -13,10 +13,9 @@ CASE = Case(q_heads=4, kv_heads=2, head_dim=64, dtype=torch.bfloat16)
 PIECE, PIECES = 512, 6
 
 OPERATIONS = 23
-"""Operations of torch for a chunk, except attention and views:
-
-tokens enter the window and leave it, rows are joined and copied to their blocks. Some chunks
-enlarge a column or add a slab, which is then copied to the GPU.
+"""Operations of torch for a chunk, except attention and views: tokens enter the window and leave
+it, rows are joined and copied to their blocks. Some chunks enlarge a column or add a slab, which is
+then copied to the GPU.
 """
 
 ASKS = ("_local_scalar_dense", "item", "nonzero", "is_nonzero", "equal")

@@ -210,9 +210,8 @@ DEFINES = {
     ],
     "ops/transform.cu": [dict(DTYPE=dtype) for dtype in range(3)],
 }
-"""For each file, values of the compile-time constants that its header lists:
-
-the usual ones first, then extreme ones.
+"""For each file, values of the compile-time constants that its header lists: the usual ones first,
+then extreme ones.
 """
 
 ROWS = [(file, defines) for file, rows in DEFINES.items() for defines in rows]

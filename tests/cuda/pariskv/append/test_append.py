@@ -24,9 +24,8 @@ CASE = Case(q_heads=4, kv_heads=2, head_dim=64, batch=2)
 OPTIONS = dict(preset="fast", candidates_per="group")
 
 FLIPPED = 1e-4
-"""Largest fraction of codes that may differ:
-
-coordinates next to an edge (`test_encode.py` checks each).
+"""Largest fraction of codes that may differ: coordinates next to an edge (`test_encode.py` checks
+each).
 """
 
 TIPPED = 1e-2
@@ -206,9 +205,8 @@ def test_other_options(options, dtype, device):
 
 
 def test_strides_do_not_matter(device):
-    """Keys as a model's projections return them:
-
-    the last axes are heads, then coordinates; keys and values are in one tensor.
+    """Keys as a model's projections return them: the last axes are heads, then coordinates; keys
+    and values are in one tensor.
     """
     keys, values = tokens_of(CASE, 300, device)
     joined = torch.cat([keys, values], dim=-1).transpose(1, 2).contiguous().transpose(1, 2)

@@ -248,9 +248,8 @@ def test_what_invalid_keys_hold_does_not_matter(dim, device):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("dim", "dtype"), [(128, DTYPES[2]), slow(40, DTYPES[0])], ids=str)
 def test_codes_are_a_function_of_their_block(dim, dtype, device):
-    """Codes do not depend on how keys are appended:
-
-    all together, one by one, in blocks, or after other blocks.
+    """Codes do not depend on how keys are appended: all together, one by one, in blocks, or after
+    other blocks.
     """
     case = Case(q_heads=2, kv_heads=2, head_dim=dim, batch=2, dtype=dtype)
     keys, valid = keys_of(case, 523).to(device), left_padding([0, 270], 523).to(device)

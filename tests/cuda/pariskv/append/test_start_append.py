@@ -1,7 +1,4 @@
-"""`ParisKV.start_append` and streams:
-
-what happens between the beginning and the end of an append.
-"""
+"""`ParisKV.start_append` and streams: what happens between the start and the end of an append."""
 
 import pytest
 import torch

@@ -238,10 +238,7 @@ def test_another_k_is_another_graph(device, graphs):
 
 
 def test_candidates_that_outgrow_their_buffers(device, graphs):
-    """More than twice the candidates of the first search:
-
-    new buffers, and a graph that uses them.
-    """
+    """More than twice the candidates of the first search need new buffers and a new graph."""
     pair = two(device, k=2, beta=0.2)
     assert graphs.made == 1
     before = pair.layers[0].index._executor._newest(2).step

@@ -246,9 +246,8 @@ def test_padded_tokens_and_hidden_rows_are_never_read(device):
     ids=["edge", "full", "short", "blocks"],
 )
 def test_ties_go_to_the_lower_ids(device, count, capacity, options):
-    """Nearly all keys are equal:
-
-    a bin that does not fit into shared memory, or a list that overflows.
+    """Nearly all keys are equal: a bin that does not fit into shared memory, or a list that
+    overflows.
     """
     case = Case(q_heads=4, kv_heads=2, head_dim=64)
     keys, values = case.tokens(count + 40)
@@ -288,9 +287,8 @@ def test_a_zero_query_and_a_single_key_give_numbers(device):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_centers_meet_queries_as_in_float32(dtype, device):
-    """Matrix units take queries as bfloat16 numbers:
-
-    what one such number leaves out must be in the others.
+    """Matrix units take queries as bfloat16 numbers: what one such number leaves out must be in the
+    others.
     """
     case = Case(q_heads=8, kv_heads=2, head_dim=96, dtype=dtype)
     index, layout, state, _kept, k = setting(case, 600, device=device)
