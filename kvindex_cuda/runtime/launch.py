@@ -318,8 +318,7 @@ def checked(device: int) -> Any:
         import cupy
     except ImportError as error:
         raise ImportError(
-            'backend="cuda" needs CuPy: pip install "kvindex-torch[cuda13]" (CUDA 13) or '
-            '"kvindex-torch[cuda12]" (CUDA 12)'
+            'backend="cuda" needs CuPy: pip install cupy-cuda13x (CUDA 13) or cupy-cuda12x (CUDA 12)'
         ) from error
     if not torch.cuda.is_available():
         raise RuntimeError(
@@ -343,7 +342,7 @@ def checked(device: int) -> Any:
         raise RuntimeError(
             f'backend="cuda": got a driver for CUDA {driver // 1000}, but this CuPy is built for '
             f"CUDA {runtime // 1000}: update the driver, or install the CuPy of the older CUDA "
-            '(pip install "kvindex-torch[cuda12]")'
+            "(pip install cupy-cuda12x)"
         )
     return cupy
 

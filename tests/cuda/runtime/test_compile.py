@@ -411,7 +411,7 @@ def test_a_machine_that_can_is_taken(machine, monkeypatch):
 def test_without_cupy_the_extra_to_install_is_named(monkeypatch):
     fake_machine(monkeypatch)
     monkeypatch.setitem(sys.modules, "cupy", None)
-    with pytest.raises(ImportError, match=r"needs CuPy: pip install \"kvindex-torch\[cuda13\]\""):
+    with pytest.raises(ImportError, match=r"needs CuPy: pip install cupy-cuda13x"):
         checked(0)
 
 
@@ -429,7 +429,7 @@ def test_without_cupy_the_extra_to_install_is_named(monkeypatch):
         (
             dict(driver=12080),
             r"got a driver for CUDA 12, but this CuPy is built for CUDA 13: update the driver, "
-            r".*kvindex-torch\[cuda12\]",
+            r".*pip install cupy-cuda12x",
         ),
     ],
     ids=["no GPU", "old GPU", "old driver"],
