@@ -318,7 +318,8 @@ def checked(device: int) -> Any:
         import cupy
     except ImportError as error:
         raise ImportError(
-            'backend="cuda" needs CuPy: pip install cupy-cuda13x (CUDA 13) or cupy-cuda12x (CUDA 12)'
+            'backend="cuda" needs CuPy: pip install cupy-cuda13x (CUDA 13), or cupy-cuda12x '
+            "(CUDA 12)"
         ) from error
     if not torch.cuda.is_available():
         raise RuntimeError(
