@@ -7,7 +7,7 @@ from torch import Tensor
 
 from kvindex.ops import sampling as reference
 from kvindex_cuda.runtime.arguments import of_shape, of_type
-from kvindex_cuda.runtime.constants import DRAW_THREADS
+from kvindex_cuda.runtime.constants import SAMPLE_THREADS
 from kvindex_cuda.runtime.launch import launch
 
 MOST = 2**14
@@ -29,12 +29,12 @@ def sample(logits: Tensor, ids: Tensor, k: int, sampled: int) -> tuple[Tensor, T
         return reference.sample(logits, ids, k, sampled)
     places = torch.empty((B, G, k), dtype=torch.int64, device=logits.device)
     weights = torch.empty((B, G, k), device=logits.device)
-    size = max(DRAW_THREADS, 1 << max(P - 1, 0).bit_length())
+    size = max(SAMPLE_THREADS, 1 << max(P - 1, 0).bit_length())
     launch(
         "ops/sampling.cu",
-        "draw",
+        "sample_rows",
         (B * G,),
-        (DRAW_THREADS,),
+        (SAMPLE_THREADS,),
         arguments=dict(
             logits=logits.contiguous(),
             ids=ids.contiguous(),
@@ -43,7 +43,7 @@ def sample(logits: Tensor, ids: Tensor, k: int, sampled: int) -> tuple[Tensor, T
             size=size,
             count=P,
             k=k,
-            drawn=sampled,
+            sampled=sampled,
         ),
         shared_bytes=13 * size,
     )

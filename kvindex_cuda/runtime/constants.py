@@ -63,7 +63,7 @@ ENCODE_WARPS = 8
 CODES_THREADS, MOST_BITS = 256, 7
 """Of `ops/codes.cu`: threads of a block, and most magnitude bits."""
 
-DRAW_THREADS = 1024
+SAMPLE_THREADS = 1024
 """Threads of a block of `draw`."""
 
 DIGIT, TILE, SORTED = 11, 2048, 2048
@@ -80,7 +80,7 @@ EVERYWHERE = dict(
     LONGEST=int(transform.LONGEST),
     OCTAVES=codes.OCTAVES,
 )
-SHARES = dict(EDGE=EDGE, BUCKETS=BUCKETS)
+ATTENTION_WEIGHTS = dict(EDGE=EDGE, BUCKETS=BUCKETS)
 STEP, CENTERS = dict(STEP=priority.STEP), dict(CENTERS=priority.CENTERS)
 NOISE = dict(
     SPREAD=priority.SPREAD,
@@ -94,9 +94,9 @@ PIECEWISE = dict(CHUNK=CHUNK, PIECES=PIECES, POINTS=POINTS)
 FILES: dict[str, dict[str, int]] = {
     "step/prepare_query.cu": dict(NOISE | STEP | CENTERS, SAMPLED=SAMPLED),
     "step/scan.cu": dict(NOISE, WARPS=SCAN_WARPS, STAGES=SCAN_STAGES, BINNED=SCAN_BINNED),
-    "step/rerank.cu": NOISE | STEP | SHARES,
+    "step/rerank.cu": NOISE | STEP | ATTENTION_WEIGHTS,
     "step/select_rows.cu": dict(
-        NOISE | SHARES, THREADS=SELECT_THREADS, ENTRIES=SELECT_ENTRIES, WAYS=WAYS
+        NOISE | ATTENTION_WEIGHTS, THREADS=SELECT_THREADS, ENTRIES=SELECT_ENTRIES, WAYS=WAYS
     ),
     "step/attend.cu": dict(
         CODECS, MOST_SPLITS=MOST_SPLITS, HEADS_AT_ONCE=HEADS_AT_ONCE, AHEAD=ATTEND_AHEAD, WAYS=WAYS
@@ -104,8 +104,8 @@ FILES: dict[str, dict[str, int]] = {
     "step/prepare_latents.cu": NOISE | CENTERS,
     "step/sample_latents.cu": dict(NOISE | STEP, SAMPLED=SAMPLED),
     "step/vote_latents.cu": dict(NOISE, STAGES=VOTE_STAGES),
-    "step/estimate_latents.cu": dict(NOISE | STEP | SHARES, THREADS=TAKE_THREADS),
-    "step/select_latents.cu": dict(NOISE | SHARES, THREADS=SELECT_THREADS),
+    "step/estimate_latents.cu": dict(NOISE | STEP | ATTENTION_WEIGHTS, THREADS=TAKE_THREADS),
+    "step/select_latents.cu": dict(NOISE | ATTENTION_WEIGHTS, THREADS=SELECT_THREADS),
     "step/attend_latents.cu": dict(CODECS, ROWS=LATENT_ROWS, MOST_SPLITS=LATENT_SPLITS),
     "step/query_table.cu": dict(TIERS=len(coarse.TIERS)),
     "step/vote.cu": PIECEWISE,
@@ -120,7 +120,7 @@ FILES: dict[str, dict[str, int]] = {
     "append/encode.cu": dict(WARPS=ENCODE_WARPS, OCTAVES=codes.OCTAVES, LARGEST=int(check.LARGEST)),
     "ops/coarse.cu": dict(WIDE=0, FACTORS=0, TABLES=1),
     "ops/codes.cu": dict(THREADS=CODES_THREADS, MOST_BITS=MOST_BITS),
-    "ops/sampling.cu": dict(THREADS=DRAW_THREADS),
+    "ops/sampling.cu": dict(THREADS=SAMPLE_THREADS),
     "ops/select.cu": dict(VOTES=0, DIGIT=DIGIT, TILE=TILE, SORTED=SORTED),
     "ops/transform.cu": dict(TALL=ROTATE_TALL, BROAD=ROTATE_BROAD),
 }

@@ -1008,7 +1008,7 @@ inline void emulated_wait(unsigned long long* barrier, unsigned parity, SITE) {
 // ---- copies that a thread waits for itself (common.cuh) ----------------------------------------
 
 // As `emulated_copy`; zeros unless `in`.
-inline void emulated_piece(void* to, const void* from, size_t bytes, bool in, SITE) {
+inline void emulated_copy_async(void* to, const void* from, size_t bytes, bool in, SITE) {
     int thread = int(emulator::current - emulator::threads);
     if (emulator::piecing[thread] == 64) emulator::fail(site, "piece: 64 that nobody waits for");
     if ((reinterpret_cast<size_t>(to) | reinterpret_cast<size_t>(from)) % bytes)
@@ -1018,10 +1018,10 @@ inline void emulated_piece(void* to, const void* from, size_t bytes, bool in, SI
     emulator::pieces[thread][emulator::piecing[thread]++] = {to, from, bytes, in, emulator::grouping[thread]};
 }
 
-inline void emulated_pieces_commit() { emulator::grouping[emulator::current - emulator::threads]++; }
+inline void emulated_async_commit() { emulator::grouping[emulator::current - emulator::threads]++; }
 
 // For pieces of all groups before the last `but`; -1 also for those of no group.
-inline void emulated_pieces_wait(int but = -1) {
+inline void emulated_async_wait(int but = -1) {
     int thread = int(emulator::current - emulator::threads), last = emulator::grouping[thread] - but, left = 0;
     for (int i = 0; i < emulator::piecing[thread]; i++) {
         emulator::Piece& piece = emulator::pieces[thread][i];

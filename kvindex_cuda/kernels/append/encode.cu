@@ -212,7 +212,7 @@ encode(const __grid_constant__ Arguments args) {
 #else
         i64 s = unit % u32(args.blocks), bg = unit / u32(args.blocks), token = s * TOKENS;
         i64 g = u32(bg) % u32(args.kv_heads), batch = u32(bg) / u32(args.kv_heads);
-        copy_piece<8>(shared_place(&found.block), args.codes + batch * args.row + args.first + s);
+        copy_async<8>(shared_place(&found.block), args.codes + batch * args.row + args.first + s);
         found.head = g * args.head_bytes;
         i64 first_key = batch * args.keys_batch + g * args.keys_head + token * args.keys_token;
         found.keys = static_cast<const char*>(args.keys) + first_key * BYTES;
@@ -239,7 +239,7 @@ encode(const __grid_constant__ Arguments args) {
         if (segment.state == WHOLE) {
 #pragma unroll
             for (int j = 0; j < HALF; j += ROWS, piece += ROWS * step)
-                if (mine) copy_piece<16>((ROWS == 2 && j & 2 ? other : to) + j * ROW, piece);
+                if (mine) copy_async<16>((ROWS == 2 && j & 2 ? other : to) + j * ROW, piece);
             return;
         }
 #pragma unroll 1
@@ -247,7 +247,7 @@ encode(const __grid_constant__ Arguments args) {
             u32 id = half * HALF + j + lane / PADDED;
             bool in = id < segment.to;
             if (args.valid && in) in = segment.flags[id];
-            if (mine) copy_piece<16>((ROWS == 2 && j & 2 ? other : to) + j * ROW, piece, in);
+            if (mine) copy_async<16>((ROWS == 2 && j & 2 ? other : to) + j * ROW, piece, in);
         }
     };
     if (threadIdx.x < 3) segments[threadIdx.x].after = (threadIdx.x + 1) % 3;
@@ -258,7 +258,7 @@ encode(const __grid_constant__ Arguments args) {
     for (int i = threadIdx.x; i < 2 * CELLS; i += WARPS * 32) indices[i] = u8(args.tables[CELLS + i]);
     for (int i = threadIdx.x; i < LEVELS; i += WARPS * 32) levels[i] = args.tables[3 * CELLS + i];
     if (threadIdx.x < 2) plan(blockIdx.x + threadIdx.x * gridDim.x, segments[threadIdx.x]);
-    pieces_wait();
+    async_wait();
     __syncthreads();
     Tables tables;
     tables.edges = edges, tables.levels = levels, tables.indices = indices;
@@ -275,7 +275,7 @@ encode(const __grid_constant__ Arguments args) {
     for (u32 slot = 0; segments[slot].unit < units; slot = segments[slot].after) {
         const Segment& own = segments[slot];
         u32 to = min(own.to, u32((warp + 1) * GROUP));
-        pieces_wait();
+        async_wait();
         __syncwarp();
         if (CENTERED && STAGED) {
             Shared keys = stage + (warp * GROUP + t) * ROW;

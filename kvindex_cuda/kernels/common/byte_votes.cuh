@@ -6,7 +6,7 @@
 // each other, in the order in which the matrix unit reads shared memory (warpgroup.cuh). Of every 32
 // coordinates, one part has the even ones and the next part has the odd ones. In that order, four bits of a
 // key that are 8 apart become four bytes with one shift and one mask.
-// Compile-time constants: D, GROUP (heads of a tile), TILES, DRAWN (1: candidates are sampled), and those of
+// Compile-time constants: D, GROUP (heads of a tile), TILES, SAMPLING (1: candidates are sampled), and those of
 // votes.cuh.
 #pragma once
 #include "common/votes.cuh"
@@ -21,7 +21,7 @@ __device__ __forceinline__ int byte_of(int w, int lane) {
     return (2 * w + lane % 2) * PIECE + lane / 2 % 4 * 4 + lane / 8;
 }
 
-#if DRAWN
+#if SAMPLING
 typedef float Vote;
 #define NO_VOTE NEVER
 #else
@@ -52,7 +52,7 @@ __device__ __forceinline__ void load(Keys<HALVES>& keys, const char* signs) {
 
 // Convert sums of `b r` to votes, and keep in `best` the maximum over heads. A lane has the sums of its keys
 // for two of 8 heads, 2 (lane % 4) and the next one. sum: Σ r of these heads. offset: product with the
-// block's center, in votes. scale: see Draw in votes.cuh.
+// block's center, in votes. scale: see Sampling in votes.cuh.
 template <int HALVES>
 __device__ __forceinline__ void vote(Vote (&best)[2 * HALVES], const int (&dots)[HALVES][4], const int (&factor)[2 * HALVES],
                                      int2 sum, int2 offset, float4 scale) {
@@ -60,7 +60,7 @@ __device__ __forceinline__ void vote(Vote (&best)[2 * HALVES], const int (&dots)
     for (int i = 0; i < 4 * HALVES; i++) {
         int own = i / 2, dot = 2 * dots[own / 2][own % 2 * 2 + i % 2] - (i % 2 ? sum.y : sum.x);
         int vote = mad(dot, factor[own], i % 2 ? offset.y : offset.x);
-#if DRAWN
+#if SAMPLING
         best[own] = fmaxf(best[own], fmaf(float(vote), i % 2 ? scale.z : scale.x, i % 2 ? scale.w : scale.y));
 #else
         best[own] = max(best[own], vote);

@@ -294,12 +294,12 @@ __device__ __forceinline__ void wait(Shared barrier, u32 parity) {  // called by
 }
 
 // Asynchronous copies of a single thread to shared memory (PTX: cp.async). They copy 4, 8 or 16 bytes at
-// addresses that are multiples of that size, or write zeros if `in` is false. `pieces_wait` returns when all
+// addresses that are multiples of that size, or write zeros if `in` is false. `async_wait` returns when all
 // copies of this thread have arrived.
 template <int SIZE>
-__device__ __forceinline__ void copy_piece(Shared to, const void* from) {
+__device__ __forceinline__ void copy_async(Shared to, const void* from) {
 #ifdef EMULATED
-    emulated_piece(reinterpret_cast<void*>(to), from, SIZE, true);
+    emulated_copy_async(reinterpret_cast<void*>(to), from, SIZE, true);
 #else
     if constexpr (SIZE == 16)
         asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
@@ -309,36 +309,36 @@ __device__ __forceinline__ void copy_piece(Shared to, const void* from) {
 #endif
 }
 template <int SIZE>
-__device__ __forceinline__ void copy_piece(Shared to, const void* from, bool in) {
+__device__ __forceinline__ void copy_async(Shared to, const void* from, bool in) {
 #ifdef EMULATED
-    emulated_piece(reinterpret_cast<void*>(to), from, SIZE, in);
+    emulated_copy_async(reinterpret_cast<void*>(to), from, SIZE, in);
 #else
     static_assert(SIZE == 16);
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
                  :: "r"(to), "l"(from), "r"(in ? 16 : 0) : "memory");
 #endif
 }
-__device__ __forceinline__ void pieces_wait() {
+__device__ __forceinline__ void async_wait() {
 #ifdef EMULATED
-    emulated_pieces_wait();
+    emulated_async_wait();
 #else
     asm volatile("cp.async.wait_all;" ::: "memory");
 #endif
 }
 
-// Close a group of copies: all that this thread has started since the last call. `pieces_wait_but` returns
+// Close a group of copies: all that this thread has started since the last call. `async_wait_but` returns
 // when all but the last COUNT groups have arrived.
-__device__ __forceinline__ void pieces_commit() {
+__device__ __forceinline__ void async_commit() {
 #ifdef EMULATED
-    emulated_pieces_commit();
+    emulated_async_commit();
 #else
     asm volatile("cp.async.commit_group;" ::: "memory");
 #endif
 }
 template <int COUNT>
-__device__ __forceinline__ void pieces_wait_but() {
+__device__ __forceinline__ void async_wait_but() {
 #ifdef EMULATED
-    emulated_pieces_wait(COUNT);
+    emulated_async_wait(COUNT);
 #else
     asm volatile("cp.async.wait_group %0;" ::"n"(COUNT) : "memory");
 #endif

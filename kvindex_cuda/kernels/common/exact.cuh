@@ -19,7 +19,7 @@ struct Voters {
     const u32* valid;  // valid bits of its sequence
     i64 tokens;
     u32 shifts;
-    Draw draw;
+    Sampling draw;
 };
 
 // Compute the entries of 32 keys, from key `first`, a multiple of 32. A lane gets that of its `own_key`, or 0

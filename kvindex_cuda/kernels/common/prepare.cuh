@@ -1,6 +1,6 @@
 // Prepare queries: rotation by one warp, conversion to float16, and the seed of the noise. Used by
 // prepare_query.cu and prepare_latents.cu.
-// Compile-time constants: D, GROUP, DTYPE, CENTERED, PLANES, DRAWN (see votes.cuh).
+// Compile-time constants: D, GROUP, DTYPE, CENTERED, PLANES, SAMPLING (see votes.cuh).
 #pragma once
 #include "common/votes.cuh"
 
@@ -80,7 +80,7 @@ __device__ __forceinline__ float up_of(float peak) {
     return __uint_as_float(u32(254 + 13 - min(max(exponent, 20), 230)) << 23);
 }
 
-#if DRAWN
+#if SAMPLING
 // The seed of a group's noise, from its sequence's first valid key and its number of valid keys (reference:
 // kvindex.ops.priority.seeds). A warp calls it.
 // bits: this lane's word of the sequence's first valid bits. byte: this lane's byte of the signs of the

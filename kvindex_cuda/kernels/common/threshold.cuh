@@ -1,7 +1,7 @@
 // Find a threshold for votes from a sample of votes. Reference: thresholds_of in
 // kvindex/pariskv/sign_votes.py. Used by prepare_query.cu and sample_latents.cu.
-// Compile-time constants: DRAWN (1: candidates are sampled), SAMPLED (votes in the sample), STEP (granularity
-// of thresholds if DRAWN).
+// Compile-time constants: SAMPLING (1: candidates are sampled), SAMPLED (votes in the sample), STEP (granularity
+// of thresholds if SAMPLING).
 #pragma once
 #include "common/common.cuh"
 
@@ -59,7 +59,7 @@ __device__ __forceinline__ Threshold threshold_of(const int* sample, float share
         for (int i = threadIdx.x; i < BINS; i += 256) histogram[i] = 0;
         __syncthreads();
     }
-    if (DRAWN) base &= -STEP;
+    if (SAMPLING) base &= -STEP;
     return {enough ? base : LEAST + 1, base,  // no valid key has the vote LEAST
-            DRAWN ? shift_of(STEP * BINS - 1) : found ? shift_of(u32(top) - u32(base)) : 0};
+            SAMPLING ? shift_of(STEP * BINS - 1) : found ? shift_of(u32(top) - u32(base)) : 0};
 }

@@ -14,16 +14,16 @@
 // also shifts, which cost more.) r is written to base -2, so that each odd plane counts -2 times the even one
 // before it, and both take the same powers of four.
 //
-// With DRAWN, candidates are
+// With SAMPLING, candidates are
 // sampled at random: votes become sizes on a common scale for all heads, and noise is added to the largest
 // (kvindex/ops/priority.py). The sum, the key's priority, then replaces the vote.
 //
 // Compile-time constants: D, GROUP (query heads per KV head), DTYPE (of queries), CENTERED (1: blocks of
 // codes have centers), PLANES (digits of r to base -2: 4 can represent 5 and -5, 6 represent 21, 8 represent
-// 85), DRAWN.
+// 85), SAMPLING.
 #pragma once
 #include "common/operands.cuh"
-#if DRAWN
+#if SAMPLING
 #include "common/noise.cuh"
 #endif
 
@@ -51,7 +51,7 @@ struct Group {
     float units[SETS][2];
     uint2 queries[IN_REGISTERS && CENTERED ? SETS : 1][EIGHTS][PIECES];
     const void* all;    // the queries, DTYPE [GROUP, D], aligned to 16 bytes
-#if DRAWN
+#if SAMPLING
     float4 scales[1];  // of the lane's two heads, if registers hold them
     const float4* all_scales;
     u32 seed;
@@ -59,7 +59,7 @@ struct Group {
 };
 
 // What converts votes to priorities, written by prepare_query.cu; null unless candidates are sampled.
-struct Draw {
+struct Sampling {
     const float2* scales;  // [BG, 4 SETS]: size of one vote in units of 2^-16 octaves, and an offset that puts all
                            // heads on one scale, -inf for a missing head
     const u32* seeds;      // [BG]: seed of the noise
@@ -117,7 +117,7 @@ __device__ __forceinline__ void set_powers(Group& group) {
 // Load a group's queries. queries: DTYPE [BG, GROUP, D]. planes, sums and units are written by
 // prepare_query.cu.
 __device__ __forceinline__ void load(Group& group, const void* queries, const u32* planes,
-                                     const int* sums, const float* units, const Draw& draw, i64 bg) {
+                                     const int* sums, const float* units, const Sampling& draw, i64 bg) {
     int lane = threadIdx.x % 32;
     constexpr int SIZE = DTYPE == 0 ? 4 : 2;
     load_queries(group, static_cast<const char*>(queries) + bg * (GROUP * D * SIZE));
@@ -131,7 +131,7 @@ __device__ __forceinline__ void load(Group& group, const void* queries, const u3
         for (int i = 0; i < 2; i++) group.units[n][i] = units[bg * SETS * 4 + n * 4 + 2 * lane % 4 + i];
     }
     set_powers(group);
-#if DRAWN
+#if SAMPLING
     group.all_scales = reinterpret_cast<const float4*>(draw.scales) + bg * SETS * 2 + lane % 2;
     if (SETS == 1) group.scales[0] = *group.all_scales;
     group.seed = draw.seeds[bg];
@@ -283,7 +283,7 @@ __device__ __forceinline__ void each_vote(const Signs& signs, u32 weights, u32 s
     }
 }
 
-#if DRAWN
+#if SAMPLING
 // The largest size of `own_key` over the heads of the group, without noise.
 template <class Place>
 __device__ __forceinline__ float size_of(const Signs& signs, u32 weights, u32 shifts, const Group& group,
@@ -303,7 +303,7 @@ __device__ __forceinline__ float size_of(const Signs& signs, u32 weights, u32 sh
 template <class Place>
 __device__ __forceinline__ int vote_of(const Signs& signs, u32 weights, u32 shifts, const Group& group,
                                        const int (&offsets)[SETS][2], Place factors, u32 id) {
-#if DRAWN
+#if SAMPLING
     return priority_of(size_of(signs, weights, shifts, group, offsets, factors), id, group.seed);
 #else
     bool later = threadIdx.x & 1;  // which 16 keys are the lane's own

@@ -1,6 +1,6 @@
 // Sample rows at random to represent all rows that are not read (Horvitz and Thompson, 1952): the best k -
-// drawn rows are read for certain, the others with a probability according to their attention weight.
-// Reference: kvindex.ops.sampling.draw.
+// sampled rows are read for certain, the others with a probability according to their attention weight.
+// Reference: kvindex.ops.sampling.sample.
 //
 // 1. Add up exponentials from the worst row to the best. The sums show how many rows are read for certain and
 // which probability the others have.
@@ -37,11 +37,11 @@ struct Arguments {
     i64* places;           // [BG, k]: positions of the selected rows among the given ones
     float* weights;        // [BG, k]: log of the inverse probability
     i64 size;              // a power of two, at least count and THREADS, below 2^16
-    i64 count, k, drawn;
+    i64 count, k, sampled;
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-draw(const __grid_constant__ Arguments args) {
+sample_rows(const __grid_constant__ Arguments args) {
     const float* logits = args.logits;
     const i64* ids = args.ids;
     i64* places = args.places;
@@ -52,7 +52,7 @@ draw(const __grid_constant__ Arguments args) {
     u8* picked = reinterpret_cast<u8*>(chances + args.size);
     __shared__ int certain;
     __shared__ double total;
-    int P = int(args.count), sure = int(args.k - args.drawn), each = int(args.size) / THREADS;
+    int P = int(args.count), sure = int(args.k - args.sampled), each = int(args.size) / THREADS;
     int first = int(threadIdx.x) * each;  // the first of this thread's rows
     logits += blockIdx.x * args.count;
     ids += blockIdx.x * args.count;
@@ -71,7 +71,7 @@ draw(const __grid_constant__ Arguments args) {
     for (int q = first; q < first + each && P - 1 - q >= sure; q++) {
         int j = P - 1 - q - sure;
         tail += rest(j + sure);
-        if (double(args.drawn - j) * rest(j + sure) <= tail) atomicMin(&certain, j);
+        if (double(args.sampled - j) * rest(j + sure) <= tail) atomicMin(&certain, j);
     }
     __syncthreads();
     tail = after;
@@ -84,7 +84,7 @@ draw(const __grid_constant__ Arguments args) {
         float chance = 0;
         if (p < P && p < sure) chance = logits[p] > NEVER;
         if (p < P && p >= sure && rest(p) > 0) {
-            double part = rest(p) * double(args.drawn - certain) / fmax(total, 2.2250738585072014e-308);
+            double part = rest(p) * double(args.sampled - certain) / fmax(total, 2.2250738585072014e-308);
             chance = p - sure < certain ? 1.0f : float(fmin(fmax(part, 0.0), 1.0));
         }
         chances[p] = chance;

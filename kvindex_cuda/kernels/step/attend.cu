@@ -29,7 +29,7 @@
 //   CODEC (of the selected rows: CODEC_PLAIN, CODEC_INT8 or CODEC_FP8)
 //   GIVEN (0: no weights. 1: ids and weights come from a caller's search result; an id below 0 means no row, and
 //     weights are added to the logits of each head. 2: rows were sampled, and one weight serves all heads.)
-//   NEAR (1: some blocks of rows are on the device and others on the host. The cache then stores only host rows.)
+//   MIXED_ROWS (1: some blocks of rows are on the device and others on the host. The cache then stores only host rows.)
 //   PAGED (0: resident rows have a buffer of their own. 1: sink and window are in the pages that `rows` points to,
 //     and follow the tokens that are searched. A sequence then has `resident_count` resident rows, of which the
 //     first `sink` are its first tokens if any of its tokens are searched. 2: as 1, with the pages on the host. Then
@@ -102,11 +102,11 @@ __device__ __forceinline__ void copy_row(Shared to, const char* row, bool coded)
     each_chunk([&](int chunk, bool value, int j) {
         Shared place = to + j * PIECES * 512;
         if (coded) {
-            copy_piece<8>(place, row + chunk * 8);
-            copy_piece<4>(place + 8, row + D + DV + value * 4);
+            copy_async<8>(place, row + chunk * 8);
+            copy_async<4>(place + 8, row + D + DV + value * 4);
         } else {
 #pragma unroll
-            for (int i = 0; i < PIECES; i++) copy_piece<16>(place + i * 512, row + (chunk * PIECES + i) * 16);
+            for (int i = 0; i < PIECES; i++) copy_async<16>(place + i * 512, row + (chunk * PIECES + i) * 16);
         }
     });
 }
@@ -274,7 +274,7 @@ struct Arguments {
     i64 signaled;               // 1 if select_rows.cu is the kernel launched directly before, else 0
     i64 k, kv_heads;
     float scale, softcap;
-    const u8* near;             // [B, row]: 1 where a block is on the device; only if NEAR
+    const u8* near;             // [B, row]: 1 where a block is on the device; only if MIXED_ROWS
     const float* center;        // [BG, D]: center that coded rows are relative to, or null for zeros; only if rows are
                                 // coded
 };
@@ -379,7 +379,7 @@ attend(const __grid_constant__ Arguments args) {
             return static_cast<const char*>(args.resident) + (bg * args.room + i) * i64((D + DV) * SIZE);
         };
 #endif
-        auto kept = [&](int id) { return args.cached && !(NEAR && args.near[batch * args.row + id / TOKENS]); };
+        auto kept = [&](int id) { return args.cached && !(MIXED_ROWS && args.near[batch * args.row + id / TOKENS]); };
         auto find = [&](Pending& row, int i, int n, int id, int slot) {
             if (i >= rows_here) return;
             const char* from = nullptr;
@@ -415,7 +415,7 @@ attend(const __grid_constant__ Arguments args) {
         auto begin = [&](Pending& row, int i, int n, int id, int tag) {
             int slot = caches ? slot_of<LANES>(name_of(id), tag, args.cached) : NOWHERE;
             find(row, i, n, id, slot);
-            pieces_commit();
+            async_commit();
         };
         // While a row is in flight: check that the cache still contained it, or choose the slot to store it
         // in.
@@ -430,9 +430,9 @@ attend(const __grid_constant__ Arguments args) {
                 if (row.slot == MISSING) slot = take_slot(name_of(id), now, tags, stamps, args.cached);
             }
             if (looks && row.slot == CACHED && !hit) {
-                pieces_wait();
+                async_wait();
                 copy_row(place_of(n), stored(id), ROWS_CODED);
-                pieces_wait();
+                async_wait();
             }
             slot = __shfl_sync(ALL, slot, 0, LANES);
             if (looks) row.slot = slot;
@@ -453,8 +453,8 @@ attend(const __grid_constant__ Arguments args) {
                 visible = __ballot_sync(ALL, one) >> lane / LANES * LANES;
             }
             if (caches) settle(next, i, n);
-            if (few) pieces_wait_but<1>();
-            else pieces_wait_but<DEPTH - 1>();
+            if (few) async_wait_but<1>();
+            else async_wait_but<DEPTH - 1>();
             Words words;
 #pragma unroll
             for (int at = 0; at < (KEYS + VALUES) * PIECES; at++)

@@ -44,7 +44,7 @@ __device__ __forceinline__ void bring(char* to, u64 row, bool coded, const void*
     const char* from = row ? reinterpret_cast<const char*>(row) : static_cast<const char*>(anything);
     if (!ROWS_CODED || !coded || !row) {
         for (int i = lane; i < D * SIZE / 16; i += 32)
-            copy_piece<16>(shared_place(to) + i * 16, row ? from + i * 16 : from, row != 0);
+            copy_async<16>(shared_place(to) + i * 16, row ? from + i * 16 : from, row != 0);
         return;
     }
     for (int i = lane; i < D / 8; i += 32) {
@@ -245,7 +245,7 @@ attend_latents(const __grid_constant__ AttendArguments args) {
 #pragma unroll
         for (int i = 0; i < OWN; i++)
             bring(rows + (warp * OWN + i) * PITCH, __shfl_sync(ALL, row, i), selected, args.queries);
-        pieces_wait();
+        async_wait();
         __syncthreads();
         multiply_keys(logits, part, queries, head, rows);
         __syncthreads();

@@ -5,7 +5,7 @@
 //   take_candidates -> estimate_latents
 //
 // take_candidates: collect the C entries of the list with the highest votes; of equal votes, those with the
-// lower ids. If the list is incomplete or has overflowed, select from all votes instead. With DRAWN,
+// lower ids. If the list is incomplete or has overflowed, select from all votes instead. With SAMPLING,
 // candidates are the keys that pass the threshold of kvindex.ops.priority.
 // estimate_latents: multiply 16 candidates at a time with two tiles of heads. Each warp multiplies 128
 // coordinates. It loads its part of the queries into registers before the candidates are known. So few steps
@@ -15,11 +15,11 @@
 // integers, so they do not depend on the order of the candidates.
 //
 // Compile-time constants: D, BITS (of a magnitude), GROUP (heads of a tile), TILES, CENTERED (1: blocks of
-// codes have centers), SOFTCAP, DRAWN (1: candidates are sampled), RAGGED (1: each sequence has its own
+// codes have centers), SOFTCAP, SAMPLING (1: candidates are sampled), RAGGED (1: each sequence has its own
 // length).
 #include "common/product.cuh"
 #include "common/shares.cuh"
-#if DRAWN
+#if SAMPLING
 #include "common/noise.cuh"
 #endif
 
@@ -45,7 +45,7 @@ struct TakeArguments {
     const int* counted;     // [B]: number of valid keys
     u64* candidates;        // [B, capacity]: entries, in any order
     int* candidate_counts;  // [B] APART: number of candidates
-    int2* cuts;             // [B]: the two thresholds of kvindex.ops.priority; only if DRAWN
+    int2* cuts;             // [B]: the two thresholds of kvindex.ops.priority; only if SAMPLING
     i64 room, capacity;
 };
 
@@ -65,7 +65,7 @@ take_candidates(const __grid_constant__ TakeArguments args) {
     const int* votes = args.votes + b * args.room;
     int tokens = int(min(__ldcg(args.length + RAGGED * b), args.room));
     bool whole = counted <= args.wanted[b];            // all valid keys are candidates
-    int asked = target + (DRAWN && !whole);            // with DRAWN, the priority of one more key is the threshold
+    int asked = target + (SAMPLING && !whole);            // with SAMPLING, the priority of one more key is the threshold
     bool listed = n >= asked && n <= args.capacity;    // the list contains all entries needed
     bool few = listed && n <= HELD * THREADS;          // and registers can keep them while the cut is found
     u64 held[HELD];
@@ -90,7 +90,7 @@ take_candidates(const __grid_constant__ TakeArguments args) {
     Cut cut = {-1, 0};
     if (listed && n > asked) cut = cut_of<false, THREADS>(args.histogram + b * BINS, asked);
     __syncthreads();
-#if DRAWN
+#if SAMPLING
     int2 cuts = {LEAST, LEAST + 1};
     if (!whole) {
         bool told = cut.bin >= 0 && cut.bin < BINS - 1 && (cut.bin > 0 || threshold > LEAST + 1);
@@ -295,7 +295,7 @@ estimate_latents(const __grid_constant__ EstimateArguments args) {
     let_next_begin();
     int n = __ldcg(args.candidate_counts + b * APART);
     u64 next = entries_at(first + lane);  // loaded before their number is known; those past it are ignored
-#if DRAWN
+#if SAMPLING
     u32 seed = __ldcg(args.seeds + b);
     int threshold = __ldcg(&args.cuts[b].x);
 #endif
@@ -348,7 +348,7 @@ estimate_latents(const __grid_constant__ EstimateArguments args) {
                 int at = first + batch * 16 + key_of(half), log = logs[i][half];
                 u64 entry = __shfl_sync(ALL, mine, batch * 16 + key_of(half));
                 float weight = log ? exp2f(float(log - 32768) * (OCTAVES / 65536.0f)) : 0.0f, stands_for = 0;
-#if DRAWN
+#if SAMPLING
                 stands_for = log_weight(vote_of(entry), u32(id_of(entry)), seed, threshold);
 #endif
 #pragma unroll

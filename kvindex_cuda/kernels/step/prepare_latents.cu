@@ -4,7 +4,7 @@
 // Paper: A.1, B.2.1.
 //
 // Heads are processed in TILES tiles of GROUP heads. As in prepare_query.cu, queries are rotated and rounded
-// to integers, r = round(R q · largest / max|R q|), or with TOGETHER computed from Aᵀ R q, where A is a
+// to integers, r = round(R q · largest / max|R q|), or with REGRESSION computed from Aᵀ R q, where A is a
 // matrix fitted by regression. Here the matrix of 2 D² bytes is read once per tile, by many thread blocks.
 // Each of these rotates all heads of the tile (one warp per head) and multiplies them by SIXTEENS · 16
 // columns of the matrix. Its warps have requested these columns before anything else, and each computes a
@@ -17,7 +17,7 @@
 // + 4 bytes per head, and 4 bytes per head and block of codes.
 // Limited by latency: two reads and the rotation, a product, and the sums in the last thread block.
 // Compile-time constants: D, GROUP (heads of a tile), TILES, DTYPE, CENTERED (1: blocks have centers),
-// PLANES, DRAWN (1: candidates are sampled), TOGETHER, SIXTEENS (groups of 16 columns per thread block),
+// PLANES, SAMPLING (1: candidates are sampled), REGRESSION, SIXTEENS (groups of 16 columns per thread block),
 // RAGGED (1: each sequence has its own length).
 #include "common/prepare.cuh"
 #include "common/byte_votes.cuh"
@@ -25,7 +25,7 @@
 // float16 numbers from one operand row to the next in shared memory; two neighboring rows are in different
 // banks
 constexpr int PITCH = (EIGHTS | 1) * 32;
-constexpr int COLUMN_TILES = TOGETHER ? (D + 15) / 16 : 1;
+constexpr int COLUMN_TILES = REGRESSION ? (D + 15) / 16 : 1;
 constexpr int COLUMN_BLOCKS = (COLUMN_TILES + SIXTEENS - 1) / SIXTEENS;
 constexpr int STEPS = (EIGHTS + 7) / 8;                   // steps of 32 coordinates per warp
 
@@ -91,7 +91,7 @@ extern "C" __global__ void __launch_bounds__(256, TILES > 2 ? 2 : 1)
 prepare_latents(const __grid_constant__ Arguments args) {
     __shared__ __align__(16) u16 halves[SETS][8][PITCH];  // R q · up of 4 heads, then the remainders of these 4
     __shared__ float signs_of[PER_LANE * 32], waves[ODD], ups[SETS * 4];
-#if TOGETHER
+#if REGRESSION
     __shared__ float parts[8][SIXTEENS][SETS][4][16];      // partial sums over coordinates, one per warp
 #endif
     i64 b = blockIdx.y;
@@ -104,7 +104,7 @@ prepare_latents(const __grid_constant__ Arguments args) {
 
     for (int i = threadIdx.x; i < PER_LANE * 32; i += 256) signs_of[i] = i < D ? args.rotation[i] : 0.0f;
     if (threadIdx.x < ODD) waves[threadIdx.x] = args.rotation[D + threadIdx.x];
-#if TOGETHER
+#if REGRESSION
     // The matrix can be read before the previous kernel has ended: no kernel that overlaps with this one
     // writes it. A lane takes 8 of every 32 entries of a column.
     uint4 held[SIXTEENS][STEPS][2];
@@ -124,7 +124,7 @@ prepare_latents(const __grid_constant__ Arguments args) {
          i += gridDim.y * gridDim.x * 256)
         args.cleared[i] = 0;
     if (idle) {
-#if DRAWN
+#if SAMPLING
         i64 tokens = args.length[RAGGED * b];
         if (warp || tokens <= 0) return;
         u32 valid = lane < (tokens + 31) / 32 ? args.valid[b * args.row * 8 + lane] : 0;
@@ -157,13 +157,13 @@ prepare_latents(const __grid_constant__ Arguments args) {
                 split(x[w] *= up, high, low);
                 int j = w * 32 + lane;
                 if (j < D) halves[warp / 4][warp % 4][j] = high, halves[warp / 4][4 + warp % 4][j] = low;
-                if (!TOGETHER && j < D) args.voting[(b * HEADS + tile * GROUP + warp) * i64(D) + j] = x[w];
+                if (!REGRESSION && j < D) args.voting[(b * HEADS + tile * GROUP + warp) * i64(D) + j] = x[w];
             }
             if (lane == 0) ups[warp] = up;
         }
         __syncthreads();
         if (part == COLUMN_BLOCKS - 1 && threadIdx.x < GROUP) args.ups[of * GROUP + threadIdx.x] = ups[threadIdx.x];
-#if TOGETHER
+#if REGRESSION
         // Multiply four heads: the products of the rounded values are in columns 0 to 3, those of the
         // remainders in columns 4 to 7.
         float sums[SETS][SIXTEENS][4] = {};
@@ -230,7 +230,7 @@ prepare_latents(const __grid_constant__ Arguments args) {
         sum = __reduce_add_sync(ALL, sum);
         if (scale > 0 && weight_scale > 0) unit = scale * up * (args.factor_max / (args.level * weight_scale));
         if (lane == 0) args.sums[of * SETS * 4 + h] = sum, args.units[of * SETS * 4 + h] = unit;
-#if DRAWN
+#if SAMPLING
         // from up to CENTERS centers, evenly spread over the blocks (kvindex.ops.priority.totals)
         i64 blocks = (args.length[RAGGED * b] + TOKENS - 1) / TOKENS;
         int centers = CENTERED ? int(min(blocks, i64(CENTERS))) : 0;
@@ -253,7 +253,7 @@ prepare_latents(const __grid_constant__ Arguments args) {
 #endif
     } else if (h < SETS * 4 && lane == 0) {
         args.sums[of * SETS * 4 + h] = 0, args.units[of * SETS * 4 + h] = 0;
-#if DRAWN
+#if SAMPLING
         args.scales[of * SETS * 4 + h] = {0, NEVER};
 #endif
     }

@@ -10,9 +10,9 @@
 // thread block takes a vote from the sample that more than C of all keys almost certainly reach (about 2 C
 // keys if C is 2% of all keys).
 //
-// With DRAWN, candidates are sampled at random. Every thread block then also computes a common scale for all
+// With SAMPLING, candidates are sampled at random. Every thread block then also computes a common scale for all
 // heads, from up to CENTERS block centers (kvindex.ops.priority.totals), and the seed of the noise. The
-// threshold is then a multiple of STEP, as are the bounds of the histogram's bins. With TOGETHER, the
+// threshold is then a multiple of STEP, as are the bounds of the histogram's bins. With REGRESSION, the
 // integers come from Aᵀ R q, where A is a matrix fitted by regression (kvindex/pariskv/sign_regression.py).
 // Each warp multiplies 16 columns of A with all heads, in D/16 matrix instructions per four heads. Its part
 // of A is requested before anything else and stays in registers. Two warps then round each head. This reads 2
@@ -30,7 +30,7 @@
 // and the search for the threshold in the last thread block.
 // This file is longer than most because it is one kernel, whose parts pass values in registers.
 // Compile-time constants: D, GROUP (query heads per KV head), DTYPE, CENTERED (1: blocks of codes have
-// centers), PLANES (bit planes of r), DRAWN, TOGETHER, RAGGED (1: each sequence has its own length).
+// centers), PLANES (bit planes of r), SAMPLING, REGRESSION, RAGGED (1: each sequence has its own length).
 #include "common/prepare.cuh"
 #include "common/threshold.cuh"
 
@@ -38,8 +38,8 @@ constexpr int PITCH = (EIGHTS | 1) * 32;         // float16 numbers from one ope
                                                  // two neighboring rows are in different banks
 constexpr int COLUMN_TILES = (D + 15) / 16;             // tiles of 16 columns of the matrix A
 constexpr bool EARLY = COLUMN_TILES <= 8;               // true if a warp's tile fits into registers
-constexpr int HANDS = TOGETHER && GROUP <= 4 ? 2 : 1;  // warps that round one head
-constexpr int ROOM = TOGETHER && SETS * 4 * D > BINS ? SETS * 4 * D : BINS;
+constexpr int HANDS = REGRESSION && GROUP <= 4 ? 2 : 1;  // warps that round one head
+constexpr int ROOM = REGRESSION && SETS * 4 * D > BINS ? SETS * 4 * D : BINS;
 struct Sampled {  // codes of 32 keys of the sample
     Signs signs;
     Mean mean;
@@ -109,8 +109,8 @@ prepare_query(const __grid_constant__ Arguments args) {
     __shared__ i64 resident;  // number of resident rows before this token
     __shared__ __align__(16) int histogram[ROOM];  // also used for Aᵀ R q · up, float32 [4 SETS, D], before it becomes
                                                    // a histogram
-#if DRAWN
-    __shared__ __align__(16) float2 scales_of[SETS * 4];  // see Draw in votes.cuh
+#if SAMPLING
+    __shared__ __align__(16) float2 scales_of[SETS * 4];  // see Sampling in votes.cuh
     __shared__ float products[CENTERS][GROUP];
     __shared__ u32 seed;
 #endif
@@ -137,10 +137,10 @@ prepare_query(const __grid_constant__ Arguments args) {
     factors[threadIdx.x] = args.factors[threadIdx.x];
     for (int i = threadIdx.x; i < SETS * 4 * PLANES * QUADS * 4; i += 256) (&planes[0][0][0])[i] = 0;
     if (threadIdx.x < SETS * 4) sums[threadIdx.x] = 0, units[threadIdx.x] = 0;
-#if DRAWN
+#if SAMPLING
     if (threadIdx.x < SETS * 4) scales_of[threadIdx.x] = {0, threadIdx.x < GROUP ? 0.0f : NEVER};
 #endif
-#if TOGETHER
+#if REGRESSION
     // The matrix can be read before the previous kernel has ended: no kernel that overlaps with this one
     // writes it. A lane takes 8 of every 32 entries of a column.
     auto entries = [&](int tile, int s, int half) -> uint4 {
@@ -172,7 +172,7 @@ prepare_query(const __grid_constant__ Arguments args) {
     // depend on another read.
     bool early = !RAGGED && args.token_keys;
     if (!early) begin();
-#if DRAWN
+#if SAMPLING
     u32 valid_bits = warp == 7 && lane < 8 * args.row ? args.valid[batch * args.row * 8 + lane] : 0;
     i64 first_block = warp == 7 ? args.codes[batch * args.row] : 0;
 #endif
@@ -182,7 +182,7 @@ prepare_query(const __grid_constant__ Arguments args) {
     int first = blockIdx.x * 8 + warp;
     bool any = tokens > 0 && first < SAMPLED / 32;
     i64 sampled_block = any ? args.codes[batch * args.row + place(first)] : 0;
-#if DRAWN
+#if SAMPLING
     // Each warp multiplies CENTERS / 8 centers; four lanes process one center at a time.
     constexpr int EACH_CENTERS = CENTERS / 64;
     int centers = CENTERED ? int(blocks < CENTERS ? blocks : CENTERS) : 0;
@@ -196,7 +196,7 @@ prepare_query(const __grid_constant__ Arguments args) {
 
     Sampled sampled;
     if (any) draw(sampled, first, sampled_block);
-#if DRAWN
+#if SAMPLING
     u32 byte = 0;
     if (warp == 7 && tokens > 0 && lane < D / 8)
         byte = reinterpret_cast<const u8*>(first_block)[head_offset + lane];
@@ -235,7 +235,7 @@ prepare_query(const __grid_constant__ Arguments args) {
         if (lane == 0 && hand == 0 && scale > 0 && weight_scale > 0) {
             float unit = scale * up * (args.factor_max / (args.level * weight_scale));
             units[h] = unit;
-#if DRAWN
+#if SAMPLING
             scales_of[h].x = float(args.gain) / unit;
 #endif
         }
@@ -259,7 +259,7 @@ prepare_query(const __grid_constant__ Arguments args) {
             if (j < D) halves[h / 4][h % 4][j] = high, halves[h / 4][4 + h % 4][j] = low;
         }
         if (lane == 0) ups[h] = up;
-        if (!TOGETHER) round_head(x, h, peak * up, up, 0);
+        if (!REGRESSION) round_head(x, h, peak * up, up, 0);
     };
     if (warp < GROUP) put_head(plain, warp);
     for (u32 i = (blockIdx.y * gridDim.x + blockIdx.x) * 256 + threadIdx.x; i < u32(args.words);
@@ -269,7 +269,7 @@ prepare_query(const __grid_constant__ Arguments args) {
         read_query(plain, h);
         put_head(plain, h);
     }
-#if TOGETHER
+#if REGRESSION
     auto voting = reinterpret_cast<float(*)[D]>(histogram);
     // Multiply a tile of A with four heads: the products of the rounded values are in columns 0 to 3, those
     // of the remainders in columns 4 to 7.
@@ -306,7 +306,7 @@ prepare_query(const __grid_constant__ Arguments args) {
         round_head(plain, h, peak_of(plain), ups[h], i / GROUP);
     }
 #endif
-#if DRAWN
+#if SAMPLING
 #pragma unroll
     for (int j = 0; j < EACH_CENTERS; j++) {
         float dots[SETS][2];
@@ -340,7 +340,7 @@ prepare_query(const __grid_constant__ Arguments args) {
         for (int i = 0; i < 2; i++) group.units[n][i] = units[n * 4 + 2 * lane % 4 + i];
     }
     set_powers(group);
-#if DRAWN
+#if SAMPLING
     for (int h = warp; h < GROUP && centers; h += 8) {
         float peak = NEVER, sum = 0;
         for (int i = lane; i < centers; i += 32) peak = fmaxf(peak, products[i][h]);

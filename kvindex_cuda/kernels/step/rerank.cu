@@ -7,7 +7,7 @@
 // the others, in whatever order the scan wrote them. A warp reads up to 32 HANDS of its entries in one batch,
 // then the addresses of their blocks, and collects the candidates in a queue. It loads the codes of the next
 // 16 candidates while it multiplies 16. Sums over all candidates are integers, so they do not depend on the
-// order of the list, and every run selects the same ids. With DRAWN, candidates are sampled at random: all
+// order of the list, and every run selects the same ids. With SAMPLING, candidates are sampled at random: all
 // keys that pass the threshold of kvindex.ops.priority are candidates, no bin needs to be divided, and each
 // candidate enters the sums with a weight for the keys that it stands for.
 //
@@ -15,7 +15,7 @@
 // addresses of blocks, while the cut is found; codes. Requesting the codes of all entries early, candidates
 // or not, took 2 to 4 µs longer, because the codes of non-candidates come from memory, too.
 // Compile-time constants: D, BITS (of a magnitude), GROUP (query heads per KV head), CENTERED, SOFTCAP,
-// RAGGED (1: each sequence has its own length), and DTYPE, PLANES and DRAWN of votes.cuh.
+// RAGGED (1: each sequence has its own length), and DTYPE, PLANES and SAMPLING of votes.cuh.
 #include "common/exact.cuh"
 #include "common/product.cuh"
 #include "common/shares.cuh"
@@ -54,9 +54,9 @@ struct Work {
     __device__ __forceinline__ u64 block_of(u64 entry) const {
         return u64(table[id_of(entry) / TOKENS]) + head_offset;
     }
-    __device__ __forceinline__ bool takes(u64 entry) const { return cutoff.side(entry) >= DRAWN; }
+    __device__ __forceinline__ bool takes(u64 entry) const { return cutoff.side(entry) >= SAMPLING; }
     __device__ __forceinline__ int slot_of(u64 entry) const {
-#if DRAWN
+#if SAMPLING
         return vote_of(entry);
 #else
         return cutoff.side(entry) ? -1 : atomicAdd(edges, 1);
@@ -65,7 +65,7 @@ struct Work {
     // Store an entry at position `at` of the queue.
     __device__ __forceinline__ void put(int at, u64 entry, u64 block, int slot) const {
         queue[at] = {block, id_of(entry), slot};
-        if (!DRAWN && slot >= 0 && slot < EDGE) edge[slot] = entry;
+        if (!SAMPLING && slot >= 0 && slot < EDGE) edge[slot] = entry;
     }
 };
 
@@ -109,7 +109,7 @@ __device__ __forceinline__ void finish(const Batch& now, const Candidate* here, 
         for (int half = 0; half < ROWS; half++) {
             int key = key_of(half), log = log_of(now.tile, half), slot = here[min(key, many - 1)].slot;
             float weight = log ? exp2f(float(log - 32768) * (OCTAVES / 65536.0f)) : 0.0f;
-#if DRAWN
+#if SAMPLING
             float stands_for = log_weight(slot, u32(here[min(key, many - 1)].id), work.seed, work.threshold);
 #endif
 #pragma unroll
@@ -120,7 +120,7 @@ __device__ __forceinline__ void finish(const Batch& now, const Candidate* here, 
                 if (CENTERED) found += now.products[set][half][side];
                 work.estimates[i64(first + key) * GROUP + h] = found;
                 float logit = capped(found, work.scale, work.softcap);
-#if DRAWN
+#if SAMPLING
                 sums[set][side].add(work.buckets + h * BUCKETS, logit + stands_for);
 #else
                 if (slot < 0)
@@ -170,7 +170,7 @@ __device__ __forceinline__ void estimate(const Work& work, Gather gather, Keep w
 
 __device__ __forceinline__ u32 lower_lanes() { return (1u << threadIdx.x % 32) - 1; }
 
-#if DRAWN
+#if SAMPLING
 // The two thresholds of kvindex.ops.priority: below the first, keys are sampled with a probability less than
 // 1; from the second on, keys are candidates.
 __device__ __noinline__ int2 thresholds_alone(const Voters& voters, int target, bool all) {
@@ -184,7 +184,7 @@ __device__ __noinline__ int2 thresholds_alone(const Voters& voters, int target, 
 // Find and estimate the candidates without the scan's list (exact.cuh): the C best entries, or all entries
 // from `least` on where candidates are sampled.
 __device__ __noinline__ void estimate_alone(const Work& work, const Voters& voters, int target, u64 least) {
-    if (!DRAWN) least = target ? last_of_the_best(voters, target) : ~0ull;
+    if (!SAMPLING) least = target ? last_of_the_best(voters, target) : ~0ull;
     u32 next = (blockIdx.x * 8 + threadIdx.x / 32) * 32, hits = 0;
     u64 entry = 0;
     auto gather = [&]() {
@@ -194,7 +194,7 @@ __device__ __noinline__ void estimate_alone(const Work& work, const Voters& vote
             bool inside = entry && entry >= least;
             hits = __ballot_sync(ALL, inside);
             count = __popc(hits);
-            int slot = DRAWN && inside ? work.slot_of(entry) : -1;
+            int slot = SAMPLING && inside ? work.slot_of(entry) : -1;
             if (inside) work.put(__popc(hits & lower_lanes()), entry, work.block_of(entry), slot);
         }
         return count;
@@ -279,7 +279,7 @@ rerank(const __grid_constant__ Arguments args) {
     work.cutoff = {__ldcg(args.bases + bg), __ldcg(args.shifts + bg), -1};
     work.operands = operands;
     work.queue = queues[threadIdx.x / 32];
-#if DRAWN
+#if SAMPLING
     work.seed = __ldcg(args.seeds + bg);
     int listed_from = __ldcg(args.thresholds + bg);
 #endif
@@ -316,7 +316,7 @@ rerank(const __grid_constant__ Arguments args) {
     u64 block = !alone && place_of(0) < n ? work.block_of(entries[0]) : 0;
     if (!alone && own + 32 * warps < n) load_hands(1);
     Cut cut = {-1, 0};
-#if DRAWN
+#if SAMPLING
     // The cut is where the (C + 1)-th entry is, whose priority is the threshold. The last bin has no upper
     // bound, and the first bin may have no lower bound, so these two do not determine a threshold.
     bool all = args.counted[batch] <= args.wanted[batch];
@@ -339,7 +339,7 @@ rerank(const __grid_constant__ Arguments args) {
                          args.length[RAGGED * batch],
                          shifts_of(args.weight_scale[bg]), {args.scales, args.seeds}};
         u64 least = 0;
-#if DRAWN
+#if SAMPLING
         cuts = thresholds_alone(voters, target, all);
         work.threshold = cuts.x;
         least = entry_of(cuts.y, -1);
@@ -349,7 +349,7 @@ rerank(const __grid_constant__ Arguments args) {
         done();
         return;
     }
-#if DRAWN
+#if SAMPLING
     work.threshold = cuts.x;
 #else
     if (n > target) cut = cut_of(bins, target);

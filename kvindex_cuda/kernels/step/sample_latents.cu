@@ -10,7 +10,7 @@
 // and thread block.
 // Limited by latency: reading the rounded queries, their product, and the search in the last thread block.
 // Compile-time constants: D, GROUP (heads of a tile), TILES, DTYPE (of queries), CENTERED (1: blocks have
-// centers), PLANES, DRAWN (1: candidates are sampled), RAGGED (1: each sequence has its own length).
+// centers), PLANES, SAMPLING (1: candidates are sampled), RAGGED (1: each sequence has its own length).
 #include "common/byte_votes.cuh"
 #include "common/threshold.cuh"
 
@@ -43,7 +43,7 @@ extern "C" __global__ void __launch_bounds__(256)
 sample_latents(const __grid_constant__ Arguments args) {
     __shared__ __align__(16) char codes[32 * STRIDE];
     __shared__ __align__(8) int offsets[COLUMNS_OF], sums[COLUMNS_OF];
-    __shared__ __align__(16) float2 scales[DRAWN ? COLUMNS_OF : 2];
+    __shared__ __align__(16) float2 scales[SAMPLING ? COLUMNS_OF : 2];
     __shared__ Vote votes[UNITS][16 * HALVES];
     __shared__ __align__(16) int histogram[BINS];
     i64 b = blockIdx.y, tokens = args.length[RAGGED * b], blocks = (tokens + TOKENS - 1) / TOKENS;
@@ -56,7 +56,7 @@ sample_latents(const __grid_constant__ Arguments args) {
     if (tokens > 0) {
         const char* block = reinterpret_cast<const char*>(args.codes[b * args.row + s]);
         for (int j = threadIdx.x; j < 2 * STRIDE; j += 256)
-            copy_piece<16>(shared_place(codes + j * 16), block + part * (32 * STRIDE) + j * 16);
+            copy_async<16>(shared_place(codes + j * 16), block + part * (32 * STRIDE) + j * 16);
         weights = *reinterpret_cast<const u32*>(block + WEIGHTS + (part * 8 + lane / 4) * 4) + shifts_of(args.weight_scale[b]);
         valid = args.valid[(b * args.row + s) * 8 + part];
     }
@@ -71,11 +71,11 @@ sample_latents(const __grid_constant__ Arguments args) {
         sums[h] = there ? __ldcg(args.sums + of) : 0;
         offsets[h] = h >= HEADS ? LEAST : 0;
         if (CENTERED && there) offsets[h] = offset_of(__ldcg(args.products + (b * args.row + s) * HEADS + h), __ldcg(args.units + of));
-#if DRAWN
+#if SAMPLING
         scales[h] = there ? __ldcg(args.scales + of) : float2{0, NEVER};
 #endif
     }
-    pieces_wait();
+    async_wait();
     __syncthreads();
 #pragma unroll 1
     for (int unit = warp; unit < UNITS && tokens > 0; unit += 8) {
@@ -98,7 +98,7 @@ sample_latents(const __grid_constant__ Arguments args) {
         for (int k = 0; k < 2 * HALVES; k++)
             factor[k] = HALVES == 2 || half == 0 ? all_factors[k] : all_factors[k + 2], best[k] = NO_VOTE;
         float4 scale = {};
-#if DRAWN
+#if SAMPLING
         scale = *reinterpret_cast<const float4*>(scales + h + 2 * t);
 #endif
         vote(best, dots, factor, *reinterpret_cast<const int2*>(sums + h + 2 * t),
@@ -116,7 +116,7 @@ sample_latents(const __grid_constant__ Arguments args) {
         i64 id = s * TOKENS + part * 32 + lane;
         bool there = id < tokens && valid >> lane & 1;
         int found = LEAST;
-#if DRAWN
+#if SAMPLING
         if (there) found = priority_of(best, u32(id), __ldcg(args.seeds + b));
 #else
         if (there) found = best;

@@ -2,14 +2,14 @@
 // threshold. A vote is an integer estimate of the product of query and key (common/votes.cuh; paper, B.2.1).
 // Reference: scan in kvindex/pariskv/decode_step.py, kvindex/pariskv/sign_votes.py.
 // Compile-time constants: D, GROUP (query heads per KV head), DTYPE (of queries), CENTERED (1: blocks of
-// codes have centers), PLANES (bit planes of a rounded query), DRAWN (1: candidates are sampled), RAGGED (1:
+// codes have centers), PLANES (bit planes of a rounded query), SAMPLING (1: candidates are sampled), RAGGED (1:
 // each sequence has its own length).
 #include "common/votes.cuh"
 
 // bytes of a pipeline stage: signs, weights and center of a block of 256 keys
 constexpr int STAGE = (SCANNED + 127) / 128 * 128;
 // groups of 32 keys whose votes are computed together
-constexpr int AT_ONCE = GROUP <= 4 && D <= 128 ? 4 : DRAWN ? 1 : 2;
+constexpr int AT_ONCE = GROUP <= 4 && D <= 128 ? 4 : SAMPLING ? 1 : 2;
 // no unrolling with more heads, because registers would not suffice
 constexpr int UNROLLED = GROUP <= 4 ? 8 / AT_ONCE : 1;
 constexpr int DEPTH = AT_ONCE + 5;                       // entries that each lane buffers
@@ -149,7 +149,7 @@ scan(const __grid_constant__ Arguments args) {
     u32 bg = team, s = own;
     u32 shifts = 0;
     int binned = 0;
-#if DRAWN
+#if SAMPLING
     float threshold = 0;
 #else
     int threshold = 0;
@@ -162,7 +162,7 @@ scan(const __grid_constant__ Arguments args) {
 #endif
         load(group, args.queries, args.planes, args.sums, args.units, {args.scales, args.seeds}, bg);
         shifts = shifts_of(args.weight_scale[bg]);
-#if DRAWN
+#if SAMPLING
         threshold = lowered(args.thresholds[bg]);
 #else
         threshold = args.thresholds[bg];
@@ -170,7 +170,7 @@ scan(const __grid_constant__ Arguments args) {
     };
     auto flush = [&]() {
         int mine = int(tail - buffer) / 256;
-#if DRAWN
+#if SAMPLING
         int listed = mine;
         mine = 0;
 #pragma unroll 1
@@ -221,7 +221,7 @@ scan(const __grid_constant__ Arguments args) {
         u32 id = s * TOKENS + own_key();
 #pragma unroll UNROLLED
         for (int first_part = 0; first_part < 8; first_part += AT_ONCE) {
-#if DRAWN
+#if SAMPLING
             float sizes[AT_ONCE], votes[AT_ONCE];  // votes holds upper bounds of the priorities, before the exact noise
                                                    // is known
             const float NO_VOTE = NEVER;
@@ -234,7 +234,7 @@ scan(const __grid_constant__ Arguments args) {
                 Signs signs;
                 load(signs, codes, first_part + i);
                 u32 weights = load_weights(codes + WEIGHTS, first_part + i);
-#if DRAWN
+#if SAMPLING
                 sizes[i] = size_of(signs, weights, shifts, group, offsets, factor_places);
                 votes[i] = bound_of(sizes[i], id + (first_part + i) * 32, group.seed);
 #else
@@ -247,7 +247,7 @@ scan(const __grid_constant__ Arguments args) {
                     if (!(__shfl_sync(ALL, bits, first_part + i) >> own_key() & 1)) votes[i] = NO_VOTE;
 #pragma unroll
             for (int i = 0; i < AT_ONCE; i++)
-#if DRAWN
+#if SAMPLING
                 append(tail, votes[i], threshold, sizes[i], id + (first_part + i) * 32);
 #else
                 append(tail, votes[i], threshold, id + (first_part + i) * 32);

@@ -4,13 +4,13 @@
 //
 // A warp computes the score of one candidate at a time, with the heads divided among its lanes. The last
 // thread block of a group selects: it makes a histogram, finds the bin with the k-th row, and orders that bin
-// exactly. With DRAWN, rows are sampled at random (kvindex/ops/priority.py): the score is the root mean
+// exactly. With SAMPLING, rows are sampled at random (kvindex/ops/priority.py): the score is the root mean
 // square of the heads' attention weights, multiplied by noise. The (k + 1)-th row is the threshold, and each
 // selected row gets a weight for the rows that it stands for.
 // Compile-time constants: HEADS (query heads of the group), SOFTCAP, POLICY (0: mean_share, the mean
-// attention weight of the heads; 1: max_share, the largest), DRAWN.
+// attention weight of the heads; 1: max_share, the largest), SAMPLING.
 #include "common/shares.cuh"
-#if DRAWN
+#if SAMPLING
 #include "common/noise.cuh"
 #endif
 
@@ -26,7 +26,7 @@ struct Arguments {
     const int2* cuts;
     const u32* seeds;             // [B]: seed of the noise, written by prepare_latents.cu, or null
     u64* words;                   // [B, capacity]: scores and ids of candidates
-    float* candidate_weights;     // [B, capacity]: log weights of candidates; only if DRAWN, as are weights
+    float* candidate_weights;     // [B, capacity]: log weights of candidates; only if SAMPLING, as are weights
     int* histogram;               // [B, BINS]: number of candidates by score, cleared before the launch
     int* tickets;                 // [B] APART: counts finished thread blocks, cleared before the launch
     i64* ids;                     // [B, k]: ids of the selected rows, ascending (if more than 2,048, in any order); the
@@ -59,7 +59,7 @@ select_latents(const __grid_constant__ Arguments args) {
     for (int h = threadIdx.x; h < HEADS; h += THREADS) totals[h] = __ldcg(args.totals + b * HEADS + h);
     if (threadIdx.x == 0) edges = taken = 0;
     for (int i = threadIdx.x; i < SORTED; i += THREADS) selected[i] = 2147483647;  // larger than any row
-#if DRAWN
+#if SAMPLING
     __shared__ float selected_weights[SORTED], edge_weights[EDGE], threshold;
     u32 seed = __ldcg(args.seeds + b);
     int least = __ldcg(&args.cuts[b].x);
@@ -79,8 +79,8 @@ select_latents(const __grid_constant__ Arguments args) {
             best = fmaxf(best, each[j]);
         }
         float value = warp_max(best);
-#if DRAWN || POLICY == 0
-        constexpr float POWER = DRAWN ? 2 : 1;
+#if SAMPLING || POLICY == 0
+        constexpr float POWER = SAMPLING ? 2 : 1;
 #pragma unroll
         for (int j = 0; j < EACH; j++)
             if (each[j] > NEVER) sum += exp2f((each[j] - value) * (POWER * LOG2E));
@@ -88,7 +88,7 @@ select_latents(const __grid_constant__ Arguments args) {
 #endif
         if (lane) continue;
         u64 entry = __ldcg(candidates + i);
-#if DRAWN
+#if SAMPLING
         value += noise_of(id_of(entry), seed) * NATS;
         candidate_weights[i] = log_weight(vote_of(entry), id_of(entry), seed, least);
 #endif
@@ -103,9 +103,9 @@ select_latents(const __grid_constant__ Arguments args) {
     };
     i64* ids = args.ids + b * args.k;
     float* scores = args.scores + b * args.k;
-    int asked = int(args.k) + DRAWN;  // the priority of the last one is the threshold
+    int asked = int(args.k) + SAMPLING;  // the priority of the last one is the threshold
     auto weight_of = [&](int i) {
-#if DRAWN
+#if SAMPLING
         return __ldcg(candidate_weights + i);
 #else
         return 0.0f;
@@ -125,13 +125,13 @@ select_latents(const __grid_constant__ Arguments args) {
             selected[slot] = id, selected_scores[slot] = value_of(word);
         else
             ids[slot] = id, scores[slot] = value_of(word);
-#if DRAWN
+#if SAMPLING
         (slot < SORTED ? selected_weights + slot : args.weights + b * args.k + slot)[0] = weight;
 #endif
     };
-    // With DRAWN, the last of the rows asked for is the threshold and is not selected itself.
+    // With SAMPLING, the last of the rows asked for is the threshold and is not selected itself.
     auto take = [&](u64 word, float weight, bool last) {
-#if DRAWN
+#if SAMPLING
         if (last) threshold = value_of(word);
         if (last) return;
 #endif
@@ -144,7 +144,7 @@ select_latents(const __grid_constant__ Arguments args) {
         int slot = atomicAdd(&edges, 1);
         if (slot >= EDGE) return;
         edge[slot] = word;
-#if DRAWN
+#if SAMPLING
         edge_weights[slot] = weight;
 #endif
     };
@@ -160,7 +160,7 @@ select_latents(const __grid_constant__ Arguments args) {
             int better = 0;
             float weight = 0;
             for (int j = 0; j < edges; j++) better += edge[j] > edge[i];
-#if DRAWN
+#if SAMPLING
             weight = edge_weights[i];
 #endif
             if (better < rank) take(edge[i], weight, better == rank - 1);
@@ -177,7 +177,7 @@ select_latents(const __grid_constant__ Arguments args) {
     }
     __syncthreads();
     int rows = taken, sorted = min(rows, SORTED);
-#if DRAWN
+#if SAMPLING
     // `-log π`, the log weight: the larger of those from sampling candidates and from sampling rows, times
     // `temper`
     float* weights = args.weights + b * args.k;
@@ -204,7 +204,7 @@ select_latents(const __grid_constant__ Arguments args) {
         place += __shfl_xor_sync(ALL, place, 1);
         place += __shfl_xor_sync(ALL, place, 2);
         if (at % 4 == 0 && i < sorted) ids[place] = id, scores[place] = selected_scores[i];
-#if DRAWN
+#if SAMPLING
         if (at % 4 == 0 && i < sorted) weights[place] = selected_weights[i];
 #endif
     }

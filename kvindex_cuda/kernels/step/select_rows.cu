@@ -6,17 +6,17 @@
 // 2. For each head, compute log Σ exp of the estimates of all candidates. An estimate minus this sum is the
 // logarithm of the candidate's estimated attention weight.
 // 3. Combine the heads, make a histogram of the logarithms, find the bin with the k-th row, and order that
-// bin exactly. With DRAWN, rows are sampled at random (kvindex/ops/priority.py): the combined weight is the
+// bin exactly. With SAMPLING, rows are sampled at random (kvindex/ops/priority.py): the combined weight is the
 // root mean square over the heads, multiplied by noise. The (k + 1)-th row is the threshold, and each
 // selected row gets a weight for the rows that it stands for.
 //
 // Limited by latency: a chain of dependent reads and barriers, with few thread blocks.
 // This file is longer than most because it is one kernel, whose steps process entries that stay in registers.
 // Compile-time constants: GROUP (query heads per KV head), SOFTCAP, POLICY (0: mean_share, the mean attention
-// weight of the heads; 1: max_share, the largest), DRAWN.
+// weight of the heads; 1: max_share, the largest), SAMPLING.
 #include "common/row_cache.cuh"
 #include "common/shares.cuh"
-#if DRAWN
+#if SAMPLING
 #include "common/noise.cuh"
 #endif
 
@@ -79,8 +79,8 @@ __device__ __forceinline__ GroupScore group_score(const float (&estimates)[GROUP
         each[h] = capped(estimates[h], scale, softcap) - totals[h];
         best = fmaxf(best, each[h]);
     }
-    if (GROUP == 1 && !DRAWN) return {estimates[0], bin_of(best)};
-#if DRAWN
+    if (GROUP == 1 && !SAMPLING) return {estimates[0], bin_of(best)};
+#if SAMPLING
     float sum = 0;
 #pragma unroll
     for (int h = 0; h < GROUP; h++) sum += exp2f((each[h] - best) * (2 * LOG2E));
@@ -143,7 +143,7 @@ struct Arguments {
     const int* tags;        // [BG, cached]: rows in the cache that attend.cu will use, one id per slot (row_cache.py;
                             // `cached` is 0 without a cache)
     const int* stamps;      // [BG, cached]: time stamps of these slots
-    float* finalist_weights;  // [BG, capacity]: only if DRAWN, as are weights and seeds
+    float* finalist_weights;  // [BG, capacity]: only if SAMPLING, as are weights and seeds
     float* weights;         // [BG, k]: logarithm of the number of keys that a row stands for
     const u32* seeds;       // [BG]: seed of the noise
     int* signals;           // counts finished thread blocks of the previous kernel, and is set once a group's rows are
@@ -177,7 +177,7 @@ select_rows(const __grid_constant__ Arguments args) {
     __shared__ float selected_scores[ROWS];
     __shared__ u64 least;
     __shared__ int edges, taken;
-#if DRAWN
+#if SAMPLING
     __shared__ float selected_weights[ROWS], threshold;  // selected_weights: of candidates; threshold: of rows
     float* edge_weights = reinterpret_cast<float*>(order);
     if (threadIdx.x == 0) threshold = NEVER;
@@ -222,7 +222,7 @@ select_rows(const __grid_constant__ Arguments args) {
     }
     int blocks = max(1, (n + THREADS * ENTRIES - 1) / (THREADS * ENTRIES)), rank = target;
     if (int(blockIdx.y) >= blocks) return after_previous();
-    if (!DRAWN && listed > target) cutoff.bin = cut_at.x, rank -= cut_at.y;
+    if (!SAMPLING && listed > target) cutoff.bin = cut_at.x, rank -= cut_at.y;
 
     // Order the entries of the cut's bin, find the last entry that is a candidate, and add up the
     // exponentials of all candidates.
@@ -300,8 +300,8 @@ select_rows(const __grid_constant__ Arguments args) {
 #pragma unroll
         for (int i = 0; i < SOME; i++) {
             u64& word = words[from + i];
-            int side = first + (from + i) * THREADS >= n ? -1 : DRAWN ? 1 : cutoff.side(word);
-#if DRAWN
+            int side = first + (from + i) * THREADS >= n ? -1 : SAMPLING ? 1 : cutoff.side(word);
+#if SAMPLING
             float noise = 0;
             if (side > 0) {
                 weights[from + i] = log_weight(vote_of(word), id_of(word), seed, cut_at.x);
@@ -310,7 +310,7 @@ select_rows(const __grid_constant__ Arguments args) {
 #endif
             if (side > 0 || (side == 0 && word >= lowest)) {
                 GroupScore both = group_score(each[i], totals, args.scale, args.softcap);
-#if DRAWN
+#if SAMPLING
                 both.value += noise, both.bin = bin_of(both.value);
 #endif
                 word = u64(ordered(both.value)) << 32 | u32(word);
@@ -325,12 +325,12 @@ select_rows(const __grid_constant__ Arguments args) {
     finalists += bg * args.capacity;
     ids += bg * args.k;
     scores += bg * args.k;
-    int asked = int(args.k) + DRAWN;  // the priority of the last one is the threshold
+    int asked = int(args.k) + SAMPLING;  // the priority of the last one is the threshold
     Cut cut = cut_of<true, THREADS>(histogram, asked);
     auto value_of = [](u64 word) { return from_ordered(u32(word >> 32)); };
     auto bin_in = [&](u64 word) {
         float value = value_of(word);
-        return bin_of(GROUP == 1 && !DRAWN ? capped(value, args.scale, args.softcap) - totals[0] : value);
+        return bin_of(GROUP == 1 && !SAMPLING ? capped(value, args.scale, args.softcap) - totals[0] : value);
     };
     int last_many = 0;
     if (blocks > 1) {
@@ -344,7 +344,7 @@ select_rows(const __grid_constant__ Arguments args) {
 #pragma unroll
         for (int i = 0; i < ENTRIES; i++)
             if (words[i]) {
-#if DRAWN
+#if SAMPLING
                 args.finalist_weights[bg * args.capacity + to] = weights[i];
 #endif
                 finalists[to++] = words[i];
@@ -356,7 +356,7 @@ select_rows(const __grid_constant__ Arguments args) {
         for (int i = 0; i < ENTRIES; i++) {
             int at = i * THREADS + threadIdx.x;
             words[i] = at < last_many ? __ldcg(finalists + at) : 0;
-#if DRAWN
+#if SAMPLING
             weights[i] = at < last_many ? __ldcg(args.finalist_weights + bg * args.capacity + at) : 0.0f;
 #endif
         }
@@ -383,14 +383,14 @@ select_rows(const __grid_constant__ Arguments args) {
             u64 word = words[0];
             int now = __ffs(some) - 1, bin = bin_at(0);
             float weight = 0;
-#if DRAWN
+#if SAMPLING
             weight = weights[0];
 #endif
 #pragma unroll
             for (int i = 1; i < ENTRIES; i++)
                 if (i == now) {
                     word = words[i], bin = bin_at(i);
-#if DRAWN
+#if SAMPLING
                     weight = weights[i];
 #endif
                 }
@@ -400,7 +400,7 @@ select_rows(const __grid_constant__ Arguments args) {
             u64 word = __ldcg(finalists + at);
             int bin = bin_in(word);
             float weight = 0;
-#if DRAWN
+#if SAMPLING
             weight = __ldcg(args.finalist_weights + bg * args.capacity + at);
 #endif
             if (inside(bin)) use(word, bin, weight);
@@ -413,7 +413,7 @@ select_rows(const __grid_constant__ Arguments args) {
             selected[slot] = id, selected_scores[slot] = value_of(word);
         else
             ids[slot] = id, scores[slot] = value_of(word);
-#if DRAWN
+#if SAMPLING
         (slot < ROWS ? selected_weights + slot : args.weights + bg * args.k + slot)[0] = weight;
 #endif
     };
@@ -421,15 +421,15 @@ select_rows(const __grid_constant__ Arguments args) {
         if (bin > cut.bin) return select(word, weight);
         int slot = atomicAdd(&edges, 1);
         if (slot < EDGE) edge[slot] = word;
-#if DRAWN
+#if SAMPLING
         if (slot < EDGE) edge_weights[slot] = weight;
 #endif
     });
     __syncthreads();
     rank = asked - cut.above;
-    // With DRAWN, the last of the rows asked for is the threshold and is not selected itself.
+    // With SAMPLING, the last of the rows asked for is the threshold and is not selected itself.
     auto take = [&](u64 word, float weight, bool last) {
-#if DRAWN
+#if SAMPLING
         if (last) threshold = value_of(word);
         if (last) return;
 #endif
@@ -444,14 +444,14 @@ select_rows(const __grid_constant__ Arguments args) {
     } else {
         in_order(edge, edges, [&](int i, int better) {
             float weight = 0;
-#if DRAWN
+#if SAMPLING
             weight = edge_weights[i];
 #endif
             if (better < rank) take(edge[i], weight, better == rank - 1);
         });
     }
     __syncthreads();
-#if DRAWN
+#if SAMPLING
     // `-log π`, the log weight: the larger of those from sampling candidates and from sampling rows, times
     // `temper`
     auto weigh = [&](float& weight, int id, float score) {
@@ -481,7 +481,7 @@ select_rows(const __grid_constant__ Arguments args) {
         place += __shfl_xor_sync(ALL, place, 1);
         place += __shfl_xor_sync(ALL, place, 2);
         if (at % 4 == 0 && i < sorted) ids[place] = id, scores[place] = selected_scores[i];
-#if DRAWN
+#if SAMPLING
         if (at % 4 == 0 && i < sorted) row_weights[place] = selected_weights[i];
 #endif
     }

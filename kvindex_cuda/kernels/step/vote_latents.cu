@@ -20,7 +20,7 @@
 // Limited by the matrix unit from about 64 heads on: 2 D operations per key and head.
 // Dynamic shared memory: COLUMNS_OF WIDTH + STAGES STAGE bytes.
 // Compile-time constants: D, GROUP (heads of a tile), TILES, DTYPE (of queries), CENTERED (1: blocks have
-// centers), PLANES, DRAWN (1: candidates are sampled), RAGGED (1: each sequence has its own length),
+// centers), PLANES, SAMPLING (1: candidates are sampled), RAGGED (1: each sequence has its own length),
 // WARPGROUPS (1: use wgmma, which needs compute capability 9.0 and code for sm_90a).
 #if WARPGROUPS
 #include "common/warpgroup.cuh"
@@ -59,7 +59,7 @@ struct Arguments {
 __device__ __forceinline__ void vote_on(Vote (&best)[4], const char* signs, const char* integers, const int (&factor)[4],
                                         const int* sums, const int* offsets, const float2* scales) {
     int lane = threadIdx.x % 32, t = lane % 4;
-    auto scale_of = [&](int h) { return DRAWN ? *reinterpret_cast<const float4*>(scales + h) : float4{}; };
+    auto scale_of = [&](int h) { return SAMPLING ? *reinterpret_cast<const float4*>(scales + h) : float4{}; };
     auto two_of = [&](const int* of, int h) { return *reinterpret_cast<const int2*>(of + h); };
 #if WARPGROUPS
     constexpr int CHUNKS = COLUMNS_OF / CHUNK;
@@ -131,7 +131,7 @@ vote_latents(const __grid_constant__ Arguments args) {
     DYNAMIC_SHARED(memory);
     __shared__ FACTORS int factors[256];
     __shared__ __align__(8) int offsets[AT_ONCE][COLUMNS_OF], sums[COLUMNS_OF];
-    __shared__ __align__(16) float2 scales[DRAWN ? COLUMNS_OF : 2];
+    __shared__ __align__(16) float2 scales[SAMPLING ? COLUMNS_OF : 2];
     __shared__ int held[AT_ONCE][256];  // votes of the thread's own key in each block
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32, key = warp * 32 + lane % 4 * 8 + lane / 4;
     char *integers = memory, *stages = memory + COLUMNS_OF * WIDTH;
@@ -139,14 +139,14 @@ vote_latents(const __grid_constant__ Arguments args) {
     factors[threadIdx.x] = args.factors[threadIdx.x];
     const i8* rounded = args.integers + b * (COLUMNS_OF * WIDTH);
     for (int i = threadIdx.x; i < COLUMNS_OF * (WIDTH / 16); i += 256)
-        copy_piece<16>(shared_place(integers) + i * 16, rounded + i * 16);
+        copy_async<16>(shared_place(integers) + i * 16, rounded + i * 16);
     i64 tokens = __ldcg(args.length + RAGGED * b), blocks = (tokens + TOKENS - 1) / TOKENS;
     i64 each = min(i64(AT_ONCE), max(1ll, (blocks + gridDim.x - 1) / gridDim.x));
     for (int h = threadIdx.x; h < COLUMNS_OF; h += 256) {
         i64 of = (b * TILES + h / GROUP) * (SETS * 4) + h % GROUP;
         sums[h] = h < HEADS ? __ldcg(args.sums + of) : 0;
         for (int j = 0; j < AT_ONCE; j++) offsets[j][h] = LEAST;
-#if DRAWN
+#if SAMPLING
         scales[h] = h < HEADS ? __ldcg(args.scales + of) : float2{0, NEVER};
 #endif
     }
@@ -167,13 +167,13 @@ vote_latents(const __grid_constant__ Arguments args) {
         auto fetch = [&](int at) {
             const char* from = reinterpret_cast<const char*>(__shfl_sync(ALL, places, at));
             for (int i = threadIdx.x; i < CENTER / 16; i += 256)
-                copy_piece<16>(shared_place(stages + at % STAGES * STAGE) + i * 16, from + i * 16);
+                copy_async<16>(shared_place(stages + at % STAGES * STAGE) + i * 16, from + i * 16);
         };
         __syncthreads();  // all threads have finished with the previous contents
 #pragma unroll
         for (int j = 0; j < STAGES - 1; j++) {
             if (j < many) fetch(j);
-            pieces_commit();
+            async_commit();
         }
         for (int i = threadIdx.x; i < many * HEADS; i += 256) {
             int at = i / HEADS, h = i % HEADS;
@@ -183,13 +183,13 @@ vote_latents(const __grid_constant__ Arguments args) {
 #pragma unroll 1
         for (int at = 0; at < many; at++) {
             u32 valid = args.valid[(b * args.row + start + at) * 8 + warp];
-            pieces_wait_but<STAGES - 2>();
+            async_wait_but<STAGES - 2>();
 #if WARPGROUPS
             show_to_warpgroup();  // make the queries visible to the matrix unit; needed once, with the first keys
 #endif
             __syncthreads();
             if (at + STAGES - 1 < many) fetch(at + STAGES - 1);
-            pieces_commit();
+            async_commit();
             const char* codes = stages + at % STAGES * STAGE;
             u32 weights = *reinterpret_cast<const u32*>(codes + WEIGHTS + (warp * 8 + lane / 4) * 4) + shifts;
             int factor[4];
@@ -201,7 +201,7 @@ vote_latents(const __grid_constant__ Arguments args) {
             i64 id = (start + at) * TOKENS + key;
             int vote = LEAST;
             if (id < tokens && valid >> key % 32 & 1) {
-#if DRAWN
+#if SAMPLING
                 vote = priority_of(mine, u32(id), __ldcg(args.seeds + b));
 #else
                 vote = mine;
@@ -224,6 +224,6 @@ vote_latents(const __grid_constant__ Arguments args) {
             to++;
         }
     }
-    pieces_wait();
+    async_wait();
     wait_for_threshold();
 }

@@ -110,7 +110,7 @@ class BaseStep:
         self._ragged = dict(RAGGED=int(ragged))
         self._capped = dict(SOFTCAP=int(g.softcap is not None))
         self._selects = dict(GROUP=group, POLICY=int(policy == "max_share"), **self._capped)
-        self._selects["DRAWN"] = int(sampled)
+        self._selects["SAMPLING"] = int(sampled)
         self.temper = priority.temper(k) if tempered else 1.0
 
         self.ids = memory.empty(groups, k, dtype=torch.int64)
@@ -278,7 +278,7 @@ class BaseStep:
             | self._capped
             | dict(DV=g.value_dim, GROUP=heads, PARTS=parts)
             | dict(CODEC=int(CodecNumber[state.codec.upper()]), GIVEN=given)
-            | dict(NEAR=int(state.near is not None))
+            | dict(MIXED_ROWS=int(state.near is not None))
             | self._ragged
             | dict(PAGED=int(state.sink is not None) + int(state.segments is not None)),
             shared_bytes=self._attend_bytes(heads),

@@ -137,7 +137,9 @@ class LatentsStep(SignVotesStep):
             room=room,
         )
         ragged = dict(RAGGED=self._ragged["RAGGED"])
-        sampled = dict(DRAWN=self._vote_defines["DRAWN"], CENTERED=self._vote_defines["CENTERED"])
+        sampled = dict(
+            SAMPLING=self._vote_defines["SAMPLING"], CENTERED=self._vote_defines["CENTERED"]
+        )
         bits = dict(BITS=self.layout.magnitude_bits)
         estimates = tiled | ragged | sampled | self._capped | bits
         self._take_launch(
@@ -170,7 +172,7 @@ class LatentsStep(SignVotesStep):
                 HEADS=g.group_size,
                 SOFTCAP=self._capped["SOFTCAP"],
                 POLICY=self._selects["POLICY"],
-                DRAWN=self._vote_defines["DRAWN"],
+                SAMPLING=self._vote_defines["SAMPLING"],
             ),
             overlap=True,
         )
@@ -221,7 +223,7 @@ class LatentsStep(SignVotesStep):
 
     def _prepare_latents(self, queries: Tensor, state: State) -> None:
         """Launch the first kernel."""
-        g, tiles, together = self.geometry, self._tiles, self._prepares["TOGETHER"]
+        g, tiles, together = self.geometry, self._tiles, self._prepares["REGRESSION"]
         columns = (
             3 if tiles > 8 else 2 if tiles > 4 else 1
         )  # groups of 16 matrix columns per thread block

@@ -80,8 +80,8 @@ class SignVotesStep(BaseStep):
         self._vote_defines = (
             self._defines | self._ragged | dict(CENTERED=int(centered), PLANES=planes)
         )
-        self._vote_defines |= dict(GROUP=group, DRAWN=int(sampled))
-        self._prepares = self._vote_defines | dict(TOGETHER=int(together))
+        self._vote_defines |= dict(GROUP=group, SAMPLING=int(sampled))
+        self._prepares = self._vote_defines | dict(REGRESSION=int(together))
         self._rerank = self._vote_defines | self._capped | dict(BITS=layout.magnitude_bits)
         resident = 1 if g.head_dim > 128 or layout.magnitude_bits > 3 or group > 8 else 2
         self._rerank_splits = rerank_splits(self.groups, self._multiprocessors, resident=resident)

@@ -35,18 +35,18 @@ MORE = 8
 KERNEL = re.compile(rf"__global__\s+void\s+{BOUNDS}(\w+)\(")
 
 STEP = dict(D=128, GROUP=4, DTYPE=2)
-VOTES = STEP | dict(CENTERED=1, PLANES=6, DRAWN=0, RAGGED=0)
-PREPARE = VOTES | dict(TOGETHER=0)
+VOTES = STEP | dict(CENTERED=1, PLANES=6, SAMPLING=0, RAGGED=0)
+PREPARE = VOTES | dict(REGRESSION=0)
 RERANK = VOTES | dict(BITS=3, SOFTCAP=0)
-AGREE = dict(GROUP=4, SOFTCAP=0, POLICY=0, DRAWN=0)
+AGREE = dict(GROUP=4, SOFTCAP=0, POLICY=0, SAMPLING=0)
 COARSE = dict(D=128, WIDE=0, FACTORS=0, TABLES=1)
 ESTIMATE = dict(D=128, BITS=3, HEADS=4, BLOCK=128, DTYPE=0)
 ATTENTION = dict(D=128, DV=128, HEADS=4, DTYPE=2, SOFTCAP=0, WIDTH=8, LANES=16)
 ENCODE = dict(D=128, BITS=3, DTYPE=2, WIDE=1, RESIDENT=3, CENTERED=1, PAGED=0)
-ATTEND = STEP | dict(DV=128, PARTS=1, SOFTCAP=0, CODEC=0, GIVEN=0, NEAR=0, PAGED=0, RAGGED=0)
+ATTEND = STEP | dict(DV=128, PARTS=1, SOFTCAP=0, CODEC=0, GIVEN=0, MIXED_ROWS=0, PAGED=0, RAGGED=0)
 LATENTS = dict(D=576, DV=512, GROUP=128, PART=32, DTYPE=2, SOFTCAP=0, CODEC=0, RAGGED=0)
-TILED = dict(D=576, GROUP=8, TILES=16, CENTERED=1, DRAWN=0, RAGGED=0)
-PREPARES = dict(DTYPE=2, PLANES=6, TOGETHER=1, SIXTEENS=3)
+TILED = dict(D=576, GROUP=8, TILES=16, CENTERED=1, SAMPLING=0, RAGGED=0)
+PREPARES = dict(DTYPE=2, PLANES=6, REGRESSION=1, SIXTEENS=3)
 COUNT = dict(D=128, GROUP=4)
 WEIGH = COUNT | dict(BITS=3, SOFTCAP=0)
 DEFINES = {
@@ -54,19 +54,19 @@ DEFINES = {
         AGREE,
         AGREE | dict(GROUP=8, POLICY=1),
         AGREE | dict(GROUP=1, SOFTCAP=1),
-        AGREE | dict(DRAWN=1),
-        AGREE | dict(DRAWN=1, GROUP=8),
+        AGREE | dict(SAMPLING=1),
+        AGREE | dict(SAMPLING=1, GROUP=8),
     ],
     "step/prepare_query.cu": [
         PREPARE,
         PREPARE | dict(GROUP=8),
         PREPARE | dict(D=64, DTYPE=1, PLANES=8),
         PREPARE | dict(D=256, GROUP=16),
-        PREPARE | dict(DRAWN=1, TOGETHER=1),
-        PREPARE | dict(DRAWN=1, TOGETHER=1, D=64, GROUP=8, DTYPE=0),
-        PREPARE | dict(DRAWN=1, TOGETHER=1, D=256, GROUP=16),
-        PREPARE | dict(DRAWN=1, TOGETHER=1, RAGGED=1),
-        PREPARE | dict(DRAWN=1, TOGETHER=1, D=576, GROUP=8),
+        PREPARE | dict(SAMPLING=1, REGRESSION=1),
+        PREPARE | dict(SAMPLING=1, REGRESSION=1, D=64, GROUP=8, DTYPE=0),
+        PREPARE | dict(SAMPLING=1, REGRESSION=1, D=256, GROUP=16),
+        PREPARE | dict(SAMPLING=1, REGRESSION=1, RAGGED=1),
+        PREPARE | dict(SAMPLING=1, REGRESSION=1, D=576, GROUP=8),
     ],
     "step/attend.cu": [
         ATTEND,
@@ -79,33 +79,33 @@ DEFINES = {
         ATTEND | dict(GIVEN=1),
         ATTEND | dict(GIVEN=2),
         ATTEND | dict(GIVEN=2, PARTS=4),
-        ATTEND | dict(GIVEN=2, NEAR=1),
+        ATTEND | dict(GIVEN=2, MIXED_ROWS=1),
         ATTEND | dict(RAGGED=1, GIVEN=2),
         ATTEND | dict(RAGGED=1, PAGED=1),
         ATTEND | dict(RAGGED=1, PAGED=1, GIVEN=2),
         ATTEND | dict(RAGGED=1, PAGED=2),
         ATTEND | dict(RAGGED=1, PAGED=2, GIVEN=2),
-        ATTEND | dict(CODEC=1, GIVEN=1, NEAR=1),
+        ATTEND | dict(CODEC=1, GIVEN=1, MIXED_ROWS=1),
         ATTEND | dict(CODEC=1, GIVEN=1, D=256, DV=256, GROUP=2),
     ],
     "step/prepare_latents.cu": [
         TILED | PREPARES,
-        TILED | PREPARES | dict(TILES=2, SIXTEENS=1, DRAWN=1),
-        TILED | PREPARES | dict(DRAWN=1),
+        TILED | PREPARES | dict(TILES=2, SIXTEENS=1, SAMPLING=1),
+        TILED | PREPARES | dict(SAMPLING=1),
         TILED
         | PREPARES
-        | dict(D=128, DTYPE=0, PLANES=8, GROUP=5, TILES=4, CENTERED=0, TOGETHER=0, RAGGED=1),
+        | dict(D=128, DTYPE=0, PLANES=8, GROUP=5, TILES=4, CENTERED=0, REGRESSION=0, RAGGED=1),
     ],
     "step/sample_latents.cu": [
-        TILED | dict(DTYPE=2, PLANES=6, DRAWN=1),
-        TILED | dict(DTYPE=2, PLANES=6, TILES=2, DRAWN=1),
+        TILED | dict(DTYPE=2, PLANES=6, SAMPLING=1),
+        TILED | dict(DTYPE=2, PLANES=6, TILES=2, SAMPLING=1),
         TILED | dict(D=128, DTYPE=0, PLANES=8, GROUP=5, TILES=4, CENTERED=0, RAGGED=1),
     ],
     "step/vote_latents.cu": [
         TILED | dict(DTYPE=2, PLANES=6, WARPGROUPS=1),
-        TILED | dict(DTYPE=2, PLANES=6, WARPGROUPS=1, DRAWN=1),
-        TILED | dict(DTYPE=2, PLANES=6, TILES=2, DRAWN=1, WARPGROUPS=1),
-        TILED | dict(DTYPE=2, PLANES=6, TILES=2, DRAWN=1, WARPGROUPS=0),
+        TILED | dict(DTYPE=2, PLANES=6, WARPGROUPS=1, SAMPLING=1),
+        TILED | dict(DTYPE=2, PLANES=6, TILES=2, SAMPLING=1, WARPGROUPS=1),
+        TILED | dict(DTYPE=2, PLANES=6, TILES=2, SAMPLING=1, WARPGROUPS=0),
         TILED
         | dict(D=128, DTYPE=0, PLANES=8, GROUP=5, TILES=4, CENTERED=0, RAGGED=1, WARPGROUPS=0),
         TILED
@@ -113,13 +113,13 @@ DEFINES = {
     ],
     "step/estimate_latents.cu": [
         TILED | dict(BITS=3, SOFTCAP=0),
-        TILED | dict(BITS=3, SOFTCAP=0, TILES=2, DRAWN=1),
+        TILED | dict(BITS=3, SOFTCAP=0, TILES=2, SAMPLING=1),
         TILED | dict(D=128, BITS=5, SOFTCAP=1, GROUP=4, TILES=5, RAGGED=1),
     ],
     "step/select_latents.cu": [
-        dict(HEADS=128, SOFTCAP=0, POLICY=0, DRAWN=0),
-        dict(HEADS=20, SOFTCAP=1, POLICY=1, DRAWN=0),
-        dict(HEADS=128, SOFTCAP=0, POLICY=0, DRAWN=1),
+        dict(HEADS=128, SOFTCAP=0, POLICY=0, SAMPLING=0),
+        dict(HEADS=20, SOFTCAP=1, POLICY=1, SAMPLING=0),
+        dict(HEADS=128, SOFTCAP=0, POLICY=0, SAMPLING=1),
     ],
     "step/attend_latents.cu": [
         LATENTS,
@@ -185,9 +185,9 @@ DEFINES = {
         RERANK | dict(BITS=5, SOFTCAP=1),
         RERANK | dict(D=64, GROUP=3),
         RERANK | dict(D=256, GROUP=1),
-        RERANK | dict(DRAWN=1),
-        RERANK | dict(DRAWN=1, D=256, GROUP=8),
-        RERANK | dict(DRAWN=1, RAGGED=1),
+        RERANK | dict(SAMPLING=1),
+        RERANK | dict(SAMPLING=1, D=256, GROUP=8),
+        RERANK | dict(SAMPLING=1, RAGGED=1),
     ],
     "step/scan.cu": [
         VOTES,
@@ -195,10 +195,10 @@ DEFINES = {
         VOTES | dict(GROUP=16, PLANES=4),
         VOTES | dict(CENTERED=0, D=64, DTYPE=1),
         VOTES | dict(D=256),
-        VOTES | dict(DRAWN=1),
-        VOTES | dict(DRAWN=1, GROUP=16, PLANES=4),
+        VOTES | dict(SAMPLING=1),
+        VOTES | dict(SAMPLING=1, GROUP=16, PLANES=4),
         VOTES | dict(RAGGED=1),
-        VOTES | dict(DRAWN=1, RAGGED=1),
+        VOTES | dict(SAMPLING=1, RAGGED=1),
     ],
     "ops/select.cu": [dict(VOTES=0), dict(VOTES=1)],
     "step/query_table.cu": [STEP, STEP | dict(GROUP=8, DTYPE=1), dict(D=256, GROUP=12, DTYPE=0)],
@@ -302,7 +302,7 @@ def test_the_definitions_are_those_that_the_file_leaves_open(file):
     header = launching.source(file).split("#include")[0].replace("\n//", "")
     _, found, line = header.partition("Compile-time constants:")
     assert found
-    wanted = set(re.findall(r"\b[A-Z]{2,}\b|\bD\b", re.sub(r"\(.*?\)", "", line)))
+    wanted = set(re.findall(r"\b[A-Z][A-Z_]+\b|\bD\b", re.sub(r"\(.*?\)", "", line)))
     for defines in DEFINES[file]:
         assert set(defines) == wanted
 

@@ -26,31 +26,31 @@ LATENT = dict(kv_heads=1, value_in_key=True)
 SMALL = Case(20, head_dim=128, value_dim=96, **LATENT)
 LARGE = Case(16, head_dim=576, value_dim=512, dtype=torch.bfloat16, **LATENT)
 MANY = Case(128, head_dim=128, value_dim=96, dtype=torch.bfloat16, batch=2, **LATENT)
-DRAWN = dict(preset="sampled", least_candidates=1)
+SAMPLING = dict(preset="sampled", least_candidates=1)
 CASES = {
     "h20": (SMALL, 900, {}),
-    "h20-drawn": (SMALL, 900, DRAWN),
-    "h16-D576": (LARGE, 600, DRAWN),
+    "h20-drawn": (SMALL, 900, SAMPLING),
+    "h16-D576": (LARGE, 600, SAMPLING),
     "h128": (MANY, 600, {}),
-    "h128-drawn": (MANY, 600, DRAWN),
+    "h128-drawn": (MANY, 600, SAMPLING),
     "h128-D576": (replace(LARGE, q_heads=128), 300, {}),
     "padding": (MANY, 600, dict(pads=[0, 90])),
-    "padding-drawn": (MANY, 600, dict(DRAWN, pads=[600, 90])),
+    "padding-drawn": (MANY, 600, dict(SAMPLING, pads=[600, 90])),
     "ties": (SMALL, 1500, dict(ties=True, beta=0.9)),
-    "ties-drawn": (SMALL, 900, dict(DRAWN, ties=True)),
+    "ties-drawn": (SMALL, 900, dict(SAMPLING, ties=True)),
     "softcap": (replace(SMALL, softcap=5.0), 500, {}),
     "max_share": (SMALL, 500, dict(group="max_share")),
     "int8": (SMALL, 500, dict(row_codec="int8")),
     "precise": (replace(SMALL, q_heads=36), 500, dict(preset="precise")),
     "h17": (replace(SMALL, q_heads=17, head_dim=72, value_dim=40), 500, {}),
     "full": (SMALL, 900, dict(capacity=100)),
-    "full-drawn": (SMALL, 900, dict(DRAWN, capacity=400)),
+    "full-drawn": (SMALL, 900, dict(SAMPLING, capacity=400)),
     "one": (SMALL, 1, {}),
-    "one-drawn": (SMALL, 1, DRAWN),
-    "few-drawn": (SMALL, 15, DRAWN),
+    "one-drawn": (SMALL, 1, SAMPLING),
+    "few-drawn": (SMALL, 15, SAMPLING),
     "no-warpgroups": (SMALL, 900, dict(warpgroups=0)),
-    "h16-no-warpgroups": (LARGE, 300, dict(DRAWN, warpgroups=0)),
-    "rows-2100": (SMALL, 2600, dict(DRAWN, k=2100, refine_factor=1)),
+    "h16-no-warpgroups": (LARGE, 300, dict(SAMPLING, warpgroups=0)),
+    "rows-2100": (SMALL, 2600, dict(SAMPLING, k=2100, refine_factor=1)),
 }
 SLOW = {"h128-D576", "rows-2100", "precise", "h128-drawn", "ties-drawn", "padding", "one-drawn"}
 SLOW |= {"h128", "h17", "padding-drawn", "softcap", "h16-no-warpgroups"}

@@ -48,10 +48,10 @@ FAST = CASES | {
     ),
 }
 SPARSE = dict(preset="sampled", least_candidates=1)
-DRAWN = ("g4", "g1-B2", "g3-D96", "g12", "softcap", "ties", "bfloat16", "257", "full", "one")
+SAMPLING = ("g4", "g1-B2", "g3-D96", "g12", "softcap", "ties", "bfloat16", "257", "full", "one")
 FAST |= {
     f"drawn-{name}": (FAST[name][0], FAST[name][1], FAST[name][2] | SPARSE)
-    for name in (*DRAWN, "scales", "precise")
+    for name in (*SAMPLING, "scales", "precise")
 }
 FAST["drawn-full"][2].update(capacity=100, refine_factor=4)
 # more candidates than a thread block of `select_rows` takes
