@@ -18,7 +18,7 @@ from typing import Any
 from kvindex import indexes, wrappers
 from kvindex.bases.index import BaseIndex
 from kvindex.core import check
-from kvindex.core.config import parse_spec, unknown
+from kvindex.core.config import read_options, split_spec, unknown
 from kvindex.core.protocol import KVIndex
 from kvindex.storage.recipe import class_name
 from kvindex.wrappers.base import Wrapper
@@ -96,11 +96,12 @@ def create(index: str, **options: Any) -> KVIndex:
         ValueError: A name or an option is unknown or out of range.
     """
     first, *around = check.text("index", index).split("+")
-    name, given = parse_spec(first)
-    made: KVIndex = get(name)(**{**given, **options})
+    name, written = split_spec(first)
+    kind = get(name)
+    given = read_options(written, BaseIndex.__init__, kind.Config)
+    made: KVIndex = kind(**{**given, **options})
     for part in around:
-        name, given = parse_spec(part)
-        made = _wrapped(made, name, given)
+        made = _wrapped(made, *split_spec(part))
     return made
 
 
@@ -142,15 +143,15 @@ def wrapper_options() -> dict[str, dict[str, Any]]:
     return found
 
 
-def _wrapped(inner: KVIndex, name: str, given: dict[str, Any]) -> KVIndex:
+def _wrapped(inner: KVIndex, name: str, written: dict[str, str]) -> KVIndex:
     known = wrapper_options()
     if name not in known:
         raise ValueError(unknown("wrapper", name, known))
     wrapper, allowed = _only(_module_of(wrappers, name), Wrapper), known[name]
-    for option in given:
+    for option in written:
         if option not in allowed:
             raise ValueError(unknown("option", option, allowed))
-    made: KVIndex = wrapper(inner, **given)
+    made: KVIndex = wrapper(inner, **read_options(written, wrapper))
     return made
 
 

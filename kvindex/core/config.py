@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Iterable, Mapping
+import inspect
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,17 +47,42 @@ def make_config(
 def parse_spec(spec: str) -> tuple[str, dict[str, Any]]:
     """Parse `"pariskv:preset=paper:beta=.05"` to `("pariskv", {"preset": "paper", "beta": 0.05})`.
 
-    Values become integers, floats, booleans or None if they look like one. Raises ValueError for a
-    part that is not `option=value`.
+    Values become integers, floats, booleans or None if they look like one, string options included
+    (`read_options` keeps these as text). Raises ValueError for a part that is not `option=value`.
+    """
+    name, written = split_spec(spec)
+    return name, read_options(written)
+
+
+def split_spec(spec: str) -> tuple[str, dict[str, str]]:
+    """Split `"pariskv:preset=paper:beta=.05"` into its name and its options as text.
+
+    Raises ValueError for a part that is not `option=value`.
     """
     name, *parts = check.text("index", spec).split(":")
-    options: dict[str, Any] = {}
+    options: dict[str, str] = {}
     for part in parts:
         option, equals, value = part.partition("=")
         if not (option and equals and value):
             raise ValueError(f"index: got {spec!r}, allowed is name:option=value:…")
-        options[option] = _literal(value)
+        options[option] = value
     return name, options
+
+
+def read_options(written: Mapping[str, str], *takers: Callable[..., Any]) -> dict[str, Any]:
+    """Convert options from text to values.
+
+    Args:
+        written: Option -> text, from `split_spec`.
+        *takers: Classes or functions that take the options as arguments. An option that one of
+            them annotates as `str` stays text, so that "none" may be one of its values.
+
+    Returns:
+        Option -> value. Text that looks like an integer, float, boolean or None becomes one.
+    """
+    parameters = [p for taker in takers for p in inspect.signature(taker).parameters.values()]
+    strings = {p.name for p in parameters if p.annotation in (str, "str")}
+    return {name: text if name in strings else _literal(text) for name, text in written.items()}
 
 
 def unknown(kind: str, name: str, known: Iterable[str]) -> str:

@@ -22,6 +22,44 @@ def test_spec_reads_numbers_and_words():
     )
 
 
+STRINGS = [
+    *[(name, "row_codec") for name in ("exact", "pariskv")],
+    *[
+        (name, field.name)
+        for name in kvindex.names()
+        for field in dataclasses.fields(kvindex.get(name).Config)
+        if field.type in (str, "str")
+    ],
+]
+
+
+def config_or_message(spec, **options):
+    """Create an index. Return its configuration, or the message if an option is not allowed."""
+    try:
+        return kvindex.create(spec, **GEOMETRY, **options).config
+    except ValueError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("value", ["none", "true", "1"])
+@pytest.mark.parametrize(("name", "option"), STRINGS)
+def test_a_string_option_in_a_line_is_the_same_as_by_keyword(name, option, value):
+    want = config_or_message(name, **{option: value})
+    assert config_or_message(f"{name}:{option}={value}") == want
+
+
+@pytest.mark.parametrize("options", [dict(coarse="none"), dict(sampling="none"), dict(beta=None)])
+def test_none_in_a_line_is_a_word_only_for_string_options(options):
+    ((option, value),) = options.items()
+    index = kvindex.create(f"pariskv:preset=fast:{option}=none", **GEOMETRY)
+    assert getattr(index.config, option) == value
+
+
+def test_a_string_option_of_a_wrapper_stays_a_string():
+    with pytest.raises(ValueError, match="rows: got 'none', allowed is one of"):
+        kvindex.create("exact+sharded:rows=none", **GEOMETRY)
+
+
 def test_spec_gives_options_and_keywords_override_them():
     index = kvindex.create("pariskv:preset=paper:beta=.05:rho=.1", **GEOMETRY, rho=0.3)
     assert (index.config.beta, index.config.rho) == (0.05, 0.3)

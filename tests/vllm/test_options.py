@@ -15,6 +15,10 @@ def test_options_and_their_defaults():
     given = Options.of({"index": "pariskv:preset=fast:beta=.1", "k": 7})
     assert (given.k, given.config.beta, given.config.sampling) == (7, 0.1, "none")
     assert type(given.layout(64)) is Layout
+    assert (
+        Options.of({"index": "pariskv:preset=fast:sampling=none:coarse=none"}).config.coarse
+        == "none"
+    )
     assert type(Options.of({"index": "pariskv:preset=paper"}).layout(64)) is SubspaceLayout
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 
 import kvindex
 from kvindex.core import check
-from kvindex.core.config import make_config, parse_spec, unknown
+from kvindex.core.config import make_config, read_options, split_spec, unknown
 from kvindex.pariskv.block_layout import BLOCK, Layout, SubspaceLayout
 from kvindex.pariskv.config import ParisKVConfig
 
@@ -120,14 +120,16 @@ class Options:
         Raises:
             ValueError: The index or its options are not supported.
         """
-        name, given = parse_spec(self.index)
+        name, written = split_spec(self.index)
         if name != INDEX:
             raise ValueError(
                 f"index: got {self.index!r}, allowed is {INDEX!r} with its options: sequences "
                 "share pages, and only its codes depend on nothing but their own block"
             )
+        kind = kvindex.get(INDEX)
+        given = read_options(written, kind.Config)
         preset = given.pop("preset", None)
-        config: ParisKVConfig = make_config(kvindex.get(INDEX), preset, given)
+        config: ParisKVConfig = make_config(kind, preset, given)
         return config
 
     def explain(self) -> str:
