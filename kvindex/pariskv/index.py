@@ -49,7 +49,8 @@ class ParisKV(ExecutedIndex):
     presets: ClassVar = PRESETS
     statistics = ("_histogram",)
 
-    _histogram: Tensor  # keys per centroid, int64 [B, G, M, 256], for tiered votes
+    _histogram: Tensor  # keys per centroid, int64 [B, G, M, 256], if appends count them
+    _counted: Tensor | None  # the same if a search counts them, once computed
 
     _open: Codes | None  # codes of the open block, `[B, G, n, ...]`, once computed
     _weight_scale: Tensor | None  # None until it is computed after a change
@@ -182,7 +183,7 @@ class ParisKV(ExecutedIndex):
             layout["learned.open_keys"] = TensorSpec(f"B G {opened} D", g.dtype)
         empty = TensorSpec("0", torch.float32)
         layout["statistics.histogram"] = empty
-        if config.coarse == "tiered_votes" and (held.length or held.has("batch")):
+        if self._appends_count and (held.length or held.has("batch")):
             layout["statistics.histogram"] = TensorSpec(
                 f"B G {M} 256",
                 torch.int64,
@@ -228,7 +229,7 @@ class ParisKV(ExecutedIndex):
             valid=self.valid,
             length=len(self),
             weight_scale=self._scale(parts),
-            histogram=self._histogram,
+            histogram=self._centroid_counts(parts),
             regression=self._regressed(),
         )
         return tokens, Queries.of(queries, tokens)
@@ -294,7 +295,7 @@ class ParisKV(ExecutedIndex):
 
     def _update(self) -> None:
         """Drop what was computed from the old tokens, and pass the new ones to the executor."""
-        self._weight_scale, self._open = None, None
+        self._weight_scale, self._open, self._counted = None, None, None
         if self._executor:
             self._inform_executor(self._contents(self._executor.encodes))
 
@@ -303,7 +304,7 @@ class ParisKV(ExecutedIndex):
 
         The open block is passed as keys if the executor encodes keys, else as codes.
         """
-        statistics = {"histogram": self._histogram} if self.config.coarse == "tiered_votes" else {}
+        statistics = {"histogram": self._histogram} if self._appends_count else {}
         return Contents(
             codes=self._codes,
             rows=self._store,
@@ -348,8 +349,29 @@ class ParisKV(ExecutedIndex):
 
     # Statistics: keys per centroid, int64 [B, G, M, 256], for tiered votes, and the fit of signs
 
+    @property
+    def _appends_count(self) -> bool:
+        """True if appends count the keys of each centroid, for tiered votes.
+
+        An append of keys that are encoded in blocks does not encode the open block, so the first
+        search after it counts all keys instead (`_centroid_counts`).
+        """
+        return self.config.coarse == "tiered_votes" and self.block_tokens == 1
+
+    def _centroid_counts(self, parts: list[Codes]) -> Tensor:
+        """Return the number of valid keys per centroid, int64 `[B, G, M, 256]`.
+
+        Empty where votes are not tiered.
+        """
+        if self.config.coarse != "tiered_votes" or self._appends_count:
+            return self._histogram
+        if self._counted is None:
+            signs = torch.cat([part["signs"] for part in parts], dim=2)
+            self._counted = self.ops.coarse.histogram(signs, self.valid)
+        return self._counted
+
     def _with_appended(self, codes: Codes, valid: Tensor | None) -> _Statistics:
-        if self.config.coarse != "tiered_votes":
+        if not self._appends_count:
             return self._histogram, self._fitted
         added: Tensor = self.ops.coarse.histogram(codes["signs"], valid)
         return self._histogram + added if self._histogram.numel() else added, None
@@ -368,7 +390,7 @@ class ParisKV(ExecutedIndex):
         return statistics[0], fitted
 
     def _with_truncated(self, length: int) -> _Statistics:
-        if self.config.coarse != "tiered_votes":
+        if not self._appends_count:
             stays = self._fitted is not None and self._fitted[0] <= length
             return self._histogram, self._fitted if stays else None
         valid = None if self.valid is None else self.valid[:, length:]
@@ -379,7 +401,7 @@ class ParisKV(ExecutedIndex):
         fitted = self._fitted
         if fitted is not None:
             fitted = fitted[0], fitted[1]().index_select(0, batch_indices).detach
-        if self.config.coarse != "tiered_votes":
+        if not self._appends_count:
             return self._histogram, fitted
         return self._histogram.index_select(0, batch_indices), None
 
@@ -394,4 +416,8 @@ class ParisKV(ExecutedIndex):
         ):  # fitted or not yet: as many bytes
             shape = len(self.counts), self.geometry.kv_heads, *2 * [self.geometry.head_dim]
             tensors.append(torch.empty(shape, dtype=torch.float16, device="meta"))
+        if self.config.coarse == "tiered_votes" and not self._appends_count and len(self):
+            M = self.geometry.head_dim // SUBSPACE  # counted or not yet: as many bytes
+            shape = len(self.counts), self.geometry.kv_heads, M, 2**SUBSPACE
+            tensors.append(torch.empty(shape, dtype=torch.int64, device="meta"))
         return tensors

@@ -179,6 +179,7 @@ OPTIONS = [
     *("arkvale:volume=ball", "arkvale:volume=center", "arkvale:radius=max", "magicpig:stale=true"),
     *("pariskv:preset=fast", "pariskv:preset=precise", "pariskv:preset=scan"),
     *("pariskv:weight_bits=8", "pariskv:preset=fast:weights=bfloat16:center=0", "pariskv:center=0"),
+    "pariskv:preset=fast:coarse=tiered_votes:center=0",
     *(
         "pariskv:preset=paper:group=union",
         "infllm:group=mean_query",

@@ -18,6 +18,8 @@ WINDOW, PROMPT = 22, 30
 """PROMPT: tokens of the prompt. Those from `WINDOW` on are appended after `end_prompt`."""
 BY_POSITION = {"pariskv", "pariskv:preset=sampled"}
 """These indexes sample rows with noise that depends on the position of a row."""
+TIERED = "pariskv:preset=fast:coarse=tiered_votes:center=0"
+"""This index counts keys per centroid, although it encodes whole blocks."""
 FEW = (
     *("h2o:budget=12", "infllm:page=4:representatives=1"),
     *("doublesparsity:channels=2", "squeezed:sparsity=.7", "ctkvr"),
@@ -57,7 +59,8 @@ def fed(index, tokens, queries, real, window=WINDOW, prompt=PROMPT):
 
 @pytest.mark.parametrize(
     ("name", "observed"),
-    [(name, False) for name in SPECS if name not in BY_POSITION] + [(name, True) for name in FEW],
+    [(name, False) for name in [*SPECS, TIERED] if name not in BY_POSITION]
+    + [(name, True) for name in FEW],
 )
 def test_a_row_with_padding_is_as_without(name, observed):
     real = real_tokens(right=int(observed))

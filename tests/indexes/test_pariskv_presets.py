@@ -7,12 +7,15 @@ import pytest
 import torch
 
 import kvindex
+from kvindex.core.protocol import Hits
 from kvindex.pariskv import candidates
 from kvindex.pariskv.config import ParisKVConfig
 from tests.support.helpers import ROUNDED, Case, assert_same_hits, left_padding, part
 
 CASE = Case(q_heads=4, kv_heads=2, head_dim=64, batch=2)
 PAST = ["fast", "accurate", "precise", "scan"]
+TIERED = ["fast:coarse=tiered_votes:center=0", "accurate:coarse=tiered_votes:center=0"]
+"""Tiered votes over codes of whole blocks, for blocks of weights of a key and of a subspace."""
 
 
 def made(preset, **options):
@@ -104,7 +107,7 @@ def assert_same_codes(got, want):
     assert torch.equal(hits[0].scores, hits[1].scores)
 
 
-@pytest.mark.parametrize("preset", [*PAST, "paper"])
+@pytest.mark.parametrize("preset", [*PAST, *TIERED, "paper"])
 @pytest.mark.parametrize("history", HISTORIES)
 def test_codes_are_a_function_of_their_tokens(preset, history):
     """However these came, equal to the bit."""
@@ -112,24 +115,48 @@ def test_codes_are_a_function_of_their_tokens(preset, history):
         pytest.skip("one preset does")
     keys, values = CASE.tokens(700)
     valid = left_padding([0, 300], 700)
-    options = dict(beta=0.2, rho=0.25) if preset == "paper" else {}
+    options = dict(beta=0.2, rho=0.25) if preset in ("paper", *TIERED) else {}
     tokens = 3 + keys, values
     want = played(made(preset, **options), tokens, [sum(HISTORIES[history])], valid)
     got = played(made(preset, **options), tokens, HISTORIES[history], valid)
     assert_same_codes(got, want)
 
 
-def test_a_fork_a_rollback_and_a_state_have_the_same_codes():
+@pytest.mark.parametrize("preset", TIERED)
+@pytest.mark.parametrize("chunks", [[200], [512], [900], [300, 600], [100, 100, 700], [900, -250]])
+def test_tiered_votes_of_blocks_are_the_same_with_padding_and_without(preset, chunks):
+    """Candidates depend on the number of keys of each centroid, the open block included."""
+    count, options = sum(chunks), dict(beta=0.2, rho=0.25, refine_factor=1)
+    keys, values = CASE.tokens(900)
+    valid = left_padding([0, 60], 900)
+    valid[:, 150:170] = valid[1, 880:] = False
+    padded = keys.masked_fill(~valid[:, None, :, None], float("nan"))
+    index = played(made(preset, **options), (padded, values), chunks, valid)
+    hits = index.search(CASE.queries(), k=20)
+    counted = index.inputs(CASE.queries())[0].histogram
+    assert (counted.sum(-1) == valid[:, :count].sum(1)[:, None, None]).all()
+    for row in range(2):
+        places = valid[row, :count].nonzero()[:, 0]
+        alone = made(preset, **options)
+        alone.append(*(part[row : row + 1, :, places] for part in (keys, values)))
+        want = alone.search(CASE.queries()[row : row + 1], k=20)
+        got = Hits(hits.ids[row : row + 1], hits.scores[row : row + 1])
+        assert_same_hits(got, Hits(places[want.ids], want.scores), close=ROUNDED)
+        assert torch.equal(counted[row], alone.inputs(CASE.queries()[:1])[0].histogram[0])
+
+
+@pytest.mark.parametrize("preset", ["fast", *TIERED])
+def test_a_fork_a_rollback_and_a_state_have_the_same_codes(preset):
     tokens = CASE.tokens(700)
-    index = played(made("fast"), tokens, [300])
+    index = played(made(preset), tokens, [300])
     before, fork = index.checkpoint(), copy.deepcopy(index)
     index.append(*part(tokens, 400, 700))
     index.rollback(before)
     assert_same_codes(index, fork)
-    loaded = made("fast")
+    loaded = made(preset)
     loaded.load_state_dict(fork.state_dict())
     for each in (index, fork, loaded):
-        assert_same_codes(played(each, tokens, [250]), played(made("fast"), tokens, [550]))
+        assert_same_codes(played(each, tokens, [250]), played(made(preset), tokens, [550]))
     fork.reorder(torch.tensor([1, 1]))
     assert torch.equal(fork._opened()["signs"][0], loaded._opened()["signs"][1])
 
