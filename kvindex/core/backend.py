@@ -34,7 +34,8 @@ def resolve(backend: str) -> ModuleType:
 def choose(device: torch.device) -> tuple[str, str]:
     """Return the default backend for a device, and the reason.
 
-    It is "cuda" or "cpu" if kernels can run on this machine and device, and "torch" otherwise.
+    The backend is "cuda" or "cpu" if its kernels can run on this machine and device, and "torch"
+    otherwise.
     """
     name = device.type
     if name not in ("cuda", "cpu"):
@@ -60,7 +61,7 @@ def accelerate(
 
 
 def refusal(backend: str, geometry: Geometry, config: object) -> str:
-    """Return the reason why `accelerate` returns None."""
+    """Return the reason why `accelerate` returns None for this geometry and configuration."""
     if backend == "torch":
         return "plain torch has no executor"
     why: str = resolve(backend).refusal(geometry, config)

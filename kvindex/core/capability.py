@@ -13,7 +13,7 @@ P = TypeVar("P")
 
 _speaks: dict[
     tuple[type, type], bool
-] = {}  # (class, protocol) -> whether instances have all of its methods
+] = {}  # (class, protocol) -> whether instances have all methods of the protocol
 
 
 class Capable:
@@ -24,7 +24,7 @@ class Capable:
         if not self._offers(wanted):
             return None
         known = type(self), wanted
-        if known not in _speaks:  # `isinstance` with a protocol takes longer than a kernel
+        if known not in _speaks:  # `isinstance` with a protocol takes longer than a kernel launch
             _speaks[known] = isinstance(self, wanted)
         return self if _speaks[known] else None  # type: ignore[return-value]
 

@@ -53,9 +53,10 @@ def tensor(
 
 
 def kind(value: object) -> object:
-    """Return shape, dtype and device of a dense tensor, to skip `tensor` if they are unchanged.
+    """Return shape, dtype and device of a dense tensor.
 
-    For any other value the result is equal to nothing else.
+    A caller compares them with those of the last checked tensor, and skips the check `tensor` if
+    they are equal. For a value that is not a dense tensor, the result is equal to nothing else.
     """
     if not isinstance(value, Tensor) or value.is_nested or value.layout is not torch.strided:
         return object()
@@ -155,20 +156,20 @@ def rows(name: str, value: object, batch: int | None) -> Tensor:
 
 
 ALLOWED_NUMBER = "a finite number of at most 2^48 in magnitude"
-"""What a number in a key or query may be, for error messages."""
+"""Text for error messages: the numbers that a key or query may contain."""
 
 
 LIMITS = {torch.float16: torch.finfo(torch.float16).max}
-"""Dtype -> its limit in place of `LARGEST`, if its numbers are all smaller than that."""
+"""Dtypes that cannot represent `LARGEST` -> the limit that `out_of_range` uses instead."""
 
 
 def out_of_range(value: Tensor) -> Tensor:
-    """Return which numbers of keys or queries are NaN, infinite, or larger than `LARGEST`; bool."""
+    """Return a bool mask of the numbers that are NaN, infinite, or larger than `LARGEST`."""
     return ~(value.abs() <= LIMITS.get(value.dtype, LARGEST))
 
 
 def in_range(value: Tensor) -> bool:
-    """Return whether `out_of_range` finds nothing, with one operation. On a GPU this waits."""
+    """Return True if no number is out of range. This is one operation, and waits for a GPU."""
     if not value.numel():
         return True
     low, high = value.aminmax()  # NaN if any number is NaN
@@ -177,25 +178,25 @@ def in_range(value: Tensor) -> bool:
 
 
 def finite(name: str, value: Tensor) -> None:
-    """Raise ValueError if `out_of_range` finds a number. On a GPU this waits for the device."""
+    """Raise ValueError if any number is out of range. On a GPU this waits for the device."""
     if not in_range(value):
         wrong = value[out_of_range(value)][0].item()
         raise ValueError(f"{name}: got {wrong}, allowed is {ALLOWED_NUMBER}")
 
 
 def in_keys(values: Tensor, keys: Tensor) -> None:
-    """Raise ValueError if `not_in_keys` finds a number. On a GPU this waits for the device."""
+    """Raise ValueError if a value is not the beginning of its key. Waits for a GPU."""
     wrong = not_in_keys(values, keys)
     if bool(wrong.any()):
         raise ValueError(f"values: got {values[wrong][0].item()}, allowed is {ALLOWED_IN_KEYS}")
 
 
 ALLOWED_IN_KEYS = "the beginning of its key, as value_in_key says"
-"""What a value must be with `Geometry.value_in_key`, for error messages."""
+"""Text for error messages: what a value must equal if `Geometry.value_in_key` is True."""
 
 
 def not_in_keys(values: Tensor, keys: Tensor) -> Tensor:
-    """Return which numbers of values `[…, Dv]` differ from the beginning of keys `[…, D]`; bool.
+    """Return a bool mask of the numbers in values `[…, Dv]` that differ from keys `[…, D]`.
 
     NaN in a key, which an invalid token may have, counts as equal to any number.
     """

@@ -26,7 +26,7 @@ def make_config(
         owner: An index class with `Config` and `presets`.
         preset: Name of a preset, or None.
         options: Fields of the configuration.
-        others: Names of other options, which error messages list, too.
+        others: Names of options that are not fields of `Config`. Error messages list them, too.
 
     Raises:
         ValueError: The preset or an option is unknown (the message lists similar names), or a value

@@ -23,14 +23,14 @@ class Graph(Protocol):
 class CudaGraph:
     """A CUDA graph of everything that `work` launches. The work runs only when it is replayed.
 
-    Each graph has its own memory pool, because a pool that graphs share cannot be used again after
-    the last of them is gone.
+    Each graph has its own memory pool, because a shared pool becomes unusable when the last graph
+    that uses it is deleted.
 
     Args:
         device: The CUDA device.
         work: The function to capture.
-        draws: The device's generator of random numbers in `work`, which replays advance as calls
-            would.
+        draws: The random number generator that `work` uses on the device. A replay advances it as
+            far as a call of `work` would.
 
     Raises:
         RuntimeError: The driver cannot capture the work.

@@ -11,8 +11,9 @@ T = TypeVar("T")
 class lazy(Generic[T]):  # noqa: N801  # used as `functools.cached_property` is
     """Like `functools.cached_property`, without its lock.
 
-    Before Python 3.12 that lock is common to all objects of a class. If another thread has it at a
-    fork, it stays locked in the child. Without it, two threads may compute the value twice.
+    Before Python 3.12 that lock is common to all objects of a class. If another thread holds the
+    lock at a fork, it stays locked in the child. Without a lock, two threads may both compute the
+    value.
     """
 
     def __init__(self, make: Callable[[Any], T]) -> None:

@@ -15,7 +15,8 @@ from torch import Tensor
 from kvindex.core.ranks import Ranks
 
 MOST_BYTES = 2**16
-"""Largest tensor. NCCL adds larger ones, because not every rank has to read all data there."""
+"""Bytes of the largest tensor that `sum` supports. NCCL is faster for larger tensors, because with
+NCCL a rank does not have to read the whole tensors of all other ranks."""
 
 ALIGNED_BYTES = 16
 """Number of bytes that a kernel reads at a time."""
@@ -67,8 +68,8 @@ class OneShot:
     def sum(self, tensor: Tensor) -> Tensor:
         """Return the sum of all ranks' tensors as a new tensor. A CUDA graph may contain this.
 
-        Each rank may add in another order, so with more than two ranks results may differ by
-        rounding.
+        Ranks may add the tensors in different orders. With more than two ranks, the results of two
+        ranks may therefore differ by rounding.
         """
         place = self._buffer[: tensor.nbytes].view(tensor.dtype)
         ops = torch.ops.symm_mem

@@ -1,11 +1,11 @@
 """Ranks: the processes of a `torch.distributed` group, and the few collectives that indexes need.
 
 All ranks must make the same calls in the same order. If a rank dies or hangs, the others raise
-`RankError`, which names it: the remaining ranks sign in at the group's store, and the lost rank is
-missing there after the timeout. An NCCL collective is a kernel, for which the host does not wait,
-so there torch's own watchdog ends a process after the same timeout (docs/distributed.md). The
-watchdog does not see collectives in a CUDA graph, so a caller that replays a graph must wait with
-`Ranks.wait_for`.
+`RankError`, which names the lost rank: the remaining ranks sign in at the group's store, and the
+lost rank is missing there after the timeout. An NCCL collective is a kernel, for which the host
+does not wait. With NCCL, torch's own watchdog ends a process after the same timeout
+(docs/distributed.md). The watchdog does not see collectives in a CUDA graph, so a caller that
+replays a graph must wait with `Ranks.wait_for`.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ TIMEOUT_S = 60.0
 takes, and short enough that a user sees the error."""
 
 ASK_EVERY_S = 0.05
-"""Seconds between two looks for ranks that have signed in."""
+"""Seconds between two checks of which ranks have signed in."""
 
 LOOK_EVERY_S = 1e-4
-"""Seconds between two looks at an event, a small part of a decode step."""
+"""Seconds between two checks of an event. This is much shorter than a decode step."""
 
 WORD = 8
-"""Alignment of the parts of a message in bytes: the size of the widest number."""
+"""Alignment of the parts of a message in bytes: the size of the widest dtype."""
 
 
 class RankError(RuntimeError):
-    """A rank is lost, or has made another call. No rank can continue."""
+    """A rank is lost, or has made a different call than this one. No rank can continue."""
 
 
 class Ranks:
@@ -184,7 +184,7 @@ class Ranks:
             raise RankError(self._lost) from error
 
     def _found(self, reason: str) -> str:
-        """Return a message with the ranks that do not sign in within the timeout, after waiting."""
+        """Wait for the timeout, and return a message that names the ranks that did not sign in."""
         assert self._group is not None
         store, end = self._group.get_group_store(), time.monotonic() + self.timeout_s
         missing = [rank for rank in range(self.count) if rank != self.rank]
@@ -207,7 +207,7 @@ _known: dict[tuple[Any, float], Ranks] = {}
 
 @cache
 def _all_gather() -> Any:
-    """Return torch's all-gather into one tensor, which has another name before torch 2.13."""
+    """Return torch's function for an all-gather into one tensor. torch 2.13 renamed it."""
     try:
         from torch.distributed import all_gather_single
     except ImportError:

@@ -20,7 +20,7 @@ class ResidentRows:
     Args:
         geometry: The layer's geometry.
         batch: Number of sequences, `B`.
-        room: Number of rows that have room, `W`.
+        room: Number of rows for which the buffer has room, `W`.
         ragged: Whether each sequence has a count of its own. Such sequences are filled one by one
             (`row`).
 
@@ -63,7 +63,10 @@ class ResidentRows:
 
     @property
     def masked(self) -> Tensor | float:
-        """Number of masked rows, mean over the batch; the same object until it may differ."""
+        """Number of masked rows, mean over the batch.
+
+        The same object is returned as long as the number cannot have changed.
+        """
         return self._masked
 
     def add(self, keys: Tensor, values: Tensor, mask: Tensor | None) -> None:
@@ -100,7 +103,7 @@ class ResidentRows:
             self._masked = self._masked + (~mask).sum(1).float().mean()
 
     def claim(self, count: int) -> int:
-        """Count `count` more visible rows, and return the position of the first.
+        """Count `count` more visible rows, and return the position of the first of them.
 
         There must be room. The caller writes the rows, and then `self.count`.
         """

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 class Restorable:
     """An object whose attributes are replaced and never modified, unless they are `Restorable`.
 
-    A checkpoint is valid until tokens that it has are truncated, or rolled back, and others are
-    appended in their place.
+    A checkpoint becomes invalid when some of its tokens are truncated or rolled back, and other
+    tokens are appended in their place.
     """
 
     def checkpoint(self) -> Any:
@@ -37,7 +37,7 @@ class Restorable:
         self._after_rollback()
 
     def _after_rollback(self) -> None:
-        """Called after `rollback`, to update state outside of the attributes, as on a device."""
+        """Called after `rollback`, to update state outside of the attributes, like device data."""
 
     def _after_copy(self) -> None:
         """Called on a new deep copy, to replace objects that it must not share."""

@@ -14,7 +14,7 @@ from kvindex.core.protocol import UNUSED
 class Shard:
     """The tokens of one rank: block `rank`, and then every `count`-th block of `block` tokens.
 
-    In the rank's own index, the ids of its tokens are dense and in order of position.
+    In the rank's own index, the ids of its tokens are 0, 1, 2, … in order of position.
     """
 
     rank: int
@@ -46,7 +46,10 @@ class Shard:
         return torch.where(ids < 0, torch.where(ids < UNUSED, named, UNUSED), rows)
 
     def to_own(self, ids: Tensor) -> Tensor:
-        """Convert ids of the sequence, int64, to ids of the rank's own index, -1 if not there."""
+        """Convert ids of the sequence, int64, to ids of the rank's own index.
+
+        Tokens of other ranks become -1.
+        """
         block, row = ids // self.block, UNUSED - 1 - ids
         rows = (block // self.count) * self.block + ids % self.block
         named = UNUSED - 1 - row // self.count
@@ -55,7 +58,10 @@ class Shard:
         return torch.where(mine & (ids != UNUSED), own, UNUSED)
 
     def to_own_positions(self, positions: Tensor) -> Tensor:
-        """Return for each position the id of the rank's newest token up to it; 0 for none."""
+        """For each position, return the id of the rank's last token at or before the position.
+
+        The id is 0 if there is no such token.
+        """
         round_tokens = self.block * self.count
         rest = (positions + 1) % round_tokens - self.rank * self.block
         tokens = (positions + 1) // round_tokens * self.block + rest.clamp(0, self.block)

@@ -3,7 +3,7 @@
 - Undo: a call that raises leaves the object as it was. If that is impossible, every later call
   raises RuntimeError until `reset`.
 - Settings: autocast, the default dtype, the default device and inference mode of the caller have no
-  effect. So what began in inference mode can go on outside of it.
+  effect. So a caller may begin a sequence in inference mode and continue outside of it.
 - Threads: several threads may read at the same time, and nothing may run concurrently with a
   change. If two calls conflict, the first one continues, and the second one raises RuntimeError.
 """
@@ -67,14 +67,14 @@ Change: TypeAlias = tuple[int, str, Any]
 """A running change: its number, the call's name, and the checkpoint before it."""
 
 _begun = count()
-"""Source of numbers for changes. A change has a lower number than those that it contains."""
+"""Source of numbers for changes. A change has a lower number than the changes nested in it."""
 
 
 _HOLDER = 0
-"""The only key of a dictionary of holders."""
+"""The only key of the dictionary `Access._holder`."""
 
 _SHARED = -1
-"""The holder while threads read, and afterwards. No thread has this number."""
+"""The value of `Access._holder` while threads read, and after that. No thread has this number."""
 
 
 class Access:
@@ -92,7 +92,7 @@ class Access:
         self._readers: dict[int, int] = {}  # thread -> nested calls
         self._lock = RLock()  # reentrant, because of finalizers and signal handlers
         self.begun = 0
-        """Number of calls so far, without reads inside reads."""
+        """Number of calls so far. Reads nested in other reads do not count."""
         self.change: Change | None = None
         """The outermost running change."""
 
@@ -189,7 +189,7 @@ class Guarded(Restorable):
         return made
 
     def __init_subclass__(cls, *, guarded: bool = True, **options: Any) -> None:
-        """Wrap the public methods of a subclass; guarded: False if they all do nothing."""
+        """Wrap the public methods of a subclass; guarded: False if none of them does anything."""
         super().__init_subclass__(**options)
         if "__init__" in vars(cls):
             cls.__init__ = in_plain_torch(cls.__init__)  # type: ignore[method-assign]
@@ -217,7 +217,7 @@ class Guarded(Restorable):
         return self._last_checkpoint
 
     def _after_fork(self) -> None:
-        """In the child of a fork, clean up after reads of other threads that never end."""
+        """In the child of a fork, clean up after other threads' reads, which never end there."""
 
     def _undone(self, name: str) -> bool:
         """Return whether a call of this name is undone if it fails."""

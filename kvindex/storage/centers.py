@@ -20,7 +20,7 @@ CENTER_TOKENS = 16
 
 
 class JoinedRows(dict[str, Tensor]):
-    """Encoded rows, by the name of their parts, as `RowStore.join` returns them.
+    """Encoded rows as tensors by name, as `RowStore.join` returns them.
 
     center: the center that an empty store should take; None for zeros.
     """
@@ -31,7 +31,8 @@ class JoinedRows(dict[str, Tensor]):
 def is_centered(codec: str, geometry: Geometry) -> bool:
     """Return whether a codec encodes keys relative to a center.
 
-    Plain rows do not, and neither do latents, whose keys contain their values.
+    Plain rows are not relative to a center. Latents are not either, because their keys contain
+    their values.
     """
     return codec != "plain" and not geometry.value_in_key
 
@@ -39,10 +40,11 @@ def is_centered(codec: str, geometry: Geometry) -> bool:
 def center_of(keys: Tensor, valid: Tensor | None = None) -> Tensor:
     """Return the mean of the first `CENTER_TOKENS` valid keys of each head.
 
-    A sequence without a valid key gets the mean of the other sequences' centers, because the common
-    part comes from the model. If no sequence has a valid key, the first keys are used: this happens
-    when a layer has moved only its sink. Coordinates that are too large for a key are set to 0.
-    Numbers are added in order, so that the result does not depend on strides.
+    A sequence without a valid key gets the mean of the other sequences' centers, because the part
+    that all keys have in common comes from the model. If no sequence has a valid key, the first
+    keys are used. This happens when a layer has moved only its sink. Coordinates that are too large
+    for a key are set to 0. Numbers are added in order, so that the result does not depend on
+    strides.
 
     Args:
         keys: `[B, G, N, D]`.

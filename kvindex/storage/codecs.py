@@ -42,8 +42,8 @@ BITS = {"int4": 4, "int2": 2}
 class CodecNumber(IntEnum):
     """The number of each row codec, for compiled kernels.
 
-    A codec keeps its number when others are added. CUDA kernels get all of them as macros
-    (`CODEC_INT8` is 1) and compare `CODEC` with those.
+    A codec keeps its number when others are added. CUDA kernels get each number as a macro
+    (`CODEC_INT8` is 1), and compare the macro `CODEC` with these macros.
     """
 
     PLAIN = 0
@@ -57,8 +57,8 @@ NAMES = tuple(number.name.lower() for number in CodecNumber)
 """The codecs' names, as options spell them."""
 
 LARGEST_CODED = 2.0**56
-"""Larger than any number in the codes of an allowed key. Its difference from a center is at most
-2^49, and a rotation may collect a vector in one coordinate, which is a factor of `√D`."""
+"""Larger than any number that the codes of an allowed key represent. The difference of a key from
+a center is at most 2^49, and a rotation can increase a coordinate by a factor of `√D`."""
 
 PIECE = 2**17
 """Number of rows to encode at a time, which limits the memory of float32 copies."""
@@ -240,18 +240,20 @@ class Scaled:
 
 @dataclass(frozen=True)
 class Grouped:
-    """Stores 2 or 4 bits per number, and a lowest value and a step for each group of at most 32.
+    """Stores 2 or 4 bits per number, and a lowest value and a step per group of up to 32 numbers.
 
     A row consists of the codes of the key and of the value, a zero byte if their number of bytes is
     odd, the scales of the key, and those of the value (`storage/quantize.py`). Keys are rotated
-    first (`rotated`), so that an outlier in one channel does not enlarge the step of 31 others.
-    Values have no such outliers (KIVI, arXiv 2402.02750). KIVI quantizes keys along a channel
-    instead, where rows depend on each other.
+    first (`rotated`), so that an outlier in one channel does not enlarge the step of the other
+    channels in its group. Values have no such outliers (KIVI, arXiv 2402.02750). KIVI does not
+    rotate: its groups have the numbers of one channel for several tokens, so that rows depend on
+    each other.
 
     Args:
         geometry: The index's geometry.
         bits: 4 or 2.
-        rotates_values: Whether to rotate values, too: for "values" that are parts of keys.
+        rotates_values: Whether to rotate values, too. This is for `InKey`, where the "value" is a
+            part of a key.
     """
 
     geometry: Geometry
@@ -437,7 +439,7 @@ def _in_pieces(
     row_bytes: int,
     center: Tensor | None,
 ) -> Tensor:
-    """Encode keys relative to a center, and values, by `row`, `PIECE` rows at a time."""
+    """Encode keys (relative to a center) and values with `row`, `PIECE` rows at a time."""
     center = None if center is None else center.expand(keys.shape)
     outer = keys.shape[:-1]
     rows = torch.zeros((*outer, row_bytes), dtype=torch.uint8, device=keys.device)

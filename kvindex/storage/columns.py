@@ -34,7 +34,7 @@ class Columns(Restorable):
         self._length = 0
         self._most = 0  # the longest length so far: a checkpoint may still need those tokens
         self._sharing = Sharing()  # users of this memory: this object and its deep copies
-        self._lent = False  # whether this is a view of another one's memory
+        self._lent = False  # whether this is a view of another object's memory
 
     def __len__(self) -> int:
         return self._length
@@ -56,7 +56,7 @@ class Columns(Restorable):
 
     @property
     def written(self) -> int:
-        """Number of tokens that `every` may read: the appended ones, and those of `write`."""
+        """Number of tokens that `every` may read: appended tokens, and those from `write`."""
         return self._length
 
     @property
@@ -143,7 +143,7 @@ class Columns(Restorable):
         return view
 
     def checkpoint(self) -> Any:
-        """Return the present state, for `rollback`. This is short because it runs in every step."""
+        """Return the present state, for `rollback`. This must be fast: it runs in every step."""
         return self._data, self._length, self._sharing
 
     def rollback(self, checkpoint: Any) -> None:
@@ -205,7 +205,7 @@ class Columns(Restorable):
         return True
 
     def _claimed(self, new: Mapping[str, Tensor]) -> bool:
-        """Return whether `new` can be written without a copy of this object reading it."""
+        """Return whether `new` can be written where no copy of this object reads."""
         count = max((tensor.size(self._axis) for tensor in new.values()), default=0)
         return self._sharing.claim(self, self._length, self._length + count)
 
@@ -219,7 +219,7 @@ class Columns(Restorable):
             need = held_entries + tensor.shape[self._axis]
             held = self._data.get(name)
             if held is not None and not self._length and not _alike(held, tensor, self._axis):
-                held = None  # it comes from a first append that failed
+                held = None  # a leftover of a first append that failed
             capacity = 0 if held is None else held.shape[self._axis]
             if held is not None and need <= capacity and not anew:
                 continue
@@ -239,7 +239,8 @@ class Columns(Restorable):
 class BlockColumns(Columns):
     """Columns of whole blocks of tokens. The column `centers` has one entry for each block.
 
-    Each append consists of whole blocks. `truncate` removes a block of which it removes a token.
+    Each append consists of whole blocks. `truncate` removes each block from which it would remove
+    a token.
 
     Args:
         block: Number of tokens in a block.
@@ -307,7 +308,7 @@ class Valid(Restorable):
         if valid is None:
             valid = self._columns["valid"][:, :1].expand(
                 B, count
-            )  # for its shape: the values are not read
+            )  # only the shape matters; the values are not read
         elif self.flags is None:
             before = torch.ones((B, length), dtype=torch.bool, device=device)
             valid = torch.cat([before, valid], dim=1)

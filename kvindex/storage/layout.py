@@ -17,7 +17,9 @@ import torch
 from torch import Tensor
 
 Rule: TypeAlias = Callable[[Mapping[str, Tensor]], bool | Tensor]
-"""Returns whether the numbers of a state agree with each other. Shapes have been checked before."""
+"""A function that returns whether the numbers of a state agree with each other.
+
+It is called after shapes have been checked."""
 
 
 @dataclass(frozen=True)
@@ -27,16 +29,16 @@ class TensorSpec:
     A floating-point tensor must not contain NaN.
 
     Args:
-        axes: Its shape, sizes separated by blanks: a number ("16"), or a name ("B"). A name
-            that has no size yet takes that of the first tensor that uses it. "C<=64" also limits
+        axes: The shape, as sizes separated by blanks: a number ("16"), or a name ("B"). If a name
+            has no size yet, the first tensor that uses the name determines it. "C<=64" also limits
             the size; "..." at the end stands for any further axes.
         dtype: Its dtype, or None for any.
         least: The smallest number that it may contain.
         most: The largest number that it may contain.
         infinite: Whether it may contain infinity.
         optional: Whether it may be missing.
-        allowed: The requirement of `rule`, as the end of an error message "allowed is …".
-        rule: A check of its numbers against those of other tensors.
+        allowed: What `rule` requires, in words that complete the error message "allowed is …".
+        rule: A function that compares this tensor's numbers with those of other tensors.
     """
 
     axes: str
@@ -55,7 +57,7 @@ Layout: TypeAlias = dict[str, TensorSpec]
 
 @dataclass(frozen=True)
 class Held:
-    """The sizes and names that a state contains, from which an index declares its tensors.
+    """The sizes and names in a state. From these, an index declares the tensors that it expects.
 
     Args:
         batch: Number of sequences, or None before the first append.
@@ -74,7 +76,10 @@ class Held:
         return any(other == name or other.startswith(f"{name}.") for other in self.state)
 
     def units(self, tokens: int) -> str:
-        """Return the size of an axis of units of `tokens` valid tokens, in the longest sequence."""
+        """Return the size of an axis that has one entry for every `tokens` valid tokens.
+
+        The sequence with the most valid tokens determines the size.
+        """
         if self.counts is None:
             return f"U<={-(-self.length // tokens)}"
         most = int(self.counts.max()) if self.counts.numel() else 0

@@ -3,7 +3,7 @@
 A vector of `n` numbers is divided into `⌈n/32⌉` groups of equal size; the last group is padded with
 its last number. A code stands for the number `low + code · step`. `low` is rounded down to bfloat16
 (which has the range of float32) and `step` is rounded up, so that the codes cover all numbers, and
-the error is at most half a step. For zeros, codes, `low` and `step` are zero.
+the error is at most half a step. If all numbers are zero, then codes, `low` and `step` are zero.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def dequantize(codes: Tensor, scales: Tensor, count: int, bits: int) -> Tensor:
     shifts = torch.arange(0, 8, bits, device=codes.device, dtype=torch.uint8)
     unpacked = (codes[..., None] >> shifts & (2**bits - 1)).flatten(-2)[..., : number * size]
     low, step = scales[..., :1].float(), scales[..., 1:].float()
-    largest = torch.finfo(torch.float32).max  # the highest code may stand for more
+    largest = torch.finfo(torch.float32).max  # the highest code may stand for a larger number
     unpacked = unpacked.reshape(*unpacked.shape[:-1], number, size)
     grouped = torch.addcmul(low, unpacked.float(), step)
     return grouped.clamp(-largest, largest).flatten(-2)[..., :count]

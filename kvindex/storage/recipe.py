@@ -19,8 +19,8 @@ Recipe = dict[str, Any]
 
 
 MOST_DIM = 2**12
-"""Largest number of dimensions or heads of an index that a file describes. `core.check.LARGEST`
-assumes no more dimensions, and making an index with 2^20 would take minutes."""
+"""Largest number of dimensions or heads that a saved index may have. `core.check.LARGEST` assumes
+no more dimensions, and making an index with 2^20 dimensions would take minutes."""
 
 T = TypeVar("T")
 

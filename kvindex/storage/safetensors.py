@@ -2,8 +2,8 @@
 
 A file begins with the header's length (8 bytes, little-endian) and the header, which is JSON: name
 of each tensor -> dtype, shape, and the positions where its bytes begin and end. The bytes of all
-tensors follow. Nothing in a file is code. Other readers of the format can open these files. This
-reader also compares a digest, and allows no gaps between tensors.
+tensors follow. A file contains no code. Other readers of the format can open these files. The
+reader here also compares a digest, and raises ValueError for gaps between tensors.
 """
 
 from __future__ import annotations

@@ -13,9 +13,9 @@ _lock = forks.lock(sys.modules[__name__], "_lock")
 class Sharing:
     """The users of one buffer, and the largest length that each of them has ever had.
 
-    A user may write only behind the tokens that every other user may read. So tokens that all of
-    them have are stored once, and tokens that one appends never appear in another. Methods may be
-    called from any thread.
+    A user may write only behind the tokens that every other user may read. So tokens that all
+    users have in common are stored once, and tokens that one user appends never appear in another.
+    Methods may be called from any thread.
 
     Attributes:
         shared: Whether the buffer ever had several users. If not, `claim` is not needed.

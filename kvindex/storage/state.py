@@ -1,8 +1,8 @@
 """State: conversion of an object's attributes to tensors with flat, dotted names, and back.
 
-Numbers become tensors without dimensions, and None becomes a missing name. The tensor `about`
-contains JSON text in uint8: to which kind of object the state belongs, and the dtype and shape of
-each tensor. Loading the state of another object raises ValueError.
+Numbers become tensors without dimensions, and an attribute that is None has no tensor. The tensor
+`about` contains JSON text in uint8: the kind of object to which the state belongs, and the dtype
+and shape of each tensor. Loading the state of another kind of object raises ValueError.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from kvindex.storage.layout import Layout, TensorSpec, scalar
 State: TypeAlias = dict[str, Tensor]
 
 OnHost: TypeAlias = Annotated[Tensor, "host"]
-"""A tensor that is always on the CPU, also if the index is on another device."""
+"""A tensor that is always on the CPU, even if the index is on another device."""
 
 ABOUT = "about"
 
@@ -39,15 +39,15 @@ ABOUT = "about"
 class NamedState:
     """An object with attributes that are part of its state.
 
-    The class annotates their types: `Tensor`, `OnHost`, `bool`, `int`, `float`, tuples,
-    dataclasses, `Columns`, `Valid`, or one of these or None.
+    The class annotates the types of these attributes. Allowed are `Tensor`, `OnHost`, `bool`,
+    `int`, `float`, tuples, dataclasses, `Columns`, `Valid`, and each of them with `| None`.
     """
 
     statistics: ClassVar[tuple[str, ...]] = ()
-    """Names of the attributes of the state that this class adds to those of its bases."""
+    """Names of the attributes that this class adds to the state of its base classes."""
 
     def _packed(self) -> State:
-        """Return the state. Names have no underscore at the beginning."""
+        """Return the state as tensors by attribute name, without the underscore in front."""
         state: State = {}
         for name in self._names():
             state |= packed(name.lstrip("_"), vars(self)[name])

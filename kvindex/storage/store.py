@@ -67,11 +67,14 @@ class RowStore(Protocol):
         ...
 
     def reserve_tokens(self, tokens: int) -> None:
-        """Make room for `tokens` tokens in all, if making room takes long."""
+        """Make room for `tokens` tokens in total, if making room takes long in this store."""
         ...
 
     def write(self, rows: Any) -> None:
-        """Write `rows` behind the last token, where nobody reads, if writing early is useful."""
+        """Write `rows` behind the last token, where nobody reads them yet.
+
+        A store that gains nothing from writing early does nothing here.
+        """
         ...
 
     def append(self, rows: Any) -> None:
@@ -168,7 +171,7 @@ class AttendsToRows(Protocol):
 
     @property
     def attends(self) -> bool:
-        """Whether it can, with rows of its `row_codec`."""
+        """Whether the store can attend to rows of its `row_codec`."""
         ...
 
     def attend(self, queries: Tensor, hits: Hits, resident: ResidentRows) -> Attended:
@@ -183,7 +186,7 @@ class AddressedRows(Protocol):
     The row of token `n`, head `g` and sequence `b` begins at `table[b, n // page_tokens] +
     g · head_bytes + n % page_tokens · row_bytes`, a multiple of 16: the key, then the value, as
     encoded by `row_codec`. Kernels read pages of 256 tokens with `head_bytes = 256 · row_bytes`. If
-    the pages are others, an index searches with kernels, and fetches with `gather`.
+    a store has pages of another size, an index searches with kernels, but fetches with `gather`.
     """
 
     @property
@@ -201,12 +204,12 @@ class AddressedRows(Protocol):
 
     @property
     def head_bytes(self) -> int:
-        """Bytes from one head's rows in a page to the next one's."""
+        """Bytes from the rows of one head in a page to the rows of the next head."""
         ...
 
     @property
     def row_bytes(self) -> int:
-        """Bytes from one token's row to the next one's, a multiple of 16."""
+        """Bytes from one token's row to the next token's row, a multiple of 16."""
         ...
 
     @property
@@ -230,9 +233,10 @@ class PlacedRows(AddressedRows, Protocol):
 
     @property
     def near(self) -> Tensor | None:
-        """Which pages are on the device, uint8 `[B, S]` there; None if all are in one place.
+        """Which pages are in device memory; None if all pages are in the same kind of memory.
 
-        It is the same tensor as long as `table` is. Kernels do not cache rows of these pages.
+        A uint8 tensor `[B, S]` on the device, which stays the same object as long as `table` does.
+        Kernels do not put rows of these pages into the device cache.
         """
         ...
 
@@ -246,9 +250,9 @@ class PinsAhead(Protocol):
     """A store that can allocate memory in the background, because that takes long."""
 
     def pin_ahead(self, tokens: int, batch: int) -> None:
-        """Start to allocate memory for `tokens` tokens of `batch` sequences, and return at once.
+        """Start to allocate memory for `tokens` tokens of `batch` sequences, and return.
 
-        This never fails.
+        The call does not wait for the allocation, and never fails.
         """
         ...
 
@@ -332,7 +336,7 @@ class TensorStore(Restorable):
         self._codec, self._centered = codec(row_codec, geometry), is_centered(row_codec, geometry)
         self._device = torch.device("cpu") if place == "host" else geometry.device
         self._columns = Columns()
-        self._center: Tensor | None = None  # of the stored rows
+        self._center: Tensor | None = None  # the center of the stored keys
 
     def __len__(self) -> int:
         return len(self._columns)
@@ -347,7 +351,8 @@ class TensorStore(Restorable):
     ) -> dict[str, Tensor]:
         """Encode keys `[B, G, N, D]` and values `[B, G, N, Dv]`, and copy them to the store.
 
-        Plain ones that are already there are returned unchanged, and `append` copies them once.
+        Plain rows that are already in the store's kind of memory are returned unchanged, and
+        `append` copies them once.
         valid: as in `CenteredRows.join`.
         """
         if isinstance(self._codec, Plain) and keys.device == values.device == self._device:

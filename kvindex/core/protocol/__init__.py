@@ -6,14 +6,14 @@ of `m = D / M` dimensions, `C` candidates after the coarse stage, `K` rows selec
 `Dv` value dimension, `T` new tokens.
 
 Invariants, which `kvindex.testing.check_index` tests:
-  - ids are dense and in the order of appends, and the first token is 0; an invalid token has an id;
+  - token ids are 0, 1, 2, … in the order in which tokens were appended, and invalid tokens have
+    ids, too;
   - `search` returns exactly `k` slots for each head: ids are distinct, scores are descending, equal
     scores are ordered by id, and unused slots have id -1 and score `-inf`;
   - an id below -1 names a row that is not a token; `fetch` can return it;
   - a call that raises leaves the index as it was.
 
-Import all names from this package. Its files are for the index, results, capabilities, steps and
-executors.
+Import all names from this package, and not from its modules.
 """
 
 # Imports and names are in the order of the reference page, so they are not sorted.

@@ -17,7 +17,7 @@ from kvindex.core.protocol.results import Hits, Placement
 
 @runtime_checkable
 class ObservesQueries(Protocol):
-    """An index that uses the queries of `observe_queries`. Others need not be called."""
+    """An index that uses the queries of `observe_queries`. Callers may skip the call for others."""
 
     def observe_queries(self, queries: Tensor, positions: Tensor) -> None:
         """Receive the newest queries (see `KVIndex.observe_queries`)."""
@@ -35,7 +35,10 @@ class ReportsCoverage(Protocol):
 
 @runtime_checkable
 class ReportsRowBytes(Protocol):
-    """An index that reports the size of a row. Otherwise it is that of a plain key and value."""
+    """An index that reports the size of a row.
+
+    For an index without this capability, callers assume the size of an unencoded key and value.
+    """
 
     @property
     def row_bytes(self) -> int:
@@ -54,7 +57,7 @@ class PlacesRows(Protocol):
 
 @runtime_checkable
 class CountsTokens(Protocol):
-    """An index that reports which tokens of each sequence are real, and how many."""
+    """An index that reports which tokens of each sequence are real, and how many are real."""
 
     @property
     def counts(self) -> Tensor:
@@ -63,7 +66,7 @@ class CountsTokens(Protocol):
 
     @property
     def valid(self) -> Tensor | None:
-        """Which tokens are real, bool `[B, N]`, or None if all are."""
+        """Which tokens are real, bool `[B, N]`, or None if all tokens are real."""
         ...
 
 
@@ -82,7 +85,7 @@ class WeighsRows(Protocol):
 
     @property
     def weighted(self) -> bool:
-        """True."""
+        """Whether searches return weights: always True."""
         ...
 
 
@@ -103,7 +106,10 @@ class RunsOps(Protocol):
 
 @runtime_checkable
 class ExpandsBatch(Protocol):
-    """An index whose searches do not depend on earlier queries, so many steps can be batched."""
+    """An index whose searches do not depend on earlier queries.
+
+    A caller can therefore run the queries of many steps as one batch.
+    """
 
     def expand_batch(self, count: int) -> KVIndex:
         """Return a read-only view of one sequence as a batch of `count` sequences."""
@@ -127,7 +133,7 @@ class SearchesShard(Protocol):
                 to the log-sum-exp over all shards. All shards must call it equally often.
 
         Returns:
-            Hits among the tokens of this shard; none if it is empty.
+            Hits among the tokens of this shard; no hits if the shard is empty.
         """
         ...
 
@@ -181,9 +187,10 @@ class ReportsMemory(Protocol):
 
 @runtime_checkable
 class EncodesBlocks(Protocol):
-    """An index that encodes tokens in blocks, for which appending whole blocks is the cheapest.
+    """An index that encodes tokens in blocks, so that appending whole blocks is cheapest.
 
-    Tokens of an incomplete block are encoded, and encoded again when more tokens come.
+    Tokens of an incomplete block are encoded immediately, and are encoded again when the next
+    tokens are appended to the block.
     """
 
     @property
@@ -201,7 +208,8 @@ class AppendsAsync(Protocol):
     ) -> Callable[[], None]:
         """Start an append, and return a function that completes it.
 
-        This part takes most of the time. The arguments are those of `KVIndex.append`.
+        `start_append` itself takes most of the time of an append. The arguments are those of
+        `KVIndex.append`.
         """
         ...
 
@@ -223,7 +231,10 @@ class ReservesAhead(Protocol):
     """An index that can allocate memory in the background, before the first token."""
 
     def reserve_ahead(self, tokens: int, *, batch: int) -> None:
-        """Start to allocate memory for rows of `tokens` tokens of `batch` sequences, and return."""
+        """Start to allocate memory for rows of `tokens` tokens of `batch` sequences.
+
+        The call returns before the allocation is complete.
+        """
         ...
 
 
@@ -232,5 +243,5 @@ class WarmsUp(Protocol):
     """An index whose first search would allocate buffers and compile kernels."""
 
     def warm_up(self, *, k: int, tokens: int) -> None:
-        """Do this now, for searches of `k` rows in up to `tokens` tokens."""
+        """Allocate and compile now what searches of `k` rows in up to `tokens` tokens need."""
         ...

@@ -22,13 +22,13 @@ class Contents:
         length: Number of tokens.
         counts: Number of valid tokens of each sequence, int64 `[B]` on the CPU.
         valid: Which tokens are valid, bool `[B, N]`, or None if all are.
-        real_from: All tokens from this one on are valid.
+        real_from: All tokens from this position on are valid.
         opened: The last tokens, which do not fill a block: `open_keys` `[B, G, n, D]`, or their
             codes if the executor does not encode.
         statistics: Learned tensors by name.
         regression: A function that returns the matrix of the sign regression, float16
-            `[B, G, D, D]`, and makes it at the first call. It is the same object as long as the
-            matrix is the same. None if there is none.
+            `[B, G, D, D]`, which it computes at the first call. The function is the same object as
+            long as the matrix is the same. None if the index uses no sign regression.
     """
 
     codes: object
@@ -76,7 +76,10 @@ class Executor(Protocol):
 
     @property
     def length(self) -> Tensor | None:
-        """Number of tokens on the device, int64 `[1]`, at a fixed address; None before a search."""
+        """The number of tokens as a device tensor, int64 `[1]`, at a fixed address.
+
+        None before the first search.
+        """
         ...
 
     def explain(self) -> str:
@@ -99,23 +102,24 @@ class Executor(Protocol):
     def prepare(
         self, keys: Tensor, valid: Tensor | None, *, beyond: int, wrong: Tensor | None = None
     ) -> Any:
-        """Encode whole blocks, and return the codes for `codes.append`. Only if `encodes`.
+        """Encode whole blocks, and return the codes for `codes.append`.
 
-        Codes are written immediately, behind the last token, unless there is an incomplete block.
+        Call this only if `encodes` is True. Codes are written immediately, behind the last token,
+        unless there is an incomplete block.
 
         Args:
-            keys: `[B, G, N, D]`, after those of complete blocks.
+            keys: `[B, G, N, D]`, the keys that follow the complete blocks of the index.
             valid: Bool `[B, N]`, or None if all are valid.
-            beyond: Number of tokens that come after these, in the next incomplete block.
+            beyond: Number of tokens after `keys`, which belong to the next, incomplete block.
             wrong: Int32 `[]`, set to 1 if a valid key is not finite.
         """
         ...
 
     def encoded(self, keys: Tensor, valid: Tensor | None) -> Codes | None:
-        """Encode keys, of which the first begins a block.
+        """Encode keys. The first key is the first one of a block.
 
         Args:
-            keys: `[B, G, N, D]`, with zeros for invalid ones.
+            keys: `[B, G, N, D]`, with zeros for invalid keys.
             valid: Bool `[B, N]`, or None if all are valid.
 
         Returns:
@@ -124,7 +128,7 @@ class Executor(Protocol):
         ...
 
     def discard(self) -> None:
-        """Discard what `prepare` has written: it will not be appended."""
+        """Discard the codes that `prepare` has written, because they will not be appended."""
         ...
 
     def search(self, queries: Tensor, k: int) -> Hits:

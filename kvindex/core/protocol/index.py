@@ -55,8 +55,8 @@ class KVIndex(Protocol):
         Args:
             queries: `[B, H, D]`, after the rotary embedding.
             k: Rows to select per KV head, at least 1.
-            coverage: Select fewer rows where fewer are estimated to have this fraction of the
-                attention weight, in (0, 1]. Only some indexes support it (`ReportsCoverage`).
+            coverage: Select fewer than `k` rows where fewer are estimated to have this fraction of
+                the attention weight, in (0, 1]. Only some indexes support it (`ReportsCoverage`).
 
         Returns:
             Token ids, scores and weights, best rows first.
@@ -95,11 +95,11 @@ class KVIndex(Protocol):
         ...
 
     def mark_boundary(self) -> None:
-        """Receive the signal that a sentence or segment ends with the newest token."""
+        """Receive the signal that a sentence or segment of the text ends with the newest token."""
         ...
 
     def observe_tokens(self, tokens: Tensor, *, first: int) -> None:
-        """Receive the text.
+        """Receive the text as token ids of the vocabulary.
 
         Args:
             tokens: Vocabulary ids, int64 `[B, T]`, or `[T]` for all sequences.

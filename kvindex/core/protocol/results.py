@@ -23,11 +23,12 @@ class Hits:
     Args:
         ids: Int64 `[B, G, K]`; -1 marks an unused slot, and lower ids name rows that are not
             tokens.
-        scores: Float32 `[B, G, K]`, descending, of a whole group of query heads.
+        scores: Float32 `[B, G, K]`, descending. A score is for the whole group of query heads that
+            share a KV head.
         log_weight: Float32 `[B, H, K]`, added to the attention logits before the softmax, or None
             for zeros.
-        coverage: Float32 `[B, H]`, an estimate of the fraction of the index's attention weight that
-            these rows have for each query head, or None if the search was not asked for it.
+        coverage: Float32 `[B, H]`, an estimate for each query head: the fraction of the attention
+            weight of all tokens in the index that these rows have. None if not requested.
     """
 
     ids: Tensor
@@ -36,7 +37,7 @@ class Hits:
     coverage: Tensor | None = None
 
     def widened(self, k: int) -> Hits:
-        """Return the same hits with `k` slots, of which the new ones are unused."""
+        """Return the same hits with `k` slots. The added slots are unused."""
         more = (0, k - self.ids.shape[-1])
         weight = self.log_weight
         return Hits(
@@ -62,13 +63,13 @@ class Rows:
 
 @dataclass(frozen=True, eq=False)
 class Attended:
-    """The result of attention over some rows, which can be merged with that over other rows.
+    """The result of attention over some rows. It can be merged with the result over other rows.
 
     Args:
         output: `[B, H, Dv]`, in the geometry's dtype.
         lse: Float32 `[B, H]`, the log-sum-exp (natural logarithm) of the logits after scale,
             softcap and weights; `-inf` where no row is visible.
-        found: Int32 `[B, G]`, the number of rows that a search found among those attended to.
+        found: Int32 `[B, G]`, how many of the rows that were attended to come from a search.
     """
 
     output: Tensor
@@ -87,7 +88,7 @@ class Placement:
         host: Number of rows on the host, of all KV heads and sequences.
         cache_rows: Number of host rows per KV head that the cache has room for; 0 without a cache.
         looked_up: Number of host rows that steps have looked up so far.
-        found: Number of those that were in the cache.
+        found: How many of the looked-up rows were in the cache.
     """
 
     row_codec: str

@@ -1,4 +1,8 @@
-"""Capabilities of an index that computes attention itself: of rows, steps, graphs and batches."""
+"""Capabilities of an index that computes attention itself.
+
+Such an index may attend to rows, run a whole decode step, run it in a CUDA graph, or run it
+together with other indexes.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +27,8 @@ class Attends(Protocol):
 
         Args:
             queries: `[B, H, D]`, after the rotary embedding.
-            resident: Further rows to attend to. Each head must have at least one row in all.
+            resident: Further rows to attend to. In total, each head must attend to at least one
+                row.
             k: Rows to select per KV head.
 
         Returns:
@@ -44,7 +49,7 @@ class Attends(Protocol):
 
 @runtime_checkable
 class DecodesStep(Attends, Protocol):
-    """An index that computes the whole step of a decoded token.
+    """An index that computes the whole decode step of a layer.
 
     With other indexes, the caller copies the token's rows and calls `attend`.
     """
@@ -59,7 +64,7 @@ class DecodesStep(Attends, Protocol):
         k: int,
         graphs: bool = True,
     ) -> Attended:
-        """Write a token's rows to `resident` and `window`, and then do what `attend` does.
+        """Write a token's rows to `resident` and `window`, and then attend as `attend` does.
 
         Args:
             queries: `[B, H, D]`, after the rotary embedding.
@@ -67,11 +72,12 @@ class DecodesStep(Attends, Protocol):
             resident: Rows to attend to, with room for one more.
             window: Memory for the token, with the same shapes as `token`.
             k: Rows to select per KV head.
-            graphs: Whether steps that are alike may be captured in a CUDA graph.
+            graphs: Whether the index may capture a step in a CUDA graph, and replay the graph for
+                later steps that launch the same kernels.
 
         Raises:
-            ValueError: As in `attend`, or the rows have other shapes. The token's rows in
-                `resident` and `window` are then undefined.
+            ValueError: As in `attend`, or the shapes of `token`, `resident` and `window` do not
+                fit. The token's rows in `resident` and `window` are then undefined.
         """
         ...
 
@@ -80,7 +86,8 @@ class DecodesStep(Attends, Protocol):
 class CapturesStep(Protocol):
     """An index whose step a caller can capture in a CUDA graph, and replay for each token.
 
-    Between tokens only updates change such an index. It receives no `observe_tokens`.
+    Between decode steps, only updates of the window change such an index. The caller does not call
+    `observe_tokens`.
     """
 
     def prepare_replay(self, resident: ResidentRows, *, k: int) -> object:
@@ -102,11 +109,11 @@ class CapturesStep(Protocol):
 
         The token is written at the position `resident.count` on the device, which is then
         increased. The caller makes room before each replay, and calls `resident.claim(1)` for it.
-        An equal step must have run before, without a capture.
+        The same step must have run once before, outside of a capture.
 
         Returns:
-            Attention that the next replay overwrites. Its `found` is int64, and the sum over all
-            replays until the caller sets it to 0.
+            Attention in tensors that the next replay overwrites. `found` is int64, and adds up over
+            all replays until the caller sets it to 0.
         """
         ...
 
@@ -138,7 +145,7 @@ class IndexBatch(Protocol):
         k: int,
         graphs: bool = True,
     ) -> Attended:
-        """Write a token of each sequence behind its resident rows, and then do what `attend` does.
+        """Write a token of each sequence behind its resident rows, and attend as `attend` does.
 
         The caller makes room in the resident rows, and counts the tokens on the host.
 
@@ -155,19 +162,22 @@ class IndexBatch(Protocol):
 
 @runtime_checkable
 class JoinsBatch(Protocol):
-    """An index that can run in one step with others of the same kind and any length."""
+    """An index that can run a step together with other indexes of the same class.
+
+    The indexes may have different lengths.
+    """
 
     def new_batch(self) -> IndexBatch:
         """Return an object that runs steps of lists of such indexes."""
         ...
 
     def batch_row(self, queries: Tensor, *, k: int) -> object:
-        """Return what a step with others reads of this index. It is valid until the index changes.
+        """Return the data of this index that a joint step reads. Valid until the index changes.
 
         The index must have batch size 1 and at least one token.
 
         Args:
-            queries: This sequence's, `[1, H, D]`.
+            queries: The queries of this sequence, `[1, H, D]`.
             k: Rows to select per KV head.
 
         Raises:
