@@ -1,4 +1,4 @@
-"""Registry: create indexes by name. They are found in `kvindex/indexes/` and in installed packages.
+"""Registry: creates indexes by name, from `kvindex/indexes/` and from installed packages.
 
 There is no list of names. A package adds an index with an entry point in the group
 `kvindex.indexes`. The entry point has the index's name and refers to a class derived from
@@ -30,8 +30,8 @@ GROUP = "kvindex.indexes"
 def names() -> list[str]:
     """Return the names of all indexes, including installed ones, without importing them.
 
-    A hyphen in a name is an underscore in its file name. Warns of installed names that are left
-    out.
+    A hyphen in a name becomes an underscore in the file name. Warns of names in installed packages
+    that are left out.
     """
     for reason in refused().values():
         warnings.warn(reason, stacklevel=2)
@@ -65,8 +65,8 @@ def get(name: str) -> type[BaseIndex]:
         name: Name of the index, such as "pariskv".
 
     Raises:
-        ValueError: The name is unknown (the message has similar names), or several packages have
-            it.
+        ValueError: The name is unknown (the message lists similar names), or several packages
+            define it.
         ImportError: The package cannot be imported or does not have such a class.
     """
     if check.text("index", name) in _in_folder():
@@ -87,7 +87,7 @@ def create(index: str, **options: Any) -> KVIndex:
         index: A name, or a line with options such as `"pariskv:preset=paper:beta=0.05"`. Wrappers
             (`kvindex/wrappers/`) follow after a plus sign: `"exact+sample:share=0.5"`.
         **options: The geometry (`q_heads`, `kv_heads`, `head_dim`, …), `preset`, and fields of the
-            index's configuration. They override options in the line.
+            index's configuration. These options override those in `index`.
 
     Returns:
         An empty index.
@@ -108,8 +108,8 @@ def create(index: str, **options: Any) -> KVIndex:
 def class_of(source: str) -> type[BaseIndex] | type[Wrapper]:
     """Return the index or wrapper class with the source `module:Class`.
 
-    The source is the result of `storage.recipe.class_name`. Only classes that have a name here are
-    imported, so that a file cannot make other modules be imported.
+    The source is the result of `storage.recipe.class_name`. Only classes that are registered by
+    name are imported, so that a saved file cannot cause the import of any other module.
 
     Raises:
         ValueError: No index or wrapper has this class.
@@ -118,7 +118,8 @@ def class_of(source: str) -> type[BaseIndex] | type[Wrapper]:
     folder = [
         name
         for name in _in_folder()
-        if module in (_module_of(indexes, name), f"kvindex.{name}.index")  # a package of its own
+        if module
+        in (_module_of(indexes, name), f"kvindex.{name}.index")  # an index in its own package
     ]
     for name in folder or installed():
         if class_name(get(name)) == source:
@@ -189,7 +190,7 @@ def _loaded(point: EntryPoint) -> type[BaseIndex]:
 
 
 def _only(name: str, base: type) -> Any:
-    """Return the one class on `base` that a module defines, or re-exports in `__all__`."""
+    """Return the one class derived from `base` that a module defines, or lists in `__all__`."""
     module = vars(importlib.import_module(name))
     exported = module.get("__all__", ())
     found = [

@@ -1,1 +1,3 @@
-"""Base classes of indexes, one for each kind of unit: pages, clusters, sentences and others."""
+"""Base classes of indexes: for all indexes, and for those that select pages, clusters or sentences,
+evict rows, or use FAISS.
+"""

@@ -1,10 +1,11 @@
 """`ClusteredIndex`: base of indexes whose units are clusters of keys, built block by block.
 
 In each sequence, the first append is clustered as the prompt, in segments. Later tokens are
-clustered when a block of them is full; until then each is a cluster of its own, so a search finds
-every token right after its append. Tokens are counted without padding, so padding does not change
-clusters. Clusters depend on the tokens and on the length of the first append, not on how later
-tokens arrived. `truncate` clusters again what it cuts in the prompt.
+clustered when a block of them is full. Until then each of them is a unit of its own, so a search
+finds every token right after its append. Tokens are counted without padding, so padding does not
+change clusters. Clusters depend on the tokens and on the length of the first append, but not on the
+chunks in which later tokens were appended. If `truncate` cuts a segment of the prompt, the
+remaining tokens of the segment are clustered again.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ PER_CLUSTER = {"members", "sizes", "centroids", "means"}
 """Names of learned tensors that grow with the clusters, `[B, G, P or S, ...]`."""
 
 Read: TypeAlias = Callable[[Tensor], Rows]
-"""Function that reads the rows of ids int64 `[B, G, n]`, -1 for none."""
+"""A function that reads rows by their ids int64 `[B, G, n]`, where -1 stands for no row."""
 
 
 class Cut(NamedTuple):
-    """Valid tokens `start` to `stop` of a sequence, which form `clusters` clusters."""
+    """The valid tokens `start` to `stop` of a sequence, which form `clusters` clusters."""
 
     start: int
     stop: int
@@ -44,13 +45,14 @@ class Cut(NamedTuple):
 class Plan:
     """Which tokens are clustered together.
 
-    A first append of fewer than `block` tokens waits for more, like later tokens.
+    If the first append has fewer than `block` tokens, they wait for more tokens, as later tokens
+    do.
 
     Attributes:
-        segment: Tokens of the prompt that are clustered together; None for all.
-        per_cluster: Tokens per cluster of the prompt.
-        block: Later tokens that are clustered together.
-        per_block: Clusters of a block; 0 if later tokens are never clustered.
+        segment: Number of tokens of the prompt that are clustered together; None for all.
+        per_cluster: Mean number of tokens in a cluster of the prompt.
+        block: Number of later tokens that are clustered together.
+        per_block: Number of clusters in a block; 0 if later tokens are never clustered.
     """
 
     segment: int | None
@@ -59,7 +61,7 @@ class Plan:
     per_block: int
 
     def cuts(self, prompt: int, count: int) -> list[Cut]:
-        """Return the cuts of `count` valid tokens, of which the first `prompt` are the prompt."""
+        """Return the cuts of `count` valid tokens. The first `prompt` of them are the prompt."""
         segment, cuts = self.segment or max(prompt, 1), []
         for start in range(0, prompt, segment):
             stop = min(start + segment, prompt)
@@ -71,7 +73,9 @@ class Plan:
 
 
 class _Row(NamedTuple):
-    """One sequence: tokens of its prompt, unchanged cuts, and ids int64 `[n]` of later tokens."""
+    """One sequence: number of tokens in its prompt, unchanged cuts, ids int64 `[n]` of later
+    tokens.
+    """
 
     prompt: int
     unchanged: list[Cut]
@@ -96,12 +100,14 @@ class _Row(NamedTuple):
 
 @dataclass(frozen=True)
 class Units:
-    """Units that a search ranks: `S` clusters, then `R` tokens that wait. `U = S + R`.
+    """Units that a search ranks: `S` clusters, then `R` tokens that are not clustered yet.
+
+    The number of units is `U = S + R`.
 
     Attributes:
         keys: Centroids and waiting keys, float32 `[B, G, U, D]`.
-        sizes: Tokens of each unit, int32 `[B, G, U]`, 0 for none.
-        starts: First member of each cluster, int64 `[B, G, S]`.
+        sizes: Number of tokens in each unit, int32 `[B, G, U]`, 0 for an unused entry.
+        starts: Position in `members` of the first member of each cluster, int64 `[B, G, S]`.
         members: Token ids, int32 `[B, G, P]`.
         singles: Ids of the tokens that wait, int64 `[B, R]`, as in `units.best_rows`.
     """
@@ -131,7 +137,10 @@ class ClusteredIndex(BaseIndex):
         """Return which tokens are clustered together."""
 
     def _labels(self, keys: Tensor, clusters: int) -> Tensor:
-        """Return the clusters int64 `[R, n]` of keys float32 `[R, n, D]`, by cosines."""
+        """Return the cluster number of each key, int64 `[R, n]`, for keys float32 `[R, n, D]`.
+
+        Keys are clustered by their cosines.
+        """
         directions = kmeans.directions(keys)
         options = dict(iterations=self.config.iterations, seed=self.config.seed)
         centroids = kmeans.kmeans(directions, clusters, spherical=True, **options)
@@ -154,7 +163,10 @@ class ClusteredIndex(BaseIndex):
         return (folded @ units.keys.mT).masked_fill(empty, float("-inf"))
 
     def _scores(self, estimates: Tensor, units: Units) -> Tensor:
-        """Return the group's score for a row of each unit, `[B, G, U]`, `-inf` for no unit."""
+        """Return the score of each unit's rows for the group of query heads, `[B, G, U]`.
+
+        The score is `-inf` where there is no unit.
+        """
         g, policy = self.geometry, self.config.group
         scores: Tensor = self.ops.group.agree(
             estimates, policy, scale=g.scale, softcap=g.softcap, sizes=units.sizes
@@ -179,7 +191,7 @@ class ClusteredIndex(BaseIndex):
     ) -> Callable[[], None]:
         """Start an append, as `BaseIndex.start_append`.
 
-        Values are read, too, if clusters have means of them.
+        Values are read, too, if clusters have mean values (`means_of_values`).
         """
         self._arriving = values if self.means_of_values else None
         try:
@@ -255,7 +267,7 @@ class ClusteredIndex(BaseIndex):
         return layout | {f"learned.{name}": spec for name, spec in learned.items()}
 
     def _follows(self, learned: Codes) -> bool:
-        """Return True if the plan makes this many clusters of the prompts and of later tokens."""
+        """Return True if the plan leads to the same number of clusters as `learned` has."""
         clusters, counts = learned["sizes"].shape[2], learned["sizes"].sum(-1)[:, 0].tolist()
         for prompt, count in zip(learned["prompt"].tolist(), counts, strict=True):
             cuts = self._plan().cuts(prompt, count) if count else []
@@ -279,9 +291,9 @@ class ClusteredIndex(BaseIndex):
         return none
 
     def _reader(self, keys: Tensor, first: int) -> Read:
-        """Return a function that reads tokens of the index and those of the current append.
+        """Return a function that reads rows of the index and rows of the current append.
 
-        The tokens of the append have ids from `first` on.
+        The tokens of the current append have ids from `first` on.
         """
         values, gather = self._arriving, self.ops.fetch.gather_rows
         if values is None:  # no means of values, or a call of `encode`, which has no values
@@ -365,9 +377,9 @@ def _once_each(learned: Codes, counts: Tensor | None) -> Tensor | bool:
 
 
 def _joined(old: Tensor, unchanged: list[int], parts: list[list[Tensor]]) -> Tensor:
-    """Join the first entries of each sequence of `old` with new parts, padded with zeros.
+    """Join the first `unchanged[b]` entries of each sequence `b` of `old` with new parts.
 
-    `old` is `[B, G, X, ...]`, the new parts are `[G, x, ...]`.
+    The result is padded with zeros. `old` is `[B, G, X, ...]`, the new parts are `[G, x, ...]`.
     """
     rows = [
         torch.cat([row[:, :count], *new], dim=1).transpose(0, 1)

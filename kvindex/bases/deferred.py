@@ -1,4 +1,4 @@
-"""Checks of tensor values whose errors are raised later, so that a CUDA device need not stop."""
+"""Checks of tensor values. Errors may be raised later, so that the host need not wait for a GPU."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from kvindex.core.transaction import Guarded
 class DeferredChecks(Guarded):
     """Checks of an index's tensors. On a CUDA device the results are stored in flags there.
 
-    Errors are ValueError or TypeError; they name the argument, the received value and what is
-    allowed. They are raised immediately, or, where `_defers` is True, at the next call that waits
-    for the device anyway.
+    An error is a ValueError or TypeError that names the argument, the received value and what is
+    allowed. It is raised immediately, or, if `_defers` is True, at the next call that waits for the
+    device anyway.
     """
 
     _batch: int | None
@@ -36,7 +36,7 @@ class DeferredChecks(Guarded):
         check.tensor(name, value, shape, self.geometry.dtype, self.geometry.device)
 
     def _per_token(self, batch: int | None, count: int | None, width: int) -> dict[str, int | None]:
-        """Return the shape of keys or values for `_check_tensor`; None is any size."""
+        """Return the shape of keys or values for `_check_tensor`; None stands for any size."""
         return {"B": batch, "G": self.geometry.kv_heads, "N": count, "D": width}
 
     def _check_finite(self, name: str, value: Tensor) -> None:
@@ -114,7 +114,7 @@ class DeferredChecks(Guarded):
         Args:
             hits: Result of a search.
             summaries: Number of summary rows, which have ids below -1.
-            length: Number of tokens as the device knows it, int64 `[1]`, for a call that a graph
+            length: Number of tokens as a device tensor, int64 `[1]`, for a call that a graph
                 replays. Without it, RuntimeError is raised while a graph is captured.
 
         Raises:

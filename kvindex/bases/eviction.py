@@ -1,8 +1,8 @@
 """`EvictionIndex`: base of policies that evict rows before the query is known.
 
 A policy selects the rows that it retains. A search ranks the retained rows exactly and ignores all
-others. If `k` is at least their number, it returns all of them, which is what the published
-policies attend to.
+others. If `k` is at least the number of retained rows, a search returns all of them, as the
+published policies attend to all of them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kvindex.ops import group
 from kvindex.ops.attention import cap
 
 LOGITS = 2**24
-"""Number of logits that are in memory at a time while attention weights are summed (64 MiB)."""
+"""Number of logits in memory at a time while attention weights are added up (64 MiB)."""
 
 NEVER = float("-inf")
 
@@ -28,9 +28,9 @@ NEVER = float("-inf")
 class EvictionIndex(BaseIndex):
     """Base of eviction policies; `Config` has the fields `budget` and `group`.
 
-    The scores of hits are the group's agreed scores (`group.agree`) of the true `q·k`. All rows
-    stay in the store, so `fetch` works for any id, and `truncate` does not need to select rows
-    again.
+    The scores of hits are computed from the true `q·k` of the query heads, which `group.agree`
+    combines. Evicted rows stay in the store, so `fetch` works for any id, and `truncate` does not
+    need to select rows again.
     """
 
     @abstractmethod
@@ -52,7 +52,7 @@ class EvictionIndex(BaseIndex):
         products = group.fold(queries, g.kv_heads, policy) @ self._store.gather(ids).keys.float().mT
         products = products.masked_fill((ids < 0)[:, :, None], NEVER)
         agreed = self.ops.group.agree(products, policy, scale=g.scale, softcap=g.softcap)
-        best, slots = self.ops.select.top_k(agreed, k)  # ids ascend: ties stay in order
+        best, slots = self.ops.select.top_k(agreed, k)  # ids ascend, so ties go to the lower id
         return Hits(ids.gather(-1, slots.clamp_min(0)).masked_fill(slots < 0, UNUSED), best)
 
     def _ids_from(self, first: int) -> Tensor:
@@ -117,7 +117,7 @@ def attention_received(
         geometry: Sizes of heads and vectors.
         queries: `[B, H, R, D]`.
         positions: Int64 `[R]`, the positions of the queries.
-        known: Bool `[B, R]`, False for a query that does not count.
+        known: Bool `[B, R]`, False for a query that is left out of the sum.
         keys: `[B, G, C, D]`.
         ids: Int64 `[B, G, C]`, -1 for none.
 

@@ -1,7 +1,7 @@
 """`ExecutedIndex`: base of an index whose search an executor can run with compiled kernels.
 
-The executor (`protocol.Executor`) owns what the kernels read. The index checks arguments and
-informs the executor of every change.
+The executor (`protocol.Executor`) owns the data that the kernels read, except the rows. The index
+checks arguments and informs the executor of every change.
 """
 
 from __future__ import annotations
@@ -71,16 +71,16 @@ class ExecutedIndex(BaseIndex):
     calls `_inform_executor` after every change.
 
     Attributes:
-        block_tokens: Tokens that are encoded together; 1 if each key is encoded alone.
+        block_tokens: Number of tokens that are encoded together; 1 if each key is encoded alone.
     """
 
     block_tokens = 1
 
     _executor: Executor | None = None
-    _attends = False  # True if the executor can attend, since the last change
-    _captures = False  # True if a caller can also capture its steps
-    _joins = False  # True if it can also be one sequence of a batch
-    _usual: object = None  # kind of queries and batch that `_checked_step` checked last
+    _attends = False  # True if the executor can attend; set after every change
+    _captures = False  # True if a caller can also capture steps of the executor
+    _joins = False  # True if the executor can also be one sequence of a batch
+    _usual: object = None  # kind of queries, and batch size, of the last call of `_checked_step`
 
     def _inform_executor(self, contents: Contents) -> None:
         """Pass the current contents of the index to the executor."""
@@ -118,7 +118,7 @@ class ExecutedIndex(BaseIndex):
 
     @property
     def _store_attends(self) -> bool:
-        """True if the search runs in single operations, and the store attends to what it finds."""
+        """True if the search runs op by op, without fused kernels, and the store can attend."""
         return self._executor is None and self._attending_store() is not None
 
     def _cache_use(self) -> tuple[int, int, int]:
@@ -205,8 +205,8 @@ class ExecutedIndex(BaseIndex):
     def _checked_step(self, queries: Tensor, k: int) -> tuple[Executor, Tensor | None]:
         """Check the arguments of a step; return the executor and a flag for its kernels.
 
-        The kernels set the flag to 1 for a query that is not finite. It is None where they need not
-        check.
+        The kernels set the flag to 1 for a query that is not finite. The flag is None where kernels
+        need not check.
         """
         executor, usual = self._attending(), (check.kind(queries), self._batch)
         check.at_least("k", k, 1)
@@ -260,9 +260,9 @@ class ExecutedIndex(BaseIndex):
     def warm_up(self, *, k: int, tokens: int) -> None:
         """Prepare everything that searches for `k` rows need, up to `tokens` tokens.
 
-        Only fused kernels need preparation: buffers for candidates, which otherwise the first
-        search allocates. Call this before a search is captured in a CUDA graph, because the graph
-        keeps the buffers that exist at capture (docs/cuda.md).
+        Only fused kernels need preparation: it allocates buffers for candidates, which otherwise
+        the first search allocates. Call this before a search is captured in a CUDA graph, because
+        the graph keeps using the buffers that exist at capture (docs/cuda.md).
 
         Args:
             k: Rows per KV head.
@@ -286,9 +286,9 @@ class ExecutedIndex(BaseIndex):
     def reserve(self, tokens: int) -> None:
         """Allocate the memory that codes and rows need, up to `tokens` tokens.
 
-        Memory for rows on the host is pinned, which takes the driver so long that decode steps
-        would wait for it. If the length of an answer is known, call this before the first token. It
-        has an effect only for kernels that store blocks, and only if the index is not empty.
+        Memory for rows on the host is pinned. This takes the driver so long that decode steps would
+        wait for it. If the length of an answer is known, call this before the first token. The call
+        has an effect only if kernels store the rows, and only if the index is not empty.
 
         Args:
             tokens: Number of tokens.

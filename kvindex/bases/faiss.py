@@ -1,9 +1,9 @@
 """`FaissIndex`: base of the FAISS indexes, with one FAISS index per sequence and KV head.
 
 Source: Douze et al., The Faiss library (2024). All searches are by inner product. Trained
-parameters are learned once and stored as tensors (`_learned`), so a FAISS index follows from the
-learned parameters and the valid tokens in order, and can be dropped and rebuilt from the store at
-any time. FAISS has no batch of indexes, so building and searching loop over sequences and KV heads.
+parameters are learned once and stored as tensors (`_learned`). A FAISS index is determined by these
+parameters and by the valid tokens in order, so it can be dropped and rebuilt from the store at any
+time. FAISS has no batch of indexes, so building and searching loop over sequences and KV heads.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from kvindex.core.protocol import UNUSED, Codes, Hits
 from kvindex.ops import group
 
 BLOCK = 16_384
-"""Tokens that are read from the store at a time."""
+"""Number of tokens that are read from the store at a time."""
 
 PLACES = ("cpu", "gpu")
 
@@ -62,8 +62,8 @@ class FaissConfig:
 class FaissIndex(BaseIndex):
     """Base of the indexes on FAISS. A subclass overrides `_new` and `_token_bytes`.
 
-    The scores of hits are the group's agreed scores (`group.agree`) of `q·k` over the union of the
-    heads' candidates, with keys as FAISS reconstructs them.
+    A search ranks the union of the candidates of all query heads that share a KV head. A score is
+    `q·k` with the key that FAISS reconstructs, combined over the heads by `group.agree`.
     """
 
     Config = FaissConfig
@@ -130,11 +130,11 @@ class FaissIndex(BaseIndex):
         if statistics is not None:
             self._faiss_indexes = statistics
         self._synchronized = False
-        with suppress(RuntimeError, MemoryError):  # the next search tries again, or says why not
+        with suppress(RuntimeError, MemoryError):  # the next search tries again, or raises
             self._synchronize()
 
     def _synchronize(self) -> None:
-        """Update the FAISS indexes to the valid tokens; after a failure they are dropped."""
+        """Update the FAISS indexes to the valid tokens. Drop them if this fails."""
         if self._synchronized:
             return
         with _LOCK:  # two searches at once may both have to synchronize
@@ -150,7 +150,7 @@ class FaissIndex(BaseIndex):
             self._synchronized = True
 
     def _token_counts(self) -> list[int]:
-        """Return how many tokens are in all FAISS indexes of each sequence."""
+        """Return for each sequence how many tokens every one of its FAISS indexes contains."""
         return [min(index.ntotal if index else 0 for index in rows) for rows in self._faiss_indexes]
 
     def _prepare(self) -> None:
@@ -186,7 +186,7 @@ class FaissIndex(BaseIndex):
         jobs = []
         for b, rows in enumerate(self._faiss_indexes):
             for head, index in enumerate(rows):
-                first = index.ntotal - counts[b] if index else 0  # another head may be behind
+                first = index.ntotal - counts[b] if index else 0  # other heads may have fewer
                 if first < len(new[b]):
                     jobs.append((index, keys[b, head, first : len(new[b])]))
         at_once = 1 if self.config.where == "gpu" else torch.get_num_threads()
@@ -238,8 +238,8 @@ class FaissIndex(BaseIndex):
             count: Candidates per query head.
 
         Returns:
-            Ids int64 `[B, G, g · count]`, -1 for none, and their keys as FAISS reconstructs them,
-            float32 `[B, G, g · count, D]`; None for the keys on a GPU.
+            Ids int64 `[B, G, g · count]`, -1 for none, and the candidates' keys as FAISS
+            reconstructs them, float32 `[B, G, g · count, D]`. On a GPU the keys are None.
         """
         B, G, heads, D = queries.shape
         on_gpu = self.config.where == "gpu"
@@ -321,7 +321,7 @@ class FaissIndex(BaseIndex):
     def bytes_per_key(self) -> dict[str, float]:
         """Return bytes per key as `BaseIndex.bytes_per_key`, FAISS indexes included.
 
-        How many bytes a search reads is derived on the index's page.
+        The index's page in the docs derives how many bytes a search reads.
         """
         sizes = super().bytes_per_key()
         stored = sizes["kept"] + self._token_bytes()

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 TEMPORARY_BYTES = 2**26
-"""Device memory that FAISS reserves for searches on one GPU. Beyond it, FAISS allocates."""
+"""Bytes that FAISS reserves for searches on one GPU. If a search needs more, FAISS allocates it."""
 
 
 @contextmanager
@@ -37,7 +37,7 @@ def in_threads(work: Callable[[Any], Any], items: Iterable[Any], at_once: int) -
     """
 
     def single_threaded(item: Any) -> Any:
-        with threads(1):  # FAISS sets them for each thread that calls it
+        with threads(1):  # FAISS has a separate setting for each thread that calls it
             return work(item)
 
     if at_once == 1:
@@ -81,7 +81,7 @@ def check_gpu(faiss: Any, device: torch.device) -> None:
 
 @lru_cache
 def _shared_resources(device: int) -> Any:
-    """Return what all indexes of a GPU share: temporary memory and a cuBLAS handle."""
+    """Return the resources that all indexes of a GPU share: temporary memory, a cuBLAS handle."""
     shared = library().StandardGpuResources()
     shared.setTempMemory(TEMPORARY_BYTES)
     return shared

@@ -1,8 +1,10 @@
 """Hooks: the methods that an index overrides. `_encode` and `_search` are required.
 
-With `_learn` an index learns parameters, once. With the `_with_…` hooks, `_commit` and `_cleared`
-it updates statistics of its tokens. With signals it receives information about the sequence
-(docs/adding-an-index.md).
+There are three further groups of hooks (docs/adding-an-index.md):
+
+- With `_learn` an index learns parameters, once.
+- With the `_with_…` hooks, `_commit` and `_cleared` it updates statistics of its tokens.
+- With signals it receives information about the sequence, such as the end of the prompt.
 """
 
 from __future__ import annotations
@@ -69,7 +71,7 @@ class Hooks(Capable, DeferredChecks, ABC, guarded=False):
         """
 
     def _search_coverage(self, queries: Tensor, k: int, coverage: float) -> Hits:
-        """Search as `_search` does, but return no more rows than are estimated to reach a coverage.
+        """Search as `_search` does, but stop at the rows that are estimated to reach a coverage.
 
         Args:
             queries: Finite, `[B, H, D]`.
@@ -103,9 +105,9 @@ class Hooks(Capable, DeferredChecks, ABC, guarded=False):
     def _learn(self, keys: Tensor, valid: Tensor | None) -> Codes:
         """Return the learned parameters after these tokens are appended. Must not change the index.
 
-        A sequence learns from the first append that has a valid token of it (an index may require
-        more tokens). It keeps the parameters until `reset`, or until the tokens that they were
-        learned from are removed (`_learned_before`).
+        A sequence learns from the first append that contains a valid token of this sequence (an
+        index may require more tokens). The parameters stay the same until `reset`, or until the
+        tokens from which they were learned are removed (`_learned_before`).
 
         Args:
             keys: `[B, G, N, D]`; invalid tokens are zero.
@@ -124,7 +126,7 @@ class Hooks(Capable, DeferredChecks, ABC, guarded=False):
         return self._learned
 
     def _prepared(self, keys: Tensor, valid: Tensor | None) -> tuple[Codes, Any]:
-        """Learn from new tokens and encode them. Must not change what a search reads.
+        """Learn from new tokens and encode them. Must not change any data that a search reads.
 
         Args:
             keys: `[B, G, N, D]`.
@@ -145,9 +147,9 @@ class Hooks(Capable, DeferredChecks, ABC, guarded=False):
         """Return the statistics after `codes` are appended. Must not change the index."""
 
     def _with_written(self, statistics: Any) -> Any:
-        """Extend the statistics of `_with_appended` when kernels have written the codes.
+        """Extend the statistics of `_with_appended` after kernels have written the codes.
 
-        This runs where the append is prepared, concurrently with decode steps. Work in `_commit`
+        An asynchronous append calls this concurrently with decode steps, whereas work in `_commit`
         would delay the steps.
         """
         return statistics
@@ -164,9 +166,10 @@ class Hooks(Capable, DeferredChecks, ABC, guarded=False):
     def _layout(self, held: Held) -> Layout:
         """Declare the tensors of a state, so that a damaged or forged state is not loaded.
 
-        For example `{"codes.norms": TensorSpec("B G N 1", torch.float32, least=0)}`. A tensor whose
-        name is not declared may be any finite tensor: `[B, G, N, ...]` for `codes.…`, `[B, ...]`
-        for `learned.…`, and for `statistics.…` what the attribute's annotation says.
+        For example, `{"codes.norms": TensorSpec("B G N 1", torch.float32, least=0)}`. A tensor that
+        is not declared must be finite, and must have the shape `[B, G, N, ...]` if its name begins
+        with `codes.`, and `[B, ...]` if it begins with `learned.`. A tensor whose name begins with
+        `statistics.` must fit the annotation of the attribute.
 
         Args:
             held: Sizes that the state declares.
@@ -178,14 +181,17 @@ class Hooks(Capable, DeferredChecks, ABC, guarded=False):
         return {}
 
     def _held(self) -> list[Tensor]:
-        """Return the index's other tensors on the device, for `nbytes`; codes are not included."""
+        """Return the index's tensors on the device other than its codes, for `nbytes`."""
         return []
 
     def _cleared(self) -> None:
         """Reset the statistics after all tokens were removed."""
 
     def _scanned(self) -> list[Tensor]:
-        """Return what a search reads of every token, `[B, G, N, ...]`; by default all codes."""
+        """Return the tensors `[B, G, N, ...]` that a search reads for every token.
+
+        By default these are all codes.
+        """
         return [self._codes[name] for name in self._codes]
 
     def _summaries(self) -> Rows | None:

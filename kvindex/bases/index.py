@@ -1,8 +1,8 @@
-"""`BaseIndex`: what all indexes share, such as append, search, truncate and reorder.
+"""`BaseIndex`: the public methods of all indexes, such as append, search, truncate and reorder.
 
-An index on this base overrides `_encode` and `_search`, and other methods of `kvindex.bases.hooks`
-as needed. Public methods check their arguments first (`bases/deferred.py`). If a call fails
-nevertheless, its changes are undone (`core/transaction.py`).
+An index derived from this class overrides `_encode` and `_search`, and other methods of
+`kvindex.bases.hooks` as needed. Public methods check their arguments first (`bases/deferred.py`).
+If a call fails nevertheless, its changes are undone (`core/transaction.py`).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class BaseIndex(ReadingIndex):
         head_dim: Dimension `D` of keys and queries, a multiple of 8.
         value_dim: Dimension `Dv` of values; None for `head_dim`.
         scale: Factor of the logits; None for `1 / sqrt(head_dim)`.
-        softcap: Bound of the logits, or None.
+        softcap: If given, logits become `softcap · tanh(logit / softcap)`.
         rope: Inverse frequencies of the keys' rotary embedding, float `[F]`, or None. Only some
             indexes need it.
         dtype: Dtype of keys, values and queries.
@@ -47,14 +47,15 @@ class BaseIndex(ReadingIndex):
         store: Where rows are: "device", "host", or "auto" for the device while there is room, then
             the host. Or an empty `kvindex.storage.store.RowStore`.
         row_codec: How rows are stored: "plain" for unchanged; "int8" or "fp8" for one byte per
-            number and a scale for each key and value; "int4" or "int2" for 4 or 2 bits per number
-            and a scale for each 32. With a codec, `fetch` and everything else that reads rows gets
-            the decoded numbers.
-        device_fraction: For `store="auto"`, the fraction of the device memory, in (0, 1], that rows
-            may take; the total is their memory plus the free memory. None for 0.6.
-        check: True to check keys for NaN immediately, False to never check. None checks immediately
-            on a CPU; on a CUDA device, where a check would synchronize, the error is raised at the
-            next call that synchronizes anyway.
+            number and a scale for each key and value; "int4" or "int2" for 4 or 2 bits per number,
+            and a lowest value and a step for each 32 numbers. With a codec, `fetch` and everything
+            else that reads rows gets the decoded numbers.
+        device_fraction: For `store="auto"`, the fraction of device memory, in (0, 1], that rows may
+            take. It is a fraction of the free memory plus the memory that the rows already take.
+            None for 0.6.
+        check: True to check keys for NaN immediately, False to never check them. None checks
+            immediately on a CPU. On a CUDA device, where reading the result of a check would
+            synchronize, None raises the error at the next call that synchronizes anyway.
         preset: Name of a preset of the index.
         **options: Fields of the index's `Config`; they override the preset.
 
@@ -174,11 +175,12 @@ class BaseIndex(ReadingIndex):
     def start_append(
         self, keys: Tensor, values: Tensor, *, valid: Tensor | None = None
     ) -> Callable[[], None]:
-        """Do the first, long part of an append; the function that is returned does the rest.
+        """Do the first, long part of an append, and return a function that completes the append.
 
-        Until the rest is called, the index can be searched and read as before, and the tensors must
-        not change. If the index offers `protocol.AppendsAsync`, growing does not move existing
-        data, so one CUDA stream may run the first part while another one searches (docs/cuda.md).
+        Until that function is called, the index can be searched and read as before, and the tensors
+        must not change. If the index offers `protocol.AppendsAsync`, its existing data does not
+        move when it grows, so one CUDA stream may run the first part while another stream searches
+        (docs/cuda.md).
 
         Args:
             keys: `[B, G, N, D]`.
@@ -186,7 +188,8 @@ class BaseIndex(ReadingIndex):
             valid: Bool `[B, N]`, False for padding; None where no token is padded.
 
         Returns:
-            A function without arguments. It raises ValueError if the index has changed in between.
+            A function without arguments. It raises ValueError if the index was changed after
+            `start_append`.
 
         Raises:
             ValueError: As for `append`.
@@ -235,7 +238,7 @@ class BaseIndex(ReadingIndex):
         return store.join(keys, values)
 
     def _finish_append(self, end: Callable[[], None]) -> None:
-        """Run the rest of an append as a call of its own, which is undone if it fails."""
+        """Complete an append, as a separate transaction that is undone if it fails."""
         end()
 
     def search(self, queries: Tensor, *, k: int, coverage: float | None = None) -> Hits:
@@ -244,10 +247,10 @@ class BaseIndex(ReadingIndex):
         Args:
             queries: `[B, H, D]`, after the rotary embedding.
             k: Rows to select per KV head, at least 1.
-            coverage: Stop early where fewer rows are estimated to hold this fraction of the index's
-                attention weight, in (0, 1], for every head of the group. Only some indexes support
-                it. The estimate is in `Hits.coverage`; the true fraction may be lower, except for
-                `exact`.
+            coverage: Return fewer than `k` rows where fewer are estimated to have this fraction of
+                the attention weight of all tokens in the index, in (0, 1], for every query head of
+                the group. Only some indexes support it. The estimate is in `Hits.coverage`; the
+                true fraction may be lower, except for the index `exact`.
 
         Returns:
             Token ids int64 `[B, G, k]` (-1 where unused), scores float32 `[B, G, k]`, and for some
@@ -306,13 +309,13 @@ class BaseIndex(ReadingIndex):
         statistics, learned = self._with_truncated(length), self._learned_before(length)
         for part in (self._codes, self._store, self._valid):
             part.truncate(length)
-        self._learned = {**learned}  # a new object, so that an append begun before cannot end
+        self._learned = {**learned}  # a new object, so that an append that has begun cannot finish
         self._counts = self._counts - gone
         self._length = length
         self._commit(statistics)
 
     def reorder(self, batch_indices: Tensor) -> None:
-        """Reorder the sequences of the batch: sequence `b` becomes a copy of `batch_indices[b]`.
+        """Reorder the batch: sequence `b` becomes a copy of sequence `batch_indices[b]`.
 
         Args:
             batch_indices: Int64 `[B']`; `B'` may differ from `B`.
@@ -351,8 +354,8 @@ class BaseIndex(ReadingIndex):
         included.
 
         Returns:
-            `codes` (with statistics and constants) on the compute device, and `rows` in the store
-            (`rows_device` and `rows_host` for a store that has both).
+            `codes` (with statistics and constants) on the compute device, and `rows` in the store.
+            A store with rows in both places has `rows_device` and `rows_host` instead.
         """
         codes = self._codes.nbytes() + self._valid.nbytes()
         codes += sum(tensor.nbytes for tensor in [*self._learned.values(), *self._held()])
@@ -361,8 +364,8 @@ class BaseIndex(ReadingIndex):
     def memory(self) -> dict[int, int]:
         """Return the memory of the index as `protocol.ReportsMemory.memory` does.
 
-        A store that does not report its memory is not included, and neither are objects of a
-        library such as FAISS.
+        The memory of a store that does not offer `ReportsMemory` is not included, and neither is
+        the memory of a library such as FAISS.
         """
         sizes: dict[int, int] = {}
         for part in (self._codes, self._store):

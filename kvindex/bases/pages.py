@@ -1,9 +1,9 @@
 """`PagedIndex`: base of indexes whose unit is a page of consecutive tokens with a summary.
 
-Pages contain the valid tokens of a sequence in order: page `p` has those of rank `pP` to `pP + P -
-1`. So padding moves no page, and only a sequence's last page may be partial. Each page has a
-summary of its keys. An append or a truncation computes the summaries of the changed pages again,
-with old keys from the store.
+Pages contain the valid tokens of a sequence in order: with `P` tokens in a page, page `p` has the
+valid tokens `pP` to `pP + P - 1`. So padding does not shift pages, and only the last page of a
+sequence may be partial. Each page has a summary of its keys. An append or a truncation computes the
+summaries of the changed pages again, and reads the old keys from the store.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class PageColumns(Columns):
     """Columns of summaries. Their token axis counts pages; an append replaces the last pages."""
 
     def append(self, new: Mapping[str, Tensor]) -> None:
-        """Replace the pages from `new.start` on by those of the `Tail` `new`.
+        """Replace the pages from `new.start` on by the pages of `new`, a `Tail`.
 
         Earlier views of the pages stay unchanged, for a rollback, because the data is copied first.
         """
@@ -48,14 +48,14 @@ class PageColumns(Columns):
         super().append(new)
 
     def truncate(self, length: int) -> None:
-        """Do nothing: the pages that remain after a truncation arrive as a `Tail`."""
+        """Do nothing: after a truncation, the index appends a `Tail` with the changed pages."""
 
 
 class PagedIndex(BaseIndex):
     """Base of the indexes that select pages; `Config` has the fields `page` and `group`.
 
-    A subclass overrides `_summaries_of` and `_page_scores`. `_codes` has the summaries, `[B, G,
-    pages, …]`; in a sequence with fewer pages than another, the last ones are undefined.
+    A subclass overrides `_summaries_of` and `_page_scores`. `_codes` contains the summaries, `[B,
+    G, pages, …]`. If a sequence has fewer pages than another one, its last entries are undefined.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -68,8 +68,8 @@ class PagedIndex(BaseIndex):
 
         Args:
             keys: `[B, G, pages, P, D]`, zero where there is no token.
-            present: Bool `[B, 1, pages, P, 1]`, True where there is a token. A page may have none;
-                its summary must be finite nevertheless.
+            present: Bool `[B, 1, pages, P, 1]`, True where there is a token. The summary of a page
+                without tokens must be finite, too.
             marks: Results of `_marks`, `[B, G, pages, P, W]`, or None.
 
         Returns:
@@ -77,9 +77,9 @@ class PagedIndex(BaseIndex):
         """
 
     def _marks(self, keys: Tensor) -> Tensor | None:
-        """Return additional inputs of summaries, or None.
+        """Return additional inputs of `_summaries_of`, one for each token, or None.
 
-        They are stored with the pages under the name `marks`, zero for invalid tokens.
+        They are stored with the pages under the name `marks`, and are zero for invalid tokens.
 
         Args:
             keys: Keys of new tokens, `[B, G, T, D]`.
@@ -99,7 +99,7 @@ class PagedIndex(BaseIndex):
         return int(self.config.page)
 
     def _page_layout(self, pages: str) -> Layout:
-        """Return the layout of the codes; `pages` is the size of their axis of pages."""
+        """Return the layout of the codes; `pages` is the size of the axis that counts pages."""
         return {}
 
     def _layout(self, held: Held) -> Layout:
@@ -109,9 +109,9 @@ class PagedIndex(BaseIndex):
     # Encoding
 
     def _encode(self, keys: Tensor, learned: Codes) -> Codes:
-        """Return summaries of pages that begin with these keys.
+        """Return the summaries of pages, the first of which begins with the first of these keys.
 
-        `append` fills an open page first.
+        `append` differs: it first fills the last page of the index if that page is partial.
         """
         none = torch.zeros(len(keys), dtype=torch.int64)
         return self._tail(none, keys, None)
@@ -133,7 +133,7 @@ class PagedIndex(BaseIndex):
             self._codes.append(statistics)
 
     def _tail(self, past: Tensor, keys: Tensor | None, valid: Tensor | None) -> Tail:
-        """Compute the last pages again, from the first one that is not full of earlier tokens.
+        """Compute the last pages again, from the first page that the earlier tokens do not fill.
 
         Args:
             past: Number of valid tokens of each sequence that come from the store, int64 `[B]`.
@@ -147,7 +147,7 @@ class PagedIndex(BaseIndex):
         start = int(past.min()) // P
         pages = -(-int(total.max()) // P) - start
         slots = torch.arange(pages * P, device=device)  # slot s: the token of rank start · P + s
-        offset = (past - start * P).to(device)[:, None]  # slots of a row that have tokens already
+        offset = (past - start * P).to(device)[:, None]  # slots of a sequence with earlier tokens
         parts = []  # keys, marks, slots [B, n]; tokens after the last slot are dropped
         known = int(past.max()) - start * P
         if known > 0:
@@ -170,7 +170,7 @@ class PagedIndex(BaseIndex):
         return Tail(start, summaries if marks is None else {**summaries, "marks": marks})
 
     def _stored_part(self, first: int, present: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return stored keys and marks `[B, G, n, …]` of tokens from rank `first` on.
+        """Return stored keys and marks `[B, G, n, …]` of the valid tokens from number `first` on.
 
         `present` is bool `[B, n]`; entries of tokens that are not present are undefined.
         """
@@ -207,7 +207,7 @@ class PagedIndex(BaseIndex):
 def _paged(tokens: Tensor, slots: Tensor, *, pages: int, page: int) -> Tensor:
     """Scatter tokens `[B, G, n, W]` to slots int64 `[B, n]` of pages `[B, G, pages, P, W]`.
 
-    Other slots are zero. Tokens for the slot after the last one are dropped.
+    Other slots are zero. Tokens with the slot number `pages · P` (after the last) are dropped.
     """
     B, G, _, W = tokens.shape
     shape = (B, G, pages * page + 1, W)

@@ -19,7 +19,7 @@ CHOICES = ("last", "first", "random", "evenly")
 
 @dataclass(frozen=True)
 class PromptQueries:
-    """The `most` queries that come first in the order of `priority`, sorted by position.
+    """A sample of queries: the first `most` in the order of `priority`, sorted by position.
 
     Attributes:
         queries: `[B, H, R, D]`.
@@ -43,8 +43,8 @@ class PromptQueries:
     ) -> PromptQueries:
         """Add queries to a sample.
 
-        Earlier queries from the first of the new positions on belong to a sequence that was
-        truncated, and are dropped.
+        Queries in the sample at or after the first new position are dropped, because their tokens
+        were truncated.
 
         Args:
             before: The sample so far, or None.
@@ -63,7 +63,7 @@ class PromptQueries:
         return PromptQueries(queries[:, :, chosen].clone(), positions[chosen], end)
 
     def chosen(self, counts: Tensor, usable: Tensor, *, choice: str, seed: int = 0) -> Tensor:
-        """Flag the first `counts[b]` usable queries in the order of `priority`, bool `[B, R]`.
+        """Return a mask, bool `[B, R]`, of the first `counts[b]` usable queries by `priority`.
 
         Args:
             counts: Int64 `[B]`.
@@ -108,7 +108,7 @@ def are_real(queries: Tensor) -> Tensor:
 
 
 def layout_of_queries(name: str, held: Held, geometry: Geometry) -> Layout:
-    """Return the layout of a `PromptQueries` or None with this name in a state."""
+    """Return the layout of the state of an attribute `name`, which is `PromptQueries` or None."""
     if not held.has(name):
         return {}
     return {
@@ -127,8 +127,9 @@ def layout_of_queries(name: str, held: Held, geometry: Geometry) -> Layout:
 def priority(positions: Tensor, choice: str, seed: int = 0) -> Tensor:
     """Return the order in which queries are chosen, int64 `[T]`: the lowest number first.
 
-    Numbers are distinct below 2^32. "evenly" uses the position's bits in reverse, so that any
-    number of first queries is spread evenly (van der Corput, 1935). "random" uses a 64-bit hash.
+    The numbers of two positions below 2^32 differ. "evenly" uses the position's bits in reverse, so
+    that the first `n` queries are spread evenly for any `n` (van der Corput, 1935). "random" uses a
+    64-bit hash.
     """
     if choice == "last":
         return -positions

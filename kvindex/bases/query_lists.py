@@ -4,9 +4,10 @@ The learned tensors, for `C` centroids with `L` rows in a list:
 
 - `centroids` `[B, G, g, C, D]`.
 - `normalisers` float32 `[B, G, g, C]`: the logarithm of each head's softmax sum when the list was
-  built. It stays fixed, so that scores of later keys can be compared with earlier ones.
+  built. It does not change later, so that scores of later keys can be compared with scores of
+  earlier keys.
 - `lists` int32 `[B, G, C, L]`: token ids, best first, -1 for none.
-- `list_scores` float32 `[B, G, C, L]`: their scores.
+- `list_scores` float32 `[B, G, C, L]`: the scores of these tokens.
 - `known` bool `[B, C]`: False for a centroid that a sequence does not have.
 """
 
@@ -28,17 +29,18 @@ AXES = {"centroids": 3, "normalisers": 3, "lists": 2, "list_scores": 2, "known":
 """Name of a tensor -> its axis of centroids."""
 
 SCORES = 2**22
-"""Number of scores in memory at a time while keys are inserted (16 MiB)."""
+"""Number of scores that are in memory at a time while keys are inserted (16 MiB)."""
 
 NEVER = float("-inf")
 
 Blocks: TypeAlias = Callable[[], Iterable[tuple[int, Tensor, Tensor | None]]]
-"""Function that yields first id, keys `[B, G, n, D]` and valid bool `[B, n]` or None, in order."""
+"""A function that yields blocks of tokens in order: the first token's id, keys `[B, G, n, D]`, and
+flags of valid tokens, bool `[B, n]` or None."""
 
 
 @dataclass(frozen=True)
 class QueryLists:
-    """Builder of lists of `rows` ids, by the largest attention weight of any head.
+    """Builds lists of `rows` token ids. A key's score is its largest attention weight of any head.
 
     Attributes:
         geometry: Sizes of heads and vectors.
@@ -51,7 +53,7 @@ class QueryLists:
     rows: int
 
     def build(self, queries: Tensor, blocks: Blocks) -> Codes:
-        """Build lists for queries `[B, H, C, D]` as centroids, with the best of all keys."""
+        """Build one list for each of the queries `[B, H, C, D]`, with the best of all keys."""
         g, (B, _, C, _), device = self.geometry, queries.shape, queries.device
         centroids = by_group(queries, g.kv_heads)
         totals = torch.full(centroids.shape[:-1], NEVER, device=device)
@@ -77,7 +79,7 @@ class QueryLists:
         Args:
             queries: `[B, H, D]`, which become one centroid.
             ids: Int64 `[B, G, n]`, ascending, -1 for none.
-            products: Their `q·k`, `[B, G, g, n]`.
+            products: `q·k` of these keys, `[B, G, g, n]`.
         """
         g = self.geometry
         logits = products if g.group_size == 1 else cap(products, g.scale, g.softcap)
@@ -97,7 +99,8 @@ class QueryLists:
     def insert(self, learned: Codes, blocks: Blocks) -> Codes:
         """Return the lists with more keys inserted; `learned` is not changed.
 
-        Ids in `blocks` must be above those in the lists, so that equal scores go to the lower id.
+        Ids in `blocks` must be larger than all ids in the lists, so that of two keys with equal
+        scores the one with the lower id comes first.
         """
         lists, scores = learned["lists"].clone(), learned["list_scores"].clone()
         for start, keys, valid in blocks():
@@ -121,13 +124,16 @@ class QueryLists:
         return products if g.group_size == 1 else cap(products, g.scale, g.softcap)
 
     def _list_scores(self, logits: Tensor, totals: Tensor) -> Tensor:
-        """Return scores `[B, G, c, T]` in a list: log attention weights; plain `q·k` if g = 1."""
+        """Return the scores `[B, G, c, T]` by which a list is sorted.
+
+        A score is a log attention weight, or `q·k` if the group has a single query head.
+        """
         if logits.shape[2] == 1:
             return logits[:, :, 0]
         return (logits - totals[..., None]).amax(2)
 
     def _chunks(self, totals: Tensor, keys: Tensor) -> Iterator[slice]:
-        """Yield slices of the centroids of totals `[B, G, g, C]`."""
+        """Yield slices of the centroids, so that the scores of each slice fit into memory."""
         scores_per = totals[..., 0].numel() * (keys.shape[2] + self.rows)
         step = max(SCORES // max(scores_per, 1), 1)
         return (slice(start, start + step) for start in range(0, totals.shape[-1], step))
@@ -140,16 +146,18 @@ def by_group(queries: Tensor, kv_heads: int) -> Tensor:
 
 
 def replace_oldest(learned: Codes, new: Codes, oldest: int) -> Codes:
-    """Replace centroids from `oldest` on by new ones, continuing at the first after the last."""
+    """Replace centroids by new ones, from number `oldest` on. After the last centroid, continue at
+    the first.
+    """
     slots = torch.arange(new["known"].shape[1], device=new["known"].device)
     slots = (slots + oldest) % learned["known"].shape[1]
     return {name: learned[name].index_copy(axis, slots, new[name]) for name, axis in AXES.items()}
 
 
 def recall(learned: Codes, queries: Tensor, tokens: int, probes: int, ops: Any) -> Tensor:
-    """Return the ids in the lists of the centroids that are nearest by angle.
+    """Return the ids in the lists of the centroids that are nearest to the queries by angle.
 
-    The distance of a centroid is the smallest one to any head of the group.
+    The distance of a centroid is the smallest distance to the query of any head of the group.
 
     Args:
         learned: Learned tensors.

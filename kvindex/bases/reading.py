@@ -76,8 +76,8 @@ class ReadingIndex(StatefulIndex):
         """Start pinning host memory for rows on another thread, while other work is done.
 
         If the length of a prompt and its answer is known, call this before the first token. Memory
-        that this index does not use is left for the next one. It has an effect only for rows that
-        kernels store on the host.
+        that this index does not use remains for the next index. The call has an effect only if
+        kernels store the rows on the host.
 
         Args:
             tokens: Number of tokens.
@@ -104,7 +104,7 @@ class ReadingIndex(StatefulIndex):
         return {f"rows_{place}": count * self.row_bytes for place, count in rows.items()}
 
     def _attending_store(self) -> AttendsToRows | None:
-        """Return the store if it can attend to exactly the rows that `fetch` returns, else None."""
+        """Return the store if it can attend to the same rows that `fetch` returns, else None."""
         store: Any = self._store
         own = type(self)
         known = own, type(store)

@@ -20,11 +20,11 @@ class Sentences:
     """Ends of sentences, and the newest queries. A query belongs to the sentence of its token.
 
     Attributes:
-        ends: True for tokens that end a sentence, bool `[B, X]` or `[1, X]` for all sequences, for
-            the first `X` tokens.
+        ends: For the first `X` tokens, True if the token ends a sentence: bool `[B, X]`, or `[1,
+            X]` for all sequences.
         queries: Newest queries since the prompt ended, `[B, H, n, D]`.
-        positions: Their token ids, int64 `[n]` on the CPU, ascending.
-        newest: Token id of the newest query of all, -1 for none.
+        positions: Token ids of these queries, int64 `[n]` on the CPU, ascending.
+        newest: Token id of the newest query that was ever observed, -1 for none.
         prompt_ended: True once the prompt is complete.
     """
 
@@ -45,7 +45,8 @@ class Sentences:
     def with_ends(self, ends: Tensor, first: int) -> Sentences:
         """Set the ends, bool `[B or 1, T]`, of the tokens from `first` on.
 
-        Earlier ends of these and of later tokens are dropped, and those of another batch size.
+        Ends that were set before for these or later tokens are dropped. If the batch size differs,
+        all ends that were set before are dropped.
         """
         old = self.ends[:, :first]
         old = pad(old, (0, first - old.shape[1]))
@@ -58,7 +59,7 @@ class Sentences:
     def with_queries(self, queries: Tensor, positions: Tensor, most: int) -> Sentences:
         """Add queries `[B, H, T, D]` of tokens with ids int64 `[T]`, and keep the newest `most`.
 
-        Earlier queries from the first of these ids on belong to a sequence that was truncated.
+        Queries with ids at or after the first new id are dropped: their tokens were truncated.
         """
         new = positions.cpu()
         sentences = replace(self, newest=int(new[-1]))
@@ -84,7 +85,7 @@ class Sentences:
         return replace(self, ends=ends, queries=queries)
 
     def ends_at(self, ids: Tensor) -> Tensor:
-        """Return True where a sentence ends with a token, for ids int64 `[B, n]` of at least 0."""
+        """Return True where a token ends a sentence; ids: int64 `[B, n]`, at least 0."""
         count = self.ends.shape[1]
         if not count:
             return torch.zeros_like(ids, dtype=torch.bool)
@@ -95,9 +96,9 @@ class Sentences:
         """Return the mean query of the current sentence, float32 `[B, H, D]`.
 
         Args:
-            queries: `[B, H, D]`. If they equal the newest observed queries they are the same token;
-                else they belong to the next token.
-            most: Number of last queries of the sentence that count.
+            queries: `[B, H, D]`. If they equal the newest observed queries, they belong to the same
+                token, else to the next token.
+            most: Largest number of queries in the mean: the last ones of the sentence.
         """
         observed, queries = self.queries, queries.float()
         if not len(self.positions) or len(observed) != len(queries):
@@ -124,7 +125,8 @@ def split(ended: Tensor, counts: Tensor, longest: int) -> tuple[Tensor, Tensor]:
         longest: Number of tokens after which a sentence is cut.
 
     Returns:
-        First token of each sentence, -1 for none, and its length, 0 for none, int64 `[B, U]` each.
+        The first token of each sentence (-1 for an unused entry), and the length of each sentence
+        (0 for an unused entry), both int64 `[B, U]`.
     """
     if not ended.shape[1]:
         return counts[:, None][:, :0], counts[:, None][:, :0]

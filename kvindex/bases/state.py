@@ -9,7 +9,7 @@
 | `codes.…` | codes |
 | `learned.…` | learned parameters (`_learn`) |
 | `statistics.…` | attributes that the class lists in `statistics` |
-| `about` | which index the state belongs to |
+| `about` | the kind of index to which the state belongs |
 
 Objects of a library such as FAISS are not part of the state; they are rebuilt from the rows
 (`_after_rollback`).
@@ -37,7 +37,7 @@ from kvindex.storage.state import ABOUT, NamedState, State, above, below, check_
 from kvindex.storage.store import CenteredRows, EncodedRows, RowStore
 
 MOST_SEQUENCES = 2**20
-"""Largest batch of a state. A state without tokens has no other bound for it."""
+"""Largest batch size in a state. In a state without tokens, nothing else limits the batch size."""
 
 
 class StatefulIndex(NamedState, Hooks):
@@ -200,7 +200,7 @@ class StatefulIndex(NamedState, Hooks):
         save_folder(folder, "index", self.recipe(), {"state": self.state_dict})
 
     def _whose(self) -> dict[str, Any]:
-        """Return what an index must agree in to load the state of this one."""
+        """Return the properties that another index must share to load the state of this index."""
         geometry = self.geometry.options()
         geometry.pop("device")
         return {

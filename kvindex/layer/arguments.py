@@ -47,7 +47,7 @@ def check_valid(valid: Tensor, keys: Tensor) -> None:
 
 
 def check_finite(name: str, tensor: Tensor) -> None:
-    """Raise ValueError for NaN or infinite values, except on a GPU, where the check would wait."""
+    """Raise ValueError for NaN or infinite values. On a GPU do nothing: the check would wait."""
     if tensor.device.type != "cuda":
         check.finite(name, tensor)
 
@@ -83,7 +83,7 @@ def check_visible(visible: Tensor, queries: Tensor, length: int) -> None:
     Args:
         visible: Bool `[B, T, N]`.
         queries: `[B, H, T, D]`.
-        length: `N`, the past tokens and the new ones.
+        length: `N`, the number of past and new tokens together.
 
     Raises:
         ValueError: The shape, dtype or device does not fit.

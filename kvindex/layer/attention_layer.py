@@ -1,4 +1,4 @@
-"""An attention layer: what happens in a step to new tokens, their queries and the window.
+"""An attention layer, which appends the tokens of each step and computes their attention.
 
 A token's id in the index is its position in the sequence. New tokens enter the window. When its
 buffer is full, the newest `local_window` tokens stay and the older ones move into the index. The
@@ -7,7 +7,8 @@ them, because they are marked invalid there (docs/pipeline/regions.md).
 
 The layer has these parts: `LayerContents` (index and window), `Updates` (when tokens move into the
 index), `Retrieval` (how a decoded token searches and attends), `Tally` (counts for `traffic`), and
-`CapturedSteps` and `JoinedSteps` (steps in a caller's CUDA graph, and with other layers).
+`CapturedSteps` and `JoinedSteps` (steps in a caller's CUDA graph, and steps together with other
+layers).
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ from kvindex.storage.saved import save_folder
 from kvindex.storage.state import ABOUT, State, check_signed, signed
 
 SETTLING = frozenset({"state_dict", "__deepcopy__"})
-"""Reads that first let a pending append finish, which is a change."""
+"""Calls that only read, but must first let a pending append finish, which changes the layer."""
 
 
 class AttentionLayer(Guarded):
@@ -72,7 +73,7 @@ class AttentionLayer(Guarded):
     When the window is full, its oldest tokens move into the index. They move in whole blocks if
     the index encodes blocks (`protocol.EncodesBlocks`) and `update_every` is a multiple of the
     block. If the index can append concurrently with searches (`protocol.AppendsAsync`), a move
-    ends `LAG` tokens after it began, and the window is that much longer.
+    ends `LAG` tokens after it began, and the window is up to `LAG` tokens longer.
 
     Args:
         index: An empty index.
@@ -84,13 +85,14 @@ class AttentionLayer(Guarded):
         update_every: Number of new tokens after which tokens move into the index.
         dense_below: A decoded token attends to all tokens while the sequence is shorter than this.
             The index is filled in the meantime.
-        search_up_to: A step of up to this many tokens searches, with one query after the other, as
-            verifying speculated tokens needs. A longer step is a chunk of a prompt.
+        search_up_to: A step of up to this many tokens is a decode step, in which each token's query
+            searches in turn, for example to verify speculated tokens. A longer step is a chunk of a
+            prompt.
         update_phase: In [0, 1). Updates begin when the length modulo `update_every` is this
             fraction of `update_every`, so that the layers of a model can take turns. A full block
             waits for the layer's turn. None: updates begin when the buffer is full.
-        graphs: Whether the index may capture steps that are alike in a CUDA graph and replay it, if
-            it can (`protocol.DecodesStep`). The results are equal.
+        graphs: Whether an index with `protocol.DecodesStep` may capture its step in a CUDA graph,
+            and replay the graph in later steps. The results are equal.
 
     Raises:
         ValueError: A size is out of range, the index is not empty, or it cannot estimate the
@@ -145,7 +147,7 @@ class AttentionLayer(Guarded):
         self._captured = CapturedSteps(self._contents, self._updates, *counting)
         self._joined = JoinedSteps(self._contents, *counting)
         self._searched = 0  # number of tokens of the last step, if it searched
-        self._usual: object = None  # shapes and dtypes that were checked last
+        self._usual: object = None  # shapes and dtypes of the last tensors that were checked
 
     def _unit(self, index: KVIndex) -> int:
         """Return how many tokens move into the index together."""
@@ -155,7 +157,7 @@ class AttentionLayer(Guarded):
 
     @property
     def index(self) -> KVIndex:
-        """The index. Another one may take its place, for example a wrapper around it."""
+        """The index. It may be replaced by another index, for example by a wrapper around it."""
         return self._contents.index
 
     @index.setter
@@ -172,7 +174,10 @@ class AttentionLayer(Guarded):
 
     @property
     def tokens(self) -> int:
-        """`len(self)`, which any thread may read at any time, also while rows move to the index."""
+        """The same number as `len(self)`, but any thread may read it at any time.
+
+        It is correct even while rows move from the window to the index.
+        """
         return self._contents.tokens
 
     @property
@@ -187,7 +192,7 @@ class AttentionLayer(Guarded):
 
     @property
     def traffic(self) -> Traffic:
-        """What the searching steps have read so far."""
+        """Counts of the rows and bytes that the searching steps have read so far."""
         return self._tally.traffic
 
     def nbytes(self) -> dict[str, int]:
@@ -232,15 +237,16 @@ class AttentionLayer(Guarded):
             bias: `[B, H, T, N + T]`, added to the logits. Indexes search without it, so it should
                 be 0 for rows that have left the window (for example a bias by distance that reaches
                 no further than `local_window` tokens).
-            sink_logits: `[H]` or `[B, H, T]`, the logits of learned sinks. Each is a term of the
-                softmax's denominator that belongs to no token (`ops.attention.with_sink_logits`).
+            sink_logits: `[H]` or `[B, H, T]`, the logits of learned sinks. Each logit adds a term
+                to the softmax's denominator that belongs to no token
+                (`ops.attention.with_sink_logits`).
             ids: Int64 `[B, G, T, K]`, the positions of rows that the caller chose, distinct for
-                each token, -1 where unused. Each token attends only to its rows, and nothing is
-                searched (`exact` then keeps no codes).
+                each token, -1 where unused. Each token attends only to its rows, and the index does
+                not search. (The index `exact` then stores no codes.)
             visible: Bool `[B, T, N + T]`, the tokens that each query attends to, in place of all
-                tokens up to its own. For a prompt, or a chunk of one, with an image that is
-                attended to in both directions. Such a step does not search, and later queries
-                attend to every valid token.
+                tokens up to its own. This is for prompts with an image whose tokens attend to each
+                other in both directions. Such a step does not search, and later queries attend to
+                every valid token.
 
         Returns:
             Attention outputs `[B, H, T, Dv]`. A padded query attends to the real tokens before it;
@@ -268,15 +274,15 @@ class AttentionLayer(Guarded):
         # 2. Keys and values of the new tokens enter the window, and their queries attend.
         long_enough = before + 1 >= self.dense_below and len(self.index) > 0
         searches = decoded and long_enough and ids is None
-        if searches:  # one token after the other enters the window, searches, and attends
+        if searches:  # tokens enter the window, search, and attend one after the other
             how: Any = dict(k=self.k, coverage=self.coverage, graphs=self.graphs)
             output = self._retrieval.decode(queries, keys, values, valid, bias, sinks, **how)
         else:
             self._window.append(len(self.index), keys, values, valid)
             self._retrieval.observe(queries, valid)
-            if ids is not None:  # to rows that the caller chose
+            if ids is not None:  # attend to the rows that the caller chose
                 output = self._attend_chosen(queries, sinks, ids, counts=decoded)
-            else:  # to all tokens
+            else:  # attend to all tokens
                 output = self._attend_densely(queries, bias, sinks, visible)
 
         # 3. If the window's buffer is full, move its old tokens into the index.
@@ -291,7 +297,7 @@ class AttentionLayer(Guarded):
         """Append tokens of a prompt without computing their attention.
 
         Afterwards the layer's state is the same as after a `step` of these tokens, except that the
-        index has not observed their queries.
+        index has not observed the queries of these tokens.
 
         Args:
             keys: `[B, G, T, D]`, after the rotary embedding.
@@ -332,7 +338,7 @@ class AttentionLayer(Guarded):
 
         Raises:
             ValueError: A shape, dtype or device does not fit, or `T` is larger than the number of
-                tokens, or than that of the last step if it searched.
+                tokens in the layer (or in the last step, if that step searched).
             TypeError: An argument is not a tensor.
         """
         most = self._searched or len(self)
@@ -353,13 +359,13 @@ class AttentionLayer(Guarded):
         """Append a chunk of a prompt, and attend to rows that the caller has stored.
 
         Attention reads all keys and values from `rows`, and none from the index. An index with
-        `protocol.AppendsAsync` appends concurrently with what follows, until the next chunk or
-        `settle`.
+        `protocol.AppendsAsync` may still be appending when this returns. The next chunk or `settle`
+        waits for the append.
 
         Args:
             queries: `[B, H, T, D]`, of the new tokens, after the rotary embedding.
-            rows: Keys `[B, G, N + T, D]` and values `[B, G, N + T, Dv]`: those of the `N` tokens
-                before, and then those of the new tokens.
+            rows: Keys `[B, G, N + T, D]` and values `[B, G, N + T, Dv]` of the `N` tokens before,
+                followed by the new tokens.
             valid: As in `step`.
 
         Returns:
@@ -393,7 +399,7 @@ class AttentionLayer(Guarded):
         return self._checked_rows(keys, values, valid)
 
     def _check_shapes(self, queries: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Check shapes, dtypes and devices, unless they are those of the step before."""
+        """Check shapes, dtypes and devices, unless they are the same as in the step before."""
         kinds = check.kind(queries), check.kind(keys), check.kind(values), self.batch_size
         if kinds == self._usual:
             return
@@ -418,7 +424,7 @@ class AttentionLayer(Guarded):
     def _check_options(
         self, queries: Tensor, bias: Tensor | None, ids: Tensor | None, visible: Tensor | None
     ) -> None:
-        """Check `bias` and `visible` of a step, and that nothing else comes with `ids`."""
+        """Check `bias` and `visible`, and that none of the other options is used with `ids`."""
         length = len(self) + queries.shape[2]
         if visible is not None:
             check_visible(visible, queries, length)
@@ -462,7 +468,7 @@ class AttentionLayer(Guarded):
     # Truncation, and the order of the batch
 
     def settle(self) -> None:
-        """Run an update that was deferred, and finish the one that is pending."""
+        """Run a deferred update of the window, and finish a pending one."""
         self._updates.settle()
 
     def truncate(self, length: int) -> None:
@@ -483,7 +489,7 @@ class AttentionLayer(Guarded):
         """Replace sequence `b` of the batch by sequence `batch_indices[b]`.
 
         Args:
-            batch_indices: Int64 `[B']`. A sequence may come several times, or not at all.
+            batch_indices: Int64 `[B']`. A sequence may occur several times, or not at all.
 
         Raises:
             ValueError: The shape or dtype does not fit, or there is no such sequence.
@@ -496,7 +502,7 @@ class AttentionLayer(Guarded):
             self._contents.reorder(batch_indices)
 
     def reset(self) -> None:
-        """Remove all tokens, and what `traffic` has counted."""
+        """Remove all tokens, and reset the counts of `traffic`."""
         self._updates.reset()
         self._contents.reset()
         self._searched, self._broken = 0, None
@@ -508,7 +514,7 @@ class AttentionLayer(Guarded):
         """Return why a CUDA graph cannot contain the step of the next token.
 
         Returns:
-            The reason, or None if a graph can.
+            The reason, or None if a graph can contain the step.
         """
         if type(self).step is not AttentionLayer.step:
             return f"layer: got {type(self).__name__}, whose step is its own"
@@ -520,8 +526,8 @@ class AttentionLayer(Guarded):
         Afterwards all data is at the addresses that the graph reads.
 
         Returns:
-            An object that stays the same for as long as one graph may be replayed; or None if the
-            next token must take `step`, for the reason that `capture_refusal` returns.
+            An object that stays the same for as long as one graph may be replayed. None if the
+            caller must use `step` for the next token; `capture_refusal` returns the reason.
         """
         self._captured.forget()
         if self.capture_refusal() is not None:
@@ -531,17 +537,17 @@ class AttentionLayer(Guarded):
     def prepare_next(self) -> object | None:
         """Prepare the next replay in less time than `prepare_replay`, if nothing else has changed.
 
-        It asks the index alone, so that a model with many layers can call it for each token.
+        It calls only the index, so that it is fast enough for every layer and every token.
 
         Returns:
-            What `prepare_replay` would return; or None if `prepare_replay` must be called, because
-            something other than `count_replay` was called since, or the buffer of the resident
-            rows is full.
+            The object that `prepare_replay` would return. None if the caller must call
+            `prepare_replay`, because the layer was changed by another call than `count_replay`, or
+            because the buffer of the resident rows (sink and window) is full.
         """
         return self._captured.prepare_next(self._situation())
 
     def _situation(self) -> object:
-        """Return what `prepare_replay` depends on, apart from the index's own part."""
+        """Return the data on which `prepare_replay` depends, apart from the index's own data."""
         return self.calls_begun, id(self.index), self.k, self.coverage, self.dense_below
 
     def captured_step(
@@ -554,7 +560,7 @@ class AttentionLayer(Guarded):
     ) -> Tensor:
         """Launch the step of one real token per sequence, for a CUDA graph to capture.
 
-        The kernels read on the device where the token goes and how many rows there are. Call
+        The kernels read the token's position and the number of rows from device memory. Call
         `prepare_replay` before the capture and before each replay, and `count_replay` after each
         replay.
 
@@ -587,14 +593,15 @@ class AttentionLayer(Guarded):
         """Update after a replay. This is a transaction of its own."""
         self._updates.update_if_due(1)
 
-    # Steps with other layers. The caller (`pool.LayerPool`) calls for each layer: `way_back`,
-    # `begin_decoding` and `joins`; for each token `row_of_step` and `count_joined`; and at the end
-    # `end_joined`. If any call fails, it calls all functions that `way_back` returned.
+    # Steps together with other layers. For each layer, the caller (`pool.LayerPool`) first calls
+    # `way_back`, `begin_decoding` and `joins`. Then it calls `row_of_step` and `count_joined` for
+    # each token, and at the end `end_joined`. If any call fails, the caller calls all functions
+    # that `way_back` returned.
 
     def way_back(self, tokens: int) -> Callable[[], None]:
-        """Return a function that undoes all that a step of `tokens` tokens may change.
+        """Return a function that undoes a step of `tokens` tokens.
 
-        It needs no copy of the layer's state if the step brings no update.
+        The function needs no copy of the layer's state if the step runs no update of the window.
         """
         if not self._updates.idle_for(tokens):
             return partial(self.rollback, self.checkpoint())
@@ -611,21 +618,27 @@ class AttentionLayer(Guarded):
         self._updates.begin_decoding()
 
     def joins(self, tokens: int) -> bool:
-        """Return whether the next `tokens` tokens can be a row of a step with other layers."""
+        """Return whether the next `tokens` tokens can run in one step with other layers."""
         if not self.decodes(tokens) or self.coverage is not None:
             return False
         return self._joined.possible(searches=len(self) + 1 >= self.dense_below)
 
     def resident_room(self, tokens: int) -> int:
-        """Return how many rows `lie_in` must have room for, if `tokens` tokens are to come."""
+        """Return how many rows the buffer of `lie_in` must have room for before a step.
+
+        tokens: number of tokens in the step.
+        """
         return self._window.room(tokens)
 
     def lies_in(self, resident: ResidentRows) -> bool:
-        """Return whether `resident` is where sink and window are stored for steps."""
+        """Return whether `resident` is the buffer with this layer's rows of sink and window."""
         return self._window.lies_in(resident)
 
     def lie_in(self, resident: ResidentRows | None) -> None:
-        """Store sink and window for steps in `resident`, of batch size 1; None: in own memory."""
+        """Store the rows of sink and window in the buffer `resident`, of batch size 1.
+
+        None: the layer uses a buffer of its own.
+        """
         self._window.lie_in(resident)
 
     def asks(self) -> int:
@@ -633,15 +646,15 @@ class AttentionLayer(Guarded):
         return self._joined.asks(self.k)
 
     def row_of_step(self, queries: Tensor, tokens: int, *, k: int) -> object | None:
-        """Return what a step reads of the index, or None if the index is empty.
+        """Return the index's part of a joint step, or None if the index is empty.
 
-        queries: `[1, H, D]`; tokens: how many tokens need room behind the resident rows, which are
-        filled. Raises the errors of `JoinsBatch.batch_row`.
+        This also fills the buffer of the resident rows, with room for `tokens` more tokens.
+        queries: `[1, H, D]`. Raises the errors of `JoinsBatch.batch_row`.
         """
         return self._joined.row(queries, tokens, k=k)
 
     def count_joined(self, attended: Attended) -> None:
-        """Count a token that a step has written behind the resident rows, and what it read."""
+        """Count a token whose rows a joint step has written, and the rows that the step read."""
         self._joined.count(attended)
 
     def end_joined(self, tokens: int) -> None:
@@ -725,11 +738,12 @@ class AttentionLayer(Guarded):
         """Load a state into this empty layer.
 
         Args:
-            state: What `state_dict` of a layer returned that has the same sizes, and an index of
-                the same configuration.
+            state: The result of `state_dict` of a layer with the same sizes, whose index has the
+                same configuration.
 
         Raises:
-            ValueError: The state is another one, or the layer has tokens. The layer is unchanged.
+            ValueError: The state does not fit this layer, or the layer has tokens. The layer is
+                unchanged.
             TypeError: The state is not a mapping from names to tensors.
         """
         check_signed(self._whose(), state)

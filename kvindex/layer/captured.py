@@ -1,8 +1,8 @@
-"""Steps that others run: in a caller's CUDA graph, or together with those of other layers.
+"""Steps of a layer that run in a caller's CUDA graph, or together with the steps of other layers.
 
 Such a step writes the token's key and value behind the resident rows (sink and window in one
-buffer) by itself. The layer only counts the token, which is then staged: the window copies its row
-when someone asks for the rows. So undoing a token that brings no update needs no copy.
+buffer) by itself. The layer only counts the token, which is then staged: the window copies the
+token's row when its rows are read. So undoing a token needs no copy, unless it causes an update.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class CapturedSteps(Restorable):
     """
 
     _prepared: tuple[object, CapturesStep, ResidentRows, int] | None = None
-    _due_at = 0  # a replay below this length brings no update
+    _due_at = 0  # no update becomes due while the length is below this
 
     def __init__(
         self, contents: LayerContents, updates: Updates, tally: Tally, row_bytes: int
@@ -55,10 +55,10 @@ class CapturedSteps(Restorable):
         return "an update is due before the next token" if self._updates.deferred else None
 
     def prepare(self, situation: object, k: int) -> object | None:
-        """Put what a graph reads where it reads it, before a capture or a replay.
+        """Write all data to the addresses that a graph reads, before a capture or a replay.
 
-        situation: equals a later one as long as nothing has changed but by `count`. Returns the
-        same object for as long as one graph may be replayed.
+        situation: an object that stays equal as long as only `count` has changed the layer. Returns
+        the same object for as long as one graph may be replayed.
         """
         index, resident = self._capturing()
         k, self._due_at = rows_to_ask(self._contents.index, k), self._updates.due_from()
@@ -66,7 +66,7 @@ class CapturedSteps(Restorable):
         return index.prepare_replay(resident, k=k)
 
     def prepare_next(self, situation: object) -> object | None:
-        """Like `prepare`, but faster, because only the index is asked.
+        """Like `prepare`, but faster, because it calls only the index.
 
         Returns None if the situation has changed, or the resident rows have no room.
         """
@@ -98,7 +98,7 @@ class CapturedSteps(Restorable):
         return length >= self._due_at and self._updates.is_due(1)
 
     def forget(self) -> None:
-        """What was prepared is valid no longer."""
+        """Make the last result of `prepare` invalid."""
         self._prepared = None
 
     def _capturing(self) -> tuple[CapturesStep, ResidentRows]:
@@ -111,7 +111,7 @@ class CapturedSteps(Restorable):
 
 
 class JoinedSteps(Restorable):
-    """Steps of one sequence that are rows of a step with other layers (`pool.LayerPool`).
+    """Steps of one sequence that run together with the steps of other layers (`pool.LayerPool`).
 
     Args:
         contents: The index and the window.
@@ -123,10 +123,10 @@ class JoinedSteps(Restorable):
         self._contents, self._tally, self._row_bytes = contents, tally, row_bytes
 
     def possible(self, *, searches: bool) -> bool:
-        """Return whether the next tokens can join others.
+        """Return whether the next tokens can run in one step with other sequences.
 
-        They can if they attend to the window alone, or search an index that joins others. searches:
-        whether the sequence is long enough to search.
+        They can if they attend only to the window, or if the index offers `protocol.JoinsBatch`.
+        searches: whether the sequence is long enough to search.
         """
         index, window = self._contents.index, self._contents.window
         if window.batch_size != 1:
@@ -142,15 +142,16 @@ class JoinedSteps(Restorable):
         return rows_to_ask(index, k) if len(index) else 0
 
     def row(self, queries: Tensor, tokens: int, *, k: int) -> object | None:
-        """Return what a step reads of the index, or None if it is empty, and fill the resident
-        rows, with room for `tokens` tokens.
+        """Return the index's part of a joint step, or None if the index is empty.
+
+        This also fills the buffer of the resident rows, with room for `tokens` more tokens.
         """
         index = self._contents.index
         self._contents.window.resident(len(index), more=tokens)
         return required(index, JoinsBatch).batch_row(queries, k=k) if len(index) else None
 
     def count(self, attended: Attended) -> None:
-        """Count a token that a step has written behind the resident rows, and what it read."""
+        """Count a token whose rows a joint step has written, and the rows that the step read."""
         contents, window = self._contents, self._contents.window
         resident = window.count_staged()
         if len(contents.index):
@@ -158,7 +159,7 @@ class JoinedSteps(Restorable):
             self._tally.count(Counts(attended.found, *sizes, self._row_bytes))
 
     def checkpoint(self) -> Any:
-        """Return a checkpoint that is valid until an update; it copies nothing."""
+        """Return a checkpoint, without copying data. It is valid until the next update."""
         return self._contents.window.counted, self._tally.checkpoint()
 
     def rollback(self, checkpoint: Any) -> None:

@@ -18,8 +18,8 @@ from kvindex.layer.window import Window
 from kvindex.ops.fetch import gather_rows
 
 FETCHED_BYTES = 2**28
-"""Rows of a prompt are fetched for a few tokens at a time, which together take about this much
-memory. The limit does not change the result."""
+"""Approximate memory of the rows that are fetched at a time. A prompt is processed a few tokens at
+a time to stay below it. The limit does not change the result."""
 
 
 def check_ids(ids: Tensor, queries: Tensor, index: KVIndex, before: int) -> Tensor:
@@ -32,7 +32,7 @@ def check_ids(ids: Tensor, queries: Tensor, index: KVIndex, before: int) -> Tens
         ids: Int64 `[B, G, T, K]`, positions of rows, or -1.
         queries: `[B, H, T, D]`.
         index: The index that stores the rows.
-        before: Number of tokens before those of the queries.
+        before: Number of tokens before the first query's token.
 
     Returns:
         The ids, int64 `[B, G, T, K]`.
@@ -58,9 +58,9 @@ def check_ids(ids: Tensor, queries: Tensor, index: KVIndex, before: int) -> Tens
 
 
 def attend_chosen(index: KVIndex, window: Window, queries: Tensor, ids: Tensor) -> list[Retrieved]:
-    """Attend from `T` queries `[B, H, T, D]`, each to its rows of `ids` `[B, G, T, K]` alone.
+    """Attend from each of `T` queries `[B, H, T, D]` only to its rows `ids` `[B, G, T, K]`.
 
-    An id is a position in the sequence, or -1 for none. Rows of padding are not attended to.
+    An id is a position in the sequence, or -1 for an unused slot. Padding is not attended to.
     """
     if ids.shape[2] == 1 and len(index) and (attends := capability(index, Attends)):
         return [_where_they_lie(attends, index, window, queries[:, :, 0], ids[:, :, 0])]
@@ -76,7 +76,7 @@ def attend_chosen(index: KVIndex, window: Window, queries: Tensor, ids: Tensor) 
 def _where_they_lie(
     attends: Attends, index: KVIndex, window: Window, queries: Tensor, ids: Tensor
 ) -> Retrieved:
-    """Like `_block`, for one token, by an index that attends to rows where they are stored.
+    """Like `_block`, for one token and an index that attends to rows where they are stored.
 
     queries: `[B, H, D]`; ids: `[B, G, K]`.
     """
@@ -135,5 +135,5 @@ def _rows(index: KVIndex, window: Rows, ids: Tensor) -> Rows:
     if indexed:
         inside = ids.masked_fill(ids >= indexed, UNUSED)
         found = index.fetch(Hits(inside, torch.zeros_like(inside, dtype=torch.float32)))
-        keys, values = keys + found.keys, values + found.values  # one of them is 0
+        keys, values = keys + found.keys, values + found.values  # one of the two terms is 0
     return Rows(keys, values)

@@ -17,10 +17,10 @@ from kvindex.storage.state import State, above, below, length_and_batch
 
 
 class LayerContents(Restorable):
-    """An index, and the window with the tokens that come after those in the index.
+    """An index, and the window with the tokens that come after the tokens in the index.
 
-    A layer and its parts share one object of this class. So all of them see the same window after
-    `reorder`, and the same index after `layer.index` was replaced.
+    A layer and its parts share one object of this class. So all parts see the new window after
+    `reorder`, and the new index after `layer.index` was replaced.
     """
 
     def __init__(self, index: KVIndex, window: Window) -> None:
@@ -34,7 +34,10 @@ class LayerContents(Restorable):
 
     @property
     def tokens(self) -> int:
-        """`len(self)`, which any thread may read at any time, also during a move to the index."""
+        """The same number as `len(self)`, but any thread may read it at any time.
+
+        It is correct even while rows move from the window to the index.
+        """
         while True:
             in_move = self._length_in_move
             length = in_move[0] if in_move else len(self)
@@ -51,7 +54,7 @@ class LayerContents(Restorable):
             self._length_in_move = []
 
     def truncate(self, length: int) -> None:
-        """Remove the tokens from position `length` on. None of them may be leaving the window."""
+        """Remove the tokens from position `length` on, which must not be leaving the window."""
         window, indexed = self.window, len(self.index)
         sink = window.sink
         with self.moving():
@@ -73,7 +76,7 @@ class LayerContents(Restorable):
             self.window.reset()
 
     def nbytes(self) -> dict[str, int]:
-        """Bytes in use per memory tier of the index, and those of the `window`."""
+        """Bytes in use: those of the index per memory tier, and those of the `window`."""
         return {**self.index.nbytes(), "window": self.window.nbytes()}
 
     # Copies
@@ -108,7 +111,7 @@ class LayerContents(Restorable):
     # State as named tensors
 
     def packed(self) -> State:
-        """Return the index's state, with names below `index`, and the window's.
+        """Return the state of the index, with names that begin with `index.`, and of the window.
 
         Raises ValueError for an index without the capability `KeepsState`.
         """

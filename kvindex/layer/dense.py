@@ -15,12 +15,13 @@ from kvindex.layer.sink import Sink
 from kvindex.ops.attention import attend_blocks, attend_causal, with_sink_logits
 
 BLOCK = 1024
-"""Number of queries and of rows in a block. It limits memory, and does not change the result."""
+"""Number of queries, and of rows, that are processed at a time. This limits memory, and does not
+change the result."""
 
 GATHERED_BYTES = 2**30
-"""Up to this size, rows are copied out of the index for one fused call of torch's attention, which
-is several times as fast on a CPU (benchmarks/results/reference.json). Larger ones are read block by
-block."""
+"""Largest size of rows that are copied out of the index, for one fused call of torch's attention.
+On a CPU this is several times as fast as a loop over blocks (benchmarks/results/reference.json).
+Larger rows are read block by block."""
 
 
 def attend_densely(
@@ -45,8 +46,8 @@ def attend_densely(
         bias: `[B, H, T, N]`, added to the logits, or None.
         sink_logits: `[B, H, T]`, the logits of learned sinks, or None.
         indexed: Number of tokens to read from the index; None for all of its tokens.
-        sink: The first real tokens with their rows, which replace those of the index. These tokens
-            differ from all others, so their codes may be inexact.
+        sink: The first real tokens with their exact rows, which replace the rows of the index. The
+            keys of these tokens differ from all others, so a row codec may store them inaccurately.
         visible: Bool `[B, T, N]`, the tokens that each query attends to; None for causal attention.
 
     Returns:
@@ -73,7 +74,7 @@ def attend_by_block(
     sink: Sink | None = None,
     visible: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Like `attend_densely`, block by block, and return the log-sum-exp of the logits, too.
+    """Like `attend_densely`, but block by block. Also return the log-sum-exp of the logits.
 
     The log-sum-exp is float32 `[B, H, T]`; it is `-inf` if a query attends to nothing, which can
     happen at a padded token. Only the logits of one block are in memory at a time.

@@ -1,9 +1,11 @@
 """A decoded token's attention: to the sink, to rows that the index retrieves, and to the window.
 
-There are three ways, and the first that the index offers is taken. With `DecodesStep` the index
-computes the whole step. With `Attends` the index searches and attends to rows where they are
-stored. Any other index searches and fetches rows, and the layer concatenates them with sink and
-window and attends.
+There are three ways to compute it, depending on the capabilities of the index:
+
+1. An index with `DecodesStep` computes the whole step.
+2. An index with `Attends` searches, and attends to rows where they are stored.
+3. Any other index searches and fetches rows. The layer concatenates them with the rows of sink and
+   window, and attends.
 """
 
 from __future__ import annotations
@@ -38,10 +40,10 @@ from kvindex.ops.attention import with_sink_logits
 
 @dataclass(frozen=True, eq=False)
 class Retrieved:
-    """The result of a step's attention, and the counts of what it has read.
+    """The result of a step's attention, and the number of rows that it has read.
 
-    beside: number of rows of sink and window; masked: how many of those are not attended to, mean
-    over the batch; coverage: `Hits.coverage`, or None.
+    beside: number of rows of sink and window; masked: how many rows of sink and window are not
+    attended to, mean over the batch; coverage: `Hits.coverage`, or None.
     """
 
     attended: Attended
@@ -59,7 +61,7 @@ def decode_step(
     k: int,
     graphs: bool,
 ) -> Retrieved:
-    """Append a token, keys `[B, G, 1, D]`, and attend from it, both by the index's executor."""
+    """Append a token with keys `[B, G, 1, D]`, and attend from it, with the index's executor."""
     resident = window.resident(indexed, more=1)
     places = window.claim(indexed, token.keys, token.values, None)
     attended = index.decode_step(queries, token, resident, places, k=k, graphs=graphs)
@@ -88,8 +90,8 @@ def search_and_attend(
 ) -> Retrieved:
     """Search, fetch and attend from queries `[B, H, D]` to sink, window and `k` rows.
 
-    bias: added to the logits, of all tokens `[B, H, N]`; sink_logits: `[B, H]`, for the coverage;
-    newer: how many of the newest tokens the queries do not see.
+    bias: added to the logits of all tokens, `[B, H, N]`; sink_logits: `[B, H]`, used only to
+    estimate the coverage; newer: how many of the newest tokens the queries must not attend to.
     """
     seen = window.real(len(index))
     if seen is None:
@@ -115,9 +117,9 @@ def attend_over(
 ) -> Retrieved:
     """Attend from queries `[B, H, D]` to the rows `found`, the sink, and the window's `seen` rows.
 
-    seen: bool `[B, W]`; bias: added to the logits, of all tokens `[B, H, N]`; sink_logits:
-    `[B, H]`, for the coverage, but not part of the attention. A window of batch size 1 serves any
-    number of queries.
+    seen: bool `[B, W]`; bias: added to the logits of all tokens, `[B, H, N]`; sink_logits:
+    `[B, H]`, used only to estimate the coverage, and not in the attention. A window of batch size 1
+    serves any number of queries.
     """
     g, B = index.geometry, len(queries)
     resident, seen = window.with_sink(seen)
@@ -169,7 +171,9 @@ def rows_to_ask(index: KVIndex, k: int) -> int:
 
 
 def row_bytes(index: KVIndex) -> int:
-    """Return the bytes of a fetched row: as the index reports, or those of its key and value."""
+    """Return the bytes of a fetched row: the number that the index reports, or else the size of an
+    unencoded key and value.
+    """
     g, tells = index.geometry, capability(index, ReportsRowBytes)
     plain = (g.head_dim + g.value_dim) * g.dtype.itemsize
     return plain if tells is None else tells.row_bytes
@@ -200,7 +204,8 @@ class Retrieval(Restorable):
         coverage: float | None,
         graphs: bool,
     ) -> Tensor:
-        """Append `T` tokens one by one. Each searches with its own query: `[B, H, T, Dv]`.
+        """Append `T` tokens one by one, search with each token's query, and return the attention
+        output `[B, H, T, Dv]`.
 
         The arguments are those of `AttentionLayer.step`, after its checks; sinks: `[B, H, T]`.
         """
@@ -240,7 +245,7 @@ class Retrieval(Restorable):
         if decodes is None or capability(index, ObservesQueries) is not None:
             check_finite(
                 "queries", queries
-            )  # before the token is appended; the index would check later
+            )  # raise before the token is appended; the index would check only afterwards
         if decodes is None:
             window.append(indexed, keys, values, valid)
             self.observe(queries, valid)
@@ -264,7 +269,7 @@ class Retrieval(Restorable):
         """Search with queries `[B, H, D]`, and attend to sink, hits and window: `[B, H, Dv]`.
 
         bias: for all tokens, `[B, H, N]`; sinks: `[B, H]`; newer: how many of the newest tokens the
-        queries do not see.
+        queries must not attend to.
         """
         index, window = self._contents.index, self._contents.window
         k, length = rows_to_ask(index, k), len(self._contents)
@@ -280,8 +285,8 @@ class Retrieval(Restorable):
     def observe(self, queries: Tensor, valid: Tensor | None = None, new: int = 0) -> None:
         """Pass queries `[B, H, T, D]` to an index that observes them, with zeros for padding.
 
-        valid: bool `[B, T]`, or None for no padding; new: how many of their tokens are not in the
-        window yet.
+        valid: bool `[B, T]`, or None for no padding; new: how many of the queries' tokens are not
+        in the window yet.
         """
         observer = capability(self._contents.index, ObservesQueries)
         if observer is not None:
@@ -292,9 +297,9 @@ class Retrieval(Restorable):
             observer.observe_queries(queries, positions)
 
     def counted(self, read: Retrieved, length: int) -> Attended:
-        """Count what a step has read, and return its attention.
+        """Count the rows that a step has read, and return its attention.
 
-        length: tokens of the sequence that full attention would have read.
+        length: number of tokens that full attention would have read.
         """
         padded, found = self._contents.window.padded, read.attended.found
         size = self.row_bytes

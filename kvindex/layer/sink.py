@@ -16,8 +16,8 @@ from kvindex.ops.select import compact
 class Sink:
     """The sinks of a batch of sequences.
 
-    ids: positions of the tokens, int64 `[B, S]`, -1 where a place is unused; rows: their keys and
-    values, `[B, G, S, D]`; fewest: number of tokens in the smallest sink of the batch.
+    ids: positions of the tokens, int64 `[B, S]`, -1 where a place is unused; rows: the tokens' keys
+    and values, `[B, G, S, D]`; fewest: number of tokens in the smallest sink of the batch.
     """
 
     ids: Tensor
@@ -60,7 +60,8 @@ def joining(sink: Sink | None, size: int, moved: Rows, real: Tensor | None) -> T
     """Return which of the rows `moved`, `[B, G, n, D]`, become part of the sink.
 
     size: number of tokens of a full sink; real: bool `[B, n]`, or None where no token is padded.
-    The result is bool `[B, n]`, or None if the sink is full, which needs no look at the device.
+    The result is bool `[B, n]`, or None if the sink is full. To find that out, the host does not
+    wait for the device.
     """
     if (0 if sink is None else sink.fewest) >= size:
         return None
@@ -72,7 +73,10 @@ def joining(sink: Sink | None, size: int, moved: Rows, real: Tensor | None) -> T
 
 
 def first_of(size: int, moved: Rows, start: int) -> Sink:
-    """Make a sink of the first `size` of the rows `moved`, all real, from position `start` on."""
+    """Make a sink of the first `size` rows of `moved`.
+
+    All of these rows are real tokens; start: the position of the first of them.
+    """
     rows = Rows(*(part[:, :, :size].clone() for part in (moved.keys, moved.values)))
     batch, _, count, _ = rows.keys.shape
     ids = torch.arange(start, start + count, device=rows.keys.device)
@@ -80,9 +84,9 @@ def first_of(size: int, moved: Rows, start: int) -> Sink:
 
 
 def joined(sink: Sink | None, new: Tensor, moved: Rows, start: int) -> Sink:
-    """Return the sink with the rows of `moved` that `new` marks, bool `[B, n]`.
+    """Return the sink after adding the rows of `moved` that `new`, bool `[B, n]`, marks.
 
-    start: position of the first of these rows.
+    start: position of the first row of `moved`.
     """
     ids = compact(new)
     wide = ids[:, None].expand(-1, moved.keys.shape[1], -1)

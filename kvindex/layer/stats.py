@@ -14,7 +14,7 @@ from kvindex.core.restore import Restorable
 T = TypeVar("T")
 
 AT_ONCE = 128
-"""Number of steps whose counts are added up together, in a few operations on the device."""
+"""Number of steps after which their counts are added up, in a few operations on the device."""
 
 
 @dataclass(frozen=True)
@@ -26,8 +26,8 @@ class Traffic:
         rows_read: Number of rows that they attended to, per KV head and sequence.
         rows_full: Number of rows that full attention would have read, per KV head and sequence.
         bytes_fetched: Bytes of the rows that the index returned.
-        coverage: Sum of `Hits.coverage` (mean over heads and sequences) over the searches that were
-            asked for a coverage.
+        coverage: Sum of `Hits.coverage` (mean over heads and sequences) over the searches that
+            estimated it.
     """
 
     steps: int = 0
@@ -38,14 +38,19 @@ class Traffic:
 
 
 class Counts(NamedTuple):
-    """What one step has read. Making it launches no operation on the device.
+    """The rows that one step has read. Making this object launches no operation on the device.
 
-    found: number of rows that the index returned, int `[B, G]`, or None if the device adds them up
-    (`Tally.watch`); beside: number of rows of sink and window, padding included; masked: how many
-    of those are not attended to, mean over the batch; length: number of tokens of the sequence,
-    padding included; padded: how many of those are padding, mean over the batch; row_bytes: bytes
-    of a row of the index; coverage: `Hits.coverage`, or None; steps: number of captured steps that
-    were merged into this one, of which `beside` and `length` are sums.
+    Args:
+        found: Number of rows that the index returned, int `[B, G]`, or None if the device adds the
+            numbers up (`Tally.watch`).
+        beside: Number of rows of sink and window, padding included.
+        masked: How many rows of sink and window are not attended to, mean over the batch.
+        length: Number of tokens of the sequence, padding included.
+        padded: How many tokens of the sequence are padding, mean over the batch.
+        row_bytes: Bytes of a row of the index.
+        coverage: `Hits.coverage`, or None.
+        steps: Number of captured steps that were merged into this object. `beside` and `length` are
+            the sums over these steps.
     """
 
     found: Tensor | None
@@ -81,7 +86,7 @@ class Watched(NamedTuple):
 
 
 class State(NamedTuple):
-    """The state of a `Tally`: the sums, the steps that are not yet in them, and device counters."""
+    """The state of a `Tally`: sums, steps that are not yet added to the sums, device counters."""
 
     total: Traffic
     new: list[Counts]
@@ -89,7 +94,7 @@ class State(NamedTuple):
 
 
 class Tally(Restorable):
-    """Collects the counts of steps, and adds them up when there are many.
+    """Collects the counts of steps, and adds them up after every few steps.
 
     Its state is one object, which is replaced as a whole. So any thread may read `traffic` at any
     time.
@@ -153,12 +158,12 @@ class Tally(Restorable):
         lost = [one for one in before.watched if all(one.found is not two.found for two in now)]
         watched = [
             Watched(one.found, one.found.sum() - rest.get(id(one.found), 0))
-            for one in (*lost, *now)  # some are lost if `reset` was called in between
+            for one in (*lost, *now)  # `lost` is not empty if `reset` was called in between
         ]
         self._state = State(before.total, before.new, watched)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """Return a copy. Steps that are captured later for one of the two count for it alone."""
+        """Return a copy. Later captured steps of the copy do not count in the original."""
         self._state = _added_up(self._state)
         return super().__deepcopy__(memo)
 
@@ -213,7 +218,7 @@ def _less(steps: list[Counts], all_of: str, some_of: str) -> Tensor | float:
 
 
 def _same(one: Tensor | float, other: Tensor | float) -> bool:
-    """Return whether two counts are equal without doubt, without waiting for the device."""
+    """Return True if two counts are known to be equal, without waiting for the device."""
     return one is other or (isinstance(one, float) and isinstance(other, float) and one == other)
 
 

@@ -18,27 +18,28 @@ from kvindex.layer.contents import LayerContents
 from kvindex.layer.window import Leaving
 
 LAG = 4
-"""Number of tokens for which an update may run concurrently with the steps, so that no step waits
-for it (`benchmarks/append.py`). The window is longer by as many rows."""
+"""Number of tokens during which an update may run concurrently with decode steps, so that no step
+waits for the update (`benchmarks/append.py`). The window is up to this many rows longer."""
 
 
 Append = Callable[[], None]
 
 
 class AsyncAppend:
-    """An append of rows to an index, which begins now and which `end` completes.
+    """An append of rows to an index. It begins when this object is made; `end` completes it.
 
-    On a CUDA device the append runs on a stream that all layers share, so that the current stream
-    can go on to search the index as it was. Until `end` nobody may change the index or the rows.
+    On a CUDA device the append runs on a stream that all layers share, while the current stream can
+    search the index without the new rows. Until `end` nobody may change the index or the rows.
 
     Args:
-        index: The index that the rows are for.
+        index: The index to which the rows are appended.
         leaving: The rows.
-        beside: The index with its `start_append`, which is called now; None: `end` does everything.
-        begun: Length of the sequence at this time.
+        beside: The index, if its `start_append` is to be called now. None: `end` does the whole
+            append.
+        begun: Length of the sequence when the append begins.
     """
 
-    _done: torch.cuda.Event | None = None  # None after the current stream has waited for it
+    _done: torch.cuda.Event | None = None  # set to None once the current stream has waited for it
 
     def __init__(
         self, index: KVIndex, leaving: Leaving, *, beside: AppendsAsync | None, begun: int = 0
@@ -82,7 +83,7 @@ class AsyncAppend:
             with torch.cuda.stream(side):
                 rest = begin()
         except BaseException:
-            current.wait_stream(side)  # it may have launched something
+            current.wait_stream(side)  # `begin` may have launched work on the side stream
             raise
         self._done = side.record_event()
         return rest
@@ -99,9 +100,10 @@ def unit_of(index: KVIndex, update_every: int) -> int:
 def longest_buffer(
     index: KVIndex, unit: int, *, update_every: int, update_phase: float | None
 ) -> int:
-    """Return how many tokens the buffer may hold before an update begins in any case.
+    """Return the length of the buffer at which an update begins in any case.
 
-    If layers take turns, a block that is full waits for the layer's turn, and more tokens come.
+    If layers take turns, a full block waits for the layer's turn, and meanwhile more tokens enter
+    the buffer.
     """
     turns = update_phase is not None and capability(index, AppendsAsync) is not None
     return 2 * update_every if turns and unit > 1 else update_every
@@ -111,14 +113,15 @@ class Updates(Restorable):
     """Moves old tokens of the window into the index.
 
     An update that begins in a step of one token may run concurrently with the next steps, if the
-    index can append so (`protocol.AppendsAsync`). Until it ends, the tokens that are leaving stay
-    in the window, and attention reads them there. All decisions depend on lengths alone, and never
-    on a clock, so that results are reproducible.
+    index offers `protocol.AppendsAsync`. Until the update ends, the tokens that are leaving stay in
+    the window, and attention reads them there. All decisions depend only on lengths, and never on a
+    clock, so that results are reproducible.
 
     Args:
         contents: The index and the window.
         update_every: Tokens in the buffer at which an update is due.
-        update_phase: When the layer's turn comes, as in `AttentionLayer`, or None for no turns.
+        update_phase: The length at which this layer may begin an update, as in `AttentionLayer`, or
+            None if layers do not take turns.
         most: Tokens in the buffer at which an update begins in any case (`longest_buffer`).
     """
 
@@ -127,7 +130,7 @@ class Updates(Restorable):
     ) -> None:
         self._contents, self._every, self._most = contents, update_every, most
         self.turn = None if update_phase is None else int(update_phase * update_every)
-        """The layer's turn comes when the length modulo `update_every` is this, or never."""
+        """The layer's turn comes when the length modulo `update_every` is this. None: no turns."""
         self.pending: AsyncAppend | None = None
         """The append of the tokens that are leaving."""
         self.prompt_ended = False
@@ -136,14 +139,15 @@ class Updates(Restorable):
 
     @property
     def deferred(self) -> bool:
-        """Whether a step of several tokens has left an update to the next step."""
+        """Whether a step of several tokens has deferred an update to the next step."""
         return self._deferred_from is not None
 
     # Calls before a step of the layer
 
     def catch_up(self) -> None:
-        """Run the update that a step of several tokens deferred, if the tokens that remain of it
-        make one due.
+        """Run the update that a step of several tokens deferred, if it is still due.
+
+        The caller may have truncated some of these tokens in the meantime.
         """
         start, self._deferred_from = self._deferred_from, None
         if start is not None and len(self._contents) > start:
@@ -165,20 +169,20 @@ class Updates(Restorable):
     def update_if_due(self, decoded: int) -> None:
         """Begin or end an update if one is due.
 
-        decoded: number of new tokens that are no chunk of a prompt.
+        decoded: number of new tokens, or 0 for a chunk of a prompt.
         """
         if self.is_due(decoded):
             self.update(decoded)
 
     def defer(self, start: int) -> None:
-        """Leave the update to the next step, because the tokens from `start` on may be rejected."""
+        """Defer the update to the next step: the tokens from `start` on may be rejected."""
         self._deferred_from = start
 
     def update(self, decoded: int = 0) -> None:
         """If the buffer is full, move all but the newest `local_window` tokens into the index.
 
-        decoded: as in `update_if_due`. If it is not 0, and the index can append asynchronously, the
-        move ends in a later step.
+        decoded: as in `update_if_due`. If `decoded` is not 0 and the index can append
+        asynchronously, the move ends in a later step.
         """
         index = self._contents.index
         beside = capability(index, AppendsAsync) if decoded else None
@@ -195,7 +199,7 @@ class Updates(Restorable):
             self._begin(capability(self._contents.index, AppendsAsync))
 
     def settle(self) -> None:
-        """Run a deferred update, and finish the one that is pending."""
+        """Run a deferred update of the window, and finish a pending one."""
         self.catch_up()
         self.finish()
 
@@ -204,13 +208,13 @@ class Updates(Restorable):
     def is_due(self, decoded: int) -> bool:
         """Return whether an update may begin or end.
 
-        This compares a few numbers. The caller can avoid a transaction, which copies what it would
-        have to undo, where nothing changes.
+        This compares a few numbers, so that the caller can avoid a transaction if nothing changes.
+        A transaction is slower, because it records a checkpoint.
         """
         return self._may_begin(decoded) if self.pending is None else self._may_end(decoded)
 
     def due_from(self) -> int:
-        """Return the length of the sequence before which no single token makes an update due."""
+        """Return a length of the sequence below which no single token can make an update due."""
         length, pending = len(self._contents), self.pending
         first = length + self._most - self._contents.window.buffer
         if self.turn is not None:
@@ -247,7 +251,10 @@ class Updates(Restorable):
     # How tokens move
 
     def _begin(self, beside: AppendsAsync | None) -> None:
-        """Begin to move all but the newest `local_window` tokens; finish without `beside`."""
+        """Begin to move all but the newest `local_window` tokens.
+
+        beside: the index, for an asynchronous move; None: the move is finished immediately.
+        """
         contents = self._contents
         index, window = contents.index, contents.window
         leaving = window.oldest(len(index))
@@ -287,7 +294,7 @@ class Updates(Restorable):
         self.prompt_ended, self._deferred_from = False, None
 
     def checkpoint(self) -> Any:
-        """Return the present state, for `rollback`, without that of index and window."""
+        """Return the present state, for `rollback`. Index and window are not part of it."""
         return self.pending, self.prompt_ended, self._deferred_from
 
     def rollback(self, checkpoint: Any) -> None:

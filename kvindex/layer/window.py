@@ -1,4 +1,4 @@
-"""The window: keys and values of the newest tokens, and of the first ones, the sink."""
+"""The window: keys and values of the newest tokens, and of the sink (the first real tokens)."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from kvindex.storage.state import NamedState, State
 
 @dataclass(frozen=True, eq=False)
 class Leaving:
-    """The oldest rows of a window, `[B, G, n, D]`, which are to move into the index.
+    """The oldest rows of a window, `[B, G, n, D]`, which are about to move into the index.
 
-    retrievable: bool `[B, n]`, which of them a search may return, or None for all; sink: the sink
-    after the move.
+    retrievable: bool `[B, n]`, which of these rows a search may return, or None for all rows; sink:
+    the sink after the move.
     """
 
     rows: Rows
@@ -41,13 +41,14 @@ class Leaving:
 class Window(NamedState, Restorable):
     """Rows (keys and values) of the newest tokens, and of the sink.
 
-    In order of position, the window contains: `leaving` tokens, which are moving into the index;
-    `local` tokens, the newest at the last update; and the `buffer`, tokens that came since then.
-    The newest tokens may be staged: a captured step has written their rows behind the resident
-    rows, and the window copies them when someone asks for its rows.
+    In order of position, the window contains three kinds of tokens. `leaving` tokens are moving
+    into the index. `local` tokens were the newest ones at the last update. Tokens in the `buffer`
+    were appended since then. The newest tokens may be staged: a captured step has written their
+    rows to the buffer of the resident rows (sink and window, for kernels), and the window copies
+    them when its own rows are read.
 
-    In all methods a position is one in the sequence, `indexed` is the number of tokens in the
-    index, and `N` is the number of tokens in index and window together.
+    In all methods, positions count from the start of the sequence, `indexed` is the number of
+    tokens in the index, and `N` is the number of tokens in index and window together.
 
     Args:
         geometry: The layer's geometry.
@@ -60,7 +61,7 @@ class Window(NamedState, Restorable):
     statistics = ("_window", "_valid", "local", "sink")
 
     _window: Columns  # keys, values [B, G, W, D]
-    _valid: Valid  # of all tokens, in the index and in the window
+    _valid: Valid  # flags of all tokens, in the index and in the window
     local: int
     sink: Sink | None
 
@@ -76,14 +77,16 @@ class Window(NamedState, Restorable):
         self._window, self._valid, self.sink = Columns(), Valid(), None
         self.leaving = self.local = self._local_before = 0
         self._resident: ResidentRows | None = (
-            None  # sink and window, for an index that attends by itself
+            None  # rows of sink and window, for an index that attends by itself
         )
         self._moved = False  # whether rows were removed or moved since `_resident` was filled
-        self._counted = 0  # tokens of the window, staged ones included; less if none is staged
-        self._padded: Tensor | float | None = 0.0  # None: not counted yet
+        self._counted = 0  # tokens of the window with staged ones; may be less if none is staged
+        self._padded: Tensor | float | None = 0.0  # padded tokens; None: not counted yet
 
     def checkpoint(self) -> Any:
-        """Return the present state, for `rollback`. This is written out because it must be fast."""
+        """Return the present state, for `rollback`. It lists the attributes, because it must be
+        fast.
+        """
         self._take_staged()
         sizes = self.leaving, self.local, self._local_before
         parts = self._window, self._window.checkpoint(), self._valid, self._valid.checkpoint()
@@ -116,7 +119,7 @@ class Window(NamedState, Restorable):
     def check(self, state: Mapping[str, Tensor], sizes: Mapping[str, int]) -> None:
         """Raise ValueError for a state that `packed` of a window of these sizes never returns.
 
-        sizes: number of tokens `N` in the index and, if it is known, of sequences `B`.
+        sizes: number of tokens `N` in the index and, if known, number of sequences `B`.
         """
         g, indexed = self._geometry, sizes.get("N", 0)
         keys, ids = state.get("window.keys"), state.get("sink.ids")
@@ -191,9 +194,12 @@ class Window(NamedState, Restorable):
 
     @property
     def padded(self) -> Tensor | float:
-        """Number of padded tokens, mean over the batch; the same object until it may differ."""
+        """Number of padded tokens, mean over the batch.
+
+        The same object is returned as long as the number cannot have changed.
+        """
         if self._padded is None:
-            flags = self._valid.flags  # staged tokens are real, and stay staged
+            flags = self._valid.flags  # without staged tokens, which are all real
             self._padded = 0.0 if flags is None else (~flags).sum(1).float().mean()
         return self._padded
 
@@ -202,7 +208,7 @@ class Window(NamedState, Restorable):
     def append(self, indexed: int, keys: Tensor, values: Tensor, valid: Tensor | None) -> None:
         """Append tokens: keys `[B, G, T, D]`, values `[B, G, T, Dv]`.
 
-        valid: bool `[B, T]`, or None if none of them is padded.
+        valid: bool `[B, T]`, or None if no token is padded.
         """
         places = self.claim(indexed, keys, values, valid)
         places.keys.copy_(keys)
@@ -220,9 +226,9 @@ class Window(NamedState, Restorable):
         return Rows(places["keys"], places["values"])
 
     def truncate(self, indexed: int, length: int, sink: Sink | None) -> None:
-        """Remove the tokens from position `length` on, none of which is leaving.
+        """Remove the tokens from position `length` on, which must not be leaving.
 
-        sink: the sink after this.
+        sink: the sink after the truncation.
         """
         self._take_staged()
         self.sink, self._moved, self._counted = sink, True, 0
@@ -257,12 +263,15 @@ class Window(NamedState, Restorable):
 
     @property
     def counted(self) -> int:
-        """Number of counted tokens, to which `uncount` goes back."""
+        """Number of counted tokens, for `uncount`."""
         return self._counted
 
     def uncount(self, counted: int) -> None:
-        """Forget the tokens that were staged since then. None may have left or been truncated."""
-        self._counted, self._moved = counted, True  # the device's count may be larger
+        """Forget the tokens that were staged since `counted` returned this number.
+
+        No token may have left the window or been truncated in between.
+        """
+        self._counted, self._moved = counted, True  # the count on the device may be larger
 
     def _take_staged(self) -> None:
         """Copy the rows of staged tokens into the window."""
@@ -284,11 +293,11 @@ class Window(NamedState, Restorable):
             self._valid.rollback(before[1])
             raise
 
-    # To move tokens into the index: call `oldest` and `begin`, and later `without` and `end`; or
-    # call `stay` to cancel the move.
+    # A move of tokens into the index calls `oldest` and `begin`, and later `without` and `end`.
+    # `stay` cancels the move.
 
     def oldest(self, indexed: int) -> Leaving:
-        """Return the tokens that are to leave: all but the newest, in whole units."""
+        """Return the tokens that are to leave: all but the newest `local_size`, in whole units."""
         count = len(self) - min(len(self), self._local_size)
         count = max(count - (indexed + count) % self._unit, 0)
         own = self.rows
@@ -296,7 +305,7 @@ class Window(NamedState, Restorable):
         if not count:
             return Leaving(rows, None, self.sink)
         real = self.real(indexed, indexed + count)
-        if self.sink is None and real is None and self._sink_size:  # no need to ask the device
+        if self.sink is None and real is None and self._sink_size:  # known without the device
             first = min(count, self._sink_size)
             leaves = torch.arange(count, device=rows.keys.device) >= first
             sink = first_of(first, rows, indexed)
@@ -313,7 +322,7 @@ class Window(NamedState, Restorable):
         self.local = min(len(self) - count, self._local_size)
 
     def without(self, count: int) -> Columns:
-        """Return a copy of the window without its oldest `count` tokens, with room, for `end`."""
+        """Return a copy without the oldest `count` tokens, and with room for more, for `end`."""
         self._take_staged()
         return self._window.after(count, self._room)
 
@@ -375,7 +384,7 @@ class Window(NamedState, Restorable):
         return resident
 
     def room(self, more: int) -> int:
-        """Return how many resident rows need room, if `more` tokens are to come."""
+        """Return how many resident rows there are after `more` further tokens."""
         return max(self._sink_width, self._sink_size) + max(len(self) + more, self._room)
 
     def lies_in(self, resident: ResidentRows) -> bool:
@@ -383,7 +392,7 @@ class Window(NamedState, Restorable):
         return self._resident is resident
 
     def lie_in(self, resident: ResidentRows | None) -> None:
-        """Use `resident`, of the same batch size, as the buffer from now on; None: a new one."""
+        """From now on, use `resident`, of the same batch size, as the buffer; None: a new one."""
         if self._resident is not resident:
             self._take_staged()
             self._resident, self._moved = resident, True

@@ -35,7 +35,7 @@ class LayerPool(Sequences[AttentionLayer]):
         plain = type(layer).step is AttentionLayer.step and layer.coverage is None
         if plain and capability(self._like.index, JoinsBatch) is not None:
             self._together = LayersTogether(self._like, graphs=layer.graphs)
-        self._joined = self._alone = 0  # number of steps of one sequence
+        self._joined = self._alone = 0  # number of sequences' steps that ran together, and alone
 
     @in_plain_torch
     def step(
@@ -43,12 +43,13 @@ class LayerPool(Sequences[AttentionLayer]):
     ) -> Tensor:
         """Append `T` tokens to each of `n` sequences and attend from them, causally.
 
-        Sequences that search, or that attend to a window alone, run in one step together if their
-        index can do so (`explain`). If this fails, all sequences are unchanged.
+        Sequences that search, or that attend only to their window, run together in one step if
+        their index supports it (`explain`). If the call fails, all sequences are unchanged.
 
         Args:
             sequences: Numbers of open sequences, each once.
-            queries: `[n, H, T, D]`, after the rotary embedding; entry `i` is of `sequences[i]`.
+            queries: `[n, H, T, D]`, after the rotary embedding; entry `i` belongs to
+                `sequences[i]`.
             keys: `[n, G, T, D]`, after the rotary embedding.
             values: `[n, G, T, Dv]`.
 
@@ -87,7 +88,7 @@ class LayerPool(Sequences[AttentionLayer]):
     def _joining(
         self, layers: list[AttentionLayer], tokens: int, ways_back: list[Callable[[], None]]
     ) -> list[int]:
-        """Return which layers take the next step together.
+        """Return the layers that run the next step together.
 
         Functions that undo the changes to these layers are added to `ways_back`.
         """
@@ -121,7 +122,7 @@ class LayerPool(Sequences[AttentionLayer]):
     def report(self) -> LayersReport:
         """Report the memory of all indexes, how much of it they share, and the number of steps.
 
-        Sink and window are not counted: they are not shared.
+        Sinks and windows are not counted, because sequences do not share them.
 
         Returns:
             Numbers of sequences, tokens in the indexes, blocks of memory, bytes and steps.

@@ -64,7 +64,7 @@ class Pool(Sequences[KVIndex]):
         *,
         valid: Tensor | None = None,
     ) -> None:
-        """Append `T` tokens to each of `n` sequences. If this fails, all are unchanged.
+        """Append `T` tokens to each of `n` sequences. If this fails, all sequences are unchanged.
 
         Args:
             sequences: Numbers of open sequences, each once.
@@ -204,7 +204,9 @@ class Pool(Sequences[KVIndex]):
 
 
 def _rows(indexes: list[KVIndex], queries: Tensor, k: int) -> list[object]:
-    """Return each index's part of a batch, or nothing if there is one index, or one is empty."""
+    """Return each index's part of a batch. Return an empty list if there is only one index, or if
+    any index is empty.
+    """
     if len(indexes) == 1 or not all(map(len, indexes)):
         return []
     pairs = zip(indexes, queries[:, None], strict=True)

@@ -57,8 +57,9 @@ class LayersReport(Report):
     """Memory of the sequences of a pool of layers, and how they were stepped.
 
     Args:
-        together: Number of steps that a sequence took in one step with others.
-        alone: Number of all other steps of a sequence.
+        together: Number of steps, summed over the sequences, that ran together with other
+            sequences.
+        alone: Number of all other steps, summed over the sequences.
     """
 
     together: int = 0

@@ -30,7 +30,7 @@ class Sequences(Generic[S]):
         like: An empty index or layer. All sequences use its memory pool.
 
     Raises:
-        ValueError: `like` is not empty, or cannot undo a failed call (it is no `Restorable`).
+        ValueError: `like` is not empty, or cannot undo a failed call (it is not `Restorable`).
     """
 
     def __init__(self, like: S) -> None:
@@ -116,7 +116,7 @@ class Sequences(Generic[S]):
         return sequence
 
     def _several(self, sequences: Sequence[int]) -> list[S]:
-        """Return the indexes or layers of sequences. Raises ValueError unless each comes once."""
+        """Return the indexes or layers of sequences. Raises ValueError if one occurs twice."""
         if not sequences or len(set(sequences)) < len(sequences):
             got = list(sequences)
             raise ValueError(f"sequences: got {got}, allowed are one or more, each once")

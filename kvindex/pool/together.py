@@ -22,7 +22,8 @@ class LayersTogether:
     layer. When the next list has another layer, that layer copies its rows into the buffer, and a
     layer that is no longer in the list uses memory of its own again.
 
-    like: a layer like all those that will be stepped; graphs: as in `AttentionLayer`.
+    like: a layer with the same options as those that will be stepped; graphs: as in
+    `AttentionLayer`.
     """
 
     def __init__(self, like: AttentionLayer, *, graphs: bool) -> None:
@@ -34,13 +35,13 @@ class LayersTogether:
     def step(
         self, layers: Sequence[AttentionLayer], queries: Tensor, keys: Tensor, values: Tensor
     ) -> Tensor:
-        """Run `AttentionLayer.step` of all layers together: `[n, H, T, Dv]`.
+        """Run `AttentionLayer.step` of all layers together, and return `[n, H, T, Dv]`.
 
-        At least one index must have a token. If this fails, the caller undoes it
+        At least one index must have a token. If this fails, the caller must undo the step
         (`AttentionLayer.way_back`).
         """
         T, outputs = queries.shape[2], []
-        if self._geometry.device.type != "cuda":  # as in a layer, a GPU is not waited for
+        if self._geometry.device.type != "cuda":  # on a GPU, the check would wait for the device
             check.finite("keys", keys)
             check.finite("queries", queries)
         self._place(layers, T)
@@ -68,7 +69,7 @@ class LayersTogether:
         return attended
 
     def _place(self, layers: Sequence[AttentionLayer], tokens: int) -> None:
-        """Make entry `i` of the buffer that of `layers[i]`, with room for `tokens` more tokens."""
+        """Assign entry `i` of the buffer to `layers[i]`, with room for `tokens` more tokens."""
         room = max(layer.resident_room(tokens) for layer in layers)
         if len(self._places) != len(layers) or self._resident.room < room:
             left, self._places = self._places, []  # stays empty if the next lines fail

@@ -21,7 +21,7 @@ from kvindex.storage.state import State, below
 from kvindex.storage.store import RowStore
 
 KINDS = ("index", "layer")
-"""Kinds of saved folders. A saved cache is loaded by its adapter."""
+"""Kinds of saved folders that `load` can read. An adapter loads the third kind, a saved cache."""
 
 T = TypeVar("T")
 
@@ -48,7 +48,7 @@ def load(
     backend: str | None = None,
     into: object = None,
 ) -> object:
-    """Load a saved index or layer, which continues exactly where the saved one was.
+    """Load a saved index or layer. It continues exactly where the saved object stopped.
 
     Args:
         folder: The folder that `save` wrote.
@@ -125,7 +125,7 @@ def _index(recipe: Any, place: Mapping[str, Any], state: State) -> KVIndex:
 
 
 def _around(kind: Callable[..., T], index: KVIndex, recipe: Mapping[str, Any]) -> T:
-    """Make a wrapper or layer with the options of a recipe. Raises ValueError for unknown ones."""
+    """Make a wrapper or layer with a recipe's options. Raises ValueError for unknown options."""
     options = field(recipe, "options", dict, where="about")
     try:
         return kind(index, **options)

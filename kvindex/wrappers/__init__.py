@@ -1,4 +1,4 @@
-"""Wrappers: indexes around any other index, so that not every index needs the same option."""
+"""Wrappers: each adds an option to any index that it wraps, so that the option exists only once."""
 
 from kvindex.wrappers.base import Wrapper
 from kvindex.wrappers.recall import MeasureRecall

@@ -59,15 +59,17 @@ from kvindex.storage.state import (
 class Wrapper(Capable, NamedState, Guarded):
     """An index that wraps the index `inner` and behaves like it.
 
-    It offers the capabilities that both the wrapper and the inner index have. A search of a wrapper
-    is not a decode step of the inner index, so no wrapper offers `DecodesStep`.
+    It offers the capabilities that both the wrapper's class and the inner index have. No wrapper
+    offers `DecodesStep`, because a decode step of the inner index would not call the wrapper's
+    search.
 
     Args:
         inner: The index to wrap.
     """
 
     holds: ClassVar[frozenset[str]] = frozenset({"inner"})
-    """Prefixes of names in a state under which the states of other indexes are stored."""
+    """Prefixes of the tensor names in a state under which the states of inner indexes are stored.
+    """
     own: ClassVar[frozenset[type]] = frozenset()
     """Capabilities that a subclass has even if the inner index does not have them."""
     lacks: ClassVar[frozenset[type]] = frozenset()
@@ -263,16 +265,18 @@ class Wrapper(Capable, NamedState, Guarded):
         check_layout(layout, own, sizes)
 
     def _layout(self, state: Mapping[str, Tensor], length: int) -> Layout:
-        """Declare the wrapper's own tensors as `Hooks._layout` does, beyond what annotations say.
+        """Declare the wrapper's own tensors as `Hooks._layout` does.
+
+        These declarations are in addition to the annotations of the attributes.
 
         Args:
-            state: These tensors.
+            state: The wrapper's own tensors.
             length: Number of tokens in the inner index.
         """
         return {}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Load a state into the inner index and the wrapper; the wrapper's options stay."""
+        """Load a state into inner index and wrapper. The wrapper's options do not change."""
         check_signed(self._whose(), state)
         self._check_own(state)
         self._inner(KeepsState).load_state_dict(below("inner", state))
@@ -289,7 +293,7 @@ class Wrapper(Capable, NamedState, Guarded):
         save_folder(folder, "index", self.recipe(), {"state": self.state_dict})
 
     def _whose(self) -> dict[str, Any]:
-        """Return what a wrapper must agree in to load the state of this one."""
+        """Return the properties that another wrapper must share to load the state of this one."""
         return {"wrapper": type(self).__name__}
 
     def _own_state(self) -> State:

@@ -24,7 +24,7 @@ from kvindex.wrappers.base import Wrapper
 
 
 class MeasureRecall(Wrapper):
-    """Counts how many of each query head's true `k` best rows are among the hits.
+    """Counts how many of each query head's `k` best rows, found exactly, are among the hits.
 
     The heads of a group share `k` rows, so even exact search does not reach a recall of 1.
     `limit()` is the recall of exact search with the same number of rows and the same group policy.
@@ -96,7 +96,7 @@ class MeasureRecall(Wrapper):
         self._exact.append(keys, values, valid=valid)
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Load a state as every wrapper does, also into the exact index."""
+        """Load a state as every wrapper does, and copy the rows into the exact index, too."""
         super().load_state_dict(state)
         self._exact.load_state_dict(below("truth", state))
 
@@ -119,12 +119,12 @@ class MeasureRecall(Wrapper):
         return super()._own_state() | above("truth", self._exact.state_dict())
 
     def truncate(self, length: int) -> None:
-        """Truncate both indexes; the counts stay."""
+        """Truncate both indexes. The counts do not change."""
         self.inner.truncate(length)
         self._exact.truncate(length)
 
     def reorder(self, batch_indices: Tensor) -> None:
-        """Reorder the batch of both indexes; the counts stay."""
+        """Reorder the batch of both indexes. The counts do not change."""
         self.inner.reorder(batch_indices)
         self._exact.reorder(batch_indices)
 

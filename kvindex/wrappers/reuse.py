@@ -22,7 +22,7 @@ from kvindex.wrappers.base import Wrapper
 
 @dataclass(frozen=True)
 class _Last:
-    """The last hits, the arguments of their search, and the length of the index at that time."""
+    """The last hits, the arguments of the search, and the length of the index at that time."""
 
     hits: Hits
     k: int
@@ -31,18 +31,18 @@ class _Last:
 
 
 class Reuse(Wrapper):
-    """Searches if a step's queries differ from those before, else returns the last hits.
+    """Searches if a step's queries differ from the previous step's, else returns the last hits.
 
     Queries differ if the mean over the heads of `cos(q_{t-1}, q_t)` is below `tau`. With a `tau`
-    above 1 every step searches; below -1 only the first one does. Each sequence of a batch is
-    judged on its own: one whose queries stay similar keeps its hits while another one searches. If
-    any sequence differs, the inner index receives `mark_boundary` before the step, for all
-    sequences.
+    above 1 every step searches; below -1 only the first step does. Each sequence of a batch is
+    judged on its own: a sequence whose queries stay similar keeps its hits while another sequence
+    searches. If any sequence differs, the inner index receives `mark_boundary` before the step, for
+    all sequences.
 
     Reused hits have the scores and weights of the query that searched, and do not contain tokens
-    that were appended since. Slots without a token (unused slots, or clusters) may have changed
-    their meaning; a sequence with such slots searches again if the index has grown. A different `k`
-    or `coverage`, or `truncate`, also causes a search.
+    that were appended since then. Slots without a token (unused slots, or rows of clusters) may
+    have changed their meaning, so a sequence with such slots searches again if the index has grown.
+    A different `k` or `coverage`, or `truncate`, also causes a search.
 
     Args:
         inner: The index to wrap.
@@ -50,8 +50,8 @@ class Reuse(Wrapper):
             `kvindex_adapters.evaluate.reuse_threshold` finds a value for a model.
 
     Attributes:
-        steps: Number of searches that were asked for.
-        searches: Number of searches in the inner index.
+        steps: Number of calls of `search`.
+        searches: Number of these calls that searched the inner index.
 
     Raises:
         ValueError: `tau` is not a number.
@@ -66,7 +66,7 @@ class Reuse(Wrapper):
     steps: int
     searches: int
     _before: Tensor | None  # normalized queries of the step before, [B, H, D]
-    _differs: Tensor | None  # True where the next search must search, from `observe_queries`
+    _differs: Tensor | None  # which sequences must search next, from `observe_queries`
     _last: _Last | None
 
     def __init__(self, inner: KVIndex, *, tau: float = 0.7) -> None:
@@ -81,7 +81,7 @@ class Reuse(Wrapper):
         return self.searches / self.steps if self.steps else None
 
     def observe_queries(self, queries: Tensor, positions: Tensor) -> None:
-        """Pass queries to the inner index; before a single query, mark a boundary if it differs."""
+        """Pass queries to the inner index. Mark a boundary before a single query that differs."""
         g = self.geometry
         shape = {"B": None, "H": g.q_heads, "T": None, "D": g.head_dim}
         check.tensor("queries", queries, shape, g.dtype, g.device)
@@ -195,21 +195,21 @@ class Reuse(Wrapper):
     def _judged(self, queries: Tensor) -> Tensor:
         """Return which sequences differ from the step before, bool `[B]`.
 
-        If one differs, the inner index receives a boundary.
+        If any sequence differs, the inner index receives `mark_boundary`.
         """
         directions, before = normalize(queries.detach().float(), dim=-1), self._before
         self._before = directions
         if before is None or before.shape != directions.shape:
             return torch.ones(len(queries), dtype=torch.bool, device=queries.device)  # the first
         similar = similarity(before, directions).clamp(-1, 1)
-        differs = ~(similar >= self.tau)  # NaN differs
+        differs = ~(similar >= self.tau)  # NaN counts as different
         if bool(differs.any()):
             self.inner.mark_boundary()
         return differs
 
 
 def similarity(before: Tensor, after: Tensor) -> Tensor:
-    """Return the mean over the heads of the cosines of directions `[B, H, D]`, float32 `[B]`."""
+    """Return the mean over the heads of the cosines of unit vectors `[B, H, D]`, float32 `[B]`."""
     return (before * after).sum(-1).mean(-1)
 
 

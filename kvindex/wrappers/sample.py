@@ -1,10 +1,10 @@
-"""Wrapper that samples some of the `k` rows, with weights for the rows that are left out.
+"""Wrapper that samples some of the `k` rows. Their weights make up for the rows that are left out.
 
 Attention over only the best `k` rows treats the attention weight of all other rows as zero. Here
-the best `k - r` rows are kept, and `r` rows are sampled from the inner index's next best. Each
-sampled row has a known probability `π` and a log weight of `-log π`, so that numerator and
-denominator of the softmax over that pool are unbiased. The effect on a real model is measured in
-docs/decisions/0010.
+the best `k - r` rows are always selected, and `r` rows are sampled from the next best rows of the
+inner index. A row that is sampled with probability `π` has a log weight of `-log π`, so that
+numerator and denominator of the softmax over all these rows are unbiased. docs/decisions/0010
+measures the effect on a real model.
 
 Source: Horvitz and Thompson, A Generalization of Sampling Without Replacement (1952).
 """
@@ -37,13 +37,13 @@ POLICIES = ("mean_share", "max_share")
 class Sample(Wrapper):
     """Samples a fraction `share` of the `k` rows from the `pool · k` best of the inner index.
 
-    The log weight of a hit is 0 for the rows that are always chosen. Sampling is systematic in the
-    order of ids, so the sampled rows are spread over the sequence and are the same from run to run.
+    Rows that are always chosen have a log weight of 0. Sampling is systematic in the order of ids,
+    so the sampled rows are spread over the sequence and are the same from run to run.
 
     Args:
         inner: The index to wrap. Its rows must not have weights already.
         share: Fraction of the `k` rows that are sampled, in (0, 1].
-        pool: Rows to sample from, as a multiple of `k`, at least 2.
+        pool: Number of best rows to choose and sample from, as a multiple of `k`, at least 2.
 
     Raises:
         ValueError: An option is out of range, rows of `inner` have weights (`weighted`), or its
@@ -78,11 +78,11 @@ class Sample(Wrapper):
             self.attend(queries, ResidentRows(g, batch, 1), k=k)
 
     def search(self, queries: Tensor, *, k: int, coverage: float | None = None) -> Hits:
-        """Return the best rows and a sample of the others.
+        """Return the best rows, and a sample of the next best rows.
 
         Args:
             queries: `[B, H, D]`.
-            k: Rows per KV head in all.
+            k: Rows per KV head, including the sampled rows.
             coverage: Must be None.
 
         Returns:
@@ -93,7 +93,7 @@ class Sample(Wrapper):
         """
         if coverage is not None:
             self.check_coverage(coverage)
-        most = min(check.wanted_rows(k), max(len(self.inner), 1))  # beyond that, all are chosen
+        most = min(check.wanted_rows(k), max(len(self.inner), 1))  # with more, all rows are chosen
         asked = min(self._pool(most, len(self.inner)), check.MOST_ROWS)
         hits = self.inner.search(queries, k=asked)
         self._check_weights(hits.log_weight is not None)
@@ -114,7 +114,7 @@ class Sample(Wrapper):
         return k * self.pool
 
     def _sampled(self, logits: Tensor, ids: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        """Choose rows with `ops.sampling.sample`: positions and log weights."""
+        """Choose rows with `ops.sampling.sample`, and return their positions and log weights."""
         runs = capability(self.inner, RunsOps)
         backend = ops if runs is None else runs.ops
         chosen: tuple[Tensor, Tensor] = backend.sampling.sample(logits, ids, k, int(self.share * k))

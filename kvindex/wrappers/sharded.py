@@ -1,7 +1,7 @@
 """Sharded: each process stores and searches a part of the tokens (sequence parallelism).
 
-Attention over disjoint rows is merged exactly by its log-sum-exp, so the ranks need not agree on
-rows, and one decode step needs one all-gather. Costs: docs/distributed.md.
+The outputs of attention over disjoint rows are merged exactly by their log-sum-exp. So the ranks
+need not agree on rows, and a decode step needs one all-gather. docs/distributed.md has the costs.
 
 Source: Milakov and Gimelshein, Online Normalizer Calculation for Softmax (2018).
 """
@@ -49,29 +49,29 @@ NEVER = float("-inf")
 class Sharded(ShardedTokens):
     """Distributes tokens over the ranks of a process group, `block` tokens to each rank in turn.
 
-    Token ids are those of the whole sequence. All ranks must make the same calls with the same
-    tensors, and get the same results. Bytes, placement and the state of the index are those of this
-    rank. An index that learns, learns from its rank's tokens. An index that observes queries sees
-    them as following its newest token.
+    Token ids count tokens of the whole sequence. All ranks must make the same calls with the same
+    tensors, and get the same results. Bytes, placement and the state are those of this rank's inner
+    index. An index that learns parameters learns them from its rank's tokens. An index that
+    observes queries gets them with the position of its own newest token.
 
     A search always returns the best `k` rows of all ranks. If the inner index offers
-    `SearchesShard`, they are the rows of a search in one process. If it samples rows, each of `W`
-    ranks samples `k / W` rows. Else each rank proposes `k` rows, and the best of these by true
-    scores ("mean_share") are returned.
+    `SearchesShard`, they are the same rows that a search in one process would find. If the inner
+    index samples rows, each of `W` ranks samples `k / W` rows. Otherwise each rank proposes `k`
+    rows, and the search returns the best of these by exact scores (group policy "mean_share").
 
     Args:
         inner: Empty index for this rank's tokens.
-        block: Tokens that go to one rank at a time.
-        rows: Rows that a decode step attends to. "own": each rank attends to its own `k` rows, best
-            or sampled, and the outputs are merged. "best": all ranks together attend to the `k`
-            best rows.
-        timeout_s: Seconds after which a rank that does not answer ends the others.
+        block: Number of consecutive tokens that one rank stores before the next rank's turn.
+        rows: Which rows a decode step attends to. "own": each rank attends to `k` rows of its own
+            tokens, best or sampled, and the outputs are merged. "best": all ranks together attend
+            to the `k` best rows.
+        timeout_s: Seconds after which the other ranks raise an error if a rank does not answer.
         group: Process group of `torch.distributed`; None for the default group, or, if there is
             none, for this process alone.
 
     Raises:
-        ValueError: An option is out of range, `inner` is not empty, or, on all ranks, one rank has
-            another version, index or option.
+        ValueError: An option is out of range, or `inner` is not empty. Also raised on all ranks if
+            the ranks have different versions, indexes or options.
     """
 
     own = frozenset({Attends, CountsTokens, ReportsCoverage})
@@ -95,7 +95,7 @@ class Sharded(ShardedTokens):
         self._ranks.check_same("sharded", self._facts())
 
     def _facts(self) -> dict[str, Any]:
-        """Return what must be equal on all ranks."""
+        """Return the version, index and options, which must be equal on all ranks."""
         reports = capability(self.inner, ReportsRecipe)
         index = {"index": class_name(type(self.inner))} if reports is None else reports.recipe()
         versions = {"version": __version__, "torch": str(torch.__version__)}
@@ -107,7 +107,7 @@ class Sharded(ShardedTokens):
     # Search and fetch
 
     def check_coverage(self, coverage: float) -> None:
-        """Raise ValueError, because no rank knows the attention weights of the others' rows."""
+        """Raise ValueError, because no rank knows the attention weights of other ranks' rows."""
         raise ValueError(f"coverage: got {coverage}, allowed is None where tokens are sharded")
 
     def search(self, queries: Tensor, *, k: int, coverage: float | None = None) -> Hits:
@@ -147,7 +147,7 @@ class Sharded(ShardedTokens):
         return self._ranks.gather(sums)[0].logsumexp(0)
 
     def _rescored(self, queries: Tensor, k: int) -> Hits:
-        """Return the best rows that the ranks propose, by true scores."""
+        """Return the best of the rows that the ranks propose, by exact scores."""
         own, g = self.inner.search(queries, k=k), self.geometry
         keys = self.inner.fetch(own).keys.float()
         products = groups.fold(queries, g.kv_heads, "mean_share") @ keys.mT  # [B, G, g, K]
@@ -158,7 +158,7 @@ class Sharded(ShardedTokens):
         return _best(ids, scores, k)[0]
 
     def _sampled(self, queries: Tensor, k: int) -> Hits:
-        """Return rows that each rank samples from its own, with their weights."""
+        """Return the rows, with weights, that all ranks sample from their own tokens."""
         rank, count = self._ranks.rank, self._ranks.count
         most, mine = -(-k // count), k // count + (rank < k % count)
         own = self.inner.search(queries, k=max(mine, 1)).widened(most)
@@ -227,10 +227,11 @@ class Sharded(ShardedTokens):
     # Attention
 
     def attend(self, queries: Tensor, resident: ResidentRows, *, k: int) -> Attended:
-        """Attend to each rank's best `k` rows or to the best of all ranks, depending on `rows`.
+        """Attend to `k` rows of each rank, or to the `k` best of all ranks, depending on `rows`.
 
-        The resident rows are attended to once, by rank 0. The number of found rows is that of all
-        ranks. One all-gather is needed; with rows="best" those of `search` come first.
+        Only rank 0 attends to the resident rows (sink and window). `Attended.found` counts the rows
+        of all ranks. One all-gather is needed, and with rows="best" also the all-gathers of
+        `search`.
 
         Args:
             queries: `[B, H, D]`.
@@ -254,7 +255,7 @@ class Sharded(ShardedTokens):
         return self._merged(attends.attend(queries, resident, k=k), seen=seen)
 
     def attend_hits(self, queries: Tensor, hits: Hits, resident: ResidentRows) -> Attended:
-        """Attend to given rows, each rank to its own, with one all-gather."""
+        """Attend to given rows, each rank to the rows that it stores, with one all-gather."""
         check.at_least("len(index)", self._length, 1)
         self._check_queries(queries)
         own, resident = (
@@ -267,7 +268,7 @@ class Sharded(ShardedTokens):
         return self._merged(attends.attend_hits(queries, own, resident), seen=seen)
 
     def _own_resident(self, resident: ResidentRows) -> ResidentRows:
-        """Return the resident rows that this rank attends to: all on rank 0, none elsewhere."""
+        """Return the resident rows that this rank attends to: all rows on rank 0, else none."""
         if self._ranks.rank == 0:
             return resident
         if self._nothing is None or self._nothing.batch != resident.batch:
@@ -275,7 +276,7 @@ class Sharded(ShardedTokens):
         return self._nothing
 
     def _attended(self, queries: Tensor, hits: Hits, resident: ResidentRows) -> Attended:
-        """Attend to rows of the inner index and to resident rows with operations in plain torch."""
+        """Attend to rows of the inner index and to resident rows, in plain torch."""
         g, rows, count = self.geometry, self.inner.fetch(hits), len(resident)
         own_resident = resident.rows[:, :, :count].tensor_split([g.head_dim], dim=-1)
         used = hits.ids != UNUSED
@@ -295,7 +296,7 @@ class Sharded(ShardedTokens):
     ) -> Attended:
         """Merge the attention of all ranks with one all-gather (`ops.messages`).
 
-        A rank that sees no row has no effect.
+        A rank that attends to no row does not change the result.
         """
         messages = self._messages
         every = self._ranks.gather_message(messages.pack(own, seen=seen, take=take))
@@ -379,7 +380,7 @@ class Sharded(ShardedTokens):
         raise TypeError(f"{name}: got a call of sharded tokens, allowed is an index of one process")
 
     def explain(self) -> str:
-        """Return the explanation of every wrapper, and which rank this is."""
+        """Return the explanation of the wrapper and the inner index, with this rank's number."""
         ways = {"own": "each its own, outputs merged", "best": "the best of all"}
         return (
             f"{super().explain()}\nranks: this is {self._ranks.rank} of {self._ranks.count}; rows "
@@ -394,7 +395,8 @@ class _Step:
     Attributes:
         resident: Resident rows of the caller.
         own_resident: Resident rows that this rank attends to.
-        reads: What the inner index's step reads.
+        reads: The inner index's result of `prepare_replay`, which stands for the addresses that its
+            step reads.
         found: Number of rows that steps have found on all ranks, int64 `[B, G]`.
     """
 
@@ -410,7 +412,10 @@ def _side_by_side(every: Tensor) -> Tensor:
 
 
 def _best(ids: Tensor, scores: Tensor, k: int) -> tuple[Hits, Tensor]:
-    """Return the `k` best of `[B, G, n]`, equal scores by the lower id, and their positions."""
+    """Return the `k` best of ids and scores `[B, G, n]`, and their positions.
+
+    Of equal scores, the one with the lower id comes first.
+    """
     ids, order = ids.sort(dim=-1)
     best, slots = ops.select.top_k(scores.gather(-1, order), k)
     at = slots.clamp_min(0)

@@ -20,7 +20,7 @@ from kvindex.wrappers.base import Wrapper
 
 
 class ShardedTokens(Wrapper):
-    """Wraps the index of one rank's tokens: receives all tokens, and stores this rank's part.
+    """Wraps the index of one rank. It receives all tokens, and stores this rank's part of them.
 
     Raises:
         ValueError: The inner index is not empty.
@@ -56,10 +56,10 @@ class ShardedTokens(Wrapper):
         self._length, self._batch, self._valid = 0, None, Valid()
 
     def _alone(self, name: str) -> bool:
-        return True  # collectives of two threads would mix
+        return True  # otherwise the collectives of two threads could mix
 
     def append(self, keys: Tensor, values: Tensor, *, valid: Tensor | None = None) -> None:
-        """Append tokens, of which each rank stores its part. No communication.
+        """Append tokens. Each rank stores its part of them, without communication.
 
         Args:
             keys: `[B, G, N, D]`.
@@ -99,7 +99,7 @@ class ShardedTokens(Wrapper):
     def observe_queries(self, queries: Tensor, positions: Tensor) -> None:
         """Pass queries to the inner index.
 
-        Each position becomes that of this rank's newest token up to it.
+        Each position is replaced by the position of this rank's last token at or before it.
         """
         if capability(self.inner, ObservesQueries) is not None:
             self.inner.observe_queries(queries, self._shard.to_own_positions(positions))

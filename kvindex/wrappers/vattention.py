@@ -1,7 +1,7 @@
-"""vAttention: the best rows, and a uniform sample of the others that is as large as needed.
+"""vAttention: the best rows, and a uniform sample of all other rows that is as large as needed.
 
-Of the `n_s` rows other than the best, `b` are sampled. Each has the weight `n_s / b`, so that
-numerator and denominator of the softmax are unbiased.
+Of the `n_s` rows other than the best, `b` are sampled. Each sampled row has the weight `n_s / b`,
+so that numerator and denominator of the softmax are unbiased.
 
 Source: Desai et al., vAttention: Verified Sparse Attention via Sampling (ICLR 2026, arXiv
 2510.05688).
@@ -22,29 +22,34 @@ from kvindex.ops.select import top_k
 from kvindex.wrappers.sample import Sample
 
 PILOT, SAMPLED = range(2)
-"""Purposes of a row's random numbers, which are independent for each purpose."""
+"""Purposes of random numbers. A row has an independent random number for each purpose."""
 
 
 class VAttention(Sample):
-    """Takes a uniform sample as large as needed, up to `share · k` rows; the others are the best.
+    """Samples rows uniformly, as many as needed but at most `share · k`. The rest are the best
+    rows.
 
     The sample has `b = (Φ⁻¹(1 - δ/2) · n_s · σ / (ε · D))²` rows. By the central limit theorem, the
     denominator `D` then has a relative error above ε with probability δ. A pilot sample of
     `base_rate · n_s` rows estimates `D` and the standard deviation σ of the rows' terms. The sample
     is never smaller than the pilot.
 
-    Differences from the paper: `b` is at most `share · k`; where that limit applies, as it always
-    does if `base_rate · n_s` is larger, ε and δ are not guaranteed. The pilot uses the inner
-    index's scores of all its rows, and reads no row. `D` is computed from scores that the heads of
-    a group agree on, and the error of the numerator is not considered. Sink and window belong to
-    the layer. A row's random numbers are hashes of its position, its KV head, the number of tokens
-    and `seed`, so they stay the same until tokens are appended.
+    Differences from the paper:
+
+    - `b` is at most `share · k`. Where that limit applies, ε and δ are not guaranteed. It always
+      applies if `base_rate · n_s` is larger than `share · k`.
+    - The pilot uses the scores that the inner index computes for all its rows, and reads no row.
+    - `D` is computed from the combined scores of a group of query heads. The error of the numerator
+      is not considered.
+    - Sink and window belong to the layer, and not to the index.
+    - A row's random numbers are hashes of its position, its KV head, the number of tokens and
+      `seed`, so they stay the same until tokens are appended.
 
     Args:
         inner: The index to wrap, as for `Sample`.
         epsilon: Relative error ε, in (0, 1].
         delta: Probability δ of a larger error, in (0, 1].
-        base_rate: Fraction of the rows in the pilot sample, in (0, 1].
+        base_rate: Fraction of the `n_s` rows that are in the pilot sample, in (0, 1].
         share: Largest fraction of the `k` rows that are sampled, in (0, 1].
         seed: Seed of the random numbers.
 
@@ -90,7 +95,7 @@ class VAttention(Sample):
     def _wanted(self, logits: Tensor, ids: Tensor, rest: Tensor, sure: int) -> Tensor:
         """Return the sample size that reaches ε and δ for the rows `rest`, int64 `[B, G, 1]`."""
         left = rest.sum(-1, keepdim=True)
-        count = (self.base_rate * left).long().clamp_min(2)  # a deviation needs two rows
+        count = (self.base_rate * left).long().clamp_min(2)  # two, for a standard deviation
         most = max(2, int(self.base_rate * logits.shape[-1]))
         pilot = self._some(rest, ids, most, count, PILOT)
         parts = (logits.double() - logits[..., :1]).exp()
@@ -101,7 +106,9 @@ class VAttention(Sample):
         return torch.maximum(needed.clamp_max(check.MOST_ROWS).long(), count)
 
     def _some(self, rest: Tensor, ids: Tensor, most: int, counts: Tensor, use: int) -> Tensor:
-        """Return positions of `counts` random rows of `rest`, int64 `[B, G, most]`, then -1."""
+        """Return the positions of `counts` random rows of `rest`, int64 `[B, G, most]`, with -1 in
+        unused slots.
+        """
         _, sampled = top_k(self._noise(ids, use).masked_fill(~rest, float("-inf")), most)
         return sampled.masked_fill(_positions(sampled) >= counts, -1)
 
@@ -131,7 +138,7 @@ def _positions(like: Tensor) -> Tensor:
 
 
 def _moments(values: Tensor, real: Tensor) -> tuple[Tensor, Tensor]:
-    """Return mean and standard deviation of the flagged values of the last axis, `[..., 1]`."""
+    """Return mean and standard deviation, `[..., 1]`, of the values for which `real` is True."""
     count = real.sum(-1, keepdim=True)
     mean = values.where(real, 0).sum(-1, keepdim=True) / count
     squares = (values - mean).square().where(real, 0).sum(-1, keepdim=True)
