@@ -54,7 +54,7 @@ NEEDED = ("kvindex", "kvindex_cuda", "adapters", "benchmarks/common")
 WORKER = Path(__file__).with_name("tree_worker.py")
 
 Answers = dict[str, Any]
-"""By name of the tree; those that failed have none."""
+"""Answers by name of the checkout. Checkouts that failed have no answer."""
 
 
 class Tree:
@@ -264,13 +264,13 @@ def summary(result: dict[str, Any]) -> str:
 
 
 def medians(point: dict[str, Any], tree: str, what: str) -> list[float | None]:
-    """A tree's µs in each round, None where it has none."""
+    """Return a checkout's time in µs for each round, or None where it was not measured."""
     rounds = [one.get(tree, {}).get(what) for one in point["rounds"]]
     return [times["median_us"] if times else None for times in rounds]
 
 
 def compared(result: dict[str, Any]) -> str:
-    """A table: µs of each tree, and to the first tree's in the same round; `–` where none."""
+    """Make a table of each checkout's µs, and its ratio to the first one; `–`: not measured."""
     first, *others = result["trees"]
     head = ["tokens", "what", first, *(part for n in others for part in (n, f"to {first}"))]
     rows = []

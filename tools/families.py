@@ -8,14 +8,16 @@ Each family in transformers' mapping of causal language models reads a prompt an
 tokens twice: with its own attention, and inside `attach` with an index that returns every row. The
 logits must agree.
 
-Two further tests follow for families that agree. A prompt that is read in chunks, and its answer,
-cross a length at which rotary frequencies change, if the family can have one
-(`family_switches.py`). Decode steps with `token_graph` show whether a step could be one CUDA graph,
-whatever the index.
+Two further tests follow for families whose logits agree:
+
+- If the family's rotary frequencies can change at some length, a prompt is read in chunks across
+  this length, and an answer is decoded across it (`family_switches.py`).
+- Decode steps with `token_graph` show whether a step of this model could be one CUDA graph,
+  whichever index is used.
 
 The command writes `docs/adapters/families.md` and `benchmarks/results/families.json`, unless
-`--check` is given. The exit status is 1 if a family that was equal no longer is, or any family
-differs.
+`--check` is given. The exit status is 1 if any family's logits differ, or if a family whose logits
+agreed in the stored results no longer passes.
 """
 
 from __future__ import annotations
@@ -48,10 +50,10 @@ from kvindex_adapters.evaluate.machine import describe
 ROOT = Path(__file__).parents[1]
 PAGE, RESULTS = ROOT / "docs/adapters/families.md", ROOT / "benchmarks/results/families.json"
 
-PROMPT, STEPS = 40, 12  # the prompt outlasts sliding windows, the steps cross updates
+PROMPT, STEPS = 40, 12  # the prompt is longer than sliding windows; some steps run updates
 REGIONS = dict(sink=2, local_window=4, update_every=4, dense_below=0)
 EVERY_ROW = 500
-TOLERANCE = 1e-4  # of the largest logit: float32 through 4 layers, sums in another order
+TOLERANCE = 1e-4  # relative to the largest logit: 4 layers in float32 with another order of sums
 CAPTURED = "it would be captured"
 LIMIT_S, LIMIT_BYTES = 120, 8 << 30
 
@@ -67,7 +69,7 @@ MEANING = {
 
 
 class Captured(AttentionLayer):
-    """A layer that claims to support CUDA graphs, whatever its index."""
+    """A layer that claims to support CUDA graphs, whichever index it has."""
 
     def capture_refusal(self) -> str | None:
         """Return None, so that only other reasons against a graph remain."""
@@ -84,11 +86,11 @@ def captured(device: torch.device, work: object) -> Graph:
 
 
 def decode(model: Any, ids: Tensor, cache: Any = None, placed: bool = False) -> list[Tensor]:
-    """Return logits `[1, T, V]` of the prompt and of each later token of ids int64 `[1, N]`.
+    """Return logits `[1, T, V]` of the prompt, and of each decode step.
 
     Args:
         model: The model.
-        ids: The prompt, then the tokens of the decode steps.
+        ids: Int64 `[1, N]`, the prompt, followed by the tokens of the decode steps.
         cache: The cache, or None for the model's own.
         placed: Whether to pass positions, as `generate` does, if the model takes them.
     """
@@ -164,7 +166,11 @@ def compare(
     logits: list[Tensor],
     words: str,
 ) -> dict[str, Any]:
-    """Return equal or different, unless no layer searched or logits do not depend on the rows."""
+    """Compare logits, and return the outcome.
+
+    The outcome is neither equal nor different if no layer searched, or if the logits do not depend
+    on the rows that were read.
+    """
     worst = difference(logits, expected)
     found = {"words": words, "difference": float(f"{worst:.1e}")}
     if words.startswith("0 "):
@@ -180,7 +186,7 @@ def compare(
 
 
 def across(family: str, model: Any, ids: Tensor, found: dict[str, Any]) -> dict[str, Any]:
-    """Test an equal family with a long prompt as well, and add the outcome to `found`."""
+    """Test a family whose logits agree with a long prompt, too, and add the outcome to `found`."""
     try:
         name, worst = crossed(family, model, ids[0])
     except Exception as error:
@@ -231,7 +237,7 @@ def ask(family: str) -> dict[str, Any]:
 
 
 def faults(found: dict[str, Any], stored: dict[str, Any]) -> Iterator[str]:
-    """Yield what makes the run fail: families that are no longer equal, and those that differ."""
+    """Yield a line for each family that differs, or that agreed in the stored results and fails."""
     for family, now in found.items():
         before = stored.get(family, {}).get("outcome")
         if now["outcome"] == DIFFERENT or (before == EQUAL and now["outcome"] != EQUAL):

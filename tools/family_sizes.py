@@ -22,7 +22,7 @@ STORED: dict[str, Any] = tomllib.loads(
     Path(__file__).with_suffix(".toml").read_text(encoding="utf-8")
 )
 SMALL = {name: int(size) for size, names in STORED["sizes"].items() for name in names.split()}
-"""Option of a configuration -> its value in a tiny model."""
+"""Name of an option of transformers' configurations -> its value in a tiny model."""
 
 
 def _plain(value: Any) -> Any:
@@ -33,7 +33,8 @@ def _plain(value: Any) -> Any:
 
 
 FAMILIES: dict[str, dict[str, Any]] = _plain(STORED["families"])
-"""Further options of a family. `default` has those without which its configuration fails."""
+"""Further options of each family. `default` has options without which a default configuration
+cannot be made."""
 
 
 def small(default: Any) -> dict[str, Any]:
@@ -43,13 +44,13 @@ def small(default: Any) -> dict[str, Any]:
         if name in TOKENS:
             options[name] = TOKENS[name]
         elif name in SPREAD:
-            options[name] = 0.15  # makes attention uneven, so that a wrong row changes the logits
+            options[name] = 0.15  # attention becomes uneven, so that a wrong row changes logits
         elif isinstance(value, bool) or not isinstance(value, int):
             continue
         elif name in SMALL:
             options[name] = SMALL[name]
         elif name.endswith(("_token_id", "_token_index")) and value >= VOCABULARY:
-            options[name] = VOCABULARY - 1 - len(options) % 20  # ids that no prompt has
+            options[name] = VOCABULARY - 1 - len(options) % 20  # ids that do not occur in prompts
     for name in default.sub_configs:
         part = getattr(default, name, None)
         if part is not None:
@@ -88,7 +89,7 @@ def build(family: str, change: Callable[[Any], None] | None = None) -> PreTraine
     if change is not None:
         change(config.get_text_config(decoder=True))
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    if not isinstance(config, model_class.config_class):  # the decoder is part of a larger model
+    if not isinstance(config, model_class.config_class):  # the decoder is a part of the model
         config = config.get_text_config(decoder=True)
         model = model_class(config)
         model.set_attn_implementation("eager")

@@ -1,8 +1,8 @@
-"""Test long prompts of a family: read in chunks, across a change of its rotary frequencies.
+"""Test a family with prompts that are read in chunks, across a change of its rotary frequencies.
 
-`kvhf.generate` reads and answers a prompt with `exact`, all rows, and some tokens at a time. Its
-logits are compared with the model's own, which reads the prompt in one call with transformers'
-cache, or without a cache if the family reads all tokens again.
+`kvhf.generate` reads a prompt in chunks and answers it, with the index `exact` and all rows. Its
+logits are compared with those of the unchanged model, which reads the prompt in one call. The
+unchanged model uses transformers' cache, or no cache if the family reads all tokens again.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ CHUNK, STEPS = 16, 4
 """Number of tokens of a chunk, and of an answer."""
 
 LONG = 40
-"""Tokens of a prompt: three chunks, and more than every sliding window of `family_sizes.toml`."""
+"""Number of tokens of a prompt: three chunks, and longer than all sliding windows in
+`family_sizes.toml`."""
 
 SWITCHES = (LONG - 8, LONG + STEPS // 2)
 """Lengths at which rotary frequencies change: one inside the prompt, one inside the answer."""
@@ -66,9 +67,9 @@ class Record(LogitsProcessor):
 
 
 def variants(model: PreTrainedModel) -> Iterator[tuple[str, list[Change]]]:
-    """Yield ways to make the family's frequencies depend on the length, by name; last, no change.
+    """Yield ways to make the family's rotary frequencies depend on the length: name and changes.
 
-    A name may have several changes, each for a separate model.
+    A name may have several changes, each for a separate model. The last way is no change.
     """
     parameters = vars(model.config.get_text_config(decoder=True)).get("rope_parameters")
     sizes = {
@@ -93,9 +94,9 @@ def _all_parameters(config: Any) -> dict[str, dict[str, Any]]:
 
 
 def _longrope(sizes: dict[str, int], switch: int, config: Any) -> None:
-    """Set two sets of frequencies: one for sequences up to `switch` tokens, one for longer ones.
+    """Configure two sets of frequencies: for sequences up to `switch` tokens, and for longer ones.
 
-    `sizes` has the number of frequencies, by name.
+    `sizes` is the number of frequencies for each name in the configuration.
     """
     for name, parameters in _all_parameters(config).items():
         size = sizes.get(name, min(sizes.values()))
@@ -111,15 +112,17 @@ def _longrope(sizes: dict[str, int], switch: int, config: Any) -> None:
 
 
 def _dynamic(config: Any) -> None:
-    """Set frequencies that follow the length of sequences above the first of `SWITCHES`."""
+    """Configure frequencies that depend on the length of sequences longer than `SWITCHES[0]`."""
     for parameters in _all_parameters(config).values():
         parameters.update(rope_type="dynamic", factor=4.0)
     config.max_position_embeddings = SWITCHES[0]
 
 
 def own_logits(model: PreTrainedModel, ids: Tensor) -> list[Tensor]:
-    """Return the model's own logits `[1, V]` for each token of ids int64 `[1, N]` after the
-    prompt."""
+    """Return the model's own logits `[1, V]` for each token after the prompt.
+
+    ids: int64 `[1, N]`, the prompt and these tokens.
+    """
     logits, start, cache = [], 0, None
     again = model.config.model_type in REREADING
     with torch.no_grad():
@@ -164,10 +167,10 @@ def crossed(family: str, model: PreTrainedModel, ids: Tensor) -> tuple[str, floa
     Args:
         family: Name of the family.
         model: An unchanged model of the family.
-        ids: Int64 `[N]`, of which `LONG` are the prompt.
+        ids: Int64 `[N]`. The first `LONG` of them are the prompt.
 
     Returns:
-        What the family crosses, and the difference of logits.
+        The name of the change of frequencies, and the difference of logits.
     """
     if family in TIED:
         return "no: equal scores of its indexer", 0.0
@@ -194,7 +197,7 @@ def _own_failure(model: PreTrainedModel, ids: Tensor) -> str:
 def _pair(
     family: str, model: PreTrainedModel, change: Change, ids: Tensor
 ) -> tuple[PreTrainedModel, PreTrainedModel]:
-    """Make a changed model twice. Raise an error if the change is impossible or has no effect."""
+    """Make two equal models with a change. Raise an error if it is impossible or has no effect."""
     if change is None:
         return model, model
     pair = build(family, change), build(family, change)

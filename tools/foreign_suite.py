@@ -9,8 +9,8 @@ CHECKOUT is a checkout of transformers' sources, whose tests run on its own `src
 model with an index that returns every row. Tokens, scores and logits must agree. The test then
 continues with the index's output.
 
-The command prints which tests are left out, and exits with status 1 if any other fails. It needs
-the packages that those tests import: pytest, parameterized, pytest-rerunfailures, datasets.
+The command prints which tests are left out, and exits with status 1 if any other test fails. It
+needs the packages that these tests import: pytest, parameterized, pytest-rerunfailures, datasets.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ FAMILIES = ("llama", "qwen3", "phi3", "gemma3", "olmo3")  # the last two have sl
 INDEXES = ("exact", "pariskv:beta=1")
 REGIONS = dict(sink=1, local_window=2, update_every=2, dense_below=0)
 EVERY_ROW = 500
-TOLERANCE = 1e-4  # of scores and logits; the tests themselves use 1e-5 for two of our outputs
+TOLERANCE = 1e-4  # of scores and logits; the tests themselves compare two of our outputs at 1e-5
 
 QUIET = ("-q", "--no-header", "--tb=short", "--show-capture=no", "-Wignore", "-pno:cacheprovider")
 STATIC = "a static cache, which attach() replaces"
@@ -51,7 +51,7 @@ LEFT_OUT = {
     "test_assisted_decoding_sample": ITSELF,
     "test_eager_matches_": "compares two attention implementations; attach() is a third",
 }
-"""Test, or the beginning of its name -> why it cannot run through `attach`."""
+"""Name of a test, or its beginning -> the reason why the test cannot run through `attach`."""
 
 ADAPTED = (
     "prompts are padded on the left only, as generation needs them",
@@ -81,7 +81,7 @@ class Suite:
         self.inside = False
 
     def pytest_collection_modifyitems(self, items: list[Any]) -> None:
-        """Select the mixin's tests except those that are left out, and adapt their classes."""
+        """Select the mixin's tests except those in `LEFT_OUT`, and adapt their classes."""
         from tests.causal_lm_tester import CausalLMModelTest
         from tests.generation.test_utils import GenerationTesterMixin
 
@@ -137,7 +137,7 @@ class Suite:
         """Return the result of `generate` with the index, compared with the result without."""
         import torch
 
-        if self.inside:  # a call by an assistant model
+        if self.inside:  # a nested call, which an assistant model makes
             return self.generate(model, *args, **kwargs)
         cache = past = kwargs.pop("past_key_values", None)
         kwargs["use_cache"] = True
@@ -173,7 +173,7 @@ class Suite:
 
 
 def adapt(tests: Any, cache_class: type) -> None:
-    """Change a class of tests as `ADAPTED` says, once."""
+    """Change the methods of a class of tests that `ADAPTED` names, once."""
     if vars(tests).get("has_attentions") is False:
         return
     tests.has_attentions = False

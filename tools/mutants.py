@@ -1,20 +1,21 @@
-"""Mutation tests: change the library in small ways at random, and see whether a test fails.
+"""Mutation tests: make small random changes to the library, and see whether a test fails.
 
     .venv/bin/python tools/mutants.py [--count N] [--seed S] [--limit SECONDS] [--json FILE]
 
 mutmut makes the mutants: each changes one operator, argument or constant of a function. mutmut
 leaves decorated functions alone (properties, for example), and `[tool.mutmut]` in pyproject.toml
 names the modules and the lines that are left alone. Running all mutants would take days, so the
-script draws a random sample from a seed, the same fraction of each package.
+script selects a random sample by a seed, with the same fraction of each package.
 
-Each mutant is written into a copy of the checkout and run with the tests that call the changed
-function, `--limit` seconds of them at most. A first run of all tests finds which these are. Its
-result is stored in `.mutants/reached.json`: delete that file once there are other tests. The first
-failure ends a run. A mutant whose tests hang, or whose process dies, is noticed as well.
+Each mutant is written into a copy of the checkout, and tested with the tests that call the changed
+function, for at most `--limit` seconds. A first run of all tests finds out which tests call which
+function. Its result is stored in `.mutants/reached.json`: delete that file when tests have changed.
+The first failure ends the tests of a mutant. A mutant counts as noticed if a test fails, if its
+tests hang, or if its process dies.
 
 The script prints the fraction of mutants that were noticed with its 95% interval, and each survivor
-as a diff. A survivor is a missing test, or a change that no result shows: of speed, of a message,
-of the device on a machine that has only one. A person has to tell them apart.
+as a diff. A survivor shows that a test is missing, or that the change affects no result (but only
+speed, a message, or the device on a machine that has only one). A person has to decide which.
 """
 
 from __future__ import annotations
@@ -58,29 +59,30 @@ FORKED = multiprocessing.get_context("forkserver")
 FORKED.set_forkserver_preload(
     ["torch", "transformers", "numba", "faiss", "safetensors", "hypothesis", "pytest"]
 )
-"""Imports these once: every run of tests is a fork of a process that has them."""
+"""Modules that are imported once: every run of tests is a fork of a process that has them."""
 
 FILE_LIMIT_S = 300
-"""Seconds after which the first run gives up a file of tests; mutants run without its tests."""
+"""Seconds after which the first run stops a file of tests. Mutants then run without its tests."""
 
 LEAST = 12
-"""Mutants of each group that a sample has at least."""
+"""Smallest number of mutants of each group in a sample."""
 
 SLOWEST_S = 20
-"""Mutants run without tests that take longer than this by themselves."""
+"""Longest time in seconds of a single test. Mutants run without tests that take longer."""
 
 UNTRACED = {
     "tests/wrappers/test_sharded.py": ("core/ranks", "core/shards", "wrappers/sharded"),
     "tests/core/test_transaction.py": ("core/transaction",),
 }
-"""Files of tests whose calls the first run does not see, as they run in other processes or trace
-lines themselves -> the modules that they test. Mutants of these run with the whole file."""
+"""Files of tests -> the modules that they test. The first run cannot see which functions these
+tests call, because they run in other processes or trace lines themselves. So mutants of these
+modules run with the whole file."""
 
 UNTRACED_S = 300
-"""Seconds that such a file may take."""
+"""Seconds that a file of `WHOLE` may take."""
 
 Reached = dict[str, dict[str, dict[str, float]]]
-"""Function (file and qualified name) -> file of tests -> tests that call it -> their seconds."""
+"""Function (file and qualified name) -> file of tests -> test that calls it -> its seconds."""
 
 
 @dataclass(frozen=True)
@@ -94,16 +96,16 @@ class Mutant:
 
     @property
     def name(self) -> str:
-        """What `--names` calls it."""
+        """The mutant's name, as `--names` expects it."""
         return f"{self.path}:{self.function}:{self.number}"
 
     @property
     def group(self) -> str:
-        """The folder with the module: samples have the same fraction of each."""
+        """The folder of the module. Samples have the same fraction of each group."""
         return "/".join(Path(self.path).parts[:2])
 
     def diff(self) -> str:
-        """The change, as a unified diff."""
+        """Return the change as a unified diff."""
         before = (ROOT / self.path).read_text(encoding="utf-8").splitlines()
         after, files = self.make().splitlines(), (self.path, self.name)
         return "\n".join(difflib.unified_diff(before, after, *files, n=4, lineterm=""))
@@ -121,7 +123,7 @@ def main() -> int:
     parser.add_argument("--json", type=output(".json"), help="file for the outcome of each mutant")
     options = parser.parse_args()
     WORK.mkdir(exist_ok=True)
-    with (WORK / "lock").open("w") as lock:  # the copies stay, as do Numba's compiled functions
+    with (WORK / "lock").open("w") as lock:  # copies and Numba's compiled functions are kept
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         trees = [copy_tree(WORK / f"tree{i}") for i in range(options.jobs)]
         found = run_sample(trees, options)
@@ -155,7 +157,7 @@ def run_sample(trees: list[Path], options: argparse.Namespace) -> list[dict[str,
 
 
 def all_mutants(paths: Container[str] | None = None) -> list[Mutant]:
-    """Let mutmut make the mutants of the modules that pyproject.toml names, or of these of them."""
+    """Let mutmut make the mutants of the modules in pyproject.toml, or only of those in `paths`."""
     from libcst import ClassDef, FunctionDef, IndentedBlock
     from mutmut.configuration import config
     from mutmut.mutation.file_mutation import create_mutations, deep_replace
@@ -189,7 +191,7 @@ def all_mutants(paths: Container[str] | None = None) -> list[Mutant]:
 
 
 def sample(mutants: list[Mutant], count: int, seed: int) -> list[Mutant]:
-    """Return `count` mutants at random, of each group its fraction, but at least `LEAST`."""
+    """Return `count` random mutants: the same fraction of each group, but at least `LEAST`."""
     groups: defaultdict[str, list[Mutant]] = defaultdict(list)
     for mutant in mutants:
         groups[mutant.group].append(mutant)
@@ -228,10 +230,10 @@ def run_mutant(mutant: Mutant, tree: Path, reached: Reached, limit: float) -> di
 
 
 def in_order(mutant: Mutant, files: dict[str, dict[str, float]]) -> dict[str, float]:
-    """The tests of a mutant -> their seconds, the most useful first.
+    """Return the tests of a mutant, the most useful first: test -> its seconds.
 
-    One of each function of tests comes first, those of the package's own folder before the others,
-    the fastest first; then a second one of each, and so on.
+    First comes one case of each test function, then a second case of each, and so on. Among these,
+    tests in the package's own folder come before other tests, and fast tests before slow ones.
     """
     top, package, *_ = Path(mutant.path).parts
     own = f"tests/{package if top == 'kvindex' else top}/"
@@ -246,12 +248,12 @@ def in_order(mutant: Mutant, files: dict[str, dict[str, float]]) -> dict[str, fl
 
 
 def is_noticed(found: list[dict[str, Any]]) -> float:
-    """Fraction of mutants that made a test fail, hang or crash."""
+    """Return the fraction of mutants that made a test fail, hang or crash."""
     return sum(one["outcome"] in ("failed", "hung") for one in found) / len(found)
 
 
 def report(found: list[dict[str, Any]]) -> str:
-    """The fraction noticed with its interval, and the diff of each survivor."""
+    """Return the fraction of noticed mutants with its interval, and the diff of each survivor."""
     from kvindex_adapters.evaluate.compare.statistics import wilson
 
     noticed = [one["outcome"] in ("failed", "hung") for one in found]
@@ -300,7 +302,7 @@ def find_reached(trees: list[Path]) -> Reached:
 
 
 def in_trees(run: Callable[[Any, Path], None], items: Iterable[Any], trees: list[Path]) -> None:
-    """Call `run` with each item and a tree that no other call has at the time."""
+    """Call `run` with each item, and with a copy of the checkout that no other call is using."""
     free: queue.SimpleQueue[Path] = queue.SimpleQueue()
     for tree in trees:
         free.put(tree)
@@ -317,26 +319,26 @@ def in_trees(run: Callable[[Any, Path], None], items: Iterable[Any], trees: list
 
 
 HUNG, NO_TESTS = -1000, 5
-"""Exit status of tests that took too long, and of pytest where it finds none."""
+"""Exit status of tests that took too long, and of pytest if it finds no tests."""
 
 NOT_IMPORTED = {"", *map(str, (ROOT, ROOT / "adapters", ROOT / "tools"))}
 """Folders of the original checkout, which a copy must not import from."""
 
 
 def run_forked(target: Callable[..., None], args: tuple[Any, ...], limit: float) -> int | None:
-    """Exit status of a process that calls `target`; HUNG if it took longer than `limit` seconds."""
+    """Call `target` in a process, and return its exit status, or HUNG after `limit` seconds."""
     process = FORKED.Process(target=target, args=args)
     process.start()
     process.join(limit)
     alive = process.is_alive()
     with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)  # and what it has started
+        os.killpg(process.pid, signal.SIGKILL)  # the process, and all processes that it started
     process.join()
     return HUNG if alive else process.exitcode
 
 
 def begin(tree: Path, log: Path) -> None:
-    """Make this process one that tests `tree` and writes what it prints to `log`."""
+    """Set up this process to test `tree`, and to write its output to `log`."""
     os.setsid()
     os.chdir(tree)
     places = [str(tree), str(tree / "adapters")]
@@ -365,11 +367,11 @@ def run_selected(tree: Path, tests: list[str], log: Path) -> None:
 
 
 def run_traced(tree: Path, file: str, log: Path, result: Path) -> None:
-    """Run a file of tests, and write the seconds and the functions called of each that passes."""
+    """Run a file of tests. For each test that passes, write its seconds and called functions."""
     begin(tree, log)
     import pytest
 
-    seen: dict[int, Any] = {}  # by identity: to hash a code object takes long
+    seen: dict[int, Any] = {}  # code objects by their id, because hashing them is slow
     found: dict[str, tuple[float, list[str]]] = {}
     top = f"{tree}{os.sep}"
 
@@ -414,7 +416,7 @@ def run_traced(tree: Path, file: str, log: Path, result: Path) -> None:
 
 
 PLAIN = ("-p", "no:cacheprovider", "-p", "no:xdist", "--tb=short")
-"""Options of pytest."""
+"""Options with which pytest runs the tests of mutants."""
 
 if __name__ == "__main__":
     sys.exit(main())

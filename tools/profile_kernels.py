@@ -5,13 +5,16 @@ PYTHONPATH=.:adapters python tools/profile_kernels.py [--tokens N] [--keys N]
     [--works NAME …] --json OUT
 ```
 
-The layer has batch 1, H = 32, G = 8, D = 128, bfloat16, k = 100, and its rows on the host. A work
-is one of three: the name of an index, whose step over N tokens runs; `append`, which appends N
-keys; or `update`, which appends 256 keys to an index with rows on the host.
+The layer has batch size 1, 32 query heads, 8 KV heads, D = 128, bfloat16, k = 100, and rows on the
+host. `--works` selects what is profiled:
+
+- the name of an index: a decode step over `--tokens` tokens;
+- `append`: an append of `--keys` keys;
+- `update`: an append of 256 keys to an index with rows on the host.
 
 `ncu` repeats each launch until all counters are read, one launch at a time. Times are therefore
-longer than in a step, where launches overlap. Steps are checked before. The command needs `ncu`,
-and a machine that lets it read counters.
+longer than in a step, where launches overlap. The results of steps are checked first. The command
+needs `ncu`, and a machine that lets it read counters.
 """
 
 from __future__ import annotations
@@ -64,11 +67,11 @@ PIPES = {
 }
 
 MOST = 60
-"""Percent of a pipe's peak from which it counts as the limit of a kernel."""
+"""Percentage of its peak above which a pipe counts as the limit of a kernel."""
 
 
 def limit(found: dict[str, Any]) -> str:
-    """Describe what limits a kernel: the busiest pipe, or what its warps wait for."""
+    """Describe what limits a kernel: the busiest pipe, or the most frequent stall of its warps."""
     pipe = max(PIPES, key=lambda name: float(found[name]))
     if found[pipe] >= MOST:
         return f"{PIPES[pipe]}, {found[pipe]:.0f}%"
@@ -79,10 +82,10 @@ def limit(found: dict[str, Any]) -> str:
 def parsed(text: str) -> list[dict[str, Any]]:
     """Read the launches of our kernels and their counters from a CSV file of `ncu`.
 
-    The file is one of `ncu --page raw --print-units base`.
+    text: the output of `ncu --page raw --print-units base`.
 
     Raises:
-        ValueError: There is no launch, or a launch lacks a counter (other than of stalls).
+        ValueError: There is no launch, or a launch lacks a counter that is not one of stalls.
     """
     lines = text.splitlines()
     starts = [i for i, line in enumerate(lines) if line.startswith('"ID"')]
@@ -93,14 +96,14 @@ def parsed(text: str) -> list[dict[str, Any]]:
     found = []
     for row in table:
         if not re.fullmatch(r"\w+", row["Kernel Name"]):
-            continue  # a kernel of torch, whose name contains types
+            continue  # a kernel of torch: only these have types in their names
         one: dict[str, Any] = {"kernel": row["Kernel Name"], "grid": row["Grid Size"]}
         for name, counter in COUNTERS.items():
             try:
                 one[name] = float(row[counter].replace(",", ""))
             except (KeyError, ValueError) as error:
                 if name in STALLS:
-                    one[name] = 0.0  # not every GPU has every counter of stalls
+                    one[name] = 0.0  # a GPU may lack some counters of stalls
                     continue
                 raise ValueError(f"ncu: got no {counter} of {one['kernel']}") from error
         one["us"] /= 1e3
@@ -114,7 +117,7 @@ def work_of(name: str, tokens: int, keys: int) -> Callable[[], Any]:
     if name in STEPS:
         check(g, name)
         work, numbers = workload.Layers(g, name, "host", tokens=tokens), count()
-        return lambda: (work.ask(next(numbers)), work.run())  # the cache has no row
+        return lambda: (work.ask(next(numbers)), work.run())  # new queries: no row is cached
     some = keys if name == "append" else 256
     rows = next(workload.tokens_of(g, 0, 1, some, some))
     index = workload.created(g, "pariskv", store="device" if name == "append" else "host")

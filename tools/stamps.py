@@ -1,10 +1,11 @@
 """Compile copies of kernels that store the time (%globaltimer) at points of their source.
 
-A kernel has points at its start, at its end (wherever a block leaves it), and after each line that
-waits or signals: `after_previous();`, `let_next_begin();`, `await(…);`, `tell(…);`,
-`__syncthreads();`, also behind an `if` or `else` on that line. A line that ends in `// MARK` is a
-point as well, after its statement or brace. This works also in functions before the kernel, but not
-in headers. Thread 0 of each block stores the time. In a loop, the last time counts.
+A kernel has a point at its start, at its end (wherever a block leaves it), and after each line that
+waits or signals. These lines are `after_previous();`, `let_next_begin();`, `await(…);`, `tell(…);`
+and `__syncthreads();`, also behind an `if` or `else` on the same line. A line that ends in
+`// MARK` is a point as well, after its statement or brace. Points also work in functions before the
+kernel in the same file, but not in headers. Thread 0 of each block stores the time. In a loop, the
+last time is kept.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import torch
 from kvindex_cuda.runtime import launch as launching
 
 BLOCKS = 4096
-"""Number of blocks of a kernel, from the first, that store times."""
+"""Number of blocks of a kernel that store times: the first ones."""
 
 HEAD = r"__global__\s+void\s+(?:__launch_bounds__\((?:[^()]|\([^()]*\))*\)\s*)?%s\("
 COMMENT = re.compile(r"//[^\n]*")
@@ -74,7 +75,7 @@ def stamped(
 
     Args:
         text: The source.
-        kernels: Kernels whose waits are points.
+        kernels: Names of the kernels to which points are added.
         file: Name of the source, for messages.
         first: Number of the first point.
 
@@ -82,7 +83,7 @@ def stamped(
         The new source, and its points by number.
 
     Raises:
-        ValueError: A MARK is in the middle of a statement.
+        ValueError: A `// MARK` is in the middle of a statement.
     """
     points: dict[int, Point] = {}
 

@@ -1,20 +1,20 @@
-"""Measure when the blocks of a step's kernels begin, wait, resume and end.
+"""Measure when the thread blocks of a decode step's kernels begin, wait, resume and end.
 
 ```
 PYTHONPATH=.:adapters python tools/timeline.py [--tokens N] [--rows host] [--index SPEC]
     [--q-heads H] [--kv-heads G] [--decoder SHAPE] [--hit-rate H] [--replays R] --json OUT
 ```
 
-The step is that of `benchmarks/latency.py` with batch 1. With `--decoder` it is a layer's step
-inside a decode step of `benchmarks/generation.py`. The kernels are compiled a second time from a
-copy that stores %globaltimer at the points that `stamps.py` describes. To add a point, end a line
-of a kernel in `// MARK`.
+The step is the one that `benchmarks/latency.py` times, with batch size 1. With `--decoder` it is
+the step of one layer inside a decode step of `benchmarks/generation.py`. The kernels are compiled a
+second time, from a copy that stores %globaltimer (a stamp) at the points that `stamps.py`
+describes. To add a point, end a line of a kernel in `// MARK`.
 
-Times are of the last layer in a graph of 16 layers, or in a decode step, in µs since the first
-block of its first kernel began. Each point has the times of the first, the median and the last
-block, each as the median over replays. Stamps cost registers and stores, so the command also prints
-the time with and without them. It prints the smallest difference of two stamps as well; if that is
-about 1 µs, the device's timer is too coarse.
+Times are in µs since the first block of the layer's first kernel began. The layer is the last one
+in a graph of 16 layers, or in the decode step. Each point has the times of the first, the median
+and the last block, each as the median over replays. Stamps cost registers and stores, so the
+command also prints the time of the step with and without stamps. Finally it prints the smallest
+difference of two stamps. If that is about 1 µs, the device's timer is too coarse.
 """
 
 from __future__ import annotations
@@ -71,12 +71,12 @@ def measure(
         work: The layers.
         before: Called with the number of each replay.
         replays: Number of replays.
-        timed: Times a run.
-        capture: Returns an object that can `replay` a run.
+        timed: A function that times a run of the layers.
+        capture: A function that captures a run, and returns an object with a method `replay`.
 
     Raises:
         SystemExit: The stamped step gives wrong results.
-        ValueError: A MARK cannot be stamped.
+        ValueError: A `// MARK` is at a place where no stamp can be stored.
     """
     with launched() as kernels:
         want = work.answers()
@@ -99,7 +99,7 @@ def measure(
 def measure_token(
     shape: Shape, g: Geometry, index: str, tokens: int, hit_rate: float, replays: int
 ) -> dict[str, Any]:
-    """Stamp the kernels of the index in a decoder's step, and replay it."""
+    """Stamp the index's kernels in a decode step of the decoder, and replay the step."""
     weights, room = weights_of(shape, g), token.MOST_SHARPENED + 4 * (replays + token.WARM)
     layers = token.indexed(g, index, tokens, shape.layers, room)
 
@@ -110,7 +110,7 @@ def measure_token(
         return 1e3 * statistics.median(plan.turn(replays)["device_ms"])
 
     plain = plan()
-    plain.turn(1)  # without a graph
+    plain.turn(1)  # this run uses no graph
     with launched() as found:
         plain.turn(1)
     kernels = {name: file for name, file in found.items() if file.startswith("step/")}
@@ -138,8 +138,10 @@ def of_stamps(stamps: Stamped, names: list[str], taken: list[Tensor]) -> dict[st
 def figures(
     points: dict[int, Point], names: list[str], taken: list[Tensor]
 ) -> list[dict[str, Any]]:
-    """Return the times in µs of each point that was reached, in order, from the marks of each
-    replay."""
+    """Return the times in µs of each point that was reached, in order.
+
+    They are computed from the marks of each replay.
+    """
     begun = next(n for n, at in points.items() if (at.kernel, at.what) == (names[0], "start"))
     found = []
     for number in sorted(points, key=lambda n: (names.index(points[n].kernel), points[n].line, n)):
@@ -147,7 +149,7 @@ def figures(
         for marks in taken:
             start = marks[begun][marks[begun] > 0].min()
             mine = marks[number]
-            # earlier times are those of a previous layer, because this layer did not get here
+            # an earlier time was stored by a previous layer: this layer did not reach the point
             if len(blocks := mine[mine >= start]):
                 there.append((blocks - start).double() / 1e3)
         if there:
@@ -162,7 +164,7 @@ def figures(
 
 
 def shown(result: dict[str, Any]) -> str:
-    """Make a table, with the cost of stamps."""
+    """Make a table of the points, with the time of the step with and without stamps."""
     rows = [
         (
             *(point["kernel"], str(point["blocks"])),

@@ -6,9 +6,9 @@ PYTHONPATH=.:adapters python tools/token_kernels.py [--decoder SHAPE] [--context
     [--rows R]
 ```
 
-The decoder is that of `benchmarks/common/token.py`. Each kernel has a line with microseconds per
-step, launches per step, and its name. The first line has the total; the rest of a replay's time is
-gaps between kernels.
+The decoder is the one in `benchmarks/common/token.py`. Each kernel has a line with microseconds per
+step, launches per step, and its name. The first line has the sum over all kernels. A replay takes
+longer than this sum, because there are gaps between kernels.
 """
 
 from __future__ import annotations

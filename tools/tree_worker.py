@@ -43,7 +43,7 @@ from kvindex.registry import wrapper_options
 from kvindex_adapters.evaluate.machine import describe
 
 COMMANDS = ("check", "build", "round", "digests")
-"""Allowed after `start`."""
+"""Commands that may follow the first one, `start`."""
 
 OLD_NAMES = {
     "preset=sampled": "preset=drawn",
@@ -97,7 +97,7 @@ def spec_of_tree(spec: str, *, back: bool = False) -> str:
 
 @dataclass
 class Bench:
-    """A step of one tree, and its times. Methods are commands and give what is written as JSON."""
+    """Builds and times a step of one checkout. Each method is a command that returns JSON."""
 
     timed: Timed
     geometry: Geometry
@@ -144,7 +144,7 @@ class Bench:
         return token.sharpen_for(weights, plan, self.hit_rate)
 
     def round(self, places: list[str]) -> dict[str, Any]:
-        """µs of a layer's step with rows in each of these places, or of what else is timed."""
+        """Time a step for each place of the rows, an append, and updates. Return µs per layer."""
         return {place: self._round(place) for place in places}
 
     def _round(self, place: str) -> Any:

@@ -10,9 +10,9 @@ fastest in a step, where launches overlap and share the L2 cache. The steps are 
 `benchmarks/generation.py --decoder`, without attention, or with an index over `--context` tokens.
 Steps with a tile to try alternate with steps with the present tiles.
 
-Several batch sizes share one tile, the one with the smallest mean ratio over all batches. Copy the
-printed lines into `TILES` of `kvindex_cuda/triton/tiles.py`. A comment gives the step's time
-relative to the present tile, and that tile.
+If several batch sizes are given, they share one tile: the one with the smallest mean ratio over all
+of them. Copy the printed lines into `TILES` of `kvindex_cuda/triton/tiles.py`. The comment on each
+line has the present tile, and the time of a step relative to the time with the present tile.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from kvindex_cuda.triton import Tile, tiles
 from kvindex_cuda.triton.tiles import Case
 
 TOKENS = 16
-"""Decode steps of a plan's turn."""
+"""Number of decode steps that are timed together."""
 
 ONE = [
     Tile(),
@@ -56,11 +56,11 @@ SEVERAL = [
     Tile(16, 1024, 8, 3),
     Tile(64, 512, 8, 3),
 ]
-"""Tiles to try for one sequence, and for several. The defaults are among them."""
+"""Tiles to try for one sequence, and for several sequences. The defaults are among them."""
 
 
 class Asked(dict[Case, Tile]):
-    """A table that records the cases it was asked for."""
+    """A table of tiles that records which cases were looked up."""
 
     def __init__(self, table: dict[Case, Tile]) -> None:
         super().__init__(table)
@@ -113,7 +113,7 @@ def ratios(
     for _ in range(rounds):
         today = median(base.turn(TOKENS)["device_ms"])
         for (case, tile), one in plans.items():
-            with using({case: tile}):  # a step may be captured again
+            with using({case: tile}):  # in here, a step may be captured again
                 of[case, tile].append(median(one.turn(TOKENS)["device_ms"]) / today)
     found: dict[Case, dict[Tile, float]] = {}
     for (case, tile), each in of.items():

@@ -41,7 +41,7 @@ def found(index: str) -> Callable[..., Any]:
     """
     module, colon, name = index.partition(":")
     if not colon or "=" in name:
-        get(index.partition("+")[0].partition(":")[0])  # raises once, not in each check
+        get(index.partition("+")[0].partition(":")[0])  # an unknown name raises here, only once
         return functools.partial(create, index)
     known: dict[str, Any] = vars(importlib.import_module(module))
     if name not in known:

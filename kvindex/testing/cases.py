@@ -1,4 +1,4 @@
-"""Cases: shapes of attention layers that checks run in, and random tensors for them."""
+"""Cases: shapes of attention layers for which checks run, and random tensors of these shapes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Tokens: TypeAlias = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Case:
-    """The shape of an attention layer, with random tensors for it."""
+    """The shape of an attention layer. Methods create random tensors of this shape."""
 
     q_heads: int = 2
     kv_heads: int = 2
@@ -48,7 +48,7 @@ class Case:
         geometry = self.geometry()
         if get(name.partition("+")[0].partition(":")[0]).needs_rope:
             geometry["rope"] = rope(self.head_dim, self.device)
-        # the reference implementation, also on a GPU, unless a test passes another backend
+        # by default use the reference implementation, even on a GPU
         return create(name, **{**geometry, "backend": "torch", **options})
 
     def made(self, make: Callable[..., BaseIndex], **options: object) -> BaseIndex:
@@ -69,7 +69,7 @@ class Case:
         return self.of_keys(keys, values)
 
     def of_keys(self, keys: Tensor, values: Tensor) -> Tokens:
-        """Return tokens with these keys, and these values or those in the keys (`value_in_key`)."""
+        """Return keys and values of tokens. With `value_in_key`, the values come from the keys."""
         return keys, keys[..., : self.value_dim].clone() if self.value_in_key else values
 
     def queries(self, seed: int = 0, batch: int | None = None) -> Tensor:

@@ -11,17 +11,17 @@ from torch import Tensor
 from kvindex.core.protocol import Hits, KVIndex, Rows
 
 ROUNDED = 1e-2
-"""Tolerance of scores, as a fraction of the largest one, where only rounding differs.
+"""Tolerance of scores where only rounding differs, as a fraction of the largest score.
 
-The products of torch depend in the last bit on the shape of a batch, and such a bit can change a
-stored code: a bfloat16 weight by 2^-8, a magnitude to the next level. A wrong row or sign differs
-by far more (`tests/contract/test_contract_can_fail.py`).
+The last bit of torch's products depends on the shape of a batch. Such a bit can change a stored
+code: a bfloat16 weight by 2^-8, or a magnitude to the next level. A wrong row or sign changes a
+score by far more (`tests/contract/test_contract_can_fail.py`).
 """
 
 
 @contextmanager
 def raises(*kinds: type[Exception], says: tuple[str, ...]) -> Iterator[None]:
-    """Raise AssertionError unless an error of these kinds has these words in this order."""
+    """Check that the context raises an error of these kinds, with these words in this order."""
     names, said = " or ".join(kind.__name__ for kind in kinds), None
     try:
         yield
@@ -46,7 +46,7 @@ def all_rows(index: KVIndex, batch: int) -> Rows:
 
 
 def assert_well_formed(hits: Hits, index: KVIndex, batch: int, k: int) -> None:
-    """Check what every search guarantees about its slots, whatever it found."""
+    """Check the properties that the slots of every search must have, whatever it found."""
     g, shape = index.geometry, (batch, index.geometry.kv_heads, k)
     for name, tensor, dtype in (
         ("ids", hits.ids, torch.int64),
@@ -110,7 +110,7 @@ def assert_same_hits(got: Hits, want: Hits, *, close: float = 0.0, shift: Tensor
 
 
 def snapshot(index: KVIndex, queries: Tensor, k: int = 7) -> tuple[object, ...]:
-    """Return everything that can be observed of an index from outside."""
+    """Return everything about an index that public calls can observe."""
     hits = index.search(queries, k=k)
     rows = all_rows(index, len(queries))
     return len(index), index.nbytes(), hits.ids, hits.scores, rows.keys, rows.values

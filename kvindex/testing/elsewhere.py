@@ -1,7 +1,7 @@
 """A simulated device: its tensors cannot be combined with CPU tensors, as on a GPU.
 
-They are CPU tensors in a wrapper that reports torch's device `meta`. With it, code that creates a
-tensor without a device, or reads one as numpy, is found on a machine without a GPU.
+The tensors are CPU tensors in a wrapper that reports torch's device `meta`. So a machine without a
+GPU can find code that creates a tensor without a device, or reads a GPU tensor as numpy.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ PLACE = torch.device("meta")
 ATEN = torch.ops.aten
 COPIES = {ATEN._to_copy.default, ATEN.copy_.default}
 INDEXED = {ATEN.index.Tensor, ATEN.index_put.default, ATEN.index_put_.default}
-"""Operations that accept CPU tensors with GPU tensors: indexing, with indices on the CPU."""
+"""Operations in which torch allows both CPU and GPU tensors: indexing, with indices on the CPU."""
 
 
 class Elsewhere(Tensor):
@@ -67,7 +67,7 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         kwargs = {**kwargs, "device": "cpu"}
     opened = tree_map_only(Elsewhere, lambda one: one.on_cpu, (args, kwargs))
     found = func(*opened[0], **opened[1])
-    if func._schema.is_mutable:  # in place: return the argument itself
+    if func._schema.is_mutable:  # an in-place operation returns its argument itself
         given = kwargs["out"] if "out" in kwargs else args[0]
         return given if isinstance(found, Tensor) else found
     return tree_map_only(Tensor, Elsewhere, found) if stays else found
@@ -83,7 +83,7 @@ class _Dispatched(DispatchMode):  # type: ignore[misc]  # untyped
 
 
 class _Made(FunctionMode):  # type: ignore[misc]  # untyped
-    """Convert lists to tensors here, because torch does so before dispatching an operation."""
+    """Converts lists to tensors, because torch would do so before dispatching an operation."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -1,8 +1,8 @@
-"""Faults, one at a time: memory that runs out at any operation, an interrupt at any line.
+"""Make a call fail at a chosen point: out of memory at any operation, or interrupted at any line.
 
-A call that raises must leave things as they were. To test this, count the operations
+A call that raises must leave an object unchanged. To test this, count the operations
 (`operations_of`) or lines (`lines_of`) of a call, let each of them fail in turn on a new object,
-and compare the result with an object that never had the call.
+and compare the object with one on which the call was never made.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 PACKAGE = Path(__file__).parents[1]
-"""Package whose lines are interrupted by default."""
+"""Folder of the package in whose lines an interrupt occurs by default."""
 
 Call = Callable[[], object]
 
@@ -89,7 +89,7 @@ Mode: Any = TorchDispatchMode  # untyped in torch
 
 
 class _Memory(Mode):  # type: ignore[misc]  # untyped
-    """Count operations, and let one of them run out of memory."""
+    """Counts torch operations, and lets one of them run out of memory."""
 
     def __init__(self, at: int | None) -> None:
         super().__init__()
@@ -126,7 +126,7 @@ def _releases(frame: FrameType) -> bool:
 
 
 def _traced(call: Call, at: int | None, package: Path) -> int:
-    """Count the lines that a call runs, and interrupt it before line number `at`."""
+    """Count the lines of a package that a call runs, and interrupt the call before line `at`."""
     inside, count, before = f"{package}/", 0, sys.gettrace()
 
     def follow(frame: FrameType, event: str, argument: object) -> Any:

@@ -41,8 +41,8 @@ def check_index(index: Callable[..., BaseIndex], *, stateful: bool = False, **op
     Args:
         index: A class on `BaseIndex`, or a function that takes the same arguments and returns an
             index.
-        stateful: Also try random sequences of calls (needs Hypothesis). Reducing a failing one to a
-            small one may take minutes.
+        stateful: Also try random sequences of calls (needs Hypothesis). If one fails, reducing it
+            to a small one may take minutes.
         **options: Further arguments of the index, such as `preset`.
 
     Raises:
@@ -90,7 +90,7 @@ def outcomes(
     if stateful:
         from kvindex.testing.stateful import check_any_interleaving
 
-        runs.append((check_any_interleaving, cases[:1]))  # it creates its own cases
+        runs.append((check_any_interleaving, cases[:1]))  # once, because it creates its own cases
     for check, cases_of_check in runs:
         start = time.perf_counter()
         errors = (

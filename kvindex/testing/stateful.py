@@ -1,6 +1,6 @@
-"""Any sequence of calls gives the same results as a new index with the same tokens.
+"""Test that any sequence of calls gives the same results as a new index with the same tokens.
 
-It needs Hypothesis.
+The test needs Hypothesis.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ seeds = st.integers(0, 10_000)
 
 
 class IndexMachine(RuleBasedStateMachine):
-    """An index, and the tokens that it should contain."""
+    """A state machine of Hypothesis: an index, and the tokens that it should contain."""
 
     make: Make
     index: BaseIndex
@@ -56,7 +56,7 @@ class IndexMachine(RuleBasedStateMachine):
     valid: Tensor
 
     def compare(self, hits: Hits, queries: Tensor, k: int) -> None:
-        """Compare hits further; a subclass may override it."""
+        """Make further comparisons of hits. A subclass may override this."""
 
     def new_index(self) -> BaseIndex:
         """Create an index for the case."""
@@ -94,7 +94,7 @@ class IndexMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.batch is None)
     @rule(batch=st.integers(1, 3), count=st.integers(1, 14), seed=seeds, pads=st.none() | seeds)
     def first_append(self, batch: int, count: int, seed: int, pads: int | None) -> None:
-        """Append the first tokens, possibly padded; this sets the batch size."""
+        """Append the first tokens, possibly with padding. This sets the batch size."""
         self.batch = batch
         self.tokens = self.case.tokens(count, seed, batch)
         self.valid = torch.ones(batch, count, dtype=torch.bool)
@@ -114,7 +114,7 @@ class IndexMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.batch is not None)
     @rule(length=st.integers(0, 40))
     def truncate(self, length: int) -> None:
-        """Truncate, possibly beyond the last token."""
+        """Truncate to a length, which may be larger than the number of tokens."""
         self.index.truncate(length)
         self.tokens, self.valid = part(self.expected, 0, length), self.valid[:, :length]
 
@@ -131,7 +131,7 @@ class IndexMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.calls > 4)  # without this, every second call would reset
     @rule()
     def reset(self) -> None:
-        """Reset the index, which is then like a new one."""
+        """Reset the index, which must then be like a new one."""
         self.index.reset()
         self.forget()
         assert self.index.nbytes() == self.new_index().nbytes(), "as many bytes as a new index"
@@ -140,7 +140,7 @@ class IndexMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.batch is not None)
     @rule()
     def refused_append(self) -> None:
-        """Append a key with infinity, which raises and changes nothing."""
+        """Append a key with infinity, which must raise an error and change nothing."""
         keys, values = self.case.tokens(3, 0, self.batch)
         keys[0, 0, 1, 2] = float("inf")
         before = snapshot(self.index, self.case.queries(0, self.batch))
@@ -151,7 +151,7 @@ class IndexMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.batch is not None)
     @rule(k=st.integers(1, 50), seed=seeds)
     def search(self, k: int, seed: int) -> None:
-        """Search, with the same hits as a new index with the same tokens."""
+        """Search, and compare the hits with those of a new index with the same tokens."""
         queries = self.case.queries(seed, self.batch)
         hits = self.index.search(queries, k=k)
         assert_well_formed(hits, self.index, self.rows, k)
@@ -163,7 +163,7 @@ class IndexMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.batch is not None)
     @rule(seed=seeds)
     def fetch(self, seed: int) -> None:
-        """Fetch rows of any ids, which equal the appended ones."""
+        """Fetch rows of random ids, and compare them with the appended rows."""
         generator = torch.Generator().manual_seed(seed)
         ids = torch.randint(-1, max(self.count, 1), (self.rows, 2, 5), generator=generator)
         if not self.count:
@@ -186,7 +186,7 @@ class IndexMachine(RuleBasedStateMachine):
     def fresh(self) -> BaseIndex:
         """Create an index with the same tokens and the same learned parameters."""
         index, state = self.new_index(), self.index.state_dict()
-        if isinstance(index, ClusteredIndex):  # its clusters contain ids, so they need the tokens
+        if isinstance(index, ClusteredIndex):  # its learned clusters contain ids of these tokens
             index.load_state_dict(state)
             return index
         learned = above("learned", below("learned", state))

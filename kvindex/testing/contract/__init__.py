@@ -2,9 +2,9 @@
 
 A check is a function in one of these modules whose name begins with `check_`. The first line of its
 docstring says what it requires of an index. It takes `make`, which creates an index for `case`, and
-raises AssertionError if the index violates the requirement. Indexes that are compared begin with
-the same first append, from which an index may learn. There is no list of checks; they are found by
-scanning the modules.
+raises AssertionError if the index violates the requirement. If a check compares two indexes, both
+begin with the same first append, because an index may learn from it. There is no list of checks;
+they are found by scanning the modules.
 """
 
 from __future__ import annotations

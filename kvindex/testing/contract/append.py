@@ -41,7 +41,7 @@ def check_fetch_returns_the_appended_rows(make: Make, case: Case) -> None:
 
 
 def check_encode_is_deterministic_and_changes_nothing(make: Make, case: Case) -> None:
-    """`encode` returns the same codes each time, those that `append` stores; it changes nothing."""
+    """`encode` always returns the same codes, which `append` stores, and changes nothing."""
     tokens = case.tokens(N)
     index = filled(make, tokens)
     before = snapshot(index, case.queries())
@@ -93,7 +93,7 @@ def check_padding_changes_nothing_but_ids(make: Make, case: Case) -> None:
 
 
 def check_nothing_but_padding_is_as_good_as_empty(make: Make, case: Case) -> None:
-    """An index with padding only finds nothing, and finds the first valid token after it."""
+    """An index that contains only padding finds nothing, and finds valid tokens appended later."""
     keys, values = case.tokens(N)
     index = make()
     index.append(keys, values, valid=left_padding([N] * case.batch, N, case.device))

@@ -17,7 +17,7 @@ RESIDENT = 3
 def check_attention_where_few_tokens_are_valid(make: Make, case: Case) -> None:
     """`attend` returns attention over the rows of a search and the resident rows.
 
-    This also holds where the index contains no valid token, or fewer than `k`.
+    This also holds where the index contains no valid token, or fewer than `k` valid tokens.
     """
     if make().capability(Attends) is None:
         return
@@ -37,7 +37,7 @@ def check_attention_where_few_tokens_are_valid(make: Make, case: Case) -> None:
 
 
 def _assert_attends_to_hits(index: BaseIndex, case: Case, tokens: Tokens) -> None:
-    """Compare `attend` with a search, a fetch, and attention over what they found."""
+    """Compare `attend` with a search, a fetch, and attention over the rows that they return."""
     g, (keys, values) = index.geometry, tokens
     resident = ResidentRows(g, case.batch, RESIDENT + 1)
     resident.add(keys, values, None)

@@ -35,7 +35,7 @@ CONTEXTS: dict[str, Callable[[], AbstractContextManager[object]]] = {
 
 
 class Life:
-    """All calls of an index, one after another, with tensors that are created beforehand."""
+    """Runs all calls of an index, one after another, with tensors that are created beforehand."""
 
     def __init__(self, case: Case) -> None:
         B, device = case.batch, case.device
@@ -78,9 +78,9 @@ class Life:
 
 
 def check_no_context_changes_results(make: Make, case: Case) -> None:
-    """Autocast and other default dtypes and devices do not change results, bit by bit.
+    """Autocast and other default dtypes and devices do not change any bit of the results.
 
-    Neither does inference mode, also if an index is created in it and used outside.
+    Neither does inference mode, even if an index is created in it and used outside.
     """
     life = Life(case)
     want = life.of(make)

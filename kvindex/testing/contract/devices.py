@@ -1,4 +1,4 @@
-"""Requirements for devices: an index stays on its tensors' device and finds there the same rows."""
+"""Requirements for devices: an index stays on its tensors' device, and finds the same rows."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def check_tensors_stay_on_their_device(make: Make, case: Case) -> None:
 
 
 def _life(make: Make, case: Case, device: torch.device) -> tuple[Hits, torch.Tensor]:
-    """Return what an index on a device finds at the end, moved to the CPU."""
+    """Return the hits of an index on a device after many calls, moved to the CPU."""
     B, H, D = case.batch, case.q_heads, case.head_dim
     index = make(device=device, rope=rope(D).to(device))
     keys, values = (tensor.to(device) for tensor in case.tokens(N))

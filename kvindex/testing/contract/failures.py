@@ -46,7 +46,7 @@ def check_an_append_that_runs_out_of_memory_changes_nothing(make: Make, case: Ca
                 break
             assert_same_snapshot(snapshot(index, case.queries()), before)
             other = case.tokens(9, seed=2, batch=case.batch if start else case.batch + 1)
-            index.append(*other)  # the next call must work as well
+            index.append(*other)  # the same call must work when there is memory again
             fresh = filled(make, *start, other)
             batch = len(other[0])
             assert_same_hits(searched(index, case, batch=batch), searched(fresh, case, batch=batch))
@@ -69,7 +69,7 @@ def check_a_reorder_that_runs_out_of_memory_changes_nothing(make: Make, case: Ca
 
 
 def _fail_after(allowed: int, call: Callable[[], None], owner: object, name: str) -> bool:
-    """Return True if `call` runs out of memory when a function works only `allowed` times."""
+    """Return True if `call` fails when the method `name` of `owner` works only `allowed` times."""
     right, left = getattr(owner, name), [allowed]
 
     def failing(*args: Any, **options: Any) -> Any:

@@ -18,7 +18,8 @@ from kvindex.testing.faults import fail_at, operations_of
 
 TOKENS = 30
 POINTS = 6
-"""Operations of a call that fail in turn, half of them the last ones, where calls commit."""
+"""Number of operations of a call that fail in turn. Half of them are the last operations, where
+calls commit their changes."""
 
 Change: TypeAlias = Callable[[BaseIndex], object]
 Seen: TypeAlias = tuple[tuple[object, ...], Hits]
@@ -45,7 +46,7 @@ def changes(case: Case) -> Iterator[tuple[str, Change]]:
 
 
 def points(count: int, most: int) -> list[int]:
-    """Return up to `most` of the numbers below `count`: the last ones, and others evenly spread."""
+    """Return up to `most` numbers below `count`: the last ones, and others evenly spread."""
     if count <= most:
         return list(range(count))
     late = range(count - most // 2, count)
@@ -81,12 +82,12 @@ def check_memory_that_runs_out_anywhere_changes_nothing(
 
 
 def seen(index: BaseIndex, case: Case) -> Seen:
-    """Return what can be observed of a copy of an index, now and after another append."""
+    """Return what public calls observe of a copy of an index, now and after another append."""
     return snapshot(copy.deepcopy(index), case.queries()), later(index, case)
 
 
 def later(index: BaseIndex, case: Case) -> Hits:
-    """Return what a copy finds after another append."""
+    """Return the hits of a copy of an index after another append."""
     index = copy.deepcopy(index)
     index.append(*case.tokens(7, seed=8))
     return searched(index, case)

@@ -1,4 +1,6 @@
-"""Requirements for the largest numbers: they work, and larger ones raise errors that name them."""
+"""Requirements for the largest numbers: they work, and larger numbers raise errors with the
+argument's name.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ BEYOND = (2 * LARGEST, 1e20, 3e38, float("inf"), float("nan"))
 
 
 def check_the_largest_numbers_give_scores(make: Make, case: Case) -> None:
-    """Keys and queries of up to 2^48, of which half cancel, give finite scores."""
+    """Keys and queries with numbers of up to 2^48, half of which cancel, give finite scores."""
     largest = min(LARGEST, LIMITS.get(case.dtype, LARGEST))
     keys, values = case.tokens(N)
     signs, queries = keys.sign() * largest, case.queries().sign() * largest
@@ -30,7 +32,7 @@ def check_the_largest_numbers_give_scores(make: Make, case: Case) -> None:
 
 
 def check_numbers_beyond_are_refused_by_name(make: Make, case: Case) -> None:
-    """NaN, infinity and numbers above 2^48 in keys or queries raise errors with their name."""
+    """NaN, infinity and numbers above 2^48 raise errors that name the argument, keys or queries."""
     keys, values = case.tokens(N)
     index = filled(make, (keys, values), check=True)
     allowed = "allowed is a finite number of at most 2^48"

@@ -19,8 +19,8 @@ def check_slots_are_exactly_k(make: Make, case: Case) -> None:
 
 
 def check_a_needle_is_found(make: Make, case: Case) -> None:
-    """A key that is the query is found among keys that are far from it."""
-    unit = make().unit  # tokens that are found together
+    """A key that equals the query is found among keys that are far from it."""
+    unit = make().unit  # number of tokens that a search selects together
     count, k = (N, K) if unit == 1 else ((17 // unit + 3) * unit, unit)
     keys, values = case.tokens(count)
     queries = case.queries().reshape(case.batch, case.kv_heads, -1, case.head_dim)
@@ -33,7 +33,7 @@ def check_a_needle_is_found(make: Make, case: Case) -> None:
     hits = index.search(same, k=k)
     sampled = hits.log_weight is not None and bool((hits.log_weight > 0).any())
     if sampled and case.softcap is not None:
-        return  # no logit is much larger than others, and rows are sampled
+        return  # rows are sampled, and no logit is much larger than the other logits
     assert (hits.ids == 17).any(-1).all()
     if not index.scattered:
         assert (index.search(-same, k=k).ids != 17).all(), "and not by its opposite"
@@ -59,7 +59,7 @@ def check_ties_go_to_the_lower_id(make: Make, case: Case) -> None:
 def check_searches_are_deterministic(make: Make, case: Case) -> None:
     """Equal tokens and queries lead to equal hits, bit by bit."""
     tokens = case.tokens(N)
-    keys = torch.cat([tokens[0][:, :, : N // 2]] * 2, dim=2)  # every key twice
+    keys = torch.cat([tokens[0][:, :, : N // 2]] * 2, dim=2)  # every key occurs twice
     tokens = case.of_keys(keys, tokens[1])
     first, second = filled(make, tokens), filled(make, tokens)
     hits = searched(first, case)
