@@ -1,1 +1,3 @@
-"""Benchmarks. Each script answers one question: it checks the results first, then measures."""
+"""Benchmarks. Each script answers one question. It first checks that results are right, and then
+measures.
+"""

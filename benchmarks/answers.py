@@ -1,11 +1,12 @@
-"""Reduce the folder of a comparison to a result that `report.py` can show, without single answers.
+"""Reduce the folder of a comparison to a small result, without single answers, for `report.py`.
 
     python -m benchmarks.answers FOLDER --json benchmarks/results/answers_field.json
 
 FOLDER was written by `kvindex compare` or `evaluate.compare`. For a run that ended early, `--index
-A,B` keeps only these indexes, and the prompts that all of them answered at each k. The report knows
-these names: answers_field (every index, one length, one k), answers_lengths, answers_rows (several
-k) and answers_depth. It also shows results with a suffix, such as answers_field_MODEL.
+A,B` keeps only these indexes, and only the prompts that all of them answered at each k. The report
+shows results with these names: `answers_field` (every index, one length, one k), `answers_lengths`
+(several lengths), `answers_rows` (several k) and `answers_depth` (several depths). A name may have
+a suffix, such as `answers_field_MODEL`.
 """
 
 from __future__ import annotations
@@ -23,16 +24,17 @@ from kvindex_adapters.evaluate.compare.summary import SCHEMA, summarize
 from kvindex_adapters.evaluate.output_files import output, write_json
 
 DIGITS = 4
-"""Significant digits of each figure."""
+"""Number of significant digits of each figure."""
 
 Row = dict[str, Any]
 
 
 def reduced(summary: Row) -> Row:
-    """Return the parts of `results.json` that a result keeps.
+    """Return the parts of `results.json` that a result contains.
 
-    For several lengths it leaves out means by task; of the differences it keeps those of all tasks
-    to full attention and to `exact`. Raises ValueError if `results.json` has another format.
+    If there are several lengths, the means by task are left out. Of the differences, only those
+    over all tasks remain, compared with full attention and with `exact`. Raises ValueError if
+    `results.json` has another format.
     """
     if summary.get("schema") != SCHEMA:
         raise ValueError(f"schema: got {summary.get('schema')!r}, allowed is {SCHEMA!r}")
@@ -51,8 +53,8 @@ def reduced(summary: Row) -> Row:
 def answered_by_all(folder: Path, indexes: list[str]) -> Row:
     """Return what `results.json` would contain for these indexes and their common prompts.
 
-    Full attention is contained, too. A common prompt was answered by each index at every `k` that
-    any of them has. Raises ValueError for an index without answers.
+    The result contains full attention, too. A prompt is common if each index answered it at every
+    `k` at which any of them has answers. Raises ValueError for an index without answers.
     """
     lines = [
         json.loads(line) for line in (folder / "results.jsonl").read_text("utf-8").split("\n")[:-1]

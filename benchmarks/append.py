@@ -1,17 +1,17 @@
-"""Measure appends on a GPU: a whole prompt, and updates of windows while layers decode.
+"""Time appends on a GPU: of a whole prompt, and from the window into the index during decoding.
 
     python -m benchmarks.append [--index SPEC] [--tokens N] [--context N …] [--layers L]
         [--periods P] [--json OUT]
 
-32 query heads, 8 KV heads, D = 128, bfloat16. First a step over appended tokens is checked; nothing
-is timed if it is wrong.
+A layer has 32 query heads, 8 KV heads, D = 128 and bfloat16. First a step over appended tokens is
+checked. Nothing is timed if its result is wrong. The result has two parts:
 
-`prompts`: time to append N tokens in chunks of 65,536, until the device is done. Memory is reserved
-before.
-
-`layers`: attention layers that are launched one by one; the host waits for each step, as if it
-sampled a token. Each layer moves 256 tokens of its window into the index every 256 steps (P times),
-and each at a different step. Steps in which an update begins or ends are counted separately.
+- `prompts` has the time to append N tokens in chunks of 65,536, until the device is done. Memory is
+  reserved before the timing starts.
+- `layers` has the times of decode steps of attention layers. The layers are launched one by one,
+  and the host waits for each step, as if it sampled a token. Each layer moves 256 tokens of its
+  window into the index every 256 steps (P times), and each layer does so at a different step. Steps
+  in which an update begins or ends are counted separately.
 """
 
 from __future__ import annotations
@@ -76,7 +76,10 @@ def prompt(g: Geometry, spec: str, tokens: int, place: str, repeats: int) -> dic
 
 
 def steps(decoding: Decoding, count: int) -> tuple[list[float], list[str]]:
-    """Run steps. Return the microseconds of each until the device is done, and its `KINDS`."""
+    """Run steps. Return the microseconds of each step until the device is done, and its kind.
+
+    A kind is one of `KINDS`.
+    """
     times, kinds, layers = [], [], decoding.layers
     for _ in range(count):
         before, start = [len(layer.index) for layer in layers], time.perf_counter()
@@ -91,7 +94,10 @@ def steps(decoding: Decoding, count: int) -> tuple[list[float], list[str]]:
 
 
 def delays(times: list[float], kinds: list[str]) -> dict[str, Any]:
-    """Return how much longer steps of each kind take than plain ones of the same run."""
+    """Return how much longer steps of each kind take than plain steps of the same run.
+
+    A plain step has no update.
+    """
     usual = statistics.median(t for t, kind in zip(times, kinds, strict=True) if kind == "plain")
     found: dict[str, Any] = {"amortised": sum(times) / len(times) / usual - 1}
     for kind, words in KINDS.items():
@@ -110,7 +116,7 @@ def updates(g: Geometry, spec: str, tokens: int, layers: int, periods: int) -> d
     for plan, words in PLANS.items():
         room = (periods + 2) * UPDATE if plan == "room" else 0
         decoding = Decoding(g, spec, tokens, layers, room=room)
-        steps(decoding, UPDATE)  # compiles what is new, and staggers the updates of the layers
+        steps(decoding, UPDATE)  # compiles kernels, and moves the layers' updates apart
         found[plan] = {"is": words, **delays(*steps(decoding, periods * UPDATE))}
     return found
 

@@ -1,4 +1,4 @@
-"""Time tokens of a transformers model in `attach` and of the decoder with the same weights."""
+"""Time decode steps of a transformers model in `attach`, and of a decoder with the same weights."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from kvindex_adapters.llama.weights import read_weights
 
 
 class Marks(BaseStreamer):
-    """A streamer that records when tokens arrive, in seconds. The first one is the prompt."""
+    """A streamer that records when tokens arrive, in seconds. The first call is for the prompt."""
 
     def __init__(self) -> None:
         self.at: list[float] = []
@@ -47,9 +47,10 @@ class Marks(BaseStreamer):
 
 
 class Attached:
-    """A model that samples tokens with the loop of `kvhf.generate`.
+    """A transformers model that samples tokens with the loop of `kvhf.generate`.
 
-    First it fills an empty cache with `tokens` tokens in each layer, with memory for `room` more.
+    When it is made, it fills an empty cache with `tokens` tokens in each layer, and reserves memory
+    for `room` more.
     """
 
     def __init__(self, model: Any, cache: IndexCache, tokens: int, room: int) -> None:
@@ -63,9 +64,10 @@ class Attached:
         settled()
 
     def turn(self, count: int, graph: TokenGraph | None) -> Figures:
-        """Generate tokens. Return the milliseconds of all but the first, as the host reads them.
+        """Generate tokens. Return milliseconds between tokens, as the host reads them.
 
-        graph: Captures whole tokens; None: each layer's step is a graph of its own.
+        The first token is not timed. graph: captures whole decode steps; None: each layer's step is
+        a graph of its own.
         """
         drained()
         self._cache.token_graph = graph
@@ -81,10 +83,10 @@ class Attached:
 
 
 def measured(given: argparse.Namespace, end: float) -> Iterator[dict[str, Any]]:
-    """Measure the decoder, and transformers with and without graphs of tokens, in turns."""
+    """Time the decoder, and transformers with each kind of CUDA graph, in turns."""
     shape = SHAPES[given.decoder]
     g = shape.geometry(getattr(torch, given.dtype), given.device)
-    # for all turns, including tokens to warm up and to set the sharpness
+    # room for the tokens of all turns, and for those that warm up or set the sharpness
     room = 4 * given.written + (given.written // given.turn + 4) * token.WARM
     model = model_of(shape, g, given.context + room)
     weights = read_weights(model)

@@ -19,10 +19,10 @@ CHECKED = 20_224
 """Number of tokens in the check."""
 
 SAME, CLOSE = 0.98, 5e-3
-"""Least fraction of ids that equal the reference's, and largest relative error of the output.
+"""Smallest fraction of ids that must equal the reference's, and largest relative error of outputs.
 
-The other ids are at the edge of the candidates, or have equal scores. Rounding to bfloat16 alone
-gives an error of 1e-3.
+Ids may differ from the reference's at the edge of the candidates, or where scores are equal.
+Rounding to bfloat16 alone gives an error of 1e-3.
 """
 
 ROUNDED = {"int8": 0.02, "fp8": 0.1}
@@ -34,10 +34,10 @@ def check(
 ) -> dict[str, Any]:
     """Compare ids with those of plain torch, and the output with SDPA over the selected rows.
 
-    Tokens are appended in two calls, the first of which does not end at a block. Raises SystemExit
-    if the results differ.
+    Tokens are appended in two calls, and the first call ends in the middle of a block. Raises
+    SystemExit if the results differ.
 
-    options: For `created`; rows are on the host unless they contain `store`.
+    options: Options of `created`. Rows are on the host unless `store` is given.
     """
     keys, values = next(iter(tokens_of(g, 1000, batch, CHECKED + window, CHECKED + window)))
     cut = CHECKED * 2 // 3
@@ -54,7 +54,7 @@ def check(
     hits = [index.search(queries, k=k) for index in (mine, mine, theirs)]
     got, again, want = (found.ids.sort(-1).values for found in hits)
     attends = required(mine, Attends)
-    outputs = [attends.attend(queries, resident, k=k) for _ in range(2)]  # host, then cache
+    outputs = [attends.attend(queries, resident, k=k) for _ in range(2)]  # 1: host, 2: cache
     true = over(g, queries, keys, values, hits[0], CHECKED)
     result = {
         "tokens": CHECKED,
@@ -86,7 +86,7 @@ def over(g: Geometry, queries: Tensor, keys: Tensor, values: Tensor, hits: Hits,
 
 
 def judge(found: dict[str, Any], k: int, close: float = CLOSE) -> None:
-    """Raise SystemExit if what `check` found is not good enough."""
+    """Raise SystemExit if the figures of `check` are outside of the tolerances."""
     wrong = []
     if not found["same_ids"] >= SAME:
         wrong.append(f"{found['same_ids']:.3f} of the ids are the reference's, not {SAME}")

@@ -1,4 +1,4 @@
-"""Measure one layer's decode step and dense attention on a CPU, in turns, by wall time."""
+"""Time one layer's decode step and dense attention on a CPU, in turns, by wall time."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SHAPE = dict(q_heads=9, kv_heads=3, head_dim=64)
 TOKENS = [2**n for n in range(11, 18)]
 
 Step = Callable[[int], Tensor]
-"""Runs the step of a layer, by its number. Returns the attention output `[1, H, Dv]`."""
+"""A function that runs the step of the layer with a number, and returns its output `[1, H, Dv]`."""
 
 
 def geometry() -> Geometry:
@@ -75,7 +75,7 @@ class Indexed:
 
 
 def timed(step: Step, layers: int, back: Callable[[int], None] | None) -> list[float]:
-    """Run a step of each layer. Return their milliseconds."""
+    """Run a step of each layer. Return the milliseconds of each step."""
     found = []
     for number in range(layers):
         start = time.perf_counter()
@@ -89,7 +89,8 @@ def timed(step: Step, layers: int, back: Callable[[int], None] | None) -> list[f
 def point(g: Geometry, specs: list[str], tokens: int, layers: int, rounds: int) -> dict[str, Any]:
     """Return medians over rounds in ms, and their ratios to `dense` in the same round.
 
-    For a spec that ends with a row codec, also the ratio to the index with plain rows, if measured.
+    For an index with a row codec, also return the ratio to the same index with plain rows, if that
+    was measured.
     """
     plans: dict[str, Any] = dense(g, tokens, layers)
     plans |= {spec: Indexed(g, spec, tokens, layers) for spec in specs}
@@ -118,7 +119,7 @@ def point(g: Geometry, specs: list[str], tokens: int, layers: int, rounds: int) 
 
 
 def append(g: Geometry, spec: str, rounds: int) -> dict[str, Any]:
-    """Measure an append of 1,024 keys, in ms and relative to the products of SmolLM2's layer."""
+    """Time an append of 1,024 keys, in ms and relative to a SmolLM2 layer's matrix products."""
     hidden, wide, count = g.q_heads * g.head_dim, 1536, 1024
     rows_of = g.kv_heads * g.head_dim
     shapes = [(hidden, hidden)] * 2 + [(rows_of, hidden)] * 2 + [(wide, hidden)] * 2
@@ -143,7 +144,7 @@ def append(g: Geometry, spec: str, rounds: int) -> dict[str, Any]:
 
 
 def measure(specs: list[str], lengths: list[int], layers: int, rounds: int) -> dict[str, Any]:
-    """Check the first index. Measure all of them, with one thread and with all of torch's."""
+    """Check the first index. Measure all indexes, with one thread and with all threads."""
     g, most = geometry(), torch.get_num_threads()
     options = dict(store="device", backend=None)
     result: dict[str, Any] = {"shape": {**SHAPE, "k": workload.K}, "layers": layers}

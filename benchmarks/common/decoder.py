@@ -33,7 +33,7 @@ def measured(given: argparse.Namespace, end: float) -> Iterator[dict[str, Any]]:
     about |= dict(read_bytes_per_s=rate, floor_ms=1e3 * read / rate)
     plan = partial(token.Plan, shape, g, weights, **how)
     rows, rounds = given.context * given.batch, given.written // given.turn
-    # reserve memory for all tokens of `through`, so that none of them waits for it
+    # reserve memory for all generated tokens, so that no step waits for it
     room = (
         2 * (rounds + 1) * (given.turn + token.REFILLED) + token.MOST_SHARPENED + 2 * token.UPDATE
     )

@@ -17,17 +17,18 @@ from kvindex.layer import AttentionLayer
 from kvindex_adapters.common.placement import default_placement
 
 UPDATE = 256
-"""Tokens between two updates of a layer, and tokens that an update moves."""
+"""Number of tokens between two updates of a layer, which is also the number that an update moves.
+"""
 
 LOCAL = 256
-"""Size of the local window; there is no sink."""
+"""Size of the local window in tokens. There is no sink."""
 
 
 class Decoding:
     """Layers that contain `tokens` tokens each and update their windows at different steps.
 
-    room: Tokens for which memory is reserved in addition.
-    options: For `AttentionLayer`.
+    room: Number of further tokens for which memory is reserved.
+    options: Options of `AttentionLayer`.
     """
 
     def __init__(
@@ -40,7 +41,7 @@ class Decoding:
             index = kvindex.create(spec, **g.options(), **default_placement(g.device, spec))
             layer = AttentionLayer(index, update_phase=number / layers, **options)
             keys, values = next(workload.tokens_of(g, number, 1, tokens, tokens))
-            # appended directly: a layer's step would attend to all of them
+            # append to the index directly, because a layer's step would attend to all tokens
             index.append(keys[:, :, :-LOCAL], values[:, :, :-LOCAL])
             keys, values = keys[:, :, -LOCAL:], values[:, :, -LOCAL:]
             layer.step(keys.repeat_interleave(g.group_size, dim=1), keys, values)

@@ -20,13 +20,14 @@ from kvindex_adapters.decoder.prefill import default_chunk, token_bytes
 from kvindex_adapters.llama.weights import Weights
 
 ROUNDS = 3
-"""Readings of each plan after the first one."""
+"""How many times each plan reads the prompt after the first time."""
 
 
 def read(decoder: Decoder, ids: Tensor, index: str | None) -> Figures:
     """Read a prompt. Return seconds until the device is done and, on a GPU, the peak of its memory.
 
-    ids: Int64 `[N]`. The peak is what torch allocated at one time, including the weights.
+    The peak is the largest number of bytes that torch had allocated, including the weights. ids:
+    int64 `[N]`.
     """
     on_gpu = decoder.device.type == "cuda"
     session = decoder.session(index=index)
@@ -47,8 +48,8 @@ def read(decoder: Decoder, ids: Tensor, index: str | None) -> Figures:
 def least(shape: Shape, weights: Weights, tokens: int, chunk: int) -> dict[str, int]:
     """Return the bytes that reading `tokens` tokens needs in addition to the weights.
 
-    layer: one layer's keys and values; chunk: a chunk's activations (`prefill.token_bytes`);
-    states: hidden states of the whole prompt.
+    The result has these entries: `layer`, one layer's keys and values; `chunk`, the activations of
+    a chunk (`prefill.token_bytes`); `states`, the hidden states of the whole prompt.
     """
     size = weights.embedding.element_size()
     rows = 2 * shape.kv_heads * shape.head_dim
@@ -60,7 +61,10 @@ def least(shape: Shape, weights: Weights, tokens: int, chunk: int) -> dict[str, 
 
 
 def measured(given: argparse.Namespace, end: float) -> Iterator[dict[str, Any]]:
-    """Read random tokens. Yield results after each round; full attention only if its rows fit."""
+    """Read random tokens, and yield the results after each round.
+
+    Full attention is measured only if all its rows fit into the device's memory.
+    """
     shape, tokens = SHAPES[given.decoder], given.prefill
     g = shape.geometry(getattr(torch, given.dtype), given.device)
     decoder = Decoder.of(model_of(shape, g, tokens), weights=given.weights)

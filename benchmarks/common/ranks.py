@@ -1,4 +1,4 @@
-"""Measure decode steps on several GPUs of one host that share the heads or the tokens."""
+"""Time decode steps on several GPUs of one host. The GPUs share the heads or the tokens."""
 
 from __future__ import annotations
 
@@ -28,26 +28,27 @@ from kvindex_adapters.llama.shards import shard
 from kvindex_adapters.llama.weights import Weights
 
 ROOM = 4096
-"""Tokens for which there is memory in addition to the context; more than are generated."""
+"""Number of tokens for which memory is reserved after the context. Fewer tokens are generated."""
 
 WAIT_S = 300
-"""Seconds that a rank waits for a message; four times as long while memory is pinned."""
+"""Seconds that a rank waits for a message. It waits four times as long while memory is pinned."""
 
 CHECKED, ALL, CLOSE = 700, 512, 3e-2
-"""Of the check: tokens of a layer; rows that a step retrieves; largest relative distance of logits.
+"""Constants of the check: tokens of a layer; rows that a step retrieves; largest distance of logits
+relative to their norm.
 
-The distance is for two layers in bfloat16 with rows of eight bits.
+The distance is for two layers in bfloat16 with rows of eight bits per number.
 """
 
 TRIED = 20
-"""Tokens that are compared."""
+"""Number of generated tokens that are compared."""
 
 SUMS = 64
-"""Sums in a graph: two for each of 32 layers."""
+"""Number of all-reduce sums in a graph: two for each of 32 layers."""
 
 
 class Silent(HeadRanks):
-    """Ranks that exchange nothing. Results are wrong; it shows the time without collectives."""
+    """Ranks that exchange nothing. Results are wrong, but show the time without collectives."""
 
     def sum(self, partial: Tensor) -> Tensor:
         """Return this rank's part."""
@@ -63,7 +64,7 @@ class Silent(HeadRanks):
 
 
 class Together:
-    """The ranks, the sizes of what they measure, and a way to wait without the GPU."""
+    """The ranks, the shapes that they measure, and a way to wait for each other without the GPU."""
 
     def __init__(self, shape: Shape, g: Geometry, spec: str) -> None:
         self.shape, self.g, self.spec = shape, g, spec
@@ -72,7 +73,7 @@ class Together:
         self._waiting = dist.new_group(backend="gloo", timeout=limit) if self.count > 1 else None
 
     def told(self, value: Any) -> Any:
-        """Return rank 0's value after all ranks have called this."""
+        """Return rank 0's value on all ranks. All ranks must call this."""
         values = [value]
         if self._waiting is not None:
             dist.broadcast_object_list(values, src=0, group=self._waiting)
@@ -88,7 +89,7 @@ class Together:
         return kind(Ranks.of(None, WAIT_S), self.g.device, **how)
 
     def sharded(self, block: int) -> str:
-        """Return the spec of the index whose tokens are on all ranks."""
+        """Return the spec of the index with its tokens distributed over all ranks."""
         return f"{self.spec}+sharded:block={block}:timeout_s={WAIT_S}"
 
     @property
@@ -102,14 +103,14 @@ class Together:
     def draw(
         self, g: Geometry, number: int, batch: int, tokens: int
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield what `workload.tokens_of` yields for the whole model, of this rank's heads only."""
+        """Yield the keys and values of `workload.tokens_of`, but only for this rank's heads."""
         part = slice(self.rank * g.kv_heads, (self.rank + 1) * g.kv_heads)
         for keys, values in workload.tokens_of(self.g, number, batch, tokens):
             yield keys[:, part].contiguous(), values[:, part].contiguous()
 
 
 def with_ranks(weights: Weights, ranks: HeadRanks) -> Weights:
-    """Return the same weights with other ranks, which sum in another way."""
+    """Return the same weights with other `ranks`, which add up activations in another way."""
     layers = tuple(replace(layer, ranks=ranks) for layer in weights.layers)
     return replace(weights, layers=layers)
 
@@ -120,8 +121,8 @@ def with_ranks(weights: Weights, ranks: HeadRanks) -> Weights:
 def check(together: Together, block: int) -> dict[str, float]:
     """Return the distances of logits from those of full attention in one process, by part.
 
-    Raises SystemExit on all ranks if one is too large, or if tokens from graphs differ from tokens
-    of the same launches one by one.
+    Raises SystemExit on all ranks if a distance is too large, or if the tokens that graphs generate
+    differ from the tokens of the same launches without a graph.
     """
     few, (own, g) = together.shape._replace(layers=2), together.own
     own = own._replace(layers=2)
@@ -164,7 +165,7 @@ def gathered(together: Together, value: bool) -> list[bool]:
 
 
 def dense(together: Together) -> list[DenseAttention]:
-    """Return two layers of full attention over the tokens that `token.indexed` appends."""
+    """Return two layers of full attention over the same tokens that `token.indexed` appends."""
     g, made = together.g, []
     for number in range(2):
         layer = DenseAttention(g.scale, CHECKED + 64)
@@ -177,7 +178,7 @@ def dense(together: Together) -> list[DenseAttention]:
 
 @contextmanager
 def op_by_op(device: torch.device) -> Iterator[None]:
-    """Replace graphs by running their work again, operation by operation."""
+    """Within the context, a graph's replay runs its work again, operation by operation."""
 
     class Again:
         def __init__(self, device: torch.device, work: Callable[[], Any], draws: Any) -> None:
@@ -197,7 +198,7 @@ def op_by_op(device: torch.device) -> Iterator[None]:
 
 
 def measured(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Yield the results after each part. All ranks get the figures of rank 0."""
+    """Yield the results after each part. All ranks yield the figures that rank 0 measured."""
     shape, start = SHAPES[given.decoder], time.monotonic()
     g = shape.geometry(getattr(torch, given.dtype), given.device)
     together = Together(shape, g, given.index)
@@ -279,7 +280,7 @@ def measured(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 HEADS = ("heads", "one_shot", "silent")
-"""Ways to sum over ranks that share the heads."""
+"""Ways to add up activations over ranks that share the heads."""
 
 
 def sum_us(ranks: HeadRanks, g: Geometry, hidden: int) -> float:
@@ -300,7 +301,7 @@ def sum_us(ranks: HeadRanks, g: Geometry, hidden: int) -> float:
 
 
 def empty() -> None:
-    """Free unused memory of the device; pinned memory stays for the next rows."""
+    """Free unused memory of the device. Pinned memory is kept for the next rows."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

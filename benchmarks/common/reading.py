@@ -19,7 +19,8 @@ from kvindex_adapters.hf.model.load_model import load, smollm2
 SEED = 0
 
 CHUNK = 32_768
-"""Tokens read at once. In float32, grouped attention stores all its logits: 39 GB at 32K tokens."""
+"""Number of tokens in a chunk of the prompt. In float32, grouped attention stores all its logits,
+which would take 39 GB for 32K tokens at once."""
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
@@ -38,7 +39,7 @@ def loaded(given: argparse.Namespace, **options: Any) -> tuple[Any, Any]:
 
 
 def described(given: argparse.Namespace) -> dict[str, Any]:
-    """Return the model's name, its low-rank addition and the machine, for a result."""
+    """Return the model's name, its LoRA adapter and the machine, for a result."""
     folder, file = _named(given)
     return {
         "model": Path(file or folder).name,
@@ -54,13 +55,13 @@ def write(result: dict[str, Any], out: Path | None) -> None:
 
 
 def reported(progress: Progress, title: str) -> Callable[[str, int, int], None]:
-    """Return a callback that shows in a line of `progress` how much was read."""
+    """Return a callback that shows in a line of `progress` how many tokens were read."""
     task = progress.add_task(title, total=1.0)
     return lambda _, done, total: progress.update(task, completed=done, total=total)
 
 
 def ids_of(tokenizer: Any, text: str, count: int) -> Tensor:
-    """Return the first `count` ids of a text, int64 `[count]`. ValueError: it is shorter."""
+    """Return the first `count` ids of a text, int64 `[count]`. ValueError: it has fewer."""
     ids = tokenizer(text, add_special_tokens=False)["input_ids"][:count]
     if len(ids) < count:
         raise ValueError(f"text: got {len(ids)} tokens, allowed is at least {count}")
@@ -68,7 +69,7 @@ def ids_of(tokenizer: Any, text: str, count: int) -> Tensor:
 
 
 def continued(model: Any, ids: Tensor, written: int) -> Tensor:
-    """Return ids int64 `[N + written]`: the given ones, then sampled ones."""
+    """Return ids int64 `[N + written]`: the given ids, then ids that the model samples."""
     prompt = ids[None].to(model.device)
     torch.manual_seed(SEED)
     with torch.no_grad():
@@ -89,7 +90,7 @@ def continued(model: Any, ids: Tensor, written: int) -> Tensor:
 def read_and_write(
     model: Any, ids: Tensor, written: int, progress: Progress, title: str
 ) -> list[Captured]:
-    """Capture layers after `ids` and `written` sampled tokens, with the newest queries."""
+    """Read `ids`, sample `written` tokens, and capture the layers with their newest queries."""
     everything = continued(model, ids, written).cpu()
     return capture(model, everything, queries=written, on_progress=reported(progress, title))
 

@@ -41,12 +41,14 @@ SHAPES = {
     "qwen3-8b": Shape(36, 4096, 12_288, 32, 8, 128, 151_936, normed=True),
     "llama-3.1-8b": Shape(32, 4096, 14_336, 32, 8, 128, 128_256),
     "smollm2-135m": Shape(30, 576, 1536, 9, 3, 64, 49_152, tied=True),
-    "glm-4-9b": Shape(40, 4096, 13_696, 32, 2, 128, 151_552),  # here whole heads rotate
+    "glm-4-9b": Shape(
+        40, 4096, 13_696, 32, 2, 128, 151_552
+    ),  # here all coordinates of a head rotate
 }
 
 
 def weights_of(shape: Shape, g: Geometry, kind: str = PLAIN) -> Weights:
-    """Return random weights that preserve the variance of activations. kind: as in `Decoder.of`."""
+    """Return random weights that preserve the variance of activations; kind: as in `Decoder.of`."""
     draw = torch.Generator(g.device).manual_seed(1)
     size = shape.vocabulary, shape.hidden
     embedding = torch.empty(size, dtype=g.dtype, device=g.device).normal_(generator=draw)
@@ -91,7 +93,7 @@ def weights_of(shape: Shape, g: Geometry, kind: str = PLAIN) -> Weights:
 
 
 def sharpen(weights: Weights, factor: float) -> None:
-    """Multiply the logits of attention by a factor."""
+    """Change the weights so that the logits of attention are multiplied by a factor."""
     for layer in weights.layers:
         (weight, _, scale), norm = layer.query, layer.query_norm
         if norm is not None:
@@ -100,7 +102,7 @@ def sharpen(weights: Weights, factor: float) -> None:
 
 
 def bytes_read(weights: Weights) -> int:
-    """Return the bytes of weights that a token reads, with one row of the embedding."""
+    """Return the bytes of weights that a decode step reads, with one row of the embedding."""
     parts: list[Tensor] = [weights.head.weight]
     for layer in weights.layers:
         names = "query", "key", "value", "output", "gate", "up", "down"
@@ -109,9 +111,9 @@ def bytes_read(weights: Weights) -> int:
 
 
 def model_of(shape: Shape, g: Geometry, positions: int) -> Any:
-    """Return a transformers model with this shape on the device, with its class's random weights.
+    """Return a transformers model with this shape on the device, with random weights.
 
-    No token ends an answer.
+    The weights are initialized as the model's class does. No token ends an answer.
     """
     kind: type[PreTrainedConfig] = Qwen3Config if shape.normed else LlamaConfig
     config = kind(

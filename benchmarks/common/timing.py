@@ -13,10 +13,10 @@ import torch
 
 Times = dict[str, float]
 Timed = Callable[..., Times]
-"""Times a function that does the work of several layers. Returns microseconds of one layer."""
+"""A function that times the work of several layers, and returns microseconds of one layer."""
 
 Figures = dict[str, list[float]]
-"""What a turn measures, by name."""
+"""The figures that a turn measures, by name."""
 
 
 def quartiles(times_us: list[float]) -> Times:
@@ -36,7 +36,10 @@ class GraphTimer:
     def __call__(
         self, run: Callable[[], Any], layers: int, before: Callable[[int], Any] | None = None
     ) -> Times:
-        """Time `run`, divided by `layers`. `before` gets the replay's number and is not timed."""
+        """Return the time of `run`, divided by `layers`.
+
+        `before` is called before each replay, with the replay's number, and is not timed.
+        """
         replay = captured(run).replay
         marks = [
             tuple(torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -70,7 +73,7 @@ def captured(run: Callable[[], Any]) -> torch.cuda.CUDAGraph:
 
 
 def settled() -> float:
-    """Wait until no thread pins memory ahead of use. Return the seconds that this took."""
+    """Wait until no background thread pins memory. Return the seconds that this took."""
     start = time.perf_counter()
     for thread in threading.enumerate():
         if thread.name == "kvindex-pin":
@@ -86,21 +89,21 @@ def drained() -> None:
 
 
 def of_tokens(at: list[float]) -> Figures:
-    """Return milliseconds of tokens from the seconds at which the host read them.
+    """Return milliseconds per token, from the times in seconds at which the host read tokens.
 
-    `token_ms` is the mean. `between_ms` has the single intervals; a late host reads several tokens
-    at once, so an interval may be shorter than any token takes.
+    `token_ms` is the mean interval. `between_ms` has the single intervals. If the host is late, it
+    reads several tokens at once, so an interval may be shorter than a decode step.
 
-    at: Seconds. The first one is when the device was idle, before all tokens that count.
+    at: Times in seconds. The first time is when the device was idle, before the first token.
     """
     between = [1e3 * (new - old) for old, new in pairwise(at)]
     return {"token_ms": [sum(between) / len(between)], "between_ms": between}
 
 
 def check_floor(found: Mapping[str, Any], plans: Iterable[str], floor_ms: float) -> None:
-    """Raise SystemExit for a plan that took less time than reading the weights takes.
+    """Raise SystemExit for a plan that took less time than it takes to read the weights.
 
-    found: As from `in_turns`.
+    found: The result of `in_turns`.
     """
     for plan in plans if found["rounds"] else ():
         for name in ("device_ms", "token_ms"):
@@ -121,15 +124,16 @@ def in_turns(
     Each round begins with another plan.
 
     Args:
-        turns: What measures a turn, by plan.
+        turns: For each plan, the function that measures a turn.
         rounds: Number of rounds.
         end: No round begins after this time of `time.monotonic`.
-        over: The plan with which the others are compared.
+        over: The plan with which the other plans are compared.
 
     Yields:
-        After each round: `rounds`, and those `left_out`; seconds spent waiting for pinned memory
-        (`settled_s`); by plan its figures (`spread`) with the median of each round; and the
-        `ratio` of the plans' figures to those of `over`.
+        After each round, a dictionary. `rounds` and `left_out` are the numbers of rounds that were
+        run and not run, `settled_s` the seconds spent waiting for pinned memory. For each plan
+        there are its figures (`spread`), with the median of each round. `ratio` has the ratios of
+        each plan's figures to those of `over`.
     """
     taken: dict[str, list[Figures]] = {plan: [] for plan in turns}
     waited = settled()

@@ -1,8 +1,8 @@
 """A decode step of the minimal decoder, with random weights and layers that contain tokens.
 
-No text is read: keys are synthetic, the input of every token is random and new, and positions
-rotate nothing. The sharpness of attention (`sharpen`) decides how many of a step's rows were also
-retrieved by the previous steps.
+The decoder reads no text: keys are synthetic, each decode step gets a new random token as input,
+and there is no rotary embedding. The sharpness of attention (`sharpen`) determines how many of a
+step's rows were also retrieved by the previous steps.
 """
 
 from __future__ import annotations
@@ -37,17 +37,19 @@ from kvindex_adapters.llama.weights import Weights
 from kvindex_cuda.memory.row_cache import RowCache
 
 SINK, LOCAL, UPDATE, K = 64, 256, 256, 100
-"""Regions and rows, as the defaults of `attach`."""
+"""Sizes of sink and local window, tokens between updates, and rows to retrieve: the defaults of
+`attach`."""
 
 
 WARM, REFILLED = 24, 128
-"""Tokens before any is timed: after any change, and where caches may be empty."""
+"""Number of tokens that are generated before any is timed: after a change, and if the caches of
+rows may be empty."""
 
 
 class Everything:
-    """Full attention over exactly `N` rows, the last of them the token's, in torch's fused kernel.
+    """Full attention over exactly `N` rows, in torch's fused kernel. The last row is the token's.
 
-    This is the least that full attention takes in a graph: nothing is masked, and nothing grows.
+    This is a lower bound for full attention in a graph: no row is masked, and no buffer grows.
     """
 
     def __init__(self, g: Geometry, tokens: int, batch: int = 1) -> None:
@@ -93,10 +95,10 @@ def dense(
 
 
 class Nothing(Everything):
-    """No attention, to measure a token without it."""
+    """No attention, to time a decode step without it."""
 
     def __init__(self) -> None:
-        """Store nothing."""
+        """Make a layer without keys and values."""
 
     def captured_step(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """Return the queries."""
@@ -104,7 +106,7 @@ class Nothing(Everything):
 
 
 Draw = Callable[[Geometry, int, int, int], Iterator[tuple[Tensor, Tensor]]]
-"""Returns keys and values of a layer, as `workload.tokens_of` does."""
+"""A function that yields keys and values of a layer, as `workload.tokens_of` does."""
 
 
 def indexed(
@@ -120,8 +122,8 @@ def indexed(
 ) -> list[AttentionLayer]:
     """Return layers that contain tokens in an index, a sink and a window, with memory for more.
 
-    k: Rows that a step retrieves; None: `K`.
-    draw: Generates the keys and values.
+    k: Number of rows that a step retrieves per KV head; None: `K`.
+    draw: A function that generates the keys and values.
     """
     made = []
     for number in range(layers):
@@ -137,7 +139,7 @@ def indexed(
 
 
 def first() -> int:
-    """Return the number of tokens to read so that some leave a layer's window for the index."""
+    """Return how many tokens a layer must read before some move from its window into the index."""
     return LOCAL + max(UPDATE, SINK)
 
 
@@ -150,8 +152,8 @@ def fill(
 ) -> None:
     """Fill the layer with a number of tokens, and reserve memory for more.
 
-    The layer reads the `first` of them, which become its sink; the others are appended to its
-    index.
+    The layer reads the first `first()` tokens, which include its sink. The other tokens are
+    appended directly to its index.
     """
     index, read = layer.index, len(layer)
     for keys, values in draw(index.geometry, number, layer.batch_size, tokens):
@@ -161,13 +163,13 @@ def fill(
 
 
 def fits(g: Geometry, tokens: int, layers: int) -> bool:
-    """Return True if nine tenths of the free memory have room for all keys and values."""
+    """Return True if all keys and values take at most nine tenths of the free memory."""
     need = 2 * layers * tokens * g.kv_heads * g.head_dim * g.dtype.itemsize
     return g.device.type != "cuda" or need < 0.9 * torch.cuda.mem_get_info(g.device)[0]
 
 
 class Plan:
-    """A decoder that generates with graphs of whole tokens. how: options of its kernels."""
+    """A decoder that generates with graphs of whole decode steps; how: options of its kernels."""
 
     def __init__(
         self,
@@ -192,7 +194,7 @@ class Plan:
         self._written = 0
 
     def tokens(self, count: int) -> list[list[int]]:
-        """Generate `count` tokens of each sequence, each one after the one before."""
+        """Generate `count` tokens of each sequence, one after another."""
         made = []
         for _ in range(count):
             self._graph.step()
@@ -202,7 +204,8 @@ class Plan:
     def logits(self, ids: Sequence[int]) -> Tensor:
         """Return logits `[n, V]` after each of `ids` of one sequence.
 
-        Runs what a graph contains, operation by operation, if a token can be a graph.
+        If a decode step can be a graph, this runs the same work as the graph, operation by
+        operation.
         """
         session, made = self._session, []
         for number in ids:
@@ -216,10 +219,11 @@ class Plan:
         return torch.cat(made)
 
     def turn(self, count: int, before: Callable[[], None] | None = None) -> Figures:
-        """Generate `count` tokens. Return milliseconds of the device, and as the host reads them.
+        """Generate `count` tokens. Return milliseconds per token, of the device and of the host.
 
-        All tokens are launched and read in this turn, which begins when the device is idle.
-        `before` is called before each token and is not part of the device's time.
+        The host's time is between two tokens as it reads them. All tokens are launched and read in
+        this turn, which begins when the device is idle. `before` is called before each token, and
+        its time is not part of the device's time.
         """
         drained()
         token = self._session.token
@@ -249,7 +253,7 @@ class Plan:
 
 
 class Mark:
-    """A point in time on the device's current stream, or on the host for a CPU."""
+    """A point in time: on the device's current stream, or on the host if the device is a CPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._at, self._event = time.perf_counter(), None
@@ -258,7 +262,7 @@ class Mark:
             self._event.record(torch.cuda.current_stream(device))
 
     def until(self, later: Mark) -> float:
-        """Wait for the later point. Return the milliseconds between both."""
+        """Wait for the later point. Return the milliseconds between the two points."""
         if self._event is None or later._event is None:
             return 1e3 * (later._at - self._at)
         later._event.synchronize()
@@ -275,7 +279,7 @@ def check(
     kind: str = PLAIN,
     batch: int = 1,
 ) -> None:
-    """Raise SystemExit if two layers give different tokens with graphs and without."""
+    """Raise SystemExit if a model of two layers gives different tokens with graphs and without."""
     few = shape._replace(layers=2)
     weights = weights_of(few, g, kind)
     made = []
@@ -288,12 +292,12 @@ def check(
 
 
 def caches() -> list[RowCache]:
-    """Return all caches of rows that exist."""
+    """Return all device caches of rows that exist in this process."""
     return [found for found in gc.get_objects() if type(found) is RowCache]
 
 
 class Hits:
-    """Counts how many rows steps looked up since the last call, and how many were cached."""
+    """Measures the hit rate of the caches of rows between two calls of `rate`."""
 
     def __init__(self) -> None:
         self._before = self._counts()
@@ -317,7 +321,7 @@ def sharpen_for(weights: Weights, plan: Plan, wanted: float, count: int = 40) ->
     """Bisect the sharpness of attention until the hit rate is `wanted`. Return the sharpness."""
     hits, sharpness, step = Hits(), 1.0, 4.0
     nearest = math.inf, sharpness
-    while step > 1.01:  # 16-bit weights differ by up to 1/128
+    while step > 1.01:  # the precision of 16-bit weights is about 1/128
         plan.turn(count)
         hits.rate()
         plan.turn(count)
@@ -331,7 +335,7 @@ def sharpen_for(weights: Weights, plan: Plan, wanted: float, count: int = 40) ->
 
 
 def read_rate(device: torch.device) -> float:
-    """Return the bytes per second at which a sum reads memory, at best."""
+    """Return the largest bytes per second at which a sum over a tensor reads memory."""
     data = torch.ones(2**30 if device.type == "cuda" else 2**20, device=device)
     best = math.inf
     for _ in range(6):

@@ -39,13 +39,13 @@ from kvindex_cuda.memory.slab_pool import DeviceAllocator, Tier
 
 H, G, D, K = 32, 8, 128, 100
 WINDOW = 64 + 256
-"""Sink and local window, as in the defaults of `AttentionLayer`."""
+"""Sizes of sink and local window in tokens: the defaults of `AttentionLayer`."""
 
 SEGMENT = 256
-"""Tokens that have a common mean."""
+"""Number of consecutive tokens whose keys have a common mean."""
 
 PIECE = 2**16
-"""Tokens that are generated and appended at once."""
+"""Number of tokens that are generated and appended at a time."""
 
 SETS = 8
 """Number of sets of queries that are used repeatedly."""
@@ -56,7 +56,10 @@ LATENT = dict(kv_heads=1, head_dim=512 + 64, value_dim=512, scale=192**-0.5, val
 
 
 def geometry(device: str, latents: int | None = None) -> Geometry:
-    """Return the geometry of the measured layer. latents: query heads of a layer over latents."""
+    """Return the geometry of the measured layer.
+
+    latents: number of query heads of a layer over latents; None for a layer with 8 KV heads.
+    """
     sizes: dict[str, Any] = dict(q_heads=H, kv_heads=G, head_dim=D)
     if latents is not None:
         sizes = dict(LATENT, q_heads=latents)
@@ -66,8 +69,9 @@ def geometry(device: str, latents: int | None = None) -> Geometry:
 def synthetic(g: Geometry, sequence: int, start: int, count: int) -> Tensor:
     """Return synthetic keys `[1, G, count, D]` of a sequence from token `start`, a multiple of 256.
 
-    They are normal noise around one mean for each 256 tokens. The mean moves on a wave of amplitude
-    1 for each head and coordinate, with a period of 20 to 2000 segments.
+    The keys are normal noise around a mean that 256 consecutive tokens (a segment) have in common.
+    The mean follows a wave of amplitude 1 for each head and coordinate, with a period of 20 to 2000
+    segments.
     """
     draw = torch.Generator(g.device)
     shape, options = (g.kv_heads, 1, g.head_dim), dict(generator=draw, device=g.device)
@@ -104,14 +108,15 @@ def queries_of(g: Geometry, *shape: int, seed: int = 1) -> Tensor:
 
 
 def created(g: Geometry, spec: str, **options: Any) -> KVIndex:
-    """Return an empty index. options: `store` and `backend`, by default "cuda"."""
+    """Return an empty index; options: `store`, and `backend`, which is "cuda" by default."""
     return kvindex.create(spec, **{**g.options(), "backend": "cuda", **options})
 
 
 def split_store(g: Geometry, spec: str, tokens: int, batch: int, share: float) -> BlockStore:
-    """Return an empty store with the first `share` of the rows on the device, others on the host.
+    """Return an empty store for which a fraction of rows, `share`, is on the device.
 
-    This is what `store="auto"` makes when the device has only this much room.
+    The first rows are on the device and the others on the host. `store="auto"` makes such a store
+    when the device has only this much room.
     """
     device, near = g.device, DeviceAllocator(g.device)
     row_codec = parse_spec(spec.partition("+")[0])[1].get("row_codec", "plain")
@@ -124,7 +129,7 @@ def split_store(g: Geometry, spec: str, tokens: int, batch: int, share: float) -
 
 
 def measurable(spec: str) -> str:
-    """Return the spec of an index, for argparse's `type=`. ValueError: it has no fused step."""
+    """Return `spec`, for argparse's `type=`. Raises ValueError if the index has no fused step."""
     index = kvindex.create(spec, **geometry("cpu").options())
     if not isinstance(index, DecodesStep):
         raise ValueError(f"index: got {spec!r}, allowed is one whose steps are kernels")
@@ -132,10 +137,10 @@ def measurable(spec: str) -> str:
 
 
 class Layers:
-    """Indexes of L layers that contain `tokens` tokens each, and a step of all of them.
+    """The indexes of L layers with `tokens` tokens each. A run computes one step of all layers.
 
     Queries `[L, B, H, D]` come from one of `SETS` sets. With a hit rate below 1, some KV heads get
-    new queries instead, so that their rows are not in the cache.
+    new queries instead, so that the rows that they select are not in the cache.
 
     place: Where rows are stored: "host", "device", or the fraction of rows on the device.
     """
@@ -183,7 +188,11 @@ class Layers:
         ]
 
     def ask(self, number: int, hit_rate: float = 0.0) -> None:
-        """Set the next step's queries: a set's for a `hit_rate` of the KV heads, else new ones."""
+        """Set the next step's queries.
+
+        A fraction `hit_rate` of the KV heads gets the queries of a set, and the others get new
+        queries.
+        """
         g, again = self.geometry, self._sets[number % SETS]
         fresh = queries_of(g, *again.shape[:2], seed=1000 + number).unflatten(2, (g.kv_heads, -1))
         draw = torch.Generator(g.device).manual_seed(number)
@@ -192,7 +201,7 @@ class Layers:
         self.queries.copy_(again.unflatten(2, (g.kv_heads, -1)).where(known, fresh).flatten(2, 3))
 
     def fill(self) -> None:
-        """Run the queries of every set once, so that their rows are in the caches."""
+        """Run the queries of every set once, so that the selected rows are in the caches."""
         for number in range(SETS):
             self.queries.copy_(self._sets[number])
             self.run()
@@ -202,7 +211,10 @@ class Layers:
         return reduce(add, [required(each, PlacesRows).placement() for each in self.indexes])
 
     def answers(self) -> Tensor:
-        """Return outputs `[L, B, H, D]` for the first set. Raises SystemExit if surely wrong."""
+        """Return outputs `[L, B, H, D]` for the first set of queries.
+
+        Raises SystemExit if the outputs cannot be right.
+        """
         self.queries.copy_(self._sets[0])
         done = self.run()
         outputs = torch.stack([attended.output for attended in done])

@@ -1,14 +1,15 @@
-"""Compare all indexes under one protocol: same keys and queries of a model, same number of rows.
+"""Compare all indexes with the same keys and queries of a model, and the same number of rows.
 
-The model reads N tokens of each text (with --sampled it generates the last of them itself), and
-generates T more, whose queries are searched for. Each index gets the text twice: in one append, and
-with its last part in chunks, as if the text went on. An index with the option `stale` gets it a
-third time with `stale=true`. Sink and window are always attended to. Indexes get the ids of the
-text's tokens, and those that need them the ids of the tokenizer's punctuation.
+The model reads N tokens of each text (with --sampled it generates the last part of the text
+itself). It then generates T more tokens, and each index searches with their queries. Each index
+gets the text twice: in one append, and with the last part in chunks, as if the model generated it.
+An index with the option `stale` gets the text a third time, in chunks with `stale=true`. Sink and
+window are always attended to. Indexes get the ids of the text's tokens. Indexes that need the ids
+of punctuation get those of the tokenizer.
 
 On a CUDA device, pariskv runs on its kernels and FAISS on its GPU indexes, where possible. All
-indexes are measured on one layer, then on the next, at most on the --first N. OUT is written after
-each layer; with --add it keeps its results of other lengths.
+indexes are measured on one layer, then on the next one. With --first N, only N layers are measured.
+OUT is written after each layer. With --add, OUT keeps the results of other lengths that it has.
 """
 
 from __future__ import annotations
@@ -53,12 +54,13 @@ SPECS = {
     "louiskv": ("louiskv", "louiskv+reuse", "louiskv+reuse:tau=.86"),  # docs/indexes/louiskv.md
     **{name: (f"{name}:budget={{k}}",) for name in ("streaming", "h2o", "snapkv", "triattention")},
 }
-"""Specs that are measured for an index, if not only its default. {k} is the number of rows."""
+"""Specs that are measured for an index, if there are others than its default. {k} stands for the
+number of rows."""
 
 ROWS = (64, 100, 256, 512, 1024)
 
 LEAST = 1e-9
-"""Smaller errors count as this one in ratios."""
+"""In ratios, an error smaller than this counts as this number."""
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -87,7 +89,10 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def default_specs() -> list[str]:
-    """Return the specs of all indexes: `exact`, pariskv, others; FAISS last, as it may abort."""
+    """Return the specs of all indexes: `exact`, pariskv, others, and FAISS.
+
+    FAISS comes last, because it may abort the process.
+    """
     first = {"exact": 0, "pariskv": 1}
     last = {name: 3 for name in kvindex.names() if name.startswith("faiss-")}
     names = sorted(kvindex.names(), key=lambda name: {**first, **last}.get(name, 2))
@@ -95,7 +100,10 @@ def default_specs() -> list[str]:
 
 
 def stale(spec: str) -> str | None:
-    """Return the spec of the index that freezes after the prompt, or None without that option."""
+    """Return `spec` with the option `stale=true`, or None if the index does not have this option.
+
+    With this option, the structures that an index learned from the prompt stay fixed.
+    """
     name, *around = spec.split("+")
     config = kvindex.get(name.split(":")[0]).Config
     if "stale" not in {field.name for field in dataclasses.fields(config)}:
@@ -104,12 +112,15 @@ def stale(spec: str) -> str | None:
 
 
 def middle(rows: Sequence[int]) -> int:
-    """Return the number of rows for which arrival in chunks is measured."""
+    """Return the number of rows that is used where the text arrives in chunks."""
     return MIDDLE if MIDDLE in rows else rows[0]
 
 
 def faster(device: torch.device) -> tuple[dict[str, dict[str, Any]], list[str]]:
-    """Return options that use this device's kernels, by index, and notes why others do not."""
+    """Return the options of indexes that can use this device's kernels, and notes.
+
+    A note gives the reason why an index cannot use them.
+    """
     found: dict[str, dict[str, Any]] = {}
     notes = []
     if device.type == "cuda":
@@ -129,8 +140,8 @@ def faster(device: torch.device) -> tuple[dict[str, dict[str, Any]], list[str]]:
 def summary(cells: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Summarize cells over texts and layers: means, medians of times, error of the worst layer.
 
-    `of_exact` is the geometric mean of the error over that of exact search. In it a layer with
-    small errors counts as much as any other.
+    `of_exact` is the geometric mean over layers of the ratio of the index's error to the error of
+    exact search. So a layer with small errors counts as much as any other layer.
     """
 
     def over(each: list[dict[str, Any]]) -> dict[str, float]:
@@ -152,7 +163,9 @@ def summary(cells: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def joined(old: dict[str, Any] | None, new: dict[str, Any]) -> dict[str, Any]:
-    """Return `{"machine", "runs"}` with the run `new`, and those of `old` of another kind."""
+    """Return `{"machine", "runs"}` with the run `new`, and with the runs of `old` that it does not
+    replace.
+    """
 
     def kind(run: dict[str, Any]) -> tuple[int, bool, str]:
         return run["setting"]["tokens"], run["sampled"], run["lora"] or ""
@@ -165,7 +178,7 @@ def joined(old: dict[str, Any] | None, new: dict[str, Any]) -> dict[str, Any]:
 class Comparison:
     """The layers of all texts with their ground truth, and the results so far.
 
-    told: More options for `kvindex.create`, by spec.
+    told: Further options for `kvindex.create`, by spec.
     """
 
     setting: Setting
@@ -195,10 +208,10 @@ class Comparison:
             first = next(iter(str(error).splitlines()), "")
             self.failed[spec] = f"{type(error).__name__}: {first}"
             if torch.cuda.is_available():
-                torch.cuda.empty_cache()  # the index may have allocated too much
+                torch.cuda.empty_cache()  # the index may have run out of memory
 
     def lines(self) -> list[dict[str, Any]]:
-        """Return one line for each index and arrival."""
+        """Return one line for each index and each way in which the text arrives."""
         return [
             {"index": spec, "arrival": arrival, **self._facts[spec], **summary(cells)}
             for spec, arrivals in self._found.items()
@@ -207,7 +220,7 @@ class Comparison:
         ]
 
     def _once(self, spec: str, options: dict[str, Any]) -> dict[str, float]:
-        """Return the bytes, after a first build that compiles kernels and loads libraries."""
+        """Build the index once, to compile kernels and load libraries. Return its bytes."""
         first, k, told = self.layers[0], middle(self.rows), self.told.get(spec, {})
         next(built(first, spec, self.setting, k=k, **options))
         return sizes(first, spec, self.setting, k, **told)
@@ -240,13 +253,13 @@ def captured(
 
 
 def in_turn(texts: list[list[Layer]]) -> list[Layer]:
-    """Order the layers of all texts so that the first few are of different texts and depths."""
+    """Order the layers so that the first few come from different texts and different depths."""
     depth = len(texts[0])
     return [each[(at + step) % depth] for step in range(depth) for at, each in enumerate(texts)]
 
 
 def run(given: argparse.Namespace) -> None:
-    """Capture layers, then measure one after another. Print and write."""
+    """Capture layers, then measure one layer after another. Print and write the results."""
     start, setting = time.monotonic(), Setting(given.tokens, generated=given.generated)
     specs, rows = given.index or default_specs(), sorted(given.rows)
     old = (

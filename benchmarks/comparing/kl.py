@@ -1,8 +1,9 @@
-"""Measure the KL of the next token from full attention's, and its ratio to that of `exact`.
+"""Measure the KL divergence of the next token's distribution from that of full attention.
 
-The model reads N tokens of a text, and then the next T through each index, one at a time as in
-decoding (all tokens between two updates in one call). Intervals are a paired bootstrap over blocks
-of tokens, with the same blocks for both indexes.
+The model reads N tokens of a text, and then the next T tokens through each index. The result is the
+same as in decoding, one token at a time, but all tokens between two updates are read in one call.
+The ratio compares an index's KL with that of the index `exact`. Its interval is a paired bootstrap
+over blocks of tokens, with the same blocks for both indexes.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ from kvindex_adapters.evaluate.fidelity import divergences, full_logits
 PRESETS = ("paper:beta=.05:rho=.25", "fast", "accurate", "precise", "scan")
 INDEXES = tuple(f"pariskv:preset={preset}" for preset in PRESETS)
 BLOCK, RESAMPLES = 50, 4000
-"""Tokens of a block, because neighboring tokens are alike; number of resamples."""
+"""Number of tokens in a block (neighboring tokens are not independent), and of resamples."""
 
-Kls = dict[tuple[str, int], Tensor]  # by text and length: KL of each token, float64 [T]
+Kls = dict[tuple[str, int], Tensor]  # (text, length) -> KL of each token, float64 [T]
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -40,10 +41,12 @@ def add(parser: argparse.ArgumentParser) -> None:
 def ratio_interval(
     cells: list[tuple[Tensor, Tensor]], *, block: int = BLOCK
 ) -> tuple[float, float, float]:
-    """Return the geometric mean over cells of mean KL over `exact`'s, and its paired 95% interval.
+    """Return the ratio of an index's mean KL to the mean KL of `exact`, and its 95% interval.
+
+    The ratio is a geometric mean over the cells. The interval is a paired bootstrap.
 
     cells: KL of the index and of `exact` for each token, float64 `[T]` each.
-    block: Tokens that are resampled together.
+    block: Number of tokens that are resampled together.
     """
     generator = torch.Generator().manual_seed(0)
     logs, draws = [], []
@@ -65,7 +68,7 @@ def group_of(spec: str) -> str:
 
 
 def summary(mine: Kls, exact: Kls) -> dict[str, Any]:
-    """Summarize one index: its mean KL, and its ratio to that of `exact`."""
+    """Summarize one index: its mean KL, and the ratio of its KL to that of `exact`."""
     ratio, low, high = ratio_interval([(mine[cell], exact[cell]) for cell in mine])
     means = {cell: float(kl.mean()) for cell, kl in mine.items()}
     cells = [
@@ -94,5 +97,5 @@ def run(given: argparse.Namespace) -> None:
                     found[index][text.stem, tokens] = kl
             written = {index: summary(found[index], found[group_of(index)]) for index in indexes}
             result = {**described(given), "k": given.k, "steps": given.steps, "indexes": written}
-            write(result, given.json)  # the results so far, in case a longer text fails
+            write(result, given.json)  # write the results so far, in case a longer text fails
     print(report.TABLES["divergence"](result))

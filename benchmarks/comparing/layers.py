@@ -1,4 +1,4 @@
-"""Layers of a real model with every input of an index: keys, values, all queries."""
+"""Layers of a real model, with all inputs of an index: keys, values, queries, text."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Layer(Captured):
 
     rope: Inverse frequencies of the rotary embedding, `[F]`, or None if they are unknown.
     tokens: Ids of the text, int64 `[N]` on the CPU, or None if they are unknown.
-    name: Which text and layer this is.
+    name: A name made from the text and the layer's number.
     """
 
     values: Tensor
@@ -54,7 +54,10 @@ class Layer(Captured):
 
 
 class _Keeper(Wrapper):
-    """An index that stores the queries it observes, in every `every`-th of the layers in `told`."""
+    """A wrapper that stores the queries that it observes.
+
+    It is in `told`, the list of all layers, and stores queries only in every `every`-th of them.
+    """
 
     own = frozenset({ObservesQueries})
 
@@ -79,13 +82,16 @@ class _Keeper(Wrapper):
 
 
 def capture(model: Any, ids: Tensor, *, every: int = 1, progress: Any = None) -> list[Layer]:
-    """Capture layers 0, `every`, 2 · `every`, … while ids int64 `[N]` are read densely."""
-    told: list[_Keeper] = []  # layers in order; other geometries are only probed
+    """Capture layers 0, `every`, 2 · `every`, … while the model reads ids int64 `[N]`.
+
+    The model reads them with full attention.
+    """
+    told: list[_Keeper] = []  # the layers in order, without indexes that only probe a geometry
 
     def keeper(**geometry: Any) -> KVIndex:
         return _Keeper(kvindex.create("exact", **geometry), told, every)
 
-    # no window: each token is in the index after its step; never long enough to search
+    # without a window, each token is in the index after its step; `dense_below` prevents searches
     regions: Any = dict(sink=0, local_window=0, update_every=1, dense_below=2**62)
     with attach(model, index=keeper, **regions) as cache, torch.no_grad():
         prefill(model, ids.to(model.device), cache, stop=len(ids), chunk=1024, report=progress)

@@ -1,9 +1,10 @@
-"""Measure what it costs that all heads of a layer share one list of rows, as they do over latents.
+"""Measure the loss of quality if all query heads of a layer share one list of rows.
 
-The model's KV heads have keys of their own and are read through exact search, with one list for
-each KV head or one for all query heads of a layer, by the same policy. The model reads N tokens of
-a text and then the next T one at a time. Over latents, one list of R rows reads R rows, and m lists
-of R rows read m · R.
+In latent attention (MLA) all heads have the same keys, so they share a list. The models here have
+several KV heads with keys of their own. They attend through exact search, with one list for each KV
+head, or with one list for all query heads of a layer, by the same group policy. The model reads N
+tokens of a text and then the next T tokens one at a time. In latent attention, a step with one list
+of R rows reads R rows, and a step with m lists of R rows reads m · R.
 """
 
 from __future__ import annotations
@@ -27,7 +28,10 @@ from kvindex_adapters.hf.generation.prefill import prefill
 
 
 class OneList(Exact):
-    """All query heads of a layer agree on one list; each KV head fetches its own rows of it."""
+    """Exact search with one list of tokens for all query heads of a layer.
+
+    Each KV head fetches its own rows of these tokens.
+    """
 
     def _search(self, queries: Tensor, k: int) -> Hits:
         g = self.geometry
@@ -39,7 +43,7 @@ class OneList(Exact):
 
 
 WAYS = {"one": OneList, "several, as many rows": Exact, "several": Exact}
-"""Ways to select rows: a name, and the index that does it."""
+"""Ways to select rows: name -> index."""
 
 
 def add(parser: argparse.ArgumentParser) -> None:

@@ -1,4 +1,7 @@
-"""Measure one index on one layer with several numbers of rows, by full attention and `exact`."""
+"""Measure one index on one layer with several numbers of rows.
+
+The index is compared with full attention, and with the index `exact`.
+"""
 
 from __future__ import annotations
 
@@ -20,20 +23,22 @@ from kvindex.wrappers import Wrapper
 
 Made = TypeVar("Made")
 Truths = dict[int, Truth]
-"""Ground truth by number of tokens."""
+"""Number of tokens of the text -> ground truth after these tokens."""
 
 
 def built(
     layer: Layer, spec: str, setting: Setting, *, k: int, pieces: bool = False, **options: Any
 ) -> Iterator[tuple[int, KVIndex, float]]:
-    """Yield the index each time that it is to be searched: point, index, seconds of the build.
+    """Build an index, and yield it at each point at which it is to be evaluated.
 
-    The index gets what a layer passes to it: the prompt's queries, its tokens in one append, their
-    ids, and `end_prompt`. In the spec, {k} stands for k.
+    Yields the number of tokens so far, the index, and the seconds of the build. The index gets the
+    same calls that a layer makes: the prompt's queries, its tokens in one append, the tokens' ids,
+    and `end_prompt`. In the spec, {k} stands for k.
 
-    pieces: The last `generated` tokens come later, `every` at a time: queries, ids, then keys.
-        A wrapper that decides step by step observes these queries one by one, searching after each.
-    options: For `kvindex.create`.
+    pieces: Whether the last `generated` tokens are appended later, `every` at a time. The index
+        first gets their queries and ids, and then their keys. A wrapper that decides in each step
+        whether to search gets these queries one by one, and searches after each of them.
+    options: Options of `kvindex.create`.
     """
     keys, values, queries = layer.keys[None], layer.values[None], layer.queries[None]
     points = setting.points if pieces else [setting.tokens]
@@ -72,13 +77,16 @@ def built(
 
 
 def read(layer: Layer, index: KVIndex, start: int, stop: int) -> None:
-    """Pass the ids of these tokens to the index after their step, as a layer does."""
+    """Pass the ids of tokens `start` to `stop` to the index, as a layer does after their step."""
     if layer.tokens is not None:
         index.observe_tokens(layer.tokens[start:stop], first=start)
 
 
 def truths(layer: Layer, setting: Setting, rows: list[int]) -> Truths:
-    """Return the truth at each point, by full attention and by `exact` with its default policy."""
+    """Return the ground truth at each point.
+
+    It comes from full attention, and from `exact` with its default group policy.
+    """
     exact = built(layer, "exact", setting, k=rows[0], pieces=True)
     return {point: truth(layer, setting, index, point, rows) for point, index, _ in exact}
 
@@ -93,11 +101,14 @@ def measure(
     pieces: bool = False,
     **options: Any,
 ) -> dict[str, Any]:
-    """Return the layer's name, `build_s`, and by k the worth of hits and `search_s`.
+    """Measure an index on a layer.
 
-    A wrapper, or an index with a budget, has only one k, so it is built again for each.
+    Returns the layer's name, the seconds `build_s`, and for each k the figures of `truth.worth` and
+    the seconds `search_s`. A wrapper, or an index with a budget, supports only one k, so it is
+    built again for each k.
 
-    pieces: `along` has the same for the first k, by the number of tokens after the prompt.
+    pieces: As in `built`. If True, the result also has `along`: number of tokens after the prompt
+        -> these figures for the first k.
     """
     found: dict[str, Any] = {"layer": layer.name, "rows": {}, "along": {}}
     for some in [[k] for k in rows] if "+" in spec or "{k}" in spec else [rows]:
@@ -115,12 +126,15 @@ def measure(
 def _asked(
     layer: Layer, setting: Setting, index: KVIndex, known: Truth, rows: list[int]
 ) -> dict[int, dict[str, Any]]:
-    """Return by k the worth of what the queries after a point find; times are medians."""
+    """Return for each k the figures of the searches with the queries after a point.
+
+    Times are medians over the queries.
+    """
     found: dict[int, list[tuple[Hits, Rows]]] = {k: [] for k in rows}
     times: dict[int, list[float]] = {k: [] for k in rows}
     asked = asking(layer, setting, known.point)
     for k in rows:
-        index.search(layer.queries[None, :, asked.start - 1], k=k)  # what is computed only once
+        index.search(layer.queries[None, :, asked.start - 1], k=k)  # work that is done only once
     for at in asked:
         query = layer.queries[None, :, at]
         index.observe_queries(query[:, :, None], torch.tensor([at], device=query.device))

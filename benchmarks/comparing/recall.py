@@ -1,7 +1,7 @@
-"""Measure recall, coverage of attention and bytes of presets.
+"""Measure presets: the recall of their searches, their coverage of attention weight, their bytes.
 
-The model reads N tokens of each text, then generates some. The newest queries search the keys of
-the text, each query head on its own.
+The model reads N tokens of each text, and then generates some tokens. The index searches the keys
+of the text with the newest queries, separately for each query head.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def expand(presets: list[str], betas: list[float], rho: float) -> list[str]:
-    """Return specs: each preset at each β, except `scan` and presets that contain a β."""
+    """Return specs: each preset at each β. `scan` and presets with a β of their own occur once."""
     specs = []
     for preset in presets:
         more = f":rho={rho}" if preset == "paper" else ""
@@ -49,7 +49,7 @@ def expand(presets: list[str], betas: list[float], rho: float) -> list[str]:
 
 
 def summary(found: Recall) -> dict[str, float]:
-    """Summarize recall (mean, worst layer, worst tenth of heads), and relative coverage."""
+    """Summarize recall (mean, worst layer, worst tenth of the heads), and relative coverage."""
     heads = found.recall.flatten().sort().values
     return {
         "recall": float(found.recall.mean()),

@@ -1,9 +1,11 @@
-"""Measure what row codecs cost: the error of the attention output, and KL of the next token.
+"""Measure the loss by row codecs: the error of the attention output, and KL of the next token.
 
-The model reads N tokens of a text and T more. First, attention is computed alone: the queries of
-the last T tokens attend to all earlier keys and values, as they are and as a codec returns them.
-Then the model reads the last T tokens through an index with coded rows: all rows, or k rows by
-`exact` and by `pariskv`. In both the first 64 tokens are not coded, as in a layer's sink.
+There are two measurements. In both, the first 64 tokens are stored exactly, as in a layer's sink.
+
+1. The model reads N tokens of a text and T more. The queries of the last T tokens attend to all
+   earlier keys and values, once to the original ones, and once to those that a codec decodes.
+2. The model reads N tokens, and then the last T tokens through an index with encoded rows. It
+   attends to all rows, or to k rows that `exact` or `pariskv` selects.
 """
 
 from __future__ import annotations
@@ -29,12 +31,12 @@ from kvindex_adapters.hf.attach import attach
 from kvindex_adapters.hf.generation.prefill import prefill
 
 PARTS = ("both", "keys", "values")
-"""Which parts of a row are coded."""
+"""The parts of a row that are encoded: keys, values, or both."""
 
 INDEXES = ("exact", "pariskv")
 
 SINK = 64
-"""First tokens, which are not coded."""
+"""Number of first tokens, which are not encoded."""
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -47,7 +49,10 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def coded(rows: Rows, name: str) -> Rows:
-    """Return keys and values float32 `[1, G, N, D]` after a codec; `plain`: as bfloat16."""
+    """Return keys and values float32 `[1, G, N, D]` after encoding and decoding by a codec.
+
+    "plain" rounds them to bfloat16.
+    """
     dtype = torch.bfloat16 if name == "plain" else torch.float32
     G, _, D = rows.keys.shape[1:]
     sizes = dict(q_heads=G, kv_heads=G, head_dim=D, value_dim=rows.values.shape[-1])
@@ -61,10 +66,13 @@ def coded(rows: Rows, name: str) -> Rows:
 
 
 def errors(layer: Captured, names: tuple[str, ...] = NAMES) -> dict[tuple[str, str], Tensor]:
-    """Return `‖õ − o‖ / ‖o‖` of each head and query, `[H, T]`, by codec and part."""
+    """Return the error `‖õ − o‖ / ‖o‖` of each head and query, `[H, T]`, for each codec and part.
+
+    `o` is the attention output with the original rows, and `õ` the output with decoded rows.
+    """
     plain = Rows(layer.keys[None].float(), layer.values[None].float())
     N, T = plain.keys.shape[2], layer.queries.shape[1]
-    queries = layer.queries.float().flatten(0, 1)[None]  # each is a head of its group
+    queries = layer.queries.float().flatten(0, 1)[None]  # each query counts as a head of its group
     at = torch.arange(N, device=queries.device)
     later = torch.where(at > at[-T:, None], float("-inf"), 0.0)  # [T, N]
     bias = later.repeat(len(layer.queries), 1)[None]

@@ -1,9 +1,10 @@
-"""Measure the output error of keys of few bits, with scales for a token or for a channel.
+"""Measure the output error of keys with few bits per number, with scales per token or per channel.
 
-The model reads N tokens of each text, then generates some. The newest queries attend to coded keys
-of the text and to the original keys, with the original values. A group is 32 numbers with a lowest
-value and a step, either of one token or of one channel, so bytes are equal. Groups of channels
-begin at multiples of 32 tokens (KIVI, arXiv 2402.02750).
+The model reads N tokens of each text, and then generates some tokens. The newest queries attend to
+encoded keys of the text and to the original keys, with the original values. A group of 32 numbers
+has a lowest value and a step. The numbers are either coordinates of one token, or one channel of 32
+tokens, so both ways need the same number of bytes. Groups along a channel begin at multiples of 32
+tokens (KIVI, arXiv 2402.02750).
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def coded(keys: Tensor, bits: int) -> Tensor:
-    """Return keys `[G, N, D]` after coding in groups of a token's coordinates."""
+    """Encode keys `[G, N, D]` in groups of a token's coordinates, and return the decoded keys."""
     return dequantize(*quantize(keys, bits), keys.shape[-1], bits)
 
 
@@ -47,16 +48,21 @@ KEYS = {
     "channel": lambda keys, bits: coded(keys.mT, bits).mT,
     "channel, rotated": lambda keys, bits: rotated(coded(rotated(keys).mT, bits).mT),
 }
-"""Functions from a kind of group to keys float32 `[G, N, D]` after coding; `int4` uses the
-second."""
+"""Kind of group -> function that encodes and decodes keys float32 `[G, N, D]`. The row codec `int4`
+uses the second kind."""
 
 
 def errors(layer: Captured, keys: Tensor) -> Tensor:
-    """Return `‖õ − o‖ / ‖o‖` of each head and query, `[H, T]`.
+    """Return the error `‖õ − o‖ / ‖o‖` of each head and query, `[H, T]`.
 
-    keys: Coded keys that replace the first ones of the layer, float32 `[G, N, D]`.
+    `o` is the attention output with the original keys, and `õ` the output with `keys`.
+
+    keys: Decoded keys that replace the first `N` keys of the layer, float32 `[G, N, D]`.
     """
-    N, queries = keys.shape[1], layer.queries.float().flatten(0, 1)  # each is a head of its group
+    N, queries = (
+        keys.shape[1],
+        layer.queries.float().flatten(0, 1),
+    )  # each query counts as a head of its group
     got, want = (
         attend(
             queries[None],
@@ -71,7 +77,7 @@ def errors(layer: Captured, keys: Tensor) -> Tensor:
 
 
 def cell_of(layers: list[Captured], name: str, codec: str, tokens: int) -> dict[str, Any]:
-    """Return the errors over all layers, heads and queries."""
+    """Return a summary of the errors over all layers, heads and queries."""
     bits = BITS[codec]
     keys = [KEYS[name](layer.keys[:, :tokens].float(), bits) for layer in layers]
     found = torch.stack([errors(*pair) for pair in zip(layers, keys, strict=True)])

@@ -1,4 +1,4 @@
-"""Ground truth: regions of tokens, full attention at evaluated queries, and the worth of hits."""
+"""Ground truth: regions of tokens, full attention for evaluated queries, quality of hits."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ MEASURES = ("recall", "coverage", "error", "used", "error_exact")
 
 @dataclass(frozen=True)
 class Setting:
-    """Regions of a text of `tokens` tokens, after which the model generates evaluated queries.
+    """Regions of a text of `tokens` tokens. The evaluated queries are of tokens after the text.
 
-    sink: First tokens, which are always attended to.
-    local_window: Newest tokens before an evaluated query. They and later ones are always attended
-        to. All other tokens are in the index.
-    generated: Last tokens of the text, which arrive after the prompt has ended.
-    every: Tokens of a chunk in which they arrive (`update_every` of `kvindex.AttentionLayer`).
+    sink: Number of first tokens, which are always attended to.
+    local_window: Number of newest tokens before an evaluated query. They and later tokens are
+        always attended to. All other tokens are in the index.
+    generated: Number of last tokens of the text, which are appended after the prompt has ended.
+    every: Number of these tokens that are appended at a time (`update_every` of
+        `kvindex.AttentionLayer`).
     """
 
     tokens: int
@@ -43,7 +44,7 @@ class Setting:
 
     @property
     def points(self) -> list[int]:
-        """Return numbers of tokens at which the index is evaluated, from prompt to whole text."""
+        """Return the lengths at which the index is evaluated, from the prompt to the whole text."""
         prompt = self.tokens - self.generated
         return [prompt, *(prompt + self.generated * share // 4 for share in (1, 2)), self.tokens]
 
@@ -54,12 +55,12 @@ class Setting:
 
 @dataclass(frozen=True)
 class Truth:
-    """What is true of each of the T queries after `point` tokens of the text.
+    """The ground truth for each of the T queries after `point` tokens of the text.
 
-    output: Of full attention, `[T, H, Dv]`.
+    output: Output of full attention, `[T, H, Dv]`.
     share: Attention weights among the index's tokens, `[T, H, n]`.
-    ids: What `exact` returns, int64 `[T, G, k]`, by k.
-    error: The error of these rows, by k.
+    ids: k -> the ids that `exact` returns, int64 `[T, G, k]`.
+    error: k -> the error of the attention output with these rows.
     """
 
     point: int
@@ -75,7 +76,7 @@ def asking(layer: Layer, setting: Setting, point: int) -> range:
 
 
 def truth(layer: Layer, setting: Setting, exact: KVIndex, point: int, rows: list[int]) -> Truth:
-    """Compute the truth with full attention and with `exact`, which contains the index's tokens."""
+    """Compute the ground truth with full attention, and with `exact` over the index's tokens."""
     outputs, shares = [], []
     found: dict[int, list[tuple[Hits, Rows]]] = {k: [] for k in rows}
     for at in asking(layer, setting, point):
@@ -96,12 +97,17 @@ def truth(layer: Layer, setting: Setting, exact: KVIndex, point: int, rows: list
 def worth(
     layer: Layer, setting: Setting, found: list[tuple[Hits, Rows]], known: Truth, k: int
 ) -> dict[str, float]:
-    """Return the worth of hits as means over queries and heads.
+    """Return the quality of hits, as means over queries and heads.
 
-    recall: fraction of the rows of `exact` that were found. coverage: attention weight of the
-    tokens found among the index's tokens (a row that stands for several tokens has none). error: of
-    the output over sink, rows and window, with log weights, relative to full attention. used: slots
-    that contain a row. error_exact: the error of `exact` with as many rows.
+    The result has these entries:
+
+    - recall: the fraction of the rows of `exact` that were found.
+    - coverage: the attention weight of the found tokens among the index's tokens. (A row that
+      stands for several tokens does not count.)
+    - error: the error of the attention output over sink, found rows (with their log weights) and
+      window, relative to the output of full attention.
+    - used: the number of slots that contain a row.
+    - error_exact: the error of `exact` with the same number of rows.
     """
     heads = len(layer.queries) // len(layer.keys)
     slots = torch.cat([hits.ids for hits, _ in found])  # [T, G, K]
@@ -140,7 +146,7 @@ def worth(
 def _share(layer: Layer, setting: Setting, query: Tensor, indexed: int) -> Tensor:
     """Return attention weights of a query `[1, H, D]` among the index's tokens, float32 `[H, n]`.
 
-    They are 0 in the sink.
+    The weights of tokens in the sink are 0.
     """
     keys = layer.keys[:, :indexed].float()
     folded = query[0].float().reshape(len(keys), -1, keys.shape[-1])
