@@ -1,4 +1,4 @@
-"""Time per generated token, with an index and with full attention.
+"""Measure the time per generated token, with an index and with full attention.
 
     python -m benchmarks.generation --text FILE [--tokens N] [--written T] [--turn T] [--layers L]
         [--context N] [--steps S] [--seconds S] [--index SPEC] [--model … --gguf-file … --lora …]
@@ -10,53 +10,57 @@
         --json OUT
     python -m benchmarks.generation --decoder SHAPE --prefill N [--weights fp8] … --json OUT
 
-Each command measures several plans in turns, a few tokens at a time (`--turn`), round after
-round, so that a slow moment of the host affects all of them. Figures are medians with quartiles
-(`_low`, `_high`) and the values of each round (`_rounds`). `ratio` compares a plan's time with
-another plan's time in the same round. No turn begins while memory is being pinned ahead of use,
-and no round begins after `--seconds`; `left_out` is the number of rounds that were not begun.
+Each command compares several plans (ways to generate). Plans take turns, a few tokens at a time
+(`--turn`), round after round, so that a slow moment of the host affects all of them. Figures are
+medians with quartiles (`_low`, `_high`) and the values of each round (`_rounds`). `ratio` compares
+a plan's time with another plan's time in the same round. No turn begins while a background thread
+pins memory. No round begins after `--seconds`; `left_out` is the number of rounds that were
+therefore not run.
 
-**With --text**, two parts:
+**With --text** there are two parts:
 
 - `layers`: L attention layers (32 query heads, 8 KV heads, D = 128) over N synthetic tokens each.
-  First, results with CUDA graphs must equal those without to the bit; else nothing is timed. Then
-  S steps are timed, including updates of the windows: the microseconds that the host spends on a
-  layer, with an idle device at the start of each step, and those until the device is done.
-- `model_run`: the first N tokens of the text are a prompt, after which T tokens are generated
-  greedily, by transformers with its own cache (`dense`) and with the index, each by a copy of the
-  model. Results are milliseconds per token of a turn, and the seconds that the prompt took
-  without its last chunk.
+  First, results with CUDA graphs must equal results without graphs to the bit; else nothing is
+  timed. Then S steps are timed, including updates of the windows. One figure is the microseconds
+  that the host spends on a layer, with an idle device at the start of each step. The other figure
+  is the microseconds until the device is done.
+- `model_run`: the first N tokens of the text are a prompt. transformers reads it and generates T
+  tokens greedily, with its own cache (`dense`) and with the index, each with a copy of the model.
+  Figures are milliseconds per token of a turn, and the seconds that the prompt took without its
+  last chunk.
 
-`--without-graphs` is for a CPU: it measures only the model, `dense` and with the index.
+`--without-graphs` is for a CPU. It measures only `model_run`, with `dense` and with the index.
 
-**With --decoder**, tokens of the minimal decoder, each one CUDA graph, with random weights in a
-model's shape (`common/token.py`). Every layer has N synthetic tokens of each of B sequences (at
-most 16 with Triton's products). Plans:
+**With --decoder**, the minimal decoder generates tokens with random weights in a model's shape
+(`common/token.py`). Each decode step is one CUDA graph. Every layer has N synthetic tokens of each
+of B sequences (at most 16 with Triton's matrix products). Plans:
 
 - `weights`: no attention.
-- `dense`, `growing`: full attention over all rows in device memory, if they fit, with torch's
-  kernel over buffers of exactly this length, and with the decoder's own over buffers that grow.
-- `cached`: the index. The sharpness of attention is set so that the cache of rows contains
-  `--hit-rate` of the rows wanted from the host.
+- `dense`: full attention over all rows in device memory, if they fit, with torch's kernel over
+  buffers of exactly this length.
+- `growing`: the same with the decoder's own kernel over buffers that grow.
+- `cached`: the index. The sharpness of attention is set so that the device cache contains a
+  fraction `--hit-rate` of the rows that steps read from the host.
 - `uncached`: the index, with this cache emptied before each token.
 
-Figures are milliseconds of the device (`device_ms`), and as the host reads tokens: the mean of a
-turn (`token_ms`) and single intervals (`between_ms`). `tokens_per_s` counts all sequences.
-`ratio` is to `dense`, or to `weights` if that does not fit. `floor_ms` is the time to read the
-bytes of the weights as fast as a sum reads memory; a figure below it ends the run with an error.
-Before timing, two layers must generate the same tokens with graphs and without.
+`device_ms` is the milliseconds per token of the device. The host measures milliseconds between two
+tokens as it reads them: `token_ms` is the mean of a turn, and `between_ms` has single intervals.
+`tokens_per_s` counts all sequences. `ratio` is the ratio to `dense`, or to `weights` if `dense`
+does not fit. `floor_ms` is the time to read the bytes of the weights as fast as a sum reads memory;
+a figure below it ends the run with an error. Before timing, a model of two layers must generate the
+same tokens with graphs and without.
 
 **With --through transformers**, a transformers model of that shape and the decoder with the same
-weights generate sampled tokens, each with an index of N tokens a layer. Plans of transformers:
+weights generate sampled tokens, each with an index of N tokens per layer. Plans of transformers:
 `fused` (one graph per token with the decoder's kernels, on a GPU with Triton), `token_graph` (one
 graph per token of the model's own forward pass) and `layer_graphs` (one graph per layer). `ratio`
-is to `decoder`.
+is the ratio to the plan `decoder`.
 
 **With --prefill N**, the decoder reads N random tokens layer by layer, into an index (`indexed`)
-and without one (`full`, if all rows fit), and computes the logits of the last token. Figures are
-seconds of the `first` reading and of later ones, the device's peak memory (`peak_bytes`), and its
-ratio to the bytes of the weights, one layer's keys and values, and a chunk's activations
-(`memory`).
+and without an index (`full`, if all rows fit), and computes the logits of the last token. Figures
+are the seconds of the `first` reading and of later readings, and the device's peak memory
+(`peak_bytes`). `memory` is the ratio of the peak to the sum of the weights, one layer's keys and
+values, and a chunk's activations.
 """
 
 from __future__ import annotations
@@ -90,16 +94,17 @@ from kvindex_adapters.hf.generate import ONE_ANSWER
 from kvindex_adapters.hf.generation.prefill import prefill
 
 OF_DECODER = {"decoder": decoder, "transformers": attached, "prefill": prompt}
-"""Modules that measure the decoder and print the results, by part."""
+"""Part of the result -> module that measures the decoder and prints the results."""
 
 SHAPE = dict(q_heads=H, kv_heads=G, head_dim=D)
 PLANS = {"dense": "transformers, dense attention", "eager": "graphs off", "graphs": "graphs on"}
 
 CHECKED = 20
-"""Steps whose results are compared."""
+"""Number of steps whose results are compared."""
 
 WARM, CHUNK = 16, 1024
-"""Tokens that a model generates before any is timed; tokens of a chunk of the prompt."""
+"""Number of tokens that a model generates before any is timed, and of tokens in a chunk of the
+prompt."""
 
 
 def arguments(given: list[str] | None = None) -> argparse.Namespace:
@@ -197,7 +202,7 @@ def measured_layers(given: argparse.Namespace, end: float) -> Iterator[dict[str,
 
 
 class Writer:
-    """A model that has read a prompt, ids int64 `[N]`, and generates by a plan.
+    """A model that has read a prompt, ids int64 `[N]`, and generates tokens as a plan does.
 
     `ids` are int64 `[1, N + written]`. The model is detached when `until` closes.
     """
@@ -206,7 +211,7 @@ class Writer:
         self._model, self.ids = copy.deepcopy(model), ids[None].to(model.device)
         self._cache: Any = DynamicCache(config=model.config)
         if plan != "dense":
-            graphs = plan == "graphs"  # graphs of layers
+            graphs = plan == "graphs"  # one graph for each layer's step
             attached = attach(self._model, index=index, graphs=graphs, token_graph=False)
             self._cache = until.enter_context(attached)
         stop, start = max(len(ids) - CHUNK, 0), time.perf_counter()

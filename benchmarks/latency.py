@@ -1,4 +1,4 @@
-"""Latency of one layer's decode step on a GPU or a CPU, compared with dense attention.
+"""Measure the time of one layer's decode step on a GPU or a CPU, compared with dense attention.
 
     python -m benchmarks.latency [--tokens N …] [--batch B …] [--index SPEC] [--hit-rate H]
         [--on-device SHARE] [--latents H] [--layers L] [--replays R] [--seconds S] [--no-dense]
@@ -6,28 +6,32 @@
     python -m benchmarks.latency --device cpu [--tokens N …] [--index SPEC] [--beside SPEC …]
         [--layers L] [--replays R] [--json OUT]
 
-**On a GPU**: 32 query heads, 8 KV heads, D = 128, bfloat16, k = 100; an index with a fused step,
-such as `pariskv:preset=paper`. First the result is checked; nothing is timed if it is wrong. A
-CUDA graph contains the public call `index.attend` of L layers one after another (fewer if memory
-is short). Times are of its replays by CUDA events, divided by L, with other queries in each
-replay and the L2 cache filled with other data before.
+**On a GPU**, the layer has 32 query heads, 8 KV heads, D = 128, bfloat16 and k = 100. The index
+must have a fused step, like `pariskv:preset=paper`. First the result is checked. Nothing is timed
+if it is wrong. A CUDA graph contains the public call `index.attend` of L layers one after another
+(fewer layers if memory is short). CUDA events time the replays of the graph. The result is divided
+by L. Each replay has other queries, and before it the L2 cache is filled with other data. These
+times are measured:
 
-- `step_host`: rows on the host, none of them in the cache of rows.
-- `step_cached`: rows on the host, with a fraction of them (--hit-rate) in the cache.
-- `step_device`: rows on the device.
-- `step_split`, `step_split_cached`: the fraction --on-device of the rows on the device, the
-  others on the host, without and with a cache.
+- `step_host`: all rows are on the host, and none of the selected rows is in the device cache.
+- `step_cached`: all rows are on the host, and a fraction `--hit-rate` of the selected rows is in
+  the device cache.
+- `step_device`: all rows are on the device.
+- `step_split`, `step_split_cached`: a fraction `--on-device` of all rows is on the device, and the
+  others are on the host, without and with a device cache.
 
-`caches` has the size and the hit rate of the cache for each time. Rivals are attention over all
-keys and values (SDPA, the faster of two ways to call it), and exact scores with topk.
+`caches` has the size and the hit rate of the cache for each time. The step is compared with
+attention over all keys and values (SDPA, the faster of two ways to call it), and with exact scores
+and topk.
 
-With --latents, a layer has latents of 512 + 64 coordinates, as in DeepSeek-V3, and H query heads.
-No kernel of SDPA supports them, so the rivals are two products of torch with a softmax between
-them, and one read of all latents (`read`).
+With `--latents H`, the layer has H query heads, and latents of 512 + 64 coordinates as in
+DeepSeek-V3. No kernel of SDPA supports them. So the step is compared with two matrix products of
+torch with a softmax between them, and with one read of all latents (`read`).
 
-**On a CPU** (`benchmarks/common/cpu_steps.py`): 9 query heads, 3 KV heads, D = 64, float32, k =
-100. Steps of `AttentionLayer` around this index and others (--beside), and SDPA, are measured in
-turns, with one thread and with all of torch's threads.
+**On a CPU** (`benchmarks/common/cpu_steps.py`), the layer has 9 query heads, 3 KV heads, D = 64,
+float32 and k = 100. Steps of `AttentionLayer` around this index and around other indexes
+(`--beside`), and SDPA, take turns. All are measured with one thread, and with all of torch's
+threads.
 """
 
 from __future__ import annotations
@@ -54,7 +58,8 @@ from kvindex_adapters.evaluate.machine import describe
 from kvindex_adapters.evaluate.output_files import output, write_json
 
 FUSED = [SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
-"""All backends but the one that stores the logits, which would need several times the memory."""
+"""All backends of SDPA except the one that stores the logits, which would need several times the
+memory."""
 
 
 def arguments(given: list[str] | None = None) -> argparse.Namespace:
@@ -129,9 +134,9 @@ def steps(
     on_device: float | None = None,
     **sizes: Any,
 ) -> dict[str, Any]:
-    """Measure microseconds of a layer's step, with rows in each place.
+    """Measure microseconds of a layer's step, for each place in which rows can be stored.
 
-    sizes: More options for `Layers`. Raises SystemExit if the places give different results.
+    sizes: Further options of `Layers`. Raises SystemExit if the results depend on the place.
     """
     found: dict[str, Any] = {"layers": layers, "hit_rate": hit_rate, "caches": {}}
     answers = {}
@@ -176,7 +181,9 @@ def beside(
     hit_rate: float,
     rounds: int = 6,
 ) -> dict[str, Any]:
-    """Measure other indexes in turns with the first. Return ratios of their times to its."""
+    """Time other indexes in turns with the first one. Return the ratios of their times to the first
+    one's time.
+    """
     found: dict[str, Any] = {spec: {} for spec in specs[1:]}
     for place, name in (("host", "step_cached"), ("device", "step_device")):
         works = {
@@ -247,7 +254,7 @@ def rivals(
 def latent_rivals(
     g: Geometry, tokens: int, batch: int, layers: int, timed: Timed, k: int = workload.K
 ) -> dict[str, Any]:
-    """Measure dense attention over all latents in torch, one read of them, and exact topk."""
+    """Time dense attention over all latents in torch, one read of all latents, and exact topk."""
     shape = (layers, batch, 1, tokens, g.head_dim)
     latents = torch.empty(shape, dtype=g.dtype, device=g.device).normal_()
     folded = workload.queries_of(g, layers, batch)[:, :, None]  # [L, B, 1, H, D]
@@ -270,7 +277,7 @@ def latent_rivals(
 
 
 def measure(given: argparse.Namespace) -> dict[str, Any]:
-    """Check, then measure point by point. The results so far are written after each."""
+    """Check the result, then measure point by point. Write the results so far after each point."""
     g, timed = workload.geometry("cuda", given.latents), GraphTimer(given.replays)
     start, dense = time.monotonic(), rivals if given.latents is None else latent_rivals
     result: dict[str, Any] = {

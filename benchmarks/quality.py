@@ -8,14 +8,15 @@
     python -m benchmarks.quality lists --text FILE… [--tokens N] [--steps T]
     python -m benchmarks.quality field --text FILE… [--tokens N] [--index SPEC …] [--rows K …]
 
-- `recall`: how many of each query head's best rows a preset finds, their attention weight, and
-  bytes, for several fractions of candidates.
-- `kl`: KL from full attention, compared with exact search for as many rows.
-- `fidelity`: KL, agreement and recall on a fixed text, token by token.
-- `rows`: what row codecs do to the attention output and to KL.
-- `scales`: what keys of few bits do to the output, with scales for each token or each channel.
-- `lists`: what it costs that all heads of a layer share one list of rows.
-- `field`: all indexes under one protocol.
+- `recall`: how many of each query head's best rows a preset finds, the attention weight of the
+  found rows, and the bytes per key, for several fractions of candidates.
+- `kl`: KL divergence from full attention, compared with exact search for the same number of rows.
+- `fidelity`: KL divergence, agreement of tokens, and recall on a fixed text, token by token.
+- `rows`: the effect of row codecs on the attention output and on KL divergence.
+- `scales`: the effect of keys with few bits on the attention output, with scales per token or per
+  channel.
+- `lists`: the loss of quality if all heads of a layer share one list of rows.
+- `field`: all indexes, with the same keys, queries and numbers of rows.
 
 All take --json OUT, and `--model … --gguf-file … --lora … --device …`; the default model is
 SmolLM2-135M-Instruct. For more options: `python -m benchmarks.quality recall --help`.
@@ -38,11 +39,11 @@ COMMANDS = {
 
 
 def refuse(given: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
-    """Exit with an error message if an index cannot be made or kl cannot run.
+    """Exit with an error message if an index cannot be made, or if `kl` cannot run.
 
-    This comes before a model is loaded.
+    This is called before a model is loaded, which takes long.
 
-    given: Has `index` or `presets`, if the command has such an option.
+    given: The parsed command line, with `index` or `presets` if the command has such an option.
     """
     told = vars(given)
     specs = [*(told.get("index") or ())]

@@ -1,31 +1,36 @@
-"""Time per generated token of several GPUs of one host that share the heads or the tokens.
+"""Measure the time per generated token on several GPUs that share the heads or the tokens.
 
     torchrun --nproc-per-node=2 -m benchmarks.ranks [--decoder SHAPE] [--context N] [--index SPEC]
         [--written T] [--turn T] [--parts heads tokens] [--hit-rate R] [--dtype …] [--device …]
         --json OUT
 
-Tokens of the minimal decoder, each one CUDA graph with its collectives, with random weights in a
-model's shape. Every layer has synthetic tokens with rows on the host. One run measures:
+The minimal decoder generates tokens on GPUs of one host, with random weights in a model's shape.
+Each decode step is one CUDA graph, which contains the collectives. Every layer has synthetic tokens
+with rows on the host. One run measures:
 
-- `one`: rank 0 alone over N tokens, while the others wait.
-- `tokens`: every rank with the whole model and N tokens of a longer sequence, with an index
-  `+sharded`.
-- `heads`: all ranks over the same N tokens, each with its heads, and sums by NCCL.
-- `one_shot`: the same with sums in one kernel over memory that all GPUs see, if there is such
-  memory.
-- `silent`: the same without sums. Results are wrong; it shows how long sums take.
+- `one`: rank 0 alone generates after N tokens, while the other ranks wait.
+- `tokens`: every rank has the whole model, and N tokens of a longer sequence, with the wrapper
+  `+sharded` around the index.
+- `heads`: all ranks have the same N tokens, and each rank has a part of the heads. NCCL adds up the
+  activations.
+- `one_shot`: like `heads`, but one kernel adds up the activations, in memory that all GPUs can
+  access. This is left out if there is no such memory.
+- `silent`: like `heads`, but without sums. Results are wrong, but the difference to `heads` shows
+  how long sums take.
 
-The sharpness of attention is set so that one GPU's cache contains `--hit-rate` of its rows.
+The sharpness of attention is set so that one GPU's cache contains a fraction `--hit-rate` of the
+rows that a step selects.
 
-First a model of two layers is checked; nothing is timed if it fails. With k as large as the
-sequence, logits must be those of one process with full attention (`check` has their distance,
-relative to the norm), and tokens from graphs must equal those of the same launches one by one.
+First a model of two layers is checked. Nothing is timed if the check fails. With k as large as the
+sequence, logits must agree with those of one process with full attention (`check` has the distance
+relative to the norm). The tokens from graphs must equal those of the same launches without a graph.
 
-Figures are milliseconds of rank 0, including updates of the windows: of the device (`device_ms`)
-and as the host reads tokens (`token_ms`), as medians with quartiles (`_low`, `_high`) and the
-values of each round (`_rounds`). `ratio` compares medians of `device_ms` with `one`. `sum_us` is
-one sum of a token's activations, in a graph of 64 sums. Each rank pins its own rows, together
-those of twice N tokens.
+Figures are milliseconds per token of rank 0, including updates of the windows. `device_ms` is the
+time of the device, and `token_ms` the time between tokens as the host reads them. Both are medians
+with quartiles (`_low`, `_high`) and the values of each round (`_rounds`). `ratio` compares medians
+of `device_ms` with `one`. `sum_us` is the microseconds of one sum of a token's activations, in a
+graph of 64 sums. Each rank pins memory for its own rows, and all ranks together for the rows of 2 N
+tokens.
 """
 
 from __future__ import annotations

@@ -1,13 +1,14 @@
-"""Measure what sharing tokens among ranks does to the next token: KL from full attention.
+"""Measure the KL divergence from full attention if several ranks share the tokens of a sequence.
 
     torchrun --nproc-per-node=2 -m benchmarks.ranks_quality --text FILE… [--index SPEC …]
         [--tokens N] [--steps T] [-k K] [--model … --gguf-file … --lora …] --json OUT
 
 On each rank the whole model (SmolLM2-135M-Instruct by default) reads N tokens of a text and then
-the next T, one at a time, through each index. `one`: in one process. With the tokens on W ranks, a
-step attends to K rows of each rank (`own`), to K / W rows of each rank (`own_part`), or to the best
-K rows of all ranks (`best`). Ratios are to the same index in one process, over texts, with the
-paired bootstrap of `benchmarks.quality kl`. It runs on CPUs with gloo.
+the next T tokens, one at a time, through each index. In `one`, a single process has all tokens.
+With the tokens on W ranks, a step attends to K rows of each rank (`own`), to K / W rows of each
+rank (`own_part`), or to the best K rows of all ranks (`best`). Ratios are to the KL of the same
+index in one process, over all texts, with the paired bootstrap of `benchmarks.quality kl`. The
+benchmark runs on CPUs with gloo.
 """
 
 from __future__ import annotations
@@ -28,28 +29,30 @@ from kvindex_adapters.hf import attach
 from kvindex_adapters.hf.generation.prefill import prefill
 
 BLOCK = 10
-"""Tokens that the bootstrap resamples together; few, because there are few steps."""
+"""Number of tokens that the bootstrap resamples together. It is small, because there are few steps.
+"""
 
 WAIT_S = 600
 """Seconds that a rank waits for another one, which may share its cores."""
 
 
 def followed(model: Any, cache: Any, rest: Tensor, full: Tensor, k: int, rows: str) -> Tensor:
-    """Return KL at each token of `rest` `[T]`, float64 `[T]`, after the prompt in the cache.
+    """Return KL at each token of `rest` `[T]`, float64 `[T]`. The cache contains the prompt.
 
-    k, rows: Options of the steps.
+    k: Number of rows that a step retrieves.
+    rows: The option `rows` of the wrapper `Sharded`.
     full: Logits of full attention, `[T, V]`.
     """
     for layer in cache.attention_layers():
         layer.k, index = k, parallel.sharded(layer.index)
         if index is not None:
-            index.rows = rows  # read by each step
+            index.rows = rows  # each step reads this attribute
     steps = [model(input_ids=one.view(1, 1), past_key_values=cache).logits[0, -1] for one in rest]
     return torch.tensor([kl(*pair) for pair in zip(full, steps, strict=True)]).double()
 
 
 def summary(ways: dict[str, list[Tensor]]) -> dict[str, Any]:
-    """Summarize each way: means of each text and over all, and the ratio to one process."""
+    """Summarize each way: the KL means of each text and of all texts, the ratio to one process."""
     told: dict[str, Any] = {}
     for way, cells in ways.items():
         means, pairs = [float(kls.mean()) for kls in cells], zip(cells, ways["one"], strict=True)

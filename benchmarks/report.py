@@ -2,10 +2,10 @@
 
     python -m benchmarks.report [--check] [--draw NAME …]
 
-A page marks a table by `<!-- name:begin -->` and `<!-- name:end -->`. --check writes nothing, and
-exits with status 1 if a table differs from the results. --draw also writes docs/pictures/NAME.png:
-decode_step, decoder_tokens, ranks, recall, cpu_steps, answers_lengths, answers_rows, answers_depth,
-answers_along.
+A page marks a table by `<!-- name:begin -->` and `<!-- name:end -->`. `--check` writes nothing, and
+exits with status 1 if a table differs from the results. `--draw NAME` also writes
+docs/pictures/NAME.png. These names are allowed: decode_step, decoder_tokens, ranks, recall,
+cpu_steps, answers_lengths, answers_rows, answers_depth, answers_along.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SOURCES = {
     "cpu_summary": "cpu_steps",
     "cpu_tokens": "generation_cpu_4k",
 }
-"""The result from which a table is made, if its name differs from the table's."""
+"""Name of a table -> name of the result from which it is made, if the names differ."""
 
 TABLES: dict[str, Callable[[Result], str]] = {
     "demo": quality.demo,
@@ -115,7 +115,7 @@ def main(told: list[str] | None = None) -> int:
     names = ", ".join(str(path.relative_to(ROOT)) for path in changed) or "nothing"
     print("stale:" if given.check else "changed:", names)
     if given.draw:
-        from benchmarks.reporting.pictures import draw  # which needs matplotlib
+        from benchmarks.reporting.pictures import draw  # this import needs matplotlib
 
         draw(ROOT / "docs/pictures", given.draw)
     return int(bool(changed) and given.check)

@@ -1,31 +1,31 @@
-"""Time per generated token in vLLM, with the plug-in and with vLLM's own attention.
+"""Measure the time per generated token in vLLM, with the plug-in and with vLLM's own attention.
 
     python -m benchmarks.serving [--shape SHAPE] [--layers L] [--context N] [--batch B …] [--shared]
         [--index SPEC] [--k K] [--rows WHERE] [--written T] [--rounds R] [--stock-block TOKENS]
         [--plain] [--arrivals PER_S --requests N] [--without-check] --json OUT
 
-It runs on a GPU that vLLM 0.26 or newer supports. Each plan is an engine in a process of its own,
-with the same random weights in a model's shape: `stock` with the attention that vLLM selects, and
-`kvindex`.
+The benchmark needs a GPU, and vLLM 0.26 or newer. It compares two engines, each in its own process,
+with the same random weights in a model's shape. `stock` uses the attention that vLLM selects, and
+`kvindex` uses the plug-in.
 
 **Check.** A model of four such layers generates tokens greedily, with k as large as the sequence.
-The tokens of both engines must be equal, in batches too, unless the two best tokens are closer
-than rounding; else nothing is timed.
+The tokens of both engines must be equal, in batches too, unless the log probabilities of the two
+best tokens are so close that rounding decides. Otherwise nothing is timed.
 
-**Batches.** Sequences of N random tokens are read, and each generates T tokens, R times. Later
-rounds find the prompts in the prefix cache. With --shared the sequences have all tokens in common
-except the last 256, so that they share pages and fit on a smaller card. `token_ms` is the time
-between two tokens of the batch as the host receives them: medians with quartiles, and the values
-of each round. `ratio` is to `stock`. `prefill_s` is the time to read all sequences one after
-another.
+**Batches.** The engine reads sequences of N random tokens, and generates T tokens of each, R times.
+Later rounds find the prompts in the prefix cache. With `--shared`, the sequences have all tokens in
+common except the last 256, so that they share pages and fit on a smaller card. `token_ms` is the
+time between two tokens of the batch as the host receives them: medians with quartiles, and the
+values of each round. `ratio` is the ratio to `stock`. `prefill_s` is the time to read all sequences
+one after another.
 
-**--arrivals**: instead of batches, requests arrive at random times, the same for both engines,
-and at most --batch run at a time. Figures are milliseconds until a request's first token
-(`first_ms`) and between two of its tokens (`between_ms`), as medians and 99th percentiles.
+**--arrivals.** Instead of batches, requests arrive at random times, which are the same for both
+engines. At most `--batch` requests run at a time. Figures are milliseconds until a request's first
+token (`first_ms`) and between two of its tokens (`between_ms`), as medians and 99th percentiles.
 
---rows host puts rows into pinned memory, with a cache of 2,048 rows for each sequence and as many
-blocks as the sequences need. --plain turns off torch.compile for both engines and captures only
-decode steps, so that engines start sooner.
+`--rows host` stores rows in pinned host memory, with a device cache of 2,048 rows for each sequence
+and as many blocks as the sequences need. `--plain` turns off torch.compile for both engines and
+captures only decode steps, so that engines start faster.
 """
 
 from __future__ import annotations
@@ -54,10 +54,12 @@ from kvindex_adapters.evaluate.output_files import output, write_json
 PLANS = "stock", "kvindex"
 
 BLOCK, TAIL = 256, 256
-"""Tokens of a page with the plug-in; last tokens of prompts that share all others."""
+"""Number of tokens in a page with the plug-in, and of last tokens that prompts do not share with
+`--shared`."""
 
 CHECKED, CHECK_LAYERS, CHECK_TOKENS = (700, 20, 1500, 3000), 4, 24
-"""Lengths of the prompts whose answers are compared; layers of that model; tokens of an answer."""
+"""Sizes of the check: lengths of the prompts, number of layers, and number of tokens in an answer.
+"""
 
 CLOSE = 0.1
 """Difference of log probabilities of the two best tokens, below which rounding may decide."""
@@ -146,7 +148,10 @@ def randomize(model: torch.nn.Module) -> None:
 
 
 def opened(given: argparse.Namespace, plan: str, folder: str, **options: Any) -> Any:
-    """Return an engine with random weights. options: the plug-in's, `layers`, `tokens`, `rows`."""
+    """Return an engine with random weights.
+
+    options: `layers`, `tokens`, `rows`, and options of the plug-in.
+    """
     from vllm import LLM
 
     layers, tokens, rows = (options.pop(name) for name in ("layers", "tokens", "rows"))
@@ -200,7 +205,7 @@ def prompts(given: argparse.Namespace, batch: int) -> list[list[int]]:
 
 
 def answered(engine: Any, ids: list[list[int]], count: int) -> list[dict[str, Any]]:
-    """Return greedy tokens, and the distance of the second best token at each step."""
+    """Return greedy tokens, and for each its lead in log probability over the second best."""
     from vllm import SamplingParams
 
     options = dict(temperature=0, max_tokens=count, ignore_eos=True, detokenize=False, logprobs=2)
@@ -215,7 +220,7 @@ def answered(engine: Any, ids: list[list[int]], count: int) -> list[dict[str, An
 
 
 def checked(given: argparse.Namespace, plan: str, folder: str) -> Any:
-    """Return answers of a small model that retrieves as many rows as there are."""
+    """Return the answers of a small model that retrieves all rows."""
     tokens = max(CHECKED) + CHECK_TOKENS + BLOCK
     options = dict(index=given.index, k=tokens, dense_below=0, sink=4, local_window=16)
     sizes = dict(layers=CHECK_LAYERS, tokens=tokens, rows=len(CHECKED))
@@ -248,7 +253,10 @@ def timed(given: argparse.Namespace, plan: str, folder: str) -> Any:
 
 
 def written(engine: Any, ids: list[list[int]], count: int) -> list[float]:
-    """Generate. Return milliseconds between tokens of all sequences, while all of them generate."""
+    """Generate tokens. Return the milliseconds between two tokens of the batch.
+
+    Only times at which all sequences generate are counted.
+    """
     from vllm import SamplingParams
 
     params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, detokenize=False)
@@ -266,7 +274,7 @@ def written(engine: Any, ids: list[list[int]], count: int) -> list[float]:
 
 
 def arrived(given: argparse.Namespace, plan: str, folder: str) -> Any:
-    """Measure how long requests wait that arrive one by one."""
+    """Measure how long requests wait if they arrive one by one at random times."""
     engine, ids = large(given, plan, folder), prompts(given, given.requests)
     written(engine, [text(SHAPES[given.shape], given.context, 1)], 8)  # compiles
     draw = random.Random(0)
@@ -278,12 +286,13 @@ def arrived(given: argparse.Namespace, plan: str, folder: str) -> Any:
 def arriving(core: Any, due: list[tuple[float, list[int]]], count: int) -> dict[str, list[float]]:
     """Return milliseconds until first tokens, and between two tokens of a request.
 
-    due: Seconds at which requests arrive, in order, and their prompts; each gets `count` tokens.
+    due: For each request, in order, the seconds at which it arrives, and its prompt. An answer has
+        `count` tokens.
     """
     from vllm import SamplingParams
 
     params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, detokenize=False)
-    came: dict[str, list[float]] = {}  # seconds at which a request arrived and had its tokens
+    came: dict[str, list[float]] = {}  # request -> seconds of its arrival and of each token
     start = time.perf_counter()
     while len(came) < len(due) or core.has_unfinished_requests():
         now = time.perf_counter() - start
@@ -305,7 +314,7 @@ def arriving(core: Any, due: list[tuple[float, list[int]]], count: int) -> dict[
 
 
 def worker(given: argparse.Namespace) -> None:
-    """Run an engine in this process (`check`, `time` or `arrive` a plan), and write the result."""
+    """Run an engine in this process, to check, to time batches or arrivals. Write the result."""
     what, plan, to = given.worker
     work = {"check": checked, "time": timed, "arrive": arrived}[what]
     with tempfile.TemporaryDirectory() as folder:
@@ -314,7 +323,7 @@ def worker(given: argparse.Namespace) -> None:
 
 
 def ran(what: str, plan: str) -> Any:
-    """Return what an engine's process found. Raises SystemExit if it ends with an error."""
+    """Run an engine in a process, and return its result. Raises SystemExit if the process fails."""
     settings = dict(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_NO_USAGE_STATS="1", HF_HUB_OFFLINE="1")
     with tempfile.TemporaryDirectory() as folder:
         to = Path(folder) / "found.json"
@@ -326,7 +335,10 @@ def ran(what: str, plan: str) -> Any:
 
 
 def compared(stock: list[dict[str, Any]], mine: list[dict[str, Any]]) -> dict[str, int]:
-    """Return the number of equal tokens. SystemExit: rounding does not explain a difference."""
+    """Return the number of equal tokens.
+
+    Raises SystemExit if there is a difference that rounding does not explain.
+    """
     equal = total = 0
     for number, (one, other) in enumerate(zip(stock, mine, strict=True)):
         for place, (token, gap) in enumerate(zip(one["tokens"], one["gaps"], strict=True)):

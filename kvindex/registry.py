@@ -118,8 +118,8 @@ def class_of(source: str) -> type[BaseIndex] | type[Wrapper]:
     folder = [
         name
         for name in _in_folder()
-        if module
-        in (_module_of(indexes, name), f"kvindex.{name}.index")  # an index in its own package
+        # an index is in `kvindex/indexes/`, or in a package of its own
+        if module in (_module_of(indexes, name), f"kvindex.{name}.index")
     ]
     for name in folder or installed():
         if class_name(get(name)) == source:

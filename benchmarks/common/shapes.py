@@ -41,9 +41,8 @@ SHAPES = {
     "qwen3-8b": Shape(36, 4096, 12_288, 32, 8, 128, 151_936, normed=True),
     "llama-3.1-8b": Shape(32, 4096, 14_336, 32, 8, 128, 128_256),
     "smollm2-135m": Shape(30, 576, 1536, 9, 3, 64, 49_152, tied=True),
-    "glm-4-9b": Shape(
-        40, 4096, 13_696, 32, 2, 128, 151_552
-    ),  # here all coordinates of a head rotate
+    # here all coordinates of a head rotate, unlike in the published model
+    "glm-4-9b": Shape(40, 4096, 13_696, 32, 2, 128, 151_552),
 }
 
 

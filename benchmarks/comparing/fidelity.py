@@ -28,7 +28,7 @@ INDEXES = (
         "pariskv:preset=accurate",
         "pariskv:preset=paper",
     ),
-    "pariskv:preset=fast:group=mean_query",  # the group policy of the paper
+    "pariskv:preset=fast:group=mean_query",  # the published group policy
 )
 
 

@@ -59,10 +59,8 @@ def errors(layer: Captured, keys: Tensor) -> Tensor:
 
     keys: Decoded keys that replace the first `N` keys of the layer, float32 `[G, N, D]`.
     """
-    N, queries = (
-        keys.shape[1],
-        layer.queries.float().flatten(0, 1),
-    )  # each query counts as a head of its group
+    # each query counts as a head of its group
+    N, queries = keys.shape[1], layer.queries.float().flatten(0, 1)
     got, want = (
         attend(
             queries[None],

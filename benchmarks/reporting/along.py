@@ -1,4 +1,4 @@
-"""Recall along an answer: what an index finds while the model generates."""
+"""Recall along an answer: the rows that an index finds while the model generates."""
 
 from __future__ import annotations
 
@@ -7,12 +7,15 @@ from benchmarks.reporting.parts import Result, machine, named, stored, table
 
 
 def along(result: Result) -> str:
-    """Return recall of exact search's rows, and error over its error, while an answer grows."""
+    """Return a table of recall and error while an answer grows.
+
+    Recall is the fraction of exact search's rows. The error is divided by that of exact search.
+    """
     return "\n\n".join(map(_along, sampled(result)))
 
 
 def sampled(result: Result) -> list[Result]:
-    """Return the runs in which the model generates the text: the result's, then the field's."""
+    """Return the runs in which the model generates the text: of `result`, then of `field`."""
     runs = [*result["runs"], *(stored("field") or {"runs": []})["runs"]]
     return [run for run in runs if run["sampled"]]
 

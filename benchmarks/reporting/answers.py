@@ -1,4 +1,4 @@
-"""Tables of answers: every index, by length, by rows and by depth."""
+"""Tables of answers: for every index, by length, by number of rows, and by depth in the text."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def _field(result: Result) -> str:
 
 
 def _prompts(result: Result, index: str, here: Row) -> tuple[str, ...]:
-    """Return how many prompts an index answered, if that differs between indexes."""
+    """Return how many prompts an index answered, if indexes answered different numbers."""
     rows = some(result["accuracy"], tokens=here["tokens"], task=None)
     if len({row["count"] for row in rows if row["k"] in (None, here["k"])}) == 1:
         return ()
@@ -121,7 +121,7 @@ def _lengths(result: Result) -> str:
 
 
 def rows(result: Result) -> str:
-    """Return accuracy by the number of rows, and the fewest rows that are enough."""
+    """Return accuracy by the number of rows, and the smallest number of rows that is enough."""
     return "\n\n".join(_rows(each) for each in stored_beside("answers_rows", result))
 
 
@@ -146,7 +146,7 @@ def _rows(result: Result) -> str:
 
 
 def _needed(row: Row | None) -> str:
-    """Return the fewest rows that are enough, and their ratio to those of exact search."""
+    """Return the smallest number of rows that is enough, and its ratio to that of exact search."""
     if row is None or row["rows"] is None:
         return "–"
     over = row["over_exact"]
@@ -176,7 +176,7 @@ def depth_cells(result: Result, index: str) -> dict[tuple[int, float], float]:
     return {
         _place(row): row["accuracy"] - full[_place(row)]["accuracy"]
         for row in some(result["depths"], index=index, k=k)
-        if row["count"] == full[_place(row)]["count"]  # the same answers
+        if row["count"] == full[_place(row)]["count"]  # both answered the same prompts
     }
 
 
@@ -204,7 +204,8 @@ def _one(result: Result, name: str, index: str, here: Row, **more: Any) -> Row |
 def _ranked(result: Result, places: Sequence[Row]) -> list[str]:
     """Return the indexes that have answers at all places, best first.
 
-    Full attention comes first; then the order is by the loss to it, then by divergence.
+    Full attention comes first. The others are sorted by their loss against full attention, and then
+    by divergence.
     """
     found = {}
     for index in values(result["accuracy"], "index"):
@@ -238,7 +239,7 @@ def _points(row: Row | None) -> str:
 
 
 def _cost(row: Row | None) -> tuple[str, str, str]:
-    """Return KL over that of exact search, rows read, and MiB per step."""
+    """Return KL divided by that of exact search, rows read, and MiB read per step."""
     if row is None:
         return "", "", ""
     ratio = "{over_exact:.2f} ({over_exact_low:.2f} to {over_exact_high:.2f})"
@@ -247,7 +248,7 @@ def _cost(row: Row | None) -> tuple[str, str, str]:
 
 
 def _counts(result: Result, here: Row) -> str:
-    """Return the number of prompts, and of steps of which text."""
+    """Return the number of prompts, and the number of steps with the name of their text."""
     answers = _one(result, "accuracy", FULL, here, task=None)
     count, settings = answers["count"] if answers else 0, result["settings"]
     tasks = len(result["tasks"])

@@ -1,4 +1,4 @@
-"""Tables of all indexes under one protocol: by the text's length, and while the text grows."""
+"""Tables that compare all indexes: by the text's length, and while the text grows."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ WHOLE, PIECES, STALE = "whole", "pieces", "stale"
 ARRIVALS = (WHOLE, PIECES, STALE)
 
 MIDDLE = 100
-"""Number of rows in tables and pictures, if it was measured."""
+"""The number of rows that tables and pictures show, if it was measured."""
 
 
 def middle_of(run: dict[str, Any]) -> str:
@@ -21,7 +21,7 @@ def middle_of(run: dict[str, Any]) -> str:
 
 
 def field(result: dict[str, Any]) -> str:
-    """Return a table for each run over given texts, and one of all runs while their texts grow."""
+    """Return a table for each run over given texts, and a table of all runs as their texts grow."""
     texts = [_at_once(run) for run in result["runs"] if not run["sampled"]]
     return "\n\n".join([*texts, _going_on(result["runs"])])
 
@@ -58,7 +58,10 @@ def _at_once(run: dict[str, Any]) -> str:
 
 
 def _going_on(runs: list[dict[str, Any]]) -> str:
-    """Return one line per index: its error at the end of each run's text, by how the text came."""
+    """Return one line per index: its error at the end of each run's text.
+
+    There is an error for each way in which the text arrives.
+    """
     found = [{(line["index"], line["arrival"]): line for line in run["indexes"]} for run in runs]
     names = dict.fromkeys(index for lines in found for index, _ in lines)
     rows = [
@@ -88,7 +91,7 @@ def _going_on(runs: list[dict[str, Any]]) -> str:
 
 
 def _arrived(run: dict[str, Any], *lines: dict[str, Any] | None) -> tuple[str, ...]:
-    """Return an index's cells of a run: at once, in chunks, and frozen."""
+    """Return an index's cells of a run: the text at once, in chunks, and with `stale=true`."""
     k = middle_of(run)
     rows = [line and line["rows"][k] for line in lines]
     ends = [f"{at['of_exact']:.2f} ({at['recall']:.2f})" if at else "" for at in rows]

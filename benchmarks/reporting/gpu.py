@@ -8,7 +8,7 @@ from typing import Any
 from benchmarks.reporting.parts import Result, machine, stored, table
 
 PLACES = ("host", "cached", "device")
-"""Where rows are stored; `cached`: on the host, with a cache on the device."""
+"""The places in which rows are stored. In `cached`, rows are on the host, with a device cache."""
 
 SLOTS = 4096
 """Size of the cache of rows for which the hit rate of each layer is shown."""
@@ -18,18 +18,20 @@ SLOTS = 4096
 
 
 def decode_step(result: Result) -> str:
-    """Return the times of steps and of dense attention, with 4M tokens from a file of its own."""
+    """Return the times of steps and of dense attention. The times for 4M tokens are in another
+    file.
+    """
     longer = stored("decode_step_4m")
     return steps(result, [longer] if longer else [], found_in_texts())
 
 
 def steps(result: Result, longer: Sequence[Result] = (), in_texts: float | None = None) -> str:
-    """Return the times of steps of one index, and their ratios to dense attention of the same run.
+    """Return the times of an index's steps, and their ratios to dense attention in the same run.
 
     Args:
         result: A result of `benchmarks/latency.py`.
-        longer: More results of the same index, at other lengths.
-        in_texts: Hit rate of the cache of rows in text that a model generates.
+        longer: Further results of the same index, at other lengths.
+        in_texts: Hit rate of the device cache while a model generates text.
     """
     points = [point for part in (result, *longer) for point in part["points"]]
     rows: list[tuple[str, ...]] = []
@@ -146,12 +148,12 @@ def presets(_: Result) -> str:
 
 
 def _median(point: Result, part: str) -> str:
-    """Return microseconds, or `–` if it was not measured."""
+    """Return the median in microseconds, or `–` if it was not measured."""
     return f"{point[part]['median_us']:,.0f}" if part in point else "–"
 
 
 def _over_dense(point: Result, part: str) -> str:
-    """Return microseconds and, if dense attention was measured, the ratio to it."""
+    """Return microseconds and, if dense attention was measured, the ratio to its time."""
     if not {part, "dense"} <= point.keys():
         return _median(point, part)
     return f"{_median(point, part)} ({point[part]['median_us'] / point['dense']['median_us']:.2f})"
@@ -164,13 +166,13 @@ PLANS = {
     "beside": "one layer at a time, concurrently with steps (the default)",
     "room": "the same, with memory reserved before",
 }
-"""How updates run, as the table names it."""
+"""Names of the ways in which updates run, for the table."""
 STEPS = {
     "plain": "a token only",
     "updated": "an update of a layer's window begins or ends",
     "pinning": "host memory is pinned for later updates",
 }
-"""Kinds of steps, as the table names them."""
+"""Names of the kinds of steps, for the table."""
 
 
 def append_layers(result: Result) -> str:
@@ -237,7 +239,7 @@ def generate_speed(result: Result) -> str:
 
 
 def _figures(layers: Result, model: Result, form: str) -> tuple[str, ...]:
-    """Return the cells of a line of `generate_speed`: medians, and quartiles if there are some.
+    """Return the cells of a line of `generate_speed`: medians, with quartiles if there are any.
 
     Args:
         layers: Times of a layer's step, formatted by `form`.
@@ -257,14 +259,17 @@ def _figures(layers: Result, model: Result, form: str) -> tuple[str, ...]:
 
 
 def found_in_texts() -> float | None:
-    """Return the hit rate with `SLOTS`, as a mean over texts and lengths; None: not measured."""
+    """Return the hit rate of a cache with `SLOTS` rows, as a mean over texts and lengths.
+
+    None if it was not measured.
+    """
     cells = (stored("hit_rate") or {"cells": []})["cells"]
     shares = [c["hit_rate"] for cell in cells for c in cell["caches"] if c["rows"] == SLOTS]
     return sum(shares) / len(shares) if shares else None
 
 
 def hit_rate(result: Result) -> str:
-    """Return hit rates by text, length and slots, then of each layer."""
+    """Return hit rates by text, length and size of the cache, and then by layer."""
     rows, whole = [], []
     for cell in result["cells"]:
         for cache in cell["caches"]:
@@ -295,7 +300,8 @@ STALLS = (
     *("math_pipe_throttle", "membar", "mio_throttle", "no_instruction", "short_scoreboard"),
     *("sleeping", "tex_throttle", "wait"),
 )
-"""Reasons why a warp does not issue, by Nsight Compute's names, except that another one did."""
+"""Nsight Compute's names of the reasons why a warp does not issue an instruction. The reason that
+another warp was selected is left out."""
 
 
 def limits(result: Result) -> str:

@@ -18,7 +18,9 @@ def stored(name: str) -> Result | None:
 
 
 def stored_beside(name: str, first: Result) -> list[Result]:
-    """Return `first`, the result of this name, and those named `name_…`, such as other models'."""
+    """Return `first`, the result with this name, and the results named `name_…`, for example of
+    other models.
+    """
     paths = sorted(RESULTS.glob(f"{name}_*.json"))
     return [first, *(json.loads(path.read_text(encoding="utf-8")) for path in paths)]
 
@@ -52,6 +54,6 @@ def machine(result: Result) -> str:
 
 
 def named(model: str, lora: str | None) -> str:
-    """Return the name of a model's file, and of the addition that was merged into it."""
+    """Return the name of a model's file, and of the LoRA adapter that was merged into it."""
     name = model.rpartition("/")[2].removesuffix(".gguf")
     return f"{name} with {lora}" if lora else name

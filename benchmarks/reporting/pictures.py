@@ -23,7 +23,7 @@ from kvindex_adapters.evaluate.output_files import save_figure
 matplotlib.use("Agg")
 
 REACH = 0.3
-"""Difference of accuracy with the darkest color."""
+"""Difference of accuracy that gets the darkest color."""
 
 
 def decode_step(result: Result) -> Any:
@@ -88,7 +88,7 @@ def cpu_steps(result: Result) -> Any:
 
 
 def _crossing(tokens: list[int], mine: list[float], theirs: list[float]) -> float | None:
-    """Return the length from which on `mine` is less, interpolated in logarithms."""
+    """Return the length above which `mine` is smaller than `theirs`, interpolated in logarithms."""
     over = [math.log(a / b) for a, b in zip(mine, theirs, strict=True)]
     for i in range(1, len(over)):
         if over[i - 1] > 0 >= over[i]:
@@ -108,7 +108,7 @@ PUBLISHED = {
 
 
 def decoder_tokens(result: Result) -> Any:
-    """Plot the time per token against the length on one kind of GPU, published times in gray."""
+    """Plot the time per token against the length on one kind of GPU. Published times are gray."""
     plans = {"dense": "full attention", "cached": f"{result['index']}, rows on the host"}
     styles = {model: f"{mark}-" for model, mark in zip(SHAPES, MARKS, strict=False)}
     figure, axes = pyplot.subplots(figsize=(8, 4.5))
@@ -250,7 +250,7 @@ PICTURES = {
     **dict(answers_lengths=picture, answers_rows=picture),
     **dict(answers_depth=answers_depth, answers_along=answers_along),
 }
-"""What draws each picture, by the name of the result and of the picture's file."""
+"""Name of a result, and of the picture's file -> function that draws the picture."""
 
 
 def draw(folder: Path, names: list[str]) -> None:

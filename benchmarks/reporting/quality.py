@@ -17,7 +17,7 @@ from benchmarks.reporting.parts import (
 )
 
 POOL = 4
-"""Candidates past the paper are at least `POOL · k`."""
+"""Presets other than `paper` have at least `POOL · k` candidates."""
 
 
 def demo(result: Result) -> str:
@@ -70,7 +70,7 @@ def fidelity(result: Result) -> str:
 
 
 def row_codecs(result: Result) -> str:
-    """Return, for each model, what each row codec does to the attention output and to KL."""
+    """Return the effect of each row codec on the attention output and on KL, for each model."""
     return "\n\n".join(_row_codecs(each) for each in stored_beside("row_codecs", result))
 
 
@@ -105,7 +105,7 @@ def _row_codecs(result: Result) -> str:
 
 
 def row_scales(result: Result) -> str:
-    """Return the attention output's error for each way to group the numbers of coded keys."""
+    """Return the attention output's error for each way to group the numbers of encoded keys."""
     parts = ("error", "error_90", "error_worst_layer")
     rows = [
         (
@@ -127,7 +127,7 @@ def row_scales(result: Result) -> str:
 
 
 def lists(result: Result) -> str:
-    """Return KL and recall of one list of rows for all heads of a layer, and of several lists."""
+    """Return KL and recall with one list of rows for all heads of a layer, and with several."""
     rows = []
     for one in stored_beside("lists", result):
         texts = list(dict.fromkeys(cell["text"] for cell in one["cells"]))
@@ -155,7 +155,7 @@ def lists(result: Result) -> str:
 def divergence(result: Result) -> str:
     """Return each index's KL and its ratio to that of exact search with the same `k`.
 
-    Results of longer texts are added from files of their own.
+    Results of longer texts come from other files.
     """
     parts = [("up to 6K", result)]
     for name in ("16k", "32k", "62k"):
@@ -190,7 +190,7 @@ WAYS = {
     "own_part": "{ranks} ranks, {part} of each rank (`own`, k = {part})",
     "best": "{ranks} ranks, the best {k} of all ranks (`best`, k = {k})",
 }
-"""Ways to select rows where ranks share the tokens, as the table names them."""
+"""Names of the ways to select rows where ranks share the tokens, for the table."""
 
 
 def ranks(result: Result) -> str:
@@ -259,7 +259,7 @@ def recall(result: Result) -> str:
         share = f"{first['beta']:.0%}"
         if first["beta"] * first["tokens"] < least and first["preset"] != "paper":
             if first["beta"] > 0.02:
-                continue  # the number of candidates is `least` again: the same line twice
+                continue  # the number of candidates is `least` again, so the line is the same
             share += f" ({least} keys)"
         size = (f"{first['bytes_128'][part]:.0f}" for part in ("kept", "scanned"))
         worst = f"{min(cell['recall_worst_layer'] for cell in mine):.3f}"
@@ -280,7 +280,7 @@ def recall(result: Result) -> str:
 
 
 def lengths(result: Result) -> str:
-    """Return recall by length, from all results of recall, those of the long model included."""
+    """Return recall by length, from all results of recall, including the long-context model's."""
     more = (stored(name) or {"cells": []} for name in ("recall", "recall_long", "recall_62k"))
     cells = [*result["cells"], *(cell for part in more for cell in part["cells"])]
     at, k = sorted(set(values(cells, "tokens"))), result["k"]

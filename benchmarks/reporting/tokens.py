@@ -1,4 +1,4 @@
-"""Tables of decode steps of whole models, in the decoder, transformers and vLLM, and of prompts."""
+"""Tables of whole models' decode steps (in the decoder, transformers and vLLM) and of prompts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PLANS = {
     "cached": "`{index}`",
     "uncached": "`{index}`, cache of rows emptied before each token",
 }
-"""What each layer attends through, as the table of the decoder names it."""
+"""Names of the kinds of attention, for the table of the decoder."""
 
 THROUGH = {
     "decoder": "the decoder",
@@ -22,7 +22,7 @@ THROUGH = {
     "token_graph": "transformers, one graph per token",
     "layer_graphs": "transformers, one graph per layer",
 }
-"""What generates the tokens, as the table of transformers names it."""
+"""Names of the ways to generate tokens, for the table of transformers."""
 
 AHEAD = {
     "none": "none",
@@ -34,7 +34,8 @@ AHEAD = {
     "launch+0": "output projection, by a launch before the index's step",
     "rows-8192": "8,192 bytes of each row of every matrix, when its own product begins",
 }
-"""Which weights are requested into L2 ahead of their product, and when."""
+"""Names of the ways to prefetch weights into L2 before their matrix product: which weights, and
+when."""
 
 RANKS = {
     "one": "one GPU, {context}",
@@ -43,7 +44,7 @@ RANKS = {
     "one_shot": "the same, sums in one kernel",
     "silent": "the same, without sums (wrong results)",
 }
-"""How GPUs share a model's work, as the table and the picture name it."""
+"""Names of the ways in which GPUs share a model's work, for the table and the picture."""
 
 
 def ranks_plans(found: Result) -> dict[str, str]:
@@ -99,7 +100,7 @@ def decoder_tokens(result: Result) -> str:
 
 
 def ahead(result: Result) -> str:
-    """Return the time of a decode step with weights requested into L2 before their product."""
+    """Return the time of a decode step with weights prefetched into L2 before their product."""
     rows, found = [], result["ahead"]
     for plan, words in AHEAD.items():
         ms, low, high = (found[plan][f"device_ms{part}"] for part in ("", "_low", "_high"))
@@ -175,7 +176,7 @@ def summary(result: Result) -> str:
     for one in plain(result):
         found = one["decoder"]
         full = f"{found['dense']['device_ms']:.1f}" if "dense" in found else "does not fit"
-        other = one["index"].removeprefix(result["index"] + ":")  # rows by a codec
+        other = one["index"].removeprefix(result["index"] + ":")  # for example a row codec
         note = "" if other == result["index"] else f" (`{other}`)"
         times = full, f"{found['cached']['device_ms']:.1f}{note}"
         rows.append((f"{found['context']:,}", one["model"], gpu(one), *times))
@@ -184,9 +185,9 @@ def summary(result: Result) -> str:
 
 
 def plain(result: Result) -> list[Result]:
-    """Return results on the same kind of GPU, shortest first.
+    """Return results on the same kind of GPU, the shortest sequence first.
 
-    Only those of one sequence, of 8 KV heads, and of weights that are not quantized.
+    Only results for one sequence, 8 KV heads, and weights that are not quantized are returned.
     """
     found = [one for one in stored_beside("decoder_tokens", result) if gpu(one) == gpu(result)]
     found = [one for one in found if one["decoder"].get("batch", 1) == 1]
