@@ -13,7 +13,7 @@ class Exclusive:
 
     Args:
         name: The argument or object that the error message names first.
-        target: What the other thread's call uses, as a phrase for the error message.
+        target: Phrase for the error message that names the object the other thread uses.
     """
 
     def __init__(self, name: str, target: str) -> None:
@@ -23,7 +23,7 @@ class Exclusive:
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
-        """Enter, for the time of the context.
+        """Let the current thread in while the context is open.
 
         Raises:
             RuntimeError: Another thread is inside. It is raised immediately, without waiting.
@@ -44,7 +44,7 @@ class Exclusive:
         return inside is not None and inside != get_ident()
 
     def check(self) -> None:
-        """Check that the caller's thread could enter.
+        """Check that no other thread is inside.
 
         Raises:
             RuntimeError: Another thread is inside.

@@ -128,7 +128,7 @@ def _check_options(index: object, index_options: object, layer_options: object) 
 
 
 def check_spec(index: object, index_options: Mapping[str, Any] | None = None) -> None:
-    """Raise ValueError if `index` is not an index, or options contain some of the geometry."""
+    """Raise ValueError if `index` is not an index, or if options set a part of the geometry."""
     names = set(index_options or {})
     if isinstance(index, str):
         names |= set(parse_spec(index.partition("+")[0])[1])

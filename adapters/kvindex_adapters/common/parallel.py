@@ -62,7 +62,7 @@ def join(device: str, timeout_s: float = TIMEOUT_S) -> str:
 
 
 def leave() -> None:
-    """Leave the process group. All ranks must call this at their end.
+    """Leave the process group. All ranks must call this before they exit.
 
     Unused CUDA graphs that contain collective operations are freed first, because NCCL waits for
     them.

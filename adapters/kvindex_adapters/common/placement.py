@@ -21,12 +21,12 @@ def default_placement(
     """Choose the backend and the store of an index, unless they are given.
 
     On a GPU these are `backend="cuda"` and `store="host"` (pinned memory that kernels read). If the
-    kernels cannot run, a warning states why, and nothing is chosen. On a CPU, nothing is chosen.
+    kernels cannot run, a warning states why, and the result is empty. On a CPU, it is empty, too.
 
     Args:
         device: The device of the index; None means a CPU.
         index: A name of an index, possibly with options.
-        options: Names of further options that are given.
+        options: Names of the other options that the caller has set.
 
     Returns:
         Keyword arguments of the index.
@@ -56,5 +56,5 @@ def make_room(indexes: Iterable[KVIndex], tokens: int) -> None:
     for index in indexes:
         reserves = capability(index, Reserves)
         if reserves is not None:
-            with suppress(MemoryError):  # the answer may end early and fit
+            with suppress(MemoryError):  # if the answer ends early, it may fit
                 reserves.reserve(tokens)

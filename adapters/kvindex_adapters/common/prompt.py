@@ -32,7 +32,7 @@ def messages_of(ids: Tensor | None, conversation: Conversation | None) -> Messag
         conversation: The conversation that was last recorded, or None.
 
     Returns:
-        The messages, or None if the cache stores other tokens than theirs, or more.
+        The messages, or None if the cache does not store exactly the tokens of these messages.
     """
     if ids is None or conversation is None or conversation.ids is not ids:
         return None

@@ -12,7 +12,7 @@ Progress = Callable[[str, int, int], None]
 total."""
 
 MIN_CHUNK, MAX_CHUNK = 1024, 4096
-"""Tokens of a chunk: on a CPU MIN_CHUNK, on a GPU from MIN_CHUNK to MAX_CHUNK."""
+"""Tokens of a chunk: MIN_CHUNK on a CPU, MIN_CHUNK to MAX_CHUNK on a GPU."""
 
 CHUNK_BYTES = 2**29
 """Maximum bytes of a layer's activations in a chunk of more than `MIN_CHUNK` tokens, for all
@@ -23,8 +23,8 @@ def chunk_of(token_bytes: int, device: torch.device) -> int:
     """Choose the default number of tokens of a chunk.
 
     The number of kernels that the host launches per chunk does not depend on its length, so long
-    chunks are faster. On a GPU, a chunk has the largest power of two of tokens, from 1,024 to
-    4,096, whose activations take at most `CHUNK_BYTES`.
+    chunks are faster. On a GPU, the number is the largest power of two from 1,024 to 4,096 for
+    which a layer's activations take at most `CHUNK_BYTES`.
 
     Args:
         token_bytes: Bytes of one layer's activations per token.

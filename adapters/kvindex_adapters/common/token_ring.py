@@ -11,8 +11,8 @@ from torch import Tensor
 from kvindex.core.transaction import in_plain_torch
 
 AHEAD = 4
-"""Number of decode steps that are launched before a token is read. A host that is late by less does
-not delay the device."""
+"""Number of decode steps that are launched before a token is read. The host delays the device only
+if it is late by more than this number of steps."""
 
 
 class TokenRing:
@@ -39,7 +39,7 @@ class TokenRing:
         self._coming: deque[tuple[int, torch.cuda.Event | None]] = deque()
 
     def __len__(self) -> int:
-        """Return the number of tensors that were put in and not taken yet."""
+        """Return the number of tensors that are in the queue."""
         return len(self._coming)
 
     def put(self, tokens: Tensor) -> None:

@@ -17,8 +17,9 @@ class TokenTimer(BaseStreamer):
     Args:
         inner: A streamer to which tokens are passed on, or None.
         progress: Called with the phase, the tokens done and the tokens in total, or None.
-        prompt: Int64 `[N]`, the ids of the prompt, which `inner` gets first. Transformers may
-            pass other ids here, those of earlier tokens in the cache included.
+        prompt: Int64 `[N]`, the ids of the prompt, which `inner` gets first. They are given here
+            because transformers may pass other ids to a streamer, including those of earlier tokens
+            in the cache.
         total: Maximum number of tokens of the answer.
     """
 

@@ -21,7 +21,7 @@ def make_attentions(
     Args:
         config: Sizes of the model.
         ropes: Rotary frequencies of each layer.
-        like: A weight; keys and values have its dtype and device.
+        like: A weight of the model. Keys and values get its dtype and device.
         options: Options of `attach`, or None for full attention in all layers.
 
     Raises:

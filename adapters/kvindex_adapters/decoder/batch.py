@@ -14,11 +14,11 @@ from kvindex_adapters.common.prompt_chunks import check_prompt
 from kvindex_adapters.decoder.config import DecoderConfig
 
 Prompts = list[str] | list[list[dict[str, str]]] | list[Tensor]
-"""Several prompts, all text, all chat messages, or all ids (see `Prompt`)."""
+"""Several prompts of the same kind: texts, chats, or ids (see `Prompt`)."""
 
 
 class Batch(NamedTuple):
-    """Ids int64 `[B, N]`, and the number of padded tokens of each sequence."""
+    """Token ids int64 `[B, N]`, and the number of padded tokens of each sequence."""
 
     ids: Tensor
     padding: list[int]
@@ -38,9 +38,9 @@ def encode(tokenizer: Any, prompts: Sequence[Any], config: DecoderConfig) -> lis
     """Encode each prompt.
 
     Args:
-        tokenizer: None if all prompts are ids.
+        tokenizer: The model's tokenizer; None if all prompts are ids.
         prompts: Each one as `Prompt` describes.
-        config: The model's, for its vocabulary.
+        config: Sizes of the model, of which the vocabulary is used.
 
     Returns:
         Ids int64 `[N]` of each prompt.

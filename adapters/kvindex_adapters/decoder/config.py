@@ -1,4 +1,4 @@
-"""The sizes of a model that the decoder supports, or an error that says why it does not."""
+"""Read the sizes of a model, and check that the decoder supports it."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def check_shards(config: DecoderConfig, inner: Sequence[int], ranks: int) -> Non
 
     Args:
         config: Sizes of the whole model.
-        inner: Rows of the gate matrix of each layer.
+        inner: Number of rows of each layer's gate matrix.
         ranks: Number of ranks.
     """
     sizes = [("KV heads", config.kv_heads), *(("rows of the perceptron", rows) for rows in inner)]

@@ -55,9 +55,9 @@ class Decoder:
     """A model's weights and its tokenizer, which generate answers with an index.
 
     Make one with `of` or `from_pretrained`. Each call of `generate` is a new sequence, unless it
-    gets a session. The weights are the model's own. Each call checks whether the model has changed,
-    and then reads it again or raises an error. With `weights="fp8"` or `ranks`, the layers'
-    matrices are copies, and the model must not change while it exists.
+    gets a session. The weights are the model's own. Each call checks whether the model has changed;
+    if so, it reads the model again or raises an error. With `weights="fp8"` or `ranks`, the layers'
+    matrices are copies, and the model must not change as long as it exists.
     """
 
     def __init__(self, reading: Reading, tokenizer: Any, ends: Collection[int]) -> None:
@@ -82,9 +82,9 @@ class Decoder:
             weights: "plain" to use the model's weights, or "fp8" to copy the layers' matrices as
                 float8 e4m3 with a scale per matrix row. The model's own matrices are freed with the
                 model.
-            ranks: Processes that share the model's heads, or None for one process. Each process
-                passes the whole model, on any device, and copies its own shard to the ranks'
-                device. All processes make the same calls and get the same tokens
+            ranks: The processes over which the model's heads are sharded, or None for one process.
+                Each process passes the whole model, on any device, and copies its own shard to the
+                ranks' device. All processes make the same calls and get the same tokens
                 (docs/distributed.md).
 
         Returns:
@@ -122,7 +122,8 @@ class Decoder:
             gguf_file: Name of the .gguf file inside the folder.
             lora: A LoRA adapter to merge into the model.
             dtype: Data type to compute in.
-            device: Device of the weights; None for that of `ranks`, or the CPU.
+            device: Device of the weights; None for the device of `ranks`, or the CPU without
+                `ranks`.
             weights: As in `of`. With "fp8" the original matrices are freed.
             ranks: As in `of`. Each process reads the model into host memory and keeps its shard.
 
@@ -197,8 +198,8 @@ class Decoder:
                 `[N]`, or a list of these.
             session: A session of this decoder, in place of `index`, `k` and `attach_options`. The
                 prompt follows its tokens, and prompt and answer are appended to it. Messages
-                continue the chat in it as in `kvhf.generate`. A call that fails leaves it as it
-                was. Pass a `fork` to keep it unchanged.
+                continue the chat in it as in `kvhf.generate`. A call that fails leaves the session
+                unchanged. Pass a `fork` of the session to keep it unchanged in any case.
             streamer: A streamer of transformers, which gets each token of one prompt.
             on_progress: Called with a phase, the tokens done and the tokens in total (of the
                 longest prompt).
@@ -335,8 +336,8 @@ class Decoder:
     def explain(self, *, batch: int = 1, **options: Unpack[Options]) -> str:
         """Report how a decode step would run, and why.
 
-        A layer that cannot report before it stores tokens says so. For a run in its present state,
-        call `start(prompt, …).explain()`.
+        Some layers can only report after they store tokens; the text says so. For a run in its
+        present state, call `start(prompt, …).explain()`.
 
         Args:
             batch: Number of prompts.
@@ -437,7 +438,7 @@ class Decoder:
         return made
 
     def _fused_for(self, batch: int, fused: bool) -> Fused | None:
-        """Return the kernels that run decode steps of `batch` sequences, or None for torch."""
+        """Return the kernels that run decode steps of `batch` sequences, or None to use torch."""
         runs = fused and fused_refusal(self.weights, batch) is None
         return self._reading.kernels if runs else None
 

@@ -12,7 +12,7 @@ from kvindex.core.protocol import Rows
 from kvindex.ops.attention import attend_causal
 
 STEP = 256
-"""Tokens by which buffers grow, at least."""
+"""Minimum number of tokens by which buffers grow."""
 
 
 class DenseAttention:
@@ -28,12 +28,12 @@ class DenseAttention:
         self._length = 0
         self._keys = self._values = torch.empty(0)
         self._valid: Tensor | None = None
-        # state of captured steps
-        self._kernels = False  # whether Triton's kernels run them
+        # the following attributes are the state of captured steps
+        self._kernels = False  # whether Triton kernels run the steps
         self._count = self._starts = torch.empty(0, dtype=torch.int64)  # [1], [B] on the device
         self._device_count = -1  # the value of the device's count that the host expects
         self._read = 0
-        self._reads: object = None  # replaced when captured addresses become invalid
+        self._reads: object = None  # a new object when captured addresses become invalid
 
     def __len__(self) -> int:
         """Number of tokens, `N`."""
@@ -91,7 +91,7 @@ class DenseAttention:
         self._length = end
 
     def reserve(self, tokens: int) -> None:
-        """Give the first buffers room for `tokens` tokens. Buffers that exist are not changed."""
+        """Set the size of the first buffers, in tokens. Existing buffers are not changed."""
         if not self._length:
             self._capacity = max(self._capacity, tokens)
 
@@ -112,7 +112,7 @@ class DenseAttention:
     # Steps in a CUDA graph: kernels read the number of tokens from device memory
 
     def capture_refusal(self) -> str | None:
-        """Return None once there are tokens (see `AttentionLayer.capture_refusal`)."""
+        """Return None if the layer stores tokens (see `AttentionLayer.capture_refusal`)."""
         return None if self._length else "tokens: got 0, too few for a step that attends"
 
     def prepare_replay(self) -> object | None:
@@ -123,7 +123,7 @@ class DenseAttention:
         if self._length != self._device_count:
             self._count.fill_(self._length)
             self._device_count = self._length
-        # number of positions that a step reads and masks (Triton's kernels stop at the last token)
+        # number of positions that a step reads and masks (Triton kernels stop at the last token)
         read = self._capacity if self._kernels else -(-(self._length + 1) // STEP) * STEP
         if self._reads is None or read != self._read:
             self._reads, self._read = object(), read
@@ -177,7 +177,7 @@ class DenseAttention:
         return grown
 
     def _mark(self, start: int, end: int, valid: Tensor | None) -> None:
-        """Record which new tokens are padding. If `valid` is None, none are."""
+        """Record which new tokens are padding: none of them if `valid` is None."""
         if valid is None:
             return
         if self._valid is None:

@@ -1,8 +1,8 @@
 """`TokenGraph`: run a whole decode step as one CUDA graph.
 
 A replay computes embedding, layers and logits, chooses the next token and advances its position.
-The host launches a few replays ahead, counts tokens, and updates windows between them. It reads a
-token from pinned memory after the device has written it.
+The host launches a few replays ahead. Between replays it counts tokens and updates windows. It
+reads a token from pinned memory after the device has written it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ class TokenGraph:
     """Run the decode steps of a session, as graph replays where possible.
 
     Args:
-        session: A session that has read its prompt, and whose `token` is the first of the answer.
+        session: A session that has read its prompt, and whose `token` is the first token of the
+            answer.
         sampler: The sampler that chose this token.
         graphs: Whether to capture graphs.
     """
@@ -34,15 +35,15 @@ class TokenGraph:
         self._serves = graphs and session.token.device.type in GRAPHS
         self._ahead = AHEAD if self._serves and session.ranks is not None else 0
         self._graph: Graph | None = None
-        self._reads: list[object] = []  # the layers' answers to `prepare_replay` at the capture
+        self._reads: list[object] = []  # the layers' results of `prepare_replay` at the capture
         self._warm = 0
 
     @property
     def ahead(self) -> int:
-        """Number of decode steps that may be launched before a token is read: above 0 with a graph.
+        """Number of decode steps that may be launched before a token is read; 0 without a graph.
 
-        With several ranks, the number is the same on all from the first token on. Ranks that
-        launched more would wait for the others.
+        With several ranks, all ranks use the same number from the first token on, because a rank
+        that launched more steps would have to wait for the others.
         """
         return AHEAD if self._graph is not None else self._ahead
 
@@ -69,7 +70,7 @@ class TokenGraph:
         self._session.count_replay()
 
     def _same(self, reads: list[object]) -> bool:
-        """Return True if the graph was captured for exactly these `reads`."""
+        """Return True if the graph was captured for exactly these results of `prepare_replay`."""
         pairs = zip(reads, self._reads, strict=True)
         return self._graph is not None and all(new is old for new, old in pairs)
 

@@ -112,13 +112,15 @@ def summed(partial: Tensor, layer: LayerWeights) -> Tensor:
 def normalize(hidden: Tensor, norm: Norm) -> Tensor:
     """RMS normalization along the last dimension (Zhang and Sennrich, 2019), in float32.
 
-    On a GPU this is one kernel. In 16 bits, the result is rounded once, after the factors.
+    On a GPU this is one kernel. In 16 bits, the result is rounded only once, after the
+    multiplication by the factors.
     """
     return functional.rms_norm(hidden, norm.weight.shape, norm.weight, norm.eps)
 
 
 def linear(hidden: Tensor, projection: Linear) -> Tensor:
-    """Multiply by a matrix and add its bias. An FP8 matrix is converted first."""
+    """Multiply by a matrix, and add its bias. An FP8 matrix is first converted to the input's
+    dtype."""
     weight, bias, scale = projection
     if scale is not None:  # scales are powers of two, so the conversion is exact
         weight = weight.to(hidden.dtype) * scale[:, None].to(hidden.dtype)

@@ -102,15 +102,17 @@ class OpenSession(Session):
             self.ids = None if self.ids is None else self.ids[:length]
 
     def complete(self, start: int, ids: Tensor, messages: Messages | None = None) -> None:
-        """End a call: store exactly the first `start` tokens and `ids`, and record what they are.
+        """End a call: store exactly the first `start` tokens and `ids`, and record ids and
+        messages.
 
-        The session already stores all of `ids` except the last one, or all of them, or further
-        tokens after them.
+        When this is called, the session stores all of `ids` except the last one, or all of them, or
+        more tokens after them, which are removed.
 
         Args:
             start: Number of tokens before `ids`.
             ids: Int64 `[N]`, the ids of the prompt and the answer.
-            messages: Those of the whole conversation, or None if the tokens are not a conversation.
+            messages: The messages of the whole conversation, or None if the tokens are not a
+                conversation.
         """
         known = None if self.ids is None else torch.cat([self.ids, ids.cpu()])
         end = start + len(ids)
@@ -162,8 +164,8 @@ class OpenSession(Session):
 
         Raises:
             OSError: The folder exists already, or cannot be written.
-            ValueError: The session has no tokens, its decoder has FP8 weights or shares the heads
-                with other ranks, or its model was changed since the session was opened.
+            ValueError: The session has no tokens, its decoder has FP8 weights or only a shard of
+                the heads, or its model was changed since the session was opened.
             RuntimeError: The model fails for a few fixed tokens (`hf.model_probe`).
         """
         with self.exclusive():
@@ -176,16 +178,16 @@ class OpenSession(Session):
         """Fill this empty session from a saved session, or from a saved cache of `kvhf.attach`.
 
         Model and indexes must be the same. `k`, `coverage`, `dense_below`, device, store and
-        backend may differ. A call that fails leaves the session as it was.
+        backend may differ. A call that fails leaves the session unchanged.
 
         Args:
             folder: The folder that `save` has written.
 
         Raises:
             FileNotFoundError: The folder, or a file in it, does not exist.
-            ValueError: The folder has changed since it was saved, it belongs to another model, to
-                other indexes or sizes of regions, or to several sequences; or this session stores
-                tokens, or its decoder has FP8 weights or shares the heads with other ranks.
+            ValueError: The folder has changed since it was saved; it belongs to another model, to
+                other indexes or sizes of regions, or to several sequences; this session stores
+                tokens; or its decoder has FP8 weights or only a shard of the heads.
             RuntimeError: The model fails for a few fixed tokens (`hf.model_probe`).
         """
         with self.undone():
@@ -199,7 +201,8 @@ class OpenSession(Session):
             self._position += self.length
 
     def _saved_model(self) -> PreTrainedModel:
-        """The model to save or load for. Raises ValueError if the weights are copies."""
+        """The model whose identity is saved or checked. Raises ValueError if the weights are
+        copies."""
         if self._weights.ranks is not None:
             raise ValueError(
                 "session: got one of a model whose heads several ranks share, allowed for save and "

@@ -21,7 +21,8 @@ class Options(TypedDict, total=False):
     k: int
     """Rows to retrieve per KV head and step (default 100)."""
     attach_options: Mapping[str, Any] | None
-    """Further keywords of `kvhf.attach`. An index that needs sentence ends gets the tokenizer's."""
+    """Further keywords of `kvhf.attach`. An index with the option `punctuation` gets the tokens
+    that end a sentence from the tokenizer."""
     max_new_tokens: int
     """Longest answer, in tokens (default 256)."""
     sampling: Sampling
@@ -31,7 +32,7 @@ class Options(TypedDict, total=False):
     configuration)."""
     chunk: int | None
     """Tokens of the prompt that a layer computes at a time (default None: 1024 on a CPU; on a GPU
-    up to 4096, as many as fit into memory)."""
+    up to 4096, limited by memory)."""
     graphs: bool
     """Whether a decode step may be one CUDA graph (default True). Results do not depend on it."""
     fused: bool

@@ -1,9 +1,9 @@
 """Read a first prompt layer by layer, to keep only one layer's keys and values on the device.
 
 The hidden states of the whole prompt stay in memory. Each layer processes them in chunks and in
-place, so its temporary tensors are of one chunk. Its keys and values are in one buffer, which the
-next layer overwrites. By then the layer's index has copied them, concurrently with the computation
-where possible.
+place, so its temporary tensors have the size of one chunk. The layer's keys and values are in one
+buffer, which the next layer overwrites. Before that, the layer's index copies them, concurrently
+with the computation where possible.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from kvindex_adapters.decoder.config import DecoderConfig
 from kvindex_adapters.llama.weights import Weights
 
 OnChunk = Callable[[layers.Attention, int, int], None]
-"""Called after a layer has read a chunk: its attention, the chunk's first and end position."""
+"""Function that is called after a layer has read a chunk, with the layer's attention and the first
+and end position of the chunk."""
 
 
 class PromptLayer:
@@ -108,7 +109,7 @@ def read_by_layer(
 
 
 def has_plain_steps(layer: AttentionLayer) -> bool:
-    """Return True if the layer uses `AttentionLayer.step`. Others read prompts in their own way."""
+    """Return True if the layer uses `AttentionLayer.step`, and not a method of its own."""
     return type(layer).step is AttentionLayer.step
 
 

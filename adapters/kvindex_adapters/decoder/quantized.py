@@ -12,18 +12,19 @@ from kvindex_adapters.llama.weights import LayerWeights, Linear, Weights
 
 PLAIN = "plain"
 WEIGHTS = (PLAIN, "fp8")
-"""Values of the option `weights`: the model's own, or quantized copies."""
+"""Values of the option `weights`: use the model's own weights, or quantized copies."""
 
 
 def check_weights(weights: str) -> None:
-    """Raise ValueError for another value, or for FP8 without Triton."""
+    """Raise ValueError for a value that is not in `WEIGHTS`, or for "fp8" without Triton."""
     check.one_of("weights", weights, WEIGHTS)
     if weights != PLAIN and find_spec("triton") is None:
         raise ValueError(f"weights: got {weights!r}, allowed without Triton installed is {PLAIN!r}")
 
 
 def quantize(weights: Weights) -> Weights:
-    """Copy the layers' matrices as FP8. Embedding, head and norms stay those of `weights`.
+    """Copy the layers' matrices as FP8. Embedding, head and norms are those of `weights`,
+    unchanged.
 
     Matrices that one product multiplies are adjacent in memory. The scales come from
     `kvindex_cuda.triton.to_fp8`. The head stays unquantized, because rounding it changes logits

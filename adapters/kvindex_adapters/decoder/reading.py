@@ -120,7 +120,8 @@ class Reading:
             )
 
     def _versions(self, model: PreTrainedModel) -> list[int]:
-        """Version counters of the model's parameters if they were copied; views need none."""
+        """Version counters of the model's parameters if they were copied; views need no
+        counters."""
         if not self._copied:
             return []
         return [_version(one) for one in model.parameters() if not one.is_inference()]
@@ -134,7 +135,8 @@ def _ropes(model: Any) -> Ropes:
 def _facts(
     weights: Weights, config: DecoderConfig, ropes: Mapping[int, Tensor | None]
 ) -> list[Any]:
-    """List what the weights depend on: addresses of tensors, and numbers. Keeps no tensor alive."""
+    """List the addresses of tensors and the numbers that weights depend on. Keeps no tensor
+    alive."""
     frequencies = [weights.rotary.frequencies, *ropes.values()]
     body = {**vars(weights), "layers": None, "rotary": weights.rotary.factor}
     leaves = tree_leaves([body, *map(vars, weights.layers)])

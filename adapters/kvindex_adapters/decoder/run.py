@@ -21,7 +21,7 @@ class Run:
     """A session, and the answers to generate in it.
 
     Args:
-        session: A session without tokens, or one that the prompt follows.
+        session: A session, which may already store tokens; the prompt follows them.
         reading: The weights with which the session was opened.
         ids: The prompts, int64 `[B, N]`.
         sampling: How tokens are chosen.
@@ -43,8 +43,8 @@ class Run:
     def tokens(self, on_progress: Progress | None = None) -> Iterator[Tensor]:
         """Yield tokens until each sequence has had a stop token.
 
-        When a CUDA graph is replayed, some decode steps run ahead, and a few run past the last stop
-        token.
+        With a CUDA graph, decode steps are launched before the host has read the previous tokens,
+        so a few steps run past the last stop token.
 
         Args:
             on_progress: As in `Decoder.generate`.
@@ -88,7 +88,7 @@ class Run:
         """Cut each sequence after its first stop token.
 
         Args:
-            tokens: What `tokens()` yielded, int64 `[B]` each.
+            tokens: The tensors that `tokens()` yielded, int64 `[B]` each.
 
         Returns:
             The answer of each sequence, int64 `[N]`, on the prompts' device.

@@ -14,7 +14,7 @@ from kvindex.core import check
 from kvindex_adapters.llama.fused import Fused
 
 TOP_K = 50
-"""The value that transformers uses if tokens are sampled and the configuration gives none."""
+"""The `top_k` that transformers uses if tokens are sampled and the configuration sets none."""
 
 NEUTRAL: dict[str, Any] = dict(
     repetition_penalty=1.0,
@@ -37,12 +37,12 @@ NEUTRAL: dict[str, Any] = dict(
     remove_invalid_values=False,
     num_beams=1,
 )
-"""Options of a generation configuration that the decoder lacks -> the value without effect."""
+"""Options of a generation configuration that the decoder lacks -> their value without effect."""
 
 NEUTRAL_SAMPLED: dict[str, Any] = dict(
     min_p=None, typical_p=1.0, epsilon_cutoff=0.0, eta_cutoff=0.0, top_h=None
 )
-"""The same for options that only matter if tokens are sampled."""
+"""More such options, which only matter if tokens are sampled -> their value without effect."""
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ class Sampler:
     Args:
         sampling: How tokens are chosen.
         device: Device of the logits.
-        fused: Kernels to find the most likely token with, or None for torch.
+        fused: Kernels that find the most likely token, or None to use torch.
     """
 
     def __init__(
@@ -140,7 +140,8 @@ class Sampler:
         scores = logits.float() / self._sampling.temperature
         scores = keep_top_k(scores, self._sampling.top_k)
         scores = keep_top_p(scores, self._sampling.top_p)
-        # exponential variables with these rates: the smallest is at token i with probability p_i
+        # exponential random variables with rates p_i: variable i is the smallest with probability
+        # p_i
         times = torch.empty_like(scores).exponential_(generator=self.generator)
         return (scores.softmax(-1) / times.clamp_min(torch.finfo(torch.float32).tiny)).argmax(-1)
 
@@ -154,12 +155,12 @@ def keep_top_k(scores: Tensor, top_k: int | None) -> Tensor:
 
 
 def keep_top_p(scores: Tensor, top_p: float | None) -> Tensor:
-    """Keep the fewest highest scores `[B, V]` with probability `top_p` in all; set others to
+    """Keep the fewest highest scores `[B, V]` whose probabilities add up to `top_p`; set others to
     `-inf`."""
     if top_p is None or top_p == 1:
         return scores
     ordered, order = scores.sort(dim=-1, descending=True, stable=True)
     probabilities = ordered.softmax(-1)
-    # tokens are dropped if the more likely ones already add up to top_p
+    # a token is dropped if the probabilities of more likely tokens already add up to top_p
     dropped = probabilities.cumsum(-1) - probabilities >= top_p
     return scores.masked_fill(torch.zeros_like(dropped).scatter(-1, order, dropped), float("-inf"))

@@ -32,7 +32,7 @@ class Attention(layers.Attention, Protocol):
     """The attention of one layer, whose steps may be captured (see `AttentionLayer`)."""
 
     def capture_refusal(self) -> str | None:
-        """Return why a graph cannot run the next decode step, or None if it can."""
+        """Return why a CUDA graph cannot run the next decode step, or None if it can."""
         ...
 
     def prepare_replay(self) -> object | None:
@@ -104,7 +104,7 @@ class Session:
 
         Args:
             ids: Int64 `[B, N]`.
-            chunk: Approximate number of tokens to compute at a time.
+            chunk: Approximate number of tokens of each prompt to compute at a time.
             room: Total number of tokens for which to reserve memory, concurrently with the
                 computation.
             report: Called with the phase, the tokens done and the tokens in total.
@@ -157,7 +157,7 @@ class Session:
     def agreed(self, tokens: Tensor) -> Tensor:
         """Return the tokens that the first rank has chosen, or `tokens` if there is one rank.
 
-        This is a collective, which a graph may contain.
+        This is a collective operation, which a CUDA graph may contain.
 
         Args:
             tokens: Int64 `[B]`.
@@ -193,7 +193,8 @@ class Session:
         """Prepare to capture or replay `captured_step` (see `AttentionLayer.prepare_replay`).
 
         Returns:
-            The layers' objects, or None if a layer must run this step without a graph.
+            The objects that the layers' `prepare_replay` returned, or None if a layer must run this
+            step without a graph.
         """
         if self.length < self._longest:
             return None
@@ -210,8 +211,8 @@ class Session:
     def captured_step(self) -> Tensor:
         """Run one decode step in a graph. All counts are updated on the device.
 
-        Call `count_replay` after each replay. Indexes do not observe the token; layers with an
-        index that needs to are not captured.
+        Call `count_replay` after each replay. The ids of tokens are not passed to indexes; layers
+        whose index needs them are not captured.
 
         Returns:
             Logits `[B, V]` after `token`.
@@ -260,7 +261,8 @@ class Session:
             graphs: Whether a decode step may be one graph.
 
         Returns:
-            Text of several lines. The first index describes attention.
+            Text of several lines. Attention is described by the index of the first layer that has
+            one.
         """
         weights, indexed, layers = self._weights, self._indexed(), len(self._attentions)
         dtype = str(weights.embedding.dtype).removeprefix("torch.")
@@ -349,6 +351,6 @@ class Session:
         return logits
 
     def _observe(self, ids: Tensor) -> None:
-        """Pass the newest ids, int64 `[B, T]`, to the indexes."""
+        """Pass the ids of the newest tokens, int64 `[B, T]`, to the indexes."""
         for layer in self._indexed():
             layer.index.observe_tokens(ids, first=self.length - ids.shape[1])

@@ -103,8 +103,8 @@ def generate(
         model: A model of transformers, or a `PeftModel` around one, as in `attach`.
         tokenizer: The model's tokenizer.
         prompt: Plain text, messages for the tokenizer's chat template, or token ids int64 `[N]`.
-        index: As in `attach`; None for full attention with transformers' own cache. If an index
-            has an option for punctuation, it is set from the tokenizer.
+        index: As in `attach`; None for full attention with transformers' own cache. If an index has
+            the option `punctuation`, it is set from the tokenizer.
         k: As in `attach`.
         cache: A cache that the caller's `attach` yielded, instead of `index`, `k` and
             `attach_options`.
@@ -254,7 +254,7 @@ def _check_cache(
 
 
 def check_attach_options(attach_options: Any) -> None:
-    """Raise ValueError if `attach_options` contain `index` or `k`, which are own arguments."""
+    """Raise ValueError if `attach_options` contain `index` or `k`, which are separate arguments."""
     for name in sorted({"index", "k"} & set(attach_options or {})):
         raise ValueError(
             f"attach_options: got {name}, allowed is to pass {name} as its own argument"

@@ -17,7 +17,7 @@ from kvindex_adapters.common.unsupported import UnsupportedError
 from kvindex_adapters.hf.model.attachment import attached
 
 UNKNOWN_TERMS = (
-    "alibi",  # a term of the logits
+    "alibi",  # adds a term to the logits
     *("indices", "block_indices", "cache"),  # rows that the model chooses itself
     *("cu_seq_lens_q", "cu_seq_lens_k"),  # several sequences packed into one
 )
@@ -107,14 +107,14 @@ def check_model(model: PreTrainedModel) -> Any:
 
 
 def layer_configs(config: Any) -> list[Any]:
-    """Return the configuration of each layer, or only the model's if all layers have the same."""
+    """Return each layer's configuration, or only the model's if all layers have the same one."""
     if getattr(config, "is_heterogeneous", False):
         return list(config.per_layer_config)
     return [config]
 
 
 def sharing_of(config: Any) -> dict[int, int]:
-    """Map the number of each layer without own keys and values to the layer that has them."""
+    """Map each layer without own keys and values to the layer whose keys and values it uses."""
     try:
         modes = getattr(config, "kv_sharing_modes", None) or []
     except ValueError:  # all layers use the keys and values of another model
@@ -132,7 +132,7 @@ def sharing_of(config: Any) -> dict[int, int]:
 
 
 COUNTED = "gemma3n_text", "gemma4_text"
-"""Types of models whose last layers use the keys of the last layer of their kind before them."""
+"""Types of models whose last layers use the keys of an earlier layer: the last of the same kind."""
 
 
 def _sharing_by_count(config: Any) -> dict[int, int]:
@@ -147,7 +147,7 @@ def _sharing_by_count(config: Any) -> dict[int, int]:
 
 
 def _values(config: Any, name: str) -> list[Any]:
-    """Collect the values of a field in a configuration and in those of its layers, without None."""
+    """Collect a field's values, except None, from a configuration and those of its layers."""
     values = [getattr(layer, name, None) for layer in layer_configs(config)]
     return [value for value in values if value is not None]
 
@@ -195,7 +195,7 @@ def assisted(config: Any, options: dict[str, Any]) -> str | None:
 
 
 def check_generate(model: Any, args: tuple[Any, ...], options: dict[str, Any]) -> dict[str, Any]:
-    """Check the arguments of `model.generate`, and turn off caches other than the one passed.
+    """Check the arguments of `model.generate`, and turn off any cache other than the one passed.
 
     Args:
         model: The attached model.
@@ -269,18 +269,18 @@ def sink_logits_of(name: str, module: Any, extra: Any) -> Tensor | None:
 
 
 def check_attention(name: str, module: Any, tokens: int, dropout: float, extra: Any) -> None:
-    """Check that an attention call needs no more than the exact softmax over rows.
+    """Check that an attention call is a plain softmax over rows.
 
     Args:
         name: The layer's name, for the error message.
         module: The attention module.
-        tokens: Number of tokens for which `is_causal` decides how they attend to each other; 1 if
-            there is a mask.
+        tokens: Number of new tokens to which `is_causal` applies; 1 if there is a mask, which is
+            then used instead.
         dropout: The dropout probability.
         extra: Further keyword arguments of the call.
 
     Raises:
-        UnsupportedError: The call needs more.
+        UnsupportedError: The call has terms or arguments beyond that.
     """
     for key in UNKNOWN_TERMS:
         if extra.get(key) is not None:

@@ -1,6 +1,6 @@
 """The forward pass of one decode step with Triton kernels: four launches per layer plus attention.
 
-It computes the same as `decoder.layers.forward`, within rounding: sums are float32 and are rounded
+The result equals that of `decoder.layers.forward` up to rounding: sums are float32 and are rounded
 once. The following operations are fused:
 
 - The first kernel of a layer normalizes, multiplies by the matrices of queries, keys and values,
@@ -8,8 +8,8 @@ once. The following operations are fused:
 - The gate and up projections are one product, with the normalization before it.
 - Each product that ends in the residual also adds it.
 - For one sequence, `silu(gate) · up` is computed by the down projection. For several sequences, the
-  gate and up projections compute it, because each program of the down projection would compute all
-  of it.
+  gate and up projections compute it, because otherwise each Triton program of the down projection
+  would compute it for all sequences again.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def device_refusal(device: torch.device) -> str | None:
 
 
 class FusedLayer(NamedTuple):
-    """A layer's matrices `[out, in]`, joined as they are multiplied, and its norms."""
+    """A layer's norms and matrices `[out, in]`; matrices that one product multiplies are joined."""
 
     attention_norm: FusedNorm
     query_key_value: Matrix
@@ -130,7 +130,7 @@ class FusedBody:
         run, batch, D = self._run, len(ids), head_dim
         tile = partial(run.tile_of, batch=batch, overlap=self._overlap)
         after = partial(run.tile_of, batch=batch, overlap=self._after_sum)
-        # each call allocates its own tickets, because several calls may run concurrently
+        # each call allocates its own counters (tickets), because several calls may run concurrently
         most = max(len(layer.query_key_value.weight) for layer in self._layers) // D
         tickets = torch.zeros(most, dtype=torch.int32, device=ids.device)
         embedding, rotary = self._weights.embedding, self._weights.rotary
@@ -165,7 +165,7 @@ class FusedBody:
                     layer.output,
                     self._residual(hidden),
                     tile=tile("linear_residual", layer.output),
-                    early=True,  # attention leaves memory idle
+                    early=True,  # attention does not saturate memory
                 )
             )
             given, residual = (hidden, layer.mlp_norm, layer.gate_up), self._residual(hidden)
@@ -189,8 +189,8 @@ class FusedBody:
         return self._overlap and self._weights.ranks is None
 
     def _residual(self, hidden: Tensor) -> Tensor:
-        """Return what this rank's product is added to: the residual on the first rank, zeros on
-        others."""
+        """Return the tensor to which this rank's product is added: the residual on the first rank,
+        zeros on others."""
         return hidden if self._no_residual is None else self._no_residual[: len(hidden)]
 
     def _summed(self, hidden: Tensor) -> Tensor:

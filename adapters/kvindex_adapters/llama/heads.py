@@ -1,4 +1,4 @@
-"""Tensor parallelism over attention heads: the processes that share a model, and their messages.
+"""Tensor parallelism over attention heads: the ranks of a model, and their collective operations.
 
 A rank has a shard of the heads: rows of the matrices that produce queries, keys, values, gate and
 up, and columns of the matrices that consume them. The two products per layer that end in the
@@ -23,8 +23,8 @@ class HeadRanks:
         ranks: Ranks of a process group with a backend for the device (NCCL for a GPU, gloo for a
             CPU).
         device: Device of this rank.
-        one_shot: Whether to compute sums of few bytes with one kernel over the memory of all GPUs
-            of a host (`OneShot`), if supported. The property `one_shot` reports whether it is used.
+        one_shot: Whether to compute small sums with one kernel that reads the memory of all GPUs of
+            a host (`OneShot`), if supported. The property `one_shot` reports whether it is used.
     """
 
     def __init__(self, ranks: Ranks, device: torch.device, *, one_shot: bool = False) -> None:
@@ -65,11 +65,11 @@ class HeadRanks:
 
     @property
     def one_shot(self) -> bool:
-        """True if sums of few bytes use memory that all GPUs can access."""
+        """True if small sums are computed by one kernel over memory that all GPUs can access."""
         return self._one_shot is not None
 
     def on(self, device: torch.device) -> bool:
-        """Return True if `device` is this rank's. A GPU without a number counts as this rank's
+        """Return True if `device` is this rank's device. "cuda" without a number is this rank's
         GPU."""
         same = {device.index, self.device.index} - {None}
         return device.type == self.device.type and len(same) < 2

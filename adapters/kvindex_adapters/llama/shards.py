@@ -1,4 +1,5 @@
-"""Copy one rank's shard of a model: rows of matrices that produce heads, columns of consumers."""
+"""Copy one rank's shard of a model: rows of matrices whose results are heads, and columns of
+matrices that multiply heads."""
 
 from __future__ import annotations
 
@@ -16,9 +17,9 @@ def shard(weights: Weights, ranks: HeadRanks) -> Weights:
     """Copy this rank's shard of a whole model to the ranks' device, layer by layer.
 
     A shard has consecutive heads. Embedding and norms are whole (and not copied if they are on that
-    device). The language-model head is whole if the ranks do not divide its rows. Scales of FP8 are
-    those of the whole matrices, so that the ranks together compute the same products as one
-    process.
+    device). The language-model head is whole if its number of rows is not divisible by the number
+    of ranks. Scales of FP8 are those of the whole matrices, so that the ranks together compute the
+    same products as one process.
     """
     device, frequencies = ranks.device, weights.rotary.frequencies
     embedding, head = weights.embedding.to(device), weights.head
@@ -69,7 +70,7 @@ def _together(linears: Sequence[Linear], ranks: HeadRanks) -> list[Linear]:
 
 
 def _if_all(parts: Sequence[Tensor | None], device: torch.device) -> Sequence[Tensor | None]:
-    """Copy tensors into one block of memory if none is None, otherwise separately."""
+    """Copy tensors into one block of memory; separately if one of them is None."""
     some = [part for part in parts if part is not None]
     if len(some) == len(parts):
         return _stacked(some, device)

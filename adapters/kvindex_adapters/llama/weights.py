@@ -36,7 +36,7 @@ class Linear(NamedTuple):
 
 
 class Norm(NamedTuple):
-    """Factors `[n]` of RMS normalization, and the number that avoids a division by zero."""
+    """Factors `[n]` of RMS normalization, and its epsilon."""
 
     weight: Tensor
     eps: float
@@ -110,7 +110,7 @@ def whole(logits: Tensor, weights: Weights) -> Tensor:
 
 
 def read_body(body: Any) -> Body:
-    """Read the weights of a model's decoder, which `hf.llama_family` has checked.
+    """Read the weights of a decoder that `hf.llama_family` has checked.
 
     On a GPU, this moves matrices that one product multiplies next to each other.
     """
@@ -150,7 +150,7 @@ def join_in_memory(*modules: nn.Linear) -> None:
     """
     with torch.inference_mode(False):
         for parts in _parameters(modules):
-            if adjacent(parts) is None:  # otherwise an earlier decoder has already moved them
+            if adjacent(parts) is None:  # else an earlier decoder has already moved them
                 joined = torch.cat([part.detach() for part in parts])
                 rows = torch.split(joined, list(map(len, parts)))
                 for part, its_own in zip(parts, rows, strict=True):
@@ -158,7 +158,7 @@ def join_in_memory(*modules: nn.Linear) -> None:
 
 
 def separate_in_memory(*modules: nn.Linear) -> None:
-    """Give weights and biases that are adjacent in memory separate memory again."""
+    """Move weights and biases that `join_in_memory` has joined back to separate memory."""
     with torch.inference_mode(False):
         for parts in _parameters(modules):
             if adjacent(parts) is not None:
@@ -167,7 +167,7 @@ def separate_in_memory(*modules: nn.Linear) -> None:
 
 
 def are_joined(*modules: nn.Linear) -> bool:
-    """Return True if weights and biases are stored as by `join_in_memory`."""
+    """Return True if weights and biases are stored as `join_in_memory` does it."""
     return None not in map(adjacent, _parameters(modules))
 
 

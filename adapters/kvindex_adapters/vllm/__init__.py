@@ -25,7 +25,7 @@ def register() -> None:
 
     register_backend(AttentionBackendEnum.CPU_ATTN, f"{__name__}.backend.SearchingBackend")
     register_backend(AttentionBackendEnum.FLASH_ATTN, f"{__name__}.gpu.SearchingFlashBackend")
-    if hasattr(AttentionBackendEnum, "register"):  # from vLLM 0.32 on
+    if hasattr(AttentionBackendEnum, "register"):  # vLLM 0.32 and later
         named_backend()
     install()
 
@@ -33,8 +33,8 @@ def register() -> None:
 def named_backend() -> Any:
     """Return the member of vLLM's enumeration that `attention_backend="KVINDEX"` selects.
 
-    It is added if it is missing. In a process that has not loaded the plug-in, vLLM itself raises
-    an error for this name.
+    If vLLM does not have the member yet, it is added. In a process that has not loaded the plug-in,
+    vLLM itself raises an error for this name.
     """
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 

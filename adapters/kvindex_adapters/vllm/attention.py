@@ -1,7 +1,7 @@
 """Attention of one layer over vLLM's pages: to all tokens, or to the rows that a search selects.
 
-This is the reference in plain torch, one sequence at a time. Kernels over the same pages compute
-the same.
+This is the reference in plain torch, one sequence at a time. The plug-in's kernels for GPUs compute
+the same over the same pages.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from kvindex_adapters.vllm import pages
 from kvindex_adapters.vllm.options import Options
 
 ROWS = 1024
-"""Rows that attention with a softcap processes at a time, which bounds the memory of its logits."""
+"""Number of rows (one token's key and value each) that attention with a softcap processes at a
+time, to limit the memory of logits."""
 
 
 @dataclass(frozen=True)
@@ -65,9 +66,11 @@ class PagedAttention:
         return f"{self.options.explain()}, in plain torch; prefill is exact"
 
     def encode(self, rows: Tensor, records: Tensor, slots: Tensor) -> None:
-        """Encode the blocks whose last key was just written to one of `slots`, int64 `[T]`.
+        """Encode each segment of 256 tokens whose last key was just written to a slot in `slots`,
+        int64 `[T]`.
 
-        Codes depend only on the block's own 256 keys. They overwrite earlier codes.
+        Codes depend only on the 256 keys of their segment. They overwrite earlier codes in the
+        page.
         """
         segments = pages.filled(slots)
         if not len(segments):
@@ -79,22 +82,23 @@ class PagedAttention:
     def attend(self, queries: Tensor, sequence: Sequence) -> Tensor:
         """Return the attention `[T, H, D]` of a sequence's newest queries `[T, H, D]`.
 
-        A single query of a sequence that is long enough searches. Others attend to all tokens
-        before them.
+        A single query searches if its sequence is long enough. Otherwise, queries attend to all
+        tokens before them.
         """
         if len(queries) == 1 and (indexed := self.searched(sequence.length)):
             return self._search(queries, sequence, indexed)
         return self.attend_dense(queries, sequence)
 
     def searched(self, length: int) -> int:
-        """Return how many tokens a step searches at this length: whole blocks before the window."""
+        """Return how many tokens a step searches at this length: whole segments before the
+        window."""
         if length < self.options.dense_below:
             return 0
         indexed = max(length - self.options.local_window, 0) // BLOCK * BLOCK
         return indexed if indexed > self.options.sink else 0
 
     def hits(self, queries: Tensor, sequence: Sequence, indexed: int) -> Hits:
-        """Search for queries `[1, H, D]` in the first `indexed` tokens, without the sink."""
+        """Search the first `indexed` tokens, except the sink, for queries `[1, H, D]`."""
         valid = torch.arange(indexed, device=queries.device)[None] >= self.options.sink
         tokens = Tokens.of_blocks(
             self.codes(sequence, indexed), self.encoding, self.geometry, valid
@@ -104,7 +108,7 @@ class PagedAttention:
         return search(tokens, Queries.of(queries, tokens), k)
 
     def codes(self, sequence: Sequence, indexed: int) -> Codes:
-        """Return the codes of a sequence's first whole blocks, `[1, G, indexed, …]`."""
+        """Return the codes of a sequence's first `indexed` tokens, `[1, G, indexed, …]`."""
         records = pages.read_records(sequence.records, sequence.table, indexed // BLOCK)[None]
         codes = self.layout.unpack(records, indexed)
         if self.encoding.config.center:

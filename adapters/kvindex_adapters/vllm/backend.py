@@ -35,7 +35,7 @@ class SearchingBackend(CPUAttentionBackend):
 
 
 class SearchingAttention(PluginAttention, CPUAttentionBackendImpl):
-    """One layer: a sliding one as in vLLM, a full one over rows and codes in plain torch."""
+    """One layer: vLLM's own attention with a sliding window, a search in plain torch otherwise."""
 
     def __init__(self, *given: Any, **named: Any) -> None:
         super().__init__(*given, **named)
@@ -62,7 +62,7 @@ class SearchingAttention(PluginAttention, CPUAttentionBackendImpl):
         kv_cache: Tensor,
         slot_mapping: Tensor,
     ) -> None:
-        """Write keys and values `[T, G, D]`, and the codes of the blocks that they complete."""
+        """Write keys and values `[T, G, D]`, and the codes of segments that they complete."""
         if self.codes is None:
             super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
             return

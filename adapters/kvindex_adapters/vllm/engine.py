@@ -1,4 +1,5 @@
-"""The cache of codes as vLLM sees it: a layer with its own pages, under the same block table.
+"""The cache of codes, as vLLM manages it: a layer with its own pages, which has the same block
+table as the layer of keys and values.
 
 Differences between versions of vLLM are handled here. Version 0.26 asks the backend for the shape
 of its cache, version 0.32 for the order of its dimensions.
@@ -67,7 +68,7 @@ def geometry_of(
 ) -> Geometry | None:
     """Return the geometry of a layer that searches, or None for a sliding-window layer.
 
-    After the device come the arguments that vLLM passes to its `AttentionImpl`.
+    The arguments after `device` are those that vLLM passes to its `AttentionImpl`.
 
     Args:
         config: The engine's configuration.
@@ -125,7 +126,8 @@ def keep_no_rows(layer: Any) -> None:
 
 
 class CodesLayer(AttentionLayerBase):
-    """Pages of codes for one layer's keys: one record per KV head and 256 tokens of a block.
+    """Pages of codes for one layer's keys, with one record per KV head for each 256 tokens of a
+    block.
 
     The layer has the specification of full attention, so vLLM puts it into the same group as the
     layer's rows. Both share one block table, and codes are shared, copied and freed with their
@@ -152,7 +154,7 @@ class CodesLayer(AttentionLayerBase):
 
     @property
     def records(self) -> Tensor:
-        """A view of the pages, uint8 `[blocks, G, tokens / 256, bytes]`."""
+        """The pages as uint8 `[blocks, G, tokens / 256, bytes]`, without a copy."""
         blocks, heads, _, token_bytes = self.kv_cache.shape
         records = self.kv_cache.view(blocks, heads, -1, BLOCK * token_bytes)
         return records[..., : self.record_bytes]
@@ -181,7 +183,7 @@ class PluginAttention:
     """
 
     codes: CodesLayer | None = None
-    """None in a layer that does not search."""
+    """The pages of the layer's codes; None in a layer that does not search."""
 
     def explain(self) -> str:
         """Describe which index the layer uses, and which sequences it searches in."""
@@ -207,7 +209,7 @@ def explain(config: VllmConfig) -> str:
 
 
 class CodesBackend(AttentionBackend):
-    """Backend of the codes' cache, to which no layer attends directly."""
+    """Backend for the pages of codes. No layer attends to them directly."""
 
     @staticmethod
     def get_name() -> str:
@@ -247,7 +249,8 @@ class CodesBackend(AttentionBackend):
 
 
 class CodesBuilder(AttentionMetadataBuilder[Any]):
-    """Builder of unused metadata. The layer with the rows has the block table."""
+    """Builds metadata that is not used, because the layer of keys and values has the block
+    table."""
 
     _cudagraph_support = AttentionCGSupport.ALWAYS
 

@@ -3,10 +3,10 @@
 The plug-in registers it in place of vLLM's own backend. For an engine that does not use kvindex, it
 is identical to that backend.
 
-FlashAttention computes prompts, chunks of prompts and mixed batches over the same pages. A batch of
-decode steps alone runs as one fused step per layer, which vLLM captures in its CUDA graphs. If rows
-are stored on the host, FlashAttention reads a copy of a sequence's rows, and decode steps in mixed
-batches search as well.
+FlashAttention computes prompts, chunks of prompts and mixed batches over the same pages. A batch
+that contains only decode steps runs as one fused step per layer, which vLLM captures in its CUDA
+graphs. If rows are stored on the host, FlashAttention reads a copy of a sequence's rows, and decode
+steps in mixed batches search as well.
 """
 
 from __future__ import annotations

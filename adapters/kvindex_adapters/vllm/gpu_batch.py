@@ -27,10 +27,10 @@ class Searching:
 
     Args:
         steps: Fused steps of the layers.
-        numbers: The number in `steps` of each layer, by its codes.
+        numbers: The number of each layer in `steps`. The keys are the layers' codes.
         rows: Number of sequences that are decoding.
-        parts: The other sequences if rows are stored on the host, each part with the metadata for
-            FlashAttention.
+        parts: The sequences that are not decoding, if rows are stored on the host: parts that are
+            copied together, each with its metadata for FlashAttention.
         common: vLLM's metadata of the whole batch.
     """
 
@@ -99,13 +99,14 @@ class SearchingFlashBuilder(FlashAttentionMetadataBuilder):
                 self._layers.sort(key=lambda layer: layer.impl.number)
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         if self._layers:
-            self.supports_update_block_table = False  # a step has one plan, which is not copied
+            self.supports_update_block_table = False  # plans cannot be copied
         if self._host is not None:
-            self.reorder_batch_threshold = 1  # decode steps come first: they search in any batch
+            self.reorder_batch_threshold = 1  # decode steps come first, as they search in any batch
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: VllmConfig, kv_cache_spec: Any) -> Any:
-        """See vLLM's base class. If layers search, only batches of decode steps are graphs."""
+        """See vLLM's base class. If layers search, only batches of decode steps run as CUDA
+        graphs."""
         if options_of(vllm_config) is None:
             return super().get_cudagraph_support(vllm_config, kv_cache_spec)
         return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
@@ -129,7 +130,7 @@ class SearchingFlashBuilder(FlashAttentionMetadataBuilder):
             starts = common.query_start_loc_cpu[: common.num_reqs + 1].tolist()
             reading = common.is_prefilling
             rows = single(starts, None if reading is None else reading.tolist())
-        alone = bool(rows) or self._host is not None  # vLLM's own plan is not needed
+        alone = bool(rows) or self._host is not None  # no need for vLLM's plan
         metadata = super().build(common_prefix_len, common, fast_build or alone)
         metadata.searching = None
         if not self._layers:
@@ -147,9 +148,11 @@ class SearchingFlashBuilder(FlashAttentionMetadataBuilder):
     def _parts(
         self, common: CommonAttentionMetadata, starts: list[int], first: int
     ) -> list[tuple[Part, FlashAttentionMetadata]]:
-        """Split the sequences from `first` on into parts that are copied from the host together.
+        """Split the sequences from number `first` on into parts. Each part is copied from the host
+        at once.
 
-        A copy has room for the longest sequence. Each part comes with its metadata.
+        Each sequence of a copy has room for the longest one. Each part is returned with its
+        metadata.
         """
         host, lengths = self._host, common.seq_lens_cpu_upper_bound
         assert host is not None  # only rows on the host are copied
@@ -165,7 +168,7 @@ class SearchingFlashBuilder(FlashAttentionMetadataBuilder):
 
     @in_plain_torch
     def _opened(self) -> PagedSteps:
-        """Return steps over the layers' present caches. vLLM may replace the caches."""
+        """Return steps that read the layers' current caches, which vLLM may replace."""
         caches = [layer.kv_cache for layer in self._layers]
         caches += [layer.impl.codes.kv_cache for layer in self._layers]
         same = len(caches) == len(self._caches)

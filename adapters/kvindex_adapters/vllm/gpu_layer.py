@@ -32,7 +32,7 @@ from kvindex_cuda.pariskv.steps.paged import unserved
 
 
 class SearchingFlashAttention(PluginAttention, FlashAttentionImpl):
-    """One layer. It is vLLM's own, except for decode steps of a full-attention layer."""
+    """vLLM's own attention layer, except that decode steps of a full-attention layer search."""
 
     def __init__(self, *given: Any, **named: Any) -> None:
         super().__init__(*given, **named)
@@ -106,7 +106,7 @@ class SearchingFlashAttention(PluginAttention, FlashAttentionImpl):
         if self.host is None:
             super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
             return
-        if not self.host.opened:  # vLLM measures a batch's memory: there are no slots yet
+        if not self.host.opened:  # vLLM's run to measure memory: no slots yet
             refuse_capture(key.is_cuda and torch.cuda.is_current_stream_capturing())
             return
         count = len(slot_mapping)
@@ -121,8 +121,8 @@ class SearchingFlashAttention(PluginAttention, FlashAttentionImpl):
 
 
 def host_of(config: VllmConfig, geometry: Geometry, options: Options) -> HostRows:
-    """Return the rows on the host, which all layers of an engine share. The first layer makes
-    them."""
+    """Return the `HostRows` that all layers of an engine share. The first call creates the
+    object."""
     for layer in config.compilation_config.static_forward_context.values():
         if isinstance(layer, CodesLayer) and layer.host is not None:
             layer.host.check_geometry(geometry)

@@ -7,8 +7,8 @@ not ensure this:
 - Some models of vLLM name a class themselves.
 - Another plug-in may register its own class.
 
-But `AttentionImplBase.__new__` constructs every implementation, and
-`AttentionMetadataBuilder.__new__` every builder.
+Therefore the checks run in `AttentionImplBase.__new__`, which constructs every implementation, and
+in `AttentionMetadataBuilder.__new__`, which constructs every builder.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ class Part:
     Args:
         sequences: Numbers of the sequences in the batch.
         tokens: Numbers of their new tokens in the batch.
-        width: Pages of room for each sequence.
+        width: Number of pages that each sequence gets on the device.
         longest: Length of the longest sequence in tokens, an upper bound.
         new: Largest number of new tokens of a sequence.
     """
@@ -55,10 +55,12 @@ def single(starts: Sequence[int], prompts: Sequence[bool] | None = None) -> int:
     """Return how many of a batch's first sequences are decoding, with one new token each.
 
     If a prompt's prefix is in a block that the same batch fills, vLLM starts the prompt in this
-    batch with one new token. Its codes do not exist yet, so it must not search.
+    batch with one new token. The codes of that block do not exist yet, so such a sequence does not
+    count as decoding.
 
     Args:
-        starts: First new token of each sequence, and the end.
+        starts: Number of the first new token of each sequence in the batch, and the end of the last
+            sequence.
         prompts: Whether each sequence's prompt is still being read, or None if unknown.
     """
     for number, (start, stop) in enumerate(pairwise(starts)):
@@ -75,7 +77,8 @@ def split(
     One sequence always fits, because it has at most `room` pages.
 
     Args:
-        starts: First new token of each sequence, and the end.
+        starts: Number of the first new token of each sequence in the batch, and the end of the last
+            sequence.
         lengths: Length of each sequence in tokens, or an upper bound.
         first: First sequence to split; those before it are skipped.
         page_tokens: Tokens of a page.

@@ -20,10 +20,11 @@ KEY = "kvindex"
 """The key of `additional_config` for the plug-in's options."""
 
 INDEX = "pariskv"
-"""The only index that an engine can use: its codes depend only on their own block."""
+"""The only index that an engine can use, because its codes depend only on the keys of their
+block."""
 
 DEFAULT = f"{INDEX}:sign_decoder=mean"
-"""The default index. Pages on a GPU have no place for a matrix per sequence."""
+"""The default index. It needs no matrix per sequence, for which pages on a GPU have no room."""
 
 ROWS = "device", "host"
 """Where keys and values may be stored."""
@@ -37,8 +38,8 @@ class Options:
         index: Name and options of the index, for example "pariskv:preset=paper".
         k: Rows to retrieve per KV head in a decode step.
         sink: Tokens at the beginning of a sequence that are always attended to.
-        local_window: Newest tokens that are always attended to. Up to 255 more are, because whole
-            blocks are searched.
+        local_window: Newest tokens that are always attended to. Up to 255 more tokens are, because
+            only whole blocks of 256 tokens are searched.
         dense_below: Length below which a sequence gets full attention.
         rows: Where keys and values are stored: "device" for vLLM's pages, or "host" for pinned
             memory.
@@ -71,8 +72,8 @@ class Options:
 
     @staticmethod
     def of(given: object) -> Options:
-        """Make options from a mapping, or raise ValueError. It suggests names similar to an unknown
-        one."""
+        """Make options from a mapping. For an unknown name, the ValueError suggests similar
+        names."""
         if not isinstance(given, Mapping):
             raise ValueError(f"kvindex: got {given!r}, allowed is a mapping from name to value")
         known = [field.name for field in fields(Options)]
@@ -89,7 +90,7 @@ class Options:
 
         Args:
             additional_config: vLLM's value: a mapping, or an object of another plug-in.
-            required: Whether the options must be there, because `attention_backend` names the
+            required: Whether missing options are an error, because `attention_backend` names the
                 plug-in.
 
         Returns:
@@ -140,7 +141,7 @@ class Options:
         )
 
     def layout(self, head_dim: int) -> Layout:
-        """Return the layout of codes in their pages. Raise ValueError if there is none for these
+        """Return the layout of codes in their pages. Raise ValueError if pages cannot store these
         codes."""
         config = self.config
         kind = config.block, config.weights, config.center

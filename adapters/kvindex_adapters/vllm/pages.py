@@ -1,10 +1,10 @@
 """Read and write keys, values and codes in vLLM's pages, by a sequence's block table.
 
-Rows of a block are `[G, tokens, 2 D]`, the key before the value. A segment is 256 consecutive
-tokens of a block. A record has the codes of a segment, in the layout of
-`kvindex.pariskv.block_layout`; the records of a block are `[G, tokens / 256, bytes]`. A table is
-int `[blocks]`, the blocks of a sequence in order. A slot is the position of a token, `block ·
-tokens + offset` (PagedAttention).
+A row is one token's key and value. Rows of a block are `[G, tokens, 2 D]`, with the key before the
+value. A segment is 256 consecutive tokens of a block. A record contains the codes of a segment, in
+the layout of `kvindex.pariskv.block_layout`; the records of a block are `[G, tokens / 256, bytes]`.
+A table is int `[blocks]`, the blocks of a sequence in order. A slot is the position of a token,
+`block · tokens + offset` (PagedAttention).
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def read_records(records: Tensor, table: Tensor, count: int) -> Tensor:
 
 
 def _places(numbers: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """Return the block of each number, and the position in it."""
+    """Return the block of each segment number, and the segment's position in that block."""
     return torch.div(numbers, size, rounding_mode="floor"), numbers % size
 
 

@@ -95,7 +95,7 @@ def check_searched(why: str | None, local_window: int) -> None:
 
     Args:
         why: The reason why no fused step supports the index, or None.
-        local_window: The option.
+        local_window: The option `local_window`.
     """
     if why is not None:
         raise ValueError(f"kvindex: on a GPU: {why}")
@@ -217,7 +217,7 @@ def refuse_dense_model() -> None:
 
 
 def _refuse(*limits: tuple[str, object, bool, str]) -> None:
-    """Raise ValueError for the first entry `(name, got, fits, allowed)` that does not fit."""
+    """Raise ValueError for the first entry `(name, got, fits, allowed)` whose `fits` is False."""
     for name, got, fits, allowed in limits:
         if not fits:
             raise ValueError(f"kvindex: {name}: got {got}, allowed is {allowed}")

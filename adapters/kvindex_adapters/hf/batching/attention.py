@@ -19,7 +19,8 @@ NAME = "kvindex_paged"
 """Name of the attention implementation in the configurations of layers with an index."""
 
 PACKED = ("cache", "cu_seq_lens_q", "cu_seq_lens_k", "is_causal")
-"""Arguments of the call that describe how sequences are packed. `Step` has the same information."""
+"""Arguments of the attention call that describe how sequences are packed. `Step` has the same
+information."""
 
 
 @torch.no_grad()
@@ -33,7 +34,8 @@ def attention(
 ) -> tuple[Tensor, None]:
     """Attend from all new tokens of a step; transformers calls this.
 
-    Long requests with one new token search. The others attend exactly, with transformers' function.
+    A long request with one new token searches its index. All other requests attend exactly, with
+    transformers' own function.
 
     Args:
         module: The attention module.

@@ -1,7 +1,7 @@
 """`PagedRows`: reads and writes rows of transformers' paged cache, for all supported versions.
 
-A row is one token's key and value. Its slot is its position in a layer's pages, int64. The only
-method of transformers for both is `PagedAttentionCache.update`, which differs between versions.
+A row is one token's key and value. Its slot is its position in a layer's pages, int64. transformers
+reads and writes rows only by `PagedAttentionCache.update`, which differs between its versions.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from transformers.generation.continuous_batching import PagedAttentionCache
 from kvindex.core.protocol import Rows
 
 IN_KEYWORDS = "kwargs" in inspect.signature(PagedAttentionCache.update).parameters
-"""True if `update` takes slots in a mapping and returns rows by head, as after version 5.17."""
+"""True if `update` takes slots by keyword and returns rows by head (transformers after 5.17)."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class PagedRows:
 
     @property
     def slots(self) -> Tensor:
-        """Slots of all tokens of the step's sequences, new ones included; empty if all are new."""
+        """Slots of all tokens of the step's sequences, old and new; empty if all are new."""
         slots: Tensor = self.call["read_index"][self._group]
         return slots
 
@@ -58,13 +58,14 @@ class PagedRows:
         return self._update(none, slots, slots[:0])
 
     def call_with(self, slots: Tensor, written: Tensor) -> dict[str, Any]:
-        """Return the keyword arguments of the call with other slots to read and to write."""
+        """Return the call's keyword arguments, with these slots to read and to write."""
         index = dict(read_index=slots, write_index=written)
         groups = range(len(self.call["read_index"]))
         return {**self.call, **{name: [part for _ in groups] for name, part in index.items()}}
 
     def _update(self, new: Rows, read: Tensor, write: Tensor) -> Rows:
-        """Write rows, then read. If there are no slots to read, return the given rows."""
+        """Write the given rows, and return those at the slots to read (or the given ones if
+        none)."""
         call, given = self.call_with(read, write), (new.keys, new.values, self.layer)
         if IN_KEYWORDS:
             return Rows(*self.cache.update(*given, call))

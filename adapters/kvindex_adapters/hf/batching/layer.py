@@ -38,9 +38,10 @@ class Regions:
     def indexed(self, length: int) -> int:
         """Return how many tokens the index has for a sequence of this length; 0 for no search.
 
-        The number includes the sink, whose tokens are in the index but invalid.
+        The number includes the sink. Its tokens are in the index, but marked invalid, so that no
+        search retrieves them.
         """
-        left = length - max(self.local_window, 1)  # the newest token attends to itself
+        left = length - max(self.local_window, 1)  # at least 1, as a token attends to itself
         left = max(left, 0) // self.update_every * self.update_every
         return left if length >= self.dense_below and left > self.sink else 0
 
@@ -65,7 +66,7 @@ class PagedLayer:
     @property
     def stored_bytes(self) -> int:
         """Bytes of the indexes of open requests. Shared memory counts once."""
-        pool = self.pool  # read once: the thread that runs steps may set it meanwhile
+        pool = self.pool  # read only once: the thread that runs steps may set it
         return 0 if pool is None else pool.report().stored_bytes
 
     def searches(self, part: Part) -> bool:
@@ -143,7 +144,7 @@ class PagedLayer:
     def _same_rows(
         self, pool: Pool, slots: Tensor, wanted: int, others: Sequence[Part], rows: PagedRows
     ) -> int | None:
-        """Find a sequence of another request that contains only a prefix of this one, or None."""
+        """Find another request's sequence whose rows are a prefix of this one's, or return None."""
         for other in others:
             sequence = self._opened[id(other.request)][1]
             stored = len(pool[sequence])
@@ -154,7 +155,7 @@ class PagedLayer:
     def _attend_dense(
         self, queries: Tensor, parts: Sequence[Part], rows: PagedRows, scale: float
     ) -> Attended:
-        """Attend exactly to the sink and the newest tokens of each request."""
+        """Attend exactly to the sink and to the tokens that are not in the index yet."""
         sink, outputs, logarithms = self.regions.sink, list[Tensor](), list[Tensor]()
         for number, part in enumerate(parts):
             slots, indexed = rows.slots[part.slots], self.regions.indexed(part.length)

@@ -26,7 +26,8 @@ NOT_TRIED = (
     *("varlen_compile_config", "decode_compile_config", "default_compile_level"),
     *("use_async_batching", "cpu_offload_space"),
 )
-"""Options of `ContinuousBatchingConfig` that change how steps run, and that were not tested."""
+"""Options of `ContinuousBatchingConfig` that change steps, and are not tested with
+`attach_batch`."""
 
 
 class BatchedModel(nn.Module):
@@ -47,7 +48,7 @@ class BatchedModel(nn.Module):
         return manager
 
     def generate_batch(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model's own method, and raise an UnsupportedError of its thread here."""
+        """Run the model's own method. An UnsupportedError in its worker thread is raised here."""
         parent: Any = super()
         batching = _batching(self)
         if batching is None:
@@ -62,7 +63,7 @@ class BatchedModel(nn.Module):
         return results
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model's own call as a step."""
+        """Run the model's own call as one step of continuous batching."""
         parent: Any = super()
         batching = _batching(self)
         if batching is None:
@@ -145,7 +146,7 @@ def check_paged_model(model: nn.Module, config: Any, layers: list[Any]) -> None:
 
 
 def check_batching(arguments: dict[str, Any]) -> None:
-    """Raise UnsupportedError for options of continuous batching that were not tested.
+    """Raise UnsupportedError for batching options that were not tested with `attach_batch`.
 
     Args:
         arguments: The arguments of `init_continuous_batching`.

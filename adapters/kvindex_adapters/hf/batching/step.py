@@ -15,7 +15,8 @@ class Part:
     """One request's part of a step.
 
     Args:
-        request: Transformers' object for the request. A request that starts again gets a new one.
+        request: Transformers' object for the request. A request that starts again gets a new
+            object.
         tokens: Positions of the request's new tokens among those of the step.
         slots: Positions of the request's slots among those of the step.
         length: Number of tokens of the request, including the new ones.
@@ -57,5 +58,5 @@ class Step:
 
 
 def places(slices: Iterable[slice], device: torch.device) -> Tensor:
-    """Concatenate the positions in slices, int64."""
+    """Return the positions that slices cover, concatenated, int64."""
     return torch.cat([torch.arange(one.start, one.stop, device=device) for one in slices])

@@ -1,9 +1,9 @@
 """`IndexCache`: a transformers cache whose full-attention layers store their tokens in an index.
 
 transformers passes keys and values to the cache's `update()`, and queries to the attention
-function. The cache connects the two: `update()` marks the layer as pending and returns only the new
-tokens. The attention function, which runs next, takes the pending layer and appends the keys and
-values that it receives, because the model's class may have changed them in between
+function. The cache connects both calls: `update()` marks the layer as pending and returns only the
+new tokens. The attention function, which runs next, takes the pending layer and appends the keys
+and values that it receives, because the model's class may have changed them in between
 (`IndexedLayer.attend`).
 """
 
@@ -74,7 +74,7 @@ class Checkpoint(NamedTuple):
 
 
 class StepGraph(Protocol):
-    """The graph that replays decode steps of a cache (`TokenGraph`), as the cache uses it."""
+    """The methods that a cache needs of its `TokenGraph`, which replays decode steps."""
 
     @property
     def report(self) -> str:
@@ -143,7 +143,7 @@ class IndexCache(DynamicCache):
         self._config, self._make = config, make
         self._broken: str | None = None
         self.layers = self._empty_layers()
-        # numbers, so that finding these layers before each decode step is fast
+        # store layer numbers, so that finding these layers before each decode step is fast
         self._windows = [i for i, one in enumerate(self.layers) if isinstance(one, SlidingLayer)]
 
     def update(
@@ -320,8 +320,8 @@ class IndexCache(DynamicCache):
     def checkpoint(self) -> Checkpoint:
         """Return the state of the cache, for `rollback`.
 
-        The result keeps alive the rows of layers without an index, and all layers that `restart` or
-        `reset` replace.
+        As long as the result exists, the rows of layers without an index stay in memory, and so do
+        all layers that `restart` or `reset` replace.
         """
         states = [
             layer.checkpoint() if isinstance(layer, IndexedLayer) else _attributes(layer)
@@ -336,7 +336,7 @@ class IndexCache(DynamicCache):
         self._broken = "a step failed half way and could not be undone"
         steps, layers, states = checkpoint
         if self.overwrites and all(states[number] is None for number in self.indexed):
-            self.layers = self._empty_layers()  # the cache was empty, so linear attention is undone
+            self.layers = self._empty_layers()  # new layers also reset linear attention
             self._broken = None
             return
         self.layers = layers
@@ -347,7 +347,7 @@ class IndexCache(DynamicCache):
                 vars(layer).update(before)
         if (
             not self.overwrites or self.steps == steps
-        ):  # only steps overwrite the state of linear attention
+        ):  # the state of linear attention is valid if no step ran
             self._broken = None
 
     def undo(self, checkpoint: Checkpoint, ids: Tensor | None) -> None:
@@ -551,7 +551,8 @@ class IndexCache(DynamicCache):
                 before = [(layer, _attributes(layer), _checkpoint(layer)) for layer in self.layers]
                 self.ids = None
                 self._look_again()
-                # layers without an index first: these may raise, and they make new tensors
+                # Change layers without an index first: they may raise, and they can be restored
+                # because they make new tensors.
                 for layer in sorted(self.layers, key=lambda one: isinstance(one, IndexedLayer)):
                     change(layer)
         except BaseException:
@@ -613,7 +614,7 @@ class IndexCache(DynamicCache):
         with self.attachment.exclusive():
             for layer in self.layers:
                 if type(layer) in (DynamicLayer, DynamicSlidingWindowLayer, SlidingLayer):
-                    # these layers never write to their tensors
+                    # the copy can share these tensors, because such layers never write to them
                     memo |= {id(rows): rows for rows in (layer.keys, layer.values)}
             other.__dict__.update(deepcopy(vars(self), memo))
         return other
@@ -652,7 +653,7 @@ class ProbeCache(IndexCache):
 
     @classmethod
     def of(cls, cache: IndexCache) -> ProbeCache:
-        """Make one for the model of an empty cache.
+        """Make a probe for the model of an empty cache.
 
         Args:
             cache: An empty cache of the attached model. It does not change.
@@ -716,9 +717,9 @@ def _nbytes(layer: Any) -> int:
 
 
 def _attributes(layer: Any) -> dict[str, Any]:
-    """Copy the attributes of a layer of transformers, whose steps make new tensors."""
+    """Copy a layer's attributes. Tensors are not copied, because a step makes new ones."""
     if isinstance(layer, SlidingLayer):
-        layer.settle()  # because steps write to a ring in place
+        layer.settle()  # move rows out of the ring, to which steps write in place
     return {
         name: dict(value) if isinstance(value, dict) else value
         for name, value in vars(layer).items()

@@ -184,7 +184,7 @@ class IndexedLayer(CacheLayerMixin):
         return in_plain_torch(self._make)(**geometry)
 
     def _check_same(self, scale: float, softcap: float | None) -> None:
-        """Raise UnsupportedError unless scale and softcap are those of the index."""
+        """Raise UnsupportedError if scale or softcap differ from the first call's."""
         assert self.attention is not None
         g = self.attention.index.geometry
         if (scale, softcap) != (g.scale, g.softcap):
@@ -311,7 +311,7 @@ WHY = "the rows are in the index's store and in the window"
 
 @dataclass(frozen=True, eq=False)
 class TensorSpec:
-    """Shape, dtype and device of a cache layer's keys or values, whose numbers are in an index."""
+    """Shape, dtype and device of a cache layer's keys or values, whose elements are in an index."""
 
     shape: torch.Size
     dtype: torch.dtype

@@ -34,7 +34,7 @@ class HybridLayer(IndexedLayer, LinearAttentionAndFullAttentionLayer):
         return bool(super(IndexedLayer, self).is_croppable)
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
-        """Initialize the linear attention. Its calls pass tensors by name, others by position."""
+        """Initialize the linear attention, if called by it: only linear attention uses keywords."""
         if kwargs:
             LinearAttentionLayer.lazy_initialization(self, **kwargs)
 
@@ -133,8 +133,8 @@ def chosen_ids(
         module: The attention module.
         heads: Number of KV heads, `G`.
         before: Number of tokens before the `T` new ones.
-        mask: Bool `[B, 1, T, N]`, True for the chosen rows; if there are `rows`, True for those of
-            them that are visible.
+        mask: Bool `[B, 1, T, N]`, True for the chosen rows. If `rows` are passed, True for those of
+            the chosen rows that are visible.
         rows: Positions `[B, T, K]` of the chosen rows (DeepSeek-V3.2), or None.
         blocks: Numbers `[B, G, T, K]` of the chosen blocks, -1 for none; or None.
 
@@ -142,8 +142,8 @@ def chosen_ids(
         Token ids int64 `[B, G, T, K']`, -1 for none.
 
     Raises:
-        UnsupportedError: The model has chosen neither rows nor blocks, or it has chosen blocks of
-            padded sequences. Its indexer may choose padding in that case.
+        UnsupportedError: The model has chosen neither rows nor blocks; or it has chosen blocks of
+            padded sequences, where its indexer may choose padding.
     """
     if blocks is not None:
         if mask is not None:

@@ -51,7 +51,7 @@ class Padding:
             Its contents.
 
         Raises:
-            UnsupportedError: The mask hides tokens that later tokens would search among, differs
+            UnsupportedError: The mask hides tokens that later tokens would still search, differs
                 between heads, or is a bias of the logits.
         """
         if mask.ndim == 2:

@@ -19,16 +19,17 @@ from kvindex_adapters.common.parallel import is_sharded, rank
 class Report:
     """Rows read, bytes fetched and memory of a cache: sums and means over its indexed layers.
 
-    One token's key and value are called a row. Of several processes, each reports on its own heads,
-    or, if tokens are sharded, on all rows read and bytes fetched. Memory and placement are always
-    those of the process.
+    One token's key and value are called a row. With several processes, each process reports on its
+    own heads; if tokens are sharded, it reports all rows read and bytes fetched. Memory and
+    placement are always those of the process.
 
     Args:
         tokens: Length of the sequence.
         layers: Number of layers with an index.
-        steps: Number of queries that searched, in the layer with the most of them.
+        steps: Number of queries that searched, in the layer where most did.
         rows_read: Rows per KV head that a searching step attended to, mean over layers and steps.
-        rows_full: Rows per KV head that full attention would have read, mean in the same way.
+        rows_full: Rows per KV head that full attention would have read, also a mean over layers and
+            steps.
         bytes_fetched: Bytes of rows that searching steps copied from the stores. Steps that attend
             exactly are not counted.
         nbytes: Bytes in use by kind: `codes`, `rows`, `window`, and `other` for layers without an

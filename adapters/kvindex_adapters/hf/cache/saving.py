@@ -140,13 +140,13 @@ def load_cache(
 
 
 def _as_bytes(messages: Messages | None) -> State:
-    """Convert messages to a tensor of bytes; {} if they are unknown or cannot be JSON."""
+    """Convert messages to a tensor of bytes; {} if they are unknown or not possible as JSON."""
     if messages is None:
         return {}
     try:
         text = json.dumps(messages, allow_nan=False)
     except (TypeError, ValueError, RecursionError):
-        return {}  # images, for example; a whole conversation can still be continued by its ids
+        return {}  # with images, for example; the conversation can still be continued by its ids
     return {MESSAGES: torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)}
 
 

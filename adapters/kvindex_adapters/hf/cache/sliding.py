@@ -33,8 +33,8 @@ class Ring:
 
     These tensors are on the device and never move: `keys` `[B, G, W, D]`; `values` `[B, G, W, Dv]`;
     `bias` `[B, 1, 1, W]` of the same dtype, 0 for slots with a real token and -inf for others; and
-    `slot` int64 `[1]`, the slot of the next token. `length` is the number of tokens of the sequence
-    on the host, which is updated after the replay of a graph.
+    `slot` int64 `[1]`, the slot of the next token. `length` is the number of tokens of the
+    sequence. The host counts it, after each replay of a graph.
 
     A token attends to the `W - 1` tokens before it and to itself. So the slot of the next token
     contains a token that is not visible any more, and the newest token can be removed again.
@@ -184,7 +184,7 @@ class SlidingLayer(DynamicSlidingWindowLayer):
         self._rolls = True
 
     def settle(self) -> None:
-        """Move the rows out of the ring, to tensors as transformers has them."""
+        """Move the rows out of the ring, into tensors as in transformers' own layer."""
         if (ring := self.ring) is not None:
             self._rolls, self._length = False, ring.length
             self._keys, self._values = ring.newest()
@@ -211,7 +211,8 @@ class SlidingLayer(DynamicSlidingWindowLayer):
             mask: Its mask.
 
         Returns:
-            The same three values, but with the bias of the slots as the mask if rows are in a ring.
+            Keys, values and mask. They are unchanged, except that the mask is the bias of the slots
+            if rows are in a ring.
 
         Raises:
             UnsupportedError: Rows are in a ring, and the model passes its own mask, or other rows
@@ -254,7 +255,7 @@ OWN = {"_keys", "_values", "_length", "_ring", "_rolls"}
 
 
 def grows(layer: Any) -> str:
-    """Return why a cache layer prevents a graph, because it makes new tensors; or ""."""
+    """Return why a cache layer prevents a graph (because it makes new tensors), or ""."""
     if isinstance(layer, IndexedLayer):
         return ""
     if isinstance(layer, SlidingLayer):

@@ -27,7 +27,7 @@ USED = ("refuse", "continue", "branch")
 """Values of the option `used`: how `generate` treats a cache that stores tokens."""
 
 HISTORY_OPTIONS: dict[str, Any] = dict(repetition_penalty=1.0, no_repeat_ngram_size=0, min_length=0)
-"""Options of `model.generate` that read ids before the prompt -> value without effect."""
+"""Options of `model.generate` that read ids before the prompt -> the value that turns each off."""
 
 
 def check_follows(cache: object, used: str, *, allowed: tuple[str, ...] = USED) -> IndexCache:
@@ -89,7 +89,7 @@ def following(cache: IndexCache, used: str, keep: int | None = None) -> Iterator
     """
     ids, conversation, done = cache.ids, cache.conversation, False
     cuts = keep is not None and keep < cache.get_seq_length()
-    # a checkpoint becomes invalid once tokens are removed and others overwrite them
+    # a checkpoint becomes invalid once tokens are removed and new tokens overwrite their rows
     fork = cache.fork() if cuts else None
     before: Any = None if cuts else cache.checkpoint()
     try:
@@ -219,8 +219,8 @@ def next_turn(
         The tokens to keep, and the ids to read.
 
     Raises:
-        ValueError: The stored conversation is unknown, or is another one; also what `encode_prompt`
-            raises.
+        ValueError: The stored conversation is unknown, or differs from the one in the prompt; also
+            what `encode_prompt` raises.
         TypeError: The prompt is of another kind.
     """
     if isinstance(prompt, str | Tensor) or not length:
@@ -244,14 +244,15 @@ def next_turn(
             "or the whole conversation, from the first token of the cache on"
         )
     if keep == len(ids):
-        keep = max(keep - 2, 0)  # read at least two tokens: a step of one token would search
+        keep = max(keep - 2, 0)  # read two tokens or more: a step of one would search
     return Turn(keep, ids[keep:], messages)
 
 
 def _whole(prompt: Messages, known: Messages | None) -> Messages:
     """Join the stored messages and those of a prompt to the whole conversation.
 
-    Raises ValueError if the prompt is itself a whole conversation, but another one.
+    Raises ValueError if the prompt is itself a whole conversation that does not begin with the
+    stored messages.
     """
     if known is None or _begins_with(prompt, known):
         return prompt
@@ -277,7 +278,8 @@ def _role(messages: Messages) -> str:
 
 
 def _begins_with(messages: Messages, others: Sequence[Mapping[str, Any]]) -> bool:
-    """Return True if messages begin with others. The last one of the others may be longer here."""
+    """Return True if `messages` begin with `others`. The last of these may be longer in
+    `messages`."""
     if len(messages) < len(others):
         return False
     *before, last = others

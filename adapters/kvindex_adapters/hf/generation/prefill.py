@@ -89,7 +89,7 @@ def default_chunk(model: PreTrainedModel) -> int:
 
 
 def vocabulary_of(model: PreTrainedModel) -> int:
-    """Count the ids that a model can embed. It may be more than its configuration says."""
+    """Count the ids that a model can embed. They may be more than the configured `vocab_size`."""
     named = model.config.get_text_config(decoder=True).to_dict().get("vocab_size") or 0
     rows = model.get_input_embeddings()
     return max(named, rows.num_embeddings if isinstance(rows, nn.Embedding) else 0)

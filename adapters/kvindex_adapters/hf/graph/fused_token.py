@@ -41,13 +41,14 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 """Allowed dtypes of weights, which are those of the kernels' activations."""
 
 READ = ("input_ids", "position_ids", "attention_mask", "past_key_values", "cache_position")
-"""Arguments of a decoder that are used, or that only repeat other arguments."""
+"""Arguments of the decoder's call that the kernels use, or that only repeat other arguments."""
 
 NO_EFFECT: dict[str, tuple[object, ...]] = {
     "use_cache": (None, True),
     "return_dict": (None, True),
 }
-"""Values without effect of other arguments. For arguments that are not listed: None and False."""
+"""Other arguments -> their values without effect. For unlisted arguments these are None and
+False."""
 
 
 class Step(NamedTuple):
@@ -57,9 +58,9 @@ class Step(NamedTuple):
 
 
 class FusedToken:
-    """Runs a decode step with fused kernels. The modules are read again when they change.
+    """Runs a decode step with fused kernels. The model's modules are read again when they change.
 
-    It has no references to weights before `refusal` has read the decoder, and after `forget`.
+    It refers to weights from the time `refusal` reads the decoder until `forget` is called.
     """
 
     def __init__(self, decoder: PreTrainedModel) -> None:
@@ -76,7 +77,8 @@ class FusedToken:
 
     @contextmanager
     def laid_together(self) -> Iterator[None]:
-        """Inside the context, store weights that are multiplied together in one tensor."""
+        """Inside the context, store weights that one product reads (as for Q, K, V) in one
+        tensor."""
         apart = [modules for modules in products(self._decoder) if not are_joined(*modules)]
         try:
             for modules in apart:
@@ -118,7 +120,7 @@ class FusedToken:
             ids: Int64 `[B, 1]`.
             positions: Int64 `[B or 1, 1]`.
             captured: Whether the call is captured as a graph, in which layers count tokens on the
-                device. In both cases all tokens are real.
+                device. No token may be padding, captured or not.
 
         Returns:
             The output, with the last hidden state and the cache.

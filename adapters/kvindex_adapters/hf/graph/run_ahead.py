@@ -35,7 +35,7 @@ as a decode step."""
 OTHER_LOOPS = (
     *ASSISTED,
     *("penalty_alpha", "dola_layers", "constraints", "force_words_ids", "custom_generate"),
-    # code of the caller, which would get tokens that are removed again
+    # these are the caller's code, which would see tokens that are later removed
     *("logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn"),
     "synced_gpus",
 )
@@ -74,7 +74,7 @@ def decoding_options(
 def _runs_ahead(model: PreTrainedModel, cache: Any, options: dict[str, Any]) -> bool:
     if not isinstance(cache, IndexCache) or model.device.type not in RUNS_AHEAD:
         return False
-    if keeps_longest(model):  # removed tokens would count for the frequencies
+    if keeps_longest(model):  # rotary frequencies would depend on removed tokens
         return False
     others = any(_option(model, options, name) not in (None, False) for name in OTHER_LOOPS)
     return not others and _option(model, options, "use_cache") is not False
@@ -229,7 +229,7 @@ def _next_token(scores: Tensor, sampled: bool) -> Tensor:
     probabilities = scores.softmax(-1)
     times = torch.empty_like(probabilities).exponential_()
     token = torch.div(probabilities, times, out=times).argmax(-1)
-    return torch.cat([token, probabilities[:, 0].isnan().long()])  # one NaN makes all NaN
+    return torch.cat([token, probabilities[:, 0].isnan().long()])  # one NaN makes all of them NaN
 
 
 def _generator(device: torch.device) -> torch.Generator:

@@ -1,10 +1,10 @@
 """`TokenGraph`: replays the decode steps of a transformers model as one CUDA graph.
 
 A decode step is the decoder's forward pass of one token per sequence. A graph repeats the same
-operations on the same addresses. So steps can be captured if two successive ones do the same; to
-find out, the first steps are traced operation by operation (`trace.Trace`). Later steps are replays
-as long as weights, modules, cache layers and the buffers of the indexes stay at their addresses.
-Any other step runs as usual.
+operations on the same addresses. So steps can be captured if two successive steps run the same
+operations. To find out, the first steps are traced operation by operation (`trace.Trace`). Later
+steps are replays as long as weights, modules, cache layers and the buffers of the indexes stay at
+their addresses. Any other step runs as usual.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from kvindex_adapters.hf.graph.trace import Trace, difference
 from kvindex_adapters.hf.model.module_state import ModuleState
 
 TRACES = 4
-"""Maximum number of steps that are traced for a graph. The first steps may allocate tensors that
-later ones read, so that they differ."""
+"""Maximum number of steps that are traced for a graph. More than two may be necessary, because the
+first steps may allocate tensors that later steps only read."""
 
 SHORT, SHORT_GRAPHS = 8, 3
 """SHORT: replays after which capturing a graph has paid off. SHORT_GRAPHS: after this number of
@@ -96,7 +96,8 @@ class TokenGraph:
         self._compare_anew(traces=0)
 
     def _compare_anew(self, traces: int) -> None:
-        """Trace steps until two are equal. `traces` counts those since the last graph."""
+        """Trace steps until two are equal. `traces` counts the steps traced since the last
+        graph."""
         self._traces, self._alike = traces, False
         self._module: ModuleState | None = None
         self._contents: list[object] = []
@@ -126,7 +127,7 @@ class TokenGraph:
         layers = cache.attention_layers()
         self._reason = (
             self._refusal(cache, layers, given)
-            # if there is a graph, `prepare_replay` checks the same for its layers
+            # for an existing graph, `prepare_replay` checks the layers instead
             or ("" if self._graph is not None else layer_refusal(cache))
             or self._inputs.mask_refusal(given.get(MASK), layers[0])
         )

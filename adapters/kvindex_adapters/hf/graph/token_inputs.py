@@ -16,7 +16,7 @@ from kvindex_adapters.hf.cache.cache import IndexCache
 from kvindex_adapters.hf.cache.sliding import grows
 
 VALUES = (Tensor, bool, int, float, str, type(None))
-"""Allowed types of arguments. Tensors are copied to the addresses that a graph reads."""
+"""Allowed types of arguments. Tensors are copied to fixed addresses, which a graph reads."""
 
 MASK = "attention_mask"
 """The argument that grows with each token. The decoder gets None instead, because the layers know
@@ -31,7 +31,7 @@ def is_one_token(given: Mapping[str, Any]) -> bool:
 
 
 def refusal(cache: IndexCache, layers: list[AttentionLayer], given: Mapping[str, Any]) -> str:
-    """Return why a call of one token cannot be replayed, whatever its forward pass does; or "".
+    """Return why a graph can never replay a call of one token with these arguments, or "".
 
     Args:
         cache: The cache.
@@ -67,7 +67,7 @@ def layer_refusal(cache: IndexCache) -> str:
 
 
 class TokenInputs:
-    """The arguments of decode steps that differ only in the numbers of tensors, and the padding."""
+    """The arguments and the padding of decode steps that differ only in the contents of tensors."""
 
     def __init__(self) -> None:
         self._kinds: dict[str, object] = {}
@@ -89,7 +89,8 @@ class TokenInputs:
         return {**self._values, "past_key_values": cache}
 
     def take(self, given: Mapping[str, Any]) -> bool:
-        """Copy the arguments of a step. Return True if they have the kinds of the step before."""
+        """Copy the arguments of a step. Return True if they differ from the previous step's only in
+        the contents of tensors."""
         kinds = {
             name: check.kind(value) if isinstance(value, Tensor) else value
             for name, value in given.items()

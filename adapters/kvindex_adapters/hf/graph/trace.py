@@ -54,7 +54,8 @@ class Operand(NamedTuple):
         strides: Strides of the tensor.
         dtype: Its dtype.
         device: Its device.
-        value: The value of a 0-dimensional tensor on the CPU, which a graph would keep; else None.
+        value: The value of a 0-dimensional tensor on the CPU, which a graph would repeat unchanged;
+            else None.
     """
 
     origin: int | tuple[int, int]
@@ -109,7 +110,7 @@ class Trace(TorchDispatchMode):
             self.refuse(f"{function}: the host reads what the device has")
         given, read = self._operands(call), call
         if function is torch.ops.aten.lift_fresh.default and args[0].device.type == "cpu":
-            with self._pause():  # made from Python numbers, so at a new address in each step
+            with self._pause():  # made from Python numbers, at a new address in each step
                 given, read = [args[0].tolist()], ()
         result = function(*call[0], **call[1])
         self._note(str(function), given, read, result)

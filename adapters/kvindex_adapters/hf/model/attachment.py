@@ -47,7 +47,7 @@ class Attachment:
         return pending
 
     def shared(self, layer: int) -> tuple[DynamicCache, Any, None] | None:
-        """Find the cache, and the layer in it whose keys a layer without own keys uses."""
+        """For a layer without own keys, find the cache, and the cache layer whose keys it uses."""
         producer = self.sharing.get(layer)
         if producer is None or self.running is None:
             return None
@@ -61,7 +61,7 @@ class Attachment:
             RuntimeError: Another thread is in a call, as for `exclusive`.
         """
         with self.exclusive():
-            if self._undo is not None:  # the surrounding call undoes all steps
+            if self._undo is not None:  # an outer call of the model undoes all steps
                 yield
                 return
             self._undo = {}

@@ -31,7 +31,8 @@ NAME = "kvindex"
 """Name of the attention implementation in a model's configuration."""
 
 QUERIES = 1024
-"""Queries of a dense layer per block: bounds the memory of logits, not the result."""
+"""Queries that a dense layer processes at a time. This limits memory, and does not affect
+results."""
 
 
 def attention(
@@ -52,7 +53,7 @@ def attention(
         query: `[B, H, T, D]`, after the rotary embedding.
         key: `[B, G, T, D]`, as the cache's `update` returned it, or all `N` keys of a dense layer.
         value: `[B, G, T, Dv]`, in the same way.
-        attention_mask: What `mask` returned, or a mask of the model's own.
+        attention_mask: The result of `mask`, or a mask that the model made itself.
         scaling: Factor of the logits; None for `D**-0.5`.
         dropout: Dropout probability, which must be 0.
         softcap: Softcap of the logits, or None.

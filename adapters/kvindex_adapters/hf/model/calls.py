@@ -22,8 +22,8 @@ from kvindex_adapters.hf.unsupported import check_generate
 
 CLOSE = 2**-5
 """Outputs of two forward passes count as equal if they differ by at most this fraction of the
-largest number. Another order of summation in bfloat16 (2^-8) causes less in many layers; positions
-that are wrong by one token cause more (`test_token_graph.py`)."""
+largest number. Summation in another order in bfloat16 (2^-8) causes a smaller difference, even over
+many layers; positions that are wrong by one token cause a larger one (`test_token_graph.py`)."""
 
 
 class TransactionDecoder(nn.Module):
@@ -100,7 +100,7 @@ def _step(
 def _compared(
     graph: TokenGraph, forward: Callable[..., Any], cache: IndexCache, kwargs: dict[str, Any]
 ) -> Any:
-    """Trace a decode step to compare it with its neighbors. If that fails, run it as usual."""
+    """Trace a decode step, to compare it with the previous one. If that fails, run it as usual."""
     plain = partial(_undone_if_failed, forward, cache, (), kwargs)
     ids = cache.ids
     try:

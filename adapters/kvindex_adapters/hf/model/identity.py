@@ -16,7 +16,7 @@ from kvindex.storage.state import State
 from kvindex_adapters.hf.model.probe import difference, probe
 
 PASSING = ("_name_or_path", "transformers_version", "architectures", "dtype", "torch_dtype")
-"""Fields of a configuration that do not affect what a model computes."""
+"""Fields of a configuration that do not affect the results of a model."""
 
 
 def identity(decoder: nn.Module, config: Any) -> tuple[dict[str, Any], State]:
@@ -50,8 +50,9 @@ def check_identity(
     Its name and its location do not matter.
 
     Args:
-        about: The first value that `identity` returned.
-        parts: Reads the second value. It is only called if everything in `about` is equal.
+        about: The description that `identity` returned (its first value).
+        parts: Function that returns the probe's tensors (the second value of `identity`). It is
+            only called if everything in `about` is equal.
         decoder: The decoder of the model to check.
         config: The configuration of the model to check.
 

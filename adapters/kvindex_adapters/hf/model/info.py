@@ -103,7 +103,7 @@ def layer_geometry(config: Any, number: int) -> dict[str, Any]:
 
 
 def attention_request(model: PreTrainedModel, name: str) -> dict[str, str]:
-    """Make the argument of `set_attn_implementation` that only changes the decoder's attention.
+    """Make the argument for `set_attn_implementation` that changes only the decoder's attention.
 
     Raises UnsupportedError if the decoder's configuration is nested more than once in the model's.
     """

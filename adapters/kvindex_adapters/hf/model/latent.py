@@ -3,8 +3,8 @@
 For each token, MLA caches a latent `c [r]`, from which `kv_b_proj` projects the key and value of
 every head, and a rotated key `[Dr]` that all heads share. The adapter applies the projections to
 queries and outputs instead: the index stores keys `[c, rotated]` and values `c`, queries are
-projected into the space of latents, and outputs out of it. Since the value is a part of the key
-(`Geometry.value_in_key`), a store keeps each latent only once.
+projected into the space of latents, and outputs are projected back. Since the value is a part of
+the key (`Geometry.value_in_key`), a store keeps each latent only once.
 
 Source: DeepSeek-AI, DeepSeek-V2 (arXiv 2405.04434), section 2.1.2.
 """

@@ -23,7 +23,7 @@ OF_TORCH = vars(nn.Module()).keys() - {"training"}
 """Attributes that every module has and that only torch reads."""
 
 WEIGHTS_ALONE = (nn.Linear, nn.Embedding)
-"""Modules whose other attributes only repeat the shapes of their weights."""
+"""Classes of modules whose attributes, except the weights, only repeat the weights' shapes."""
 
 
 class ModuleState:
@@ -43,9 +43,7 @@ class ModuleState:
             if type(part) not in WEIGHTS_ALONE:
                 names = [name for name in vars(part) if name not in OF_TORCH]
                 mappings += [one for name in names if isinstance(one := vars(part)[name], dict)]
-                get = itemgetter(
-                    "training", *names
-                )  # returns a tuple, since there are several names
+                get = itemgetter("training", *names)  # a tuple, because there are several names
                 self._own.append((get, vars(part)))
         configs = [
             config for part in parts if isinstance(config := vars(part).get("config"), Config)

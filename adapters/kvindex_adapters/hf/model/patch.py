@@ -1,8 +1,8 @@
 """Reversible patches of a model: private copies of its configurations, subclasses of its modules.
 
 Configurations are copied because other models may use them, too. Classes are subclassed, as in
-torch's parametrizations, so that changes by others meanwhile (hooks, another `forward`) stay.
-Copies and pickles of a patched module have its original class and attention function.
+torch's parametrizations, so that changes that other code makes meanwhile (hooks, another `forward`)
+stay. Copies and pickles of a patched module have its original class and attention function.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ def copied_as(own: PreTrainedConfig, config: PreTrainedConfig) -> None:
     A copy of a model then has one configuration, as the original model does.
     """
     vars(own)["__deepcopy__"] = lambda memo: deepcopy(config, memo)
-    # `getitem` returns the very object, and a pickle of it can be loaded without this package
+    # `getitem` returns `config` itself, and a pickle of the result can be loaded without this
+    # package
     vars(own)["__reduce_ex__"] = lambda protocol: (getitem, ((config,), 0))
 
 
@@ -113,8 +114,8 @@ class Copies:
 def private_configurations(model: nn.Module, ours: str) -> Iterator[Copies]:
     """Give the model's modules private configurations; afterwards restore the original ones.
 
-    Settings that are made meanwhile on `model.config` and others stay, except the attention
-    function `ours`.
+    Changes that the caller makes meanwhile to `model.config` or another configuration stay, except
+    the attention function `ours`.
 
     Args:
         model: The model to change.
@@ -143,8 +144,9 @@ def private_configurations(model: nn.Module, ours: str) -> Iterator[Copies]:
 def subclassed(module: nn.Module, first: type[nn.Module]) -> Iterator[None]:
     """Put `first` before the module's class, under the same name; afterwards restore the class.
 
-    If others subclass the module meanwhile, their class stays, so the methods of `first` must have
-    no effect after the context. Copies and pickles of the module have its original class.
+    If other code subclasses the module's class meanwhile, that subclass stays. So the methods of
+    `first` must have no effect after the context. Copies and pickles of the module have its
+    original class.
 
     Args:
         module: The module to change.
@@ -158,9 +160,9 @@ def subclassed(module: nn.Module, first: type[nn.Module]) -> Iterator[None]:
     def reduce(module: nn.Module, protocol: Any) -> Any:
         made: Any = own.__reduce_ex__(module, protocol)
         _, (cls, *_), *state = made
-        if cls is not patched:  # others have subclassed the module meanwhile
+        if cls is not patched:  # other code has subclassed it meanwhile
             return made
-        return object.__new__, (own,), *state  # with `__newobj__`, pickle would require `patched`
+        return object.__new__, (own,), *state  # pickle's `__newobj__` would require `patched`
 
     def shallow(module: nn.Module) -> nn.Module:
         other = own.__new__(own)

@@ -4,7 +4,7 @@ The decoder reads fixed ids with plain attention and an empty cache of transform
 sample of the keys and values of each layer in that cache, and of the last hidden states. So it
 depends on the weights, wherever they are stored (offloaded, quantized, in buffers), and on adapters
 and hooks. It does not depend on settings that only affect long texts, such as rotary frequencies
-beyond a length; compare the configuration for those.
+beyond a length. Compare the configurations to detect a change of such settings.
 """
 
 from __future__ import annotations
@@ -24,12 +24,14 @@ from kvindex_adapters.hf.model.info import layer_device
 from kvindex_adapters.hf.model.patch import IMPLEMENTATION
 
 SEQUENCES, TOKENS = 8, 8
-"""Sequences of the probe, and tokens of each. There are several sequences because another order of
-summation may choose another expert for a token, which only changes the sequence of that token."""
+"""Sequences of the probe, and tokens of each. There are several sequences because rounding may
+choose another expert for a token in mixture-of-experts models, which only changes the sequence of
+that token."""
 
 SAMPLES = 521
-"""How many evenly spaced numbers of each tensor are stored. The count is prime, so that their
-distance is not a multiple of a head dimension. The samples of 36 layers take 150 KB."""
+"""How many evenly spaced numbers of each tensor are stored. The count is prime, so that the
+distance between samples is not a multiple of a head dimension. The samples of 36 layers take 150
+KB."""
 
 PLAIN = "eager"
 """The attention implementation that every model of transformers supports on every device."""
@@ -107,7 +109,7 @@ def probe(decoder: nn.Module, config: Any) -> Probe:
     given = dict(past_key_values=cache, use_cache=True)
     try:
         with _plain(decoder):
-            # not the decoder's own __call__: `attach` puts a transaction around that
+            # not the decoder's own `__call__`, which `attach` replaces by one with a transaction
             output = nn.Module.__call__(
                 decoder, input_ids=ids.reshape(SEQUENCES, TOKENS).to(device), **given
             )
@@ -131,8 +133,8 @@ def difference(one: Mapping[str, Tensor], other: Mapping[str, Tensor], eps: floa
     """Find the part in which two probes differ most, relative to its tolerance.
 
     The size of a difference is the median absolute difference, divided by the median absolute value
-    of `other`. So neither a few large coordinates nor a few tokens with another expert decide.
-    Parts that only one probe has, because of another version of transformers, are skipped.
+    of `other`. So a few large coordinates, or a few tokens that another expert computes, do not
+    matter. Parts that only one probe has, because of another version of transformers, are skipped.
 
     Args:
         one: `Probe.parts` of a model.

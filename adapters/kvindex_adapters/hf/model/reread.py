@@ -1,10 +1,11 @@
 """Models that read the whole prompt again where their rotary frequencies change: the Phi-3 family.
 
-These models use one set of frequencies up to `original_max_position_embeddings` tokens and another
-one above. When `generate` crosses that length, their `prepare_inputs_for_generation` drops the
-cache and passes all ids to the model, so that all keys get the frequencies of the new length.
-Inside `attach`, the tokens are read again into the same cache. `read` and `generate` of this
-package do the same before they read a prompt that crosses that length.
+These models use one set of frequencies for sequences of up to `original_max_position_embeddings`
+tokens, and another set for longer sequences. When `generate` crosses that length, their
+`prepare_inputs_for_generation` drops the cache and passes all ids to the model, so that all keys
+get the frequencies of the new length. Inside `attach`, the tokens are read again into the same
+cache. `read` and `generate` of this package do the same before they read a prompt that crosses that
+length.
 """
 
 from __future__ import annotations
@@ -32,11 +33,11 @@ def crosses(model: PreTrainedModel, before: int, after: int) -> bool:
 
 
 def prefilled(model: PreTrainedModel, tokens: int, chunk: int) -> int:
-    """Return how many tokens of a prompt to read before `model.generate` reads the others.
+    """Return how many tokens of a prompt to read before `model.generate` reads the rest.
 
-    These are all tokens but the last `chunk`, or none for a model that must read its prompt in one
-    call. If the model would drop its cache in between, these are the fewest tokens that it does not
-    drop, or none if fewer than two tokens would remain.
+    The number is that of all tokens but the last `chunk`, or 0 for a model that must read its
+    prompt in one call. If the model would drop its cache in between, the number is the smallest at
+    which it does not, or 0 if fewer than two tokens would remain.
     """
     stop = max(tokens - chunk, 0) if reads_chunks(model) else 0
     if not crosses(model, stop, tokens):
@@ -48,10 +49,10 @@ def prefilled(model: PreTrainedModel, tokens: int, chunk: int) -> int:
 def unread(
     model: PreTrainedModel, cache: Any, past: Tensor | None, ids: Tensor, *, more: int = 0
 ) -> Tensor:
-    """Return the ids that the model must read so that the cache contains `ids` after its tokens.
+    """Return the ids that the model must read to append `ids` to the tokens of the cache.
 
-    These are `ids`, or all ids if the cached keys have the frequencies of a shorter sequence. In
-    the latter case the cache is emptied; `cache.rollback` restores it.
+    The result is `ids`; or, if the cached keys have the frequencies of a shorter sequence, `past`
+    and `ids`. In the latter case the cache is emptied; `cache.rollback` restores it.
 
     Args:
         model: The model.

@@ -32,7 +32,7 @@ that rotates other pairs of coordinates differs by about 1."""
 
 
 class _CaughtError(Exception):
-    """Carries the keys that reach the cache."""
+    """Carries the keys that the layer passes to the cache."""
 
     def __init__(self, keys: Tensor) -> None:
         super().__init__()
@@ -71,9 +71,10 @@ def length_dependent(model: nn.Module) -> list[nn.Module]:
 
 
 def keeps_longest(model: nn.Module) -> bool:
-    """Return True if frequencies depend on the longest sequence so far, which nothing undoes.
+    """Return True if frequencies depend on the longest sequence that the model has ever read.
 
-    Embeddings of type `dynamic` store that length in the module.
+    Embeddings of type `dynamic` store that length in the module, and removing tokens does not reset
+    it.
     """
     return any(
         "dynamic" in name for one in length_dependent(model) for name in _names(one.rope_type)
@@ -135,7 +136,7 @@ def _probe(
 
 
 def _rotated_by(keys: Tensor, rope: Tensor) -> bool:
-    """Return True if keys at `POSITIONS` are the first one, rotated by these frequencies."""
+    """Return True if the keys at `POSITIONS` equal the first key, rotated by these frequencies."""
     keys, positions = keys.float(), torch.tensor(POSITIONS, device=keys.device)
     if 2 * len(rope) > keys.shape[-1]:
         return False
@@ -157,7 +158,7 @@ def counting_ahead(embeddings: Collection[nn.Module], tokens: int) -> Iterator[N
         for embedding in embeddings if tokens else ():
             append = partial(_append_position, tokens)
             hooks.append(embedding.register_forward_pre_hook(append, with_kwargs=True))
-            # run it before hooks of others, so that these see the final result
+            # run this hook before those of other code, so that these see the final result
             hooks.append(embedding.register_forward_hook(_remove_position, prepend=True))
         yield
     finally:
