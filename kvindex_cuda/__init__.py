@@ -1,9 +1,10 @@
 """CUDA backend: kernels for indexes, stores and attention, for `backend="cuda"`.
 
-A caller of `kvindex` chooses this backend by its name, and rarely imports it. It contains:
+Users of `kvindex` choose this backend by its name (`backend="cuda"`), and rarely import it. It
+contains:
 
 - `accelerate`: an executor that runs a whole ParisKV index with fused kernels, about five launches
-  for a decode step (`pariskv/`), or None where the index runs operation by operation;
+  for a decode step (`pariskv/`), or None if the index runs one operation at a time;
 - `attention`, `coarse`, `codes` and so on: the operations of `kvindex.ops` with the same names and
   signatures, for CUDA tensors (`ops/`);
 - `store`: blocks of keys and values on the device, in pinned host memory, or both (`memory/`);
@@ -66,7 +67,7 @@ def ready(device: torch.device) -> None:
     """Raise an error unless kernels can run on a device.
 
     Raises:
-        ValueError: It is no CUDA device.
+        ValueError: The device is not a CUDA device.
         ImportError: CuPy is not installed.
         RuntimeError: The GPU or its driver cannot run the kernels.
     """
@@ -82,11 +83,12 @@ def store(
     """Return a store of keys and values in blocks that kernels read.
 
     Args:
-        geometry: Of the index.
+        geometry: Geometry of the index.
         place: "host" (pinned memory), "device", or "auto": on the device while there is room, then
-            on the host. A CPU has one place.
+            on the host. On a CPU, all places are the same memory.
         row_codec: Codec of a row, one of `kvindex.storage.codecs.NAMES`.
-        device_fraction: Fraction of the device's memory, as `memory.device_budget.DeviceBudget`.
+        device_fraction: Fraction of the device's free memory that rows may use (see
+            `memory.device_budget.DeviceBudget`).
     """
     device = geometry.device
     near = DeviceAllocator(device)
@@ -99,12 +101,12 @@ def store(
 def accelerate(
     geometry: Geometry, config: object, constants: Mapping[str, Tensor]
 ) -> Executor | None:
-    """Return an executor for an index, or None if the index runs operation by operation.
+    """Return an executor for an index, or None if the index runs one operation at a time.
 
     Args:
-        geometry: Of the index.
-        config: Of the index. Only a `ParisKVConfig` can have an executor.
-        constants: The rotation and levels of a ParisKV.
+        geometry: Geometry of the index.
+        config: Configuration of the index. Only a `ParisKVConfig` can have an executor.
+        constants: The rotation and levels of a ParisKV index.
     """
     if not isinstance(config, ParisKVConfig):
         return None

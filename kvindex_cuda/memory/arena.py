@@ -1,4 +1,5 @@
-"""Memory that steps of several sizes share, because they never run at the same time."""
+"""Buffers for decode steps of several sizes, which can share memory because they never run at the
+same time."""
 
 from __future__ import annotations
 
@@ -11,10 +12,10 @@ from torch import Tensor
 class Arena:
     """Allocates the buffers of steps, and gives later steps the same memory.
 
-    After `begin`, the n-th tensor that is requested uses the memory of the n-th tensor before, if
-    that is large enough. Otherwise it gets new memory, and the earlier step keeps its own. So the
-    largest step should be made first. Memory of `zeros` is zeroed only when it is allocated: a
-    later step finds there what an earlier one left.
+    After `begin`, the n-th tensor that a step requests uses the memory of the previous step's n-th
+    tensor, if that is large enough. Otherwise it gets new memory, and the previous step keeps its
+    own. So the largest step should be made first. Memory of `zeros` is zeroed only when it is
+    allocated; a later step finds there the values that an earlier step has written.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -22,7 +23,7 @@ class Arena:
         self._buffers: list[Tensor] = []
 
     def begin(self) -> Arena:
-        """Start again with the first tensor, for another step."""
+        """Begin the allocations of another step: the next tensor is its first."""
         self._next = 0
         return self
 

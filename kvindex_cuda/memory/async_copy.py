@@ -20,7 +20,7 @@ DEVICE_TO_HOST, DEVICE_TO_DEVICE = 2, 3
 """`cudaMemcpyDeviceToHost`, `cudaMemcpyDeviceToDevice`."""
 
 MAX_PITCH_BYTES = 2**31 - 1
-"""`cudaDevAttrMaxPitch` of every GPU so far."""
+"""Value of `cudaDevAttrMaxPitch` on every GPU so far."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class PinnedSlab:
     device: int
 
     def view(self, nbytes: int) -> Tensor:
-        """Return its bytes, uint8 `[nbytes]`."""
+        """Return the slab's bytes, uint8 `[nbytes]`."""
         return host_view(self.host_address, nbytes)
 
     def settle(self) -> None:
@@ -42,7 +42,7 @@ class PinnedSlab:
             cupy.cuda.runtime.deviceSynchronize()
 
     def free(self) -> None:
-        """Unpin, once kernels and copies in flight are done."""
+        """Unpin the memory, once kernels and copies in flight are done."""
         self.settle()
         cupy = checked(self.device)
         with cupy.cuda.Device(self.device):
@@ -50,7 +50,8 @@ class PinnedSlab:
 
 
 class PinnedAllocator:
-    """Slabs by `cudaHostAlloc`, for a CUDA device. Raises as `launch.checked`, or ValueError."""
+    """Allocates slabs with `cudaHostAlloc`, for a CUDA device. Raises the errors of
+    `launch.checked`, or ValueError."""
 
     far = True
 
@@ -77,7 +78,8 @@ class PinnedAllocator:
 
 
 class Offload:
-    """Copies into slabs on a side stream of a CUDA device; plain ones on a CPU."""
+    """Copies into slabs, on a side stream of a CUDA device. On a CPU, copies are done
+    immediately."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -85,17 +87,21 @@ class Offload:
         if device.type == "cuda":
             self._side = new_stream(device)
         self._done: torch.cuda.Event | None = None
-        self._waited: tuple[torch.cuda.Event | None, set[int]] = None, set()  # for what, by whom
+        self._waited: tuple[torch.cuda.Event | None, set[int]] = (
+            None,
+            set(),
+        )  # event, streams that waited
 
     def copy(
         self, pieces: Iterable[tuple[Tensor, Tensor]], sources: Iterable[Tensor]
     ) -> torch.cuda.Event | None:
         """Copy pairs of (slab, device) uint8 `[h, w]` whose rows are contiguous.
 
-        The copies wait for the work that the current stream has. They keep the sources alive.
+        The copies run after the work that is already queued on the current stream. They keep the
+        sources alive.
 
-        sources: The tensors that the second ones of all pairs are views of. Returns an event for
-        `wait`, or None on a CPU, where the copies are already done.
+        sources: The tensors of which the device tensors of all pairs are views. Returns an event
+        for `wait`, or None on a CPU, where the copies are already done.
         """
         if self._side is None:
             for target, piece in pieces:
@@ -112,19 +118,19 @@ class Offload:
         return self._done
 
     def wait(self, done: torch.cuda.Event | None) -> None:
-        """Make the current stream wait for these copies and all before them."""
+        """Make the current stream wait for these copies and all earlier copies."""
         if done is None:
             return
         stream = raw_stream(self._device.index)
         if self._waited[0] is not done:
             self._waited = done, set()
         if stream in self._waited[1]:
-            return  # what it runs comes after these already
+            return  # this stream has waited for these copies
         torch.cuda.current_stream(self._device.index).wait_event(done)
         self._waited[1].add(stream)
 
     def synchronize(self) -> None:
-        """Wait on the host for all copies, and for the current stream, which may read rows."""
+        """Let the host wait for all copies, and for the current stream, which may read rows."""
         if self._done is not None:
             self._done.synchronize()
         if self._side is not None:

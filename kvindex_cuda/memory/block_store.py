@@ -27,35 +27,37 @@ from kvindex_cuda.ops.attend_latents import LatentAttention, unserved
 from kvindex_cuda.ops.fetch import gather_blocks
 
 SLAB_BYTES = 32 * 2**20
-"""Slab size on the host: 32 blocks of 8 heads with 512-byte rows, which are 8K tokens."""
+"""Slab size on the host: 32 blocks (8K tokens) of 8 KV heads with 512-byte rows."""
 
 DEVICE_SLAB_BYTES = 4 * 2**20
 """Slab size on the device. It is smaller, because a layer's last slab is half empty on average."""
 
 AT_ONCE = 64 * BLOCK
-"""Tokens of a saved state that are on the device at a time."""
+"""Maximum number of tokens of a saved state that are on the device at a time."""
 
 FEW = BLOCK
-"""Tokens of a window update. For so few, copies take the host longer than a launch."""
+"""Up to this number of tokens (a window update), one kernel launch takes the host less time than
+copies."""
 
 
 class BlockStore(Restorable):
-    """Rows as bytes in blocks `[G, 256, row_bytes]`, each of one sequence. Blocks never move.
+    """Stores rows (one token's key and value) as bytes in blocks `[G, 256, row_bytes]`, each of one
+    sequence. Blocks never move.
 
-    It is a `kvindex.storage.store.RowStore` with `PlacedRows`, whose pages are the blocks, and, for
-    latents, with `AttendsToRows`. One thread may use it at a time.
+    It implements the protocols `RowStore`, `PlacedRows` (the pages are the blocks) and, for
+    latents, `AttendsToRows` of `kvindex.storage.store`. One thread may use it at a time.
 
     Args:
         geometry: Of the index.
-        allocator: Of pinned memory (`async_copy.PinnedAllocator`) or of device memory
+        allocator: Allocates pinned memory (`async_copy.PinnedAllocator`) or device memory
             (`slab_pool.DeviceAllocator`).
-        row_codec: A name of `kvindex.storage.codecs`.
-        max_tokens: Tokens that the table has room for.
+        row_codec: Name of a codec in `kvindex.storage.codecs`.
+        max_tokens: Maximum number of tokens, for which the table has room.
         slab_bytes: Bytes of an allocation, rounded down to whole blocks, at least one. The default
             is `SLAB_BYTES` for host memory and `DEVICE_SLAB_BYTES` for device memory.
         budget: The default is the process's budget for host memory, and no limit for the device.
-        preferred: Memory that blocks go to while its budget has room and its allocator does not
-            fail. Afterwards they go to `allocator`.
+        preferred: Memory tier in which blocks are allocated as long as its budget has room and its
+            allocator does not fail. Later blocks are allocated by `allocator`.
     """
 
     page_tokens = BLOCK
@@ -92,8 +94,8 @@ class BlockStore(Restorable):
         self._length = 0
         self._promised = 0  # tokens that `reserve_tokens` allocated memory for
         self._written: dict[str, Tensor] | None = None  # rows after the last one, not yet appended
-        self._writing: torch.cuda.Event | None = None  # recorded when those are written
-        self._copied: torch.cuda.Event | None = None  # recorded when the appended ones are written
+        self._writing: torch.cuda.Event | None = None  # recorded when `_written` is complete
+        self._copied: torch.cuda.Event | None = None  # recorded when appended rows are complete
         self._table = BlockTable(self._geometry, self.row_bytes, self._max_tokens, self._pool)
         # center that stored codes are relative to, updated in place for graphs
         self._center: Tensor | None = None
@@ -125,7 +127,7 @@ class BlockStore(Restorable):
     def far(self) -> bool:
         """True if rows are in host memory, so that the device should cache fetched rows.
 
-        With preferred memory it is True once a block is on the host.
+        With a `preferred` tier it is True once a block is on the host.
         """
         return self._table.far if self._pool.mixed else self._tiers[-1].allocator.far
 
@@ -133,24 +135,26 @@ class BlockStore(Restorable):
     def table(self) -> Tensor:
         """Addresses of blocks, int64 `[B, S]` on the compute device, 0 where there is no block.
 
-        It is `[0, S]` before the first append, and then the same tensor until `reset`. It is a new
-        tensor only if tokens were removed that a deep copy still has, and others are appended. Call
-        `wait` before a kernel reads through it.
+        It is `[0, S]` before the first append, and then the same tensor until `reset`. It is
+        replaced by a new tensor only if tokens are appended after a truncation that removed tokens
+        which a deep copy still contains. Call `wait` before a kernel reads through it.
         """
         return self._table.addresses
 
     @property
     def near(self) -> Tensor | None:
-        """As `kvindex.storage.store.PlacedRows.near`. Stays the same tensor as long as `table`."""
+        """See `kvindex.storage.store.PlacedRows.near`. The tensor is replaced only when `table`
+        is."""
         return self._table.near
 
     @property
     def center(self) -> Tensor | None:
-        """As `kvindex.storage.store.CenteredRows.center`. Undefined while the store is empty."""
+        """See `kvindex.storage.store.CenteredRows.center`. Undefined while the store is empty."""
         return self._center
 
     def wait(self) -> None:
-        """Make the current stream wait for copies of appended rows. Not for a captured stream.
+        """Make the current stream wait for copies of appended rows. Must not be called during a
+        capture.
 
         It does not wait for rows that were only written (`write`). An append of few rows runs on
         the current stream and needs no wait there.
@@ -158,7 +162,7 @@ class BlockStore(Restorable):
         self._offload.wait(self._copied)
 
     def _settle(self) -> None:
-        """Wait on the host for all copies in flight, and for the current stream."""
+        """Let the host wait for all copies in flight, and for the current stream."""
         if self._copied is not None:
             self._copied.synchronize()
         self._offload.synchronize()
@@ -169,10 +173,10 @@ class BlockStore(Restorable):
         """Encode keys `[B, G, N, D]` and values `[B, G, N, Dv]` as rows, for an append.
 
         Whole blocks have their final layout, `[B, S, G, 256, row_bytes]`, so that a slab needs one
-        copy. Rows before and after them are `[B, G, n, row_bytes]`. Few rows that a kernel can join
-        while it writes them are returned unchanged.
+        copy. Rows before and after whole blocks are `[B, G, n, row_bytes]`. If there are so few
+        rows that one kernel joins and writes them, keys and values are returned unchanged.
 
-        valid: As `kvindex.storage.store.CenteredRows.join`.
+        valid: See `kvindex.storage.store.CenteredRows.join`.
         """
         N, start, encode = keys.shape[2], self._length, self._codec.encode
         center = self._center
@@ -198,7 +202,7 @@ class BlockStore(Restorable):
         return joined
 
     def reserve(self, rows: dict[str, Tensor]) -> None:
-        """Make room for `rows` of `join`, without a change to the stored rows.
+        """Make room for `rows`, a result of `join`, without changing the stored rows.
 
         Raises ValueError beyond `max_tokens`, MemoryError beyond the budget, MemoryError or
         RuntimeError if no memory can be pinned.
@@ -208,9 +212,9 @@ class BlockStore(Restorable):
     def reserve_tokens(self, tokens: int) -> None:
         """Allocate the memory for `tokens` tokens now, so that appends up to there allocate none.
 
-        They do not pin a slab ahead either, because launches wait while the driver pins. Also loads
-        the kernel that writes few rows. Does nothing before the first append, which sets the batch
-        size. Raises as `reserve`.
+        These appends do not pin a slab in advance either, because launches wait while the driver
+        pins memory. The call also loads the kernel that writes few rows. It does nothing before the
+        first append, which sets the batch size. Raises as `reserve`.
         """
         if self._table.batch:
             self._room(self._table.batch, tokens - self._length)
@@ -219,7 +223,7 @@ class BlockStore(Restorable):
                 load_kernel(self._geometry.device)
 
     def pin_ahead(self, tokens: int, batch: int) -> None:
-        """As `kvindex.storage.store.PinsAhead.pin_ahead`."""
+        """See `kvindex.storage.store.PinsAhead.pin_ahead`."""
         self._pool.expect(batch * -(-tokens // BLOCK))
 
     def _room(self, batch: int, count: int) -> None:
@@ -233,10 +237,12 @@ class BlockStore(Restorable):
             self._table.room(batch, self._length, count)
 
     def write(self, rows: dict[str, Tensor]) -> None:
-        """Copy `rows` to their blocks. `reserve` comes before, and `append` of the same rows after.
+        """Copy `rows` to their blocks. Call `reserve` before this, and `append` with the same rows
+        after it.
 
-        A kernel on the current stream writes few rows. Others are copied concurrently (`wait`).
-        Raises ValueError for rows that were joined at another length of the store.
+        If there are few rows, a kernel on the current stream writes them. Otherwise they are copied
+        concurrently (see `wait`). Raises ValueError for rows that were joined at another length of
+        the store.
         """
         if "blocks" in rows and (self._length + _count(rows, upto="blocks")) % BLOCK:
             raise ValueError(f"rows: got those of another length, allowed are of {self._length}")
@@ -249,7 +255,7 @@ class BlockStore(Restorable):
         self._writing = self._offload.copy(pieces, rows.values())
 
     def append(self, rows: dict[str, Tensor]) -> None:
-        """Append `rows` of `join`. Raises as `reserve`."""
+        """Append `rows`, a result of `join`. Raises as `reserve`."""
         self.reserve(rows)
         count = _count(rows)
         if not count:
@@ -261,12 +267,12 @@ class BlockStore(Restorable):
         self._written, self._copied = None, self._writing
         self._length += count
         if self._length + BLOCK <= self._promised or self._table.full:
-            return  # reserved room is left: no need to pin more
+            return  # `reserve_tokens` has left room: no need to pin more
         if self._table.spare(self._length) < self._pool.slab_blocks:
             self._pool.ahead()
 
     def _put(self, held: Tensor, rows: dict[str, Tensor]) -> Tensor:
-        """Return the center of the first rows, in place if the batch size is the same."""
+        """Store the center of the first rows, in place if the batch size is the same."""
         batch, center = self._table.batch, rows.center if isinstance(rows, JoinedRows) else None
         if len(held) != batch:
             held = held.new_empty((batch, *held.shape[1:]))
@@ -282,15 +288,16 @@ class BlockStore(Restorable):
 
     @property
     def attends(self) -> bool:
-        """As `kvindex.storage.store.AttendsToRows.attends`: True for latents that kernels read.
+        """See `kvindex.storage.store.AttendsToRows.attends`. True for latents that kernels can
+        read.
 
-        For other rows the step that searches also attends (`pariskv.executor`).
+        For other rows, the fused step that searches also computes attention (`pariskv.executor`).
         """
         latents = self._geometry.value_in_key and self.row_codec not in BITS
         return latents and unserved(self._geometry) is None
 
     def attend(self, queries: Tensor, hits: Hits, resident: ResidentRows) -> Attended:
-        """As `kvindex.storage.store.AttendsToRows.attend`."""
+        """See `kvindex.storage.store.AttendsToRows.attend`."""
         g, (batch, heads, _) = self._geometry, queries.shape
         output = torch.empty((batch, heads, g.value_dim), dtype=g.dtype, device=g.device)
         lse = torch.empty((batch, heads), dtype=torch.float32, device=g.device)
@@ -326,7 +333,7 @@ class BlockStore(Restorable):
     def encoded(self) -> Tensor:
         """Return a copy of all encoded rows, uint8 `[B, G, N, row_bytes]`.
 
-        It is on the CPU if rows are on the host, since the device may have no room for all.
+        The copy is on the CPU if rows are on the host, since the device may not have enough memory.
         """
         shape = self._table.batch, self._geometry.kv_heads, len(self), self.row_bytes
         device = torch.device("cpu") if self.far else self._geometry.device
@@ -338,7 +345,7 @@ class BlockStore(Restorable):
         return rows
 
     def append_encoded(self, rows: Tensor, center: Tensor | None = None) -> None:
-        """As `kvindex.storage.store.CenteredRows.append_encoded`. Also raises as `reserve`."""
+        """See `kvindex.storage.store.CenteredRows.append_encoded`. Also raises as `reserve`."""
         check_center(center, centered=self._center is not None, held=self._length)
         start = self._length
         for first, last in spans(start, start + rows.shape[2]):
@@ -362,7 +369,7 @@ class BlockStore(Restorable):
             yield start, self.gather(ids.expand(shape))
 
     def truncate(self, length: int) -> None:
-        """Keep the first `length` rows. The other blocks are kept for reuse."""
+        """Remove the rows after the first `length`. Their blocks stay allocated for reuse."""
         self._length, self._written = min(self._length, length), None
 
     def reordered(self, batch_indices: Tensor) -> BlockStore:
@@ -387,7 +394,7 @@ class BlockStore(Restorable):
         return copied
 
     def expand_batch(self, count: int) -> BlockStore:
-        """Return a view of a batch of 1 as one of `count`. It cannot be appended to."""
+        """Return a read-only view of a batch of 1 as a batch of `count` equal sequences."""
         view = self._shallow()
         view._lent_by = self
         view._table = self._table.expand_batch(count)
@@ -404,12 +411,13 @@ class BlockStore(Restorable):
     def __deepcopy__(self, memo: dict[int, Any]) -> BlockStore:
         """Return a copy that shares the full blocks. A view's copy has its own rows.
 
-        Nobody writes to a shared block: a store that was truncated gets another block first.
+        Shared blocks are never written to: if a store was truncated into a shared block, it copies
+        that block before it appends.
         """
         if self._lent_by is not None:
             return self.reordered(torch.arange(self._table.batch))
         if self._length % BLOCK:
-            self._settle()  # the fork copies the open block
+            self._settle()  # the fork copies the last, partly filled block
         twin = self._shallow()
         twin._offload = Offload(self._geometry.device)
         twin._center = None if self._center is None else self._center.clone()
@@ -420,7 +428,7 @@ class BlockStore(Restorable):
     def rollback(self, checkpoint: Any) -> None:
         """Restore the state of `checkpoint`.
 
-        Memory after the last row is undefined, and a copy to there may still be in flight.
+        Memory after the last row is undefined. A copy that writes there may still be in flight.
         """
         writing = self._writing
         super().rollback(checkpoint)
@@ -440,11 +448,11 @@ class BlockStore(Restorable):
         return self._table.batch * self._geometry.kv_heads * self._length * self.row_bytes
 
     def memory(self) -> dict[int, int]:
-        """As `kvindex.core.protocol.ReportsMemory.memory`."""
+        """See `kvindex.core.protocol.ReportsMemory.memory`."""
         return self._table.memory()
 
     def rows_by_place(self) -> dict[str, int]:
-        """As `kvindex.storage.store.PlacedRows.rows_by_place`."""
+        """See `kvindex.storage.store.PlacedRows.rows_by_place`."""
         g, rows = self._geometry, self._table.batch * self._length
         if self._pool.mixed:
             near = self._table.tokens_near(self._length)
@@ -454,7 +462,8 @@ class BlockStore(Restorable):
 
     @property
     def pinned_bytes(self) -> int:
-        """Bytes of allocated memory: rows, room for more rows, and a slab in advance."""
+        """Bytes of allocated memory: stored rows, room for more rows, and the slab pinned in
+        advance."""
         return self._pool.pinned_bytes
 
 
@@ -465,7 +474,7 @@ def _in_blocks(part: Tensor) -> Tensor:
 
 
 def _count(rows: dict[str, Tensor], upto: str = "values") -> int:
-    """Return the number of tokens that were joined, or of those before the part `upto`."""
+    """Count the tokens of joined rows, or only those in the parts before the one named `upto`."""
     count = 0
     for name, part in rows.items():
         if name == upto:

@@ -1,4 +1,4 @@
-"""Block table: which block of memory contains the rows of which tokens, for kernels."""
+"""Block table: maps tokens to the blocks of memory that contain their rows, for kernels."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from kvindex_cuda.memory.layout import BLOCK
 class BlockTable:
     """Blocks `[G, 256, row_bytes]` of each sequence, in the order of their tokens.
 
-    `addresses` and `near` stay the same tensors while `B` does not change, until a block is written
-    to that a fork contains, too.
+    `addresses` and `near` stay the same tensors while `B` does not change, until a block that a
+    fork shares must be written to.
 
     Attributes:
-        addresses: Addresses of blocks on the compute device, int64 `[B, S]`, where `S` blocks are
-            room for `max_tokens`. 0 where there is no block.
-        near: Which blocks are in device memory, uint8 `[B, S]` on the device, or None if all
-            blocks of the pool are in one place.
+        addresses: Addresses of blocks on the compute device, int64 `[B, S]`, where `S` is the
+            number of blocks for `max_tokens`. 0 where there is no block.
+        near: 1 for blocks in device memory, uint8 `[B, S]` on the device, or None if all blocks of
+            the pool are in one memory tier.
         far: True if some block is in host memory.
-        ledger: All blocks that were taken from the pool.
+        ledger: Numbers of all blocks that were taken from the pool.
     """
 
     def __init__(
@@ -41,20 +41,20 @@ class BlockTable:
 
     @property
     def batch(self) -> int:
-        """`B`, 0 before there is room."""
+        """Number of sequences, `B`; 0 before the first `room`."""
         return self._numbers.shape[0]
 
     @property
     def full(self) -> bool:
-        """True if there is room for `max_tokens`."""
+        """True if blocks for all `max_tokens` tokens are allocated."""
         return self._numbers.shape[1] == self.addresses.shape[1]
 
     def spare(self, length: int) -> int:
-        """Return the blocks that are there for tokens after the first `length`."""
+        """Return the number of allocated blocks for tokens after the first `length`."""
         return self.batch * (self._numbers.shape[1] - -(-length // BLOCK))
 
     def room(self, batch: int, length: int, count: int) -> None:
-        """Make room for `count` tokens after `length` others of a batch of `batch`.
+        """Make room for `count` tokens after the first `length` tokens of `batch` sequences.
 
         Raises ValueError beyond `max_tokens` or for another batch size, and the errors of
         `Pool.take`. The blocks are then the same as before.
@@ -66,7 +66,7 @@ class BlockTable:
         if self.batch != batch:
             if length:
                 raise ValueError(f"rows: got a batch of {batch}, allowed is {self.batch}")
-            held = self.ledger.copy()  # the blocks are empty
+            held = self.ledger.copy()  # no block has rows
             self.addresses, self._numbers = self._empty(batch)
             self.ledger.clear()
             self.near, self.far = self._none_near(), False
@@ -91,8 +91,8 @@ class BlockTable:
     def fork(self, length: int) -> BlockTable:
         """Return a table that shares the full blocks of the first `length` tokens.
 
-        The fork has its own ledger, and a copy of a block that is not full. The caller has waited
-        for writes to that block. Raises the errors of `Pool.take`.
+        The fork has its own ledger, and a copy of a block that is not full. The caller must have
+        waited for writes to that block. Raises the errors of `Pool.take`.
         """
         twin, full = copy(self), length // BLOCK
         twin._numbers = self._numbers[:, :full].clone()
@@ -113,15 +113,17 @@ class BlockTable:
         return twin
 
     def shares(self, length: int) -> bool:
-        """Return True if tokens after the first `length` would be written to a fork's blocks."""
+        """Return True if tokens after the first `length` would be written to a block that a fork
+        shares."""
         rows = self._numbers[:, length // BLOCK :].tolist()  # avoids a torch operation
         return any(self._pool.shared([number for row in rows for number in row]))
 
     def owned(self, length: int) -> BlockTable:
-        """Return this table, or one with its own blocks after `length` if it `shares` some.
+        """Return this table; or, if it `shares` blocks after `length`, a table with its own blocks
+        there.
 
-        The last block of each sequence is copied, so it must be complete. Raises the errors of
-        `Pool.take`.
+        The block at `length` of each sequence is copied, so all writes to it must be complete.
+        Raises the errors of `Pool.take`.
         """
         slot = length // BLOCK
         own, shared = copy(self), self._pool.shared(self._numbers[:, slot:].flatten().tolist())
@@ -147,7 +149,8 @@ class BlockTable:
                 self._block(to).copy_(other._block(come))
 
     def tokens_near(self, length: int) -> int:
-        """Return how many of the first `length` tokens of all sequences are on the device."""
+        """Count the tokens whose rows are on the device, among the first `length` of each
+        sequence."""
         held = -(-length // BLOCK)
         count = 0
         for numbers in self._numbers[:, :held].tolist():
@@ -156,12 +159,12 @@ class BlockTable:
         return count
 
     def memory(self) -> dict[int, int]:
-        """As `kvindex.core.protocol.ReportsMemory.memory`, a piece for each block."""
+        """See `kvindex.core.protocol.ReportsMemory.memory`. Each block is a piece of memory."""
         held, pool = self._numbers.flatten().tolist(), self._pool
         return {pool.device_address(number): pool.block_bytes for number in held}
 
     def read(self, ids: Tensor) -> Tensor:
-        """Return the bytes `[B, G, K, row_bytes]` of tokens int64 `[B, G, K]`, -1 for zeros."""
+        """Return the bytes `[B, G, K, row_bytes]` of tokens int64 `[B, G, K]`; zeros for id -1."""
         rows = torch.zeros((*ids.shape, self._row_bytes), dtype=torch.uint8)
         b, g, k = (ids > UNUSED).nonzero(as_tuple=True)
         token = ids[b, g, k]
@@ -173,13 +176,13 @@ class BlockTable:
         return rows
 
     def pieces(self, parts: Iterable[Tensor], start: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield pairs of views (host, one of `parts`) for copies of the tokens from `start` on.
+        """Yield pairs (view of a block, view of a part) that copy the tokens from `start` on.
 
-        Both views are uint8 `[h, w]` with contiguous matrix rows: adjacent blocks (`h` is 1), or
-        the heads of rows that go to one block.
+        Both views are uint8 `[h, w]` with contiguous matrix rows: either adjacent blocks (`h` is
+        1), or rows for one block, with a matrix row for each KV head.
 
-        parts: In order, whole blocks `[B, S, G, 256, row_bytes]`, and other rows `[B, G, n,
-        row_bytes]`.
+        parts: Tokens in order: whole blocks `[B, S, G, 256, row_bytes]`, and rows before and after
+        these `[B, G, n, row_bytes]`.
         """
         for part in parts:
             if part.ndim == 5:
@@ -196,7 +199,8 @@ class BlockTable:
                 start += count
 
     def _whole(self, blocks: Tensor, slot: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the pairs of `pieces` for blocks `[B, S, G, 256, row_bytes]` from `slot` on."""
+        """Yield the pairs of `pieces` for whole blocks `[B, S, G, 256, row_bytes]` from `slot`
+        on."""
         for b, new in enumerate(blocks):
             numbers = self._numbers[b, slot : slot + len(new)].tolist()
             for at, length in runs(numbers, self._pool.slab_blocks):
@@ -211,7 +215,7 @@ class BlockTable:
             self._block(int(to)).copy_(other._block(int(come)))
 
     def expand_batch(self, count: int) -> BlockTable:
-        """Return a read-only view of a batch of 1 as one of `count`."""
+        """Return a read-only view of a batch of 1 as a batch of `count` equal sequences."""
         view = copy(self)
         if not self.batch:  # before the first append
             view.addresses, view._numbers = self._empty(count)
@@ -234,7 +238,8 @@ class BlockTable:
         return torch.zeros(self.addresses.shape, dtype=torch.uint8, device=self._device)
 
     def _name(self, row: int, start: int, blocks: list[int]) -> None:
-        """Enter a sequence's blocks from place `start` on. Neither pins memory nor waits."""
+        """Write the addresses of a sequence's blocks to the table, from place `start` on. Neither
+        pins memory nor waits."""
         size = self._pool.block_bytes
         for at, length in runs(blocks, self._pool.slab_blocks):
             first, places = (
@@ -255,7 +260,8 @@ class BlockTable:
 
 
 def spans(start: int, end: int) -> Iterator[tuple[int, int]]:
-    """Split the tokens from `start` to `end` into a block's end, whole blocks, a block's start."""
+    """Split the tokens from `start` to `end` into the rest of a block, whole blocks, and the
+    beginning of a block."""
     whole = min(end, -(-start // BLOCK) * BLOCK)
     rest = max(whole, end // BLOCK * BLOCK)
     for first, last in ((start, whole), (whole, rest), (rest, end)):
@@ -264,7 +270,8 @@ def spans(start: int, end: int) -> Iterator[tuple[int, int]]:
 
 
 def runs(numbers: list[int], slab_blocks: int) -> Iterator[tuple[int, int]]:
-    """Yield runs of blocks that are adjacent in a slab: (place in `numbers`, count)."""
+    """Yield the runs of blocks that are adjacent in a slab, as (place in `numbers`, number of
+    blocks)."""
     at = 0
     for place in range(1, len(numbers) + 1):
         follows = place < len(numbers) and numbers[place] == numbers[place - 1] + 1

@@ -1,4 +1,4 @@
-"""Limits on the memory that all pools of a process may take, above all pinned memory."""
+"""Limits on the memory that all pools of a process may allocate, mainly for pinned memory."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from pathlib import Path
 from kvindex.core import check, forks
 
 SHARE = 0.9
-"""Fraction of the memory available when the first store is made that all stores may pin."""
+"""Fraction of the memory that all stores together may pin. The memory is what the machine has
+available when the first store is made."""
 
 
 class Budget:
@@ -17,24 +18,22 @@ class Budget:
     def __init__(self, limit_bytes: int | None = None) -> None:
         self.limit_bytes = None if limit_bytes is None else check.at_least("limit", limit_bytes, 0)
         self._used = 0
-        self._lock = forks.lock(
-            self, "_lock"
-        )  # again by its own thread, where a collected pool gives
+        self._lock = forks.lock(self, "_lock")  # reentrant: a garbage-collected pool calls `give`
 
     @property
     def used_bytes(self) -> int:
-        """Bytes that were taken and not given back."""
+        """Bytes that are currently taken."""
         return self._used
 
     def try_take(self, nbytes: int) -> bool:
-        """Take `nbytes` and return True if that many are left."""
+        """Take `nbytes` and return True, or return False if fewer are left."""
         with self._lock:
             fits = self.limit_bytes is None or self._used + nbytes <= self.limit_bytes
             self._used += nbytes if fits else 0
             return fits
 
     def take(self, nbytes: int) -> None:
-        """Take `nbytes`. Raises MemoryError if fewer are left, and takes none."""
+        """Take `nbytes`. Raises MemoryError, and takes nothing, if fewer bytes are left."""
         if not self.try_take(nbytes):
             raise MemoryError(
                 f"host store: needs {nbytes} bytes more, {self._used} are in use, the limit is "
@@ -42,14 +41,15 @@ class Budget:
             )
 
     def give(self, nbytes: int) -> None:
-        """Give back `nbytes`."""
+        """Give `nbytes` back to the budget."""
         with self._lock:
             self._used -= nbytes
 
 
 @lru_cache(maxsize=1)
 def shared_budget() -> Budget:
-    """Return the process's budget: 90% of the memory available at the first call, if known."""
+    """Return the process's budget: 90% of the memory available at the first call; no limit if
+    unknown."""
     available = available_bytes()
     return Budget(None if available is None else int(SHARE * available))
 

@@ -1,4 +1,4 @@
-"""Codes in blocks of 256 tokens, which stay at their address."""
+"""Codes in blocks of 256 tokens. A block never moves."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvindex_cuda.memory.block_table import spans
 from kvindex_cuda.memory.layout import BLOCK, MAX_TOKENS, Layout
 
 AHEAD_BYTES = 16 * 2**20
-"""Most bytes that one allocation takes ahead of need."""
+"""Most bytes by which one allocation may exceed the bytes needed now."""
 
 
 class Run(NamedTuple):
@@ -32,10 +32,11 @@ class Fill:
 
     Attributes:
         batch: Sequences.
-        count: Tokens of each.
+        count: Tokens of each sequence.
         write: Launches the kernel, given the addresses of blocks, int64 `[B, S]`.
-        late: Call `write` when the codes are appended, not before, because an open block is there.
-        beyond: Tokens of an open block that come after these.
+        late: Call `write` only when the codes are appended, because until then the memory contains
+            an open block, which is still searched.
+        beyond: Number of tokens in the open block that follows these tokens.
     """
 
     batch: int
@@ -46,13 +47,15 @@ class Fill:
 
 
 class CodeBlocks(Restorable):
-    """Codes of a ParisKV in blocks of 256 tokens that kernels read.
+    """Codes of a ParisKV index, in blocks of 256 tokens that kernels read.
 
-    It has the interface of `kvindex.storage.columns.BlockColumns`, and assembles a column when that
-    is read. `table` contains the addresses of blocks, int64 `[B, S]`, 0 where there is none. It
-    stays the same tensor while `B` does not change. Appends beyond `max_tokens` raise ValueError.
+    It has the interface of `kvindex.storage.columns.BlockColumns`, and assembles a column when the
+    column is read. `table` contains the addresses of blocks, int64 `[B, S]`, 0 where there is none.
+    It stays the same tensor while `B` does not change. Appends beyond `max_tokens` raise
+    ValueError.
 
-    unit: Tokens that are added and removed together, 1 or 256. centered: Blocks have centers.
+    unit: Number of tokens that are added or removed at a time, 1 or 256. centered: Whether blocks
+    have centers.
     """
 
     def __init__(
@@ -72,14 +75,14 @@ class CodeBlocks(Restorable):
         self.reset()
 
     def reset(self) -> None:
-        """Forget everything."""
+        """Remove all codes, and free the memory."""
         self._slabs: list[Tensor] = []  # uint8 [blocks, G, head_bytes] each
-        self._free: list[Run] = []  # the last run is taken next
+        self._free: list[Run] = []  # the last run is used first
         self._held: list[list[Run]] = []  # runs of each sequence, in order
         self._blocks = 0  # blocks of each sequence
         self._length = 0
-        self._written: Fill | None = None  # written after the last token, not yet appended
-        # first blocks that deep copies share; a rollback does not undo a copy
+        self._written: Fill | None = None  # codes that are written, but not yet appended
+        # the number of first blocks that deep copies share; a rollback does not undo the sharing
         self._shared, self._sharing = [0], Sharing()
         self.table = torch.zeros((0, self._most), dtype=torch.int64, device=self._device)
 
@@ -103,7 +106,8 @@ class CodeBlocks(Restorable):
         return torch.stack(rows)
 
     def every(self, name: str, tokens: int, stride: int) -> Tensor:
-        """Return a copy of every `stride`-th of a column's first `tokens` tokens, `[B, G, N, ...]`.
+        """Return a copy of a column, `[B, G, N, ...]`: every `stride`-th of the first `tokens`
+        tokens.
 
         tokens: A multiple of 256. stride: A divisor or a multiple of 256.
         """
@@ -121,7 +125,7 @@ class CodeBlocks(Restorable):
 
     @property
     def written(self) -> int:
-        """As `Columns.written`."""
+        """See `Columns.written`."""
         return self._length + (0 if self._written is None else self._written.count)
 
     def _column(self, name: str, run: Run) -> Tensor:
@@ -140,15 +144,17 @@ class CodeBlocks(Restorable):
         self._room(batch, count + beyond)
 
     def reserve_open(self, batch: int) -> None:
-        """Make room for the open block. If memory runs out, the codes stay unchanged."""
+        """Make room for the open block (the last, partly filled one). If memory runs out, the codes
+        stay unchanged."""
         self._room(batch, 1)
 
     def put_open(self, new: Mapping[str, Tensor]) -> None:
-        """Write codes of the open block, whose tokens are not counted."""
+        """Write codes of the open block. Its tokens do not count for the length."""
         self._copy(new, self._length, _shape(new)[1])
 
     def reserve_tokens(self, tokens: int) -> None:
-        """Take the memory for `tokens` tokens now, so that appends up to there take none.
+        """Allocate the memory for `tokens` tokens now, so that appends up to that length allocate
+        none.
 
         Does nothing before the first append, which sets the batch size. Raises as `reserve`.
         """
@@ -175,7 +181,7 @@ class CodeBlocks(Restorable):
         for row, held in enumerate(rows):
             at = self._blocks
             for run in _taken(free, more):
-                self._name(row, at, run)  # after the last block, where nothing is read
+                self._name(row, at, run)  # beyond the last block, which no kernel reads
                 at += run.blocks
                 last = held[-1] if held else Run(-1, 0, 0)
                 if (last.slab, last.first + last.blocks) == run[:2]:
@@ -185,7 +191,8 @@ class CodeBlocks(Restorable):
         self._free, self._held, self._blocks = free, rows, need
 
     def _own(self, first: int) -> None:
-        """Replace the blocks from `first` on if a copy of these codes reads one of them.
+        """Give these codes their own blocks from `first` on, if a deep copy shares one of these
+        blocks.
 
         The table is then a new tensor, and the old one remains for a rollback.
         """
@@ -198,7 +205,8 @@ class CodeBlocks(Restorable):
                 raise
 
     def _replace(self, first: int) -> None:
-        """Replace the blocks from `first` on by others, and copy block `first`."""
+        """Replace the blocks from `first` on by free blocks, and copy the contents of block
+        `first`."""
         rows = range(len(self._held))
         old = [[*self._runs(row, first, 1)] for row in rows]
         blocks, self._blocks, self._shared = self._blocks, first, [first]
@@ -214,7 +222,8 @@ class CodeBlocks(Restorable):
             self._slabs[target.slab][target.first].copy_(block)
 
     def write(self, new: Mapping[str, Tensor] | Fill) -> None:
-        """Launch a kernel's writes, once, before `append`. `reserve` comes first."""
+        """Launch the kernel that writes the codes, if not launched yet. Call it between `reserve`
+        and `append`."""
         if isinstance(new, Fill) and new.count and not new.late:
             self._fill(new)
         else:
@@ -226,7 +235,7 @@ class CodeBlocks(Restorable):
             self._written = new
 
     def append(self, new: Mapping[str, Tensor] | Fill) -> None:
-        """Append codes that agree with the columns in all but the token axis."""
+        """Append codes whose shapes equal those of the columns, except for the token dimension."""
         if not new:
             return
         self.reserve(new)
@@ -239,14 +248,15 @@ class CodeBlocks(Restorable):
         self._length += count
 
     def forget(self) -> None:
-        """Discard what was written and not appended."""
+        """Discard codes that were written but not appended."""
         self._written = None
 
     def _after_rollback(self) -> None:
         self._written = None  # a failed call may write to the same blocks
 
     def truncate(self, length: int) -> None:
-        """Keep the codes of the first `length` tokens. The other blocks are kept for reuse."""
+        """Remove the codes after the first `length` tokens. Their blocks stay allocated for
+        reuse."""
         self._length, self._written = min(self._length, length // self._unit * self._unit), None
 
     def reordered(self, batch_indices: Tensor) -> CodeBlocks:
@@ -268,7 +278,7 @@ class CodeBlocks(Restorable):
         return other
 
     def expand_batch(self, count: int) -> CodeBlocks:
-        """Return a view of a batch of 1 as one of `count`. It cannot be appended to."""
+        """Return a read-only view of a batch of 1 as a batch of `count` equal sequences."""
         view = self._shallow()
         view._held = self._held * count
         view.table = self.table.expand(count, -1).contiguous()
@@ -306,7 +316,7 @@ class CodeBlocks(Restorable):
         return len(self._held) * self._heads * used
 
     def memory(self) -> dict[int, int]:
-        """As `kvindex.core.protocol.ReportsMemory.memory`, a piece for each block."""
+        """See `kvindex.core.protocol.ReportsMemory.memory`. Each block is a piece of memory."""
         size, pieces = self._block_bytes, dict[int, int]()
         for run in (run for held in self._held for run in held):
             first = self._slabs[run.slab].data_ptr() + run.first * size
@@ -359,7 +369,8 @@ class CodeBlocks(Restorable):
         torch.arange(first, first + run.blocks * size, size, out=names)
 
     def _grow(self, blocks: int, *, ahead: bool) -> None:
-        """Allocate `blocks` more. ahead: at least a quarter more, up to `AHEAD_BYTES`."""
+        """Allocate `blocks` more blocks. With `ahead`, add a quarter of all blocks (at most
+        `AHEAD_BYTES`)."""
         held = sum(len(slab) for slab in self._slabs)
         count = max(blocks, min(held // 4, AHEAD_BYTES // self._block_bytes) if ahead else 0)
         shape = (count, self._heads, self.layout.head_bytes)
@@ -372,7 +383,7 @@ class CodeBlocks(Restorable):
 
 
 def _first(held: list[Run], count: int) -> list[Run]:
-    """Return the runs of the first `count` blocks."""
+    """Return the runs that contain the first `count` blocks."""
     rest, first = count, []
     for run in held:
         if rest > 0:
@@ -382,7 +393,7 @@ def _first(held: list[Run], count: int) -> list[Run]:
 
 
 def _taken(free: list[Run], count: int) -> Iterator[Run]:
-    """Take `count` blocks from `free`, run by run."""
+    """Remove `count` blocks from the runs in `free`, and return them as runs."""
     while count:
         run = free.pop()
         if run.blocks > count:
@@ -394,7 +405,7 @@ def _taken(free: list[Run], count: int) -> Iterator[Run]:
 
 
 def _shape(new: Mapping[str, Tensor] | Fill) -> tuple[int, int]:
-    """Return the sequences and tokens of new codes."""
+    """Return the numbers of sequences and tokens of new codes."""
     if isinstance(new, Fill):
         return new.batch, new.count
     return new["signs"].shape[0], new["signs"].shape[2]

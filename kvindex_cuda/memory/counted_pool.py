@@ -14,9 +14,9 @@ from kvindex_cuda.memory.slab_pool import Pool, Tier
 class CountedPool(Pool):
     """A `Pool` whose blocks may belong to several members, such as stores that share a prefix.
 
-    Each member has a ledger of all blocks that it has used. They belong to it until it leaves, so
-    that a rollback to a checkpoint finds them. The pool closes when the last member leaves. Members
-    may be used by different threads.
+    Each member has a ledger of all blocks that it has used. These blocks belong to the member until
+    it leaves, so that a rollback to a checkpoint still finds them. The pool closes when the last
+    member leaves. Members may be used by different threads.
 
     device: The device whose kernels read the blocks.
     """
@@ -30,13 +30,13 @@ class CountedPool(Pool):
     ) -> None:
         super().__init__(block_bytes, slab_blocks, *tiers)
         self._device = device
-        self._more: Counter[int] = Counter()  # further members that have a block, after the first
-        self._ledgers: dict[int, list[int]] = {}  # members' ledgers by identity
+        self._more: Counter[int] = Counter()  # block -> its members beyond the first
+        self._ledgers: dict[int, list[int]] = {}  # id -> ledger of a member
         self._left: deque[list[int]] = deque()  # ledgers of members that left, not yet processed
         self._unread: list[int] = []  # free blocks that kernels may still read
         self._lock = forks.lock(
             self, "_lock"
-        )  # again by its own thread, where a collected member leaves
+        )  # reentrant: a garbage-collected member calls `leave`
 
     def join(self, ledger: list[int]) -> None:
         """Add a member that shares the blocks in `ledger`."""
@@ -53,13 +53,14 @@ class CountedPool(Pool):
             self.close()
 
     def shared(self, blocks: Sequence[int]) -> list[bool]:
-        """Return for each block whether another member has it, too."""
+        """Return a bool for each block: True if another member has the block, too."""
         with self._lock:
             self._count()
             return [self._more[block] > 0 for block in blocks]
 
     def take(self, count: int) -> list[int]:
-        """As `Pool.take`. Blocks of members that have left are used before more memory."""
+        """See `Pool.take`. Blocks of members that have left are used before new memory is
+        allocated."""
         with self._lock:
             self._count()
             if len(self._free) < count and self._unread:
@@ -70,12 +71,12 @@ class CountedPool(Pool):
             return super().take(count)
 
     def give(self, blocks: list[int]) -> None:
-        """As `Pool.give`, except for blocks that another member has."""
+        """See `Pool.give`. Blocks that another member also has stay in use."""
         with self._lock:
             super().give(self._released(blocks))
 
     def ahead(self) -> None:
-        """As `Pool.ahead`. Blocks of members that have left count as free."""
+        """See `Pool.ahead`. Blocks of members that have left count as free."""
         with self._lock:
             self._count()
             if len(self._free) + len(self._unread) < self.slab_blocks:
@@ -87,8 +88,8 @@ class CountedPool(Pool):
             self._unread += self._released(self._left.popleft())
 
     def _released(self, blocks: list[int]) -> list[int]:
-        """Return those of the blocks that no member has any more."""
+        """Return the blocks that no member has any more."""
         shared = [block for block in blocks if self._more[block] > 0]
         self._more.subtract(shared)
-        self._more = +self._more  # without zeros
+        self._more = +self._more  # drops entries of 0
         return [*set(blocks) - set(shared)]

@@ -13,16 +13,18 @@ from kvindex_cuda.memory.budget import Budget
 SHARE = 0.6
 """Default fraction of the device's free memory for rows.
 
-Codes are 15% of a plain row's bytes and 30% of a coded one's. Codes of rows on the host are on the
-device, too, and take 10% to 20% of what was free. The rest is left to the model."""
+Codes take 15% as many bytes as plain rows, and 30% as many as coded rows. Codes of rows on the host
+are on the device, too, and take 10% to 20% of the memory that was free. The rest is left for the
+model."""
 
 
 class DeviceBudget(Budget):
-    """Limits rows on a device to a fraction of their own memory and the free memory together.
+    """Limits the rows on a device to a fraction of the sum of their own memory and the free memory.
 
-    The free memory is read each time memory is requested, so other users (the model, codes, another
-    process) leave less for rows. Rows that have memory keep it. The rows of all stores on a device
-    are counted together, while each store has its own fraction `share`, in (0, 1].
+    The free memory is read each time memory is requested, so memory used by others (the model,
+    codes, another process) reduces the limit. Rows that are already stored keep their memory. The
+    rows of all stores on a device are counted together, while each store has its own fraction
+    `share`, in (0, 1].
 
     free: Returns the free bytes of a device.
     """
@@ -40,29 +42,30 @@ class DeviceBudget(Budget):
 
     @property
     def used_bytes(self) -> int:
-        """Bytes that all stores of the device have taken and not given back."""
+        """Bytes that all stores of the device have taken."""
         return self._rows.used_bytes
 
     def try_take(self, nbytes: int) -> bool:
-        """Take `nbytes` and return True if that many are left."""
+        """Take `nbytes` and return True, or return False if fewer are left."""
         used = self._rows.used_bytes
         if used + nbytes > self.share * (self._free(self._device) + used):
             return False
         return self._rows.try_take(nbytes)
 
     def give(self, nbytes: int) -> None:
-        """Give back `nbytes`."""
+        """Give `nbytes` back to the budget."""
         self._rows.give(nbytes)
 
 
 @lru_cache
 def rows_of(device: torch.device) -> Budget:
-    """Return the counter of such rows on a device."""
+    """Return the counter of the bytes of such rows on a device."""
     return Budget()
 
 
 def free_bytes(device: torch.device) -> int:
-    """Return the free memory of a CUDA device, with the unused part that torch has reserved."""
+    """Return the free memory of a CUDA device, including memory that torch has reserved and does
+    not use."""
     free, _ = torch.cuda.mem_get_info(device)
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return int(free + unused)

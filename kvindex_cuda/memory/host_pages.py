@@ -19,22 +19,22 @@ from kvindex_cuda.memory.slab_pool import Allocator, DeviceAllocator, Slab
 class HostPages:
     """Uninitialized rows of each layer in host memory, `[pages, G, tokens, 2 D]`.
 
-    `close` frees them, as does the garbage collector.
+    `close` or the garbage collector frees them.
 
     Args:
-        geometry: Of every layer.
+        geometry: Geometry that all layers have.
         layers: Number of layers.
         pages: Pages of each layer.
         tokens: Tokens of a page.
-        allocator: The default allocates pinned memory, or torch's if the device is a CPU.
-        budget: The default is the process's budget of pinned memory.
+        allocator: Allocates the memory. By default it is pinned, or torch's if the device is a CPU.
+        budget: Limit of the memory. The default is the process's budget for pinned memory.
 
     Attributes:
-        rows: The rows of each layer, as tensors of the host.
-        places: Their addresses for kernels.
+        rows: The rows of each layer, as tensors on the CPU.
+        places: The address of each layer's rows for kernels.
 
     Raises:
-        MemoryError: The budget has no room, or the machine no memory. No memory is kept.
+        MemoryError: The budget or the machine's memory is too small. All memory is freed again.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class HostPages:
         layer_bytes = prod(shape) * size
         self.nbytes = layers * layer_bytes
         if not budget.try_take(self.nbytes):
-            assert budget.limit_bytes is not None  # or there would have been room
+            assert budget.limit_bytes is not None  # without a limit, there would have been room
             room = budget.limit_bytes - budget.used_bytes
             raise MemoryError(
                 f"rows on the host: got {pages} pages of {tokens} tokens for each of {layers} "

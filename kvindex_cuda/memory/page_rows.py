@@ -1,4 +1,5 @@
-"""Write rows to an engine's pages, and gather whole sequences from them, by one kernel each."""
+"""Write rows to the pages of an engine such as vLLM, or gather whole sequences from them, with one
+kernel each."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ WRITE, GATHER = "append/write_pages.cu", "append/gather_pages.cu"
 
 
 def load_kernels(device: torch.device) -> None:
-    """Load both kernels on a device in advance, since none can be compiled in a graph."""
+    """Load both kernels on a device in advance, because kernels cannot be compiled during a graph
+    capture."""
     load(WRITE, "write_pages", device)
     load(GATHER, "gather_pages", device)
 
@@ -35,13 +37,13 @@ def write_pages(
     """Write the keys and values of new tokens to a layer's pages. Can be captured in a graph.
 
     Args:
-        pages: Of all layers.
+        pages: Pages of all layers.
         layer: Number of the layer.
         keys: `[T, G, D]`.
         values: `[T, G, D]`.
-        slots: Slot of each token, int64 `[T]`: `page · tokens + offset`, below 0 for nowhere.
-        cache: The layer's row cache, with a group for each KV head. It forgets the rows that are
-            overwritten.
+        slots: Slot of each token, int64 `[T]`: `page · tokens + offset`, below 0 to skip the token.
+        cache: The layer's row cache, with a group for each KV head. Rows that are overwritten are
+            removed from it.
 
     Raises:
         ValueError: Shapes or dtypes do not fit.
@@ -87,16 +89,17 @@ def gather_pages(
 ) -> None:
     """Copy the rows of sequences to `copy`, with their pages in order.
 
-    The copy ends at a sequence's last token. Entries beyond stay unchanged.
+    Entries of `copy` beyond a sequence's last token stay unchanged.
 
     Args:
-        pages: Of all layers. Each page must be contiguous.
+        pages: Pages of all layers. Each page must be contiguous.
         layer: Number of the layer.
         copy: `[R, width, G, tokens, 2 D]`, on the device of the codes.
         tables: Pages of each sequence, int32 `[R, blocks]`.
-        lengths: Tokens of each sequence with its new ones, int32 `[R]`.
-        starts: Where each sequence's new tokens begin among all, and the end, int32 `[R + 1]`.
-        keys: Of all new tokens, `[T, G, D]`. New rows are not read from the pages.
+        lengths: Length of each sequence including its new tokens, int32 `[R]`.
+        starts: The first new token of each sequence among all new tokens, and the end, int32 `[R +
+            1]`.
+        keys: Keys of all new tokens, `[T, G, D]`. New rows are not read from the pages.
         values: Likewise.
 
     Raises:
@@ -137,14 +140,15 @@ def gather_pages(
 
 
 def _counted(pieces: int) -> int:
-    """Return the number of pieces. Raises ValueError if it exceeds the kernels' 32 bits."""
+    """Return the number of 16-byte pieces. Raises ValueError if it exceeds the kernels' 32 bits."""
     if pieces >= 2**31:
         raise ValueError(f"rows: got {pieces} pieces of 16 bytes, allowed are fewer than 2^31")
     return pieces
 
 
 def _pieces(pages: Pages, keys: Tensor, values: Tensor) -> dict[str, int]:
-    """Return the 16-byte pieces of keys and of rows, and strides. Raises ValueError."""
+    """Return the numbers of 16-byte pieces in a key and in a row, and strides. Raises
+    ValueError."""
     rows = pages.rows[0]
     size = rows.element_size()
     given: dict[str, int] = {}

@@ -14,24 +14,25 @@ from kvindex_cuda.memory.layout import BLOCK, Layout
 
 @dataclass(frozen=True)
 class PagedLayout(Layout):
-    """`Layout` in pages, where `head_bytes` is the stride from a KV head's record to the next."""
+    """`Layout` in an engine's pages, where `head_bytes` is the stride from one KV head's record to
+    the next."""
 
     record_bytes: int
 
     @cached_property
     def head_bytes(self) -> int:
-        """Bytes from a KV head's record to the next one."""
+        """Bytes from one KV head's record to the next."""
         return self.record_bytes
 
 
 @dataclass(frozen=True)
 class Pages:
-    """The engine's two caches of each layer. All layers have the same strides.
+    """The engine's two caches of each layer: codes and rows. All layers have the same strides.
 
     Args:
-        codes: Codes of each layer, uint8 `[pages, G, parts, bytes]`, records of 256 tokens.
-        rows: Rows of each layer, `[pages, G, tokens, 2 D]`, the key before the value. Strides are
-            free, but each row is contiguous.
+        codes: Codes of each layer, uint8 `[pages, G, parts, bytes]`, in records of 256 tokens.
+        rows: Rows of each layer, `[pages, G, tokens, 2 D]`, the key before the value. Each row must
+            be contiguous; other strides are arbitrary.
         places: Addresses of the rows for kernels, if they are in pinned host memory.
 
     Raises:
@@ -83,7 +84,7 @@ class Pages:
 
     @cached_property
     def strides(self) -> dict[str, int]:
-        """Strides in bytes, by the names of kernels' parameters."""
+        """Strides in bytes, under the names of the kernels' parameters."""
         codes, rows = self.codes[0], self.rows[0]
         size, part = rows.element_size(), codes.stride(2) if codes.shape[2] > 1 else 0
         return dict(

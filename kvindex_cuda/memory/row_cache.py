@@ -1,10 +1,10 @@
 """Cache on the device of rows that were recently fetched from the host.
 
 Each KV head has a table of slots in sets of 4. A hash of the token id selects the set. A selected
-row that is in its set is read there. Otherwise it is fetched from the host and replaces the least
-recently used row of the set, unless all four are used in the same step. Rows of a step are looked
-up in parallel, so one may lose its slot to another before it is found, and is then fetched
-(kernels/common/row_cache.cuh). The kernel `attend` looks up, reads and fills the cache
+row that is in its set is read from the cache. Otherwise it is fetched from the host and replaces
+the least recently used row of the set, unless all four are used in the same step. Rows of a step
+are looked up in parallel, so a row may be replaced by another one before it is found. It is then
+fetched (kernels/common/row_cache.cuh). The kernel `attend` looks up, reads and fills the cache
 (kernels/step/attend.cu). All tensors stay at fixed addresses.
 """
 
@@ -17,26 +17,27 @@ from kvindex.core import check
 from kvindex_cuda.runtime.constants import WAYS
 
 CAPACITY = 4096
-"""Default slots per KV head."""
+"""Default number of slots per KV head."""
 
 
 class RowCache:
     """A cache of rows with `row_bytes` bytes for each group (a KV head of a sequence).
 
     Args:
-        groups: Sequences times KV heads.
+        groups: Number of groups: sequences times KV heads.
         row_bytes: Bytes of a row.
-        device: Where the cache is.
+        device: Device of the cache.
         capacity: Slots per group, a power of two from 4. Raises ValueError for another number.
-        clock: Count of steps, int32 `[1]`, that several caches share and their owner updates
-            (`steps.paged`). The default is a count for each group.
+        clock: Number of steps so far, int32 `[1]`, if several caches share this number, which their
+            owner updates (`steps.paged`). By default each group has its own.
 
     Attributes:
         tags: Token id in each slot, int32 `[groups, capacity]`, -1 for none.
-        stamps: The step that used a slot last, twice its number or one more, int32 `[groups,
-            capacity]`.
+        stamps: When a slot was last used: twice the number of the step, or one more, int32
+            `[groups, capacity]`.
         clocks: Steps so far, int32 `[groups]` or `[1]`.
-        counts: Rows that were looked up, and found, int32 `[groups, 2]`. They wrap around.
+        counts: Number of rows that were looked up, and number that were found, int32 `[groups, 2]`.
+            They wrap around.
         data: The rows, uint8 `[groups, capacity, row_bytes]`.
     """
 
@@ -62,7 +63,8 @@ class RowCache:
         self.data = torch.empty((groups, capacity, row_bytes), dtype=torch.uint8, device=device)
 
     def forget(self, groups: slice = slice(None)) -> None:
-        """Empty the cache of some groups, because ids may stand for other rows. Does not wait."""
+        """Empty the cache of some groups, because their token ids may now stand for other rows.
+        Does not wait."""
         self.tags[groups].fill_(-1)
 
     def hit_rate(self) -> float:
@@ -71,7 +73,7 @@ class RowCache:
         return found / looked_up if looked_up else 0.0
 
     def use(self) -> tuple[int, int]:
-        """Return how many rows were looked up, and found. Waits for the device."""
+        """Return the numbers of rows that were looked up and found. Waits for the device."""
         looked_up, found = self.counts.sum(0).tolist()
         return looked_up, found
 

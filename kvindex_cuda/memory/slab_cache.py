@@ -1,4 +1,4 @@
-"""Cache of pinned memory: slabs that outlive an index, so that the next prompt pins none.
+"""Cache of pinned memory: slabs outlive an index, so that the next prompt need not pin memory.
 
 Pinning is slow, about 3 GB/s. A freed slab stays pinned here until someone needs the same number of
 bytes. `release_pinned` returns the memory to the machine. A thread can pin memory here before the
@@ -26,18 +26,16 @@ class SlabCache:
 
     Unused slabs and slabs in use stay within one budget together. The cache is thread-safe, and may
     be called in finalizers, which the garbage collector may run wherever a thread makes an object.
-    For that reason loops run over copies.
+    For that reason, loops iterate over copies of its collections.
 
-    budget: The budget of the slabs in use.
+    budget: The budget from which slabs in use are taken.
     """
 
     def __init__(self, budget: Budget) -> None:
         self._budget = budget
-        self._slabs: dict[int, _Lent] = {}  # by address, the oldest first
+        self._slabs: dict[int, _Lent] = {}  # address -> slab, the oldest first
         self._kept = 0  # bytes
-        self._lock = forks.lock(
-            self, "_lock"
-        )  # again by its own thread, where a collected pool frees
+        self._lock = forks.lock(self, "_lock")  # reentrant: a garbage-collected pool frees slabs
         self._expected: dict[tuple[CachingAllocator, int], int] = {}  # expected slabs by size
         self._worker: threading.Thread | None = None
 
@@ -47,7 +45,7 @@ class SlabCache:
         return self._kept
 
     def keep(self, slab: _Lent) -> None:
-        """Store a slab that nobody uses any more."""
+        """Store a slab that is no longer used."""
         with self._lock:
             self._slabs[slab.device_address] = slab
             self._kept += slab.nbytes
@@ -65,10 +63,10 @@ class SlabCache:
         return self._slabs.pop(slab.device_address)
 
     def expect(self, owner: CachingAllocator, nbytes: int, count: int) -> None:
-        """Expect that `count` more slabs (or fewer, below 0) will be requested.
+        """Expect that `count` more slabs will be requested (fewer if `count` is negative).
 
-        A thread pins those that are missing, while the budget has room and the machine has memory.
-        Never fails.
+        A thread pins the slabs that the cache lacks, as long as the budget has room and the machine
+        has memory. Never fails.
         """
         with self._lock:
             before = self._expected.get((owner, nbytes), 0)
@@ -88,14 +86,15 @@ class SlabCache:
             owner, nbytes = wanted
             try:
                 slab = owner.allocator.allocate(nbytes)
-            except Exception:  # the caller that needs it will raise the error
+            except Exception:  # the caller that needs the slab will raise the error
                 with self._lock:
                     self._expected.clear()
                 continue
             self.keep(_Lent(slab, nbytes, owner))
 
     def _missing(self) -> tuple[CachingAllocator, int] | None:
-        """Return which slab is missing and has room, or None if the worker is done."""
+        """Return the next slab that is missing and for which there is room; None if the worker is
+        done."""
         with self._lock:
             limit = self._budget.limit_bytes
             room = None if limit is None else limit - self._kept - self._budget.used_bytes
@@ -133,15 +132,15 @@ class CachingAllocator:
 
     @property
     def far(self) -> bool:
-        """As of the allocator."""
+        """See `Allocator.far`."""
         return self.allocator.far
 
     def expect(self, nbytes: int, count: int) -> None:
-        """As `Foresees.expect`."""
+        """See `Foresees.expect`."""
         self.cache.expect(self, nbytes, count)
 
     def allocate(self, nbytes: int) -> Slab:
-        """Return a slab of `nbytes`: a cached one, or a new one. Raises as the allocator.
+        """Return a slab of `nbytes`, cached or new. Raises the errors of the wrapped allocator.
 
         Cached slabs are freed if a new one would exceed the budget, or the machine has no memory.
         """
@@ -180,7 +179,7 @@ class _Lent:
         self.slab.settle()
 
     def free(self) -> None:
-        """Return it to the cache, once kernels and copies in flight are done."""
+        """Return the slab to the cache, once kernels and copies in flight are done."""
         self.slab.settle()
         self.owner.cache.keep(self)
 
@@ -193,12 +192,13 @@ def shared_cache() -> SlabCache:
 
 @lru_cache
 def pinned(device: torch.device) -> CachingAllocator:
-    """Return the allocator of pinned memory for a CUDA device. Raises as `PinnedAllocator`."""
+    """Return the caching allocator of pinned memory for a CUDA device. Raises as
+    `PinnedAllocator`."""
     return CachingAllocator(PinnedAllocator(device), shared_cache())
 
 
 def release_pinned(keep_bytes: int = 0) -> int:
-    """Return pinned memory that no index uses to the machine.
+    """Unpin and free memory that no index uses.
 
     Args:
         keep_bytes: Bytes that may stay pinned for the next prompt.

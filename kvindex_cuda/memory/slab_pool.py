@@ -1,4 +1,4 @@
-"""Pool of memory slabs, cut into blocks of equal size. Host memory is pinned one slab ahead.
+"""Pool of memory slabs, cut into blocks of equal size. Host memory is pinned one slab in advance.
 
 One thread uses a pool. Its worker passes slabs through atomic operations of deques, without locks,
 and `close`, which the garbage collector may run anywhere, never waits.
@@ -23,25 +23,27 @@ class Slab(Protocol):
     """A range of memory that a GPU can read. Addresses are multiples of 16."""
 
     def view(self, nbytes: int) -> Tensor:
-        """Return its bytes, uint8 `[nbytes]`, on the host or the device, valid until `free`."""
+        """Return the slab's bytes, uint8 `[nbytes]`, on the host or the device, valid until
+        `free`."""
         ...
 
     @property
     def device_address(self) -> int:
-        """Where kernels find it."""
+        """Address of the slab for kernels."""
         ...
 
     def settle(self) -> None:
-        """Wait for kernels and copies in flight that may use it."""
+        """Wait for kernels and copies in flight that may use the slab."""
         ...
 
     def free(self) -> None:
-        """Free it, after `settle`. It is called once, and the slab is not used afterwards."""
+        """Free the slab, after `settle`. This is called once, and the slab is not used
+        afterwards."""
         ...
 
 
 class Allocator(Protocol):
-    """Allocates slabs. Several threads call it."""
+    """Allocates slabs. Several threads may call it."""
 
     @property
     def far(self) -> bool:
@@ -58,7 +60,7 @@ class Foresees(Protocol):
     """An `Allocator` that can prepare slabs in advance."""
 
     def expect(self, nbytes: int, count: int) -> None:
-        """Expect `count` more slabs of `nbytes` (fewer, below 0). Does not wait."""
+        """Expect `count` more slabs of `nbytes` (fewer if `count` is negative). Does not wait."""
         ...
 
 
@@ -70,11 +72,11 @@ class DeviceSlab:
 
     @property
     def device_address(self) -> int:
-        """Where kernels find it."""
+        """Address of the slab for kernels."""
         return self.memory.data_ptr()
 
     def view(self, nbytes: int) -> Tensor:
-        """Return its bytes, uint8 `[nbytes]`."""
+        """Return the slab's bytes, uint8 `[nbytes]`."""
         return self.memory[:nbytes]
 
     def settle(self) -> None:
@@ -124,8 +126,8 @@ class _Held:
 class Pool:
     """Blocks of `block_bytes`, numbered from 0. Each stays at its address until `close`.
 
-    slab_blocks: Blocks in a slab. tiers: Kinds of memory, in order of preference. A slab comes from
-    the first one that has room, and only a failure of the last one is an error.
+    slab_blocks: Blocks in a slab. tiers: Kinds of memory, in order of preference. A slab is
+    allocated in the first tier with room, and only a failure of the last tier is an error.
     """
 
     def __init__(self, block_bytes: int, slab_blocks: int, *tiers: Tier) -> None:
@@ -137,10 +139,10 @@ class Pool:
         self._addresses: list[int] = []  # addresses for kernels
         self._far: list[bool] = []  # True for host memory
         self._free: list[int] = []  # ascending, so that blocks taken together are adjacent
-        self._held: deque[_Held] = deque()  # what close frees
+        self._held: deque[_Held] = deque()  # slabs that `close` frees
         self._ready: deque[_Held] = deque()  # allocated by the worker, not yet numbered
         self._worker: threading.Thread | None = None
-        self._expected = 0  # slabs that the last tier expects
+        self._expected = 0  # slabs that the last tier's allocator expects
         self._error: Exception | None = None
         self._closed = False
 
@@ -175,8 +177,9 @@ class Pool:
     def take(self, count: int) -> list[int]:
         """Return the numbers of `count` free blocks, ascending. Allocates slabs if needed.
 
-        Raises MemoryError beyond the budget, and MemoryError or RuntimeError if pinning fails here
-        or has failed on the worker. Then it takes no block and keeps no memory.
+        Raises MemoryError if the budget is exceeded, and MemoryError or RuntimeError if pinning
+        fails here or has failed on the worker. In these cases no block is taken, and new memory is
+        freed.
         """
         self._adopt()
         if len(self._free) < count:
@@ -192,7 +195,8 @@ class Pool:
         self._free = sorted(self._free + blocks)
 
     def ahead(self) -> None:
-        """Start allocating a slab on a worker if less than one is free and the budget allows it.
+        """Start allocating a slab on a worker if fewer blocks than a slab's are free and the budget
+        allows it.
 
         Never fails. Does nothing if all slabs are in device memory, which needs no pinning.
         """
@@ -205,7 +209,7 @@ class Pool:
             return
         tier = self._with_room(*self._preferred, self._last)
         if tier is None:
-            return  # the append that needs it will raise the error
+            return  # the append that needs the slab will raise the error
         work = threading.Thread(target=self._get, args=(tier,), name="kvindex-pin", daemon=True)
         self._worker = work
         try:
@@ -215,7 +219,8 @@ class Pool:
             tier.budget.give(self._slab_bytes)
 
     def expect(self, blocks: int) -> None:
-        """Expect that `blocks` blocks will be used in all, so that slabs can be pinned in advance.
+        """Expect that `blocks` blocks will be used in total, so that slabs can be pinned in
+        advance.
 
         Does nothing if blocks may be in several kinds of memory.
         """
@@ -235,7 +240,7 @@ class Pool:
             self._worker.join()
 
     def close(self) -> None:
-        """Free every slab. A slab that is being pinned is freed when the worker has it."""
+        """Free every slab. A slab that the worker is pinning is freed as soon as that is done."""
         self._closed = True
         self._tell(-self._expected)
         self._drain()
@@ -268,7 +273,8 @@ class Pool:
         return next((tier for tier in tiers if tier.budget.try_take(self._slab_bytes)), None)
 
     def _allocated(self, tier: Tier) -> _Held:
-        """Return a slab of a tier whose budget has paid for it, or else of the last tier."""
+        """Allocate a slab in a tier, whose budget already counts it. If that fails, use the last
+        tier."""
         try:
             held = _Held(tier.allocator.allocate(self._slab_bytes), tier)
             if self._expected:

@@ -15,10 +15,11 @@ from kvindex_cuda.runtime.launch import launch, load
 FILE = "append/write_rows.cu"
 
 PIECE = 16
-"""Bytes that a thread copies at once. A row is a multiple of it."""
+"""Bytes that a thread copies at once. The size of a row is a multiple of it."""
 
 MOST_BLOCKS = 32
-"""Most thread blocks: 128 KB in flight, some microseconds of a bus of 50 GB/s."""
+"""Most thread blocks. They have 128 KB in flight, which a bus of 50 GB/s transfers in a few
+microseconds."""
 
 
 STRIDES = tuple(f"{part}_{of}" for part in ("one", "other") for of in ("batch", "head", "token"))
@@ -29,7 +30,7 @@ def write_rows(parts: Sequence[Tensor], table: Tensor, start: int) -> None:
 
     Args:
         parts: Encoded rows, or keys and values, `[B, G, N, ...]`, for which `fits` returns True.
-        table: Addresses of blocks `[G, 256, row_bytes]`, int64 `[B, S]`, multiples of 16.
+        table: Addresses of blocks `[G, 256, row_bytes]`, int64 `[B, S]`, each a multiple of 16.
         start: First token.
 
     Raises:
@@ -77,6 +78,7 @@ def load_kernel(device: torch.device) -> None:
 
 
 def fits(part: Tensor) -> bool:
-    """Return True if each row of `[B, G, N, ...]` is whole pieces, aligned to their size."""
+    """Return True if each row of `[B, G, N, ...]` consists of whole pieces that are aligned to
+    their size."""
     whole = part.shape[3] * part.element_size() % PIECE == 0
     return whole and part.stride(3) == 1 and wide(part)

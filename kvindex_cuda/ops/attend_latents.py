@@ -1,4 +1,4 @@
-"""Attention over latents in a store: rows whose values are the first coordinates of their keys."""
+"""Attention over stored latents (MLA): each row's value is the first coordinates of its key."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from kvindex_cuda.runtime.constants import TOKENS as BLOCK
 from kvindex_cuda.runtime.launch import launch
 
 MOST_HEADS = 128
-"""Most query heads of a group: 16 for each of eight warps."""
+"""Most query heads per KV head: 16 for each of eight warps."""
 
 NEAR_HEADS = 32
-"""Heads of a thread block if rows are on the device: 128 heads and 420 rows are 108 blocks."""
+"""Query heads per thread block if rows are on the device. For 128 heads and 420 rows there are then
+108 thread blocks."""
 
 WIDEST = 1024
-"""Largest head dimension, with float32 rows in shared memory."""
+"""Largest head dimension for which float32 rows fit into shared memory."""
 
 
 class LatentAttention:
@@ -28,7 +29,7 @@ class LatentAttention:
     def __init__(self, geometry: Geometry) -> None:
         self._geometry = geometry
         self._partial = self._sums = torch.zeros(0, device=geometry.device)
-        self._outgrown: list[Tensor] = []  # which a captured graph may still write to
+        self._outgrown: list[Tensor] = []  # captured graphs may still write to these
 
     def __call__(
         self,
@@ -49,23 +50,26 @@ class LatentAttention:
         overlap: bool = False,
         ragged: bool = False,
     ) -> None:
-        """Attend to the rows of `ids` and the resident rows. All tensors must be contiguous.
+        """Attend to the rows of `ids`, and to the rows in the sink and the window (the resident
+        rows). All tensors must be contiguous.
 
         Args:
             queries: `[B, H, D]`.
-            ids: Rows to attend to, int64 `[B, G, k]` or `[B G, k]`, below 0 for none.
-            found: How many ids there are, int32 `[B G]`, or None for all.
+            ids: Token ids of rows to attend to, int64 `[B, G, k]` or `[B G, k]`; below 0 for an
+                unused slot.
+            found: Number of ids of each group, int32 `[B G]`, or None to use all.
             weights: Log weights of these rows, float32 `[B, H, k]`, `[B G, k]` for all heads of a
                 group, or None.
-            rows: As `State` of a step, like the next five arguments.
+            rows: See `State` of a step, also for the next five arguments.
             row_bytes: As `State`.
             codec: As `State`.
             resident: As `State`.
             resident_mask: As `State`.
             resident_count: As `State`.
-            output: Written, `[B, H, Dv]`.
-            lse: Written: logarithms of sums of exponentials, float32 `[B, H]`.
-            far: Rows are on the host. Then each is read once, else once by each part of the heads.
+            output: Tensor for the result, `[B, H, Dv]`.
+            lse: Tensor for the logarithms of sums of exponentials, float32 `[B, H]`.
+            far: True if rows are on the host. Then each row is read only once; otherwise, each part
+                of the heads reads it.
             overlap: Allow the launch to begin before the previous one ends.
             ragged: As `BaseStep`.
         """
@@ -81,7 +85,7 @@ class LatentAttention:
                 for n in (g.value_dim, 2)
             )
         part = min(_padded(g), MOST_HEADS if far else NEAR_HEADS)
-        each = weights is not None and weights.ndim == 3  # head has weights of its own
+        each = weights is not None and weights.ndim == 3  # each head has its own weights
         defines = dict(
             D=g.head_dim,
             DV=g.value_dim,
@@ -137,7 +141,7 @@ class LatentAttention:
 
 
 def unserved(geometry: Geometry) -> str | None:
-    """Return why the kernels do not serve a geometry of latents, or None if they do."""
+    """Return why the kernels do not support a geometry of latents, or None if they do."""
     g = geometry
     limits = [
         ("q_heads", g.group_size, g.group_size <= MOST_HEADS, f"up to {MOST_HEADS} a head"),
@@ -149,7 +153,7 @@ def unserved(geometry: Geometry) -> str | None:
 
 
 def _padded(geometry: Geometry) -> int:
-    """Return a group's heads, rounded up to 16 times a power of two."""
+    """Return the query heads of a group, rounded up to 16 times a power of two."""
     return 16 << (-(-geometry.group_size // 16) - 1).bit_length()
 
 

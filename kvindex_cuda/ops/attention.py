@@ -1,4 +1,5 @@
-"""Exact softmax attention on the device. A kernel serves one query per head, torch a prefill."""
+"""Exact softmax attention on the device, by a kernel for one query per head, and by torch for a
+prefill."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ __all__ = ["attend", "attend_blocks", "attend_causal", "cap", "merge"]
 THREADS, WARPS = 256, 8
 
 SUMS = 64
-"""Registers of a thread for sums of values of up to `HEADS` heads."""
+"""Registers of a thread that store weighted sums of values, for up to `HEADS` heads."""
 
 HEADS = 8
 
@@ -62,13 +63,25 @@ def attend(
     bias: Tensor | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """One query per head over `R` rows per KV head: `[B, H, Dv]` in the queries' dtype.
+    """Attend with one query per head to `R` rows (key and value) per KV head.
 
-    queries `[B, H, D]`, keys `[B, G, R, D]`, values `[B, G, R, Dv]`; bias float32, broadcast to
-    `[B, H, R]`, is added to the logits and `-inf` hides a row, whatever it holds. A query that
-    sees no row gives 0. Accumulation is float32. return_lse: the natural logarithm of the sum of
-    exponentials of the logits, too, float32 `[B, H]`, `-inf` where no row is visible. Raises
-    ValueError for no rows at all.
+    Args:
+        queries: `[B, H, D]`.
+        keys: `[B, G, R, D]`.
+        values: `[B, G, R, Dv]`.
+        scale: As in `kvindex.ops.attention.attend`.
+        softcap: As in `kvindex.ops.attention.attend`.
+        bias: float32, broadcast to `[B, H, R]`, which is added to the logits. `-inf` hides a row,
+            even one with NaN.
+        return_lse: Whether to return the logarithms, too.
+
+    Returns:
+        Output `[B, H, Dv]` in the queries' dtype, summed in float32; 0 for a query that sees no
+        row. With `return_lse` also the natural logarithm of the sum of exponentials of the logits,
+        float32 `[B, H]`, which is `-inf` if no row is visible.
+
+    Raises:
+        ValueError: `R` is 0.
     """
     B, H, D = queries.shape
     G, R, Dv = keys.shape[1], keys.shape[2], values.shape[3]
@@ -141,10 +154,10 @@ def attend_blocks(
     softcap: float | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """`T` queries per head over blocks of rows, with a running softmax: `[B, H, T, Dv]`.
+    """Attend with `T` queries per head to blocks of rows, with an online softmax: `[B, H, T, Dv]`.
 
-    This is the reference implementation, since torch runs the large products of a prefill on the
-    matrix units. Arguments as `kvindex.ops.attention.attend_blocks`.
+    This is the reference implementation, because torch already runs the large products of a prefill
+    on tensor cores. The arguments are those of `kvindex.ops.attention.attend_blocks`.
     """
     parts = reference.attend_blocks(queries, blocks, scale=scale, softcap=softcap, return_lse=True)
     return parts if return_lse else parts[0]
@@ -153,9 +166,9 @@ def attend_blocks(
 def attend_causal(
     queries: Tensor, keys: Tensor, values: Tensor, *, scale: float, valid: Tensor | None = None
 ) -> Tensor:
-    """The newest `T` tokens over all `N` rows, causally, in one piece: `[B, H, T, Dv]`.
+    """Attend causally from the newest `T` tokens to all `N` rows at once: `[B, H, T, Dv]`.
 
-    This is the reference implementation, torch's fused kernel. Arguments as
-    `kvindex.ops.attention.attend_causal`.
+    This is the reference implementation, which calls torch's fused kernel. The arguments are those
+    of `kvindex.ops.attention.attend_causal`.
     """
     return reference.attend_causal(queries, keys, values, scale=scale, valid=valid)

@@ -1,4 +1,5 @@
-"""Coarse stage on the device: histogram, tables and votes, equal to the reference to the bit."""
+"""Coarse stage on the device: histogram, tables and votes. Results equal the reference's bit for
+bit."""
 
 from __future__ import annotations
 
@@ -26,13 +27,19 @@ __all__ = [
 THREADS, ENTRIES = 256, 2**SUBSPACE
 
 LARGEST_M = 160
-"""Most subspaces: a table takes 1 KB for each, of the 163 KB that compute capability 8.0 has."""
+"""Most subspaces. A table takes 1 KB of shared memory for each, and compute capability 8.0 has 163
+KB."""
 
 
 def histogram(signs: Tensor, valid: Tensor | None = None) -> Tensor:
-    """Keys per centroid, int64 `[B, G, M, 256]`.
+    """Count the keys of each centroid.
 
-    signs: uint8 `[B, G, N, M]`; valid: bool `[B, N]`, or None for all.
+    Args:
+        signs: uint8 `[B, G, N, M]`.
+        valid: bool `[B, N]`, or None if all keys are valid.
+
+    Returns:
+        int64 `[B, G, M, 256]`.
     """
     B, G, N, M = signs.shape
     signs = contiguous_rows(of_type("signs", signs, torch.uint8), 2, gcd(M, 16))
@@ -60,14 +67,19 @@ def histogram(signs: Tensor, valid: Tensor | None = None) -> Tensor:
 
 
 def tier_table(queries: Tensor, histogram: Tensor, limits: Tensor) -> Tensor:
-    """Points that each centroid earns, uint8 `[B, G, g, M, 256]`.
+    """Compute the points that each centroid earns.
 
-    In each subspace the centroids are ordered by `⟨q̃_b, c⟩`, best first, equal ones by the lower
-    id. A centroid earns one point for each tier `t` with fewer than `limits[t]` keys in better
-    centroids.
+    In each subspace the centroids are ordered by `⟨q̃_b, c⟩`, best first; of equal ones the lower
+    id is first. A centroid earns one point for each tier `t` for which better centroids have fewer
+    than `limits[t]` keys in total.
 
-    queries: rotated, float32 `[B, G, g, D]`; histogram: int64 `[B, G, M, 256]`;
-    limits: int64 `[B, tiers]`.
+    Args:
+        queries: Rotated, float32 `[B, G, g, D]`.
+        histogram: Number of keys per centroid, int64 `[B, G, M, 256]`.
+        limits: int64 `[B, tiers]`.
+
+    Returns:
+        uint8 `[B, G, g, M, 256]`.
     """
     B, G, g, M = _checked(queries)
     of_shape("histogram", of_type("histogram", histogram, torch.int64), B, G, M, ENTRIES)
@@ -93,11 +105,16 @@ def tier_table(queries: Tensor, histogram: Tensor, limits: Tensor) -> Tensor:
 
 
 def dot_table(queries: Tensor, query_max: int) -> Tensor:
-    """Inner products of rounded queries with the sign patterns, int16 `[B, G, g, M, 256]`.
+    """Compute the inner products of rounded queries with all sign patterns.
 
     Entry `c` of subspace `b` is `⟨r_b, s_c⟩` with `r` from `rounded` and `s_c = ±1`.
 
-    queries, query_max: as for `rounded`.
+    Args:
+        queries: As for `rounded`.
+        query_max: As for `rounded`.
+
+    Returns:
+        int16 `[B, G, g, M, 256]`.
     """
     B, G, g, M = _checked(queries)
     table = torch.empty((B, G, g, M, ENTRIES), dtype=torch.int16, device=queries.device)
@@ -115,15 +132,21 @@ def dot_table(queries: Tensor, query_max: int) -> Tensor:
 def dot_offsets(
     offsets: Tensor, queries: Tensor, query_max: int, weight_scale: Tensor, level: float
 ) -> Tensor:
-    """What `⟨q, μ⟩` of a block's center adds to the votes of its keys, int32 `[B, G, g, S]`.
+    """Compute the term that a block's center `μ` adds to the votes of the block's keys: `⟨q, μ⟩`.
 
-    A vote with factors stands for `level · w_b ⟨q̃_b, s_c⟩` summed over subspaces, the regression
-    of `⟨q, k - μ⟩` on the signs (docs/pipeline/coarse.md), on the scale of `rounded` and of
-    `codes.log_factors`. Bounded by ±2^30, so that no sum overflows.
+    A vote with factors is an estimate of `⟨q, k - μ⟩`: the sum of `level · w_b ⟨q̃_b, s_c⟩` over
+    subspaces (docs/pipeline/coarse.md), on the scale of `rounded` and of `codes.log_factors`. The
+    results have the same scale. They are limited to ±2^30, so that no sum overflows.
 
-    offsets: float32 `[B, G, g, S]`; queries: rotated, with their norms, float32 `[B, G, g, D]`;
-    query_max: as for the table; weight_scale: above the weights, float32 `[B, G]`; level: `E|u_j|`,
-    the one level of 0 magnitude bits.
+    Args:
+        offsets: `⟨q, μ⟩` of each block, float32 `[B, G, g, S]`.
+        queries: Rotated, with their norms, float32 `[B, G, g, D]`.
+        query_max: As for `dot_table`.
+        weight_scale: An upper bound of the weights, float32 `[B, G]`.
+        level: `E|u_j|`, the only level of codes with 0 magnitude bits.
+
+    Returns:
+        int32 `[B, G, g, S]`.
     """
     B, G, g, M = _checked(queries)
     S = offsets.shape[-1]
@@ -157,11 +180,18 @@ def votes(
     offsets: Tensor | None = None,
     every: int = 1,
 ) -> Tensor:
-    """Table entries of each key summed over subspaces, int32 `[B, G, g, N]`.
+    """Sum the table entries of each key over the subspaces.
 
-    signs: uint8 `[B, G, N, M]`; table: uint8 or int16 `[B, G, g, M, 256]`; factors: int32
-    `[B, G, N, M]` for the entries of a key, or `[B, G, N, 1]` for their sum, or None; offsets:
-    int32 `[B, G, g, S]`, added to the votes of each `every` keys, or None.
+    Args:
+        signs: uint8 `[B, G, N, M]`.
+        table: uint8 or int16 `[B, G, g, M, 256]`.
+        factors: int32 `[B, G, N, M]` to multiply each entry of a key, `[B, G, N, 1]` to multiply
+            their sum, or None.
+        offsets: int32 `[B, G, g, S]`, each added to the votes of `every` successive keys; or None.
+        every: Number of keys to which an offset is added.
+
+    Returns:
+        int32 `[B, G, g, N]`.
     """
     B, G, N, M = signs.shape
     g = table.shape[2]
@@ -182,7 +212,7 @@ def votes(
         if segments * every < N:
             raise ValueError(f"offsets: got {segments} for {every} keys each, of {N} keys")
     wide = table.dtype == torch.int16
-    words = 2 if wide and M <= 48 else 1  # of shared memory per entry: 96 KB at most
+    words = 2 if wide and M <= 48 else 1  # words of shared memory per entry, 96 KB in total at most
     total = torch.empty((B, G, g, N), dtype=torch.int32, device=signs.device)
     launch(
         "ops/coarse.cu",

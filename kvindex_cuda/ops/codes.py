@@ -48,17 +48,18 @@ __all__ = [
 ]
 
 MOST_BLOCKS = 2**16
-"""Most thread blocks of `encode`. Each processes further vectors if there are more."""
+"""Most thread blocks of `encode`. If there are more vectors, a thread block processes several."""
 
 
 def encode(
     rotated: Tensor, norms: Tensor, levels: Tensor, block: int = SUBSPACE
 ) -> dict[str, Tensor]:
-    """Return `signs`, `magnitudes` and `weights`, as `kvindex.ops.codes.encode`.
+    """Encode rotated keys: return `signs`, `magnitudes` and `weights`, as
+    `kvindex.ops.codes.encode`.
 
-    Signs and magnitudes equal the reference's to the bit, weights up to the order of sums. Raises
-    ValueError for wrong dtypes or shapes, a `block` that is no multiple of 8 or does not divide
-    `D`, or a `D` above 2,048.
+    Signs and magnitudes equal the reference's bit for bit. Weights are equal up to the order of
+    summation. Raises ValueError for wrong dtypes or shapes, for a `block` that is not a multiple of
+    8 or does not divide `D`, or for a `D` above 2,048.
     """
     *outer, D = rotated.shape
     if D % SUBSPACE or D > SUBSPACE * CODES_THREADS or block < 1 or block % SUBSPACE or D % block:
@@ -97,7 +98,7 @@ def encode(
 def log_codes(weights: Tensor, bits: int) -> Tensor:
     """Return logarithmic codes of float32 weights, int32 of `bits` bits.
 
-    As `kvindex.ops.codes.log_codes`, with the logarithm in double precision, too.
+    Like `kvindex.ops.codes.log_codes`, this computes the logarithm in double precision.
     """
     given = of_type("weights", weights, torch.float32).contiguous()
     codes = torch.empty(weights.shape, dtype=torch.int32, device=weights.device)
@@ -106,7 +107,7 @@ def log_codes(weights: Tensor, bits: int) -> Tensor:
 
 
 def log_weights(codes: Tensor, bits: int) -> Tensor:
-    """Return the float32 weights that int32 codes of `log_codes` stand for."""
+    """Convert int32 codes of `log_codes` back to float32 weights."""
     given = of_type("codes", codes, torch.int32).contiguous()
     weights = torch.empty(codes.shape, dtype=torch.float32, device=codes.device)
     _on_scale("log_weights", bits, codes=given, weights=weights)
@@ -114,7 +115,8 @@ def log_weights(codes: Tensor, bits: int) -> Tensor:
 
 
 def _on_scale(kernel: str, bits: int, *, weights: Tensor, codes: Tensor) -> None:
-    """Launch a kernel that converts weights to codes, or back. Raises ValueError for wrong bits."""
+    """Launch a kernel that converts weights to codes, or back. Raises ValueError for a wrong number
+    of bits."""
     if not 1 <= bits <= 16:
         raise ValueError(f"bits: got {bits}, allowed are 1 to 16")
     count = codes.numel()

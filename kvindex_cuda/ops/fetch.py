@@ -16,10 +16,15 @@ MOST_BLOCKS = 2**31 - 1
 
 
 def gather_rows(table: Tensor, ids: Tensor) -> Tensor:
-    """Return rows `[B, G, K, ...]` of a table `[B, G, N, ...]` of any dtype.
+    """Gather rows of a table by token id.
 
-    ids: int64 `[B, G, K]`. A negative id gives zeros, and so does one from `N` on, because the host
-    does not wait for the device to check it.
+    Args:
+        table: `[B, G, N, ...]` of any dtype.
+        ids: int64 `[B, G, K]`.
+
+    Returns:
+        Rows `[B, G, K, ...]`. They are zeros for ids that are negative, or `N` or more: the host
+        does not wait for the device to check ids.
     """
     B, G, N = table.shape[:3]
     K = ids.shape[-1]
@@ -62,12 +67,13 @@ def gather_rows(table: Tensor, ids: Tensor) -> Tensor:
 def gather_blocks(
     table: Tensor, ids: Tensor, *, kv_heads: int, row_bytes: int, tokens: int
 ) -> Tensor:
-    """Return rows by token id as bytes `[B, G, K, row_bytes]`, read from the blocks of a store.
+    """Gather rows by token id from the blocks of a store, as bytes `[B, G, K, row_bytes]`.
 
     Args:
-        table: Addresses of blocks `[G, 256, row_bytes]`, int64 `[B, S]`, multiples of 16.
-        ids: int64 `[B, G, K]`. Ids below 0 or from `tokens` on give zeros.
-        tokens: Length of the store.
+        table: Addresses of blocks `[G, 256, row_bytes]`, int64 `[B, S]`, each a multiple of 16.
+        ids: int64 `[B, G, K]`. The result is zeros for ids below 0, and for ids of `tokens` or
+            more.
+        tokens: Number of tokens in the store.
         kv_heads: KV heads, `G`.
         row_bytes: Bytes of a row, a multiple of 16.
     """

@@ -1,4 +1,5 @@
-"""Pack and merge the messages of ranks about a step's attention, with one kernel for each."""
+"""Pack a rank's attention results into a message, and merge the messages of all ranks, with one
+kernel each."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ FILE, THREADS = "ops/messages.cu", 256
 
 
 def pack(own: Attended, *, seen: bool, take: bool = False) -> Tensor:
-    """As `kvindex.ops.messages.pack`. With `take`, the count must be contiguous."""
+    """See `kvindex.ops.messages.pack`. With `take`, the count must be contiguous."""
     found = of_type("found", own.found, torch.int32, torch.int64)
     if take and not found.is_contiguous():
         raise ValueError(f"found: got strides {found.stride()}, allowed is contiguous")
@@ -45,7 +46,7 @@ def pack(own: Attended, *, seen: bool, take: bool = False) -> Tensor:
 
 
 def merge_messages(messages: Tensor, like: Attended, *, total: Tensor | None = None) -> Attended:
-    """As `kvindex.ops.messages.merge_messages`. Sums are in the order of ranks."""
+    """See `kvindex.ops.messages.merge_messages`. Terms are added in the order of ranks."""
     parts = message_parts(messages, like)
     if total is not None and not of_type("total", total, torch.int64).is_contiguous():
         raise ValueError(f"total: got strides {total.stride()}, allowed is contiguous")

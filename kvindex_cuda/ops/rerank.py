@@ -13,20 +13,28 @@ from kvindex_cuda.runtime.launch import launch
 THREADS = 256
 
 HEADS = 8
-"""Query heads that a thread sums for at a time. More would leave no registers for the codes."""
+"""Number of query heads for which a thread sums at a time. With more, no registers would be left
+for the codes."""
 
 LARGEST_D = 768
-"""Largest `D`: queries of 8 heads, and their squares by blocks, fit 48 KB of shared memory."""
+"""Largest `D` for which the queries of 8 heads, with a sum of squares per block, fit into 48 KB of
+shared memory."""
 
 
 def estimate(
     queries: Tensor, signs: Tensor, magnitudes: Tensor, weights: Tensor, levels: Tensor
 ) -> Tensor:
-    """`⟨k, q⟩ ≈ ‖q‖ Σ_b w_b ⟨v_b, q̃_b⟩` (10), float32 `[B, G, g, C]`, summed in float32.
+    """Estimate inner products of keys and queries: `⟨k, q⟩ ≈ ‖q‖ Σ_b w_b ⟨v_b, q̃_b⟩` (10).
 
-    queries: rotated, with their norms, float32 `[B, G, g, D]`;
-    signs uint8 `[B, G, C, M]`, magnitudes uint8 `[B, G, C, bits, M]`, weights `[B, G, C, W]`, one
-    for each block of `D / W` coordinates: the codes of `C` keys; levels: float32 `[2^bits]`.
+    Args:
+        queries: Rotated, with their norms, float32 `[B, G, g, D]`.
+        signs: Signs of `C` keys, uint8 `[B, G, C, M]`.
+        magnitudes: Magnitudes of these keys, uint8 `[B, G, C, bits, M]`.
+        weights: Weights of these keys, `[B, G, C, W]`, one for each block of `D / W` coordinates.
+        levels: float32 `[2^bits]`.
+
+    Returns:
+        float32 `[B, G, g, C]`, summed in float32.
     """
     return _run("estimate", queries, signs, magnitudes, weights, levels)
 
@@ -39,9 +47,9 @@ def errors(
     levels: Tensor,
     tangent: float,
 ) -> Tensor:
-    """Standard deviations of `estimate`, float32 `[B, G, g, C]`; arguments as there.
+    """Compute the standard deviations of the results of `estimate`, float32 `[B, G, g, C]`.
 
-    tangent: the mean of `tan² θ` (`codes.tangent`).
+    The arguments are those of `estimate`, and `tangent`: the mean of `tan² θ` (`codes.tangent`).
     """
     block = queries.shape[-1] // weights.shape[-1]
     scale = dict(share=1 + tangent, spread=tangent / (block - 1))

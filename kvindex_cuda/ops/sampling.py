@@ -11,17 +11,26 @@ from kvindex_cuda.runtime.constants import SAMPLE_THREADS
 from kvindex_cuda.runtime.launch import launch
 
 MOST = 2**14
-"""Most rows that shared memory has room for. More are sampled in plain torch."""
+"""Most rows that fit into shared memory. For more rows, plain torch samples."""
 
 
 def sample(logits: Tensor, ids: Tensor, k: int, sampled: int) -> tuple[Tensor, Tensor]:
-    """Which rows are read, of `P` with logits float32 `[B, G, P]`, descending, `-inf` for none:
-    the best `k - sampled`, and `sampled` of the others, each with a known chance `π`.
+    """Choose the rows to read: the best `k - sampled` of `P` rows, and `sampled` of the others.
 
-    ids: int64 `[B, G, P]`: drawing is systematic along them. Returns places among the `P`, int64
-    `[B, G, k]`, ascending, -1 for none, and log weights `-log π`, float32 `[B, G, k]`, `-inf` for
-    none. Equal to the reference's but where a sum of chances lies within float64's rounding of
-    half an odd number, or a chance within it of a tie between two float32.
+    Sampling is systematic in the order of ids, and each of the other rows has a known probability
+    `π`. The results equal the reference's, unless float64 rounding decides: if a sum of
+    probabilities is within rounding of half an odd number, or a probability is within rounding of
+    the middle between two float32 numbers.
+
+    Args:
+        logits: float32 `[B, G, P]`, descending, `-inf` for an unused slot.
+        ids: int64 `[B, G, P]`.
+        k: Number of rows to choose.
+        sampled: Number of these rows to sample.
+
+    Returns:
+        Places among the `P` rows, int64 `[B, G, k]`, ascending, -1 for an unused slot; and log
+        weights `-log π`, float32 `[B, G, k]`, `-inf` for an unused slot.
     """
     B, G, P = of_type("logits", logits, torch.float32).shape
     of_shape("ids", of_type("ids", ids, torch.int64), B, G, P)

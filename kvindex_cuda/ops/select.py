@@ -1,4 +1,4 @@
-"""Exact selection by score on the device. Equal scores go to the lower id."""
+"""Exact selection by score on the device. Of equal scores, the lower id is selected."""
 
 from __future__ import annotations
 
@@ -15,14 +15,19 @@ THREADS = 256
 NEVER = float("-inf")
 
 MOST = TILE * 65535
-"""Most entries of a row, by the largest grid."""
+"""Most entries in a row of scores, limited by the largest grid."""
 
 
 def top_k(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The `k` best entries: scores float32 `[..., k]`, descending, and positions int64 `[..., k]`.
+    """Return the `k` largest scores in descending order, and their positions.
 
-    scores: float32 `[..., N]`; entries of `-inf` are never selected. Where fewer than `k` are
-    left, slots hold `-inf` and -1.
+    Args:
+        scores: float32 `[..., N]`. Entries of `-inf` are never selected.
+        k: Number of scores to select.
+
+    Returns:
+        Scores float32 `[..., k]` and positions int64 `[..., k]`. If fewer than `k` entries can be
+        selected, the remaining slots contain `-inf` and -1.
     """
     N = _entries("scores", of_type("scores", scores, torch.float32))
     flat = scores.reshape(-1, N) if N else scores.new_empty((scores[..., 0:0].numel(), 0))
@@ -74,13 +79,18 @@ def top_k(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def candidates(votes: Tensor, limits: Tensor, valid: Tensor | None = None) -> Tensor:
-    """Ids that at least one query head of a group selects, ascending, int64 `[B, G, C]`, then -1.
+    """Return the ids that at least one query head of a group selects, in ascending order.
 
-    Each head takes its `limits[b]` keys with the most votes, equal votes by the lower id. Waits for
-    the device, for `C`.
+    Each head selects its `limits[b]` keys with the most votes; of equal votes, the lower id. The
+    host waits for the device to learn `C`.
 
-    votes: int32 `[B, G, g, N]`; limits: int64 `[B]`, at most the number of valid keys of a row;
-    valid: bool `[B, N]`, or None for all.
+    Args:
+        votes: int32 `[B, G, g, N]`.
+        limits: int64 `[B]`, at most the number of valid keys of the sequence.
+        valid: bool `[B, N]`, or None if all keys are valid.
+
+    Returns:
+        int64 `[B, G, C]`, with -1 in unused slots at the end.
     """
     B, G, g, _ = of_type("votes", votes, torch.int32).shape
     N = _entries("votes", votes)
@@ -117,10 +127,15 @@ def candidates(votes: Tensor, limits: Tensor, valid: Tensor | None = None) -> Te
 
 
 def compact(chosen: Tensor) -> Tensor:
-    """Positions of the True entries, ascending, int64 `[..., C]`, padded with -1.
+    """Return the positions of True entries, in ascending order.
 
-    chosen: bool `[..., N]`; `C` is the largest number of True entries of a row, for which it waits
-    for the device.
+    The host waits for the device to learn `C`, the largest number of True entries in a row.
+
+    Args:
+        chosen: bool `[..., N]`.
+
+    Returns:
+        int64 `[..., C]`, padded with -1.
     """
     N = _entries("chosen", of_type("chosen", chosen, torch.bool))
     outer = chosen.shape[:-1]
@@ -149,7 +164,7 @@ def compact(chosen: Tensor) -> Tensor:
 def _cut(
     scores: Tensor, *, k: int = 0, limits: Tensor | None = None, valid: Tensor | None = None
 ) -> Tensor:
-    """Return where each row of scores `[R, N]` is cut: `Row` structs, int64 `[R, 2]`.
+    """Find the lowest score to select in each row of `[R, N]`, as `Row` structs, int64 `[R, 2]`.
 
     Without limits, `k` float32 scores of each row are selected. With limits, `limits[b]` int32
     scores of each row of sequence `b`.
@@ -201,12 +216,13 @@ def _placed(words: Tensor, counts: Tensor) -> Tensor:
 
 
 def _entries(name: str, tensor: Tensor) -> int:
-    """Return `N` of a tensor `[..., N]`. Raises ValueError for more than kernels serve."""
+    """Return `N` of a tensor `[..., N]`. Raises ValueError for more entries than kernels
+    support."""
     if (N := tensor.shape[-1]) > MOST:
         raise ValueError(f"{name}: got {N} entries, allowed are up to {MOST}")
     return N
 
 
 def _bits(entries: int) -> int:
-    """Return the bits of a position among `entries`."""
+    """Return the number of bits that a position among `entries` needs."""
     return (entries - 1).bit_length()

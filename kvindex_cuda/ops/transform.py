@@ -13,14 +13,14 @@ from kvindex_cuda.runtime.launch import launch
 __all__ = ["LONGEST", "normalize", "rotate", "rotation"]
 
 WARPS = 8
-"""Warps of a thread block of `normalize`, each with a vector."""
+"""Warps of a thread block of `normalize`. Each warp processes a vector."""
 
 
 def normalize(vectors: Tensor) -> tuple[Tensor, Tensor]:
-    """Directions float32 `[..., D]` and norms float32 `[...]` of vectors `[..., D]`.
+    """Compute directions, float32 `[..., D]`, and norms, float32 `[...]`, of vectors `[..., D]`.
 
-    As `kvindex.ops.transform.normalize`; sums of squares in double, in another order. Raises
-    ValueError for a dtype other than float32, float16 and bfloat16.
+    Like `kvindex.ops.transform.normalize`, but squares are summed in double precision and in
+    another order. Raises ValueError for a dtype other than float32, float16 and bfloat16.
     """
     given, shape = _outer(vectors)
     directions = torch.empty(vectors.shape, dtype=torch.float32, device=vectors.device)
@@ -44,7 +44,7 @@ def normalize(vectors: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def rotate(vectors: Tensor, matrix: Tensor) -> Tensor:
-    """`R x` for each vector: float32 `[..., D]`. matrix: float32 `[D, D]`."""
+    """Compute `R x` for each vector, float32 `[..., D]`. matrix: `R`, float32 `[D, D]`."""
     given, shape = _outer(vectors)
     D = vectors.shape[-1]
     of_shape("matrix", of_type("matrix", matrix, torch.float32), D, D)
@@ -69,7 +69,7 @@ def rotate(vectors: Tensor, matrix: Tensor) -> Tensor:
 
 
 def _outer(vectors: Tensor) -> tuple[Tensor, dict[str, int]]:
-    """Return vectors as `[A, B, C, D]`, and the kernels' arguments for its sizes and strides.
+    """Return vectors as `[A, B, C, D]`, and the kernels' arguments for sizes and strides.
 
     The vectors are copied if they do not fit this form.
     """

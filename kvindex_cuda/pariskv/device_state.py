@@ -1,4 +1,4 @@
-"""The state of a layer that steps read, on the device at fixed addresses."""
+"""The state of a layer that decode steps read, on the device at fixed addresses."""
 
 from __future__ import annotations
 
@@ -18,40 +18,46 @@ from kvindex_cuda.memory.row_cache import RowCache
 
 @dataclass(frozen=True)
 class State:
-    """What a step reads of a layer: tensors on the device, at addresses that stay the same.
+    """The tensors of a layer that a decode step reads. They are on the device, and their addresses
+    stay the same.
 
     Attributes:
         codes: Addresses of blocks of codes, int64 `[B, S]`.
         rows: Addresses of blocks of rows (keys and values), int64 `[B, S]`.
         valid: One bit per token, int32 `[B, S, 8]`.
-        length: Tokens in the index, int64 `[1]`, or `[B]` in a ragged batch.
-        wanted: Candidates `C` of each sequence, int32 `[B]`.
-        counted: Valid keys of each sequence, int32 `[B]`.
+        length: Number of tokens in the index, int64 `[1]`, or `[B]` if sequences have different
+            lengths (a ragged batch).
+        wanted: Number of candidates `C` of each sequence, int32 `[B]`.
+        counted: Number of valid keys of each sequence, int32 `[B]`.
         weight_scale: float32 `[B, G]`.
         resident: Rows of sink and window, `[B, G, W, D + Dv]`.
         resident_mask: uint8 `[B, W]`.
-        resident_count: How many of the `W` rows are there, int64 `[1]` or `[B]`, as `length`.
+        resident_count: How many of the `W` resident rows are in use, int64 `[1]` or `[B]`, as for
+            `length`.
         row_bytes: Bytes of a row in a block.
-        codec: Codec of those rows, a name of `kvindex.storage.codecs`.
-        row_center: Center that coded keys are relative to, float32 `[B, G, D]`, None for zeros.
-        far: Rows are in host memory. Only kernels over latents read this.
-        near: Which blocks of rows are on the device, uint8 `[B, S]`, if some are on the host.
-        cache: Rows that were fetched from the host.
+        codec: Codec of rows in blocks, a name in `kvindex.storage.codecs`.
+        row_center: Center that was subtracted from coded keys, float32 `[B, G, D]`; None if it is
+            0.
+        far: True if rows are in host memory. Only kernels for latents use this.
+        near: 1 for blocks of rows on the device, uint8 `[B, S]`; None if no block is on the host.
+        cache: Cache of rows that were fetched from the host.
         wrong: int32 of one element, which a step sets to 1 if a query is not finite.
-        largest: Upper byte of the largest weight in full blocks, int32 `[B, G]`. No step reads it.
+        largest: Upper byte of the largest weight in full blocks, int32 `[B, G]`. Steps do not read
+            it.
         regression: Matrices that decode the signs, as `step_state.State`.
         histogram: Keys per centroid, int64 `[B, G, M, 256]`, for tiered votes only.
-        tiers: Keys that bound each tier, int64 `[B, 6]`, for tiered votes only.
+        tiers: Number of keys that limits each tier, int64 `[B, 6]`, for tiered votes only.
         found_sum: int64 `[B, G]`, to which a step adds the number of rows it found, or None.
-        token: Keys `[B, G, 1, D]` and values `[B, G, 1, Dv]`, contiguous, which a step that
-            `stages` appends to the resident rows, or None.
-        ticket: int32 `[1]` for that, 0 between steps.
-        sink: In an engine's pages, how many first tokens are resident in a sequence that is
-            searched. Resident rows are then in the blocks of `rows`, those of the window after the
-            `length` tokens that are searched.
-        page_head_bytes: In an engine's pages, bytes from one KV head's rows to the next head's.
-        segments: Numbers of those blocks among all pages, int32 `[B, S]`, if the pages are on the
-            host. Then `cache` has one group per KV head for the rows of all sequences.
+        token: Keys `[B, G, 1, D]` and values `[B, G, 1, Dv]`, contiguous, which a step with
+            `BaseStep.stages` appends to the resident rows, or None.
+        ticket: int32 `[1]`, a counter for appending `token`, 0 between steps.
+        sink: For an engine's pages: number of first tokens of a searched sequence that are
+            resident. Resident rows are then in the blocks of `rows`. Those of the window come after
+            the `length` tokens that are searched.
+        page_head_bytes: For an engine's pages: bytes from one KV head's rows to the next head's.
+        segments: For an engine's pages on the host: numbers of the blocks of `rows` among all
+            pages, int32 `[B, S]`. Then `cache` has one group per KV head, for the rows of all
+            sequences.
     """
 
     codes: Tensor
@@ -86,17 +92,17 @@ class State:
 
     @property
     def row(self) -> int:
-        """Blocks of codes that each sequence has room for."""
+        """Number of blocks of codes for which each sequence has room."""
         return self.codes.shape[1]
 
     @property
     def table_row(self) -> int:
-        """Blocks of rows that each sequence has room for."""
+        """Number of blocks of rows for which each sequence has room."""
         return self.rows.shape[1]
 
     @property
     def room(self) -> int:
-        """Resident rows that each sequence has room for."""
+        """Number of resident rows for which each sequence has room."""
         return self.resident.shape[2]
 
     @property
@@ -106,12 +112,13 @@ class State:
 
     @property
     def sink_rows(self) -> int:
-        """First tokens of a sequence that are resident, 0 outside of an engine's pages."""
+        """Number of first tokens of a sequence that are resident; 0 if there are no engine's
+        pages."""
         return self.sink or 0
 
     @property
     def cached(self) -> int:
-        """Slots of the row cache per group, 0 without one."""
+        """Slots of the row cache per group; 0 without a cache."""
         return self.cache.capacity if self.cache else 0
 
     @property
@@ -136,15 +143,15 @@ class State:
 
     @property
     def lookups(self) -> Tensor | None:
-        """How many rows were looked up in the cache, and how many were found."""
+        """The numbers of rows that were looked up in the cache and found there."""
         return self.cache.counts if self.cache else None
 
 
 def opened(geometry: Geometry, table: Tensor, contents: Contents) -> State:
     """Return an empty state for a table of blocks of codes, int64 `[B, S]`.
 
-    contents: The index's contents. If its statistics have a histogram, the state has room for one
-    (tiered votes), and likewise for a regression.
+    contents: The index's contents. If its statistics include a histogram (tiered votes) or a
+    regression, the state has room for it.
     """
     histogram = contents.statistics.get("histogram")
     regression = None if contents.regression is None else contents.regression()
@@ -176,7 +183,7 @@ def opened(geometry: Geometry, table: Tensor, contents: Contents) -> State:
 def put(target: Tensor, values: Sequence[int]) -> None:
     """Copy one number for each sequence to `target` `[B]`, without waiting for its device."""
     if len(set(values)) == 1:
-        target.fill_(values[0])  # equal numbers need no pinned memory
+        target.fill_(values[0])  # for equal numbers, no pinned memory is needed
         return
     staged = torch.tensor(values, dtype=target.dtype)
     if target.device.type == "cuda":
@@ -190,7 +197,7 @@ def put_valid(state: State, valid: Tensor, first: int, last: int) -> None:
 
 
 def put_tiers(state: State, histogram: Tensor, bounds: Sequence[Sequence[int]]) -> None:
-    """Write the keys per centroid, and the keys that bound each tier of each sequence."""
+    """Write the number of keys per centroid, and the number of keys that limits each tier."""
     if state.histogram is None or state.tiers is None:
         raise ValueError("histogram: got one for a state without tiers, allowed is none")
     state.histogram.copy_(histogram)

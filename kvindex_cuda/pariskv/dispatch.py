@@ -1,4 +1,5 @@
-"""Choose the kind of fused step for a configuration of ParisKV, or report why none serves it."""
+"""Choose the kind of fused step for a configuration of ParisKV, or report why no kind supports
+it."""
 
 from __future__ import annotations
 
@@ -24,9 +25,9 @@ STEPS: dict[str, type[BaseStep]] = {
 }
 """The class of each kind of step.
 
-`sign_votes` serves the presets `sampled`, `fast` and `precise`, and `tiered_votes` serves `paper`.
-`latents` serves the same presets as `sign_votes` over latents with more query heads or coordinates
-than that has room for.
+`sign_votes` supports the presets `sampled`, `fast` and `precise`, and `tiered_votes` supports
+`paper`. `latents` supports the same presets as `sign_votes`, for latents with more query heads or
+coordinates than fit into the kernels of `sign_votes`.
 """
 
 VOTES = dict(
@@ -45,13 +46,16 @@ OPTIONS: dict[str, dict[str, Any]] = {
 POLICIES = "mean_share", "max_share"
 
 WIDEST = 256
-"""Largest head dimension of steps by tiered votes: votes fit a byte, tables fit shared memory.
+"""Largest head dimension for tiered votes: up to it, votes fit into a byte and tables into shared
+memory.
 
-Beyond it the shared memory of other steps has room for the queries of `TILE` heads only."""
+In other kinds of step, the shared memory has room for the queries of only `TILE` heads beyond this
+dimension."""
 
 
 def kind_of(config: ParisKVConfig, geometry: Geometry) -> str | None:
-    """Return the kind of step for a ParisKV, or None if it runs op by op (see `refusal`)."""
+    """Return the kind of step for a ParisKV index, or None if it runs one operation at a time (see
+    `refusal`)."""
     if refusal(config, geometry) is not None:
         return None
     kind = next(kind for kind in OPTIONS if not _unlike(config, kind))
@@ -60,12 +64,12 @@ def kind_of(config: ParisKVConfig, geometry: Geometry) -> str | None:
 
 
 def _most_heads(geometry: Geometry) -> int:
-    """Return the most query heads per KV head of a step that is not over latents."""
+    """Return the largest number of query heads per KV head for steps other than `latents`."""
     return MOST_HEADS if geometry.head_dim <= WIDEST else TILE
 
 
 def refusal(config: ParisKVConfig, geometry: Geometry) -> str | None:
-    """Return why no fused step serves a ParisKV, by the first option at fault, or None."""
+    """Return why no fused step supports a ParisKV index (the first unsupported option), or None."""
     kind = min(OPTIONS, key=lambda kind: len(_unlike(config, kind)))
     for name in _unlike(config, kind):
         return _said(name, getattr(config, name), f"{OPTIONS[kind][name]!r} for {kind!r}")
@@ -94,7 +98,7 @@ def refusal(config: ParisKVConfig, geometry: Geometry) -> str | None:
 
 
 def _unlike(config: ParisKVConfig, kind: str) -> list[str]:
-    """Return the required options of a kind that a configuration sets to other values."""
+    """Return the options of a configuration that differ from those that a kind requires."""
     return [name for name, value in OPTIONS[kind].items() if getattr(config, name) != value]
 
 
@@ -105,8 +109,8 @@ def _said(name: str, got: object, allowed: str) -> str:
 def unreadable(rows: object, geometry: Geometry) -> str | None:
     """Return why kernels cannot attend to the rows of a store, or None if they can.
 
-    Kernels read pages of 256 tokens, `[G, 256, row_bytes]`, and a row 8 elements at a time, each of
-    one or two bytes. Latents have kernels of their own (`ops.attend_latents`).
+    Kernels read pages of 256 tokens, `[G, 256, row_bytes]`, and read 8 elements of a row at a time,
+    of one or two bytes each. Latents have separate kernels (`ops.attend_latents`).
     """
     if geometry.value_in_key and (why := unserved(geometry)):
         return why
@@ -140,5 +144,6 @@ def options_of(kind: str, config: ParisKVConfig) -> dict[str, Any]:
 
 
 def room_of(kind: str, tokens: int, candidates: int) -> int:
-    """Return the `most` of a step: tokens for tiered votes, candidates for the other kinds."""
+    """Return the argument `most` of a step: a number of tokens for tiered votes, of candidates for
+    other kinds."""
     return tokens if kind == "tiered_votes" else candidates

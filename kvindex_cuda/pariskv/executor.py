@@ -3,7 +3,7 @@
 Codes stay on the device, in blocks. A search reads tensors at fixed addresses, which are updated in
 place as tokens are added and removed. It writes to buffers that are allocated once, and returns new
 tensors. So a search that was captured in a CUDA graph can be replayed while the index grows.
-`append/codes.py` has the part that appends call.
+The methods for appends are in `append/codes.py`.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from kvindex_cuda.runtime.launch import capturing
 
 
 class ParisKVExecutor(AppendedCodes):
-    """Runs a ParisKV with fused kernels. The protocol `Executor` documents its methods.
+    """Runs a ParisKV index with fused kernels. The protocol `Executor` documents its methods.
 
     Args:
-        geometry: Of the index.
-        config: Of the index.
+        geometry: Geometry of the index.
+        config: Configuration of the index.
         kind: Kind of the step, a key of `dispatch.STEPS`.
         codes: As `AppendedCodes`.
         encoder: As `AppendedCodes`.
@@ -63,7 +63,7 @@ class ParisKVExecutor(AppendedCodes):
         self._geometry, self._config, self._kind = geometry, config, kind
         self._store: object = None
         self._rows: AddressedRows | None = None  # the store's rows, if kernels can read them
-        self._centered: CenteredRows | None = None  # the same, if they may have a center
+        self._centered: CenteredRows | None = None  # the same rows, if they may have a center
         self._ticket = torch.zeros(1, dtype=torch.int32, device=geometry.device)  # of `stage_token`
         self.cleared()
         self._length = len(codes)
@@ -90,20 +90,20 @@ class ParisKVExecutor(AppendedCodes):
 
     def cache_use(self) -> tuple[int, int, int]:
         """As `Executor.cache_use`."""
-        cache = self.cache  # read once: another thread may set it to None meanwhile
+        cache = self.cache  # read only once: another thread may set it to None
         return (0, 0, 0) if cache is None else (cache.capacity, *cache.use())
 
     def cleared(self) -> None:
-        """Forget all tokens, and everything that steps read."""
+        """Remove all tokens, and all state that steps read."""
         self._state: State | None = None
         self._uses: list[Use] = []  # the newest one of each k comes last
         self.cache: RowCache | None = None
         self._regression: object = None  # the regression that the state contains
-        self._length = self._read = 0  # tokens; full blocks included in `State.largest`
+        self._length = self._read = 0  # tokens; full blocks that `State.largest` includes
         self._promised = 0  # tokens that steps must have room for
         self._replays = Replays(self._geometry.device)
-        self._found_sum: Tensor | None = None  # counts rows that captured steps found
-        self._version, self._text = object(), object()  # of `BatchRow`
+        self._found_sum: Tensor | None = None  # number of rows that captured steps found
+        self._version, self._text = object(), object()  # see `BatchRow`
 
     def update(self, contents: Contents) -> ParisKVExecutor:
         """As `Executor.update`."""
@@ -136,7 +136,7 @@ class ParisKVExecutor(AppendedCodes):
             self._centered = store if isinstance(store, CenteredRows) else None
 
     def _over(self, codes: object) -> ParisKVExecutor:
-        """Return an executor over codes that were reordered, expanded or copied."""
+        """Return an executor that reads other codes, which were reordered, expanded or copied."""
         if not isinstance(codes, CodeBlocks):
             raise TypeError(f"codes: got {type(codes).__name__}, allowed is CodeBlocks")
         return ParisKVExecutor(self._geometry, self._config, self._kind, codes, self._encode)
@@ -148,14 +148,15 @@ class ParisKVExecutor(AppendedCodes):
             self._begin(k, room)
 
     def reserve(self, tokens: int) -> None:
-        """As `Executor.reserve`, for candidates, too, so that steps keep their buffers."""
+        """See `Executor.reserve`. Room is also reserved for candidates, so that steps keep their
+        buffers."""
         self.codes.reserve_tokens(tokens)
         self._promised = max(self._promised, tokens)
         for k in {use.step.k for use in self._uses}:
             self.warm_up(k, self._promised)
 
     def _room(self, k: int, tokens: int) -> int:
-        """Return what a step for `k` rows must have room for, up to a length of `tokens`."""
+        """Return the argument `most` of a step for `k` rows, up to a length of `tokens`."""
         return room_of(self._kind, tokens, self._config.most_candidates(tokens, k))
 
     def search(self, queries: Tensor, k: int) -> Hits:
@@ -186,7 +187,8 @@ class ParisKVExecutor(AppendedCodes):
     ) -> Attended:
         """As `Executor.decode_step`.
 
-        A step that reads the same tensors for the third time is captured, and replayed afterwards.
+        When a step reads the same tensors for the third time, it is captured as a CUDA graph, which
+        later steps replay.
         """
         if graphs and (replay := self._replay_of(resident, k, wrong)):
             assert self._rows is not None
@@ -243,7 +245,7 @@ class ParisKVExecutor(AppendedCodes):
         found = (hits.ids != UNUSED).sum(-1, dtype=torch.int32)
         return Attended(output, use.step.lse, found)
 
-    # As one index of a batch
+    # The index as a part of a batch
 
     def new_batch(self) -> ParisKVBatch:
         """As `JoinsBatch.new_batch`."""
@@ -264,7 +266,7 @@ class ParisKVExecutor(AppendedCodes):
             text=self._text,
         )
 
-    # What a search reads
+    # The state that a search reads
 
     def _replay_of(self, resident: ResidentRows, k: int, wrong: Tensor | None) -> Replay | None:
         """Return the graph of a step that reads the same tensors as before, or None."""
@@ -274,7 +276,8 @@ class ParisKVExecutor(AppendedCodes):
         return self._replays.of(use.step, self._reads(use, resident, wrong))
 
     def _reads(self, use: Use, resident: ResidentRows, wrong: Tensor | None) -> State:
-        """Return what a step reads: the same object while its tensors stay the same."""
+        """Return the `State` that a step reads: the same object as long as its tensors stay the
+        same."""
         rows = self._rows
         assert rows is not None
         center = self._centered.center if self._centered is not None else None
@@ -297,7 +300,7 @@ class ParisKVExecutor(AppendedCodes):
         return use.reads[1]
 
     def _places(self, rows: AddressedRows) -> dict[str, Any]:
-        """Return the fields of `State` that say where rows are, and their format."""
+        """Return the fields of `State` with the addresses and the format of rows."""
         near = rows.near if isinstance(rows, PlacedRows) else None
         center = self._centered.center if self._centered is not None else None
         return dict(
@@ -312,10 +315,10 @@ class ParisKVExecutor(AppendedCodes):
     def _ready(
         self, k: int, resident: ResidentRows | None = None, wrong: Tensor | None = None
     ) -> tuple[Use, State]:
-        """Return a step with enough room, and what it reads.
+        """Return a step with enough room, and the state that it reads.
 
-        The current stream waits for the step's last user. The step writes its results to new
-        tensors, since all layers share its buffers. A step that attends needs `resident`.
+        The current stream waits for the previous use of the step. The step writes its results to
+        new tensors, because all layers share its buffers. For attention, pass `resident`.
         """
         captured, use = capturing(self._geometry.device), self._with_room(k)
         assert self._state is not None
@@ -330,7 +333,7 @@ class ParisKVExecutor(AppendedCodes):
         return use, replace(self._state, wanted=use.wanted)
 
     def _with_room(self, k: int) -> Use:
-        """Return the newest step for `k` rows, or a new one if that has too little room."""
+        """Return the newest step for `k` rows, or a new step if that one has too little room."""
         use = self._newest(k)
         if use is not None and not use.outgrown:
             return use
@@ -343,7 +346,7 @@ class ParisKVExecutor(AppendedCodes):
         return self._begin(k, max(with_headroom(self._need(k)), promised))
 
     def _begin(self, k: int, most: int) -> Use:
-        """Make a step for `k` rows with room for `most`. It is the newest from now on."""
+        """Make a step for `k` rows with room for `most`, and record it as the newest step."""
         self._opened_state()
         self._begin_cache()
         device, (batch, blocks) = self._geometry.device, self.codes.table.shape
@@ -356,7 +359,7 @@ class ParisKVExecutor(AppendedCodes):
         return use
 
     def _opened_state(self) -> State:
-        """Return what steps read, without the rows."""
+        """Return the state that steps read, without the fields for rows."""
         if self._state is None:
             self._regression, self._read = None, 0  # an earlier state may be incomplete
             state = opened(self._geometry, self.codes.table, self._contents)
@@ -365,8 +368,8 @@ class ParisKVExecutor(AppendedCodes):
         return self._state
 
     def _begin_cache(self) -> None:
-        """Make a cache if there are rows on the host."""
-        rows, latents = self._rows, self._geometry.value_in_key  # their kernel uses no cache
+        """Make a row cache if there are rows on the host."""
+        rows, latents = self._rows, self._geometry.value_in_key  # kernels for latents use no cache
         if self.cache is None and rows is not None and rows.far and not latents:
             groups = len(self.codes.table) * self._geometry.kv_heads
             self.cache = RowCache(groups, rows.row_bytes, self._geometry.device)
@@ -376,14 +379,15 @@ class ParisKVExecutor(AppendedCodes):
         return [self._config.candidates(n, k) for n in self._contents.counts.tolist()]
 
     def _need(self, k: int) -> int:
-        """Return what a step for `k` rows must have room for now."""
+        """Return the argument `most` that a step for `k` rows needs now."""
         return room_of(self._kind, self._length, max(self._candidates(k)))
 
     def _newest(self, k: int) -> Use | None:
         return next((use for use in reversed(self._uses) if use.step.k == k), None)
 
     def _update(self, state: State, first: int) -> None:
-        """Update a state in place from block `first` on, in one launch if sequences are alike."""
+        """Update a state in place from block `first` on, in one launch if all sequences have equal
+        counts."""
         contents, valid = self._contents, self._contents.valid
         start, tokens, counts = first * BLOCK, contents.length, contents.counts.tolist()
         real = valid is None or start >= contents.real_from
@@ -420,7 +424,7 @@ class ParisKVExecutor(AppendedCodes):
 def executor_of(
     geometry: Geometry, config: ParisKVConfig, rotation: Tensor, levels: Tensor
 ) -> ParisKVExecutor | None:
-    """Return the executor of a ParisKV, or None if no fused step serves it."""
+    """Return the executor of a ParisKV index, or None if no fused step supports it."""
     kind = kind_of(config, geometry)
     if kind is None:
         return None

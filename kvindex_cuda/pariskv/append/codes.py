@@ -1,7 +1,7 @@
 """Write the codes of appended tokens: those of full blocks, and those of the open block.
 
-The open block contains the last tokens, which do not fill a block. It comes after the full blocks
-and is encoded again when tokens are added to it.
+The open block is the last one, which is only partly filled. It is stored after the full blocks, and
+is encoded again when tokens are added to it.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from kvindex_cuda.pariskv.append.encode import Encoder
 
 
 class AppendedCodes:
-    """The part of a `kvindex.core.protocol.Executor` that appends call.
+    """The methods of a `kvindex.core.protocol.Executor` that encode appended tokens.
 
-    codes: Full blocks, which replace the index's columns. encoder: The kernel that encodes keys, or
-    None if no kernel serves the configuration.
+    codes: Codes of full blocks, which replace the index's columns. encoder: Runs the kernel that
+    encodes keys; None if no kernel supports the configuration.
     """
 
     _length: int  # length of the index
@@ -34,7 +34,7 @@ class AppendedCodes:
 
     @property
     def searches_at_once(self) -> bool:
-        """As `Executor.searches_at_once`: False, since searches write to shared buffers."""
+        """See `Executor.searches_at_once`. False, because searches write to shared buffers."""
         return False
 
     @property
@@ -45,26 +45,26 @@ class AppendedCodes:
     def prepare(
         self, keys: Tensor, valid: Tensor | None, *, beyond: int, wrong: Tensor | None = None
     ) -> Fill:
-        """As `Executor.prepare`. Raises RuntimeError unless it `encodes`."""
+        """See `Executor.prepare`. Raises RuntimeError if `encodes` is False."""
         encode, held = self._encode, len(self.codes)
         if encode is None:
             raise RuntimeError("prepare: got codes that no kernel writes, allowed if it `encodes`")
 
         def write(table: Tensor) -> None:
-            opened, self._opened = self._opened, None  # the new codes overwrite it
+            opened, self._opened = self._opened, None  # new codes overwrite the open block
             try:
                 encode(keys, table, first=held // BLOCK, valid=valid, wrong=wrong)
-            except Exception:  # nothing was launched
+            except Exception:  # no kernel was launched
                 self._opened = opened
                 raise
 
         fill = Fill(keys.shape[0], keys.shape[2], write, self._length > held, beyond)
         self.codes.reserve(fill)
-        self.codes.write(fill)  # after the last token, where nothing is read
+        self.codes.write(fill)  # beyond the last token, which no kernel reads
         return fill
 
     def encoded(self, keys: Tensor, valid: Tensor | None) -> Codes | None:
-        """As `Executor.encoded`: None, since kernels write codes to their final place."""
+        """See `Executor.encoded`. None, because kernels write codes to their final place."""
         return None
 
     def discard(self) -> None:

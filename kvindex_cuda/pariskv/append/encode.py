@@ -1,4 +1,4 @@
-"""Encode blocks of keys as centers and codes, in one kernel (`append/encode.cu`)."""
+"""Encode blocks of keys as centers and codes, with one kernel (`append/encode.cu`)."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from kvindex_cuda.runtime.constants import ENCODE_WARPS, MOST_BITS
 from kvindex_cuda.runtime.launch import launch
 
 WIDEST, LATENT, MOST_ODD = 256, 576, 31
-"""Largest head dimension; that of latents (512 coordinates and 64 rotary ones); and the largest odd
-factor of a head dimension beyond the first."""
+"""WIDEST: largest head dimension. LATENT: head dimension of latents (512 coordinates and 64 rotary
+ones), which is allowed if its odd factor is at most MOST_ODD."""
 
 NO_PAGES = dict(
     due=None,
@@ -36,25 +36,25 @@ NO_PAGES = dict(
     rows_page=0,
     rows_part=0,
 )
-"""Arguments about an engine's pages when keys are a tensor."""
+"""Values of the kernel's arguments for an engine's pages, if keys are a tensor."""
 
 ROOM = 2.0**-10
-"""The largest magnitude in the tables is above the last edge by this fraction."""
+"""The largest magnitude in the tables exceeds the last edge between levels by this fraction."""
 
 
 class Encoder:
-    """Encodes keys with one kernel. Its tables are made once, from a rotation and levels.
+    """Encodes keys with one kernel. Lookup tables are made once, from a rotation and levels.
 
     Construction copies tensors to the host, so it must not happen in a decode step.
 
     Args:
         layout: Layout of the blocks of codes, with one weight per key.
-        rotation: Of `ops.transform.rotation`, float32 `[D, D]`.
-        levels: Of `ops.codes.levels(D, bits)`, float32 `[2^bits]`.
+        rotation: Result of `ops.transform.rotation`, float32 `[D, D]`.
+        levels: Result of `ops.codes.levels(D, bits)`, float32 `[2^bits]`.
         centered: Compute the center of each block and subtract it from the block's keys.
 
     Raises:
-        ValueError: `rotation` or `levels` come from elsewhere, or the kernel does not serve the
+        ValueError: `rotation` or `levels` are not such results, or the kernel does not support the
             head dimension, the number of bits or the layout.
     """
 
@@ -89,23 +89,23 @@ class Encoder:
         valid: Tensor | None = None,
         wrong: Tensor | None = None,
     ) -> None:
-        """Write the codes of keys, and the center of each block they are in.
+        """Write the codes of keys, and the center of each block that contains them.
 
         The center equals that of `ops.codes.centers` up to rounding, because the kernel sums in
-        float32, 32 keys at a time. An invalid key takes no part in the center. It is
-        encoded as a zero key, from which the center is subtracted, with weight 0. Other entries of
-        the blocks stay unchanged.
+        float32, 32 keys at a time. Invalid keys do not contribute to the center. An invalid key is
+        encoded as the zero vector minus the center, with weight 0. Other entries of the blocks stay
+        unchanged.
 
         Args:
             keys: `[B, G, N, D]`.
             table: Addresses of blocks, int64 `[B, S]`.
-            first: Block that begins with the first key.
-            valid: Valid keys, bool `[B, N]`, or None if all are.
+            first: Number of the block that begins with the first key.
+            valid: True for valid keys, bool `[B, N]`; None if all keys are valid.
             wrong: int32 of one element, set to 1 if a valid key is not finite or far above
                 `check.LARGEST`, or None.
 
         Raises:
-            ValueError: Dtypes or shapes are wrong, or blocks are beyond the table.
+            ValueError: Dtypes or shapes are wrong, or the table has too few blocks.
         """
         D = self.layout.head_dim
         B, G, N, _ = of_type("keys", keys, *CODES).shape
@@ -123,7 +123,7 @@ class Encoder:
         segments, begins = blocks * G * B, wide(keys)
         resident = _resident(D, keys.element_size(), begins)
         grid = busy(keys.device, 1, segments, 1, resident) if segments else 0
-        more = segments > grid  # thread blocks take further segments when they are done
+        more = segments > grid  # a thread block then processes several segments
         launch(
             "append/encode.cu",
             "encode",
@@ -167,12 +167,12 @@ class Encoder:
         rows_page: int,
         rows_part: int,
     ) -> None:
-        """Write the codes of full segments (256 tokens) in an engine's pages, for all layers.
+        """Write the codes of full segments (of 256 tokens) in an engine's pages, for all layers.
 
         Args:
             rows: Rows of any layer, `[pages, G, tokens, 2 D]`. All layers have the same strides.
-            due: The number of segments, then their numbers counted over all pages, int64
-                `[1 + n]`. The kernel reads them on the device.
+            due: The count of segments, followed by the number of each segment among all pages,
+                int64 `[1 + n]`. The kernel reads these on the device.
             bases: Addresses of codes and rows of each layer, int64 `[layers, 2]`.
             layers: Number of layers.
             parts: Segments of a page.
@@ -225,7 +225,7 @@ class Encoder:
         )
 
     def _constants(self) -> dict[str, Tensor | float]:
-        """Return the arguments that are the same for all keys."""
+        """Return the kernel's arguments that do not depend on the keys."""
         L = self.layout
         return dict(
             flips=self._flips,
@@ -242,7 +242,7 @@ class Encoder:
 
 
 def serves(D: int) -> bool:
-    """Return True if the kernel serves a head dimension."""
+    """Return True if the kernel supports a head dimension."""
     widest = WIDEST if D // (D & -D) > MOST_ODD else LATENT
     return D % 8 == 0 and 8 <= D <= widest
 
@@ -250,10 +250,11 @@ def serves(D: int) -> bool:
 def encoder_of(
     config: ParisKVConfig, layout: Layout, rotation: Tensor, levels: Tensor
 ) -> Encoder | None:
-    """Return the encoder of a ParisKV with fused kernels, or None where `encode.cu` has none.
+    """Return the encoder for a ParisKV index with fused kernels, or None if `encode.cu` does not
+    support it.
 
-    Codes with a weight for each subspace are made operation by operation: the index counts keys by
-    these codes as they come.
+    Codes with a weight for each subspace are not computed by this kernel but one operation at a
+    time, because the index counts keys per centroid from these codes as they are appended.
     """
     if config.block != "key" or not serves(layout.head_dim):
         return None
@@ -266,7 +267,7 @@ def _factors(rotation: Tensor) -> tuple[Tensor, Tensor]:
     power = D & -D
     odd = D // power
     plain = transform.rotation(D, 0)
-    plain = plain * plain[0].sign()  # the first rows of Q and H are ones
+    plain = plain * plain[0].sign()  # the first matrix rows of Q and H are ones
     signs = rotation[0].sign()
     if not torch.allclose(plain * signs, rotation, rtol=0, atol=1e-6):
         raise ValueError("rotation: got another matrix, allowed is one of ops.transform.rotation")
@@ -288,14 +289,15 @@ def _flips(signs: Tensor) -> Tensor:
 def _tables(levels: Tensor) -> tuple[float, Tensor]:
     """Return the largest magnitude, and the tables that find the level of a magnitude.
 
-    The tables are one tensor: the edge in each cell, the indices of the levels below and above it,
-    and the levels. Raises ValueError if two edges share a cell, or levels are not float16 numbers.
+    The tables are one tensor: the edge between levels in each cell, the indices of the levels below
+    and above this edge, and the levels. Raises ValueError if two edges are in the same cell, or if
+    levels are not float16 numbers.
     """
     bits, edges = len(levels).bit_length() - 1, (levels[1:] + levels[:-1]) / 2
     cells = 16 if bits <= 3 else 4 << bits
     largest = float(edges[-1]) * (1 + ROOM) if bits else 1.0
     places = (edges.double() / largest).float()
-    found = (places.double() * (cells - 1)).round().long()  # as the kernel rounds: ties to even
+    found = (places.double() * (cells - 1)).round().long()  # ties to even, as the kernel
     if (found.diff() < 1).any() or (levels != levels.half()).any():
         raise ValueError(f"levels: got {levels.tolist()}, allowed are those of ops.codes.levels")
     scaled = torch.full((cells,), torch.inf)
@@ -306,21 +308,22 @@ def _tables(levels: Tensor) -> tuple[float, Tensor]:
 
 
 def _resident(D: int, size: int, wide: bool) -> int:
-    """Return the thread blocks that fit on a multiprocessor of an H100.
+    """Return how many thread blocks fit on a multiprocessor of an H100.
 
     size: Bytes of a coordinate. wide: Each key begins at a multiple of 16 bytes.
     """
-    held, odd = -(-D // 32) * 2 * size, D // (D & -D)  # words of a lane's coordinates
+    held, odd = -(-D // 32) * 2 * size, D // (D & -D)  # words for the coordinates of a lane
     if wide and held <= 16 and odd <= 3:
         return 4 if D * size <= 128 else 3
     return 2 if D <= 128 else 1
 
 
 def _staged(D: int, size: int, wide: bool, resident: int) -> int:
-    """Return the bytes of shared memory for a segment's keys, 0 if the kernel does not copy them.
+    """Return the bytes of shared memory for a segment's keys; 0 if the kernel does not copy keys
+    there.
 
-    The condition is `STAGED` of the kernel. It uses 200 of an H100's 228 KB, which leaves room for
-    the other variables of a thread block.
+    The condition is `STAGED` of the kernel. It uses up to 200 of the 228 KB of an H100, which
+    leaves room for the other variables of a thread block.
     """
     row = -(-D * size // 128) * 128
     return BLOCK * row if wide and row <= 256 and BLOCK * row * resident <= 200 * 1024 else 0

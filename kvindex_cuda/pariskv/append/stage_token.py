@@ -1,4 +1,4 @@
-"""Copy a decoded token's key, value and queries to where a step reads them, in one launch."""
+"""Copy a decoded token's key, value and queries to the buffers that a step reads, in one launch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ def stage_token(
     *,
     ticket: Tensor | None = None,
 ) -> None:
-    """Copy a token's key and value to the end of the resident rows and to its place in the window.
+    """Copy a token's key and value to the end of the resident rows (those in the sink and the
+    window) and to its place in the window's own tensors.
 
     All tensors have the same dtype. Nothing is written if an error is raised.
 
@@ -35,8 +36,9 @@ def stage_token(
         queries: `[B, H, D]`.
         graph_queries: Contiguous tensor to which the queries are copied, or None.
         ticket: int32 `[1]`, 0 between launches. With a ticket the kernel reads the token's place
-            from `resident.count` when it runs, and the caller updates the host's count. Ragged
-            resident rows need a ticket. Without a ticket this function claims the place.
+            from `resident.count` when it runs, and the caller updates the host's count. Resident
+            rows with a count per sequence need a ticket. Without a ticket, this function takes the
+            next place and updates the host's count itself.
 
     Raises:
         ValueError: Shapes or dtypes do not fit, or there is no room for the token.
@@ -94,9 +96,10 @@ def stage_token(
 
 
 def token_to_stage(g: Geometry, resident: ResidentRows, token: Rows) -> Rows:
-    """Return a token's key and value, contiguous, for a step that stages them (`State.token`).
+    """Return a token's key and value, contiguous, for a step that appends them itself
+    (`State.token`).
 
-    Raises ValueError for other shapes than `[B, G, 1, D]` and `[B, G, 1, Dv]`, or other dtypes.
+    Raises ValueError if the shapes are not `[B, G, 1, D]` and `[B, G, 1, Dv]`, or for wrong dtypes.
     """
     parts = dict(keys=(token.keys, g.head_dim), values=(token.values, g.value_dim))
     for name, (part, size) in parts.items():

@@ -12,8 +12,8 @@ from kvindex_cuda.runtime.constants import UPDATE_THREADS
 from kvindex_cuda.runtime.launch import launch
 
 WORDS, PIECES, MOST_BLOCKS = BLOCK // 32, BLOCK // 16, 16
-"""Of a block of tokens: 32-bit words of valid bits, and 16-byte pieces of weights. Then the most
-thread blocks of a KV head."""
+"""WORDS: 32-bit words of valid bits in a block of tokens. PIECES: 16-byte pieces of weights in a
+block. MOST_BLOCKS: most thread blocks of a KV head."""
 
 
 def update_state(
@@ -27,21 +27,23 @@ def update_state(
     codes_from: int | None = None,
     layout: Layout | None = None,
 ) -> None:
-    """Update a state in place for an index of `tokens` tokens. Arguments of None change nothing.
+    """Update a state in place for an index of `tokens` tokens. For an argument of None, nothing is
+    changed.
 
     Args:
         state: The state to update.
         tokens: Length of the index.
-        first: Block from which all tokens are valid, in all sequences.
-        count: Valid keys, the same number in all sequences.
-        wanted: int32 `[B]`, set to `candidates`.
+        first: Number of the block from which on all tokens of all sequences are valid.
+        count: Number of valid keys of each sequence.
+        wanted: int32 `[B]`, which is set to `candidates`.
         candidates: Number of candidates of each sequence.
         codes_from: Block from which codes are read for `State.largest` and `State.weight_scale`.
-            Earlier blocks were full and read by the last call. 0 starts anew.
+            Earlier blocks must have been full and read by the previous call. 0 reads all blocks
+            again.
         layout: Layout of these codes, which must have log weights.
 
     Raises:
-        ValueError: Dtypes or shapes are wrong, or there is no room for the tokens.
+        ValueError: Dtypes or shapes are wrong, or the state has no room for the tokens.
     """
     (B, room, _), last = state.valid.shape, -(-tokens // BLOCK)
     if not 0 <= last <= room:

@@ -1,8 +1,9 @@
-"""Base class of fused steps: select a group's rows among candidates, and attend to them.
+"""Base class of fused decode steps: the launches that select rows among candidates, and attend to
+them.
 
-All kinds of step end with these two launches. A step can be captured in a CUDA graph and replayed
-while the index grows: its buffers are allocated once, kernels read lengths on the device, and the
-host waits for nothing.
+All kinds of step end with these two launches (`select_rows` and `attend`). A step can be captured
+in a CUDA graph and replayed while the index grows: its buffers are allocated once, kernels read
+lengths on the device, and the host waits for nothing.
 """
 
 from __future__ import annotations
@@ -37,11 +38,13 @@ from kvindex_cuda.runtime.constants import (
 from kvindex_cuda.runtime.resolve import NamedLaunch
 
 COUNTERS = 9
-"""Counters of each group, each in a memory line of its own.
+"""Number of counters of each group (a KV head of a sequence). Each counter has a memory line of its
+own.
 
-In order: entries listed, candidates, candidates at the edge, finalists, a ticket of `select_rows`,
-three signals, and the parts that `attend` has finished. The tickets of `attend`, one for each part
-of a group's heads, follow."""
+In order, they count: entries listed, candidates, candidates whose vote equals the cut, finalists,
+finished thread blocks of `select_rows`, three signals, and parts that `attend` has finished. After
+these come the counters of `attend` for finished thread blocks, one for each part of a group's
+heads."""
 
 MOST_HEADS = SELECT_THREADS // 32
 """Most query heads per KV head, because each one has a warp of `select_rows`."""
@@ -59,20 +62,21 @@ class BaseStep:
         layout: Layout of the blocks of codes.
         batch: Sequences, `B`.
         k: Rows to select per KV head.
-        most: Tokens or candidates that the buffers have room for (each subclass says which).
-        capacity: Entries that a group's list of candidates has room for.
-        policy: How a group's query heads agree, as `ParisKVConfig.group`.
-        multiprocessors: Of the device, from which grids are computed.
-        counted: int32 counters per group that a subclass has cleared with the others
-            (`more_counts`), which begin at a multiple of 16 bytes.
-        sampled: Sample the rows (`ops.priority`). Then `weights` contains the logarithm of the
-            number of keys that each sampled row stands for.
-        tempered: Multiply those logarithms by `priority.temper`.
-        ragged: `State.length` and `State.resident_count` have an entry for each sequence.
-        arena: Memory for the buffers, shared with steps that never run at the same time.
+        most: Number of tokens or candidates for which the buffers have room (see the subclass).
+        capacity: Number of entries for which a group's list of candidates has room.
+        policy: How the scores of a group's query heads are combined (see `ParisKVConfig.group`).
+        multiprocessors: Number of multiprocessors of the device, from which grid sizes are
+            computed.
+        counted: Number of further int32 counters per group that a subclass needs (`more_counts`).
+            They are cleared together with the others, and begin at a multiple of 16 bytes.
+        sampled: Whether to sample rows (`ops.priority`). If so, `weights` contains the logarithm of
+            the number of keys that each sampled row represents.
+        tempered: Whether to multiply these logarithms by `priority.temper`.
+        ragged: Whether `State.length` and `State.resident_count` have an entry for each sequence.
+        arena: Memory for the buffers, which is shared with steps that never run at the same time.
 
     Raises:
-        ValueError: The kernels do not serve these options.
+        ValueError: The kernels do not support these options.
     """
 
     stages: ClassVar[bool] = False
@@ -127,7 +131,8 @@ class BaseStep:
         self.lse = floats(batch, g.q_heads)
 
     def _splits(self, parts: int) -> int:
-        """Return the thread blocks of `attend` for each of `parts` parts of a group's heads."""
+        """Return the number of thread blocks of `attend` for each of `parts` parts of a group's
+        heads."""
         return max(1, min(MOST_SPLITS, 2 * self._multiprocessors // (self.groups * parts)))
 
     def _attend_bytes(self, heads: int) -> int:
@@ -159,8 +164,8 @@ class BaseStep:
         self.finalists = longs(groups, capacity)
         self.finalist_weights = floats(groups, capacity) if sampled else None
         self.seeds = ints(groups) if sampled else None
-        # a step's first launch clears all of these: 8-byte words come first, counters last, each
-        # in a memory line of its own
+        # a step's first launch clears all of these buffers; 8-byte words come first, and counters
+        # last, each in a memory line of its own
         lines = COUNTERS + self._parts
         sizes = [2 * group * BUCKETS, BINS, counted, lines * APART]
         self.cleared = ints(groups * sum(sizes))
@@ -172,7 +177,7 @@ class BaseStep:
         self.finalist_counts, self.select_tickets = counters[3:5].unbind()
         self.signals, self.attend_ends = counters[5:8], counters[8]
         self.attend_tickets = counters[9:]
-        self.signalers = 0  # thread blocks of a group that signal `select_rows` when they are done
+        self.signalers = 0  # thread blocks per group that send signals to `select_rows`
 
     def __call__(self, queries: Tensor, state: State) -> Tensor:
         """Select the best `k` rows for queries `[B, H, D]`, attend to them, and return `output`.
@@ -184,24 +189,26 @@ class BaseStep:
 
     @property
     def listed(self) -> Tensor:
-        """Entries that the last step listed for each group, int32 `[B G]`."""
+        """Number of entries that the last step listed for each group, int32 `[B G]`."""
         return self.counts
 
     def renew(self) -> None:
-        """Give `output`, `lse` and `found` to the caller: the next step writes to new tensors."""
+        """Replace `output`, `lse` and `found` by new tensors, because the caller keeps the old
+        ones."""
         self.output, self.lse = torch.empty_like(self.output), torch.empty_like(self.lse)
         self.found = torch.empty_like(self.found)
 
     def select(self, queries: Tensor, state: State) -> None:
-        """Select the best `k` rows of each group: the first `found` of `ids`, with `scores`.
+        """Select the best `k` rows of each group. The results are the first `found` entries of
+        `ids` and `scores`.
 
-        Ids are in ascending order for up to 2,048 rows, and in any order beyond. A score is the
-        value that `group.agree` computes from the estimates of the group's query heads.
+        Ids are in ascending order for up to 2,048 rows, and in any order beyond. A row's score is
+        computed by `group.agree` from the estimates of the group's query heads.
         """
         raise NotImplementedError
 
     def _select_rows(self, state: State) -> None:
-        """Select the best of the candidates."""
+        """Select the best `k` candidates."""
         cache = None if state.segments is not None else state.cache
         self._select_launch(
             self,
@@ -229,17 +236,17 @@ class BaseStep:
     def attend(
         self, queries: Tensor, state: State, hits: Hits | None = None, *, selected: bool = False
     ) -> Tensor:
-        """Attend to the rows that `select` found, or to those of `hits`, and the resident rows.
+        """Attend to the rows that `select` found, or to those of `hits`, and to the resident rows.
 
         Writes `output`, and `lse` `[B, H]`: the logarithm of the sum of exponentials of the logits,
         after scale, softcap and weights, or -inf where no row is visible.
 
         Args:
             queries: `[B, H, D]`.
-            state: What the step reads of the layer.
+            state: The tensors of the layer that the step reads.
             hits: Rows to attend to instead of the selected ones. No slot may be unused.
-            selected: `select` was launched just before, and signals each group's thread blocks
-                when to begin.
+            selected: Whether `select` was launched just before, so that it signals to each group's
+                thread blocks when to begin.
         """
         g = self.geometry
         ids, found, weights, k = self.ids, self.found, self.weights, self.k
@@ -282,7 +289,7 @@ class BaseStep:
             | self._ragged
             | dict(PAGED=int(state.sink is not None) + int(state.segments is not None)),
             shared_bytes=self._attend_bytes(heads),
-            overlap=hits is None,  # else the previous launch may be writing resident rows
+            overlap=hits is None,  # with hits, the previous launch may write resident rows
             queries=queries,
             ids=ids,
             found=found,

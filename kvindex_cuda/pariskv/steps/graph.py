@@ -1,8 +1,8 @@
 """A layer's step as a CUDA graph, captured once and replayed for later tokens.
 
 A step reads tensors at fixed addresses that are updated in place (`executor.py`), so a graph stays
-valid while these addresses stay the same. Queries are copied to the tensor that the graph reads,
-and results from the tensor that it writes. All layers share these two tensors.
+valid while these addresses stay the same. Queries are copied to a tensor that the graph reads, and
+results are copied from a tensor that it writes. All layers share these two tensors.
 """
 
 from __future__ import annotations
@@ -17,13 +17,15 @@ from kvindex_cuda.pariskv.device_state import State
 from kvindex_cuda.pariskv.steps.workspace import SharedStep
 
 WARM = 2
-"""Steps that are launched without a graph before one is captured. The first compiles kernels."""
+"""Number of steps that are launched without a graph before one is captured. The first step compiles
+kernels."""
 
 
 class Replay:
     """A captured step of a layer.
 
-    reads: The tensors that the graph reads. They must be kept, unmoved, while it is replayed.
+    reads: The tensors that the graph reads. They must stay allocated at the same addresses as long
+    as the graph is replayed.
     """
 
     def __init__(self, step: SharedStep, reads: State) -> None:
@@ -38,7 +40,8 @@ class Replay:
             step.output, step.lse, step.found = before  # only the graph writes to these tensors
 
     def acquire(self) -> None:
-        """Call `SharedStep.acquire`. Must come before anything is written that the graph reads."""
+        """Call `SharedStep.acquire`. Call this before writing to any tensor that the graph
+        reads."""
         self._step.acquire()
 
     def __call__(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -52,7 +55,7 @@ class Replays:
 
     def __init__(self, device: torch.device) -> None:
         self._serves = device.type in GRAPHS
-        self._last: State | None = None  # the last `State`, and how many steps in a row read it
+        self._last: State | None = None  # read by the last `_alike` steps
         self._alike = 0
         self.replay: Replay | None = None
 

@@ -16,7 +16,7 @@ def ordered_hits(step: BaseStep, places: Tensor) -> Hits:
 
     places: `0` to `k - 1` on the device.
     """
-    bits = (step.scores + 0.0).view(torch.int32)  # both as one integer
+    bits = (step.scores + 0.0).view(torch.int32)  # sort by one integer: score, then id
     order = (bits ^ (bits >> 31 & 0x7FFFFFFF)).long() << 32 | (0xFFFFFFFF - step.ids)
     order.masked_fill_(places >= step.found[:, None], LAST)
     order, at = order.sort(dim=-1, descending=True)

@@ -1,7 +1,8 @@
 """Pages of rows in host memory, with a cache on the device for each layer.
 
-The device stores the codes of each layer and its recently used rows. It also has one scratch copy
-of a sequence's rows, which all layers share, for the attention of prompts.
+The device stores the codes of each layer and its recently used rows. The device also has one
+scratch buffer, which all layers share. It receives a copy of a sequence's rows for the attention of
+prompts.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ from kvindex_cuda.pariskv.steps.paged import PagedSteps
 class HostRows:
     """Rows of all layers in pinned host memory.
 
-    An engine makes this object with its layers, before it knows how many pages fit. `open` then
-    allocates the pages.
+    An engine makes this object together with its layers, before it knows how many pages fit into
+    memory. `open` allocates the pages later.
 
     Args:
-        geometry: Of every layer.
-        tokens: Of the longest sequence.
+        geometry: Geometry that all layers have.
+        tokens: Number of tokens of the longest sequence.
         page_tokens: Tokens of a page.
         cached: Rows per KV head and layer that the device caches for all sequences together, a
             power of two from 4.
@@ -55,7 +56,7 @@ class HostRows:
 
     @property
     def pages(self) -> Pages:
-        """Pages of all layers. Raises RuntimeError before `open`."""
+        """The pages of all layers. Raises RuntimeError before `open`."""
         if self._pages is None:
             raise RuntimeError("rows on the host: got none, allowed is after open")
         return self._pages
@@ -81,17 +82,19 @@ class HostRows:
         return len(self.caches) - 1
 
     def open(self, config: ParisKVConfig, codes: Sequence[Tensor], **options: Any) -> PagedSteps:
-        """Pin memory for as many pages as the codes have, and return steps over both.
+        """Pin memory for as many pages of rows as there are pages of codes, and return the steps
+        over both.
 
         Frees the pages of an earlier call first.
 
         Args:
-            config: Of the index.
+            config: Configuration of the index.
             codes: Codes of each layer, as in `Pages`.
-            **options: Of `PagedSteps`.
+            **options: Further arguments of `PagedSteps`.
 
         Raises:
-            MemoryError: The host has no room for the pages. The message has the numbers.
+            MemoryError: The host has too little memory for the pages. The message states how much
+                is needed.
             ValueError: As `PagedSteps`.
         """
         if len(codes) != len(self.caches):
@@ -134,11 +137,11 @@ class HostRows:
         keys: Tensor,
         values: Tensor,
     ) -> Tensor:
-        """Copy the rows of sequences to `scratch`, as `gather_pages`, and return it.
+        """Copy the rows of sequences to `scratch`, as `gather_pages` does, and return `scratch`.
 
-        `table` returns the pages of each sequence there. The next call overwrites them.
+        `table` returns the pages of each sequence in `scratch`. The next call overwrites them.
 
-        tables: int32 `[R, width]`. Raises ValueError for more pages than the scratch has.
+        tables: int32 `[R, width]`. Raises ValueError if `scratch` has too few pages.
         """
         count, width = tables.shape
         if count * width > len(self.scratch):
@@ -162,7 +165,7 @@ class HostRows:
         return self._numbers[: count * width].view(count, width)
 
     def explain(self) -> str:
-        """Return a sentence that says which memory contains what."""
+        """Describe in one sentence where codes and rows are stored."""
         size = {name: f"{nbytes / 1e9:.2f} GB" for name, nbytes in self.nbytes().items()}
         pages = 0 if self._host is None else len(self._host.rows[0])
         return (

@@ -3,9 +3,9 @@
     prepare_latents -> sample_latents -> vote_latents -> take_candidates -> estimate_latents
         -> select_latents -> attend_latents -> merge_latents
 
-This step selects the same rows as `sign_votes`, for the same presets. It serves layers whose query
-heads or head dimension do not fit the registers and shared memory of that step's kernels: heads are
-processed in tiles, and the votes of all keys are stored.
+This step selects the same rows as `sign_votes`, for the same presets. It is for layers whose query
+heads or head dimension exceed the registers and shared memory of the kernels of `sign_votes`.
+Therefore heads are processed in tiles, and the votes of all keys are stored.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ from kvindex_cuda.runtime.launch import warpgroups
 from kvindex_cuda.runtime.resolve import NamedLaunch
 
 TILE = 8
-"""Most heads of a tile: those that `estimate_latents` multiplies at once, and that fit 48 KB."""
+"""Most query heads of a tile: `estimate_latents` multiplies 8 heads at once, and their queries fit
+into 48 KB of shared memory."""
 
 
 def tile_of(heads: int) -> int:
@@ -64,13 +65,13 @@ class LatentsStep(SignVotesStep):
         columns = -(-geometry.group_size // 16) * 16
         self.integers = torch.zeros(
             (self.groups, width // 16, columns, 16), dtype=torch.int8, device=device
-        )  # in the layout of byte_votes.cuh
+        )  # layout of byte_votes.cuh
         self.voting = torch.empty((*rows, geometry.head_dim), device=device)
         self.prepare_tickets = torch.zeros(
             (self.groups, self._tiles), dtype=torch.int32, device=device
         )
         stage = -(-BLOCK * (layout.stride + 1) // 128) * 128
-        self._shared_bytes = columns * width + VOTE_STAGES * stage  # as vote_latents.cu lays it out
+        self._shared_bytes = columns * width + VOTE_STAGES * stage  # layout of vote_latents.cu
 
     def _open_selection(self, counted: int) -> None:
         """As `BaseStep._open_selection`."""
@@ -92,7 +93,7 @@ class LatentsStep(SignVotesStep):
         self.estimates = floats(groups, capacity, heads)
         self.totals, self.cuts = floats(groups, heads), ints(groups, 2)
         self.candidate_weights = floats(groups, capacity) if self.weights is not None else None
-        # the first launch clears these; 8-byte words come first
+        # the first launch clears these buffers; 8-byte words come first
         sizes = [2 * heads * BUCKETS, BINS, BINS, self._tiles, COUNTERS * APART]
         sizes[3] += -self._tiles % 4  # aligns the counters to 16 bytes
         self.cleared = ints(groups * sum(sizes))
@@ -151,7 +152,8 @@ class LatentsStep(SignVotesStep):
             overlap=True,
             room=room,
         )
-        # as estimate_latents.cu: tiles and candidates of a thread block, thread blocks that fit
+        # as in estimate_latents.cu: tiles and candidates of a thread block, then the thread blocks
+        # that fit on a multiprocessor
         pair, threads = 2 if tiles % 2 == 0 else 1, 32 * -(-self.layout.stride // 16)
         at_once = 32 if tiles // pair > 2 else 16
         most = 320 // threads * multiprocessors // (groups * (tiles // pair))

@@ -1,11 +1,13 @@
-"""Decode steps over the pages of an engine such as vLLM, for all layers under one block table.
+"""Decode steps over the pages of an engine such as vLLM, for all layers, which share one block
+table.
 
 Before a model's step, `begin` reads the engine's tables for all layers in two launches. Then
-`attend` runs the fused step of each layer. It can be captured in a graph, since addresses, lengths
-and scales are read on the device from fixed places. The host waits for nothing.
+`attend` runs the fused step of each layer. `attend` can be captured in a CUDA graph, because
+kernels read addresses, lengths and scales from fixed places on the device, and the host never waits
+for the device.
 
 A block of tokens that has become full is encoded before the model's next step, from the rows in its
-page. Pages of rows may be in host memory: then each layer has a cache of rows on the device.
+page. If pages of rows are in host memory, each layer has a cache of rows on the device.
 """
 
 from __future__ import annotations
@@ -46,11 +48,11 @@ WAVES = 8
 
 
 KIND = "sign_votes"
-"""The only kind of step that runs over pages (`dispatch.STEPS`)."""
+"""The only kind of step that supports pages (see `dispatch.STEPS`)."""
 
 
 def unserved(config: ParisKVConfig, geometry: Geometry) -> str | None:
-    """Return why no step over pages serves a configuration, or None if one does."""
+    """Return why steps over pages do not support a configuration, or None if they do."""
     if why := refusal(config, geometry):
         return why
     kind = kind_of(config, geometry)
@@ -77,22 +79,24 @@ class PagedSteps:
     """Steps of all layers over `Pages`, for batches of up to `most_rows` sequences.
 
     Args:
-        geometry: Of every layer.
-        config: Of the index.
+        geometry: Geometry that all layers have.
+        config: Configuration of the index.
         pages: Codes and rows of all layers.
-        k: Rows to select per KV head, as the plug-in's option. So are the next three.
+        k: Rows to select per KV head. This argument and the next three are options of the vLLM
+            plug-in.
         sink: First tokens of a sequence that are always attended to.
         local_window: Newest tokens that are always attended to, at least 1, so that a block is
             encoded before it is searched.
-        dense_below: Shorter sequences are attended to whole.
+        dense_below: Sequences of fewer tokens get full attention.
         most_rows: Sequences of the largest batch.
-        tokens: Of the longest sequence.
-        new_tokens: Most tokens that one step of the model adds.
-        caches: If rows are on the host, a cache for each layer with a group for each KV head. All
-            share one clock. `write_pages` removes the rows that it overwrites.
+        tokens: Number of tokens of the longest sequence.
+        new_tokens: Most new tokens in one step of the model.
+        caches: If rows are on the host, a row cache for each layer, with a group for each KV head.
+            All caches share one clock. `write_pages` removes the rows that it overwrites from the
+            cache.
 
     Raises:
-        ValueError: No kernel serves the configuration.
+        ValueError: No kernel supports the configuration.
     """
 
     def __init__(
@@ -123,7 +127,7 @@ class PagedSteps:
         record = codes.stride(1) if G > 1 else codes.stride(0)
         self._layout = PagedLayout(geometry.head_dim, config.magnitude_bits, record)
         encoder = _encoder(config, geometry, self._layout)
-        assert encoder is not None  # or `unserved` would have said so
+        assert encoder is not None  # `unserved` has checked this
         self._encoder: Encoder = encoder
         searched = [max(count * BLOCK - sink, 0) for count in range(blocks + 1)]
         candidates = [config.candidates(count, k) if count else 0 for count in searched]
@@ -155,9 +159,11 @@ class PagedSteps:
 
         Args:
             tables: Pages of each sequence, int32 `[R, blocks]`.
-            lengths: Tokens of each sequence with the new one, int32 `[R]`, 0 for an unused entry.
-            slots: Where new tokens are written, int64 `[T]`, below 0 for nowhere.
-            rows: The number of sequences that `attend` will run for: `R`, or 0 if it will not run.
+            lengths: Length of each sequence including its new token, int32 `[R]`; 0 for an unused
+                entry.
+            slots: Slots to which new tokens are written, int64 `[T]`; below 0 if a token is not
+                written.
+            rows: Number of sequences for which `attend` will run: `R`, or 0 if it will not run.
         """
         self._encode_due()
         if rows > self._most_rows:
@@ -211,12 +217,12 @@ class PagedSteps:
             queries = torch.zeros(rows, g.q_heads, g.head_dim, dtype=g.dtype, device=g.device)
             self.attend(
                 0, queries, torch.empty_like(queries)
-            )  # compiles kernels now, since none can be compiled in a graph
+            )  # compiles kernels now, as none can be compiled in a graph
 
     def attend(self, layer: int, queries: Tensor, output: Tensor) -> None:
         """Write the attention of queries `[R, H, D]`, one per sequence, to `output` `[R, H, D]`.
 
-        `R` is the number that was passed to `begin`, or that a graph was captured with.
+        `R` is the argument `rows` of `begin`, or of the `begin` before the capture of a graph.
         """
         step, states = self._steps[len(queries)]
         step.output = output
@@ -233,10 +239,10 @@ class PagedSteps:
         )
 
     def _grow(self, rows: int) -> None:
-        """Allocate memory for steps of `rows` sequences, or of twice as many as before.
+        """Allocate memory for steps of `rows` sequences, but at least for twice as many as before.
 
-        Smaller buffers stay allocated, because graphs contain them. All together they are smaller
-        than twice the newest.
+        The earlier, smaller buffers stay allocated, because graphs contain their addresses. All
+        buffers together take less than twice the memory of the newest one.
         """
         if rows <= self._reserved:
             return
@@ -252,7 +258,7 @@ class PagedSteps:
         return STEPS[KIND](g, self._layout, **options)
 
     def _states(self) -> list[State]:
-        """Return what the steps read of each layer."""
+        """Return the `State` of each layer, which the steps read."""
         g, kept = self._geometry, self._pages.rows[0]
         common: dict[str, Any] = dict(
             valid=self._valid,
@@ -275,7 +281,7 @@ class PagedSteps:
 
 
 def _encoder(config: ParisKVConfig, geometry: Geometry, layout: Layout) -> Encoder | None:
-    """Return the encoder of whole blocks of tokens, or None if no kernel serves the layout."""
+    """Return the encoder of whole blocks of tokens, or None if no kernel supports the layout."""
     known = Encoding.of(config, geometry, ops)
     return encoder_of(config, layout, known.rotation, known.levels)
 

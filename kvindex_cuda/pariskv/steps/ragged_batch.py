@@ -1,9 +1,9 @@
 """One fused step for several indexes, each with one sequence of its own length.
 
-The batch copies what a step reads of each index into one tensor on the device: addresses of blocks,
-bits of valid tokens and a scale, but no codes, keys or values. It copies the part of an index again
-after that index has changed, which happens every `update_every` tokens in a layer. Kernels read
-lengths on the device.
+The batch copies the state of each index that a step reads into common tensors on the device:
+addresses of blocks, bits of valid tokens and a scale, but no codes, keys or values. When an index
+changes, which happens every `update_every` tokens in a layer, its part is copied again. Kernels
+read lengths on the device.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ PER_BLOCK = "codes", "rows", "near", "valid"
 """Fields of a `State` with an entry for each block."""
 
 WHOLE = "weight_scale", "regression", "histogram", "tiers", "row_center"
-"""Other fields of a `State` with an entry for each sequence."""
+"""Fields of a `State` that are not per block, with an entry for each sequence."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,12 +41,13 @@ class BatchRow:
     """One index's part of a batch.
 
     Attributes:
-        state: What a step reads of the index, without the resident rows.
-        tokens: Length of the index.
-        count: Valid tokens.
-        far: Some rows are in host memory.
-        version: A new object whenever anything has changed.
-        text: A new object whenever an id may stand for another row.
+        state: The state of the index that a step reads, without the resident rows.
+        tokens: Number of tokens in the index.
+        count: Number of valid tokens.
+        far: True if some rows are in host memory.
+        version: An object that is replaced by a new one at each change of the index.
+        text: An object that is replaced by a new one when the row of some token id may have
+            changed.
     """
 
     state: State
@@ -58,14 +59,14 @@ class BatchRow:
 
 
 EMPTY = object()
-"""Version and text of an empty index."""
+"""Value of `version` and `text` for an empty index."""
 
 
 class ParisKVBatch:
     """A `kvindex.core.protocol.IndexBatch` of ParisKV.
 
     Each call passes a list of indexes. Buffers have the size of the last list and its `k`. The
-    batch keeps no memory of an index alive.
+    batch does not keep the memory of any index alive.
     """
 
     def __init__(
@@ -73,15 +74,15 @@ class ParisKVBatch:
     ) -> None:
         self._geometry, self._config, self._kind, self._layout = geometry, config, kind, layout
         self._state: State | None = None
-        self._held: list[object] = []  # versions of the indexes in the state
-        self._asked = 0  # `k` of the state's `wanted`, 0 for none
+        self._held: list[object] = []  # `version` of each index in the state
+        self._asked = 0  # the `k` for which `State.wanted` was computed, or 0
         self._step: SharedStep | None = None
         self._cache: RowCache | None = None
-        self._texts: list[object] = []  # sequences whose rows the cache contains
-        self._wrong: Tensor | None = None  # the first index's flag, set for any query
+        self._texts: list[object] = []  # `text` of each sequence whose rows are in the cache
+        self._wrong: Tensor | None = None  # the flag of the first index, which is used for all
         self._replays = Replays(geometry.device)
         self._ticket = torch.zeros(1, dtype=torch.int32, device=geometry.device)  # of `stage_token`
-        self._made_of: tuple[object, ...] = (None,) * 5  # the objects that `_reads` was made of
+        self._made_of: tuple[object, ...] = (None,) * 5  # the objects from which `_reads` was made
         self._reads: State
 
     def search(self, rows: Sequence[object], queries: Tensor, *, k: int) -> Hits:
@@ -94,7 +95,7 @@ class ParisKVBatch:
     def attend(
         self, rows: Sequence[object], queries: Tensor, resident: ResidentRows, *, k: int
     ) -> Attended:
-        """As `IndexBatch.attend`. Steps that read the same tensors are captured and replayed."""
+        """See `IndexBatch.attend`. Steps that read the same tensors are captured and replayed."""
         return self._attend(rows, queries, None, resident, k, graphs=True)
 
     def decode_step(
@@ -135,7 +136,8 @@ class ParisKVBatch:
         return Attended(output, step.lse, step.found.view(len(queries), -1))
 
     def _ready(self, rows: Sequence[BatchRow | None], k: int) -> tuple[SharedStep, State]:
-        """Return a step for these indexes, after its last user, and what it reads of them."""
+        """Return a step for these indexes, after waiting for its previous use, and the state that
+        it reads."""
         if capturing(self._geometry.device):
             raise RuntimeError(
                 "graph: got a step of a list of sequences, allowed is an index's own"
@@ -156,7 +158,7 @@ class ParisKVBatch:
         return step, state
 
     def _reads_of(self, step: SharedStep, state: State, resident: ResidentRows) -> State:
-        """Return all that `attend` reads: the same object while the tensors stay the same."""
+        """Return the `State` for `attend`: the same object as long as its tensors stay the same."""
         made_of = step, state, resident, self._cache, self._wrong
         if any(old is not new for old, new in zip(self._made_of, made_of, strict=True)):
             self._made_of = made_of
@@ -171,7 +173,7 @@ class ParisKVBatch:
         return self._reads
 
     def _with_rows(self, rows: Sequence[BatchRow | None], like: State) -> State:
-        """Return the state after the parts of changed indexes are copied."""
+        """Copy the parts of changed indexes, and return the state."""
         if self._state is None or len(rows) != len(self._held):
             self._state, self._held, self._asked = _empty(like, len(rows)), [None] * len(rows), 0
         for b, row in enumerate(rows):
@@ -200,7 +202,8 @@ class ParisKVBatch:
         return step
 
     def _with_cache(self, rows: Sequence[BatchRow | None], some: Sequence[BatchRow]) -> None:
-        """Make a cache if rows are on the host, and remove the rows of sequences that changed."""
+        """Make a row cache if rows are on the host. Remove the rows of changed sequences from
+        it."""
         if not any(row.far for row in some):
             self._cache = None
             return
@@ -228,7 +231,7 @@ def _empty(like: State, batch: int) -> State:
 
 
 def _copy(state: State, b: int, row: BatchRow) -> None:
-    """Copy what an index has, up to its last block, to entry `b` of the state."""
+    """Copy the state of an index, up to its last block, to entry `b` of the batch's state."""
     parts, own, blocks = vars(state), vars(row.state), -(-row.tokens // BLOCK)
     for name in PER_BLOCK:
         if parts[name] is not None:

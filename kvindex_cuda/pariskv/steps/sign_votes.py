@@ -2,12 +2,12 @@
 
     prepare_query -> scan -> rerank -> select_rows -> attend
 
-This step serves the presets `sampled` (the default), `fast` and `precise`. A key has a sign for
+This step supports the presets `sampled` (the default), `fast` and `precise`. A key has a sign for
 each coordinate and one 16-bit log weight. Its vote is the dot product of a quantized query with the
 signs, scaled by the weight. Each KV head has one list of candidates for all of its query heads.
 
 A step can be captured in a CUDA graph and replayed while the index grows: its buffers are allocated
-once, kernels read lengths on the device, and the host waits for nothing.
+once, kernels read lengths on the device, and the host does not wait for the device.
 """
 
 from __future__ import annotations
@@ -41,14 +41,15 @@ class SignVotesStep(BaseStep):
         most: The largest number of candidates `C` that `State.wanted` may contain.
         seed: Seed of the rotation, as `ParisKVConfig`.
         query_max: Largest integer of a quantized query, as `ParisKVConfig`.
-        centered: Blocks of codes contain centers.
-        sampled: Sample the rows, as `BaseStep`.
-        together: Decode the signs with a regression (`State.regression`).
-        blocks: Blocks of the tables that the step will read, 0 if that is not known yet.
+        centered: Whether blocks of codes contain centers.
+        sampled: See `BaseStep`.
+        together: Whether to decode the signs with a regression (`State.regression`).
+        blocks: Number of blocks per sequence in the tables that the step will read; 0 if not known
+            yet.
         **options: As `BaseStep`.
 
     Raises:
-        ValueError: The kernels do not serve these options.
+        ValueError: The kernels do not support these options.
     """
 
     stages = True
@@ -99,11 +100,11 @@ class SignVotesStep(BaseStep):
         self.sums, self.units = ints(groups, 4 * sets), floats(groups, 4 * sets)
         self.operands = ints(
             groups, -(-group // 8), quads, 8, 32, parts, 2
-        )  # 0 where there is no head
+        )  # stays 0 without a head
         self.ups = floats(groups, group)
         self.sample, self.sample_tickets = ints(groups, SAMPLED), ints(groups)
         self.scales = floats(groups, 4 * sets, 2) if sampled else None
-        # numbers that kernels read
+        # parameters of kernels that are numbers
         L = layout
         self.seed, self.value_dim = seed, g.value_dim
         self.head_bytes, self.logs, self.magnitudes = L.head_bytes, L.logs, L.magnitudes
@@ -116,15 +117,17 @@ class SignVotesStep(BaseStep):
         self.list = self._memory.empty(self.groups, self.capacity, dtype=torch.int64)
 
     def _open_heads(self) -> tuple[int, int]:
-        """Return the number of groups that queries are prepared for, and the heads of each."""
+        """Return the number of groups for which queries are prepared, and the query heads of
+        each."""
         return self.groups, self.geometry.group_size
 
     def _prepare(self, queries: Tensor, state: State) -> None:
         """Launch the first kernel.
 
-        When it also stages a token, it reads codes before it waits for the previous launch. In a
-        graph the previous launch only makes the token. Outside of a graph the previous launch may
-        write codes, so this one must not begin early.
+        If the kernel also appends a token, it reads codes before it waits for the previous launch.
+        In a graph, the previous launch only computes the token, so this is safe. Outside of a
+        graph, the previous launch may write codes, so the kernel must not begin before that launch
+        ends.
         """
         groups = self.groups
         staged = state.token
@@ -205,7 +208,7 @@ class SignVotesStep(BaseStep):
         )
 
     def _stage(self) -> int:
-        """Return the bytes of a block of codes that `scan` copies to shared memory."""
+        """Return how many bytes of a block of codes `scan` copies to shared memory."""
         L = self.layout
         scanned = L.center + (2 * L.head_dim if self._vote_defines["CENTERED"] else 0)
         return -(-scanned // 128) * 128

@@ -3,9 +3,9 @@
     query_table -> vote -> candidates -> rerank_blocks -> select_rows -> attend
 
 A key has a weight for each subspace of 8 coordinates. Its vote is a sum of points, which `vote`
-looks up in a table made for the query (`kvindex/ops/coarse.py`). Each query head has a list of
-candidates of its own. The step stores the votes of all keys and finds the exact cut from their
-histogram, without sampling. The index counts the keys of each centroid when they are appended.
+looks up in a table made for the query (`kvindex/ops/coarse.py`). Each query head has its own list
+of candidates. The step stores the votes of all keys and finds the exact cut from their histogram,
+without sampling. The index counts the keys of each centroid when they are appended.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from kvindex_cuda.runtime.constants import CHUNK, PIECES, POINTS
 from kvindex_cuda.runtime.resolve import NamedLaunch
 
 BLOCKS = 4
-"""Thread blocks of `vote` that fit on a multiprocessor, by its registers."""
+"""Number of thread blocks of `vote` that fit on a multiprocessor, limited by registers."""
 
 
 class TieredVotesStep(BaseStep):
@@ -36,8 +36,8 @@ class TieredVotesStep(BaseStep):
     Args:
         geometry: As `BaseStep`.
         layout: As `BaseStep`.
-        most: Tokens that there is room for, 36 bytes for each and KV head with 4 query heads. Later
-            tokens are ignored.
+        most: Number of tokens for which there is room. With 4 query heads per KV head, a token
+            takes 36 bytes per KV head. Tokens beyond this number are ignored.
         seed: Seed of the rotation, as `ParisKVConfig`.
         **options: As `BaseStep`.
     """
@@ -62,14 +62,14 @@ class TieredVotesStep(BaseStep):
         self.levels = reference.levels(SUBSPACE, layout.magnitude_bits, device)
 
         ints = self._memory.zeros
-        # buffers of `query_table`: entries without a head or subspace stay 0
+        # buffers of `query_table`: entries for missing heads or subspaces stay 0
         self.operands = ints(groups, sets, -(-M // 2), 32, 4, dtype=torch.int16)
         self.table = ints(groups, sets, M, 256, 4, dtype=torch.uint8)
         self.ups = self._memory.empty(groups, group)
         # buffers of `vote`
         self.votes = ints(groups, sets, most)
         self.pieces, self.totals = ints(groups, group, PIECES, POINTS), self.more_counts
-        # numbers that kernels read
+        # parameters of kernels that are numbers
         L = layout
         self.head_bytes, self.magnitudes, self.code_weights = L.head_bytes, L.magnitudes, L.weights
 

@@ -1,4 +1,5 @@
-"""Steps whose buffers all indexes of the same shape share, one index after another."""
+"""Steps whose buffers are shared by all indexes of the same shape, which use them one after
+another."""
 
 from __future__ import annotations
 
@@ -22,20 +23,21 @@ from kvindex_cuda.runtime.arguments import multiprocessors
 from kvindex_cuda.runtime.launch import capturing
 
 HEADROOM = 2**16
-"""Most spare entries of buffers. A step that needs more room gets new buffers."""
+"""Most spare entries of a step's buffers. When an index needs more room, it gets a step with new
+buffers."""
 
 
 class SharedStep(BaseStep):
     """A step that several indexes run one after another, on any streams."""
 
     _stream: torch.cuda.Stream | None = None
-    _handle: int | None = None  # handle of that stream
+    _handle: int | None = None  # handle of the stream that used the step last
     _fixed: tuple[Tensor, Tensor] | None = None
 
     def acquire(self) -> None:
         """Make the current stream wait for the stream that used the buffers last.
 
-        Does nothing while a stream is captured: the order of replays is up to the graph's owner.
+        Does nothing during a capture, because the graph's owner determines the order of replays.
         """
         device = self.geometry.device
         if device.type != "cuda" or raw_stream(device.index) == self._handle or capturing(device):
@@ -48,9 +50,11 @@ class SharedStep(BaseStep):
     # Tensors that graphs of steps share
 
     def fixed(self) -> tuple[Tensor, Tensor]:
-        """Return the tensors from which a graph reads queries and to which it writes results.
+        """Return the tensors for graphs: one from which queries are read, and one to which results
+        are written.
 
-        Queries are `[B, H, D]`. `parts` returns views of the results. Both are contiguous.
+        Queries are `[B, H, D]`. `parts` returns views of the tensor of results. Both tensors are
+        contiguous.
         """
         if self._fixed is None:
             g, output = self.geometry, self.output
@@ -62,7 +66,7 @@ class SharedStep(BaseStep):
     def parts(self, answer: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return `output` `[B, H, Dv]`, `lse` `[B, H]` and `found` `[B, G]`, views of one tensor.
 
-        One copy of `answer` therefore copies all three.
+        So one copy of that tensor copies all three results.
         """
         g, B = self.geometry, self.batch
         H, G, Dv = g.q_heads, g.kv_heads, g.value_dim
@@ -75,15 +79,15 @@ class SharedStep(BaseStep):
 
 @dataclass
 class Use:
-    """A shared step as one index uses it.
+    """A shared step, with the data of one index that uses it.
 
     Attributes:
         step: The step.
-        wanted: Candidates of each sequence, int32 `[B]`, at most as many as the step has room for.
+        wanted: Number of candidates of each sequence, int32 `[B]`, limited to the step's room.
         places: `0` to `k - 1` on the device.
-        captured: A graph contains the step, so its buffers must be kept.
-        need: Room that the index needs now.
-        reads: The last `State` that the step read, with the objects that it was made of.
+        captured: True if a graph contains the step, so that its buffers must stay allocated.
+        need: Room that the index needs now, compared with the step's `most`.
+        reads: The last `State` that the step read, with the objects from which it was made.
     """
 
     step: SharedStep
@@ -94,9 +98,9 @@ class Use:
     reads: tuple[tuple[object, ...], State] | None = None
 
     def want(self, candidates: list[int], need: int) -> list[int]:
-        """Note the room that is needed, and return what `wanted` must contain.
+        """Record the room that is needed, and return the values for `wanted`.
 
-        candidates: Candidates of each sequence.
+        candidates: Number of candidates of each sequence.
         """
         self.need = need
         return [min(each, self.step.most) for each in candidates]
@@ -122,7 +126,7 @@ class _Latents(SharedStep, LatentsStep):
 SHARED: dict[str, type[SharedStep]] = dict(
     sign_votes=_SignVotes, tiered_votes=_TieredVotes, latents=_Latents
 )
-"""By kind (`dispatch.kind_of`)."""
+"""Kind of step (`dispatch.kind_of`) -> its class."""
 
 _alive: WeakValueDictionary[tuple[Any, ...], SharedStep] = WeakValueDictionary()
 
@@ -139,17 +143,18 @@ def shared(
     most: int,
     ragged: bool = False,
 ) -> SharedStep:
-    """Return a step of a kind for `k` rows with room for `most`: the one in use, or a new one.
+    """Return a step of a kind for `k` rows with room for `most`: an existing one if possible, else
+    a new one.
 
     Args:
-        geometry: Of the layer.
-        layout: Of the blocks of codes.
+        geometry: Geometry of the layer.
+        layout: Layout of the blocks of codes.
         kind: A key of `dispatch.STEPS`.
         config: A `ParisKVConfig`.
         batch: Sequences, `B`.
-        blocks: Blocks of the tables that the step will read.
+        blocks: Number of blocks per sequence in the tables that the step will read.
         k: Rows to select per KV head.
-        most: Tokens or candidates to have room for (`dispatch.room_of`).
+        most: Number of tokens or candidates for which the step must have room (`dispatch.room_of`).
         ragged: As `BaseStep`.
     """
     g = geometry
@@ -166,5 +171,5 @@ def shared(
 
 
 def with_headroom(need: int) -> int:
-    """Return `need` with spare room: twice as much, but at most `HEADROOM` more."""
+    """Return `need` plus spare room: as much again, but at most `HEADROOM`."""
     return need + min(need, HEADROOM)
