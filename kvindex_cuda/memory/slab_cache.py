@@ -166,16 +166,16 @@ class _Lent:
     owner: CachingAllocator
 
     def view(self, nbytes: int) -> Tensor:
-        """As of the slab."""
+        """See `Slab`."""
         return self.slab.view(nbytes)
 
     @property
     def device_address(self) -> int:
-        """As of the slab."""
+        """See `Slab`."""
         return self.slab.device_address
 
     def settle(self) -> None:
-        """As of the slab."""
+        """See `Slab`."""
         self.slab.settle()
 
     def free(self) -> None:

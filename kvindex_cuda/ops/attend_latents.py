@@ -61,17 +61,17 @@ class LatentAttention:
             weights: Log weights of these rows, float32 `[B, H, k]`, `[B G, k]` for all heads of a
                 group, or None.
             rows: See `State` of a step, also for the next five arguments.
-            row_bytes: As `State`.
-            codec: As `State`.
-            resident: As `State`.
-            resident_mask: As `State`.
-            resident_count: As `State`.
+            row_bytes: See `State`.
+            codec: See `State`.
+            resident: See `State`.
+            resident_mask: See `State`.
+            resident_count: See `State`.
             output: Tensor for the result, `[B, H, Dv]`.
             lse: Tensor for the logarithms of sums of exponentials, float32 `[B, H]`.
             far: True if rows are on the host. Then each row is read only once; otherwise, each part
                 of the heads reads it.
             overlap: Allow the launch to begin before the previous one ends.
-            ragged: As `BaseStep`.
+            ragged: See `BaseStep`.
         """
         g = self._geometry
         groups, k, room = len(queries) * g.kv_heads, ids.shape[-1], resident.shape[2]

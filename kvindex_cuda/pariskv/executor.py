@@ -42,8 +42,8 @@ class ParisKVExecutor(AppendedCodes):
         geometry: Geometry of the index.
         config: Configuration of the index.
         kind: Kind of the step, a key of `dispatch.STEPS`.
-        codes: As `AppendedCodes`.
-        encoder: As `AppendedCodes`.
+        codes: See `AppendedCodes`.
+        encoder: See `AppendedCodes`.
 
     Attributes:
         cache: Rows that `attend` fetched from the host, or None. `search` fetches no rows.
@@ -70,16 +70,16 @@ class ParisKVExecutor(AppendedCodes):
 
     @property
     def length(self) -> Tensor | None:
-        """As `Executor.length`."""
+        """See `Executor.length`."""
         return None if self._state is None else self._state.length
 
     @property
     def attends(self) -> bool:
-        """As `Executor.attends`."""
+        """See `Executor.attends`."""
         return self._rows is not None
 
     def explain(self) -> str:
-        """As `Executor.explain`."""
+        """See `Executor.explain`."""
         return "\n".join(
             [
                 f"executor: fused {self._kind}",
@@ -89,7 +89,7 @@ class ParisKVExecutor(AppendedCodes):
         )
 
     def cache_use(self) -> tuple[int, int, int]:
-        """As `Executor.cache_use`."""
+        """See `Executor.cache_use`."""
         cache = self.cache  # read only once: another thread may set it to None
         return (0, 0, 0) if cache is None else (cache.capacity, *cache.use())
 
@@ -106,7 +106,7 @@ class ParisKVExecutor(AppendedCodes):
         self._version, self._text = object(), object()  # see `BatchRow`
 
     def update(self, contents: Contents) -> ParisKVExecutor:
-        """As `Executor.update`."""
+        """See `Executor.update`."""
         if contents.codes is not self.codes:
             return self._over(contents.codes).update(contents)
         self._contents, self._version = contents, object()
@@ -142,7 +142,7 @@ class ParisKVExecutor(AppendedCodes):
         return ParisKVExecutor(self._geometry, self._config, self._kind, codes, self._encode)
 
     def warm_up(self, k: int, tokens: int) -> None:
-        """As `Executor.warm_up`."""
+        """See `Executor.warm_up`."""
         room, use = self._room(k, tokens), self._newest(k)
         if use is None or use.step.most < room:
             self._begin(k, room)
@@ -160,7 +160,7 @@ class ParisKVExecutor(AppendedCodes):
         return room_of(self._kind, tokens, self._config.most_candidates(tokens, k))
 
     def search(self, queries: Tensor, k: int) -> Hits:
-        """As `Executor.search`."""
+        """See `Executor.search`."""
         use, state = self._ready(k)
         step = use.step
         step.select(queries.contiguous(), state)
@@ -169,7 +169,7 @@ class ParisKVExecutor(AppendedCodes):
     def attend(
         self, queries: Tensor, resident: ResidentRows, k: int, wrong: Tensor | None = None
     ) -> Attended:
-        """As `Executor.attend`."""
+        """See `Executor.attend`."""
         use, state = self._ready(k, resident, wrong)
         step = use.step
         output = step(queries.contiguous(), state)
@@ -185,7 +185,7 @@ class ParisKVExecutor(AppendedCodes):
         wrong: Tensor | None,
         graphs: bool,
     ) -> Attended:
-        """As `Executor.decode_step`.
+        """See `Executor.decode_step`.
 
         When a step reads the same tensors for the third time, it is captured as a CUDA graph, which
         later steps replay.
@@ -205,7 +205,7 @@ class ParisKVExecutor(AppendedCodes):
         return self.attend(queries, resident, k, wrong)
 
     def prepare_replay(self, resident: ResidentRows, k: int, wrong: Tensor | None) -> State:
-        """As `CapturesStep.prepare_replay`."""
+        """See `CapturesStep.prepare_replay`."""
         use = self._with_room(k)
         if self._rows is not None:
             self._rows.wait()
@@ -225,7 +225,7 @@ class ParisKVExecutor(AppendedCodes):
         k: int,
         wrong: Tensor | None,
     ) -> Attended:
-        """As `CapturesStep.captured_step`."""
+        """See `CapturesStep.captured_step`."""
         if self._found_sum is None:
             raise RuntimeError("graph: got a step before prepare_replay(), allowed is one after it")
         use, state = self._ready(k, resident, wrong)
@@ -238,7 +238,7 @@ class ParisKVExecutor(AppendedCodes):
         return Attended(output, use.step.lse, self._found_sum)
 
     def attend_hits(self, queries: Tensor, hits: Hits, resident: ResidentRows) -> Attended:
-        """As `Executor.attend_hits`."""
+        """See `Executor.attend_hits`."""
         k = self._uses[-1].step.k if self._uses else hits.ids.shape[-1]
         use, state = self._ready(k, resident)
         output = use.step.attend(queries.contiguous(), state, hits)
@@ -248,11 +248,11 @@ class ParisKVExecutor(AppendedCodes):
     # The index as a part of a batch
 
     def new_batch(self) -> ParisKVBatch:
-        """As `JoinsBatch.new_batch`."""
+        """See `JoinsBatch.new_batch`."""
         return ParisKVBatch(self._geometry, self._config, self._kind, self._layout)
 
     def batch_row(self, wrong: Tensor | None) -> BatchRow:
-        """As `JoinsBatch.batch_row`."""
+        """See `JoinsBatch.batch_row`."""
         state, rows = self._opened_state(), self._rows
         assert rows is not None
         rows.wait()

@@ -1,4 +1,4 @@
-"""Helpers of launchers: checks of tensors, strides, and grid sizes."""
+"""Helpers for functions that launch kernels: checks of tensors, strides, and grid sizes."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
-"""`DTYPE` of the kernels' sources."""
+"""dtype -> value of the macro `DTYPE` in the kernels' sources."""
 
 EMULATED = 4
-"""Multiprocessors to assume without a GPU: enough for several thread blocks to share a row."""
+"""Number of multiprocessors to assume without a GPU. It is large enough that several thread blocks
+share a row."""
 
 
 def of_type(name: str, tensor: Tensor, *allowed: torch.dtype) -> Tensor:
@@ -33,10 +34,10 @@ def of_shape(name: str, tensor: Tensor, *shape: int) -> Tensor:
 def contiguous_rows(tensor: Tensor, inner: int, aligned: int = 1) -> Tensor:
     """Return the tensor, or a contiguous copy if its last `inner` dimensions have gaps.
 
-    It is also copied if they do not start at a multiple of `aligned` bytes everywhere.
+    It is also copied if these dimensions do not always start at a multiple of `aligned` bytes.
     """
     if inner == aligned == 1 and tensor.stride(-1) == 1:
-        return tensor  # the usual case
+        return tensor  # the most frequent case
     outer = tensor.ndim - inner
     whole, expected = True, 1
     for size, step in zip(tensor.shape[outer:][::-1], tensor.stride()[outer:][::-1], strict=True):
@@ -49,19 +50,20 @@ def contiguous_rows(tensor: Tensor, inner: int, aligned: int = 1) -> Tensor:
 
 
 def steps(tensor: Tensor) -> list[int]:
-    """Return the strides, with 0 for a dimension of one entry."""
+    """Return the strides of a tensor, with 0 for dimensions of size 1."""
     pairs = zip(tensor.shape, tensor.stride(), strict=True)
     return [step if size > 1 else 0 for size, step in pairs]
 
 
 def strides(name: str, tensor: Tensor | None, *dimensions: str) -> dict[str, int]:
-    """Return `steps` of the first dimensions as arguments `{name}_{dimension}`, 0 for None."""
+    """Return `steps` of the first dimensions, named `{name}_{dimension}`; 0 if the tensor is
+    None."""
     found = [0] * len(dimensions) if tensor is None else steps(tensor)
     return {f"{name}_{part}": step for part, step in zip(dimensions, found, strict=False)}
 
 
 def wide(rows: Tensor) -> bool:
-    """Return True if the last dimension begins at a multiple of 16 bytes everywhere."""
+    """Return True if the last dimension always begins at a multiple of 16 bytes."""
     places, size = rows.data_ptr(), rows.element_size()
     for count, step in zip(rows.shape[:-1], rows.stride()[:-1], strict=True):
         if count > 1:
@@ -70,7 +72,7 @@ def wide(rows: Tensor) -> bool:
 
 
 def busy(device: torch.device, rows: int, work: int, each: int, blocks: int = 4) -> int:
-    """Return the thread blocks for each of `rows` rows of `work` items.
+    """Return the number of thread blocks for each of `rows` rows with `work` items.
 
     All rows together get `blocks` thread blocks per multiprocessor, but each thread block has at
     least `each` items.

@@ -1,4 +1,5 @@
-"""Numbers that kernels and their launchers share. Kernels get them as macros (`-D`)."""
+"""Constants that kernels and the Python code that launches them share. Kernels get them as macros
+(`-D`)."""
 
 from __future__ import annotations
 
@@ -16,62 +17,63 @@ TOKENS = block_layout.BLOCK
 """Tokens of a block of codes or rows."""
 
 BINS, EDGE, BUCKETS = step.BINS, 1024, step.BUCKETS
-"""Bins of a histogram of votes or scores. Then the entries of the cut's bin that shared memory has
-room for, and the buckets of exponentials, 16 octaves each."""
+"""BINS: bins of a histogram of votes or scores. EDGE: entries of the bin that contains the cut, for
+which shared memory has room. BUCKETS: buckets of sums of exponentials, of 16 octaves each."""
 
 APART = 32
-"""int32 from a group's counter to the next one's, since atomics to one memory line wait for each
-other."""
+"""Distance between the counters of two groups, in int32. Counters are apart because atomic
+operations on the same memory line wait for each other."""
 
 SAMPLED = votes.SAMPLED
-"""Keys of a group whose votes `prepare_query` samples for a threshold."""
+"""Number of keys per group whose votes `prepare_query` samples to find a threshold."""
 
 SCAN_WARPS, SCAN_STAGES, SCAN_BINNED = 8, 2, 65535
-"""Of a thread block of `scan`: warps, blocks of keys in flight for each warp, and entries that its
-histogram in shared memory has room for."""
+"""For a thread block of `scan`: number of warps, blocks of keys in flight for each warp, and
+entries that its histogram in shared memory can count."""
 
 SELECT_THREADS, SELECT_ENTRIES = 512, 8
-"""Of `select_rows`: threads of a block, and entries of a thread."""
+"""For `select_rows`: threads per block, and entries per thread."""
 
 VOTE_STAGES = 3
-"""Blocks of keys in the shared memory of `vote_latents`, of which all but one are in flight."""
+"""Number of blocks of keys in the shared memory of `vote_latents`. All but one are in flight."""
 
 TAKE_THREADS = 512
-"""Threads of a block of `take_candidates`."""
+"""Threads per block of `take_candidates`."""
 
 MOST_SPLITS, HEADS_AT_ONCE, ATTEND_AHEAD = 16, 4, 4
-"""Of `attend`: most thread blocks of a group, heads that are merged together, and rows in flight
-for a team of lanes (2 for wide rows)."""
+"""For `attend`: most thread blocks per group, heads that are merged at a time, and rows in flight
+for each team of lanes (2 for wide rows)."""
 
 LATENT_ROWS, LATENT_SPLITS = 16, 128
-"""Of `attend_latents`: rows that a thread block processes at a time, and most thread blocks of a
-group, about the number of multiprocessors."""
+"""For `attend_latents`: rows that a thread block processes at a time, and most thread blocks per
+group, which is about the number of multiprocessors."""
 
 WAYS = 4
 """Slots in a set of the row cache."""
 
 CHUNK, PIECES, POINTS = table.CHUNK, table.PIECES, table.POINTS
-"""Of tiered votes: keys that a thread block processes at a time, pieces of the tokens by which ties
-are counted, and a number above all votes."""
+"""For tiered votes. CHUNK: keys that a thread block processes at a time. PIECES: number of parts of
+the sequence in which ties are counted separately. POINTS: a number above all votes."""
 
 STAGE_THREADS, UPDATE_THREADS, WRITE_THREADS = 128, 256, 256
-"""Threads of a block of `stage_token`, `update_state` (and `read_pages`), and kernels that copy."""
+"""Threads per block of `stage_token`, of `update_state` and `read_pages`, and of kernels that
+copy."""
 
 ENCODE_WARPS = 8
-"""Warps of a block of `encode`."""
+"""Warps per thread block of `encode`."""
 
 CODES_THREADS, MOST_BITS = 256, 7
-"""Of `ops/codes.cu`: threads of a block, and most magnitude bits."""
+"""For `ops/codes.cu`: threads per block, and most magnitude bits."""
 
 SAMPLE_THREADS = 1024
-"""Threads of a block of `draw`."""
+"""Threads per block of `draw`."""
 
 DIGIT, TILE, SORTED = 11, 2048, 2048
-"""Of `ops/select.cu`: bits of a digit (`2^11 = BINS`), entries that a thread block marks, and
-entries that a thread block sorts."""
+"""For `ops/select.cu`: bits of a digit of the radix selection (`2^11 = BINS`), entries that a
+thread block marks, and entries that a thread block sorts."""
 
 ROTATE_TALL, ROTATE_BROAD = 32, 64
-"""Vectors and outputs of a thread block of `rotate`."""
+"""For `rotate`: vectors, and coordinates of results, per thread block."""
 
 EVERYWHERE = dict(
     TOKENS=TOKENS,
@@ -124,10 +126,11 @@ FILES: dict[str, dict[str, int]] = {
     "ops/select.cu": dict(VOTES=0, DIGIT=DIGIT, TILE=TILE, SORTED=SORTED),
     "ops/transform.cu": dict(TALL=ROTATE_TALL, BROAD=ROTATE_BROAD),
 }
-"""Kernel's file -> macros in addition to `EVERYWHERE`, unless its launcher sets others."""
+"""File of a kernel -> its macros in addition to `EVERYWHERE`, unless the Python launcher sets
+others."""
 
 
 @cache
 def constants(file: str) -> dict[str, int]:
-    """Return the macros of a kernel's file, without those that its launcher defines."""
+    """Return the macros for a kernel's file, except those that its Python launcher defines."""
     return EVERYWHERE | FILES.get(file, {})

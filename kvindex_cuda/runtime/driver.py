@@ -1,4 +1,5 @@
-"""The CUDA driver's launch function, since CuPy passes no launch attributes."""
+"""The CUDA driver's launch function. It is called directly because CuPy passes no launch
+attributes."""
 
 from __future__ import annotations
 
@@ -31,5 +32,5 @@ class Config(ctypes.Structure):
 
 @lru_cache
 def driver() -> ctypes.CDLL:
-    """Load the CUDA driver's library, once."""
+    """Load the CUDA driver's library on the first call, and return it."""
     return ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")

@@ -1,8 +1,8 @@
 """Compile kernels with NVRTC, and launch them on the current stream.
 
-A kernel is one function in one `.cu` file of `kernels/`. It is compiled the first time it runs with
-a set of definitions. Arguments are passed by name, in any order (`signature.py`): a tensor as its
-address, None as a null pointer. This module checks names, types and the device. Launchers check
+A kernel is one function in one `.cu` file of `kernels/`. It is compiled when it first runs with a
+set of macro definitions. Arguments are passed by name, in any order (`signature.py`): a tensor as
+its address, None as a null pointer. This module checks names, types and the device. Launchers check
 dtypes, strides and ranges.
 """
 
@@ -31,21 +31,22 @@ from kvindex_cuda.runtime.signature import Signature, signature
 SOURCES = Path(__file__).parents[1] / "kernels"
 
 OLDEST = (8, 0)
-"""Oldest compute capability. It introduced the bit matrix instruction that `scan.cu` uses."""
+"""Oldest supported compute capability. It introduced the bit matrix instruction that `scan.cu`
+uses."""
 
 OVERLAPS = (9, 0)
-"""First compute capability whose kernels may begin before the previous kernel ends."""
+"""First compute capability on which a kernel may begin before the previous kernel ends."""
 
 WARPGROUPS = (9, 0)
-"""The only compute capability with products of warpgroups (`wgmma`), for `WARPGROUPS=1`."""
+"""The only compute capability with matrix products of warpgroups (`wgmma`), for `WARPGROUPS=1`."""
 
 OPTIONS = ("--std=c++17",)
 
 ADDED = "-ftz=true", "--device-as-default-execution-space"
-"""Options that CuPy 14.2 adds in cupy/cuda/compiler.py, with an architecture.
+"""NVRTC options that CuPy 14.2 adds itself (cupy/cuda/compiler.py), besides the architecture.
 
 `_compile_with_cache_cuda` adds the first, `_compile_using_nvrtc_no_warning` the second. CuPy's
-core.pyx also adds `-I` for its own headers and CUDA's, which the kernels do not include."""
+core.pyx also adds `-I` options for headers of CuPy and CUDA, which the kernels do not include."""
 
 Grid = tuple[int, ...]
 Launch = Callable[[Grid, Grid, list[Any], int, bool], None]
@@ -60,7 +61,7 @@ definitions."""
 
 
 _number, _address = Tensor.get_device, Tensor.data_ptr
-"""Unbound methods, which are faster to call: a launch reads both from some twenty tensors."""
+"""Unbound methods, which are faster to call. A launch calls both for about twenty tensors."""
 
 
 def source(file: str) -> str:
@@ -79,7 +80,8 @@ def included(text: str) -> list[str]:
 def keyed(file: str) -> str:
     """Return the text of a file, followed by a digest of its headers.
 
-    CuPy caches machine code on disk by text and options, and does not look at headers.
+    The digest is needed because CuPy caches machine code by the source's text and options, and does
+    not check headers.
     """
     text = source(file)
     return f"{text}\n// {_digest(*included(text))}\n"
@@ -90,13 +92,14 @@ def _digest(*parts: str) -> str:
 
 
 def options(file: str, defines: tuple[tuple[str, int], ...]) -> tuple[str, ...]:
-    """Return NVRTC's options for a kernel. CuPy adds the architecture and flags of its own."""
+    """Return NVRTC's options for a kernel. CuPy adds the architecture and more flags (`ADDED`)."""
     given = constants(file) | dict(defines)
     return (*OPTIONS, *(f"-D{key}={value}" for key, value in given.items()), f"-I{SOURCES}")
 
 
 def warpgroups(device: torch.device) -> int:
-    """Return the value of `WARPGROUPS`: 1 if a device has these products. The emulator does."""
+    """Return the value of the macro `WARPGROUPS`: 1 if the device supports `wgmma`, as the emulator
+    does."""
     return int(device.type != "cuda" or torch.cuda.get_device_capability(device) == WARPGROUPS)
 
 
@@ -104,7 +107,7 @@ _signatures: dict[tuple[str, str], tuple[Path, Signature]] = {}
 
 
 def signature_of(file: str, name: str) -> Signature:
-    """Return the signature of a kernel, which is read once per folder of sources."""
+    """Return the signature of a kernel. It is read from the source only once."""
     known = _signatures.get((file, name))
     if known is None or known[0] is not SOURCES:
         known = _signatures[file, name] = SOURCES, signature(source(file), name)
@@ -176,7 +179,7 @@ def run(
 
 
 def load(file: str, name: str, device: torch.device, **defines: int) -> None:
-    """Compile a kernel and load it on a device, so that no launch waits for that.
+    """Compile a kernel and load it on a device in advance, so that its first launch does not wait.
 
     Arguments and errors are those of `launch`. Does nothing on a device that runs no kernels.
     """
@@ -192,7 +195,7 @@ def load(file: str, name: str, device: torch.device, **defines: int) -> None:
 def _passed(takes: Signature, passed: list[Any]) -> tuple[torch.device, list[Any]]:
     """Return the device of the tensors, and the arguments with addresses in place of tensors."""
     device: torch.device | None = None
-    number = -1  # number of the device, -1 for none: compares fast
+    number = -1  # number of the device, -1 for none; ints compare faster
     for i, kind in takes.numbers:
         if type(passed[i]) is not kind:
             raise takes.wrong_type(i, passed[i])
@@ -229,7 +232,7 @@ def _compiled(file: str, name: str, defines: tuple[tuple[str, int], ...], device
 
 
 def _kept(nvrtc: Any, file: str, given: tuple[str, ...]) -> bytes:
-    """Return `_assembled`, from a file in CuPy's cache folder if any process has written it."""
+    """Return the result of `_assembled`, cached in a file in CuPy's cache folder."""
     folder = os.environ.get("CUPY_CACHE_DIR") or os.path.expanduser("~/.cupy/kernel_cache")
     key = _digest(keyed(file), *given, *ADDED, str(nvrtc.getVersion()))
     path = Path(folder, f"kvindex-{key}.cubin")
@@ -263,7 +266,8 @@ def _on_cuda(file: str, name: str, defines: tuple[tuple[str, int], ...]) -> Laun
 class _Kernel:
     """A `Launch` of CuPy's function, on the current stream of its device.
 
-    The memory that is passed to the driver is allocated once. A launch writes numbers there.
+    The memory for arguments that is passed to the driver is allocated once. Each launch writes its
+    numbers there.
     """
 
     def __init__(self, takes: Signature, function: Any, device: int) -> None:
@@ -278,9 +282,9 @@ class _Kernel:
         self._pack = takes.packing.pack_into
         self._values = (ctypes.c_longlong * (-(-takes.packing.size // 8) or 1))()
         start = ctypes.addressof(self._values)
-        places = (0,) if takes.by_value else takes.places  # a struct is one parameter
+        places = (0,) if takes.by_value else takes.places  # a struct is a single parameter
         self._pointers = (ctypes.c_void_p * len(places))(*(start + place for place in places))
-        self._one_at_a_time = Lock()  # ctypes lets other threads run
+        self._one_at_a_time = Lock()  # ctypes releases the GIL
 
     def __call__(
         self, grid: Grid, block: Grid, arguments: list[Any], shared_bytes: int, overlap: bool
@@ -297,7 +301,7 @@ class _Kernel:
             raise RuntimeError(f"{self._name}: the driver refuses to launch it, error {failed}")
 
     def _resize(self, grid: Grid, block: Grid, shared_bytes: int) -> None:
-        """Set sizes that differ from those of the last launch."""
+        """Write the grid and block sizes, if they differ from those of the previous launch."""
         if shared_bytes + self._static > self._allowed:
             self._function.max_dynamic_shared_size_bytes = shared_bytes
             self._allowed = shared_bytes + self._static
@@ -313,7 +317,8 @@ LOADERS: dict[str, Loader] = {"cuda": _on_cuda}
 
 @lru_cache
 def checked(device: int) -> Any:
-    """Return CuPy if it and the device can run kernels. Raises ImportError or RuntimeError."""
+    """Return the module CuPy, if it and the device can run kernels. Raises ImportError or
+    RuntimeError."""
     try:
         import cupy
     except ImportError as error:
@@ -349,7 +354,7 @@ def checked(device: int) -> Any:
 
 
 def capturing(device: torch.device) -> bool:
-    """Return True while the current stream is captured in a graph."""
+    """Return True if the current stream is being captured in a graph."""
     if device.type != "cuda":
         return False
     if device.index == torch.cuda.current_device():

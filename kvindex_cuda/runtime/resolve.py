@@ -1,8 +1,8 @@
 """Resolve a kernel's arguments by name, once, when a launch is built.
 
 A kernel's source names its parameters. A `NamedLaunch` looks each of them up in namespaces: objects
-that have an attribute of that name, such as a step's buffers and the state of a layer. So no
-launcher lists the arguments, and a parameter that is added to a kernel needs an attribute only.
+that have an attribute of that name, such as a step's buffers and the state of a layer. So no Python
+code lists a kernel's arguments; a new parameter of a kernel only needs an attribute of that name.
 """
 
 from __future__ import annotations
@@ -21,14 +21,15 @@ class NamedLaunch:
     Args:
         file: Path of the source below `kernels/`.
         kernel: Name of the function in it.
-        *namespaces: Objects, or the classes of objects, that each call passes in this order. Only
-            their attributes' names are read here, and no object is kept.
-        given: Parameters that each call passes by keyword instead.
-        **renamed: Parameter -> attribute, where the two have different names.
+        *namespaces: Objects, or the classes of objects, that each call passes in this order. The
+            constructor only reads the names of their attributes, and keeps no reference to the
+            objects.
+        given: Names of parameters that each call passes by keyword instead.
+        **renamed: Parameter -> attribute, if their names differ.
 
     Raises:
-        ValueError: No namespace has an attribute for a parameter, or several have; or the kernel
-            has no parameter of a name in `given` or `renamed`.
+        ValueError: No namespace, or more than one, has an attribute for a parameter; or a name in
+            `given` or `renamed` is not a parameter of the kernel.
     """
 
     def __init__(
@@ -39,7 +40,7 @@ class NamedLaunch:
             raise ValueError(f"{kernel}: got {sorted(unknown)}, allowed are {[*takes.names]}")
         known = [_attributes(namespace) for namespace in namespaces]
         found: list[list[str]] = [[] for _ in namespaces]
-        places: dict[str, tuple[int, int]] = {}  # parameter -> namespace, place in `found`
+        places: dict[str, tuple[int, int]] = {}  # parameter -> (namespace, place in `found`)
         for name in takes.names:
             if name in given:
                 continue
@@ -67,9 +68,9 @@ class NamedLaunch:
         overlap: bool = False,
         **given: Argument,
     ) -> None:
-        """Launch the kernel with what the namespaces' attributes are now.
+        """Launch the kernel with the current values of the namespaces' attributes.
 
-        Other arguments and errors are those of `launch.launch`.
+        The other arguments, and the errors, are those of `launch.launch`.
         """
         values: list[Argument] = []
         for read, namespace in zip(self._readers, namespaces, strict=True):
@@ -91,7 +92,7 @@ class NamedLaunch:
 
 
 def _attributes(namespace: object) -> set[str]:
-    """Names of the attributes of an object, or of a class's objects."""
+    """Return the names of an object's attributes, or of the attributes of a class's objects."""
     more = {field.name for field in fields(namespace)} if is_dataclass(namespace) else set()
     return {*dir(namespace), *more}
 
@@ -102,7 +103,7 @@ def _called(namespace: object) -> str:
 
 
 def _reader(names: Sequence[str]) -> Callable[[object], Sequence[Any]]:
-    """A function that reads attributes of an object, in this order."""
+    """Return a function that reads these attributes of an object, in this order."""
     if not names:
         return lambda namespace: ()
     read = attrgetter(*names)

@@ -22,7 +22,7 @@ NUMBERS: dict[str, tuple[str, type]] = {
     "float": ("f", float),
     "double": ("d", float),
 }
-"""Types that are no pointers -> format of `struct`, and the Python type of the argument."""
+"""C types other than pointers -> format character of `struct`, and Python type of the argument."""
 
 BOUNDS = r"(?:__launch_bounds__\((?:[^()]|\([^()]*\))*\)\s*)?"
 STRUCT = re.compile(r"const __grid_constant__ (\w+) \w+")
@@ -35,9 +35,11 @@ class Signature:
 
     Attributes:
         kernel: Name of the kernel.
-        fields: Name and Python type of each: a Tensor (or None) for a pointer, an int or a float.
-        formats: A character of `struct` for each.
-        by_value: The struct that contains them, or None if each is a parameter of its own.
+        fields: Name and Python type of each parameter: a Tensor (or None) for a pointer, else an
+            int or a float.
+        formats: Format character of `struct` for each parameter.
+        by_value: Name of the struct that contains the parameters, or None if they are passed
+            separately.
     """
 
     kernel: str
@@ -47,12 +49,13 @@ class Signature:
 
     @cached_property
     def packing(self) -> Struct:
-        """The fields in C's layout, in which each begins at a multiple of its size."""
+        """The `struct` format of all fields in C's layout, in which each field begins at a multiple
+        of its size."""
         return Struct(f"@{self.formats}0q" if self.by_value else f"@{self.formats}")
 
     @cached_property
     def places(self) -> tuple[int, ...]:
-        """The offset of each field."""
+        """The offset of each field in bytes."""
         ends = [calcsize("@" + self.formats[: i + 1]) for i in range(len(self.formats))]
         return tuple(e - calcsize(kind) for e, kind in zip(ends, self.formats, strict=True))
 

@@ -1,4 +1,5 @@
-"""Launches before and after the layers: embedding and rotary angles, and the likeliest token."""
+"""Launches before and after the layers: look up embeddings and rotary angles, and find the most
+likely token."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from kvindex_cuda.triton.kernels import ends as kernels
 from kvindex_cuda.triton.operands import DTYPES, Tile, gapless, launch, shaped
 
 COLUMNS, LOGITS = 1024, 2048
-"""Numbers that a program reads: of an embedding, of logits."""
+"""Numbers that a Triton program reads: COLUMNS of an embedding, LOGITS of the logits."""
 
 
 def begin_token(
@@ -25,12 +26,14 @@ def begin_token(
     """Look up embeddings and compute the rotary angles of tokens, in one launch.
 
     Args:
-        ids: Token ids, int64 `[B]`, of any stride. An id outside of 0 to V - 1 gives NaN.
+        ids: Token ids, int64 `[B]`, of any stride. For an id outside of 0 to V - 1, the result is
+            NaN.
         positions: int64 `[B]`, of any stride.
         embedding: `[V, N]`, float32, float16 or bfloat16. Results have its dtype.
-        frequencies: Angles per position, float32 `[D/2]`, for both halves of a head.
+        frequencies: Angles per position, float32 `[D/2]`. Both halves of a head use the same
+            angles.
         factor: Multiplies cosines and sines, which are computed in float32 and rounded once.
-        overlap: As `Tile`.
+        overlap: See `Tile`.
 
     Returns:
         Hidden `[B, N]`, cosines and sines `[B, D]`.
@@ -89,10 +92,10 @@ def likeliest(
 
     Args:
         logits: `[B, V]`, float32, float16 or bfloat16.
-        scratch: Zeros, int64 `[B or more, 2]`, contiguous. The launch leaves them zeros. Launches
-            that run at the same time need one each.
-        out: Where the tokens are written.
-        overlap: As `Tile`.
+        scratch: Contiguous zeros, int64 `[B or more, 2]`, which are zeros again after the launch.
+            Launches that run concurrently need separate tensors.
+        out: Tensor to which the tokens are written.
+        overlap: See `Tile`.
 
     Raises:
         ValueError: Shapes, dtypes or devices do not fit.

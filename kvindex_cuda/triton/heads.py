@@ -1,4 +1,5 @@
-"""Compute a token's queries, keys and values, and write them to where attention reads them."""
+"""Compute a token's queries, keys and values, and write them to the tensors that attention
+reads."""
 
 from __future__ import annotations
 
@@ -38,26 +39,29 @@ def project_heads(
     key_norm: Norm | None = None,
     tile: Tile = TILE,
 ) -> None:
-    """Write a token's queries, and its key and value to a slot that the device knows.
+    """Compute a token's queries, keys and values. Keys and values go to slots that are read on the
+    device.
 
-    Multiplies RMS-normalized activations as `norm_linear` does, then normalizes each query and key
-    head (optional) and rotates it. Coordinate `i` is paired with `i + D/2` (Su et al., 2021).
+    The kernel multiplies RMS-normalized activations by a matrix, as `norm_linear` does. Then it
+    normalizes each query and key head (optional), and rotates it. Coordinate `i` is paired with `i
+    + D/2` (Su et al., 2021).
 
     Args:
         x: Activations `[B, K]`.
         norm: RMS normalization of the activations.
-        matrix: `[(H + 2G)·D, K]`, queries, then keys, then values.
-        cos: Of the token's position, `[B, D]`, any float dtype.
-        sin: Likewise.
-        slots: Row of `keys` and `values`, int64 `[B]`. An index outside writes no key or value.
-        queries: Written, `[B, H, D]`, contiguous.
-        keys: Written, `[B, G, C, D]`, contiguous in the last dimension.
-        values: Written, likewise.
-        tickets: int32, at least one for each of `H + 2G` heads, 0 before and after. Launches that
-            run at the same time need tickets of their own.
+        matrix: `[(H + 2G)·D, K]`: matrix rows for queries, then keys, then values.
+        cos: Cosines for the token's position, `[B, D]`, of any floating-point dtype.
+        sin: Sines, likewise.
+        slots: Token position in `keys` and `values` to write to, int64 `[B]`. If it is out of
+            range, no key and value are written.
+        queries: Tensor for the queries, `[B, H, D]`, contiguous.
+        keys: Tensor for the keys, `[B, G, C, D]`, contiguous in the last dimension.
+        values: Tensor for the values, likewise.
+        tickets: Counters, int32, at least one for each of `H + 2G` heads. They are 0 before and
+            after the launch. Launches that run concurrently need separate tickets.
         query_norm: Normalization of each query head, factors `[D]`.
         key_norm: Normalization of each key head, factors `[D]`.
-        tile: Sizes of the launch. A program has rows of one head.
+        tile: Sizes of the launch. A Triton program computes rows of one head.
 
     Raises:
         ValueError: Shapes, dtypes or devices do not fit.
@@ -116,7 +120,7 @@ def project_heads(
 
 
 def _check_angles(cos: Tensor, sin: Tensor, B: int, D: int, device: torch.device) -> None:
-    """Raises ValueError unless both are `[B, D]`, alike."""
+    """Raise ValueError unless both are `[B, D]`, with equal dtype and device."""
     if cos.dtype not in DTYPES:
         raise ValueError(f"cos: got {cos.dtype}, allowed is one of {DTYPES}")
     gapless("cos", shaped("cos", cos, B, D), cos.dtype, device)
@@ -126,5 +130,5 @@ def _check_angles(cos: Tensor, sin: Tensor, B: int, D: int, device: torch.device
 
 
 def _steps(name: str, rows: Tensor) -> dict[str, int]:
-    """Strides of rows `[B, G, C, D]`, by the kernel's names."""
+    """Return the strides of `[B, G, C, D]`, under the names of the kernel's parameters."""
     return {f"{name}_{part}": rows.stride(at) for at, part in enumerate(("batch", "head", "row"))}

@@ -11,22 +11,23 @@ from torch import Tensor
 
 FP8 = torch.float8_e4m3fn
 LARGEST = 448.0
-"""Largest FP8 number."""
+"""Largest FP8 (e4m3) number."""
 
 SMALLEST_EXPONENT = -126
-"""Smallest exponent of a scale, of the smallest normal float32."""
+"""Smallest exponent of a scale: that of the smallest normal float32."""
 
 PIECE = 4096
-"""Matrix rows that are rounded at a time, to bound the size of their float32 copies."""
+"""Number of matrix rows that are rounded to FP8 at a time, to limit the size of float32 copies."""
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-"""Dtypes of activations."""
+"""Allowed dtypes of activations."""
 
 NARROWEST, ROWS = 8, 16
-"""Sequences of the matrix units' narrowest product, and most sequences."""
+"""NARROWEST: number of sequences in the narrowest product of tensor cores. ROWS: largest number of
+sequences."""
 
 READS_FP8, OVERLAPS = (8, 9), (9, 0)
-"""First compute capability that converts FP8, and first whose launches may overlap."""
+"""First compute capability that converts FP8, and first on which launches may overlap."""
 
 
 class Matrix(NamedTuple):
@@ -41,7 +42,7 @@ class Matrix(NamedTuple):
 
 
 class Norm(NamedTuple):
-    """Factors `[K]` of RMS normalization, and the number that keeps it from dividing by zero."""
+    """Factors `[K]` of RMS normalization, and its epsilon."""
 
     weight: Tensor
     eps: float
@@ -50,18 +51,18 @@ class Norm(NamedTuple):
 class Tile(NamedTuple):
     """Sizes of a launch.
 
-    With several sequences each warp multiplies a slice of the columns by all rows. A slice has at
-    least 32 columns, and from 64 on it is prefetched in whole memory lines.
+    With several sequences, each warp multiplies a slice of the columns by all rows. A slice has at
+    least 32 columns. With 64 or more columns, it is prefetched in whole memory lines.
 
     Attributes:
         rows: Matrix rows that a program reads at once, a power of two.
         columns: Columns that a program reads at once, a power of two.
         warps: Warps of a program.
         stages: Stages of its pipeline.
-        overlap: The launch begins, and reads its first weights, before the previous launch ends
-            (programmatic dependent launch). No effect under Triton's interpreter.
-        ahead: With one sequence, the pieces that a program reads first, into registers, and
-            multiplies last.
+        overlap: Let the launch begin, and read its first weights, before the previous launch ends
+            (programmatic dependent launch). This has no effect in Triton's interpreter.
+        ahead: Only for one sequence: the number of pieces that a program reads into registers
+            first, and multiplies last.
     """
 
     rows: int = 16
@@ -75,8 +76,8 @@ class Tile(NamedTuple):
 def stack(*matrices: Matrix) -> Matrix:
     """Stack matrices `[N, K]` such as Q, K and V, or gate and up, for one product.
 
-    A matrix without a bias gets zeros if another one has a bias. Raises ValueError for no matrix,
-    or if only some have a scale.
+    A matrix without a bias gets a bias of zeros if another one has a bias. Raises ValueError if
+    there is no matrix, or if only some matrices have a scale.
     """
     if not matrices:
         raise ValueError("matrices: got none, allowed is at least one")
@@ -100,14 +101,14 @@ def to_fp8(matrix: Matrix) -> Matrix:
     """Round the weights of a matrix to FP8 (e4m3), with a scale for each matrix row.
 
     A scale is the smallest power of two that brings the matrix row into FP8's range, so weight
-    times scale is exact in bfloat16. Rounding is within 1/16 of a number, or half of the smallest
-    step. Raises ValueError for a matrix that already has a scale.
+    times scale is exact in bfloat16. A rounding error is at most 1/16 of a number, or half of the
+    smallest step. Raises ValueError for a matrix that already has a scale.
     """
     if matrix.scale is not None:
         raise ValueError("scale: got a matrix that has one, allowed is None")
     mantissa, exponent = torch.frexp(matrix.weight.abs().amax(1).float())
     exponent = exponent - 9 + (512 * mantissa > LARGEST)
-    bits = (exponent.clamp_min(SMALLEST_EXPONENT) + 127) << 23  # of two to that power, exactly
+    bits = (exponent.clamp_min(SMALLEST_EXPONENT) + 127) << 23  # bits of two to that power
     scale = bits.view(torch.float32)
     weight = torch.empty_like(matrix.weight, dtype=FP8)
     parts = (torch.split(whole, PIECE) for whole in (weight, matrix.weight, scale))
@@ -117,7 +118,8 @@ def to_fp8(matrix: Matrix) -> Matrix:
 
 
 def rows_of(name: str, tensor: Tensor, columns: int, batch: int | None = None) -> int:
-    """Return `B` of activations `[B, columns]`. Raises ValueError unless kernels serve them."""
+    """Return `B` of activations `[B, columns]`. Raises ValueError if kernels do not support
+    them."""
     if tensor.ndim != 2 or tensor.shape[1] != columns or not 1 <= len(tensor) <= ROWS:
         allowed = f"[1 to {ROWS}, {columns}]" if batch is None else f"[{batch}, {columns}]"
         raise ValueError(f"{name}: got shape {list(tensor.shape)}, allowed is {allowed}")
@@ -129,7 +131,8 @@ def rows_of(name: str, tensor: Tensor, columns: int, batch: int | None = None) -
 
 
 def like(name: str, tensor: Tensor, model: Tensor, *shape: int) -> Tensor:
-    """Return the tensor if it has this shape, and the dtype and device of `model`."""
+    """Return the tensor if it has this shape, and `model`'s dtype and device; else raise
+    ValueError."""
     shaped(name, tensor, *shape)
     return gapless(name, tensor, model.dtype, model.device)
 
@@ -195,7 +198,7 @@ def launch(
 
 
 def runs_on(device: torch.device, fp8: bool, tile: Tile) -> bool:
-    """Return True if launches may overlap. Raises ValueError if the device cannot run the tile."""
+    """Return True if launches may overlap. Raises ValueError if the device cannot run a tile."""
     if triton.knobs.runtime.interpret:
         return False
     if device.type != "cuda":

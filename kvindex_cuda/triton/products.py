@@ -1,4 +1,5 @@
-"""Products of a matrix with the activations of 1 to 16 sequences, fused with other operations."""
+"""Products of a matrix with the activations of 1 to 16 sequences, fused with normalization, SwiGLU
+or a residual sum."""
 
 from __future__ import annotations
 
@@ -21,10 +22,10 @@ from kvindex_cuda.triton.operands import (
 TILE = Tile()
 
 SLICE = 32
-"""Fewest columns that a warp multiplies at once: the matrix units' size for FP8."""
+"""Fewest columns that a warp multiplies at once: the size of a tensor core's product for FP8."""
 
 BROUGHT = 16
-"""Prefetches into L2 are multiples of these bytes (PTX, `cp.async.bulk.prefetch`)."""
+"""The bytes of a prefetch into L2 must be a multiple of this (PTX, `cp.async.bulk.prefetch`)."""
 
 
 def norm_linear(
@@ -37,13 +38,13 @@ def norm_linear(
 ) -> Tensor:
     """Multiply RMS-normalized activations by a matrix, and add its bias.
 
-    Sums are float32 and rounded once.
+    Sums are computed in float32 and rounded once.
 
     Args:
         x: Activations `[B, K]` of 1 to 16 sequences, float32, float16 or bfloat16.
-        norm: Factors `[K]` of that dtype.
+        norm: RMS normalization with factors `[K]` of the activations' dtype.
         matrix: `[N, K]`.
-        out: Where the result is written.
+        out: Tensor to which the result is written, or None for a new one.
         tile: Sizes of the launch.
 
     Returns:
@@ -67,10 +68,10 @@ def norm_swiglu(
 ) -> Tensor:
     """Return `silu(gate) · up` of RMS-normalized activations, `[B, N]` (SwiGLU: Shazeer, 2020).
 
-    Each program computes half of `tile.rows` of gate and of up. Other arguments and errors are
-    those of `norm_linear`.
+    Each Triton program computes `tile.rows / 2` matrix rows of gate, and as many of up. Other
+    arguments and errors are those of `norm_linear`.
 
-    matrix: `[2N, K]`, gate then up, stacked.
+    matrix: `[2N, K]`, the matrix rows of gate, then those of up.
     """
     rows_of("x", x, matrix.weight.shape[-1])
     like("norm", norm.weight, x, x.shape[1])
@@ -98,11 +99,12 @@ def linear_residual(
         x: Activations `[B, K]`.
         matrix: `[N, K]`.
         residual: `[B, N]`.
-        out: Where the result is written. It may be the residual.
+        out: Tensor to which the result is written, or None for a new one. It may be the residual.
         tile: Sizes of the launch.
         early: For one sequence, prefetch all weights of a program into L2 before it waits for the
-            previous launch. This changes no result. It helps if the previous launch leaves memory
-            idle, and needs `Tile.overlap` and matrix rows of a multiple of 16 bytes.
+            previous launch. This does not change results. It is faster if the previous launch does
+            not saturate memory. It requires `Tile.overlap`, and matrix rows whose size is a
+            multiple of 16 bytes.
     """
     rows_of("x", x, matrix.weight.shape[-1])
     return _multiply(x, None, matrix, residual, out, tile, early=early)
@@ -120,8 +122,8 @@ def swiglu_linear(
 
     Other arguments and errors are those of `norm_linear`. Source: Shazeer, 2020 (SwiGLU).
 
-    gate_up: `[B, 2K]`, gate then up, as `norm_linear` of their stacked matrices returns them. out:
-    May be the residual.
+    gate_up: `[B, 2K]`, gate then up, as `norm_linear` returns them for their stacked matrices. out:
+    As in `linear_residual`.
     """
     rows_of("gate_up", gate_up, 2 * matrix.weight.shape[-1])
     return _multiply(gate_up, None, matrix, residual, out, tile, gated=True)
@@ -165,13 +167,13 @@ def _multiply(
 
 
 def _brings(weight: Tensor, tile: Tile) -> bool:
-    """Return True if the weights after the first tiles of each matrix row can be prefetched."""
+    """Return True if the weights after the first tile of each matrix row can be prefetched."""
     columns = weight.shape[1] | tile.ahead * tile.columns
     return not (weight.data_ptr() | columns * weight.itemsize) % BROUGHT
 
 
 def of_product(x: Tensor, norm: Norm | None, matrix: Matrix, tile: Tile) -> dict[str, object]:
-    """Return the arguments that all kernels with a product have, by name."""
+    """Return the arguments that all kernels of products have in common, by name."""
     N, K = matrix.weight.shape
     return dict(
         x=x,

@@ -1,4 +1,4 @@
-"""Attention of a chunk of a prompt to rows in the pages of a store."""
+"""Attention of a prompt's chunk to keys and values in the pages of a store."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ PAGE = 256
 """Tokens of a page of `kvindex_cuda.memory.block_store.BlockStore`."""
 
 TILE = Tile(rows=64, columns=64, warps=4, stages=2)
-"""Pairs of token and head of a program (rows), and rows of keys that it reads at once (columns)."""
+"""Tile of the launch. `rows` is the number of (token, head) pairs per program, and `columns` the
+number of keys that it reads at once."""
 
 
 def attend_prompt(
@@ -32,21 +33,22 @@ def attend_prompt(
 ) -> tuple[Tensor, Tensor]:
     """Attend with `T` queries per head to rows in pages.
 
-    A query that sees no row gives 0, with a logarithm of `-inf`.
+    For a query that sees no row, the output is 0 and the logarithm `-inf`.
 
     Args:
         queries: `[B, H, T, D]`, contiguous.
-        table: Addresses of pages, int64 `[B, S]`, as `kvindex.storage.store.AddressedRows`, with
-            plain rows of the queries' dtype (key, then value). 0 for a page without rows.
-        lengths: Rows of each sequence, int64 `[B]`, read on the device, up to `S · page_tokens`.
+        table: Addresses of pages, int64 `[B, S]`, as in `kvindex.storage.store.AddressedRows`; 0
+            for a page without rows. A row is a key followed by its value, in the queries' dtype.
+        lengths: Number of rows of each sequence, int64 `[B]`, up to `S · page_tokens`. It is read
+            on the device.
         kv_heads: KV heads, `G`.
-        value_dim: Coordinates of a value, `Dv`.
+        value_dim: Dimension of a value, `Dv`.
         scale: Multiplies the logits.
         row_bytes: Bytes from a row to the next one.
         head_bytes: Bytes from a KV head's rows of a page to the next head's.
         page_tokens: Tokens of a page.
-        causal: The queries belong to the last `T` rows, and see these and earlier ones. Otherwise
-            they see all rows.
+        causal: Whether attention is causal: the queries belong to the last `T` rows, and each query
+            sees its own row and earlier ones. If not, they see all rows.
         tile: Sizes of the launch.
 
     Returns:
@@ -115,6 +117,6 @@ def _sizes(queries: Tensor, kv_heads: int) -> tuple[int, int, int, int]:
 
 
 def _check_bytes(name: str, value: int, least: int) -> None:
-    """Raise ValueError unless a stride is a multiple of 16 bytes, and at least `least`."""
+    """Raise ValueError unless a stride is a multiple of 16 bytes, and `least` bytes or more."""
     if value < least or value % 16:
         raise ValueError(f"{name}: got {value}, allowed are multiples of 16 from {least} on")

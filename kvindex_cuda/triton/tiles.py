@@ -9,21 +9,23 @@ from triton import next_power_of_2
 from kvindex_cuda.triton.operands import Matrix, Tile
 
 PROGRAMS = 132
-"""Fewest programs, if the matrix has enough rows: the multiprocessors of an H100 or H200."""
+"""Fewest Triton programs of a launch, if the matrix has enough rows: the number of multiprocessors
+of an H100 or H200."""
 
 MOST_ROWS = 2**16
-"""Larger matrices are treated alike, since they have more programs than a GPU runs at once."""
+"""Matrices with more rows use the same tiles, because they have more programs than a GPU runs at
+once."""
 
 
 class Case(NamedTuple):
-    """What decides the tile of a product.
+    """The properties of a product by which its tile is chosen.
 
     Attributes:
         product: Name of the function.
-        rows: The matrix's `N`, rounded up to a power of two, at most `MOST_ROWS`.
-        columns: The matrix's `K`, rounded up to a power of two.
+        rows: `N` of the matrix, rounded up to a power of two, at most `MOST_ROWS`.
+        columns: `K` of the matrix, rounded up to a power of two.
         width: Bytes of a weight.
-        one: There is one sequence.
+        one: True if there is only one sequence.
     """
 
     product: str
@@ -49,10 +51,10 @@ TILES: dict[Case, Tile] = {
     Case("linear_residual", 4096, 16384, 2, False): Tile(16, 1024, 8, 3),
     Case("norm_linear", 65536, 4096, 2, False): Tile(32, 256, 4, 4),
 }
-"""The fastest tiles, measured by whole tokens on an H200 (docs/lab/decode-step.md).
+"""The fastest tiles, by the time of whole decode steps on an H200 (docs/lab/decode-step.md).
 
-Those of bfloat16 and one sequence were measured with an index, first on an H100. Those of FP8, and
-of four and eight sequences, were measured without attention. Other cases use `usual`."""
+Tiles for bfloat16 and one sequence were measured with an index, first on an H100. Tiles for FP8,
+and for four and eight sequences, were measured without attention. Other cases use `usual`."""
 
 
 def case_of(product: str, matrix: Matrix, batch: int) -> Case:
@@ -79,7 +81,7 @@ def usual(matrix: Matrix, batch: int) -> Tile:
 def tile_of(product: str, matrix: Matrix, batch: int, *, overlap: bool = False) -> Tile:
     """Return the tile of `norm_linear`, `norm_swiglu`, `linear_residual` or `swiglu_linear`.
 
-    batch: sequences; overlap: as of `Tile`.
+    batch: number of sequences. overlap: see `Tile`.
     """
     found = TILES.get(case_of(product, matrix, batch)) or usual(matrix, batch)
     return found._replace(overlap=overlap)

@@ -1,4 +1,4 @@
-"""Attention of one query per sequence to a range of rows that the device knows."""
+"""Attention of one token per sequence to a range of rows, whose ends are read on the device."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ TILE = Tile(rows=16, columns=64, warps=4, stages=3)
 """Tile of the launch. `columns` is the number of rows that a program reads at once."""
 
 PROGRAMS = 512
-"""Programs that a launch should have: about four for each multiprocessor of an H200."""
+"""Number of Triton programs that a launch should have: about four for each multiprocessor of an
+H200."""
 
 
 def attend_token(
@@ -29,16 +30,18 @@ def attend_token(
 ) -> Tensor:
     """Attend with one query per head to the rows from `starts[b]` to `ends[b] - 1`.
 
-    Sums are float32. A sequence without rows gives 0.
+    Sums are computed in float32. For a sequence without rows, the output is 0.
 
     Args:
         queries: `[B, H, D]`.
-        keys: `[B, G, C, D]`, of any strides but contiguous in the last dimension.
+        keys: `[B, G, C, D]`, contiguous in the last dimension; other strides are arbitrary.
         values: `[B, G, C, Dv]`, likewise.
         starts: int64 `[B]`, read on the device.
-        ends: int64 `[B]`, read on the device, possibly one number for all (a stride of 0).
-        splits: Parts of a group's rows, a power of two. Each is processed by a program, and a
-            second launch merges them (Flash-Decoding: Dao et al., 2023).
+        ends: int64 `[B]`, read on the device. It may be one number for all sequences (a stride of
+            0).
+        splits: Number of parts into which a group's rows are split, a power of two. Each part is
+            processed by one program, and a second launch merges the results (Flash-Decoding: Dao et
+            al., 2023).
 
     Returns:
         Output `[B, H, Dv]`.

@@ -29,7 +29,7 @@ class AppendedCodes:
 
     @property
     def encodes(self) -> bool:
-        """As `Executor.encodes`."""
+        """See `Executor.encodes`."""
         return self._encode is not None
 
     @property
@@ -39,7 +39,7 @@ class AppendedCodes:
 
     @property
     def appends_async(self) -> bool:
-        """As `Executor.appends_async`."""
+        """See `Executor.appends_async`."""
         return self.encodes
 
     def prepare(
@@ -68,7 +68,7 @@ class AppendedCodes:
         return None
 
     def discard(self) -> None:
-        """As `Executor.discard`."""
+        """See `Executor.discard`."""
         self.codes.forget()
 
     def _put_open(self, contents: Contents) -> None:

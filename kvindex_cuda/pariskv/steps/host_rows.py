@@ -95,7 +95,7 @@ class HostRows:
         Raises:
             MemoryError: The host has too little memory for the pages. The message states how much
                 is needed.
-            ValueError: As `PagedSteps`.
+            ValueError: See `PagedSteps`.
         """
         if len(codes) != len(self.caches):
             raise ValueError(f"codes: got {len(codes)} layers, allowed are {len(self.caches)}")
@@ -124,7 +124,7 @@ class HostRows:
             self._host = None
 
     def write(self, layer: int, keys: Tensor, values: Tensor, slots: Tensor) -> None:
-        """As `write_pages`."""
+        """See `write_pages`."""
         write_pages(self.pages, layer, keys, values, slots, cache=self.caches[layer])
 
     def gather(

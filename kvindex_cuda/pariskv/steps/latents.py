@@ -74,7 +74,7 @@ class LatentsStep(SignVotesStep):
         self._shared_bytes = columns * width + VOTE_STAGES * stage  # layout of vote_latents.cu
 
     def _open_selection(self, counted: int) -> None:
-        """As `BaseStep._open_selection`."""
+        """See `BaseStep._open_selection`."""
         g, groups, capacity = self.geometry, self.groups, self.capacity
         device, heads = g.device, g.group_size
 
@@ -104,11 +104,11 @@ class LatentsStep(SignVotesStep):
         self.counts, self.candidate_counts, self.select_tickets = counters[:3].unbind()
 
     def _open_heads(self) -> tuple[int, int]:
-        """As `SignVotesStep._open_heads`."""
+        """See `SignVotesStep._open_heads`."""
         return self.groups * self._tiles, self._tile
 
     def select(self, queries: Tensor, state: State) -> None:
-        """As `BaseStep.select`."""
+        """See `BaseStep.select`."""
         g, tiles, multiprocessors = self.geometry, self._tiles, self._multiprocessors
         queries = queries if queries.data_ptr() % 16 == 0 else queries.clone()
         groups, row = self.groups, state.row

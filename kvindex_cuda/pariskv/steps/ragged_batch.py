@@ -86,7 +86,7 @@ class ParisKVBatch:
         self._reads: State
 
     def search(self, rows: Sequence[object], queries: Tensor, *, k: int) -> Hits:
-        """As `IndexBatch.search`."""
+        """See `IndexBatch.search`."""
         step, state = self._ready(cast(Sequence[BatchRow], rows), k)
         step.renew()
         step.select(queries.contiguous(), replace(state, wrong=self._wrong))
@@ -108,7 +108,7 @@ class ParisKVBatch:
         k: int,
         graphs: bool = True,
     ) -> Attended:
-        """As `IndexBatch.decode_step`."""
+        """See `IndexBatch.decode_step`."""
         return self._attend(rows, queries, token, resident, k, graphs)
 
     def _attend(

@@ -36,8 +36,8 @@ class SignVotesStep(BaseStep):
     """Buffers and launches of a step by votes of signs.
 
     Args:
-        geometry: As `BaseStep`.
-        layout: As `BaseStep`.
+        geometry: See `BaseStep`.
+        layout: See `BaseStep`.
         most: The largest number of candidates `C` that `State.wanted` may contain.
         seed: Seed of the rotation, as `ParisKVConfig`.
         query_max: Largest integer of a quantized query, as `ParisKVConfig`.
@@ -159,7 +159,7 @@ class SignVotesStep(BaseStep):
         )
 
     def select(self, queries: Tensor, state: State) -> None:
-        """As `BaseStep.select`."""
+        """See `BaseStep.select`."""
         g, groups, row = self.geometry, self.groups, state.row
         queries = queries if queries.data_ptr() % 16 == 0 else queries.clone()
         if self.products is None or self.products.shape[1] != row:

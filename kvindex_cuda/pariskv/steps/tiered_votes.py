@@ -34,8 +34,8 @@ class TieredVotesStep(BaseStep):
     """Buffers and launches of a step by tiered votes.
 
     Args:
-        geometry: As `BaseStep`.
-        layout: As `BaseStep`.
+        geometry: See `BaseStep`.
+        layout: See `BaseStep`.
         most: Number of tokens for which there is room. With 4 query heads per KV head, a token
             takes 36 bytes per KV head. Tokens beyond this number are ignored.
         seed: Seed of the rotation, as `ParisKVConfig`.
@@ -75,11 +75,11 @@ class TieredVotesStep(BaseStep):
 
     @property
     def listed(self) -> Tensor:
-        """As `BaseStep.listed`."""
+        """See `BaseStep.listed`."""
         return self.candidate_counts
 
     def select(self, queries: Tensor, state: State) -> None:
-        """As `BaseStep.select`."""
+        """See `BaseStep.select`."""
         g, groups = self.geometry, self.groups
         M, group = g.head_dim // SUBSPACE, dict(GROUP=g.group_size)
         self._table_launch(

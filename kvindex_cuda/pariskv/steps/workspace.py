@@ -155,7 +155,7 @@ def shared(
         blocks: Number of blocks per sequence in the tables that the step will read.
         k: Rows to select per KV head.
         most: Number of tokens or candidates for which the step must have room (`dispatch.room_of`).
-        ragged: As `BaseStep`.
+        ragged: See `BaseStep`.
     """
     g = geometry
     sizes = (g.q_heads, g.kv_heads, g.head_dim, g.value_dim, g.scale, g.softcap, g.dtype, g.device)
