@@ -248,7 +248,7 @@ def _kept(nvrtc: Any, file: str, given: tuple[str, ...]) -> bytes:
 
 
 def _assembled(nvrtc: Any, file: str, given: tuple[str, ...]) -> bytes:
-    """Compile machine code for `sm_90a`, where CuPy would ask for `sm_90`."""
+    """Compile to machine code for `sm_90a`, because CuPy would use `sm_90`."""
     program = nvrtc.createProgram(source(file), file, (), ())
     try:
         nvrtc.compileProgram(program, (*given, *ADDED, "-arch=sm_90a"))

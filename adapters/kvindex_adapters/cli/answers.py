@@ -31,8 +31,8 @@ class Request:
         regions: Sizes of the regions, as keywords of `attach`.
         chat: Whether to apply the chat template.
         max_new_tokens: Longest answer, in tokens.
-        options: Further options of `model.generate`.
-        save_cache: A new folder to save the prompt's cache in before the first answer.
+        options: Other options of `model.generate`, such as those for sampling.
+        save_cache: A new folder in which the prompt's cache is saved before the first answer.
         load_cache: A saved cache to load. Its tokens are not read again.
         token_graph: As in `attach`.
     """
@@ -49,18 +49,18 @@ class Request:
 
     @property
     def keeps_cache(self) -> bool:
-        """Return True if the cache is saved or loaded."""
+        """Return True if the request saves or loads a cache."""
         return self.save_cache is not None or self.load_cache is not None
 
 
 BORDER = 8
 """Number of tokens at the end of a saved cache that may differ from the prompt.
 
-The tokenizer may join the last words of a text differently with the text that follows.
+The tokenizer may encode the end of a text differently if another text follows.
 """
 
 Answers = list[tuple[str | None, Generation]]
-"""Each question with its answer. The question is None for the prompt itself."""
+"""Pairs of a question and its answer. The question is None if the prompt itself is answered."""
 
 
 def answer(
@@ -99,9 +99,10 @@ def _attach_options(engine: Engine, request: Request) -> dict[str, Any]:
 
 
 def shared_length(prompts: Sequence[Tensor]) -> int:
-    """Return the length of the common prefix, leaving at least two tokens of each prompt.
+    """Return the length of the prompts' common prefix, but leave at least two tokens of each
+    prompt.
 
-    A remainder of one token would run as a decode step, which searches and is not exact.
+    If only one token remained, it would run as a decode step, which searches and is not exact.
     """
     return max(min(common_length(prompts), min(map(len, prompts)) - 2), 0)
 
@@ -143,14 +144,15 @@ def _answer_all(
 ) -> Answers:
     """Read the common prefix of all prompts once, then answer each question from a copy of it.
 
-    Without questions, the text is the only prompt, and its last tokens are the remainder.
+    Without questions, the text is the only prompt, and its last tokens take the place of a
+    question.
     """
     asked: list[tuple[int, str] | None] = [*enumerate(questions, start=1)] or [None]
     texts = [text if one is None else f"{text}\n\n{one[1]}" for one in asked]
     prompts = [_ids(tokenizer, each, request) for each in texts]
     _warn_of_length(max(map(len, prompts)), engine)
     numbered = list(zip(asked, prompts, strict=True))
-    if request.index is None:  # its cache cannot be cropped, so each question reads the text again
+    if request.index is None:  # its cache cannot be cropped, so each question rereads the text
         return [
             (
                 None if question is None else question[1],
@@ -159,7 +161,7 @@ def _answer_all(
             for question, ids in numbered
         ]
     shared, branch = prompts, bool(questions)
-    if questions and request.save_cache:  # save only what later questions share with these
+    if questions and request.save_cache:  # save only the prefix that later questions can share
         shared = [*prompts, _ids(tokenizer, f"{text}\n\n", request)]
     length, answers = shared_length(shared), Answers()
     options = _attach_options(engine, request)
@@ -185,13 +187,13 @@ def _loaded(document: Document, folder: Path | None, prompt: Tensor) -> int:
     """Load a saved cache, if a folder is given, and return how many tokens of `prompt` it contains.
 
     Args:
-        document: An empty document.
+        document: A document without tokens.
         folder: The folder to load, or None.
         prompt: Ids int64 `[N]`.
 
     Raises:
-        ValueError: The prompt does not begin with the saved tokens, leaving aside the last
-            `BORDER`.
+        ValueError: The prompt does not begin with the saved tokens. The last `BORDER` of them may
+            differ.
     """
     if folder is None:
         return 0
@@ -225,7 +227,8 @@ def _answer_one(
     question: tuple[int, str] | None = None,
     **options: Any,
 ) -> Generation:
-    """Answer ids `[N]`. `question` is a number and a text, which is printed above the answer."""
+    """Answer a prompt with ids `[N]`. `question`, a number and a text, is printed above the
+    answer."""
     name, heading = "the prompt", None
     if question is not None:
         name, heading = f"question {question[0]}", question[1]
@@ -249,7 +252,7 @@ def _answer_one(
 def _callback(progress: Bars, name: str, heading: str | None = None) -> Progress:
     """Make a function that shows progress as bars.
 
-    The answer gets a bar only if standard output is not a terminal, which shows the answer itself.
+    On a terminal, the answer itself is printed while it is generated. Otherwise a bar is shown.
 
     Args:
         progress: The bars.
@@ -261,7 +264,7 @@ def _callback(progress: Bars, name: str, heading: str | None = None) -> Progress
     def update(phase: str, done: int, total: int) -> None:
         if phase == "prefill":
             progress.update(f"reading {name}", done, total)
-            if done == total and live:  # stop the bars, because the answer is printed next
+            if done == total and live:  # stop the bars before the answer is printed
                 progress.stop()
             if done == total and heading is not None:
                 print(f"> {heading}", flush=True)

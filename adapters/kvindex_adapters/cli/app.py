@@ -50,7 +50,8 @@ def kvindex(
 
 EXTRAS = dict.fromkeys(("transformers", "safetensors", "gguf", "accelerate"), "hf")
 EXTRAS |= dict.fromkeys(("rich", "matplotlib", "jinja2"), "cli")
-"""Package that a command imports -> the extra of kvindex that installs it."""
+"""Package that commands import -> the extra of kvindex (`pip install kvindex[…]`) that installs
+it."""
 
 
 def main() -> None:

@@ -22,7 +22,8 @@ from kvindex_adapters.hf.cache.saving import open_cache
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 PATIENCE_S = 2.0
-"""Seconds to wait before reporting compilation. Loading cached kernels from disk takes less."""
+"""Seconds after which the compilation of kernels is reported. Loading compiled kernels takes
+less."""
 
 MOST = check.MOST_ROWS
 """Largest number of rows or tokens that an option accepts."""
@@ -54,7 +55,7 @@ def check_search(
         k: Rows to retrieve per KV head and step.
         device: Name of the torch device.
         regions: Sizes of the regions as keywords of `attach`, or None for its defaults.
-        store: Where rows are stored, or None for the choice of the index's options.
+        store: Where rows are stored, or None to leave it to the index's options.
     """
     regions = dict(regions or {})
     check_size("k", k, 1)
@@ -85,7 +86,7 @@ def wait_for_compiler(index: str, device: str) -> None:
 
 def _trial(index: str, device: str, **options: Any) -> KVIndex:
     check_spec(index)
-    rope = torch.ones(4, device=device)  # a placeholder; `attach` passes the model's own
+    rope = torch.ones(4, device=device)  # a placeholder: `attach` passes the model's frequencies
     sizes: dict[str, Any] = dict(q_heads=1, kv_heads=1, head_dim=8, device=device, rope=rope)
     return kvindex.create(index, **sizes, **options)
 
@@ -139,7 +140,7 @@ def check_questions(questions: Sequence[str] | None) -> list[str]:
 
 
 def check_alone(save_cache: Path | None, load_cache: Path | None) -> None:
-    """Raise ValueError if a cache is saved or loaded under torchrun."""
+    """Raise ValueError if torchrun has started this process and a cache is saved or loaded."""
     if save_cache or load_cache:
         raise ValueError(
             "save-cache, load-cache: got one of them under torchrun, allowed is one process"
@@ -147,7 +148,7 @@ def check_alone(save_cache: Path | None, load_cache: Path | None) -> None:
 
 
 def check_folders(index: str | None, save_cache: Path | None, load_cache: Path | None) -> None:
-    """Raise OSError or ValueError unless the cache can be saved, or loaded, as the options say."""
+    """Raise OSError or ValueError if the cache cannot be saved or loaded as the options say."""
     if index is None and (save_cache or load_cache):
         raise ValueError(
             "save-cache, load-cache: got one of them with --index none, allowed is an index"
@@ -165,7 +166,7 @@ def read_text(path: Path, name: str = "prompt-file") -> str:
 
     Args:
         path: The file, or `-`.
-        name: Name of the option, for messages.
+        name: Name of the option, for error messages.
 
     Raises:
         FileNotFoundError: There is no such file.

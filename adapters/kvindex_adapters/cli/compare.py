@@ -33,13 +33,13 @@ USUAL: dict[str, Any] = dict(tokens="4K", tries=10, steps=256) | dict(
     tasks="needle,needle-multikey,needle-multivalue,chain,lookup,copy"
 )
 QUICK: dict[str, Any] = dict(tokens="2K", tries=2, steps=64, tasks="needle,needle-multikey,chain")
-"""Defaults of the options, and the smaller ones of `--quick`, which ends within minutes."""
+"""USUAL: defaults of the options. QUICK: smaller values for `--quick`, which ends within minutes."""
 
 _DEFAULTS = {
     name: f"Default {usual}; with --quick {QUICK[name]}.".replace(",", ", ")
     for name, usual in USUAL.items()
 }
-"""The part of each option's help that gives its defaults."""
+"""Option -> the part of its help that states its defaults."""
 
 SHOWN = ("index", "k", "accuracy", "KL, nats", "rows read", "ms per step")
 """Columns that the command prints. The report has all columns."""
@@ -160,20 +160,21 @@ def compare(
     settings.claim(out)
     options: Any = dict(gguf_file=gguf_file, lora=lora, dtype=number, device=device)
     for line in plan.indexes:
-        common.wait_for_compiler(line, device)  # the check started it
+        common.wait_for_compiler(line, device)  # `check_search` has started it
     _compare(functools.partial(load, model, content, **options), settings, plan, out, jobs)
     _report(out, settings)
 
 
 def _compare(load: Load, settings: Settings, plan: Plan, out: Path, jobs: int) -> None:
-    """Measure what is missing. Ctrl-C ends with a message and exit status 130."""
+    """Run the measurements that are missing. Ctrl-C ends them with a message and exit status
+    130."""
     from kvindex_adapters.cli.progress import console
     from kvindex_adapters.evaluate.compare.records import Records
     from kvindex_adapters.evaluate.compare.run import Comparison
     from kvindex_adapters.evaluate.compare.workers import ParallelComparison
 
     options: Any = dict(settings=settings, plan=plan, records=Records(out))
-    console.print("loading the model")  # transformers shows bars of its own
+    console.print("loading the model")  # transformers shows its own progress bars
     try:
         run = (
             Comparison(*load(), **options).run
@@ -188,7 +189,7 @@ def _compare(load: Load, settings: Settings, plan: Plan, out: Path, jobs: int) -
 
 
 def _report(out: Path, settings: Settings) -> None:
-    """Write the report of all measurements in the folder, and print its first table and the
+    """Write the report of all measurements in the folder. Print its first table and the
     failures."""
     from rich.console import Console
     from rich.table import Table
@@ -237,7 +238,8 @@ def _parts(name: str, text: str) -> list[str]:
 
 
 def _count(name: str, text: str) -> int:
-    """Parse a number; "4K" is 4096. Raise ValueError if it is no number or out of range."""
+    """Parse a number, where "4K" is 4096. Raise ValueError if this is not a number or out of
+    range."""
     from kvindex_adapters.cli.common import check_size
 
     digits = text.upper().removesuffix("K")
@@ -247,7 +249,8 @@ def _count(name: str, text: str) -> int:
 
 
 def _text(path: Path | None) -> tuple[str, str]:
-    """Return the text of `--text`, or of the Python reference, and its name with a hash."""
+    """Return the text of `--text` (by default, the Python documentation), and its name with a
+    hash."""
     from kvindex_adapters.cli.common import read_text
     from kvindex_adapters.evaluate.texts import python_reference
 

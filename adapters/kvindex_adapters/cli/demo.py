@@ -34,7 +34,8 @@ if TYPE_CHECKING:
 MODEL = "SmolLM2-135M-Instruct (Q4_1, computed in {dtype})"
 ANSWER_TOKENS = 48
 SHORTEST, LONGEST = 500, 8000
-"""Prompt lengths in tokens. With its answer, a prompt fits into the model's 8,192 tokens."""
+"""Prompt lengths in tokens. A prompt and its answer fit into the 8,192 tokens of the model's
+context."""
 
 
 def demo(
@@ -94,9 +95,9 @@ def demo(
     check_output("json", json_file)
     text = paragraphs(common.read_text(prompt_file)) if prompt_file else python_reference()
     folder, file = load_model.smollm2()
-    console.print("loading the model")  # transformers shows bars of its own
+    console.print("loading the model")  # transformers shows its own progress bars
     model, tokenizer = load_model.load(folder, gguf_file=file, dtype=number, device=device)
-    common.wait_for_compiler(index, device)  # the check started it
+    common.wait_for_compiler(index, device)  # `check_search` has started it
     with bars() as progress:
         needle = hide(tokenizer, text, tokens=tokens, seed=seed)
         logits: list[Tensor] = []
@@ -155,9 +156,9 @@ def _compared(
     full: Generation,
     logits: list[Tensor],
 ) -> Fidelity:
-    """Run full attention's answer through the index's cache, and compare each step.
+    """Feed full attention's answer to the model with the index, and compare logits at each step.
 
-    The cache contains the prompt and the index's own answer, which is removed first.
+    The cache contains the prompt and the answer with the index. That answer is removed first.
 
     Args:
         logits: Full attention's logits before each token of its answer, each `[V]`.
@@ -244,7 +245,7 @@ def _show(result: dict[str, Any]) -> None:
     table.add_row("memory", "", tiers)
     table.add_row("prefill", f"{full['prefill_s']:.1f} s", f"{index['prefill_s']:.1f} s")
     table.add_row("per token", f"{full['token_s']:.3f} s", f"{index['token_s']:.3f} s")
-    if index["token_s"]:  # 0 for an answer of one token
+    if index["token_s"]:  # it is 0 for an answer of one token
         table.add_row("speedup per token", "1", f"{full['token_s'] / index['token_s']:.2f}")
     out = Console()
     out.print(table)
@@ -254,6 +255,6 @@ def _show(result: dict[str, Any]) -> None:
 
 
 def _where(machine: dict[str, Any], backend: str) -> str:
-    """Describe the backend that ran, and its processor."""
+    """Describe the backend that was used, and the processor on which it ran."""
     cores = f"{machine['threads']} of {machine['cores']} cores of {machine['processor']}"
     return f"backend {backend!r} on {machine.get('gpu', cores)}"

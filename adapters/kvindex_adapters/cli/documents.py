@@ -1,4 +1,4 @@
-"""Texts that an engine of `kvindex generate` has read, to answer several questions about them."""
+"""Texts that the model of `kvindex generate` has read, to answer several questions about them."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Document(Protocol):
         ...
 
     def options(self, *, branch: bool) -> dict[str, Any]:
-        """Return options for the engine's `generate`, to answer a prompt after these tokens.
+        """Return the options of `Engine.generate` that answer a prompt after these tokens.
 
         Args:
             branch: Whether the document stays unchanged by the prompt and the answer.
@@ -112,7 +112,7 @@ class SessionDocument:
     def opened(
         decoder: Decoder, branch: bool, index: str, k: int, attach_options: dict[str, Any]
     ) -> Iterator[Document]:
-        """Open an empty document, with the errors of `Decoder.session`."""
+        """Open an empty document. Raises the errors of `Decoder.session`."""
         session = decoder.session(index=index, k=k, attach_options=attach_options)
         yield SessionDocument(decoder, session)
 

@@ -27,8 +27,8 @@ class Engine(NamedTuple):
         generate: Function of a prompt and the options of `kvhf.generate`.
         opened: Function that opens an empty document from `branch`, `index`, `k` and
             `attach_options`.
-        longest: Tokens of the longest text that the model was made for, or None if its
-            configuration does not give it.
+        longest: Maximum length of the model in tokens, or None if its configuration does not state
+            it.
     """
 
     name: str
@@ -40,9 +40,9 @@ class Engine(NamedTuple):
 def check_engine(
     engine: str | None, weights: str = PLAIN, *, keeps_cache: bool = False
 ) -> str | None:
-    """Return the engine that the options name, or None if they leave the choice open.
+    """Return the name of the engine that the options require, or None if both are possible.
 
-    FP8 weights choose the decoder.
+    FP8 weights require the decoder.
 
     Args:
         engine: Value of `--engine`, or None.
@@ -76,7 +76,8 @@ def choose(
 ) -> Engine:
     """Make the engine of a loaded model.
 
-    Unless an engine is named, the decoder answers on a GPU if it supports the model.
+    If no engine is named, the decoder is used on a GPU if it supports the model, otherwise
+    transformers.
 
     Args:
         engine: One of `ENGINES`, or None.
@@ -88,7 +89,8 @@ def choose(
         ranks: As in `Decoder.of`.
 
     Raises:
-        ValueError: The decoder was named, and does not support the model or the options.
+        ValueError: `engine` is "decoder", and the decoder does not support the model or the
+            options.
     """
     opened = partial(CacheDocument.opened, model, tokenizer)
     sizes = model.config.get_text_config(decoder=True).to_dict()

@@ -165,10 +165,10 @@ def generate(
     if token_graph and index == "none":
         raise ValueError("token_graph: got True with index 'none', allowed is False")
     text = common.prompt_of(prompt, prompt_file)
-    console.print("loading the model")  # transformers shows bars of its own
+    console.print("loading the model")  # transformers shows its own progress bars
     heads = together and "sharded" not in (part.partition(":")[0] for part in index.split("+"))
     ranks = HeadRanks.of(device) if heads and engine == "decoder" else None
-    alone = ranks is None  # otherwise each rank copies its shard from host memory
+    alone = ranks is None  # with ranks, each one copies its shard from host memory
     loaded, tokenizer = load_model.load(
         model,
         gguf_file=gguf_file,
@@ -179,7 +179,7 @@ def generate(
     torch.manual_seed(seed)
     chosen = engines.choose(engine, loaded, tokenizer, request.options, seed, weights, ranks)
     if weights != "plain" or not alone:
-        loaded = None  # frees the matrices that the decoder has copied
+        loaded = None  # free the original matrices, which the decoder has copied
     result = answers.answer(tokenizer, text, questions, request, chosen)
     if json_file and parallel.rank()[0] == 0:
         written = answers.to_json(result, request, model, device, chosen.name)

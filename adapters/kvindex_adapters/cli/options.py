@@ -1,4 +1,5 @@
-"""Options and checks that several commands share. Imports no torch, so that help is fast."""
+"""Options and checks that several commands share. This module does not import torch, so that help
+is fast."""
 
 from __future__ import annotations
 
@@ -41,7 +42,8 @@ JsonFile = Annotated[
 
 
 def announce_imports() -> None:
-    """Print why a command starts slowly. Under torchrun only the first process prints."""
+    """Print that imports take time. If torchrun has started several processes, only the first
+    prints."""
     if "transformers" not in sys.modules and os.environ.get("RANK", "0") == "0":
         typer.echo("importing torch and transformers (some seconds)", err=True)
 

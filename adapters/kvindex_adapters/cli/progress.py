@@ -1,4 +1,4 @@
-"""Progress bars of prefill, decoding and k-means, and answers while they are generated."""
+"""Show progress bars for prefill, decoding and k-means, and answers while they are generated."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ console = Console(stderr=True)
 
 
 class Display(Progress):
-    """Progress bars, and on a terminal the answers so far below them."""
+    """Progress bars. On a terminal, the answers so far are shown below them."""
 
     def __init__(self, *columns: Any, **options: Any) -> None:
         self.answers: dict[str, tuple[str, str]] = {}  # name -> text, seconds per token
         super().__init__(*columns, **options)
 
     def get_renderables(self) -> Iterable[RenderableType]:
-        """Yield what rich should draw (a hook of rich)."""
+        """Yield the objects that rich draws. rich calls this."""
         yield from super().get_renderables()
         if self.answers and self.console.is_terminal:
             table = Table.grid(padding=(0, 2))
@@ -45,7 +45,8 @@ class Display(Progress):
 
 
 class Bars:
-    """One bar per phase, shown from its first report on, and answers while they are generated."""
+    """One bar per phase, which appears with the phase's first report, and answers while they are
+    generated."""
 
     def __init__(self, progress: Display) -> None:
         self._progress = progress
@@ -59,12 +60,12 @@ class Bars:
         self._progress.update(self._tasks[phase], completed=done, total=total)
 
     def answer(self, name: str, text: str, more: str, token_s: float) -> None:
-        """Show an answer so far, below the bars, or as plain text without a terminal.
+        """Show an answer so far: below the bars on a terminal, otherwise as plain text.
 
         Args:
             name: Name of the answer.
             text: The whole answer so far.
-            more: The part of it that is new.
+            more: The part of `text` that is new.
             token_s: Seconds per token.
         """
         first = name not in self._progress.answers
@@ -76,12 +77,12 @@ class Bars:
         self._plain(f" ({self._progress.answers[name][1]})\n")
 
     def _plain(self, text: str) -> None:
-        """Print the text unless a terminal draws the answers."""
+        """Print the text, unless answers are drawn on a terminal."""
         if not self._progress.console.is_terminal:
             print(text, end="", file=self._progress.console.file, flush=True)
 
     def clustering(self, done: int, total: int) -> None:
-        """Show pass `done` of `total` of a k-means (`kvindex.ops.kmeans.watched`) in one common
+        """Show pass `done` of `total` of k-means (`kvindex.ops.kmeans.watched`). All runs share one
         bar."""
         self._passes += 1
         self.update("clustering keys", self._passes, self._passes + total - done)
@@ -96,7 +97,7 @@ class Answer(BaseStreamer):
 
     def __init__(self, progress: Bars, name: str, tokenizer: Any) -> None:
         self._progress, self._name, self._tokenizer = progress, name, tokenizer
-        self._tokens: list[int] | None = None  # None until the prompt has passed
+        self._tokens: list[int] | None = None  # None until the prompt was received
         self._shown, self._first = "", 0.0
 
     def put(self, value: Tensor) -> None:
@@ -108,7 +109,7 @@ class Answer(BaseStreamer):
         self._first = self._first if self._tokens else now
         self._tokens += value.flatten().tolist()
         text = self._tokenizer.decode(self._tokens, skip_special_tokens=True)
-        text = " ".join(text.rstrip("\ufffd").split())  # drops a character that is incomplete
+        text = " ".join(text.rstrip("\ufffd").split())  # drops an incomplete character
         more, self._shown = text[len(self._shown) :], text
         token_s = (now - self._first) / max(len(self._tokens) - 1, 1)
         self._progress.answer(self._name, text, more, token_s)

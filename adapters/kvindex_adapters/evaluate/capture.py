@@ -21,11 +21,11 @@ from kvindex_adapters.hf.generation.prefill import prefill
 
 @dataclass(frozen=True)
 class Captured:
-    """The tensors of one full-attention layer, as attention sees them (after rotary embedding).
+    """The queries, keys and values of one full-attention layer, after the rotary embedding.
 
     Args:
         keys: `[G, N, D]`.
-        queries: `[H, T, D]`, those of the newest `T` tokens.
+        queries: `[H, T, D]`, of the newest `T` tokens.
         scale: Factor of the layer's logits.
         softcap: Softcap of the layer's logits, or None.
         values: `[G, N, Dv]`.
@@ -90,8 +90,8 @@ def capture(
     def recorder(**geometry: Any) -> KVIndex:
         return _Recorder(kvindex.create("exact", **geometry), start)
 
-    # there is no window, so each token is in the index after its step, and `dense_below` is so
-    # large that no step searches
+    # Without a window, each token is in the index after its step. `dense_below` is so large that no
+    # step searches.
     regions: dict[str, Any] = dict(sink=0, local_window=0, update_every=1, dense_below=2**62)
     with attach(model, index=recorder, **regions) as cache, torch.no_grad():
         prefill(model, ids.to(model.device), cache, stop=len(ids), chunk=chunk, report=on_progress)

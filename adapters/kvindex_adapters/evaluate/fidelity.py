@@ -21,21 +21,22 @@ from kvindex_adapters.hf.cache.cache import IndexCache
 from kvindex_adapters.hf.generation.prefill import prefill
 
 BLOCK = 128
-"""Steps that run in parallel, which bounds the memory of the rows gathered for them."""
+"""Number of steps that run in parallel. It limits the memory of the rows that are gathered for
+these steps."""
 
 
 @dataclass(frozen=True)
 class Fidelity:
-    """Means over teacher-forced steps (0 without a step).
+    """Means over teacher-forced steps; 0 if there is no step.
 
     Args:
         steps: Number of tokens compared.
         kl_mean: KL divergence of the index's next-token distribution from full attention's, in
             nats.
         agreement: Fraction of steps with the same most likely token.
-        recall_at_k: Fraction of each query head's own true top k that was retrieved, as a mean over
+        recall_at_k: Fraction of each query head's true top k that was retrieved, as a mean over
             layers and heads. None if no step searched.
-        recall_limit: The same for exact search with the same number of rows per KV head.
+        recall_limit: The same fraction for exact search with the same number of rows per KV head.
     """
 
     steps: int
@@ -99,7 +100,7 @@ def followed(
 ) -> Fidelity:
     """Run `teacher_forced` in a cache that has read the prompt.
 
-    From here on, `MeasureRecall` wraps the indexes.
+    After this call, the indexes are wrapped in `MeasureRecall`.
 
     Args:
         model: The attached model.
@@ -142,9 +143,9 @@ def divergences(
 ) -> Tensor:
     """Compute the KL divergence from full attention at each token of a continuation.
 
-    The result is that of `teacher_forced`, but all steps between two updates run in parallel
-    (`ParallelLayer`), so that thousands of steps are affordable. Every step searches, whatever the
-    length.
+    The result equals that of `teacher_forced`, but all steps between two updates run in parallel
+    (`ParallelLayer`), so that thousands of steps are affordable. Every step searches, however short
+    the sequence is.
 
     Args:
         model: The transformers model.
@@ -157,7 +158,7 @@ def divergences(
         attach_options: Further options of `attach`.
 
     Returns:
-        Nats, float64 `[T]`.
+        KL divergence in nats, float64 `[T]`.
     """
     ids = torch.cat([prompt, continuation]).to(model.device)
     options: dict[str, Any] = {"dense_below": 0, **(attach_options or {})}
@@ -179,7 +180,7 @@ def divergences(
 def full_logits(model: PreTrainedModel, prompt: Tensor, continuation: Tensor) -> Tensor:
     """Return full attention's logits at each token of the continuation, `[T, V]`.
 
-    The model reads some tokens at a time with transformers' own cache, to bound the memory of the
+    The model reads a few tokens at a time with transformers' own cache, to limit the memory of
     attention logits.
     """
     ids = torch.cat([prompt, continuation]).to(model.device)

@@ -11,7 +11,8 @@ import torch
 
 
 def describe(device: str = "cpu") -> dict[str, str | int]:
-    """Return the machine and the versions, for the JSON of a result."""
+    """Return a description of the machine and of library versions, which is stored with results as
+    JSON."""
     machine: dict[str, str | int] = {
         "platform": platform.platform(),
         "python": platform.python_version(),

@@ -1,4 +1,4 @@
-"""Output files: check them before the work starts, and write them completely or not at all."""
+"""Check output files before the work starts, and write them completely or not at all."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PICTURES = (".png", ".pdf", ".svg")
 
 
 def check_output(name: str, path: Path | None, *, endings: tuple[str, ...] = ()) -> None:
-    """Raise OSError with a reason if a file cannot be written later.
+    """Raise OSError with the reason if a file could not be written after the work.
 
     The check creates a file next to `path` and removes it.
 
@@ -40,7 +40,8 @@ def check_output(name: str, path: Path | None, *, endings: tuple[str, ...] = ())
 
 
 def _hindrance(path: Path, endings: tuple[str, ...]) -> str | None:
-    """Return why the file cannot be written, or None. Raise OSError if the system does."""
+    """Return why the file cannot be written, or None. Raise OSError if the operating system reports
+    an error."""
     if path.is_symlink() and not path.exists():
         return "is a link to a file that does not exist"
     if not path.parent.is_dir():
@@ -78,8 +79,8 @@ def replacing(path: Path, name: str = "json") -> Iterator[Path]:
         if path.exists():
             shutil.copymode(path, new)
         with new.open("rb") as whole:
-            os.fsync(whole.fileno())  # some file systems report a lack of space only here
-        new.replace(path.resolve())  # a link stays a link
+            os.fsync(whole.fileno())  # some file systems only report here that no space is left
+        new.replace(path.resolve())  # replaces a link's target, not the link
     except OSError as error:
         raise OSError(
             f"{name}: got {str(path)!r}, which could not be written ({error.strerror or error}); "

@@ -17,12 +17,13 @@ from kvindex.layer.retrieval import attend_over, output_of, rows_to_ask
 class ParallelLayer(AttentionLayer):
     """A layer in which, after `begin`, each of several tokens attends as its own decode step would.
 
-    An index does not change between two updates, so all steps between them can search it in one
-    batch. The index observes their queries one by one before the update. Only for one sequence
-    without padding.
+    An index does not change between two updates, so all steps between two updates can search it in
+    one batch. The index observes the queries of these steps one by one before the next update. This
+    only supports one sequence without padding.
 
     Raises:
-        ValueError: The index cannot search in one batch for several steps (`ExpandsBatch`).
+        ValueError: The index cannot search for several steps in one batch (it lacks
+            `ExpandsBatch`).
     """
 
     _begun = False
@@ -55,20 +56,20 @@ class ParallelLayer(AttentionLayer):
         """Compute the outputs of `AttentionLayer.step` for each token one by one.
 
         Args:
-            queries: As in `AttentionLayer.step`, of one sequence.
+            queries: As in `AttentionLayer.step`, for one sequence.
             keys: As in `AttentionLayer.step`.
             values: As in `AttentionLayer.step`.
             valid: As in `AttentionLayer.step`.
-            bias: Only before the steps begin.
+            bias: Must be None after `begin`.
             sink_logits: As in `AttentionLayer.step`.
-            ids: Only before the steps begin.
-            visible: Only before the steps begin.
+            ids: Must be None after `begin`.
+            visible: Must be None after `begin`.
 
         Returns:
             Attention outputs `[1, H, T, Dv]`.
 
         Raises:
-            ValueError: The steps have begun, and bias, ids or visible is a tensor.
+            ValueError: `begin` was called, and bias, ids or visible is a tensor.
         """
         own: dict[str, Any] = dict(bias=bias, ids=ids, visible=visible)
         if not self._begun:
@@ -90,7 +91,7 @@ class ParallelLayer(AttentionLayer):
             some = None if sinks is None else sinks[..., block]
             if len(self.index):
                 outputs.append(self._steps(*parts, some))
-            else:  # every step is exact
+            else:  # no step searches
                 outputs.append(super().step(*parts, sink_logits=some))
         return torch.cat(outputs, dim=2)
 
@@ -110,7 +111,7 @@ class ParallelLayer(AttentionLayer):
         """
         T, before = queries.shape[2], len(self._window)
         self._window.append(len(self.index), keys, values, None)
-        each = queries[0].transpose(0, 1).contiguous()  # the steps are sequences of a batch
+        each = queries[0].transpose(0, 1).contiguous()  # each step is a sequence of a batch
         index = self._expanding().expand_batch(T)
         hits = index.search(each, k=rows_to_ask(self.index, self.k), coverage=self.coverage)
         rows = torch.arange(before + T, device=queries.device)

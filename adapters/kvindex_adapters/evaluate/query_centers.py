@@ -78,8 +78,8 @@ def calibrate_centers(
             )
         return _Averager(kvindex.create("exact", **geometry))
 
-    # there is no window, so each token is in the index after its step, and `dense_below` is so
-    # large that no step searches
+    # Without a window, each token is in the index after its step. `dense_below` is so large that no
+    # step searches.
     regions: Any = dict(sink=0, local_window=0, update_every=1, dense_below=2**62)
     with attach(model, index=averager, **regions) as cache, torch.no_grad():
         prefill(model, ids.to(model.device), cache, stop=len(ids), chunk=chunk, report=on_progress)

@@ -17,20 +17,22 @@ from kvindex.ops.select import top_k
 from kvindex_adapters.evaluate.capture import Captured
 
 SINK = 64
-"""First tokens, which are left out because a layer always attends to them."""
+"""Number of first tokens that are left out, because a layer always attends to them."""
 
 TOKENS = 4096
-"""Number of tokens over which the fixed bytes of an index are spread to count bytes per key."""
+"""Number of tokens by which the fixed bytes of an index are divided, to include them in bytes per
+key."""
 
 
 @dataclass(frozen=True)
 class Recall:
-    """Means over queries, for each layer and query head, float64 `[L, H]` each.
+    """Means over queries for each layer and query head, each float64 `[L, H]`.
 
     Args:
         recall: Fraction of the true top `k` rows by `q·k` that was retrieved.
-        coverage: Attention weight of the retrieved rows, by a softmax over the rows of the index.
-        coverage_true: Attention weight of the true top `k` rows.
+        coverage: Total attention weight of the retrieved rows, where the softmax is over all rows
+            of the index.
+        coverage_true: Total attention weight of the true top `k` rows.
     """
 
     recall: Tensor
@@ -41,7 +43,7 @@ class Recall:
 def measure(
     layers: Sequence[Captured], index: str, *, k: int, prompt: int, first: int | None = None
 ) -> Recall:
-    """Search the prompt's rows with each query head separately (`G = H`), and measure recall.
+    """Measure recall. Each query head searches the prompt's rows separately (`G = H`).
 
     The sink's rows are left out. The queries are those captured after the first `prompt` tokens.
 
@@ -50,7 +52,7 @@ def measure(
         index: Name and options of the index.
         k: Rows to retrieve.
         prompt: Tokens of the prompt.
-        first: Tokens of the first append, from which an index may learn; None for all.
+        first: Number of tokens in the first append, from which an index may learn; None for all.
     """
     measured = []
     for layer in layers:

@@ -33,7 +33,8 @@ class Point:
     Args:
         tau: The threshold.
         rate: Fraction of steps that searched.
-        overlap: Fraction of a step's own best `k` rows that are among the hits that it used.
+        overlap: Fraction of a step's best `k` rows (by exact search) that are among the hits that
+            it used.
     """
 
     tau: float
@@ -46,7 +47,7 @@ class Calibration:
     """The result of a calibration.
 
     Args:
-        tau: The smallest threshold with which enough of the best rows are used.
+        tau: The smallest threshold whose overlap is large enough.
         points: Results of all thresholds, ascending.
     """
 
@@ -55,7 +56,7 @@ class Calibration:
 
     @property
     def chosen(self) -> Point:
-        """The results of `tau`."""
+        """The point of the threshold `tau`."""
         return next(point for point in self.points if point.tau == self.tau)
 
 
@@ -70,11 +71,11 @@ def calibrate_tau(
     chunk: int = 1024,
     on_progress: Progress | None = None,
 ) -> Calibration:
-    """Find the smallest `tau` with which reused hits contain enough of the best rows.
+    """Find the smallest `tau` with which the hits in use contain enough of each step's best rows.
 
-    The model reads the text. Its newest tokens count as decode steps, which search the tokens
-    before all of them exactly, without the first `SINK`. A threshold with which every step searches
-    is always tried.
+    The model reads the text. Its newest tokens are treated as decode steps. These steps search all
+    earlier tokens, except the first `SINK` tokens, exactly. A threshold with which every step
+    searches is always tried.
 
     Args:
         model: The transformers model.
@@ -105,7 +106,8 @@ def calibrate_tau(
 def calibrated(
     layers: Sequence[Captured], *, k: int, overlap: float, taus: Sequence[float] = TAUS
 ) -> Calibration:
-    """Calibrate from captured layers, whose first query comes before the first step."""
+    """Calibrate from captured layers, whose first query is that of the token before the first
+    step."""
     tried = sorted({float(tau) for tau in taus} | {ALWAYS})
     rates, overlaps = torch.zeros(2, len(tried), dtype=torch.float64)
     for layer in layers:

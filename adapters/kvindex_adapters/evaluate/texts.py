@@ -1,4 +1,5 @@
-"""Texts that every Python installation has: prose of its reference, and code of its library."""
+"""Texts in every Python installation: prose of the reference documentation, and the standard
+library's code."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ def python_reference() -> list[str]:
     for name in sorted(topics):
         for paragraph in topics[name].split("\n\n"):
             if paragraph.startswith((" ", "\t", "*", "+", "-", "|")) or "::=" in paragraph:
-                continue  # lists, tables, code and grammar
+                continue  # skip lists, tables, code and grammar
             plain = re.sub(r"[*`\"]", "", re.sub(r"\s+", " ", paragraph)).strip()
             if len(plain) >= 120:
                 texts[plain] = None

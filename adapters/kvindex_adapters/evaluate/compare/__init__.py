@@ -1,1 +1,2 @@
-"""Compare indexes on one model: answers to tasks, divergence on a text, rows, bytes and time."""
+"""Compare indexes on one model: measure answers to tasks, divergence on a text, rows, bytes and
+time."""

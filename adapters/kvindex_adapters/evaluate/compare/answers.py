@@ -1,8 +1,8 @@
 """Generate greedy answers with full attention, and with an index.
 
 Several expected tokens are read in one step, and accepted as long as they are the most likely ones,
-as in speculative decoding (Stern et al., 2018). For full attention the expected tokens are those of
-a right answer. For an index they are full attention's answer.
+as in speculative decoding (Stern et al., 2018). For full attention, the expected tokens are those
+of a right answer. For an index, they are full attention's answer.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kvindex_adapters.evaluate.fidelity import BLOCK
 
 
 class Steps(Protocol):
-    """A model and its cache, which can return to an earlier state."""
+    """A model with a cache that can be restored to an earlier state."""
 
     @property
     def model(self) -> PreTrainedModel:
@@ -51,7 +51,7 @@ class Limit:
     Args:
         most: Longest answer, in tokens.
         ends: Ids of tokens that end an answer.
-        settled: Function that returns True if no further token can change the answer's score.
+        settled: Function of an answer that returns True if no further token can change its score.
     """
 
     most: int
@@ -62,7 +62,7 @@ class Limit:
     def of(
         cls, model: PreTrainedModel, most: int, settled: Callable[[list[int]], bool] = _never
     ) -> Self:
-        """Make a limit with the ids that end the model's answers."""
+        """Make a limit, with the end tokens of the model's generation configuration."""
         config: Any = model.generation_config
         end = None if config is None else config.eos_token_id
         ends = () if end is None else (end,) if isinstance(end, int) else tuple(end)
@@ -82,8 +82,8 @@ def continued(
         steps: The model and its cache.
         answer: The tokens so far.
         limit: Where the answer ends.
-        guesses: Ids that may follow. If the answer ends with the beginning of a guess, the rest of
-            the guess is tried.
+        guesses: Ids that may follow. If the answer's end equals the beginning of a guess, the rest
+            of that guess is tried.
     """
     answer = list(answer)
     while not limit.reached(answer):
@@ -97,9 +97,9 @@ def continued(
 def checked(indexed: Indexed, draft: list[int], limit: Limit) -> list[int]:
     """Return the answer with an index that has read the prompt.
 
-    The first token is the draft's, because every index reads the prompt exactly. Where steps may
-    run in parallel, they read the draft up to the first token that is not the most likely one. The
-    rest is generated token by token.
+    The first token is the draft's, because every index reads the prompt exactly. If steps can run
+    in parallel, they read the draft up to the first token that is not the most likely one with the
+    index. The rest is generated token by token.
 
     Args:
         indexed: The model with the index.
@@ -116,7 +116,8 @@ def checked(indexed: Indexed, draft: list[int], limit: Limit) -> list[int]:
 
 
 def expected(answer: list[int], guesses: Sequence[list[int]]) -> list[int]:
-    """Return the rest of the guess whose beginning matches the longest end of the answer."""
+    """Find the guess whose beginning equals the longest possible end of the answer. Return its
+    rest."""
     rest, longest = list[int](), 0
     for guess in guesses:
         for size in range(min(len(answer), len(guess) - 1), longest, -1):
@@ -127,14 +128,14 @@ def expected(answer: list[int], guesses: Sequence[list[int]]) -> list[int]:
 
 
 def _most_likely(steps: Steps, token: int, ahead: list[int]) -> list[int]:
-    """Read a token and the tokens of `ahead` that are the most likely ones.
+    """Read a token, and the tokens of `ahead` up to the first that is not the most likely one.
 
-    Return these tokens and one more, which is not read.
+    Return the accepted tokens of `ahead`, and the next most likely token, which has not been read.
     """
     before = steps.checkpoint()
     found = _after(steps, [token, *ahead])
     right = _common(found, ahead)
-    if right < len(ahead):  # read only the tokens that are right
+    if right < len(ahead):  # read again, only the accepted tokens
         steps.rollback(before)
         _after(steps, [token, *ahead[:right]])
     return found[: right + 1]

@@ -15,12 +15,13 @@ from kvindex_adapters.evaluate.compare.replay import FullAttention, Indexed
 from kvindex_adapters.evaluate.fidelity import BLOCK
 
 TIMED, UNTIMED = 12, 4
-"""Steps that are timed, and steps before them, in which buffers are made and kernels compiled."""
+"""TIMED: steps that are timed. UNTIMED: steps before these, which allocate buffers and compile
+kernels."""
 
 
 @dataclass(frozen=True)
 class Steady:
-    """The cost of one decode step that runs alone.
+    """The cost of one decode step that does not run in parallel with others.
 
     Args:
         step_s: Seconds, the median.
@@ -28,7 +29,7 @@ class Steady:
         rows_full: Rows per KV head that full attention would read.
         step_bytes: Bytes copied out of the stores of all layers.
         nbytes: Bytes of the cache, by memory tier.
-        peak_bytes: Largest memory of the process.
+        peak_bytes: Peak memory of the process.
     """
 
     step_s: float
@@ -40,7 +41,7 @@ class Steady:
 
 
 def dense_cost(full: FullAttention, ids: Tensor) -> Steady:
-    """Measure steps of full attention along ids int64 `[T]`."""
+    """Measure the cost of steps with full attention that read ids int64 `[T]`."""
     before = full.checkpoint()
     forget_peak()
     step_s = _timed(full, ids)
@@ -50,7 +51,7 @@ def dense_cost(full: FullAttention, ids: Tensor) -> Steady:
 
 
 def cost(indexed: Indexed, ids: Tensor, *, k: int) -> Steady:
-    """Measure steps with an index along ids int64 `[T]`. The index is restored afterwards."""
+    """Measure the cost of steps with an index that read ids int64 `[T]`, and restore the index."""
     with indexed.branch(k):
         forget_peak()
         step_s, report = _timed(indexed, ids), indexed.cache.report()
@@ -105,7 +106,7 @@ def _differ(full: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _timed(steps: Steps, ids: Tensor) -> float:
-    """Return the median seconds of a step that runs alone."""
+    """Return the median time in seconds of steps that run one by one."""
     times = []
     for token in ids[: UNTIMED + TIMED, None]:
         start = time.perf_counter()

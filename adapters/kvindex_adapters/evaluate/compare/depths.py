@@ -1,4 +1,4 @@
-"""Accuracy by the depth of an answer in its context."""
+"""Accuracy by depth: the position in the context at which the answer is hidden."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 from kvindex_adapters.evaluate.compare.records import ANSWERS, Records
 
 PARTS = 10
-"""Number of parts of equal length into which a context is divided."""
+"""Number of equal parts into which a context is divided."""
 
 
 def depth_rows(records: Records) -> Iterator[dict[str, Any]]:
     """Yield the accuracy for each index, `k`, length and part of the context.
 
-    Only tasks with one answer count. `depth` is the beginning of the part, from 0 to 1.
+    Only tasks with a single answer are included. `depth` is where the part begins, from 0 to 1.
     """
     found: dict[Any, list[float]] = {}
     for key, record in records.of(ANSWERS):

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from kvindex_adapters.evaluate.compare.records import FULL
 
 NAMED = 6
-"""Largest number of lines with a name."""
+"""Largest number of lines in a panel that are labeled with a name."""
 
 LEAST = 1e-6
 """Lower end of a logarithmic scale."""
@@ -63,9 +63,11 @@ def panels(summary: dict[str, Any]) -> list[Panel]:
 
 
 def named(panels: Sequence[Panel]) -> list[str]:
-    """Choose the lines with a name: full attention, exact, the first index, then the best by mean.
+    """Choose the lines to label with a name: full attention, exact, the first index, and the best
+    by mean.
 
-    If an index has a line for each `k`, the last one gets the name, unless others are better.
+    If one of these indexes has a line for each `k`, the line of the last `k` is chosen. The lines of
+    its other `k` are only chosen if they are among the best.
     """
     lines = list(dict.fromkeys(name for panel in panels for name in panel.lines))
     last = {name.partition(", k = ")[0]: name for name in lines}
@@ -76,8 +78,8 @@ def named(panels: Sequence[Panel]) -> list[str]:
 
 
 def _mean(panel: Panel, name: str) -> float:
-    """Return a line's mean, negated where larger is better, so that the best line is the
-    smallest."""
+    """Return a line's mean, negated if larger values are better, so that the smallest is the
+    best."""
     values = [point.y for point in panel.lines[name]]
     mean = sum(values) / len(values)
     return mean if panel.logarithmic else -mean
@@ -93,7 +95,7 @@ def _lines(
         along: "tokens" or "k".
         several: Whether an index has a line for each `k`.
         names: Fields of the value and of the ends of its interval.
-        least: Lower bound of the values.
+        least: Smaller values are replaced by this one.
     """
     xs = sorted({row[along] for row in rows} - {None})
     lines: dict[str, list[Point]] = {}

@@ -24,7 +24,8 @@ from kvindex_adapters.hf.model import load_model
 from kvindex_adapters.hf.unsupported import check_model
 
 Measured = tuple[Key, Record]
-"""A record and its key. If an index or a task fails, the kind is "failure", with the message."""
+"""A record and its key. If an index or a task fails, the key's kind is "failure", and the record
+contains the message."""
 
 Loaded = tuple[PreTrainedModel, Any, Tensor]
 """A model, its tokenizer, and the ids int64 `[N]` of the text for comparing predictions."""
@@ -62,7 +63,7 @@ class Measuring:
         check_model(self.model)
         _check_lengths(self.model, self.text, self.settings, self.plan)
         options = functools.partial(_attach_options, self.tokenizer, self.settings)
-        self._options = functools.cache(options)  # caching a method would make a reference cycle
+        self._options = functools.cache(options)  # not on the method: that makes a reference cycle
 
     def measure(self, work: Work) -> Iterator[Measured]:
         """Yield the records of a unit of work. If an index fails, its last record is the
@@ -78,7 +79,7 @@ class Measuring:
                 yield from self._through(reading, list(keys))
 
     def _reading(self, key: Key) -> InstanceReading | TextReading | ValueError:
-        """Read a text or an instance with full attention. Return the error if a task cannot be that
+        """Read a text or an instance with full attention. Return an error if a task cannot be that
         short."""
         if key.task is None:
             return TextReading(self.model, self.text[: key.tokens], self.settings.steps)
@@ -102,7 +103,7 @@ class Measuring:
                 while left:
                     yield left[0], reading.through(cache, left[0].k)
                     left.pop(0)
-        except Exception as error:  # an index may raise any error; the others continue
+        except Exception as error:  # an index may raise any error; other indexes continue
             yield _failure(left[0], error)
 
 
@@ -115,7 +116,7 @@ def _attach_options(tokenizer: Any, settings: Settings, index: str) -> dict[str,
 
 
 def in_words(error: Exception) -> str:
-    """Return an error's message, with the type's name unless it is a ValueError."""
+    """Return an error's message, preceded by the name of its type unless that is ValueError."""
     words = str(error) or type(error).__name__
     return words if isinstance(error, ValueError) else f"{type(error).__name__}: {words}"
 

@@ -11,7 +11,8 @@ import torch
 
 
 def forget_peak() -> None:
-    """Reset the peak memory. Where this is not supported, the host's peak is the process's."""
+    """Reset the peak memory. If that is not supported, the host's peak is that since the process
+    began."""
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
     with suppress(OSError):
@@ -19,7 +20,7 @@ def forget_peak() -> None:
 
 
 def peak() -> dict[str, int]:
-    """Return the largest number of bytes since then: `host`, and `device` with a GPU."""
+    """Return the peak memory since `forget_peak` in bytes: `host`, and on a GPU also `device`."""
     found = {"host": _host()}
     if torch.cuda.is_available():
         found["device"] = torch.cuda.max_memory_allocated()
@@ -35,7 +36,7 @@ def _host() -> int:
     )
     if known:
         return 1024 * int(known[1])
-    import resource  # not on Windows
+    import resource  # does not exist on Windows
 
     unit = 1 if sys.platform == "darwin" else 1024
     return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

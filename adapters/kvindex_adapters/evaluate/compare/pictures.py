@@ -1,7 +1,7 @@
 """Draw the picture of a comparison: a few lines with names at their ends, the others in gray.
 
-Named lines differ in color and in the shape of their marks. The colors suit all kinds of color
-vision (Okabe and Ito, 2008).
+Named lines differ in color and in the shape of their marks. The colors can be told apart with all
+kinds of color vision (Okabe and Ito, 2008).
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from kvindex_adapters.evaluate.compare.lines import Panel, Point, named, panels
 
 MARKS = "osD^vP"
 SIZE, GAP = (5.8, 4.2), 0.055
-"""Inches of a panel; the smallest distance of two names, as a fraction of its height."""
+"""SIZE: width and height of a panel in inches. GAP: smallest distance between two names, as a
+fraction of the height."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +104,7 @@ def _axes(ax: Axes, panel: Panel) -> None:
 
 
 def _names(ax: Axes, ends: Sequence[Point], names: Sequence[str], colors: Sequence[str]) -> None:
-    """Write each name to the right of its line's end, as near as there is room."""
+    """Write each name to the right of its line's end, as close to the end as there is room."""
     to_fraction = (ax.transData + ax.transAxes.inverted()).transform
     heights = [float(to_fraction((end.x, end.y))[1]) for end in ends]
     for height, i in zip(

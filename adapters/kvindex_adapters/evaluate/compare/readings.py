@@ -23,7 +23,8 @@ DIGITS = 6
 class InstanceReading:
     """A task instance that full attention has read and answered.
 
-    Its `context` is what indexes read first, and `own` is full attention's record.
+    `context` is the part of the prompt that indexes read first, and `own` is the record of full
+    attention.
     """
 
     def __init__(self, model: PreTrainedModel, tokenizer: Any, instance: Instance) -> None:
@@ -43,7 +44,7 @@ class InstanceReading:
         self.own = self._record([draft for _, draft, _ in self._asked])
 
     def through(self, indexed: Indexed, k: int) -> Record:
-        """Return the record of an index that has read the context."""
+        """Measure an index that has read the context, and return the record."""
         answers = []
         for chunk, draft, limit in self._asked:
             with indexed.branch(k):
@@ -59,7 +60,7 @@ class InstanceReading:
 
 
 class TextReading:
-    """A text that full attention has read up to its last `steps` tokens, and its logits there."""
+    """A text that full attention has read, with its logits at the last `steps` tokens."""
 
     def __init__(self, model: PreTrainedModel, ids: Tensor, steps: int) -> None:
         full, ids = FullAttention(model), ids.to(model.device)
@@ -70,7 +71,7 @@ class TextReading:
         self.own = self._record(torch.zeros(steps), torch.ones(steps), cost)
 
     def through(self, indexed: Indexed, k: int) -> Record:
-        """Return the record of an index that has read the text."""
+        """Measure an index that has read the text, and return the record."""
         cost = continuation.cost(indexed, self._steps, k=k)
         found = continuation.divergence(indexed, self._steps, self._logits, k=k)
         return self._record(*found, cost)
@@ -85,7 +86,7 @@ def _settled(instance: Instance, tokenizer: Any, number: int, answer: list[int])
 
 
 def _as_ids(tokenizer: Any, answers: tuple[str, ...]) -> list[list[int]]:
-    """Encode right answers, both at the beginning of a line and after a word."""
+    """Encode right answers, each both as at the beginning of a line and as after another word."""
     texts = [space + answer for answer in answers for space in ("", " ")]
     return [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
 

@@ -1,4 +1,4 @@
-"""Records of measurements: one line of JSON each, appended as soon as it is known."""
+"""Records of measurements. Each is a line of JSON, which is appended as soon as it is measured."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TEXT, ANSWERS, FAILURE = "text", "answers", "failure"
 """Kinds of records."""
 
 FULL = "full attention"
-"""The name of full attention among the indexes."""
+"""The name under which records store full attention, instead of an index's name."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Key:
     Args:
         kind: `TEXT`, `ANSWERS` or `FAILURE`.
         tokens: Length of the prompt.
-        index: Name and options of the index, `FULL`, or None if it concerns no index.
+        index: Name and options of the index, `FULL`, or None if the record is not about an index.
         k: Rows that a step retrieves; 0 for full attention.
         task: Task of the instance, or None.
         seed: Seed of the instance, or None.
@@ -75,7 +75,7 @@ class Records:
             self._write({**asdict(key), "gone": True})
 
     def run_on(self, machine: Any) -> None:
-        """Record the machine of the records that follow (`machine.describe`)."""
+        """Record the machine on which the following records are measured (`machine.describe`)."""
         if machine not in self.machines:
             self._write({"kind": "machine", "machine": machine})
 

@@ -1,7 +1,7 @@
 """Copy a prompt's keys and values, which full attention computed once, into the cache of any index.
 
-Attention is exact while a prompt is read, whatever the index, so keys and values are equal. The
-model therefore reads a prompt once, and every index gets the result.
+With every index, attention is exact while a prompt is read, so all indexes get the same keys and
+values. Therefore the model reads a prompt once, and the result is copied into every index.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from kvindex_adapters.hf.generation.prefill import prefill
 from kvindex_adapters.hf.unsupported import has_full_attention
 
 CHUNK = 1024
-"""Tokens of a prompt that the model reads, and that an index gets, at a time, as in
-`kvhf.generate`."""
+"""Number of tokens of a prompt that the model reads at a time, and that are copied into an index at
+a time, as in `kvhf.generate`."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Chunk:
     Args:
         ids: Int64 `[T]`.
         layers: For each full-attention layer `keys` `[1, G, T, D]` and `values` `[1, G, T, Dv]`;
-            for another layer its attributes after these tokens.
+            for any other layer, its attributes after these tokens.
     """
 
     ids: Tensor
@@ -48,7 +48,7 @@ class Chunk:
 
 
 class FullAttention:
-    """A model with transformers' own cache, which reads parts of a prompt and can go back.
+    """A model with transformers' own cache, which reads prompts in parts and can be restored.
 
     Raises:
         UnsupportedError: The model has linear attention.
@@ -76,8 +76,8 @@ class FullAttention:
         return _step(self.model, self.cache, ids)
 
     def checkpoint(self) -> list[dict[str, Any]]:
-        """Return the state of the cache, for `rollback`. Layers replace tensors, so the old ones
-        stay."""
+        """Return the state of the cache, for `rollback`. No copy is needed, because steps make new
+        tensors."""
         return [dict(vars(layer)) for layer in self.cache.layers]
 
     def rollback(self, checkpoint: list[dict[str, Any]]) -> None:
@@ -94,8 +94,8 @@ class ReplayLayer(ParallelLayer):
     """A layer that copies the keys and values of a prompt.
 
     Unlike its base class it accepts any index. Steps run in parallel if the index supports it
-    (`parallel`). For every index, tokens wait in the window until a block is full, and layers
-    update when their buffers are full, so all indexes search the same rows.
+    (`parallel`). Tokens are appended to every index at the same times: when a block is full, and
+    when the buffer of the window is full. So all indexes search the same rows.
     """
 
     def __init__(self, index: KVIndex, **options: Any) -> None:
@@ -106,7 +106,7 @@ class ReplayLayer(ParallelLayer):
 
     @property
     def parallel(self) -> bool:
-        """True if steps may run in parallel, between `begin` and `pause`."""
+        """True if the steps between `begin` and `pause` may run in parallel."""
         return capability(self.index, ExpandsBatch) is not None
 
     def fill(self, keys: Tensor, values: Tensor, ids: Tensor) -> None:
@@ -158,8 +158,8 @@ class Indexed:
         return all(layer.parallel for layer in self.layers)
 
     def read(self, chunk: Chunk) -> None:
-        """Store a further part of the prompt. For an index that observes queries, the model reads
-        it again."""
+        """Store the next part of the prompt. If the index observes queries, the model reads that
+        part again."""
         if self._observes:
             with torch.no_grad():
                 prefill(self.model, chunk.ids, self.cache, stop=len(chunk.ids), chunk=CHUNK)
@@ -196,13 +196,14 @@ class Indexed:
             self.rollback(before)
 
     def begin(self) -> None:
-        """Run the steps that follow in parallel, where supported."""
+        """Run the following steps in parallel, if supported."""
         for layer in self.layers:
             if layer.parallel:
                 layer.begin()
 
     def pause(self) -> None:
-        """Run the steps that follow one by one. Several tokens are then a prompt."""
+        """Run the following steps one by one. A step of several tokens then counts as a part of a
+        prompt."""
         for layer in self.layers:
             layer.pause()
 
@@ -211,9 +212,9 @@ class Indexed:
 def indexed(
     model: PreTrainedModel, first: Tensor, *, index: str, **options: Any
 ) -> Iterator[Indexed]:
-    """Open an empty cache for prompts that begin with `first`, with the options of `attach`.
+    """Open an empty cache for prompts that begin with `first`. Options are those of `attach`.
 
-    Every step searches, whatever the length. The errors are those of `attach`.
+    Every step searches, however short the sequence is. The errors are those of `attach`.
     """
     options = {"dense_below": 0, **options}
     with attach(model, index=index, layer=ReplayLayer, **options) as cache:

@@ -33,7 +33,7 @@ COLUMNS = (
     *("table", "index", "k", "base", "task", "tokens", "measure"),
     *("value", "low", "high", "count", "not_inferior", "p", "p_corrected"),
 )
-"""Columns of `results.csv`, which has a row for each figure."""
+"""Columns of `results.csv`, which has a row for each measured value."""
 
 
 def write_report(folder: Path, settings: Settings, records: Records) -> Row:
@@ -88,13 +88,13 @@ def _csv(summary: Row) -> str:
 
 
 FORMULA = ("=", "+", "-", "@", "\t", "\r")
-"""Characters at which spreadsheets recognize a formula."""
+"""First characters by which spreadsheets recognize a formula."""
 
 
 def _plain(cell: object) -> object:
     """Put an apostrophe before a text that a spreadsheet would evaluate as a formula.
 
-    Numbers stay unchanged, also negative ones.
+    Numbers stay unchanged, including negative ones.
     """
     return f"'{cell}" if isinstance(cell, str) and cell.startswith(FORMULA) else cell
 

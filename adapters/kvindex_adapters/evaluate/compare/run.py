@@ -29,9 +29,10 @@ class Comparison(Measuring):
     records: Records
 
     def run(self, on_progress: Progress = lambda done, total, what: None) -> None:
-        """Measure what the records lack.
+        """Run the measurements that the records lack.
 
-        If an index fails, its message becomes a record of kind "failure". The next run tries again.
+        If an index fails, its message becomes a record of kind "failure". The next run repeats the
+        measurement.
         """
         schedule = Schedule(self.settings, self.plan, self.records, on_progress)
         for work in schedule.begin([*schedule.texts, *schedule.instances]):

@@ -1,4 +1,4 @@
-"""The units of work in a plan that have missing records, and how much of them is done."""
+"""Schedule the units of work of a plan whose records are missing, and report progress."""
 
 from __future__ import annotations
 
@@ -18,11 +18,13 @@ from kvindex_adapters.evaluate.compare.settings import Plan, Settings
 from kvindex_adapters.evaluate.machine import describe
 
 Progress = Callable[[int, int, str], None]
-"""Called with the work done, the work in total, and the name of the present work."""
+"""Function that is called with the work done, the total work, and the name of the current unit of
+work."""
 
 READING, STEPPING = 4, 8
-"""Estimated time of full attention's reading, and of an index on a text, where some steps run
-alone, relative to an index's answers. They serve only to estimate the time left."""
+"""Estimated times, in units of the time in which an index answers an instance. READING: full
+attention reads and answers. STEPPING: an index is measured on a text, where some steps run one by
+one. They only affect the estimated time left."""
 
 
 @dataclass(frozen=True)
@@ -39,14 +41,16 @@ class Work:
 
 
 class Schedule:
-    """The units of work in a plan that have missing records. Texts come first, measured alone.
+    """The units of work in a plan that have missing records. Texts come first, and are not measured
+    in parallel with other work.
 
     Args:
         settings: Settings of the comparison.
         plan: Plan of the comparison.
         records: Records of the comparison.
         on_progress: See `Progress`.
-        jobs: Number of units that are measured in parallel. With several, the longest come first.
+        jobs: Number of units that are measured in parallel. If there are several, the longest units
+            come first.
     """
 
     def __init__(
@@ -72,7 +76,7 @@ class Schedule:
         self._done, self._total = 0, sum(self._size(key) for work in works for key in work.keys)
 
     def begin(self, works: list[Work]) -> Iterator[Work]:
-        """Yield the units of work that are still to be done, each when it is requested.
+        """Yield the units of work that remain. Each is chosen when it is requested.
 
         An index that failed gets no further work of the same length.
         """
@@ -83,7 +87,7 @@ class Schedule:
                 yield Work(work.reading, keys)
 
     def take(self, key: Key, record: Record) -> None:
-        """Store a record, which is a failure or belongs to a unit of work."""
+        """Store a record, either a measurement of a unit of work or a failure."""
         self._records.add(key, record)
         if key.kind == FAILURE:
             self._failed.add((key.index, key.tokens))
@@ -91,7 +95,7 @@ class Schedule:
             self._progress(key, key)
 
     def end(self, work: Work) -> None:
-        """End a unit of work, which yields no more records."""
+        """Mark a unit of work as done."""
         self._progress(work.reading, *(key for key in work.keys if key not in self._records))
 
     def _progress(self, what: Key, *done: Key) -> None:
@@ -112,7 +116,8 @@ class Schedule:
         return tuple(key for key in keys if key not in self._records)
 
     def _size(self, key: Key) -> int:
-        """Return the approximate time of a record, in units of the total over all jobs."""
+        """Return the approximate time for a record, in the units of the total work over all
+        jobs."""
         effort = READING if key.index == FULL else STEPPING if key.kind == TEXT else 1
         return effort * key.tokens * (self._jobs if key.kind == TEXT else 1)
 

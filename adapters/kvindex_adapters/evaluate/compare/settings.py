@@ -1,4 +1,4 @@
-"""Settings that all results of a comparison share, and a plan, which may grow."""
+"""The settings that all results of a comparison share, and its plan, which may be extended."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvindex_adapters.evaluate.output_files import write_json
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings that cannot change while a folder of results grows.
+    """Settings that are equal for all results in a folder.
 
     Args:
         model: Name of the model's file or folder.
@@ -25,7 +25,7 @@ class Settings:
         device: As in `load_model.load`.
         steps: Tokens of the text for comparing predictions, or 0 to measure only answers.
         regions: Sizes of the regions, as keywords of `attach`.
-        store: Where rows are stored unless the index's options say it; None for the device's
+        store: Where rows are stored, unless an index's options set it; None for the device's
             default.
     """
 
@@ -39,7 +39,7 @@ class Settings:
     store: str | None = None
 
     def claim(self, folder: Path) -> None:
-        """Make the folder a folder of these settings.
+        """Store these settings in a new folder, or check that the folder has the same settings.
 
         Raises:
             ValueError: The folder has results of other settings.
@@ -66,14 +66,14 @@ class Settings:
 
 @dataclass(frozen=True)
 class Plan:
-    """The measurements to make. Further ones can be added to the same folder later.
+    """The measurements to run. A later plan can add more measurements to the same folder.
 
     Args:
         indexes: Names and options of indexes and wrappers, as `name:option=value+wrapper`.
-        ks: Rows that a step retrieves.
+        ks: Numbers of rows that a step retrieves per KV head.
         tasks: Names of tasks.
         tokens: Lengths of prompts.
-        tries: Instances of each task and length, with seeds from 0.
+        tries: Number of instances of each task and length. Their seeds begin at 0.
 
     Raises:
         ValueError: A list is empty or repeats an entry, or a number is below 1.

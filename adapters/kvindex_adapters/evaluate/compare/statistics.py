@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 Z = 1.959964
-"""Standard deviations of the normal distribution within which 95% of it are."""
+"""Number of standard deviations around the mean that contain 95% of a normal distribution."""
 
 RESAMPLES, SEED = 4000, 0
 """Number of resamples of the bootstrap, and their seed."""
@@ -22,7 +22,7 @@ Interval = tuple[float, float]
 def wilson(scores: Sequence[float]) -> Interval:
     """Return the 95% interval of the mean of scores in [0, 1] (Wilson, 1927).
 
-    Fractional scores vary less than right and wrong answers of the same mean, so their interval is
+    Fractional scores vary less than scores of 0 and 1 with the same mean, so their interval is
     wider than necessary.
     """
     n, mean, square = len(scores), float(np.mean(scores)), Z * Z
@@ -43,13 +43,14 @@ def bootstrap_ratio(above: Sequence[float], below: Sequence[float]) -> Interval:
 
 
 def in_blocks(values: Sequence[float], size: int) -> list[float]:
-    """Return means of about `size` successive values, to resample values that are correlated."""
+    """Return means over blocks of about `size` successive values. The bootstrap then resamples
+    blocks, because successive values are correlated."""
     parts = np.array_split(np.asarray(values, dtype=float), max(len(values) // size, 1))
     return [float(part.mean()) for part in parts]
 
 
 def sign_test(differences: Sequence[float]) -> float:
-    """Return the probability that signs are at least this uneven if both are equally likely.
+    """Return the p-value of the sign test: how likely signs are at least this uneven by chance.
 
     Zeros do not count. For right and wrong answers, this is McNemar's exact test.
     """
@@ -59,9 +60,9 @@ def sign_test(differences: Sequence[float]) -> float:
 
 
 def holm(probabilities: Sequence[float]) -> list[float]:
-    """Correct probabilities for their number (Holm, 1979), in the same order.
+    """Correct p-values for multiple comparisons (Holm, 1979). The order stays the same.
 
-    The chance that any of those below 5% is a coincidence is at most 5%.
+    The probability that any corrected p-value below 5% is a coincidence is at most 5%.
     """
     n, least = len(probabilities), 0.0
     corrected = [0.0] * n

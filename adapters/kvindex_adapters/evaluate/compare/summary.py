@@ -24,16 +24,16 @@ from kvindex_adapters.evaluate.compare.statistics import (
 SCHEMA = "kvindex.compare/1"
 
 BLOCK = 16
-"""Neighboring steps of a text that the bootstrap resamples together."""
+"""Number of successive steps of a text that the bootstrap resamples together."""
 
 MARGIN = 0.02
-"""Loss of accuracy up to which an index counts as equal to full attention."""
+"""Largest loss of accuracy at which an index still counts as equal to full attention."""
 
 Row = dict[str, Any]
 Who = tuple[str, int]
 """An index and its `k`, 0 for full attention."""
 Instances = dict[tuple[Any, int, Any], float]
-"""Task, tokens, seed -> fraction of an instance's questions that were answered right."""
+"""(task, tokens, seed) of an instance -> fraction of its questions that were answered right."""
 
 
 def summarize(settings: Settings, records: Records) -> dict[str, Any]:
@@ -82,7 +82,8 @@ def _sorted(answers: dict[Who, Instances], place: int) -> list[Any]:
 
 
 def _scopes(instances: Instances) -> Iterator[tuple[str | None, int | None, list[Any]]]:
-    """Yield task and length, each one or all (None), with their instances."""
+    """Yield each scope, a task or all tasks (None) with a length or all lengths (None), and its
+    instances."""
     names: list[str | None] = [None, *sorted({task for task, _, _ in instances})]
     lengths: list[int | None] = [None, *sorted({tokens for _, tokens, _ in instances})]
     for task, tokens in product(names, lengths):
@@ -99,13 +100,13 @@ def _accuracy(who: Who, instances: Instances) -> Iterator[Row]:
 
 
 def _bases(all_of: list[Who]) -> list[str]:
-    """Return what others are compared with: full attention, `exact`, and the first index."""
+    """Return the bases of comparison: full attention, `exact`, and the first index."""
     named = [index for index, _ in all_of if index != FULL]
     return list(dict.fromkeys([FULL, *(i for i in named if i == "exact"), *named[:1]]))
 
 
 def _differences(answers: dict[Who, Instances], base: str) -> Iterator[Row]:
-    """Yield each index's difference from the base at the same `k`, over instances that both
+    """Yield the differences of each index from a base at the same `k`, over instances that both
     answered."""
     for who, instances in answers.items():
         other = answers.get((base, 0 if base == FULL else who[1]))
@@ -120,7 +121,8 @@ def _differences(answers: dict[Who, Instances], base: str) -> Iterator[Row]:
 
 
 def _corrected(rows: list[Row]) -> list[Row]:
-    """Add probabilities corrected among rows of the same base and the same kind of scope."""
+    """Add corrected p-values, where rows with the same base and kind of scope count as one
+    family."""
     families: dict[Any, list[Row]] = {}
     for row in rows:
         family = row["base"], row["task"] is None, row["tokens"] is None
@@ -146,7 +148,8 @@ def _rows_needed(differences: list[Row]) -> list[Row]:
 
 
 def _least(losses: dict[int, float]) -> int | None:
-    """Return the smallest `k` such that it and all larger ones lose at most the margin."""
+    """Return the smallest `k` such that this and all larger values of `k` lose at most the
+    margin."""
     least = None
     for k in sorted(losses, reverse=True):
         if losses[k] > MARGIN + 1e-9:  # a loss equal to the margin is allowed despite rounding
@@ -156,7 +159,8 @@ def _least(losses: dict[int, float]) -> int | None:
 
 
 def _over(losses: dict[int, float], exact: dict[int, float]) -> float | None:
-    """Return the ratio of the `k` that an index and `exact` need, if both have the same values."""
+    """Return the `k` that an index needs, divided by that of `exact`, if both have the same `k`
+    values."""
     ends = _least(losses), _least(exact)
     if losses.keys() != exact.keys() or ends[0] is None or ends[1] is None:
         return None

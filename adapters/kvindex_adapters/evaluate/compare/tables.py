@@ -18,7 +18,7 @@ class Cell:
     Args:
         text: Text to show.
         number: Number to sort by, or None to sort by the text.
-        note: Text in small letters after it.
+        note: Text in small letters after `text`.
         shade: Strength of the background color, in [0, 1].
     """
 
@@ -117,11 +117,12 @@ def _by_task(summary: dict[str, Any], tokens: int) -> Table:
 KEEPS = "above \N{MINUS SIGN}2 points"
 
 FEW = 183
-"""Pairs below which a loss of one in 50 may be invisible: 0.98^183 < 0.025."""
+"""With fewer pairs of answers, a loss of one answer in 50 may not occur in any pair: 0.98^183 <
+0.025."""
 
 
 def _rows_needed(summary: dict[str, Any]) -> Table:
-    """Make a row for each index and length for which several `k` were measured."""
+    """Make a row for each index and length that were measured with several values of `k`."""
     tasks = [*([None] if len(summary["tasks"]) > 1 else []), *summary["tasks"]]
     some = [row for row in summary["rows_needed"] if len(row["ks"]) > 1]
     cells = {(row["index"], row["tokens"], row["task"]): _need(row) for row in some}
@@ -218,7 +219,8 @@ def _failures(summary: dict[str, Any]) -> Table:
 
 
 def _repeats(summary: dict[str, Any], row: Row) -> bool:
-    """Return True if a row repeats that of all tasks or all lengths, because there is only one."""
+    """Return True if a row equals that of all tasks or all lengths, because there is only one of
+    them."""
     one_task, one_length = len(summary["tasks"]) < 2, len(summary["tokens"]) < 2
     return (one_task and row["task"] is not None) or (one_length and row["tokens"] is not None)
 

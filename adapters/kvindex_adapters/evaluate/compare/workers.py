@@ -1,4 +1,5 @@
-"""Run a plan in several processes, each with the model: instances in parallel, texts alone."""
+"""Run a plan in several processes, each of which loads the model. Instances are measured in
+parallel, texts one at a time."""
 
 from __future__ import annotations
 
@@ -25,11 +26,11 @@ from kvindex_adapters.evaluate.compare.schedule import Progress, Schedule, Work
 from kvindex_adapters.evaluate.compare.settings import Plan, Settings
 
 Load = Callable[[], Loaded]
-"""Loads the model in every worker. It is pickled, so it is a module's function or a
-`functools.partial`."""
+"""Loads the model in every worker. It must be possible to pickle it, so it is a function of a
+module or a `functools.partial`."""
 
 PATIENCE_S = 5
-"""Seconds that processes get to finish when they are stopped."""
+"""Seconds to wait for processes that are stopped, before they are killed."""
 
 
 @dataclass(eq=False, repr=False)
@@ -51,13 +52,14 @@ class ParallelComparison:
         check.at_least("jobs", self.jobs, 1)
 
     def run(self, on_progress: Progress = lambda done, total, what: None) -> None:
-        """Measure what the records lack, as `Comparison.run` does.
+        """Run the measurements that the records lack, as `Comparison.run` does.
 
         Texts come first, in one process while the others are idle, so that times are those of an
         idle machine.
 
         Raises:
-            ChildProcessError: A process failed; the message is its own. Records so far stay.
+            ChildProcessError: A process failed. The message is that of the process. Records so far
+                are kept.
         """
         settings, plan = self.settings, self.plan
         schedule = Schedule(settings, plan, self.records, on_progress, jobs=self.jobs)
@@ -91,7 +93,7 @@ def _distribute(schedule: Schedule, works: list[Work], workers: list[_Worker]) -
 
 
 def _stop(processes: list[BaseProcess]) -> None:
-    """Stop processes, whatever they are doing."""
+    """Stop all processes, even in the middle of their work."""
     for process in processes:
         process.terminate()
     deadline = time.monotonic() + PATIENCE_S
@@ -102,7 +104,8 @@ def _stop(processes: list[BaseProcess]) -> None:
 
 
 def _context() -> Any:
-    """Return a way to start processes: copies of one that has imported modules and used no GPU."""
+    """Return the multiprocessing context: new processes are forks of a server process that has
+    imported modules but not used a GPU."""
     if "forkserver" not in get_all_start_methods():  # Windows
         return get_context("spawn")
     context = get_context("forkserver")
@@ -111,7 +114,7 @@ def _context() -> Any:
 
 
 class _Worker:
-    """A process that measures units of work, its present one, and a pipe to it."""
+    """A process that measures units of work, its current unit, and a pipe to it."""
 
     def __init__(self, number: int, load: Load, settings: Settings, plan: Plan) -> None:
         context = _context()
@@ -124,14 +127,15 @@ class _Worker:
         end.close()
 
     def give(self, work: Work | None, threads: int) -> None:
-        """Let the process measure a unit of work with a number of threads, or nothing for None."""
+        """Let the process measure a unit of work with a number of threads; None does nothing."""
         self.work = work
         if work is not None:
             with suppress(BrokenPipeError):  # `take` reports the reason
                 self.pipe.send((work, threads))
 
     def take(self) -> Measured | None:
-        """Return the next record of its work, or None after the last. Raise ChildProcessError."""
+        """Return the next record of the current unit, or None after the last. Raises
+        ChildProcessError."""
         try:
             message: Measured | str | None = self.pipe.recv()
         except (EOFError, ConnectionResetError) as error:
@@ -147,7 +151,7 @@ class _Worker:
 
 def _serve(pipe: Connection, number: int, load: Load, settings: Settings, plan: Plan) -> None:
     """Measure units of work that come through a pipe, until its other end is closed."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # lets libraries free their resources
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # so that libraries free resources
     if settings.device == "cuda":  # workers take the GPUs in turn
         torch.cuda.set_device(number % torch.cuda.device_count())
     measuring = functools.cache(lambda: _loaded(load, settings, plan))

@@ -1,4 +1,5 @@
-"""Tasks: long texts with questions whose answers are known, by name, length and seed."""
+"""Tasks: long texts with questions whose answers are known. A task's name, a length and a seed
+determine an instance."""
 
 from kvindex_adapters.evaluate.tasks.hidden import Needle, hide
 from kvindex_adapters.evaluate.tasks.instance import Instance, Question

@@ -10,12 +10,12 @@ from kvindex_adapters.evaluate.tasks.registry import task
 from kvindex_adapters.evaluate.tasks.vocabulary import variables
 
 VARIABLES = 5
-"""Variables of a chain. Five give four hops, as in RULER."""
+"""Number of variables in a chain. Five variables are four hops, as in RULER."""
 
 
 @task("chain", "all five variables of a chain that passes on one value")
 def chain(rng: random.Random, parts: int) -> Draft:
-    """Hide five assignments in order, and ask for the variables of one value."""
+    """Hide five assignments in order, and ask for all variables with one value."""
     names, value = tuple(variables(rng, VARIABLES)), str(rng.randint(10**4, 10**5 - 1))
     links = zip(names[1:], names, strict=False)
     facts = [f"VAR {names[0]} = {value}.", *(f"VAR {new} = VAR {old}." for new, old in links)]

@@ -11,12 +11,13 @@ from kvindex_adapters.evaluate.tasks.registry import task
 from kvindex_adapters.evaluate.tasks.scoring import begins_with
 
 OPENING, COPIED = 8, 24
-"""Number of words that are given, and of words that are asked for."""
+"""OPENING: number of words of the passage in the question. COPIED: number of words to continue
+with."""
 
 
 @task("copy", "the next 24 words of a passage whose first 8 are given")
 def copy(rng: random.Random, parts: int) -> Draft:
-    """Hide a passage among others, and give the beginning of its quotation."""
+    """Hide a passage among others, and ask the model to continue a quotation of it."""
     passage = rng.choice(_passages())
     words = passage.split()
     opening, answer = " ".join(words[:OPENING]), " ".join(words[OPENING : OPENING + COPIED])

@@ -1,4 +1,4 @@
-"""Drafts of instances: texts, before they are encoded and fitted to a length."""
+"""Drafts of instances: their texts, before these are encoded and adjusted to a length."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Asked:
         answers: As in `Question`.
         max_new_tokens: As in `Question`.
         metric: As in `Question`.
-        begin: Beginning of the answer, which the model is given.
+        begin: Beginning of the answer, which is part of the prompt.
         cue: Text before the answer if there is no chat template.
     """
 
@@ -56,9 +56,9 @@ class Draft:
 
 
 def encode(tokenizer: Any, draft: Draft, *, task: str, seed: int) -> Instance:
-    """Encode a draft. The context's ids are the common prefix of all prompts.
+    """Encode a draft. The ids of the context are the common prefix of all prompts.
 
-    A prompt without a question counts as well, so that the context contains no part of a question.
+    One of these prompts has no question, so that the context contains no part of a question.
     """
     prompts = [_prompt(tokenizer, draft, asked) for asked in draft.questions]
     shared = _shared_length([_prompt(tokenizer, draft, Asked("", ())), *prompts])
@@ -88,7 +88,7 @@ def most_parts(
         most: Largest number to return, or None.
 
     Raises:
-        ValueError: The smallest number gives a text that is too long.
+        ValueError: Even the smallest number makes a text that is too long.
     """
     low, size, high = least, length(least), None if most is None else most + 1
     if size > tokens:
@@ -105,7 +105,7 @@ def most_parts(
 
 
 def _prompt(tokenizer: Any, draft: Draft, asked: Asked) -> Tensor:
-    """Return ids int64 `[N]` of a user message, or of plain text if there is no chat template."""
+    """Encode a text as a user message, or as plain text without a chat template: int64 `[N]`."""
     text = draft.context + asked.text
     if not tokenizer.chat_template:
         cued = text + asked.cue

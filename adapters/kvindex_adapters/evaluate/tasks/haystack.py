@@ -24,7 +24,7 @@ def prose(rng: random.Random, count: int) -> list[str]:
 
 
 def hidden(rng: random.Random, parts: Sequence[str], facts: Sequence[str]) -> list[str]:
-    """Insert facts between parts of text, in order, each at a random depth."""
+    """Insert facts between parts of a text, each at a random depth. Their order stays the same."""
     places = sorted(round(rng.random() * len(parts)) for _ in facts)
     found: list[str] = []
     for start, end, fact in zip([0, *places], places, facts, strict=False):

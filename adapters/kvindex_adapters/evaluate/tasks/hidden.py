@@ -1,7 +1,7 @@
 """The demo's needle: one fact hidden in a long text, and a question about it.
 
-The task follows the single-needle task of RULER (Hsieh et al., 2024), in words that SmolLM2-135M
-answers with full attention. The caller provides the text.
+The task follows the single-needle task of RULER (Hsieh et al., 2024), with a wording to which
+SmolLM2-135M finds the answer with full attention. The caller provides the text.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def hide(tokenizer: Any, text: Sequence[str], *, tokens: int, seed: int) -> Need
     while chosen:
         at = round(depth * len(chosen))
         ids = _prompt(tokenizer, [*chosen[:at], needle, *chosen[at:]], key)
-        if len(ids) <= tokens:  # joined paragraphs may have a few tokens more
+        if len(ids) <= tokens:  # joined paragraphs may have a few more tokens
             return Needle(ids, key, value)
         chosen.pop()
     raise ValueError(f"tokens: got {tokens}, allowed is enough for a paragraph of the text")

@@ -1,7 +1,8 @@
-"""InfiniteBench (Zhang et al., 2024) from its own files, with our own questions and its metrics.
+"""InfiniteBench (Zhang et al., 2024): reads its published files, and uses its metrics, but
+questions in our own words.
 
-The name of a file says which task it contains. Answers of one word get room for a sentence, because
-chat models begin with one. Summaries are compared by ROUGE-L.
+The name of a file says which task it contains. One-word answers may be as long as a sentence,
+because chat models answer in sentences. Summaries are compared by ROUGE-L.
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ def leading_numbers(answer: str, answers: tuple[str, ...]) -> float:
 def chosen(answer: str, answers: tuple[str, ...]) -> float:
     """Return 1 if the answer chooses the right option, otherwise 0.
 
-    A letter at the beginning or after "answer" decides. Without one, the option's text must occur.
+    The chosen option is the letter at the beginning or after "answer". If there is no such letter,
+    the text of the right option must occur.
     """
     text, letter = answers
     begins = re.match(rf"\W*([{LETTERS}])(?!\w| \w)", answer)
@@ -77,7 +79,7 @@ FORMS: dict[str, tuple[str, Metric, int]] = {
 
 
 def draft(record: dict[str, Any], stem: str) -> Draft:
-    """Make the draft of a line. Raise ValueError for a file that InfiniteBench does not have."""
+    """Make the draft for a line of a file. Raise ValueError for a file name that is unknown."""
     if stem not in FORMS:
         raise ValueError(f"file: got {stem!r}, allowed is one of {sorted(FORMS)}")
     ending, metric, most = FORMS[stem]

@@ -10,7 +10,8 @@ from torch import Tensor
 from kvindex_adapters.evaluate.tasks.scoring import contains, is_settled
 
 Metric = Callable[[str, tuple[str, ...]], float]
-"""Function of an answer and its references that returns the fraction that is right, in [0, 1]."""
+"""Function of an answer and its references that returns which fraction of the answer is right, in
+[0, 1]."""
 
 
 @dataclass(frozen=True)
@@ -18,7 +19,7 @@ class Question:
     """A question that follows a context.
 
     Args:
-        ids: Int64 `[n]`: the question, the end of the turn and the generation prompt.
+        ids: Int64 `[n]`: the question, the end of the user's message, and the generation prompt.
         answers: References that the metric compares an answer with.
         max_new_tokens: Longest answer, in tokens.
         metric: The metric.

@@ -21,7 +21,7 @@ from kvindex_adapters.evaluate.tasks.registry import Task, family
 FORMATS: tuple[tuple[frozenset[str], Callable[[dict[str, Any], str], Draft]], ...] = tuple(
     (module.FIELDS, module.draft) for module in (longbench, infinitebench, mathematics)
 )
-"""Fields that the lines of a format have, and the function that reads a line."""
+"""Each format: the fields that its lines have, and the function that makes a draft from a line."""
 
 
 @family("file")
@@ -43,7 +43,7 @@ def _missing(path: str) -> str | None:
 
 @lru_cache(maxsize=1)
 def _lines(path: str, changed: int) -> list[str]:
-    """Return the lines of a file, which is read again after it changed."""
+    """Return the lines of a file. The file is read again only if it has changed."""
     found = [line for line in Path(path).read_text("utf-8-sig").split("\n") if line.strip()]
     if not found:
         raise ValueError(f"file: got {path!r}, which is empty; allowed is a JSON object a line")
@@ -76,7 +76,7 @@ def _record(line: str) -> dict[str, Any]:
 
 
 def _cut(tokenizer: Any, draft: Draft, tokens: int) -> Draft:
-    """Keep the first and last tokens of the draft's context, as many as there is room for."""
+    """Cut the draft's context in the middle, so that the prompt fits into the tokens."""
     if longest(tokenizer, draft) <= tokens:
         return draft
     ids = tokenizer(draft.context, add_special_tokens=False)["input_ids"]

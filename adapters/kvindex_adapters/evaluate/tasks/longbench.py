@@ -1,4 +1,5 @@
-"""LongBench (Bai et al., 2024) from its own files, with our own questions, its metrics and lengths.
+"""LongBench (Bai et al., 2024): reads its published files, and uses its metrics and answer lengths,
+but questions in our own words.
 
 Differences from LongBench: each question uses the chat template, ROUGE-L compares one sequence of
 words, and Chinese is compared character by character.
@@ -32,9 +33,10 @@ def first_line(answer: str, answers: tuple[str, ...], metric: Metric) -> float:
 
 
 def classified(answer: str, answers: tuple[str, ...], classes: tuple[str, ...]) -> float:
-    """Return 1 divided by the number of classes that the answer names, or 0 without a right one.
+    """Return 1 divided by the number of classes that the answer names; 0 if the right one is
+    missing.
 
-    A class whose name is part of a right one is not counted.
+    A class whose name is a part of the right class's name is not counted.
     """
 
     def one(right: str) -> float:
@@ -46,7 +48,7 @@ def classified(answer: str, answers: tuple[str, ...], classes: tuple[str, ...]) 
 
 
 def numbers(answer: str, answers: tuple[str, ...]) -> float:
-    """Return the fraction of the answer's numbers that are the reference's."""
+    """Return the fraction of the numbers in the answer that equal the reference."""
     wanted = {number for text in answers for number in re.findall(r"\d+", text)}
     given = re.findall(r"\d+", answer)
     return sum(number in wanted for number in given) / len(given) if given else 0.0
@@ -76,7 +78,7 @@ FORMS: dict[str, Form] = {
 
 
 def draft(record: dict[str, Any], stem: str) -> Draft:
-    """Make the draft of a line. Raise ValueError for a data set that LongBench does not have."""
+    """Make the draft for a line of a file. Raise ValueError for a data set that is unknown."""
     name = str(record["dataset"]).removesuffix("_e")
     if name in ("trec", "lsht"):
         classes = partial(classified, classes=tuple(record["all_classes"]))

@@ -14,7 +14,7 @@ TOKENS = 4096
 
 
 def draft(record: dict[str, Any], stem: str) -> Draft:
-    """Make the draft of a line. Raise ValueError for a line without an answer."""
+    """Make the draft for a line of a file. Raise ValueError for a line without an answer."""
     answer = record.get("answer", boxed_text(record.get("solution", "")))
     if answer is None:
         raise ValueError(r"solution: got one without \boxed{}, allowed is one with it, or answer")
@@ -23,7 +23,8 @@ def draft(record: dict[str, Any], stem: str) -> Draft:
 
 
 def boxed(answer: str, answers: tuple[str, ...]) -> float:
-    r"""Return 1 if the answer's last \boxed{} has a reference, as a number or as plain TeX."""
+    r"""Return 1 if the answer's last \boxed{} contains a reference, compared as numbers or as
+    TeX."""
     given = boxed_text(answer)
     return float(given is not None and any(_plain(given) == _plain(text) for text in answers))
 
@@ -40,7 +41,7 @@ def boxed_text(text: str) -> str | None:
 
 
 def _plain(text: str) -> str:
-    """Remove TeX that does not change a value, and write numbers as Python does."""
+    """Remove TeX commands that do not change a value, and convert numbers to Python's syntax."""
     text = re.sub(r"\\text\{ [^}]*\}|\^\{?\\circ\}?", "", text)  # units
     text = re.sub(r"\\(?:text|mathrm|mbox)\{([^}]*)\}", r"\1", text)
     text = re.sub(r"\\(?:left|right|displaystyle|[,!;%$ ])|[\s$%]", "", text)

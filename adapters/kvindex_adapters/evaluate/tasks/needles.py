@@ -1,6 +1,6 @@
 """Needles: facts hidden in a long text, and questions about them, after RULER (Hsieh et al., 2024).
 
-The wording is one that SmolLM2-135M answers with full attention.
+With this wording, SmolLM2-135M finds the answers with full attention.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from kvindex_adapters.evaluate.tasks.registry import task
 KEYS = ("harbor", "lantern", "meadow", "copper", "violin", "orchard", "glacier", "compass")
 
 SEVERAL = 4
-"""Number of values of a key, or of keys in a question (as in RULER)."""
+"""Number of values per key, or of keys per question, as in RULER."""
 
 
 @task("needle", "the number that one sentence gives for a word")
@@ -53,7 +53,7 @@ def multiquery(rng: random.Random, parts: int) -> Draft:
 
 @task("needle-haystack", "the number of one name in a text of such sentences only")
 def haystack(rng: random.Random, parts: int) -> Draft:
-    """Make a text of needles only, and ask for one."""
+    """Make a text that consists of needles only, and ask for one."""
     depth = rng.random()
     pairs = [(key, number(rng)) for key in vocabulary.names(rng, parts)]
     body = "\n".join(fact(*pair) for pair in pairs)
@@ -79,7 +79,7 @@ def fact(key: str, value: str) -> str:
 
 
 def ask(key: str, value: str) -> Asked:
-    """Return the question about one needle, with the beginning of its answer."""
+    """Return the question about one needle, and the beginning of the answer."""
     about = f"special magic number for {key} that the text mentions"
     return Asked(f"\n\nWhat is the {about}?", (value,), 16, begin=f"The {about} is")
 

@@ -1,6 +1,6 @@
 """Metrics of published benchmarks that measure overlap: F1 of words, ROUGE-L, edit similarity.
 
-Of several references, the one with the best score counts.
+If there are several references, the best score counts.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ def rouge_l(answer: str, answers: tuple[str, ...], words: Words = str.split) -> 
 def edit_similarity(answer: str, answers: tuple[str, ...]) -> float:
     """Return how similar the first line of code in the answer is to a reference.
 
-    The similarity counts characters that remain if others are inserted and deleted.
+    The similarity is twice the length of the longest common subsequence of characters, divided by
+    the total length of both lines.
     """
     lines = [line for line in answer.lstrip("\n").split("\n") if not re.search("`|#|//", line)]
     line = lines[0] if lines else ""

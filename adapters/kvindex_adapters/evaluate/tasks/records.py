@@ -24,7 +24,8 @@ SENTENCE = "{name} is {age} years old, lives in {city} and works as a {job}."
 
 @task("table", "age, city and job of seven persons whom a text describes, as a table in JSON")
 def table(rng: random.Random, parts: int) -> Draft:
-    """Hide eight sentences in prose, and ask for them as a table, whose first record is given."""
+    """Hide eight records as sentences in prose, and ask for a table of them. Its first record is
+    given."""
     records = _records(rng)
     facts = [SENTENCE.format(**record) for record in records]
     *others, last = (str(record["name"]) for record in records)
@@ -41,14 +42,14 @@ def table(rng: random.Random, parts: int) -> Draft:
 def cells(answer: str, answers: tuple[str, ...], *, begin: str = "") -> float:
     """Return the fraction of a table's cells that are right.
 
-    The answer lists records as JSON. The first field of a record is its name, which is not counted.
-    Objects that are no valid JSON count as empty. A record that was not asked for counts as a wrong
-    one. Of several records with one name, the first counts.
+    The answer lists records as JSON. The first field of a record is its name, for which there is no
+    score. Objects that are not valid JSON count as empty. A record that was not asked for counts as
+    wrong. If several records have the same name, the first one counts.
 
     Args:
         answer: The model's answer.
         answers: The right records as JSON.
-        begin: Text before the answer, which the model was given.
+        begin: Beginning of the answer, which was part of the prompt.
     """
     wanted, given = [json.loads(text) for text in answers], _objects(begin + answer)
     key, *fields = wanted[0]

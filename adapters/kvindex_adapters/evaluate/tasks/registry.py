@@ -52,7 +52,8 @@ def register(task: Task) -> None:
 
 
 def task(name: str, asks: str, *, least: int = 1) -> Callable[[Write], Write]:
-    """Register a function that writes drafts. Its texts become as long as the tokens allow.
+    """Register a function that writes drafts. Texts are made as long as the number of tokens
+    allows.
 
     Args:
         name: Name of the task.
@@ -78,7 +79,7 @@ def task(name: str, asks: str, *, least: int = 1) -> Callable[[Write], Write]:
 
 
 def family(prefix: str) -> Callable[[Callable[[str], Task]], Callable[[str], Task]]:
-    """Register a function that makes the task of a name `prefix:rest` from the rest."""
+    """Register a function that makes the tasks named `prefix:rest` from `rest`."""
 
     def decorate(find: Callable[[str], Task]) -> Callable[[str], Task]:
         _FAMILIES[prefix] = find
@@ -90,7 +91,7 @@ def family(prefix: str) -> Callable[[Callable[[str], Task]], Callable[[str], Tas
 def names() -> list[str]:
     """Return the names of all tasks, sorted, including those whose package is missing.
 
-    Local files are further tasks, `file:PATH`.
+    Local files can be used as tasks, too, with the name `file:PATH`.
     """
     return sorted(_known())
 

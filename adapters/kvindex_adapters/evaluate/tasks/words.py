@@ -10,7 +10,8 @@ from kvindex_adapters.evaluate.tasks.registry import task
 from kvindex_adapters.evaluate.tasks.vocabulary import coined
 
 COMMON, COMMON_TIMES, OTHER_TIMES = 5, 20, 2
-"""Number of words asked for, how often they appear, and how often other words do (as in RULER)."""
+"""COMMON: number of words asked for. COMMON_TIMES: how often each of these appears. OTHER_TIMES:
+how often each other word appears. All are as in RULER."""
 
 RANKS = 3
 """Number of frequent words to ask for (as in RULER)."""
@@ -21,7 +22,7 @@ ENOUGH = 64
 
 @task("common-words", "the five words of a list that appear twenty times; all others appear twice")
 def common(rng: random.Random, parts: int) -> Draft:
-    """Make a list in which few words are common. A part is a word that is not."""
+    """Make a list in which a few words are common. Each part is one of the uncommon words."""
     found = coined(rng, COMMON + parts)
     counts = [COMMON_TIMES] * COMMON + [OTHER_TIMES] * parts
     return _draft(rng, found, counts, COMMON)
@@ -29,7 +30,8 @@ def common(rng: random.Random, parts: int) -> Draft:
 
 @task("frequent-words", "the three words that appear most often, by Zipf's law", least=ENOUGH)
 def frequent(rng: random.Random, parts: int) -> Draft:
-    """Make a list of `parts` words, in which the word of rank r has the fraction `6 / (π r)²`."""
+    """Make a list of `parts` words. The word of rank r makes up the fraction `6 / (π r)²` of the
+    list."""
     counts: list[int] = []
     for rank in count(1):
         counts.append(int(parts * 0.608 / rank**2))  # 6 / π²
