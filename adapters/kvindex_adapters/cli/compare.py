@@ -33,7 +33,7 @@ USUAL: dict[str, Any] = dict(tokens="4K", tries=10, steps=256) | dict(
     tasks="needle,needle-multikey,needle-multivalue,chain,lookup,copy"
 )
 QUICK: dict[str, Any] = dict(tokens="2K", tries=2, steps=64, tasks="needle,needle-multikey,chain")
-"""USUAL: defaults of the options. QUICK: smaller values for `--quick`, which ends within minutes."""
+"""USUAL: defaults of the options. QUICK: smaller ones for `--quick`, which ends within minutes."""
 
 _DEFAULTS = {
     name: f"Default {usual}; with --quick {QUICK[name]}.".replace(",", ", ")

@@ -66,7 +66,7 @@ def named(panels: Sequence[Panel]) -> list[str]:
     """Choose the lines to label with a name: full attention, exact, the first index, and the best
     by mean.
 
-    If one of these indexes has a line for each `k`, the line of the last `k` is chosen. The lines of
+    If one of these indexes has a line for each `k`, the line of the last `k` is chosen. Lines of
     its other `k` are only chosen if they are among the best.
     """
     lines = list(dict.fromkeys(name for panel in panels for name in panel.lines))
