@@ -48,14 +48,15 @@ class BlockStore(Restorable):
     latents, `AttendsToRows` of `kvindex.storage.store`. One thread may use it at a time.
 
     Args:
-        geometry: Of the index.
+        geometry: Geometry of the index.
         allocator: Allocates pinned memory (`async_copy.PinnedAllocator`) or device memory
             (`slab_pool.DeviceAllocator`).
         row_codec: Name of a codec in `kvindex.storage.codecs`.
         max_tokens: Maximum number of tokens, for which the table has room.
         slab_bytes: Bytes of an allocation, rounded down to whole blocks, at least one. The default
             is `SLAB_BYTES` for host memory and `DEVICE_SLAB_BYTES` for device memory.
-        budget: The default is the process's budget for host memory, and no limit for the device.
+        budget: Limit of the memory from `allocator`. The default is the process's budget for host
+            memory, and no limit for device memory.
         preferred: Memory tier in which blocks are allocated as long as its budget has room and its
             allocator does not fail. Later blocks are allocated by `allocator`.
     """
@@ -97,7 +98,7 @@ class BlockStore(Restorable):
         self._writing: torch.cuda.Event | None = None  # recorded when `_written` is complete
         self._copied: torch.cuda.Event | None = None  # recorded when appended rows are complete
         self._table = BlockTable(self._geometry, self.row_bytes, self._max_tokens, self._pool)
-        # center that stored codes are relative to, updated in place for graphs
+        # center that was subtracted from stored rows, updated in place for graphs
         self._center: Tensor | None = None
         if is_centered(self.row_codec, self._geometry):
             shape = (0, self._geometry.kv_heads, self._geometry.head_dim)
@@ -210,7 +211,8 @@ class BlockStore(Restorable):
         self._room(next(iter(rows.values())).shape[0], _count(rows))
 
     def reserve_tokens(self, tokens: int) -> None:
-        """Allocate the memory for `tokens` tokens now, so that appends up to there allocate none.
+        """Allocate the memory for `tokens` tokens now, so that appends up to that length allocate
+        none.
 
         These appends do not pin a slab in advance either, because launches wait while the driver
         pins memory. The call also loads the kernel that writes few rows. It does nothing before the
@@ -272,14 +274,15 @@ class BlockStore(Restorable):
             self._pool.ahead()
 
     def _put(self, held: Tensor, rows: dict[str, Tensor]) -> Tensor:
-        """Store the center of the first rows, in place if the batch size is the same."""
+        """Copy the center of the first rows into `held`, or into a new tensor for another batch
+        size."""
         batch, center = self._table.batch, rows.center if isinstance(rows, JoinedRows) else None
         if len(held) != batch:
             held = held.new_empty((batch, *held.shape[1:]))
         return held.zero_() if center is None else held.copy_(center)
 
     def gather(self, ids: Tensor) -> Rows:
-        """Return the rows of ids int64 `[B, G, K]` in `[-1, N)`, where -1 gives zeros."""
+        """Return the rows of ids int64 `[B, G, K]` from -1 to N - 1. For -1, the row is zeros."""
         encoded, center = self._gathered(ids), self._center
         if center is None or not self._length:
             return self._codec.decode(encoded)

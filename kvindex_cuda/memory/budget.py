@@ -55,7 +55,7 @@ def shared_budget() -> Budget:
 
 
 def available_bytes(meminfo: Path = Path("/proc/meminfo")) -> int | None:
-    """Return the memory that the machine can still give, or None if it is unknown."""
+    """Return the bytes of memory that are still available, or None if this is unknown."""
     try:
         lines = dict(
             line.split(":", 1) for line in meminfo.read_text(encoding="utf-8").splitlines()

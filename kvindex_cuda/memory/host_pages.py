@@ -24,7 +24,7 @@ class HostPages:
     Args:
         geometry: Geometry that all layers have.
         layers: Number of layers.
-        pages: Pages of each layer.
+        pages: Number of pages of each layer.
         tokens: Tokens of a page.
         allocator: Allocates the memory. By default it is pinned, or torch's if the device is a CPU.
         budget: Limit of the memory. The default is the process's budget for pinned memory.

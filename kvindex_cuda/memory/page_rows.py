@@ -100,7 +100,7 @@ def gather_pages(
         starts: The first new token of each sequence among all new tokens, and the end, int32 `[R +
             1]`.
         keys: Keys of all new tokens, `[T, G, D]`. New rows are not read from the pages.
-        values: Likewise.
+        values: Values of all new tokens, likewise.
 
     Raises:
         ValueError: Shapes, dtypes, strides or devices do not fit.

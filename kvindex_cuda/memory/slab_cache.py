@@ -1,8 +1,8 @@
 """Cache of pinned memory: slabs outlive an index, so that the next prompt need not pin memory.
 
-Pinning is slow, about 3 GB/s. A freed slab stays pinned here until someone needs the same number of
-bytes. `release_pinned` returns the memory to the machine. A thread can pin memory here before the
-index that needs it has its first token.
+Pinning is slow, about 3 GB/s. A freed slab stays pinned in this cache until a slab of the same size
+is needed. `release_pinned` returns the memory to the operating system. A thread can pin memory here
+before the index that needs it has its first token.
 """
 
 from __future__ import annotations
@@ -142,7 +142,8 @@ class CachingAllocator:
     def allocate(self, nbytes: int) -> Slab:
         """Return a slab of `nbytes`, cached or new. Raises the errors of the wrapped allocator.
 
-        Cached slabs are freed if a new one would exceed the budget, or the machine has no memory.
+        Cached slabs are freed if a new one would exceed the budget, or if the machine has no memory
+        left.
         """
         kept = self.cache.take(self.allocator, nbytes)
         if kept is not None:

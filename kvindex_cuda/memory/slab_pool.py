@@ -117,7 +117,7 @@ class Tier:
 
 @dataclass(frozen=True)
 class _Held:
-    """A slab, and the tier it came from."""
+    """A slab, and the tier in which it was allocated."""
 
     slab: Slab
     tier: Tier
@@ -253,7 +253,7 @@ class Pool:
             rest = slabs - len(new)
             self._last.budget.take(rest * self._slab_bytes)
             while rest:
-                rest -= 1  # an allocated slab returns its own bytes
+                rest -= 1  # if it fails, `_allocated` gives back the bytes of its slab
                 try:
                     new.append(self._allocated(self._last))
                 except BaseException:

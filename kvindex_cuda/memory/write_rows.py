@@ -31,7 +31,7 @@ def write_rows(parts: Sequence[Tensor], table: Tensor, start: int) -> None:
     Args:
         parts: Encoded rows, or keys and values, `[B, G, N, ...]`, for which `fits` returns True.
         table: Addresses of blocks `[G, 256, row_bytes]`, int64 `[B, S]`, each a multiple of 16.
-        start: First token.
+        start: Position of the first token.
 
     Raises:
         ValueError: Sizes do not fit, or tokens are beyond the table.

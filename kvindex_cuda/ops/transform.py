@@ -71,7 +71,7 @@ def rotate(vectors: Tensor, matrix: Tensor) -> Tensor:
 def _outer(vectors: Tensor) -> tuple[Tensor, dict[str, int]]:
     """Return vectors as `[A, B, C, D]`, and the kernels' arguments for sizes and strides.
 
-    The vectors are copied if they do not fit this form.
+    The vectors are copied if strides do not allow a view of this shape.
     """
     given = contiguous_rows(of_type("vectors", vectors, *CODES), 1)
     while given.ndim < 4:

@@ -96,11 +96,11 @@ class ParisKVExecutor(AppendedCodes):
     def cleared(self) -> None:
         """Remove all tokens, and all state that steps read."""
         self._state: State | None = None
-        self._uses: list[Use] = []  # the newest one of each k comes last
+        self._uses: list[Use] = []  # of several with equal k, the newest is last
         self.cache: RowCache | None = None
-        self._regression: object = None  # the regression that the state contains
+        self._regression: object = None  # the regression that was copied to the state
         self._length = self._read = 0  # tokens; full blocks that `State.largest` includes
-        self._promised = 0  # tokens that steps must have room for
+        self._promised = 0  # tokens for which `reserve` made room
         self._replays = Replays(self._geometry.device)
         self._found_sum: Tensor | None = None  # number of rows that captured steps found
         self._version, self._text = object(), object()  # see `BatchRow`
@@ -120,7 +120,7 @@ class ParisKVExecutor(AppendedCodes):
         self._length = contents.length
         self._put_open(contents)
         if self._state is not None:
-            if self._state.codes is not self.codes.table:  # another batch has begun
+            if self._state.codes is not self.codes.table:  # the batch size has changed
                 self.cleared()
                 return self.update(contents)
             self._begin_cache()
@@ -364,7 +364,7 @@ class ParisKVExecutor(AppendedCodes):
             self._regression, self._read = None, 0  # an earlier state may be incomplete
             state = opened(self._geometry, self.codes.table, self._contents)
             self._update(state, 0)
-            self._state = state  # only a complete state is visible
+            self._state = state  # set only when the state is complete
         return self._state
 
     def _begin_cache(self) -> None:

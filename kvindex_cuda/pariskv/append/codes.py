@@ -25,7 +25,7 @@ class AppendedCodes:
 
     def __init__(self, codes: CodeBlocks, encoder: Encoder | None) -> None:
         self.codes, self._layout, self._encode = codes, codes.layout, encoder
-        self._opened: object = None  # codes or keys of the open block
+        self._opened: object = None  # codes or keys of the open block that were last written
 
     @property
     def encodes(self) -> bool:

@@ -41,10 +41,10 @@ COUNTERS = 9
 """Number of counters of each group (a KV head of a sequence). Each counter has a memory line of its
 own.
 
-In order, they count: entries listed, candidates, candidates whose vote equals the cut, finalists,
-finished thread blocks of `select_rows`, three signals, and parts that `attend` has finished. After
-these come the counters of `attend` for finished thread blocks, one for each part of a group's
-heads."""
+In order, they count: entries listed, candidates, candidates in the histogram bin that contains the
+cut, finalists, finished thread blocks of `select_rows`, three signals, and parts that `attend` has
+finished. After these come the counters of `attend` for finished thread blocks, one for each part of
+a group's heads."""
 
 MOST_HEADS = SELECT_THREADS // 32
 """Most query heads per KV head, because each one has a warp of `select_rows`."""
@@ -208,7 +208,7 @@ class BaseStep:
         raise NotImplementedError
 
     def _select_rows(self, state: State) -> None:
-        """Select the best `k` candidates."""
+        """Launch `select_rows`, which selects the best `k` candidates."""
         cache = None if state.segments is not None else state.cache
         self._select_launch(
             self,
@@ -289,7 +289,7 @@ class BaseStep:
             | self._ragged
             | dict(PAGED=int(state.sink is not None) + int(state.segments is not None)),
             shared_bytes=self._attend_bytes(heads),
-            overlap=hits is None,  # with hits, the previous launch may write resident rows
+            overlap=hits is None,  # with hits, the previous launch may still write rows
             queries=queries,
             ids=ids,
             found=found,

@@ -37,7 +37,7 @@ class Replay:
         try:
             self._graph = GRAPHS[device.type](device, lambda: step(self.asked, reads))
         finally:
-            step.output, step.lse, step.found = before  # only the graph writes to these tensors
+            step.output, step.lse, step.found = before  # now only the graph writes to `_answer`
 
     def acquire(self) -> None:
         """Call `SharedStep.acquire`. Call this before writing to any tensor that the graph

@@ -224,7 +224,7 @@ class LatentsStep(SignVotesStep):
         )
 
     def _prepare_latents(self, queries: Tensor, state: State) -> None:
-        """Launch the first kernel."""
+        """Launch the first kernel, `prepare_latents`."""
         g, tiles, together = self.geometry, self._tiles, self._prepares["REGRESSION"]
         columns = (
             3 if tiles > 8 else 2 if tiles > 4 else 1

@@ -68,7 +68,7 @@ class SignVotesStep(BaseStep):
         blocks: int = 0,
         **options: Any,
     ) -> None:
-        capacity = 4 * (most + SAMPLED)  # `rerank` handles longer lists
+        capacity = 4 * (most + SAMPLED)  # `rerank` also handles lists that are longer than this
         options |= dict(most=most, capacity=capacity, sampled=sampled)
         super().__init__(geometry, layout, **options)
         g, device = geometry, geometry.device
@@ -122,7 +122,7 @@ class SignVotesStep(BaseStep):
         return self.groups, self.geometry.group_size
 
     def _prepare(self, queries: Tensor, state: State) -> None:
-        """Launch the first kernel.
+        """Launch the first kernel, `prepare_query`.
 
         If the kernel also appends a token, it reads codes before it waits for the previous launch.
         In a graph, the previous launch only computes the token, so this is safe. Outside of a

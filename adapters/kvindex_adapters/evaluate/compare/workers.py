@@ -178,7 +178,7 @@ def _loaded(load: Load, settings: Settings, plan: Plan) -> Measuring:
 @contextmanager
 def _uninterrupted() -> Iterator[None]:
     """Start processes in this context that ignore Ctrl-C. This process stops them."""
-    if sys.platform == "win32":  # Windows has no signal masks
+    if sys.platform == "win32":  # signal masks do not exist on Windows
         yield
         return
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})

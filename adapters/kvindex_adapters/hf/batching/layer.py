@@ -60,7 +60,7 @@ class PagedLayer:
         self.pool: Pool | None = None
         self._opened: dict[
             int, tuple[Any, int]
-        ] = {}  # id of a request -> the request and its sequence
+        ] = {}  # id of a request -> (the request, its sequence number in `pool`)
         self.tally = Tally()
 
     @property

@@ -210,7 +210,7 @@ def _restore(
         made = layer.make(**geometry, device=device)
         made.check_state(
             below("attention", saved.outline(part))
-        )  # raises before a large file is read
+        )  # a mismatch raises before a large file is read
     state = saved.part(part)
     if made is not None:
         made.load_state_dict(below("attention", state))

@@ -91,8 +91,8 @@ class TokenGraph:
 
     def _begin(self) -> None:
         self._refused = ""
-        self._short = 0  # successive graphs with fewer than SHORT replays
-        self._since = SHORT  # replays of the last graph
+        self._short = 0  # number of successive graphs with fewer than SHORT replays
+        self._since = SHORT  # number of replays of the last graph
         self._compare_anew(traces=0)
 
     def _compare_anew(self, traces: int) -> None:

@@ -135,7 +135,7 @@ def _undone_if_failed(
     attachment, before = cache.attachment, cache.checkpoint()
     ids = args[0] if args else kwargs.get("input_ids")
     cache.steps += 1
-    cache.ids, past_ids = None, cache.ids  # `read` and `generate` set them afterwards
+    cache.ids, past_ids = None, cache.ids  # `read` and `generate` set the ids afterwards
     cache.tokens = ids if isinstance(ids, Tensor) and ids.dtype == torch.int64 else None
     attachment.running = cache
     try:
@@ -170,7 +170,7 @@ def _whole(attachment: Attachment, kwargs: dict[str, Any]) -> dict[str, Any]:
     masks = kwargs.get("attention_mask")
     for mask in (
         masks.values() if isinstance(masks, dict) else [masks]
-    ):  # one mask, or a dict by type of layer
+    ):  # the mask is a tensor, or a dict by type of layer
         if isinstance(mask, Tensor) and mask.ndim == 2 and not bool(mask.all()):
             return {**kwargs, "logits_to_keep": None}
     return kwargs

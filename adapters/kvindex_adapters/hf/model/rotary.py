@@ -96,7 +96,7 @@ def rotary_frequencies(decoder: nn.Module, layer: int) -> Tensor | None:
     embedding = getattr(decoder, "rotary_emb", None)
     kind, name = getattr(embedding, "rope_type", None), "inv_freq"
     more: tuple[str, ...] = ()
-    if isinstance(kind, dict):  # one embedding per type of layer
+    if isinstance(kind, dict):  # the model has one embedding per type of layer
         kind, name = kind.get("full_attention"), "full_attention_inv_freq"
         more = ("full_attention",)
     rope = getattr(embedding, name, None)
