@@ -49,9 +49,8 @@ def filled(slots: Tensor) -> Tensor:
 
 def segment_keys(pages: Tensor, segments: Tensor) -> Tensor:
     """Return the keys `[E, G, 256, D]` of segments int64 `[E]`."""
-    parts = pages.view(
-        *pages.shape[:2], -1, BLOCK, pages.shape[3]
-    )  # [..., tokens / 256, 256, 2 D]
+    # [blocks, G, tokens / 256, 256, 2 D]
+    parts = pages.view(*pages.shape[:2], -1, BLOCK, pages.shape[3])
     blocks, places = _places(segments, parts.shape[2])
     return parts[blocks, :, places][..., : pages.shape[3] // 2]
 
