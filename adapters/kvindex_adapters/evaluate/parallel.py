@@ -15,7 +15,7 @@ from kvindex.layer.retrieval import attend_over, output_of, rows_to_ask
 
 
 class ParallelLayer(AttentionLayer):
-    """A layer in which, after `begin`, each of several tokens attends as its own decode step would.
+    """A layer that, after `begin`, runs a step of several tokens as one decode step per token.
 
     An index does not change between two updates, so all steps between two updates can search it in
     one batch. The index observes the queries of these steps one by one before the next update. This

@@ -128,8 +128,7 @@ def generate(
 
     Raises:
         ValueError: The prompt is empty, an id or a size is out of range, options contradict each
-            other, or the cache stores tokens and `used` is "refuse". Also for the reasons for which
-            `attach` raises it.
+            other, or the cache stores tokens and `used` is "refuse". Also what `attach` raises.
         TypeError: The prompt is neither text, messages nor ids.
     """
     model = unwrapped(model)

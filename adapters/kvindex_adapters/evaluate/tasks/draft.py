@@ -38,7 +38,7 @@ class Asked:
 
 @dataclass(frozen=True)
 class Draft:
-    """A context as text, which all questions share, and the questions."""
+    """A context as text, and the questions about it."""
 
     context: str
     questions: tuple[Asked, ...]

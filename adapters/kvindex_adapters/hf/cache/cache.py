@@ -126,8 +126,8 @@ class IndexCache(DynamicCache):
         """Ids int64 `[N]` of all tokens, or None if other calls than `read` and `generate` added
         some."""
         self.conversation: Conversation | None = None
-        """The messages that `read` and `generate` appended. If other tokens came after them, its
-        `ids` are not the same tensor object as `ids` of the cache."""
+        """The messages that `read` and `generate` appended. It is outdated (other tokens came after
+        it) if its `ids` are not the same tensor object as `ids` of the cache."""
         self.tokens: Tensor | None = None
         """Ids int64 `[B, T]` of the tokens of the current step, if they are known."""
         self.rereads = 0

@@ -34,7 +34,8 @@ class HybridLayer(IndexedLayer, LinearAttentionAndFullAttentionLayer):
         return bool(super(IndexedLayer, self).is_croppable)
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
-        """Initialize the linear attention, if called by it: only linear attention uses keywords."""
+        """Initialize the linear attention, whose calls pass keywords. Ignore calls without
+        keywords."""
         if kwargs:
             LinearAttentionLayer.lazy_initialization(self, **kwargs)
 

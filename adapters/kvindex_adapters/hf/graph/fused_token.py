@@ -73,7 +73,8 @@ class FusedToken:
         self._body: tuple[FusedBody, Norm, int, list[float]] | None = None
         self._refusal = ""
         self.reading: object = object()
-        """Identifies the current weights and their addresses. Replaced when they are read again."""
+        """An object that identifies the current weights and their addresses. It is replaced when
+        weights are read again."""
 
     @contextmanager
     def laid_together(self) -> Iterator[None]:

@@ -336,7 +336,7 @@ def _contents_by_name(layers: list[Any]) -> Contents:
 
 
 def _parts(layers: list[Any]) -> list[object]:
-    """List layers and their attributes with few calls, because this runs before each step."""
+    """List layers and their attributes. This runs before each step, so it makes few calls."""
     values = [value for layer in layers for value in vars(layer).values()]
     inner = [one for value in values if type(value) is dict for one in value.values()]
     return [*layers, *values, *inner]

@@ -179,7 +179,7 @@ class Trace(TorchDispatchMode):
 
 
 class _Leaving(TorchFunctionMode):
-    """Reports to a trace when a tensor's data leaves torch, which is not an operation of torch."""
+    """Reports to a trace when code reads a tensor's data outside of torch's operations."""
 
     def __init__(self, trace: Trace) -> None:
         super().__init__()
