@@ -1,6 +1,6 @@
 """The backend for CPUs: compiled versions of `kvindex.ops`, and executors for ParisKV.
 
-It needs Numba. Kernels are compiled when they first run, and stored on disk.
+It needs Numba. Kernels are compiled when they first run, and the compiled code is stored on disk.
 """
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ def store(
 def accelerate(
     geometry: Geometry, config: object, constants: Mapping[str, Tensor]
 ) -> Executor | None:
-    """Create the executor that runs an index with kernels; None if they do not support it.
+    """Create the executor that runs an index with kernels; None if they do not support the index.
 
     Args:
         geometry: Sizes of heads and vectors.
         config: Configuration of the index; only ParisKV's is supported.
-        constants: Rotation and levels of a ParisKV.
+        constants: Rotation and magnitude levels of a ParisKV index.
     """
     if not isinstance(config, ParisKVConfig) or supported.refusal(config, geometry):
         return None

@@ -1,4 +1,4 @@
-"""Attention to rows by their ids and to resident rows: buffers, and a call of the kernel."""
+"""Attend to selected rows and to resident rows (sink and window), with one kernel."""
 
 from __future__ import annotations
 
@@ -29,15 +29,17 @@ def attending(
 ) -> tuple[np.ndarray, np.ndarray, threads.Part]:
     """Allocate the output, and return a function that computes attention for a part of the groups.
 
+    A group is one KV head of one sequence with its query heads. There are `B·G` groups.
+
     Args:
         geometry: Sizes of heads and vectors.
         rows: Addresses of each group's rows, int64 `[B·G]`.
         row_bytes: Bytes of a row.
-        most: Largest number of parts.
+        most: Largest number of parts into which the groups are divided, one part per thread.
         queries: Float32 `[B·G, g, D]`.
         ids: Int64 `[B·G, K]`.
         log_weight: Float32 `[B, H, K]`, or None.
-        resident: Rows of sink and window.
+        resident: Rows in the sink and the window.
         resident_state: Addresses of `resident`.
 
     Returns:

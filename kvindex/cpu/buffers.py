@@ -16,7 +16,7 @@ MOST_ROOMS = 64
 
 
 class Buffers(threading.local):
-    """Arrays by name, which keep their memory; the next caller overwrites them."""
+    """Named arrays that keep their memory between calls. The next caller overwrites them."""
 
     def __init__(self) -> None:
         self._memory: dict[str, np.ndarray] = {}
@@ -37,7 +37,7 @@ class Buffers(threading.local):
         return made
 
     def room(self, key: Any, make: Callable[[], Room]) -> Room:
-        """Return what `make` returns, arrays of this thread, created once for each key."""
+        """Return the arrays that `make` creates. `make` is called once per thread and key."""
         made: Room | None = self._rooms.get(key)
         if made is None:
             made = make()

@@ -30,7 +30,7 @@ def addresses(tensor: Tensor) -> np.ndarray:
 
 @lru_cache
 def places(batch: int, heads: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return `b` and `g` of each of `B·G` pairs, int64."""
+    """Return `b` and `g` of each of the `B·G` groups, int64."""
     pairs = np.indices((batch, heads), dtype=np.int64).reshape(2, -1)
     return pairs[0], pairs[1]
 
@@ -45,15 +45,19 @@ def compact(tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class State:
-    """Addresses of codes, int64 `[2, B·G]`: of full blocks, and of the open block or 0.
+    """Addresses of codes, each int64 `[2, B·G]`.
+
+    Entry 0 has the addresses of full blocks. Entry 1 has those of the open block, or 0 if no block
+    is open.
 
     Attributes:
         valid: Addresses of flags, int64 `[B·G]`, or 0.
         length: Number of tokens.
         full: Number of tokens in full blocks.
         scales: Scales of weights, float64 `[B·G]`.
-        factors: Integer factors by a weight's byte, int32 `[B·G, 256]`.
-        regression: Matrices of the sign regression, float32 `[B·G, D, D]`, or without matrix rows.
+        factors: Integer factor of each weight code (a byte), int32 `[B·G, 256]`.
+        regression: Matrices of the sign regression, float32 `[B·G, D, D]`, or `[B·G, 0, 0]` without
+            a regression.
         rows: Addresses of the store's rows, int64 `[B·G]`.
         row_bytes: Bytes of a row.
         held: The tensors whose addresses these are, so that they are not freed.
@@ -133,7 +137,7 @@ def weighed(parts: list[Codes], groups: int, factors: Tensor) -> tuple[np.ndarra
     some = [part["weights"].flatten(2).amax(2) for part in parts if part]
     largest = torch.stack(some).amax(0).flatten()
     scale = coding.weight_scale(largest)
-    held = torch.arange(256).minimum(largest[:, None]).to(torch.uint8)  # no weight is larger
+    held = torch.arange(256).minimum(largest[:, None]).to(torch.uint8)  # no stored weight is larger
     by_byte = coding.factors(held[None, ..., None], scale[None], factors)
     return scale.double().numpy(), by_byte[0, ..., 0].numpy()
 
@@ -142,7 +146,7 @@ def weighed(parts: list[Codes], groups: int, factors: Tensor) -> tuple[np.ndarra
 class ResidentState:
     """Addresses of resident rows and of their mask, int64 `[B·G]`.
 
-    `made_of` has the tensors whose addresses these are, so that they are not freed.
+    `made_of` contains the tensors with these addresses, so that they are not freed.
     """
 
     rows: np.ndarray
@@ -152,7 +156,7 @@ class ResidentState:
 
     @staticmethod
     def of(resident: ResidentRows, before: ResidentState | None) -> ResidentState:
-        """Return the addresses for `resident`: those from before if the tensors are the same."""
+        """Return the addresses for `resident`; reuse them if the tensors are the same."""
         rows, mask = resident.rows, resident.mask
         if before is not None and before.made_of[0] is rows and before.made_of[1] is mask:
             return before

@@ -1,4 +1,4 @@
-"""The store of plain torch, in which kernels gather rows and attend to them."""
+"""A row store with torch tensors, from which kernels gather rows and to which they attend."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from kvindex.storage.store import TensorStore
 
 
 class CompiledStore(TensorStore):
-    """A `TensorStore` that attends to its rows (`AttendsToRows`) if they are not coded."""
+    """A `TensorStore` that attends to its rows (`AttendsToRows`), unless they are quantized."""
 
     _resident_state: ResidentState | None = None
 
     @property
     def attends(self) -> bool:
-        """True if rows are stored unchanged."""
+        """True if rows are stored unquantized."""
         return self.row_codec == "plain"
 
     def gather(self, ids: Tensor) -> Rows:

@@ -1,8 +1,8 @@
-"""Run the parts of a kernel in parallel, on threads of this process that wait for work.
+"""Run the parts of a kernel in parallel, on a pool of threads.
 
-There are as many threads as torch uses. Numba's own threads are not used: its parallel regions end
-a forked child process, and a process in which two threads enter them at the same time (layer
-`workqueue`).
+The pool has as many threads as torch uses. Numba's own parallel regions are not used, because they
+terminate the process in two cases: in a forked child, and (with Numba's layer `workqueue`) if two
+threads enter them at the same time.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def _serve(work: SimpleQueue[tuple[Part, int, int, SimpleQueue[BaseException | N
 
 
 def _forget() -> None:
-    """Forget the threads in a forked child process, which starts its own."""
+    """Forget the parent's threads in a forked child process; the child starts its own."""
     global _work, _lock
     _work, _lock = SimpleQueue(), Lock()  # another thread of the parent may hold the lock
     _threads.clear()

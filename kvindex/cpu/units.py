@@ -1,4 +1,4 @@
-"""Rows of the best units (clusters, segments or pages of tokens), compiled."""
+"""Compiled versions of `ops.units`: rows of the best units (clusters, segments or pages)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Views of tensors as arrays that kernels accept: contiguous, on a CPU, of one dtype."""
+"""Convert tensors to arrays that kernels accept: contiguous, on a CPU, of one dtype."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def array(tensor: Tensor, *shape: int) -> np.ndarray:
 
 
 def dense_rows(tensor: Tensor) -> bool:
-    """Return True if entries `[...]` of a tensor `[B, G, N, ...]` have no gaps."""
+    """Return True if each entry `[...]` of a tensor `[B, G, N, ...]` is contiguous in memory."""
     shape, steps = tensor.shape[3:], tensor.stride()[3:]
     return all(
         size == 1 or step == prod(shape[i + 1 :])

@@ -8,11 +8,11 @@ The stages of a search, in order. Each is a module of functions over tensors:
 
 1. `encoding`: keys are centered, normalized and rotated, then stored as signs, magnitudes and
    weights (A.1 to A.3).
-2. `inputs`: the codes of all tokens, and the rotated queries, are gathered for one search.
-   `sign_regression` optionally fits how signs predict coordinates.
-3. `candidates`: each key gets a vote from its signs, and the keys with the most votes go on
-   (B.2.1). The vote is an inner product with the query (`coarse="sign_votes"`) or the paper's
-   points (`coarse="tiered_votes"`).
+2. `inputs`: one search gathers the codes of all tokens and the rotated queries.
+   `sign_regression` optionally fits a linear map that predicts a key's coordinates from its signs.
+3. `candidates`: each key gets a vote from its signs, and the keys with the largest votes become
+   candidates (B.2.1). The vote is an inner product with the query (`coarse="sign_votes"`) or the
+   paper's points (`coarse="tiered_votes"`).
 4. `rerank`: inner products of queries and candidates are estimated from all bits of the codes
    (B.2.2, equation 10).
 5. `select_rows`: the rows with the best estimates are returned. With `sampling`, rows are instead
@@ -20,8 +20,9 @@ The stages of a search, in order. Each is a module of functions over tensors:
 
 The same stages and attention (B.3), fused into one decode step:
 
-6. `decode_step`: the specification of the fused step. `step_state` defines what it reads,
-   `sign_votes` and `tiered_votes` its votes, and `block_layout` how codes are stored in memory.
+6. `decode_step`: the specification of the fused step. `step_state` defines its inputs,
+   `sign_votes` and `tiered_votes` compute its votes, and `block_layout` defines how codes are
+   stored in memory.
 
 Compiled versions of these stages are in `kvindex/cpu/pariskv` and `kvindex_cuda/pariskv`.
 """

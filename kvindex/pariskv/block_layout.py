@@ -32,8 +32,9 @@ ALIGNED = 128
 def places(device: torch.device | str = "cpu") -> Tensor:
     """Return where the weight of each key of a block is stored, int64 `[256]`.
 
-    Of 32 keys, the four with equal remainder modulo 8 are adjacent. They belong to one lane of the
-    scan's matrix units, which reads their weights as one word.
+    In each group of 32 keys, the weights of the four keys whose ids are equal modulo 8 are
+    adjacent. One lane of the scan's tensor-core instruction handles these four keys, and reads
+    their weights as one word.
     """
     keys = torch.arange(BLOCK, device=device)
     return keys // 32 * 32 + keys % 8 * 4 + keys % 32 // 8
@@ -52,7 +53,7 @@ class Layout:
 
     @cached_property
     def stride(self) -> int:
-        """Bytes of a key's signs, and of each plane of its magnitudes."""
+        """Bytes of a key's signs, and of each bit plane of its magnitudes."""
         return -(-self.head_dim // 32) * 4
 
     @cached_property
@@ -80,7 +81,7 @@ class Layout:
         """Bytes of a record."""
         return self.magnitudes + _up(BLOCK * self.magnitude_bits * self.stride)
 
-    # The columns of a record, which are those of `ParisKV`
+    # A record stores the same columns of codes as `ParisKV`.
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -102,7 +103,7 @@ class Layout:
         return parts
 
     def order(self, name: str, device: torch.device | str) -> Tensor | None:
-        """Return where each key's part of a field is stored, int64 `[256]`, or None if in order."""
+        """Return the position of each key in a field, int64 `[256]`; None for the keys' order."""
         return places(device) if name == "weights" else None
 
     @property
@@ -122,7 +123,7 @@ class Layout:
         }
 
     def _common(self, blocks: Tensor) -> dict[str, Tensor]:
-        """Return views of signs and magnitudes."""
+        """Return views of the fields that both layouts have: signs and magnitudes."""
         M, planes = self.head_dim // 8, (self.magnitude_bits, self.stride)
         return {
             "signs": self._field(blocks, 0, BLOCK, self.stride)[..., :M],

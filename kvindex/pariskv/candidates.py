@@ -14,7 +14,8 @@ from kvindex.pariskv.inputs import Queries, Tokens
 def find(tokens: Tokens, queries: Queries, k: int) -> Tensor:
     """Return the ids of the keys that are reranked, int64 `[B, G, C]`, ascending, padded with -1.
 
-    Every valid key is a candidate if `coarse="none"` or if the index has few tokens.
+    Every valid key is a candidate if `coarse="none"`, or if the index has at most
+    `single_stage_below` keys.
     """
     config, select = tokens.config, tokens.ops.select
     if config.coarse == "none" or int(tokens.counts.max()) <= config.single_stage_below:
@@ -65,7 +66,7 @@ def _table(tokens: Tokens, queries: Queries, tier_bounds: Tensor | None) -> Tens
 
 
 def _factors(tokens: Tokens) -> list[Tensor | None]:
-    """Return the factors of each part's votes, or None where votes ignore weights."""
+    """Return the factors that multiply the votes of each part, or None if votes ignore weights."""
     if not tokens.config.weighs_votes:
         return [None] * len(tokens.parts)
     factors, known = tokens.ops.codes.factors, tokens.encoding.factors
@@ -73,7 +74,7 @@ def _factors(tokens: Tokens) -> list[Tensor | None]:
 
 
 def _offsets(tokens: Tokens, queries: Queries) -> list[Tensor | None]:
-    """Return what the centers of each part's blocks add to votes, or None."""
+    """Return the offsets that block centers add to the votes of each part, or None."""
     if not tokens.config.weighs_votes or queries.offsets is None:
         return [None] * len(tokens.parts)
     rounding = tokens.query_max, tokens.weight_scale, tokens.encoding.level

@@ -76,15 +76,16 @@ class ParisKVConfig:
         rho: Fraction of the keys that earn points in a subspace, in (0, 1]. None: the paper's
             schedule. Only for coarse="tiered_votes".
         query_max: Largest coordinate of a query after rounding to integers, 1 to 127
-            (`kvindex.ops.coarse.rounded`); at most 2^15 divided by the head dimension, so that
-            votes fit in 32 bits. Only for coarse="sign_votes".
+            (`kvindex.ops.coarse.rounded`). It must be at most 2^15 divided by the head dimension,
+            so that votes fit in 32 bits. Only for coarse="sign_votes".
         sign_decoder: How votes estimate coordinates from signs. "mean": each sign represents the
             mean size of its coordinate. "regression": a linear regression that is fitted to the
             keys (`kvindex.pariskv.sign_regression`). Only for coarse="sign_votes".
         magnitude_bits: Bits per coordinate in addition to the sign, 0 to 7. The paper has 3.
-        block: Coordinates that share one weight: a "subspace" (paper) or the whole "key".
-        weights: How a weight is stored: as "bfloat16" (paper) or as its logarithm ("log"), which
-            the coarse stage can use.
+        block: Which coordinates share one weight: those of a "subspace" (paper), or those of the
+            whole "key".
+        weights: How a weight is stored: "bfloat16" (paper), or "log" for an integer logarithm,
+            which the coarse stage can use.
         weight_bits: Bits of a logarithmic weight, 8 or 16. Votes use the upper 8.
         center: Tokens of a block whose mean key is subtracted from its keys before they are
             encoded; 0 for none.

@@ -3,8 +3,8 @@
 The functions here run one decode step in plain torch, from a query to attention over the best `k`
 rows. They have the names and the order of the kernels in `kvindex_cuda/kernels/step/`, read the
 same inputs (`step_state.State` and the results of earlier stages) and return what a kernel writes.
-Lists that a kernel writes in any order are sorted here. Buffers that are longer in a kernel end
-here with the longest list, and unused places have the value `EMPTY`.
+Two things differ from the kernels: lists that a kernel writes in any order are sorted here, and
+tensors of lists are only as long as the longest list. Unused places have the value `EMPTY`.
 
 1. `prepare_query`: rotate the query and round it to integers of a few bits (paper, A.1). Compute
    the votes of 4,096 sampled keys, and from these a threshold that somewhat more than `C` keys
@@ -16,10 +16,11 @@ here with the longest list, and unused places have the value `EMPTY`.
 4. `select_rows`: combine the estimates of a group's heads into one score per candidate, and select
    the best `k` rows. With sampling, candidates and rows are chosen by random priorities instead
    (`kvindex.ops.priority`).
-5. `attend`: softmax attention over those rows and the resident rows of sink and window (B.3).
+5. `attend`: softmax attention over those rows and the rows in the sink and the window, which are
+   called resident rows (B.3).
 
-The preset `paper` has other stages 1 to 3, in `tiered_votes`. Integers are equal to the kernels'
-integers bit by bit if the inputs are equal; floats are equal up to rounding.
+The preset `paper` replaces stages 1 to 3 by those in `tiered_votes`. For equal inputs, integer
+results are equal to the kernels' bit by bit, and floats are equal up to rounding.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ A row has its numbers first, then one scale for the key and one for the value (`
 def decode_step(queries: Tensor, state: State, k: int, config: StepConfig) -> Attended:
     """Attend to the best `k` rows and to the resident rows, for queries `[B, H, D]`.
 
-    Sequences with lengths of their own are computed one by one.
+    If the sequences of the batch have different lengths, they are computed one by one.
     """
     if len(state.length) > 1:
         rows = enumerate(queries[:, None])
@@ -100,7 +101,7 @@ def find_rows(queries: Tensor, state: State, k: int, config: StepConfig) -> Sele
 
 @dataclass(frozen=True)
 class SamplingTerms:
-    """Numbers with which votes become priorities, and the seeds of the keys' random numbers.
+    """Numbers that convert votes to priorities, and the seeds of the keys' random numbers.
 
     Attributes:
         gains: Float32 `[B, G, g]`, from `priority.gains`.
@@ -122,18 +123,18 @@ class SamplingTerms:
 class Prepared:
     """Results of `prepare_query`.
 
-    With sampling, `sample` and `thresholds` are of priorities instead of votes.
+    With sampling, `sample` and `thresholds` contain priorities instead of votes.
 
     Attributes:
         planes: Digits of the rounded query to the base -2, uint8 `[B, G, g, PLANES, D]`.
-        sums: Sums of its coordinates, int32 `[B, G, g]`.
+        sums: Sums of the rounded query's coordinates, int32 `[B, G, g]`.
         units: Votes per unit of `q·k`, float32 `[B, G, g]`.
         operands: The rotated query times `ups` as two float16 numbers, `[B, G, g, D, 2]`.
-        ups: Powers of two, float32 `[B, G, g]`.
+        ups: Powers of two that scale the query to the range of float16, float32 `[B, G, g]`.
         sample: Votes of sampled keys, int32 `[B, G, SAMPLED]`.
-        thresholds: Votes from which keys are listed, int32 `[B, G]`.
-        bases: Vote at which the histogram begins, int32 `[B, G]`.
-        shifts: Votes per bin of the histogram are `2^shift`, int32 `[B, G]`.
+        thresholds: Lowest vote of a key that the scan lists, int32 `[B, G]`.
+        bases: Lowest vote in the first bin of the histogram, int32 `[B, G]`.
+        shifts: Each bin of the histogram is `2^shift` votes wide, int32 `[B, G]`.
         wrong: Int32 `[]`, 1 if a query is out of range.
         sampling: Numbers for sampling, or None where the best candidates are taken.
     """
@@ -154,8 +155,8 @@ class Prepared:
 def prepare_query(queries: Tensor, state: State, config: StepConfig) -> Prepared:
     """Rotate and round the query, and find a vote that a little more than `C` keys reach.
 
-    With a sign regression, the query that votes is another one than the query of the rerank
-    (`sign_regression.voting`).
+    With a sign regression, votes use the query that `sign_regression.voting` returns, and the
+    rerank uses the rotated query.
     """
     directions, norms, wrong = rotated(queries, config)
     matrix = state.regression
@@ -234,7 +235,7 @@ def scan(queries: Tensor, state: State, prepared: Prepared, config: StepConfig) 
 
 
 def list_keys(state: State, prepared: Prepared, products: Tensor, config: StepConfig) -> Scanned:
-    """List the keys whose votes reach the threshold, with given center products."""
+    """List the keys whose votes reach the threshold; `⟨q, μ⟩` of the centers is an argument."""
     votes = ranked(state, prepared, products, config)
     entries = entry_of(votes, torch.arange(state.tokens, device=votes.device))
     listed = votes >= prepared.thresholds[..., None]
@@ -262,7 +263,8 @@ def ranked(state: State, prepared: Prepared, products: Tensor, config: StepConfi
 def rerank(state: State, prepared: Prepared, scanned: Scanned, config: StepConfig) -> Reranked:
     """Estimate inner products of the best `C` listed keys.
 
-    Keys in the same histogram bin as the last of them are estimated, too.
+    Inner products of all other keys in the histogram bin of the `C`-th best key are estimated,
+    too.
     """
     if prepared.sampling is not None:
         return _rerank_sampled(state, prepared, scanned, prepared.sampling, config)
@@ -287,7 +289,7 @@ def rerank(state: State, prepared: Prepared, scanned: Scanned, config: StepConfi
 
 
 def _best(state: State, prepared: Prepared, products: Tensor, config: StepConfig) -> Tensor:
-    """Return the entries of all keys, the best first."""
+    """Return the entries (vote and id) of all keys, the best first."""
     votes = ranked(state, prepared, products, config)
     entries = entry_of(votes, torch.arange(state.tokens, device=votes.device))
     return entries.sort(dim=-1, descending=True).values
@@ -381,7 +383,7 @@ def select_rows(
     if sampling is not None:
         return _select_sampled(reranked, k, config, sampling)
     g, tokens = config.geometry, state.tokens
-    # the best entries of the cut's bin fill up to `C`; without a cut all entries are candidates
+    # take the best entries of the cut's bin until there are `C`; without a cut, take all entries
     whole = reranked.cuts[..., 0] < 0
     counts = torch.where(whole, reranked.candidate_counts.long(), state.target)
     ids = id_of(reranked.candidates)
@@ -403,7 +405,7 @@ def _select_sampled(
 ) -> Selected:
     """Select the rows with the `k` largest priorities by their estimates.
 
-    The noise is the one that the candidates were sampled with.
+    A row's priority uses the same random number as when its candidate was sampled.
     """
     g, (ids, order) = config.geometry, id_of(reranked.candidates).sort(dim=-1)
     candidates = reranked.candidates.gather(-1, order)
@@ -447,8 +449,8 @@ def attend(
         state: What the step reads.
         selected: Selected rows; ids below 0 are unused.
         config: Constants of the step.
-        weights: Added to logits, float32 `[B, H, k]`; `-inf` hides a row from a head. None for the
-            weights of `selected`.
+        weights: Log weights that are added to the logits, float32 `[B, H, k]`; `-inf` hides a row
+            from a head. None for the weights of `selected`.
     """
     g, count = config.geometry, int(state.resident_count)
     keys, values = _rows(state, selected.ids, config)
@@ -480,7 +482,7 @@ def _rows(state: State, ids: Tensor, config: StepConfig) -> tuple[Tensor, Tensor
     """Return keys and values of the rows `ids`, float32; zeros for a negative id."""
     g = config.geometry
     raw = fetch.gather_rows(state.rows.transpose(1, 2).flatten(2, 3), ids)
-    first, end = g.head_dim, g.head_dim + g.value_dim  # ends of the numbers of each scale
+    first, end = g.head_dim, g.head_dim + g.value_dim  # keys and values have a scale each
     if g.value_in_key:
         first, end = g.value_dim, g.head_dim
     if state.codec == "plain":

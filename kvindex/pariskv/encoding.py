@@ -55,12 +55,12 @@ class Encoding:
 
     @property
     def constants(self) -> list[Tensor]:
-        """The tensors among the constants."""
+        """Return those of the constants that are tensors."""
         known = self.rotation, self.levels, self.factors
         return [tensor for tensor in known if tensor is not None]
 
     def encode(self, keys: Tensor, valid: Tensor | None) -> Codes:
-        """Encode keys, the first of which begins a block.
+        """Encode keys. The first key must be the first one of a block.
 
         Args:
             keys: Floating point, `[B, G, N, D]`.
@@ -86,8 +86,8 @@ class Encoding:
         """Fit the sign regression (`sign_regression.fit`) to the first of `blocks` full blocks.
 
         Args:
-            entries: Function of a column's name, an end and a step that returns every step-th entry
-                before the end (`Columns.every`).
+            entries: A function that takes a column's name, an end and a step, and returns every
+                step-th entry before the end (`Columns.every`).
             blocks: Number of full blocks.
 
         Returns:

@@ -53,7 +53,7 @@ class ParisKV(ExecutedIndex):
     _counted: Tensor | None  # the same if a search counts them, once computed
 
     _open: Codes | None  # codes of the open block, `[B, G, n, ...]`, once computed
-    _weight_scale: Tensor | None  # None until it is computed after a change
+    _weight_scale: Tensor | None  # None after a change, until it is computed again
     _fitted: tuple[int, _Fit] | None = None  # number of fitted tokens, and a function that fits
 
     def __init__(self, **options: Any) -> None:
@@ -96,9 +96,9 @@ class ParisKV(ExecutedIndex):
     def _since(
         self, start: int, keys: Tensor, valid: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """Return all keys from id `start` on, the first of the open block, with those that arrive.
+        """Return the keys of the open block, whose first id is `start`, followed by the new keys.
 
-        The second result flags the valid ones; None where all are.
+        The second result flags the valid keys; it is None where all are valid.
         """
         if start == len(self):
             return keys, valid
@@ -118,14 +118,14 @@ class ParisKV(ExecutedIndex):
         }
 
     def _encoded(self, keys: Tensor, valid: Tensor | None) -> Codes:
-        """Return the codes of keys `[B, G, N, D]`, the first of which begins a block."""
+        """Return the codes of keys `[B, G, N, D]`; the first key is the first one of a block."""
         compiled = self._executor.encoded(keys, valid) if self._executor else None
         return self.encoding.encode(keys, valid) if compiled is None else compiled
 
     def _learned_before(self, length: int) -> Codes:
-        """Return the keys of the block that is open if the index is cut to `length` tokens.
+        """Return the keys of the last, partly filled block after truncation to `length` tokens.
 
-        If that block was full, its keys are read from the store.
+        If that block was full before, its keys are read from the store.
         """
         start, encoded = length // self.block_tokens * self.block_tokens, len(self._codes)
         if not self._learned or start == encoded:
@@ -139,7 +139,7 @@ class ParisKV(ExecutedIndex):
         return {"open_keys": keys}
 
     def _wrong(self, checks_here: bool) -> Tensor | None:
-        """Return an int32 flag that kernels set to 1 at a valid key that is not finite, or None."""
+        """Return an int32 flag, which kernels set to 1 if a valid key is not finite, or None."""
         if self._check is False or not checks_here:
             return None
         if self._defers:
@@ -211,7 +211,7 @@ class ParisKV(ExecutedIndex):
         return select_rows.search_coverage(*self.inputs(queries), k, coverage)
 
     def inputs(self, queries: Tensor) -> tuple[Tokens, Queries]:
-        """Gather what the stages of a search read. The index must not be empty.
+        """Gather the inputs of a search's stages. The index must not be empty.
 
         Args:
             queries: Floating point, `[B, H, D]`.
@@ -300,7 +300,7 @@ class ParisKV(ExecutedIndex):
             self._inform_executor(self._contents(self._executor.encodes))
 
     def _contents(self, encodes: bool) -> Contents:
-        """Return what the executor needs to know of the index.
+        """Return the contents of the index, which the executor reads.
 
         The open block is passed as keys if the executor encodes keys, else as codes.
         """
@@ -325,8 +325,8 @@ class ParisKV(ExecutedIndex):
     def _fit(self) -> _Fit | None:
         """Return a function that fits the sign regression to the full blocks.
 
-        The fit runs when the function is first called, so that reading a prompt chunk by chunk does
-        not fit. None for sign_decoder="mean" or an empty index.
+        The fit runs when the function is first called, so appending a prompt chunk by chunk runs no
+        fit. The result is None for sign_decoder="mean" or an empty index.
         """
         if self.config.sign_decoder == "mean" or not len(self):
             return None
@@ -334,9 +334,10 @@ class ParisKV(ExecutedIndex):
         return self._fitted[1]
 
     def _fitted_to(self, stored: int) -> tuple[int, _Fit]:
-        """Return how many of the first tokens are fitted, and a function that fits them.
+        """Return the number of tokens, counted from the first, that the fit uses, and the fit.
 
-        The argument is the number of tokens in full blocks.
+        The fit is a function that runs when it is called. The argument is the number of tokens in
+        full blocks.
         """
         blocks = stored // self.block_tokens
         tokens = sign_regression.fitted_blocks(blocks) * self.block_tokens
@@ -377,9 +378,10 @@ class ParisKV(ExecutedIndex):
         return self._histogram + added if self._histogram.numel() else added, None
 
     def _with_written(self, statistics: _Statistics) -> _Statistics:
-        """Fit the sign regression already while an append is prepared, if searches are under way.
+        """Fit the sign regression while an append is prepared, if a search has needed it before.
 
-        A search after the append would need the fit. Here it runs concurrently with other searches.
+        Otherwise the next search after the append would wait for the fit. Here the fit runs
+        concurrently with searches.
         """
         executor, written = self._executor, self._codes.written
         searched = executor is not None and executor.length is not None
@@ -413,7 +415,7 @@ class ParisKV(ExecutedIndex):
         tensors = [self._histogram, *self.encoding.constants]
         if self.config.sign_decoder == "regression" and len(
             self
-        ):  # fitted or not yet: as many bytes
+        ):  # counted even before the fit has run
             shape = len(self.counts), self.geometry.kv_heads, *2 * [self.geometry.head_dim]
             tensors.append(torch.empty(shape, dtype=torch.float16, device="meta"))
         if self.config.coarse == "tiered_votes" and not self._appends_count and len(self):

@@ -97,7 +97,7 @@ class Tokens:
         (opened,), full = rest, first.shape[2]
         known: Tensor = gather(first, ids.masked_fill(ids >= full, UNUSED))
         later: Tensor = gather(opened, (ids - full).clamp_min(UNUSED))
-        return known + later  # one of the two is zero
+        return known + later  # for each id, one of the two is zero
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ class Queries:
 
     Attributes:
         voting_directions: Normalized queries that the votes use, after the sign regression.
-        voting: The same with the norms of the queries.
+        voting: `voting_directions` times the norms of the queries.
         rotated: Rotated queries with their norms, which the rerank uses.
         offsets: Inner products with the blocks' centers, float32 `[B, G, g, S]`, or None.
     """
@@ -118,7 +118,7 @@ class Queries:
 
     @staticmethod
     def of(queries: Tensor, tokens: Tokens) -> Queries:
-        """Rotate queries `[B, H, D]` and compute all that a search derives from them."""
+        """Rotate queries `[B, H, D]`, and compute what else a search derives from them."""
         folded = group.fold(queries, tokens.geometry.kv_heads, tokens.config.group)
         directions, norms = tokens.ops.transform.normalize(folded)
         rotated = tokens.ops.transform.rotate(directions, tokens.encoding.rotation)

@@ -95,7 +95,7 @@ def _valid_votes(tokens: Tokens, queries: Queries) -> Tensor:
 
 
 def _scales(tokens: Tokens, queries: Queries) -> tuple[Tensor, Tensor]:
-    """Return gains and totals `[B, G, g]`, with which `priority.sizes` turns votes into sizes."""
+    """Return gains and totals `[B, G, g]`, with which `priority.sizes` converts votes to sizes."""
     scale, offsets = tokens.geometry.scale, queries.offsets
     gains = priority.gains(_vote_units(tokens, queries), scale)
     if offsets is None:
@@ -115,9 +115,10 @@ def _vote_units(tokens: Tokens, queries: Queries) -> Tensor:
 def _logits(
     tokens: Tokens, queries: Queries, ids: Tensor, chances: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the logits of candidates, and the same divided by probability, `[B, G, g, C]`.
+    """Return the logits of candidates, and the logits minus `log π`, both `[B, G, g, C]`.
 
-    The second is the logit minus `log π`, so that each candidate also counts for those left out.
+    Subtracting `log π` divides the exponential by the candidate's probability, so that each
+    candidate also stands for keys that were not sampled.
     """
     g = tokens.geometry
     logits = cap(estimates(tokens, queries, ids), g.scale, g.softcap)

@@ -6,8 +6,8 @@ than they have coordinates, so every sign also predicts other coordinates.
 
 `A s` is the least-squares estimate of a key's coordinates from its signs `s`. For Gaussian
 coordinates it is the linear MMSE estimator after quantization (Bussgang, 1952). The inner product
-with a query is `⟨q, A s⟩ = ⟨Aᵀ q, s⟩`, so votes read the same bits with another query `Aᵀ q`. Codes
-do not depend on `A`, and it may be fitted again at any time.
+with a query is `⟨q, A s⟩ = ⟨Aᵀ q, s⟩`, so votes use the same sign bits with the query `Aᵀ q`
+instead of `q`. Codes do not depend on `A`, so `A` may be fitted again at any time.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ STEPS = 256
 
 
 def fitted_blocks(blocks: int) -> int:
-    """Return how many of `blocks` full blocks are fitted: the largest power of two up to `blocks`.
+    """Return how many full blocks the fit uses: the largest power of two up to `blocks`.
 
     The result depends only on the number of tokens, not on how they were appended, and it changes
     rarely.
@@ -50,7 +50,7 @@ def stride(tokens: int) -> int:
         tokens: Number of tokens in the fitted blocks.
 
     Returns:
-        Every how many tokens one is used, at least 1.
+        The stride `n`, at least 1: every `n`-th token is used.
     """
     return max(1, tokens // KEYS)
 
@@ -72,8 +72,8 @@ def identity(batch: int, geometry: Geometry) -> Tensor:
 def fit(signs: Tensor, magnitudes: Tensor, real: Tensor, levels: Tensor, level: float) -> Tensor:
     """Fit `Aᵀ` by least squares of coordinates on signs.
 
-    The coordinates are the decoded ones, from the signs and magnitudes of the codes. All keys count
-    alike, whatever their norms.
+    The coordinates are decoded from the signs and magnitudes of the codes. Every key has the same
+    weight in the fit, whatever its norm.
 
     Args:
         signs: Uint8 `[B, G, N, M]`.
@@ -83,12 +83,12 @@ def fit(signs: Tensor, magnitudes: Tensor, real: Tensor, levels: Tensor, level: 
         level: Size that a sign alone represents.
 
     Returns:
-        `Aᵀ`, float16 `[B, G, D, D]`. Row `j` has the prediction of all coordinates from sign `j`.
+        `Aᵀ`, float16 `[B, G, D, D]`. Matrix row `j` predicts all coordinates from sign `j`.
     """
     sizes = (levels * (STEPS / level)).round()
     own = (unpack(signs).flatten(-2).float() * 2 - 1) * real[..., None]
     coordinates = decode(signs, magnitudes, sizes) * real[..., None]
-    # sums of integers below 2^24 are exact: the same in any order and on any device
+    # float32 sums of integers below 2^24 are exact, so they are the same in any order on any device
     moments = (own.mT @ own).double(), (own.mT @ coordinates).double() / STEPS
     prior = PRIOR * torch.eye(own.shape[-1], dtype=torch.float64, device=signs.device)
     factor = torch.linalg.cholesky_ex(moments[0] + prior).L

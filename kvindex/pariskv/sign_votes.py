@@ -82,7 +82,7 @@ def head_votes(
 def sample_of(votes: Tensor) -> Tensor:
     """Take the votes of sampled keys, int32 `[..., SAMPLED]`, from all votes `[..., N]`.
 
-    The keys are at 128 places, evenly spread over the blocks, 32 neighbors at each.
+    The sample consists of 128 runs of 32 adjacent keys, evenly spread over the blocks.
     """
     blocks = -(-votes.shape[-1] // BLOCK)
     i = torch.arange(SAMPLED // 32, device=votes.device)
@@ -113,9 +113,9 @@ def thresholds_of(sample: Tensor, state: State, config: StepConfig) -> dict[str,
 def _threshold(votes: Tensor, wanted: int, counted: int) -> tuple[int, int, int]:
     """Return a group's threshold, base and shift from a sample of votes, int64 `[found]`.
 
-    On average, `mean` of the sampled keys are among the best `C` of all keys. Neighboring keys are
-    alike, so this number varies about twice as much as for independent keys; therefore 9 √mean is
-    added.
+    On average, `mean` of the sampled keys are among the best `C` of all keys. Adjacent keys are
+    similar, so this number varies about twice as much as it would for independent keys. Therefore
+    the threshold is one that `mean + 9 √mean` of the sampled keys reach.
     """
     found = len(votes)
     low, top = (int(votes.min()), int(votes.max())) if found else (0, 0)

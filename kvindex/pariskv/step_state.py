@@ -1,7 +1,7 @@
 """Inputs of a fused decode step, and entries: one integer for a key's vote and id.
 
-The stages are in `decode_step.py`. Blocks are tensors here. Kernels get their addresses, in structs
-with the same names.
+The stages are in `decode_step.py`. Here blocks are tensors. Kernels get the addresses of the blocks
+instead, in structs with the same names as the classes here.
 """
 
 from __future__ import annotations
@@ -47,14 +47,15 @@ class State:
         rows: Blocks of rows, uint8 `[B, S, G, 256, row_bytes]`.
         valid: Bits of valid tokens, int32 `[B, S, 8]`.
         length: Number of tokens `N`, int64 `[1]`, or `[B]` where sequences differ.
-        wanted: Number of candidates `C`, int32 `[B]`.
-        counted: Number of valid keys, int32 `[B]`.
+        wanted: Number of candidates `C` of each sequence, int32 `[B]`.
+        counted: Number of valid keys of each sequence, int32 `[B]`.
         weight_scale: Unit of votes, float32 `[B, G]`.
-        resident: Rows of sink and window, `[B, G, W, D + Dv]`.
+        resident: Rows in the sink and the window, `[B, G, W, D + Dv]`.
         resident_mask: Uint8 `[B, W]`, 0 for a row that is hidden.
-        resident_count: How many of the `W` rows are used, int64 `[1]` or `[B]`, as `length`.
+        resident_count: How many of the `W` rows are used, int64, of the shape of `length`.
         codec: Codec of the rows in blocks: "plain", "int8" or "fp8" (`storage/codecs.py`).
-        row_center: Center that coded rows are relative to, float32 `[B, G, D]`, or None for zeros.
+        row_center: Center that was subtracted from rows before they were coded, float32
+            `[B, G, D]`, or None for zeros.
         regression: `Aᵀ` of `sign_regression.fit`, float16 `[B, G, D, D]`, or None.
         histogram: Keys per centroid, int64 `[B, G, M, 256]`, only for tiered votes.
         tiers: Bounds of the tiers in keys, int64 `[B, 6]`, only for tiered votes.
@@ -188,8 +189,8 @@ def up_of(sizes: Tensor) -> Tensor:
 def operands_of(queries: Tensor, ups: Tensor) -> Tensor:
     """Split queries times `ups` into two float16 numbers, `[B, G, g, D, 2]`.
 
-    The second number is the rounding error of the first. Matrix units read them directly; together
-    they have 22 bits.
+    The second number is the rounding error of the first. Together they have a precision of 22 bits,
+    and tensor cores can multiply them without conversion.
     """
     whole = queries * ups[..., None]
     high = whole.half()
@@ -201,8 +202,9 @@ def queries_of(operands: Tensor, ups: Tensor) -> Tensor:
     return operands.float().sum(-1) / ups[..., None]
 
 
-# An entry is a vote and an id in one int64. A better key has a larger entry; equal votes are
-# ordered by the lower id. In kernels it is an unsigned integer whose highest bit is inverted.
+# An entry is a vote and an id in one int64. A better key has a larger entry; of keys with equal
+# votes, the one with the lower id has the larger entry. Kernels store an entry as an unsigned
+# integer whose highest bit is inverted.
 
 
 def entry_of(votes: Tensor, ids: Tensor) -> Tensor:
@@ -222,7 +224,7 @@ def id_of(entries: Tensor) -> Tensor:
 
 
 def descending(entries: Tensor, chosen: Tensor) -> Tensor:
-    """Return the chosen entries, the best first, padded with `EMPTY` to the longest list."""
+    """Return the chosen entries, best first, padded with `EMPTY` to the longest list's length."""
     ordered = torch.where(chosen, entries, EMPTY).sort(dim=-1, descending=True).values
     return ordered[..., : int(chosen.sum(-1).max())]
 
@@ -233,21 +235,23 @@ def descending(entries: Tensor, chosen: Tensor) -> Tensor:
 def bin_of(votes: Tensor, base: Tensor, shift: Tensor) -> Tensor:
     """Return the histogram bins of votes `[..., N]`.
 
-    A bin has `2^shift` votes, and the first one begins at `base`; both are int32 `[...]`.
+    A bin is `2^shift` votes wide, and the first bin begins at the vote `base`. Both `shift` and
+    `base` are int32 `[...]`.
     """
     above = (votes.long() - base[..., None].long()).clamp_min(0)
     return (above >> shift[..., None].long()).clamp_max(BINS - 1)
 
 
 def cut_of(histogram: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
-    """Find the bin at which a count from the last bin down reaches `wanted`.
+    """Find the bin at which the count of votes, from the last bin downwards, reaches `wanted`.
 
     Args:
         histogram: Counts, `[..., bins]`.
         wanted: Int64 `[...]`.
 
     Returns:
-        The bin and the number of votes in higher bins; -1 and the total where it is never reached.
+        The bin and the number of votes in higher bins; -1 and the total where the count never
+        reaches `wanted`.
     """
     counts = histogram.long().flip(-1)
     up_to = counts.cumsum(-1)
@@ -280,18 +284,18 @@ def buckets_of(logits: Tensor, chosen: Tensor) -> Tensor:
 class Reranked:
     """Results of `rerank`, or of `tiered_votes.candidates` and `rerank_blocks` together.
 
-    The cut is the histogram bin in which the `C`-th best vote is. With sampling, `cuts` are the
-    thresholds of priorities, `buckets` sum over all candidates with weight `1 / π`, and there are
-    no edge entries.
+    The cut is the histogram bin that contains the `C`-th best vote. The entries in that bin are the
+    edge entries. With sampling, `cuts` contains the thresholds of priorities, `buckets` contains
+    sums over all candidates with weight `1 / π`, and there are no edge entries.
 
     Attributes:
         candidates: Entries of the best `C` keys and of all others in the cut's bin, int64 `[B, G,
             K]`.
         candidate_counts: Number of candidates, int32 `[B, G]`.
-        estimates: Their estimates of `q·k`, float32 `[B, G, K, g]`.
+        estimates: Estimates of `q·k` for the candidates, float32 `[B, G, K, g]`.
         buckets: Sums of exponentials over entries above the cut's bin, int64 `[B, G, g, BUCKETS]`.
         edge: Entries in the cut's bin, int64 `[B, G, E]`.
-        edge_estimates: Their estimates, float32 `[B, G, E, g]`.
+        edge_estimates: Estimates of `q·k` for the edge entries, float32 `[B, G, E, g]`.
         edge_counts: Number of edge entries, int32 `[B, G]`.
         cuts: The cut's bin and the number of entries above it, int32 `[B, G, 2]`; -1 and 0 where
             all entries are candidates.

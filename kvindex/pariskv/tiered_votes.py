@@ -1,9 +1,9 @@
 """Specification of the first stages of a fused step with tiered votes (preset `paper`).
 
-`decode_step` continues with `select_rows` and `attend`. A key's vote is the sum of points that its
-centroids earn in a table made for the query. Votes of all keys are stored, and each query head's
-candidates are found exactly from histograms of votes, without a sample. Appends keep the
-number of keys per centroid up to date.
+After these stages, `decode_step` continues with `select_rows` and `attend`. A key has one centroid
+in each subspace, and its vote is the sum of the points that a table, made for the query, gives to
+its centroids. The votes of all keys are stored. Each query head's candidates are found exactly from
+histograms of votes, without a sample. Appends update the number of keys per centroid.
 
 1. `query_table`: rotate the query, and give points to each centroid (paper, A.1 and B.2.1).
 2. `vote`: add up each key's points for each head, and count the keys with each number of points
@@ -42,7 +42,7 @@ POINTS = 256
 
 
 def find_candidates(queries: Tensor, state: State, config: StepConfig) -> Reranked:
-    """Run the four stages for queries `[B, H, D]`: candidates with their estimates."""
+    """Run the four stages for queries `[B, H, D]`, and return candidates with their estimates."""
     query = query_table(queries, state, config)
     chosen = candidates(state, vote(state, query, config))
     return rerank_blocks(state, query, chosen, config)
@@ -90,7 +90,8 @@ class Voted:
     Attributes:
         votes: Points of keys, int32 `[B, G, g, N]`.
         totals: Number of valid keys with each number of points, int32 `[B, G, g, POINTS]`.
-        pieces: The same for each piece of the context, int32 `[B, G, g, PIECES, POINTS]`.
+        pieces: The same numbers for each of `PIECES` sections of the context, int32 `[B, G, g,
+            PIECES, POINTS]`.
     """
 
     votes: Tensor
@@ -116,7 +117,7 @@ class Candidates:
     """Results of `candidates`.
 
     Attributes:
-        candidates: Entries with equal votes, int64 `[B, G, K]`.
+        candidates: Entries of the candidates, all with a vote of 0, int64 `[B, G, K]`.
         candidate_counts: Number of candidates, int32 `[B, G]`.
     """
 
@@ -125,7 +126,7 @@ class Candidates:
 
 
 def candidates(state: State, voted: Voted) -> Candidates:
-    """Take each head's best keys: all above its cut, and the first ones at the cut."""
+    """Take each head's `C` best keys: those with votes above its cut, then the first at the cut."""
     ids = select.candidates(voted.votes, state.target[:, 0], state.flags)
     entries = entry_of(torch.zeros_like(ids, dtype=torch.int32), ids.clamp_min(0))
     return Candidates(entries.masked_fill(ids < 0, EMPTY), (ids >= 0).sum(-1, dtype=torch.int32))

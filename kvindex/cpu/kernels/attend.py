@@ -22,16 +22,18 @@ LINE = 64
 def put_places(
     rows: np.ndarray, offset: int, count: int, kind: int, room: np.ndarray, out: np.ndarray
 ) -> None:
-    """Write the addresses of each row's numbers as float32 into `out[R]`, then those of zeros.
+    """Write the address of each row's numbers, as float32, into `out[R]`.
+
+    A row that is missing gets the address of zeros, and so does the rest of `out`.
 
     Args:
-        rows: Addresses of rows, int64 `[R]`; 0 for none.
+        rows: Addresses of rows, int64 `[R]`; 0 for a missing row.
         offset: Bytes from a row's address to the numbers.
         count: Numbers per row.
         kind: Dtype of the numbers (`numbers.KINDS`).
-        room: Buffer float32 `[R + 1, count]` for numbers that are converted to float32, and zeros
-            in its last row; `[1, count]` if rows are float32.
-        out: Int64.
+        room: Buffer for numbers that are converted to float32, float32 `[R + 1, count]`, with zeros
+            in its last row. If the rows are float32, `[1, count]` suffices, for the zeros.
+        out: Result, int64.
     """
     first = room.ctypes.data
     out[:] = first + (len(room) - 1) * count * 4
@@ -44,7 +46,7 @@ def put_places(
 
 @kernel
 def ask_for(rows: np.ndarray, first: int, row_bytes: int) -> None:
-    """Prefetch four rows, from `first` on."""
+    """Prefetch four rows, starting with row `first`."""
     for r in range(first, min(first + FOUR, len(rows))):
         for at in range(0, row_bytes, LINE):
             prefetch(rows[r] + at)
@@ -89,11 +91,12 @@ def put_softmax(
     """Replace a head's inner products by attention weights, and return their log-sum-exp.
 
     Args:
-        rows: Addresses of rows, int64 `[R]`; 0 for none.
-        weights: Log weights, float32 `[R']`, added to the first logits.
+        rows: Addresses of rows, int64 `[R]`; 0 for a missing row.
+        weights: Log weights, float32 `[R']`, added to the first `R'` logits.
         scale: Factor of the logits.
         softcap: Bound of the logits; 0 for none.
-        out: Float32, at least `R` long; zero after the rows.
+        out: Inner products, then attention weights, float32, at least `R` long. Numbers after the
+            first `R` become zero.
     """
     some, total = out[: len(rows)], np.float64(0)
     cap(some, scale, softcap)
@@ -134,9 +137,9 @@ def attend(
 
     Args:
         queries: Float32 `[g, D]`.
-        rows: Addresses of keys, int64 `[R]`; 0 for none.
+        rows: Addresses of keys, int64 `[R]`; 0 for a missing row.
         row_bytes: Bytes of a row.
-        weights: Log weights, float32 `[g, R']`, added to the first logits.
+        weights: Log weights, float32 `[g, R']`, added to the first `R'` logits.
         kind: Dtype of the rows (`numbers.KINDS`).
         value_bytes: Bytes from a key's address to its value.
         scale: Factor of the logits.

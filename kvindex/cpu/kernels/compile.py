@@ -1,7 +1,7 @@
-"""Compile kernels with Numba, and give them functions of LLVM that numpy does not have.
+"""Compile kernels with Numba, and provide functions of LLVM that numpy does not have.
 
-A kernel runs on one thread and releases Python's lock (`kvindex.cpu.threads` runs several threads).
-Compiled code is stored on disk if a folder can be written.
+A kernel runs on one thread and releases Python's global interpreter lock; `kvindex.cpu.threads`
+runs several threads. Compiled code is stored on disk if a folder for it is writable.
 """
 
 from __future__ import annotations
@@ -44,10 +44,11 @@ SOURCES = sha256(b"".join(file.read_bytes() for file in _files))
 
 
 def kernel(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function, which is compiled when it is first called.
+    """Return a compiled version of the function; Numba compiles it at the first call.
 
-    Numba stores code under the function's name and the date of its file. The code also contains
-    kernels and constants of other files, so the name gets a hash of all of them.
+    Numba's cache finds compiled code by the function's name and the date of its file. The code also
+    depends on kernels and constants in other files, so a hash of all these files is added to the
+    name.
     """
     return _compiled(function)
 
@@ -69,7 +70,7 @@ class CodeFiles(IndexDataCacheFile):  # type: ignore[misc]  # Numba is not typed
 
 
 class CodeCache(FunctionCache):  # type: ignore[misc]  # as above
-    """Numba's cache of a function, in `CodeFiles`; RuntimeError if no folder can be written."""
+    """Numba's cache of a function, which uses `CodeFiles`. Raises RuntimeError without a folder."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__(function)
@@ -96,7 +97,7 @@ def _pointer(_: Any, address: Any) -> Any:
 
 @intrinsic  # type: ignore[untyped-decorator]  # as above
 def popcount(_: Any, word: Any) -> Any:
-    """Count the ones of a uint64; LLVM vectorizes it if the machine can."""
+    """Count the 1 bits of a uint64. LLVM vectorizes this where the machine has an instruction."""
 
     def code(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
         return builder.ctpop(arguments[0])
@@ -106,7 +107,7 @@ def popcount(_: Any, word: Any) -> Any:
 
 @intrinsic  # type: ignore[untyped-decorator]  # as above
 def lowest_bit(_: Any, word: Any) -> Any:
-    """Return the position of the lowest 1 of a uint64, or 64 for 0."""
+    """Return the position of the lowest 1 bit of a uint64, or 64 for 0."""
 
     def code(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
         return builder.cttz(arguments[0], ir.IntType(1)(0))
@@ -116,7 +117,7 @@ def lowest_bit(_: Any, word: Any) -> Any:
 
 @intrinsic  # type: ignore[untyped-decorator]  # as above
 def prefetch(_: Any, address: Any) -> Any:
-    """Prefetch the memory at an address, an int64, for reading."""
+    """Prefetch the memory at an address (int64) for reading."""
 
     def code(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
         number = ir.IntType(32)
@@ -132,10 +133,10 @@ def prefetch(_: Any, address: Any) -> Any:
 
 @inlined
 def keep(*arrays: np.ndarray) -> None:
-    """Keep arrays alive until this call, because their addresses are used.
+    """Keep arrays alive up to this call. A function calls it last for arrays used by address.
 
-    Numba frees an array after the last use of its name; its address would then belong to other
-    data.
+    Numba frees an array after the last use of its name. Without this call, the address could
+    belong to other data before the kernel reads it.
     """
 
 

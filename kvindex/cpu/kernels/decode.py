@@ -1,6 +1,6 @@
 """Decode a key's quantized direction from sign and magnitude bits, 64 coordinates at a time.
 
-The bits of a word are used as masks of vectors, and levels are looked up in registers.
+The bits of a word serve as masks of vector instructions, and levels are looked up in registers.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ def bits_at(builder: Any, address: Any) -> Any:
 
 
 def level_indices(builder: Any, planes: Any, step: Any, bits: Any) -> Any:
-    """Combine planes of bits into the level indices of 64 coordinates.
+    """Combine bit planes into the level indices of 64 coordinates.
 
-    The words of the `bits` planes are `step` bytes apart.
+    There is one word for each of the `bits` planes, and these words are `step` bytes apart.
     """
     stored = cgutils.alloca_once(builder, BYTES)
     builder.store(ir.Constant(BYTES, [0] * WORD), stored)
@@ -47,7 +47,7 @@ def level_indices(builder: Any, planes: Any, step: Any, bits: Any) -> Any:
 
 
 def looked_up(builder: Any, table: Any, indices: Any) -> Any:
-    """Look up entries in a vector; LLVM uses one permutation if the machine has it."""
+    """Look up entries of a vector. LLVM uses one permute instruction if the machine has it."""
     low = builder.and_(indices, ir.Constant(LANES_OF, [LANES - 1] * LANES))
     found = ir.Constant(FLOATS, ir.Undefined)
     for i in range(LANES):
@@ -91,12 +91,12 @@ def _put_word(
 
 @inlined
 def put_word(signs: int, planes: int, step: int, bits: int, levels: int, out: int) -> None:
-    """Write the signed levels of 64 coordinates, float32 `[64]`. All arrays are given by addresses.
+    """Write the signed levels of 64 coordinates, float32 `[64]`. Arrays are passed by address.
 
     Args:
         signs: A word of sign bits.
         planes: `bits` words of magnitude bits.
-        step: Bytes between these words.
+        step: Bytes from one word of `planes` to the next.
         bits: Number of planes.
         levels: Float32 `[2^bits]`, at least 16.
         out: Float32 `[64]`.

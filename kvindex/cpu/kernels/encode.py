@@ -1,4 +1,4 @@
-"""Encode blocks of keys: centers, then codes and logarithmic weights, a tile of keys at a time.
+"""Encode blocks of keys: compute centers, then codes and logarithmic weights, tile by tile.
 
 Source: ParisKV, sections A.1 to A.3.
 """
@@ -85,7 +85,7 @@ def put_nearest(
     indices: np.ndarray,
     values: np.ndarray,
 ) -> None:
-    """Find the level nearest to each size; the lower one at a tie.
+    """Find the level nearest to each size. If two levels are equally near, take the lower one.
 
     Args:
         sizes: Float32 `[L]`.
@@ -235,12 +235,12 @@ def encode(
 
     Args:
         part: Number of this part.
-        parts: Number of parts.
+        parts: Number of parts, which run on separate threads.
         keys: Addresses of each group's keys, int64 `[B·G]`.
         step: Bytes between keys.
         kind: Dtype of the keys (`numbers.KINDS`).
         valid: Addresses of flags, int64 `[B·G]`, or 0.
-        limit: Largest allowed number.
+        limit: Largest allowed absolute value of a key's coordinate.
         block: Tokens of a block.
         flips: Signs of the rotation, float32 `[D]`.
         hartley: Hartley matrix of the rotation, float32 `[p, p]`.
@@ -251,7 +251,7 @@ def encode(
         weights: Result, uint8 `[B·G, N, 1]`.
         fractions: Result, uint8 `[B·G, N, 1]`.
         centers: Result, uint16 `[B·G, S, D]`; none where `S` is 0.
-        wrong: Int32 `[1]`, set to 1 if a number is NaN or larger than the limit.
+        wrong: Int32 `[1]`, set to 1 if a coordinate is NaN or larger than the limit.
     """
     groups, N, bits, M = magnitudes.shape
     D, blocks, L = M * 8, -(-N // block), min(TILE, -(-block // 8) * 8)

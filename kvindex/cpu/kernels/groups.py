@@ -1,4 +1,4 @@
-"""Scores that the query heads of a group agree on, for several groups."""
+"""Combine the estimates of a group's query heads into one score per candidate, for many groups."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ LOWEST = np.finfo(np.float32).min
 
 @kernel
 def log_sum(logits: np.ndarray, sizes: np.ndarray) -> Number:
-    """Return the log-sum-exp of logits float32 `[C]`, each counted as often as its size says.
+    """Return the log-sum-exp of logits float32 `[C]`, where logit `c` counts `sizes[c]` times.
 
-    Sizes are int64 `[C]`, or empty for one each. The result is 0 if there is nothing to add.
+    Sizes are int64 `[C]`, or empty if each logit counts once. The result is 0 if all counts are 0.
     """
     peak, total = NEVER, 0.0
     if not len(sizes):
@@ -101,9 +101,9 @@ def agree(
 
 @kernel
 def put_mean(log_weights: np.ndarray, out: np.ndarray) -> None:
-    """Compute the log of the mean over heads of weights, from their logs float32 `[g, C]`.
+    """Compute the log of the mean weight over heads, from log weights float32 `[g, C]`.
 
-    `out` has the largest of them before the call.
+    Before the call, `out` contains the largest log weight over heads.
     """
     (g, C), sums = log_weights.shape, np.empty(CHUNK, np.float32)
     for start in range(0, C, CHUNK):

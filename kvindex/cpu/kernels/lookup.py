@@ -1,7 +1,8 @@
-"""Inner products of signs with a rounded query by look-up tables in registers, 64 keys at a time.
+"""Compute inner products of signs with a rounded query by look-up tables, for 64 keys at a time.
 
-Each group of four signs of a key selects one of 16 sums, from a table of 16 bytes that depends on
-the query. The instruction `pshufb` does this for 64 keys at once, on machines with AVX-512.
+Four signs of a key have 16 possible inner products with four coordinates of the query. A table of
+16 bytes in a register contains them. On machines with AVX-512, one `pshufb` instruction looks up
+the entries of 64 keys.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def loaded(builder: Any, address: Any, offset: int, kind: Any) -> Any:
 
 
 def transposed(builder: Any, words: Any) -> list[Any]:
-    """Transpose 64 words into bytes `[8, 64]`, where keys `j` and `32 + j` are adjacent."""
+    """Transpose 64 words into bytes `[8, 64]`, in which keys `j` and `32 + j` are adjacent."""
     rows = []
     order = [(u * 4 + t) * 8 + b for b in range(8) for t in range(4) for u in range(2)]
     for i in range(8):
@@ -84,7 +85,7 @@ def looked_up(builder: Any, table: Any, offset: int, indices: Any) -> Any:
 
 
 def sums_of(builder: Any, nibbles: Any, words: Any, table: Any) -> list[Any]:
-    """Add up the entries of 64 keys, as two vectors of 32."""
+    """Add up the table entries of 64 keys, as two vectors of 32."""
     none, eight = (ir.Constant(SHORTS, [n] * (KEYS // 2)) for n in (0, 8))
     both, odd = (cgutils.alloca_once(builder, SHORTS) for _ in range(2))
     builder.store(none, both)
@@ -119,8 +120,8 @@ def _put_nibbles(_: Any, words: Any, out: Any) -> Any:
 def votes_of(builder: Any, arguments: Any) -> list[Any]:
     """Compute the votes of 64 keys as two vectors of 32.
 
-    The arguments are those of `_raise_votes` without `out`. The result is empty on a machine
-    without the instruction, which cannot compile it; there it is not called.
+    The arguments are those of `_raise_votes` without `out`. A machine without the instruction
+    cannot compile this function. There it returns nothing and is never called.
     """
     if not SERVED:
         return []
@@ -207,10 +208,10 @@ def raise_votes(
         words: Signs, uint64 `[W, n]`.
         tables: Result of `put_tables`, uint8 `[g, W, 16, 16]`.
         totals: Numbers that `put_tables` returned, int32 `[g]`.
-        factors: Int32 `[n]`.
-        offsets: Int32 `[g]`.
+        factors: Integer factor of each key's weight, int32 `[n]`.
+        offsets: Vote that the block's center adds for each head, int32 `[g]`.
         nibbles: Buffer, uint8 `[W, 16, 64]`.
-        out: Votes so far, and the result.
+        out: On entry the largest votes of earlier heads; the result replaces them.
     """
     (g, W), n = tables.shape[:2], len(out)
     table, signs, to = tables.ctypes.data, words.ctypes.data, out.ctypes.data
@@ -254,9 +255,10 @@ def raise_sizes(
 
 @kernel
 def put_tables(integers: np.ndarray, out: np.ndarray) -> int:
-    """Write the sums of each four signs, uint8 `[W, 16, 16]`, for integers int64 `[D]` up to 31.
+    """Write the look-up tables of a rounded query, uint8 `[W, 16, 16]`.
 
-    Returns what a key's sum of entries is too large by.
+    The query's integers, int64 `[D]`, are at most 31 in size. Entries are shifted to be at least 0,
+    so a key's sum of entries is too large by a constant, which is returned.
     """
     W = len(out)
     for n in range(W * NIBBLES):

@@ -1,4 +1,4 @@
-"""Noise of keys, with which candidates and rows are sampled: the integers of `ops.priority`."""
+"""Compute the random noise of keys, by which candidates and rows are sampled (`ops.priority`)."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ EIGHT, SEVEN, ONE = np.uint32(8), np.int32(7), np.uint32(1)
 
 @inlined
 def number_of(position: int, seed: Number) -> Number:
-    """Return the number that is hashed for a key at a position, uint32, with a seed uint32."""
+    """Return the number (uint32) that is hashed for the key at a position, for a seed (uint32)."""
     return np.uint32(np.uint32(position) * SPREAD + seed)
 
 
@@ -62,11 +62,11 @@ def noise_of(number: Number) -> Number:
 
 @inlined
 def bound_of(number: Number) -> Number:
-    """Return an upper bound of `noise_of` that is faster to compute, at most 0.09 octaves above.
+    """Return an upper bound of `noise_of` that is faster to compute.
 
-    A float's exponent and mantissa together are a logarithm that is linear between powers of two.
-    For noise of 8 octaves and more, which one key in 256 has, fewer bits are known, and the bound
-    may be higher.
+    The bits of a float, read as an integer, approximate its logarithm: they are linear between
+    powers of two. The bound is at most 0.09 octaves above the noise. For noise of 8 octaves and
+    more, which one key in 256 has, fewer bits are used, and the bound may be higher.
     """
     upper = np.float32(np.int32(hashed(number) >> EIGHT))
     return np.int32(ABOVE - (upper.view(np.int32) >> SEVEN))
@@ -78,7 +78,7 @@ def all_of(kind: Any, number: Any) -> Any:
 
 
 def hashed_pairs(builder: Any, numbers: Any, odd: bool) -> Any:
-    """Hash every second one of the numbers `INTS`, in their places; other places are undefined."""
+    """Hash every second number of a vector `INTS`, in its place; the other places are undefined."""
     lower, half = all_of(PAIRS, priority.BITS), all_of(PAIRS, 32)
     both = builder.bitcast(numbers, PAIRS)
     both = builder.lshr(both, half) if odd else both
@@ -91,7 +91,7 @@ def hashed_pairs(builder: Any, numbers: Any, odd: bool) -> Any:
 
 
 def bounds_of(builder: Any, numbers: Any) -> Any:
-    """Compute `bound_of` for numbers `INTS`."""
+    """Compute `bound_of` for a vector of the type `INTS`."""
     pairs = [hashed_pairs(builder, numbers, odd) for odd in (False, True)]
     hashes = shuffle(builder, pairs[0], pairs[1], [i + LANES * (i % 2) for i in range(LANES)])
     upper = builder.sitofp(builder.lshr(hashes, all_of(INTS, 8)), FLOATS)
@@ -100,7 +100,7 @@ def bounds_of(builder: Any, numbers: Any) -> Any:
 
 
 def rounded(builder: Any, sizes: Any) -> Any:
-    """Round sizes `FLOATS` up to `LARGEST` to `INTS`."""
+    """Round sizes up to `LARGEST`, a vector of the type `FLOATS`, to the type `INTS`."""
     most = all_of(FLOATS, float(LARGEST))
     bounded = builder.select(builder.fcmp_ordered("<", sizes, most), sizes, most)
     name = f"llvm.rint.v{LANES}f32"
@@ -132,7 +132,7 @@ def _add_bounds(_: Any, number: Any, sizes: Any, chunks: Any, out: Any) -> Any:
 def add_bounds(sizes: np.ndarray, number: Number, out: np.ndarray) -> None:
     """Compute upper bounds of priorities, int32 `out[n]`, for sizes float32 `[n]`.
 
-    `n` is a multiple of 16. `number` is `number_of` the first key; the numbers of the next keys
-    follow from it.
+    `n` is a multiple of 16. `number` is the result of `number_of` for the first key; the numbers of
+    the next keys follow from it.
     """
     _add_bounds(number, sizes.ctypes.data, len(out) // LANES, out.ctypes.data)

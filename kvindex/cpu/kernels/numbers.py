@@ -1,4 +1,4 @@
-"""Read short floats as float32, which Numba cannot, and an exponential that LLVM vectorizes."""
+"""Functions that Numba lacks: read 16-bit floats as float32, and an `exp` that LLVM vectorizes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ BIAS = np.float32(2.0**112)
 
 @kernel
 def read(address: int, count: int, kind: int, out: np.ndarray) -> None:
-    """Read numbers of a kind of `KINDS` at an address into float32 `out[:count]`."""
+    """Convert `count` numbers at an address, of a dtype in `KINDS`, to float32 `out[:count]`."""
     if kind == FLOAT32:
         floats = float32_at(address, count)
         for i in range(count):
@@ -58,7 +58,7 @@ ONE = np.float32(1)
 
 @kernel
 def exp(x: Number) -> Number:
-    """Return `e^x` of a float32 up to 0, exact to a few units of the last place."""
+    """Return `e^x` for a float32 of at most 0, accurate to a few units in the last place."""
     bounded = max(np.float32(x), LEAST)
     octaves = np.float32(np.rint(bounded * LOG2_E))
     r = np.float32(np.float32(bounded - octaves * LN2_UPPER) - octaves * LN2_LOWER)
@@ -86,7 +86,7 @@ L0, L1, L2, L3, L4, L5, L6, L7, L8 = LOG
 
 @kernel
 def log(x: Number) -> Number:
-    """Return the logarithm of a normal positive float32, exact to a few units of the last place."""
+    """Return the log of a normal positive float32, accurate to a few units in the last place."""
     beyond = np.uint32(np.float32(x).view(np.uint32) - HALF_ROOT)
     octaves = np.float32(np.int32(beyond) >> np.int32(23))
     r = np.float32(np.uint32((beyond & MANTISSA) + HALF_ROOT).view(np.float32) - ONE)
@@ -105,9 +105,10 @@ SIGN_SHIFT = np.int32(31)
 
 @kernel
 def largest(numbers: np.ndarray) -> Number:
-    """Return the largest of float32 numbers `[n]` without NaN, by integer comparison.
+    """Return the largest of float32 numbers `[n]`, none of which is NaN.
 
-    LLVM can vectorize integer comparisons without further assumptions.
+    The numbers are compared as integers, because LLVM vectorizes integer comparisons without
+    fast-math flags.
     """
     most = SMALLEST
     for i in range(len(numbers)):

@@ -1,4 +1,7 @@
-"""Sample candidates with integers, as `ops.priority`: scales of sizes, thresholds, candidates."""
+"""Sample candidates with integer arithmetic, as `ops.priority` does.
+
+The kernels compute the gains and totals that convert votes to sizes, thresholds, and candidates.
+"""
 
 from __future__ import annotations
 
@@ -83,7 +86,7 @@ def put_scales(
 def list_priorities(
     bounds: np.ndarray, seed: Number, least: int, listed: np.ndarray, out: np.ndarray
 ) -> int:
-    """List keys whose priority is at least `least`: positions, ascending, and priorities.
+    """List the positions (ascending) and the priorities of keys whose priority is at least `least`.
 
     Args:
         bounds: Upper bounds of priorities, int32 `[N]`.

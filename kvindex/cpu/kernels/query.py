@@ -65,10 +65,10 @@ def round_query(rotated: np.ndarray, query_max: int, out: np.ndarray) -> None:
 
 @kernel
 def put_planes(integers: np.ndarray, out: np.ndarray) -> None:
-    """Split integers int64 `[D]` into bit planes uint64 `[P, W]`, 64 numbers per word.
+    """Split integers int64 `[D]` into bit planes uint64 `[P, W]`, 64 coordinates per word.
 
-    A number is the sum of digits from -32 to 31 times powers of 64. A digit has `GROUP` planes in
-    two's complement.
+    An integer is written to the base 64 with digits from -32 to 31. Each digit has `GROUP` bit
+    planes, in two's complement.
     """
     out[:] = 0
     for d in range(len(integers)):
@@ -103,7 +103,7 @@ def prepare(
     tables: np.ndarray,
     totals: np.ndarray,
 ) -> None:
-    """Compute everything that the stages read of the queries.
+    """Compute all forms of the queries that later stages read.
 
     Args:
         queries: Float32 `[B·G, g, D]`.
@@ -116,8 +116,8 @@ def prepare(
         units: Result, inner product that a vote of 1 represents, float64 `[B·G, g]`.
         planes: Result, bit planes of the rounded queries, uint64 `[B·G, g, P, W]`, if `W` is not 0.
         tables: Result, look-up tables, uint8 `[B·G, g, W, 16, 16]`, if `W` is not 0.
-        totals: Result, what inner products with planes or tables are too large by, int32 `[B·G,
-            g]`.
+        totals: Result, the constant to subtract from inner products that were computed with planes
+            or tables, int32 `[B·G, g]`.
     """
     groups, g, D = queries.shape
     integers, voting = np.empty(D, np.int64), np.empty(D, np.float32)

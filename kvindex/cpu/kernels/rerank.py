@@ -1,4 +1,7 @@
-"""Rerank: inner products with candidates from all bits of their codes, and the group's scores."""
+"""Rerank: estimate inner products with candidates from all bits of their codes, and score them.
+
+The score of a candidate combines the estimates of all heads of the group.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ STEPS = 2**11
 def weight_of(upper: int, lower: int, fine: np.ndarray) -> Number:
     """Compiled version of `ops.codes.log_weights` for a code of two bytes.
 
-    `fine` has the weights of one octave from 1 on, float32 `[2^11]`.
+    `fine` contains the weights from 1 to 2 (one octave), float32 `[2^11]`.
     """
     code = np.int32(upper) << np.int32(8) | np.int32(lower)
     if code == 0:
@@ -152,7 +155,7 @@ def cap(logits: np.ndarray, scale: float, softcap: float) -> None:
 def put_log_softmax(logits: np.ndarray, most: np.ndarray) -> None:
     """Replace a head's logits float32 `[C]` by the logarithms of their softmax.
 
-    `most` float32 `[C]` is raised to them.
+    `most`, float32 `[C]`, becomes the maximum of itself and the result.
     """
     peak, total = largest(logits), 0.0
     for c in range(len(logits)):

@@ -52,7 +52,7 @@ def gather_rows(
         parts: Number of parts.
         table: Addresses of the groups' first rows, int64 `[P]`.
         step: Bytes between rows.
-        wide: Bytes of a row.
+        wide: Bytes to copy per row.
         ids: Int64 `[P, K]`.
         out: Address of the result.
     """

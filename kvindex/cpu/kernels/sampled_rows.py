@@ -1,4 +1,4 @@
-"""Sample rows among sampled candidates, one group after another (`ops.priority`, with floats)."""
+"""Sample rows from the sampled candidates, group by group, in float32 (`ops.priority`)."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def sample(
         noises: Float32 `[C]`.
         chances: `log π` of candidates, float32 `[C]`.
         ids: Int32 `[C]`.
-        power: Power of `1 / π` that weights a row.
+        power: The weight of a row is `1 / π` raised to this power.
         to: Result, ids int64 `[k]`, best first, padded with -1.
         scores: Result, float32 `[k]`.
         log_weight: Result, float32 `[g, k]`.
@@ -143,7 +143,7 @@ def sample_rows(
     Args:
         bounds: Upper bounds of priorities, int32 `[B·G, N]`.
         seeds: Seeds of the noise, uint32 `[B·G]`.
-        power: Power of `1 / π` that weights a row.
+        power: The weight of a row is `1 / π` raised to this power.
         listed: Buffer, int32 `[parts, N + 2 · SAMPLED]`.
         room: Buffer, int32 `[parts, N + 2 · SAMPLED]`.
         log_weight: Result, float32 `[B·G, g, k]`.

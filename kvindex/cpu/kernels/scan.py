@@ -1,4 +1,4 @@
-"""Scan: every key's vote from its signs, the upper byte of its weight and its block's center."""
+"""Scan: compute every key's vote from its signs, its weight's upper byte and its block's center."""
 
 from __future__ import annotations
 
@@ -82,18 +82,18 @@ def scan_block(
     """Compute votes of a block's keys, int32 `[count]`; with scales, upper bounds of priorities.
 
     Args:
-        signs: Address.
-        weights: Address.
+        signs: Address of the block's signs.
+        weights: Address of the block's weights.
         valid: Address of bool `[count]`, or 0.
         count: Number of keys.
         M: Bytes of a key's signs.
         planes: Bit planes of the queries, uint64 `[g, P, W]`.
-        tables: Look-up tables of the queries, uint8 `[g, W, 16, 16]`. Planes or tables have no
-            words.
-        totals: Int32 `[g]`.
-        factors: Int32 `[256]`, by weight.
-        offsets: Int32 `[g]`.
-        scales: Gains and totals, float32 `[g, 2]`, or of no head.
+        tables: Look-up tables of the queries, uint8 `[g, W, 16, 16]`. Only one of planes and tables
+            is used; `W` is 0 in the other.
+        totals: Result of `query.prepare`, int32 `[g]`.
+        factors: Integer factor of each weight, int32 `[256]`.
+        offsets: Vote that the block's center adds for each head, int32 `[g]`.
+        scales: Gains and totals of `ops.priority`, float32 `[g, 2]`; `[0, 2]` without sampling.
         number: Number that is hashed for the first key (`noise.number_of`).
         words: Buffer, uint64 `[W, CHUNK]`.
         nibbles: Buffer, uint8 `[W, 16, 64]`.
@@ -177,10 +177,11 @@ def scan(
         planes: As for `query.prepare`.
         tables: As for `query.prepare`.
         totals: As for `query.prepare`.
-        scales: Gains and totals of `ops.priority`, float32 `[B·G, g, 2]`, or of no head.
+        scales: Gains and totals of `ops.priority`, float32 `[B·G, g, 2]`; `[B·G, 0, 2]` without
+            sampling.
         seeds: Seeds of the noise, uint32 `[B·G]`.
-        products: Result: inner products with centers, float32 `[B·G, S, g]`, except those that
-            scales were computed from.
+        products: Result: inner products with centers, float32 `[B·G, S, g]`. With sampling, those
+            of the sampled blocks were computed before (`priority.put_scales`).
         votes: Result, int32 `[B·G, N]`.
     """
     groups, g, D = queries.shape
@@ -200,7 +201,7 @@ def scan(
         if centers[opened, group]:
             at = centers[opened, group] + (0 if opened else s * D * 2)
             asked = queries.ctypes.data + group * g * D * 4
-            if not len(scales[group]) or not is_sampled(s, blocks):  # else computed before
+            if not len(scales[group]) or not is_sampled(s, blocks):  # else `put_scales` computed it
                 multiply_center(at, asked, g, D, center, places, products[group, s])
             for h in range(g):
                 offsets[h] = offset_of(products[group, s, h], units[group, h])

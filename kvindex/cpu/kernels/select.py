@@ -1,7 +1,6 @@
-"""Select the best by score, equal scores by the lower id: candidates by votes, then rows.
+"""Select candidates by votes, then rows by scores. Equal scores go to the lower id.
 
-Thresholds are found by counting, without branches that depend on the data and that no machine can
-predict.
+Thresholds are found by counting, without data-dependent branches, which a CPU could not predict.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ ONE = np.uint64(1)
 
 @kernel
 def order_of(score: float) -> Number:
-    """Return an int32 with the order of float32 scores; -0 equals 0."""
+    """Map a float32 score to an int32 with the same order; -0 and 0 give the same."""
     bits = np.int32(0) if score == 0 else np.float32(score).view(np.int32)
     return np.int32(bits ^ (bits >> np.int32(31) & np.int32(0x7FFFFFFF)))
 
@@ -71,9 +70,10 @@ def count_from(numbers: np.ndarray, threshold: int) -> Number:
 
 @kernel
 def threshold_for(numbers: np.ndarray, k: int) -> Number:
-    """Return a number that exactly `k` of int32 numbers `[n]` reach, if the search meets one.
+    """Return a threshold that at least `k` of the int32 numbers `[n]` reach.
 
-    Else return the largest number that at least `k` reach.
+    The binary search ends early at a threshold that exactly `k` numbers reach. If it finds none,
+    the result is the largest threshold that at least `k` numbers reach.
     """
     least = most = np.int32(numbers[0])
     for i in range(len(numbers)):
@@ -109,10 +109,10 @@ def put_chosen(numbers: np.ndarray, k: int, out: np.ndarray) -> None:
 
 @kernel
 def sampled_threshold(votes: np.ndarray, limit: int, more: int, room: np.ndarray) -> Number:
-    """Estimate from a sample a vote that somewhat more than `limit` of the votes int32 `[n]` reach.
+    """Estimate a threshold that somewhat more than `limit` of the votes int32 `[n]` reach.
 
-    `more` counts earlier estimates that were too high; each one makes the result lower. `room` is a
-    buffer, int32, at least `2 · SAMPLED` long.
+    The estimate uses a sample of the votes. `more` is the number of earlier estimates that were too
+    high; each one makes the result lower. `room` is a buffer, int32, at least `2 · SAMPLED` long.
     """
     step = max(1, len(votes) // min(max(len(votes) // 8, FEWEST), SAMPLED))
     count = (len(votes) - 1) // step + 1
@@ -156,7 +156,7 @@ def candidates(
 
     Args:
         votes: Int32 `[n]`, `INVALID` for padding.
-        limit: At most the number of valid keys.
+        limit: Number of candidates, at most the number of valid keys.
         listed: Buffer, int32 `[n + MARGIN]`.
         room: Buffer, int32 `[n + 2 · SAMPLED]`.
         out: Result, longer than `limit`.
@@ -207,7 +207,7 @@ def top_k(
     Args:
         scores: Float32 `[C]`.
         ids: Ascending ids of the rows, int32 `[C]`.
-        k: At most `C`.
+        k: Number of entries, at most `C`.
         orders: Buffer, int32 `[C]`.
         places: Buffer, int32 `[k + 1]`.
         room: Buffer, int64 `[k]`.

@@ -1,7 +1,7 @@
-"""Votes of a chunk of a block's keys; with sampling, sizes plus an upper bound of the noise.
+"""Compute the votes of a chunk of a block's keys, or upper bounds of their priorities.
 
-The exact noise is computed later, and only for the few keys whose bound (`noise.bound_of`) is high
-enough.
+Sampling needs the bounds: a key's size plus an upper bound of its noise (`noise.bound_of`). The
+exact noise is computed later, only for the few keys whose bound reaches the threshold.
 """
 
 from __future__ import annotations

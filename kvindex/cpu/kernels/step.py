@@ -1,4 +1,7 @@
-"""The stages of a step after the scan: select candidates, rerank, agree, select rows, attend."""
+"""The stages of a decode step after the scan.
+
+They select candidates, rerank them, combine the scores of a group's heads, select rows, and attend.
+"""
 
 from __future__ import annotations
 
@@ -141,7 +144,7 @@ def attend_groups(
         ids: Int64 `[B·G, K]`.
         bases: Addresses of the store's rows, int64 `[B·G]`.
         row_bytes: Bytes of a row.
-        weights: Log weights, float32 `[B·G, g, K]`, or of no rows.
+        weights: Log weights, float32 `[B·G, g, K]`; `[B·G, g, 0]` if all are zero.
         resident: Addresses of resident rows, int64 `[B·G]`.
         resident_bytes: Bytes of a resident row.
         mask: Addresses of the mask of resident rows, int64 `[B·G]`.

@@ -1,4 +1,4 @@
-"""The stages of a step with tiered votes after the votes, one group after another."""
+"""The stages of a decode step with tiered votes that follow the votes, group by group."""
 
 from __future__ import annotations
 
@@ -40,7 +40,10 @@ def _scale(_: Any, weights: Any, chunks: Any, out: Any) -> Any:
 
 @kernel
 def scale(weights: int, M: int, out: int) -> None:
-    """Multiply subspaces float32 `[M, 8]` by their weights bfloat16 `[M]`, both at addresses."""
+    """Multiply the subspaces of a key by their weights. Arguments are the addresses of both.
+
+    Subspaces are float32 `[M, 8]`, weights bfloat16 `[M]`.
+    """
     if M == 8:  # unrolled
         _scale(weights, 4, out)
         return
@@ -67,9 +70,9 @@ def estimate(
 
     Args:
         ids: Int32 `[C]`.
-        signs: Address.
-        magnitudes: Address.
-        weights: Address.
+        signs: Address of the group's signs.
+        magnitudes: Address of the group's magnitudes.
+        weights: Address of the group's weights.
         bits: Bits of a magnitude.
         queries: Rotated queries, float32 `[g, D]`.
         levels: Float32 `[2^bits]`, at least 16.

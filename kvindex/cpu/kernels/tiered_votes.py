@@ -1,6 +1,6 @@
-"""Candidates by tiered votes: points of centroids, votes of all keys, the best keys of each head.
+"""Find candidates by tiered votes: give points to centroids, add them up, take the best keys.
 
-The points of up to eight query heads are the bytes of one word, so one look-up serves them all.
+The points for up to eight query heads are the bytes of one word, so one look-up serves them all.
 """
 
 from __future__ import annotations
@@ -37,17 +37,18 @@ def merge_flipped(
     merged: np.ndarray,
     numbers: np.ndarray,
 ) -> None:
-    """Merge `count` centroids with the same ones whose bit `j` is flipped, by ascending loss.
+    """Merge two sorted lists: `count` centroids, and the same centroids with bit `j` flipped.
 
-    Equal losses go to the lower id. Merging runs from both ends at once, so that neither waits for
-    the other.
+    The result is sorted by ascending loss, and equal losses by the lower id. The loss of a centroid
+    is the best centroid's inner product with the query minus its own. The merge runs from both ends
+    at the same time, so that the CPU can overlap the two chains of dependent instructions.
 
     Args:
-        losses: What the centroids' inner products lack to the best one, float64 `[256]`, ascending.
-        ids: Int64 `[256]`.
+        losses: Losses of the centroids, float64 `[256]`, ascending.
+        ids: Ids of the centroids, int64 `[256]`.
         count: Number of centroids.
         j: Bit that is flipped.
-        loss: What flipping the bit costs.
+        loss: By how much flipping the bit increases a loss.
         merged: Result, losses of twice as many centroids.
         numbers: Result, ids of twice as many centroids.
     """
@@ -89,8 +90,9 @@ def put_points(
 ) -> None:
     """Write the points of centroids int64 `[256]`, best first, into a byte of `table[256]`.
 
-    `histogram` has the keys per centroid, int64 `[256]`; `limits` are int64 `[tiers]`, ascending;
-    `up` is the number of bits below that byte of the uint64 table.
+    `histogram` is the number of keys per centroid, int64 `[256]`. `limits` are the bounds of the
+    tiers, int64 `[tiers]`, ascending. `up` is the position of the byte's lowest bit in the uint64
+    entries of the table.
     """
     better, first = 0, 0
     for i in range(len(ids)):
@@ -140,7 +142,7 @@ def prepare(
 def look_up(signs: int, M: int, table: np.ndarray, out: np.ndarray) -> None:
     """Add up the points of keys into uint64 `out[n]`.
 
-    Their signs uint8 `[n, M]` are at an address; `table` is uint64 `[M, 256]`.
+    `table` is uint64 `[M, 256]`. The keys' signs, uint8 `[n, M]`, are passed by address.
     """
     n = len(out)
     if M % 8:
@@ -214,8 +216,8 @@ def count(votes: np.ndarray, up: Number, valid: int, counts: np.ndarray) -> None
 def put_cut(counts: np.ndarray, limit: int, h: int, cuts: np.ndarray, left: np.ndarray) -> None:
     """Find the lowest vote of the best `limit` keys, and how many of these keys have it.
 
-    They are written to `cuts[h]` and `left[h]`; `counts` are those of all parts, int64 `[parts,
-    256]`.
+    The vote is written to `cuts[h]`, and the number of keys to `left[h]`. `counts` contains the
+    number of keys with each vote, for all parts, int64 `[parts, 256]`.
     """
     above = 0
     for v in range(POINTS - 1, -1, -1):
@@ -230,8 +232,8 @@ def put_cut(counts: np.ndarray, limit: int, h: int, cuts: np.ndarray, left: np.n
 def flag_best(votes: np.ndarray, up: Number, cut: int, flags: np.ndarray) -> Number:
     """Set the flags of votes above a cut, and return how many valid votes are at the cut.
 
-    One byte of votes uint64 `[n]` is read. In flags uint8 `[n]`, bit 0 is set; bit 1 marks valid
-    keys.
+    The function compares one byte of each vote, uint64 `[n]`. In flags, uint8 `[n]`, it sets bit 0;
+    bit 1 marks valid keys.
     """
     ties, least = np.int64(0), np.uint64(cut)
     for i in range(len(votes)):

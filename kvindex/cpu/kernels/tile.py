@@ -1,7 +1,9 @@
-"""Tiles of keys: transposed, centered, normalized and rotated.
+"""Transpose, center, normalize and rotate tiles of keys.
 
-A coordinate of all keys is contiguous, so every loop runs over keys. Apart from the center, the
-result for a key does not depend on other keys. Source: ParisKV, section A.1.
+In a tile `[D, L]`, each coordinate of all `L` keys is contiguous, so every inner loop runs over
+keys. Apart from the center, the result for a key does not depend on other keys.
+
+Source: ParisKV, section A.1.
 """
 
 from __future__ import annotations
@@ -32,10 +34,10 @@ def put_tile(
     row: np.ndarray,
     tile: np.ndarray,
 ) -> bool:
-    """Transpose up to `L` keys minus their center float32 `[D]` into float32 `[D, L]`.
+    """Subtract the center float32 `[D]` from up to `L` keys; transpose them to float32 `[D, L]`.
 
-    Missing keys are zero. Returns True if no number is NaN or larger than the limit. Other
-    arguments are as for `encode.put_center`.
+    If there are fewer than `L` keys, the rest of the tile is zero. Returns True if no coordinate is
+    NaN or larger than the limit. Other arguments are as for `encode.put_center`.
     """
     (D, L), most, wrong = tile.shape, np.float32(limit), 0
     for i in range(count):
@@ -84,9 +86,11 @@ def rotate(tile: np.ndarray, flips: np.ndarray, hartley: np.ndarray, out: np.nda
     """Compiled version of `ops.transform.rotate` for a tile float32 `[D, L]`, with other rounding.
 
     The matrix is `(Q ⊗ H) diag(s)`; `flips` is `s`, float32 `[D]`, and `hartley` is `Q / √D`,
-    float32 `[p, p]`. For a unit vector, a coordinate differs from the exact one by at most `√2 (a +
-    p + 2) 2^-24`, where `D = p · 2^a`: the rounded operations are `a` sums of two numbers, a
-    product with a rounded number, and `p - 1` sums. The tile is overwritten.
+    float32 `[p, p]`. The tile is overwritten.
+
+    For a unit vector, a coordinate differs from the exact one by at most `√2 (a + p + 2) 2^-24`,
+    where `D = p · 2^a`. The operations that round are `a` sums of two numbers, one product with a
+    rounded matrix entry, and `p - 1` further sums.
     """
     D, L = tile.shape
     order, numbers, results = len(hartley), tile.reshape(-1), out.reshape(-1)

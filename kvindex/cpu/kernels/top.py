@@ -1,4 +1,4 @@
-"""Top-k of float scores, and positions of flags, which every search ends with."""
+"""Top-k of float scores, and positions of True flags. Every search ends with one of the two."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ WIDE = 32
 
 @kernel
 def put_orders(scores: np.ndarray, size: int, orders: np.ndarray, highest: np.ndarray) -> None:
-    """Compute `order_of` scores float32 `[n]`, int32 `[n]`, and the largest of each block."""
+    """Compute `order_of` for scores float32 `[n]`, int32 `[n]`, and the largest of each block."""
     for i in range(len(scores)):
         orders[i] = order_of(scores[i])
     for s in range(len(highest)):
@@ -41,8 +41,8 @@ def list_best(scores: np.ndarray, k: int, entries: np.ndarray) -> None:
     """Write the entries of the `k` best of scores float32 `[n]` into int64 `entries[:k]`.
 
     The best is first, and `k` is 1 to `n`. The `k`-th largest of the blocks' maxima is a threshold
-    that at least `k` scores reach, and few others. Only blocks whose maximum reaches it are
-    searched.
+    that at least `k` scores reach, but not many more. Only blocks whose maximum reaches the
+    threshold are searched.
     """
     n, count = len(scores), 0
     size = max(SMALLEST, n // (4 * k))
@@ -85,7 +85,7 @@ def top_rows(scores: np.ndarray, best: np.ndarray, positions: np.ndarray) -> Non
 
 @kernel
 def count_flags(flags: np.ndarray) -> Number:
-    """Return the largest number of True entries in a matrix row of bool `[R, n]`."""
+    """Return the largest number of True entries that any matrix row of bool `[R, n]` has."""
     most = np.int64(0)
     for r in range(len(flags)):
         count = np.int32(0)

@@ -1,4 +1,4 @@
-"""Rows of the best units, until there are enough, in the order of hits."""
+"""List the rows of the best units (such as pages or clusters), best first, until there are `k`."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def put_ranked(entries: np.ndarray, count: int, ids: np.ndarray, scores: np.ndar
 
 @kernel
 def member_at(members: int, width: int, position: int) -> Number:
-    """Return one of the ids at an address, of 4 or 8 bytes each."""
+    """Return one of the ids stored at an address; an id has 4 or 8 bytes."""
     if width == 4:
         return np.int64(int32_at(members + position * 4, 1)[0])
     return int64_at(members + position * 8, 1)[0]
@@ -54,8 +54,9 @@ def list_rows(
 ) -> int:
     """Write the entries of the rows in `units`, best unit first, and return how many were written.
 
-    Writing stops when `entries` is full. All arguments are of one group: scores and sizes `[S +
-    R]`, starts `[S]`, the address of members with `width` bytes each, and singles `[R]`.
+    Writing stops when `entries` is full. The arguments are those of `best_rows` for one group:
+    scores and sizes `[S + R]`, starts `[S]`, the address of the members' ids (`width` bytes each),
+    and singles `[R]`.
     """
     count, slot, S = 0, 0, len(starts)
     for unit in units:

@@ -1,6 +1,7 @@
-"""Sums over float32 rows as explicit vectors, which LLVM maps to those of the machine.
+"""Sums over float32 rows, written with LLVM's vector types, which LLVM maps to the machine's.
 
-Loops over a few dozen numbers that LLVM vectorizes by itself take longer to start than to run.
+Rows have only a few dozen to a few hundred numbers. If LLVM vectorizes such a loop by itself, the
+code before the loop takes longer than the loop.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ FLOATS = ir.VectorType(FLOAT, LANES)
 
 
 def element(builder: Any, address: Any, kind: Any, at: Any) -> Any:
-    """Return a pointer to element `at` of the `kind`s at an address."""
+    """Return a pointer to element `at` of an array of `kind` at an address."""
     return builder.gep(builder.inttoptr(address, kind.as_pointer()), [at])
 
 
@@ -51,7 +52,7 @@ def shuffle(builder: Any, a: Any, b: Any, order: list[int]) -> Any:
 def totals(builder: Any, vectors: list[Any]) -> Any:
     """Add up the numbers of each of four vectors, into a vector of 4.
 
-    Halves are added, for two vectors at once.
+    Each step adds the upper half of a vector to its lower half, for two vectors at a time.
     """
     first, second, third, fourth = vectors
     pairs = halved(builder, first, second, 8), halved(builder, third, fourth, 8)
@@ -62,7 +63,7 @@ def totals(builder: Any, vectors: list[Any]) -> Any:
 
 
 def halved(builder: Any, a: Any, b: Any, length: int) -> Any:
-    """Add runs of `length` numbers to the runs next to them, in a vector `a`, or in `a` and `b`."""
+    """Add each run of `length` numbers to the next run, in a vector `a`, or in both `a` and `b`."""
     count = a.type.count * (1 if b is None else 2)
     b = ir.Constant(a.type, ir.Undefined) if b is None else b
     lower = [i for i in range(count) if not i // length % 2]
@@ -118,7 +119,7 @@ def _add_four(_: Any, weights: Any, rows: Any, chunks: Any, out: Any) -> Any:
 
 @intrinsic  # type: ignore[untyped-decorator]  # as above
 def reaching(_: Any, numbers: Any, threshold: Any) -> Any:
-    """Return bits of a uint64 for 64 int32 numbers at an address: 1 if at least a threshold."""
+    """Return a uint64 whose bit `i` is 1 if int32 number `i` at an address reaches a threshold."""
 
     def code(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
         kind = ir.VectorType(ir.IntType(32), 64)

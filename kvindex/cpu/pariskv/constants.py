@@ -24,7 +24,8 @@ class Constants:
     Attributes:
         rotation: Float32 `[D, D]`.
         levels: Sizes of magnitude codes, float32 `[2^bits]`, padded with zeros to 16.
-        fine: Weights of one octave from 1 on, by the lower 11 bits of their code, float32 `[2^11]`.
+        fine: Weights from 1 to 2 (one octave), indexed by the lower 11 bits of their code, float32
+            `[2^11]`.
         factors: Integer factors of logarithmic weights, int32 `[256]`.
         level: Size that a sign alone represents.
         query_max: Largest coordinate of a rounded query.

@@ -1,4 +1,4 @@
-"""Encoding: compute centers and codes of whole keys with one kernel (`kernels/encode.py`)."""
+"""Encoding: one kernel computes the centers and codes of keys (`kernels/encode.py`)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FEW_KEYS = 2**9
 
 @dataclass(frozen=True)
 class Encoder:
-    """Encodes keys; has the tables that the kernel needs.
+    """Encodes keys, with the tables that the kernel needs.
 
     Attributes:
         flips: Signs of the rotation, float32 `[D]`.
@@ -62,7 +62,7 @@ class Encoder:
         )
 
     def __call__(self, keys: Tensor, valid: Tensor | None, wrong: Tensor | None = None) -> Codes:
-        """Encode keys, the first of which begins a block.
+        """Encode keys. The first key must be the first one of a block.
 
         Args:
             keys: `[B, G, N, D]`; an invalid key is zero.

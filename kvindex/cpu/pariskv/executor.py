@@ -162,7 +162,7 @@ class ParisKVExecutor:
 
     @property
     def _stages(self) -> Stages:
-        """The stages for the current contents of the index."""
+        """Return the stages for the current contents of the index."""
         if self._ready is None:
             constants, heads = self._constants, self._geometry.kv_heads
             contents = replace(self._contents, opened=self._opened())
@@ -216,7 +216,7 @@ class ParisKVExecutor:
 
 
 def stage_token(token: Rows, resident: ResidentRows, window: Rows) -> None:
-    """Add a token's rows to the resident rows, and copy them to their places in the window.
+    """Add a token's keys and values to the resident rows, at their places in the window.
 
     Raises:
         ValueError: A shape or dtype does not fit, or there is no room; nothing is written.

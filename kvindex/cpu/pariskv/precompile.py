@@ -1,8 +1,9 @@
 """Compile the kernels before the first search, on another thread.
 
-A thread runs one step of a small index with the same configuration. A search that comes earlier
-waits for the compiler, and the process does not end before the thread. A fork waits for it and for
-every other thread that compiles, because the child process would inherit the compiler's lock.
+A thread runs one step of a small index with the same configuration. A search that starts before the
+thread has finished waits for the compiler, and the process does not end before the thread. A fork
+waits for this thread and for every other thread that compiles, because the child process would
+otherwise inherit the compiler's lock in its locked state.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _lock = Lock()
 
 
 def begin(config: ParisKVConfig) -> None:
-    """Start compiling the kernels of a configuration, if this has not been started."""
+    """Start compiling the kernels of a configuration, unless this was started before."""
     kernels = config.coarse, config.sampling  # these options determine the kernels
     with _lock:
         if kernels not in _threads:
@@ -36,7 +37,7 @@ def begin(config: ParisKVConfig) -> None:
 
 
 def wait() -> None:
-    """Return when all kernels that were started are compiled."""
+    """Wait until all compilations that were started have ended."""
     for thread in list(_threads.values()):
         thread.join()
 
@@ -52,7 +53,7 @@ def take_step(config: ParisKVConfig) -> None:
 
 
 def _quietly(work: Callable[[], None]) -> Callable[[], None]:
-    """Return the work without its errors; a search will meet them again."""
+    """Return the work with its errors suppressed; a search will raise them again."""
 
     def attempt() -> None:
         with suppress(Exception):
@@ -62,18 +63,18 @@ def _quietly(work: Callable[[], None]) -> Callable[[], None]:
 
 
 def _hold() -> None:
-    """Before a fork: wait until no thread compiles, and let none start."""
+    """Run before a fork: wait until no thread compiles, and prevent new ones from starting."""
     while True:
         wait()
         _lock.acquire()
         if not any(thread.is_alive() for thread in _threads.values()):
             break
-        _lock.release()  # a thread that started in the meantime needs the lock
+        _lock.release()  # a thread that has just started needs the lock to finish
     global_compiler_lock.acquire()
 
 
 def _release() -> None:
-    """After a fork, in both processes: release the locks, of which each process has a copy."""
+    """Run after a fork, in both processes: release the locks, of which each process has a copy."""
     global_compiler_lock.release()
     _lock.release()
 

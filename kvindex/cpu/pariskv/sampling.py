@@ -1,4 +1,4 @@
-"""Stages of a step that samples candidates and rows (`ops.priority`), and seeds of the noise."""
+"""Stages of a decode step that samples candidates and rows (`ops.priority`), and their seeds."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class SampledStages(Stages):
     seeds: np.ndarray
 
     def prepare_query(self, queries: np.ndarray) -> Prepared:
-        """Prepare queries, and compute the scales of sizes and the center products for them."""
+        """Prepare queries, and compute their gains, totals and inner products with centers."""
         asked, state = super().prepare_query(queries), self.state
         scales = BUFFERS.array("scales", np.float32, *queries.shape[:2], 2)
         sizes = state.length, state.full, self.config.center or BLOCK

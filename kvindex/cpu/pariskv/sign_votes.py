@@ -1,7 +1,8 @@
 """Stages of a step with sign votes: buffers for each stage, and calls of kernels on threads.
 
 The stages are `prepare_query`, `scan`, `find` (select candidates, rerank, select rows) and
-`attend`. Intermediate results are in buffers of the thread; results are new arrays.
+`attend`. Intermediate results are stored in buffers that belong to the thread; final results are
+new arrays.
 """
 
 from __future__ import annotations
@@ -44,10 +45,11 @@ class Prepared:
         queries: Float32.
         rotated: Rotated queries with their norms, float32.
         units: Inner product that a vote of 1 represents, float64 `[B·G, g]`.
-        planes: Bit planes of the rounded queries, or without words (`kernels.query`).
-        tables: Look-up tables of the rounded queries, or without words (`kernels.query`).
-        totals: What inner products with planes or tables are too large by.
-        scales: Gains and totals for sampling (`kernels.scan`), or of no head.
+        planes: Bit planes of the rounded queries, or empty if tables are used (`kernels.query`).
+        tables: Look-up tables of the rounded queries, or empty if planes are used
+            (`kernels.query`).
+        totals: Constants to subtract from inner products computed with planes or tables.
+        scales: Gains and totals for sampling (`kernels.scan`), or empty without sampling.
         seeds: Seeds of the noise for sampling.
         products: Inner products with centers, float32 `[B·G, S, g]`, which the scan writes.
     """
@@ -94,7 +96,7 @@ class Found:
 
 
 def room_of_queries(shape: tuple[int, ...], query_max: int) -> tuple[np.ndarray, ...]:
-    """Return buffers for the results of `prepare` for queries of this shape."""
+    """Return buffers for the results of the kernel `prepare` for queries of this shape."""
     array, (groups, heads, D) = BUFFERS.array, shape
     digits = 1 if query_max < 2 ** (GROUP - 1) else 2
     words, looked_up = -(-D // 64), SERVED and query_max <= LARGEST

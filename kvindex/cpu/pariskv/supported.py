@@ -1,4 +1,4 @@
-"""Which options of ParisKV the kernels support, and why others are not supported."""
+"""Check which options of ParisKV the kernels support, and explain why others are not supported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tiered votes, as in the paper, with compiled kernels: state, stages and executor."""
+"""State, stages and executor for the paper's tiered votes, with compiled kernels."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ It is smaller here, because a look-up for each subspace takes longer.
 
 @dataclass(frozen=True)
 class TieredVotesState(State):
-    """A `State` whose keys are all in full blocks of one token.
+    """A `State` with blocks of one token, so every block is full.
 
     Attributes:
         histogram: Keys per centroid, int64 `[B·G, M, 256]`.
@@ -142,16 +142,16 @@ class TieredVotesStages(Stages):
 
 
 class TieredVotesExecutor(ParisKVExecutor):
-    """A `ParisKVExecutor` with tiered votes. Keys are encoded by single operations."""
+    """A `ParisKVExecutor` with tiered votes. It has no kernel that encodes keys."""
 
     encodes = False
 
     def encoded(self, keys: Tensor, valid: Tensor | None) -> None:
-        """Return None: no kernel encodes keys."""
+        """Return None, because no kernel encodes keys."""
 
     @property
     def _stages(self) -> Stages:
-        """The stages for the current contents of the index."""
+        """Return the stages for the current contents of the index."""
         if self._ready is None:
             state = TieredVotesState.of_contents(self._contents, self.codes, self._config)
             self._ready = TieredVotesStages(self._geometry, self._config, self._constants, state)
