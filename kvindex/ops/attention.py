@@ -116,8 +116,8 @@ def attend_blocks(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attend with `T` queries per head to blocks of rows, with a running softmax.
 
-    The result is the same as if the blocks were one, but only one block's logits are in memory at a
-    time.
+    The result is the same as for one block with all rows, but only one block's logits are in memory
+    at a time.
 
     Args:
         queries: `[B, H, T, D]`.
@@ -163,7 +163,7 @@ def merge(parts: Sequence[Attended]) -> Attended:
 
 
 def with_sink_logits(output: Tensor, lse: Tensor, sink_logits: Tensor) -> Tensor:
-    """Add a learned sink to attention: a term in the softmax's denominator without key and value.
+    """Add a learned sink to attention: a logit in the softmax's denominator without key and value.
 
     The result is `output · exp(lse - logaddexp(lse, s))` for a sink with the logit `s`.
 
@@ -198,7 +198,7 @@ def _attended(
             logits = logits + bias
         block_peak = logits.amax(-1, keepdim=True)
         new_peak = block_peak if peak is None else torch.maximum(peak, block_peak)
-        base = new_peak.masked_fill(new_peak == NEVER, 0.0)  # no row seen: exp(-inf - 0) = 0
+        base = new_peak.masked_fill(new_peak == NEVER, 0.0)  # if no row is seen, exp(-inf - 0) = 0
         weights = torch.exp(logits - base)
         part = weights.view(B, G, H // G * T, -1) @ values.float()
         part, weight = part.view(B, H, T, -1), weights.sum(-1, keepdim=True)
@@ -259,7 +259,7 @@ def attend_causal(
 
 
 def _serves(queries: Tensor, keys: Tensor, values: Tensor) -> bool:
-    """Return True if `_fused` supports these tensors. It has no gradient of the log-sum-exp."""
+    """Return True if `_fused` supports these tensors. Its log-sum-exp has no gradient."""
     parts = queries, keys, values
     learns = torch.is_grad_enabled() and any(part.requires_grad for part in parts)
     dense = all(part.stride(3) == 1 for part in parts)
@@ -269,9 +269,10 @@ def _serves(queries: Tensor, keys: Tensor, values: Tensor) -> bool:
 
 
 def _past_and_own(queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
-    """Compute `attend_causal` for `N > T` in two parts, so that no slow mask is needed.
+    """Compute `attend_causal` for `N > T` in two parts, so that torch needs no explicit mask.
 
-    All queries see the past rows; only the newest `T` rows need a causal mask.
+    All queries attend to the first `N - T` rows without a mask. The newest `T` rows need a square
+    causal mask, for which torch has a fast path.
     """
     (B, H, T, D), (_, G, N, _) = queries.shape, keys.shape
     queries = queries.reshape(B * G, H // G, T, D)

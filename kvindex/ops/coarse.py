@@ -1,8 +1,8 @@
 """Coarse stage: votes of keys, as the paper's tiered votes or as inner products with signs.
 
-A key adds up points over its subspaces. In each one, a table made for the query has the points of
-all 256 centroids. Votes are integers, so every implementation computes the same votes from the same
-tables, bit by bit.
+For each subspace, a table made for the query assigns points to all 256 centroids. The vote of a key
+is the sum, over subspaces, of the points of its centroids. Votes are integers, so every
+implementation computes the same votes from the same tables, bit by bit.
 
 Source: ParisKV, section B.2.1 (tiered votes).
 """
@@ -32,7 +32,7 @@ def ceil_fraction(count: int, *shares: float) -> int:
 
     Args:
         count: Number of keys.
-        *shares: Fractions, multiplied with each other.
+        *shares: Fractions that are multiplied with the count.
     """
     share = _product(*shares)
     return -(-count * share.numerator // share.denominator)
@@ -66,9 +66,9 @@ def histogram(signs: Tensor, valid: Tensor | None = None) -> Tensor:
 def tier_table(queries: Tensor, histogram: Tensor, limits: Tensor) -> Tensor:
     """Give points to each centroid by the paper's tiers.
 
-    In each subspace the centroids are ordered by `⟨q̃_b, c⟩`, best first, equal ones by the lower
-    id. A centroid earns one point for each tier `t` with fewer than `limits[t]` keys in better
-    centroids.
+    In each subspace the centroids are sorted by `⟨q̃_b, c⟩`, best first, equal ones by the lower id.
+    A centroid earns one point for each tier `t` for which fewer than `limits[t]` keys belong to
+    better centroids.
 
     Args:
         queries: Rotated queries, float32 `[B, G, g, D]`.
@@ -130,18 +130,19 @@ def dot_table(queries: Tensor, query_max: int) -> Tensor:
 def dot_offsets(
     offsets: Tensor, queries: Tensor, query_max: int, weight_scale: Tensor, level: float
 ) -> Tensor:
-    """Compute the votes that a block's center `μ` adds to each of its keys, for `⟨q, μ⟩`.
+    """Convert `⟨q, μ⟩` to the vote that a block's center `μ` adds to each key of the block.
 
-    A vote with factors represents `level · w_b ⟨q̃_b, s_c⟩`, summed over subspaces: the regression
-    of `⟨q, k - μ⟩` on the signs (docs/pipeline/coarse.md). Its unit follows from `rounded` and
-    `codes.log_factors`. Offsets are bounded by ±2^30, so that no sum overflows.
+    A key's vote represents `level · w_b ⟨q̃_b, s_c⟩`, summed over subspaces. This is the regression
+    of `⟨q, k - μ⟩` on the signs (docs/pipeline/coarse.md). The inner product that one vote
+    represents follows from `rounded` and `codes.log_factors`. Offsets are bounded by ±2^30, so that
+    no sum overflows.
 
     Args:
         offsets: Inner products `⟨q, μ⟩`, float32 `[B, G, g, S]`.
         queries: Rotated queries with their norms, float32 `[B, G, g, D]`.
         query_max: Largest coordinate of a rounded query, as for the table.
         weight_scale: A power of two above all weights, float32 `[B, G]`.
-        level: `E|u_j|`, the one level of 0 magnitude bits.
+        level: `E|u_j|`, the size that a sign alone represents (the level for 0 magnitude bits).
 
     Returns:
         Int32 `[B, G, g, S]`.
@@ -165,8 +166,9 @@ def votes(
         signs: Centroid ids, uint8 `[B, G, N, M]`.
         table: Points of centroids, uint8 or int16 `[B, G, g, M, 256]`.
         factors: Int32 `[B, G, N, M]` to multiply each entry of a key, `[B, G, N, 1]` to multiply
-            their sum, or None.
-        offsets: Int32 `[B, G, g, S]`, added to the votes of each `every` keys, or None.
+            the sum of its entries, or None.
+        offsets: Int32 `[B, G, g, S]`, or None. `offsets[..., s]` is added to the votes of keys from
+            `s · every` to `(s + 1) · every - 1`.
         every: Keys per offset.
 
     Returns:

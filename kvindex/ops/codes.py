@@ -39,10 +39,10 @@ SUBSPACE = 8
 def lloyd_max(subspace: int, bits: int) -> tuple[float, ...]:
     """Compute the `2^bits` Lloyd–Max levels of `|u_j|` for a random direction in `m` dimensions.
 
-    `u_j² ~ Beta(1/2, (m-1)/2)` (12). With `u = sin θ` the density over `θ ∈ [0, π/2]` is
-    proportional to `cos^(m-2) θ`. Each level is the mean of its cell, and cells end halfway between
-    levels. These equations are solved by Newton's method, with cell masses by Gauss–Legendre
-    quadrature.
+    By equation (12), `u_j² ~ Beta(1/2, (m-1)/2)`. With `u = sin θ`, the density over
+    `θ ∈ [0, π/2]` is proportional to `cos^(m-2) θ`. Each level is the mean of its cell, and cells
+    end halfway between levels. These equations are solved by Newton's method; Gauss–Legendre
+    quadrature gives the probability of each cell.
 
     Args:
         subspace: Dimension `m`, at least 2.
@@ -63,7 +63,7 @@ def lloyd_max(subspace: int, bits: int) -> tuple[float, ...]:
     count, power = 2**bits, subspace - 2
     total = _integral(np.array([0.0]), np.array([np.pi / 2]), power)[0]
 
-    # levels a little denser than uniform within three standard deviations of u_j
+    # start from evenly spaced levels up to three standard deviations of u_j
     levels = (np.arange(count) + 0.5) / count * min(1.0, 3 / np.sqrt(subspace))
     for _ in range(100):
         edges, mass, mean = _cells(levels, power)
@@ -128,10 +128,10 @@ def encode(
 
     Returns:
         `signs` uint8 `[..., M]`: bit `j` is 1 where coordinate `j` ≥ 0, least significant bit
-        first; also the id of the nearest centroid (6).
+        first. The byte is also the id of the nearest centroid (6).
         `magnitudes` uint8 `[..., bits, M]`: bit `j` of byte `p` is bit `p` of the index of the
-        level nearest to `|u_j|`, the lower one at a tie. `u` is the direction of the coordinate's
-        block.
+        level nearest to `|u_j|`, or of the lower level at a tie. `u` is the direction of the
+        coordinate's block.
         `weights` float32 `[..., D / block]`: `w_b = ‖k‖ r_b / α_b` with `α_b = ⟨v_b, u_b⟩` (7, 9);
         0 where `r_b` is 0.
 
@@ -141,7 +141,7 @@ def encode(
     radii = parts.double().square().sum(-1).sqrt().float()
     directions = parts / radii.clamp_min(torch.finfo(torch.float32).tiny)[..., None]
     edges = (levels[1:] + levels[:-1]) / 2
-    index = torch.bucketize(directions.abs(), edges)  # equal to an edge: the lower level
+    index = torch.bucketize(directions.abs(), edges)  # a size equal to an edge gets the lower level
     bytes_of = (*rotated.shape[:-1], -1, SUBSPACE)
     signs = pack(rotated.reshape(bytes_of) >= 0)
     bits = range(len(levels).bit_length() - 1)
@@ -155,7 +155,7 @@ def encode(
 
 
 def decode(signs: Tensor, magnitudes: Tensor, levels: Tensor) -> Tensor:
-    """Return the quantized directions `v`, which are not normalized again.
+    """Return the quantized directions `v`, without normalizing them to length 1.
 
     Args:
         signs: Uint8 `[..., M]`.
@@ -176,7 +176,7 @@ def centers(keys: Tensor, valid: Tensor | None, every: int) -> Tensor:
     """Compute the mean of the valid keys of each block, within ±`transform.LONGEST`.
 
     Args:
-        keys: `[B, G, N, D]`, the first of which begins a block; zero where `valid` is False.
+        keys: `[B, G, N, D]`, zero where `valid` is False. The first key is the first of a block.
         valid: Bool `[B, N]`, False for padding; None where no token is padded.
         every: Tokens per block.
 
@@ -195,8 +195,9 @@ def centers(keys: Tensor, valid: Tensor | None, every: int) -> Tensor:
 def log_codes(weights: Tensor, bits: int) -> Tensor:
     """Round weights to integers on a logarithmic scale.
 
-    `2^bits / OCTAVES` codes make a factor of 2, and `2^(bits - 1)` represents 1. The code 0
-    represents the weight 0. Weights outside the scale get its first or last code.
+    A weight that is twice as large has a code that is `2^bits / OCTAVES` larger. The code
+    `2^(bits - 1)` represents the weight 1, and the code 0 the weight 0. Weights outside the range
+    get the first or the last code.
 
     Args:
         weights: Float32, any shape.
@@ -224,9 +225,7 @@ def log_weights(codes: Tensor, bits: int) -> Tensor:
 
 
 def weight_scale(largest: Tensor) -> Tensor:
-    """Return a power of two above all weights whose code is at most `largest`.
-
-    The result is the least of those that begin an octave.
+    """Return the smallest power of two above all weights whose code is at most `largest`.
 
     Args:
         largest: Integers: the largest 8-bit code, or upper byte of a 16-bit code.
@@ -243,12 +242,12 @@ def log_factors(bits: int, device: torch.device | str = "cpu") -> Tensor:
     """Return integers up to `FACTOR` that are proportional to weights below the weight scale.
 
     Args:
-        bits: 8 for codes of 8 bits. 16 for upper bytes of 16-bit codes, which count as the middle
-            of the codes that they cover.
+        bits: 8 if the weights are codes of 8 bits. 16 if they are upper bytes of 16-bit codes; each
+            then counts as the middle of the 256 codes with this upper byte.
         device: Device of the result.
 
     Returns:
-        Int32 `[256]`. Entry 255 is for the last byte below the scale.
+        Int32 `[256]`, in ascending order: entry 255 is for the largest code below the weight scale.
     """
     steps = torch.arange(-256, 0, device=device).double() + (0.5 if bits == 16 else 0.0)
     factors = torch.exp2(steps * OCTAVES / 256) * FACTOR

@@ -1,9 +1,9 @@
 """Coverage: estimate the fraction of attention weight that ranked rows hold, and cut at a target.
 
-With true logits the result is exact. The fraction is of the attention over the index's rows; a
-layer also attends to its sink and window. With estimated logits, an error of standard deviation `σ`
-makes the mean of `exp` larger by the factor `exp(σ²/2)`, which is corrected
-(docs/pipeline/rerank.md).
+The fraction refers to attention over the index's rows alone, although a layer also attends to its
+sink and window. With true logits the result is exact. With estimated logits, an error of standard
+deviation `σ` makes the mean of `exp` larger by the factor `exp(σ²/2)`, for which the functions
+correct (docs/pipeline/rerank.md).
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ def log_weights(
     """Return the logarithm of each row's term in the softmax sum, corrected for estimation errors.
 
     Args:
-        estimates: Estimates of `q·k`, float32, `-inf` for no row.
-        errors: Their standard deviations, of the same shape, or None where they are exact.
+        estimates: Estimates of `q·k`, float32, `-inf` where there is no row.
+        errors: Standard deviations of the estimates, of the same shape, or None if the estimates
+            are exact.
         scale: Factor of the logits.
         softcap: Bound of the logits, or None.
 

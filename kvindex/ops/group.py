@@ -31,7 +31,7 @@ def fold(queries: Tensor, kv_heads: int, policy: str) -> Tensor:
         policy: Group policy.
 
     Returns:
-        Float32 `[B, G, g, D]`. `g` is 1 for "mean_query", else `H / G`.
+        Float32 `[B, G, g, D]`, where `g` is 1 for "mean_query" and `H / G` for other policies.
     """
     folded = queries.float().reshape(len(queries), kv_heads, -1, queries.shape[-1])
     return folded.mean(2, keepdim=True) if policy == "mean_query" else folded
@@ -53,8 +53,8 @@ def agree(
         policy: Group policy.
         scale: Factor of the logits.
         softcap: Bound of the logits, or None.
-        sizes: Number of rows that each candidate represents, integers `[B, G, C]`, or None for one.
-            The result is then the score of one of them.
+        sizes: Number of rows that each candidate represents, integers `[B, G, C]`, or None if each
+            represents one row. With sizes, the result is the score of one of a candidate's rows.
 
     Returns:
         Float32 `[B, G, C]`, `-inf` where there is no candidate.
@@ -72,7 +72,7 @@ def agree(
         score = -position.amin(2).float()  # position in the interleaved list, exact up to 2^24
     else:
         logits = cap(estimates, scale, softcap)
-        logits = logits.masked_fill(none[:, :, None], float("-inf"))  # the softcap made it finite
+        logits = logits.masked_fill(none[:, :, None], float("-inf"))  # a softcap makes -inf finite
         if sizes is None:
             weights = torch.log_softmax(logits, dim=-1)
         else:

@@ -42,8 +42,8 @@ def watched(on_pass: OnPass) -> Iterator[None]:
     """Within the context, call `on_pass` for every k-means that has no callback of its own.
 
     Args:
-        on_pass: Function of the passes done and in all. An error that it raises ends the k-means;
-            an index is then unchanged.
+        on_pass: A function that gets the number of passes done and the total number. An error that
+            it raises ends the k-means, and the index that called it is unchanged.
     """
     token = _watching.set(on_pass)
     try:
@@ -63,18 +63,18 @@ def kmeans(
 ) -> Tensor:
     """Cluster points into `clusters` clusters, separately for each sequence of the batch.
 
-    Results are the same from run to run: random numbers are generated on the CPU, alike for all
-    sequences, and sums are of integers, so they do not depend on the order of addition.
+    Results are the same from run to run. Random numbers are generated on the CPU and are the same
+    for all sequences. Sums are over integers, so they do not depend on the order of addition.
 
     Args:
         points: Float32 `[B, N, D]`.
         clusters: Number of clusters, 1 to `N`.
         iterations: Iterations of Lloyd's algorithm; 0 returns the starting points.
         seed: Seed of the starting points.
-        spherical: Cluster the points' directions by their cosines; centroids are then directions,
+        spherical: Cluster the points' directions by their cosines. Centroids are then directions,
             and `assign` expects directions.
-        on_pass: Called after each pass over the points, at most `ROUNDS + iterations` times for
-            every `CHUNK` of them.
+        on_pass: Called after each pass over `CHUNK` points, at most `ROUNDS + iterations` times for
+            each such chunk.
 
     Returns:
         Centroids, float32 `[B, clusters, D]`.
@@ -154,7 +154,7 @@ def assign(points: Tensor, centroids: Tensor) -> tuple[Tensor, Tensor]:
 def means(points: Tensor, labels: Tensor, clusters: int) -> tuple[Tensor, Tensor]:
     """Compute the mean and the number of the points of each cluster.
 
-    Results are the same from run to run, because sums are of integers.
+    Results are the same from run to run, because the sums are over integers.
 
     Args:
         points: Float32 `[B, N, D]`.
@@ -162,7 +162,8 @@ def means(points: Tensor, labels: Tensor, clusters: int) -> tuple[Tensor, Tensor
         clusters: Number of clusters.
 
     Returns:
-        Means float32 `[B, clusters, D]`, 0 for an empty cluster, and numbers int64 `[B, clusters]`.
+        Means float32 `[B, clusters, D]`, 0 for an empty cluster, and numbers of points int64 `[B,
+        clusters]`.
     """
     step = _rows_at_once(points)
     parts = [
@@ -194,7 +195,7 @@ def directions(points: Tensor) -> Tensor:
 
 
 def _start(points: Tensor, clusters: int, seed: int, tick: Callable[[], None]) -> Tensor:
-    """Sample starting points in rounds, in proportion to the squared distance to those so far."""
+    """Sample starting points in rounds, in proportion to the squared distance to earlier ones."""
     generator = torch.Generator().manual_seed(seed)
     count, rounds = points.shape[1], min(ROUNDS, clusters)
     first = torch.randint(count, (1,), generator=generator).to(points.device)
@@ -204,7 +205,8 @@ def _start(points: Tensor, clusters: int, seed: int, tick: Callable[[], None]) -
     for remaining in range(rounds - 1, 0, -1):
         waits = torch.empty(count).exponential_(generator=generator).to(points.device)
         take = math.ceil((clusters - chosen.shape[1]) / remaining)
-        # exponential waiting times: the shortest ones are a sample in proportion to distances
+        # the points with the shortest exponential waiting times are a sample in proportion to
+        # the squared distances
         order = (waits / distances).argsort(dim=1, stable=True)[:, :take]
         new = _rows(points, order)
         chosen = torch.cat([chosen, new], 1)

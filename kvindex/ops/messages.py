@@ -1,6 +1,6 @@
 """Messages in which GPUs send each other their parts of an attention output, and their merge.
 
-One message has a rank's output, log-sum-exp and number of rows, one after the other, as bytes.
+A message contains the bytes of a rank's output, log-sum-exp and number of rows, in this order.
 """
 
 from __future__ import annotations

@@ -5,12 +5,12 @@ sampled if its priority `size / u` is above the threshold `τ`, the (k+1)-th lar
 the other keys' numbers, the probability of this is `π = min(1, size / τ)`. Sums weighted with `1 /
 π` are unbiased; sums weighted with a lower power of it (`temper`) are not.
 
-Rows are sampled among sampled candidates with the same `u`. This counts as one sample: `u` must be
-below both values of `size / τ`, so `π` is the smaller one.
+ParisKV samples candidates first, then rows from these candidates. Both steps use the same `u`, so a
+row is sampled if `u` is below `size / τ` in both steps, and `π` is the smaller of the two values.
 
-All numbers are logarithms: a priority is the logarithm of the size plus noise, `-log u`. Candidates
-are sampled with integers in units of `2^-16` of a power of two, so that all backends sample the
-same ones. Rows are sampled with float32, in natural logarithms.
+The code works with logarithms: a priority is the logarithm of the size plus noise, `-log u`.
+Candidates are sampled with integers that count units of `2^-16` octaves (powers of two), so that
+all backends sample the same candidates. Rows are sampled with float32 and natural logarithms.
 
 Source: Duffield, Lund and Thorup, Priority Sampling for Estimation of Arbitrary Subset Sums (2007).
 """
@@ -76,7 +76,7 @@ def hashed(numbers: Tensor) -> Tensor:
 
 
 def noise(ids: Tensor, seeds: Tensor) -> Tensor:
-    """Return the noise of keys, `-log2 u` in units.
+    """Return the noise of keys, `-log2 u` in units of `2^-16`.
 
     Args:
         ids: Token ids, int64.
@@ -89,7 +89,7 @@ def noise(ids: Tensor, seeds: Tensor) -> Tensor:
 
 
 def noise_of(numbers: Tensor) -> Tensor:
-    """Return the noise of numbers that are hashed, `-log2 u` in units.
+    """Hash numbers, and return their noise, `-log2 u` in units of `2^-16`.
 
     `u` is an odd multiple of `2^-32`. All arithmetic is in integers, so the result is the same on
     every device.
@@ -112,8 +112,8 @@ def noise_of(numbers: Tensor) -> Tensor:
 def seeds(signs: Tensor, counts: Tensor, seed: int) -> Tensor:
     """Compute the seeds of the noise from each sequence's first key and length.
 
-    So heads and layers sample different rows, and a search repeats the sample of the search before
-    until tokens are appended.
+    Heads and layers have different first keys, so they sample different rows. Searches use the same
+    random numbers until tokens are appended.
 
     Args:
         signs: Signs of the first valid key, uint8 `[B, G, M]`.
@@ -132,7 +132,7 @@ def seeds(signs: Tensor, counts: Tensor, seed: int) -> Tensor:
 
 
 def gains(units: Tensor, scale: float) -> Tensor:
-    """Convert the inner product that a vote represents into units.
+    """Convert the inner product that a vote represents to units of priorities.
 
     A softcap is ignored here, because sizes may be inaccurate.
 
@@ -160,10 +160,11 @@ def sampled_blocks(blocks: int) -> Tensor:
 
 
 def totals(products: Tensor, scale: float) -> Tensor:
-    """Compute what brings the votes of a group's heads to one scale, that of attention weights.
+    """Compute the number to add to a head's sizes so that the heads of a group become comparable.
 
-    It is minus the logarithm, in units, of a head's sum of exponentials over block centers. That
-    sum stands for the sum over all keys, up to a factor that is nearly the same for all heads.
+    Sizes are unnormalized logits, and this number normalizes them: it is minus the logarithm, in
+    units of priorities, of the sum of exponentials over block centers. That sum approximates the
+    softmax sum over all keys, up to a factor that is nearly the same for all heads.
 
     Args:
         products: `⟨q, μ⟩` for the centers of `sampled_blocks`, float32 `[B, G, g, n]`.
@@ -179,7 +180,7 @@ def totals(products: Tensor, scale: float) -> Tensor:
 
 
 def priorities(votes: Tensor, gains: Tensor, totals: Tensor, noises: Tensor) -> Tensor:
-    """Compute the priorities of keys: the largest size that a head's vote represents, plus noise.
+    """Compute the priorities of keys: the largest size over the heads of a group, plus noise.
 
     Args:
         votes: Int32 `[B, G, g, N]`.
@@ -211,13 +212,14 @@ def sizes(votes: Tensor, gains: Tensor, totals: Tensor) -> Tensor:
 
 
 def thresholds(priorities: Tensor, limits: Tensor) -> Tensor:
-    """Compute the priority from which keys are candidates, so that about `limits` keys are.
+    """Compute the lowest priority of a candidate, so that there are about `limits` candidates.
 
-    All keys are candidates if there are no more than `limits`. The threshold `τ` is the
-    (limit+1)-th largest priority, rounded down to a multiple of `STEP`. Keys are candidates from
-    `τ` on, or from one `STEP` higher if exactly `limit` keys reach that. A key is a candidate if it
-    reaches a threshold that follows from the other keys alone; for a candidate, that threshold is
-    `τ`, which gives its probability.
+    If there are no more than `limits` keys, all are candidates. Otherwise the threshold `τ` is the
+    (limit+1)-th largest priority, rounded down to a multiple of `STEP`. A candidate has a priority
+    of at least `τ`, or at least `τ + STEP` if exactly `limit` keys reach that.
+
+    Equivalently, a key is a candidate if it reaches a threshold that depends on the other keys
+    alone. For a candidate this threshold is `τ`, so `τ` determines its probability.
 
     Args:
         priorities: Integers `[B, G, N]`.
@@ -259,8 +261,8 @@ def sample(sizes: Tensor, noises: Tensor, k: int) -> tuple[Tensor, Tensor, Tenso
     If there are no more than `k` rows, all are chosen with probability 1.
 
     Args:
-        sizes: Logarithms of sizes, float32 `[..., N]`, `-inf` for no row.
-        noises: Float32 `[..., N]`.
+        sizes: Logarithms of sizes, float32 `[..., N]`, `-inf` where there is no row.
+        noises: Noise of the rows, float32 `[..., N]`.
         k: Number of rows.
 
     Returns:
@@ -276,10 +278,11 @@ def sample(sizes: Tensor, noises: Tensor, k: int) -> tuple[Tensor, Tensor, Tenso
 def temper(k: int) -> float:
     """Return the power of `1 / π` with which `k` rows are weighted for a lower error and some bias.
 
-    A row that stands for many others makes a softmax of few rows err more than leaving out some of
-    them does. A sum over `n` rows is too small by up to `1 - ((k - 1/2) / n)^(1 / √k)` of itself on
-    average, most of it where all rows are alike (docs/pipeline/rerank.md#bias-of-tempered-weights).
-    The power was chosen on keys of a model (docs/decisions/0026).
+    With few rows, one row with a large weight `1 / π` causes a larger error of the softmax than a
+    smaller weight, which leaves out part of the sum. A sum over `n` rows is too small by a fraction
+    of at most `1 - ((k - 1/2) / n)^(1 / √k)` on average. The bias is largest if all rows are alike
+    (docs/pipeline/rerank.md#bias-of-tempered-weights). The power was chosen by measurements on a
+    model's keys (docs/decisions/0026).
 
     Args:
         k: Number of rows.
@@ -288,7 +291,7 @@ def temper(k: int) -> float:
 
 
 def root_mean_square(log_weights: Tensor) -> Tensor:
-    """Compute the size of rows that a group's heads share: the root mean square of their weights.
+    """Compute the size of rows for a group of heads: the root mean square of the heads' weights.
 
     Sampling in proportion to it minimizes the summed variance of the heads. The variance of one
     head is the sum of `p² / π` over rows (Horvitz and Thompson, 1952).

@@ -1,4 +1,4 @@
-"""Sampling: attend to the best rows, and to a random sample of the others (docs/decisions/0010)."""
+"""Sampling: choose the best rows and a random sample of the other rows (docs/decisions/0010)."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ def sample(logits: Tensor, ids: Tensor, k: int, sampled: int) -> tuple[Tensor, T
     it is spread over the sequence and is the same from run to run.
 
     Args:
-        logits: Logits of `P` ranked rows, float32 `[B, G, P]`, descending, `-inf` for no row.
+        logits: Logits of `P` ranked rows, float32 `[B, G, P]`, descending, `-inf` where there is
+            none.
         ids: Token ids of the rows, int64 `[B, G, P]`.
-        k: Rows in all.
-        sampled: Rows of these that are sampled.
+        k: Total number of rows to choose.
+        sampled: How many of these `k` rows are sampled.
 
     Returns:
         Positions among the `P` rows, int64 `[B, G, k]`, ascending, padded with -1, and log weights
@@ -43,7 +44,7 @@ def inclusion(logits: Tensor, sure: int, sampled: int) -> Tensor:
     and sums to `sampled`.
 
     Args:
-        logits: Float32 `[B, G, P]`, descending, `-inf` for no row.
+        logits: Float32 `[B, G, P]`, descending, `-inf` where there is no row.
         sure: Rows that are always chosen.
         sampled: Expected number of other rows.
 
@@ -53,7 +54,8 @@ def inclusion(logits: Tensor, sure: int, sampled: int) -> Tensor:
     rest = logits[..., sure:].double()
     rest = (rest - rest[..., :1].clamp_min(torch.finfo(rest.dtype).min)).exp()  # 0 for no row
     tail = rest.flip(-1).cumsum(-1).flip(-1)
-    # probabilities above 1 form a prefix, which ends where the others can sum to what is left
+    # probabilities that must be cut to 1 form a prefix; it ends where the remaining rows can sum
+    # to the rest of `sampled`
     left = sampled - torch.arange(rest.shape[-1], device=logits.device)
     fits = left * rest <= tail
     capped = ~fits.cummax(-1).values if rest.shape[-1] else fits
@@ -66,7 +68,8 @@ def inclusion(logits: Tensor, sure: int, sampled: int) -> Tensor:
 
 
 def systematic(ids: Tensor, chances: Tensor) -> Tensor:
-    """Sample systematically: choose a row at every unit of the summed probabilities.
+    """Sample systematically: choose each row at which the running sum of probabilities passes an
+    integer.
 
     Args:
         ids: Token ids, int64 `[B, G, P]`, along which probabilities are summed.

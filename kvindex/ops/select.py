@@ -64,13 +64,13 @@ def compact(chosen: Tensor) -> Tensor:
     rank = chosen.cumsum(-1)  # 1, 2, … at the True entries
     width = int(rank[..., -1].max()) if rank.numel() else 0
     ids = torch.full((*chosen.shape[:-1], width + 1), UNUSED, device=chosen.device)
-    slots = torch.where(chosen, rank - 1, width)  # the others go to a slot that is dropped
+    slots = torch.where(chosen, rank - 1, width)  # False entries go to a slot that is dropped
     position = torch.arange(chosen.shape[-1], device=chosen.device).expand(chosen.shape)
     return ids.scatter_(-1, slots, position)[..., :width]
 
 
 def _ordered(scores: Tensor) -> Tensor:
-    """Return int32 numbers with the order of float32 scores; -0 equals 0."""
+    """Map float32 scores to int32 numbers with the same order; -0 and 0 give the same."""
     bits = (scores.float() + 0.0).view(torch.int32)
     return bits ^ (bits >> 31 & 0x7FFFFFFF)
 

@@ -22,7 +22,7 @@ def best_rows(
     k: int,
     singles: Tensor | None = None,
 ) -> Hits:
-    """Return the rows of the best units, until `k` rows are reached; the last unit is cut.
+    """Return the first `k` rows of the units, best unit first; the last unit may be cut.
 
     Args:
         scores: Float32 `[B, G, S]`, `-inf` for a unit that is never taken. A row has its unit's
@@ -31,8 +31,9 @@ def best_rows(
         sizes: Number of members of each unit, integers `[B, G, S]`.
         members: Token ids, integers `[B, G, P]`.
         k: Number of rows.
-        singles: Ids of `R` tokens that are units of their own, int64 `[B, R]`, -1 for none, or
-            None. Scores and sizes (0 or 1) are then `[B, G, S + R]`, those of the singles last.
+        singles: Ids of `R` tokens, each of which is a unit by itself, int64 `[B, R]`, -1 where
+            there is none; or None. With singles, scores and sizes are `[B, G, S + R]`, and the last
+            `R` entries are those of the singles, with sizes 0 or 1.
 
     Returns:
         Ids `[B, G, k]` and scores `[B, G, k]`.
@@ -55,7 +56,7 @@ def rows_at(
         offset: Position within the unit, int64 `[B, G, K]`.
         starts: First member of each unit, integers `[B, G, S]`.
         members: Token ids, integers `[B, G, P]`.
-        singles: Ids of tokens that are units of their own, int64 `[B, R]`, or None.
+        singles: Ids of tokens, each of which is a unit by itself, int64 `[B, R]`, or None.
 
     Returns:
         Int64 `[B, G, K]`, -1 where a unit is -1.
@@ -71,19 +72,19 @@ def rows_at(
 
 
 def walk(sizes: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Find the unit and the offset of each of `k` places if units are written one after another.
+    """Find the unit and the offset of each of the first `k` rows of consecutive units.
 
     Args:
         sizes: Number of rows of each unit, integers `[B, G, S]`.
-        k: Number of places.
+        k: Number of rows.
 
     Returns:
-        Position of a place's unit, -1 after the last unit, and its offset within the unit, both
-        int64 `[B, G, k]`.
+        Position of each row's unit, -1 after the last unit, and the row's offset within the unit,
+        both int64 `[B, G, k]`.
     """
     ends = sizes.long().cumsum(-1)
     slots = torch.arange(k, device=sizes.device).expand(*sizes.shape[:-1], k).contiguous()
-    unit = torch.searchsorted(ends, slots, right=True)  # the first that ends after the slot
+    unit = torch.searchsorted(ends, slots, right=True)  # the first unit that ends after the slot
     unit = unit.masked_fill(unit == sizes.shape[-1], UNUSED)
     return unit, slots - at(ends - sizes, unit, 0)
 
