@@ -12,7 +12,7 @@ import numpy as np
 Room = TypeVar("Room")
 
 MOST_ROOMS = 64
-"""Number of keys for which `Buffers.room` stores arrays; layers have few different lengths."""
+"""Number of keys for which `Buffers.room` stores arrays. Layers differ in few shapes."""
 
 
 class Buffers(threading.local):

@@ -1,1 +1,1 @@
-"""Indexes, one per file; `kvindex.names()` lists the files."""
+"""The indexes, one per file. `kvindex.names()` lists their names."""

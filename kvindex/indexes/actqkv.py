@@ -27,7 +27,7 @@ class ActQKVConfig:
 
     Args:
         page: Tokens per page.
-        window: Number of queries that make up the probe, including the search's own.
+        window: Number of queries that make up the probe, including the one that `search` gets.
         group: How the query heads of a group agree (`kvindex.ops.group`).
     """
 
@@ -45,8 +45,8 @@ class ActQKV(PagedIndex, PromptQueriesIndex):
     """Selects whole pages by the inner product of a probe query with their mean key.
 
     The probe is the mean of the latest queries, weighted by how far each is from their plain mean.
-    The search's own query replaces the newest observed one. If no query was observed, the probe is
-    the search's own query. In `Hits.scores`, each row has the score of its page.
+    The query that `search` gets replaces the newest observed one. If no query was observed, the
+    probe is the query that `search` gets. In `Hits.scores`, each row has the score of its page.
 
     Source: Xiao et al., Activation-aware Probe-Query (arXiv 2502.13542).
     """
@@ -57,7 +57,7 @@ class ActQKV(PagedIndex, PromptQueriesIndex):
 
     @property
     def depends_on_queries(self) -> bool:
-        """Always True, because a search uses the queries before it."""
+        """Always True, because a search uses the queries that were observed before it."""
         return True
 
     def observe_queries(self, queries: Tensor, positions: Tensor) -> None:
@@ -110,7 +110,7 @@ def probe(window: Tensor, counted: Tensor) -> Tensor:
     """Return the mean of a window's queries, weighted by their activation bias.
 
     The activation bias of a query is its squared distance from the plain mean, divided by the sum
-    of all of them. If all queries are equal, so are their weights.
+    of these distances over all queries. If all queries are equal, they get equal weights.
 
     Args:
         window: Float32 `[B, H, W, D]`.

@@ -28,11 +28,12 @@ class ArkValeConfig:
 
     Args:
         page: Tokens per page (published: 32).
-        volume: Shape around the center, which is halfway between the minimum and maximum of each
-            coordinate: "cuboid" (a radius for each coordinate, published code), "ball" (one radius)
-            or "center" (none).
-        radius: "mean" distance of the keys from the center (published code), which leaves some keys
-            outside, or "max", with which the score of a page bounds every inner product.
+        volume: Shape around the center of a page: "cuboid" has a radius for each coordinate
+            (published code), "ball" one radius, and "center" none. The center is halfway between
+            the minimum and the maximum of each coordinate.
+        radius: "mean": the mean distance of the keys from the center (published code), so some keys
+            are outside the volume. "max": the maximum, so the score of a page is an upper bound of
+            the inner products with its keys.
         group: How the query heads of a group agree (`kvindex.ops.group`).
     """
 
@@ -49,7 +50,7 @@ class ArkValeConfig:
 
 
 class ArkVale(PagedIndex):
-    """Selects whole pages by the largest inner product with a point of their volumes.
+    """Selects whole pages by the query's largest inner product with any point of their volumes.
 
     In `Hits.scores`, each row has the score of its page.
 

@@ -38,12 +38,13 @@ class CTkvrConfig:
         choice: Which queries become centroids: "last" (paper), "first", "random" or "evenly"
             (paper, Table 4).
         probes: Centroids whose lists a search joins (paper: C' = 4).
-        rho: Keys per list (paper: 2.5 times the rows to retrieve, which are 512 or 1024).
-        update: Whether searches replace the oldest centroids (paper, section 3.1.3).
-        stale: Whether to leave later appended keys out of the lists.
+        rho: Keys per list (paper: 2.5 times the number of rows to retrieve, 512 or 1024).
+        update: Whether the query of each search replaces the oldest centroid (paper, section
+            3.1.3).
+        stale: Whether keys that are appended after the centroids were built stay out of the lists.
         group: How the query heads of a group agree on the scored keys (`kvindex.ops.group`; paper:
             "max_share").
-        seed: Seed for `choice="random"`.
+        seed: Seed for the choice of queries with `choice="random"`.
     """
 
     most: int = 2048
@@ -86,7 +87,7 @@ class CTkvr(BaseIndex):
     """Finds the best keys of similar prompt queries and scores those keys exactly.
 
     Without centroids (before `end_prompt`, or if no query was observed), a search scores all keys.
-    `Hits.scores` contains the scores that the heads of a group agree on, from the exact `q·k`.
+    `Hits.scores` contains the scores that the group policy computes from the exact `q·k`.
 
     Source: Lu et al., CTkvr (2025), Algorithms 1 and 2.
     """
@@ -105,7 +106,7 @@ class CTkvr(BaseIndex):
 
     @property
     def depends_on_queries(self) -> bool:
-        """True if searches become centroids."""
+        """True if the queries of searches become centroids."""
         return bool(self.config.update)
 
     def _undone(self, name: str) -> bool:
@@ -119,9 +120,10 @@ class CTkvr(BaseIndex):
     def observe_queries(self, queries: Tensor, positions: Tensor) -> None:
         """Receive the newest queries `[B, H, T, D]` of the tokens `positions`.
 
-        Until the prompt ends, they are candidates for centroids. Once there are centroids, the last
-        search becomes one, and so do several queries in one call (a further prompt), with lists
-        over all keys. Numbers that are not finite count as 0.
+        Until the prompt ends, the queries are candidates for centroids. Once there are centroids,
+        the query of the last search becomes one. If a call has several queries (a further prompt),
+        these become centroids too, with lists over all keys. Numbers that are not finite count as
+        0.
         """
         g, observed = self.geometry, self._state.observed
         batch = observed.queries.shape[0] if self._batch is None and observed else self._batch
@@ -142,7 +144,7 @@ class CTkvr(BaseIndex):
             self._state = replace(self._state, observed=updated)
 
     def end_prompt(self) -> None:
-        """End the prompt: queries become centroids, at the next append if the index is empty."""
+        """End the prompt: build centroids now, or at the next append if the index is empty."""
         if len(self) and self._state.observed:
             self._learned = self._build(self._state.observed, self.valid, self._blocks)
             self._state = replace(self._state, observed=None)
@@ -171,7 +173,7 @@ class CTkvr(BaseIndex):
         usable |= ~usable.any(1, keepdim=True)
         counts = ((observed.end - padded) // config.every).clamp(1, config.most)
         known = observed.chosen(counts, usable, choice=config.choice, seed=config.seed)
-        columns = known.any(0)  # chosen for any sequence, the oldest first
+        columns = known.any(0)  # queries that were chosen for any sequence, the oldest first
         return {
             **self._query_lists.build(queries[:, :, columns], blocks),
             "known": known[:, columns],
@@ -294,7 +296,9 @@ class CTkvr(BaseIndex):
         keys = [rows.keys for _, rows in self._store.blocks(BLOCK)]
         if "lists" not in self._learned:
             return keys
-        probed = self._learned["lists"][:, :, : self.config.probes]  # as if no key is in two
+        probed = self._learned["lists"][
+            :, :, : self.config.probes
+        ]  # as if they had no key in common
         keys = [torch.cat(keys, dim=2)[:, :, : probed.shape[2] * probed.shape[3]]]
         return [self._learned["centroids"], probed, *keys]
 

@@ -1,7 +1,8 @@
-"""Double Sparsity: ranks keys by a few label channels in 4 bits, which calibration chooses.
+"""Double Sparsity: ranks keys by a few of their coordinates, the label channels, stored in 4 bits.
 
 Yang et al., Post-Training Sparse Attention with Double Sparsity (arXiv 2408.07092, section 3).
-docs/indexes/doublesparsity.md lists the differences from the published code.
+Calibration chooses the channels. docs/indexes/doublesparsity.md lists the differences from the
+published code.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class DoubleSparsityConfig:
     Args:
         channels: Label channels per key; all channels if `head_dim` is smaller.
         bits: Bits per label: 2, 4 (published) or 8. None stores labels in the layer's dtype.
-        queries: Queries of the prompt, evenly spread, that calibrate the channels.
+        queries: Number of the prompt's queries, evenly spread, that calibrate the channels.
         group: How the query heads of a group agree (`kvindex.ops.group`).
     """
 
@@ -47,11 +48,11 @@ class DoubleSparsityConfig:
 class DoubleSparsity(PromptQueriesIndex):
     """Ranks all keys by `Σ_{j in channels} q_j k_j`, with channels chosen for each KV head.
 
-    Each sequence learns its channels once, from the first append that contains a valid token of it:
+    Each sequence learns its channels once, from the first append that contains a valid token of it.
     `channels`, int64 `[B, G, R]`, are those with the largest `mean |q_j| · mean |k_j|`, summed over
-    the heads of the group. `known`, bool `[B]`, says which sequences have learned theirs. If no
-    query was observed before, the keys alone decide. `Hits.scores` contains the
-    scores that the query heads of a group agree on, from the estimated `q·k`.
+    the heads of the group. If no query was observed before, the largest `mean |k_j|` decides.
+    `known`, bool `[B]`, flags the sequences that have learned their channels. `Hits.scores`
+    contains the scores that the group policy computes from the estimated `q·k`.
 
     Source: Yang et al., Double Sparsity (arXiv 2408.07092), section 3.
     """
@@ -79,7 +80,7 @@ class DoubleSparsity(PromptQueriesIndex):
         super()._learn(keys, valid)  # checks the batch
         B, _, N, _ = keys.shape
         seen = valid.any(1) if valid is not None else keys.new_full((B,), N > 0, dtype=torch.bool)
-        sizes = keys.double().abs().sum(2)  # in double, so that padding does not change a sum
+        sizes = keys.double().abs().sum(2)  # float64, so that padding does not change a sum
         flags = joined_flags(self.valid, len(self), keys, valid)
         products = (sizes * self._activity(flags, B)).float()
         channels = self.ops.select.top_k(products, min(self.config.channels, keys.shape[-1]))[1]
@@ -92,8 +93,8 @@ class DoubleSparsity(PromptQueriesIndex):
     def _activity(self, valid: Tensor | None, batch: int) -> Tensor:
         """Return the summed absolute coordinates of the observed queries, float64 `[B, G, D]`.
 
-        Without observed queries, all are one. `valid`, bool `[B, N]` or None, marks the valid
-        tokens.
+        Without observed queries, all entries are one. `valid`, bool `[B, N]` or None, flags the
+        valid tokens.
         """
         g, observed = self.geometry, self._observed
         ones = torch.ones((batch, g.kv_heads, g.head_dim), dtype=torch.float64, device=g.device)

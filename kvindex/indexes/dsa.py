@@ -1,7 +1,8 @@
-"""DSA: the lightning indexer of DeepSeek Sparse Attention, small heads that choose rows.
+"""DSA: the lightning indexer of DeepSeek Sparse Attention, whose small heads choose rows.
 
 DeepSeek-AI, DeepSeek-V3.2 (arXiv 2512.02556, section 2.1, equation 1). The keys and queries of
-this index are those of the indexer, which a trained model computes: docs/indexes/dsa.md.
+this index are not those of attention, but those that the trained model computes for its indexer
+(docs/indexes/dsa.md).
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ class DSAConfig:
 class DSA(BaseIndex):
     """Ranks all keys by `I_s = Σ_j w_j ReLU(q_j · k_s)` over the heads of a group.
 
-    `search` uses weight 1 for all heads; weights that are not negative can be multiplied into the
-    queries. `choose` takes weights of either sign. `Hits.scores` contains `I`, without a scale.
+    `search` uses weight 1 for all heads; to use other weights of at least 0, multiply the queries
+    with them. `choose` takes weights of either sign. `Hits.scores` contains `I`, without a scale.
 
     Source: DeepSeek-AI, DeepSeek-V3.2 (arXiv 2512.02556), equation 1.
     """

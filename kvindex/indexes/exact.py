@@ -36,7 +36,7 @@ class ExactConfig:
 class Exact(BaseIndex):
     """Scores every key in float32. It reads the keys from the store and has no codes.
 
-    `Hits.scores` contains the scores that the heads of a group agree on, from the exact `q·k`.
+    `Hits.scores` contains the scores that the group policy computes from the exact `q·k`.
 
     Source: Qi et al., ParisKV (ICML 2026), equation 1.
     """
@@ -47,7 +47,7 @@ class Exact(BaseIndex):
         return {}
 
     def _offers(self, wanted: type) -> bool:
-        if wanted is SearchesShard:  # ranks in one shard's list do not compare with another's
+        if wanted is SearchesShard:  # ranks in the lists of different shards cannot be compared
             return self.geometry.group_size == 1 or self.config.group != "union"
         return super()._offers(wanted)
 
@@ -75,7 +75,7 @@ class Exact(BaseIndex):
         return within(hits, hits.ids, known, known.logsumexp(-1), coverage)
 
     def _ranked(self, queries: Tensor, k: int) -> tuple[Hits, Tensor]:
-        """Return the hits, and the scores of all tokens."""
+        """Return the hits and the scores of all tokens."""
         g, policy = self.geometry, self.config.group
         scores = self.scores(group.fold(queries, g.kv_heads, policy))
         agreed = self.ops.group.agree(scores, policy, scale=g.scale, softcap=g.softcap)

@@ -13,8 +13,8 @@ from kvindex.bases.faiss import FaissConfig, FaissIndex
 class FaissFlat(FaissIndex):
     """One `IndexFlatIP` per sequence and KV head, which stores a float32 copy of the keys.
 
-    `Hits.scores` contains the scores that the query heads of a group agree on, from the `q·k` of
-    all their candidates.
+    `Hits.scores` contains the scores that the group policy computes from `q·k`, for the candidates
+    of all heads.
 
     Source: Douze et al., The Faiss library (2024), section 4.
     """

@@ -45,8 +45,8 @@ class FaissHNSW(FaissIndex):
     """One `IndexHNSWFlat` per sequence and KV head, with a float32 copy of the keys.
 
     Keys are linked one after the other, so the graph does not depend on how they were divided into
-    appends. `Hits.scores` contains the scores that the query heads of a group agree on, from the
-    `q·k` of all their candidates.
+    appends. `Hits.scores` contains the scores that the group policy computes from `q·k`, for the
+    candidates of all heads.
 
     Source: Malkov and Yashunin, HNSW (2016).
     """
@@ -66,28 +66,28 @@ class FaissHNSW(FaissIndex):
             faiss_index.add_c(1, self._floats(keys[i]))
 
     def _candidate_count(self, k: int) -> int:
-        """Return the size of FAISS's candidate list, since using all of it costs no more."""
+        """Return the size of FAISS's candidate list: to return all of its keys costs no more."""
         least: int = self.config.ef_search
         return max(super()._candidate_count(k), least)
 
     def _query_faiss(
         self, faiss_index: Any, queries: Tensor, count: int
     ) -> tuple[Tensor, Tensor | None]:
-        # FAISS stops a walk by efSearch alone, whatever the number of requested rows
+        # FAISS stops a graph walk by efSearch alone, whatever the number of requested rows
         faiss_index.hnsw.efSearch = max(self.config.ef_search, count)
         return super()._query_faiss(faiss_index, queries, count)
 
     def _token_bytes(self) -> float:
         """Return the bytes of a key, its level, the offset of its links, and its links.
 
-        The links above the lowest level are counted as expected: a key has another `M` links with
-        probability `1/M`, and again with `1/M²`, and so on.
+        Above the lowest level, the expected number of links counts: a key has `M` links on the next
+        level with probability `1/M`, on the one above with probability `1/M²`, and so on.
         """
         M: int = self.config.neighbors
         return 4 * self.geometry.head_dim + 4 + 8 + 4 * (2 * M + M / (M - 1))
 
     def _scanned_bytes(self) -> float:
-        """Return the bytes of keys and links that a query head reads, measured with 16 keys."""
+        """Return the bytes of keys and links that a query head reads, measured with 16 searches."""
         row = next((row for row in self._faiss_indexes if row[0]), None)
         if row is None:
             return 0.0

@@ -52,8 +52,8 @@ class FaissIVFConfig(FaissConfig):
 class FaissIVF(FaissIndex):
     """One `IndexIVFFlat` per sequence and KV head, with a float32 copy of the keys.
 
-    `Hits.scores` contains the scores that the query heads of a group agree on, from the `q·k` of
-    all their candidates.
+    `Hits.scores` contains the scores that the group policy computes from `q·k`, for the candidates
+    of all heads.
 
     Source: Douze et al., The Faiss library (2024), section 5.1.
     """
@@ -151,10 +151,10 @@ class FaissIVF(FaissIndex):
         return faiss_index
 
     def _token_bytes(self) -> float:
-        return 4 * self.geometry.head_dim + 8  # and the id
+        return 4 * self.geometry.head_dim + 8  # a float32 key and its 8-byte id
 
     def _scanned_bytes(self) -> float:
-        """Return the bytes that a query head reads, as if all lists had the same length."""
+        """Return the bytes that a query head reads if all lists have the same length."""
         if not self._learned:
             return 0.0
         lists, tokens = self._learned["lists"].clamp_min(1), self.counts.clamp_min(1)

@@ -1,4 +1,4 @@
-"""FAISS IVF-PQ: keys in lists, as product-quantized residuals from the list's centroid.
+"""FAISS IVF-PQ: stores keys in lists, as product-quantized residuals from the list's centroid.
 
 Jégou et al., Product Quantization for Nearest Neighbor Search (2011), section IV; Douze et al.,
 The Faiss library (2024): `IndexIVFPQ`. Details: docs/indexes/faiss_ivfpq.md.
@@ -49,8 +49,8 @@ class FaissIVFPQConfig(FaissIVFConfig):
 class FaissIVFPQ(FaissIVF):
     """One `IndexIVFPQ` per sequence and KV head, on residuals.
 
-    `Hits.scores` contains the scores that the query heads of a group agree on, from the inner
-    products with the decoded keys of all their candidates.
+    `Hits.scores` contains the scores that the group policy computes from inner products with
+    decoded keys, for the candidates of all heads.
 
     Source: Jégou et al., Product Quantization for Nearest Neighbor Search (2011), section IV.
     """
@@ -114,7 +114,7 @@ class FaissIVFPQ(FaissIVF):
         return self._ready(index)
 
     def _reconstructed(self, keys: Tensor, ids: Tensor) -> Tensor:
-        """Encode keys `[B, G, C, D]` again and return what FAISS's codes represent."""
+        """Encode keys `[B, G, C, D]` again, and return the vectors that FAISS's codes represent."""
         B, G, C, _ = keys.shape
         represented = torch.empty_like(keys)
         books = self._learned["codebooks"]  # [B, G, M, 2^bits, m]
@@ -133,7 +133,7 @@ class FaissIVFPQ(FaissIVF):
 
     def _token_bytes(self) -> float:
         bits: int = self._subspaces * self.config.bits
-        return -(-bits // 8) + 8  # and the id
+        return -(-bits // 8) + 8  # a code and its 8-byte id
 
 
 def _nearest(points: Tensor, centroids: Tensor) -> Tensor:

@@ -24,9 +24,9 @@ class H2OConfig:
     """Options of H2O.
 
     Args:
-        budget: Rows to retain (published: 1024 heavy hitters and 1024 recent rows).
+        budget: Rows to retain per KV head (published: 1024 heavy hitters and 1024 recent rows).
         recent: Fraction of the budget for the latest rows (published: half).
-        most: How many of the prompt's last queries count; None for all (published).
+        most: Number of the prompt's last queries whose attention counts; None for all (published).
         group: How the query heads of a group rank the retained rows (`kvindex.ops.group`).
     """
 
@@ -46,11 +46,13 @@ class H2OConfig:
 class H2O(ObservingEvictionIndex):
     """Evicts, for good, the row with the least accumulated attention among all but the latest.
 
-    All rows are retained until queries are counted on more than `budget` rows: the queries of the
-    prompt at `end_prompt`, then each query that is observed. The learned tensors are `ids` int64
-    `[B, G, C]`, the rows retained after the last count, ascending, with -1 first for none, and
-    `scores` float32 `[B, G, C]`, the attention weight that each row has received in total. Rows
-    from `_scored` on have received none yet.
+    The attention of queries is counted at `end_prompt` for the prompt's queries, and then whenever
+    a query is observed. If there are more than `budget` rows at that time, rows are evicted.
+
+    The learned tensors are `ids` and `scores`. `ids`, int64 `[B, G, C]`, are the rows retained
+    after the last count, ascending; unused places come first and are -1. `scores`, float32 `[B, G,
+    C]`, are the sums of the attention weights that each row has received. Rows from `_scored` on
+    have received none yet.
 
     Source: Zhang et al., H2O (NeurIPS 2023), Algorithm 1.
     """
@@ -63,7 +65,7 @@ class H2O(ObservingEvictionIndex):
 
     @property
     def depends_on_queries(self) -> bool:
-        """Always True, because the attention of each step counts for the next."""
+        """Always True, because the attention of each step changes the scores for the next step."""
         return True
 
     # Signals

@@ -1,4 +1,6 @@
-"""IceCache: pages of similar keys, found through anchors; the structure grows with the tokens.
+"""IceCache: selects pages of similar keys, which anchor keys lead to.
+
+Appended tokens are added to the existing anchors and pages.
 
 Mao et al., IceCache: Memory-Efficient KV-cache Management for Long-Sequence LLMs (ICLR 2026, arXiv
 2604.10539), with multi-level dynamic continuous indexing (M-DCI), on which it is based.
@@ -40,9 +42,11 @@ class IceCacheConfig:
         page: Maximum number of tokens per page.
         ratio: Probability that a token becomes an anchor.
         view: Minimum number of anchors whose keys a search reads for each query head.
-        view_share: The same as a fraction of the number of tokens; the larger number counts.
+        view_share: The same minimum as a fraction of the number of tokens. The larger of the two
+            applies.
         group: How the query heads of a group agree (`kvindex.ops.group`).
-        seed: Seed for the anchors and for the direction along which pages are cut.
+        seed: Seed for the choice of anchors, and for the direction along which an anchor's tokens
+            are sorted before they are cut into pages.
     """
 
     page: int = 16
@@ -67,8 +71,8 @@ class IceCache(BaseIndex):
     Learned tensors, for `A` anchors and `N` tokens:
 
     - `first` int64 `[B]`: tokens in the index after the append that fixed `radius`.
-    - `radius` float32 `[B, G]`: the largest `‖k‖²` of that append.
-    - `anchor_ids` int64 `[B, A]`: ids of the anchors, ascending, then -1.
+    - `radius` float32 `[B, G]`: the largest `‖k‖²` of these tokens.
+    - `anchor_ids` int64 `[B, A]`: ids of the anchors, ascending, padded with -1.
     - `anchors` `[B, G, A, D]`: keys of the anchors.
     - `parents` int32 `[B, G, N]`: the anchor of each token, -1 if the token is invalid.
     - `likeness` float32 `[B, G, N]`: how similar each token is to its anchor.
@@ -158,7 +162,7 @@ class IceCache(BaseIndex):
     def _with_anchors(
         self, learned: Codes, keys: Tensor, chosen: Tensor
     ) -> tuple[dict[str, Tensor], Tensor]:
-        """Add the chosen keys, bool `[B, T]`, as anchors; return which are new, bool `[B, A]`."""
+        """Add the chosen keys, bool `[B, T]`, as anchors; return flags of new anchors, `[B, A]`."""
         past, heads = learned["parents"].shape[2], (-1, keys.shape[1], -1)
         positions = _compact(chosen)
         gather = self.ops.fetch.gather_rows
@@ -172,7 +176,7 @@ class IceCache(BaseIndex):
         return anchored, slots >= learned["anchor_ids"].shape[1]
 
     def _promoted(self, rank: Tensor) -> Tensor:
-        """Return which tokens become anchors, by their ranks `[B, T]` among the valid ones."""
+        """Return flags of tokens that become anchors, from ranks `[B, T]` among valid tokens."""
         drawn = priority(rank.clamp_min(0), "random", self.config.seed)  # 0 to 2^63 - 1
         promoted: Tensor = (rank == 0) | (drawn <= min(int(self.config.ratio * 2**63), 2**63 - 1))
         return promoted
@@ -231,9 +235,10 @@ class IceCache(BaseIndex):
         return hits
 
     def _viewed(self, products: Tensor, sizes: Tensor, k: int) -> Tensor:
-        """Return the anchors whose keys a search reads, bool `[B, G, A]`: the best of each head.
+        """Return flags of the anchors whose keys a search reads, bool `[B, G, A]`.
 
-        Each head takes as many as the options say, or as many as have `k` rows together.
+        Each head takes its best anchors: as many as the options require, or more until their tokens
+        number at least `k`.
 
         Args:
             products: `q·k` of the anchors, float32 `[B, G, g, A]`.
@@ -255,8 +260,8 @@ class IceCache(BaseIndex):
     def _pages(self, sizes: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Cut the tokens of each anchor evenly into pages, in the order of their places.
 
-        `sizes`, int64 `[B, G, A]`, has the tokens of each anchor. Return the anchor of each page
-        (-1 for none), its first member and its size, int64 `[B, G, P]` each.
+        `sizes`, int64 `[B, G, A]`, has the number of tokens of each anchor. Returns the anchor of
+        each page (-1 for none), its first member and its size, int64 `[B, G, P]` each.
         """
         pages = -(-sizes // self.config.page)
         anchor, number = self.ops.units.walk(pages, int(pages.sum(-1).max()))
@@ -265,7 +270,7 @@ class IceCache(BaseIndex):
         return anchor, at(sizes.cumsum(-1) - sizes, anchor, 0) + start, stop - start
 
     def _scanned(self) -> list[Tensor]:
-        """Return the anchors and what one head reads, as if all anchors had the same size."""
+        """Return the anchors and the bytes that one head reads, if anchors have equal sizes."""
         learned = self._learned
         view = max(self.config.view, int(self.config.view_share * len(self)))
         share = min(view / max(learned["sizes"].shape[2], 1), 1)
@@ -299,10 +304,10 @@ def _squares(keys: Tensor) -> Tensor:
 
 
 def _lift(keys: Tensor, radius: Tensor) -> Tensor:
-    """Return the coordinate that lifts keys `[B, G, n, D]` to one sphere, `[B, G, n]`.
+    """Return an additional coordinate that moves keys `[B, G, n, D]` onto one sphere, `[B, G, n]`.
 
     With this coordinate (and 0 in the query), the largest inner product becomes the smallest
-    distance. A key longer than all that fixed the radius gets 0.
+    distance. A key that is longer than the radius gets 0.
     """
     return (radius[..., None] - _squares(keys)).clamp_min(0).sqrt()
 
@@ -313,7 +318,7 @@ def _nearest(
     """Return the nearest anchor of each key after the lift, int64 `[B, G, n]`, and its likeness.
 
     Likeness is `½ (R + ‖k‖²)`, or less for long anchors, minus half the squared distance. If
-    several are equal, the first is taken.
+    several anchors are equally near, the first one is taken.
 
     Args:
         keys: `[B, G, n, D]`.

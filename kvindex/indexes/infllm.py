@@ -1,4 +1,4 @@
-"""InfLLM: blocks represented by the few keys that later queries attend to most.
+"""InfLLM: selects blocks by their representative keys: those that later queries attend to most.
 
 Xiao et al., InfLLM: Training-Free Long-Context Extrapolation for LLMs with an Efficient Context
 Memory (NeurIPS 2024). The representative score of a token is the mean inner product of its key with
@@ -37,7 +37,8 @@ class InfLLMConfig:
     Args:
         page: Tokens per block (published: 128).
         representatives: Keys that represent a block for each query head (published: 4).
-        span: Number of queries after a key that count (published: 4096, the local window).
+        span: Number of queries after a key that count for its representative score (published:
+            4096, the local window).
         group: How the query heads of a group agree (`kvindex.ops.group`).
     """
 
@@ -55,10 +56,10 @@ class InfLLMConfig:
 class InfLLM(PagedIndex):
     """Selects whole blocks by the mean inner product with their representative keys.
 
-    The index needs `observe_queries`. A key that no observed query follows represents its block
-    only if fewer than `representatives` other keys have a score. If no key of the block has one,
-    the keys with the largest norm represent it. In `Hits.scores`, each row has the score of its
-    block.
+    The index needs `observe_queries`. A key without a later observed query has no representative
+    score, and represents its block only if fewer than `representatives` other keys have one. If no
+    key of a block has a score, the keys with the largest norm represent it. In `Hits.scores`, each
+    row has the score of its block.
 
     Source: Xiao et al., InfLLM (NeurIPS 2024).
     """

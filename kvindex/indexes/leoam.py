@@ -27,7 +27,8 @@ class LeoAMConfig:
     Args:
         page: Tokens of the largest chunk.
         leaf: Tokens of the smallest chunk, `page` divided by a power of two.
-        spread: At each size, split as many chunks as contain `spread · k` tokens.
+        spread: At each chunk size, split the best chunks until those chosen contain `spread · k`
+            tokens.
         group: How the query heads of a group agree (`kvindex.ops.group`).
     """
 
@@ -57,8 +58,8 @@ class LeoAMConfig:
 class LeoAM(PagedIndex):
     """Selects whole chunks of the smallest size from the larger chunks that were split.
 
-    A chunk is scored by the minimum and maximum of each coordinate of its keys, as a page of
-    `Quest` is. The score bounds the inner products with all its keys. In `Hits.scores`, each row
+    A chunk is scored by the minimum and maximum of each coordinate of its keys, as in `Quest`. The
+    score is an upper bound of the inner products with its keys. In `Hits.scores`, each row
     has the score of its smallest chunk.
 
     Source: Sun et al., Adaptive KV Management on a Single Commodity GPU (arXiv 2506.20187).

@@ -1,4 +1,4 @@
-"""LOCKS: pages scored by the attention their keys would receive, rebuilt from low-rank factors.
+"""LOCKS: selects pages by the attention that low-rank approximations of their keys would receive.
 
 LOCKS: Page-Local Compact Key Summaries for efficient long-context decoding (documentation of the
 package locks-kv 0.1.4). Written from that description; docs/indexes/locks.md says what is ours.
@@ -22,7 +22,7 @@ PAGES = 1024
 """Pages of a head that are factorized or scored at a time; bounds memory, not the result."""
 
 NOTHING = 1e-12
-"""Directions with less than this fraction of a page's squared keys are rounding, and left out."""
+"""Directions with less than this fraction of a page's sum of squares are rounding errors."""
 
 BITS = {"basis": 4, "coefficients": 8, "center": 8}
 """Bits per number of each part of a summary (published)."""
@@ -49,10 +49,11 @@ class LocksConfig:
 
 
 class Locks(PagedIndex):
-    """Selects whole pages by the mean of `exp(scale q·k)` over their rebuilt keys.
+    """Selects whole pages by the mean of `exp(scale q·k)` over their approximated keys.
 
-    `Hits.scores` contains what the group policy makes of the logarithms of these means. Under
-    `mean_share`, a page is weighted by the attention that its rebuilt keys would receive.
+    `Hits.scores` contains the scores that the group policy computes from the logarithms of these
+    means. With `mean_share`, the score of a page is the attention weight that its approximated keys
+    would receive.
 
     Source: LOCKS (documentation of the package locks-kv 0.1.4).
     """
@@ -76,7 +77,7 @@ class Locks(PagedIndex):
         return {name: torch.cat([codes[name] for codes in made], dim=2) for name in made[0]}
 
     def _rebuilt(self, name: str, pages: slice, count: int) -> Tensor:
-        """Dequantize one part of these pages' summaries, float32 `[B, G, pages, …, count]`."""
+        """Dequantize one part of the pages' summaries, float32 `[B, G, pages, …, count]`."""
         codes, scales = self._codes[name], self._codes[f"{name}_scales"]
         return dequantize(codes[:, :, pages], scales[:, :, pages], count, BITS[name])
 
@@ -116,13 +117,14 @@ class Locks(PagedIndex):
 
 
 def factors(keys: Tensor, present: Tensor, rank: int) -> dict[str, Tensor]:
-    """Compute the best approximation `center + Σ_r coefficients_r basis_r` of each page.
+    """Compute the best approximation `center + Σ_r coefficients_r basis_r` of each page's keys.
 
-    It is the best of its rank by the theorem of Eckart and Young, computed in float64.
+    No approximation of this rank has a smaller squared error (Eckart and Young). It is computed in
+    float64.
 
     Args:
         keys: `[B, G, pages, P, D]`.
-        present: Bool `[B, 1, pages, P, 1]`, which keys exist.
+        present: Bool `[B, 1, pages, P, 1]`, True for keys that exist.
         rank: Maximum number of directions.
 
     Returns:

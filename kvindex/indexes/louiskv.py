@@ -1,4 +1,4 @@
-"""LouisKV: whole clusters of the prompt's keys, and segments of generated tokens.
+"""LouisKV: selects whole clusters of the prompt's keys, and segments of generated tokens.
 
 LouisKV: Efficient KV Cache Retrieval for Long Input-Output Sequences (ICLR 2026). The wrapper
 `kvindex.wrappers.Reuse` decides when to search, and marks the boundaries of the segments.
@@ -33,7 +33,7 @@ class LouisKVConfig:
     Args:
         per_cluster: Average keys per cluster of the prompt.
         iterations: Iterations of k-means.
-        longest: Tokens after which a segment ends without a boundary.
+        longest: Maximum number of tokens per segment; a longer one is cut.
         group: How the query heads of a group agree on units (`kvindex.ops.group`).
         seed: Seed for the starting points of k-means.
     """
@@ -54,7 +54,7 @@ class LouisKVConfig:
 
 @dataclass(frozen=True)
 class _Sequence:
-    """What the signals said about the sequence.
+    """State of the sequence that the caller's signals have set.
 
     Args:
         prompt: Tokens of the prompt, None before `end_prompt`.
@@ -79,7 +79,9 @@ class _Sequence:
 
 
 class LouisKV(BaseIndex):
-    """Ranks clusters and segments by their mean keys, once for the group, and returns their rows.
+    """Ranks clusters and segments by their mean keys, and returns the rows of the best ones.
+
+    The query heads of a group use one ranking.
 
     Before `end_prompt`, each key is a unit of its own. In `Hits.scores`, all rows of a unit have
     the score of the unit, from `q·k` with its mean key.
@@ -202,9 +204,9 @@ class LouisKV(BaseIndex):
 
         Returns:
             `members` int32 `[B, G, N]`: ids of the prompt, cluster by cluster, then -1.
-            `sizes` int32 `[B, G, C]`: valid tokens of each cluster.
+            `sizes` int32 `[B, G, C]`: number of valid tokens of each cluster.
             `centroids` `[B, G, C, D]`: mean keys of the clusters, in the layer's dtype.
-            `means` `[B, G, 0, D]` and `counts` int32 `[B, 0]`: the same of segments.
+            `means` `[B, G, 0, D]` and `counts` int32 `[B, 0]`: mean keys and sizes of segments.
         """
         g, B, device = self.geometry, len(self.counts), self.geometry.device
         counts, per = [length] * B, self.config.per_cluster
@@ -240,11 +242,13 @@ class LouisKV(BaseIndex):
         }
 
     def _segmented(self, learned: Codes, stop: int, keys: Tensor, valid: Tensor | None) -> Codes:
-        """Return the learned tensors with segments up to `stop`; those that end before `keys` stay.
+        """Return the learned tensors with segments up to `stop`.
+
+        Segments that end before the first of `keys` do not change.
 
         Args:
             learned: The learned tensors so far.
-            stop: The number of tokens, including the newest ones.
+            stop: Number of tokens after the append.
             keys: Keys of the newest tokens up to `stop`, `[B, G, n, D]`.
             valid: Bool `[B, stop]`, or None if all tokens are valid.
         """
@@ -334,9 +338,9 @@ def _once_each(learned: Codes, counts: Tensor | None) -> bool:
 
 
 def _renumbered(labels: Tensor, clusters: int) -> Tensor:
-    """Number the clusters of labels int64 `[R, n]` by their first tokens.
+    """Renumber the labels int64 `[R, n]` so that clusters are in the order of their first tokens.
 
-    So if scores are equal, the cluster that begins first is taken first.
+    If scores are equal, the cluster that begins first is then taken first.
     """
     R, n = labels.shape
     first = torch.full((R, clusters), n, device=labels.device)

@@ -32,10 +32,10 @@ BLOCK = 2**24
 """Bits hashed, or hashes compared, at a time; bounds memory, not the result."""
 
 RARE = 1e-4
-"""Number of expected collisions below which the probability is computed by its series.
+"""Below this expected number of collisions, the probability is computed by a series.
 
-The relative error of the series is the square of this number; the closed form would lose
-`2^-53 / RARE` by cancellation.
+The relative error of the series is the square of this number. The closed form would have a relative
+error of `2^-53 / RARE` by cancellation.
 """
 
 
@@ -46,10 +46,11 @@ class MagicPIGConfig:
     Args:
         bits: Bits per hash, with one random direction each (the paper's K), 1 to 15.
         tables: Hashes per key (the paper's L), at least 2.
-        sure: Number of first valid tokens that each search returns, in at most half of its slots.
-        seed: Seed for the random directions, and for the sampling of candidates where there are
-            more than fit.
-        stale: Whether tokens appended after `end_prompt` are never returned (the published code
+        sure: Each search returns this many of the first valid tokens, in at most half of its `k`
+            slots.
+        seed: Seed for the random directions, and for sampling if there are more candidates than
+            free slots.
+        stale: If True, tokens appended after `end_prompt` are never returned (the published code
             does not hash them).
     """
 
@@ -73,9 +74,9 @@ class MagicPIG(BaseIndex):
     """Samples the keys that collide with the query in at least two tables of SimHash.
 
     A query head attends only to its own candidates, with the log weight `-log w`, where `w` is the
-    probability of being a candidate. So the expected values, over seeds, of the softmax's numerator
-    and denominator are those of full attention. `Hits.scores` only orders the rows: it contains the
-    mean attention weight of each row among those returned.
+    probability of being a candidate. The softmax's numerator and denominator are therefore unbiased
+    estimates of those of full attention. `Hits.scores` contains the mean attention weight of each
+    row among the returned rows; it only determines their order.
 
     Source: Chen et al., MagicPIG (ICLR 2025).
     """
@@ -98,8 +99,9 @@ class MagicPIG(BaseIndex):
     def _learn(self, keys: Tensor, valid: Tensor | None) -> Codes:
         """Learn `center` float32 `[B, G, D]`, the mean key, and `known` bool `[B]`.
 
-        A sequence learns its center from the first append that contains a valid token of it. The
-        center adds the same number to all logits of a query, so it does not change the softmax.
+        A sequence learns its center from the first append that contains a valid token of it; then
+        `known` is True. To subtract the center changes all logits of a query by the same number, so
+        it does not change the softmax.
         """
         all_valid = keys.new_ones(keys.shape[:1] + keys.shape[2:3], dtype=torch.bool)
         counts = (all_valid if valid is None else valid).sum(1)
@@ -173,21 +175,22 @@ class MagicPIG(BaseIndex):
         return torch.cat(parts, dim=-1) & self._known()[:, None, None]
 
     def _known(self) -> Tensor:
-        """Return which tokens a search may return, bool `[B, N]`."""
+        """Return flags of the tokens that a search may return, bool `[B, N]`."""
         ids = torch.arange(len(self), device=self.geometry.device).expand(len(self.counts), -1)
         known: Tensor = ids < (len(self) if self._prompt_ended is None else self._prompt_ended)
         return known if self.valid is None else known.logical_and(self.valid)
 
     def _sure(self, k: int) -> Tensor:
-        """Return the first tokens, bool `[B, N]`, which every search returns."""
+        """Return flags of the first tokens, which every search returns, bool `[B, N]`."""
         known = self._known()
         return known.logical_and(known.cumsum(-1) <= min(self.config.sure, max(k // 2, 1)))
 
     def _thinned(self, drawn_by_any: Tensor, room: Tensor, hashes: Tensor) -> Tensor:
-        """Sample candidates uniformly, as many as there is `room` for.
+        """Sample candidates uniformly, as many as there are free slots.
 
-        A hash of the token's rank among the valid ones and of the queries' hashes decides. So each
-        query gets another sample, runs are repeatable, and padding changes nothing.
+        A token's random number is a hash of its rank among the valid tokens and of the queries'
+        hashes. So different queries get different samples, runs are repeatable, and padding changes
+        nothing.
 
         Args:
             drawn_by_any: The candidates of any head, bool `[B, G, N]`.
@@ -207,7 +210,7 @@ class MagicPIG(BaseIndex):
         return drawn & drawn_by_any
 
     def _log_chances(self, queries: Tensor, keys: Tensor) -> Tensor:
-        """Return `log_chance` `[B, G, g, C]` of keys `[B, G, C, D]`, queries `[B, G, g, D]`."""
+        """Return `log_chance` `[B, G, g, C]` for keys `[B, G, C, D]` and queries `[B, G, g, D]`."""
         centered = keys.float() - self._learned["center"][:, :, None]
         normalize = self.ops.transform.normalize
         heads, rows = (normalize(x)[0].double() for x in (queries, centered))
@@ -269,7 +272,7 @@ def log_chance(cosines: Tensor, bits: int, tables: int) -> Tensor:
     meet = p.clamp_min(1e-8) ** bits  # angles near π are accurate to 1e-8
     missed = torch.log1p(-meet)
     closed = -torch.expm1(tables * missed) - tables * meet * ((tables - 1) * missed).exp()
-    # the sum of the binomial distribution over j ≥ 2, to its second term
+    # the first two terms of the series for the probability of at least 2 collisions
     pairs = math.log(tables * (tables - 1) / 2)
     series = pairs + 2 * meet.log() + torch.log1p(-2 * (tables - 2) / 3 * meet.clamp_max(RARE))
     return torch.where(tables * meet < RARE, series, closed.log())

@@ -53,9 +53,9 @@ class PQCacheConfig:
 class PQCache(BaseIndex):
     """Stores one byte per subspace: the nearest of the centroids trained on the first append.
 
-    `Hits.scores` contains the scores that the query heads of a group agree on, from
-    `Σ_b ⟨q_b, c_b⟩`, the inner product of the query with the decoded key. The query is not
-    quantized (asymmetric distances).
+    `Hits.scores` contains the scores that the group policy computes from `Σ_b ⟨q_b, c_b⟩`, the
+    inner product of the query with the decoded key. The query is not quantized (asymmetric
+    distances).
 
     Source: Zhang et al., PQCache (SIGMOD 2025).
     """

@@ -1,4 +1,4 @@
-"""RetroInfer: tokens of the best clusters, and one weighted row for each of the next clusters.
+"""RetroInfer: returns the tokens of the best clusters, and one weighted row for each next cluster.
 
 Chen et al., RetroInfer: A Vector-Storage Approach for Scalable Long-Context LLM Inference
 (arXiv 2505.02922): the wave index and its three zones.
@@ -20,7 +20,7 @@ from kvindex.ops import units as unit_rows
 ESTIMATED = 0.446
 """Fraction of the returned rows that represent clusters: `.232 / (.018 · 16 + .232)`.
 
-The published zones are 1.8% of the clusters with 16 rows each and 23.2% with one row each.
+The paper returns 1.8% of the clusters token by token (16 rows each), and 23.2% as one row each.
 """
 
 
@@ -33,7 +33,8 @@ class RetroInferConfig:
         segment: Tokens of the prompt that are clustered together.
         block: Number of later tokens that are clustered together.
         estimated: Fraction of the `k` slots that represent whole clusters, in [0, 1).
-        centered: Whether to subtract the mean of the keys that are clustered together.
+        centered: Whether to subtract, before clustering, the mean of the keys that are clustered
+            together.
         iterations: Maximum number of k-means iterations.
         group: How the query heads of a group agree (`kvindex.ops.group`).
         seed: Seed for the starting points of k-means.
@@ -61,8 +62,9 @@ class RetroInferConfig:
 class RetroInfer(ClusteredIndex):
     """Ranks clusters by `q·c`; returns the best ones token by token, and the next as one row each.
 
-    The row of a cluster is `(c, mean value)` with `log_weight = log(size)`. No cluster is in both
-    parts or is cut. In `Hits.scores`, all rows of a cluster have the cluster's score.
+    Here `c` is the mean key of a cluster. A cluster that is one row has the key `c`, the mean
+    value, and `log_weight = log(size)`. No cluster is in both parts, and none is cut. In
+    `Hits.scores`, all rows of a cluster have the cluster's score.
 
     Source: Chen et al., RetroInfer (arXiv 2505.02922).
     """
@@ -97,11 +99,12 @@ class RetroInfer(ClusteredIndex):
         return hits
 
     def _exact(self, sizes: Tensor, units: Tensor, k: int) -> Tensor:
-        """Return which of the best units are returned token by token: a prefix, bool `[B, G, W]`.
+        """Return flags of the best units that are returned token by token, bool `[B, G, W]`.
 
-        The last one may take more slots than remain for exact rows, if `k` allows. Otherwise a
-        large best cluster, which has most of the attention weight, would be a single row. If the
-        others would leave slots unused, more units are exact.
+        They are a prefix of the units. The last of them may take more slots than are reserved for
+        single tokens, if `k` allows. Otherwise a large best cluster, which has most of the
+        attention weight, would become a single row. If the remaining clusters, at one row each,
+        would leave slots unused, more units are returned token by token.
 
         Args:
             sizes: Tokens of the units, best first, int64 `[B, G, W]`.

@@ -25,7 +25,7 @@ from kvindex.ops.select import compact
 from kvindex.storage.layout import Held, Layout, TensorSpec, ascending
 
 BLOCK = 16_384
-"""Slots of sentences averaged at a time; bounds what is copied, not the result."""
+"""Token slots of sentences that are averaged at a time; bounds the memory for copies."""
 
 QUERIES = ("sentence", "token")
 
@@ -37,8 +37,8 @@ class SentenceKVConfig:
     Args:
         longest: Maximum number of tokens per sentence; a longer one is cut.
         punctuation: Ids of the tokens that end a sentence (or one id), for `observe_tokens`.
-        query: What searches: the mean query of the "sentence" (published), or the query of the
-            newest "token" alone.
+        query: Which query is compared with sentences: the mean query of the current "sentence"
+            (published), or the query of the newest "token" alone.
         group: How the query heads of a group agree (`kvindex.ops.group`).
     """
 
@@ -61,9 +61,9 @@ class SentenceKVConfig:
 class SentenceKV(BaseIndex):
     """Selects whole sentences by the inner product of the mean query and their mean key.
 
-    The mean query is that of the queries observed since `end_prompt` in the sentence of the
-    search's query. The search's query counts once, whether it was observed or not. In
-    `Hits.scores`, each row has the score of its sentence.
+    The mean query is the mean over the current sentence: the queries observed since `end_prompt`,
+    and the query that `search` gets, which counts once even if it was observed. In `Hits.scores`,
+    each row has the score of its sentence.
 
     Source: Zhu et al., SentenceKV (arXiv 2504.00970).
     """
@@ -91,7 +91,7 @@ class SentenceKV(BaseIndex):
     # Signals
 
     def end_prompt(self) -> None:
-        """End the prompt: later queries count for the mean query of a sentence."""
+        """End the prompt. Only queries observed later contribute to mean queries."""
         self._signals = replace(self._signals, prompt_ended=True)
 
     def observe_queries(self, queries: Tensor, positions: Tensor) -> None:
@@ -111,7 +111,7 @@ class SentenceKV(BaseIndex):
     def mark_boundary(self) -> None:
         """End a sentence of every sequence with the newest token whose query or key has arrived.
 
-        Ends marked for later tokens are dropped.
+        Sentence ends that were marked at later tokens are dropped.
         """
         last = max(self._signals.newest, len(self) - 1)
         if last >= 0:
@@ -119,13 +119,14 @@ class SentenceKV(BaseIndex):
             self._set_ends(ends, last)
 
     def observe_tokens(self, tokens: Tensor, *, first: int) -> None:
-        """Read the text: tokens whose ids are in `punctuation` end a sentence.
+        """Receive the token ids of the text; ids that are in `punctuation` end a sentence.
 
         Args:
-            tokens: Token ids, int64 `[T]`, or `[B, T]` if the sequences differ. Their keys may be
-                in the index already or arrive later. Without `punctuation`, the ids are ignored.
-            first: Position of the first token. Ends marked earlier from this position on are
-                dropped.
+            tokens: Token ids, int64 `[T]`, or `[B, T]` if the sequences differ. The tokens' keys
+                may be in the index already or arrive later. Without `punctuation`, the ids are
+                ignored.
+            first: Position of the first token. Sentence ends that earlier calls marked at this
+                position or later are dropped.
 
         Raises:
             ValueError: A shape, dtype or device does not fit, or `first` is negative.
@@ -151,12 +152,12 @@ class SentenceKV(BaseIndex):
         self._signals = signals
 
     def truncate(self, length: int) -> None:
-        """Truncate the index; ends of the removed tokens are dropped, too."""
+        """Truncate the index, and drop the sentence ends at removed tokens."""
         super().truncate(length)
         self._signals = self._signals.truncated(length)
 
     def reorder(self, batch_indices: Tensor) -> None:
-        """Reorder the batch; before the first append, only the signals."""
+        """Reorder the batch, including what was signaled before the first append."""
         super().reorder(batch_indices)
         if self._batch is None:
             self._signals = self._signals.reordered(batch_indices.to(self.geometry.device))
@@ -197,7 +198,7 @@ class SentenceKV(BaseIndex):
     # Sentences
 
     def _encode(self, keys: Tensor, learned: Codes) -> Codes:
-        """Encode keys as if a sentence began with the first one and no boundary was marked."""
+        """Encode keys as if a sentence began with the first key and no boundary was marked."""
         present = keys.new_ones((len(keys), keys.shape[2]), dtype=torch.bool)
         none, ids = Sentences.empty(self.geometry), torch.zeros_like(present, dtype=torch.int64)
         means, sizes = self._sentences(keys, ids, present, none)
@@ -244,7 +245,7 @@ class SentenceKV(BaseIndex):
         self._signals = Sentences.empty(self.geometry)
 
     def _sizes(self) -> Tensor:
-        """Return the tokens of each sentence, int64 `[B, S]`, if the index is not empty."""
+        """Return the number of tokens of each sentence, int64 `[B, S]`; the index is not empty."""
         return self._codes["sizes"][:, 0].long()
 
     def _held_before(self, length: int) -> Tensor:
@@ -254,7 +255,7 @@ class SentenceKV(BaseIndex):
         return torch.full((len(self.counts),), length, device=self.geometry.device)
 
     def _members(self) -> Tensor:
-        """Return the ids of the valid tokens, int64 `[B, n]`, then -1 where there are fewer."""
+        """Return the ids of the valid tokens, int64 `[B, n]`, padded with -1."""
         if self.valid is not None:
             ids: Tensor = self.ops.select.compact(self.valid)
             return ids
@@ -271,14 +272,14 @@ class SentenceKV(BaseIndex):
     ) -> Tail:
         """Compute the sentences after the first `kept` ones of each sequence.
 
-        They contain the rest of the first `past` valid tokens, read from the store, then the new
-        keys.
+        The sentences contain the remaining ones of the first `past` valid tokens, whose keys are
+        read from the store, then the new keys.
 
         Args:
             kept: Sentences that do not change, int64 `[B]`.
-            past: Valid tokens in the store to include, int64 `[B]`.
+            past: Number of valid tokens in the store to include, int64 `[B]`.
             keys: New keys `[B, G, T, D]`, or None.
-            valid: Bool `[B, T]`, which of the new keys are valid, or None for all.
+            valid: Bool `[B, T]`, True for valid new keys, or None if all are valid.
             signals: Ends of sentences.
         """
         g, device, parts = self.geometry, past.device, []  # keys, ids, present
@@ -319,12 +320,12 @@ class SentenceKV(BaseIndex):
     def _sentences(
         self, keys: Tensor, ids: Tensor, present: Tensor, signals: Sentences
     ) -> tuple[Tensor, Tensor]:
-        """Return mean keys `[B, G, U, D]` and sizes int32 `[B, 1, U]` of some tokens' sentences.
+        """Return mean keys `[B, G, U, D]` and sizes int32 `[B, 1, U]` of these tokens' sentences.
 
         Args:
             keys: `[B, G, n, D]`.
             ids: Int64 `[B, n]`.
-            present: Bool `[B, n]`, which of the tokens count.
+            present: Bool `[B, n]`, True for tokens to include.
             signals: Ends of sentences.
         """
         (B, G, n, D), longest = keys.shape, self.config.longest

@@ -1,4 +1,4 @@
-"""ShadowKV: selects chunks by their mean key, and rebuilds keys from low-rank factors.
+"""ShadowKV: selects chunks by their mean key, and approximates keys by low-rank factors.
 
 Sun et al., ShadowKV: KV Cache in Shadows for High-Throughput Long-Context LLM Inference (ICML
 2025). docs/indexes/shadowkv.md lists the differences from the published code.
@@ -31,11 +31,13 @@ class ShadowKVConfig:
 
     Args:
         page: Tokens per chunk.
-        outliers: Chunks per KV head that each search returns, in at most half of its slots.
-        rank: Rank of the prompt's keys that `fetch` rebuilds after `end_prompt`, shared by all
-            heads. None, or a prompt of at most this many tokens, leaves the keys exact.
+        outliers: Each search returns this many outlier chunks per KV head, in at most half of its
+            `k` slots. Outliers are the chunks whose keys differ most from their mean.
+        rank: Rank of the approximation of the prompt's keys, which `fetch` returns after
+            `end_prompt`. All heads share it. Keys stay exact if it is None, or if the prompt has at
+            most this many tokens.
         group: How the query heads of a group agree (`kvindex.ops.group`).
-        stale: Whether tokens after the last chunk that was complete at `end_prompt` are never
+        stale: If True, tokens after the last chunk that was complete at `end_prompt` are never
             returned.
     """
 
@@ -59,10 +61,10 @@ class _Prompt:
     """Low-rank keys of a prompt that has ended.
 
     Args:
-        pages: Whole chunks of the prompt, int64 `[B]`.
-        tokens: Factor of its keys, `[B, n, r]`; `r` is 0 if the keys stay exact.
-        basis: The other factor, `[B, G, D, r]`.
-        exact: Tokens whose keys are never rebuilt, bool `[B, G, n]`.
+        pages: Number of whole chunks of the prompt, int64 `[B]`.
+        tokens: Left factor of the prompt's keys, `[B, n, r]`; `r` is 0 if the keys stay exact.
+        basis: Right factor of the prompt's keys, `[B, G, D, r]`.
+        exact: True for tokens whose keys are not approximated, bool `[B, G, n]`.
     """
 
     pages: Tensor
@@ -84,7 +86,7 @@ class _Prompt:
 class ShadowKV(PagedIndex):
     """Selects whole chunks by the inner product of the query and their mean key, and all outliers.
 
-    If `rope` is known, the prompt's keys are factorized as they were before the rotary embedding.
+    If `rope` is known, the rotary embedding is undone before the prompt's keys are factorized.
     In `Hits.scores`, each row has the score of its chunk.
 
     Source: Sun et al., ShadowKV (ICML 2025).
@@ -98,7 +100,7 @@ class ShadowKV(PagedIndex):
     # Chunks
 
     def _summaries_of(self, keys: Tensor, present: Tensor, marks: Tensor | None = None) -> Codes:
-        """Return the mean keys, and the lowest cosine of one of the keys with the mean."""
+        """Return each chunk's mean key, and the lowest cosine of one of its keys with the mean."""
         mean = keys.float().masked_fill(~present, 0).sum(3) / present.sum(3).clamp_min(1)
         normalize = self.ops.transform.normalize
         cosines = (normalize(keys)[0] * normalize(mean)[0][:, :, :, None]).sum(-1)
@@ -138,7 +140,7 @@ class ShadowKV(PagedIndex):
         return queries @ self._codes["landmarks"].float().mT
 
     def _sizes(self) -> Tensor:
-        """Return how many tokens of each chunk a search may return, int64 `[B, G, pages]`."""
+        """Return the number of tokens of each chunk that a search may return, `[B, G, pages]`."""
         g, P = self.geometry, int(self.config.page)
         pages = torch.arange(self._codes["likeness"].shape[2], device=g.device)
         sizes = (self.counts.to(g.device)[:, None] - pages * P).clamp(0, P)
@@ -147,7 +149,7 @@ class ShadowKV(PagedIndex):
         return sizes[:, None].expand(-1, g.kv_heads, -1)
 
     def _outliers(self, sizes: Tensor, count: int) -> Tensor:
-        """Return the outliers: the `count` chunks of lowest likeness, bool `[B, G, pages]`."""
+        """Return flags of the outliers: the `count` chunks of lowest likeness, `[B, G, pages]`."""
         unlike = (-self._codes["likeness"]).masked_fill(sizes == 0, float("-inf"))
         slots = self.ops.select.top_k(unlike, count)[1]
         last = sizes.shape[-1]
@@ -200,8 +202,8 @@ class ShadowKV(PagedIndex):
     def _factors(self, rank: int) -> tuple[Tensor, Tensor]:
         """Return the best factors of rank `r`: tokens `[B, N, r]` and basis `[B, G, D, r]`.
 
-        The basis consists of the first right singular vectors of all heads' keys side by side,
-        which is the best of its rank (Eckart and Young).
+        The basis consists of the first right singular vectors of the keys, with all heads
+        concatenated. No factors of this rank have a smaller squared error (Eckart and Young).
         """
         g = self.geometry
         width = g.kv_heads * g.head_dim
@@ -214,7 +216,7 @@ class ShadowKV(PagedIndex):
         return tokens.to(g.dtype), basis.to(g.dtype)
 
     def _unrotated(self) -> Iterator[Tensor]:
-        """Yield unrotated keys in blocks, heads side by side, float32 `[B, n, G D]`."""
+        """Yield unrotated keys in blocks, with all heads concatenated, float32 `[B, n, G D]`."""
         for start, rows in self._store.blocks(BLOCK):
             keys, stop = rows.keys.float(), start + rows.keys.shape[2]
             if self.valid is not None:
@@ -223,7 +225,7 @@ class ShadowKV(PagedIndex):
             yield rotate(keys, -positions, self.geometry.rope).transpose(1, 2).flatten(2)
 
     def fetch(self, hits: Hits) -> Rows:
-        """Fetch rows; keys of the prompt are rebuilt from the factors, except those of outliers."""
+        """Fetch rows. Keys of the prompt are products of the factors, except those of outliers."""
         rows, prompt = super().fetch(hits), self._prompt
         if prompt is None or not prompt.tokens.numel():
             return rows

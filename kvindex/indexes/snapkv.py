@@ -35,8 +35,8 @@ class SnapKVConfig:
 
     Args:
         budget: Rows of the prompt to retain, including the window (published: 2048).
-        window: The prompt's last queries, which vote, and whose rows are retained, too (published:
-            32).
+        window: Number of the prompt's last queries, which vote on the rows before them. The rows of
+            these last tokens are always retained (published: 32).
         kernel: Number of rows over which votes are pooled, odd (published: 5).
         pool: "mean" (published) or "max".
         group: How the query heads of a group rank the retained rows (`kvindex.ops.group`).
@@ -60,8 +60,9 @@ class SnapKVConfig:
 class SnapKV(ObservingEvictionIndex):
     """Retains the prompt's rows with the most votes, its window, and all later rows.
 
-    Until `end_prompt`, or if no query was observed, all rows are retained. The learned tensor is
-    `voted` int64 `[B, G, budget - window]`, ascending ids, with -1 first for none.
+    Until `end_prompt`, or if no query was observed, all rows are retained. The learned tensor
+    `voted`, int64 `[B, G, budget - window]`, contains the ids with the most votes, ascending;
+    unused places come first and are -1.
 
     Source: Li et al., SnapKV (NeurIPS 2024), section 4.
     """
@@ -80,7 +81,7 @@ class SnapKV(ObservingEvictionIndex):
             self._sample_queries(queries, positions, self.config.window)
 
     def end_prompt(self) -> None:
-        """End the prompt: its last queries vote, and again if earlier keys arrive later."""
+        """End the prompt: its last queries vote, and again if keys of the prompt arrive later."""
         if len(self) and self._observed and not self._prompt_ended:
             self._learned = self._vote(self._observed, len(self))
         self._prompt_ended = True

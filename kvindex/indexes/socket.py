@@ -1,5 +1,6 @@
-"""SOCKET: ranks keys by soft collisions in hash tables: a query spreads over all buckets.
+"""SOCKET: ranks keys by soft collisions in hash tables.
 
+A query does not fall into one bucket of a table, but has a probability for each bucket.
 SOCKET: SOft Collision Kernel EsTimator for Sparse Attention (as its authors' repository describes
 it). docs/indexes/socket.md lists the differences.
 """
@@ -36,8 +37,8 @@ class SocketConfig:
     Args:
         bits: Hyperplanes per table, 1 to 8; a table has `2^bits` buckets.
         tables: Number of hash tables.
-        tau: Temperature of a query's distribution over buckets. At lower values, more of the
-            probability is in the query's own bucket.
+        tau: Temperature of a query's distribution over buckets. At lower values, the query's own
+            bucket gets more of the probability.
         group: How the query heads of a group agree (`kvindex.ops.group`).
         seed: Seed for the hyperplanes.
     """
@@ -61,9 +62,9 @@ class SocketConfig:
 class Socket(BaseIndex):
     """Ranks all keys by the sum over tables of the probability of the key's bucket.
 
-    The heads of a group agree by fractions: for each head, the score of a key divided by the sum of
-    all keys' scores. `Hits.scores` contains what the group policy makes of the logarithms of the
-    scores over `scale`.
+    The heads of a group are combined after dividing the scores of each head by their sum over all
+    keys. `Hits.scores` contains the scores that the group policy computes from the logarithms of
+    these scores, divided by `scale`.
 
     Source: SOCKET: SOft Collision Kernel EsTimator for Sparse Attention.
     """
@@ -125,7 +126,9 @@ class Socket(BaseIndex):
         scores = total.clamp_min(torch.finfo(total.dtype).tiny).log() / g.scale
         if self.valid is not None:
             scores = scores.masked_fill(~self.valid[:, None, None], float("-inf"))
-        agreed = self.ops.group.agree(scores, policy, scale=g.scale, softcap=None)  # not logits
+        agreed = self.ops.group.agree(
+            scores, policy, scale=g.scale, softcap=None
+        )  # no softcap: not logits
         best, ids = self.ops.select.top_k(agreed, k)
         return Hits(ids, best)
 

@@ -1,4 +1,4 @@
-"""Squeezed Attention: clusters whose estimated attention weight exceeds a calibrated threshold.
+"""Squeezed Attention: selects clusters whose estimated attention weight exceeds a threshold.
 
 Hooper et al., Squeezed Attention: Accelerating Long Context Length LLM Inference
 (arXiv 2411.09688).
@@ -23,7 +23,7 @@ BINS = 4096
 """Bins of the histogram of attention weights."""
 
 PER_NAT = 64
-"""Bins per unit of a weight's natural logarithm, the step of a threshold; bins reach to e^-64."""
+"""Bins per unit of a weight's natural logarithm. Bins cover weights down to e^-64."""
 
 
 @dataclass(frozen=True)
@@ -34,11 +34,12 @@ class SqueezedConfig:
         per_cluster: Average keys per cluster of the prompt (published: 20).
         block: Number of later tokens that are clustered together, into `block / per_cluster`
             clusters.
-        sparsity: Fraction of the keys that the threshold leaves out, on average over heads and over
-            the queries that calibrate it, in [0, 1); 0 for no threshold.
+        sparsity: Fraction of the keys that the threshold leaves out, in [0, 1), on average over
+            heads and over the queries that calibrate the threshold; 0 for no threshold.
         calibration: Number of the prompt's last queries that calibrate the threshold (published:
             100).
-        stale: Whether later tokens are never clustered (published); each is then a cluster of one.
+        stale: If True, tokens after the prompt are never clustered (published); each is then a
+            cluster by itself.
         iterations: Maximum number of k-means iterations.
         group: How the query heads of a group agree on an order (`kvindex.ops.group`).
         seed: Seed for the starting points of k-means.
@@ -95,10 +96,10 @@ class Squeezed(PromptQueriesIndex, ClusteredIndex):
         return hits
 
     def _shares(self, estimates: Tensor, units: Units) -> Tensor:
-        """Return the log of the estimated attention weight of a row in each unit, `[B, G, g, U]`.
+        """Return the log of the estimated attention weight of one row of each unit, `[B, G, g, U]`.
 
-        The estimate for unit `i` is `e^{q·c_i} / Σ_j n_j e^{q·c_j}`. It is 0 for a unit without
-        tokens.
+        The estimate for unit `i` is `e^{q·c_i} / Σ_j n_j e^{q·c_j}`, where unit `j` has `n_j` rows
+        and the mean key `c_j`. It is 0 for a unit without tokens.
         """
         g = self.geometry
         logits = cap(estimates, g.scale, g.softcap)
@@ -128,7 +129,7 @@ class Squeezed(PromptQueriesIndex, ClusteredIndex):
         self._prompt_ended, self._observed = True, None
 
     def _threshold(self, observed: PromptQueries) -> Tensor:
-        """Return the log attention weight that a fraction `sparsity` of the keys do not exceed."""
+        """Return the threshold: a fraction `sparsity` of the keys have no larger log weight."""
         units = self._units()
         bins = torch.zeros((len(units.sizes), BINS), dtype=torch.int64, device=units.sizes.device)
         real = are_real(observed.queries)

@@ -20,7 +20,7 @@ class StreamingConfig:
     """Options of StreamingLLM.
 
     Args:
-        budget: Rows to retain (published: 4 and 2000).
+        budget: Rows to retain (published: 4 first and 2000 latest rows).
         sink: How many of them are the first ones (published: 4); the others are the latest.
         group: How the query heads of a group rank the retained rows (`kvindex.ops.group`).
     """

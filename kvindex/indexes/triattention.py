@@ -35,7 +35,7 @@ class Centers:
 
     Args:
         mean: Mean of the queries before the rotary embedding, complex64 `[H, D / 2]`.
-        size: Mean of their absolute values, float32 `[H, D / 2]`, at least that of `mean`.
+        size: Mean of the queries' absolute values, float32 `[H, D / 2]`, at least `|mean|`.
     """
 
     mean: Tensor
@@ -48,7 +48,7 @@ class Centers:
         Args:
             queries: `[B, H, R, D]`.
             positions: Int64 `[R]`.
-            counted: Bool `[B, R]`, which queries count. If none does, the centers are zero.
+            counted: Bool `[B, R]`, True for queries to include. Without any, the centers are zero.
             rope: Inverse frequencies of the rotary embedding (`kvindex.core.rope`).
         """
         pairs = paired(queries.float(), rope)
@@ -92,10 +92,13 @@ class TriAttention(ObservingEvictionIndex):
 
     A head scores a row by its mean inner product with the head's center, rotated to the positions
     ahead, plus `Σ (E|q_f| - |E q_f|) |k_f|` for the spread of queries around the center. Rows are
-    evicted at `end_prompt` and at each later append; without centers, never. The learned tensors
-    are `mean` and `size` as in `Centers` with a leading axis `B`; `shift` int64 `[B]`, how far ids
-    are ahead of the positions that the centers use; and `ids` int64 `[B, G, C]`, the retained rows,
-    with -1 for none.
+    evicted at `end_prompt` and at each later append; without centers, never.
+
+    The learned tensors are:
+
+    - `mean` and `size`: as in `Centers`, with a leading axis `B`.
+    - `shift` int64 `[B]`: difference between a token's id and its position for the centers.
+    - `ids` int64 `[B, G, C]`: the retained rows, -1 where a place is unused.
 
     Source: Mao et al., TriAttention (arXiv 2604.04921).
     """
@@ -130,7 +133,7 @@ class TriAttention(ObservingEvictionIndex):
             self._sample_queries(queries, positions, self.config.most)
 
     def end_prompt(self) -> None:
-        """End the prompt: fix the centers (later if the index is empty), and evict rows."""
+        """End the prompt: fix the centers and evict rows (at the next append if there are none)."""
         self._prompt_ended = True
         if len(self):
             ids = self._retained()
@@ -151,7 +154,7 @@ class TriAttention(ObservingEvictionIndex):
     def _evict(self, ids: Tensor, keys: Tensor, flags: Tensor | None, length: int) -> Codes:
         """Evict rows of `ids` `[B, G, C]`, keys `[B, G, C, D]`, and return the learned tensors.
 
-        `flags`, bool `[B, length]` or None, marks the valid ones of the first `length` tokens.
+        `flags`, bool `[B, length]` or None, is True for valid tokens.
         """
         learned = self._with_centers(len(keys), flags)
         if "mean" not in learned or ids.shape[-1] <= self.config.budget:
@@ -162,7 +165,7 @@ class TriAttention(ObservingEvictionIndex):
         mean = scores.masked_fill(~present, 0).sum(-1, keepdim=True) / count
         deviations = (scores - mean).masked_fill(~present, 0)
         spread = (deviations.square().sum(-1, keepdim=True) / count).sqrt().clamp_min(LEAST)
-        order = (deviations / spread).amax(2).masked_fill(ids < 0, NEVER)  # largest over the heads
+        order = (deviations / spread).amax(2).masked_fill(ids < 0, NEVER)  # largest over heads
         slots = self.ops.select.top_k(order, self.config.budget)[1].sort(-1).values
         remaining = ids.gather(-1, slots.clamp_min(0)).masked_fill(slots < 0, UNUSED)
         return {**learned, "ids": remaining}
@@ -194,7 +197,8 @@ class TriAttention(ObservingEvictionIndex):
     def _scores(self, learned: Codes, keys: Tensor, least: int) -> Tensor:
         """Score keys `[B, G, C, D]` for positions of at least `least`, float32 `[B, G, g, C]`.
 
-        The keys are rotated already, so only the center is rotated: to `t + δ`, averaged over `δ`.
+        The keys contain the rotary embedding already. The center is rotated to the future position
+        `t + δ`, and the result is averaged over `δ`.
         """
         g = self.geometry
         assert g.rope is not None
@@ -233,7 +237,7 @@ class TriAttention(ObservingEvictionIndex):
         return layout
 
     def _retains(self, ids: Tensor, counts: Tensor | None) -> bool:
-        """Return True if `ids` are distinct, and all valid tokens or as many as the budget."""
+        """Return True if `ids` are distinct, and are all valid tokens or as many as the budget."""
         known = 0 if counts is None else counts[:, None]
         evicted = ids.shape[-1] == self.config.budget
         complete = evicted or bool(((ids >= 0).sum(-1).cpu() == known).all())

@@ -20,9 +20,9 @@ from kvindex.ops.transform import LONGEST
 TINY = torch.finfo(torch.float64).tiny
 
 OCTAVES = 32
-"""Range of logarithmic weights, `2^-16` to `2^16`.
+"""Range of logarithmic weights in octaves: from `2^-16` to `2^16`.
 
-The scale is absolute, so no other number is stored.
+The range is the same for all keys, so no scale is stored with the codes.
 """
 
 FACTOR = 2**15 - 1

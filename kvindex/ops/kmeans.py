@@ -14,9 +14,9 @@ from torch import Tensor
 from kvindex.core import check
 
 ROUNDS = 16
-"""Rounds in which the starting points are sampled.
+"""Number of rounds in which the starting points are sampled.
 
-Up to this many clusters get one point in each round.
+With at most this many clusters, each round samples one point.
 """
 
 BLOCK = 2**20
@@ -26,13 +26,13 @@ DEVICE_BLOCK = 2**26
 """Distances that are computed at a time on other devices: 256 MiB, enough work for a whole GPU."""
 
 CHUNK = 2**28
-"""Coordinates of the sequences that are clustered together: 1 GiB.
+"""Number of coordinates in a group of sequences that are clustered together: 1 GiB.
 
 The buffers need a few times that memory.
 """
 
 OnPass: TypeAlias = Callable[[int, int], None]
-"""Function called after each pass over the points, with the number of passes done and in all."""
+"""Function called after each pass over the points, with the number of passes done and the total."""
 
 _watching: ContextVar[OnPass | None] = ContextVar("watching", default=None)
 

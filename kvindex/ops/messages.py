@@ -12,7 +12,7 @@ from kvindex.core.protocol import Attended
 from kvindex.ops.attention import NEVER, merge
 
 ALIGNED = 16
-"""Alignment of the parts of a message in bytes: what a GPU reads in one instruction."""
+"""Alignment of the parts of a message, in bytes. A GPU reads this many in one instruction."""
 
 
 def message_parts(messages: Tensor, like: Attended) -> Attended:

@@ -23,7 +23,7 @@ One update of the local window fills a block (paper, Table 1).
 """
 
 MAX_TOKENS = 4 * 2**20
-"""Longest context; its table of blocks has 128 KB per sequence."""
+"""Longest context, in tokens. Its table of block addresses takes 128 KB per sequence."""
 
 ALIGNED = 128
 """Records and fields begin at multiples of this many bytes."""

@@ -67,7 +67,7 @@ from kvindex.pariskv.step_state import (
 CODES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 """Names of row codecs with one byte per number -> their dtype.
 
-A row has its numbers first, then one scale for the key and one for the value (`storage/codecs.py`).
+A row consists of its numbers, then a scale for the key and one for the value (`storage/codecs.py`).
 """
 
 

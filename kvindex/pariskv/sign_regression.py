@@ -22,10 +22,13 @@ KEYS = 4096
 """Largest number of keys that are used for a fit, evenly spread over the tokens."""
 
 PRIOR = 256
-"""Weight of the prior in keys. The prior says that each sign predicts its own coordinate only."""
+"""Weight of the prior in the fit, as a number of keys.
+
+The prior assumes that each sign predicts only its own coordinate.
+"""
 
 STEPS = 256
-"""Coordinates are rounded to integers, this many for the mean size, so that sums are exact."""
+"""Integer that represents the mean size of a coordinate. Sums of integers are exact."""
 
 
 def fitted_blocks(blocks: int) -> int:

@@ -15,10 +15,10 @@ from kvindex.pariskv.block_layout import BLOCK
 from kvindex.pariskv.step_state import BINS, LEAST, State, StepConfig, cut_of
 
 SAMPLED = 4096
-"""Number of keys whose votes set the threshold: 32 neighbors at each of 128 places."""
+"""Number of keys whose votes determine the threshold: 128 runs of 32 adjacent keys."""
 
 PLANES = {4: 5, 6: 21, 8: 85}
-"""Digits to the base -2 -> the largest number that they hold, of either sign."""
+"""Number of digits to the base -2 -> the largest `n` so that they represent both `n` and `-n`."""
 
 
 def planes_of(integers: Tensor, largest: int) -> Tensor:

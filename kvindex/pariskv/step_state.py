@@ -23,9 +23,9 @@ BINS = 2048
 """Bins of the histogram of listed votes."""
 
 BUCKETS, OCTAVES, BELOW = 256, 16, 28
-"""Sums of exponentials are added as integers in `BUCKETS` buckets.
+"""Exponentials are summed as integers, in `BUCKETS` buckets for different magnitudes.
 
-A bucket spans `OCTAVES` powers of two, and has `BELOW` bits below the first of them.
+A bucket spans `OCTAVES` powers of two, and its integers have `BELOW` more bits below the first one.
 """
 
 LEAST = -(2**31)

@@ -35,7 +35,7 @@ from kvindex.pariskv.step_state import (
 )
 
 CHUNK, PIECES = 1024, 256
-"""Keys in a chunk. Keys are also counted in up to `PIECES` pieces of whole chunks."""
+"""Keys in a chunk, and the largest number of runs of chunks in which votes are counted."""
 
 POINTS = 256
 """Upper bound of a key's points: 6 in each subspace."""
@@ -90,8 +90,8 @@ class Voted:
     Attributes:
         votes: Points of keys, int32 `[B, G, g, N]`.
         totals: Number of valid keys with each number of points, int32 `[B, G, g, POINTS]`.
-        pieces: The same numbers for each of `PIECES` sections of the context, int32 `[B, G, g,
-            PIECES, POINTS]`.
+        pieces: The same numbers for each of `PIECES` runs of chunks, int32 `[B, G, g, PIECES,
+            POINTS]`.
     """
 
     votes: Tensor

@@ -12,7 +12,7 @@ from kvindex.cpu.kernels.rerank import NEVER, cap
 from kvindex.cpu.kernels.vectors import FOUR, add_four, four_dots
 
 AHEAD = 2 * FOUR
-"""Rows that are prefetched."""
+"""How many rows ahead of the current one are prefetched."""
 
 LINE = 64
 """Bytes of a cache line."""

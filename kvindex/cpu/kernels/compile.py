@@ -32,7 +32,7 @@ Number: TypeAlias = Any
 """A number in Python or numpy; in a kernel, a machine number."""
 
 REORDERED = {"reassoc", "contract", "nsz"}
-"""Freedoms of float arithmetic that are needed to vectorize sums; infinities and NaN still work."""
+"""LLVM's fast-math flags that allow it to vectorize sums. Infinities and NaN still work."""
 
 _here = Path(__file__).parent
 

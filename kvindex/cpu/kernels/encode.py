@@ -16,7 +16,7 @@ from kvindex.ops.codes import OCTAVES
 from kvindex.ops.transform import LONGEST
 
 AT_ONCE = 4
-"""Level boundaries that a size is compared with in one pass; their number is a multiple."""
+"""Level boundaries that a size is compared with in one pass. Their total is a multiple of this."""
 
 SIGN_PLANE = np.uint64(7)
 """Position of the sign in a coordinate's byte; the lower bits are its level."""

@@ -11,10 +11,10 @@ from kvindex.cpu.kernels.numbers import exp, largest, log
 from kvindex.cpu.kernels.rerank import NEVER, cap
 
 CHUNK = 256
-"""Candidates at a time. Their sums stay in the first-level cache and are added in float32."""
+"""Candidates that are processed at a time, so that their float32 sums stay in the L1 cache."""
 
 LOWEST = np.finfo(np.float32).min
-"""Replaces an attention weight of 0 until the end, so that differences are numbers."""
+"""Stands for the logarithm of a weight of 0 until the end, so that no difference is NaN."""
 
 
 @kernel

@@ -19,7 +19,7 @@ from kvindex.cpu.kernels.compile import inlined, kernel
 from kvindex.cpu.kernels.vectors import broadcast, shuffle
 
 KEYS = 64
-"""Keys at a time."""
+"""Keys that are processed at a time."""
 
 NIBBLES = 16
 """Groups of four signs in a word."""
@@ -31,7 +31,7 @@ BIAS = 4 * LARGEST
 """Added to table entries, so that none is negative."""
 
 SERVED = "+avx512bw" in cpu_target.target_context.codegen().magic_tuple()[2].split(",")
-"""True if this machine has the instruction."""
+"""True if this machine has `pshufb` for vectors of 512 bits (AVX-512BW)."""
 
 INT16, INT32, INT64 = (ir.IntType(n) for n in (16, 32, 64))
 BYTES = ir.VectorType(ir.IntType(8), KEYS)

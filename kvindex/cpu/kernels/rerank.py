@@ -17,7 +17,7 @@ from kvindex.cpu.kernels.vectors import FOUR, four_dots
 NEVER = np.float32(-np.inf)
 
 AHEAD = 24
-"""Candidates whose codes are prefetched."""
+"""How many candidates ahead of the current one are prefetched."""
 
 STEPS = 2**11
 """Weights per octave: the lower 11 of the 16 bits of a weight's code."""

@@ -7,7 +7,7 @@ import numpy as np
 from kvindex.cpu.kernels.compile import kernel, prefetch, uint8_at, uint64_at
 
 AHEAD = 8
-"""Rows that are prefetched."""
+"""How many rows ahead of the current one are prefetched."""
 
 LINE = 64
 """Bytes of a cache line."""

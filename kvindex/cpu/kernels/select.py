@@ -14,19 +14,19 @@ from kvindex.cpu.kernels.sign_votes import INVALID
 from kvindex.cpu.kernels.vectors import reaching
 
 SAMPLED, FEWEST = 4096, 1024
-"""Bounds of the number of votes that are sampled to estimate a threshold.
+"""Largest and smallest number of votes that are sampled to estimate a threshold.
 
-Within them it is an eighth of all votes.
+Within these bounds, an eighth of all votes is sampled.
 """
 
 WORD = 64
-"""Votes that are compared at once."""
+"""Votes that are compared at a time."""
 
 MARGIN = 4
 """Extra length of lists, because this many positions are written at once."""
 
 FEW = 256
-"""Up to this many rows are sorted by counting the better ones of each."""
+"""Up to this many rows are sorted by counting, for each row, how many are better."""
 
 LAST = np.int64(2**32 - 1)
 MOST = np.int32(2**31 - 1)

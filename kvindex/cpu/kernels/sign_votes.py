@@ -14,7 +14,7 @@ from kvindex.cpu.kernels.noise import LARGEST, add_bounds
 from kvindex.cpu.kernels.query import GROUP
 
 CHUNK = 256
-"""Keys at a time; their intermediate results stay in the first-level cache."""
+"""Keys that are processed at a time, so that intermediate results stay in the L1 cache."""
 
 INVALID = np.int32(np.iinfo(np.int32).min)
 """Vote of a padded token."""

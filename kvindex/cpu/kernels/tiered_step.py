@@ -19,7 +19,7 @@ from kvindex.cpu.kernels.top import list_best
 from kvindex.cpu.kernels.vectors import FLOAT, FOUR, chunk, element, four_dots, shuffle
 
 PAIR, WIDE = (ir.VectorType(ir.IntType(bits), 2) for bits in (16, 32))
-"""Two weights, of 16 subsequent coordinates."""
+"""Vectors of the two weights of 16 consecutive coordinates, in 16 and in 32 bits."""
 
 
 @intrinsic  # type: ignore[untyped-decorator]  # Numba is not typed

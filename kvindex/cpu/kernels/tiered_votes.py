@@ -19,7 +19,7 @@ POINTS = 256
 """Upper bound of a key's points: 6 in each subspace."""
 
 CHUNK = 1024
-"""Keys at a time."""
+"""Keys that are processed at a time."""
 
 VALID, TAKEN = np.uint8(2), np.uint8(3)
 """Flags of keys: valid, and both valid and taken."""

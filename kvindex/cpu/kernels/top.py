@@ -18,10 +18,10 @@ from kvindex.cpu.kernels.select import (
 from kvindex.cpu.kernels.sign_votes import INVALID
 
 SMALLEST = 8
-"""Smallest number of scores in a block; with fewer for each result, all scores are compared."""
+"""Smallest number of scores in a block of `list_best`."""
 
 WIDE = 32
-"""Scores that are compared at once; larger blocks are multiples of it."""
+"""Scores that are compared at a time; larger blocks are multiples of it."""
 
 
 @kernel

@@ -12,7 +12,7 @@ from kvindex.cpu.kernels.top import list_best
 UNUSED = -1
 
 LOWEST = np.int64(-(2**31))
-"""Below all ids; ids are shifted by it, because entries need positions from 0."""
+"""A number below all ids. It is subtracted from ids, because an entry needs numbers from 0 on."""
 
 
 @kernel

@@ -15,13 +15,13 @@ from numba.extending import intrinsic
 from kvindex.cpu.kernels.compile import float32_at, inlined, int64_at
 
 LANES = 16
-"""Numbers of a vector: 512 bits."""
+"""Float32 numbers in a vector of 512 bits."""
 
 FOUR = 4
-"""Rows at a time."""
+"""Rows that are processed at a time."""
 
 FREE = "reassoc", "contract", "nsz"
-"""Freedoms of float arithmetic in sums, as `compile.REORDERED`."""
+"""LLVM's fast-math flags for sums, as `compile.REORDERED`."""
 
 FLOAT, INT64 = ir.FloatType(), ir.IntType(64)
 FLOATS = ir.VectorType(FLOAT, LANES)

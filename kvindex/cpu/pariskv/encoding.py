@@ -20,7 +20,7 @@ from kvindex.pariskv.block_layout import BLOCK
 from kvindex.pariskv.config import ParisKVConfig
 
 FEW_KEYS = 2**9
-"""Number of keys of all groups up to which one thread is faster than several."""
+"""Total number of keys, over all groups, up to which one thread is faster than several."""
 
 
 @dataclass(frozen=True)

@@ -31,9 +31,10 @@ from kvindex.pariskv.block_layout import BLOCK
 from kvindex.pariskv.config import ParisKVConfig
 
 FEW_KEYS = 2**19
-"""Number of keys of all groups up to which one thread is used.
+"""Total number of keys, over all groups, up to which one thread is used.
 
-Starting another thread takes about 0.1 ms, and votes that a thread has written are in its cache.
+Waking another thread takes about 0.1 ms, and a thread still has the votes that it wrote in its
+cache.
 """
 
 
