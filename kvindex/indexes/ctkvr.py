@@ -296,9 +296,7 @@ class CTkvr(BaseIndex):
         keys = [rows.keys for _, rows in self._store.blocks(BLOCK)]
         if "lists" not in self._learned:
             return keys
-        probed = self._learned["lists"][
-            :, :, : self.config.probes
-        ]  # as if they had no key in common
+        probed = self._learned["lists"][:, :, : self.config.probes]  # as if no key is in two lists
         keys = [torch.cat(keys, dim=2)[:, :, : probed.shape[2] * probed.shape[3]]]
         return [self._learned["centroids"], probed, *keys]
 

@@ -126,9 +126,7 @@ class Socket(BaseIndex):
         scores = total.clamp_min(torch.finfo(total.dtype).tiny).log() / g.scale
         if self.valid is not None:
             scores = scores.masked_fill(~self.valid[:, None, None], float("-inf"))
-        agreed = self.ops.group.agree(
-            scores, policy, scale=g.scale, softcap=None
-        )  # no softcap: not logits
+        agreed = self.ops.group.agree(scores, policy, scale=g.scale, softcap=None)  # not logits
         best, ids = self.ops.select.top_k(agreed, k)
         return Hits(ids, best)
 

@@ -18,14 +18,14 @@ MAKERS = {"empty", "zeros", "ones", "full"}
 
 
 def named(node):
-    """The name that an expression begins with: `rows` of `rows[i].ctypes.data`."""
+    """Return the name that an expression begins with: `rows` for `rows[i].ctypes.data`."""
     while isinstance(node, ast.Attribute | ast.Subscript):
         node = node.value
     return node.id if isinstance(node, ast.Name) else None
 
 
 def made(function):
-    """Names of the arrays that a function makes."""
+    """Return the names of the arrays that a function creates."""
     for node in ast.walk(function):
         if isinstance(node, ast.Assign):
             for target in node.targets:
@@ -39,13 +39,13 @@ def made(function):
 
 
 def addressed(function):
-    """Names whose address is taken."""
+    """Return the names whose address is taken."""
     nodes = ast.walk(function)
     return {named(n) for n in nodes if isinstance(n, ast.Attribute) and n.attr == "ctypes"}
 
 
 def kept(function):
-    """Names in the calls of `keep` that end a function."""
+    """Return the names that a function passes to `keep` at its end."""
     last = [node for node in function.body if not isinstance(node, ast.Return)][-1:]
     last = last[0] if last else None
     call = last.value if isinstance(last, ast.Expr) else None
@@ -64,9 +64,10 @@ def test_what_a_kernel_makes_and_uses_by_address_is_kept(file):
 
 @kernel
 def shares_memory(n: int) -> bool:
-    """Whether one of two arrays that are made later lies where the first does.
+    """Return True if one of two later arrays has the address of the first array.
 
-    Its address is taken in a loop, as in the kernels: after one Numba frees what has no use left.
+    The address is taken in a loop, as in the kernels. After the loop, Numba frees arrays that are
+    not used any more.
     """
     first, places = np.empty((4, n), np.float32), np.empty(4, np.int64)
     for i in range(4):
@@ -84,7 +85,8 @@ def test_memory_that_is_kept_is_nobody_elses(n):
 
 @pytest.mark.slow
 def test_searches_need_no_memory_that_was_given_back():
-    """Where an array has pages of its own from 4 KB on, they are gone when it is freed (glibc)."""
+    """With glibc, arrays of 4 KB and more get their own pages here, which are unmapped when
+    freed."""
     code = """
 import torch, kvindex
 for line in "pariskv", "pariskv:preset=paper":

@@ -6,7 +6,7 @@ from kvindex.testing import contract
 from kvindex.testing.cases import CASES
 
 CHECKS = [check for check in contract.CHECKS if check.__module__.rpartition(".")[2] != "devices"]
-"""All but what is asked on another device, which this backend refuses."""
+"""All checks except those on another device, which this backend does not support."""
 
 RUNS = [(check, CASES[(i + more) % 5]) for i, check in enumerate(CHECKS) for more in (0, 2)]
 

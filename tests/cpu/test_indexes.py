@@ -18,7 +18,7 @@ from tests.support.sequences import assert_dense_without_valid_rows
 CASE = Case(q_heads=6, kv_heads=2, head_dim=64, value_dim=32, batch=2)
 
 FETCHES = {"retroinfer": "summaries", "shadowkv": "keys of low rank"}
-"""Index -> what it fetches beside the rows of tokens: it is not attended to in the store."""
+"""Index -> what it fetches in addition to stored rows, so kernels cannot attend in the store."""
 
 CHECKS = [check for check in contract.CHECKS if check.__module__.rpartition(".")[2] != "devices"]
 
@@ -30,7 +30,7 @@ RUNS = [(check, NAMES[(3 * i + j) % len(NAMES)]) for i, check in enumerate(CHECK
 
 
 def pair(name, case=CASE):
-    """The index on compiled ops, and in plain torch, both with 400 tokens, some of them padding."""
+    """Make the index on compiled ops and in plain torch, with 400 tokens, some of them padding."""
     made = [case.index(name, backend=backend) for backend in ("cpu", "torch")]
     keys, values = case.tokens(400)
     for index in made:

@@ -19,7 +19,7 @@ def drawn(*shape, seed=0):
 
 
 def rounded(*shape, seed=0):
-    """Scores with ties, zeros of both signs and some that are never selected."""
+    """Return scores with ties, zeros of both signs, and `-inf`, which is never selected."""
     scores = (drawn(*shape, seed=seed) * 3).round() * drawn(*shape, seed=seed + 1).sign()
     return scores.masked_fill(drawn(*shape, seed=seed + 2) > 1.5, -INF)
 

@@ -41,7 +41,7 @@ LINES = ["pariskv", "pariskv:preset=fast", "pariskv:preset=paper"]
 
 
 def said(code, before=""):
-    """What a process of its own prints."""
+    """Run code in a new process, and return what it prints."""
     return printed(before + SETUP + code)
 
 
@@ -56,7 +56,7 @@ for count in (2, 3, 16, 1):
     assert torch.equal(ids(index), want), count
 print(sum(thread.name == "kvindex-cpu" for thread in threading.enumerate()))
 """
-    # of 6 groups each has a thread: blocks of more are scanned at once
+    # each of 6 groups has a thread: with more threads, blocks are scanned in parallel
     assert 1 < int(said(code)) < 16
 
 
@@ -107,7 +107,7 @@ print(os.waitpid(child, 0)[1])
 
 @pytest.mark.slow
 def test_a_fork_waits_for_any_thread_that_compiles():
-    """It would stay locked in the child."""
+    """Otherwise the compiler's lock would stay locked in the child."""
     code = """
 import time
 from numba.core.compiler_lock import global_compiler_lock
@@ -131,7 +131,8 @@ print(os.waitpid(child, 0)[1])
 
 @pytest.mark.slow
 def test_a_child_of_a_fork_beside_a_first_search_searches():
-    """Threads prepare what searches of a state share, which locks nothing that the child needs."""
+    """Threads compute what searches of one state share, without a lock that the child would
+    need."""
     code = """
 from kvindex.cpu.pariskv.sign_votes import Stages
 want, inside, go = ids(), threading.Event(), threading.Event()
@@ -249,7 +250,7 @@ print(len(equal), all(equal))
 def test_callers_at_once_begin_each_thread_once(monkeypatch):
     class SlowThread(threads.Thread):
         def __init__(self, **options):
-            time.sleep(0.05)  # the others meet the same list
+            time.sleep(0.05)  # the other threads read the same list
             super().__init__(**options)
 
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
@@ -302,7 +303,7 @@ print(lookup.SERVED, ids(made({line!r})).flatten().tolist())
 
 @pytest.mark.parametrize("kind", [CodeFiles, IndexDataCacheFile])
 def test_processes_that_compile_at_once_keep_their_own_code(tmp_path, kind):
-    """Both saw no code kept, so that Numba gives both the name of the first file."""
+    """Both processes find no stored code, so Numba would give both files the same name."""
     one, other, later = (kind(str(tmp_path), "kernel", 0) for _ in range(3))
     save = other._save_data
     one._load_index = dict
@@ -325,7 +326,7 @@ def test_a_thread_holds_nothing_of_a_part_that_is_done(monkeypatch):
     class Slow(SimpleQueue):
         def put(self, item):
             super().put(item)
-            time.sleep(0.2)  # another thread's turn, which has what it waited for
+            time.sleep(0.2)  # let the other thread run, whose condition now holds
 
     class Read:
         pass

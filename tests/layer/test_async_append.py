@@ -1,4 +1,5 @@
-"""Which stream comes after which while rows move into an index, on streams that only note it."""
+"""Which stream waits for which while rows move into an index, with fake streams that record
+waits."""
 
 import gc
 from contextlib import contextmanager
@@ -98,8 +99,9 @@ def test_what_is_given_up_is_waited_for(notes):
 
 
 def test_what_is_let_go_of_is_waited_for(notes):
-    """The memory that is written to may be another's after it."""
-    gc.collect()  # not what other tests have let go of
+    """A stream must finish before memory that it writes to is freed, as others may reuse the
+    memory."""
+    gc.collect()  # free what other tests have left, so that it is not counted here
     move = AsyncAppend(index := index_of(notes), leaving(notes), beside=index)
     notes.clear()
     del move

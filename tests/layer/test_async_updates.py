@@ -1,4 +1,7 @@
-"""Updates of the window beside the steps: what is read when, and layers that take turns."""
+"""Updates of the window that run concurrently with steps: what is read when, and in which order.
+
+Layers take turns: each begins its updates at another step.
+"""
 
 import pytest
 import torch
@@ -44,7 +47,10 @@ def test_token_by_token_from_nothing():
 
 
 def test_tokens_are_in_the_index_lag_tokens_after_the_buffer_was_full():
-    """Of local 4 and updates of 6; as without the lag, but for it."""
+    """With a local window of 4 and updates of 6 tokens.
+
+    Only the lag differs from a layer without.
+    """
     sequence, layer = Sequence.of(Case(), 60), beside(Case(), local_window=4)
     feed(layer, sequence, [(0, 14)])
     indexed = []
@@ -72,7 +78,10 @@ def test_several_tokens_at_once_end_it_and_go_at_once():
 
 @pytest.mark.parametrize("pads", [[0, 0], [6, 1]])
 def test_a_step_reads_what_is_leaving_in_the_window_alone(pads):
-    """The sink, the hits and the window: an index that is being appended to does not tell."""
+    """A step reads the sink, the hits and the window.
+
+    The index does not return rows that are being appended.
+    """
     case = Case(q_heads=4, batch=2)
     sequence, layer = Sequence.of(case, 60, pads), beside(case, k=4)
     positions = torch.arange(60)
@@ -104,7 +113,7 @@ def test_rows_are_in_the_index_as_they_were():
 
 @pytest.mark.parametrize("prompt", [20, 21, 27, 2])
 def test_layers_take_turns(prompt):
-    """Each begins its updates at its own remainder, and the window is no longer for it."""
+    """Each layer begins updates at its own remainder of the step, and the window is not longer."""
     case, begun = Case(), []
     layers = [
         beside(case, local_window=4, update_every=8, update_phase=turn / 4) for turn in range(4)

@@ -1,4 +1,4 @@
-"""A step that is refused says why, and leaves the layer as it was."""
+"""A step with wrong arguments raises an error that says why, and leaves the layer unchanged."""
 
 import pytest
 import torch
@@ -71,7 +71,7 @@ def test_a_bad_step_is_refused_and_changes_nothing(case, fed):
 
 
 def assert_goes_on(layer, sequence, start):
-    """The next steps are dense attention to what the layer held before the refusal."""
+    """Check that the next steps equal dense attention to the tokens from before the error."""
     want = sequence.dense()
     for token in range(start, start + 12):
         sequence.assert_equals(sequence.feed(layer, token, token + 1), want, token)
@@ -105,7 +105,7 @@ def test_bad_batch_indices_are_refused():
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 @pytest.mark.parametrize("fed", [0, 20, 23])
 def test_a_failure_inside_a_step_is_undone(monkeypatch, at, error, fed):
-    """The step that fails fills the buffer, so that its tokens were about to move."""
+    """The step that fails fills the buffer, so its tokens were about to move into the index."""
     sequence, layer = Sequence.of(CASE, 60), layer_of(CASE)
     for start, stop in steps_of(20, 1, 1, 1)[: fed and fed - 19]:
         sequence.feed(layer, start, stop)

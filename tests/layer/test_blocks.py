@@ -1,4 +1,4 @@
-"""Whole blocks leave the window for an index that encodes blocks; the others wait in it."""
+"""Whole blocks move from the window into an index that encodes blocks; other tokens wait."""
 
 import pytest
 import torch
@@ -69,7 +69,7 @@ def test_after_a_truncation_blocks_are_whole_again():
 
 
 class Blocks(Beside):
-    """Exact search that calls itself an index of blocks."""
+    """Exact search that reports that it encodes blocks."""
 
     block_tokens = 8
 
@@ -80,7 +80,7 @@ class Blocks(Beside):
 @pytest.mark.parametrize("phase", [None, 0.0, 0.25, 0.875])
 @pytest.mark.parametrize("prompt", [20, 27, 2])
 def test_every_step_is_dense_attention_and_layers_take_their_turns(phase, prompt, monkeypatch):
-    """A block that is full waits for the turn, and the window has room for it."""
+    """A full block waits for the layer's turn, and the window has room for it."""
     monkeypatch.setattr("tests.support.beside.Beside", Blocks)
     made, sequence, begun = (
         beside(Case(), local_window=4, update_every=8, update_phase=phase),
@@ -111,7 +111,7 @@ def test_every_step_is_dense_attention_and_layers_take_their_turns(phase, prompt
 def test_a_block_that_waits_for_its_turn_costs_nothing_and_each_update_has_its_lag(
     phase, monkeypatch
 ):
-    """Whatever is left in the buffer when it begins."""
+    """This holds however many tokens remain in the buffer when the update begins."""
     monkeypatch.setattr("tests.support.beside.Beside", Blocks)
     made, sequence, called = (
         beside(Case(), local_window=4, update_every=8, update_phase=phase),

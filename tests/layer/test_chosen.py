@@ -1,4 +1,4 @@
-"""Rows that the caller chose: a step attends to them and no others, wherever they lie."""
+"""Rows that the caller chooses: a step attends to exactly these, in any region of the layer."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ STEPS = steps_of(17, *[1] * 9, 3, *[1] * 9, 6)
 
 
 def choose(case, count=N, most=K):
-    """Ids of up to `most` rows for each token and KV head `[B, G, N, K]`, and as flags of rows."""
+    """Choose up to `most` rows per token and KV head: ids `[B, G, N, K]`, and flags of the rows."""
     scores = case.tensor(9, case.batch, case.kv_heads, count, count).float()
     future = torch.ones(count, count, dtype=torch.bool).triu(1)
     best = scores.masked_fill(future, float("-inf")).topk(most)
@@ -46,7 +46,7 @@ def test_each_token_attends_to_its_rows(case, piece, monkeypatch):
     sequence, (ids, shown) = Sequence.of(case, N, pads), choose(case)
     layer = layer_of(case)
     sequence.assert_equals(feed(layer, sequence, ids), sequence.dense(shown), 0)
-    with pytest.raises(AssertionError):  # other rows, another attention
+    with pytest.raises(AssertionError):  # other rows give other outputs
         sequence.assert_equals(
             feed(layer_of(case), sequence, ids.flip(0, 1)), sequence.dense(shown), 0
         )

@@ -1,4 +1,4 @@
-"""Whatever comes between the beginning of an update beside the steps and its end."""
+"""Calls of a layer between the beginning and the end of an update that runs concurrently."""
 
 import gc
 import random
@@ -15,7 +15,8 @@ from tests.support.sequences import Sequence, layer_of
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("length", [22, 21, 20, 18, 16, 15, 11, 10, 9, 4, 2, 1, 0])
 def test_cut_while_rows_are_leaving(case, length):
-    """Into the buffer, what is local, what is leaving, the index, the sink."""
+    """Truncate into the buffer, the local window, the rows that are moving, the index, and the
+    sink."""
     case, pads = CASES[case]
     sequence, layer = leaving(case, pads)
     layer.truncate(length)
@@ -60,7 +61,7 @@ def test_let_go_of_while_rows_are_leaving():
 @pytest.mark.parametrize("at", ["observe_queries", "search", "fetch"])
 @pytest.mark.parametrize("tokens", [22, 23])
 def test_a_step_that_fails_while_rows_are_leaving(monkeypatch, at, error, tokens):
-    """Also the one that would have ended it: it is still under way, and ends later."""
+    """If the step that fails would have ended the update, a later step ends it."""
     sequence, layer = leaving()
     feed(layer, sequence, singles(22, tokens))
     traffic, window = layer.traffic, layer.nbytes()["window"]
@@ -128,7 +129,7 @@ def test_an_index_that_was_changed_by_others_ends_in_words():
     "seed", [pytest.param(s, marks=pytest.mark.slow if s >= 12 else ()) for s in range(30)]
 )
 def test_whatever_happens_it_is_what_a_layer_without_it_is(seed, device):
-    """Steps, cuts, other orders, failures, in any order; all is attended to."""
+    """Steps, truncations, reorders and failures, in any order; every row is attended to."""
     draw = random.Random(seed)
     pads = draw.choice([[0, 0, 0], [0, 7, 16]]) if device == "cpu" else None
     case = Case(q_heads=4, batch=3, device=device)

@@ -180,7 +180,7 @@ def test_a_batch_equals_its_rows_one_by_one(case, name):
 
 
 ROUNDING = 1e-4
-"""Rows alone and together differ in the last bits of float32 products."""
+"""Tolerance: sequences alone and in a batch differ in the last bits of float32 products."""
 
 
 def test_a_layer_must_start_empty():
@@ -209,7 +209,7 @@ def test_sizes_out_of_range_are_refused(option, value):
 
 
 def test_only_an_index_that_observes_is_told_positions(monkeypatch):
-    """Those make a tensor in each step."""
+    """Positions cost a new tensor in each step."""
     index = Case().index("exact")
     layer, tokens = AttentionLayer(index), Case().tokens(3)
     queries = Case().tensor(1, 1, 2, 3, 16)

@@ -22,7 +22,7 @@ PLANS = {
 
 
 def holes(*places):
-    """Flags bool `[B, COUNT]`, False in the holes; one list of (first, end) per sequence."""
+    """Return flags bool `[B, COUNT]`, False in holes, given a list of (first, end) per sequence."""
     padded = torch.zeros(len(places), COUNT, dtype=torch.bool)
     for row, some in zip(padded, places, strict=True):
         for start, stop in some:
@@ -66,7 +66,7 @@ def test_every_step_is_dense_attention_to_the_real_tokens(case, padding, plan):
 
 @pytest.mark.usefixtures("path")
 def test_a_padded_query_sees_the_real_tokens_before_it():
-    """As in plain transformers, where linear layers read the output of padded queries."""
+    """Plain transformers does the same, and its linear layers read the output of padded queries."""
     case = CASES["plain"]
     sequence = Sequence.of(case, COUNT, holes=HOLES["both, and single tokens"])
     layer, want = layer_of(case), sequence.dense()

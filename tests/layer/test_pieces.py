@@ -1,4 +1,4 @@
-"""A prompt in pieces whose rows the caller holds: the layer that `step` makes, to the bit."""
+"""A prompt in chunks whose rows the caller stores gives the same layer as `step`, bit by bit."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ PIECES = steps_of(17, 2, 3, 9, 13)
 
 
 def pieces(layer, sequence, steps=PIECES):
-    """Outputs of a prompt in pieces, one after the other."""
+    """Return the outputs of a prompt that is read chunk by chunk."""
     outputs = []
     for start, stop in steps:
         queries, *_ = sequence.parts(start, stop)
@@ -41,7 +41,7 @@ def test_the_layer_is_what_steps_make_it(case, spec):
     output = pieces(mine, sequence)
     want = torch.cat([sequence.feed(theirs, *step) for step in PIECES], dim=2)
     sequence.assert_equals(output, sequence.dense(), 0)
-    if case.softcap is None:  # else blocks begin elsewhere
+    if case.softcap is None:  # with a softcap, blocks begin at other rows
         real = sequence.valid[:, None, :44, None].expand_as(output)
         assert torch.equal(output[real], want[real])
     assert_same(mine, theirs)
@@ -65,7 +65,7 @@ def test_an_index_appends_beside_until_the_next_piece_or_settle(padded):
     for step in PIECES:
         pieces(layer, sequence, [step])
         held.append(len(layer.index))
-    assert held == [0, 13, 13, 13, 27]  # each piece's rows are there with the next
+    assert held == [0, 13, 13, 13, 27]  # the rows of a chunk are stored when the next chunk arrives
     layer.settle()
     assert len(layer.index) == 40
     alone = beside(case)
@@ -85,7 +85,7 @@ def test_a_sink_of_tokens_that_are_all_real_is_known_without_asking(count):
     assert torch.equal(mine.rows.values, want.rows.values)
     assert mine.fewest == want.fewest
     keys.zero_()
-    assert mine.rows.keys.abs().min() > 0  # rows of its own
+    assert mine.rows.keys.abs().min() > 0  # the layer has copied the rows
 
 
 class Fails(Beside):
@@ -133,7 +133,7 @@ def test_rows_that_are_not_of_all_tokens_are_refused(change, match):
 
 
 def test_rows_of_the_index_are_not_read(monkeypatch):
-    """They may be far away."""
+    """They may be on the host, where reading is slow."""
     sequence, layer = Sequence.of(Case(), 60), beside(Case())
     monkeypatch.setattr(Beside, "fetch", lambda *_: pytest.fail("a row is fetched"))
     monkeypatch.setattr(dense, "GATHERED_BYTES", 0)

@@ -1,4 +1,5 @@
-"""`prepare_next` gives what `prepare_replay` gives, or leaves it to that."""
+"""`prepare_next` returns what `prepare_replay` returns, or nothing; then `prepare_replay` is
+called."""
 
 import pytest
 import torch

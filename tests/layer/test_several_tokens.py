@@ -1,4 +1,4 @@
-"""A step of several tokens that searches gives what as many steps of one token give."""
+"""A step of several tokens that searches gives the same as single-token steps."""
 
 import random
 
@@ -16,13 +16,13 @@ SIZES = dict(sink=3, local_window=4, update_every=20, dense_below=0)
 
 
 def pair(case, name, **options):
-    """Two layers around alike indexes: one whose steps of several tokens search, and another."""
+    """Make two layers with equal indexes; steps of several tokens search in the first one only."""
     made = dict(k=9, **SIZES, **options)
     return [AttentionLayer(case.index(name), search_up_to=n, **made) for n in (NEW, 1)]
 
 
 def assert_same(case, name, pads=None, **options):
-    """All at once as one by one, to the bit, twice, and the same is counted."""
+    """Check that one step equals single-token steps bit by bit, twice, with equal counters."""
     sequence, (mine, theirs) = (
         Sequence.of(case, PROMPT + 2 * NEW, pads),
         pair(case, name, **options),
@@ -90,7 +90,7 @@ def test_updates_beside_the_steps_of_many_lengths(case, phase):
 @pytest.mark.parametrize("name", ["exact", "pariskv", "quest"])
 @pytest.mark.parametrize("local", [0, 4])
 def test_rejected_tokens_leave_no_trace(name, local):
-    """After any cuts the layer is one that has only seen the tokens that were kept."""
+    """After any truncations, the layer equals one that has only seen the remaining tokens."""
     case, draw, kept = Case(batch=2), random.Random(local), PROMPT
     sequence, other = Sequence.of(case, 150), Sequence.of(case, 150, seed=1)
     sizes = dict(SIZES, local_window=local, update_every=6)

@@ -1,4 +1,4 @@
-"""A layer attends again for others that share its keys: with their queries, to the same rows."""
+"""A layer attends again, to the same rows, with the queries of other layers that share its keys."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ STEPS = steps_of(17, *[1] * 9, 3, *[1] * 9, 6)
 
 
 def of_others(sequence):
-    """The same keys and values, with other queries."""
+    """Return the same keys and values with other queries."""
     return Sequence(
         sequence.case,
         sequence.queries.flip(2) * 1.5,
@@ -38,7 +38,7 @@ def test_other_queries_attend_to_all_that_the_layer_holds(case, pads, options):
         other.assert_equals(layer.attend(other.queries[:, :, start:stop]), want, start)
         searches += layer._searched
         assert len(layer) == stop
-        last = other.queries[:, :, stop - 1 : stop]  # the newest alone, as of a prompt
+        last = other.queries[:, :, stop - 1 : stop]  # only the newest query
         other.assert_equals(layer.attend(last), want, stop - 1)
         searches += layer._searched > 0
     assert layer.traffic.steps == searches > 0
@@ -49,7 +49,10 @@ def test_other_queries_attend_to_all_that_the_layer_holds(case, pads, options):
     [("exact", "torch"), ("pariskv", "torch"), ("pariskv", "cpu"), ("h2o", "torch")],
 )
 def test_the_same_queries_get_what_the_step_gave(name, backend):
-    """Few rows, the same ones, between two updates. What looks at queries has seen them once."""
+    """Between two updates, both calls retrieve the same few rows.
+
+    The index observes queries once.
+    """
     case = Case(q_heads=4, batch=2)
     sequence = Sequence.of(case, N)
     layer = AttentionLayer(

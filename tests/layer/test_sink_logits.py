@@ -1,4 +1,4 @@
-"""Learned sinks: one more term in the softmax's denominator, whichever way a step attends."""
+"""Learned sinks add a term to the softmax's denominator, in every way in which a step attends."""
 
 import pytest
 import torch
@@ -20,13 +20,13 @@ STEPS = steps_of(17, *[1] * 9, 3, *[1] * 9, 6)
 
 
 def sinks_of(case, count=None):
-    """Logits near those of the keys: `[H]`, or `[B, H, N]`."""
+    """Return logits of sinks that are near those of the keys: `[H]`, or `[B, H, N]`."""
     shape = (case.q_heads,) if count is None else (case.batch, case.q_heads, count)
     return case.tensor(5, *shape).float() * 2
 
 
 def feed(layer, sequence, sinks, steps=STEPS):
-    """The outputs of all steps. sinks: `[H]`, or `[B, H, N]`."""
+    """Return the outputs of all steps. `sinks` are `[H]`, or `[B, H, N]`."""
     outputs = []
     for start, stop in steps:
         own = sinks if sinks is None or sinks.ndim == 1 else sinks[..., start:stop]
@@ -48,7 +48,7 @@ def test_every_step_is_dense_attention_with_a_term_more(case, each_token):
             **{**dict(sink=3, local_window=4, update_every=5, dense_below=0), **options},
         )
         sequence.assert_equals(feed(layer, sequence, sinks), want, 0)
-    with pytest.raises(AssertionError):  # without them it is another attention
+    with pytest.raises(AssertionError):  # without sinks the outputs differ
         sequence.assert_equals(feed(layer_of(case), sequence, None), want, 0)
 
 
@@ -74,7 +74,7 @@ def test_coverage_counts_what_the_sink_takes():
         feed(layer, sequence, logits, steps_of(21, 1))
         assert layer.traffic.steps == 1
         covered.append(float(layer.traffic.coverage))
-    # exactly: what two rows hold of the exponentials over the index, and the sink's beside both
+    # exact coverage: the exponentials of two rows, divided by those of the index plus the sink's
     queries, keys, _ = sequence.parts(0, 22)
     g = layer.index.geometry
     keys = keys[:, :, :21].repeat_interleave(g.group_size, dim=1)

@@ -1,4 +1,4 @@
-"""Counts of steps that are added up later: sums, and going back."""
+"""Counters of steps that are added up later: their sums, and how they are rolled back."""
 
 from copy import deepcopy
 
@@ -35,7 +35,7 @@ def test_sums_of_steps_of_other_batches_paddings_and_rows():
     full = 100 + 101 + 102 + 100 - 2 * 2
     fetched = 2 * 8 * (7 + 5 + 5) + 6 * 4 * 3
     assert floats(tally.traffic) == pytest.approx([4, read, full, fetched, 0.6])
-    assert tally.traffic.bytes_fetched.dtype == torch.int64  # exact, however many
+    assert tally.traffic.bytes_fetched.dtype == torch.int64  # sums are exact
 
 
 def test_a_step_costs_no_operation_until_there_are_many():
@@ -64,14 +64,14 @@ def test_going_back_forgets_what_came_after(before, after, read):
     if read:
         assert tally.traffic.steps == before + after
     sums = [before, sum(range(before)) + 10 * before, 100 * before, 16 * sum(range(before)), 0]
-    for _ in range(2):  # and again, for the mark is as it was
+    for _ in range(2):  # twice, because the checkpoint stays valid
         tally.rollback(mark)
         assert floats(tally.traffic) == pytest.approx(sums)
         tally.count(step(9))
 
 
 def test_captured_steps_are_added_up_by_the_device():
-    """Of two graphs, one after the other; going back forgets what came since."""
+    """Counters of two graphs, one after the other. A rollback drops the later counts."""
     tally, sums = Tally(), [torch.zeros((1, 2), dtype=torch.int64) for _ in range(2)]
     tally.count(step(7))
     captured = step(7)._replace(found=None)
@@ -79,7 +79,7 @@ def test_captured_steps_are_added_up_by_the_device():
         with Operations() as operations:
             tally.watch(found)
             tally.count(captured)
-        assert operations.count == 0  # it would be captured
+        assert operations.count == 0  # an operation here would be captured
         found += 7
     mark = tally.checkpoint()
     tally.count(captured)
@@ -92,7 +92,7 @@ def test_captured_steps_are_added_up_by_the_device():
 
 
 def test_captured_steps_cost_no_operation_however_many():
-    """Layers that were counted together would all add up at the same token."""
+    """If layers shared their counting, all would add up their counters at the same token."""
     tally, found, masked = Tally(), torch.zeros((1, 2), dtype=torch.int64), torch.tensor(0.5)
     tally.watch(found)
     expected = Tally()

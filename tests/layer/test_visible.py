@@ -15,7 +15,7 @@ CASES = {
 
 
 def images(valid):
-    """Bool `[B, N, N]`: causal, except for two images that are attended to in both directions."""
+    """Return a mask bool `[B, N, N]`: causal, but two images are attended to in both directions."""
     count = valid.shape[1]
     seen = torch.ones(count, count, dtype=torch.bool).tril().repeat(len(valid), 1, 1)
     for row, (start, stop) in zip(seen, [(2, 9), (0, 20), (11, 18)], strict=True):
@@ -41,7 +41,7 @@ def test_a_prompt_with_images(monkeypatch, case, block):
 
 
 def bidirectional(sequence, seen):
-    """Attention of each token to the tokens that it sees, in float64."""
+    """Compute the attention of each token to the tokens that it sees, in float64."""
     g = sequence.case.index("exact").geometry
     rows = (sequence.keys, sequence.values)
     keys, values = (part.double().repeat_interleave(g.group_size, dim=1) for part in rows)

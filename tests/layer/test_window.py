@@ -1,4 +1,5 @@
-"""Sink, retrieval, local, update buffer: which token is where, and what a step reads."""
+"""Sink, index, local window and update buffer: where each token is stored, and what a step
+reads."""
 
 import math
 import weakref
@@ -20,7 +21,7 @@ PLANS = [
 
 
 class Recording(Exact):
-    """Remembers the hits of its last search."""
+    """Stores the hits of its last search."""
 
     hits = None
 
@@ -42,7 +43,7 @@ def layer_with(kind, case, **options):
 
 
 def regions(lengths, local, update_every):
-    """Tokens in the index after each step, by the rule of the spec."""
+    """Return the number of tokens in the index after each step, by the rule of the spec."""
     held_local = buffer = indexed = 0
     for length in lengths:
         buffer += length
@@ -67,13 +68,13 @@ def test_sizes_of_the_regions_follow_the_spec(steps, local, update_every):
 
 def test_local_is_shorter_after_a_cut_into_it():
     sequence, layer = Sequence.of(Case(), 60), layer_of(Case(), local_window=4, update_every=5)
-    sequence.feed(layer, 0, 20)  # 16 indexed, 4 local
+    sequence.feed(layer, 0, 20)  # 16 tokens in the index, 4 in the local window
     sequence.feed(layer, 20, 22)
-    layer.truncate(18)  # 2 local, none in the buffer
+    layer.truncate(18)  # 2 tokens in the local window, none in the buffer
     for token in range(18, 22):
         sequence.feed(layer, token, token + 1)
         assert len(layer.index) == 16
-    sequence.feed(layer, 22, 23)  # the buffer is full: of 7 the newest 4 stay
+    sequence.feed(layer, 22, 23)  # the buffer is full: of 7 tokens the newest 4 stay
     assert len(layer.index) == 19
 
 
@@ -92,7 +93,7 @@ def test_the_oldest_tokens_move_and_their_rows_stay_what_they_were():
 @pytest.mark.parametrize("pads", [[30, 25], [40, 33], [59, 59]])
 @pytest.mark.parametrize("sink", [0, 3])
 def test_rows_that_are_all_padding_leave_again_and_again(pads, sink):
-    """Some updates move nothing but padding, of every row of the batch."""
+    """Some updates move only padding, in every sequence of the batch."""
     case = Case(q_heads=4, batch=2)
     sequence = Sequence.of(case, 80, pads)
     layer = layer_of(case, k=1000, sink=sink, local_window=4, update_every=5)
@@ -104,7 +105,7 @@ def test_rows_that_are_all_padding_leave_again_and_again(pads, sink):
 @pytest.mark.parametrize("steps", PLANS)
 @pytest.mark.parametrize("pads", [[0, 0], [6, 1], [0, 11]])
 def test_a_step_reads_the_sink_the_hits_and_the_window_and_nothing_else(steps, pads):
-    """The sink is each row's first real tokens; the index never returns them (mistake 8)."""
+    """The sink contains each sequence's first real tokens; the index never returns them."""
     case, count = Case(q_heads=4, batch=2), steps[-1][1]
     sequence, layer = Sequence.of(case, count, pads), layer_with(Recording, case, k=4)
     positions = torch.arange(count)
@@ -132,7 +133,7 @@ def test_a_step_reads_the_sink_the_hits_and_the_window_and_nothing_else(steps, p
     "sizes", [dict(), {"local_window": 0}, {"local_window": 0, "update_every": 1}], ids=str
 )
 def test_the_newest_token_is_attended_to_at_every_step(sizes):
-    """Mistake 1: with an index that finds nothing, and a key that draws all attention."""
+    """The index finds nothing, and the newest key gets nearly all attention."""
     case = Case(q_heads=4)
     sequence = Sequence.of(case, 40)
     layer = layer_with(ReturnsNothing, case, **sizes)
@@ -150,7 +151,7 @@ def test_after_a_cut_into_the_sink_the_next_real_tokens_fill_it():
     layer = layer_with(Recording, case, k=100)
     for start, stop in steps_of(20, 1):
         sequence.feed(layer, start, stop)
-    layer.truncate(2)  # the first row keeps no real token, the second two
+    layer.truncate(2)  # the first sequence has no real token left, the second two
     for start in range(2, 30):
         sequence.feed(layer, start, start + 1)
     ids = [set(row) - {-1} for row in layer.index.hits.ids[:, 0].tolist()]
@@ -194,7 +195,7 @@ def test_traffic_counts_rows_and_bytes():
         sequence.feed(layer, start, stop)
         if stop - start == 1:
             rows_read += 3 + 5 + stop - indexed
-            rows_full += stop - 2  # mean over the rows of the batch
+            rows_full += stop - 2  # mean over the sequences of the batch
             fetched += 2 * 2 * 5 * (16 + 8) * 4
     assert layer.traffic.steps == 12
     assert float(layer.traffic.rows_read) == pytest.approx(rows_read)
@@ -203,7 +204,7 @@ def test_traffic_counts_rows_and_bytes():
 
 
 class Doubled(Recording):
-    """Every row that it finds counts twice, and for the second query head of a group not at all."""
+    """Gives every row a weight of 2, and a weight of 0 for the second query head of a group."""
 
     def _search(self, queries, k):
         hits = super()._search(queries, k)
@@ -288,7 +289,8 @@ def test_signals_reach_the_index():
 
 
 def test_staged_tokens_are_taken_over_in_inference_mode_too():
-    """By whatever reads the window: a checkpoint is nobody's guarded call."""
+    """Whatever reads the window takes them over, also a checkpoint, which runs in no
+    transaction."""
     case = Case(q_heads=2, kv_heads=2, head_dim=8, value_dim=8)
     own = Window(case.index("exact").geometry, sink_size=0, local_size=4, room=64)
     tokens = case.tokens(60)

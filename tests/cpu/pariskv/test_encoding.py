@@ -16,7 +16,7 @@ from tests.support.helpers import Case, left_padding, part
 CASE = Case(q_heads=6, kv_heads=3, head_dim=64, batch=2)
 
 U = 2.0**-24
-"""A float32 is rounded by at most this share."""
+"""Largest relative error of rounding to float32."""
 
 
 def drawn(*shape, seed=0):
@@ -24,19 +24,19 @@ def drawn(*shape, seed=0):
 
 
 def stages(D):
-    """`a` and `p` of `D = p · 2^a`."""
+    """Return `a` and the odd `p` with `D = p · 2^a`."""
     return (D & -D).bit_length() - 1, D // (D & -D)
 
 
 def tables_of(levels):
-    """Edges between levels, and levels, as the kernel takes them."""
+    """Return the boundaries between levels, and the levels, in the form that the kernel takes."""
     edges = (levels[1:] + levels[:-1]) / 2
     none = -len(edges) % AT_ONCE
     return pad(edges, (0, none), value=torch.inf).numpy(), pad(levels, (0, none)).numpy()
 
 
 def columns(index):
-    """The codes of an index's full blocks, and of its open one."""
+    """Return the codes of an index's full blocks, and of its open block."""
     return [dict(part.items()) for part in index._parts()]
 
 
@@ -51,7 +51,10 @@ def assert_same_bytes(mine, theirs):
 
 @pytest.mark.parametrize("D", [8, 24, 56, 64, 80, 128, 256, 1000])
 def test_a_rotation_is_within_what_rounding_allows(D):
-    """`a` sums of two, a product with a rounded number, `p - 1` sums; the reference rounds, too."""
+    """The kernel rounds `a` sums of two numbers, a product with a rounded number, and `p - 1` sums.
+
+    The reference also rounds.
+    """
     rotation, lanes = transform.rotation(D, 3), tile.TILE
     directions = transform.normalize(drawn(lanes, D))[0]
     flips, hartley = factors(rotation)
@@ -70,7 +73,7 @@ def test_codes_are_the_reference_ones_given_the_rotated_directions(D, bits):
     edges = (levels[1:] + levels[:-1]) / 2
     rotated[0] = 0
     rotated[1, :4] = torch.tensor([0.0, -0.0, 1e-40, -1e-40])
-    if bits:  # an edge itself, of a vector whose norm is 1
+    if bits:  # a coordinate equal to a boundary, in a vector of norm 1
         edge = edges[len(edges) // 2]
         rotated[2] = 0
         rotated[2, :2] = torch.tensor([float(edge), -float((1 - edge.double() ** 2).sqrt())])
@@ -86,7 +89,7 @@ def test_codes_are_the_reference_ones_given_the_rotated_directions(D, bits):
 
 
 def coded(rotated, norms, levels):
-    """What the kernel makes of a tile: codes uint64 `[D, L / 8]`, and log weights."""
+    """Encode a tile with the kernel: codes uint64 `[D, L / 8]`, and log weights."""
     lanes, D = rotated.shape
     words, logs = np.empty((D, lanes // 8), np.uint64), np.empty(lanes, np.int32)
     sums = np.empty(lanes)
@@ -96,7 +99,7 @@ def coded(rotated, norms, levels):
 
 
 def test_no_sum_depends_on_its_order():
-    """Products rounded to float32 would change a log weight of these one time in 10,000."""
+    """If products were rounded to float32, one in 10,000 of these log weights would change."""
     lanes, levels = tile.TILE, codes.levels(64, 3)
     rotated, norms = transform.normalize(drawn(1000 * lanes, 64))
     want = codes.log_codes(codes.encode(rotated, norms, levels, block=64)["weights"], 16)
@@ -118,7 +121,7 @@ SIZES = [
 @pytest.mark.parametrize(("sizes", "options"), SIZES, ids=str)
 @pytest.mark.parametrize("padded", [False, True])
 def test_codes_differ_from_the_ops_where_rounding_lets_them(sizes, options, padded):
-    """Centers are equal; a bit may differ beside an edge, and a weight of equal bits by 1."""
+    """Centers are equal. A bit may differ next to a boundary, and a weight of equal bits by 1."""
     case, D = replace(CASE, **sizes), sizes["head_dim"]
     mine, theirs = (case.index("pariskv", backend=name, **options) for name in ("cpu", "torch"))
     keys = case.tokens(300)[0] + 3  # around a center
@@ -147,7 +150,7 @@ def test_codes_differ_from_the_ops_where_rounding_lets_them(sizes, options, padd
 
 
 def reference(index, keys, made):
-    """Rotated directions of keys float32 `[B, G, N, D]`, less their centers."""
+    """Return the rotated directions of keys minus their centers, float32 `[B, G, N, D]`."""
     floats = keys.float()
     if "centers" in made:
         spread = made["centers"].repeat_interleave(index.config.center, dim=2)
@@ -202,7 +205,7 @@ def test_a_key_that_is_not_finite_changes_nothing(token, number, dtype):
     assert_same_bytes(columns(index), before)
     valid = torch.ones(2, 600, dtype=torch.bool)
     valid[1, token] = False
-    index.append(keys, tokens[1], valid=valid)  # nobody looks at it
+    index.append(keys, tokens[1], valid=valid)  # no search reads the index
     assert len(index) == 856
 
 

@@ -24,17 +24,19 @@ from tests.support.sequences import Sequence
 CASE = Case(q_heads=6, kv_heads=2, head_dim=64, batch=2)
 
 PRESETS = "fast", "paper", "sampled"
-"""One of each kind of coarse stage, and one that draws."""
+"""A preset for each kind of coarse stage, and one that samples."""
 
 
 def pair(case=CASE, **options):
-    """The index on kernels, and in plain torch; few tokens, so that some are no candidates."""
+    """Make the index on kernels and in plain torch, with options so that some tokens are no
+    candidates."""
     options = dict(least_candidates=1) | options
     return [case.index("pariskv", backend=name, **options) for name in ("cpu", "torch")]
 
 
 def padded(count):
-    """Padding of the second sequence on the left, and of both between tokens: bool `[2, count]`."""
+    """Return flags bool `[2, count]`: the second sequence is padded on the left, both in
+    between."""
     valid = left_padding([0, 70], count)
     valid[0, 250:290] = valid[1, 300:303] = valid[1, 391:] = False
     return valid
@@ -196,7 +198,7 @@ def test_without_a_valid_row_a_step_attends_to_resident_rows(options):
         index.decode_step(CASE.queries(), token, resident, place, k=9),
         index.attend(CASE.queries(), resident, k=1),
     ):
-        want = values[:, :, 0].repeat_interleave(3, dim=1)  # of one row alone
+        want = values[:, :, 0].repeat_interleave(3, dim=1)  # attention to one row
         torch.testing.assert_close(found.output, want)
         assert found.found.tolist() == [[0, 0], [0, 0]]
 

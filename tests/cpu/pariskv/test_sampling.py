@@ -28,7 +28,7 @@ def add_bounds(sizes, number, out):
 
 
 def noises(n, first=0):
-    """Noise of ids from the first one on, as kernels have it, and its bounds, int32 `[2, n]`."""
+    """Return the kernels' noise of consecutive ids, and its bounds, int32 `[2, n]`."""
     found = np.empty((2, n), np.int32)
     put_noise(np.uint32(SEED), first, *found)
     return torch.from_numpy(found)
@@ -51,14 +51,14 @@ def test_noise_is_the_reference_one_and_bounds_are_never_below(first):
 @pytest.mark.parametrize("spread", [0.0, 1e5, 1e12])
 def test_a_bound_is_a_rounded_size_and_the_bound_of_its_noise(spread):
     sizes, out = (normal(256) * spread).clamp_min(-priority.LARGEST), np.empty(256, np.int32)
-    sizes[3:5] = torch.tensor([2.5, 3.5])  # halves go to even numbers
+    sizes[3:5] = torch.tensor([2.5, 3.5])  # halves are rounded to even numbers
     add_bounds(sizes.numpy(), np.uint32(SEED), out)
     rounded = sizes.clamp_max(priority.LARGEST).round().int()
     assert torch.equal(torch.from_numpy(out), rounded + noises(256)[1])
 
 
 def asked(D, heads, looked_up):
-    """Rounded queries as kernels take them: planes, tables, totals."""
+    """Return rounded queries in the forms that kernels take: planes, tables, totals."""
     integers, W = np.random.default_rng(D).integers(-21, 22, (heads, D)), -(-D // 64)
     planes = np.empty((heads, query.GROUP, 0 if looked_up else W), np.uint64)
     tables = np.empty((heads, W if looked_up else 0, lookup.NIBBLES, 16), np.uint8)
@@ -125,7 +125,7 @@ def test_blocks_of_a_sample_are_the_reference_ones(blocks):
 
 
 def chosen(sizes, valid, limit):
-    """Candidates of keys with sizes int32 `[n]`, by the kernel: ids, noises and `log π`."""
+    """Sample candidates from sizes int32 `[n]` with the kernel: ids, noises and `log π`."""
     n, bounds = len(sizes), sizes + noises(len(sizes))[1]
     held = bounds.masked_fill(~valid, int(sign_votes.INVALID)).numpy()
     listed, room = (np.full(n + 2 * select.SAMPLED, -7, np.int32) for _ in range(2))
@@ -190,7 +190,7 @@ def test_sizes_of_rows_are_the_reference_ones(heads, softcap):
 @pytest.mark.parametrize("C", [1, 300])
 def test_rows_are_sampled_as_the_reference_samples(C, k):
     sizes, own, chances = normal(C), normal(C, seed=1).abs(), -normal(C, seed=2).abs()
-    own[C // 2 :] -= sizes[C // 2 :]  # of equal priorities the lower ids
+    own[C // 2 :] -= sizes[C // 2 :]  # of keys with equal priorities, the lower ids are taken
     ids, to = 3 * np.arange(C, dtype=np.int32), np.empty(k, np.int64)
     scores, weights = np.empty(k, np.float32), np.empty((2, k), np.float32)
     given = sizes.numpy(), own.numpy(), chances.numpy(), ids

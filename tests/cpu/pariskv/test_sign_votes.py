@@ -127,7 +127,7 @@ def test_candidates_are_the_reference_ones(n, spread):
 
 def test_a_sample_that_misleads_costs_nothing_but_time():
     votes = np.zeros(4 * select.SAMPLED, np.int32)
-    votes[::4] = 1000  # what the sample sees
+    votes[::4] = 1000  # the votes that the threshold is estimated from
     listed, room = (np.empty(len(votes) + 2 * select.SAMPLED, np.int32) for _ in range(2))
     limit = 2 * select.SAMPLED
     out = np.empty(limit + 1, np.int32)

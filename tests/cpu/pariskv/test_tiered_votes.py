@@ -17,7 +17,7 @@ def drawn(*shape, seed=0):
 
 
 def points_of(words, heads):
-    """Bytes of words uint64 `[..., words, X]` of each head, `[heads, ..., X]`."""
+    """Return each head's byte of words uint64 `[..., words, X]`, as `[heads, ..., X]`."""
     every = [words[..., h // 8, :] >> np.uint64(h % 8 * 8) & np.uint64(255) for h in range(heads)]
     return torch.from_numpy(np.stack(every).astype(np.int32))
 
