@@ -145,7 +145,7 @@ def test_a_child_adds_again_what_was_being_added_when_it_was_forked():
     half = index._faiss_indexes[0][0]
     half.reset()
     half.add(torch.zeros(60, ONE.head_dim).numpy())
-    index._synchronized = False  # as while another thread adds
+    index._synchronized = False  # as if another thread were adding keys
     index._after_fork()
     got = index.search(ONE.queries(), k=9)
     assert_same_hits(got, searched(ONE, "exact", tokens, k=9), close=ROUNDED)

@@ -86,7 +86,7 @@ def test_a_search_reads_less_the_fewer_candidates_it_keeps():
         index.append(*ONE.tokens(3000))
         scanned.append(index.bytes_per_key()["scanned"])
     assert scanned[0] < scanned[1] / 2 < scanned[2] / 4
-    assert scanned[2] >= 64  # keeping all, it compares all
+    assert scanned[2] >= 64  # if it returns all keys, it compares all
 
 
 def test_there_is_none_on_a_gpu():

@@ -34,7 +34,7 @@ def assert_bounded(kind, seed, count):
     products, before = (keys @ queries[..., None])[..., 0], None
     for size, bounds in zip(index.config.sizes, bounds_of(index, queries), strict=True):
         assert (bounds.repeat_interleave(size, -1)[..., :count] >= products).all()
-        if before is not None:  # compare with the chunk of which it is a half
+        if before is not None:  # compare with the chunk of twice the size
             real = -(-count // size)
             assert (before.repeat_interleave(2, -1) >= bounds)[..., :real].all()
         before = bounds

@@ -124,7 +124,7 @@ def test_units_hold_every_token_once_and_are_its_mean():
 
 
 def test_a_blob_of_the_prompt_is_a_cluster():
-    """K-means finds distant groups whatever it starts from (here with this seed)."""
+    """K-means finds distant groups from any starting points (here with one seed)."""
     case = Case(q_heads=1, kv_heads=1, head_dim=16, value_dim=8)
     centers = 20 * torch.eye(16)[:4]
     keys = (centers.repeat(8, 1) + case.tensor(3, 32, 16))[None, None]

@@ -17,7 +17,7 @@ LEVELS = levels(8, 3).tolist()
 
 
 def wanted(index, keys, queries, k):
-    """Hits by the literal reading, for one query per KV head: `[B, G, D]`."""
+    """Return the hits of the literal implementation, for one query per KV head: `[B, G, D]`."""
     matrix = rotation(index.geometry.head_dim, index.config.seed).tolist()
     options = dict(beta=index.config.beta, rho=index.config.rho)
     rows = [
@@ -156,7 +156,7 @@ def test_histogram_follows_append_truncate_reorder_and_reset():
     assert_histogram_is_current(index)
     index.reorder(torch.tensor([1, 0, 1]))
     assert_histogram_is_current(index)
-    index.truncate(8)  # row 0 and 2 hold padding only
+    index.truncate(8)  # sequences 0 and 2 contain only padding
     assert_histogram_is_current(index)
     assert index.counts.tolist() == [0, 4, 0]
     index.truncate(0)
@@ -199,8 +199,8 @@ def test_recall_on_random_keys_rises_with_beta(dim):
         index.append(keys, values)
         recalls.append(recalled(index.search(case.queries(), k=50), true))
     assert recalls == sorted(recalls)
-    assert recalls[0] > 0.15  # at random: .05
-    assert recalls[-1] > 0.85  # what 4 bits per coordinate can rank
+    assert recalls[0] > 0.15  # random rows would give .05
+    assert recalls[-1] > 0.85  # what 4 bits per coordinate allow
 
 
 @pytest.mark.parametrize("heads", [1, 3])
@@ -245,7 +245,7 @@ def test_scaling_queries_by_a_power_of_two_never_changes_ids(power, group):
 
 
 def test_keys_of_equal_votes_are_candidates_by_the_lower_id():
-    """Mistake 6. All keys alike but for their size: one centroid each, so all votes are equal."""
+    """Keys differ only in their norms, so all have the same centroids, and all votes are equal."""
     case = Case(q_heads=1, kv_heads=1, head_dim=16)
     direction = case.tokens(1)[0]
     keys = direction * torch.linspace(1, 2, 40)[:, None]
@@ -259,7 +259,10 @@ def test_keys_of_equal_votes_are_candidates_by_the_lower_id():
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_any_head_dim_batch_and_dtype(dim, batch, dtype):
-    """Mistakes 3, 8 and 10: not only D = 128, bf16; and a padded batch equals its rows."""
+    """Head dimensions other than 128 and dtypes other than bfloat16 work.
+
+    A padded batch gives the same hits as its sequences alone.
+    """
     case = Case(q_heads=6, kv_heads=2, head_dim=dim, dtype=dtype, batch=batch)
     keys, values = case.tokens(60)
     pads = [0, 17, 31][:batch]

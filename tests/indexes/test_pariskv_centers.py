@@ -22,7 +22,7 @@ def indexed(preset, *chunks, **options):
 
 
 def far_keys(norms, count=200, seed=1):
-    """Keys `[1, 2, count, 32]`, shifted by so many of their norms in one direction."""
+    """Return keys `[1, 2, count, 32]`, shifted in one direction by a multiple of their norm."""
     keys = normal(1, 2, count, 32, seed=seed)
     direction = torch.nn.functional.normalize(normal(1, 2, 1, 32, seed=9), dim=-1)
     return keys + norms * keys.norm(dim=-1).mean() * direction
@@ -51,7 +51,7 @@ def test_a_wrong_center_never_costs_correctness(preset, norms):
 
 @pytest.mark.parametrize("preset", CENTERED)
 def test_a_wrong_center_costs_accuracy(preset):
-    """The right one is of the very keys that are searched."""
+    """The right center is the mean of the keys that are searched."""
     first, later = normal(1, 2, 50, 32), far_keys(10)
     found = {"wrong": 0.0, "right": 0.0}
     for seed in range(8):
@@ -73,9 +73,9 @@ def test_a_wrong_center_costs_accuracy(preset):
 @pytest.mark.parametrize("preset", CENTERED)
 @pytest.mark.parametrize("norms", [0, 0.5, 1, 10])
 def test_scores_stay_within_the_codes_error(preset, norms):
-    """`|q·k̂ - q·k| ≤ ‖q‖ ‖k̂ - k‖`, and the codes err by less than a quarter of `‖k - center‖`.
+    """`|q·k̂ - q·k| ≤ ‖q‖ ‖k̂ - k‖`, and a code's error is below a quarter of `‖k - center‖`.
 
-    All 250 lie in one block, whose center is between the first 50 and the others.
+    All 250 keys are in one block, whose center is between the first 50 keys and the other 200.
     """
     first, later = normal(1, 2, 50, 32), far_keys(norms)
     index, queries = indexed(preset, first, later), normal(1, 2, 32, seed=2)
@@ -91,7 +91,7 @@ def test_scores_stay_within_the_codes_error(preset, norms):
 @pytest.mark.parametrize("preset", CENTERED)
 def test_duplicates_are_all_found_under_a_wrong_center(preset):
     first = normal(1, 2, 50, 32)
-    later = far_keys(10, count=20).repeat(1, 1, 5, 1)  # five of each
+    later = far_keys(10, count=20).repeat(1, 1, 5, 1)  # five copies of each key
     index, queries = indexed(preset, first, later), normal(1, 2, 32, seed=2)
     hits = index.search(queries, k=150)
     assert_well_formed(hits, index, 1, 150)

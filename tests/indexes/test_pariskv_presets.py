@@ -34,7 +34,8 @@ def test_the_defaults_are_a_preset():
 
 @pytest.mark.parametrize("preset", PAST)
 def test_scores_are_near_the_inner_products(preset):
-    """The center's share included: a softcap, and shares of all rows, need whole scores."""
+    """Scores include the center's inner product: a softcap and attention weights need all of
+    `q·k`."""
     case = Case(q_heads=2, kv_heads=2, head_dim=64, batch=2)
     keys, values = case.tokens(300)
     keys = keys + 3 * case.tokens(1, seed=5)[0]
@@ -48,14 +49,17 @@ def test_scores_are_near_the_inner_products(preset):
 
 @pytest.mark.parametrize("preset", PAST)
 def test_a_constant_added_to_all_keys_changes_no_ranking(preset):
-    """Of one head: to each head it adds another number, which `candidates_per="group"` compares."""
+    """This holds for one head. The constant adds different numbers to the votes of different heads.
+
+    With `candidates_per="group"` these votes would be compared.
+    """
     keys, values = CASE.tokens(200)
     shift = 4 * CASE.tokens(1, seed=7)[0]
     alone = dict(group="union", candidates_per="head")
     plain = filled(preset, keys, values, **alone).search(CASE.queries(), k=20)
     moved = filled(preset, keys + shift, values, **alone).search(CASE.queries(), k=20)
     same = (plain.ids[..., None] == moved.ids[..., None, :]).any(-1)
-    assert same.float().mean() > 0.97  # a code may flip where the sum rounds
+    assert same.float().mean() > 0.97  # rounding of the shifted keys may flip a bit of a code
     rough = filled("paper", keys + shift, values, group="union", beta=0.1, rho=0.25)
     lost = rough.search(CASE.queries(), k=20).ids
     assert (plain.ids[..., None] == lost[..., None, :]).any(-1).float().mean() < 0.9
@@ -66,7 +70,7 @@ def test_a_constant_added_to_all_keys_changes_no_ranking(preset):
 def test_scaling_all_keys_by_a_power_of_two_changes_no_hit(preset, power):
     keys, values = CASE.tokens(300)
     plain, scaled = filled(preset, keys, values), filled(preset, keys * 2.0**power, values)
-    queries = CASE.queries()  # of half the norm for twice the keys: the same shares
+    queries = CASE.queries()  # half the norm for keys of twice the norm: equal attention weights
     same = plain.search(queries, k=20), scaled.search(queries * 2.0**-power, k=20)
     assert torch.equal(same[0].ids, same[1].ids)
     assert torch.equal(same[0].scores, same[1].scores)
@@ -110,7 +114,7 @@ def assert_same_codes(got, want):
 @pytest.mark.parametrize("preset", [*PAST, *TIERED, "paper"])
 @pytest.mark.parametrize("history", HISTORIES)
 def test_codes_are_a_function_of_their_tokens(preset, history):
-    """However these came, equal to the bit."""
+    """Codes are equal bit by bit, however the tokens were divided into appends."""
     if history == "one by one" and preset != "fast":
         pytest.skip("one preset does")
     keys, values = CASE.tokens(700)
@@ -200,14 +204,14 @@ def test_zeros_and_a_token_alone_are_found_like_any_others():
     hits = index.search(CASE.queries(), k=10)
     assert (hits.ids >= 5).float().mean() > 0.9
     alone = made("fast")
-    alone.append(keys[:, :, :1], values[:, :, :1])  # its own center: nothing is left to code
+    alone.append(keys[:, :, :1], values[:, :, :1])  # a single key is its own center
     assert (alone.search(CASE.queries(), k=1).ids == 0).all()
     shares = alone.search(CASE.queries(), k=1, coverage=0.5)
     torch.testing.assert_close(shares.coverage, torch.ones(2, 4))
 
 
 def test_keys_of_very_different_norms_are_ranked_by_what_they_are():
-    """Later keys 2^10 times as large as those before."""
+    """Later keys are 2^10 times as large as earlier keys."""
     keys, values = CASE.tokens(100)
     index = made("fast", beta=1.0)
     index.append(keys[:, :, :50] * 2.0**-10, values[:, :, :50])
@@ -230,7 +234,7 @@ def test_norms_that_drift_after_the_prompt_cost_nothing(preset, times):
         index.append(keys[:, :, :100] / factor, values[:, :, :100])
         index.append(keys[:, :, 100:], values[:, :, 100:])
         hits = index.search(CASE.queries(), k=140).ids.flatten(0, 1).tolist()
-        best = [[i for i in row if i >= 100][:40] for row in hits]  # the first may be larger
+        best = [[i for i in row if i >= 100][:40] for row in hits]  # earlier keys may score more
         pairs = zip(best, true.flatten(0, 1).tolist(), strict=True)
         found[factor] = sum(len({*got} & {*want}) for got, want in pairs) / (4 * 20)
     assert found[1.0] > 0.85
@@ -238,7 +242,8 @@ def test_norms_that_drift_after_the_prompt_cost_nothing(preset, times):
 
 
 def test_alike_first_keys_do_not_narrow_the_scale():
-    """Nearly one key, 50 times: the center leaves next to nothing of it."""
+    """The first 50 keys are nearly equal, so nearly nothing remains after subtracting their
+    center."""
     keys, values = CASE.tokens(300)
     alike = keys[:, :, :1] * (1 + 1e-4 * torch.arange(50)[:, None])
     index = made("fast", group="mean_query", beta=1.0)
@@ -314,7 +319,7 @@ def test_bad_options_are_named(option, value):
     "options",
     [
         dict(weights="log", weight_bits=8),
-        dict(coarse="sign_votes"),  # bfloat16 weights: the coarse stage does without
+        dict(coarse="sign_votes"),  # bfloat16 weights, which the coarse stage ignores
         dict(coarse="sign_votes", query_max=7, weights="log"),
         dict(coarse="sign_votes", weights="log", center=32),
         dict(coarse="sign_votes", weights="log", center=100, candidates_per="group"),
@@ -331,7 +336,7 @@ def test_any_combination_finds_more_than_chance(options):
     hits = index.search(CASE.queries(), k=20)
     mean = CASE.queries().reshape(2, 2, 2, 64).mean(2)
     true = (mean[:, :, None] @ keys.mT)[:, :, 0].topk(20).indices
-    assert (true[..., None] == hits.ids[..., None, :]).any(-1).float().mean() > 0.3  # chance: .05
+    assert (true[..., None] == hits.ids[..., None, :]).any(-1).float().mean() > 0.3  # by chance .05
 
 
 @pytest.mark.parametrize(
@@ -344,8 +349,10 @@ def test_votes_without_weights_know_no_scale_for_a_center(options):
 
 @pytest.mark.parametrize("preset", PAST)
 def test_keys_that_move_along_the_sequence_are_coded_near_their_own_centers(preset):
-    """Each 64 keys lie around another point, far from the rest: one center for all would be no
-    better than none."""
+    """Each 64 keys are around a different, distant point.
+
+    One center for all keys would not help.
+    """
     case = Case(q_heads=2, kv_heads=2, head_dim=64, batch=2)
     keys, values = case.tokens(512)
     places = 6 * case.tokens(8, seed=3)[0].repeat_interleave(64, dim=2)
@@ -361,7 +368,7 @@ def test_keys_that_move_along_the_sequence_are_coded_near_their_own_centers(pres
 
 @pytest.mark.parametrize("preset", ["fast", "accurate", "precise"])
 def test_candidates_come_from_all_centers_by_their_scores(preset):
-    """As many of the best keys are candidates as if the centers' share were not told apart."""
+    """As many of the best keys are candidates as if votes did not add center offsets separately."""
     case = Case(q_heads=2, kv_heads=2, head_dim=64, batch=2)
     keys, values = case.tokens(1024)
     keys = keys + case.tokens(16, seed=3)[0].repeat_interleave(64, dim=2)

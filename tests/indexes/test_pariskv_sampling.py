@@ -26,13 +26,16 @@ def seeds_of(index):
 
 
 def logits(queries):
-    """Of all keys, float64 `[H, N]`."""
+    """Return the logits of all keys, float64 `[H, N]`."""
     keys = CASE.tokens(TOKENS)[0][0].double().repeat_interleave(3, 0)
     return (keys @ queries[0].double()[:, :, None])[..., 0] * CASE.index("exact").geometry.scale
 
 
 def test_sums_over_sampled_rows_are_those_of_all_keys_on_average(index, monkeypatch):
-    """Numerator and denominator of each head; within 6 standard errors (12 means, 2e-9 each)."""
+    """Numerator and denominator of each head are within 6 standard errors of those of all keys.
+
+    Each of the 12 means fails with probability 2e-9 for a new seed.
+    """
     queries, found = 2 * CASE.queries(), []
     shares, values = logits(queries).softmax(-1), CASE.tokens(TOKENS)[1][0, :, :, 0].double()
     values = values.repeat_interleave(3, 0)
@@ -58,7 +61,7 @@ def test_tempered_weights_are_a_power_of_these(index):
 
 
 def test_the_coverage_of_candidates_is_estimated(index):
-    """As estimates of few bits say it, whose error is some tenth of a nat here."""
+    """The estimate uses logits from codes of few bits, whose error is about 0.1 nat here."""
     queries = 2 * CASE.queries()
     told = index.candidate_coverage(queries, k=K)
     with torch.autocast("cpu"):
@@ -106,7 +109,7 @@ def test_a_step_samples_as_the_one_before_until_tokens_come(index):
 
 
 def test_rows_stay_over_the_steps_of_a_block_and_errors_are_alike_only_there(index, monkeypatch):
-    """Of a stream of queries, neighbors of which have a cosine of .95, and tokens every 4 steps."""
+    """Adjacent queries have a cosine of .95, and the random numbers change every 4 steps."""
     steps = torch.arange(160)
     best = CASE.index("pariskv:preset=fast")
     best.append(*CASE.tokens(TOKENS))
@@ -117,12 +120,12 @@ def test_rows_stay_over_the_steps_of_a_block_and_errors_are_alike_only_there(ind
     assert again(kept)[within].mean() > again(chosen).mean() > 2 * again(anew).mean()
     pairs = torch.stack([errors[:-1], errors[1:]])
     assert torch.corrcoef(pairs[:, within].flatten(1))[0, 1] > 0.5
-    # 39 pairs by 2 KV heads, as the heads of a group share a draw: 4 standard errors
+    # 4 standard errors, of 39 pairs times 2 KV heads; the heads of a group share a sample
     assert abs(torch.corrcoef(pairs[:, ~within].flatten(1))[0, 1]) < 4 / math.sqrt(78)
 
 
 def stream(steps):
-    """Queries `[1, H, D]` of each step."""
+    """Yield queries `[1, H, D]` for each step."""
     queries = CASE.queries()
     for step in range(steps):
         queries = 0.95 * queries + math.sqrt(1 - 0.95**2) * CASE.queries(step + 1)
@@ -130,9 +133,9 @@ def stream(steps):
 
 
 def follow(index, monkeypatch, blocks):
-    """Ids `[T, G, K]` of a stream, and how far the heads' denominators are off, `[T, H]`.
+    """Return ids `[T, G, K]` for a stream of queries, and the denominators' errors `[T, H]`.
 
-    blocks: which numbers a step draws with, int64 `[T]`.
+    `blocks`, int64 `[T]`, selects the random numbers of each step.
     """
     found, errors = [], []
     for block, queries in zip(blocks.tolist(), stream(len(blocks)), strict=True):
@@ -146,7 +149,7 @@ def follow(index, monkeypatch, blocks):
 
 
 def again(ids):
-    """Share of each step's rows that the step before had read, `[T - 1]`, of ids `[T, G, K]`."""
+    """Return the fraction of each step's rows that the previous step also read, `[T - 1]`."""
     return (ids[1:, ..., None] == ids[:-1, :, None]).any(-1).float().mean((1, 2))
 
 
@@ -176,7 +179,8 @@ def test_what_cannot_be_sampled_is_refused(line, words):
 
 
 def test_the_best_rows_are_taken_where_a_coverage_is_asked_for(index):
-    """Candidates are the best by votes, too: the same rows as of an index that draws nothing."""
+    """Candidates are also the best by votes: the rows are those of an index that does not
+    sample."""
     plain = CASE.index("pariskv:preset=fast:sign_decoder=regression:beta=.005")
     plain.append(*CASE.tokens(TOKENS))
     mine, want = (one.search(CASE.queries(), k=400, coverage=0.5) for one in (index, plain))
@@ -196,9 +200,9 @@ def test_sampled_rows_are_not_sampled_again():
 def test_the_attention_that_tempered_rows_represent_is_too_little_and_no_less_than_the_bound(
     sampling,
 ):
-    """Random keys, one head, 16 of 300 rows: the sum of a softmax by the rows that were sampled.
+    """Estimate a softmax sum from 16 sampled rows of 300 random keys, with one head.
 
-    Of 400 sequences: means lie within 6 of their standard errors.
+    Means over 400 sequences are within 6 of their standard errors.
     """
     case = Case(q_heads=1, kv_heads=1, head_dim=64, value_dim=64, batch=400)
     index = case.index("pariskv", sampling=sampling)

@@ -42,7 +42,7 @@ def test_nothing_is_fitted_before_somebody_asks(monkeypatch):
     for _ in range(2):
         index.search(CASE.queries(), k=5)
     assert len(calls) == 1
-    index.append(keys[:, :, :100], values[:, :, :100])  # no power of two of blocks more
+    index.append(keys[:, :, :100], values[:, :, :100])  # as many fitted blocks
     index.search(CASE.queries(), k=5)
     assert len(calls) == 1
 

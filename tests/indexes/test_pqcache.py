@@ -125,7 +125,7 @@ def test_later_tokens_are_coded_with_the_prompts_centroids():
 
 
 def test_padding_teaches_nothing():
-    """Sequences that learn at different appends, from equally many keys."""
+    """The sequences learn at different appends, but from the same number of keys."""
     keys, values = CASE.tokens(60)
     padded = CASE.index("pqcache", **TRAINED)
     valid = left_padding([40, 7], 60)

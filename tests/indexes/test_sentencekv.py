@@ -104,7 +104,7 @@ def test_sentences_through_truncation_reordering_and_another_text():
     tokens = torch.cat([tokens[order, :61], other], dim=1)
     valid = torch.cat([valid[order, :61], torch.ones(3, 40, dtype=torch.bool)], dim=1)
     assert_as_in_words(index, keys, tokens, valid)
-    index.truncate(48)  # into the second row's first sentences
+    index.truncate(48)  # cuts the first sentences of the second sequence
     assert_as_in_words(index, keys[:, :, :48], tokens[:, :48], valid[:, :48])
 
 
@@ -156,7 +156,7 @@ def test_sentences_are_averaged_in_blocks(monkeypatch):
 
 
 def spoken(index, queries, ends=()):
-    """A generation: queries `[B, H, T, D]` observed one by one, with boundaries after some
+    """Simulate decoding: observe queries `[B, H, T, D]` one by one, with boundaries after some
     tokens."""
     first = len(index)
     index.end_prompt()

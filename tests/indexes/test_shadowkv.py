@@ -173,7 +173,7 @@ def test_chunks_are_ranked_by_their_mean_key():
 @pytest.mark.parametrize("padding", [None, [0, 11]])
 def test_outliers_are_returned_whatever_the_query_and_take_half_at_most(padding):
     keys, values = GROUPS.tokens(80)
-    keys = keys + 4 * GROUPS.tensor(9, 2, 2, 1, 16)  # all alike but for chunk 5
+    keys = keys + 4 * GROUPS.tensor(9, 2, 2, 1, 16)  # only the keys of chunk 5 differ
     valid = None if padding is None else left_padding(padding, 80)
     odd = torch.arange(40, 48)[None] + torch.tensor(padding or [0, 0])[:, None]
     keys.scatter_(2, odd[:, None, ::2, None].expand(2, 2, 4, 16), -9.0)

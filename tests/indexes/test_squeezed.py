@@ -81,7 +81,7 @@ def test_where_clusters_are_single_keys_shares_are_those_of_attention():
 
 
 def rows_that_pass(index, queries):
-    """Return how many rows the queries `[B, H, T, D]` get in total, int64 `[B]`."""
+    """Return the total number of rows that the queries `[B, H, T, D]` retrieve, int64 `[B]`."""
     counts = [
         (index.search(queries[:, :, t], k=len(index)).ids >= 0).sum((1, 2))
         for t in range(queries.shape[2])
@@ -133,7 +133,9 @@ def test_queries_may_come_in_pieces_and_rows_may_move():
             index.reorder(order)
         index.end_prompt()
         assert torch.equal(index._learned["threshold"], whole._learned["threshold"][order])
-        index.observe_queries(queries[order][:, :, :1], positions[:1])  # a step's: nothing changes
+        index.observe_queries(
+            queries[order][:, :, :1], positions[:1]
+        )  # from a decode step: no effect
         assert torch.equal(index._learned["threshold"], whole._learned["threshold"][order])
 
 
