@@ -133,9 +133,7 @@ def test_queries_may_come_in_pieces_and_rows_may_move():
             index.reorder(order)
         index.end_prompt()
         assert torch.equal(index._learned["threshold"], whole._learned["threshold"][order])
-        index.observe_queries(
-            queries[order][:, :, :1], positions[:1]
-        )  # from a decode step: no effect
+        index.observe_queries(queries[order][:, :, :1], positions[:1])  # no effect after the prompt
         assert torch.equal(index._learned["threshold"], whole._learned["threshold"][order])
 
 

@@ -22,7 +22,7 @@ caps = st.sampled_from([None, 0.5, 30.0])
 
 
 def reference(queries, keys, values, bias=None, scale=0.3, softcap=None):
-    """Softmax attention in float64, in one call; a query that sees no row gives 0."""
+    """Compute softmax attention in float64, in one call; a query that sees no row gives 0."""
     group = queries.shape[1] // keys.shape[1]
     keys, values = (t.double().repeat_interleave(group, dim=1) for t in (keys, values))
     logits = scale * (queries.double() @ keys.mT)
@@ -51,7 +51,7 @@ def cut(keys, values, bias, cuts):
 
 
 def assert_close(got, want, dtype=torch.float32):
-    # values are of size 1 and weights sum to 1: rounding of the output, and of the logits before
+    # values are about 1 and weights sum to 1; errors come from rounding the logits and the output
     slack = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}[dtype]
     assert got.dtype == dtype
     torch.testing.assert_close(got.double(), want, rtol=slack, atol=slack)
@@ -203,7 +203,7 @@ def test_any_split_of_the_rows_merges_to_attention_over_all(seed, group, softcap
 @given(seeds, caps, st.lists(st.integers(0, 12), max_size=3))
 def test_the_log_sum_exp_is_that_of_the_logits(seed, softcap, cuts):
     queries, keys, values, bias = problem(seed)
-    bias[:, :, 0] = NEVER  # a query that sees nothing
+    bias[:, :, 0] = NEVER  # these queries see no row
     blocks = cut(keys, values, bias, cuts)
     got = attend_blocks(queries, blocks, scale=0.3, softcap=softcap, return_lse=True)[1]
     logits = cap(queries.double() @ keys.double().repeat_interleave(3, dim=1).mT, 0.3, softcap)
@@ -227,7 +227,7 @@ def test_a_sinks_logit_is_that_of_a_row_whose_value_is_0():
     keys[:, :, 0], values[:, :, 0] = 0, 0
     sinks = torch.tensor([-1.0, 2.5])
     bias = torch.zeros(2, 2, 9)
-    bias[:, :, 0] = sinks  # the first row's logit is the sink's
+    bias[:, :, 0] = sinks  # the logit of the first row is that of the sink
     queries, rest = queries[:, :, 0], (keys[:, :, 1:], values[:, :, 1:])
     output, lse = attend(queries, *rest, scale=0.5, return_lse=True)
     want = attend(queries, keys, values, scale=0.5, bias=bias)

@@ -1,4 +1,4 @@
-"""Coarse stage: compare with literal implementations, and check its laws on random inputs."""
+"""Coarse stage: compare with literal implementations, and check its properties on random inputs."""
 
 from itertools import pairwise
 
@@ -14,7 +14,8 @@ seeds = st.integers(0, 2**31)
 
 
 def setting(seed, batch=2, kv_heads=2, heads=2, count=30, subspaces=3, kinds=256):
-    """Rotated queries `[B, G, g, D]` and centroid ids `[B, G, N, M]` of at most `kinds` kinds."""
+    """Make rotated queries `[B, G, g, D]` and centroid ids `[B, G, N, M]` with at most `kinds`
+    values."""
     generator = torch.Generator().manual_seed(seed)
     queries = torch.randn(batch, kv_heads, heads, 8 * subspaces, generator=generator)
     shape = (batch, kv_heads, count, subspaces)
@@ -87,7 +88,7 @@ def test_the_comparison_with_the_literal_reading_can_fail(broken, monkeypatch):
 @pytest.mark.parametrize(
     ("count", "fractions", "want"),
     [
-        (100, (0.2, 0.15), 3),  # in binary 3.0000000000000004
+        (100, (0.2, 0.15), 3),  # as floats, the product is 3.0000000000000004
         (100, (0.25, 0.3), 8),
         (10, (0.1,), 1),
         (30, (0.1,), 3),
@@ -200,7 +201,8 @@ def test_dots_are_those_of_the_literal_reading(seed, largest, subspaces):
 
 
 def test_halves_are_rounded_to_even():
-    """Of coordinates 4, 3, 2, 1 and their opposites, largest 2: 2, 1.5, 1, .5 become 2, 2, 1, 0."""
+    """With `query_max` 2, coordinates 4, 3, 2, 1 are scaled to 2, 1.5, 1, .5 and rounded to 2, 2,
+    1, 0."""
     queries = torch.tensor([4.0, 3, 2, 1, -4, -3, -2, -1]).view(1, 1, 1, 8)
     assert coarse.rounded(queries, 2).flatten().tolist() == [2, 2, 1, 0, -2, -2, -1, 0]
     assert_dots(queries, 2)
@@ -271,7 +273,7 @@ def test_a_sum_over_subspaces_is_one_inner_product_of_signs_and_integers(seed):
 
 @pytest.mark.parametrize("subspaces", [1, 8, 16, 32])
 def test_two_heads_are_in_one_word(subspaces):
-    """Sums stay within 16 bits up to D = 256, at the largest coordinates."""
+    """Kernels sum two heads in one word: sums fit in 16 bits up to D = 256, for any coordinates."""
     queries = torch.ones(1, 1, 2, 8 * subspaces)
     signs = torch.tensor([255, 0], dtype=torch.uint8).view(1, 1, 2, 1).expand(1, 1, 2, subspaces)
     got = coarse.votes(signs, coarse.dot_table(queries, 127))
@@ -338,13 +340,13 @@ def test_the_comparison_of_sums_can_fail(broken):
 @pytest.mark.parametrize("kind", ["key", "subspace"])
 @pytest.mark.parametrize("pattern", [255, 0])
 def test_the_largest_factors_and_entries_do_not_overflow(kind, pattern):
-    """D = 256, every coordinate ±127 and every factor the largest: with an offset, in int32."""
+    """With D = 256, coordinates ±127 and the largest factors, a vote plus offset fits in int32."""
     queries = torch.ones(1, 1, 2, 256)
     signs = torch.full((1, 1, 3, 32), pattern, dtype=torch.uint8)
     factors = torch.full((1, 1, 3, 1 if kind == "key" else 32), codes.FACTOR).int()
     got = coarse.votes(signs, coarse.dot_table(queries, 127), factors)
     want = 256 * 127 * codes.FACTOR * (1 if pattern else -1)
-    assert abs(want) < 2**30  # offsets are no larger than that
+    assert abs(want) < 2**30  # the bound of offsets is 2^30
     assert (got == want).all()
 
 
@@ -359,11 +361,12 @@ def test_sums_of_dots_follow_a_permutation_of_tokens(seed, kind):
     assert torch.equal(coarse.votes(signs[:, :, order], table, moved), want)
 
 
-# a center's share
+# offsets of centers
 
 
 def literal_offsets(product, query, largest, reference, level):
-    """`⟨q, μ⟩` in units of a vote: `level` times a weight's step times a table's step."""
+    """Compute `⟨q, μ⟩` in units of a vote, which are `level` times the steps of a weight and a
+    table."""
     peak = max(abs(x) for x in query)
     unit = level * (reference / codes.FACTOR) * (peak / largest)
     return max(-(2**30), min(2**30, round(product / unit))) if unit > 0 else 0
@@ -386,7 +389,8 @@ def test_offsets_are_those_of_the_literal_reading(seed, largest):
                 for x in products[b, 0, h].tolist()
             ]
             for mine, theirs in zip(got[b, 0, h].tolist(), want, strict=True):
-                assert abs(mine - theirs) <= 1  # the unit is a product, in another order
+                # the unit is a product of the same factors in another order
+                assert abs(mine - theirs) <= 1
 
 
 def test_offsets_are_bounded_and_none_without_a_scale():

@@ -36,7 +36,7 @@ def test_levels_of_the_spec():
 @pytest.mark.parametrize("subspace", [2, 3, 4, 8, 16, 64])
 @pytest.mark.parametrize("bits", [0, 1, 2, 3, 4, 5])
 def test_each_level_is_the_mean_of_its_cell(subspace, bits):
-    """Lloyd's condition, with the density of |u_j| summed on a fine grid (midpoint rule in θ)."""
+    """Check Lloyd's condition by integrating the density of |u_j| with the midpoint rule in θ."""
     levels = np.array(codes.lloyd_max(subspace, bits))
     assert (np.diff(levels) > 0).all()
     theta = (np.arange(2_000_000) + 0.5) * (np.pi / 2 / 2_000_000)  # u = sin θ
@@ -44,7 +44,7 @@ def test_each_level_is_the_mean_of_its_cell(subspace, bits):
     cell = np.searchsorted((levels[1:] + levels[:-1]) / 2, u)
     coverage = np.bincount(cell, density, minlength=len(levels))
     mean = np.bincount(cell, density * u, minlength=len(levels)) / coverage
-    # a cell's ends are off by half a step of the grid, which moves its mean by no more than that
+    # the ends of a cell have an error of half a grid step, and so has its mean at most
     np.testing.assert_allclose(levels, mean, atol=1e-5)
 
 
@@ -111,7 +111,7 @@ def test_decode_gives_the_signed_levels_and_encodes_to_the_same_codes(seed, coun
 
 @given(seeds)
 def test_weight_makes_the_estimate_exact_along_the_key(seed):
-    """⟨w_b v_b, k̃_b⟩ = ‖k‖ r_b²: so the estimate of ⟨k, k⟩ is exact."""
+    """⟨w_b v_b, k̃_b⟩ = ‖k‖ r_b², so the estimate of ⟨k, k⟩ is exact."""
     rotated, norms, got = encoded(seed)
     v = codes.decode(got["signs"], got["magnitudes"], LEVELS).reshape(6, 3, 8)
     parts = rotated.reshape(6, 3, 8)
@@ -153,7 +153,8 @@ def test_midway_between_levels_is_the_lower_level():
     part = torch.zeros(1, 8)
     part[0, 0], part[0, 1] = edge, math.sqrt(1 - edge**2)
     got = codes.encode(part, torch.ones(1), torch.tensor([0.0, 2 * edge]))
-    assert int(codes.unpack(got["magnitudes"][0, 0, 0])[0]) in (0, 1)  # the norm rounds
+    # either, because the norm is rounded
+    assert int(codes.unpack(got["magnitudes"][0, 0, 0])[0]) in (0, 1)
     exact = torch.tensor([[1.0, 0, 0, 0, 0, 0, 0, 0]])
     got = codes.encode(exact, torch.ones(1), torch.tensor([0.5, 1.5]))
     assert int(got["magnitudes"][0, 0, 0]) == 0
@@ -172,7 +173,7 @@ def test_a_tiny_subspace_gives_finite_weights(size):
 
 
 def assert_as_the_spec_says(rotated, norms, got, levels, block):
-    """Signs and planes byte by byte, one weight per block, all by the literal reading."""
+    """Compare signs, planes and one weight per block with the literal implementation."""
     values = [float(level) for level in levels]
     count, dim = rotated.shape
     planes = len(levels).bit_length() - 1
@@ -262,7 +263,7 @@ def test_zero_key_and_zero_subspace_with_one_weight_for_a_key():
     assert not got["magnitudes"][1, :, 1].any()
 
 
-# weights on a scale of equal ratios
+# weights on a logarithmic scale
 
 log_bits = st.sampled_from([1, 2, 3, 4, 5, 6, 7, 8, 16])
 octaves = st.floats(-20, 20, allow_nan=False)
@@ -275,7 +276,7 @@ def half_step(bits):
 
 
 def on_scale(powers, bits):
-    """Weights float32 `[n]` at these octaves, their codes and what those represent."""
+    """Return weights float32 `[n]` at these octaves, their codes, and the decoded weights."""
     weights = torch.tensor(powers).double().exp2().float()
     got = codes.log_codes(weights, bits)
     return weights, got, codes.log_weights(got, bits)
@@ -296,7 +297,7 @@ def assert_log_scale(powers, bits):
 
 
 @given(st.lists(octaves, min_size=1, max_size=20), log_bits)
-@example([-4.0, -12.0], 2)  # halfway between codes: the even one
+@example([-4.0, -12.0], 2)  # halfway between codes, rounded to the even code
 def test_a_log_weight_is_off_by_at_most_half_a_step_and_clipped_at_the_ends(powers, bits):
     assert_log_scale(powers, bits)
 
@@ -306,7 +307,7 @@ def test_the_comparison_of_log_weights_can_fail(broken, monkeypatch):
     right = codes.log_codes
 
     def wrong(weights, bits):
-        if broken == "floor":  # a whole step off at worst
+        if broken == "floor":  # has an error of up to a whole step
             return right(weights * 2 ** (-16 / 2**bits), bits)
         if broken == "shift":
             return right(weights, bits) - 1
@@ -355,7 +356,7 @@ def test_the_weight_scale_is_the_least_octave_above_all_weights(powers, bits):
 
 
 def assert_factors_follow_weights(factors, weights, scale):
-    """Integers near `FACTOR · weight / scale`: within half a step of an upper byte."""
+    """Check that factors are `FACTOR · weight / scale` within half a step of an upper byte."""
     step = 2 ** (codes.OCTAVES / 256)
     true = weights.double() / scale * codes.FACTOR
     assert ((factors - true).abs() <= true * (step**0.5 - 1 + 8 * ULP) + 0.5).all()
@@ -384,7 +385,7 @@ def test_the_comparison_of_factors_can_fail():
 
 
 def test_factors_end_fifteen_octaves_below_the_scale():
-    """No byte is so small that its index leaves the table."""
+    """Even for the smallest byte, the index is within the table."""
     for largest in (0, 1, 7, 8, 200, 255):
         bytes_ = torch.arange(largest + 1).to(torch.uint8).view(1, 1, -1, 1)
         scale = codes.weight_scale(torch.tensor([[largest]]))
@@ -398,7 +399,7 @@ def test_factors_end_fifteen_octaves_below_the_scale():
 
 
 def block_means(keys, valid, every):
-    """Of each block's valid keys, `[B, G, S, D]`."""
+    """Return the mean of each block's valid keys, `[B, G, S, D]`."""
     parts = zip(keys.split(every, 2), valid.split(every, 1), strict=True)
     return torch.stack(
         [(k * v[:, None, :, None]).sum(2) / v.sum(1).clamp_min(1)[:, None, None] for k, v in parts],

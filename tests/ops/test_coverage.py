@@ -17,13 +17,13 @@ COUNT = 2_000
 
 
 def spread(case, count=COUNT, strength=3.0):
-    """Tokens and queries whose attention is neither flat nor on one row."""
+    """Make tokens and queries whose attention is neither uniform nor concentrated on one row."""
     keys, values = case.tokens(count)
     return keys * strength, values, case.queries()
 
 
 def true_weights(case, keys, queries, valid=None):
-    """Softmax over all tokens for each query head, float64 `[B, H, N]`."""
+    """Compute the softmax over all tokens for each query head, float64 `[B, H, N]`."""
     g = case.index("exact").geometry
     logits = queries.double()[:, :, None] @ keys.double().repeat_interleave(g.group_size, 1).mT
     logits = g.scale * logits[:, :, 0]
@@ -35,7 +35,8 @@ def true_weights(case, keys, queries, valid=None):
 
 
 def held(case, hits, weights):
-    """The share that each query head truly finds, `[B, H]`."""
+    """Compute the true fraction of each query head's attention weight that the hits hold, `[B,
+    H]`."""
     ids = hits.ids.repeat_interleave(case.q_heads // case.kv_heads, 1)
     return weights.gather(-1, ids.clamp_min(0)).masked_fill(ids < 0, 0).sum(-1)
 
@@ -57,7 +58,7 @@ def test_exact_reaches_the_coverage_with_the_fewest_rows_of_its_order(coverage, 
     assert (found > coverage - 1e-5).all()
     used = (hits.ids >= 0).sum(-1)
     assert (used < COUNT - 700).any()
-    # without the last row some head of the group falls short
+    # without the last row, some head of the group does not reach the coverage
     last = hits.ids.scatter(-1, used[..., None] - 1, -1)
     shorter = held(case, type(hits)(last, hits.scores), weights).reshape(2, 2, 3)
     assert (shorter < coverage + 1e-5).any(-1).all()
@@ -78,9 +79,9 @@ def test_no_more_rows_than_k_and_the_coverage_reports_that_it_is_not_reached():
 @pytest.mark.parametrize("preset", ["paper", "fast", "accurate", "precise", "scan"])
 @pytest.mark.parametrize("coverage", [0.5, 0.9])
 def test_pariskv_believes_what_is_nearly_true(preset, coverage):
-    """Three quarters of the rows are no candidates: a sample speaks for them.
+    """Three quarters of the rows are not candidates, and a sample of them represents the rest.
 
-    A list per head: random queries of a group have nothing in common.
+    There is a list for each head, because the random queries of a group have nothing in common.
     """
     keys, values, queries = spread(CASE)
     index = CASE.index(f"pariskv:preset={preset}:beta=.25:refine_factor=1:candidates_per=head")
@@ -100,7 +101,7 @@ def test_pariskv_believes_what_is_nearly_true(preset, coverage):
 
 @pytest.mark.parametrize("spec", ["pariskv", "pariskv:preset=precise"])
 def test_only_exact_search_promises_what_was_asked_for(spec):
-    """Of other indexes it is an estimate: some heads truly find less."""
+    """With other indexes the coverage is an estimate, and some heads find less than requested."""
     keys, values, queries = spread(CASE, strength=1.0)
     met = []
     for name in ("exact", spec):
@@ -115,7 +116,8 @@ def test_only_exact_search_promises_what_was_asked_for(spec):
 @pytest.mark.parametrize("bits", [0, 1, 3, 5])
 @pytest.mark.parametrize("block", ["subspace", "key"])
 def test_error_bars_cover_what_they_say(block, bits):
-    """Of 60,000 estimates of random keys: near 68% within one deviation, 95% within two."""
+    """Of 60,000 estimates for random keys, about 68% are within one deviation and 95% within
+    two."""
     case = Case(q_heads=30, kv_heads=1, head_dim=64)
     keys, values = case.tokens(COUNT)
     queries = case.queries()
@@ -186,7 +188,7 @@ def test_coverage_that_cannot_be_estimated_is_refused(name):
 
 
 class Silent(Exact):
-    """Like an index whose author wrote `_search` alone."""
+    """An index whose author implemented only `_search`."""
 
     _search_coverage = BaseIndex._search_coverage
 

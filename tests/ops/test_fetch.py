@@ -35,7 +35,7 @@ def test_a_table_that_is_not_contiguous():
 
 
 def test_offsets_past_2_to_the_31_do_not_wrap():
-    """The published code has this defect. Memory is touched only where it is written."""
+    """In the published code offsets overflow. The test allocates only the pages that it writes."""
     table = torch.empty(1, 2, 2**27 + 2, 8, dtype=torch.uint8)
     table[0, :, -1] = 7
     ids = torch.tensor([[[2**27 + 1, -1]] * 2])

@@ -17,7 +17,8 @@ caps = st.sampled_from([None, 1.0, 20.0])
 
 
 def estimates(seed, heads, count=12, missing=3):
-    """`[2, 2, heads, count]`, the last `missing` of the first row of the batch `-inf`."""
+    """Make estimates `[2, 2, heads, count]`; the last `missing` of the first sequence are
+    `-inf`."""
     generator = torch.Generator().manual_seed(seed)
     values = torch.randn(2, 2, heads, count, generator=generator) * 3
     values[0, ..., count - missing :] = NEVER
@@ -25,7 +26,7 @@ def estimates(seed, heads, count=12, missing=3):
 
 
 def weights(row, scale, softcap):
-    """softmax of one head's logits over the rows that are candidates."""
+    """Compute the softmax of one head's logits over the rows that are candidates."""
     logits = [scale * x for x in row]
     if softcap is not None:
         logits = [softcap * math.tanh(x / softcap) for x in logits]
@@ -35,7 +36,10 @@ def weights(row, scale, softcap):
 
 
 def slow_score(table, policy, scale, softcap):
-    """Log of the group's share of each row; table: one list of estimates per head."""
+    """Compute the log of the group's weight of each row.
+
+    `table` has a list of estimates per head.
+    """
     per_head = [weights(row, scale, softcap) for row in table]
     rows = zip(*per_head, strict=True)
     if policy == "max_share":
@@ -44,7 +48,7 @@ def slow_score(table, policy, scale, softcap):
 
 
 def slow_union(table):
-    """The heads' ranked lists, walked in turn, dropping duplicates."""
+    """Take rows from the heads' ranked lists in turn, without duplicates."""
     count = len(table[0])
     ranked = [sorted(range(count), key=lambda i, row=row: (-row[i], i)) for row in table]
     walk = []

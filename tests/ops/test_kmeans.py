@@ -19,7 +19,7 @@ def objective(given, centroids):
 
 
 def groups(middles, each, width=0.01):
-    """`each` points around each of middles `[C, D]`, shuffled, `[1, C · each, D]`."""
+    """Make `each` points around each of the middles `[C, D]`, shuffled, `[1, C · each, D]`."""
     near = middles.repeat_interleave(each, 0) + width * points(len(middles) * each, 3, seed=1)
     return near[torch.randperm(len(near), generator=torch.Generator().manual_seed(2))][None]
 
@@ -31,7 +31,7 @@ def test_separated_clusters_are_recovered(seed, far):
     found = kmeans(groups(middles, 30, 0.1), 6, seed=seed)[0]
     distances, nearest = torch.cdist(middles, found).min(1)
     assert sorted(nearest.tolist()) == list(range(6))
-    assert distances.max() < 0.1  # 5 standard deviations of a mean of 30
+    assert distances.max() < 0.1  # 5 standard deviations of the mean of 30 points
 
 
 def test_centroids_are_the_means_of_their_points_once_nothing_moves():
@@ -56,7 +56,7 @@ def test_assign_finds_the_nearest_in_blocks_of_any_size(monkeypatch):
 def test_the_same_seed_gives_the_same_centroids_and_another_gives_others():
     given = points(2, 300, 4)
     first = kmeans(given, 20, seed=3)
-    torch.rand(5)  # torch's own state plays no part
+    torch.rand(5)  # the state of torch's generator has no effect
     assert torch.equal(kmeans(given, 20, seed=3), first)
     assert not torch.equal(kmeans(given, 20, seed=4), first)
 
@@ -173,7 +173,7 @@ def test_each_pass_is_reported_and_their_number_is_bounded(clusters, iterations)
 
 
 def test_rows_that_are_clustered_in_chunks_are_counted_together(monkeypatch):
-    monkeypatch.setattr(module, "CHUNK", 60 * 4)  # one row at a time
+    monkeypatch.setattr(module, "CHUNK", 60 * 4)  # one sequence at a time
     told = []
     kmeans(points(3, 60, 4), 2, iterations=1, on_pass=lambda *of: told.append(of))
     assert told == [(done, 9) for done in range(1, 10)]

@@ -1,4 +1,4 @@
-"""Messages between ranks: merged, they give the attention over all rows."""
+"""Merging the messages of all ranks gives the attention over all rows."""
 
 import torch
 

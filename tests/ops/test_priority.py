@@ -19,7 +19,7 @@ SEEDS, ROWS = 20_000, 60
 
 @pytest.fixture(scope="module")
 def noises():
-    """Of every row by each seed, `[SEEDS, ROWS]`."""
+    """Return the noise of every row for each seed, `[SEEDS, ROWS]`."""
     seeds = torch.arange(SEEDS)[:, None] * 12_345_677
     return nats(priority.noise(torch.arange(ROWS), seeds))
 
@@ -29,19 +29,20 @@ def nats(noise):
 
 
 def sizes(seed, spread=2.0):
-    """Logarithms of sizes `[ROWS]`."""
+    """Return logarithms of random sizes, `[ROWS]`."""
     return spread * torch.randn(ROWS, generator=torch.Generator().manual_seed(seed))
 
 
 def sums(positions, log_chances, values):
-    """Of values `[ROWS]` over the rows drawn, weighted with `1 / π`: float64 `[SEEDS]`."""
+    """Sum values `[ROWS]` over the sampled rows, weighted with `1 / π`: float64 `[SEEDS]`."""
     weights = torch.where(positions < 0, 0, (-log_chances.double()).exp())
     return (weights * values.double()[positions.clamp_min(0)]).sum(-1)
 
 
 def variances(positions, log_chances, values):
-    """What a draw tells of the variance of `sums`, float64 `[SEEDS]`: Σ x² (1 - π) / π² over its
-    rows, for sizes `w = x` Duffield, Lund and Thorup's Σ τ max(0, τ - w).
+    """Estimate the variance of `sums` from each sample, float64 `[SEEDS]`: Σ x² (1 - π) / π².
+
+    For sizes `w = x` this is the estimator Σ τ max(0, τ - w) of Duffield, Lund and Thorup.
     """
     chances = log_chances.double().exp()
     squares = values.double()[positions.clamp_min(0)].square()
@@ -59,7 +60,7 @@ def assert_estimates_its_variance(sampled, values):
 
 
 def sampled_twice(coarse, fine, noises, candidates, k):
-    """Rows `[SEEDS, k]` and their `log π`; the candidates that they are drawn from, and theirs."""
+    """Sample candidates, then rows `[SEEDS, k]` from them. Return both, each with its `log π`."""
     _, found, chances = priority.sample(coarse.expand(SEEDS, -1), noises, candidates)
     _, at, last = priority.sample(fine[found], noises.gather(1, found), k)
     return (found.gather(1, at), torch.minimum(last, chances.gather(1, at))), (found, chances)
@@ -88,7 +89,8 @@ def test_sums_over_sampled_rows_are_unbiased(k, noises):
 
 
 def test_rows_of_a_sample_are_not_correlated_and_their_variance_is_bounded(noises):
-    """Σ Var(ŵ) is the variance of the sum, and at most W² / (k - 1) (Szegedy, 2006)."""
+    """The sum of variances Σ Var(ŵ) is the variance of the sum, at most W² / (k - 1) (Szegedy,
+    2006)."""
     own, k = sizes(1), 12
     _, positions, log_chances = priority.sample(own.expand(SEEDS, -1), noises, k)
     weights = torch.zeros(SEEDS, ROWS, dtype=torch.float64)
@@ -113,7 +115,8 @@ def test_a_sample_estimates_the_variance_of_its_sums(k, noises):
 
 @pytest.mark.parametrize("error", [0.0, 0.7])
 def test_a_sample_among_sampled_candidates_is_unbiased(error, noises):
-    """Candidates by sizes that are off, rows by others: `π` is the smaller of both chances."""
+    """Candidates and rows are sampled with different, inexact sizes; `π` is the smaller
+    probability."""
     sampled, _ = sampled_twice(sizes(2), sizes(2) + error * sizes(3, 1.0), noises, 24, 8)
     for seed in range(3):
         values = torch.randn(ROWS, generator=torch.Generator().manual_seed(20 + seed))
@@ -123,8 +126,9 @@ def test_a_sample_among_sampled_candidates_is_unbiased(error, noises):
 
 
 def test_candidates_tell_what_they_leave_out(noises):
-    """On average Σ w (1 / π - 1) over candidates is the sum of `w` over all other rows, and over
-    the rows drawn, in place of candidates, too.
+    """On average, Σ w (1 / π - 1) over candidates is the sum of `w` over the rows left out.
+
+    The same holds for the sampled rows instead of the candidates.
     """
     own = sizes(2) + sizes(3, 0.7)
     rows, candidates = sampled_twice(sizes(2), own, noises, 16, 8)
@@ -137,10 +141,13 @@ def test_candidates_tell_what_they_leave_out(noises):
 
 
 def test_a_ratios_bias_is_bounded_and_falls_as_the_sample_grows(noises):
-    """At least as 1 / k, and by Hartley and Ross (1954) within the ratio's standard deviation times
-    that of the denominator, which is below 1 / √(k - 1) of it (Szegedy, 2006).
+    """The bias of a ratio falls at least as fast as 1 / k.
+
+    By Hartley and Ross (1954) it is at most the ratio's standard deviation times the denominator's
+    relative standard deviation, which is below 1 / √(k - 1) (Szegedy, 2006).
     """
-    own, off = sizes(4, 0.5), sizes(6, 1.0)  # weights of rows whose sizes are off as the values are
+    # weights whose sizes have errors that correlate with the values
+    own, off = sizes(4, 0.5), sizes(6, 1.0)
     weights = (own + 0.7 * off).exp()
     true, found = (weights.double() * off).sum() / weights.double().sum(), {}
     for k in (4, 8, 16, 32):
@@ -167,7 +174,7 @@ def test_few_rows_are_all_sure_and_none_stays_none(noises):
 
 
 def test_the_size_of_a_group_is_least_in_variance():
-    """Of chances in proportion to some size, Σ p² / π over rows and heads is least for this one."""
+    """No other size gives probabilities with a smaller Σ p² / π over rows and heads."""
     heads_weights = torch.randn(
         1, 1, 3, ROWS, generator=torch.Generator().manual_seed(6)
     ).log_softmax(-1)
@@ -184,14 +191,15 @@ def test_the_size_of_a_group_is_least_in_variance():
 
 
 def test_the_size_of_a_group_is_the_root_of_the_mean_square():
-    """The root itself, not only a multiple of it: heads that agree keep their common weight."""
+    """The size is not just proportional to it: if all heads agree, the size is their common
+    weight."""
     heads_weights = torch.tensor([[0.25, 0.5], [0.75, 0.5]])
     found = priority.root_mean_square(heads_weights.log()[None, None])[0, 0].exp()
     torch.testing.assert_close(found, heads_weights.square().mean(0).sqrt())
 
 
 def test_noise_is_a_logarithm_in_integers():
-    """Within four units of -log2 of an odd multiple of 2^-32, at both ends, too."""
+    """Noise is within four units of -log2 of an odd multiple of 2^-32, also at both ends."""
     numbers = torch.cat([torch.arange(300_000), torch.tensor([0, 2**32 - 1])])
     u = ((priority.hashed(numbers) | 1).double()) / 2.0**32
     exact = -u.log2() * priority.UNIT
@@ -200,7 +208,7 @@ def test_noise_is_a_logarithm_in_integers():
 
 @pytest.mark.parametrize("limit", [8, 20])
 def test_candidates_that_reach_a_threshold_are_right_on_average(limit, noises):
-    """Integers, and a threshold that is rounded down: chances are exact all the same."""
+    """Probabilities are exact although sizes are integers and the threshold is rounded down."""
     own = (sizes(7) / priority.NATS).round().long()
     seeds = torch.arange(4000)[:, None] * 12_345_677
     sampled = own + priority.noise(torch.arange(ROWS), seeds)
@@ -226,9 +234,9 @@ def test_all_keys_are_candidates_where_there_are_no_more():
 
 
 def tempered_bias(sizes, k, noises):
-    """Return by how much tempered sums fall short of the true one, and the standard error.
+    """Return how much tempered sums are below the true sum on average, and the standard error.
 
-    A fraction of the true sum; sizes float32 `[n]`, noises `[SEEDS, n]`.
+    Both are fractions of the true sum. Sizes are float32 `[n]`, noises `[SEEDS, n]`.
     """
     _, positions, chances = priority.sample(sizes.expand(len(noises), -1), noises, k)
     weights = (-chances.double() * priority.temper(k)).exp()
@@ -238,7 +246,7 @@ def tempered_bias(sizes, k, noises):
 
 
 def most_tempered_bias(k, n):
-    """The bound in docs/pipeline/rerank.md."""
+    """Return the bound of the bias from docs/pipeline/rerank.md."""
     return 1 - ((k - 0.5) / n) ** (1 / math.sqrt(k))
 
 
@@ -248,7 +256,10 @@ def most_tempered_bias(k, n):
 )
 @pytest.mark.parametrize("spread", [0.0, 0.3, 1.0, 3.0, "one large", "two kinds"])
 def test_tempered_sums_lack_no_more_than_the_bound(n, k, spread):
-    """Of weights of any kind. Means lie within 6 of their standard errors of what they estimate."""
+    """The bound holds for weights of any distribution.
+
+    Means are within 6 of their standard errors.
+    """
     own, numbers = torch.zeros(n), torch.randn(n, generator=torch.Generator().manual_seed(n))
     if spread == "one large":
         own[7] = 5.0
@@ -258,9 +269,9 @@ def test_tempered_sums_lack_no_more_than_the_bound(n, k, spread):
         own = spread * numbers
     ids, seeds = torch.arange(n), torch.arange(6_000)[:, None] * 12_345_677
     lacks, error = tempered_bias(own, k, nats(priority.noise(ids, seeds)))
-    assert lacks >= -6 * error  # never too much
+    assert lacks >= -6 * error  # sums are never too large
     assert lacks <= most_tempered_bias(k, n) + 6 * error + 1e-6
-    if spread == 0.0 and k > 1:  # equal weights are the worst: there the bound is nearly reached
+    if spread == 0.0 and k > 1:  # equal weights nearly reach the bound
         assert lacks >= 1 - (k / n) ** (1 / math.sqrt(k)) - 6 * error
 
 

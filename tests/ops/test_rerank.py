@@ -31,7 +31,7 @@ def represented(signs, magnitudes, weights, levels=LEVELS):
 
 def assert_close_to_inner_products(queries, keys, got):
     want = queries.double() @ keys.mT
-    # D products, each rounded to 2^-24 of its size, and a sum of D terms
+    # D products, each rounded with a relative error of 2^-24, and a sum of D terms
     size = queries.double().abs() @ keys.abs().mT
     assert ((got - want).abs() <= keys.shape[-1] * 2**-24 * size).all()
 
@@ -74,12 +74,12 @@ def test_one_weight_may_be_repeated_for_every_subspace(seed):
 
 @given(seeds)
 def test_estimate_is_exact_for_keys_that_codes_represent_exactly(seed):
-    """Keys w_b v_b with v_b of norm 1 have the codes v_b and the weights w_b."""
+    """A key w_b v_b, where v_b has norm 1, is encoded as the code v_b and the weight w_b."""
     queries, _, signs, magnitudes, weights = coded(seed)
     keys = represented(signs, magnitudes, weights)
     again = codes.encode(*normalize(keys.float()), LEVELS)
-    # v_b is not of norm 1: scaled into the sphere its nearest levels may differ, so keep those
-    # keys whose codes come back, which the others' estimate says nothing about
+    # a decoded v_b does not have norm 1, and after normalizing it the nearest levels may differ;
+    # so the test keeps only keys that are encoded as the same codes again
     back = (again["signs"] == signs).all(-1) & (again["magnitudes"] == magnitudes).all((-1, -2))
     assert back.any()
     got = estimate(queries, again["signs"], again["magnitudes"], again["weights"], LEVELS)
@@ -91,7 +91,7 @@ def test_estimate_is_exact_for_keys_that_codes_represent_exactly(seed):
 
 @given(seeds)
 def test_keys_of_one_magnitude_are_represented_exactly(seed):
-    """±a in every coordinate of a subspace: all at one level, so w_b v_b = k_b."""
+    """If every coordinate of a subspace is ±a, all have the same level, so w_b v_b = k_b."""
     generator = torch.Generator().manual_seed(seed)
     sign = torch.randint(0, 2, (1, 1, 9, 24), generator=generator) * 2.0 - 1
     keys = sign * torch.rand(1, 1, 9, 3, generator=generator).repeat_interleave(8, -1)

@@ -69,14 +69,15 @@ def assert_candidates(got, votes, limits, valid):
 
 
 def padded_votes(seed, heads, least, most, divisor=2):
-    """Votes `[2, 2, heads, 20]` from `least` to below `most`, limits and valid keys."""
+    """Make votes `[2, 2, heads, 20]` from `least` to below `most`, limits, and flags of valid
+    keys."""
     generator = torch.Generator().manual_seed(seed)
     votes = torch.randint(least, most, (2, 2, heads, 20), generator=generator).int()
     valid = torch.rand(2, 20, generator=generator) > 0.3
     return votes, [int(row.sum()) // divisor for row in valid], valid
 
 
-LEAST = -256 * 127 * 32767 - 2**30  # of signed dots at D = 256 (tests/ops/test_coarse.py)
+LEAST = -256 * 127 * 32767 - 2**30  # lowest sign vote at D = 256 (tests/ops/test_coarse.py)
 
 
 @given(
@@ -93,7 +94,7 @@ def test_candidates_are_each_heads_best_by_votes_then_id(seed, heads, between, d
 
 @pytest.mark.parametrize("padding", [-1, 0])
 def test_padding_that_beats_negative_votes_is_noticed(padding):
-    """Signed dots have keys below 0: padding must be below all of them."""
+    """Sign votes can be negative, so padding must have a vote below all of them."""
     votes, limits, valid = padded_votes(0, 2, -9, -6, 1)
     right = candidates(votes, torch.tensor(limits), valid)
     assert_candidates(right, votes, limits, valid)

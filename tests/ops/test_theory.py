@@ -25,7 +25,8 @@ SAMPLES = 20_000
 
 @lru_cache(maxsize=1)
 def haar(count, dim, seed):
-    """Rotations `[count, D, D]` from the Haar measure: QR with the signs of R's diagonal."""
+    """Sample rotations `[count, D, D]` from the Haar measure, by QR with the signs of R's
+    diagonal."""
     generator = torch.Generator().manual_seed(seed)
     normal = torch.randn(count, dim, dim, generator=generator, dtype=torch.float64)
     q, r = torch.linalg.qr(normal)
@@ -33,13 +34,13 @@ def haar(count, dim, seed):
 
 
 def rotated(key, seed, count=SAMPLES):
-    """The direction of one fixed key under `count` rotations."""
+    """Return the direction of one fixed key under `count` rotations."""
     matrices = haar(count, len(key), seed)
     return matrices @ (key / key.norm()).double(), matrices
 
 
 def beta_cdf(a, b):
-    """The distribution function of Beta(a, b) by the midpoint rule in x = sin² θ."""
+    """Compute the distribution function of Beta(a, b) by the midpoint rule in x = sin² θ."""
     theta = (np.arange(400_000) + 0.5) * (np.pi / 2 / 400_000)
     coverage = np.sin(theta) ** (2 * a - 1) * np.cos(theta) ** (2 * b - 1)
     total = np.cumsum(coverage)
@@ -47,7 +48,7 @@ def beta_cdf(a, b):
 
 
 def assert_distributed(samples, a, b):
-    """Dvoretzky–Kiefer–Wolfowitz: P(sup |F_n - F| > ε) ≤ 2 exp(-2 n ε²)."""
+    """Check a distribution by Dvoretzky–Kiefer–Wolfowitz: P(sup |F_n - F| > ε) ≤ 2 exp(-2 n ε²)."""
     x = np.sort(np.asarray(samples))
     n = len(x)
     cdf = beta_cdf(a, b)(x)
@@ -61,7 +62,7 @@ DENSE = torch.linspace(-1, 2, 24)
 
 @pytest.mark.parametrize(("key", "part"), [(SPARSE, 0), (SPARSE, 1), slow(DENSE, 2)])
 def test_energy_of_a_subspace_is_beta_distributed(key, part):
-    """(11): r_b² ~ Beta(m/2, (D-m)/2)."""
+    """Equation (11): r_b² ~ Beta(m/2, (D-m)/2)."""
     k, _ = rotated(key, 1)
     energy = k[:, 8 * part : 8 * part + 8].square().sum(-1)
     assert_distributed(energy, 4, (len(key) - 8) / 2)
@@ -69,7 +70,7 @@ def test_energy_of_a_subspace_is_beta_distributed(key, part):
 
 @pytest.mark.parametrize(("key", "coordinate"), [(SPARSE, 0), (SPARSE, 13), slow(DENSE, 23)])
 def test_squared_coordinates_of_a_direction_are_beta_distributed(key, coordinate):
-    """(12): u_j² ~ Beta(1/2, (m-1)/2)."""
+    """Equation (12): u_j² ~ Beta(1/2, (m-1)/2)."""
     k, _ = rotated(key, 2)
     start = coordinate // 8 * 8
     u = k[:, coordinate] / k[:, start : start + 8].norm(dim=-1)
@@ -87,7 +88,7 @@ def test_a_wrong_law_is_noticed():
 
 
 def represented(k, scale=None, block=8, bits=3):
-    """What the codes of rotated directions `[n, D]` stand for, float64; or with other weights."""
+    """Decode the codes of rotated directions `[n, D]` to float64, optionally with other weights."""
     levels = codes.levels(block, bits)
     got = codes.encode(k.float(), torch.ones(len(k)), levels, block=block)
     v = codes.decode(got["signs"], got["magnitudes"], levels).double().unflatten(-1, (-1, block))
@@ -96,7 +97,7 @@ def represented(k, scale=None, block=8, bits=3):
 
 
 def assert_unbiased(key, query, seed, scale=None, block=8, bits=3):
-    """The mean of the estimate (10) over rotations is ⟨k, q⟩.
+    """Check that the mean of the estimate of equation (10) over rotations is ⟨k, q⟩.
 
     Given k̃, the error is ⟨s, q̃⟩ for the part s of Σ w_b v_b that is orthogonal to k̃, and the
     part of q̃ orthogonal to k̃ is uniform on a sphere of radius ‖q‖ sin(k, q) in D - 1
@@ -111,7 +112,7 @@ def assert_unbiased(key, query, seed, scale=None, block=8, bits=3):
     off = float(query.double().square().sum()) - true**2  # ‖q‖² sin²
     proxy = float(s.square().sum()) * off / (len(key) - 1)
     bound = math.sqrt(2 * math.log(2 / FAILURE) * proxy) / SAMPLES
-    # float32 codes: weights and products are off by a few 2^-24
+    # float32 codes: weights and products have relative errors of a few 2^-24
     assert abs(float(estimate.mean()) - true) <= bound + 1e-6 * float(query.norm())
 
 
@@ -131,7 +132,7 @@ def test_estimate_with_one_weight_for_a_key_is_unbiased(key, seed, bits):
 
 @pytest.mark.parametrize(("block", "bits"), [(8, 3), (16, 3), (16, 0)])
 def test_an_estimate_without_its_correction_is_noticed(block, bits):
-    """w_b = r_b in place of r_b/α_b (the shrinkage that the paper's equation 8 undoes)."""
+    """The test fails for w_b = r_b instead of r_b/α_b (equation 8 of the paper corrects this)."""
     with pytest.raises(AssertionError):
         assert_unbiased(
             SPARSE, SPARSE, 7, scale=lambda parts, v: parts.norm(dim=-1), block=block, bits=bits
@@ -142,8 +143,10 @@ def test_an_estimate_without_its_correction_is_noticed(block, bits):
 
 
 def errors_and_parts(key, query, seed, block, bits):
-    """Of every rotation the estimate's error `[n]`, and per block `[n, W]`:
-    `‖d_b‖² = r_b² tan² θ_b` and `‖q_b^⊥‖²`, the query's part across the key's."""
+    """Return the estimate's error `[n]` for each rotation, and two sizes for each block, `[n, W]`.
+
+    The sizes are `‖d_b‖² = r_b² tan² θ_b` and `‖q_b^⊥‖²`, where `q_b^⊥` is orthogonal to the key.
+    """
     k, matrices = rotated(key, seed)
     q = matrices @ query.double()
     d = represented(k, None, block, bits) - k
@@ -153,7 +156,7 @@ def errors_and_parts(key, query, seed, block, bits):
 
 
 def assert_variance(errors, variances):
-    """The mean of `error²` is that of the variances given k̃ (and the sizes of the parts of q̃).
+    """Check that the mean of `error²` is the mean variance given k̃ (and the sizes of q̃'s parts).
 
     Given these, the even moments of an error over its standard deviation are at most the normal
     ones (each block's term is a coordinate of a uniform direction), so X = error²/variance has
@@ -166,7 +169,7 @@ def assert_variance(errors, variances):
     off = float((errors.square() - a).sum())
     above = 2 * float(a.norm()) * math.sqrt(x) + 2 * float(a.max()) * x
     below = float(a.norm()) * math.sqrt(6 * x)
-    assert above < 0.12 * float(a.sum())  # the interval says something: within 12%
+    assert above < 0.12 * float(a.sum())  # the interval is narrow: 12%
     assert -below <= off <= above
 
 
@@ -177,7 +180,10 @@ QUERY = DENSE / DENSE.norm() + torch.linspace(1, -1, 24).sin()
     ("given", "block", "bits"), sampled(["key", "key and parts"], [8, 24], [0, 1, 3, 5])
 )
 def test_variance_of_the_estimate(given, block, bits):
-    """Σ_b ‖k_b‖² tan² θ_b ‖q_b^⊥‖² / (m - 1), and with its mean over q̃ given k̃ for the parts."""
+    """The variance is Σ_b ‖k_b‖² tan² θ_b ‖q_b^⊥‖² / (m - 1).
+
+    The test also replaces ‖q_b^⊥‖² by its mean over q̃ given k̃.
+    """
     errors, squares, across = errors_and_parts(DENSE, QUERY, 11, block, bits)
     if given == "key":
         cosine = float(DENSE @ QUERY / DENSE.norm())
@@ -188,7 +194,7 @@ def test_variance_of_the_estimate(given, block, bits):
 @pytest.mark.parametrize("wrong", ["whole query", "distortion", "no sum", "dimension"])
 def test_a_wrong_variance_is_noticed(wrong):
     errors, squares, across = errors_and_parts(DENSE, QUERY, 11, 8, 3)
-    if wrong == "whole query":  # its part along the key brings no error
+    if wrong == "whole query":  # the query's part along the key causes no error
         across = torch.full_like(across, float(QUERY @ QUERY) * 7 / 23)
     if wrong == "distortion":  # (1 - A)/A for tan² θ: 27% too much for m = 8 and 3 bits
         squares = squares * plugged_in(8, 3) / tangents(8, 3).mean()
@@ -202,14 +208,14 @@ def test_a_wrong_variance_is_noticed(wrong):
 
 @lru_cache
 def tangents(block, bits, count=200_000):
-    """`tan² θ` between uniform directions in `m` dimensions and their codes, float64."""
+    """Return `tan² θ` between uniform directions in `m` dimensions and their codes, float64."""
     generator = torch.Generator().manual_seed(block)
     u = normalize(torch.randn(count, block, generator=generator))[0].double()
     return (represented(u, None, block, bits) - u).square().sum(-1)
 
 
 def plugged_in(block, bits):
-    """`(1 - A)/A` with `A = m Σ p_i ℓ_i²`, the shares p_i summed on a grid (u = sin θ)."""
+    """Compute `(1 - A)/A` with `A = m Σ p_i ℓ_i²`; the p_i are integrated on a grid (u = sin θ)."""
     levels = np.array(codes.lloyd_max(block, bits))
     theta = (np.arange(400_000) + 0.5) * (np.pi / 2 / 400_000)
     coverage = np.cos(theta) ** (block - 2)
@@ -228,8 +234,11 @@ RATIOS = {
 
 @pytest.mark.parametrize(("block", "bits"), sampled(RATIOS, [0, 1, 3, 5]))
 def test_mean_angle_against_the_levels_own_figure(block, bits):
-    """Within 2% of the ratios above. Neither 1 for small m, as the radial part of the error is
-    divided out and tan² is convex, nor far from it for large m, where both vanish."""
+    """The ratio is within 2% of those in `RATIOS`.
+
+    It differs from 1 for small m, because the radial part of the error is divided out and tan² is
+    convex. For large m both effects vanish.
+    """
     samples = tangents(block, bits, 200_000 if block == 8 else 40_000) / plugged_in(block, bits)
     standard_error = float(samples.std()) / math.sqrt(len(samples))
     assert standard_error < 0.02 / 6
@@ -240,7 +249,8 @@ def test_mean_angle_against_the_levels_own_figure(block, bits):
 
 
 def off(key, flips, seed=0, block=8, bits=3):
-    """`Rᵀ Σ w_b v_b - k̂ [n, D]` with the rotation's signs multiplied by `flips [n, D]`."""
+    """Return `Rᵀ Σ w_b v_b - k̂`, `[n, D]`, with the rotation's signs multiplied by `flips [n,
+    D]`."""
     matrix = rotation(len(key), seed)
     direction = normalize(key[None])[0][0]
     back = represented((direction * flips) @ matrix.T, None, block, bits)
@@ -248,10 +258,10 @@ def off(key, flips, seed=0, block=8, bits=3):
 
 
 def hadamard_bias(key, seed, block=8):
-    """The largest bias over all unit queries, and the mean of `‖d‖²`, both found exactly.
+    """Compute the largest bias over all unit queries, and the mean of `‖d‖²`, both exactly.
 
-    The estimate is linear in q, and signs off the key's support leave the codes alone and average
-    to 0: so this is ‖E d‖ over all signs on the support.
+    The estimate is linear in q. Signs outside of the key's support do not change the codes, and
+    their contributions average to 0. So the bias is ‖E d‖ over all signs on the support.
     """
     support = key.nonzero()[:, 0]
     every = torch.tensor(list(itertools.product([1.0, -1.0], repeat=len(support))))
@@ -273,8 +283,11 @@ def sparse_keys(dim, nonzero, count=20):
 
 @pytest.mark.parametrize(("dim", "whole"), sampled([64, 80, 128], [False, True]))
 def test_bias_of_one_hadamard_round_on_sparse_keys_is_bounded(dim, whole, record_property):
-    """Not 0, as it is for a Haar rotation. For the worst query, as a share of ‖k‖‖q‖, worst of 20
-    keys (docs/pipeline/transform.md has all figures; printed with `-s`)."""
+    """The bias is not 0, unlike for a Haar rotation, but small even for the worst query and key.
+
+    It is measured as a fraction of ‖k‖‖q‖ over 20 keys. docs/pipeline/transform.md has all figures,
+    which `pytest -s` prints.
+    """
     block = dim if whole else 8
     expected = float(tangents(block, 3, 40_000).mean())
     found = {
@@ -291,7 +304,7 @@ def test_bias_of_one_hadamard_round_on_sparse_keys_is_bounded(dim, whole, record
     bounds = {2: 0.15, 3: 0.14, 5: 0.11, 8: 0.05}
     assert all(1e-3 < worst[nonzero] < bound for nonzero, bound in bounds.items())
     assert all(max(s) < 3 for s in squares.values())
-    if dim != 80 or not whole:  # one level: represented exactly
+    if dim != 80 or not whole:  # one level represents these keys exactly
         assert max(squares[1]) < 1e-9
     else:  # the Hartley factor has entries of several sizes
         assert 0.1 < max(squares[1]) < 1
@@ -299,7 +312,8 @@ def test_bias_of_one_hadamard_round_on_sparse_keys_is_bounded(dim, whole, record
 
 @pytest.mark.parametrize(("dim", "whole"), sampled([64, 80, 128], [False, True]))
 def test_one_hadamard_round_on_gaussian_keys_is_nearly_haar(dim, whole, record_property):
-    """Bias by 4,096 draws of the signs, less what so many draws of no bias would show."""
+    """The bias is estimated from 4,096 random signs, minus the value that noise alone would
+    give."""
     block, draws = dim if whole else 8, 4096
     expected = float(tangents(block, 3, 40_000).mean())
     generator = torch.Generator().manual_seed(dim)
@@ -314,7 +328,7 @@ def test_one_hadamard_round_on_gaussian_keys_is_nearly_haar(dim, whole, record_p
     record_property(f"hadamard_gaussian_D{dim}_block{block}", (bias, min(squares), max(squares)))
     print(f"Gaussian keys, D = {dim}, block {block}: root mean square bias {bias:.5f}, worst key")
     print(f"{max(max(biases), 0) ** 0.5:.5f}; ‖d‖² ratio {min(squares):.3f} to {max(squares):.3f}")
-    assert bias < 0.0015  # a sixth of an error's standard deviation at D = 64, or less
+    assert bias < 0.0015  # at most a sixth of an error's standard deviation at D = 64
     assert max(biases) < 0.003**2
     assert min(squares) > 0.96
     assert max(squares) < 1.04

@@ -10,14 +10,15 @@ INF = float("inf")
 
 
 def in_words(scores, groups, k):
-    """[(id, score)]: groups by score, their rows until there are k, as the protocol orders them."""
+    """Return [(id, score)] of the first `k` rows of the best groups, in the protocol's order."""
     order = sorted(range(len(groups)), key=lambda s: (-scores[s], s))
     rows = [(i, scores[s]) for s in order if scores[s] > -INF for i in groups[s]][:k]
     return sorted(rows, key=lambda row: (-row[1], row[0])) + [(-1, -INF)] * (k - len(rows))
 
 
 def random_units(seed, tokens=40, count=9):
-    """Scores, groups (some empty) of shuffled ids, and their members, starts and sizes."""
+    """Make scores, groups of shuffled ids (some empty), and the groups' members, starts and
+    sizes."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randperm(tokens, generator=generator)
     cuts = torch.randint(0, tokens + 1, (count - 1,), generator=generator).sort().values.tolist()

@@ -146,7 +146,7 @@ def test_the_list_holds_the_candidates_and_few_more():
 
 @pytest.mark.parametrize("shift", [0, 1])
 def test_a_threshold_too_high_changes_nothing(shift):
-    """Then the best are found without the list, for the groups that it fails."""
+    """For a group with too few listed keys, the best keys are found without the list."""
     layer = Layer.of(Case(q_heads=8, kv_heads=2, head_dim=64, batch=2), 2000, preset="fast")
     prepared, scanned = stages(layer)
     want = rerank(layer.state, prepared, scanned, layer.config)

@@ -10,7 +10,7 @@ D = 64
 
 
 def encoded(keys):
-    """Rotated directions of keys, their codes, and the levels."""
+    """Return the rotated directions of keys, their codes, and the levels."""
     levels = codes.levels(D, 3)
     directions, norms = transform.normalize(keys)
     rotated = transform.rotate(directions, transform.rotation(D, 0, "cpu"))
@@ -18,14 +18,14 @@ def encoded(keys):
 
 
 def fitted(own, levels, real=None):
-    """The matrix of codes, all of which count unless `real` says which."""
+    """Fit the matrix to codes; `real` flags those that count, by default all."""
     signs, level = own["signs"], codes.lloyd_max(D, 0)[0]
     real = torch.ones(signs.shape[:3], dtype=torch.bool) if real is None else real
     return sign_regression.fit(signs, own["magnitudes"], real, levels, level)
 
 
 def keys_of(rank, count=4096, seed=0):
-    """Keys near `rank` directions, `[1, 2, count, D]`."""
+    """Make keys in a subspace of `rank` dimensions, `[1, 2, count, D]`."""
     generator = torch.Generator().manual_seed(seed)
     low = torch.randn(1, 2, count, rank, generator=generator)
     return low @ torch.randn(rank, D, generator=generator) / rank**0.5
@@ -45,7 +45,7 @@ def test_of_keys_near_few_directions_votes_know_more(rank, ratio):
     matrix = fitted(own, levels)
     others, theirs, _ = encoded(
         keys_of(rank, seed=0)[:, :, ::2] * -1
-    )  # keys that were not fitted to
+    )  # keys that the fit did not use
     signs = codes.unpack(theirs["signs"]).flatten(-2).float() * 2 - 1
     queries = torch.randn(1, 2, 8, D, generator=torch.Generator().manual_seed(2))
     exact, level = queries @ others.mT, codes.lloyd_max(D, 0)[0]
