@@ -12,11 +12,11 @@ import kvindex
 
 pytest.register_assert_rewrite("tests.support.helpers", "tests.support.exactly", "kvindex.testing")
 
-# With colorama installed Numba colors its errors: a thread that compiles puts sys.stdout and
-# sys.stderr back to what they were at first, in the middle of any test
+# If colorama is installed, Numba colors its errors. A thread that compiles then resets sys.stdout
+# and sys.stderr to their original values, in the middle of any test.
 os.environ["NUMBA_DISABLE_ERROR_MESSAGE_HIGHLIGHTING"] = "1"
 
-# derandomized: the same examples on every run, so a failure is never a matter of luck
+# derandomized: the same examples in every run, so failures are reproducible
 settings.register_profile("kvindex", deadline=None, derandomize=True, max_examples=40)
 settings.load_profile("kvindex")
 
@@ -48,7 +48,8 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_collection_finish():
-    """Objects of imports and collection live to the end, so garbage collection can skip them."""
+    """Exclude objects of imports and collection from garbage collection, as they live to the
+    end."""
     gc.collect()
     gc.freeze()
 

@@ -1,4 +1,4 @@
-"""The pages: examples run, links lead somewhere, files that are named exist."""
+"""Check the pages: examples run, links have targets, and files that are named exist."""
 
 import ast
 import contextlib
@@ -31,7 +31,8 @@ FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
 
 def examples(page):
-    """Python's blocks that need no model, each with the output that follows it, or None."""
+    """Return the Python blocks that need no model, each with the output that follows it, or
+    None."""
     blocks = FENCE.findall(page)
     for (language, code), (after, output) in zip(blocks, [*blocks[1:], ("", "")], strict=True):
         if language == "python" and "model" not in code:
@@ -39,7 +40,7 @@ def examples(page):
 
 
 def printed(code):
-    """What a block prints."""
+    """Run a block, and return what it prints."""
     said = io.StringIO()
     torch.manual_seed(0)
     with contextlib.redirect_stdout(said):
@@ -60,7 +61,7 @@ def test_the_page_of_sequences_runs_as_written():
 
 
 def navigation():
-    """The site's navigation, with folders replaced by their pages."""
+    """Return the site's navigation, with folders replaced by their pages."""
     nav = (ROOT / "mkdocs.yml").read_text().partition("\nnav:")[2]
     return list(hooks.expanded(yaml.safe_load("nav:" + nav)["nav"]))
 
@@ -137,7 +138,7 @@ def test_the_quickstarts_script_finds_the_number(monkeypatch):
 
 
 def slug(heading):
-    """The anchor of a heading, as GitHub and the site make it."""
+    """Return the anchor of a heading, as GitHub and the site make it."""
     text = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading).replace("`", "").strip().lower()
     return re.sub(r"[^\w\- ]", "", text).replace(" ", "-")
 
@@ -149,7 +150,7 @@ def anchors(page):
 
 
 def broken(path, page):
-    """Relative links of a page that lead nowhere."""
+    """Return the relative links of a page whose targets do not exist."""
     for target in re.findall(r"\]\(([^)\s]+)\)", re.sub(r"`[^`\n]*`", "", FENCE.sub("", page))):
         place, _, anchor = target.partition("#")
         there = (path.parent / place).resolve() if place else path
@@ -171,7 +172,7 @@ def test_a_link_to_nowhere_is_found():
 
 
 def exported(path):
-    """Where the names that a package's `__init__.py` imports from this repository come from."""
+    """Return the modules from which a package's `__init__.py` imports names of this repository."""
     for node in ast.parse((ROOT / path).read_text()).body:
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("kvindex"):
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
@@ -192,20 +193,22 @@ def test_the_api_has_every_public_door():
 
 
 def test_the_site_is_built_so_that_a_dead_link_fails():
-    """mkdocs counts warnings, which make it fail, where it says them."""
+    """With `--strict`, mkdocs fails on warnings, but only if it prints them (not with
+    `--quiet`)."""
     build = re.search(r"mkdocs build(.*)", (ROOT / "Makefile").read_text())[1].split()
     assert build == ["--strict"]
 
 
 FILE = re.compile(r"`([\w./-]+\.(?:py|cuh?|h|json|toml|txt|yml|md)|[\w./-]+/)(?:: [^`]*)?`")
 ELSEWHERE = {"decode_step_five.json", "site/"}
-"""Of an earlier commit; made by `make docs`."""
+"""Files that are not in the tree: one of an earlier commit, and the folder that `make docs`
+makes."""
 
 TREE = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True).stdout.split()
 
 
 def missing(page):
-    """Files and folders named in backticks that are none of this repository, by any end."""
+    """Return the files and folders named in backticks that no path of this repository ends with."""
     named = {name for name in FILE.findall(FENCE.sub("", page))} - ELSEWHERE
     return sorted(
         name
@@ -231,7 +234,7 @@ def test_a_file_that_left_is_found():
 
 
 def options(page):
-    """Names in the first column of a table of options."""
+    """Return the names in the first column of a table of options."""
     table = re.search(r"^\| option \|.*\n\|[-| ]+\|\n((?:\|.*\n)+)", page, re.MULTILINE)
     lines = table[1].splitlines() if table else []
     return {name for line in lines for name in re.findall(r"`(\w+)`", line.split("|")[1])}
@@ -240,7 +243,7 @@ def options(page):
 @pytest.mark.parametrize("name", kvindex.names())
 def test_options_are_those_of_the_index(name):
     pages = [name.replace("-", "_")]
-    if name.startswith("faiss"):  # these share a page, and lists share one more
+    if name.startswith("faiss"):  # these share options, and indexes with lists share more
         pages += ["faiss_flat", *(["faiss_ivf"] if "ivf" in name else [])]
     texts = [(ROOT / f"docs/indexes/{page}.md").read_text() for page in pages]
     fields = {field.name for field in dataclasses.fields(kvindex.get(name).Config)}

@@ -1,4 +1,5 @@
-"""Doors between files: no file reads private names of another's objects, and indexes have types."""
+"""Interfaces between files: no file reads private names of other classes, and indexes have
+types."""
 
 import ast
 from pathlib import Path
@@ -26,17 +27,18 @@ FOREIGN = {
     "kvindex/testing/elsewhere.py": ({"_to_copy", "_make_wrapper_subclass", "_schema"}, OF_TORCH),
     "tools/foreign_suite.py": ({"_check_generate_outputs"}, OF_TRANSFORMERS),
 }
-"""File -> private names of others' objects that it reads, and why. May only shrink."""
+"""File -> private names of other classes that it reads, and why. Remove entries, but add none."""
 
 INDEX = {"index", "indexes", "inner"}
-"""Names that are an index, wherever they stand."""
+"""Names that always denote an index."""
 
 PUBLIC = {"_replace", "_asdict", "_fields", "_exit"}
 """Public names of `typing.NamedTuple` and `os`."""
 
 
 def indexes_of_any_type(source):
-    """Parameters, variables and functions named as an index, and annotated as `Any`."""
+    """Return parameters, variables and functions that are named as an index but annotated as
+    `Any`."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.arg):
             name, hint = node.arg, node.annotation
@@ -56,10 +58,11 @@ def is_private(name):
 
 
 def private_names_of_others(source):
-    """Private attributes that a file reads of an object whose class is not its own.
+    """Return the private attributes that a file reads of objects of classes in other files.
 
-    Of `self`, `cls` and `super()` all are its own, of other objects those that it defines, or reads
-    of `self`: then they are of the same class.
+    Attributes of `self`, `cls` and `super()` are always allowed. Of other objects, the file may
+    read those that it defines or that it reads of `self`, because the object is then of the same
+    class.
     """
     tree, own, read = ast.parse(source), set(), set()
     for node in ast.walk(tree):

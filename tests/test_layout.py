@@ -1,4 +1,5 @@
-"""Layout of the tree: order of the rooms, mirrors of `kvindex.ops`, files found by scanning."""
+"""Layout of the tree: import order of packages, copies of `kvindex.ops`, files found by
+scanning."""
 
 import ast
 import importlib
@@ -32,15 +33,14 @@ ROOMS = {
         *("__init__", "common", "llama", "hf", "decoder", "vllm", "evaluate", "cli", "__main__"),
     ),
 }
-"""Package -> its rooms (folders, and files beside them) from the bottom up: a room imports only
-rooms before it."""
+"""Package -> its rooms: folders and top-level files. A room imports only rooms before it."""
 
 FILES = {
     "kvindex": {"__init__.py", "registry.py", "py.typed"},
     "kvindex_cuda": {"__init__.py", "py.typed"},
     "adapters/kvindex_adapters": {"__init__.py", "__main__.py", "py.typed"},
 }
-"""Package -> what `ls` shows of it beside folders."""
+"""Package -> its top-level files."""
 
 LACKS = {
     "group": {"*"},
@@ -66,11 +66,11 @@ LACKS = {
     "sampling": {"inclusion", "systematic"},
     "transform": {"rotation"},
 }
-"""Module of `kvindex.ops` -> its functions that `kvindex_cuda.ops` lacks; "*" is all of it."""
+"""Module of `kvindex.ops` -> its functions that `kvindex_cuda.ops` lacks; "*" means all."""
 
 
 def imported(source):
-    """The top packages that a file imports, anywhere in it."""
+    """Return the top-level packages that a file imports, anywhere in it."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             yield from (alias.name.split(".")[0] for alias in node.names)
@@ -79,7 +79,7 @@ def imported(source):
 
 
 def rooms_imported(package, source):
-    """The rooms of a package that a file imports, anywhere in it."""
+    """Return the rooms of a package that a file imports, anywhere in it."""
     name, folder = package.rpartition("/")[2], ROOT / package
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.ImportFrom):
@@ -120,7 +120,7 @@ def import_cycle(sources):
 
 
 def functions(module):
-    """The public functions that a module defines, without decorators -> signature."""
+    """Return the public functions that a module defines, without decorators -> signature."""
     found = {name: inspect.unwrap(value) for name, value in vars(module).items() if name[0] != "_"}
     return {
         name: inspect.signature(value)
@@ -130,7 +130,7 @@ def functions(module):
 
 
 def mentions(source, names):
-    """Those of the names that stand in the file's code: as imports, variables or strings."""
+    """Return those of the names that occur in the file's code: as imports, variables or strings."""
     tree = ast.parse(source)
     strings = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)}
     return {name for name in names if name in strings}
@@ -250,7 +250,7 @@ def test_the_core_imports_no_cuda_and_nothing_but_torch_and_numpy(path):
     compiler = {"numba", "llvmlite"} if "cpu" in path.parts else set()
     packages = set(imported(path.read_text())) - compiler
     assert not packages & CUDA
-    if path.parent.name != "indexes" and path.stem != "stateful":  # these may ask for a library
+    if path.parent.name != "indexes" and path.stem != "stateful":  # these may need a library
         assert packages - set(sys.stdlib_module_names) <= {"kvindex", "torch", "numpy"}
 
 
@@ -280,7 +280,7 @@ def test_typed_packages_say_so():
 
 
 def reached(name="kvindex_cuda"):
-    """The files of this package that importing it reads, from what each imports."""
+    """Return the files that are read when this package is imported, from each file's imports."""
     found, left = {}, [name]
     while left:
         path = ROOT / left[-1].replace(".", "/")
@@ -303,11 +303,11 @@ DOORS = (
     *("kvindex_cuda", "kvindex_cuda.triton"),
     *("kvindex_cuda.pariskv.steps.paged", "kvindex_cuda.pariskv.steps.host_rows"),
 )
-"""Of the CUDA backend; all but the first are an adapter's."""
+"""Files of the CUDA backend that other packages import; all but the first serve an adapter."""
 
 
 def behind_doors():
-    """The files of the CUDA backend that its doors read."""
+    """Return the files of the CUDA backend that `DOORS` import."""
     return {module: text for door in DOORS for module, text in reached(door).items()}
 
 
@@ -371,11 +371,11 @@ LOOKUPS = {
     "kvindex/wrappers/sample.py": "`group` of a configuration, which an index may not have",
     "kvindex_cuda/pariskv/dispatch.py": OF_A_CONFIG,
 }
-"""Files that look attributes up by name, and for what: never a capability. May only shrink."""
+"""File -> attributes that it looks up by name, never a capability. Remove entries, but add none."""
 
 
 def looked_up(source):
-    """The names that `getattr` and `hasattr` are given, as they stand there."""
+    """Return the names that a file passes to `getattr` and `hasattr`, as written there."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr"):
             yield ast.unparse(node.args[1]).strip("'")
@@ -402,7 +402,7 @@ def test_a_capability_is_asked_for_and_not_looked_up():
 
 
 def test_files_are_read_and_written_in_utf_8_whatever_the_machine_says():
-    """Kernels' comments have letters that a machine without a locale cannot decode."""
+    """Comments of kernels have characters that Python cannot decode by default without a locale."""
     folders = ("kvindex", "kvindex_cuda", "adapters", "benchmarks", "tools")
     for path in (path for folder in folders for path in (ROOT / folder).rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):

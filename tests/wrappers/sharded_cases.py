@@ -30,10 +30,10 @@ from tests.support.helpers import (
 from tests.support.sequences import SIZES, Sequence, steps_of
 
 LINE = "sharded:block=8:timeout_s=60"
-"""Of 8 tokens a block: the contract's 40 tokens are 5 of them."""
+"""Blocks of 8 tokens, so that the contract's 40 tokens are 5 blocks."""
 
 CLOSE = 1e-5
-"""Scores of two sums of up to 100 float32 numbers of like size in another order."""
+"""Tolerance of scores: sums of up to 100 similar float32 numbers in another order."""
 
 
 def of(case, index="exact", line=LINE, **options):
@@ -47,7 +47,7 @@ NOT_TOGETHER = {
     "check_a_reorder_that_runs_out_of_memory_changes_nothing": "memory of one rank",
     "check_nbytes_counts_rows_and_grows": "bytes are those of this rank",
 }
-"""Checks of what is promised of one process."""
+"""Checks of requirements that hold only in a single process."""
 
 
 def alone(index):
@@ -63,23 +63,23 @@ def draws(index):
 
 
 OF_ITS_TOKENS = {
-    # padding moves tokens to other ranks: found as before is what does not depend on its neighbors
+    # padding moves tokens to other ranks, so only results that do not depend on neighbors are equal
     "check_padding_changes_nothing_but_ids": alone,
-    # a rank learns from its part of the first append that it takes some of
+    # a rank learns from its part of the first append of which it gets tokens
     "check_append_in_chunks_equals_one_call": learns,
     "check_truncated_ids_never_return": learns,
     "check_truncate_then_append_equals_fresh": learns,
-    # each rank gives its share of the rows that are drawn
+    # each rank returns its part of the sampled rows
     "check_ties_go_to_the_lower_id": draws,
 }
-"""Checks that hold unless an index is like this."""
+"""Checks, and the indexes for which they do not hold."""
 
 OF_ALL_RANKS = {"check_attention_where_few_tokens_are_valid": f"{LINE}:rows=best"}
 """Checks that attention reads the rows of a search: by default each rank reads its own `k` rows."""
 
 
 def units(index):
-    """An index that says of itself what the contract asks a class on `BaseIndex`."""
+    """Make an index that answers what the contract asks of subclasses of `BaseIndex`."""
 
     class Units(type(index)):
         unit = property(lambda self: self.inner.unit)
@@ -109,7 +109,7 @@ FLAT = Case(q_heads=2, kv_heads=2, batch=2)
 def finds_what_one_process_finds(policy, case):
     one, many = case.index("exact", group=policy), of(case, group=policy)
     tokens, done = case.tokens(103), 0
-    for step, count in enumerate((1, 6, 1, 1, 31, 3, 60)):  # of which some are of one rank alone
+    for step, count in enumerate((1, 6, 1, 1, 31, 3, 60)):  # some appends go to one rank alone
         pads = left_padding([1, 0][: case.batch], 1) if step == 0 else None
         for index in (one, many):
             index.append(*part(tokens, done, done + count), valid=pads)
@@ -134,7 +134,8 @@ def equal_scores_go_to_the_lower_id():
 
 
 def lives_as_one_process_does():
-    """Cut within a block, in another order, forked, rolled back, forgotten."""
+    """Truncations within a block, reorders, forks, rollbacks and resets give the same as one
+    process."""
     one, many = SHAPE.index("exact"), of(SHAPE)
 
     def same(queries=None, pair=None):
@@ -172,7 +173,7 @@ def lives_as_one_process_does():
 
 
 def codes_are_those_of_one_process():
-    """Of an index whose codes are a function of their block, where blocks are whole ones."""
+    """Codes of full blocks are equal if an index's codes depend only on their block."""
     case = Case(head_dim=64, value_dim=64)
     many = of(case, "pariskv", "sharded:timeout_s=60")
     one = case.index("pariskv")
@@ -197,7 +198,8 @@ ATTENDING = {
 
 
 def attends_to_all(name, rows, index="exact", **options):
-    """A layer with `k` of all tokens is dense attention, whichever rank has them."""
+    """A layer whose `k` covers all tokens computes dense attention, whichever rank has the
+    tokens."""
     case, pads = ATTENDING[name]
     sequence = Sequence.of(case, 44, pads)
     layer = AttentionLayer(of(case, index, f"{LINE}:rows={rows}", **options), k=1000, **SIZES)
@@ -208,7 +210,7 @@ def attends_to_all(name, rows, index="exact", **options):
 
 
 def attends_to_the_best(k):
-    """`rows="best"`: the output of one process, however few rows."""
+    """With `rows="best"`, the output is that of one process, even for few rows."""
     case, pads = ATTENDING["padded"]
     sequence = Sequence.of(case, 60, pads)
     line = f"{LINE}:rows=best"
@@ -226,7 +228,7 @@ def of_one(case):
 
 
 def kernels_attend():
-    """An inner index that attends by itself, on a rank that has no token, too."""
+    """An inner index attends with its own kernels, also on a rank without tokens."""
     case = Case(q_heads=4, kv_heads=2, head_dim=64, value_dim=64)
     index = of(case, "pariskv:preset=fast", backend="cpu")
     index.append(*case.tokens(20))
@@ -243,7 +245,7 @@ def kernels_attend():
 
 
 def drawn_rows_stand_for_all():
-    """Attention of drawn rows, each rank its own, over 60 orders of the tokens: on average all."""
+    """If each rank samples rows, attention is that of all rows on average over 60 token orders."""
     case = Case(q_heads=2, kv_heads=1, head_dim=32, value_dim=4)
     keys, values = case.tokens(64)
     generator, queries = torch.Generator().manual_seed(0), case.queries()
@@ -258,11 +260,11 @@ def drawn_rows_stand_for_all():
         logits = scale * queries @ index.fetch(hits).keys[:, 0].mT
         sums.append((logits + hits.log_weight).exp().sum(-1))
     mean, spread = torch.stack(sums).mean(0), torch.stack(sums).std(0)
-    # 4.5 standard errors: two means, together wrong with probability 1e-5 for a seed drawn afresh
+    # 4.5 standard errors: the two means fail with probability 1e-5 together for a new seed
     assert ((mean - want).abs() <= 4.5 * spread / 60**0.5).all()
 
 
-# State, and what is refused
+# State, and errors
 
 
 def state_goes_on():
@@ -291,7 +293,7 @@ def differing_ranks_are_refused():
     policy = "union" if rank == 1 else "mean_share"
     with pytest.raises(ValueError, match=r"got config = .*union.* on rank 1, allowed is what rank"):
         of(SHAPE, group=policy)
-    of(SHAPE)  # and all go on
+    of(SHAPE)  # all ranks can continue
 
 
 def wrong_calls_are_refused_everywhere():
@@ -304,7 +306,7 @@ def wrong_calls_are_refused_everywhere():
     with pytest.raises(ValueError, match=r"coverage: got 0.5"):
         AttentionLayer(of(SHAPE), coverage=0.5)
     bad = SHAPE.tokens(20)[0].clone()
-    bad[1, 1, 17, 3] = float("nan")  # of one rank's block
+    bad[1, 1, 17, 3] = float("nan")  # in a block of one rank
     with pytest.raises(ValueError, match="keys: got nan"):
         index.append(bad, SHAPE.tokens(20)[1])
     assert len(index) == 20
@@ -314,7 +316,7 @@ def wrong_calls_are_refused_everywhere():
 
 
 def of_the_ranks():
-    """Each case of its own, by name."""
+    """Map names to the cases of this module."""
     for policy in ("mean_share", "max_share", "mean_query"):
         yield f"finds by {policy}", partial(finds_what_one_process_finds, policy, SHAPE)
     yield "finds for heads alone", partial(finds_what_one_process_finds, "union", FLAT)
@@ -334,7 +336,7 @@ def of_the_ranks():
 
 
 def of_the_contract():
-    """Every index against every check, in one shape each."""
+    """Map names to cases that run every check on every index, with one shape each."""
     checks = [check for check in CHECKS if check.__name__ not in NOT_TOGETHER]
     for i, name in enumerate(kvindex.names()):
         for j, check in enumerate(checks):
@@ -349,7 +351,7 @@ meets a quarter of the checks, and each check a quarter of the indexes."""
 
 
 def cases(ranks, every):
-    """The cases for so many ranks, by name; every: the whole of the contract."""
+    """Map names to the cases for a number of ranks. With `every`, include the whole contract."""
     sampled = {
         name: case
         for place, (name, case) in enumerate(EVERY.items())

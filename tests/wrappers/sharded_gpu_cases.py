@@ -18,7 +18,8 @@ N = 2000
 
 
 def filled(name, rows, **options):
-    """An index with its rows on both GPUs, 7 resident rows, and what they come to."""
+    """Make an index with rows on both GPUs and 7 resident rows, and compute the expected
+    attention."""
     device = f"cuda:{dist.get_rank()}"
     torch.cuda.set_device(device)
     sizes = dict(q_heads=8, kv_heads=2, head_dim=128, value_dim=128)
@@ -37,14 +38,14 @@ def attends_to_all(name, rows, **options):
     case, index, resident, every = filled(name, rows, **options)
     got = index.capability(Attends).attend(case.queries(), resident, k=N)
     want = attend(case.queries(), *every, scale=index.geometry.scale, return_lse=True)
-    # two roundings to bfloat16 of parts and one of their sum
+    # bfloat16 rounds two partial outputs and their sum
     torch.testing.assert_close(got.output, want[0], rtol=2e-2, atol=2e-2)
     torch.testing.assert_close(got.lse, want[1], rtol=1e-3, atol=1e-3)
     assert torch.equal(all_rows(index, 1).keys, every[0][:, :, :N])
 
 
 def a_step_is_captured(rows):
-    """In a CUDA graph, collectives and all; replayed for other queries."""
+    """A CUDA graph contains the step with its collectives, and is replayed for other queries."""
     options = dict(backend="cuda", store="host")
     case, index, resident, _ = filled("pariskv:preset=fast", rows, **options)
     index.warm_up(k=100, tokens=N)
@@ -75,7 +76,7 @@ def finds_what_one_gpu_finds():
 
 
 def cases(ranks, every):
-    """By name."""
+    """Map names to cases."""
     kernels = dict(backend="cuda", store="host")
     found = {"finds": finds_what_one_gpu_finds}
     for rows in ("own", "best"):

@@ -28,7 +28,7 @@ LINE = f"pariskv+sharded:block={BLOCK}:timeout_s=60"
 
 
 def graphs():
-    """Graphs of the device."""
+    """Use graphs of the device."""
     return recorded(WholeGraph) if device() == "cpu" else nullcontext()
 
 
@@ -38,7 +38,7 @@ def layer_of(line):
 
 
 class Replayed:
-    """A layer whose single tokens go by a graph where they can."""
+    """A layer whose single-token steps are replayed as a graph where possible."""
 
     def __init__(self, layer):
         self.layer, self.made, self.replays, self._reads = layer, 0, 0, None
@@ -64,7 +64,8 @@ class Replayed:
 
 
 def fed(layers, sequence, counts):
-    """What layers give for as many tokens at a time, the same of all within rounding."""
+    """Feed layers steps of these lengths, check that outputs agree within rounding, and return
+    one."""
     for count in counts:
         length = len(layers[1])
         parts = [one.to(device()) for one in sequence.parts(length, length + count)]
@@ -75,7 +76,10 @@ def fed(layers, sequence, counts):
 
 
 def a_graphs_tokens_are_those_of_steps_and_of_one_process():
-    """Through updates, of blocks of either rank; rows read are counted for all ranks."""
+    """This includes updates with blocks of either rank.
+
+    The rows that all ranks read are counted.
+    """
     sequence = Sequence.of(CASE, 400)
     with kernels(), graphs():
         replayed = Replayed(layer_of(LINE))
@@ -109,7 +113,8 @@ def a_fork_and_a_cut_go_on_by_themselves():
 
 
 def what_no_graph_holds_is_refused():
-    """The best of all, and ranks without rows: a step is op by op, on all ranks alike."""
+    """With `rows="best"`, or if a rank has no rows, all ranks run a step op by op, without a
+    graph."""
     sequence = Sequence.of(CASE, 400)
     with kernels(), graphs():
         best, few = layer_of(f"{LINE}:rows=best"), layer_of("pariskv+sharded:block=256")
@@ -127,7 +132,7 @@ def what_no_graph_holds_is_refused():
 
 
 def cases(ranks, every):
-    """By name."""
+    """Map names to cases."""
     return {
         "tokens": a_graphs_tokens_are_those_of_steps_and_of_one_process,
         "forks": a_fork_and_a_cut_go_on_by_themselves,

@@ -22,13 +22,13 @@ def wrapped(tau, name="exact", case=CASE, count=COUNT, **options):
 
 
 def stepped(index, queries, k=K):
-    """What a layer does with one new query."""
+    """Call the index as a layer does for one new query."""
     index.observe_queries(queries[:, :, None], torch.tensor([len(index)]))
     return index.search(queries, k=k)
 
 
 def turned(queries, cosine):
-    """Queries `[B, H, D]` at these cosines `[B, H]` to `queries`."""
+    """Return queries `[B, H, D]` whose cosines with `queries` are the given ones, `[B, H]`."""
     other = CASE.tensor(99, *queries.shape)
     other -= (
         (other * queries).sum(-1, keepdim=True) / queries.square().sum(-1, keepdim=True) * queries
@@ -40,7 +40,7 @@ def turned(queries, cosine):
 
 @pytest.mark.parametrize("name", kvindex.names())
 def test_tau_above_one_searches_every_step(name):
-    """The same queries, so the cosine is 1 up to rounding, and the index grows in between."""
+    """Queries repeat, so the cosine is 1 up to rounding, and the index grows between searches."""
     if name.startswith("faiss"):
         pytest.importorskip("faiss")
     index, alone, more = wrapped(1.0001, name), CASE.index(name), CASE.tokens(6, seed=1)
@@ -68,7 +68,7 @@ def test_tau_below_minus_one_never_searches_again():
 
 @pytest.mark.parametrize("observed", [True, False])
 def test_it_searches_where_the_mean_cosine_of_neighboring_queries_is_below_tau(observed):
-    """By hand: cosines of .9 and .5 in turn over the heads; their mean is .7."""
+    """The cosines of the heads alternate between .9 and .5, so their mean is .7."""
     for tau, searches in ((0.699, 1), (0.701, 2)):
         index = wrapped(tau)
         first = CASE.queries()
@@ -82,7 +82,7 @@ def test_it_searches_where_the_mean_cosine_of_neighboring_queries_is_below_tau(o
 
 
 def test_neighbors_are_compared_not_the_query_that_searched():
-    """Small turns add up to a large one, and nobody searches."""
+    """Small changes of the query add up to a large one, but no step searches."""
     index, queries = wrapped(0.8), CASE.queries()
     start = queries
     for _ in range(12):
@@ -104,7 +104,7 @@ def test_each_row_of_a_batch_is_judged_on_its_own():
 
 
 class Told(kvindex.get("exact")):
-    """Writes down the signals."""
+    """Records the signals that it gets."""
 
     def __init__(self, **options):
         super().__init__(**options)
@@ -121,8 +121,9 @@ def test_a_boundary_is_marked_before_the_query_that_differs():
     index = Reuse(Told(q_heads=6, kv_heads=2, head_dim=16, value_dim=8), tau=0.7)
     index.append(*CASE.tokens(COUNT))
     queries = CASE.queries()[:, :, None]
-    index.observe_queries(queries.expand(-1, -1, 3, -1), torch.arange(3))  # the prompt: no boundary
-    index.observe_queries(queries, torch.tensor([3]))  # as its last query
+    # a prompt has no boundary
+    index.observe_queries(queries.expand(-1, -1, 3, -1), torch.arange(3))
+    index.observe_queries(queries, torch.tensor([3]))  # equal to the prompt's last query
     index.search(CASE.queries(), k=K)
     index.observe_queries(-queries, torch.tensor([4]))
     index.search(-CASE.queries(), k=K)
@@ -169,7 +170,7 @@ def test_reordering_moves_hits_and_queries():
 def test_queries_of_another_batch_before_the_first_token_are_forgotten(ask, order):
     index, alone = Reuse(CASE.index("exact")), CASE.index("exact")
     ask(index, CASE.queries())
-    index.reorder(torch.tensor([5]))  # an empty index takes any
+    index.reorder(torch.tensor([5]))  # an empty index accepts any batch
     ask(index, CASE.queries())
     for each in (index, alone):
         each.append(*CASE.tokens(COUNT, batch=3))
@@ -181,7 +182,7 @@ def test_queries_of_another_batch_before_the_first_token_are_forgotten(ask, orde
 
 
 def test_weights_are_reused_with_their_rows():
-    """A wrapped `Sample` gives log-weights."""
+    """The wrapped `Sample` returns log weights."""
     index = Reuse(kvindex.create("exact+sample", q_heads=6, kv_heads=2, head_dim=16), tau=0.7)
     index.append(*(CASE.tokens(COUNT)[0],) * 2)
     first = CASE.queries()
@@ -216,7 +217,7 @@ def test_a_search_that_fails_is_made_by_the_next():
 
 
 class Passing(Reuse):
-    """With what the checks of the contract look at beside the protocol."""
+    """Passes on the attributes that the contract's checks read in addition to the protocol."""
 
     _batch = property(lambda self: self.inner._batch)
     _codes = property(lambda self: self.inner._codes)
@@ -231,7 +232,7 @@ def test_with_tau_above_one_it_keeps_the_contract(check, name):
 
 
 def test_louiskv_as_a_whole_in_a_layer():
-    """Boundaries come from queries that turn every fifth step; segments end there."""
+    """Every fifth query differs from the one before, which marks a boundary and ends a segment."""
     index = kvindex.create(
         "louiskv:per_cluster=4+reuse:tau=.7", q_heads=6, kv_heads=2, head_dim=16, value_dim=8
     )

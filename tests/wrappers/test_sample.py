@@ -27,7 +27,7 @@ def test_k_rows_of_which_the_best_are_sure(name, share):
     index = sampled(name=name, share=share)
     hits = index.search(CASE.queries(), k=40)
     assert_well_formed(hits, index, 2, 40)
-    assert ((hits.ids >= 0).sum(-1) >= 39).all()  # chances in float32 may sum to a hair below
+    assert ((hits.ids >= 0).sum(-1) >= 39).all()  # float32 probabilities may sum to just below 40
     best = index.inner.search(CASE.queries(), k=8 * 40).ids[..., : 40 - int(40 * share)]
     assert (best[..., None] == hits.ids[:, :, None]).any(-1).all()
     sure = hits.log_weight[..., : best.shape[-1]]
@@ -48,7 +48,7 @@ def test_fewer_tokens_than_rows_are_all_taken():
 
 @pytest.mark.parametrize("softcap", [None, 1.0, 30.0])
 def test_slots_without_a_row_have_no_weight(softcap):
-    """Of one head per group, whose scores are bare products: a softcap makes `-inf` finite."""
+    """With one head per group, scores are plain products, and a softcap makes `-inf` finite."""
     case = Case(q_heads=2, kv_heads=2, softcap=softcap, batch=2)
     index = Sample(case.index("exact"), share=0.5)
     index.append(*case.tokens(50))
@@ -82,11 +82,11 @@ def test_chances_sum_to_the_sample_size_and_none_exceeds_1(drawn, strength):
 
 
 def test_sampling_follows_the_chances():
-    """Over shifted orders each row is drawn as often as its chance says, to 1/400."""
+    """Over 400 shifted orders, the frequency of each row equals its probability within 1/400."""
     chances = torch.tensor([[[0.5, 0.25, 0.75, 0.1, 0.9, 0.5]]]).repeat(1, 1, 1)
     seen = torch.zeros(6)
     for step in range(400):
-        # a row before all others whose chance moves the places where it is drawn
+        # the probability of an additional first row shifts the points at which rows are sampled
         shifted = torch.cat([torch.full((1, 1, 1), step / 400), chances], -1)
         ids = torch.tensor([[[0, 5, 3, 4, 1, 6, 2]]])
         got = systematic(ids, shifted)
@@ -97,7 +97,8 @@ def test_sampling_follows_the_chances():
 
 @pytest.mark.parametrize("name", mostly_slow(["exact", "pariskv:preset=fast"], "exact"))
 def test_weighted_rows_give_the_softmax_of_all_rows_on_average(name):
-    """The sum of exp(logit) and the sum of exp(logit) · value, over 300 orders of the tokens."""
+    """Over 300 token orders, the sums of exp(logit) and of exp(logit) · value are those of all
+    rows."""
     case = Case(q_heads=3, kv_heads=1, head_dim=32, value_dim=4)
     keys, values = case.tokens(120)
     keys, queries = keys * 1.5, case.queries()
@@ -116,7 +117,7 @@ def test_weighted_rows_give_the_softmax_of_all_rows_on_average(name):
         parts = [some @ rows.values[0, 0].double(), some.sum(-1, keepdim=True)]
         got.append(torch.cat(parts, -1))
     mean, spread = torch.stack(got).mean(0), torch.stack(got).std(0)
-    # 4.5 standard errors: 15 means, together wrong with probability 1e-4 for a seed drawn afresh
+    # 4.5 standard errors: the 15 means fail with probability 1e-4 together for a new seed
     assert ((mean - want).abs() <= 4.5 * spread / 300**0.5).all()
     best = case.index(name)
     best.append(keys, values)
@@ -142,7 +143,7 @@ def test_scores_that_are_no_weights_are_refused(group):
     with pytest.raises(ValueError, match=f"inner: got one with group='{group}'"):
         Sample(CASE.index("exact", group=group))
     alone = dataclasses.replace(CASE, q_heads=2)
-    Sample(alone.index("exact", group=group))  # a head agrees with itself
+    Sample(alone.index("exact", group=group))  # groups of one head need no policy
 
 
 def test_an_index_without_a_policy_for_groups_is_refused():
@@ -177,7 +178,7 @@ def test_rows_of_an_index_of_others_that_have_weights_are_refused(monkeypatch):
 
 
 class Attending(Exact):
-    """Takes note of what it is asked to warm up and to attend to."""
+    """Records the arguments of `warm_up` and of attention."""
 
     def warm_up(self, *, k, tokens):
         self.warmed = k

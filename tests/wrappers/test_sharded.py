@@ -31,7 +31,7 @@ CASE = Case(q_heads=6, kv_heads=2, batch=2)
 
 
 def agreed(ranks, name, every=False, module=MODULE):
-    """Raises where a rank says that the case failed, or did not get there."""
+    """Raise an error if any rank reports that the case failed or did not run."""
     for rank, said in enumerate(processes.results(module, ranks, every)):
         assert name in said, f"rank {rank} ended before: {next(reversed(said.items()), None)}"
         assert said[name] is None, f"rank {rank}: {said[name]}"
@@ -111,11 +111,11 @@ def test_one_process_needs_no_group():
 
 
 def test_what_nobody_attends_to_has_no_weight():
-    """A rank without tokens, whose kernels may give anything, adds nothing."""
+    """A rank without tokens adds nothing, although its kernels may return any numbers."""
     index = Sharded(CASE.index("exact"))
     index.append(*CASE.tokens(3))
     queries, empty = CASE.queries(), ResidentRows(CASE.index("exact").geometry, 2, 1)
-    index._shard = Shard(1, 2, 256)  # as the rank that has none of them
+    index._shard = Shard(1, 2, 256)  # the rank without tokens
     index.inner.reset()
     attended = index.attend(queries, empty, k=4)
     assert attended.lse.isneginf().all()

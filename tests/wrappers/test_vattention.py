@@ -61,7 +61,7 @@ def test_an_empty_index_gives_nothing():
     mostly_slow([("exact", 0.01), ("exact", 0.2), ("pariskv:preset=fast", 0.2)], ("exact", 0.2)),
 )
 def test_sums_over_the_rows_are_those_over_all_keys_on_average(name, epsilon):
-    """Numerator and denominator of each head; also where ε asks for fewer rows than k."""
+    """This holds for numerator and denominator of each head, also if ε needs fewer rows than k."""
     case = Case(q_heads=3, kv_heads=1, head_dim=16, value_dim=1)
     index = filled(case, name, count=200, epsilon=epsilon, base_rate=0.02)
     keys, values = (part[0, 0].double() for part in case.tokens(200))
@@ -85,7 +85,7 @@ def many(strength=1.5, **options):
 
 
 def drawn(**options):
-    """Rows of a sample of all, of which 40 are a pilot."""
+    """Return the rows of a sample of all rows, of which 40 are the pilot sample."""
     hits = many(base_rate=0.01, **options).search(ALONE.queries(), k=3000)
     return int((hits.ids >= 0).sum())
 
@@ -103,7 +103,10 @@ def test_the_sample_has_no_fewer_rows_than_the_pilot():
 
 
 def test_the_denominator_is_within_epsilon_but_for_delta():
-    """Of 300 seeds at most 1.5 · δ are off: by the normal approximation 1e-5 for δ itself."""
+    """For at most 1.5 · δ of 300 seeds, the error exceeds ε.
+
+    If the true fraction is δ, this fails with probability 1e-5 (normal approximation).
+    """
     epsilon, delta, off = 0.12, 0.2, 0
     index = many(1.0, epsilon=epsilon, delta=delta)
     keys, g = ALONE.tokens(4000)[0][0, 0].double(), index.geometry
@@ -135,7 +138,8 @@ def test_rows_are_sampled_again_when_tokens_come_and_by_each_head():
     index.append(*CASE.tokens(1, seed=1))
     drawn = [hits.ids[0, :, 20:] for hits in (first, index.search(CASE.queries(), k=40))]
     rows = [set(ids.tolist()) for pair in drawn for ids in pair]
-    assert all(len(a & b) < 10 for i, a in enumerate(rows) for b in rows[:i])  # 1 on average
+    # two samples share 1 row on average
+    assert all(len(a & b) < 10 for i, a in enumerate(rows) for b in rows[:i])
 
 
 @pytest.mark.parametrize("option", ["epsilon", "delta", "base_rate", "share"])

@@ -33,7 +33,7 @@ SHARDED = "exact+sharded:block=8"
 
 
 def of_heads(family):
-    """Return a whole model, and the same with its heads distributed over the ranks."""
+    """Return a whole model, and the same model with its heads distributed over the ranks."""
     whole, folder = tiny.build(family, vocab_size=WORDS), [tempfile.mkdtemp()]
     dist.broadcast_object_list(folder)
     if dist.get_rank() == 0:
@@ -133,7 +133,7 @@ def same_logits(one, shared):
 
 
 def decoder_shares_bytes():
-    """FP8 scales are those of whole matrix rows, so the ranks multiply by the same numbers."""
+    """FP8 scales are computed for whole matrix rows, so all ranks multiply by the same numbers."""
     if find_spec("triton") is not None:  # Triton's kernels round
         one, shared = decoders("llama, biases, tied", weights="fp8")
         whole, own = one.weights.layers[0].down, shared.weights.layers[0].down

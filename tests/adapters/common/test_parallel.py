@@ -1,4 +1,4 @@
-"""A model in two processes computes what it computes in one, with heads or tokens distributed."""
+"""A model in two processes, with heads or tokens distributed, gives the results of one process."""
 
 import json
 import os

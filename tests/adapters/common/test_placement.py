@@ -126,7 +126,7 @@ def test_a_model_on_the_kernels_is_the_model(family, padded, dtype, device):
 
 
 def test_it_retrieves_what_plain_torch_retrieves(device):
-    """With few rows, logits are equal except for rows whose estimates differ by rounding."""
+    """With few rows, logits differ only where rounding of estimates changes which rows are read."""
     model, inputs = moved(
         build("llama", **FAMILIES["llama"]), prompt(2, 112), device, torch.float32
     )

@@ -1,4 +1,4 @@
-"""Cases in which two ranks decode together with whole-step graphs (`test_ranks.py`).
+"""Cases in which two ranks decode together, with one graph per decode step (`test_ranks.py`).
 
 On CPUs, kernels are emulated, graphs are recorded functions, and messages use gloo. On GPUs,
 messages use NCCL inside a CUDA graph.
@@ -33,7 +33,7 @@ def answers(decoder, index, count=12, sampling=None, graphs=True, fused=True):
 
 
 def decoders(name, dtype=torch.float32, **how):
-    """Make a decoder with all heads, and one with this rank's."""
+    """Make a decoder with all heads, and one with this rank's heads."""
     more = {"layer_types": ["full_attention"] * 2} if name == "qwen3" else {}
     model = model_of(name, num_hidden_layers=2, head_dim=64, **more).to(device(), dtype)
     ranks = HeadRanks.of(device(), **how)
@@ -41,7 +41,7 @@ def decoders(name, dtype=torch.float32, **how):
 
 
 def heads_are_one_graph(name, **how):
-    """A decode step of each rank's heads is one graph with its sums, also for sampled tokens."""
+    """Each rank's decode step is one graph, including sums over ranks, also for sampled tokens."""
     warm = Sampling(temperature=1.0, top_p=0.9, seed=3)
     with kernels():
         one, shared = decoders(name, **how)
@@ -70,7 +70,7 @@ def tokens_are_one_graph():
 
 
 def transformers_tokens_are_one_graph():
-    """The model's own forward, with what ranks say in it."""
+    """The graph contains transformers' own forward pass, with the messages between ranks."""
     with kernels():
         model, found = model_of("llama", num_hidden_layers=2, head_dim=64).to(device()), []
         more = {"index_options": {"backend": "cuda"}} if device() == "cpu" else {}
@@ -89,7 +89,7 @@ def transformers_tokens_are_one_graph():
 
 
 def cases(ranks, every):
-    """By name."""
+    """Map names to cases."""
     return {
         "heads": partial(heads_are_one_graph, "llama"),
         "tokens": tokens_are_one_graph,

@@ -1,4 +1,4 @@
-"""`ranks_cases` on two GPUs of one host, by NCCL, and what CPUs have not."""
+"""`ranks_cases` on two GPUs of one host, with NCCL, and further cases that need GPUs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ BACKEND = "nccl"
 
 
 def logits_are_those_of_one_gpu(**how):
-    """By Triton's products, of half precision: within what rounding a few sums more does."""
+    """Products in half precision by Triton differ only by the rounding of a few more sums."""
     with kernels():
         one, shared = decoders("llama", torch.bfloat16, **how)
         sessions = [decoder.session(index=None) for decoder in (one, shared)]
@@ -28,7 +28,7 @@ def logits_are_those_of_one_gpu(**how):
 
 
 def sums_in_one_kernel():
-    """Over memory that both GPUs see, in a graph as well, or by NCCL where there is none."""
+    """Sums use memory that both GPUs can access, also in a graph, or NCCL without such memory."""
     torch.cuda.set_device(device())
     ranks = HeadRanks.of(device(), one_shot=True)
     for dtype in (torch.bfloat16, torch.float32):
@@ -48,7 +48,7 @@ def sums_in_one_kernel():
 
 
 def cases(ranks, every):
-    """By name."""
+    """Map names to cases."""
     return {
         **ranks_cases.cases(ranks, every),
         "heads, qwen3": partial(heads_are_one_graph, "qwen3"),

@@ -37,13 +37,13 @@ def here():
 
 
 def decoders(name="llama", dtype=torch.float32, **options):
-    """Make a decoder with all heads, and one with this rank's."""
+    """Make a decoder with all heads, and one with this rank's heads."""
     model = model_of(name, num_hidden_layers=2, **options).to(dtype)
     return Decoder.of(model), Decoder.of(model, ranks=here())
 
 
 def logits(decoder, prompts, fused=None):
-    """Return logits after prompts in chunks, and after three tokens more, which `fused` runs."""
+    """Return logits after prompts in chunks, and after three more tokens, which `fused` runs."""
     run = decoder.start(prompts, index=None)
     run.session.fused = fused
     made = [run.session.read_prompt(run.ids, 16, 40)]
@@ -95,7 +95,8 @@ def products_of_kernels_are_summed():
 
 
 def what_is_uneven_is_refused():
-    """This includes a single layer, or one rank's model, for which the others do not wait."""
+    """This includes unevenness of a single layer, or of one rank's model; no rank waits for
+    others."""
     odd = model_of("llama", num_hidden_layers=2)
     mlp, hidden = odd.model.layers[1].mlp, odd.config.hidden_size
     mlp.gate_proj, mlp.up_proj = (torch.nn.Linear(hidden, 95, bias=False) for _ in range(2))
@@ -120,7 +121,7 @@ def another_device_than_the_current_one_is_refused():
 def a_graph_that_does_not_end_names_who_is_gone():
     ranks = HeadRanks.of("cpu", timeout_s=0.5)  # not those of `here`, which continue
     if dist.get_rank():
-        return  # looks like an end to the other rank
+        return  # to the other rank, this rank seems to have ended
     with pytest.raises(RankError, match=r"lost rank 1 of 2 .*the device does not come to the end"):
         ranks.wait_for(mock.Mock(query=lambda: False))
 
@@ -134,7 +135,7 @@ def ranks_end_together(refused):
 
     one, shared = decoders(head_dim=64)
     want = one.generate(ids_of(30), index=None, max_new_tokens=40).answer_ids.tolist()
-    stop = max(want, key=want.index)  # the last token that is new
+    stop = max(want, key=want.index)  # the token whose first occurrence is last
     want = want[: want.index(stop) + 1]
     assert 8 < len(want) < 36
     refuses = dist.get_rank() == refused
@@ -153,8 +154,7 @@ def ranks_end_together(refused):
 
 
 def sessions_go_on():
-    """Sessions fork and truncate, by heads and by tokens. A fork needs nothing of a deleted
-    session."""
+    """Sessions fork and truncate, with heads or tokens distributed. Forks survive their session."""
     one, shared = decoders()
     said = []
     for decoder, index in ((one, EXACT), (shared, EXACT), (one, f"{EXACT}+sharded:block=8")):

@@ -119,7 +119,7 @@ def test_on_a_gpu_the_decoder_is_the_default_where_it_can(monkeypatch, capsys):
     assert chosen.generate("x") == ("x", Sampling(seed=5))
     assert engines.choose("transformers", model, None, {}, 0).name == "transformers"
     assert capsys.readouterr().err == ""
-    model.generation_config.num_beams = 4  # one answer is made whatever it says
+    model.generation_config.num_beams = 4  # the command makes one answer whatever this is
     assert engines.choose(None, model, None, {}, 0).name == "decoder"
     assert engines.choose(None, model, None, {"min_p": 0.1, "do_sample": True}, 0).name == (
         "transformers"

@@ -1,4 +1,7 @@
-"""Tokens equal those of transformers, alone and inside `attach`. Calls leave nothing behind."""
+"""The decoder's tokens equal those of transformers, with and without `attach`.
+
+Calls of the decoder leave no state behind.
+"""
 
 import dataclasses
 import gc
@@ -43,8 +46,10 @@ def attached(model, ids, count, mask=None, **options):
 
 @pytest.mark.parametrize("index", mostly_slow(INDEXES, "exact", "pariskv"))
 def test_seventy_tokens_are_those_of_attach(model, decoder, index):
-    """Over eight updates of each layer. The slow test in `test_smollm2.py` compares two hundred
-    tokens."""
+    """The answer includes eight updates of each layer.
+
+    The slow test in `test_smollm2.py` compares two hundred tokens.
+    """
     ids = ids_of(60)
     tokens, report = attached(model, ids[None], 70, index=index, k=10, **REGIONS)
     answer = decoder.generate(ids, index=index, max_new_tokens=70, **FEW)
@@ -220,7 +225,7 @@ def test_end_tokens_are_those_of_the_generation_configuration(model):
 
 
 class Told:
-    """A streamer that stores what it gets."""
+    """A streamer that stores the tokens that it gets."""
 
     def __init__(self):
         self.put_ids, self.ended = [], False

@@ -95,7 +95,7 @@ def test_weights_that_lie_together_are_the_models_own_and_read_in_place(device):
     assert torch.equal(whole, torch.cat(parts))
     assert whole.data_ptr() == model.model.layers[0].self_attn.q_proj.weight.data_ptr()
     assert adjacent(parts[::-1]) is None
-    together(model)  # a second time, for another decoder
+    together(model)  # join the weights again, for another decoder
     assert whole.data_ptr() == model.model.layers[0].self_attn.q_proj.weight.data_ptr()
     assert all(torch.equal(weight, before[name]) for name, weight in model.named_parameters())
     with torch.no_grad():

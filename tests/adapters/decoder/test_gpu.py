@@ -63,7 +63,7 @@ def test_a_seed_gives_the_same_tokens_and_prompts_go_together(device):
 
 @pytest.mark.gpu
 def test_one_layers_rows_are_on_the_device_at_a_time():
-    """The peak is that of a short prompt plus hidden states, codes, and rows of one layer."""
+    """Peak memory is that of a short prompt, plus hidden states, codes, and rows of one layer."""
     layers, chunk, length = 8, 512, 32_768
     sizes = dict(num_hidden_layers=layers, head_dim=64, max_position_embeddings=2 * length)
     decoder = Decoder.of(model_of("llama", **sizes).to("cuda", torch.bfloat16))
@@ -97,6 +97,6 @@ def test_a_piece_of_a_prompt_attends_to_those_before_without_a_mask():
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     got = attend_causal(queries, keys, values, scale=0.125)
-    # less than the logits of attention would take
+    # below the size of all attention logits
     assert torch.cuda.max_memory_allocated() - before < queries.shape[2] * 20_000
     torch.testing.assert_close(got.double(), want, rtol=2e-2, atol=2e-2)

@@ -1,4 +1,4 @@
-"""A decode step as one graph gives the same tokens as without, whatever happens in between.
+"""A decode step as one graph gives the same tokens as without a graph, for any calls in between.
 
 On a CPU, graphs are recorded functions (`tests/cuda/graphs.py`), and kernels are emulated.
 """
@@ -51,7 +51,7 @@ def both(decoder, prompt, **options):
 
 
 def test_tokens_and_report_are_those_of_steps(device, graphs):
-    """Through updates of both layers, which begin at different tokens."""
+    """The answer includes updates of both layers, which begin at different tokens."""
     mine, theirs = both(decoder_of(device, layers=2), ids_of(60), **given(device, 28))
     assert torch.equal(mine.answer_ids, theirs.answer_ids)
     assert mine.report == theirs.report
@@ -81,8 +81,7 @@ def test_half_precision_and_other_families(device, graphs, name):
 
 
 def test_full_attention_past_the_places_that_it_reads(device, graphs, monkeypatch):
-    """Another graph is captured, except for kernels, which read the number of tokens on the
-    device."""
+    """Another graph is captured, unless kernels read the number of tokens on the device."""
     monkeypatch.setattr(dense, "STEP", 32)
     decoder = decoder_of(device)
     mine, theirs = both(decoder, ids_of(60), index=None, max_new_tokens=12)
@@ -190,7 +189,7 @@ def test_after_an_exception_the_next_prompt_is_as_ever(device, graphs, monkeypat
 def test_candidates_that_outgrow_their_buffers_are_another_graph(
     device, graphs, monkeypatch, reserved
 ):
-    """Within the reserved memory for an answer, they do not outgrow their buffers."""
+    """While an answer fits in its reserved memory, candidates do not outgrow their buffers."""
     monkeypatch.setattr(workspace, "HEADROOM", 2)
     if not reserved:
         monkeypatch.setattr(ParisKVExecutor, "reserve", lambda *_: None)
@@ -239,7 +238,7 @@ def test_a_driver_that_refuses_is_said_once_and_tokens_go_on(device, graphs, mon
         raise RuntimeError("out of graphs")
 
     regions = options["attach_options"]
-    regions["graphs"] = False  # the layers would capture graphs too
+    regions["graphs"] = False  # otherwise the layers would capture graphs, too
     with monkeypatch.context() as patch:
         patch.setitem(capturing.GRAPHS, device, refuse)
         refused = r"refuses to capture a decode step \(out of graphs\)"
@@ -268,6 +267,6 @@ def test_prompts_leave_no_memory_behind():
     decoder, options, held = decoder_of("cuda", dtype=torch.bfloat16), given("cuda", 20), []
     for _ in range(8):
         decoder.generate(ids_of(60), **options)
-        torch.cuda.empty_cache()  # the rest is in use, or a graph's
+        torch.cuda.empty_cache()  # other memory is in use, or belongs to a graph
         held.append((torch.cuda.memory_allocated(), torch.cuda.memory_reserved()))
     assert held[-1] <= held[2]

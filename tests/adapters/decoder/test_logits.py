@@ -30,7 +30,7 @@ def logits_of(decoder, prompts, more, **options):
 
 
 def expected(model, ids, more):
-    """Return the same from transformers, with one sequence in one call."""
+    """Return the same logits from transformers, which reads each sequence in one call."""
     with torch.no_grad():
         logits = model(input_ids=torch.cat([ids, more])[None]).logits[0]
     return list(logits[len(ids) - 1 :].unsqueeze(1))
@@ -87,7 +87,7 @@ def test_prompts_are_padded_on_the_left():
 
 
 class Adds:
-    """An attention that needs no numbers."""
+    """An attention that reads no tensor's numbers."""
 
     def step(self, queries, keys, values, *, valid=None):
         return queries + keys.repeat_interleave(2, 1) + values.repeat_interleave(2, 1)

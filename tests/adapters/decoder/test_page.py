@@ -13,7 +13,7 @@ PAGE = (Path(__file__).parents[3] / "docs/adapters/decoder.md").read_text()
 
 
 class Letters:
-    """A tokenizer of letters."""
+    """A tokenizer with one token per letter."""
 
     def __call__(self, text, **options):
         return {"input_ids": [ord(letter) % VOCABULARY for letter in text]}

@@ -37,7 +37,7 @@ def by_layer(run):
 
 
 def by_chunk(run):
-    """Read a prompt as one that follows tokens: each chunk through all layers."""
+    """Read a prompt as if tokens came before it: each chunk through all layers."""
     stop = max(run.ids.shape[1] - CHUNK, 0)
     for start, end in [*chunks(stop, CHUNK), (stop, run.ids.shape[1])]:
         logits = run.session._read(run.ids[:, start:end])
@@ -71,7 +71,10 @@ def test_dense_layers_beside_those_with_an_index(decoder):
 
 
 def test_on_a_gpu_a_chunk_is_as_long_as_activations_have_room_for():
-    """For Qwen3-8B and Llama 3 70B in bfloat16: half a GiB, from 1,024 to 4,096 tokens."""
+    """For Qwen3-8B and Llama 3 70B in bfloat16, a chunk's activations take half a GiB.
+
+    Chunks have 1,024 to 4,096 tokens.
+    """
     cpu, gpu = torch.device("cpu"), torch.device("cuda")
     for shape, chunks_of in {
         (4096, 4096, 1024, 12288): {1: 4096, 2: 2048, 4: 1024, 16: 1024},
@@ -87,7 +90,7 @@ def test_on_a_gpu_a_chunk_is_as_long_as_activations_have_room_for():
 
 
 def sized(width, queries, keys, inner):
-    """Make weights with the sizes that determine the length of a chunk."""
+    """Make weights of the sizes that determine the length of a chunk."""
     query, key, gate = (
         SimpleNamespace(weight=torch.empty(n, 1, device="meta")) for n in (queries, keys, inner)
     )
@@ -109,7 +112,7 @@ def test_a_layer_with_steps_of_its_own_reads_by_them(decoder):
 
 
 class Live(TorchDispatchMode):
-    """Count the bytes of storages that operations return, while they exist, and their maximum."""
+    """Count the bytes of live storages that operations have returned, and their maximum."""
 
     def __init__(self):
         super().__init__()
@@ -164,7 +167,7 @@ def peak(decoder, length, read):
 
 
 def test_one_layers_rows_are_there_at_a_time():
-    """The peak is that of a chunk, plus hidden states and one layer's rows."""
+    """Peak memory is that of a chunk, plus hidden states and one layer's rows."""
     decoder = Decoder.of(model_of("llama"))
     config, width = decoder.config, decoder.weights.embedding.shape[1]
     rest = 40 * CHUNK

@@ -60,5 +60,5 @@ def test_exact_search_recalls_everything_and_a_bad_index_does_not():
 )
 def test_bytes_per_key(spec, kept, scanned):
     want = {"kept": kept, "scanned": scanned}
-    shared = 300 / 4096  # bytes of what is learned, a mean center above all, per token
+    shared = 300 / 4096  # bytes of learned tensors per token, mostly those of a mean center
     assert bytes_per_key(spec, 128) == pytest.approx(want, abs=shared)

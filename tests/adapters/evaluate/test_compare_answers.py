@@ -1,4 +1,4 @@
-"""Answers of `compare` equal those of `kvhf.generate`, though only full attention reads prompts."""
+"""Answers of `compare` equal those of `kvhf.generate`; only full attention reads prompts there."""
 
 import pytest
 import torch
@@ -90,7 +90,7 @@ def test_what_is_expected_follows_the_longest_beginning():
     guesses = [[1, 2, 3, 4], [2, 3, 9], [7, 7, 7]]
     assert expected([5, 1, 2], guesses) == [3, 4]
     assert expected([5, 2], guesses) == [3, 9]
-    assert expected([1, 2, 3, 4], guesses) == []  # the guess has no rest
+    assert expected([1, 2, 3, 4], guesses) == []  # no token is left to guess
     assert expected([7], guesses) == [7, 7]
     assert expected([5], guesses) == []
 

@@ -129,7 +129,7 @@ def test_rows_lie_where_it_is_said(run, monkeypatch):
     result = run("--index", "exact,quest:page=4:store=host", "-k", "5", "--store", "device")
     assert result.exit_code == 0, result.output
     assert made.count(("exact", "device")) > 2  # a check, and two layers or more
-    assert made.count(("quest:page=4:store=host", None)) > 2  # a line says more
+    assert made.count(("quest:page=4:store=host", None)) > 2  # a line has further fields
 
 
 def test_what_a_task_cannot_do_is_told(run, monkeypatch):

@@ -105,7 +105,7 @@ def test_an_interruption_ends_all_workers(tmp_path):
     with subprocess.Popen(command, start_new_session=True, **options) as run:
         assert run.stdout.readline()  # a record is written
         os.killpg(run.pid, signal.SIGINT)  # as a terminal does on Ctrl-C
-        _, said = run.communicate(timeout=60)  # workers hold its ends of the pipes, too
+        _, said = run.communicate(timeout=60)  # workers also have the pipes open
     assert said.splitlines()[-1] == "KeyboardInterrupt"
     assert said.count("Traceback") == 1
     assert len([*Records(tmp_path).of(TEXT)]) > 0

@@ -1,4 +1,4 @@
-"""The report opens offline and contains every index, pictures name few lines, tables are right."""
+"""The report works offline and contains every index; pictures label few lines; tables are right."""
 
 import csv
 import itertools
@@ -206,7 +206,7 @@ def test_differences_are_of_pairs(tmp_path):
 
 
 def test_rows_needed_are_the_least_from_which_on_few_answers_are_lost(tmp_path):
-    lost = {  # lost ones of 50 answers, at k = 8, 16, 32
+    lost = {  # number of lost answers of 50, at k = 8, 16, 32
         **{"exact": (2, 1, 0), "lucky": (0, 9, 1), "never": (9, 9, 2), "alike": (0, 0, 0)},
         "other": (0, 0),
     }

@@ -19,7 +19,10 @@ def covers(interval, truth):
 
 @pytest.mark.parametrize("rate", [0.05, 0.5, 0.97])
 def test_wilsons_interval_covers_the_rate_in_about_95_of_100_samples(rate):
-    """With 2,000 samples and a fixed seed; below 93% once in 10^5 runs if 95% is right."""
+    """The test uses 2,000 samples and a fixed seed.
+
+    If the coverage is 95%, a new seed would give less than 93% once in 10^5 runs.
+    """
     scores = np.random.default_rng(0).random((2000, 50)) < rate
     assert np.mean([covers(wilson(row), rate) for row in scores]) > 0.93
 
@@ -32,7 +35,10 @@ def test_wilsons_interval_is_narrower_with_more_answers_and_stays_within_0_and_1
 
 
 def test_the_bootstrap_covers_the_mean_and_is_the_same_each_time():
-    """With 300 samples of 40 and a fixed seed; below 90% once in 10^4 runs at 94%."""
+    """The test uses 300 samples of 40 numbers and a fixed seed.
+
+    If the coverage is 94%, a new seed would give less than 90% once in 10^4 runs.
+    """
     samples = np.random.default_rng(1).integers(-1, 2, (300, 40))
     assert np.mean([covers(bootstrap(row), 0) for row in samples]) > 0.9
     assert bootstrap(samples[0]) == bootstrap(samples[0])

@@ -1,4 +1,4 @@
-"""Files of benchmarks: lines in their published formats become instances, and metrics."""
+"""Files of benchmarks: lines in the published formats become instances; answers are scored."""
 
 import json
 from functools import partial

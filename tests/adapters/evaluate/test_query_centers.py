@@ -1,4 +1,4 @@
-"""With calibrated centers of its own prompt, `triattention` keeps the same rows."""
+"""`triattention` keeps the same rows with centers that were calibrated on the same prompt."""
 
 import pytest
 import torch

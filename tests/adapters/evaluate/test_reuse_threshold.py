@@ -27,7 +27,7 @@ def replayed(layer, tau):
     reuse, overlap = Reuse(index, tau=tau), []
     for step in range(STEPS + 1):
         queries = layer.queries[None, :, step : step + 1]
-        if not step:  # the prompt's last
+        if not step:  # the prompt's last query
             reuse.observe_queries(queries.expand(-1, -1, 2, -1), torch.arange(2))
             continue
         reuse.observe_queries(queries, torch.tensor([step]))

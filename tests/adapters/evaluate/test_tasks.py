@@ -31,7 +31,7 @@ def piece(tokenizer):
 
 
 def parts(answer, name):
-    """Return what the text contains of a reference; of a record its values."""
+    """Return the parts of a reference that the text contains; for a record, its values."""
     return map(str, json.loads(answer).values()) if name == "table" else [answer]
 
 
@@ -124,7 +124,7 @@ def test_context_and_question_are_the_whole_prompt(tokenizer):
         whole = encode_prompt(tokenizer, [message]).tolist() + begin
         assert torch.cat([made.context, question.ids]).tolist() == whole
     assert "green." in tokenizer.decode(made.context)
-    assert "What" not in tokenizer.decode(made.context)  # though both questions begin so
+    assert "What" not in tokenizer.decode(made.context)  # although both questions begin with it
     assert made.tokens() == longest(tokenizer, DRAFT)
 
 
