@@ -1,4 +1,4 @@
-"""Continuous batching through indexes, held to transformers' own `generate_batch`."""
+"""Continuous batching with indexes gives the results of transformers' own `generate_batch`."""
 
 import pytest
 import torch
@@ -12,22 +12,25 @@ from tests.adapters.tiny import VOCABULARY, build
 from tests.support.helpers import slow
 
 REGIONS = dict(sink=2, local_window=4, update_every=8, dense_below=0)
-"""Small, so that nearly every decoded token searches."""
+"""Small regions, so that nearly every decode step searches."""
 EXACT = dict(index="exact", k=500, **REGIONS)
 TOKENS = 12
 NEWER = "page_size" in ContinuousBatchingConfig.__dataclass_fields__
-"""Not 5.17, whose pages are `block_size`, and whose results lack all answers but one."""
+"""True for transformers after 5.17.
+
+In 5.17, `page_size` is called `block_size`, and only one answer of a request is returned.
+"""
 
 
 def prompts(*lengths, seed=3, prefix=()):
-    """Random token ids, one list a request."""
+    """Return random token ids, one list for each request."""
     generator = torch.Generator().manual_seed(seed)
     random_ids = [torch.randint(3, VOCABULARY, (n,), generator=generator).tolist() for n in lengths]
     return [[*prefix, *ids] for ids in random_ids]
 
 
 def batch(model, inputs, *, answers=1, **options):
-    """Tokens of `generate_batch`, request by request."""
+    """Return the tokens of `generate_batch` for each request."""
     sizes = dict(page_size=16, block_size=16, num_blocks=64, max_batch_tokens=64)
     sizes.pop("block_size" if NEWER else "page_size")
     sampling = dict(do_sample=True, top_k=1) if answers > 1 else dict(do_sample=False)
@@ -66,7 +69,7 @@ def test_tokens_with_all_rows_are_those_of_plain_attention(model, index, options
         assert batch(model, inputs, **options) == expected
         report = batching.report()
         assert report.steps >= 5 * TOKENS
-        assert report.nbytes == {"indexes": 0}  # all are gone
+        assert report.nbytes == {"indexes": 0}  # all indexes are freed
 
 
 def test_sliding_layers_keep_their_own():
@@ -98,7 +101,8 @@ def test_one_query_rows_read_few_rows_and_all_else_is_exact(model):
     with kvhf.attach_batch(model, **{**EXACT, "k": 1}) as batching:
         few = batch(model, inputs)
         report = batching.report()
-    assert [tokens[0] for tokens in few] == [tokens[0] for tokens in expected]  # of the prompt
+    # the prompt's logits give this token
+    assert [tokens[0] for tokens in few] == [tokens[0] for tokens in expected]
     assert few != expected
     assert report.rows_read < 0.4 * report.rows_full
     with kvhf.attach_batch(model, **{**EXACT, "k": 1, "dense_below": 200}) as batching:
@@ -139,7 +143,7 @@ def test_a_step_that_fails_leaves_nothing(model):
 
         layer.attend = failing
         with pytest.raises(AssertionError):
-            batch(model, inputs)  # transformers gives results that say what failed
+            batch(model, inputs)  # transformers returns results with the error
         assert len(calls) == 4
         assert all(len(one.pool) == 0 for one in batching.layers.values())
         layer.attend = attend

@@ -28,7 +28,7 @@ def model():
 
 @pytest.mark.parametrize("cropped", [0, 1, 5, 9, 25, 39])
 def test_crop_then_go_on(model, cropped):
-    """Crop inside the local window, past it, and deep in the index."""
+    """Crop inside the local window, beyond it, and deep in the index."""
     inputs = prompt(1, 60)
     remaining = 40 - cropped
     again = {name: torch.cat([t[:, :remaining], t[:, 40:]], dim=1) for name, t in inputs.items()}
@@ -88,7 +88,8 @@ CHANGES = pytest.mark.parametrize(
     [("llama", 2), ("falcon_h1", 2), ("zaya", 2), ("zamba", 4), ("inkling_text", 4)],
 )
 def test_batch_operations(family, layers, change, rows):
-    """Also with linear attention, in the same layer as full attention or in separate layers."""
+    """Models include linear attention, in the same layer as full attention or in separate
+    layers."""
     model = build(family, num_hidden_layers=layers)
     inputs = prompt(3, 50, padded=True)
     chosen = {name: tensor[rows] for name, tensor in inputs.items()}
@@ -117,7 +118,8 @@ def test_report_counts_rows_bytes_and_memory(model):
         report = cache.report()
         assert cache.report(all_ranks=True) == report  # there is one process
     assert (report.tokens, report.layers, report.steps) == (60, 2, 10)
-    # 4 sink, 5 hits, 8 local and a buffer of 1 to 8 tokens: 50 tokens leave 8 local, then updates
+    # a step reads 4 rows of the sink, 5 hits, 8 local rows and a buffer of 1 to 8 rows; after the
+    # prompt of 50 tokens, 8 are local and the buffer is empty
     buffers = [1 + step % 8 for step in range(10)]
     assert report.rows_read == pytest.approx(sum(4 + 5 + 8 + b for b in buffers) / 10)
     assert report.rows_full == pytest.approx(sum(range(51, 61)) / 10)
@@ -142,7 +144,7 @@ def test_rows_of_a_byte_per_number_stay_near_full_attention(model, rows):
 def test_report_tells_the_share_that_was_asked_for(model):
     inputs = prompt(1, 60)
     with kvhf.attach(model, **{**REGIONS, "coverage": 0.7}) as cache:
-        assert cache.report().coverage is None  # nothing was searched yet
+        assert cache.report().coverage is None  # there was no search yet
         steps(model, cache, inputs, [50] + [1] * 10)
         report = cache.report()
     with kvhf.attach(model, **REGIONS) as cache:
@@ -333,7 +335,8 @@ def test_linear_attention_cannot_go_back_and_says_so(family, options):
 )
 @pytest.mark.parametrize("family", ["qwen3", "llama"])
 def test_a_change_that_is_refused_changes_no_layer(family, change, error, match):
-    """Also in a mixed model: a sliding window that has lost rows cannot be cropped."""
+    """This includes models with sliding windows, which cannot be cropped once they have lost
+    rows."""
     model, inputs = build(family), prompt(2, 50, padded=True)
     if family == "llama" and error is RuntimeError:
         pytest.skip("has no sliding window")
@@ -373,7 +376,7 @@ def test_an_interrupt_of_a_change_changes_no_layer(change):
             rows = [layer.index.fetch(all_ids(layer)).keys for layer in some.attention_layers()]
             want = [layer.index.fetch(all_ids(layer)).keys for layer in cache.attention_layers()]
             assert all(map(torch.equal, rows, want))
-            some.crop(-1)  # the cache can be used
+            some.crop(-1)  # the cache is still usable
 
 
 def all_ids(layer):

@@ -37,7 +37,7 @@ COPIED = ["llama", "qwen3", "gemma4_text", "zamba2", "qwen3_next", "deepseek_v3"
 
 @pytest.mark.parametrize("family", mostly_slow(COPIED, "llama", "zamba2", "deepseek_v3"))
 def test_a_prefix_is_reused_and_no_copy_shows_in_another(family):
-    """For models with sliding windows, linear attention, both in one layer, and latents."""
+    """Models have sliding windows, linear attention, both in one layer, or latents."""
     linear = dict(layer_types=["linear_attention", "full_attention"] * 2, **LINEAR)
     model = build(family, **(linear if family == "qwen3_next" else {}))
     texts = prompt(2, 60)["input_ids"]
@@ -93,7 +93,8 @@ def test_changes_of_a_copy_do_not_show(model):
     with kvhf.attach(model, **REGIONS) as cache:
         steps(model, cache, inputs, [30] + [1] * 10)
         before, other = cache.report(), copy.deepcopy(cache)
-        assert replace(other.report(), nbytes=before.nbytes) == before  # room for steps comes anew
+        # memory for steps is allocated again
+        assert replace(other.report(), nbytes=before.nbytes) == before
         other.crop(-25)
         other.reorder_cache(torch.tensor([1, 1, 0]))
         assert other.get_seq_length() == 15

@@ -155,7 +155,7 @@ def test_a_length_is_right_at_every_line_of_a_move_into_the_index(monkeypatch):
     assert seen == {43}
 
 
-# Calls that conflict: the second one raises an error, the first one continues
+# Conflicting calls: the second one raises an error, the first one continues
 
 
 def conflict(module, first, second):
@@ -208,7 +208,7 @@ def test_what_changes_a_cache_raises_beside_generate(call, tmp_path):
 
 
 def test_between_the_steps_of_generate_others_raise_too():
-    """The error does not depend on the moment of the call."""
+    """The error is the same whenever the call is made."""
     model, inputs = build("llama", num_hidden_layers=2, eos_token_id=None), prompt(1, 40)
     with kvhf.attach(model, index="exact", **SIZES) as cache:
         message, _ = conflict(

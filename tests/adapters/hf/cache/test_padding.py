@@ -141,7 +141,7 @@ def asked(model, cache, turns=1):
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2"])
 def test_questions_about_one_document(family):
-    """Each answer is the same as alone; padding takes places in a sliding window, as always."""
+    """Each answer is the same as alone. Padding takes up places in a sliding window, as always."""
     model = build(family, eos_token_id=None)
     with kvhf.attach(model, **REGIONS) as cache:
         ids, mask = asked(model, cache)

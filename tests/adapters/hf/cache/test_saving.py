@@ -41,7 +41,7 @@ def folder(model, tmp_path):
     ],
 )
 def test_another_cache_goes_on_as_the_one_that_was_saved(tmp_path, family):
-    """For models with sliding windows, linear attention, both in one layer, and latents."""
+    """Models have sliding windows, linear attention, both in one layer, or latents."""
     linear = dict(layer_types=["linear_attention", "full_attention"] * 2, **LINEAR)
     model, other = (build(family, **(linear if family == "qwen3_next" else {})) for _ in range(2))
     text = prompt(2, 60, padded=family == "llama")

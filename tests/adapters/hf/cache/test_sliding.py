@@ -28,7 +28,7 @@ TWO = {
     "ministral": dict(**KINDS, sliding_window=WINDOW),
     "qwen2": dict(**KINDS, sliding_window=WINDOW),
 }
-"""Two layers of families with a softcap, norms of queries and keys, a learned sink, or none."""
+"""Two layers of families: with a softcap, normalized queries and keys, a learned sink, or none."""
 
 
 @pytest.fixture
@@ -54,12 +54,13 @@ def test_tokens_are_those_of_transformers(graphs, family, size):
         got = model.generate(**inputs, past_key_values=cache, **how)
         said = cache.report().graph
     assert torch.equal(got, want)
-    assert graphs.replays == (59 - EAGER if length == 60 else 50)  # a short one has no rows yet
+    # after a short prompt, the index has no rows yet
+    assert graphs.replays == (59 - EAGER if length == 60 else 50)
     assert said == f"{graphs.replays} of 59 tokens were replays"
 
 
 def life(model, token_graph):
-    """Return logits of turns, reorders, copies and of going back to a checkpoint."""
+    """Return logits of several turns, reorders, copies and rollbacks to a checkpoint."""
     logits, ids = [], prompt(2, 60)["input_ids"]
 
     def tokens(cache, count):
@@ -153,7 +154,7 @@ def test_a_replay_that_fails_takes_its_token_back(graphs, monkeypatch, length):
 
 
 def test_a_saved_cache_has_the_layers_of_transformers(graphs, tmp_path):
-    """It can therefore be loaded where no decode step is a graph, and the other way round."""
+    """So it can be loaded where decode steps are no graphs, and the other way round."""
     model, how = model_of(), dict(do_sample=False, max_new_tokens=10)
     want = model.generate(**prompt(1, 60), do_sample=False, max_new_tokens=20)
     for number, (writes, reads) in enumerate([(None, False), (False, None), (None, None)]):
@@ -172,7 +173,7 @@ def test_a_saved_cache_has_the_layers_of_transformers(graphs, tmp_path):
 
 
 def test_a_mask_of_the_models_own_is_no_graph(graphs):
-    """Attention by chunks has no window. It looks the same until its first chunk ends."""
+    """Chunked attention has no sliding window, but has the same mask until the first chunk ends."""
     kinds = dict(layer_types=["chunked_attention", "full_attention"], attention_chunk_size=WINDOW)
     model = build("llama4_text", **{**KINDS, **kinds}, eos_token_id=None)
     for batch, length in ((1, 9), (2, 40)):

@@ -39,7 +39,7 @@ def raising(error):
 
 
 def fails_in_the_head(model, error, *args, **inputs):
-    """A call of the model that raises after its decoder has returned."""
+    """Make a call of the model that raises after its decoder has returned."""
     handle = model.get_output_embeddings().register_forward_pre_hook(raising(error))
     with pytest.raises(error), torch.no_grad():
         model(*args, **inputs)
@@ -100,7 +100,7 @@ def test_a_head_that_fails_leaves_no_token(model, error, dense_layers):
 
 
 def test_a_head_that_fails_after_a_replay_leaves_no_token(graphs):
-    """Also if the window is updated in this step. Each token is computed twice."""
+    """This holds also if the window is updated in this step. Each token is computed twice."""
     model, inputs = build("qwen3", eos_token_id=None), prompt(1, 80)
     sizes = dict(k=500, sink=4, local_window=8, update_every=12, dense_below=0)
     expected = dense_steps(model, inputs, [40] + [1] * 40)

@@ -1,4 +1,4 @@
-"""Several prompts and one cache: each answer is what one prompt of all ids would get."""
+"""Several prompts in one cache: each answer equals that to a single prompt with all ids."""
 
 import copy
 import functools
@@ -26,12 +26,12 @@ def ids(length):
 
 @functools.cache
 def reference(family):
-    """The same model, which is attached to nothing."""
+    """Return the same model without `attach`."""
     return build(family, eos_token_id=None)
 
 
 def alone(*parts, family="llama", **options):
-    """The answer of full attention to all parts as one prompt."""
+    """Return the answer of full attention to all parts as one prompt."""
     whole = torch.cat(parts)[None]
     inputs = {"input_ids": whole, "attention_mask": torch.ones_like(whole)}
     return full(reference(family), inputs, **options)[0, whole.shape[1] :]
@@ -103,7 +103,7 @@ def test_a_prompt_is_read_in_parts(model):
 )
 def test_options_that_look_at_the_past_see_it_or_are_refused(model, options):
     document, question = ids(60), ids(9)
-    # min_length holds back the end for as long as all of it is shorter
+    # min_length, which includes the prompt, prevents an earlier end token
     ends = dict(eos_token_id=int(alone(document, question)[0])) | options
     expected = alone(document, question, **ends)
     assert not torch.equal(expected, alone(document, question))
@@ -119,7 +119,7 @@ def test_options_that_look_at_the_past_see_it_or_are_refused(model, options):
 
 
 def test_assisted_decoding_reads_no_token_twice(model):
-    """transformers feeds all ids in its first step, whatever the cache holds."""
+    """transformers passes all ids in its first step, whatever the cache contains."""
     document, options = ids(12).repeat(4), dict(prompt_lookup_num_tokens=3)
     with kvhf.attach(model, **REGIONS) as cache:
         first = ask(model, cache, document, "refuse", **options)
@@ -241,7 +241,7 @@ def test_a_streamer_gets_the_prompt_and_the_answer_not_the_document(model):
 
 @pytest.mark.parametrize("index", ["exact", "pariskv", "snapkv", "louiskv+reuse"])
 def test_no_branch_leaves_a_trace(model, index):
-    """Few rows, and answers that are long enough to move tokens from the window to the index."""
+    """Few rows are retrieved, and answers are long enough to move tokens into the index."""
     with kvhf.attach(model, **{**REGIONS, "index": index, "k": 6}) as cache:
         read(model, cache, ids(60))
         answers = [ask(model, cache, ids(length)).answer_ids for length in (9, 9, 30, 9)]

@@ -22,9 +22,9 @@ DEFAULT = {"role": "system", "content": "9 9"}
 
 
 class Chat(Words):
-    """Words are numbers; two neighbors merge. The template begins with a system message.
+    """A tokenizer whose words are numbers; ONE and OTHER merge. Its template adds a system message.
 
-    thinks: of an answer that others follow, the template leaves the first five words out.
+    With `thinks`, the template drops the first five words of every answer but the last.
     """
 
     def __init__(self, thinks=False):
@@ -146,7 +146,7 @@ KINDS = ("cache", "session", "dense session")
 
 @pytest.fixture(params=KINDS)
 def opened(request, model):
-    """A function that opens an empty cache or session with a tokenizer."""
+    """Return a function that opens an empty cache or session with a tokenizer."""
     if request.param != "cache":
         options = dict(**INDEX, attach_options=SIZES)
         options = options if request.param == "session" else dict(index=None)
@@ -162,7 +162,7 @@ def opened(request, model):
 
 
 def expected(plain, ids, **options):
-    """The answer of full attention to these ids as one prompt."""
+    """Return the answer of full attention to these ids as one prompt."""
     whole = torch.tensor([ids])
     inputs = {"input_ids": whole, "attention_mask": torch.ones_like(whole)}
     return full(plain, inputs, **options)[0, len(ids) :].tolist()
@@ -362,7 +362,7 @@ HYBRID = dict(num_hidden_layers=2, layer_types=["linear_attention", "full_attent
 
 @pytest.mark.parametrize(("family", "options"), [("qwen2", {}), ("qwen3_next", HYBRID)])
 def test_what_cannot_forget_tokens_says_so(family, options):
-    """Sliding windows and linear attention need a template that leaves earlier turns unchanged."""
+    """Sliding windows and linear attention need a template that never changes earlier turns."""
     model = build(family, eos_token_id=None, **options)
     with kvhf.attach(model, **REGIONS) as cache:
         talk, said = Cache(model, Chat(), cache), [user(words(50))]

@@ -69,7 +69,7 @@ def said(replays, count):
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_tokens_are_those_of_the_models_own_forward(graphs, name):
-    """Through updates of the window, each of which makes another graph of this index."""
+    """The answer includes updates of the window; with this index, each needs a new graph."""
     (mine, report), (theirs, plain) = both(model_of(name), prompt(1, 60), 40)
     assert torch.equal(mine, theirs)
     assert replace(report, graph=None) == plain
@@ -297,7 +297,7 @@ def test_caches_that_are_held_hold_no_weights(graphs, monkeypatch):
         gc.enable()
 
 
-# What is refused
+# Errors
 
 
 def of_two_dtypes():

@@ -59,7 +59,7 @@ def logits_of(model, ids, first, **how):
 
 @pytest.mark.slow
 def test_tokens_and_report_are_those_of_the_models_own_forward(device, graphs, kernels):
-    """Through updates of both layers, with one graph. Sequences start at different tokens."""
+    """One graph serves updates of both layers. Sequences start at different tokens."""
     model, inputs = small("qwen3", device), prompt(2, 60, padded=True)
     mine, report = tokens_of(model, inputs, 24, fused=True)
     theirs, plain = tokens_of(model, inputs, 24, token_graph=False)
@@ -72,11 +72,11 @@ def test_tokens_and_report_are_those_of_the_models_own_forward(device, graphs, k
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_families_on_a_gpu(name, dtype):
-    """Batches of 1 to 16 sequences, in which all rows are retrieved.
+    """Compare logits for batches of 1 to 16 sequences, with all rows retrieved.
 
-    In bfloat16 (rounding by 2^-8) the model rounds after each of some 40 operations of a layer, and
-    the kernels after 6. With the reference kernels on a CPU, logits differ by 0.01 at the median
-    token.
+    In bfloat16 (relative rounding error 2^-8), the model rounds after each of some 40 operations of
+    a layer, and the kernels after 6. With the reference kernels on a CPU, logits differ by 0.01 at
+    the median token.
     """
     model, bound = small(name, "cuda", dtype), 1e-3 if dtype is torch.float32 else 2**-5
     for batch in (1, 3, 16):
@@ -115,7 +115,7 @@ def test_weights_are_held_once_and_turns_leave_no_memory_behind():
     for _ in range(8):
         with kvhf.attach(model, fused=True, **REGIONS) as cache:
             assert all(are_joined(*modules) for modules in products(model.model))
-            if not memory:  # later there are workspaces of cuBLAS, one for a stream
+            if not memory:  # later, cuBLAS has a workspace for each stream
                 assert torch.cuda.memory_allocated() < before + 64 * 1024
             some = prompt(1, 60)["input_ids"].to("cuda")
             for _ in range(2):
@@ -126,11 +126,12 @@ def test_weights_are_held_once_and_turns_leave_no_memory_behind():
         memory.append((torch.cuda.memory_allocated(), torch.cuda.memory_reserved()))
     allocated, reserved = memory[2]
     assert memory[-1][0] <= allocated
-    assert memory[-1][1] <= reserved + 2**22  # a segment or two lie elsewhere
+    # up to two segments are outside of the reserved memory
+    assert memory[-1][1] <= reserved + 2**22
 
 
 @pytest.mark.gpu
-@pytest.mark.filterwarnings("ignore:token_graph")  # kernels are compiled in it: not all see it
+@pytest.mark.filterwarnings("ignore:token_graph")  # only runs that compile kernels warn
 def test_a_driver_that_refuses_is_said_and_tokens_go_on(monkeypatch):
     def refuse(*_):
         raise RuntimeError("out of graphs")

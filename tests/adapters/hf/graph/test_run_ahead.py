@@ -1,6 +1,7 @@
-"""Answers whose tokens are launched before the last ones are read: those of transformers' loop.
+"""Decode steps that are launched before the host has read the last token give the same answers.
 
-On a CPU nothing runs beside the host; `RUNS_AHEAD` says it did, and graphs are work that is kept.
+The answers are compared with those of transformers' loop. On a CPU nothing runs concurrently with
+the host, but tests add "cpu" to `RUNS_AHEAD`, and graphs are recorded functions.
 """
 
 from contextlib import nullcontext
@@ -28,7 +29,7 @@ SLIDING = dict(layer_types=["sliding_attention", "full_attention"], sliding_wind
 
 
 class Vocabulary(Words):
-    """A tokenizer of words that are letters: what stop strings are made of."""
+    """A tokenizer whose words are letters, of which stop strings consist."""
 
     def __call__(self, text, **options):
         return {"input_ids": [text]}
@@ -48,7 +49,7 @@ class Vocabulary(Words):
 
 @pytest.fixture
 def graphs():
-    """Counts graphs and replays."""
+    """Count graphs and replays."""
     with recorded(WholeGraph) as counting:
         yield counting
 
@@ -64,7 +65,7 @@ def model():
 
 @pytest.fixture(autouse=True)
 def launched(monkeypatch):
-    """Counts tokens that were on their way to the host, at each that it read."""
+    """Record, whenever the host reads a token, how many tokens were on their way to it."""
     waiting, take = [], TokenRing.take
 
     def counted(ring):
@@ -81,7 +82,7 @@ def ahead_on_a_cpu(monkeypatch, ahead):
 
 
 def decoded(monkeypatch, model, *, ahead, turns=1, attach=None, seed=0, used="continue", **options):
-    """What can be seen of answers in a cache, which follow each other, and of what is left."""
+    """Return everything observable of several answers in one cache, and of the cache afterwards."""
     ahead_on_a_cpu(monkeypatch, ahead)
     torch.manual_seed(seed)
     seen = []
@@ -108,7 +109,7 @@ def decoded(monkeypatch, model, *, ahead, turns=1, attach=None, seed=0, used="co
 
 
 def check_same(monkeypatch, model, **options):
-    """Answer ids of the last turn, which are the same either way, and all that is left."""
+    """Check that everything is the same with and without running ahead; return the last answer."""
     mine, theirs = (decoded(monkeypatch, model, ahead=ahead, **options) for ahead in (True, False))
     assert mine[0] == theirs[0]
     torch.testing.assert_close(mine[1], theirs[1], rtol=1e-5, atol=1e-5)
@@ -116,7 +117,7 @@ def check_same(monkeypatch, model, **options):
 
 
 def ending(monkeypatch, model, place, **options):
-    """A token that an answer has first at this place."""
+    """Return a token whose first occurrence in an answer is at this place."""
     whole = decoded(monkeypatch, model, ahead=False, **options)[2]
     firsts = [n for n, token in enumerate(whole) if token not in whole[:n]]
     return whole[next((n for n in firsts if n >= place), firsts[-1])]
@@ -139,7 +140,7 @@ ENDS = [
 
 @pytest.mark.parametrize(("place", "options", "used"), mostly_slow(ENDS, *ENDS[:2], *ENDS[-2:]))
 def test_an_answer_that_ends_before(monkeypatch, launched, model, place, options, used):
-    """The window is updated meanwhile, and checkpoints are made."""
+    """The answer ends while the window is updated and checkpoints are made."""
     end = ending(monkeypatch, model, place, **options)
     check_same(monkeypatch, model, turns=2, used=used, eos_token_id=end, **options)
     assert launched
@@ -185,7 +186,7 @@ def test_stop_strings(monkeypatch, launched, model):
 
 @pytest.mark.parametrize("index", mostly_slow(["exact", "quest", "h2o", "exact+reuse"], "h2o"))
 def test_other_indexes(monkeypatch, launched, model, index):
-    """Also those that learn from what they are asked."""
+    """This includes indexes that learn from the queries that they get."""
     how = dict(attach=dict(index=index, k=12))
     end = ending(monkeypatch, model, 9, **how)
     check_same(monkeypatch, model, turns=2, eos_token_id=end, **how)
@@ -209,7 +210,7 @@ def test_other_layers(monkeypatch, launched, family, options, attach, captured):
 
 
 def test_linear_attention_is_not_run_ahead(monkeypatch, launched):
-    """Its state cannot go back."""
+    """The state of linear attention cannot be rolled back."""
     model = model_of("falcon_h1")
     end = ending(monkeypatch, model, 9)
     check_same(monkeypatch, model, turns=2, eos_token_id=end)
@@ -307,7 +308,7 @@ def test_a_token_is_drawn_as_torch_draws_it(device):
 @pytest.mark.gpu
 @pytest.mark.parametrize("options", [{}, SAMPLED], ids=["greedy", "sampled"])
 def test_no_token_waits_for_the_host_on_a_gpu(monkeypatch, options):
-    """From the first replay on; the same tokens as transformers' loop."""
+    """This holds from the first replay on, with the same tokens as transformers' loop."""
     model, ids = model_of(head_dim=64).to("cuda"), prompt(1, 60)["input_ids"][0]
     sizes = dict(SIZES, update_every=8)
     how = dict(max_new_tokens=60, index="pariskv", k=10, attach_options=sizes, **options)

@@ -28,7 +28,7 @@ REGIONS = dict(index=Captured, k=500, **SIZES)
 ASKED = dict(token_graph=True)
 FULL = dict(layer_types=["full_attention"] * 2)
 EAGER = 3
-"""Steps without a replay: the first one ends the prompt, the next two are compared."""
+"""Number of steps without a replay: one ends the prompt, and two are traced and compared."""
 
 
 @pytest.fixture
@@ -108,7 +108,10 @@ def test_tokens_that_are_all_read_again_make_another_graph(graphs):
 
 
 def test_updates_of_the_window_make_another_graph(graphs):
-    """For this index; kernels continue with the same graph (`test_token_graph_kernels.py`)."""
+    """This holds for an index in plain torch; with kernels one graph suffices.
+
+    `test_token_graph_kernels.py` tests that.
+    """
     (mine, report), (theirs, plain) = both(model_of(), prompt(1, 60), 90)
     assert torch.equal(mine, theirs)
     assert replace(report, graph=None) == plain
@@ -118,7 +121,7 @@ def test_updates_of_the_window_make_another_graph(graphs):
 
 @pytest.mark.parametrize("sampled", [False, True])
 def test_batches_with_padding(graphs, sampled):
-    """Sequences that have ended get padding tokens, which are no padding of the cache."""
+    """Sequences that have ended get padding tokens, which the cache treats as real tokens."""
     inputs, options = prompt(3, 60, padded=True), {}
     model = model_of()
     if sampled:
@@ -391,7 +394,7 @@ def test_calls_that_are_no_graph_say_why(graphs):
             model(prompt(1, 60)["input_ids"], past_key_values=cache)
             for _ in range(5):
                 assert "0 of" in said()
-            assert "got 64, at the next token 65" in said()  # positions of its own
+            assert "got 64, at the next token 65" in said()  # the caller passed other positions
             assert "compared with the next" in said(**positions)
         assert "gradients: got them enabled" in said(**positions)
         with torch.no_grad(), torch.autocast("cpu", enabled=True):

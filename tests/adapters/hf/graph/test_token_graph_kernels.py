@@ -1,4 +1,4 @@
-"""A token as one graph with kernels in it: emulated on a CPU, captured for real on a GPU."""
+"""A decode step as one graph that contains kernels: emulated on a CPU, captured on a GPU."""
 
 from dataclasses import replace
 
@@ -14,7 +14,7 @@ SMALL = dict(num_hidden_layers=2, head_dim=64, eos_token_id=None)
 FULL = dict(layer_types=["full_attention"] * 2)
 WINDOWS = dict(layer_types=["sliding_attention", "full_attention"], sliding_window=16)
 EAGER = 3
-"""Tokens that are no replays: the first one ends the prompt, the next two are compared."""
+"""Number of steps without a replay: one ends the prompt, and two are traced and compared."""
 
 
 def model_of(device, family="llama", dtype=torch.float32, **options):
@@ -22,7 +22,7 @@ def model_of(device, family="llama", dtype=torch.float32, **options):
 
 
 def both(model, inputs, count, *, attach=None, **options):
-    """Tokens and reports with a graph of the token, and without."""
+    """Return tokens and reports with a graph of the decode step, and without."""
     device, answers = model.device, []
     inputs = {name: tensor.to(device) for name, tensor in inputs.items()}
     index_options = {"backend": "cuda"} if device.type == "cpu" else {}
@@ -38,9 +38,9 @@ def both(model, inputs, count, *, attach=None, **options):
 
 @pytest.mark.slow
 def test_tokens_and_report_are_those_without_graphs(device, graphs):
-    """Through updates of both layers, by one graph; rows start at other tokens.
+    """One graph serves updates of both layers. Sequences start at different tokens.
 
-    Padded tokens that are compared are run twice, so that a cache of rows is asked more often.
+    Steps that are traced run twice, so a row cache counts more accesses.
     """
     (mine, report), (theirs, plain) = both(model_of(device), prompt(2, 60, padded=True), 24)
     assert torch.equal(mine, theirs)
@@ -74,7 +74,7 @@ def test_families_on_a_gpu(dtype, family, options):
 
 
 def logits_of(model, ids, first, token_graph):
-    """Logits `[B, T, V]` of tokens of ids `[B, N]` from `first` on, one by one, and the report."""
+    """Return logits `[B, T, V]` of ids `[B, N]` from `first` on, one by one, and the report."""
     made, how = [], dict(graphs=False, token_graph=token_graph, **REGIONS)
     if model.device.type == "cpu":
         how["index_options"] = {"backend": "cuda"}
@@ -90,10 +90,10 @@ def logits_of(model, ids, first, token_graph):
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["gemma3_text", "gpt_oss"])
 def test_windows_beside_kernels(device, graphs, family):
-    """More than once around a window, by one graph, or two where rows move to more memory."""
+    """A window's ring is passed more than once with one graph, or two if rows get more memory."""
     dtypes = [torch.float32] if device == "cpu" else [torch.float32, torch.bfloat16]
     if device == "cuda" and family == "gpt_oss":
-        del dtypes[0]  # torch's grouped products of float32 read offsets on the host
+        del dtypes[0]  # torch's grouped float32 matrix products read offsets on the host
     for dtype in dtypes:
         model = model_of(device, family, dtype, **WINDOWS)
         ids = prompt(2, 80 if device == "cpu" else 160)["input_ids"].to(device)
@@ -137,7 +137,7 @@ def test_turns_leave_no_memory_behind():
                 some = model.generate(some, past_key_values=cache, max_new_tokens=20)
             assert int(cache.report().graph.split()[0]) > 20
         del cache
-        torch.cuda.empty_cache()  # what is left is used, or a graph's
+        torch.cuda.empty_cache()  # other memory is in use, or belongs to a graph
         memory.append((torch.cuda.memory_allocated(), torch.cuda.memory_reserved()))
     assert memory[-1] <= memory[2]
 

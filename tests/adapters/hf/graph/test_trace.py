@@ -21,12 +21,12 @@ def traced(work):
 
 
 def apart(work):
-    """Return how two calls of the same work differ."""
+    """Trace two calls of the same work, and return how they differ."""
     return difference(traced(work), traced(work))
 
 
 class Counting:
-    """Work that differs in each call."""
+    """Work that is different in each call."""
 
     def __init__(self, work):
         self.count, self._work = 0, work
@@ -37,7 +37,7 @@ class Counting:
 
 
 def kept(self):
-    """A tensor of one call that the next call reads."""
+    """Make a tensor from the tensor that the previous call made."""
     self.last = getattr(self, "last", X) + 1
 
 
@@ -148,7 +148,7 @@ def test_a_change_of_a_model_is_noticed(change):
     state = ModuleState(some)
     some(torch.zeros(2, 3))
     with torch.no_grad():
-        some[0].weight.add_(1)  # in place: a graph reads the new numbers
+        some[0].weight.add_(1)  # changed in place, so a graph reads the new numbers
     assert state.unchanged
     CHANGES[change](some)
     assert not state.unchanged
