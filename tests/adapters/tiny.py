@@ -20,7 +20,7 @@ SMALL = dict(
     num_key_value_heads=2,
     head_dim=16,
     max_position_embeddings=512,
-    # large weights: attention is far from uniform, and a wrong row changes the logits
+    # large weights, so that attention is far from uniform and a wrong row changes the logits
     initializer_range=0.15,
     pad_token_id=0,
     bos_token_id=1,
@@ -53,7 +53,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "smollm3": {**MIXED, "use_sliding_window": True, "no_rope_layers": [1, 0, 1, 0]},
     "starcoder2": {"sliding_window": None},
     "gpt_neox": {"num_key_value_heads": 4},
-    # heads of full-attention layers are of another size, and fewer
+    # full-attention layers have fewer heads, of another size
     "gemma4_text": {
         **MIXED,
         "hidden_size_per_layer_input": 8,
@@ -88,7 +88,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         **{"n_group": 1, "topk_group": 1},
     },
     "minicpm3": LATENT,
-    # a bias by distance beside the logits
+    # a bias by distance is added to the logits
     "inkling_text": {
         **{"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
         **{"d_rel": 8, "rel_extent": 32, "layer_types": ["hybrid_sliding", "hybrid"] * 2},
@@ -105,14 +105,15 @@ def build(family: str, **options: Any) -> PreTrainedModel:
     """Make a model of the family with random float32 weights from a fixed seed."""
     torch.manual_seed(0)
     config = AutoConfig.for_model(family, **{**SMALL, **FAMILIES.get(family, {}), **options})
-    # sdpa knows no softcap; eager is then the only truth that transformers has
+    # sdpa has no softcap, so transformers' only correct reference is eager attention
     dense = "eager" if getattr(config, "attn_logit_softcapping", None) else None
     model = AutoModelForCausalLM.from_config(config, attn_implementation=dense)
     return model.float().eval()
 
 
 def prompt(batch: int, length: int, *, padded: bool = False) -> dict[str, Tensor]:
-    """Return random ids `[B, N]` and their mask; with padding, sequence b starts 5 b later."""
+    """Return random ids `[B, N]` and their mask; with padding, sequence `b` starts `5 b` tokens
+    later."""
     generator = torch.Generator().manual_seed(length)
     ids = torch.randint(3, VOCABULARY, (batch, length), generator=generator)
     mask = torch.ones_like(ids)
@@ -147,5 +148,5 @@ def steps(
 def dense_steps(
     model: PreTrainedModel, inputs: dict[str, Tensor], sizes: list[int]
 ) -> list[Tensor]:
-    """Return the same with full attention and transformers' own cache."""
+    """Return the same logits with full attention and transformers' own cache."""
     return steps(model, DynamicCache(config=model.config), inputs, sizes)

@@ -46,7 +46,7 @@ BY_BLOCKS = ["clusterkv", "squeezed"]
 @pytest.mark.parametrize("name", BY_BLOCKS)
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 def test_small_clusters_keep_the_contract(check, name, case):
-    """By default so few tokens wait, and no cluster is made."""
+    """With default options, so few tokens would all wait, and there would be no cluster."""
     check(partial(small, name, case), case)
 
 

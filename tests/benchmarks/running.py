@@ -18,7 +18,7 @@ emulated = pytest.mark.skipif(not emulator.available(), reason="no g++ to emulat
 
 
 def timed(run, layers, before=None):
-    """Run once."""
+    """Run the function once instead of timing it."""
     if before is not None:
         before(0)
     run()

@@ -1,4 +1,4 @@
-"""The tables of answers, for whole comparisons or for the prompts that all have answered."""
+"""Tables of answers: of whole comparisons, or only of prompts that all indexes have answered."""
 
 import importlib
 import json
@@ -39,7 +39,8 @@ def test_tables_and_pictures_have_every_index_and_the_figures_of_the_comparison(
         page = report.TABLES[f"answers_{name}"](answered)
         lines = {line.split(" | ")[0] for line in page.splitlines()}
         assert {"| full attention", "| `exact`", "| `pariskv`", "| `quest`"} <= lines
-        assert ("| `short`" in lines) == (name == "field")  # it has one length and one k
+        # this comparison has one length and one k
+        assert ("| `short`" in lines) == (name == "field")
     assert "1 to 1 in a cell" in report.TABLES["answers_depth"](answered)
     for index, cell in ((FULL, 1), ("pariskv", -0.5), ("quest", -1)):
         assert reporting.depth_cells(answered, index) == {(4096, 0.2): cell}

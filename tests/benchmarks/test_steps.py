@@ -1,4 +1,5 @@
-"""Steps and appends, with kernels and on a CPU: right ones are timed, wrong ones raise an error."""
+"""Steps and appends, with kernels and on a CPU: correct ones are timed, wrong ones raise an
+error."""
 
 import re
 from dataclasses import replace

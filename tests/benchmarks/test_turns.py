@@ -53,7 +53,7 @@ class Ring:
 
 
 class Graph:
-    """A `TokenGraph` that launches, and whose host is late once in a turn."""
+    """A `TokenGraph` whose host is late once in a turn."""
 
     ahead = AHEAD
 
@@ -92,7 +92,7 @@ def test_no_token_of_a_turn_is_free_wherever_the_host_is_late(plan, late_at):
 
 
 def test_what_another_plan_has_launched_is_in_no_turn(plan):
-    """It counts neither as existing tokens nor as time for which this plan waits."""
+    """Tokens of another plan count neither as tokens of a turn nor as time that this plan waits."""
     one, device = plan(None), Ring.device
     for _ in range(10):
         device.launch()  # a token of another plan

@@ -1,4 +1,4 @@
-"""What attach() changes in a model, for whom, and how the model is restored."""
+"""What attach() changes in a model, who sees the changes, and how the model is restored."""
 
 import threading
 import time
@@ -24,7 +24,8 @@ def model():
 
 
 def works(model):
-    """Whether the model computes what it does on its own, with its own cache and attached."""
+    """Return True if the model gives a fresh model's logits, both with its own cache and
+    attached."""
     inputs = prompt(1, sum(SIZES))
     fresh = build("llama", num_hidden_layers=2)
     expected = torch.cat(dense_steps(fresh, inputs, SIZES), 1)
@@ -45,7 +46,7 @@ class Counting(ModelHook):
 
 
 def copy_of(model):
-    """Another model with the same configuration object."""
+    """Return another model with the same configuration object."""
     other = AutoModelForCausalLM.from_config(model.config).eval()
     other.load_state_dict(model.state_dict())
     for module in other.modules():
@@ -109,7 +110,7 @@ def test_a_module_put_in_meanwhile_stays(model):
     assert mine.config._attn_implementation == "sdpa"
 
 
-# Hooks of accelerate, which put a `forward` on a module and take it away again
+# Hooks of accelerate, which replace the `forward` of a module and restore it
 
 
 def test_a_hook_that_comes_and_goes_inside(model):
@@ -139,7 +140,7 @@ def test_a_hook_that_goes_inside_is_gone(model):
         steps(model, cache, prompt(1, 20), [20])
         remove_hook_from_module(model.model)
         with pytest.raises(ValueError, match="past_key_values: got NoneType"):
-            model(**prompt(1, 20))  # what stands around the decoder is still there
+            model(**prompt(1, 20))  # the hook around the decoder is still there
     assert hook.calls == 1
     assert works(model)
     assert hook.calls == 1
@@ -178,7 +179,7 @@ def test_attaching_from_many_threads_attaches_one_at_a_time(model):
             try:
                 with kvhf.attach(model, **REGIONS) as cache:
                     model(**inputs, past_key_values=cache)
-                    while not refusals:  # the others try meanwhile
+                    while not refusals:  # wait until the other threads have tried
                         time.sleep(0.001)
             except ValueError as error:
                 refusals.append(str(error))
@@ -199,7 +200,7 @@ def test_attaching_in_another_thread_is_refused(model):
         entered = pool.submit(kvhf.attach(model, **REGIONS).__enter__)
         with pytest.raises(ValueError, match="attached already"):
             entered.result()
-        assert model.config._attn_implementation == NAME  # the first one is still there
+        assert model.config._attn_implementation == NAME  # the first attachment is still in place
 
 
 def test_a_part_of_an_attached_model_is_attached(model):
@@ -212,7 +213,7 @@ def test_a_part_of_an_attached_model_is_attached(model):
 
 
 def test_models_in_threads_do_not_meet(model):
-    """Two of them with one configuration object."""
+    """Two of the models share one configuration object."""
     inputs, gate = prompt(1, sum(SIZES)), threading.Barrier(3)
     models = [model, copy_of(model), build("qwen3")]
     expected = [torch.cat(dense_steps(model, inputs, SIZES), 1) for model in models]
@@ -265,7 +266,7 @@ def test_a_call_beside_a_call_of_another_thread_is_refused_at_once(model, call):
 
 @pytest.mark.parametrize("dense_layers", [(), (0,)])
 def test_autocast_does_not_reach_the_attention(model, dense_layers):
-    """Of a layer with an index or without: a prompt and a step of float32 tensors."""
+    """Layers with and without an index get float32 tensors, in a prompt and in a step."""
     generator, module = torch.Generator().manual_seed(0), model.model.layers[0].self_attn
     calls = [
         [torch.randn(1, heads, count, 16, generator=generator) for heads in (4, 2, 2)]

@@ -57,7 +57,10 @@ def test_a_cache_that_nobody_holds_is_gone_at_once(index, device):
 @pytest.mark.parametrize("name", ["longrope", "phi3"])
 @pytest.mark.parametrize("length", [28, 33])
 def test_frequencies_change_in_answers_by_graphs(name, length):
-    """The answer or the prompt crosses the length; tokens are computed ahead of the host."""
+    """The answer or the prompt crosses the length of the switch.
+
+    Tokens are computed ahead of the host.
+    """
     question = ids(length).to("cuda")
     answer = ask(model_of(name).to("cuda"), question, index="exact", k=500)
     assert torch.equal(answer.cpu(), alone(name, question).cpu())

@@ -1,4 +1,4 @@
-"""What is not served is refused in words that name it, and nothing is left changed."""
+"""Unsupported models and calls raise an error that names the cause, and change nothing."""
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ def model():
 
 
 def copy_of(model):
-    """Another head around the same decoder."""
+    """Return a model with another head around the same decoder."""
     other = build("llama", num_hidden_layers=2)
     other.model = model.model
     return other
@@ -55,7 +55,7 @@ def test_models_that_are_not_served(family, options, match):
 
 
 def test_latents_of_a_projection_that_is_no_matrix():
-    """Nothing was appended: the model goes on with its own cache."""
+    """After the error nothing is appended, and the model works with its own cache."""
     model, inputs = build("minicpm3", num_hidden_layers=2), prompt(1, 12)
     module = model.model.layers[1].self_attn
     module.kv_b_proj = torch.nn.Sequential(module.kv_b_proj)
@@ -128,7 +128,7 @@ def test_attaching_twice(model):
             kvhf.attach(model, **REGIONS),
         ):
             pass
-        assert model.config._attn_implementation == NAME  # the first one is still there
+        assert model.config._attn_implementation == NAME  # the first attachment is still in place
 
 
 def test_output_attentions(model):
@@ -166,12 +166,12 @@ def test_ways_to_generate_that_run_the_model_with_another_cache(model, options, 
     with kvhf.attach(model, **REGIONS) as cache:
         with pytest.raises(UnsupportedError, match=match):
             model.generate(**prompt(1, 20), past_key_values=cache, max_new_tokens=2, **options)
-        assert cache.get_seq_length() == 0  # nothing has run
+        assert cache.get_seq_length() == 0  # no layer has run
         model.generate(**prompt(1, 20), past_key_values=cache, max_new_tokens=2, guidance_scale=1)
 
 
 def test_two_calls_of_attention_for_one_update(model):
-    """A class that attends twice to the same rows: the second call has no tokens of its own."""
+    """A class attends twice to the same rows, so the second call of attention has no new tokens."""
     attention = type(model.model.layers[0].self_attn)
 
     class Twice(attention):
@@ -281,7 +281,7 @@ def test_what_a_class_hands_to_attention_beside_the_rows(model, name):
 
 
 def test_learned_sinks_that_a_class_does_not_hand_to_attention(model):
-    """A llama with a parameter of that name: what its class makes of it is not known."""
+    """A llama gets a parameter named `sinks`, and it is not known how its class uses it."""
     attention = model.model.layers[1].self_attn
     attention.sinks = torch.nn.Parameter(torch.zeros(4))
     try:
@@ -296,7 +296,7 @@ def test_learned_sinks_that_a_class_does_not_hand_to_attention(model):
 
 
 def hidden_from_the_newest():
-    """Masks of two packed sequences, and of a sliding window."""
+    """Return masks of two packed sequences, and of a sliding window."""
     packed = torch.ones(20, 20, dtype=torch.bool).tril()
     packed[8:, :8] = False
     return packed, torch.ones(20, 20, dtype=torch.bool).tril().triu(-7)
@@ -316,7 +316,7 @@ def test_masks_by_which_later_tokens_cannot_search(model, mask):
 
 
 def test_a_mask_of_all_queries_that_is_causal(model):
-    """Or only seems to be: values other than 0 and the least one are a bias."""
+    """A causal mask is accepted. One with other values than 0 and the lowest one is a bias."""
     inputs = prompt(2, 20, padded=True)
     own, positions = inputs["attention_mask"].bool(), torch.arange(20).expand(2, -1)
     seen = torch.ones(20, 20, dtype=torch.bool).tril() & own[:, None, None]
@@ -361,7 +361,8 @@ def test_iterating_and_offloading_are_refused(model):
 
 
 def test_a_class_around_the_interface_is_noticed():
-    """It says that it uses the interface and does not: the first forward refuses."""
+    """A class claims to use transformers' attention interface but does not: the first call
+    raises."""
     model = build("llama", num_hidden_layers=2)
     attention = type(model.model.layers[0].self_attn)
 
@@ -391,7 +392,7 @@ def test_empty_configuration_values_do_not_hide_a_refusal():
 
 @pytest.mark.parametrize("how", [{"prompt_lookup_num_tokens": 2}, {"assistant_model": "llama"}])
 def test_assisted_decoding_with_a_used_cache(model, how):
-    """Its first step reads all ids again, whatever the cache holds."""
+    """The first step of assisted decoding reads all ids again, whatever the cache contains."""
     inputs, how = prompt(1, 20), dict(how)
     if "assistant_model" in how:
         how["assistant_model"] = build(how["assistant_model"], num_hidden_layers=1)

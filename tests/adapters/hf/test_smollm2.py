@@ -98,7 +98,7 @@ def test_fidelity_stays_near_what_was_first_measured(smollm2_model):
     continues from the same prompt, because a layer reads prompts densely."""
     assert (FIRST["prompt_tokens"], FIRST["steps"], FIRST["k"]) == (PROMPT, CONTINUATION, K)
     assert FIRST["seed"] == SEED
-    first = FIRST["indexes"]["pariskv"]  # then the paper's preset
+    first = FIRST["indexes"]["pariskv"]  # measured when the default was the paper's preset
     model, tokenizer = smollm2_model
     ids = text_ids(tokenizer, PROMPT + CONTINUATION, SEED)
     with torch.no_grad(), attach(model, index="pariskv", k=K, layer=ParallelLayer) as cache:
@@ -206,7 +206,7 @@ def test_the_decoder_answers_as_transformers_does(smollm2_model, needle, index):
 @pytest.mark.slow
 @pytest.mark.parametrize("index", ["exact", "pariskv"])
 def test_two_hundred_tokens_of_the_decoder_are_those_of_attach(smollm2_model, index):
-    """A continued text, with ten updates of the index while it is written."""
+    """The model continues a text, with ten updates of the index during the answer."""
     model, tokenizer = smollm2_model
     ids = text_ids(tokenizer, 1500, SEED)
     given = dict(index=index, max_new_tokens=200, attach_options=REGIONS)

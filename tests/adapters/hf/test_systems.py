@@ -1,4 +1,4 @@
-"""Published systems in a model: where theory makes them exact, they give the answers of `exact`."""
+"""Published systems in a model, with options that make them exact, give the answers of `exact`."""
 
 import pytest
 import torch

@@ -52,7 +52,8 @@ def test_logits_are_those_of_the_models_own_attention(model):
     for a, b in zip(got, want, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
     assert [one.steps for one in traffic] == [SIZES.count(1)] * 2
-    assert 0 < float(traffic[0].rows_read) <= 16 * SIZES.count(1)  # 4 blocks of 4 rows
+    # the indexer chooses 4 blocks of 4 rows
+    assert 0 < float(traffic[0].rows_read) <= 16 * SIZES.count(1)
     options = dict(index_options={"row_codec": "int8"}, dense_layers=(0, 2))
     with kvhf.attach(model, **REGIONS, **options) as cache:  # rows are those of the index
         coarse = steps(model, cache, inputs, SIZES)
@@ -98,12 +99,13 @@ def test_cuts_orders_copies_and_failures(model):
         ("deepseek_v32", {}),
         ("glm_moe_dsa", SHARED),
         ("hy_v4", SHARED),  # has learned sinks
-        # layers differ: two slide; large for a tiny model
+        # layers differ: two have sliding windows; slow, as the model is large for a tiny one
         pytest.param("dots3_note_text", {}, marks=pytest.mark.slow),
     ],
 )
 def test_rows_of_latents_that_an_indexer_chose(family, options):
-    """The first tokens of a prompt, and those after padding, see fewer rows than are chosen."""
+    """The first tokens of a prompt, and of a padded sequence, see fewer rows than the indexer
+    chooses."""
     if family not in CONFIG_MAPPING:
         pytest.skip("came after transformers 5.17")
     model = build(family, **LATENTS, **options)
@@ -142,7 +144,7 @@ def test_dsa_made_of_an_indexers_projections_chooses_its_rows():
         index = kvindex.create("dsa:key_codec=plain", q_heads=heads, kv_heads=1, head_dim=16)
         index.append(keys, keys)
         ids = index.choose(queries, weights, k=8)
-    full = slice(8, None)  # the tokens before see fewer than 8
+    full = slice(8, None)  # earlier tokens see fewer than 8 rows
     assert torch.equal(ids[:, 0, full].sort(-1).values, want[:, full].long().sort(-1).values)
     assert (ids[:, 0, 0] == torch.tensor([0] + [-1] * 7)).all()
 

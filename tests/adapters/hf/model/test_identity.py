@@ -186,7 +186,8 @@ def test_an_adapter_is_noticed_off_on_and_rescaled(tmp_path, dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_change_of_an_adapter_is_clear_of_the_tolerance(dtype, change):
-    """In bfloat16 by at least a factor of 1.5, in float16 and float32 by at least 10."""
+    """The change exceeds the tolerance 1.5 times in bfloat16, and 10 times in float16 and
+    float32."""
     one, other = (
         probe(find_decoder(model), model.config)
         for model in (adapted(dtype), adapted(dtype, **CHANGES[change]))
@@ -197,7 +198,7 @@ def test_a_change_of_an_adapter_is_clear_of_the_tolerance(dtype, change):
 
 @pytest.mark.parametrize("name", ["q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "down_proj"])
 def test_an_adapter_of_one_projection_is_noticed(name):
-    """In float32, if it is scaled by a tenth."""
+    """In float32, a change is noticed even if the adapter is scaled by a tenth."""
     one, other = (adapted(torch.float32, (name,), scale=scale) for scale in (1.0, 0.9))
     made = [probe(find_decoder(model), model.config) for model in (one, other)]
     found = difference(*(each.parts for each in made), made[0].eps)
@@ -215,7 +216,7 @@ def exact_linear(rows, weight, bias=None):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe", "gemma2", "granite", "falcon_h1"])
 def test_rounding_is_no_other_model(family, dtype, monkeypatch):
-    """Two devices that round differently differ by up to the square root of 2 times that."""
+    """Two devices with different rounding differ by up to √2 times the rounding error of one."""
     model = build(family).to(dtype)
     here = probe(find_decoder(model), model.config)
     monkeypatch.setattr(nn.functional, "linear", exact_linear)

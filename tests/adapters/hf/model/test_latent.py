@@ -7,7 +7,7 @@ from tests.adapters.tiny import build, prompt, steps
 
 REGIONS = dict(k=10, sink=4, local_window=8, update_every=8, dense_below=0)
 WIDTH, LATENT = 24, 16
-"""Of the tiny model: `kv_lora_rank + qk_rope_head_dim`, and the first of them."""
+"""Sizes of the tiny model: `kv_lora_rank + qk_rope_head_dim`, and `kv_lora_rank`."""
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "minicpm3"])
@@ -36,7 +36,7 @@ def test_a_factory_of_indexes_is_told():
 
     with kvhf.attach(model, index=make, **REGIONS) as cache:
         steps(model, cache, prompt(1, 20), [20])
-    # one call for the probe, and one for each of two layers
+    # `make` is called once for the probe, and once for each of two layers
     assert [geometry["value_in_key"] for geometry in passed] == [True] * 3
 
 

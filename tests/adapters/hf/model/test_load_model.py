@@ -1,4 +1,4 @@
-"""Files that a model is made from: what does not fit is refused, and the model as it was."""
+"""Files that a model is made from: a wrong file raises an error, and the model stays unchanged."""
 
 import pytest
 import torch
@@ -57,7 +57,7 @@ def test_an_addition_is_merged(model, tmp_path):
             "allowed are the model's",
         ),
         ({f"{NAME}.A": torch.ones(64), f"{NAME}.B": torch.ones(64)}, "allowed are the model's"),
-        # one that fits before one that does not
+        # a part that fits, before one that does not
         ({**halves(), **halves(name="model.nothing")}, "model.nothing, allowed are linear"),
     ],
 )

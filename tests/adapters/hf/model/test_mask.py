@@ -33,7 +33,7 @@ def test_full_attention_without_padding_has_no_mask(q_length, padding):
 @pytest.mark.parametrize("q_length", [1, 5, 60])
 @pytest.mark.parametrize("dtype", [torch.bool, torch.long])
 def test_full_attention_gets_the_padding_and_never_more(q_length, dtype):
-    """A T x N mask of a padded 128K prompt would take 17 GB."""
+    """Otherwise the T x N mask of a padded 128K prompt would take 17 GB."""
     assert torch.equal(made(q_length, attention_mask=PADDED.to(dtype)), PADDED)
 
 

@@ -12,15 +12,16 @@ from tests.support.helpers import all_rows
 
 REGIONS = dict(index="exact", k=10, sink=0, local_window=0, update_every=1, dense_below=10**9)
 UNTOLD = {
-    "glm4",  # turns neighboring coordinates
+    "glm4",  # rotates adjacent coordinates
     *("zamba", "zamba2"),  # no rotary embedding; attention behind a layer with its own arguments
     *("zaya", "inkling_text", "inkling2_text"),  # a key is made of several tokens
-    *("deepseek_v3", "minicpm3"),  # a latent, then a part that turns
+    *("deepseek_v3", "minicpm3"),  # a latent, then a part that is rotated
 }
 
 
 def keys_at(model, first):
-    """Return `rope` of each indexed layer, and its keys `[1, G, 20, D]` of a text at `first`, …"""
+    """Read a text at positions from `first` on; return `rope` and keys `[1, G, 20, D]` of each
+    layer."""
     ids = prompt(1, 20)["input_ids"]
     with kvhf.attach(model, **REGIONS) as cache, torch.no_grad():
         model(input_ids=ids, past_key_values=cache, position_ids=torch.arange(20)[None] + first)
@@ -42,7 +43,7 @@ def test_all_keys_turn_by_the_frequencies_when_the_text_moves(family):
 
 
 def test_a_layer_that_turns_nothing_has_frequencies_of_zero():
-    decoder = build("smollm3").get_decoder()  # no_rope_layers: 1 for those that do turn
+    decoder = build("smollm3").get_decoder()  # in no_rope_layers, 1 means a layer with RoPE
     assert [bool(rotary_frequencies(decoder, i).any()) for i in range(4)] == [
         True,
         False,

@@ -1,4 +1,5 @@
-"""Rotary frequencies that depend on the length: chunks of a prompt use those of the whole."""
+"""Rotary frequencies that depend on the length: chunks of a prompt use those of the whole
+prompt."""
 
 import pytest
 import torch
@@ -58,11 +59,11 @@ def ids(length):
 
 
 def alone(name, *parts):
-    """Return the answer of a plain model to all parts as one prompt."""
+    """Return the answer of the model without `attach` to all parts as one prompt."""
     whole = torch.cat(parts)[None]
     length, model = whole.shape[1], model_of(name).to(whole.device)
-    # across the switch `generate` drops the cache, and reads the last id alone: phi4_multimodal
-    # does so in every version of transformers, the others in 5.17
+    # if an answer crosses the switch, transformers' `generate` drops the cache and then reads only
+    # the last id: phi4_multimodal in every version, the other models in 5.17
     by_token = name not in KEEP and length <= SWITCH
     for _ in range(NEW if by_token else 1):
         mask = torch.ones_like(whole)
@@ -91,7 +92,8 @@ def test_keys_of_a_prompt_in_chunks_are_those_of_one_piece(name):
 
 @pytest.mark.parametrize(("length", "name"), sampled([28, 33, 39, 70], MODELS))
 def test_a_prompt_in_chunks_is_answered_as_by_the_plain_model(name, length):
-    """Just below the switch the answer crosses it, just above a chunk does."""
+    """With a length just below the switch, the answer crosses it; just above, a chunk crosses
+    it."""
     text = ids(length)
     expected = alone(name, text)
     if name in KEEP or length > SWITCH:  # see `alone`

@@ -1,4 +1,4 @@
-"""Models inside wrappers, and uses of the cache from earlier versions of transformers."""
+"""Models inside wrappers, and ways to use a cache from earlier versions of transformers."""
 
 from types import SimpleNamespace
 
