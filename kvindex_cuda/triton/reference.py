@@ -16,14 +16,14 @@ from kvindex_cuda.triton.operands import Matrix, Norm
 
 
 def normalize(x: Tensor, norm: Norm) -> Tensor:
-    """Divide by the root mean square along the last dimension, and return float32."""
+    """RMS norm: divide by the root mean square along the last dimension. Returns float32."""
     wide = x.float()
     factor = torch.rsqrt(wide.square().mean(-1, keepdim=True) + norm.eps)
     return wide * factor * norm.weight.float()
 
 
 def multiply(x: Tensor, matrix: Matrix) -> Tensor:
-    """Multiply float32 `[B, K]` by a matrix `[N, K]`, and add its bias: float32 `[B, N]`."""
+    """Multiply float32 `[B, K]` by a matrix `[N, K]` and add its bias: float32 `[B, N]`."""
     product = x @ matrix.weight.float().T
     if matrix.scale is not None:
         product = product * matrix.scale
@@ -31,7 +31,7 @@ def multiply(x: Tensor, matrix: Matrix) -> Tensor:
 
 
 def norm_linear(x: Tensor, norm: Norm, matrix: Matrix) -> Tensor:
-    """Multiply normalized activations `[B, K]` by a matrix: `[B, N]`."""
+    """Normalize activations `[B, K]` and multiply them by a matrix: `[B, N]`."""
     return multiply(normalize(x, norm), matrix).to(x.dtype)
 
 
@@ -70,7 +70,7 @@ def project_heads(
     """Compute queries, keys and values of one token per sequence.
 
     Writes `queries` `[B, H, D]`, and the key and value of sequence b at `[b, :, slots[b]]`.
-    """Write queries `[B, H, D]`, and each sequence's key and value at `[B, G, slot]`."""
+    """
     (H, D), (G, C) = queries.shape[1:], keys.shape[1:3]
     heads = norm_linear(x, norm, matrix).view(len(x), -1, D)
     query, key, value = torch.split(heads, [H, G, G], dim=1)
@@ -82,7 +82,7 @@ def project_heads(
 
 
 def _rotated(heads: Tensor, norm: Norm | None, cos: Tensor, sin: Tensor) -> Tensor:
-    """Normalize and rotate heads `[B, heads, D]`, and return float32."""
+    """Normalize heads `[B, heads, D]` and apply the rotary embedding. Returns float32."""
     wide = heads.float() if norm is None else normalize(heads, norm)
     first, second = wide.chunk(2, dim=-1)
     turned = torch.cat((-second, first), dim=-1)
@@ -130,7 +130,7 @@ def attend_prompt(
 def attend_token(
     queries: Tensor, keys: Tensor, values: Tensor, starts: Tensor, ends: Tensor, *, scale: float
 ) -> Tensor:
-    """Attend with one query per head to the rows from a start to before an end: `[B, H, Dv]`."""
+    """Attention `[B, H, Dv]` of one token per sequence to rows `starts[b]` up to `ends[b]` - 1."""
     rows = torch.arange(keys.shape[2], device=queries.device)
     seen = (rows >= starts[:, None]) & (rows < ends[:, None])
     bias = torch.zeros(seen.shape, device=queries.device).masked_fill(~seen, float("-inf"))
