@@ -349,8 +349,8 @@ PIECES = """
 #include "common/common.cuh"
 extern "C" __global__ void kernel(const uint4* from, uint4* out, i64 in) {
     __shared__ uint4 values[32];
-    copy_piece<16>(shared_place(values + threadIdx.x), from + threadIdx.x, threadIdx.x < in);
-    if (WAIT) pieces_wait();
+    copy_async<16>(shared_place(values + threadIdx.x), from + threadIdx.x, threadIdx.x < in);
+    if (WAIT) async_wait();
     __syncwarp();
     out[threadIdx.x] = values[threadIdx.x ^ 1];
 }
@@ -375,12 +375,12 @@ def test_a_thread_waits_for_all_but_the_last_groups_of_copies(but, come, order):
     extern "C" __global__ void kernel(const uint4* from, uint4* out) {
         __shared__ uint4 values[2][32];
         for (int i = 0; i < 2; i++) {
-            copy_piece<16>(shared_place(values[i] + threadIdx.x), from + threadIdx.x);
-            pieces_commit();
+            copy_async<16>(shared_place(values[i] + threadIdx.x), from + threadIdx.x);
+            async_commit();
         }
-        pieces_wait_but<BUT>();
+        async_wait_but<BUT>();
         for (int i = 0; i < 2; i++) out[i * 32 + threadIdx.x] = values[i][threadIdx.x];
-        pieces_wait();
+        async_wait();
     }
     """
     given = torch.arange(128, dtype=torch.int32).view(32, 4)
