@@ -133,7 +133,7 @@ def in_turns(
         After each round, a dictionary. `rounds` and `left_out` are the numbers of rounds that were
         run and not run, `settled_s` the seconds spent waiting for pinned memory. For each plan
         there are its figures (`spread`), with the median of each round. `ratio` has the ratios of
-        each plan's figures to those of `over`.
+        each plan's figures to the figures of `over`.
     """
     taken: dict[str, list[Figures]] = {plan: [] for plan in turns}
     waited = settled()

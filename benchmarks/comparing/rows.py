@@ -3,7 +3,8 @@
 There are two measurements. In both, the first 64 tokens are stored exactly, as in a layer's sink.
 
 1. The model reads N tokens of a text and T more. The queries of the last T tokens attend to all
-   earlier keys and values, once to the original ones, and once to those that a codec decodes.
+   earlier tokens, once with the original keys and values, and once with keys and values that a
+   codec has encoded and decoded.
 2. The model reads N tokens, and then the last T tokens through an index with encoded rows. It
    attends to all rows, or to k rows that `exact` or `pariskv` selects.
 """

@@ -91,7 +91,7 @@ def are_valid(queries: Tensor, positions: Tensor, valid: Tensor | None) -> Tenso
     """Find the queries of valid tokens.
 
     Args:
-        queries: `[B, H, R, D]`; those of padded tokens are zero.
+        queries: `[B, H, R, D]`; queries of padded tokens are zero.
         positions: Int64 `[R]`, the positions of the queries.
         valid: Bool `[B, N]`, or None if all tokens are valid. A position of at least `N` counts as
             valid unless its query is zero.

@@ -140,7 +140,7 @@ class ExecutedIndex(BaseIndex):
             k: Rows per KV head, at least 1.
 
         Returns:
-            Attention over the selected rows and the resident rows.
+            Attention over the selected rows and the rows of sink and window.
         """
         if self._store_attends:
             return super().attend(queries, resident, k=k)

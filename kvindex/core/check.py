@@ -55,8 +55,8 @@ def tensor(
 def kind(value: object) -> object:
     """Return shape, dtype and device of a dense tensor.
 
-    A caller compares them with those of the last checked tensor, and skips the check `tensor` if
-    they are equal. For a value that is not a dense tensor, the result is equal to nothing else.
+    A caller compares the result with the result for the last tensor that it checked, and skips the
+    check `tensor` if both are equal. The result for any other value is equal to nothing else.
     """
     if not isinstance(value, Tensor) or value.is_nested or value.layout is not torch.strided:
         return object()

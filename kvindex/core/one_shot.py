@@ -41,7 +41,7 @@ class OneShot:
     def of(ranks: Ranks, device: torch.device) -> OneShot | None:
         """Make one for a group of GPUs of one host. All ranks must call this.
 
-        Returns None on all ranks, with a warning, if any of them cannot access the others' memory.
+        Returns None on all ranks, with a warning, if any rank cannot access the memory of another.
         """
         if device.type != "cuda" or ranks.count < 2:
             return None

@@ -163,7 +163,7 @@ class Ranks:
     def wait_for(self, event: Any) -> None:
         """Wait for an event on the device that comes after collectives of a CUDA graph.
 
-        torch's watchdog does not see those collectives. Raises RankError after the timeout.
+        torch's watchdog does not see collectives in a graph. Raises RankError after the timeout.
         """
         end = time.monotonic() + self.timeout_s
         while self._group is not None and not event.query():

@@ -12,7 +12,7 @@ from kvindex.core.geometry import Geometry
 
 
 class ResidentRows:
-    """Rows that every query attends to, in addition to those that it retrieves.
+    """Rows that every query attends to, in addition to the rows that a search retrieves.
 
     The tensors are on the compute device and never move, so that a captured graph can read them
     while their contents change.

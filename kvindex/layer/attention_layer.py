@@ -169,7 +169,7 @@ class AttentionLayer(Guarded):
         return self._contents.window
 
     def __len__(self) -> int:
-        """Number of tokens, `N`: those in the index and those in the window."""
+        """Number of tokens in the index and in the window together, `N`."""
         return len(self._contents)
 
     @property
@@ -648,8 +648,8 @@ class AttentionLayer(Guarded):
     def row_of_step(self, queries: Tensor, tokens: int, *, k: int) -> object | None:
         """Return the index's part of a joint step, or None if the index is empty.
 
-        This also fills the buffer of the resident rows, with room for `tokens` more tokens.
-        queries: `[1, H, D]`. Raises the errors of `JoinsBatch.batch_row`.
+        This also writes the rows of sink and window to their buffer, with room for `tokens` more
+        tokens. queries: `[1, H, D]`. Raises the errors of `JoinsBatch.batch_row`.
         """
         return self._joined.row(queries, tokens, k=k)
 
@@ -701,7 +701,8 @@ class AttentionLayer(Guarded):
         A pending append finishes before. `traffic` is not part of the state.
 
         Returns:
-            The tensors of the index, with names below `index`, and those of window and sink.
+            The tensors of the index, with names that begin with `index.`, and the tensors of window
+            and sink.
 
         Raises:
             ValueError: The index does not offer `protocol.KeepsState`.

@@ -68,7 +68,8 @@ class CapturedSteps(Restorable):
     def prepare_next(self, situation: object) -> object | None:
         """Like `prepare`, but faster, because it calls only the index.
 
-        Returns None if the situation has changed, or the resident rows have no room.
+        Returns None if the situation has changed, or if the buffer of the rows in sink and window
+        has no room for a token.
         """
         if (prepared := self._prepared) is None:
             return None
@@ -102,7 +103,7 @@ class CapturedSteps(Restorable):
         self._prepared = None
 
     def _capturing(self) -> tuple[CapturesStep, ResidentRows]:
-        """Return the index, and its resident rows with room for a token."""
+        """Return the index, and the rows of sink and window in a buffer with room for a token."""
         index = self._contents.index
         return required(index, CapturesStep), self._contents.window.resident(len(index), more=1)
 
@@ -144,7 +145,8 @@ class JoinedSteps(Restorable):
     def row(self, queries: Tensor, tokens: int, *, k: int) -> object | None:
         """Return the index's part of a joint step, or None if the index is empty.
 
-        This also fills the buffer of the resident rows, with room for `tokens` more tokens.
+        This also writes the rows of sink and window to their buffer, with room for `tokens` more
+        tokens.
         """
         index = self._contents.index
         self._contents.window.resident(len(index), more=tokens)

@@ -29,7 +29,7 @@ class LayerContents(Restorable):
         self._length_in_move: list[int] = []
 
     def __len__(self) -> int:
-        """Number of tokens, `N`: those in the index and those in the window."""
+        """Number of tokens in the index and in the window together, `N`."""
         return len(self.index) + len(self.window)
 
     @property
@@ -124,7 +124,7 @@ class LayerContents(Restorable):
             index.check_state(below("index", state))
 
     def check_window(self, parts: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
-        """Raise ValueError if `parts`, the window's tensors of `state`, do not fit the rest."""
+        """Raise ValueError if the window's tensors `parts` do not fit the rest of `state`."""
         self.window.check(parts, length_and_batch(below("index", state)))
 
     def unpack(self, state: Mapping[str, Tensor]) -> None:

@@ -247,12 +247,12 @@ class Window(NamedState, Restorable):
         other._moved, other._padded, other._counted = True, None, 0
         return other
 
-    # Staged tokens: a captured step has written their rows behind those of sink and window
+    # Staged tokens: a captured step has written their rows behind the rows of sink and window
 
     def count_staged(self) -> ResidentRows:
-        """Count one more staged token, and return the resident rows with it.
+        """Count one more staged token, and return the buffer with the rows of sink and window.
 
-        Raises RuntimeError if there are no resident rows, or no room behind them.
+        Raises RuntimeError if there is no such buffer, or if it has no room.
         """
         resident = self._resident
         if resident is None or self._moved or len(resident) >= resident.room:
@@ -340,7 +340,7 @@ class Window(NamedState, Restorable):
 
     @property
     def _sink_width(self) -> int:
-        """Number of places of the sink, which come first among the resident rows."""
+        """Number of places of the sink, which come first in the buffer of sink and window."""
         return 0 if self.sink is None else self.sink.ids.shape[1]
 
     def with_sink(self, seen: Tensor) -> tuple[Rows, Tensor]:
@@ -384,7 +384,7 @@ class Window(NamedState, Restorable):
         return resident
 
     def room(self, more: int) -> int:
-        """Return how many resident rows there are after `more` further tokens."""
+        """Return how many rows sink and window have after `more` further tokens."""
         return max(self._sink_width, self._sink_size) + max(len(self) + more, self._room)
 
     def lies_in(self, resident: ResidentRows) -> bool:

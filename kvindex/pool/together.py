@@ -89,7 +89,7 @@ class LayersTogether:
 
 
 def _leave(whose: weakref.ref[AttentionLayer], place: ResidentRows) -> None:
-    """Let a layer store its resident rows elsewhere, and retire its place in the buffer."""
+    """Let a layer store the rows of sink and window elsewhere, and retire its place here."""
     layer = whose()
     if layer is not None and layer.lies_in(place):
         layer.lie_in(None)

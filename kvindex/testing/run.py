@@ -46,7 +46,7 @@ def check_index(index: Callable[..., BaseIndex], *, stateful: bool = False, **op
         **options: Further arguments of the index, such as `preset`.
 
     Raises:
-        ContractError: A check failed; the others are not run.
+        ContractError: A check failed. Later checks are not run.
         ImportError: `stateful` is set and Hypothesis is not installed.
         TypeError: `index` is not callable.
         RuntimeError: Python runs without assertions.

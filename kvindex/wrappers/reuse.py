@@ -214,7 +214,7 @@ def similarity(before: Tensor, after: Tensor) -> Tensor:
 
 
 def _mixed(differs: Tensor, new: Hits, old: Hits) -> Hits:
-    """Return the new hits for the sequences that differ, and the old hits for the others."""
+    """Return the new hits where `differs` is True, and the old hits for the other sequences."""
     rows = differs[:, None, None]
     weight, coverage = new.log_weight, new.coverage
     if weight is not None and old.log_weight is not None:

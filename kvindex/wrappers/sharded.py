@@ -268,7 +268,7 @@ class Sharded(ShardedTokens):
         return self._merged(attends.attend_hits(queries, own, resident), seen=seen)
 
     def _own_resident(self, resident: ResidentRows) -> ResidentRows:
-        """Return the resident rows that this rank attends to: all rows on rank 0, else none."""
+        """Return the rows of sink and window on rank 0, and an empty buffer on other ranks."""
         if self._ranks.rank == 0:
             return resident
         if self._nothing is None or self._nothing.batch != resident.batch:
@@ -276,7 +276,7 @@ class Sharded(ShardedTokens):
         return self._nothing
 
     def _attended(self, queries: Tensor, hits: Hits, resident: ResidentRows) -> Attended:
-        """Attend to rows of the inner index and to resident rows, in plain torch."""
+        """Attend to rows of the inner index and to rows of sink and window, in plain torch."""
         g, rows, count = self.geometry, self.inner.fetch(hits), len(resident)
         own_resident = resident.rows[:, :, :count].tensor_split([g.head_dim], dim=-1)
         used = hits.ids != UNUSED
@@ -350,8 +350,8 @@ class Sharded(ShardedTokens):
     ) -> Attended:
         """Run a step that can be captured, over each rank's own rows, and merge the outputs.
 
-        The token is added to the resident rows of all ranks; rank 0 attends to them. The graph
-        contains one all-gather.
+        The token's rows are added to `resident` on all ranks, but only rank 0 attends to these
+        rows. The graph contains one all-gather.
         """
         step = self._step
         if step is None or step.resident is not resident:
@@ -393,8 +393,8 @@ class _Step:
     """Inputs and outputs of a captured step. A graph is valid while they are the same objects.
 
     Attributes:
-        resident: Resident rows of the caller.
-        own_resident: Resident rows that this rank attends to.
+        resident: The caller's buffer with the rows of sink and window.
+        own_resident: The buffer that this rank attends to.
         reads: The inner index's result of `prepare_replay`, which stands for the addresses that its
             step reads.
         found: Number of rows that steps have found on all ranks, int64 `[B, G]`.

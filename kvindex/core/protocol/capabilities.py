@@ -17,7 +17,10 @@ from kvindex.core.protocol.results import Hits, Placement
 
 @runtime_checkable
 class ObservesQueries(Protocol):
-    """An index that uses the queries of `observe_queries`. Callers may skip the call for others."""
+    """An index that uses the queries of `observe_queries`.
+
+    Callers need not pass queries to an index without this capability.
+    """
 
     def observe_queries(self, queries: Tensor, positions: Tensor) -> None:
         """Receive the newest queries (see `KVIndex.observe_queries`)."""
@@ -120,7 +123,7 @@ class ExpandsBatch(Protocol):
 class SearchesShard(Protocol):
     """An index that can be one shard of a larger one, because scores are comparable between shards.
 
-    The best rows of all shards are then those that a search of all tokens would find.
+    The best rows of all shards are then the same rows that a search of all tokens would find.
     """
 
     def search_shard(self, queries: Tensor, *, k: int, total: Callable[[Tensor], Tensor]) -> Hits:
@@ -219,7 +222,7 @@ class Reserves(Protocol):
     """An index that can allocate memory in advance."""
 
     def reserve(self, tokens: int) -> None:
-        """Allocate the memory for codes and rows of `tokens` tokens in all.
+        """Allocate the memory for codes and rows of `tokens` tokens in total.
 
         Raises MemoryError. The contents of the index do not change.
         """

@@ -32,7 +32,7 @@ class Attends(Protocol):
             k: Rows to select per KV head.
 
         Returns:
-            Attention over the `k` best rows and the resident ones.
+            Attention over the `k` best rows and the rows of `resident`.
 
         Raises:
             ValueError: As in `KVIndex.search`.
@@ -42,7 +42,7 @@ class Attends(Protocol):
     def attend_hits(self, queries: Tensor, hits: Hits, resident: ResidentRows) -> Attended:
         """Attend from queries `[B, H, D]` to the rows of `hits`, with their weights.
 
-        The resident rows are attended to as well. Raises the errors of `KVIndex.fetch`.
+        Also attend to the rows of `resident`. Raises the errors of `KVIndex.fetch`.
         """
         ...
 
@@ -145,15 +145,16 @@ class IndexBatch(Protocol):
         k: int,
         graphs: bool = True,
     ) -> Attended:
-        """Write a token of each sequence behind its resident rows, and attend as `attend` does.
+        """Write a token of each sequence to `resident`, and then attend as `attend` does.
 
-        The caller makes room in the resident rows, and counts the tokens on the host.
+        The token comes behind the rows of its sequence. The caller makes room for it in `resident`,
+        and counts the tokens on the host.
 
         Args:
             rows: None for an empty index. At least one index must not be empty.
             queries: `[B, H, D]`, after the rotary embedding.
             token: Keys `[B, G, 1, D]` and values `[B, G, 1, Dv]`.
-            resident: Ragged resident rows, with an entry for each index.
+            resident: Ragged rows of sink and window, with an entry for each index.
             k: Rows to select per KV head.
             graphs: As in `DecodesStep.decode_step`.
         """

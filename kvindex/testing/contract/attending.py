@@ -15,7 +15,7 @@ RESIDENT = 3
 
 
 def check_attention_where_few_tokens_are_valid(make: Make, case: Case) -> None:
-    """`attend` returns attention over the rows of a search and the resident rows.
+    """`attend` returns attention over the rows of a search and the rows of sink and window.
 
     This also holds where the index contains no valid token, or fewer than `k` valid tokens.
     """

@@ -46,7 +46,7 @@ def changes(case: Case) -> Iterator[tuple[str, Change]]:
 
 
 def points(count: int, most: int) -> list[int]:
-    """Return up to `most` numbers below `count`: the last ones, and others evenly spread."""
+    """Return up to `most` numbers below `count`: the last ones, and a few evenly spread."""
     if count <= most:
         return list(range(count))
     late = range(count - most // 2, count)
