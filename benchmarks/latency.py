@@ -317,7 +317,7 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Check, measure, write and print."""
+    """Check the result and time steps. Write and print the times."""
     given = arguments()
     if given.device == "cpu":
         specs = [given.index, *given.beside]

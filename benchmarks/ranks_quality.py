@@ -64,7 +64,7 @@ def summary(ways: dict[str, list[Tensor]]) -> dict[str, Any]:
 
 @torch.no_grad()
 def main(told: list[str] | None = None) -> None:
-    """Measure. Print and write the results after each text."""
+    """Measure the indexes. Print and write the results after each text."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     add_model(parser)
     parser.add_argument("--text", nargs="+", type=Path, required=True)

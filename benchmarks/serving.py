@@ -382,7 +382,7 @@ def waits(found: dict[str, list[float]]) -> dict[str, float]:
 
 
 def main() -> None:
-    """Check, measure, print, and write JSON."""
+    """Check the engines and time them. Print the result, and write it as JSON."""
     given = arguments()
     if given.worker:
         worker(given)

@@ -43,7 +43,7 @@ cache.
 """
 
 Change = Callable[[Any], None] | None
-"""Changes a decoder's configuration before the model is made."""
+"""A function that changes a decoder's configuration before the model is made."""
 
 
 class Words:

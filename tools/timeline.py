@@ -182,7 +182,7 @@ def shown(result: dict[str, Any]) -> str:
 
 
 def main(given: list[str] | None = None) -> None:
-    """Check, measure, write and print."""
+    """Check the step and measure its kernels. Write and print the times."""
     options = arguments(given)
     g = replace(workload.geometry("cuda"), q_heads=options.q_heads, kv_heads=options.kv_heads)
     names = "tokens", "rows", "q_heads", "kv_heads", "decoder", "index", "hit_rate"

@@ -45,7 +45,7 @@ def text_ids(tokenizer: Any, count: int, seed: int) -> Tensor:
 
 
 def run(given: argparse.Namespace) -> None:
-    """Measure, print and write."""
+    """Measure the indexes. Print and write the result."""
     model, tokenizer = loaded(given)
     about = {"text": "pydoc_data.topics, paragraphs in random order", "prompt_tokens": PROMPT}
     about |= {"steps": CONTINUATION, "k": K, "seed": SEED}

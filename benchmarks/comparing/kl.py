@@ -81,7 +81,7 @@ def summary(mine: Kls, exact: Kls) -> dict[str, Any]:
 
 
 def run(given: argparse.Namespace) -> None:
-    """Measure, print and write."""
+    """Measure the indexes. Print and write the result."""
     model, tokenizer = loaded(given)
     indexes = list(dict.fromkeys([*(group_of(spec) for spec in given.index), *given.index]))
     found: dict[str, Kls] = {index: {} for index in indexes}

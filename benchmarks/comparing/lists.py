@@ -55,7 +55,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(given: argparse.Namespace) -> None:
-    """Measure, print and write."""
+    """Measure each way to select rows. Print and write the result."""
     model, tokenizer = loaded(given)
     heads = model.config.num_attention_heads, model.config.num_key_value_heads
     sizes = {"one": given.k, "several, as many rows": -(-given.k // heads[1]), "several": given.k}

@@ -74,7 +74,7 @@ def cell_of(layers: Any, spec: str, given: argparse.Namespace, **where: Any) -> 
 
 
 def run(given: argparse.Namespace) -> None:
-    """Capture, measure, print and write."""
+    """Capture layers and measure the presets on them. Print and write the result."""
     model, tokenizer = loaded(given)
     specs = expand(given.presets, given.beta, given.rho)
     about = {"k": given.k, "queries_per_head": given.written, "seed": SEED}

@@ -109,7 +109,7 @@ def read_whole(model: Any, prompt: Tensor, rest: Tensor, full: Tensor, index: st
 
 
 def run(given: argparse.Namespace) -> None:
-    """Measure, print and write."""
+    """Measure the row codecs. Print and write the result."""
     model, tokenizer = loaded(given)
     usual = Geometry.of(q_heads=1, kv_heads=1, head_dim=128, dtype=torch.bfloat16)
     about: dict[str, Any] = dict(tokens=given.tokens, steps=given.steps, k=given.k)

@@ -91,7 +91,7 @@ def cell_of(layers: list[Captured], name: str, codec: str, tokens: int) -> dict[
 
 
 def run(given: argparse.Namespace) -> None:
-    """Capture, measure, print and write."""
+    """Capture layers and measure errors on them. Print and write the result."""
     if check.at_least("tokens", given.tokens, 1) % GROUP:
         raise ValueError(f"tokens: got {given.tokens}, allowed is a multiple of {GROUP}")
     model, tokenizer = loaded(given)

@@ -43,7 +43,7 @@ class Hooks(Capable, DeferredChecks, ABC, guarded=False):
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     """Name of a preset -> fields that differ from the defaults of `Config`."""
     scattered: ClassVar[bool] = False
-    """True if the tokens of one unit may be anywhere in the sequence, not one after another."""
+    """True if tokens that a search selects together may be anywhere in the sequence."""
     weighted: ClassVar[bool] = False
     """True if the rows of a search have log weights (`Hits.log_weight`)."""
     needs_rope: ClassVar[bool] = False

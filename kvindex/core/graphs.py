@@ -48,7 +48,7 @@ class CudaGraph:
         if draws is not None:
             graph.register_generator_state(draws)
         collects = gc.isenabled()
-        gc.disable()  # a finalizer might call something that a capture forbids
+        gc.disable()  # a finalizer might make a call that a capture forbids
         try:
             with torch.cuda.device(device), torch.cuda.stream(side):
                 # another thread may pin memory meanwhile

@@ -21,5 +21,5 @@ class lazy(Generic[T]):  # noqa: N801  # used as `functools.cached_property` is
 
     def __get__(self, instance: Any, owner: type | None = None) -> T:
         value: T = self._make(instance)
-        instance.__dict__[self._name] = value  # later reads find this first
+        instance.__dict__[self._name] = value  # later reads find this attribute first
         return value

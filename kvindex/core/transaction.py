@@ -326,7 +326,9 @@ class _Float32:
             first = not self._inside
             if first:
                 self._before = torch.get_default_dtype()
-            self._inside[get_ident()] += 1  # before the change, so that a forked child undoes it
+            self._inside[get_ident()] += (
+                1  # count before the change, so that a forked child undoes it
+            )
             if first:
                 torch.set_default_dtype(torch.float32)
 
@@ -363,7 +365,7 @@ def plain_torch() -> Iterator[None]:
         yield
 
 
-# copying is a read
+# copying an object counts as a read
 Guarded.__deepcopy__ = _guarded(Restorable.__deepcopy__)  # type: ignore[method-assign]
 
 

@@ -183,7 +183,7 @@ def _with_sink(rows: Rows, start: int, sink: Sink) -> Rows:
     places = torch.where((places >= 0) & (places < count), places, count)[:, None, :, None]
 
     def put(part: Tensor, own: Tensor) -> Tensor:
-        room = pad(part, (0, 0, 0, 1))  # for sink tokens at other positions
+        room = pad(part, (0, 0, 0, 1))  # the extra row is for sink tokens elsewhere
         return room.scatter(2, places.expand_as(own), own)[:, :, :count]
 
     return Rows(put(rows.keys, sink.rows.keys), put(rows.values, sink.rows.values))

@@ -78,7 +78,7 @@ class AsyncAppend:
         side.wait_stream(current)
         for tensor in read:
             if tensor is not None:
-                tensor.record_stream(side)  # it may be freed before the side stream is done
+                tensor.record_stream(side)  # else it may be freed while the side stream reads it
         try:
             with torch.cuda.stream(side):
                 rest = begin()
@@ -132,7 +132,7 @@ class Updates(Restorable):
         self.turn = None if update_phase is None else int(update_phase * update_every)
         """The layer's turn comes when the length modulo `update_every` is this. None: no turns."""
         self.pending: AsyncAppend | None = None
-        """The append of the tokens that are leaving."""
+        """The pending append, whose tokens are leaving the window; None if there is none."""
         self.prompt_ended = False
         """Whether the index knows that its prompt has ended."""
         self._deferred_from: int | None = None

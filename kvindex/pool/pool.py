@@ -114,7 +114,7 @@ class Pool(Sequences[KVIndex]):
         if self._batch is not None and coverage is None and (rows := _rows(some, queries, k)):
             most = min(k, max(map(len, some)))
             return self._batch.search(rows, queries.detach(), k=most).widened(k)
-        with all_or_nothing(some):  # some indexes store what they find
+        with all_or_nothing(some):  # a search changes some indexes
             found = [
                 index.search(queries[i : i + 1], k=k, coverage=coverage)
                 for i, index in enumerate(some)

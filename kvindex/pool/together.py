@@ -1,4 +1,4 @@
-"""Steps of several layers together: the next tokens of several sequences in one call of kernels."""
+"""Joint steps of several layers: the same kernels compute the next tokens of several sequences."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class LayersTogether:
         """Assign entry `i` of the buffer to `layers[i]`, with room for `tokens` more tokens."""
         room = max(layer.resident_room(tokens) for layer in layers)
         if len(self._places) != len(layers) or self._resident.room < room:
-            left, self._places = self._places, []  # stays empty if the next lines fail
+            left, self._places = self._places, []  # empty if the next lines raise
             for whose, place in left:
                 _leave(whose, place)
             self._resident = ResidentRows(self._geometry, len(layers), room, ragged=True)
@@ -81,7 +81,7 @@ class LayersTogether:
             ]
         for i, layer in enumerate(layers):
             whose, place = self._places[i]
-            if whose() is not layer or not place.room:  # retired by a step that failed
+            if whose() is not layer or not place.room:  # a failed step has retired the place
                 _leave(whose, place)
                 place = self._resident.row(i)
                 self._places[i] = weakref.ref(layer), place

@@ -150,7 +150,7 @@ class Plain:
         parts = [keys.detach(), *([] if self.geometry.value_in_key else [values.detach()])]
         rows = torch.cat(_in_words(*parts), dim=-1).view(torch.uint8)
         padding = self.row_bytes - self._used
-        return pad(rows, (0, padding)) if padding else rows  # `pad` by 0 copies
+        return pad(rows, (0, padding)) if padding else rows  # `pad` copies even if it adds 0
 
     def put(self, keys: Tensor, values: Tensor, rows: Tensor) -> None:
         """Like `encode`, but write to `rows`, uint8 `[..., row_bytes]`, with one copy."""
@@ -226,7 +226,7 @@ class Scaled:
         if self.codes == "int8":
             return wrong
         codes = rows[..., : D + (self.geometry.value_dim if values else 0)]
-        return wrong | (codes & 127 == 127).any(-1)  # NaN in e4m3
+        return wrong | (codes & 127 == 127).any(-1)  # these codes are NaN in e4m3
 
     def decode(self, rows: Tensor, center: Tensor | None = None) -> Rows:
         """Decode to keys `[B, G, N, D]` and values `[B, G, N, Dv]`."""

@@ -326,7 +326,7 @@ class Valid(Restorable):
             place.copy_(reserved["valid"])
             self.all_from = len(self._columns)
         elif start < touched[0]:
-            place.fill_(1)  # flags of truncated tokens, or of a call that failed
+            place.fill_(1)  # overwrite flags of truncated tokens, or of a failed call
 
     def checkpoint(self) -> Any:
         """Return the present state, for `rollback`."""

@@ -46,7 +46,7 @@ def quantize(numbers: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     low = _rounded(grouped.amin(-1, keepdim=True), float("-inf"))
     step = _rounded(grouped.amax(-1, keepdim=True) / levels - low.float() / levels, float("inf"))
     codes = (grouped / step.float() - low.float() / step.float()).round().clamp(0, levels)
-    codes = torch.where(step > 0, codes, 0)  # step 0: all numbers are equal
+    codes = torch.where(step > 0, codes, 0)  # step is 0 if all numbers are equal
     return _packed(codes.flatten(-2).to(torch.uint8), bits), torch.cat([low, step], dim=-1)
 
 

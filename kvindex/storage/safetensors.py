@@ -81,7 +81,7 @@ def write(path: Path, state: State) -> Written:
     """
     names = sorted(
         state, key=lambda name: (-state[name].element_size(), name)
-    )  # so that all are aligned
+    )  # so that all tensors are aligned
     header, at = {}, 0
     for name in names:
         tensor = state[name]

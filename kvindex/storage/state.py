@@ -92,7 +92,7 @@ def packed(name: str, value: Any) -> State:
 
 def _parts(value: Any) -> list[tuple[str, Any]]:
     if isinstance(value, Columns):
-        return [(part, value[part].clone()) for part in value]  # the original may be written to
+        return [(part, value[part].clone()) for part in value]  # copy, as the original may change
     if isinstance(value, tuple):
         return [(str(place), one) for place, one in enumerate(value)]
     return [(field.name, getattr(value, field.name)) for field in dataclasses.fields(value)]

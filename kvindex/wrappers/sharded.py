@@ -128,7 +128,7 @@ class Sharded(ShardedTokens):
             self.check_coverage(coverage)
         check.wanted_rows(k)
         self._check_queries(queries)
-        # at most one summary row per token
+        # a search finds at most one token row and one summary row per token
         most, queries = min(k, max(2 * self._length, 1)), queries.detach()
         searcher = capability(self.inner, SearchesShard)
         if capability(self.inner, WeighsRows) is not None:

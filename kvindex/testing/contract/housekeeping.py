@@ -37,7 +37,7 @@ def check_truncate_then_append_equals_fresh(make: Make, case: Case) -> None:
 
 
 def check_truncate_into_padding(make: Make, case: Case) -> None:
-    """A truncation within left padding leaves nothing to find, and appends continue from there."""
+    """After a truncation within left padding, a search finds nothing, and appends work as usual."""
     keys, values = case.tokens(N)
     valid = left_padding([10] * case.batch, N, case.device)
     index = make()
