@@ -326,9 +326,8 @@ class _Float32:
             first = not self._inside
             if first:
                 self._before = torch.get_default_dtype()
-            self._inside[get_ident()] += (
-                1  # count before the change, so that a forked child undoes it
-            )
+            # count before the change, so that a forked child undoes it
+            self._inside[get_ident()] += 1
             if first:
                 torch.set_default_dtype(torch.float32)
 
