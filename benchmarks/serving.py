@@ -150,7 +150,8 @@ def randomize(model: torch.nn.Module) -> None:
 def opened(given: argparse.Namespace, plan: str, folder: str, **options: Any) -> Any:
     """Return an engine with random weights.
 
-    options: `layers`, `tokens`, `rows`, and options of the plug-in.
+    options: `layers` (0 or None for those of the shape), `tokens` (longest sequence), `rows`
+        (largest batch), and options of the plug-in.
     """
     from vllm import LLM
 

@@ -79,7 +79,7 @@ tests call, because they run in other processes or trace lines themselves. So mu
 modules run with the whole file."""
 
 UNTRACED_S = 300
-"""Seconds that a file of `WHOLE` may take."""
+"""Seconds that a file of `UNTRACED` may take."""
 
 Reached = dict[str, dict[str, dict[str, float]]]
 """Function (file and qualified name) -> file of tests -> test that calls it -> its seconds."""

@@ -65,7 +65,7 @@ class Sharded(ShardedTokens):
         rows: Which rows a decode step attends to. "own": each rank attends to `k` rows of its own
             tokens, best or sampled, and the outputs are merged. "best": all ranks together attend
             to the `k` best rows.
-        timeout_s: Seconds after which the other ranks raise an error if a rank does not answer.
+        timeout_s: Seconds after which the other ranks stop with an error if a rank does not answer.
         group: Process group of `torch.distributed`; None for the default group, or, if there is
             none, for this process alone.
 
