@@ -1,4 +1,4 @@
-"""The scripts in tools/: results for right answers, and errors for wrong ones."""
+"""The scripts in tools/: they return results for correct input, and errors for wrong input."""
 
 import importlib
 import re

@@ -105,10 +105,10 @@ def test_the_plan_cuts_the_prompt_and_then_blocks():
     ("cut", "pads"),
     sampled(
         [
-            ([25, 60], 50),  # a block is cut
-            ([25, 33, 60], 33),  # nothing but what follows
-            ([40, 60], 21),  # the prompt is
-            ([40, 60], 6),  # so short that what is left waits
+            ([25, 60], 50),  # cuts a block
+            ([25, 33, 60], 33),  # removes the last append
+            ([40, 60], 21),  # cuts the prompt
+            ([40, 60], 6),  # cuts the prompt so short that the rest waits
             ([5, 60], 30),
             ([5, 60], 0),
         ],

@@ -35,7 +35,7 @@ QUERIES = CASE.queries()
 VALID = torch.ones(2, 20, dtype=torch.bool)
 
 BAD_CALLS = {
-    # name of the case: (call, what the message says, in order)
+    # name of the case: (call, parts of the error message, in order)
     "keys of rank 3": (
         lambda i: i.append(KEYS[0], VALUES),
         ["keys", "[2, 20, 16]", "B=2, G=2, N, D=16"],
@@ -208,14 +208,15 @@ def test_bad_calls_on_an_empty_index_are_refused_and_leave_it_empty(name):
                 call(index)
             assert_says(error, words[:1])
             assert len(index) == 0
-            copy.deepcopy(index).append(KEYS[:1], VALUES[:1])  # the batch was not fixed either
+            # the error has not fixed the batch size either
+            copy.deepcopy(index).append(KEYS[:1], VALUES[:1])
 
 
 @pytest.mark.parametrize("name", kvindex.names())
 def test_bad_geometry_and_options_are_refused(name):
     for case, (options, words) in BAD_GEOMETRY.items():
         if "group" in options and not hasattr(kvindex.get(name).Config, "group"):
-            continue  # has no policy
+            continue  # this index has no group policy
         with named(case):
             with pytest.raises((ValueError, TypeError)) as error:
                 kvindex.create(name, **{**dict(q_heads=4, kv_heads=2, head_dim=16), **options})
@@ -306,7 +307,7 @@ def test_a_deferred_error_comes_at_the_next_call_that_waits(place, call, monkeyp
     keys, values = KEYS.to(place), VALUES.to(place)
     for _ in range(50):
         index.append(keys, values)
-    assert len(index._deferred) == 1  # one flag, however many calls
+    assert len(index._deferred) == 1  # all calls share one flag
     index.append(spoiled(keys, NAN), values)
     index.append(keys, values)
     argument = {"truncate": [5], "reorder": [torch.tensor([0])], "state_dict": []}[call]

@@ -1,4 +1,4 @@
-"""A begun append ends on the same state of the index, or raises an error."""
+"""An append that was begun ends on an unchanged index, or raises an error."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ CASE = Case(q_heads=4, kv_heads=2, head_dim=64, value_dim=64, batch=2)
 @pytest.mark.parametrize("codec", ["plain", "int4"])
 @pytest.mark.parametrize("spec", kvindex.names())
 def test_an_append_does_not_end_on_as_many_other_tokens(spec, codec):
-    """Codes with the center of the first tokens would be decoded with that of the others."""
+    """Codes made with the center of the first tokens would be decoded with another center."""
     index, fresh = (CASE.index(spec, row_codec=codec) for _ in range(2))
     others = CASE.tokens(40, seed=2)
     index.append(*CASE.tokens(40))

@@ -75,7 +75,7 @@ def test_the_first_case_that_fails_ends_a_check():
     seen = []
 
     def check(make, case):
-        """An invariant that never holds."""
+        """A check that always fails."""
         seen.append(case)
         raise IndexError(len(seen))
 

@@ -46,7 +46,7 @@ def test_no_layer_depends_on_the_context(context):
 
 @pytest.mark.parametrize("codec", ["plain", "int4"])
 def test_a_layer_goes_in_and_out_of_inference_mode(codec):
-    """Step by step, with reorders, copies and saved states."""
+    """Modes alternate between steps, reorders, copies and saved states."""
 
     def life(modes):
         modes = itertools.cycle(modes)

@@ -1,4 +1,4 @@
-"""Every index stays on the device of its tensors, and finds there what it finds on the CPU."""
+"""Every index stays on the device of its tensors, and returns the same hits as on the CPU."""
 
 from functools import partial
 

@@ -81,7 +81,7 @@ LAYERS = {
 }
 BESIDE = [name for name in LAYERS if "beside" in name]
 FEW = ["exact", "quest+reuse", *BESIDE]
-"""Layers for which each call is tried; an update is tried for all."""
+"""Layers for which faults are tried in each call. For other layers, only updates are tried."""
 EVERY = SIZES["update_every"]
 
 
@@ -176,7 +176,7 @@ def test_an_interrupt_at_each_line_changes_no_layer(name, spec):
 
 
 def test_an_interrupt_leaves_no_lock_held():
-    """This includes Python's own: no signal is handled between a block's end and `__exit__`."""
+    """Python's own locks are included: no signal is handled just before `__exit__`."""
     lock, here = threading.Lock(), Path(__file__).parent
 
     def work():
@@ -280,7 +280,7 @@ def test_a_method_of_a_mixin_is_undone():
 
 
 def test_a_copy_has_flags_of_its_own(monkeypatch):
-    """The flags are of errors that are raised later, as on a GPU."""
+    """Flags record errors that are raised later, as on a GPU."""
     index = CASE.index("exact")
     index.append(*CASE.tokens(5))
     monkeypatch.setattr(Exact, "_defers", True)
@@ -342,7 +342,7 @@ def test_a_copy_and_its_original_go_their_own_ways():
 
 
 def test_a_copy_goes_back_to_what_it_was_itself():
-    """Also a copy of an index whose own checkpoint is known."""
+    """A copy rolls back to its own checkpoint, even if the original has one."""
     layer = AttentionLayer(CASE.index("pariskv"), k=6, **SIZES)
     sequence = Sequence.of(CASE, 60)
     sequence.feed(layer, 0, 30)

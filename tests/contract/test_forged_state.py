@@ -105,13 +105,14 @@ MEANS_SOMETHING_ELSE = {
     # without flags all tokens are real, without a newest query none was observed
     *(("valid", "dropped"), ("newest", "dropped"), ("threshold", "dropped")),
     *(("ends", "axis 1 cut"), ("cuts", "axis 0 cut")),  # no sentence, or segment, ends there
-    *(("end", "too large"), ("next", "too large"), ("newest", "too large")),  # positions may be
+    # positions may be large
+    *(("end", "too large"), ("next", "too large"), ("newest", "too large")),
     *(("newest", "negative"), ("positions", "too large"), ("first", "too large")),
     *(("shift", "too large"), ("ends", "axis 0 cut")),
     # counters of a wrapper
     *((name, "too large") for name in ("steps", "searches", "found", "reachable", "wanted")),
     *(("before", "dropped"), ("differs", "dropped"), ("next", "dropped")),
-    ("queries", "axis 0 cut"),  # queries without a query
+    ("queries", "axis 0 cut"),  # an empty tensor of queries
 }
 """Part of a tensor's name, and a change that gives a different but valid state."""
 

@@ -22,7 +22,7 @@ def separate(spec, index):
 
 @pytest.mark.parametrize(("spec", "seed"), sampled(SPECS, [0, 1, 2]))
 def test_any_interleaving_equals_separate_indexes(spec, seed):
-    """Each index has a reference with which its forks share no memory."""
+    """Each index is compared with a separate index that shares no memory with it."""
     rng, index = random.Random(seed), made(spec)
     do(index, 1, ("append", 45, [0, 3]))
     do(index, 2, ("end_prompt",))

@@ -37,7 +37,7 @@ def test_the_largest_numbers_give_scores(spec, dtype):
 @pytest.mark.parametrize("scale", check.SCALES)
 @pytest.mark.parametrize("spec", ALL)
 def test_the_largest_numbers_give_scores_with_the_least_and_largest_scale(spec, scale):
-    """And with either softcap, whatever the scale."""
+    """This holds also with the smallest and the largest softcap, for any scale."""
     for softcap in (None, *check.SOFTCAPS):
         case = dataclasses.replace(CASE, softcap=softcap)
         make = partial(case.index, spec, scale=scale)
@@ -45,7 +45,7 @@ def test_the_largest_numbers_give_scores_with_the_least_and_largest_scale(spec, 
 
 
 def test_logits_of_the_largest_numbers_are_finite_in_float32():
-    """There is room for estimates above them, and for twice a logarithm."""
+    """Larger estimates, and twice a logarithm, still fit in float32."""
     largest = check.SCALES[1] * 2**12 * check.LARGEST**2
     assert 8 * largest < torch.finfo(torch.float32).max
 
@@ -69,7 +69,7 @@ def test_infinity_is_refused_in_half_precision(dtype):
 
 @pytest.mark.parametrize("spec", SPECS)
 def test_more_rows_than_there_are_cost_nothing(spec, monkeypatch):
-    """A `k` that is reduced to the number of rows gives the same hits and width."""
+    """The hits and their width are the same as for `k` equal to the number of rows."""
     index = CASE.index(spec)
     index.append(*CASE.tokens(40), valid=left_padding([3, 0], 40))
     index.observe_queries(CASE.queries()[:, :, None], torch.tensor([39]))
@@ -168,7 +168,7 @@ class Gate:
 
 
 def beside(gate, first, second):
-    """Return the result or error of `second` while `first` is stopped in the gate, and of
+    """Return the result or error of `second`, called while `first` is stopped in the gate, and of
     `first`."""
     found = []
 
@@ -200,7 +200,8 @@ def beside(gate, first, second):
         ("_search", "search", "append", True),
         ("_search", "search", "truncate", True),
         ("_search", "search", "fetch", False),
-        ("_prepared", "append", "nbytes", False),  # a counter
+        # `nbytes` is a counter, which is allowed meanwhile
+        ("_prepared", "append", "nbytes", False),
         ("_search", "search", "nbytes", False),
     ],
 )
@@ -227,7 +228,7 @@ def test_searches_beside_one_another_make_an_index_of_faiss_once(monkeypatch):
     index, inside, most = CASE.index("faiss-flat"), [], []
     index.append(*CASE.tokens(40))
     want = index.search(CASE.queries(), k=5)
-    index.rollback(index.checkpoint())  # FAISS's own are to be made again
+    index.rollback(index.checkpoint())  # so that FAISS's indexes are built again
     fill = type(index)._fill
 
     def slow(self, held):

@@ -15,7 +15,7 @@ from tests.contract.test_contract import SPECS
 
 CASE = Case(q_heads=6, kv_heads=2, batch=3)
 WINDOW, PROMPT = 22, 30
-"""PROMPT: tokens of the prompt. Those from `WINDOW` on are appended after `end_prompt`."""
+"""PROMPT is the number of tokens of the prompt. Those from `WINDOW` on come after `end_prompt`."""
 BY_POSITION = {"pariskv", "pariskv:preset=sampled"}
 """These indexes sample rows with noise that depends on the position of a row."""
 TIERED = "pariskv:preset=fast:coarse=tiered_votes:center=0"
@@ -28,7 +28,8 @@ FEW = (
 
 
 def real_tokens(right: int = 0):
-    """Bool `[B, N]`: padding on the left, between tokens, and on the right of the prompt."""
+    """Return flags bool `[B, N]`: the prompt has padding on the left, in between, and on the
+    right."""
     real = left_padding([0, 4, 8], N)
     for row in range(3):
         real[row, 12 + row : 15 + row] = real[row, 33 : 35 + row] = False
@@ -37,7 +38,7 @@ def real_tokens(right: int = 0):
 
 
 def found_alone(name, tokens, queries, places, k):
-    """Search one sequence without its padding. Returns hits with the ids of the padded one."""
+    """Search one sequence without its padding; return hits with the padded sequence's ids."""
     alone, ends = CASE.index(name), [int((places < end).sum()) for end in (WINDOW, PROMPT)]
     fed(alone, tokens, queries, None, *ends)
     hits = alone.search(CASE.queries()[:1], k=k)
@@ -46,7 +47,7 @@ def found_alone(name, tokens, queries, places, k):
 
 
 def fed(index, tokens, queries, real, window=WINDOW, prompt=PROMPT):
-    """Append a prompt with its queries. Its window is appended later, with the tokens after it."""
+    """Append a prompt with its queries; the tokens of its window are appended after the prompt."""
     flags = (None, None) if real is None else (real[:, :window], real[:, window:])
     keys, values = tokens
     if queries is not None and capability(index, ObservesQueries) is not None:

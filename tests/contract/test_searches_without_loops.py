@@ -15,11 +15,11 @@ SMALL = {
     **{name: dict(budget=64) for name in ("h2o", "snapkv", "streaming", "triattention")},
     **{name: dict(page=8) for name in ("quest", "arkvale", "infllm", "icecache")},
 }
-"""Options with which an index makes of few tokens what it makes of many."""
+"""Options with which a few tokens use the same operations as many tokens."""
 MANY = 9
 """Number of heads or sequences instead of one: a loop would call at least 8 more operations."""
 COPIES = 3
-"""A view of one head may be a copy for several heads."""
+"""Allowed additional copies: a view for one head may be a copy for several heads."""
 
 
 class Counted(TorchDispatchMode):

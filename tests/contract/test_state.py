@@ -36,7 +36,7 @@ def life(seed):
         deed = rng.choice(["truncate", "reorder", "mark_boundary", "append", "append", "append"])
         arguments = {
             "append": (rng.choice([1, 1, 17]), None),
-            "truncate": (rng.randrange(12, 30),),  # tokens that go
+            "truncate": (rng.randrange(12, 30),),  # number of tokens to remove
             "reorder": (rng.choice([[1, 0], [0, 0], [1, 1]]),),
         }
         deeds += [(deed, *arguments.get(deed, ())), ("search",)]
@@ -124,7 +124,7 @@ def test_an_empty_index_has_a_state_and_so_has_one_that_was_told_only(name):
     third.load_state_dict(index.state_dict())
     assert_same_state(index, third)
     with pytest.raises(ValueError, match="keys: got shape"):
-        third.append(*CASE.tokens(20, batch=1))  # the batch stays
+        third.append(*CASE.tokens(20, batch=1))  # the batch size does not change
 
 
 def without(name):

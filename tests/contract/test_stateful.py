@@ -14,7 +14,7 @@ from tests.support.helpers import Case
 
 
 class LiteralMachine(IndexMachine):
-    """Hits equal those of Python's own numbers and lists."""
+    """Compares hits with an implementation in Python's numbers and lists."""
 
     def compare(self, hits, queries, k):
         if self.case.q_heads > 2:

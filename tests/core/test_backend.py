@@ -1,4 +1,4 @@
-"""The backend that an index gets by default, and what the index reports of it."""
+"""The backend that an index gets by default, and what the index reports about it."""
 
 import subprocess
 import sys

@@ -46,12 +46,12 @@ ONLY_ITS_OWN = {
 }
 """Capabilities of a wrapper that do not depend on the inner index."""
 NOT_PASSED_ON = {
-    # a step of the inner index is not its own search
+    # a fused step of the inner index would bypass the wrapper's search
     *((name, step) for name in CLASSES for step in (DecodesStep, CapturesStep)),
     *((name, step) for name in CLASSES for step in (JoinsBatch, SearchesShard)),
     ("recall", AppendsAsync),  # the exact copy's append is part of the same change
     ("recall", ExpandsBatch),  # hits of a view would not be counted
-    ("reuse", ExpandsBatch),  # a step may find what the one before found
+    ("reuse", ExpandsBatch),  # a step may reuse the previous hits
     # an append and a search are calls of all ranks together
     *(("sharded", together) for together in (AppendsAsync, ExpandsBatch)),
 }
@@ -112,7 +112,7 @@ def test_a_wrapper_has_what_it_and_its_inner_index_have(name, wanted):
     if wanted is not WeighsRows or name not in (
         "sample",
         "vattention",
-    ):  # weights of weights: refused
+    ):  # sampling sampled rows raises an error
         wrapper = CLASSES[name](able({wanted}))
         passed = (name, wanted) not in NOT_PASSED_ON
         assert wrapper.capability(wanted) is (wrapper if passed else None)
@@ -128,15 +128,15 @@ def test_the_instance_answers():
     exact, reuse = case.index("exact"), case.index("exact+reuse")
     assert exact.capability(ExpandsBatch) is exact
     assert reuse.capability(ExpandsBatch) is None
-    assert exact.capability(AppendsAsync) is None  # though its class has the method
+    assert exact.capability(AppendsAsync) is None  # although its class has the method
     assert exact.capability(Attends) is None
     pariskv = case.index("pariskv")
-    assert pariskv.capability(Attends) is None  # kernels are not there
+    assert pariskv.capability(Attends) is None  # there are no kernels here
     assert case.index("retroinfer").capability(WeighsRows) is not None
 
 
 class Foreign:
-    """An index of another library, of which only methods are known."""
+    """An index of another library, with only the methods of the protocol."""
 
     def __init__(self, inner):
         self.inner = inner

@@ -107,7 +107,7 @@ def test_a_call_that_is_refused_disturbs_the_first_at_none_of_its_lines(first, s
 
 @pytest.mark.parametrize("names", [["append"] * 4, ["search"] * 4, ["search", "append"] * 2])
 def test_of_calls_at_the_same_time_the_first_goes_on(names):
-    """All begin together, and none ends before all others have entered or raised an error."""
+    """All calls begin together. None ends before the others have entered or raised an error."""
     one, winners = Object(), Counter()
     begin, decided = threading.Barrier(len(names)), threading.Barrier(len(names))
 
@@ -207,7 +207,7 @@ class Half:
 
     @contextmanager
     def of(self, call):
-        """Run while another thread is in the middle of `call`."""
+        """Run the block while another thread is in the middle of `call`."""
         setattr(self.holder, self.name, self.held)
         with ThreadPoolExecutor(1) as pool:
             future = pool.submit(call)
@@ -226,7 +226,7 @@ def in_a_child(check):
     if not child:
         try:
             faulthandler.register(signal.SIGALRM, chain=True)
-            signal.alarm(HANGS_S)  # a process that hangs says where, and ends
+            signal.alarm(HANGS_S)  # a process that hangs prints its traceback, and ends
             check()
         except BaseException:
             traceback.print_exc()
@@ -287,14 +287,15 @@ def test_in_a_forked_child_a_change_of_another_thread_is_undone(line, where):
 
 @forks_beside_threads
 def test_in_a_forked_child_a_step_of_another_thread_is_undone():
-    """Including everything that the layer's index has changed in the middle of it."""
+    """This includes everything that the step has changed in the layer's index so far."""
     layer, alone = (layer_of(CASE, k=5) for _ in range(2))
     sequence, other, appends = Sequence.of(CASE, 40), Sequence.of(CASE, 40, seed=3), 0
     for t in range(30):
         appends = len(alone.index)
         for each in (layer, alone):
             sequence.feed(each, t, t + 1)
-        if t > 12 and len(alone.index) > appends:  # an update is as far away as it can be
+        # an update was just done, so the next one is far away
+        if t > 12 and len(alone.index) > appends:
             break
     start = len(layer)
 
@@ -335,7 +336,7 @@ def test_in_a_forked_child_faiss_indexes_that_another_thread_filled_are_made_ane
     pytest.importorskip("faiss", reason="needs faiss-cpu")
     index = filled("faiss-flat")
     want = index.search(CASE.queries(), k=K)
-    index.rollback(index.checkpoint())  # FAISS's own are to be made again
+    index.rollback(index.checkpoint())  # so that FAISS's indexes are built again
 
     def check():
         assert_same_hits(index.search(CASE.queries(), k=K), want)
@@ -346,7 +347,7 @@ def test_in_a_forked_child_faiss_indexes_that_another_thread_filled_are_made_ane
 
 @forks_beside_threads
 def test_in_a_forked_child_the_default_dtype_is_the_callers():
-    """A call that computes in plain torch meanwhile sets it for the whole process."""
+    """During a call in plain torch, the default dtype is changed for the whole process."""
     index = filled("exact")
 
     def check():

@@ -89,7 +89,7 @@ class LayersMachine(SequencesMachine):
     @precondition(lambda self: len(self.alone) > 1)
     @rule(data=st.data(), count=st.integers(2, 12), seed=seeds)
     def decode(self, data, count, seed):
-        """Token by token: updates are due for some sequences, then for others."""
+        """Decode token by token. Updates are due for different sequences at different tokens."""
         some = data.draw(st.permutations([*self.alone]))
         for t in range(count):
             self.feed(some, 1, seed + t)

@@ -71,7 +71,7 @@ class SequencesMachine(RuleBasedStateMachine):
         raise NotImplementedError
 
     def compare_with(self, some, seed, k):
-        """Check that each of these equals its separate index."""
+        """Check that each of these sequences equals its separate index."""
         raise NotImplementedError
 
     def some(self, data):

@@ -1,6 +1,6 @@
-"""For forged folders, `load` returns an index or raises an error with a clear message, in time.
+"""For forged folders, `load` quickly returns an index or raises an error with a clear message.
 
-All digests are right, because whoever changes a file can write its digest too.
+All digests are right, because whoever changes a file can also write its digest.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""Rows as codes relative to a center: a common offset of keys costs no accuracy."""
+"""Rows are coded relative to a center, so a common offset of keys costs no accuracy."""
 
 from copy import deepcopy
 from itertools import pairwise
@@ -41,7 +41,7 @@ def held(both, order):
     return tuple(part[order] for part in both)
 
 
-# Lives of an index of 300 tokens: the index that holds them, and those of its batch
+# Histories that end with an index of 300 tokens
 
 
 def appended(index, both, tmp_path):
@@ -128,8 +128,7 @@ def store_of(name, place):
 
 
 def off(spec, name, place, life, offset, tmp_path):
-    """Return the error of attention over the rows found, relative to the same rows without
-    codec."""
+    """Return the error of attention over the retrieved rows, compared with uncoded rows."""
     index = CASE.index(spec, backend="torch", store=store_of(name, place), row_codec=name)
     both = tokens(400, offset)
     index, both = life(index, both, tmp_path / f"{offset}")
@@ -177,7 +176,7 @@ def test_the_comparison_can_fail(name, tmp_path, monkeypatch):
     st.integers(16, 300),
 )
 def test_rows_do_not_depend_on_how_they_came(name, place, cuts, first):
-    """Once the first append has enough tokens for the center."""
+    """This holds if the first append has enough tokens for the center."""
     both, whole, parts = tokens(300, LARGER), store_of(name, "device"), store_of(name, place)
     whole.append(whole.join(*both))
     bounds = sorted({0, first, *(first + cut for cut in cuts if first + cut < 300), 300})
@@ -227,7 +226,7 @@ def test_the_center_is_that_of_valid_keys():
 @pytest.mark.parametrize("junk", [0.0, 1e13, torch.nan, torch.inf])
 @pytest.mark.parametrize(("name", "place"), sampled(CODED, ["device", "host", "blocks"]))
 def test_padding_is_no_part_of_the_center(name, place, junk):
-    """Rows are as accurate as without padding, whatever it contains (zeros in a layer)."""
+    """Rows are as accurate as without padding, whatever the padding contains (zeros in a layer)."""
     keys, values = tokens(40, LARGER)
     keys[1, :, :20] = junk
     ids = torch.arange(20, 40).expand(2, 2, -1)

@@ -52,7 +52,7 @@ def tokens(count, batch, seed):
 
 @dataclass(frozen=True)
 class Truth:
-    """Rows as their codec makes them, with the center of the first tokens."""
+    """The rows that the codec should give, with the center of the first tokens."""
 
     name: str
     batch: int | None = None
@@ -81,7 +81,7 @@ class Truth:
         return replace(self, batch=len(order), **parts)
 
     def hold(self, index):
-        """Return True if the index has these rows, however they are read."""
+        """Return True if every way to read the index's rows gives these rows."""
         assert len(index) == len(self)
         if not len(self):
             return

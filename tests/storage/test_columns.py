@@ -154,11 +154,11 @@ def add(valid, length, count, flags=None):
 def test_flags_of_real_tokens_cost_no_operation():
     valid = Valid()
     add(valid, 0, 9, [[False] * 9] * 2)
-    reserved = valid.reserve(9, torch.zeros(2, 1, 9, 4), None)  # room for twice as many
+    reserved = valid.reserve(9, torch.zeros(2, 1, 9, 4), None)  # reserves twice as many places
     with Operations() as operations:
         valid.append(reserved, all_real=True)
         valid.reserve(18, torch.zeros(2, 1, 0, 4), None)
-    assert operations.names == ["aten.zeros.default"]  # the operation of the last line
+    assert operations.names == ["aten.zeros.default"]  # from the second `reserve`
     assert valid.flags[:, 9:].all()
 
 
@@ -208,7 +208,10 @@ def test_a_view_of_several_rows_is_read_alone_and_its_copy_is_its_own():
 
 
 def test_bytes_may_be_asked_for_while_another_thread_puts_back_what_was_held():
-    """Length and tensors are set one after the other; a length beyond the tensors is limited."""
+    """Length and tensors are set one after the other.
+
+    A length beyond the tensors is reduced to theirs.
+    """
     columns, rows = Columns(), torch.zeros(1, 2, 5, 8)
     columns.append({"rows": rows})
     held = columns.checkpoint()

@@ -1,4 +1,4 @@
-"""Layouts of states: what a tensor must be like, by the letters of its axes."""
+"""Layouts of states: the letters of a tensor's axes determine its allowed shapes."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""An index over rows that a store of its own keeps in pages."""
+"""An index whose rows are in a user's store with pages."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ TOKENS, QUERIES = CASE.tokens(300), CASE.queries()
 
 
 def pair(name):
-    """Make the index over pages, and over its own store."""
+    """Make the index over the user's pages, and over the default store."""
     return CASE.index(name, store=Pages(GEOMETRY)), CASE.index(name)
 
 

@@ -73,7 +73,7 @@ def test_the_first_that_appends_stays_and_the_second_copies():
     assert place(second) == place(third) == at != place(first)
     del second
     gc.collect()
-    third.append(entries(70, 5))  # no other copy reads there
+    third.append(entries(70, 5))  # no other copy reads this memory
     assert place(third) == at
     assert held(third) == [*range(50), *range(70, 75)]
     assert held(first) == [*range(50), *range(60, 65)]
@@ -128,7 +128,7 @@ def test_blocks_are_shared_with_their_centers():
 
 
 def test_flags_of_a_copy_that_is_gone_are_no_other_ones():
-    """Memory to which one padded token was written is no longer all ones."""
+    """After a padded token was written, shared memory does not contain only ones any more."""
     like = torch.zeros(1, 1, 4, 8)
 
     def append(valid, flags, length):

@@ -67,7 +67,7 @@ def test_latent_and_rotated_part_have_scales_of_their_own(name):
 
 
 def test_a_rotated_part_is_turned_before_few_bits():
-    """It belongs to a key, with outliers in a few channels."""
+    """The part with rotary embedding belongs to a key, and has outliers in a few channels."""
     sizes = dict(head_dim=96, value_dim=64)
     keys = torch.randn(1, 1, 200, 96, generator=torch.Generator().manual_seed(0))
     keys[..., 70] += 30

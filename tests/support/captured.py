@@ -9,7 +9,10 @@ from kvindex.ops import attention
 
 
 class Captured(Exact):
-    """Captured steps attend to all present rows. Other rows need another graph."""
+    """An index whose captured steps attend to all present rows.
+
+    After an append, a new graph is needed.
+    """
 
     _reads = None
 

@@ -10,7 +10,7 @@ from tests.support.helpers import Case, assert_same_hits
 
 
 def unchanged(index: KVIndex) -> None:
-    """Change nothing, for a search before the first change."""
+    """Change nothing. It stands for a search before the first change."""
 
 
 def assert_stays_exact(

@@ -94,7 +94,7 @@ class Pages(Restorable):
 
 
 class AddressedPages(Pages):
-    """The same with `kvindex.storage.store.AddressedRows`: pages of 256 tokens, for each sequence.
+    """`Pages` with `kvindex.storage.store.AddressedRows`: pages of 256 tokens, for each sequence.
 
     `far` says whether kernels should cache the rows that they have read.
     """

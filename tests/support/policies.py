@@ -16,7 +16,7 @@ STILL = {
 }
 
 STILL_HOLD = [check for check in CHECKS if check.__name__ in STILL]
-"""Checks of the contract that also hold after a policy has chosen rows and evicts others."""
+"""Checks of the contract that also hold for an index that has evicted rows."""
 
 
 def kept(index, case, b, h):

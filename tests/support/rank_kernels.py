@@ -18,7 +18,7 @@ def device():
 
 
 def kernels():
-    """Use kernels for tensors of the device, whose numbers the host cannot read, as on a GPU."""
+    """Use kernels for tensors of the device. The host may not read their numbers, as on a GPU."""
     until = ExitStack()
     if device() == "cpu":
         until.enter_context(emulator.emulated())

@@ -55,7 +55,8 @@ class Sequence:
         return Sequence(self.case, *parts, [self.pads[row] for row in rows], holes)
 
     def then(self, length: int, other: Sequence) -> Sequence:
-        """Return the first `length` tokens, then those of the other sequence from there on."""
+        """Return the first `length` tokens, then the other sequence's tokens from that position
+        on."""
         pairs = zip(self.parts(0, length), other.parts(length, None), strict=True)
         parts = (torch.cat(pair, dim=2) for pair in pairs)
         return Sequence(self.case, *parts, self.pads, self.holes)

@@ -14,13 +14,13 @@ SMALL = dict(
     num_key_value_heads=2,
     head_dim=32,
     max_position_embeddings=2048,
-    initializer_range=0.15,  # large: attention is far from uniform
+    initializer_range=0.15,  # large, so that attention is far from uniform
     pad_token_id=0,
     bos_token_id=1,
     eos_token_id=2,
 )
 
-# before vLLM is imported: the engine in this process, where a test can look into it
+# set before vLLM is imported: the engine runs in this process, where tests can inspect it
 os.environ |= {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_LOGGING_LEVEL": "ERROR",

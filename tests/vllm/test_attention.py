@@ -127,7 +127,7 @@ def test_what_is_searched_is_whole_blocks_before_the_window():
     paged = served(1, sink=64, local_window=200, dense_below=600)[0]
     lengths = (1, 599, 600, 711, 712, 967, 968)
     assert [paged.searched(length) for length in lengths] == [0, 0, 256, 256, 512, 512, 768]
-    assert served(1, sink=256)[0].searched(511) == 0  # the sink is all that there is
+    assert served(1, sink=256)[0].searched(511) == 0  # all tokens are in the sink
 
 
 def test_the_sink_is_never_a_hit():

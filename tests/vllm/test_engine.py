@@ -1,6 +1,6 @@
 """The plug-in in vLLM's engine on a CPU gives full attention's tokens if all rows are retrieved.
 
-In float32, so that rounding does not decide a token.
+Models run in float32, so that rounding does not decide a token.
 """
 
 import json
@@ -57,7 +57,7 @@ def test_few_rows_give_other_tokens(engine, model, stock):
     few = engine(model, {"k": 1, "dense_below": 0, "sink": 0, "local_window": 0})
     prompts = [prompt(length, seed) for seed, length in enumerate(LENGTHS)]
     found, exact = tokens(few, prompts), tokens(stock, prompts)
-    assert found[2] == exact[2]  # shorter than a block
+    assert found[2] == exact[2]  # the sequence is shorter than a block
     assert found != exact
 
 
@@ -79,7 +79,7 @@ def test_sequences_that_are_preempted(stock, searching, watched):
     expected = [tokens(stock, [ids], count=40)[0] for ids in prompts]
     assert tokens(searching, prompts, count=40) == expected
     once = (sum(lengths) + 3 * 39) * SMALL["num_hidden_layers"]
-    assert watched.computed > once  # some are computed again
+    assert watched.computed > once  # preempted tokens are computed again
 
 
 def test_a_request_that_is_aborted(stock, searching, watched):
@@ -149,7 +149,7 @@ LATENT = dict(
     q_lora_rank=64,
     qk_nope_head_dim=32,
     v_head_dim=32,
-    first_k_dense_replace=2,  # no experts
+    first_k_dense_replace=2,  # so no layer has experts
 )
 
 

@@ -45,7 +45,7 @@ def test_prompts_are_flash_attentions_and_decoded_tokens_search(entered):
         pages.write_rows(layer.kv_cache, slots, *torch.randn(2, 4, G, D))
     metadata = builder.build_for_cudagraph_capture(common(tables, LENGTHS, [1] * 4, slots))
     for layer in layers.values():
-        assert layer.impl.codes.records.any()  # encoded from the step before
+        assert layer.impl.codes.records.any()  # encoded in the previous step
         queries, output = torch.randn(6, H, D), torch.full((6, H, D), 9.0)  # padded by vLLM
         layer.impl.forward(layer, queries, None, None, layer.kv_cache, metadata, output)
         for b, length in enumerate(LENGTHS[:3]):
@@ -132,7 +132,7 @@ def emulated_engine(stock, engine, model):
 
 
 def test_the_engine_decodes_by_the_kernels(emulated_engine, stock):
-    """With mixed lengths, blocks that fill, cached prefixes, and preempted sequences."""
+    """The batch has mixed lengths, blocks that fill, cached prefixes, and preempted sequences."""
     from tests.vllm.on_a_cpu import Attention
 
     prompts = [prompt(length, seed) for seed, length in enumerate((700, 300, 20, 508))]

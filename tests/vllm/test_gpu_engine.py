@@ -1,6 +1,6 @@
 """The plug-in in vLLM's engine on a GPU gives FlashAttention's tokens if all rows are retrieved.
 
-In bfloat16, with a model whose first choice leads by far, so that rounding decides no token.
+Models run in bfloat16, and their best token leads by far, so that rounding does not decide a token.
 """
 
 import pytest
@@ -90,7 +90,7 @@ def test_the_engine_by_itself_writes_what_was_taught(exact, taught):
 
 @pytest.mark.parametrize("graphs", [False, True])
 def test_as_many_rows_as_there_are_give_the_engines_own_tokens(made, taught, graphs):
-    """With the model runner that VLLM_USE_V2_MODEL_RUNNER selects (0 or 1)."""
+    """The test uses the model runner that VLLM_USE_V2_MODEL_RUNNER selects (0 or 1)."""
     mine = made(EVERY, graphs)
     for ids, text in zip(PROMPTS + SHARED, taught, strict=False):
         assert written(mine, [ids]) == [text]

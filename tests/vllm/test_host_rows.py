@@ -92,14 +92,15 @@ def test_a_batch_searches_for_first_tokens_and_copies_rows_of_others(entered):
 
 
 def test_a_prompt_whose_prefix_comes_in_the_same_step_does_not_search(entered):
-    """vLLM gives it blocks that the step is about to fill, except for its last token."""
+    """vLLM gives such a prompt blocks that the same step is about to fill, except for its last
+    token."""
     from tests.vllm.on_a_cpu import Attention
 
     config = entered({**HOST, "k": 1, "local_window": 2})
     layers = layers_of(config, Attention)
     builder = builder_of(config, layers)
     tables = torch.tensor([[3, 7, 1], [3, 7, 5], [9, 0, 0]]).int()
-    bounds = (512, 513), (0, 513), (0, 7)  # the first finds the prefix of the second
+    bounds = (512, 513), (0, 513), (0, 7)  # the first sequence's prefix is filled by the second
     slots, counts = slots_of(tables, bounds), [1, 513, 7]
     told = dict(is_prefilling=torch.ones(3, dtype=torch.bool))
     metadata = builder.build(0, common(tables, [513, 513, 7], counts, slots, **told))
@@ -121,7 +122,7 @@ def emulated_engine(on_a_cpu, engine, model):
 
 
 def test_the_engine_decodes_from_rows_on_the_host(emulated_engine, stock):
-    """With mixed lengths, blocks that fill, cached prefixes, and preempted sequences."""
+    """The batch has mixed lengths, blocks that fill, cached prefixes, and preempted sequences."""
     from tests.vllm.on_a_cpu import Attention
 
     prompts = [prompt(length, seed) for seed, length in enumerate((700, 300, 20, 508))]

@@ -138,7 +138,7 @@ def test_a_class_that_vllm_caches_serves_engines_that_ask_and_others(stock, conf
 
 
 def test_every_layer_with_a_cache_is_checked(stock, configured):
-    """Also a layer without an implementation, and a subclass that changes the mask."""
+    """This includes a layer without an implementation, and a subclass that changes the mask."""
     from vllm.config import get_current_vllm_config
     from vllm.model_executor.layers.attention import Attention
     from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
@@ -146,10 +146,10 @@ def test_every_layer_with_a_cache_is_checked(stock, configured):
     from kvindex_adapters.vllm.backend import SearchingBackend
 
     class Window(Attention):
-        """Like vLLM's R-SWA, which has its mask elsewhere."""
+        """A layer like vLLM's R-SWA, whose mask is not in the implementation's arguments."""
 
     class Indexer(AttentionLayerBase):
-        """Like the caches of models with a trained indexer."""
+        """A layer like the caches of models with a trained indexer."""
 
         def get_attn_backend(self):
             raise NotImplementedError
