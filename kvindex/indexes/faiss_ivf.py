@@ -1,4 +1,4 @@
-"""FAISS IVF: keys in lists by their nearest centroid; a search scans the best few lists.
+"""FAISS IVF: stores keys in lists by their nearest centroid; a search scans the best few lists.
 
 Douze et al., The Faiss library (2024), section 5.1: `IndexIVFFlat`. Details:
 docs/indexes/faiss_ivf.md.

@@ -1,4 +1,4 @@
-"""LeoAM: chunks of adaptive size, split where attention may be high.
+"""LeoAM: selects chunks of adaptive size, which are split where attention may be high.
 
 Sun et al., Breaking the Boundaries of Long-Context LLM Inference: Adaptive KV Management on a
 Single Commodity GPU (arXiv 2506.20187). docs/indexes/leoam.md says what is simplified.

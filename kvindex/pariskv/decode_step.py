@@ -187,7 +187,7 @@ def prepare_query(queries: Tensor, state: State, config: StepConfig) -> Prepared
 def _sampling_terms(
     state: State, products: Tensor, unit: Tensor, config: StepConfig
 ) -> SamplingTerms:
-    """Compute what sampling needs from center products `[B, G, S, g]` and the unit of a vote.
+    """Compute `SamplingTerms` from inner products with centers `[B, G, S, g]` and a vote's unit.
 
     The unit is the inner product `q·k` that a vote of 1 represents, float64 `[B, G, g]`.
     """

@@ -34,7 +34,7 @@ def test_equal_queries_are_the_probe_and_one_that_stands_out_prevails():
     assert torch.equal(probe(window, counted)[0, 0], torch.ones(8))
     window[0, 0, 4] = 10.0
     got = probe(window, counted)[0, 0]
-    assert (got > 8).all()  # the plain mean is 2
+    assert (got > 8).all()  # the unweighted mean is 2
 
 
 def searched(index, queries, start=0):

@@ -305,7 +305,7 @@ def test_a_failed_append_leaves_lists_and_queue_as_they_were():
 
 
 def test_bytes():
-    """Centroids, int32 ids and float32 scores of the lists, normalizers, one flag each."""
+    """Centroids, int32 ids and float32 scores of lists, normalizers and flags are counted."""
     case = Case(q_heads=6, kv_heads=2, head_dim=16, value_dim=8, dtype=torch.float16)
     index = built(case, rho=6)
     assert index.nbytes()["codes"] == 4 * (6 * 16 * 2 + 2 * 6 * 8 + 6 * 4 + 1)

@@ -76,7 +76,7 @@ def test_error_falls_with_rank():
 
 
 def test_one_outstanding_key_makes_its_page_the_best():
-    """The mean key hides it."""
+    """The mean key of the page would hide such a key."""
     keys, values = CASE.tokens(80)
     queries = CASE.queries()
     keys = keys / 16

@@ -209,7 +209,7 @@ def test_a_boundary_before_seal_means_nothing():
 
 
 def test_bytes():
-    """Means, sizes, and an int32 id of every token."""
+    """Means, sizes, and an int32 id for every token are counted."""
     case = Case(q_heads=6, kv_heads=2, head_dim=16, value_dim=8, dtype=torch.float16)
     index = prompt_ended(case, count=64)
     index.append(*case.tokens(40, seed=1))

@@ -369,7 +369,7 @@ def test_bad_option_is_refused(options, words):
 
 
 def test_bytes():
-    """A mean per sentence and KV head, a size per sentence, and a flag per boundary."""
+    """A mean per sentence and KV head, a size per sentence, and flags of tokens are counted."""
     case = Case(q_heads=6, kv_heads=2, head_dim=16, value_dim=8, dtype=torch.float16)
     index = case.index("sentencekv", longest=8)
     index.append(*case.tokens(64))

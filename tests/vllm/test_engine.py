@@ -74,7 +74,7 @@ def test_a_prefix_that_is_shared(stock, searching, watched):
 
 
 def test_sequences_that_are_preempted(stock, searching, watched):
-    lengths = 1010, 1000, 750  # 11 blocks, which are all, and then one more for each
+    lengths = 1010, 1000, 750  # these fill all 11 blocks; each needs one more soon
     prompts = [prompt(length, seed=20 + length) for length in lengths]
     expected = [tokens(stock, [ids], count=40)[0] for ids in prompts]
     assert tokens(searching, prompts, count=40) == expected

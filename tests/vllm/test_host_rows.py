@@ -135,7 +135,7 @@ def test_the_engine_decodes_from_rows_on_the_host(emulated_engine, stock):
         expected = tokens(stock, ids, 46 if length > 5 else 4)[0]
         assert [list(outcome.outputs[0].token_ids)] == expected
         assert outcome.num_cached_tokens == (512 if length > 5 else 0)
-    lengths = 1010, 1000, 750  # 11 blocks, which are all, and then one more for each
+    lengths = 1010, 1000, 750  # these fill all 11 blocks; each needs one more soon
     prompts = [prompt(length, seed=20 + length) for length in lengths]
     expected = [tokens(stock, [ids], 20)[0] for ids in prompts]
     assert tokens(emulated_engine, prompts, 20) == expected

@@ -234,8 +234,8 @@ def encode(
     """Encode the keys of a part of all groups' blocks.
 
     Args:
-        part: Number of this part.
-        parts: Number of parts, which run on separate threads.
+        part: Index of the part that this call processes, below `parts`.
+        parts: Number of parts into which the work is divided, one per thread.
         keys: Addresses of each group's keys, int64 `[B·G]`.
         step: Bytes between keys.
         kind: Dtype of the keys (`numbers.KINDS`).

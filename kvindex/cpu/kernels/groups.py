@@ -71,8 +71,8 @@ def agree(
     """Compiled version of `ops.group.agree` for a part of the groups.
 
     Args:
-        part: Number of this part.
-        parts: Number of parts.
+        part: Index of the part that this call processes, below `parts`.
+        parts: Number of parts into which the work is divided, one per thread.
         estimates: Float32 `[P, g, C]`.
         sizes: Rows that each candidate represents, int64 `[P, C]`, or `[P, 0]`.
         scale: Factor of the logits.

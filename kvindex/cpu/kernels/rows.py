@@ -48,8 +48,8 @@ def gather_rows(
     """Compiled version of `ops.fetch.gather_rows` for a part of the rows of each group.
 
     Args:
-        part: Number of this part.
-        parts: Number of parts.
+        part: Index of the part that this call processes, below `parts`.
+        parts: Number of parts into which the work is divided, one per thread.
         table: Addresses of the groups' first rows, int64 `[P]`.
         step: Bytes between rows.
         wide: Bytes to copy per row.

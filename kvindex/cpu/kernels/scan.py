@@ -162,8 +162,8 @@ def scan(
     A key's vote is that of the group's best head (`ops.coarse.votes`).
 
     Args:
-        part: Number of this part.
-        parts: Number of parts.
+        part: Index of the part that this call processes, below `parts`.
+        parts: Number of parts into which the work is divided, one per thread.
         signs: Addresses int64 `[2, B·G]`, of full blocks and of the open block.
         weights: Addresses int64 `[2, B·G]`.
         centers: Addresses int64 `[2, B·G]`; 0 if there are none.

@@ -49,8 +49,8 @@ def find_rows(
     """Find the best `k` rows of a part of the groups, from the votes of all keys.
 
     Args:
-        part: Number of this part.
-        parts: Number of parts.
+        part: Index of the part that this call processes, below `parts`.
+        parts: Number of parts into which the work is divided, one per thread.
         votes: Int32 `[B·G, N]`.
         limits: Number of candidates `C`, int64 `[B·G]`.
         length: Number of keys.
@@ -138,8 +138,8 @@ def attend_groups(
     """Attend to rows with ids int64 `[B·G, K]` and to resident rows, for a part of the groups.
 
     Args:
-        part: Number of this part.
-        parts: Number of parts.
+        part: Index of the part that this call processes, below `parts`.
+        parts: Number of parts into which the work is divided, one per thread.
         queries: Float32 `[B·G, g, D]`.
         ids: Int64 `[B·G, K]`.
         bases: Addresses of the store's rows, int64 `[B·G]`.

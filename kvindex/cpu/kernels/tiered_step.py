@@ -136,8 +136,8 @@ def find_rows(
     """Find the best `k` rows of a part of the groups, from the votes of all keys.
 
     Args:
-        part: Number of this part.
-        parts: Number of parts.
+        part: Index of the part that this call processes, below `parts`.
+        parts: Number of parts into which the work is divided, one per thread.
         votes: Result of `tiered_votes.vote`.
         counts: Result of `tiered_votes.vote`.
         limits: Number of candidates of a head, int64 `[P]`.

@@ -177,8 +177,8 @@ def vote(
     """Compute votes of a part of all groups' keys (`ops.coarse.votes`), and count the keys by vote.
 
     Args:
-        part: Number of this part.
-        parts: Number of parts.
+        part: Index of the part that this call processes, below `parts`.
+        parts: Number of parts into which the work is divided, one per thread.
         signs: Addresses, int64 `[P]`.
         valid: Addresses of flags, int64 `[P]`, or 0.
         heads: Number of query heads.

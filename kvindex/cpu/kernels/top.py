@@ -123,8 +123,8 @@ def flag_candidates(
     """Flag the keys that any head selects, as `ops.select.candidates`: bool `[P, n]`.
 
     Args:
-        part: Number of this part.
-        parts: Number of parts.
+        part: Index of the part that this call processes, below `parts`.
+        parts: Number of parts into which the work is divided, one per thread.
         votes: Int32 `[P, g, n]`.
         limits: Int64 `[P]`.
         valid: Bool `[P, n]`, or `[P, 0]` where all are valid.

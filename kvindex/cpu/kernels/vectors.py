@@ -39,7 +39,7 @@ def chunk(builder: Any, address: Any, number: Any) -> Any:
 
 
 def multiply_add(builder: Any, a: Any, b: Any, c: Any) -> Any:
-    """Compute `a · b + c`."""
+    """Compute `a · b + c` of vectors, which LLVM may compile to fused multiply-adds."""
     return builder.fadd(builder.fmul(a, b, flags=FREE), c, flags=FREE)
 
 

@@ -22,5 +22,5 @@ def tokenizer():
 
 @pytest.fixture(scope="session")
 def plain(tokenizer):
-    """The same tokenizer without a chat template."""
+    """Return the same tokenizer without a chat template."""
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer)

@@ -160,7 +160,7 @@ def test_new_tokens_alone_with_the_full_mask(model, whole):
 
 
 def test_a_history_that_is_edited_is_cut_where_it_differs(model):
-    """For example a chat with a new version of the last question."""
+    """An example is a chat in which the last question is edited."""
     history, other = prompt(1, 50)["input_ids"], prompt(1, 20)["input_ids"]
     with kvhf.attach(model, **REGIONS) as cache:
         answered = model.generate(history, past_key_values=cache, **GREEDY)

@@ -41,7 +41,7 @@ def first(inputs, count):
 LENGTH, START = 62, 44
 
 NEAR = dict(atol=2e-5, rtol=0)
-"""Tolerance. Logits are up to 6, and plain sdpa sums in another order than dense layers."""
+"""Tolerance for logits of up to 6, because plain sdpa and dense layers sum in different orders."""
 
 
 def both(family, index, padded, config=True, **options):
