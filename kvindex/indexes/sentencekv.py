@@ -305,7 +305,8 @@ class SentenceKV(BaseIndex):
         if not S:
             return Tail(0, {"means": means, "sizes": sizes})
         count = (sizes[:, 0] > 0).sum(1)
-        place = torch.arange(start, int((kept + count).max()), device=device)  # of each sentence
+        # position of each sentence
+        place = torch.arange(start, int((kept + count).max()), device=device)
         new = place - kept[:, None]  # [B, W]: number among the new ones
         source = torch.where(new < 0, place - start, S - start + new)
         source = torch.where(new < sizes.shape[2], source, S - start + sizes.shape[2])

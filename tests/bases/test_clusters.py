@@ -82,7 +82,7 @@ def test_there_is_an_index_of_clusters():
 
 @pytest.mark.parametrize("name", NAMES)
 def test_any_interleaving_of_calls_agrees_with_a_fresh_index(name):
-    """Like `test_stateful.py`, whose few tokens make no clusters, but with clusters."""
+    """The test is like `test_stateful.py`, but with enough tokens to make clusters."""
     make = partial(kvindex.get(name), **small_options(name))
     check_any_interleaving(make, CASE, steps=settings(STEPS, max_examples=12))
 

@@ -278,7 +278,7 @@ def test_padding_changes_nothing_but_ids():
 
 
 def test_queries_may_come_before_the_keys():
-    """As in a layer whose prompt is still in the window when the prompt ends."""
+    """This happens in a layer if the prompt is still in the window when the prompt ends."""
     tokens, order = CASE.tokens(N), torch.tensor([1, 0])
     late = CASE.index("ctkvr", rho=6)
     late.observe_queries(prompt()[order], torch.arange(N))

@@ -50,7 +50,7 @@ def test_scores_are_those_of_the_paper():
 
 
 def test_rows_of_several_tokens_are_the_best_up_to_each(monkeypatch):
-    """With weights of both signs, in one block and in several, of keys and of queries."""
+    """Weights have both signs. Keys and queries are processed in one block or in several."""
     keys, values = CASE.tokens(30)
     queries, weights = CASE.tensor(3, 2, 4, 7, 32), CASE.tensor(4, 2, 4, 7)
     index = CASE.index("dsa", key_codec="plain")

@@ -251,7 +251,7 @@ def test_on_a_gpu_the_same_is_found(spec, dtype, faiss_gpu):
 @pytest.mark.gpu
 @pytest.mark.parametrize("spec", ["faiss-flat", "faiss-ivf:lists=6", "faiss-ivfpq:lists=6"])
 def test_on_a_gpu_a_search_is_on_the_current_stream(spec, faiss_gpu):
-    """Under load, it reads what that stream has written by then."""
+    """On a busy GPU, a search reads the queries that its stream has written before."""
     case = replace(GROUPS, device="cuda")
     index = case.index(spec, where="gpu")
     index.append(*case.tokens(3000))

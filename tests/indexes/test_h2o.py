@@ -143,7 +143,7 @@ def test_with_nothing_but_the_latest_it_is_a_window():
 
 
 def test_a_search_never_reads_more_than_the_budget_and_changes_nothing():
-    """Tokens after the last query compete for their places, with scores of zero."""
+    """Tokens after the last query compete for places in the budget, with scores of zero."""
     index = built()
     heavy = kept(index, CASE, 0, 0)[:4]
     index.append(*CASE.tokens(9, seed=1))

@@ -22,7 +22,7 @@ CASES = [
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 def test_small_pages_of_many_anchors_keep_the_contract(check, case):
-    """By default so few tokens have only one or two anchors."""
+    """With default options, so few tokens would have only one or two anchors."""
     check(lambda **options: case.index("icecache", **SMALL, **options), case)
 
 

@@ -187,7 +187,7 @@ def test_wrong_queries_are_refused():
 
 
 def test_a_query_of_another_batch_than_the_first_keys_is_refused():
-    """Also if no key comes before the query, so that none needs it."""
+    """The call raises an error even if no key comes before the query, so that none needs it."""
     index = CASE.index("infllm")
     observe_queries(index, seen(CASE, 1), 0, 1)
     with pytest.raises(

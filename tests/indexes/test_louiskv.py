@@ -53,7 +53,7 @@ def assert_units_are_means(index, keys):
 
 @pytest.mark.parametrize("policy", ["mean_share", "max_share", "union", "mean_query"])
 def test_units_of_one_key_are_exact(policy):
-    """Through appends, boundaries, truncation below and above the prompt, and reordering."""
+    """The hits stay exact through appends, boundaries, truncations and reordering."""
     pads, tokens, more = left_padding([0, 9], N), CASE.tokens(N), CASE.tokens(30, seed=1)
     index = prompt_ended(tokens=tokens, valid=pads, group=policy, **SINGLE)
     exact = CASE.index("exact", group=policy)

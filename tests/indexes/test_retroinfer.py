@@ -27,7 +27,7 @@ ASK_FOR_TOKENS = {"check_slots_are_exactly_k", "check_ties_go_to_the_lower_id"}
     ids=lambda check: check.__name__,
 )
 def test_small_clusters_keep_the_contract(check, case):
-    """By default so few tokens wait, and no cluster is made."""
+    """With default options, so few tokens would all wait, and there would be no cluster."""
     check(lambda **options: case.index("retroinfer", **SMALL, **options), case)
 
 

@@ -57,7 +57,7 @@ def assert_as_in_words(index, keys, tokens, valid, close=1e-6):
 @pytest.mark.parametrize("longest", [1, 5, 64])
 @pytest.mark.parametrize("when", ["before", "between", "after", "step by step"])
 def test_sentences_are_those_in_words_whenever_they_are_said(when, longest):
-    """For prompts of different lengths, and texts whose sentences end in different places."""
+    """Prompts have different lengths, and sentences of different sequences end in other places."""
     index = CASE.index("sentencekv", longest=longest, punctuation=(COMMA, STOP))
     rows, tokens, valid = CASE.tokens(90), text(90), left_padding([0, 31], 90)
     if when == "before":
@@ -168,7 +168,7 @@ def spoken(index, queries, ends=()):
 
 @pytest.mark.parametrize("seen", [True, False])
 def test_a_score_is_the_mean_of_all_products_of_two_sentences(seen):
-    """By linearity. For one head, scores are estimates, not weights."""
+    """This follows from linearity. With one head per group, scores are estimates, not weights."""
     case = Case(q_heads=2, kv_heads=2, head_dim=16, value_dim=8, batch=2)
     index, rows, tokens = case.index("sentencekv", punctuation=STOP), case.tokens(50), text(50)
     index.observe_tokens(tokens, first=0)
@@ -236,7 +236,8 @@ def test_a_sentence_of_queries_is_no_longer_than_one_of_keys():
 
 @pytest.mark.parametrize("policy", ["mean_share", "max_share", "union", "mean_query"])
 def test_sentences_of_one_token_are_exact(policy):
-    """Through appends, boundaries, queries, truncation, reordering and padding."""
+    """The hits stay exact through appends, boundaries, queries, truncation, reordering and
+    padding."""
     pads, tokens, more = left_padding([0, 9], 40), CASE.tokens(40), CASE.tokens(30, seed=1)
     index = CASE.index("sentencekv", longest=1, group=policy)
     exact = CASE.index("exact", group=policy)

@@ -104,7 +104,7 @@ def test_what_is_generated_is_kept_beside_the_prompt():
 
 @pytest.mark.parametrize("first", [0, 10, 30, 38])
 def test_queries_may_come_before_the_keys(first):
-    """As in a layer, whose newest tokens are appended to the index later."""
+    """This happens in a layer, whose newest tokens are appended to the index later."""
     late, tokens, order = CASE.index("snapkv", **SMALL), CASE.tokens(N), torch.tensor([1, 0])
     late.observe_queries(prompt()[order, :, :25], torch.arange(25))
     late.reorder(order)

@@ -67,7 +67,7 @@ def test_a_small_temperature_counts_hard_collisions():
 
 
 def test_scores_fall_with_the_angle():
-    """By correlation with the cosine, soft collisions rank better than hard ones of equal bits."""
+    """Soft collisions correlate better with the cosine than hard collisions of as many bits."""
     case = Case(q_heads=1, kv_heads=1, head_dim=64, value_dim=8)
     keys, values = case.tokens(2000)
     queries = case.queries()

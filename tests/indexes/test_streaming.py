@@ -12,7 +12,7 @@ N = 40
 NOT_BLIND = {
     "check_a_needle_is_found",
     "check_ties_go_to_the_lower_id",
-}  # they search for dropped rows
+}  # these checks search for evicted rows
 
 
 def literal(count, sink, latest, pad=0):

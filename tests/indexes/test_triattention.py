@@ -161,7 +161,7 @@ def test_nothing_is_dropped_without_centers_or_before_the_seal():
 
 @pytest.mark.parametrize("first", [0, 9])
 def test_keys_that_come_after_the_seal_meet_the_same_centers(first):
-    """As in a layer, whose window delays tokens."""
+    """This happens in a layer, whose window delays tokens."""
     tokens, index = CASE.tokens(N), CASE.index("triattention", **SMALL)
     index.observe_queries(prompt(), torch.arange(N))
     index.append(*part(tokens, 0, first))

@@ -100,7 +100,7 @@ def test_captured_steps_cost_no_operation_however_many():
         for number in range(3 * AT_ONCE):
             other = dict(masked=masked if number >= AT_ONCE else 0.0, length=100 + number)
             tally.count(step(7, **other)._replace(found=None))
-        made = operations.count - 3 * AT_ONCE  # that make the steps
+        made = operations.count - 3 * AT_ONCE  # operations of the steps themselves
     assert made == 0
     for number in range(3 * AT_ONCE):
         found += 7

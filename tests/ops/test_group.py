@@ -95,7 +95,7 @@ def test_union_walks_the_ranked_lists_in_turn(seed, heads):
 def test_union_holds_the_best_row_of_as_many_heads_as_it_has_slots(seed, k):
     values = estimates(seed, 4)
     got = top_k(group.agree(values, "union", scale=1.0, softcap=None), k)[1]
-    best = values.argmax(-1)[..., :k]  # of the first k heads
+    best = values.argmax(-1)[..., :k]  # the best row of each of the first k heads
     assert (best[..., None] == got[:, :, None]).any(-1).all()
 
 

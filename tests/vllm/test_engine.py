@@ -144,7 +144,7 @@ def test_registering_again_changes_nothing(stock):
 
 LATENT = dict(
     num_key_value_heads=4,
-    kv_lora_rank=512,  # and 64 rotary dimensions: the only size that vLLM supports on a CPU
+    kv_lora_rank=512,  # plus 64 rotary dimensions, the only size that vLLM supports on a CPU
     qk_rope_head_dim=64,
     q_lora_rank=64,
     qk_nope_head_dim=32,

@@ -106,7 +106,7 @@ def implementations():
 
 
 def test_no_other_implementation_is_made(stock, configured):
-    """Even if vLLM selects it, has cached it, or another plug-in has registered it."""
+    """This holds even if vLLM selects it, has cached it, or another plug-in has registered it."""
     from kvindex_adapters.vllm.engine import PluginAttention
 
     with configured(None):

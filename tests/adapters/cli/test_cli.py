@@ -282,7 +282,7 @@ def test_what_an_index_clusters_shows_in_a_bar(capsys):
 
 
 def test_a_result_goes_to_standard_output_while_bars_are_shown(monkeypatch, capsys):
-    """Also on a terminal, where rich would treat all output as part of its display."""
+    """This holds also on a terminal, where rich would treat all output as part of its display."""
     terminal = Console(stderr=True, force_terminal=True)
     monkeypatch.setattr("kvindex_adapters.cli.progress.console", terminal)
     with bars() as progress:

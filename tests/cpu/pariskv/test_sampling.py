@@ -170,7 +170,7 @@ def test_without_a_valid_key_there_is_no_candidate():
 @pytest.mark.parametrize("seen", [10**8, -(10**8)])
 def test_a_sample_that_misleads_costs_nothing_but_time(seen):
     sizes = torch.zeros(4 * select.SAMPLED, dtype=torch.int32)
-    sizes[::4] = seen  # what the sample sees
+    sizes[::4] = seen  # the threshold is estimated from these
     for limit in (100, select.SAMPLED, 2 * select.SAMPLED):
         assert_reference_candidates(sizes, torch.ones(len(sizes)) > 0, limit)
 

@@ -76,7 +76,7 @@ def _inputs(ids):
 
 
 def test_generate_goes_on_from_a_copy_as_from_the_whole_prompt(model):
-    """As in transformers' documentation: prefill once, then a copy for each prompt."""
+    """The test follows transformers' documentation: prefill once, then copy for each prompt."""
     ids = prompt(1, 50)["input_ids"]
     options = dict(max_new_tokens=8, do_sample=False)
     expected = model.generate(**_inputs(ids), **options)

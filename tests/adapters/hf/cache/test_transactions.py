@@ -134,7 +134,7 @@ def test_linear_attention_is_undone_where_the_cache_was_empty():
             model, MemoryError, input_ids=inputs["input_ids"][:, :1], past_key_values=cache
         )
         with pytest.raises(RuntimeError, match="`crop` was called"):
-            cache.crop(-1)  # it changes nothing, so the cache stays unusable
+            cache.crop(-1)  # has no effect, so the cache stays unusable
         with pytest.raises(RuntimeError, match="could not be undone; call reset"):
             model(input_ids=inputs["input_ids"][:, :1], past_key_values=cache)
 

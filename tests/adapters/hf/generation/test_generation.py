@@ -377,7 +377,7 @@ def test_prefill_never_leaves_a_chunk_of_one_token(model):
 
 
 def test_a_chunk_is_as_long_on_a_gpu_as_activations_have_room_for():
-    """For the sizes of Qwen3-8B and Llama 3 70B in bfloat16, and a model that gives no sizes."""
+    """The sizes are those of Qwen3-8B and Llama 3 70B in bfloat16, or a model without sizes."""
 
     def chunk(device="cuda", **sizes):
         config = SimpleNamespace(to_dict=lambda: sizes)

@@ -42,7 +42,7 @@ def expected(model, inputs):
 
 
 def test_logits_are_those_of_the_models_own_attention(model):
-    """Without padding, because the indexer chooses padded rows before it."""
+    """Prompts have no padding, because the model's indexer would choose padded rows."""
     inputs = prompt(2, sum(SIZES))
     want = expected(model, inputs)
     with kvhf.attach(model, **REGIONS, dense_layers=(0, 2)) as cache:
