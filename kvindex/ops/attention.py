@@ -1,4 +1,4 @@
-"""Exact softmax attention over given rows: at once, block by block, or merged from parts."""
+"""Exact softmax attention over given rows: in one call, block by block, or merged from parts."""
 
 from __future__ import annotations
 

@@ -181,7 +181,7 @@ def named(case):
         raise
 
 
-# One index meets all, for none may change it
+# One index gets all wrong inputs, because none may change it
 
 
 @pytest.mark.parametrize("name", kvindex.names())

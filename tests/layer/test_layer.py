@@ -1,4 +1,4 @@
-"""The layer with `exact` and k ≥ length is dense attention, whatever happens to it."""
+"""The layer with `exact` and k ≥ length computes dense attention, after any calls."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Quantization in groups errs by half a step at most, whatever the size, range and offset."""
+"""The error of quantization in groups is at most half a step, for any size, range and offset."""
 
 import pytest
 import torch
