@@ -26,11 +26,11 @@ demo: install
 test: install
 	$(BIN)/python -m pytest -q $(AT_ONCE)
 
-# What the suite samples: about 25 minutes on two cores
+# Cases that the suite samples
 test-slow: install
 	$(BIN)/python -m pytest -q $(AT_ONCE) -m "slow and not longest"
 
-# Every operation, every line, every check in every context: too long for CI
+# Every operation, every line, every check in every context
 test-longest: install
 	$(BIN)/python -m pytest -q $(AT_ONCE) -m longest
 

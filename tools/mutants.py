@@ -50,8 +50,7 @@ WORK = ROOT / ".mutants"
 TESTS = (
     *("tests/core", "tests/ops", "tests/storage", "tests/bases", "tests/layer", "tests/wrappers"),
     *("tests/indexes", "tests/contract", "tests/saving", "tests/pool"),
-    *(f"tests/adapters/test_{name}.py" for name in ("cache", "padding", "sliding", "transactions")),
-    *(f"tests/adapters/test_{name}.py" for name in ("conversation", "saving", "from_cache")),
+    *("tests/adapters/hf/cache", "tests/adapters/hf/generation/test_conversation.py"),
 )
 """Files and folders of tests that may notice a mutant."""
 
