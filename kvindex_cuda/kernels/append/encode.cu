@@ -1,7 +1,7 @@
-// Encode keys into blocks of codes (paper, A.1 to A.3): subtract the block's center, normalize, rotate, and
-// store signs, magnitudes and a log weight per key. Keys are read from memory once. A block's codes depend
-// only on the block's keys. rotated.cuh explains how a key is rotated and coded.
-// Reference: kvindex/pariskv/encoding.py, kvindex/ops/transform.py and kvindex/ops/codes.py with block = D.
+// Encode keys into blocks of codes (ParisKV paper, A.1 to A.3): subtract the mean of the block's keys (its
+// center), normalize, rotate, and store signs, magnitudes and a log weight per key. Keys are read from memory
+// once. The codes of a block depend only on the keys of that block. rotated.cuh explains the rotation and the
+// codes. Reference: kvindex/pariskv/encoding.py, kvindex/ops/transform.py and kvindex/ops/codes.py with block = D.
 // The layout of the codes is in kvindex/pariskv/block_layout.py.
 //
 // Each thread block processes segments, one after another. A segment is 256 tokens of one KV head. A thread
@@ -10,7 +10,7 @@
 //
 // If the keys of a segment fit into shared memory (STAGED), they are copied asynchronously while the
 // preceding segment is encoded: as soon as a warp has 8 keys in registers, it requests 8 keys of the next
-// segment for the same place. The keys of the segment are then added up on the matrix unit, with a matrix of
+// segment for the same place. The keys of the segment are then added up on tensor cores, with a matrix of
 // ones as the other factor (one instruction for 256 coordinates). From the sum the thread block computes the
 // center, and then encodes.
 //
@@ -50,7 +50,8 @@ constexpr int HALF = 8, GROUP = 32;                   // keys encoded together; 
 constexpr int TILES = (M + 7) / 8;                    // tiles of 8 · 8 coordinates
 constexpr int STEPS = 65536 / OCTAVES;                // steps of a log weight per octave
 
-// Load eight coordinates in the stored format. LAST: they are not read again.
+// Load the words of eight coordinates of a key from global memory. LAST is true if no later load reads them,
+// so that they may leave the caches first.
 template <bool LAST>
 __device__ __forceinline__ void load(u32 (&words)[BYTE_WORDS], const char* at) {
 #if WIDE
@@ -76,15 +77,15 @@ __device__ __forceinline__ Shared hidden(Shared place) {
     return place;
 }
 
-// Load the r-th four words of a lane's eight coordinates from shared memory.
+// Load words 4 r to 4 r + 3 of eight coordinates from shared memory.
 __device__ __forceinline__ void of_stage(u32 (&words)[BYTE_WORDS], int r, Shared at) {
     uint4 all = load_from<uint4>(at);
     words[4 * r] = all.x, words[4 * r + 1] = all.y;
     words[4 * r + 2] = all.z, words[4 * r + 3] = all.w;
 }
 
-// A segment, 256 tokens of one KV head, that a thread block encodes. It is in shared memory, because no
-// registers are left for it.
+// The segment that a thread block encodes: 256 tokens of one KV head. The struct is in shared memory, because
+// no registers are left for its fields.
 enum { NONE, SOME, WHOLE };
 struct Segment {
     const char* keys;  // address of the segment's first key
@@ -97,17 +98,19 @@ struct Segment {
     u8 state;          // NONE: there is no such segment; WHOLE: it has all 256 keys and no valid flags; else SOME
 };
 
-// Position of a 16-byte part of a key among the parts of its row in shared memory, chosen so that lanes which
-// read two or four keys at once access different banks.
+// The place, within a key's row in shared memory, of 16-byte part `chunk` of the key. The XOR (a swizzle)
+// makes lanes that read two or four keys at the same time access different banks.
 __device__ constexpr u32 placed(u32 chunk, u32 key) {
     return chunk ^ (CHUNKS == 1 ? key % 2 * 4 + (key & 2) : key % 2 + (key & 2) * 2);
 }
 
-// Add up a warp's 32 keys into `sums` [C * 32]. In the left matrix, eight coordinates of four keys are in two
-// matrix rows, in the stored
-// format: words 0 and 2 in one, words 1 and 3 in the other. The right matrix adds each coordinate of such a
-// matrix row in its own column. Products are exact, sums are float32. read(words, i, tile) loads eight
-// coordinates, number `tile * 8 + lane / 4`, of key `i + lane % 4`, or zeros for an invalid key.
+// Compute sums[d], the sum of coordinate d over a warp's 32 keys, with tensor cores. `sums` has C · 32
+// elements. Products are exact; sums are float32.
+// A row of the left matrix has four coordinates of each of four keys: words 0 and 2, or words 1 and 3, of
+// their eight coordinates. A column of the right matrix has a 1 at one of these four coordinates of every
+// key, so the product adds that coordinate over the four keys.
+// read(words, i, tile) loads coordinates 8 c to 8 c + 7 of key `i + lane % 4`, where c = `tile * 8 + lane /
+// 4`, or zeros if the key is invalid.
 template <class Read>
 __device__ __forceinline__ void add_up(float* sums, const Read& read) {
     int lane = threadIdx.x % 32, byte = lane / 4, t = lane % 4;
@@ -138,15 +141,15 @@ __device__ __forceinline__ void add_up(float* sums, const Read& read) {
                 found[tile][0], found[tile][1], found[tile][2], found[tile][3]};
 }
 
-// An upper limit of ‖y‖² for all keys whose coordinates are allowed (check.LARGEST, 2^48): it is at most
-// (2^49 D)².
+// If ‖y‖² exceeds this limit, a coordinate of the key exceeds check.LARGEST, 2^48. Otherwise ‖y‖² = D ‖k −
+// μ‖² is at most (2^49 D)².
 constexpr float TOO_LONG = 1.3e36f;
 
-// Mean of coordinate d over a segment's n valid keys, from the sums of all warps.
+// Return the mean of coordinate d over the n valid keys of a segment. `sums` has the sums of each warp.
 __device__ __forceinline__ u16 mean_of(const float (&sums)[WARPS][C * 32], int d, int n) {
     double total = 0;
     for (int w = 0; w < WARPS; w++) total += sums[w][d];
-    // the division by TOKENS, a power of two, compiles to a product
+    // the compiler replaces this division by TOKENS, a power of two, by a multiplication
     float mean = float(n == TOKENS ? total / TOKENS : total / max(n, 1));
     return to_bfloat16(fminf(fmaxf(mean, -float(LONGEST)), float(LONGEST)));
 }
@@ -157,8 +160,11 @@ struct Arguments {
     const i64* codes;     // [B, row]: addresses of blocks of codes; the record of KV head g begins at g · head_bytes
     const uint4* flips;   // [C, 4]: sign bits of the rotation's random signs s
     const float* hartley; // [ORDER, ORDER]: the rotation's Hartley matrix
-    const float* tables;  // the edges of CELLS cells of |u|, scaled (+inf for none); 2 CELLS indices of levels, by cell
-                          // and side of the edge; LEVELS levels, float16 for 3 bits at most
+    // Three tables, one after another. Cells divide the range of |u| (rotated.cuh).
+    //   [CELLS]     boundary between two levels in each cell, scaled, or +inf if the cell has none
+    //   [CELLS, 2]  index of the level below and of the level above that boundary
+    //   [LEVELS]    magnitude levels, rounded to float16 for up to 3 bits
+    const float* tables;
     int* wrong;           // [1]: set to 1 if a valid key is not finite or out of range, or null
     int* taken;           // [1]: counter of assigned segments, 0 before and after the launch, or null if each thread
                           // block has one segment at most
@@ -197,7 +203,8 @@ encode(const __grid_constant__ Arguments args) {
 #else
     u32 units = u32(args.blocks * args.kv_heads * args.batches);
 #endif
-    // One thread prepares each segment two segments ahead, because the address has to be read from memory.
+    // One thread fills in each Segment two segments before it is needed, because its address has to be read
+    // from memory first.
     auto plan = [&](u32 unit, Segment& found) {
         found.unit = unit, found.to = 0, found.state = NONE;
         if (unit >= units) return;
@@ -221,10 +228,10 @@ encode(const __grid_constant__ Arguments args) {
         found.state = !args.valid && found.to == TOKENS ? WHOLE : SOME;
 #endif
     };
-    // Start copying eight keys of a segment, the half-th eight, to shared memory; zeros for invalid or
-    // missing keys. piece: this lane's first 16 bytes of these keys; it is advanced past them.
-    // 16-byte parts per key; keys copied per instruction of a warp
-    constexpr int PADDED = ROW / 16, ROWS = 32 / PADDED;
+    // Start copying keys 8 half to 8 half + 7 of a segment to shared memory, with zeros for invalid or missing
+    // keys. `piece` is the address of the first 16 bytes that this lane copies; `send` advances it past these keys.
+    constexpr int PADDED = ROW / 16;    // 16-byte parts per key
+    constexpr int ROWS = 32 / PADDED;   // keys that a warp copies per instruction
     u32 place = placed(lane % PADDED, lane / PADDED);
     Shared to_stage = hidden(stage + lane / PADDED * ROW + place * 16);
     auto first_of = [&](const Segment& segment) {
@@ -298,7 +305,8 @@ encode(const __grid_constant__ Arguments args) {
                     if (id < own.to && (!args.valid || own.flags[id])) read(words, i, tile);
                 });
         }
-        // Here all keys of the preceding segment are encoded, and all keys of this one are added up.
+        // After this barrier, all keys of the preceding segment are encoded, and all keys of this segment are
+        // added up.
         bool real = CENTERED && threadIdx.x < own.to && (!args.valid || own.flags[threadIdx.x]);
         int n = __syncthreads_count(real);
         u32 unit = ~0u;  // no further segment
@@ -307,8 +315,8 @@ encode(const __grid_constant__ Arguments args) {
         for (int c = warp; CENTERED && c < C; c += WARPS) {
             int d = c * 32 + lane;
             u16 x = mean_of(sums, d, n);
-            // Report a bad mean, too: if a bad key is the only key of its block, subtracting the mean leaves
-            // nothing to detect.
+            // Also check the mean itself. If an invalid key is the only key of its block, its difference from
+            // the mean is 0, so that the check of ‖y‖² would not find it.
             if (args.wrong && fabsf(from_bfloat16(x)) > float(LARGEST)) *args.wrong = 1;
             means[d] = x;
             if (d < D) reinterpret_cast<u16*>(own.block + own.head + args.center)[d] = x;
@@ -405,7 +413,7 @@ encode(const __grid_constant__ Arguments args) {
             for (int i = 0; i < C * 8; i++)
                 squares = fmaf(y[i / 8][i / 4 % 2][i % 4], y[i / 8][i / 4 % 2][i % 4], squares);
             squares = quad_sum(squares);
-            // If a square is out of float32's range, multiply y by a power of two that brings its largest
+            // If ‖y‖² is near the limits of float32, multiply y by a power of two that brings its largest
             // coordinate near 1.
             bool far = !(squares > 1e-24f && squares < 1e30f);
             if (__any_sync(ALL, far)) {

@@ -1,6 +1,6 @@
-// Compute, for all layers, what a decode step needs to know about an inference engine's pages: the address of
-// each segment (256 tokens) of each sequence, how many of its tokens are searched, and the scale of its log
-// weights. Also list the segments that have just become full and must be encoded.
+// Prepare, for all layers, a decode step that attends to an inference engine's pages. Compute the address of
+// each segment (256 tokens) of each sequence, the number of tokens that the step searches, and the scale of
+// the log weights. Also list the segments that this step's tokens have filled, which must now be encoded.
 //
 // A sequence with at least `dense_below` tokens is searched in whole segments, up to `window` tokens before
 // its end, if that leaves more than `sink` tokens. Otherwise the sequence is not searched, and all its tokens
@@ -16,8 +16,8 @@
 // Compile-time constants: only those of kvindex_cuda/runtime/constants.py.
 #include "common/weight_scale.cuh"
 
-// threads per record, with 16 weights each; records per thread block at a time
-constexpr int LANES = TOKENS / 16, AT_ONCE = THREADS / LANES;
+constexpr int LANES = TOKENS / 16;        // threads per record of codes; each reads 16 weights
+constexpr int AT_ONCE = THREADS / LANES;  // records that a thread block reads at a time
 
 struct Arguments {
     const int* tables;       // [R, table]: page numbers of each sequence
@@ -41,7 +41,7 @@ struct Arguments {
     i64 sink, window, dense_below;
 };
 
-// List the segments that have become full, in any order.
+// List the segments that this step's tokens have filled, in any order.
 __device__ __forceinline__ void find_due(const Arguments& args) {
     __shared__ int found;
     if (threadIdx.x == 0) found = 0;
@@ -99,7 +99,7 @@ read_pages(const __grid_constant__ Arguments args) {
         u32 largest = 0;
 #pragma unroll
         for (int j = 0; j < 16; j++) largest = max(largest, (&bytes.x)[j / 4] >> j % 4 * 8 & 255);
-        // scales are positive floats, so their bits compare in the same order
+        // scales are positive floats, so their bits, read as integers, have the same order
         int scale = __float_as_uint(scale_of(int(largest)));
         int* all = reinterpret_cast<int*>(args.weight_scale + place * args.kv_heads + g);
         if (__ldcg(all) < scale) atomicMax(all, scale);

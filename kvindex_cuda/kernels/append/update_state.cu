@@ -1,6 +1,6 @@
-// Update the state of a decode step on the device after tokens were appended or removed: the valid bits, the
-// number of tokens, the numbers of valid keys and of candidates per sequence, and the scale of the log
-// weights. Reference: kvindex/pariskv/step_state.py.
+// Update the device-side state of a decode step after tokens were appended or removed: valid bits, number of
+// tokens, number of valid keys and of candidates per sequence, and scale of the log weights. Reference:
+// kvindex/pariskv/step_state.py.
 //
 // Grid: (any, number of KV heads of the batch, or 1), THREADS threads.
 // Writes 32 bytes per sequence and block of 256 tokens, 8 bytes per sequence, and 8 per KV head. Reads 264
@@ -15,8 +15,9 @@ constexpr int PIECES = TOKENS / 16;  // 16-byte parts of a block's weights
 constexpr int DONE = 1 << 16;
 
 struct Arguments {
-    u32* valid;                // [B, row, 8]: valid bits. In blocks `first` to `last`, the bits of the first `tokens`
-                               // tokens are set and the others cleared. Null: unchanged.
+    // [B, row, 8]: valid bits. In blocks `first` to `last` - 1, the kernel sets the bits of the first `tokens` tokens and
+    // clears the others. If null, it changes no bits.
+    u32* valid;
     i64* length;               // [1]: set to `tokens`
     int* counted;              // [B]: set to `count`, or null: unchanged
     int* wanted;               // [B]: set to `candidates`, or null: unchanged
@@ -29,8 +30,8 @@ struct Arguments {
     i64 kv_heads, head_bytes, weights, codes_from;
 };
 
-// The largest byte of 16 weights, of those that belong to the block's first `left` keys (order of
-// block_layout.places).
+// Return the largest of 16 weight bytes, ignoring keys from number `left` of the block on.
+// block_layout.places gives the order of the bytes.
 __device__ __forceinline__ int largest_of(const uint4& bytes, int piece, i64 left) {
     int largest = 0;
 #pragma unroll
@@ -41,10 +42,11 @@ __device__ __forceinline__ int largest_of(const uint4& bytes, int piece, i64 lef
     return largest;
 }
 
-// Find the scale of one head's weights, with all thread blocks of a column of the grid. Meanwhile the head's
-// `largest` contains three
-// numbers: the number of finished thread blocks, times DONE; the largest byte of the incomplete block, times
-// 256; and that of the full blocks. The last thread block to finish leaves only the third number.
+// Compute the scale of one head's log weights, with all thread blocks in a column of the grid. While they
+// run, largest[bg] packs three numbers:
+//   DONE · (number of finished thread blocks) + 256 · (largest byte of the incomplete block)
+//   + (largest byte of the full blocks)
+// The last thread block to finish leaves only the largest byte of the full blocks.
 __device__ __forceinline__ void find_scale(const Arguments& args) {
     __shared__ int of_full, of_open;
     if (threadIdx.x == 0) of_full = of_open = 0;

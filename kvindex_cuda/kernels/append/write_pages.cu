@@ -1,6 +1,6 @@
 // Write the rows (keys and values) of new tokens to their slots in an inference engine's pages, which may be
-// in pinned host memory. A cache of rows that is indexed by slots also drops what it stored for these slots
-// (common/row_cache.cuh).
+// in pinned host memory. If a cache of rows in device memory is indexed by these slots, its old rows for them
+// become invalid (common/row_cache.cuh).
 //
 // Neighboring threads write neighboring 16-byte parts of a row, then of the next head's row.
 //
@@ -22,8 +22,8 @@ struct Arguments {
     i64 cached;
 };
 
-// Widths, `pieces` and the strides are in units of 16 bytes. There are fewer than 2^31 such units to copy,
-// and fewer than 2^31 slots.
+// The arguments `width`, `pieces` and the key and value strides count units of 16 bytes. There are fewer than
+// 2^31 such units to copy, and fewer than 2^31 slots.
 extern "C" __global__ void __launch_bounds__(THREADS)
 write_pages(const __grid_constant__ Arguments args) {
     u32 heads = u32(args.kv_heads), pieces = u32(args.pieces), total = u32(args.count) * heads * pieces;

@@ -1,6 +1,6 @@
 // Write the rows (keys and values) of consecutive tokens to their places in blocks of rows, on the device or
-// in pinned host memory. The kernel moves tokens out of the local window without a stream or events of its
-// own. A row may come in two parts, key and value.
+// in pinned host memory. Moving tokens out of the local window with a kernel needs no separate stream and no
+// events. The key and the value of a row may come from two tensors.
 //
 // Neighboring threads write neighboring 16-byte parts of a row, then of the next row.
 //
@@ -20,7 +20,7 @@ struct Arguments {
     i64 one_batch, one_head, one_token, other_batch, other_head, other_token;  // strides
 };
 
-// Widths, `pieces` and the strides are in units of 16 bytes.
+// The arguments `width`, `pieces` and all strides count units of 16 bytes.
 extern "C" __global__ void __launch_bounds__(THREADS)
 write_rows(const __grid_constant__ Arguments args) {
     const uint4* __restrict__ one = args.one;

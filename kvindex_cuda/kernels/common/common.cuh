@@ -1,6 +1,7 @@
-// What all kernels share: types, conversions, matrix instructions, asynchronous copies, orders of scores, and
-// small reductions. The constants TOKENS (tokens of a block), BINS (bins of a histogram), APART (int32
-// between two counters), LONGEST (largest norm) and OCTAVES (range of log weights) come from
+// Functions that all kernels share: types, conversions, matrix instructions, asynchronous copies, orders of
+// scores, and small reductions. The constants TOKENS (tokens of a block), BINS (bins of a histogram), APART
+// (distance
+// of two counters, in int32), LONGEST (largest norm) and OCTAVES (range of log weights, in powers of two) come from
 // kvindex_cuda/runtime/constants.py. NVRTC compiles this file for a GPU; g++ compiles it with
 // tests/cuda/emulator.h, which defines EMULATED, for tests on a CPU.
 // This file is longer than most: kernels include one header, and functions that are not called cost nothing.
@@ -25,8 +26,8 @@ __device__ __forceinline__ float from_bfloat16(u16 bits) {
     return __uint_as_float(u32(bits) << 16);
 }
 
-// Convert float16 to float32. Exact for subnormal numbers too, also if the compiler flushes those of float32,
-// as it does when run by CuPy.
+// Convert float16 to float32. The result is exact for subnormal numbers, even if the compiler flushes
+// subnormal float32 numbers to zero, as it does when CuPy runs it.
 __device__ __forceinline__ float from_float16(u16 bits) {
 #ifdef EMULATED
     u32 sign = u32(bits & 0x8000) << 16, exponent = bits >> 10 & 31, size = u32(bits & 0x7fff) << 13;
@@ -41,7 +42,7 @@ __device__ __forceinline__ float from_float16(u16 bits) {
 #endif
 }
 
-// Convert both halves of a word, the lower one first.
+// Convert the two float16 numbers in a word; .x is the one in the lower half.
 __device__ __forceinline__ float2 from_float16s(u32 pair) {
 #ifdef EMULATED
     return {from_float16(u16(pair)), from_float16(u16(pair >> 16))};
@@ -90,9 +91,11 @@ __device__ __forceinline__ void store(void* data, i64 i, float x) {
 #endif
 }
 
-// c += a b for bits, where a is 16 x 128 and b is 128 x 8 (PTX: mma.m16n8k128 with .and.popc). With row =
-// lane / 4 and t = lane % 4, a lane has bits 32 t to 32 t + 31 of matrix rows `row` and `row + 8` of a and of
-// column `row` of b, and columns 2 t and 2 t + 1 of both rows of c.
+// c += a b on single bits, where a is 16 x 128 and b is 128 x 8: c counts common bits (PTX: mma.m16n8k128
+// with .and.popc). With r = lane / 4 and t = lane % 4, a lane holds
+//   a0, a1        bits 32 t to 32 t + 31 of rows r and r + 8 of a
+//   b             bits 32 t to 32 t + 31 of column r of b
+//   c[0] to c[3]  elements (r, 2 t), (r, 2 t + 1), (r + 8, 2 t), (r + 8, 2 t + 1) of c
 __device__ __forceinline__ void mma_bits(int (&c)[4], unsigned a0, unsigned a1, unsigned b) {
 #ifdef EMULATED
     emulator::mma_m16n8k128_b1(c, a0, a1, b);
@@ -104,10 +107,12 @@ __device__ __forceinline__ void mma_bits(int (&c)[4], unsigned a0, unsigned a1, 
 #endif
 }
 
-// c += a b for bytes, where a is 16 x 32, unsigned, and b is 32 x 8, signed (PTX: mma.m16n8k32). With row =
-// lane / 4 and t = lane % 4, a lane has columns 4 t to 4 t + 3 (a0, a1) and the same plus 16 (a2, a3) of
-// matrix rows `row` (a0, a2) and `row + 8` (a1, a3) of a; the corresponding rows of column `row` of b; and
-// columns 2 t and 2 t + 1 of both rows of c.
+// c += a b on bytes, where a is 16 x 32, unsigned, and b is 32 x 8, signed (PTX: mma.m16n8k32). With r = lane
+// / 4 and t = lane % 4, a lane holds
+//   a0, a1        columns 4 t to 4 t + 3 of rows r and r + 8 of a
+//   a2, a3        columns 4 t + 16 to 4 t + 19 of rows r and r + 8 of a
+//   b0, b1        rows 4 t to 4 t + 3, and rows 4 t + 16 to 4 t + 19, of column r of b
+//   c[0] to c[3]  elements (r, 2 t), (r, 2 t + 1), (r + 8, 2 t), (r + 8, 2 t + 1) of c
 __device__ __forceinline__ void mma_bytes(int (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0,
                                           u32 b1) {
 #ifdef EMULATED
@@ -120,10 +125,12 @@ __device__ __forceinline__ void mma_bytes(int (&c)[4], u32 a0, u32 a1, u32 a2, u
 #endif
 }
 
-// c += a b for float16 or, if BRAIN, bfloat16, where a is 16 x 16 and b is 16 x 8 (PTX: mma.m16n8k16). With
-// row = lane / 4 and t = lane % 4, a lane has columns 2 t and 2 t + 1 (a0, a1) and the same plus 8 (a2, a3)
-// of matrix rows `row` (a0, a2) and `row + 8` (a1, a3) of a; rows 2 t, 2 t + 1 and the same plus 8 of column
-// `row` of b; and columns 2 t and 2 t + 1 of both rows of c.
+// c += a b on float16 or, if BRAIN, bfloat16, where a is 16 x 16 and b is 16 x 8 (PTX: mma.m16n8k16). With r
+// = lane / 4 and t = lane % 4, a lane holds
+//   a0, a1        columns 2 t and 2 t + 1 of rows r and r + 8 of a
+//   a2, a3        columns 2 t + 8 and 2 t + 9 of rows r and r + 8 of a
+//   b0, b1        rows 2 t and 2 t + 1, and rows 2 t + 8 and 2 t + 9, of column r of b
+//   c[0] to c[3]  elements (r, 2 t), (r, 2 t + 1), (r + 8, 2 t), (r + 8, 2 t + 1) of c
 template <bool BRAIN = false>
 __device__ __forceinline__ void mma_halves(float (&c)[4], unsigned a0, unsigned a1, unsigned a2,
                                            unsigned a3, unsigned b0, unsigned b1) {
@@ -144,8 +151,8 @@ __device__ __forceinline__ void mma_halves(float (&c)[4], unsigned a0, unsigned 
 #endif
 }
 
-// a b + c in one instruction. A compiler might replace a product with a power of two by a shift and an
-// addition.
+// Compute a b + c with one multiply-add instruction. If a or b is a power of two, the compiler might
+// otherwise use a shift and an addition.
 __device__ __forceinline__ int mad(int a, int b, int c) {
 #ifdef EMULATED
     return a * b + c;
@@ -156,8 +163,8 @@ __device__ __forceinline__ int mad(int a, int b, int c) {
 #endif
 }
 
-// A shared-memory address as a number. From a pointer, the compiler would compute the number again at every
-// use; the empty assembler statement hides where this number comes from.
+// Convert a pointer into shared memory to an integer address. The compiler would otherwise repeat the
+// conversion at every use of the pointer; the empty assembler statement prevents that.
 #ifdef EMULATED
 typedef u64 Shared;
 #else
@@ -175,7 +182,7 @@ __device__ __forceinline__ Shared shared_place(const void* address) {
 __device__ constexpr bool is_shared(Shared) { return true; }
 __device__ constexpr bool is_shared(const char*) { return false; }
 
-// Load 4 or 16 bytes from an address in global memory, or from one in shared memory.
+// Load 4 or 16 bytes. The first overload reads global memory, the second one shared memory.
 template <class T>
 __device__ __forceinline__ T load_from(const char* place) {
     return *reinterpret_cast<const T*>(place);
@@ -220,9 +227,9 @@ __device__ __forceinline__ void store_pair(Shared place, u32 low, u32 high) {
 __device__ __forceinline__ const char* with_bits(const char* place, u32 bits) { return place + bits; }
 __device__ __forceinline__ Shared with_bits(Shared place, u32 bits) { return place | bits; }
 
-// Load 8 x 8 matrices of 16-bit numbers from shared memory as operands of the matrix unit (PTX: ldmatrix
-// .x4). Lane l passes the address of row l % 8 of matrix l / 8. With row = lane / 4 and t = lane % 4, a lane
-// gets word t of `row` of each of the four matrices.
+// Load four 8 x 8 matrices of 16-bit numbers from shared memory as operands of the tensor cores (PTX:
+// ldmatrix .x4). Lane l passes the address of row l % 8 of matrix l / 8. A lane receives, from each of the
+// four matrices, columns 2 t and 2 t + 1 of row lane / 4, where t = lane % 4.
 __device__ __forceinline__ void load_rows(u32 (&words)[4], Shared place) {
 #ifdef EMULATED
     int lane = threadIdx.x % 32;
@@ -260,8 +267,8 @@ __device__ __forceinline__ void expect(Shared barrier, u32 bytes) {  // called b
                  : "memory");
 #endif
 }
-// Start a copy. All lanes call it. The constant is the cache policy evict_first, with the value that CUTLASS
-// uses: the data is not kept in L2.
+// Start a copy. All lanes of a warp call this function. The constant in the instruction is the cache policy
+// evict_first, as in CUTLASS, so that the data does not stay in L2.
 __device__ __forceinline__ void copy(Shared to, const void* from, u32 bytes, Shared barrier) {
 #ifdef EMULATED
     auto pointer = [](Shared place) { return reinterpret_cast<void*>(place); };
@@ -326,8 +333,8 @@ __device__ __forceinline__ void async_wait() {
 #endif
 }
 
-// Close a group of copies: all that this thread has started since the last call. `async_wait_but` returns
-// when all but the last COUNT groups have arrived.
+// End a group of copies: those that this thread has started since its previous `async_commit`.
+// `async_wait_but` returns when all groups except the last COUNT have arrived.
 __device__ __forceinline__ void async_commit() {
 #ifdef EMULATED
     emulated_async_commit();
@@ -364,8 +371,8 @@ __device__ __forceinline__ int bin_of(int vote, int base, int shift) {
     return vote < base ? 0 : int(min((u32(vote) - u32(base)) >> shift, u32(BINS - 1)));
 }
 
-// An entry: a vote and a token id in one 64-bit word. Larger words have higher votes or, if votes are equal,
-// lower ids.
+// Pack a vote and a token id into a 64-bit word, called an entry. A larger word has a higher vote or, if the
+// votes are equal, a lower id.
 __device__ __forceinline__ u64 entry_of(int vote, int id) {
     return u64(u32(vote) ^ 0x80000000u) << 32 | ~u32(id);
 }
@@ -374,7 +381,8 @@ __device__ __forceinline__ int vote_of(u64 entry) {
 }
 __device__ __forceinline__ int id_of(u64 entry) { return int(~u32(entry)); }
 
-// An unsigned integer that compares as the float does, also for subnormal numbers. -0 becomes 0.
+// Map a float to an unsigned integer that has the same order, also for subnormal numbers. -0 maps to the same
+// integer as 0.
 __device__ __forceinline__ u32 ordered(float x) {
     u32 bits = __float_as_uint(x);
     if (bits == 0x80000000u) bits = 0;
@@ -411,9 +419,10 @@ __device__ __forceinline__ void let_next_begin() {
 #endif
 }
 
-// True in the last of `blocks` thread blocks that call this function with the same ticket. What the other
-// thread blocks wrote before is then visible. All threads call it. One thread performs the release and the
-// acquire for its whole thread block; barriers order the other threads' accesses.
+// Return true in the last of `blocks` thread blocks that call this function. `ticket` counts the calls and
+// starts at 0. The last thread block sees everything that the others wrote before their calls. All threads
+// call the function: one thread performs the release and the acquire, and barriers order the accesses of the
+// other threads.
 static __device__ bool last_block(int* ticket, int blocks) {
     __shared__ int mine;
     __syncthreads();
@@ -430,15 +439,16 @@ static __device__ bool last_block(int* ticket, int blocks) {
     return last;
 }
 
-// Signals between kernels that overlap. A kernel that has started early can wait for less than the end of the
-// previous kernel: for one `signal` from each thread block or warp that works on the same group. What those
-// wrote before is then visible, whatever L1 contained. There is no deadlock, because a kernel starts only
-// once all thread blocks of the previous kernel have started. `let_next_begin` may then be called first: when
-// the next kernel starts, prepare_query.cu and everything before it are certain to have ended, because the
-// scan waits for that; other kernels may still run. `after_previous` is still called before the end, so that
-// the end of a kernel implies the end of all kernels before it. The counters are int32 [3, BG] APART, cleared
-// by a step's first kernel: finished warps of the scan, finished thread blocks of the rerank, and 1 once the
-// group's rows are selected.
+// Signals between kernels that overlap. A kernel that starts early need not wait for the end of the previous
+// kernel: `await` waits until each thread block or warp that works on the same group has called `signal`.
+// Everything that these wrote before `signal` is then visible, whatever L1 contained.
+// There is no deadlock, because a kernel starts only once all thread blocks of the previous kernel have
+// started. `let_next_begin` may then be called first: when the next kernel starts, prepare_query.cu and
+// everything before it have certainly ended, because the scan waits for them; other kernels may still run.
+// `after_previous` is still called before the end, so that the end of a kernel implies the end of all kernels
+// before it.
+// The counters are int32 [3, BG] APART, cleared by a step's first kernel: finished warps of the scan,
+// finished thread blocks of the rerank, and 1 once the group's rows are selected.
 __device__ __forceinline__ void signal(int* counter) {  // called by one thread, after a barrier
 #ifdef EMULATED
     atomicAdd(counter, 1);
@@ -460,8 +470,9 @@ __device__ __forceinline__ void await(const int* counter, int signalers) {  // c
     __syncthreads();
 }
 
-// Reserve room for this thread's `count` items in a list that all thread blocks append to; `filled` counts
-// its items. Return the position of the first one. All BLOCK_THREADS threads of a block call it.
+// Reserve room for this thread's `count` items in a list that all thread blocks append to, and return the
+// position of the thread's first item. `filled` is the length of the list. All BLOCK_THREADS threads of a
+// block call this function.
 template <int BLOCK_THREADS>
 __device__ __forceinline__ int room_for(int count, int* filled) {
     __shared__ int sums[BLOCK_THREADS / 32 + 1];
@@ -485,7 +496,7 @@ __device__ __forceinline__ int room_for(int count, int* filled) {
     return start + mine + before - count;
 }
 
-// A thread's bins of a histogram, out of BLOCK_THREADS threads. Thread 0 has the highest bins. SHARED: the
+// The histogram bins that one of BLOCK_THREADS threads reads; thread 0 reads the highest bins. If SHARED, the
 // histogram is in shared memory. It is aligned to 16 bytes.
 template <int BLOCK_THREADS>
 struct Bins {
@@ -503,9 +514,10 @@ __device__ __forceinline__ Bins<BLOCK_THREADS> bins_of(const int* histogram) {
     return bins;
 }
 
-// The cut of a histogram: the bin in which the count from the top reaches `wanted`, and the number of entries
-// above that bin. It is -1 and the total if the count never reaches `wanted`. All BLOCK_THREADS threads of a
-// block call it.
+// Count the entries of a histogram from the highest bin down. `bin` is the bin in which the count reaches
+// `wanted`, and `above` is the number of entries in higher bins. If the histogram has fewer entries than
+// `wanted`, `bin` is -1 and `above` is the number of all entries. All BLOCK_THREADS threads of a block call
+// cut_of.
 struct Cut {
     int bin, above;
 };
@@ -547,8 +559,8 @@ __device__ Cut cut_of(const int* histogram, int wanted) {
     return cut_of(bins_of<SHARED, BLOCK_THREADS>(histogram), wanted);
 }
 
-// The `rank`-th largest word. each(use) calls use(word) for all words. The function finds the word 8 bits at
-// a time, in 8 passes, with one thread block. bins: 256 ints in shared memory.
+// Return the `rank`-th largest word, by a radix select in 8 passes of 8 bits. One thread block runs it.
+// each(use) calls use(word) for all words. bins: 256 ints in shared memory.
 template <class Each>
 __device__ u64 radix_cut(Each each, int rank, int* bins) {
     u64 prefix = 0;
@@ -568,8 +580,8 @@ __device__ u64 radix_cut(Each each, int rank, int* bins) {
     return prefix;
 }
 
-// The histogram bin for the logarithm of an attention weight, higher is better: 48 bins per unit down to -32,
-// then 4 bins per unit.
+// Return the histogram bin of an attention weight with logarithm `share`. Larger weights have higher bins: 48
+// bins per unit of the logarithm down to -32, then 4 bins per unit.
 __device__ __forceinline__ int bin_of(float share) {
     float bin = share > -32 ? share * -48 : 1408 - share * 4;
     return BINS - 1 - int(fminf(fmaxf(bin, 0.0f), float(BINS - 1)));

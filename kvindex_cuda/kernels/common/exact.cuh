@@ -1,13 +1,15 @@
-// Find the C best keys exactly, without the scan's list. This is needed if fewer than C keys reached the
-// scan's threshold, or if more did than the list can store; prepare_query.cu chooses the threshold so that
-// both are very unlikely. It is slow: every thread block that calls it computes all votes of its group 8
-// times, and then once more those of the keys that it is assigned. These functions are not inlined, because
+// Find exactly the C keys with the highest votes, where C is the number of candidates, without the list of
+// scan.cu. This is needed if fewer than C keys reached the scan's threshold, or if more keys did than the
+// list can store; prepare_query.cu chooses the threshold so that both are very unlikely. This search is slow:
+// every thread block that calls it computes all votes of its group 8 times, and then once more the votes of the keys
+// that it is assigned. These functions are not inlined, because
 // the callers' own code has to stay small.
 // Compile-time constants: those of votes.cuh.
 #pragma once
 #include "common/votes.cuh"
 
-// All that is needed to compute the votes of one group; the fields are those of scan.cu's arguments.
+// Inputs for the votes of one group (the query heads that share a KV head). The fields are arguments of
+// scan.cu.
 struct Voters {
     const i64* table;  // table row of its sequence
     i64 head, bg, kv_heads;
@@ -22,8 +24,8 @@ struct Voters {
     Sampling draw;
 };
 
-// Compute the entries of 32 keys, from key `first`, a multiple of 32. A lane gets that of its `own_key`, or 0
-// if the key is not valid.
+// Compute the entries (vote and token id) of keys `first` to `first + 31`; `first` is a multiple of 32. A
+// lane returns the entry of key `first + own_key()`, or 0 if that key is not valid.
 __device__ __forceinline__ u64 entry_of(const Voters& voters, const Group& group, u32 first) {
     u32 s = first / TOKENS;
     int part = first % TOKENS / 32, offsets[SETS][2];
@@ -46,7 +48,8 @@ __device__ __noinline__ u64 entry_alone(const Voters& voters, u32 first) {
     return entry_of(voters, group, first);
 }
 
-// The `target`-th best entry of all keys, counted from 1. All 256 threads of a block call it.
+// Return the `target`-th best entry of all keys, where 1 is the best. All 256 threads of a block call this
+// function.
 __device__ __noinline__ u64 last_of_the_best(const Voters& voters, int target) {
     __shared__ int bins[256];
     Group group;

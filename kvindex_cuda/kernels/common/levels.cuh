@@ -1,5 +1,5 @@
 // Decode signs and magnitudes to float16 numbers, which represent the magnitude levels exactly
-// (kvindex.ops.codes.levels), in the order in which the matrix unit takes them. With 3 magnitude bits, one
+// (kvindex.ops.codes.levels), in the order in which tensor cores take them. With 3 magnitude bits, one
 // byte permutation looks up four levels.
 // Compile-time constant: BITS (of a magnitude).
 #pragma once
@@ -7,7 +7,8 @@
 
 constexpr int LEVELS = 1 << BITS;
 
-// The levels: as bytes for __byte_perm, and as float16 in shared memory.
+// The magnitude levels, which are float16 numbers. `low` and `high` have their lower and upper bytes for
+// __byte_perm, `table` points to all of them in shared memory.
 struct Levels {
     u32 low[2], high[2];
     const u16* table;
@@ -24,8 +25,8 @@ __device__ __forceinline__ Levels levels_of(const u16* halves) {
     return levels;
 }
 
-// Decode four coordinates to two pairs of float16. indices: one level index per nibble. signs: nibbles, 1 for
-// a negative coordinate.
+// Decode four coordinates to two pairs of float16 numbers. Each nibble of `indices` is a coordinate's level
+// index. A nibble of `signs` is 1 if the coordinate is negative.
 __device__ __forceinline__ void four(u32 (&pairs)[2], u32 indices, u32 signs, const Levels& levels) {
     u32 low = __byte_perm(levels.low[0], levels.low[1], indices);
     u32 high = __byte_perm(levels.high[0], levels.high[1], indices) | __byte_perm(0x8000, 0, signs);
@@ -33,8 +34,8 @@ __device__ __forceinline__ void four(u32 (&pairs)[2], u32 indices, u32 signs, co
     pairs[1] = __byte_perm(low, high, 0x7362);
 }
 
-// Decode coordinates b + 16 half + 0, 4, 8 and 12 of a word's 32 to two pairs of float16. This is step 2 b +
-// half of the product.
+// Decode coordinates b + 16 half + {0, 4, 8, 12} of the 32 coordinates in a word to two pairs of float16
+// numbers. Step 2 b + half of the matrix product multiplies these.
 __device__ __forceinline__ void decode(u32 (&pairs)[2], u32 sign, const u32 (&plane)[BITS > 0 ? BITS : 1],
                                        int b, int half, const Levels& levels) {
     int shift = b + 16 * half;

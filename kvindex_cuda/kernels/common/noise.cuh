@@ -1,5 +1,5 @@
-// Random noise of keys, by which candidates and rows are sampled. The integers are the same as in the
-// reference, kvindex/ops/priority.py.
+// Random noise per key, for sampling candidates and rows. The integers are the same as in the reference,
+// kvindex/ops/priority.py.
 //
 // The noise of a key is -log2 u, where u is a pseudorandom number in (0, 1). Logarithms are in units of 2^-16
 // octaves.
@@ -16,15 +16,16 @@ __device__ __forceinline__ u32 hashed(u32 x) {
     return u32(both >> 32) ^ u32(both);
 }
 
-// An upper bound of a key's size plus noise, minus NOISE_BOUND. It is at most 0.09 octaves too high: the bits
-// of a float, read as an integer, are a logarithm that is linear between powers of two.
+// Return an upper bound of a key's size plus noise, minus the constant NOISE_BOUND. The bound is at most 0.09
+// octaves too high. It takes the bits of a float, read as an integer, for a logarithm; they are linear
+// between powers of two.
 constexpr float NOISE_BOUND = (32 + 127) << 16;
 __device__ __forceinline__ float bound_of(float size, u32 id, u32 seed) {
     u32 bits = hashed(id * u32(SPREAD) + seed);
     return fmaf(float(int(__float_as_uint(__uint2float_rn(bits)))), -1.0f / 128, size);
 }
-// The threshold in the unit of `bound_of`. It is lowered by the largest rounding error, so that no key is
-// missed.
+// Convert a threshold for comparison with `bound_of`. The result is lower by the largest rounding error, so
+// that the comparison misses no key.
 __device__ __forceinline__ float lowered(int threshold) {
     float exact = float(threshold);
     return exact - NOISE_BOUND - fabsf(exact) * 4.76837158203125e-07f - 64;
@@ -57,8 +58,7 @@ __device__ __forceinline__ int priority_of(float size, u32 id, u32 seed) {
     return __float2int_rn(fminf(fmaxf(size, -536870912.0f), 536870912.0f)) + noise_of(id, seed);
 }
 
-// Log weight of a candidate, −log π, from its priority and the threshold. π is the probability with which the
-// key was sampled.
+// Return the log weight −log π of a candidate, where π is the probability with which its key was sampled.
 __device__ __forceinline__ float log_weight(int priority, u32 id, u32 seed, int threshold) {
     i64 above = i64(priority) - noise_of(id, seed) - threshold;
     return above < 0 ? float(-above) * NATS : 0.0f;

@@ -1,4 +1,4 @@
-// Layout of codes and queries as operands of the matrix unit.
+// Layout of codes and queries as operands of the tensor cores.
 //
 // Each query coordinate is stored as two float16 numbers, its rounded value and the remainder, with 22 bits
 // of precision together. With up to four heads (FOLDED), the remainders are the other four columns of the
@@ -14,9 +14,9 @@ constexpr bool FOLDED = GROUP <= 4;
 constexpr int COLUMNS = (GROUP + 7) / 8;     // sets of 8 heads
 constexpr int OPERANDS = COLUMNS * QUADS * 256 * (FOLDED ? 1 : 2);  // operands of a group, 8 bytes each
 
-// Position of float16 number `part` (0 the rounded value, 1 the remainder) of coordinate j of head h among a
-// group's operands. In step 2 b + half of the product, a lane takes bits b + 16 half + 0, 4, 8 and 12 of its
-// word.
+// Return the index of a float16 number among a group's operands. h: head. j: coordinate. part: 0 for the
+// rounded value, 1 for the remainder. In step 2 b + half of the matrix product, a lane multiplies coordinates
+// b + 16 half + {0, 4, 8, 12} of its word.
 __device__ __forceinline__ int operand_of(int h, int j, int part) {
     int word = j / 32, bit = j % 32, step = 2 * (bit % 4) + bit / 16, at = bit % 16 / 4;
     int column = FOLDED ? h + 4 * part : h % 8, lane = column * 4 + word % 4;

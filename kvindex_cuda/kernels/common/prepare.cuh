@@ -1,5 +1,5 @@
-// Prepare queries: rotation by one warp, conversion to float16, and the seed of the noise. Used by
-// prepare_query.cu and prepare_latents.cu.
+// Functions that prepare queries: rotate a vector with one warp, convert it to float16, and compute the seed
+// of the noise. Used by prepare_query.cu and prepare_latents.cu.
 // Compile-time constants: D, GROUP, DTYPE, CENTERED, PLANES, SAMPLING (see votes.cuh).
 #pragma once
 #include "common/votes.cuh"
@@ -11,10 +11,12 @@ constexpr double LARGEST = 1.8e16;  // √4096 times check.LARGEST, the largest 
 constexpr float SAFE = D > 256 ? 5e14f : 1e15f;  // if all coordinates are smaller than this, no norm exceeds LARGEST,
                                                  // for D up to 1,024
 
-// Rotate a vector x that is distributed over the lanes of a warp: R x with R = (Q ⊗ H) diag(s)/√D (reference:
-// kvindex/ops/transform.py).
-// signs: s/√D. H is Sylvester's Hadamard matrix, one butterfly for each bit of j below ORDER. Q is a Hartley
-// matrix of order ODD. waves: float32 [ODD], cos + sin of 2πi/ODD.
+// Rotate a vector x that is distributed over the lanes of a warp: x becomes R x with R = (Q ⊗ H) diag(s)/√D.
+// Reference: kvindex/ops/transform.py.
+//   H      Sylvester's Hadamard matrix: one butterfly for each bit of j below ORDER
+//   Q      a Hartley matrix of order ODD
+//   signs  s/√D
+//   waves  float32 [ODD], cos + sin of 2πi/ODD
 __device__ __forceinline__ void rotate(float (&x)[PER_LANE], const float (&signs)[PER_LANE],
                                        const float* waves) {
     constexpr int WORDS_OF = ORDER >= 32 ? ORDER / 32 : 1;  // words that a factor H mixes
@@ -61,7 +63,8 @@ __device__ __forceinline__ void split(float x, u16& high, u16& low) {
 #endif
 }
 
-// The largest absolute coordinate. NaN counts as largest, because the comparison uses unsigned integers.
+// Return the largest absolute coordinate. The comparison uses unsigned integers, so NaN counts as the
+// largest.
 __device__ __forceinline__ float peak_of(const float (&x)[PER_LANE]) {
     u32 peak = 0;
 #pragma unroll
@@ -74,17 +77,17 @@ __device__ __forceinline__ bool in_range(const float (&x)[PER_LANE]) {
     for (int w = 0; w < PER_LANE; w++) square += double(x[w]) * double(x[w]);
     return warp_sum(square) < LARGEST * LARGEST;
 }
-// The power of two that scales the largest coordinate to [2^13, 2^14).
+// Return the power of two that scales the largest coordinate, `peak`, to [2^13, 2^14).
 __device__ __forceinline__ float up_of(float peak) {
     int exponent = int(__float_as_uint(fmaxf(peak, SMALLEST)) >> 23);
     return __uint_as_float(u32(254 + 13 - min(max(exponent, 20), 230)) << 23);
 }
 
 #if SAMPLING
-// The seed of a group's noise, from its sequence's first valid key and its number of valid keys (reference:
-// kvindex.ops.priority.seeds). A warp calls it.
-// bits: this lane's word of the sequence's first valid bits. byte: this lane's byte of the signs of the
-// sequence's first token.
+// Compute the seed of a group's noise from the first valid key of its sequence and the number of valid keys.
+// Reference: kvindex.ops.priority.seeds. All lanes of a warp call this function.
+//   bits  word number `lane` of the sequence's valid bits
+//   byte  byte number `lane` of the signs of the sequence's first token
 template <class Arguments>
 __device__ __forceinline__ u32 seed_of(const Arguments& args, i64 batch, i64 head_offset, i64 tokens, u32 bits,
                                        u32 byte) {

@@ -1,9 +1,9 @@
-// Multiply the codes of 16 keys with the queries of all heads of a group, on the matrix unit (paper, B.2.2,
-// equation 10). Reference: kvindex.ops.rerank.estimate.
+// Multiply the codes of 16 keys with the queries of all heads of a group, on tensor cores (ParisKV paper,
+// B.2.2, equation 10). Reference: kvindex.ops.rerank.estimate.
 //
-// Codes are decoded to float16 in registers; these represent the magnitude levels exactly
-// (kvindex.ops.codes.levels). With up to four heads (FOLDED), a lane gets the sums of one key, else of two
-// keys.
+// Codes are decoded to float16 in registers. float16 represents the magnitude levels exactly
+// (kvindex.ops.codes.levels). A lane gets the sums of one key if the group has up to four heads (FOLDED),
+// otherwise of two keys.
 // Compile-time constants: D, BITS (of a magnitude), GROUP (query heads of a group).
 #pragma once
 #include "common/levels.cuh"
@@ -11,14 +11,14 @@
 
 constexpr int ROWS = FOLDED ? 1 : 2;  // keys, out of 16, whose estimates a lane has
 
-// Codes of 16 keys. A lane has those of keys lane / 4 and lane / 4 + 8.
+// Codes of 16 keys. A lane holds words of two keys: lane / 4 (index 0) and lane / 4 + 8 (index 1).
 struct Tile {
     u32 signs[2][QUADS], planes[2][QUADS][BITS > 0 ? BITS : 1];
     int logs[2];
 };
 
-// Load row `half` of a tile: the codes of `key` in a block. logs, magnitudes: offsets of these fields in the
-// block's record.
+// Load the codes of key number `key` of a block into index `half` of a tile. logs, magnitudes: byte offsets
+// of the log weights and of the magnitudes in the block's record.
 __device__ __forceinline__ void load(Tile& tile, int half, const char* block, int key, i64 logs,
                                      i64 magnitudes) {
     const u32* signs = reinterpret_cast<const u32*>(block) + key * WORDS;
@@ -36,12 +36,13 @@ __device__ __forceinline__ void load(Tile& tile, int half, const char* block, in
     tile.logs[half] = reinterpret_cast<const u16*>(block + logs)[key];
 }
 
-// The heads to which a lane's sums belong: two of each set of 8 heads, or two of four.
+// Return the head to which a lane's sums [·][side] belong. A lane has the sums of two heads: two of the 8
+// heads of a set or, if FOLDED, two of the group's four.
 __device__ __forceinline__ int head_of(int set, int side) {
     int t = threadIdx.x % 4;
     return FOLDED ? 2 * (t % 2) + side : set * 8 + 2 * t + side;
 }
-// The key, out of 16, to which a lane's sums belong; and its log weight.
+// Return the key, out of 16, to which a lane's sums [half] belong. `log_of` returns that key's log weight.
 __device__ __forceinline__ int key_of(int half) {
     int lane = threadIdx.x % 32;
     return (FOLDED ? lane % 4 >= 2 : half) * 8 + lane / 4;
@@ -50,8 +51,9 @@ __device__ __forceinline__ int log_of(const Tile& tile, int half) {
     return (FOLDED ? threadIdx.x % 4 >= 2 : half) ? tile.logs[1] : tile.logs[0];
 }
 
-// Multiply levels with operands. The sums belong to keys `key_of(·)` and heads `head_of(set, ·)`. operands:
-// uint2 [OPERANDS], written by prepare_query.cu, in shared memory. All lanes of a warp call it.
+// Multiply the levels of 16 keys with the operands of a set of 8 heads. sums[half][side] belongs to key
+// `key_of(half)` and head `head_of(set, side)`. operands: uint2 [OPERANDS] in shared memory, written by
+// prepare_query.cu. All lanes of a warp call this function.
 __device__ __forceinline__ void multiply(float (&sums)[ROWS][2], const Tile& tile, const uint2* operands,
                                          int set, const Levels& levels) {
     float c[4] = {0, 0, 0, 0};
@@ -69,7 +71,8 @@ __device__ __forceinline__ void multiply(float (&sums)[ROWS][2], const Tile& til
             b = operands[2 * from + 1];
             mma_halves(c, upper[0], lower[0], upper[1], lower[1], b.x, b.y);
         }
-    // with FOLDED operands, the lanes of the upper two columns have the other half of the sum
+    // With FOLDED operands, a sum has two halves: columns 0 to 3 have products with the rounded values,
+    // columns 4 to 7, in lanes 2 and 3 of four, those with the remainders.
     bool later = threadIdx.x % 4 >= 2;
 #pragma unroll
     for (int side = 0; side < 2; side++) {

@@ -1,8 +1,9 @@
-// Rotate and code a key with four lanes (paper, A.1 to A.3). Used by encode.cu.
+// Rotate a key and convert it to codes, with four lanes per key (ParisKV paper, A.1 to A.3). Used by
+// encode.cu.
 //
-// The rotation R = (Q ⊗ H) diag(s) / √D is linear, so the matrix unit can compute four of H's butterfly
+// The rotation is R = (Q ⊗ H) diag(s) / √D. It is linear, so tensor cores can compute four of H's butterfly
 // stages for 8 keys at a time, directly on the stored keys. This is exact: entries of H are ±1, and a float32
-// number is the sum of 3 bfloat16 numbers. The sums start at minus the center, which has been rotated before.
+// number is the sum of 3 bfloat16 numbers. The sums start at minus the rotated center.
 // The remaining stages are additions in registers, and Q, of order p, takes p² products. Four lanes share a
 // key; each lane has whole groups of 8 coordinates. The result is y = √D R (k − μ), u = y/‖y‖ and w = ‖k −
 // μ‖/⟨v, u⟩, where v has the coded coordinates.
@@ -31,11 +32,13 @@ constexpr int LEVELS = 1 << BITS;
 constexpr int WORDS = (BITS + 4) / 4;                 // words for a byte of signs and a byte of each plane
 constexpr int CELLS = BITS <= 3 ? 16 : 4 << BITS;     // cells, so narrow that each contains at most one edge
 
-// A rotated key. Of the lane's c-th group of 8 coordinates, coordinate 4 n + i is at [c][n][i].
+// A lane's coordinates of a rotated key. Element [c][n][i] is coordinate 4 n + i of the lane's c-th group of
+// 8 coordinates.
 typedef float Rotated[C][2][4];
 
-// c += a b for bfloat16, where a is 16 x 16 and b is 16 x 8 (PTX: mma.m16n8k16; fragments as for
-// `mma_halves`). Matrix rows `row` and `row + 8` of a are pairs (0, 2) and (1, 3) of key `row`.
+// c += a b on bfloat16, where a is 16 x 16 and b is 16 x 8 (PTX: mma.m16n8k16). A lane holds the same
+// elements as in `mma_halves`. Rows r and r + 8 of a hold coordinates of key r: pairs 0 and 2, and pairs 1
+// and 3, of eight coordinates.
 __device__ __forceinline__ void mma_bfloats(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0,
                                            u32 b1) {
 #ifdef EMULATED
@@ -61,8 +64,8 @@ __device__ __forceinline__ float quad_sum(float x) {
     return x + __shfl_xor_sync(ALL, x, 2);
 }
 
-// Split eight coordinates into pairs of 16-bit numbers, the most significant part first. For float32, the
-// three bfloat16 numbers add up exactly.
+// Split eight coordinates into 16-bit numbers, two per word. A float32 coordinate becomes three bfloat16
+// numbers that add up to it exactly; pairs[0] has the most significant ones.
 __device__ __forceinline__ void split(u32 (&pairs)[PARTS][4], const u32 (&words)[BYTE_WORDS]) {
 #pragma unroll
     for (int r = 0; r < 4; r++) {
@@ -81,10 +84,13 @@ __device__ __forceinline__ void split(u32 (&pairs)[PARTS][4], const u32 (&words)
     }
 }
 
-// The right matrix of the product: the stages of H for bits 0 and 2 of a coordinate's number and, if H has
-// them, bits 3 and 4. Its rows are (bit 2, lane of the four, bit 0), its columns (lane of the four, bit 0),
-// for outputs whose bit 2 is 0. For the other outputs, the second half b1 is negated. Bit 1 distinguishes
-// rows of the left matrix. unit: the number 1 in 16 bits.
+// Return this lane's register of the right matrix. The matrix product computes the stages of H for bits 0 and
+// 2 of a coordinate's index and, if H has them, bits 3 and 4. Bits 3 and 4 are the number of a lane among the
+// four that share a key.
+//   matrix row     (bit 2, lane of the four, bit 0) of the input
+//   matrix column  (lane of the four, bit 0) of the output, for outputs whose bit 2 is 0
+// For outputs whose bit 2 is 1, the second half of the matrix, b1, is negated. Bit 1 distinguishes rows of
+// the left matrix. unit: the number 1 in 16 bits.
 __device__ __forceinline__ u32 factor(u32 unit) {
     int t = threadIdx.x % 4, column = threadIdx.x % 32 / 4, to = column / 2;
     int both = POWER >= 32 ? 3 : POWER == 16 ? 1 : 0;  // bits of the lane number that H mixes
@@ -92,15 +98,17 @@ __device__ __forceinline__ u32 factor(u32 unit) {
     return one | (column % 2 && one ? one ^ 0x8000 : one) << 16;
 }
 
-// Both halves of the right matrix, for both n. The shuffles hide from the compiler that registers are equal:
-// otherwise it would copy one register into two pairs for every product.
+// Return the registers of both right matrices: x and y for outputs whose bit 2 is 0, z and w for those whose
+// bit 2 is 1. The shuffles hide from the compiler that x, y and z are equal. Otherwise it would copy one
+// register into two pairs for every product.
 __device__ __forceinline__ uint4 factors(u32 unit) {
     u32 b = factor(unit);
     u32 y = __shfl_sync(ALL, b, threadIdx.x % 32), z = __shfl_xor_sync(ALL, b, 0);
     return {b, y, z, __shfl_up_sync(ALL, b, 0) ^ 0x80008000u};
 }
 
-// Multiply a lane's 8 coordinates of a key, float16 or bfloat16, and add the result to the sums.
+// Multiply eight float16 or bfloat16 coordinates of a key by the two right matrices, and add the products to
+// `sums`.
 template <bool HALVES>
 __device__ __forceinline__ void multiply(float (&sums)[2][4], const u32 (&a)[4], const uint4& b,
                                          const uint4& flip) {
@@ -114,7 +122,8 @@ __device__ __forceinline__ void multiply(float (&sums)[2][4], const u32 (&a)[4],
     }
 }
 
-// The remaining stages of the rotation: bit 1, then bits 5 and above, then Q.
+// Apply the remaining stages of the rotation: the butterflies of H for bit 1 and for bits 5 and above of a
+// coordinate's index, then Q.
 __device__ __forceinline__ void finish(Rotated& y, const float* hartley) {
     auto stage = [](float& low, float& high) {
         float a = low, b = high;
@@ -155,7 +164,7 @@ __device__ __forceinline__ void finish(Rotated& y, const float* hartley) {
         }
 }
 
-// Spread the bits of an index: bit p becomes the lowest bit of digit p, where digits have WIDTH bits.
+// Spread the lowest four bits of an index: bit p moves to position WIDTH · p.
 template <int WIDTH>
 __device__ __forceinline__ u32 spread(u32 index) {
     constexpr u32 STEP = (1u << WIDTH) / 2, ONES = WIDTH == 8 ? 0x01010101u : 0x1111u;
@@ -181,17 +190,18 @@ struct Tables {
                    // index doubled
 };
 
-// The cell of |u| and its side of the edge. x: |u| in the scale of the edges.
+// Return 2 cell + (x > edge), where `cell` is the cell that contains x and `edge` is the boundary between two
+// levels in that cell. x: |u|, scaled to [0, 1].
 __device__ __forceinline__ u32 side_of(float x, const Tables& tables) {
-    // this addition rounds, and leaves the integer in the lowest bits
+    // adding 1.5 · 2^23 rounds x (CELLS - 1) to an integer, in the lowest bits of the float
     u32 cell = __float_as_uint(fmaf(x, CELLS - 1, 12582912.0f));
     float edge = BITS <= 3 ? __shfl_sync(ALL, tables.edge, int(cell))
                            : tables.edges[cell & (CELLS - 1)];
     return __funnelshift_l(__float_as_uint(edge - x), cell, 1);  // 2 cell + (x > edge)
 }
 
-// Code eight coordinates: a byte of signs and one of each plane, four bytes per word. Adds Σ |y| level to
-// `aligned`.
+// Convert eight coordinates y to a byte of signs and a byte of each magnitude plane, four bytes per word. Add
+// Σ |y_j| · level_j to `aligned`.
 __device__ __forceinline__ void coded(u32 (&words)[WORDS], float& aligned, const float (&y)[2][4],
                                       float per, const Tables& tables) {
     u32 digits[2] = {};  // digits of four coordinates each: signs, planes; higher bits are shifted out
@@ -232,7 +242,7 @@ __device__ __forceinline__ void coded(u32 (&words)[WORDS], float& aligned, const
     words[0] ^= 0xff;
 }
 
-// Constants with which a lane exchanges bytes with the three others; they are the same for all keys.
+// Byte orders with which lane t of four exchanges bytes in `transpose`. They are the same for all keys.
 struct Exchange {
     u32 two, one, order;
 };
@@ -241,7 +251,8 @@ __device__ __forceinline__ Exchange exchange_of(int t) {
     return {t & 2 ? 0x7632u : 0x5410u, t & 1 ? 0x7531u : 0x6420u, order};
 }
 
-// Transpose bytes among four lanes: byte i of lane r's words becomes byte r of lane i's words.
+// Transpose bytes among four lanes, for the words a and b: byte i of lane r's word becomes byte r of lane i's
+// word.
 __device__ __forceinline__ void transpose(u32& a, u32& b, const Exchange& by) {
     u32 same = __byte_perm(a, b, by.two), other = __byte_perm(a, b, by.two ^ 0x2222);
     other = __shfl_xor_sync(ALL, other, 2);

@@ -32,34 +32,35 @@ __device__ __forceinline__ void expect_look_up(int id, const int* tags, const in
     to_l2(stamps + set_of(id, cached));
 }
 
-// Arguments of the following functions, for one KV head with a cache of `cached` rows: tags and stamps are
-// int32 [cached], aligned to 16 bytes; id is that of a row, below 2^31.
+// The functions below have these arguments, for one KV head with a cache of `cached` rows:
+//   id            number of the row that is looked up, below 2^31
+//   tags, stamps  int32 [cached], aligned to 16 bytes
 
 // The tag of way lane % WAYS in the row's set.
 __device__ __forceinline__ int tag_of(int id, const int* tags, i64 cached) {
     return __ldcg(tags + set_of(id, cached) + threadIdx.x % WAYS);
 }
-// The slot whose tag is the row's, or −1. Each team of LANES lanes asks for one row. tag: what `tag_of`
-// returned to each lane. Only the first WAYS lanes of a team count, because others may have read the tag
-// before or after another row took the slot. All lanes of the warp call it.
+// Return the slot whose tag is `id`, or −1. Each team of LANES lanes looks up one row. tag: what `tag_of`
+// returned to each lane. The function uses only the tags of a team's first WAYS lanes; the other lanes may
+// have read the same tags at another time. All lanes of the warp call it.
 template <int LANES>
 __device__ __forceinline__ int slot_of(int id, int tag, i64 cached) {
     u32 same = __ballot_sync(ALL, tag == id) >> threadIdx.x % 32 / LANES * LANES & ((1u << WAYS) - 1);
     return same ? set_of(id, cached) + __ffs(same) - 1 : -1;
 }
-// Twice the number of a step, below 2^31. After 2^30 steps it starts again at 0, and slots with larger stamps
-// keep their rows.
+// Return the time stamp of a step: twice its number, modulo 2^31. After 2^30 steps, stamps start again at 0,
+// and slots with larger stamps keep their rows.
 __device__ __forceinline__ int now_of(int step) { return 2 * (step & (1 << 30) - 1); }
-// Mark a slot that has the row's tag as used in this step, and return its previous stamp. SHARED: several
-// warps may need the row.
+// Mark a slot as used in this step, and return its previous stamp. The slot's tag is the row's. SHARED:
+// several warps may need the row.
 template <bool SHARED>
 __device__ __forceinline__ int use_slot(int* stamp, int now) {
     return SHARED ? atomicMax(stamp, now) : atomicExch(stamp, now);
 }
-// True if a slot with this previous stamp was given to another row in this step.
+// Return true if this step had given the slot to another row before; `before` is the slot's previous stamp.
 __device__ __forceinline__ bool is_taken(int before, int now) { return before == now + 1; }
-// Take a slot for a row that is not in its set. Return −1 if all slots of the set are used in this step. One
-// lane calls it.
+// Choose a slot for a row whose set does not contain it, and write the row's tag. Return −1 if this step uses
+// all slots of the set. One lane calls this function.
 __device__ __forceinline__ int take_slot(int id, int now, int* tags, int* stamps, i64 cached) {
     int first = set_of(id, cached);
     for (int attempt = 0; attempt < WAYS; attempt++) {  // retried, because another team may take the slot first

@@ -10,9 +10,9 @@
 
 constexpr bool ROWS_CODED = CODEC != CODEC_PLAIN;
 
-// Convert four codes to numbers, which still have to be multiplied by the scale and CODED. int8 codes are
-// converted directly. fp8 codes (e4m3, never NaN) are moved into float16 numbers; the exponent bias of
-// float16 is 8 higher, so each is 2^-8 of its value.
+// Convert four codes of one byte to floats. A stored number is float · CODED · scale. int8 codes are
+// converted directly. The bits of fp8 codes (e4m3, never NaN) are moved into float16 numbers; the exponent
+// bias of float16 is 8 higher, so these numbers are 2^-8 of the value.
 constexpr float CODED = CODEC == CODEC_FP8 ? 256 : 1;
 __device__ __forceinline__ void from_codes(float (&x)[4], u32 word) {
 #if CODEC == CODEC_FP8

@@ -1,5 +1,6 @@
-// Attention weights of candidates: the cut that separates candidates, logits, and sums of exponentials as
-// integers. Used by rerank.cu, rerank_blocks.cu, select_rows.cu, and the kernels for latents.
+// Functions for the attention weights of candidates. They decide which entries are candidates, compute
+// logits, and add up exponentials as integers. Used by rerank.cu, rerank_blocks.cu, select_rows.cu, and the
+// kernels for latents.
 // Compile-time constants: GROUP (query heads of a group), SOFTCAP (1: logits are capped).
 #pragma once
 #include "common/common.cuh"
@@ -7,8 +8,9 @@
 constexpr int FRACTION_BITS = 28;     // fraction bits in a bucket's first octave; a bucket has room for 2^19 addends
 constexpr float LOG2E = 1.4426950408889634f;
 
-// Decides which entries of the list are candidates, the C best. Entries in bins above the cut's bin are
-// candidates. Those in the cut's bin, called the edge, are ordered by their words once all of them are known.
+// Decides which entries of the list are candidates, that is among the C best. `bin` is the histogram bin that
+// contains the C-th best entry. Entries in higher bins are candidates. Entries in `bin` itself are compared
+// with each other once all of them are known.
 struct Cutoff {
     int base, shift, bin;
     __device__ __forceinline__ int side(u64 entry) const {  // 1: candidate, 0: in the cut's bin, −1: not a candidate
@@ -25,9 +27,9 @@ __device__ __forceinline__ float capped(float estimate, float scale, float softc
     return logit;
 }
 
-// Sums of exponentials as integers, in buckets of 16 octaves each. Integer sums do not depend on the order of
-// additions. A lane keeps its sums for the last even and the last odd bucket that it met in registers; all
-// other sums are in memory.
+// Adds up exp(logit) as integers, so that the sum does not depend on the order of the additions. A bucket is
+// the sum for logits within 16 octaves (powers of two). Each lane keeps its last even-numbered and its last
+// odd-numbered bucket in registers; all other buckets are in memory.
 struct Exponentials {
     int even = -1, odd = -1;  // numbers of the buckets
     u64 even_sum = 0, odd_sum = 0;
@@ -53,8 +55,8 @@ struct Exponentials {
         if (odd >= 0) atomicAdd(memory + odd, odd_sum);
     }
 
-    // Add all lanes' sums to memory. All lanes call it. Lanes of the same head (equal lane % FIRST) first add
-    // up their sums of their highest bucket.
+    // Add the buckets of all lanes to memory. All lanes of the warp call this function. Lanes of the same
+    // head (equal lane % FIRST) first combine the highest bucket that any of them has.
     template <int FIRST>
     __device__ __forceinline__ void flush(u64* memory) {
         flush<FIRST>(memory, even, even_sum);

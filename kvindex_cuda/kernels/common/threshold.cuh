@@ -10,9 +10,11 @@ struct Threshold {
                                  // the threshold on
 };
 
-// Find the vote that has `rank` votes of the sample above it: with a histogram, then with a histogram of the
-// bin found, until that bin has few votes. share: C, the number of candidates wanted. all: number of valid
-// keys. histogram: int [BINS] in shared memory, aligned to 16 bytes. 256 threads call it.
+// Find the vote that is exceeded by `rank` votes of the sample. The function makes a histogram, then a
+// histogram of the bin that contains the rank, until that bin has few votes. 256 threads call it.
+//   share      C, the number of candidates wanted
+//   all        number of valid keys
+//   histogram  int [BINS] in shared memory, aligned to 16 bytes
 __device__ __forceinline__ Threshold threshold_of(const int* sample, float share, float all, int* histogram) {
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     constexpr int EACH = SAMPLED / 256;
@@ -32,14 +34,15 @@ __device__ __forceinline__ Threshold threshold_of(const int* sample, float share
     found = 0;
     for (int i = 0; i < 8; i++)
         found += counts[i], top = max(top, tops[i]), low = min(low, lows[i]);
-    // On average, `mean` votes of the sample belong to the C best keys. Neighboring keys are similar, so that
-    // number varies about twice as much as for independently sampled keys; the rank has a margin for that.
+    // On average, `mean` votes of the sample belong to the C best keys. Neighboring keys are similar, so the
+    // actual number varies about twice as much as for independently sampled keys. The rank has a margin for
+    // that.
     float mean = all > 0 ? floorf(share * float(found) / all) : 0.0f;
     int rank = int(mean + 9 * sqrtf(mean)) + 8;
     bool enough = rank < found;
     int base = found ? low : 0, above = 0, range = 0;
     u32 width = found ? u32(top) - u32(base) : 0;
-    // log2 of the bin width that divides `width` into BINS bins
+    // log2 of the bin width with which BINS bins cover a range of `width` votes
     auto shift_of = [](u32 width) { return max(0, 21 - __clz(int(width))); };
     while (enough) {
         range = shift_of(width);

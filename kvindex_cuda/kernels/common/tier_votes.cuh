@@ -1,14 +1,15 @@
-// Tiered votes: how vote.cu and candidates.cu divide the tokens into chunks, and loading of a key's signs.
+// Tiered votes: how vote.cu and candidates.cu divide the tokens into chunks, and how they load the signs of a
+// key.
 #pragma once
 #include "common/common.cuh"
 
-// Number of tokens in a chunk. There are at most PIECES chunks.
+// Return the number of tokens in each chunk, a multiple of CHUNK, for at most PIECES chunks.
 __device__ __forceinline__ i64 piece_of(i64 tokens) {
     i64 chunks = (tokens + CHUNK - 1) / CHUNK;
     return max(i64(1), (chunks + PIECES - 1) / PIECES) * CHUNK;
 }
 
-// Load the signs of a thread's key in a block of codes, as whole words.
+// Load the sign bits of key number threadIdx.x of a block of codes.
 template <int WORDS>
 __device__ __forceinline__ void load_signs(u32 (&words)[WORDS], const char* signs) {
     const u32* from = reinterpret_cast<const u32*>(signs) + threadIdx.x * WORDS;

@@ -1,21 +1,20 @@
-// Votes of keys from their sign bits (paper, B.2.1). A vote is an integer estimate of the product of query
-// and key, by which candidates are chosen. Used by prepare_query.cu and scan.cu.
+// Compute votes of keys from their sign bits (ParisKV paper, B.2.1). A vote is an integer estimate of the
+// product of query and key. Keys with high votes become candidates. Used by prepare_query.cu and scan.cu.
 // Reference: kvindex/pariskv/sign_votes.py.
 //
-// vote = f · Σ_j s_j r_j + offset, the largest over the query heads of the group. s are the key's signs, r
-// the rounded query, f a factor from the key's weight, and the offset is the product of the query with the
-// center of the key's block.
+// vote = f · Σ_j s_j r_j + offset, where s_j are the key's signs, r is the rounded query, f is a factor from
+// the key's weight, and the offset is the product of the query with the center of the key's block. A group's
+// vote is the largest vote over its query heads.
 //
 // For sign bits b, Σ s r = 2 Σ b r − Σ r. Σ b r is a sum over the bit planes of r: 2^p times the number of
-// common bits. The matrix unit counts common bits for 16 keys, 128 bits and 8 columns in one instruction; the
+// common bits. A tensor core counts common bits for 16 keys, 128 bits and 8 columns in one instruction; the
 // columns are 2 planes of 4 heads. Sign bits go in as they are stored, nothing is unpacked. A second product
 // multiplies these counts by powers of four and adds them up, directly in the layout of the first one's
 // result. (Packing three counts into the bytes of a register would need a third of the second products, but
 // also shifts, which cost more.) r is written to base -2, so that each odd plane counts -2 times the even one
 // before it, and both take the same powers of four.
 //
-// With SAMPLING, candidates are
-// sampled at random: votes become sizes on a common scale for all heads, and noise is added to the largest
+// With SAMPLING, candidates are sampled at random: votes become sizes on a common scale for all heads, and noise is added to the largest
 // (kvindex/ops/priority.py). The sum, the key's priority, then replaces the vote.
 //
 // Compile-time constants: D, GROUP (query heads per KV head), DTYPE (of queries), CENTERED (1: blocks of
@@ -39,12 +38,13 @@ constexpr int WEIGHTS = TOKENS * STRIDE;     // offsets of the fields in a recor
 constexpr int CENTER = WEIGHTS + TOKENS;
 constexpr int SCANNED = CENTER + (CENTERED ? 2 * D : 0);  // bytes of a record that are needed for votes
 
-// What a warp needs of a group's queries.
-// planes: bit planes of r, as matrix fragments.
-// powers: powers of four, for the first and the second key of a product.
-// less: -Σ r of the two heads that the lane has in each set, (2 lane) % 4 and the next one.
-// units: votes per unit of q·k, of these heads.
-// queries: bfloat16 parts of head lane / 4 % 4 of each set (`half_of`).
+// The data of a group's queries that a warp needs. In each set of 4 heads, a lane has two: (2 lane) % 4 and
+// the next head.
+//   planes   bit planes of r, as matrix fragments
+//   powers   powers of four, for the first and the second key of a product
+//   less     -Σ r of the lane's two heads
+//   units    votes per unit of q·k, for the lane's two heads
+//   queries  bfloat16 numbers of head lane / 4 % 4 of each set (`half_of`)
 struct Group {
     u32 planes[SETS][QUADS][PARTS], powers[2][PARTS];
     int less[SETS][2];
@@ -58,16 +58,17 @@ struct Group {
 #endif
 };
 
-// What converts votes to priorities, written by prepare_query.cu; null unless candidates are sampled.
+// Data that converts votes to priorities, written by prepare_query.cu. Both pointers are null if candidates
+// are not sampled.
 struct Sampling {
     const float2* scales;  // [BG, 4 SETS]: size of one vote in units of 2^-16 octaves, and an offset that puts all
                            // heads on one scale, -inf for a missing head
     const u32* seeds;      // [BG]: seed of the noise
 };
 
-// The `piece`-th bfloat16 part of coordinates 32 i + 8 (lane % 4) and the 7 after it of head h, two per word,
-// 0 past D. Each part is what the parts before it leave, truncated to 8 bits, so the sum of the parts is
-// exact.
+// Return coordinates j to j + 7 of head h as bfloat16 numbers, two per word, where j = 32 i + 8 (lane % 4).
+// Coordinates from D on are 0. A coordinate is the exact sum of PIECES bfloat16 numbers, and `piece` selects
+// one of them: what remains after subtracting the earlier ones, truncated to 8 bits.
 __device__ __forceinline__ uint4 piece_of(const void* queries, int h, int i, int piece) {
     int j = 32 * i + threadIdx.x % 4 * 8;
     if (h >= GROUP || j >= D) return {0, 0, 0, 0};
@@ -83,9 +84,10 @@ __device__ __forceinline__ uint4 piece_of(const void* queries, int h, int i, int
     }
     return words;
 }
-// Half of the words of `piece_of`. In the product, the upper matrix rows are words 0 and 2 of a center's
-// coordinates and the lower ones are words 1 and 3. One half of the columns is multiplied with words 0 and 2
-// of the query, the other half with words 1 and 3.
+// Return two of the four words of `piece_of`: words 0 and 2 for lanes 0 to 15, words 1 and 3 for the others.
+// In the product with a center, the upper matrix rows hold words 0 and 2 of the center and the lower rows
+// hold words 1 and 3. The left four columns hold words 0 and 2 of the queries and the right four hold words 1
+// and 3.
 __device__ __forceinline__ uint2 half_of(const void* queries, int n, int i, int piece) {
     int lane = threadIdx.x % 32;
     uint4 all = piece_of(queries, n * 4 + lane / 4 % 4, i, piece);
@@ -102,8 +104,8 @@ __device__ __forceinline__ void load_queries(Group& group, const void* queries) 
                     half_of(queries, n, i / PIECES, i % PIECES);
 }
 
-// The right matrix of the second product. For the first key, the factor of head t is in rows 4 t and column
-// t; for the second key, in rows 16 + 4 t and column 4 + t.
+// Set the right matrices of the second product, which contain powers of four. For the first key, the factor
+// of head t is in row 4 t and column t; for the second key, in row 16 + 4 t and column 4 + t.
 __device__ __forceinline__ void set_powers(Group& group) {
     int lane = threadIdx.x % 32;
     bool own = lane % 4 == lane / 4 % 4, second = lane >= 16;
@@ -114,8 +116,8 @@ __device__ __forceinline__ void set_powers(Group& group) {
     }
 }
 
-// Load a group's queries. queries: DTYPE [BG, GROUP, D]. planes, sums and units are written by
-// prepare_query.cu.
+// Load the data of the queries of group `bg`. queries: DTYPE [BG, GROUP, D]. prepare_query.cu has written
+// planes, sums and units.
 __device__ __forceinline__ void load(Group& group, const void* queries, const u32* planes,
                                      const int* sums, const float* units, const Sampling& draw, i64 bg) {
     int lane = threadIdx.x % 32;
@@ -138,7 +140,7 @@ __device__ __forceinline__ void load(Group& group, const void* queries, const u3
 #endif
 }
 
-// The coordinates of a center, in the layout in which `piece_of` returns those of a query.
+// A lane's coordinates of a center, in the same layout as the query coordinates from `piece_of`.
 struct Mean {
     uint4 eights[EIGHTS];
 };
@@ -151,8 +153,8 @@ __device__ __forceinline__ void load(Mean& mean, Place center) {
     }
 }
 
-// Compute ⟨q, μ⟩ for this lane's two heads in each set. Four neighboring lanes may pass a center of their
-// own.
+// Compute the product ⟨q, μ⟩ of query and center for this lane's two heads in each set. Every four
+// neighboring lanes may pass a different center.
 __device__ __forceinline__ void products_of(float (&products)[SETS][2], const Mean& mean, const Group& group) {
     bool later = threadIdx.x & 2;  // the lane's own sums are the later two of its four
 #pragma unroll
@@ -174,8 +176,9 @@ __device__ __forceinline__ void products_of(float (&products)[SETS][2], const Me
     }
 }
 
-// Compute ⟨q, μ⟩ in the unit of votes, LEAST for a missing head. If KEPT, also write ⟨q, μ⟩ itself to
-// `products`, for the lane's heads; those of a set are 4 after those of the preceding set.
+// Compute ⟨q, μ⟩ in the unit of votes, for this lane's two heads in each set. The result is LEAST for a head
+// that does not exist. If KEPT, also write ⟨q, μ⟩ itself to products[4 n] and products[4 n + 1], where n is
+// the number of the set.
 template <bool KEPT>
 __device__ __forceinline__ void offsets_of(int (&offsets)[SETS][2], const Mean& mean,
                                            const Group& group, float* products) {
@@ -194,7 +197,8 @@ __device__ __forceinline__ void offsets_of(int (&offsets)[SETS][2], const Mean& 
     }
 }
 
-// Signs of 32 keys. A lane has words of keys lane / 4 + 8 i.
+// Sign bits of 32 keys. rows[i] has a lane's words of key lane / 4 + 8 i: words lane % 4, lane % 4 + 4 and so
+// on.
 struct Signs {
     u32 rows[4][QUADS];
 };
@@ -219,7 +223,8 @@ __device__ __forceinline__ void load(Signs& found, Place signs, int part) {  // 
         }
 }
 
-// Load the weights of the keys that `rows` of Signs has, in the stored order (block_layout.places).
+// Load the weight bytes of the four keys whose sign bits are in `Signs::rows`, in the stored order
+// (block_layout.places).
 template <class Place>
 __device__ __forceinline__ u32 load_weights(Place weights, int part) {
     return load_from<u32>(weights + (part * 8 + threadIdx.x % 32 / 4) * 4);
@@ -230,17 +235,19 @@ __device__ __forceinline__ int own_key() {
     return (threadIdx.x % 2 * 2 + threadIdx.x % 4 / 2) * 8 + threadIdx.x % 32 / 4;
 }
 
-// What to add to the four weight bytes in a word, to get their indices into the factors
-// (kvindex.ops.codes.factors). Only bytes of positions past the last token may exceed 255; they are the upper
-// ones of a word, so their carry does not change the bytes of valid keys.
+// Return four bytes that are added to the four weight bytes in a word. The sums are indices into the table of
+// factors (kvindex.ops.codes.factors). A sum exceeds 255 only at positions past the last token. These are the
+// upper bytes of a word, so their carry does not change the bytes of valid keys.
 __device__ __forceinline__ u32 shifts_of(float weight_scale) {
     int exponent = int(__float_as_uint(weight_scale) >> 23) - 127;
     return u32(OCTAVES / 2 - exponent) * (256 / OCTAVES) * 0x01010101u;
 }
 
-// Call use(half, n, side, vote) for each of the lane's votes: of key 8 · (2 half + lane % 4 / 2) + lane / 4,
-// for head 4 n + (2 lane) % 4 + side. The vote is LEAST for a missing head. shifts: from `shifts_of`. factors:
-// int32 [256], from kvindex.ops.codes.log_factors, aligned to 1,024 bytes (FACTORS).
+// Call use(half, n, side, vote) for each vote that this lane computes:
+//   key   8 (2 half + lane % 4 / 2) + lane / 4
+//   head  4 n + (2 lane) % 4 + side; the vote is LEAST for a head that does not exist
+// shifts: from `shifts_of`. factors: int32 [256], from kvindex.ops.codes.log_factors, aligned to 1,024 bytes
+// (FACTORS).
 #define FACTORS __align__(1024)
 template <class Place, class Use>
 __device__ __forceinline__ void each_vote(const Signs& signs, u32 weights, u32 shifts, const Group& group,
@@ -252,8 +259,8 @@ __device__ __forceinline__ void each_vote(const Signs& signs, u32 weights, u32 s
 #pragma unroll
     for (int half = 0; half < 2; half++)
         factor[half] = load_from<int>(with_bits(factors, (half ? weights >> 16 : weights) & 255 * 4));
-    // Each lane has, for one key of each half, the sums over even planes of two heads and those over odd
-    // planes.
+    // dots[half] belongs to one key per half: dots[half][0] and [1] are sums over even planes for the lane's
+    // two heads, [2] and [3] sums over odd planes
 #pragma unroll
     for (int n = 0; n < SETS; n++) {
         int dots[2][4];
@@ -284,7 +291,7 @@ __device__ __forceinline__ void each_vote(const Signs& signs, u32 weights, u32 s
 }
 
 #if SAMPLING
-// The largest size of `own_key` over the heads of the group, without noise.
+// Return the size of key `own_key()`, without noise: the largest size over the heads of the group.
 template <class Place>
 __device__ __forceinline__ float size_of(const Signs& signs, u32 weights, u32 shifts, const Group& group,
                                          const int (&offsets)[SETS][2], Place factors) {
@@ -299,7 +306,8 @@ __device__ __forceinline__ float size_of(const Signs& signs, u32 weights, u32 sh
 }
 #endif
 
-// The group's vote for `own_key`, or its priority if candidates are sampled. id: token id of that key.
+// Return the group's vote for key `own_key()` or, if candidates are sampled, the key's priority. id: token id
+// of the key.
 template <class Place>
 __device__ __forceinline__ int vote_of(const Signs& signs, u32 weights, u32 shifts, const Group& group,
                                        const int (&offsets)[SETS][2], Place factors, u32 id) {
@@ -315,8 +323,8 @@ __device__ __forceinline__ int vote_of(const Signs& signs, u32 weights, u32 shif
 #endif
 }
 
-// Warps of the scan are divided into teams, one for each group, or one per warp if there are fewer warps than
-// groups. first_of: the first warp of a team. warps_of: the number of its warps.
+// Divide the warps of the scan into teams, one team per group. With fewer warps than groups, there is one
+// team per warp. `first_of` returns the first warp of a team, `warps_of` the number of its warps.
 __device__ __forceinline__ u32 first_of(u32 team, u32 teams, u32 warps) {
     return (team * warps + teams - 1) / teams;
 }

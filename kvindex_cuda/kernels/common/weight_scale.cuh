@@ -1,4 +1,4 @@
-// The scale of a head's log weights, from the largest upper byte among them. Reference:
+// Compute the scale of a head's log weights from the largest upper byte of these 16-bit weights. Reference:
 // kvindex.ops.codes.weight_scale.
 #pragma once
 #include "common/common.cuh"

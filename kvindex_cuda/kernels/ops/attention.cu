@@ -1,5 +1,5 @@
-// Exact softmax attention of one query per head over given rows (paper, equations 1 to 3). Keys and values
-// are separate tensors with any strides; step/attend.cu is the kernel of the fused decode step. Reference:
+// Exact softmax attention of one query per head over given rows (ParisKV paper, equations 1 to 3). Keys and
+// values are separate tensors with any strides. A fused decode step uses step/attend.cu instead. Reference:
 // kvindex.ops.attention.attend.
 //
 // LANES lanes process one row, 32 / LANES rows per warp at a time. Each lane loads up to 16 bytes per access,

@@ -1,12 +1,11 @@
-// Coarse stage with lookup tables: histogram of centroids, tables of tiered votes and of sign votes, and the
-// votes of all keys (paper, B.2.1).
-// Reference: kvindex/ops/coarse.py, with functions of the same names. All arithmetic is on integers, or on
-// float64 values whose sums are exact, so the results equal the reference bit by bit.
+// Coarse stage with lookup tables (ParisKV paper, B.2.1). The kernels compute a histogram of centroids,
+// tables for tiered votes and for sign votes, and the votes of all keys. Reference: kvindex/ops/coarse.py,
+// with functions of the same names. All arithmetic is on integers, or on float64 values whose sums are exact,
+// so the results equal the reference bit by bit.
 //
 // A subspace is 8 coordinates; a key's sign pattern in it is one of 256 centroids. `votes` looks up one table
 // entry per key and subspace. Tables are in shared memory. One 32-bit word packs the entries of as many heads
-// as their sums allow, so one lookup and one addition serve all of
-// them: four heads if no sum exceeds 255 (tiered votes with M <= 42), two if no sum exceeds 32767 (sign
+// as their sums allow, so one lookup and one addition serve all of them: four heads if no sum exceeds 255 (tiered votes with M <= 42), two if no sum exceeds 32767 (sign
 // votes), else one. The thread block finds out from the table itself.
 // Reads M bytes (signs) and 4 or 4 M bytes (factors) per key and KV head for every four query heads; writes 4
 // bytes per key and query head.
@@ -24,7 +23,7 @@ constexpr int SPAN = M < 32 ? M : 32;    // subspaces that a thread block counts
 constexpr int KEYS = M <= 16 ? 4 : 2;    // keys that a thread processes at a time
 constexpr int WORDS = (M + 3) / 4;
 
-// Load PIECE bytes as 32-bit words, the first byte lowest.
+// Load PIECE bytes into 32-bit words. The first byte is the lowest byte of words[0].
 __device__ __forceinline__ void piece_of(u32 (&words)[4], const u8* from) {
     if constexpr (PIECE == 16) {
         uint4 all = *reinterpret_cast<const uint4*>(from);
@@ -49,10 +48,10 @@ struct HistogramArguments {
     i64 n, kv_heads;
 };
 
-// Count the keys of each centroid.
-// Grid: (BG, splits, M / 32 rounded up), 256 threads.
-// Reads M + 1 bytes per key, once; adds 2 KB per subspace and split to the counts, which the caller has set
-// to 0.
+// Count the keys of each centroid (sign pattern in a subspace).
+// Grid: (BG, splits, M / 32 rounded up), 256 threads. A split is a range of the keys.
+// Reads M + 1 bytes per key, once. Adds up to 2 KB per subspace and split to `counts`, which the caller has
+// set to 0.
 extern "C" __global__ void __launch_bounds__(256)
 histogram(const __grid_constant__ HistogramArguments args) {
     const u8* signs = args.signs;
@@ -87,11 +86,11 @@ struct TierArguments {
     i64 heads, kv_heads, tiers;
 };
 
-// Compute the points of tiered votes: a centroid's points are the number of tiers whose limit exceeds the
-// number of keys in better centroids.
+// Compute the points of tiered votes. A centroid's points are the number of tiers whose limit exceeds the
+// number of keys in centroids that are closer to the query.
 // Grid: (query heads · M), 256 threads, one per centroid.
-// Reads 2 KB of counts and 32 bytes; writes 256 bytes. Keys in better centroids are added up by comparing all
-// pairs, 2^16 per thread block.
+// Reads 2 KB of counts and 32 bytes of the query; writes 256 bytes. To count the keys in closer centroids, a
+// thread block compares all 2^16 pairs of centroids.
 extern "C" __global__ void __launch_bounds__(256)
 tier_table(const __grid_constant__ TierArguments args) {
     __shared__ double similarity[256];
@@ -117,7 +116,7 @@ tier_table(const __grid_constant__ TierArguments args) {
     args.points[at * 256 + id] = u8(earned);
 }
 
-// max_j |q_j| of a query, returned in all 256 threads of a block.
+// Return max_j |q_j| of a query. All 256 threads of a block get the result.
 static __device__ double peak_of(const float* query) {
     __shared__ float peaks[8];
     float peak = 0;
@@ -160,7 +159,7 @@ struct OffsetArguments {
     double level;
 };
 
-// Convert ⟨q, μ⟩, the product of a query and each segment's center, to the unit of votes.
+// Convert ⟨q, μ⟩, the product of a query with the center of each segment, to an integer in the unit of votes.
 // Grid: (query heads, splits), 256 threads. Reads and writes 4 bytes per segment.
 extern "C" __global__ void __launch_bounds__(256)
 dot_offsets(const __grid_constant__ OffsetArguments args) {
@@ -173,7 +172,7 @@ dot_offsets(const __grid_constant__ OffsetArguments args) {
     }
 }
 
-// ---- votes -----------------------------------------------------------------------------------
+// ---- votes ----
 
 // Load four entries of a table, from entry i on.
 __device__ __forceinline__ void entries_of(int (&found)[4], const void* table, i64 i) {
@@ -189,8 +188,8 @@ __device__ __forceinline__ void entries_of(int (&found)[4], const void* table, i
 }
 
 #if FACTORS != 2
-// An upper limit of the absolute sum of a head's entries, for the largest of some heads. All threads of a
-// block call it.
+// Return an upper bound of |Σ entries| over the subspaces of a head, for the largest of the given heads. All
+// threads of a block call this function.
 static __device__ int bound_of(const void* table, i64 first, int heads) {
     __shared__ int peaks[4 * M];
     int lane = threadIdx.x % 32;
@@ -216,8 +215,8 @@ static __device__ int bound_of(const void* table, i64 first, int heads) {
 }
 #endif
 
-// Extract head p of P from a word, or from a sum of words. For P = 4 it is a byte; for P = 2 the word is Σ
-// high · 2^16 + Σ low with signed addends.
+// Extract the entry of head p of P from a word, or from a sum of words. For P = 4, the entry is byte p. For P
+// = 2, the word is Σ high · 2^16 + Σ low, where the addends are signed.
 template <int P>
 __device__ __forceinline__ u32 part_of(u32 word, int p) {
     if constexpr (P == 4) return word >> 8 * p & 255;
@@ -234,7 +233,8 @@ struct Votes {
     i64 bg, first, stop, n, heads, segments, every;
 };
 
-// Compute the votes of the thread block's keys for P · TABLES heads, with P heads per word.
+// Compute the votes of this thread block's keys for P · TABLES heads, where each word of the table has the
+// entries of P heads.
 template <int P>
 __device__ __forceinline__ void votes_of(const Votes& of, i64 head, u32* words) {
     constexpr int HEADS = P * TABLES;

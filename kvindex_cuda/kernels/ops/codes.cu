@@ -1,9 +1,9 @@
-// Encode rotated keys into signs, magnitudes and weights, and convert weights to and from log codes (paper,
-// A.2 and A.3).
+// Encode rotated keys into signs, magnitudes and weights, and convert weights to and from log codes (ParisKV
+// paper, A.2 and A.3). A log code is the logarithm of a weight as an integer.
 // Reference: kvindex.ops.codes.encode, log_codes and log_weights.
 //
-// Everything that decides a bit is computed exactly as in the reference: radii from squares summed in double
-// precision, a float32 division, and comparisons with float32 edges.
+// Signs and magnitudes are bit by bit those of the reference. To that end, the kernel sums squares in double
+// precision, divides in float32, and compares with float32 edges (the boundaries between levels).
 // Compile-time constants: only those of kvindex_cuda/runtime/constants.py.
 #include "common/common.cuh"
 
@@ -19,11 +19,11 @@ struct EncodeArguments {
     i64 count, M, bits, share;
 };
 
-// Encode rotated keys. A thread processes 8 coordinates: one byte of signs, and one of each plane of
-// magnitudes. A thread block processes THREADS / M vectors. Where several bytes share a weight, each of their
-// threads adds up the sum of all of them in the same order, so all get the same value.
+// Encode rotated keys. A thread encodes 8 coordinates: one byte of signs, and one byte of each plane of
+// magnitudes. A thread block encodes THREADS / M vectors. If several bytes share a weight, each of their
+// threads computes the same sum in the same order, so that all get the same weight.
 // Grid: any, THREADS threads.
-// Reads 4 D + 4 bytes per vector, writes (1 + bits) D / 8 bytes and 4 bytes per weight.
+// Reads 4 D + 4 bytes per vector; writes (1 + bits) D / 8 bytes per vector and 4 bytes per weight.
 extern "C" __global__ void __launch_bounds__(THREADS)
 encode(const __grid_constant__ EncodeArguments args) {
     __shared__ double squares[THREADS], products[THREADS];
@@ -82,7 +82,8 @@ struct LogArguments {
     i64 count, bits;
 };
 
-// Convert weights to log codes. Grid: one thread per weight. Reads 4 bytes and writes 4 bytes per weight.
+// Convert weights to log codes (integers). Grid: one thread per weight. Reads 4 bytes and writes 4 bytes per
+// weight.
 extern "C" __global__ void __launch_bounds__(THREADS)
 log_codes(const __grid_constant__ LogArguments args) {
     i64 i = i64(blockIdx.x) * THREADS + threadIdx.x;
@@ -99,7 +100,8 @@ struct WeightArguments {
     i64 count, bits;
 };
 
-// Convert log codes to weights. Grid: one thread per weight. Reads 4 bytes and writes 4 bytes per weight.
+// Convert log codes (integers) to weights. Grid: one thread per weight. Reads 4 bytes and writes 4 bytes per
+// weight.
 extern "C" __global__ void __launch_bounds__(THREADS)
 log_weights(const __grid_constant__ WeightArguments args) {
     i64 i = i64(blockIdx.x) * THREADS + threadIdx.x;

@@ -1,5 +1,5 @@
-// Gather rows by id (paper, B.3), whatever the rows contain: they are copied in units of PIECE bytes.
-// Reference: kvindex.ops.fetch.gather_rows.
+// Gather rows by token id (ParisKV paper, B.3). Rows may contain anything: the kernels copy units of PIECE
+// bytes. Reference: kvindex.ops.fetch.gather_rows.
 //
 // Neighboring threads copy neighboring units of a row, then of the next row, so that rows of 8 bytes and rows
 // of 1 KB are both read in whole sectors.
@@ -30,7 +30,7 @@ struct RowArguments {
     i64 total;               // number of units in all gathered rows
 };
 
-// Gather rows of a tensor. An id outside of it gives a row of zeros.
+// Gather rows of a tensor. An id outside of the tensor gives a row of zeros.
 extern "C" __global__ void __launch_bounds__(256)
 gather_rows(const __grid_constant__ RowArguments args) {
     for (i64 i = i64(blockIdx.x) * 256 + threadIdx.x; i < args.total; i += i64(gridDim.x) * 256) {

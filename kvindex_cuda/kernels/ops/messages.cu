@@ -1,4 +1,4 @@
-// Combine the attention of several ranks (GPUs), each of which has attended to rows of its own: pack a rank's
+// Combine the attention of several ranks (GPUs) that have each attended to different rows: pack a rank's
 // result into a message, and merge the messages of all ranks (Milakov and Gimelshein, 2018). Reference:
 // kvindex.ops.messages.pack and merge_messages.
 //

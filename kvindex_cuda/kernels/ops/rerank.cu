@@ -1,7 +1,7 @@
-// Estimate inner products of queries with keys from the keys' codes, and the standard deviations of these
-// estimates (paper, B.2.2, equation 10). The codes are stored key by key, with any number of magnitude bits
-// and any number of coordinates per weight; step/rerank.cu is the kernel of the fused decode step. Reference:
-// kvindex.ops.rerank.estimate and errors.
+// Estimate inner products of queries with keys from the codes of the keys, and the standard deviations of
+// these estimates (ParisKV paper, B.2.2, equation 10). The codes are stored key by key, with any number of
+// magnitude bits and any number of coordinates per weight. A fused decode step uses step/rerank.cu instead.
+// Reference: kvindex.ops.rerank.estimate and errors.
 //
 // A thread processes one key for up to 8 heads. The key's bits stay in registers, its coordinates are decoded
 // once for all heads, and all lanes read the same queries and levels from shared memory.
@@ -19,7 +19,7 @@ constexpr int WORDS = (M + 3) / 4;
 constexpr int LEVELS = 1 << BITS;
 constexpr int W = D / BLOCK;
 
-// Load M bytes as 32-bit words, the first byte lowest.
+// Load M bytes into 32-bit words. The first byte is the lowest byte of words[0].
 __device__ __forceinline__ void bytes_of(u32 (&words)[WORDS], const u8* from) {
 #pragma unroll
     for (int w = 0; w < WORDS; w++) words[w] = 0;
@@ -42,7 +42,7 @@ __device__ __forceinline__ void bytes_of(u32 (&words)[WORDS], const u8* from) {
     }
 }
 
-// The bits of a key. A coordinate is addressed by its word and its bit in that word.
+// The code of a key, in registers. `coordinate` decodes the coordinate at bit b of word w.
 struct Key {
     u32 sign[WORDS], plane[BITS > 0 ? BITS : 1][WORDS];
 
@@ -60,7 +60,8 @@ struct Key {
     }
 };
 
-// Load the queries of some heads as [D][HEADS], with zeros for missing heads. Return the number of heads.
+// Load the queries of up to HEADS heads to shared memory, as [D][HEADS] with zeros for missing heads, and the
+// levels. Return the number of heads.
 static __device__ int fill(float* queries, float* levels, const float* given, const float* sizes,
                            i64 heads) {
     i64 head = i64(blockIdx.z) * HEADS;
@@ -124,7 +125,10 @@ struct ErrorArguments {
     float spread;            // τ / (BLOCK − 1)
 };
 
-// σ² = Σ_b w_b² ‖v_b‖² / (1 + τ) · max(0, ‖q_b‖² − ⟨v_b, q_b⟩² / ‖v_b‖²) · τ / (BLOCK − 1).
+// Compute the standard deviations σ of the estimates. With w_b the weight and v_b the levels of block b of a
+// key,
+//   σ² = Σ_b ‖k_b‖² · max(0, ‖q_b‖² − ⟨v_b, q_b⟩² / ‖v_b‖²) · τ / (BLOCK − 1)
+//   ‖k_b‖² = w_b² ‖v_b‖² / (1 + τ)
 extern "C" __global__ void __launch_bounds__(256)
 errors(const __grid_constant__ ErrorArguments args) {
     const void* weights = args.weights;

@@ -1,6 +1,6 @@
-// Sample rows at random to represent all rows that are not read (Horvitz and Thompson, 1952): the best k -
-// sampled rows are read for certain, the others with a probability according to their attention weight.
-// Reference: kvindex.ops.sampling.sample.
+// Sample rows at random so that they represent all rows that are not read (Horvitz and Thompson, 1952). The k
+// - sampled rows with the highest attention weights are read for certain. The other rows are read with a
+// probability in proportion to their attention weight. Reference: kvindex.ops.sampling.sample.
 //
 // 1. Add up exponentials from the worst row to the best. The sums show how many rows are read for certain and
 // which probability the others have.
@@ -13,7 +13,7 @@
 // Compile-time constants: only those of kvindex_cuda/runtime/constants.py.
 #include "common/common.cuh"
 
-// Sum of `mine` over the threads before this one, in the order of threads. All threads call it.
+// Return the sum of `mine` over all threads with a lower number. All threads call this function.
 template <class T>
 __device__ T before(T mine) {
     __shared__ T sums[THREADS / 32];
@@ -62,8 +62,8 @@ sample_rows(const __grid_constant__ Arguments args) {
     auto rest = [&](int p) { return exp(double(logits[p]) - best); };  // 0 where there is no row
     if (threadIdx.x == 0) certain = max(P - sure, 0), total = 0;
 
-    // Sum from the last row to the first. A row can be sampled from where its own part of the remaining sum
-    // is at most 1.
+    // Add up exponentials from the last row to the first. Find the first row j whose fraction of the sum over
+    // rows j, j + 1, … is at most 1 / (sampled - j). The rows from j on are sampled; those before it are certain.
     double mine = 0;
     for (int q = first; q < first + each; q++)
         if (P - 1 - q >= sure) mine += rest(P - 1 - q);

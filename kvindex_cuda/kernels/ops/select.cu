@@ -1,5 +1,5 @@
-// Select by score with all multiprocessors: find the k-th largest word of each matrix row with several thread
-// blocks per matrix row, 11 bits of the word at a time (radix select). Reference: kvindex.ops.select.top_k,
+// Select entries by score: find the k-th largest word of each matrix row. Several thread blocks share a
+// matrix row and find 11 bits of the word per pass (radix select). Reference: kvindex.ops.select.top_k,
 // candidates and compact.
 //
 //   range -> digit, up to 6 times -> collect -> sort      the k best, in order
@@ -19,9 +19,9 @@
 // float32).
 #include "common/common.cuh"
 
-// State of a matrix row. When `low` is 0, the words from `least` on are selected. Before that, `least` is
-// correct except for its `low` lowest bits, and `rank` words with those upper bits are still wanted. rank is
-// 0 if no word was wanted at all.
+// State of the search in a matrix row. Once `low` is 0, all words from `least` on are selected. Before that,
+// `least` is correct except for its `low` lowest bits, and of the words with the same upper bits, the `rank`
+// largest are still to be selected. `rank` is 0 if no words are to be selected.
 struct Row {
     u64 least;
     int rank, low;
@@ -33,7 +33,8 @@ struct Entries {
     const u8* valid;  // valid flags of the row's sequence, or null
     i64 n, bits;
 
-    // Set `key` to a 32-bit integer in the order of scores. Return false if the entry is never selected.
+    // Set `key` to an integer that orders entries like their scores. Return false if entry i must not be
+    // selected.
     __device__ __forceinline__ bool key_of(u32& key, i64 i) const {
 #if VOTES
         key = u32(static_cast<const int*>(scores)[i]) ^ 0x80000000u;
@@ -134,7 +135,7 @@ digit(const __grid_constant__ DigitArguments args) {
     if (threadIdx.x == 0) {
         at.rank -= cut.above;
         at.least |= u64(cut.bin) << shift;
-        // if all words of a bin are wanted, no further pass is needed
+        // if all words in the bin are selected, no further pass is needed
         at.low = __ldcg(histogram + cut.bin) == at.rank ? 0 : shift;
         args.state[row] = at;
         args.tickets[row] = 0;
@@ -151,7 +152,7 @@ struct CollectArguments {
     i64 n, bits, k;
 };
 
-// Collect the selected words of each row, in any order.
+// Collect the selected words of each matrix row, in any order.
 extern "C" __global__ void __launch_bounds__(256)
 collect(const __grid_constant__ CollectArguments args) {
     i64 row = blockIdx.x;
@@ -175,9 +176,9 @@ struct SortArguments {
     i64 width, size, k, n, bits;
 };
 
-// Sort the words of each row in descending order, and convert them to scores and positions.
-// Grid: rows, `size` / 2 threads; `size` is a power of two that is at least `width`. Reads 8 bytes per word
-// and its score, writes 12 bytes.
+// Sort the selected words of each matrix row in descending order, and convert them to scores and positions.
+// Grid: rows, `size` / 2 threads, where `size` is a power of two and at least `width`. Reads 8 bytes per word
+// and 4 bytes per score; writes 12 bytes per word.
 extern "C" __global__ void __launch_bounds__(SORTED / 2)
 sort(const __grid_constant__ SortArguments args) {
     __shared__ u64 words[SORTED];
@@ -199,7 +200,7 @@ sort(const __grid_constant__ SortArguments args) {
     }
 }
 
-// Store 32 flags of a warp as one word, and add their number to the tile's count.
+// Store one flag of each lane as the bits of a word, and add the number of set flags to `count`.
 __device__ __forceinline__ void keep(bool in, u32* words, i64 word, int* count) {
     u32 all = __ballot_sync(ALL, in);
     if (threadIdx.x % 32) return;
@@ -248,7 +249,7 @@ struct FlagArguments {
     i64 flags_batch, flags_head, n, kv_heads;
 };
 
-// Convert flags of one byte to bits. Grid: (rows, tiles), 256 threads. Reads one byte and writes one bit per
+// Convert flags from bytes to bits. Grid: (rows, tiles), 256 threads. Reads one byte and writes one bit per
 // flag.
 extern "C" __global__ void __launch_bounds__(256)
 flags(const __grid_constant__ FlagArguments args) {
@@ -266,9 +267,10 @@ flags(const __grid_constant__ FlagArguments args) {
     if (threadIdx.x == 0) args.counts[tile] = count;
 }
 
-// Write the positions of set bits in ascending order.
-// Grid: (rows, tiles), 256 threads. Reads one bit per entry, writes 8 bytes per position.
-// ends: int64 [rows, tiles], number of set bits up to the end of each tile. ids: int64 [rows, width].
+// Write the positions of the set bits of each row in ascending order. Grid: (rows, tiles), 256 threads. Reads
+// one bit per entry, writes 8 bytes per position.
+//   ends  int64 [rows, tiles], number of set bits up to the end of each tile
+//   ids   int64 [rows, width], the result
 extern "C" __global__ void __launch_bounds__(256)
 place(const u32* words, const i64* ends, i64* ids, i64 width) {
     __shared__ int before[TILE / 32];

@@ -1,17 +1,17 @@
-// Normalize and rotate vectors (paper, A.1): k̃ = R k/‖k‖, in two kernels (append/encode.cu does both in
-// one). Reference: kvindex.ops.transform.normalize and rotate.
+// Normalize and rotate vectors (ParisKV paper, A.1): k̃ = R k/‖k‖, in two kernels. append/encode.cu does both
+// in one kernel. Reference: kvindex.ops.transform.normalize and rotate.
 //
-// Vectors are numbered through their three outer dimensions, which may have any strides.
+// A vector has a number: its index in the flattened three outer dimensions, which may have any strides.
 // Compile-time constants: DTYPE (of the vectors).
 #include "common/common.cuh"
 
-// Offset of vector i of a tensor [.., second, third, D].
+// Return the offset of vector number i in a tensor [.., second, third, D] with strides s1, s2 and s3.
 __device__ __forceinline__ i64 start_of(i64 i, i64 second, i64 third, i64 s1, i64 s2, i64 s3) {
     return i / third / second * s1 + i / third % second * s2 + i % third * s3;
 }
 
-// Convert to and from double, also subnormal numbers, which the compiler's own conversions flush to zero when
-// NVRTC is run as CuPy does.
+// Convert float32 to double and back. These conversions keep subnormal numbers; the compiler's conversions
+// flush them to zero when CuPy runs NVRTC.
 __device__ __forceinline__ double widened(float x) {
 #ifdef EMULATED
     return x;
@@ -39,8 +39,8 @@ struct NormalizeArguments {
     i64 outer_first, outer_second, outer_third;  // strides of the outer dimensions
 };
 
-// Normalize vectors. Norms are summed in double precision, in which no finite float overflows; lanes are
-// added in a fixed order.
+// Normalize vectors. Squares are summed in double precision, where squares of finite floats do not overflow,
+// in a fixed order.
 // Grid: one warp per vector, 8 warps per thread block. Reads each vector twice (the second time from L1);
 // writes 4 D bytes of direction and 4 bytes of norm.
 extern "C" __global__ void __launch_bounds__(256)
@@ -70,9 +70,9 @@ struct RotateArguments {
     i64 outer_first, outer_second, outer_third;
 };
 
-// Multiply vectors by a matrix. A thread block multiplies 32 vectors by 64 matrix rows. It copies both to
-// shared memory, 32 columns at a time. Each thread computes 2 x 4 sums, each in the order of columns, so the
-// result of a vector does not depend on the batch.
+// Multiply vectors by a matrix. A thread block multiplies 32 vectors by 64 matrix rows, which it copies to
+// shared memory 32 columns at a time. Each thread computes 2 x 4 sums in the order of columns, so that the
+// result for a vector does not depend on the other vectors of the batch.
 // Grid: (count / 32, D / 64), 256 threads.
 // Reads the vectors 4 D / 64 times and D² / 8 bytes of the matrix per vector (from L2); writes 4 D bytes per
 // vector.

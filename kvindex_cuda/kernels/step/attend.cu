@@ -1,6 +1,6 @@
-// Attention of one decode step over the selected rows, the sink and the local window (paper, B.3). A row is
-// the key and the value of one token, stored next to each other.
-// Reference: attend in kvindex/pariskv/decode_step.py, kvindex/ops/attention.py.
+// Attention of one decode step over the selected rows, the sink and the local window (ParisKV paper, B.3). A
+// row is the key and the value of one token, stored next to each other. Reference: attend in
+// kvindex/pariskv/decode_step.py, kvindex/ops/attention.py.
 //
 // The selected rows are read from the device, or from pinned host memory over the PCIe bus. They are stored
 // unchanged or as codes of one byte per number (kvindex/storage/codecs.py). LANES lanes of a warp form a team
@@ -47,7 +47,8 @@ constexpr int KEYS = (D / 8 + LANES - 1) / LANES, VALUES = (DV / 8 + LANES - 1) 
 constexpr int PARTIAL = DV + 2;              // floats of a split's result per head: maximum, sum, output
 constexpr int PIECES = DTYPE == 0 ? 2 : 1;   // loads of 16 bytes per chunk
 constexpr int ROW = (KEYS + VALUES) * PIECES * 512;  // bytes of a slot in a warp's ring buffer: one row of each team
-// slots of the ring buffer; four slots of wider rows would take more than 96 KB
+// Number of rows that the ring buffer of each team holds. With 4 slots, wider rows would take more than 96
+// KB.
 constexpr int DEPTH = (KEYS + VALUES) * PIECES > 6 ? 2 : AHEAD;
 constexpr bool SLOTS = PAGED == 2;
 static_assert(!SLOTS || GIVEN != 1, "ids are those of tokens");
@@ -59,12 +60,14 @@ struct Running {  // the running softmax of a team; each lane stores its part of
     float peak[GROUP], total[GROUP], sum[VALUES][GROUP][8];
 };
 
-// The part of a row that one lane loads, in the stored format: 8 elements per chunk, or 8 codes and a scale.
-// The chunks of the key come first.
+// The part of a row that one lane loads, as it is stored: first its chunks of the key, then its chunks of the
+// value. A chunk is 8 elements or, if rows are stored as codes, 8 codes and a scale.
 typedef uint4 Words[KEYS + VALUES][PIECES];
 
-// Call use(chunk, value, j) for each chunk of this lane: its number in the row, true for a value's chunk, and
-// its number in the lane.
+// Call use(chunk, value, j) for each chunk of a row that this lane loads.
+//   chunk  number of the chunk in the row
+//   value  true if the chunk belongs to the row's value, false if it belongs to the key
+//   j      number of the chunk among this lane's chunks
 template <class Use>
 __device__ __forceinline__ void each_chunk(Use use) {
 #pragma unroll
@@ -76,9 +79,9 @@ __device__ __forceinline__ void each_chunk(Use use) {
 }
 
 // State of a row that is being loaded.
-// weight: what is added to the logit of head h, stored in lane h % LANES of the team.
-// slot: the cache slot into which the row will be written, or one of the three constants below.
-// before: for a CACHED row, the previous time stamp of its slot, in the first lane of the team.
+//   weight  a number that is added to the logit of head h, stored in lane h % LANES of the team
+//   slot    the cache slot into which the row will be written, or one of the three constants below
+//   before  for a CACHED row, the previous time stamp of its slot, in the first lane of the team
 constexpr int NOWHERE = -1, CACHED = -2, MISSING = -3;
 struct Pending {
     float weight[(GROUP + LANES - 1) / LANES];
@@ -96,7 +99,7 @@ __device__ __forceinline__ void write_row(const Words& words, char* place) {
         for (int i = 0; i < PIECES; i++) reinterpret_cast<uint4*>(place)[chunk * PIECES + i] = words[j][i];
     });
 }
-// Start copying a lane's part of a row into the lane's own places of the ring buffer, 512 bytes apart. coded:
+// Start copying this lane's part of a row to its slots in the ring buffer, which are 512 bytes apart. coded:
 // the row consists of codes followed by two scales.
 __device__ __forceinline__ void copy_row(Shared to, const char* row, bool coded) {
     each_chunk([&](int chunk, bool value, int j) {
@@ -135,10 +138,10 @@ __device__ __forceinline__ void unpack(float (&x)[8], const uint4 (&words)[PIECE
     }
 }
 
-// Add one row of each team to the running softmax of all heads of the group, if `in` is true. All lanes call
-// it.
-// queries: float4 [2, GROUP, D / 8]: the lower four and the upper four of every eight coordinates.
-// centered: [GROUP], added to the logits of rows stored as codes, before scaling.
+// Add one row per team to the running softmax of all heads of the group, if `in` is true. All lanes call this
+// function.
+//   queries   float4 [2, GROUP, D / 8]: the first four and the last four of every eight coordinates
+//   centered  [GROUP]: product of query and center, added to the logits of rows stored as codes before scaling
 __device__ __forceinline__ void add_row(Running& run, const Words& words, const Pending& row, bool in, bool coded,
                                         const float4* queries, const float* centered, float scale, float softcap) {
     float logit[GROUP] = {}, x[8];
@@ -193,10 +196,11 @@ __device__ __forceinline__ void add_row(Running& run, const Words& words, const 
     }
 }
 
-// Merge the running softmax of all teams of a thread block, AT_ONCE heads per round, each relative to the
-// largest logit of all teams. All threads call it. merged (float32 [WORKERS, AT_ONCE, PARTIAL]) and peaks
-// (float32 [GROUP, WORKERS]) are in shared memory. The result goes to partial (float32 [GROUP, PARTIAL]) if
-// `wanted` is true.
+// Merge the running softmax of all teams in a thread block, AT_ONCE heads per round. Each team's result is
+// scaled relative to the largest logit of all teams. All threads call this function.
+//   merged   float32 [WORKERS, AT_ONCE, PARTIAL] in shared memory
+//   peaks    float32 [GROUP, WORKERS] in shared memory
+//   partial  float32 [GROUP, PARTIAL]: receives the result if `wanted` is true
 __device__ __forceinline__ void merge_teams(const Running& run, float* merged, float (&peaks)[GROUP][WORKERS],
                                             float* partial, bool wanted) {
     int lane = threadIdx.x % LANES, worker = threadIdx.x / LANES;
@@ -254,9 +258,9 @@ struct Arguments {
     const i64* resident_count;  // [1], or RAGGED: [B]: number of resident rows
     const i64* length;          // [B]: number of tokens that are searched; only if PAGED
     const int* segments;        // [B, row]: number of each block among all pages; only if PAGED is 2
-    char* cache;                // [BG, cached, row_bytes]: cache of `cached` rows in the stored format (row_cache.py;
-                                // `cached` is 0 without a cache). If PAGED is 2, cache, tags and stamps have one entry
-                                // per KV head instead of one per BG, and clocks is [1].
+    // The cache of rows (row_cache.py) has `cached` slots, 0 without a cache. If PAGED is 2, all sequences share a
+    // cache: the first dimension of cache, tags and stamps is then KV heads, and that of clocks is 1.
+    char* cache;                // [BG, cached, row_bytes]: rows in the stored format
     int* tags;                  // [BG, cached], aligned to 16 bytes: the row in each slot
     int* stamps;                // [BG, cached], aligned to 16 bytes: the step that last used each slot
     int* clocks;                // [BG]: steps so far. Stamps of this step are twice that number, or one more
@@ -333,11 +337,11 @@ attend(const __grid_constant__ Arguments args) {
 
     partial += i64(part) * splits * GROUP * PARTIAL;
 #if PAGED
-    // sinks: sink rows; later: offset from a resident row's number to its token, after the sink
+    // The first `sinks` resident rows are the sink. Resident row i after the sink is token `later + i`.
     int later = int(args.length[batch]), sinks = later ? int(args.sink) : 0;
     later -= sinks;
 #endif
-    // phase 0: resident rows, while the selection is still running; phase 1: selected rows
+    // phase 0 reads resident rows, while select_rows.cu still runs; phase 1 reads selected rows
 #pragma unroll 1
     for (int phase = 0; phase < 2; phase++) {
         if (phase) {
@@ -347,8 +351,7 @@ attend(const __grid_constant__ Arguments args) {
                 after_previous();
             let_next_begin();
         }
-        // These reads do not depend on the number of rows: the ids of the first rows, and of the ones after
-        // them.
+        // These reads do not depend on the number of rows. They are the ids of this team's first four rows.
         auto selected = [&](int i) {
 #if PAGED == 2
             if (!phase) return i < sinks ? i : later + i;
@@ -417,8 +420,8 @@ attend(const __grid_constant__ Arguments args) {
             find(row, i, n, id, slot);
             async_commit();
         };
-        // While a row is in flight: check that the cache still contained it, or choose the slot to store it
-        // in.
+        // While a row is being copied, check that its cache slot was not given to another row, or choose a
+        // slot for a row that was not in the cache.
         auto settle = [&](Pending& row, int i, int n) {
             bool looks = i < rows_here && row.slot != NOWHERE;
             if (!__any_sync(ALL, looks)) return;
@@ -444,7 +447,7 @@ attend(const __grid_constant__ Arguments args) {
         begin(after, own + step, 1, second, second_tag);
         for (int n = 2; n < ahead; n++) begin(after, own + n * step, n, 0, 0);
         u32 visible = ALL;
-        // for the first team of the warp, which has the most rows
+        // number of rows from here on for the first team of the warp, which has the most rows
         int longest = rows_here - own + lane / LANES * (splits * 8);
         for (int i = own, n = 0; n * step < longest; i += step, n++) {
             if (!PAGED && !phase && n % LANES == 0) {
@@ -469,8 +472,8 @@ attend(const __grid_constant__ Arguments args) {
             add_row(run, words, one, in && visible >> n % LANES & 1, ROWS_CODED && phase, queries,
                     ROWS_CODED ? centered + phase * GROUP : nullptr, args.scale, args.softcap);
         }
-        // The merge of phase 0 is not needed for the result. It runs while other thread blocks select, and
-        // brings the code of the merge into the instruction cache.
+        // Phase 0 does not need this merge for the result. The merge runs while other thread blocks select
+        // rows, and loads its machine code into the instruction cache before phase 1 needs it.
         if (phase || args.signaled) merge_teams(run, merged, peaks, partial + split * (GROUP * PARTIAL), phase);
     }
 
@@ -489,8 +492,8 @@ attend(const __grid_constant__ Arguments args) {
         return s < splits ? __ldcg(reinterpret_cast<const float2*>(partial + (i64(s) * GROUP + h) * PARTIAL) + pair)
                           : float2{NEVER, 0};
     };
-    // Each thread loads a pair of the output's elements while the weights of the splits are computed: one
-    // warp per head, one lane per split.
+    // Each thread loads two elements of each split's output. Meanwhile, one warp per head computes the
+    // weights of the splits, with one lane per split.
     float2 parts[MOST_SPLITS];
     auto prefetch = [&](int i) {
 #pragma unroll

@@ -1,6 +1,6 @@
-// Attention over latents (multi-head latent attention, DeepSeek-V2, section 2.1, in the absorbed form). A
+// Attention over latents (multi-head latent attention in the absorbed form; DeepSeek-V2, section 2.1). A
 // latent row is a key whose first DV coordinates are also its value. Each row is read once for all query
-// heads of a group, up to 128 of them. Reference: kvindex/ops/attention.py.
+// heads of a group, up to 128 heads. Reference: kvindex/ops/attention.py.
 //
 //   attend_latents -> merge_latents
 //
@@ -15,7 +15,7 @@
 // weights are rounded to DTYPE for the second product, as FlashAttention does (Dao, 2023); sums are float32.
 // Resident rows do not wait for the previous kernel, which selects rows. All work on them except writing to
 // global memory overlaps with that kernel.
-// float32 does not use the matrix unit: a thread computes one head and row, then one head and four columns.
+// float32 does not use tensor cores: a thread computes one head and row, then one head and four columns.
 //
 // Compile-time constants:
 //   D, DV (dimensions of a key and of a value), GROUP (query heads of a group)
@@ -25,7 +25,7 @@
 //   RAGGED (1: each sequence has its own count of resident rows)
 #include "common/row_codes.cuh"
 
-// slices of a sum over coordinates; with them, eight warps serve all heads
+// A warp computes one slice of the coordinates for 16 heads, so that the eight warps serve all PART heads.
 constexpr int SLICES = DTYPE == 0 ? 1 : 128 / PART;
 constexpr int STEPS = ((D + 31) / 32 + SLICES - 1) / SLICES;  // steps of 32 coordinates per slice
 constexpr int SIZE = DTYPE == 0 ? 4 : 2;
@@ -37,8 +37,9 @@ static_assert(ROWS == 16, "a lane of sixteen for each row");
 static_assert(PART == 16 || PART == 32 || PART == 64 || PART == 128, "warps come out even");
 static_assert(D % 8 == 0 && DV % 8 == 0 && DV < D, "rows are read in pieces of 16 bytes");
 
-// Copy a row to shared memory, or write zeros if `row` is 0. coded: the row has DV codes, D - DV more codes,
-// and a scale for either part. anything: any readable address.
+// Copy a row to shared memory, or write zeros if `row` is 0.
+//   coded     true if the row consists of DV codes, D - DV more codes, and one scale for each of these two groups
+//   anything  any readable address
 __device__ __forceinline__ void bring(char* to, u64 row, bool coded, const void* anything) {
     int lane = threadIdx.x % 32;
     const char* from = row ? reinterpret_cast<const char*>(row) : static_cast<const char*>(anything);
@@ -60,15 +61,15 @@ __device__ __forceinline__ void bring(char* to, u64 row, bool coded, const void*
     }
 }
 
-// Position of a row's attention weight among the weights of its head: lane t of four loads rows t, t + 4, t +
-// 8 and t + 12 in one access.
+// Position of a row's attention weight among the weights of its head. In this order, lane t of four loads the
+// weights of rows t, t + 4, t + 8 and t + 12 with one access.
 __device__ __forceinline__ int place_of(int row) { return row % 4 * 4 + row / 4; }
 
-// A warp's part of the queries, as left matrices of the product: its slice of the coordinates for 16 heads.
+// The queries of 16 heads for a warp's slice of the coordinates, as left matrices of the product.
 struct Queries {
     uint4 words[STEPS][2];
 };
-// queries: DTYPE [GROUP, D], aligned to 16 bytes. first: the first head of the thread block.
+// Load the queries. queries: DTYPE [GROUP, D], aligned to 16 bytes. first: first head of the thread block.
 __device__ __forceinline__ void load(Queries& part, const void* queries, int first) {
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
 #pragma unroll
@@ -80,8 +81,8 @@ __device__ __forceinline__ void load(Queries& part, const void* queries, int fir
     }
 }
 
-// Multiply queries with rows. The result goes to logits, float32 [SLICES, PART, LOGITS], with one partial sum
-// per slice.
+// Multiply queries with the keys of ROWS rows. The result goes to logits, float32 [SLICES, PART, LOGITS],
+// with one partial sum per slice of the coordinates.
 __device__ __forceinline__ void multiply_keys(float* logits, const Queries& part, const void* queries, int first,
                                               const char* rows) {
 #if DTYPE == 0
@@ -120,8 +121,8 @@ __device__ __forceinline__ void multiply_keys(float* logits, const Queries& part
 #endif
 }
 
-// Add four columns to a head's sums, after multiplying the old sums by `shrink`. first: there are no old
-// sums.
+// Multiply four columns of a head's sums by `shrink`, and add `sum` to them. If `first` is true, only store
+// `sum`.
 __device__ __forceinline__ void add_to(float* partial, float4 sum, bool first, float shrink) {
     float4* at = reinterpret_cast<float4*>(partial);
     if (!first) {
@@ -183,17 +184,18 @@ struct AttendArguments {
     const void* resident;       // DTYPE [BG, room, D + DV]
     const u8* resident_mask;    // [B, room]: 1 where a resident row is valid
     const i64* resident_count;  // [1], or RAGGED: [B]: number of resident rows
-    const float* weights;       // added to the logits of selected rows (−inf hides a row), or null for zeros. Group bg,
-                                // head h, row i is at bg · weights_group + h · weights_head + i.
+    // Weights are added to the logits of selected rows; −inf hides a row. The weight for row i and head h of group bg
+    // is at bg · weights_group + h · weights_head + i. Null: all weights are 0.
+    const float* weights;
     float* partial;             // [BG, splits, GROUP, DV]
     float2* sums;               // [BG, splits, GROUP]: maximum and sum, −inf and 0 if no row is visible
     i64 row, head_bytes, row_bytes, room, k, kv_heads, weights_group, weights_head;
     float scale, softcap;
 };
 
-// Grid: (splits, GROUP / PART, BG), 256 threads. Split s takes tiles s, s + splits, … of ROWS rows.
-// Reads each row once per part of the heads, and the queries once per split; writes 4 DV + 8 bytes per head
-// and split.
+// Grid: (splits, GROUP / PART, BG), 256 threads. A tile is ROWS rows; split s takes tiles s, s + splits, and
+// so on.
+// Reads each row GROUP / PART times and the queries once per split; writes 4 DV + 8 bytes per head and split.
 // Dynamic shared memory: ROWS PITCH + 4 SLICES PART LOGITS + 2 PART ROWS bytes.
 extern "C" __global__ void __launch_bounds__(256, 1)
 attend_latents(const __grid_constant__ AttendArguments args) {
@@ -299,9 +301,9 @@ struct MergeArguments {
     i64 splits;
 };
 
-// Merge the splits, each relative to the largest logit of all splits.
-// Grid: (GROUP, DV / 128, BG), 128 threads. A warp takes a quarter of the splits, a lane four columns.
-// Reads 4 DV + 8 bytes of each split that has rows.
+// Merge the results of all splits, each scaled relative to the largest logit of all splits. Grid: (GROUP, DV
+// / 128, BG), 128 threads. A warp takes a quarter of the splits, and a lane takes four columns. Reads 4 DV +
+// 8 bytes of each split that has rows.
 extern "C" __global__ void __launch_bounds__(128)
 merge_latents(const __grid_constant__ MergeArguments args) {
     constexpr int OWN_SPLITS = MOST_SPLITS / 32;

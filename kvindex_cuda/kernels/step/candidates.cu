@@ -1,5 +1,5 @@
-// Select the candidates of the coarse stage from the tiered votes of vote.cu, exactly. Of keys with equal
-// votes, those with the lower ids are selected. Reference: tiered_votes.candidates in kvindex/pariskv,
+// Select exactly the candidates of the coarse stage from the tiered votes of vote.cu. Of keys with equal
+// votes, the keys with the lower ids are selected. Reference: tiered_votes.candidates in kvindex/pariskv,
 // kvindex.ops.select.candidates.
 //
 // Each query head selects the C keys with the most votes: all keys above a cut, which follows from the head's

@@ -1,5 +1,5 @@
 // Select the candidates of a group with many query heads, and estimate their products with the queries
-// (paper, B.2.2, equation 10). Reference: ranked and rerank in kvindex/pariskv/decode_step.py,
+// (ParisKV paper, B.2.2, equation 10). Reference: ranked and rerank in kvindex/pariskv/decode_step.py,
 // kvindex.ops.rerank.estimate.
 //
 //   take_candidates -> estimate_latents
@@ -173,8 +173,8 @@ struct EstimateArguments {
     float scale, softcap;
 };
 
-// log Σ exp over a head's buckets, in every lane of the calling warp. It does not depend on the order of
-// additions.
+// Return log Σ exp(logit) from the buckets of a head (integer sums, shares.cuh). Every lane of the warp gets
+// the result. It does not depend on the order in which logits were added.
 __device__ __forceinline__ float log_sum(const u64* buckets) {
     constexpr int OWN = BUCKETS / 32;
     int lane = threadIdx.x % 32, top = -1;
@@ -194,12 +194,13 @@ __device__ __forceinline__ float log_sum(const u64* buckets) {
     return (log2f(warp_sum(sum)) + octaves) * (1 / LOG2E);
 }
 
-// The codes that a lane loads of 16 candidates: one word of signs and one of each plane, for rows lane / 4
-// and lane / 4 + 8.
+// The codes of 16 candidates that a lane loads: one word of signs and one word of each magnitude plane, for
+// candidates lane / 4 (index 0) and lane / 4 + 8 (index 1).
 struct Part {
     u32 signs[2], planes[2][BITS > 0 ? BITS : 1];
 };
-// Load one row of the codes. place: address of the block's first signs. key: number of the key in the block.
+// Load the codes of one candidate into index `half`. place: address of its block of codes. key: its number in
+// the block.
 __device__ __forceinline__ void load(Part& part, int half, const char* place, int key, i64 magnitudes) {
     int w = threadIdx.x / 32 * 4 + threadIdx.x % 4;
     bool has = place && (QUADS * 4 == WORDS || w < WORDS);
@@ -211,8 +212,8 @@ __device__ __forceinline__ void load(Part& part, int half, const char* place, in
             has ? __ldg(reinterpret_cast<const u32*>(place + magnitudes) + key * (BITS * WORDS) + p * WORDS + w) : 0;
 }
 
-// A warp's part of the query operands of two tiles: for each step two words of the rounded values, then two
-// of the remainders.
+// The query operands of two tiles for a warp's coordinates. For each step of the product: two words of the
+// rounded values, then two words of the remainders.
 struct Operands {
     uint4 steps[PAIR][8];  // the last two are unused if the operands are FOLDED
 };
@@ -231,8 +232,8 @@ __device__ __forceinline__ void load(Operands& right, const uint2* operands) {
     }
 }
 
-// Multiply levels with operands, for the warp's coordinates. The sums belong to keys `key_of(·)` and heads
-// `head_of(0, ·)` of each tile.
+// Multiply the levels of 16 candidates with the query operands, for the warp's coordinates.
+// sums[tile][half][side] belongs to key `key_of(half)` and head `head_of(0, side)` of that tile.
 __device__ __forceinline__ void multiply_part(float (&sums)[PAIR][ROWS][2], const Part& part, const Operands& right,
                                               const Levels& levels) {
     constexpr int CHAINS = 2;  // one sum for rounded values and one for remainders; if FOLDED puts both in one product,
@@ -250,7 +251,8 @@ __device__ __forceinline__ void multiply_part(float (&sums)[PAIR][ROWS][2], cons
             if (!FOLDED) mma_halves(c[p][1], upper[0], lower[0], upper[1], lower[1], step.z, step.w);
         }
     }
-    // with FOLDED operands, the lanes of the upper two columns have the other half of the sum
+    // With FOLDED operands, a sum has two halves: columns 0 to 3 have products with the rounded values,
+    // columns 4 to 7, in lanes 2 and 3 of four, those with the remainders.
     bool later = threadIdx.x % 4 >= 2;
 #pragma unroll
     for (int p = 0; p < PAIR; p++)
@@ -267,8 +269,8 @@ __device__ __forceinline__ void multiply_part(float (&sums)[PAIR][ROWS][2], cons
 }
 
 // Grid: (splits, TILES / PAIR, B), ESTIMATORS threads.
-// Reads the signs, magnitudes and log weight of each candidate once per PAIR tiles, all but once from L2, and
-// per thread block the operands of PAIR tiles; writes 4 HEADS bytes per candidate.
+// Reads the signs, magnitudes and log weight of each candidate TILES / PAIR times: once from memory, then
+// from L2. Each thread block also reads the operands of PAIR tiles. Writes 4 HEADS bytes per candidate.
 extern "C" __global__ void __launch_bounds__(ESTIMATORS, 320 / ESTIMATORS)
 estimate_latents(const __grid_constant__ EstimateArguments args) {
     __shared__ u16 halves[LEVELS];
@@ -276,7 +278,7 @@ estimate_latents(const __grid_constant__ EstimateArguments args) {
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32, tile = blockIdx.y * PAIR;
     i64 b = blockIdx.z, of = b * TILES + tile;
     for (int i = threadIdx.x; i < LEVELS; i += ESTIMATORS) halves[i] = to_float16(args.levels[i]);
-    // prepare_latents.cu has ended when this kernel starts
+    // These operands may be read now, because prepare_latents.cu has ended when this kernel starts.
     Operands right;
     load(right, args.operands + of * OPERANDS);
     float down[TASKS][2];

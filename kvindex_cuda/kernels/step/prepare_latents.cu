@@ -1,7 +1,6 @@
 // Prepare the queries of up to 128 heads that share a KV head (latent attention), and multiply them with the
-// centers of all blocks of codes. Reference: prepare_query in kvindex/pariskv/decode_step.py,
-// kvindex/pariskv/sign_regression.py.
-// Paper: A.1, B.2.1.
+// centers of all blocks of codes (ParisKV paper, A.1 and B.2.1). Reference: prepare_query in
+// kvindex/pariskv/decode_step.py, kvindex/pariskv/sign_regression.py.
 //
 // Heads are processed in TILES tiles of GROUP heads. As in prepare_query.cu, queries are rotated and rounded
 // to integers, r = round(R q · largest / max|R q|), or with REGRESSION computed from Aᵀ R q, where A is a
@@ -22,8 +21,8 @@
 #include "common/prepare.cuh"
 #include "common/byte_votes.cuh"
 
-// float16 numbers from one operand row to the next in shared memory; two neighboring rows are in different
-// banks
+// Distance between two operand rows in shared memory, in float16 numbers. It puts neighboring rows in
+// different banks.
 constexpr int PITCH = (EIGHTS | 1) * 32;
 constexpr int COLUMN_TILES = REGRESSION ? (D + 15) / 16 : 1;
 constexpr int COLUMN_BLOCKS = (COLUMN_TILES + SIXTEENS - 1) / SIXTEENS;
@@ -60,7 +59,7 @@ struct Arguments {
     double gain;                // the same in units of 2^-16 octaves
 };
 
-// Multiply the centers of blocks of codes with the queries of a tile.
+// Multiply the centers of the blocks of codes with the queries of one tile of heads.
 __device__ __forceinline__ void multiply_centers(const Arguments& args, i64 b, int tile, int part) {
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     Group group;
@@ -74,8 +73,8 @@ __device__ __forceinline__ void multiply_centers(const Arguments& args, i64 b, i
         if (block) load(mean, block + CENTER);
         float dots[SETS][2];
         products_of(dots, mean, group);
-        // Prefetch what vote_latents.cu reads while these threads do not wait for memory, unless it is more
-        // than L2 has room for.
+        // Prefetch the data that vote_latents.cu will read, unless L2 has no room for it. This is the time to
+        // do so, because these threads are not waiting for memory.
         if (block && tile == 0 && lane % 4 == 0 && blocks * gridDim.y <= 1024)
             to_l2(block, CENTER), to_l2(args.valid + (b * args.row + s) * 8);
 #pragma unroll
@@ -105,8 +104,8 @@ prepare_latents(const __grid_constant__ Arguments args) {
     for (int i = threadIdx.x; i < PER_LANE * 32; i += 256) signs_of[i] = i < D ? args.rotation[i] : 0.0f;
     if (threadIdx.x < ODD) waves[threadIdx.x] = args.rotation[D + threadIdx.x];
 #if REGRESSION
-    // The matrix can be read before the previous kernel has ended: no kernel that overlaps with this one
-    // writes it. A lane takes 8 of every 32 entries of a column.
+    // Load the matrix before the previous kernel has ended. This is safe, because no kernel that overlaps
+    // with this one writes the matrix. A lane loads 8 of every 32 entries of a column.
     uint4 held[SIXTEENS][STEPS][2];
 #pragma unroll
     for (int c = 0; c < SIXTEENS; c++)
@@ -164,8 +163,8 @@ prepare_latents(const __grid_constant__ Arguments args) {
         __syncthreads();
         if (part == COLUMN_BLOCKS - 1 && threadIdx.x < GROUP) args.ups[of * GROUP + threadIdx.x] = ups[threadIdx.x];
 #if REGRESSION
-        // Multiply four heads: the products of the rounded values are in columns 0 to 3, those of the
-        // remainders in columns 4 to 7.
+        // Multiply 16 columns of the matrix with four heads at a time. The products with the rounded queries
+        // are in columns 0 to 3 of the result, those with the remainders in columns 4 to 7.
         float sums[SETS][SIXTEENS][4] = {};
 #pragma unroll
         for (int k = 0; k < STEPS; k++)
@@ -231,7 +230,8 @@ prepare_latents(const __grid_constant__ Arguments args) {
         if (scale > 0 && weight_scale > 0) unit = scale * up * (args.factor_max / (args.level * weight_scale));
         if (lane == 0) args.sums[of * SETS * 4 + h] = sum, args.units[of * SETS * 4 + h] = unit;
 #if SAMPLING
-        // from up to CENTERS centers, evenly spread over the blocks (kvindex.ops.priority.totals)
+        // Compute the head's scale from up to CENTERS centers, evenly spread over the blocks of codes
+        // (kvindex.ops.priority.totals).
         i64 blocks = (args.length[RAGGED * b] + TOKENS - 1) / TOKENS;
         int centers = CENTERED ? int(min(blocks, i64(CENTERS))) : 0;
         float products[CENTERS / 32], largest = NEVER, exponentials = 0;

@@ -1,6 +1,6 @@
 // Prepare the queries of a group for a decode step, and find a threshold for the votes of its keys. A group
 // is the query heads that share a KV head. Reference: prepare_query in kvindex/pariskv/decode_step.py, and
-// kvindex/pariskv/sign_votes.py (thresholds_of). Paper: A.1, B.2.1.
+// kvindex/pariskv/sign_votes.py (thresholds_of). ParisKV paper: A.1, B.2.1.
 //
 // A warp rotates the query of a head and rounds it to integers, r = round(R q · largest / max|R q|), which
 // needs no norm (reference: kvindex.ops.coarse.rounded). The integers are written as bit planes for scan.cu,
@@ -120,7 +120,8 @@ prepare_query(const __grid_constant__ Arguments args) {
     queries = static_cast<const char*>(queries) + bg * (GROUP * D * (DTYPE == 0 ? 4 : 2));
 
     auto place = [&](int i) { return blocks * i / (SAMPLED / 32); };
-    // With few blocks of codes, a block occurs several times in the sample, each time with other keys.
+    // If there are fewer blocks of codes than the sample takes, a block occurs several times, each time with
+    // other keys.
     auto part = [&](int i) { return blocks < SAMPLED / 32 ? i * 3 % 8 : int(u32(i) * 2654435761u >> 29); };
     auto draw = [&](Sampled& sampled, int i, i64 address) {
         i64 s = place(i);
@@ -141,8 +142,8 @@ prepare_query(const __grid_constant__ Arguments args) {
     if (threadIdx.x < SETS * 4) scales_of[threadIdx.x] = {0, threadIdx.x < GROUP ? 0.0f : NEVER};
 #endif
 #if REGRESSION
-    // The matrix can be read before the previous kernel has ended: no kernel that overlaps with this one
-    // writes it. A lane takes 8 of every 32 entries of a column.
+    // Load the matrix before the previous kernel has ended. This is safe, because no kernel that overlaps
+    // with this one writes the matrix. A lane loads 8 of every 32 entries of a column.
     auto entries = [&](int tile, int s, int half) -> uint4 {
         int j = tile * 16 + half * 8 + lane / 4, i = s * 32 + lane % 4 * 8;
         return j < D && i < D ? *reinterpret_cast<const uint4*>(args.regression + (bg * D + j) * D + i) : uint4{0, 0, 0, 0};
@@ -167,9 +168,9 @@ prepare_query(const __grid_constant__ Arguments args) {
         read_query(plain, warp);
         load_queries(group, queries);
     };
-    // In a caller's CUDA graph the previous kernel computes this token's query, but not the codes. So the
-    // codes are read before it has ended. Otherwise the queries are requested first, before all reads that
-    // depend on another read.
+    // In a caller's CUDA graph, the previous kernel computes this token's query but does not write codes. So
+    // this kernel reads codes before that kernel has ended. Otherwise it requests the queries first, before
+    // reads that depend on another read.
     bool early = !RAGGED && args.token_keys;
     if (!early) begin();
 #if SAMPLING
@@ -183,7 +184,7 @@ prepare_query(const __grid_constant__ Arguments args) {
     bool any = tokens > 0 && first < SAMPLED / 32;
     i64 sampled_block = any ? args.codes[batch * args.row + place(first)] : 0;
 #if SAMPLING
-    // Each warp multiplies CENTERS / 8 centers; four lanes process one center at a time.
+    // Each warp multiplies CENTERS / 8 centers with the queries. Four lanes process one center at a time.
     constexpr int EACH_CENTERS = CENTERS / 64;
     int centers = CENTERED ? int(blocks < CENTERS ? blocks : CENTERS) : 0;
     i64 center_blocks[EACH_CENTERS] = {};
@@ -212,8 +213,8 @@ prepare_query(const __grid_constant__ Arguments args) {
     bool stages = early && blockIdx.x == gridDim.x - 1;
     if (stages && threadIdx.x == 0) resident = __ldcg(args.resident_count);
 
-    // Round a head's query to integers and write each bit to its plane. With two warps per head, hand 0 takes
-    // the even words and hand 1 the odd ones.
+    // Round a head's query to integers, and write each bit of an integer to its bit plane. If two warps share
+    // a head, the warp with hand 0 takes the even words and the warp with hand 1 the odd words.
     auto round_head = [&](const float (&x)[PER_LANE], int h, float peak, float up, int hand) {
         float scale = peak > 0 ? float(args.query_max) / peak : 0.0f;
         int sum = 0;
@@ -240,7 +241,7 @@ prepare_query(const __grid_constant__ Arguments args) {
 #endif
         }
     };
-    // Rotate a query that is in the registers of a warp, and write it to shared memory as float16 numbers.
+    // Rotate the query that a warp has in registers, and write it to shared memory as float16 numbers.
     auto put_head = [&](float (&x)[PER_LANE], int h) {
         rotate(x, signs, waves);
         float peak = peak_of(x);
@@ -271,8 +272,8 @@ prepare_query(const __grid_constant__ Arguments args) {
     }
 #if REGRESSION
     auto voting = reinterpret_cast<float(*)[D]>(histogram);
-    // Multiply a tile of A with four heads: the products of the rounded values are in columns 0 to 3, those
-    // of the remainders in columns 4 to 7.
+    // Multiply a tile of A (16 columns) with four heads. The products with the rounded queries are in columns
+    // 0 to 3 of the result, those with the remainders in columns 4 to 7.
     auto multiply = [&](int tile, int n) {
         float products[2][4] = {};
 #pragma unroll
@@ -322,7 +323,8 @@ prepare_query(const __grid_constant__ Arguments args) {
     }
 #endif
     __syncthreads();
-    // All threads of this block have read the count, from thread 0. The last group to get here increments it.
+    // Thread 0 of this block has read `resident_count`, and all its threads have the value. The last group
+    // that gets here increments the count.
     if (stages && threadIdx.x == 0 && atomicAdd(args.ticket, 1) == int(gridDim.y) - 1) {
         *args.ticket = 0;
         if (resident < args.room) *args.resident_count = resident + 1;
@@ -381,8 +383,8 @@ prepare_query(const __grid_constant__ Arguments args) {
     }
     bool last = last_block(args.tickets + bg, gridDim.x);
 
-    // Write what rerank.cu and attend.cu read. The last thread block of a group does this, because it is not
-    // on the critical path.
+    // Write the data for rerank.cu and attend.cu. The last thread block of a group does this while others
+    // still compute the sample.
     if (blockIdx.x == gridDim.x - 1) {
         if (stages && resident < args.room) {
             i64 wide = D + args.value_dim, to = (bg * args.room + resident) * wide;

@@ -1,9 +1,9 @@
-// Prepare the queries for tiered votes: rotate them, and make a table of points per centroid for each (paper,
-// A.1 and B.2.1).
-// Reference: tiered_votes.query_table in kvindex/pariskv, kvindex.ops.coarse.tier_table.
+// Prepare the queries for tiered votes (ParisKV paper, A.1 and B.2.1): rotate each query, and make a table
+// with the points of each centroid. Reference: tiered_votes.query_table in kvindex/pariskv,
+// kvindex.ops.coarse.tier_table.
 //
 // The rotated query is q̃ = R q/‖q‖. The kernel writes ‖q‖ q̃ · up as two float16 numbers, the rounded value
-// and the remainder, for the matrix unit of rerank_blocks.cu. `up` is a power of two that follows from the
+// and the remainder, for the tensor cores in rerank_blocks.cu. `up` is a power of two that follows from the
 // norm alone, so no thread block waits for another. A centroid is one of the 256 sign patterns of a subspace
 // of 8 coordinates. Its points are the number of tiers that it reaches, which depends on how many keys have a
 // better centroid. The kernel counts those keys by comparing all pairs.
@@ -25,9 +25,9 @@ constexpr int SETS = (GROUP + 3) / 4;   // sets of 4 query heads
 constexpr float SMALLEST = 1.1754943508222875e-38f;
 constexpr double LARGEST = 1.8e16;      // √4096 times check.LARGEST, the largest allowed norm
 
-// Position of float16 number `part` (0 the rounded value, 1 the remainder) of coordinate j of head h among a
-// group's matrix operands. In rerank_blocks.cu a lane takes two coordinates of each subspace, and odd
-// subspaces have columns of their own.
+// Return the index of a float16 number among a group's matrix operands. h: head. j: coordinate. part: 0 for
+// the rounded value, 1 for the remainder. In rerank_blocks.cu, a lane takes two coordinates of each subspace;
+// even and odd subspaces are in different columns.
 __device__ __forceinline__ int place_of(int h, int j, int part) {
     int b = j / 8, lane = (h % 4 + 4 * (b % 2)) * 4 + j % 8 / 2;
     return ((h / 4 * STEPS + b / 2) * 32 + lane) * 4 + part * 2 + j % 2;
@@ -91,7 +91,7 @@ query_table(const __grid_constant__ Arguments args) {
     __syncthreads();
 
     float norm = float(fmin(length, double(LONGEST)));
-    // a power of two that scales the norm, and therefore all coordinates, below 2^14
+    // `up` is a power of two that scales the norm below 2^14, and therefore all coordinates.
     int exponent = min(max(int(__float_as_uint(fmaxf(norm, SMALLEST)) >> 23), 20), 230);
     float up = __uint_as_float(u32(254 + 13 - exponent) << 23);
     if (b == 0 && threadIdx.x == 0) args.ups[bg * GROUP + h] = up;

@@ -1,8 +1,8 @@
 // Rerank: estimate the product of query and key for each candidate, from codes of a few bits per coordinate
-// and one 16-bit log weight per key (paper, B.2.2, equation 10).
+// and one 16-bit log weight per key (ParisKV paper, B.2.2, equation 10).
 // Reference: rerank in kvindex/pariskv/decode_step.py, kvindex.ops.rerank.estimate.
 //
-// A warp multiplies 16 candidates with all heads of its group on the matrix unit (product.cuh). The entries
+// A warp multiplies 16 candidates with all heads of its group on tensor cores (product.cuh). The entries
 // that the scan has listed are dealt to warps in turn, so that every warp gets about as many candidates as
 // the others, in whatever order the scan wrote them. A warp reads up to 32 HANDS of its entries in one batch,
 // then the addresses of their blocks, and collects the candidates in a queue. It loads the codes of the next
@@ -24,16 +24,16 @@ constexpr int ONCE = 16;  // candidates that a warp multiplies at a time
 constexpr int HANDS = OPERANDS <= 1024 ? 8 : 4;
 constexpr int QUEUE = 32 * HANDS;  // candidates that a warp collects before it multiplies
 
-// A candidate: the address of its record of codes, its token id, and `slot`. If the candidate is in the cut's
-// bin, `slot` is its position among the entries of that bin, else −1. If candidates are sampled, `slot` is
-// the candidate's priority.
+// A candidate in a warp's queue. `block` is the address of its block of codes. `slot` depends on SAMPLING:
+//   1  the priority of the candidate
+//   0  its position among the entries of the cut's bin, or −1 if it is in a higher bin
+// The cut's bin is the histogram bin that contains the C-th best entry.
 struct __align__(16) Candidate {
     u64 block;
     int id, slot;
 };
 
-// What the warps of a thread block process, for one group: pointers from the kernel's arguments or to shared
-// memory.
+// The inputs and outputs of a thread block's warps, for one group.
 struct Work {
     const i64* table;
     i64 logs, magnitudes, head_offset;
@@ -69,13 +69,13 @@ struct Work {
     }
 };
 
-// Up to ONCE candidates from the queue: the codes that a lane multiplies.
+// The codes that a lane multiplies, of at most `ONCE` candidates from the queue.
 struct Batch {
     Tile tile;
     float products[COLUMNS][ROWS][2];
 };
 
-// Start loading the first candidates from `here` on, of which there are `many`.
+// Start loading the codes of the next candidates, at most `ONCE` of the `many` candidates from `here` on.
 __device__ __forceinline__ void begin(Batch& next, const Candidate* here, int many, const Work& work) {
     int lane = threadIdx.x % 32;
 #pragma unroll
@@ -97,8 +97,8 @@ __device__ __forceinline__ void begin(Batch& next, const Candidate* here, int ma
         }
 }
 
-// Multiply a batch, and store and add up its estimates. first: index of the candidate at `here` among all
-// candidates.
+// Multiply a batch of candidates with the queries, store the estimates, and add their exponentials to the
+// sums. first: index of the candidate at `here` among all candidates of the group.
 __device__ __forceinline__ void finish(const Batch& now, const Candidate* here, int many, int first,
                                        Exponentials (&sums)[COLUMNS][2], const Work& work) {
 #pragma unroll
@@ -133,9 +133,10 @@ __device__ __forceinline__ void finish(const Batch& now, const Candidate* here, 
     }
 }
 
-// Process batch after batch. gather() fills the queue and returns the number of candidates, 0 at the end.
-// write(first) stores these entries in `candidates` from index `first` on. AHEAD: load one batch while
-// another is multiplied.
+// Estimate all candidates of this warp, one batch after another. If AHEAD, load one batch while another is
+// multiplied.
+//   gather()      fills the queue and returns the number of candidates in it, 0 at the end
+//   write(first)  stores the entries of these candidates in `candidates`, from index `first` on
 template <bool AHEAD, class Gather, class Keep>
 __device__ __forceinline__ void estimate(const Work& work, Gather gather, Keep write) {
     Exponentials sums[COLUMNS][2];
@@ -171,8 +172,8 @@ __device__ __forceinline__ void estimate(const Work& work, Gather gather, Keep w
 __device__ __forceinline__ u32 lower_lanes() { return (1u << threadIdx.x % 32) - 1; }
 
 #if SAMPLING
-// The two thresholds of kvindex.ops.priority: below the first, keys are sampled with a probability less than
-// 1; from the second on, keys are candidates.
+// Return the two thresholds of kvindex.ops.priority. Keys with a priority of at least the second threshold
+// are candidates. Those with a size below the first one are candidates with a probability less than 1.
 __device__ __noinline__ int2 thresholds_alone(const Voters& voters, int target, bool all) {
     if (all) return {LEAST, LEAST + 1};
     int beyond = vote_of(last_of_the_best(voters, target + 1)) & -STEP;
@@ -181,8 +182,8 @@ __device__ __noinline__ int2 thresholds_alone(const Voters& voters, int target, 
 }
 #endif
 
-// Find and estimate the candidates without the scan's list (exact.cuh): the C best entries, or all entries
-// from `least` on where candidates are sampled.
+// Find the candidates without the scan's list (exact.cuh), and estimate them. The candidates are the C best
+// entries or, with SAMPLING, all entries that are at least `least`.
 __device__ __noinline__ void estimate_alone(const Work& work, const Voters& voters, int target, u64 least) {
     if (!SAMPLING) least = target ? last_of_the_best(voters, target) : ~0ull;
     u32 next = (blockIdx.x * 8 + threadIdx.x / 32) * 32, hits = 0;
@@ -226,8 +227,9 @@ struct Arguments {
     u64* edge;                    // [BG, EDGE]: entries of the cut's bin
     float* edge_estimates;        // [BG, EDGE, GROUP]: their estimates
     int* edge_counts;             // [BG] APART: number of entries in the cut's bin, cleared before the launch
-    int2* cuts;                   // [BG]: the bin of the cut and the number of entries above it, or −1 and 0 if all are
-                                  // candidates; if candidates are sampled, the two thresholds of kvindex.ops.priority
+    // [BG]: the cut's bin and the number of entries above it, or −1 and 0 if all entries are candidates. With SAMPLING,
+    // the two thresholds of kvindex.ops.priority.
+    int2* cuts;
     const int* thresholds;        // written by prepare_query.cu
     const float2* scales;         // see votes.cuh, as for `seeds`
     const u32* seeds;
@@ -246,10 +248,9 @@ struct Arguments {
 };
 
 // Grid: (splits, BG), 256 threads.
-// Reads the list, and the signs, magnitudes and log weight of each candidate (at D = 128 and 3 bits: 16 + 48
-// + 2 bytes in 4 sectors).
-// Writes 8 + 4 GROUP bytes per candidate. If the list lacks some of the C best keys, the kernel finds them
-// from what scan.cu reads (exact.cuh).
+// Reads the list, and the signs, magnitudes and log weight of each candidate: 16 + 48 + 2 bytes in 4 sectors
+// for D = 128 and 3 bits. Writes 8 + 4 GROUP bytes per candidate.
+// If the list lacks some of the C best keys, the kernel finds them from the inputs of scan.cu (exact.cuh).
 extern "C" __global__ void __launch_bounds__(256, D > 128 || BITS > 3 || GROUP > 8 ? 1 : 2)
 rerank(const __grid_constant__ Arguments args) {
     __shared__ u16 halves[LEVELS];
@@ -257,7 +258,7 @@ rerank(const __grid_constant__ Arguments args) {
     __shared__ Candidate queues[8][QUEUE];
     u32 bg = blockIdx.y, groups = gridDim.y, batch = bg / u32(args.kv_heads);
     int lane = threadIdx.x % 32, target = min(args.wanted[batch], args.counted[batch]);
-    // A thread block may start late, so it begins all reads before it waits for any of them.
+    // Issue all reads before waiting for any of them, because a thread block may start late.
     float level = threadIdx.x < LEVELS ? args.levels[threadIdx.x] : 0.0f, up[COLUMNS][2];
     uint2 parts[OPERANDS / 256];
 #pragma unroll
@@ -292,8 +293,8 @@ rerank(const __grid_constant__ Arguments args) {
         after_previous();
     };
 
-    // Entries of this warp, where n = `warps` is the number of warps of the group: every n-th of the first 32
-    // n entries, then every n-th of the next 32 n, and so on.
+    // Assign entries to warps. With n = `warps`, the number of warps of the group, a warp gets every n-th of
+    // the first 32 n entries, then every n-th of the next 32 n, and so on.
     int warps = gridDim.x * 8, own = blockIdx.x * 8 + threadIdx.x / 32, next = own;
     int n = args.counts[bg * APART];
     auto place_of = [&](int i) { return next + (i * 32 + lane) * warps; };  // of the i-th batch of 32
@@ -317,8 +318,9 @@ rerank(const __grid_constant__ Arguments args) {
     if (!alone && own + 32 * warps < n) load_hands(1);
     Cut cut = {-1, 0};
 #if SAMPLING
-    // The cut is where the (C + 1)-th entry is, whose priority is the threshold. The last bin has no upper
-    // bound, and the first bin may have no lower bound, so these two do not determine a threshold.
+    // The threshold is the priority of the (C + 1)-th best entry, rounded down to the lower bound of its
+    // histogram bin. The last bin has no upper bound and the first bin may have no lower bound, so an entry
+    // in these bins does not determine a threshold.
     bool all = args.counted[batch] <= args.wanted[batch];
     if (!all && n > target) {
         cut = cut_of(bins, target + 1);

@@ -1,7 +1,7 @@
-// Rerank candidates whose codes have one weight per subspace of 8 coordinates (paper, B.2.2, equation 10).
-// Reference: tiered_votes.rerank_blocks in kvindex/pariskv, kvindex.ops.rerank.estimate.
+// Rerank candidates whose codes have one weight per subspace of 8 coordinates (ParisKV paper, B.2.2, equation
+// 10). Reference: tiered_votes.rerank_blocks in kvindex/pariskv, kvindex.ops.rerank.estimate.
 //
-// As in rerank.cu, codes are decoded to float16 in registers and multiplied on the matrix unit. Each query
+// As in rerank.cu, codes are decoded to float16 in registers and multiplied on tensor cores. Each query
 // coordinate is two float16 numbers, with 22 bits of precision together. Because each subspace has its own
 // weight, its sum is needed separately. One matrix product of 16 coordinates therefore covers two subspaces:
 // the query's part of the even subspace is in four columns (one per head), its part of the odd subspace in
@@ -23,7 +23,8 @@ constexpr int STEPS = (M + 1) / 2;
 constexpr int SETS = (GROUP + 3) / 4;                  // sets of 4 query heads
 constexpr int SPAN = STEPS;                            // words of a key's weights, two bfloat16 numbers each
 
-// The codes of one key. Each of four lanes loads all words, and uses two coordinates of each subspace.
+// The codes of one key. Each of four neighboring lanes loads all words of the key, and uses two coordinates
+// of each subspace.
 struct Key {
     u32 signs[WORDS], planes[BITS > 0 ? BITS : 1][WORDS], weights[SPAN];
 };
@@ -48,14 +49,14 @@ __device__ __forceinline__ void load(Key& found, const char* block, i64 weights,
         fetch(found.planes[p], reinterpret_cast<const u32*>(block + magnitudes) + (key * BITS + p) * WORDS);
 }
 
-// Extract bits 2 t and 2 t + 1 of each byte, as the lowest bits of the byte's two nibbles.
+// Extract bits 2 t and 2 t + 1 of each byte, where t = lane % 4, to the lowest bits of the byte's two
+// nibbles.
 __device__ __forceinline__ u32 nibbles(u32 word) {
     word >>= threadIdx.x % 4 * 2;
     return (word & 0x01010101) | (word << 3 & 0x10101010);
 }
 
-// Decode this lane's coordinates of four subspaces: pairs[0] of the first subspace, pairs[1] of the second,
-// and so on.
+// Decode this lane's two coordinates of each of four subspaces. pairs[i] has those of subspace 4 w + i.
 __device__ __forceinline__ void decode(u32 (&pairs)[4], const Key& key, int w, const Levels& levels) {
     u32 indices = 0, signs = nibbles(~key.signs[w]), two[2];
     if (BITS == 3) {

@@ -49,7 +49,8 @@ sample_latents(const __grid_constant__ Arguments args) {
     i64 b = blockIdx.y, tokens = args.length[RAGGED * b], blocks = (tokens + TOKENS - 1) / TOKENS;
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32, t = lane % 4, i = blockIdx.x;
     i64 s = blocks * i / (SAMPLED / 32);
-    // With few blocks of codes, a block occurs several times in the sample, each time with other keys.
+    // If there are fewer blocks of codes than the sample takes, a block occurs several times, each time with
+    // other keys.
     int part = blocks < SAMPLED / 32 ? i * 3 % 8 : int(u32(i) * 2654435761u >> 29);
     float share = float(args.wanted[b]), all = float(args.counted[b]);
     u32 weights = 0, valid = 0;

@@ -39,7 +39,7 @@ struct Arguments {
     float scale, softcap, temper;
 };
 
-// Grid: (splits, B), THREADS threads. Reads 8 + 4 HEADS bytes per candidate, writes 8 bytes.
+// Grid: (splits, B), THREADS threads. Reads 8 + 4 HEADS bytes per candidate, writes 8 bytes per candidate.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 select_latents(const __grid_constant__ Arguments args) {
     __shared__ float totals[HEADS];
@@ -129,7 +129,7 @@ select_latents(const __grid_constant__ Arguments args) {
         (slot < SORTED ? selected_weights + slot : args.weights + b * args.k + slot)[0] = weight;
 #endif
     };
-    // With SAMPLING, the last of the rows asked for is the threshold and is not selected itself.
+    // With SAMPLING, k + 1 rows are asked for. The last of them determines the threshold and is not selected.
     auto take = [&](u64 word, float weight, bool last) {
 #if SAMPLING
         if (last) threshold = value_of(word);
@@ -178,8 +178,8 @@ select_latents(const __grid_constant__ Arguments args) {
     __syncthreads();
     int rows = taken, sorted = min(rows, SORTED);
 #if SAMPLING
-    // `-log π`, the log weight: the larger of those from sampling candidates and from sampling rows, times
-    // `temper`
+    // Log weight: `temper` times the larger of the two values of −log π. In one, π is the probability with
+    // which the key became a candidate; in the other, the probability with which the row was selected.
     float* weights = args.weights + b * args.k;
     auto weigh = [&](float& weight, int id, float score) {
         weight = fmaxf(weight, threshold - (score - noise_of(id, seed) * NATS)) * args.temper;
@@ -193,7 +193,7 @@ select_latents(const __grid_constant__ Arguments args) {
         if (args.found_sum) args.found_sum[b] += rows;
     }
     // Sort the selected rows by id, so that attention adds them up in the same order in every run. Four lanes
-    // per row count the rows with lower ids.
+    // per row count how many rows have a lower id.
     for (int at = threadIdx.x; at < (sorted + 7) / 8 * 32; at += THREADS) {
         int i = at / 4, id = selected[i], place = 0;
 #pragma unroll 4

@@ -41,9 +41,9 @@ __device__ __forceinline__ void load_sums(u64 (&sums)[OWN], const u64* buckets) 
     for (int i = 0; i < OWN; i++) sums[i] = __ldcg(buckets + threadIdx.x % 32 * OWN + i);
 }
 
-// log Σ exp over a head's buckets and the entries in the cut's bin, in every lane of the calling warp. The
-// sum is one of integers, so it depends only on the set of candidates, not on their order. each(use) calls
-// use(logit) for this lane's entries in the cut's bin.
+// Return log Σ exp(logit) over all candidates of a head, in every lane of the warp: over its buckets (integer
+// sums, shares.cuh) and over its candidates in the cut's bin. The sum consists of integers, so it does not
+// depend on the order of the candidates. each(use) calls use(logit) for this lane's candidates in that bin.
 template <class Each>
 __device__ __forceinline__ float log_sum(const u64 (&mine)[OWN], Each each) {
     int lane = threadIdx.x % 32, top = -1;
@@ -65,8 +65,9 @@ __device__ __forceinline__ float log_sum(const u64 (&mine)[OWN], Each each) {
     return (log2f(sum) + octaves) * (1 / LOG2E);
 }
 
-// The group's score of a candidate, larger is better: with a single head its estimate, else the logarithm of
-// the combined attention weight (kvindex/ops/group.py). bin: the histogram bin of that weight.
+// The score of a candidate for a whole group, where larger is better. With a single head, `value` is the
+// estimate; otherwise it is the logarithm of the combined attention weight (kvindex/ops/group.py). `bin` is
+// the histogram bin of the attention weight.
 struct GroupScore {
     float value;
     int bin;
@@ -103,8 +104,8 @@ constexpr bool EARLY = GROUP <= 4;  // true if registers store all estimates fro
 constexpr int SOME = EARLY ? ENTRIES : GROUP <= 8 ? 4 : 1;  // entries whose estimates are loaded at a time
 static_assert(GROUP <= THREADS / 32, "a warp for each head");
 
-// For each of `many` entries, call use(i, number of better entries) in one thread. Eight threads compare. All
-// threads of the block call this function.
+// For each of `many` entries, call use(i, n), where n is the number of better entries. Eight threads compare
+// an entry with the others, and one of them calls `use`. All threads of the block call in_order.
 template <class Use>
 __device__ __forceinline__ void in_order(const u64* entries, int many, Use use) {
     for (int at = threadIdx.x; at < (many + 3) / 4 * 32; at += THREADS) {
@@ -154,11 +155,11 @@ struct Arguments {
     float scale, softcap, temper;  // temper: factor for the logarithms of weights
 };
 
-// Grid: (BG, splits), THREADS threads. splits · THREADS · ENTRIES is at least the capacity; thread blocks
-// without entries end immediately.
-// Reads 8 + 4 GROUP bytes per entry, written by rerank.cu or rerank_blocks.cu. Every thread block passes on
-// those of its entries that are among its k best. The last thread block of a group selects from these. A
-// group with a single thread block skips that exchange.
+// Grid: (BG, splits), THREADS threads, with splits · THREADS · ENTRIES of at least the capacity. Thread
+// blocks without entries end immediately.
+// Reads 8 + 4 GROUP bytes per entry, written by rerank.cu or rerank_blocks.cu. Every thread block passes the
+// entries that are among its k best to the last thread block of the group, which selects from them. A group
+// with a single thread block skips that exchange.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 select_rows(const __grid_constant__ Arguments args) {
     const float* estimates = args.estimates;
@@ -199,8 +200,8 @@ select_rows(const __grid_constant__ Arguments args) {
     let_next_begin();
     if (args.signalers) await(args.signals + (gridDim.x + bg) * APART, int(args.signalers));
     int first = blockIdx.y * (THREADS * ENTRIES) + threadIdx.x;
-    // Issue all reads that do not depend on another read. The first thread block does not wait for the
-    // counts, so it may load values past `n` or `many`, which it then ignores.
+    // Issue all reads that do not depend on another read. The first thread block does not wait for the counts
+    // `n` and `many`. It may therefore load values beyond these counts, which it ignores later.
     int n = args.candidate_counts[bg * APART], many = args.edge_counts[bg * APART], listed = args.counts[bg * APART];
     int2 cut_at = args.cuts[bg];
     int known = blockIdx.y ? n : int(min(args.capacity, i64(THREADS * ENTRIES)));
@@ -224,8 +225,8 @@ select_rows(const __grid_constant__ Arguments args) {
     if (int(blockIdx.y) >= blocks) return after_previous();
     if (!SAMPLING && listed > target) cutoff.bin = cut_at.x, rank -= cut_at.y;
 
-    // Order the entries of the cut's bin, find the last entry that is a candidate, and add up the
-    // exponentials of all candidates.
+    // Sort the entries in the cut's bin (the histogram bin with the C-th best entry), find the last candidate
+    // among them, and add up the exponentials of all candidates.
     auto edge_logit = [&](float estimate) { return capped(estimate, args.scale, args.softcap); };
     if (many <= 32) {  // the usual case: one warp per head
         if (warp < GROUP) {
@@ -288,7 +289,7 @@ select_rows(const __grid_constant__ Arguments args) {
     }
     __syncthreads();
 
-    // Replace each entry by its group score and id, or by 0 if it is not a candidate.
+    // Replace each entry by its group score and id, or by 0 if the entry is not a candidate.
     u64 lowest = least;
     u32 bins[ENTRIES / 2] = {};  // bins of two entries per word
     auto set_bin = [&](int i, int bin) { bins[i / 2] |= u32(bin) << i % 2 * 16; };
@@ -374,7 +375,7 @@ select_rows(const __grid_constant__ Arguments args) {
         __syncthreads();
         cut = cut_of<true, THREADS>(histogram, asked);
     }
-    // For the remaining words whose bin satisfies `inside`, one after another, call use(word, bin, weight).
+    // Call use(word, bin, weight) for each remaining word whose histogram bin satisfies `inside`.
     auto every = [&](auto inside, auto use) {
         u32 some = 0;
 #pragma unroll
@@ -427,7 +428,7 @@ select_rows(const __grid_constant__ Arguments args) {
     });
     __syncthreads();
     rank = asked - cut.above;
-    // With SAMPLING, the last of the rows asked for is the threshold and is not selected itself.
+    // With SAMPLING, k + 1 rows are asked for. The last of them determines the threshold and is not selected.
     auto take = [&](u64 word, float weight, bool last) {
 #if SAMPLING
         if (last) threshold = value_of(word);
@@ -452,8 +453,8 @@ select_rows(const __grid_constant__ Arguments args) {
     }
     __syncthreads();
 #if SAMPLING
-    // `-log π`, the log weight: the larger of those from sampling candidates and from sampling rows, times
-    // `temper`
+    // Log weight: `temper` times the larger of the two values of −log π. In one, π is the probability with
+    // which the key became a candidate; in the other, the probability with which the row was selected.
     auto weigh = [&](float& weight, int id, float score) {
         weight = fmaxf(weight, threshold - (score - noise_of(id, seed) * NATS)) * args.temper;
     };
@@ -469,7 +470,7 @@ select_rows(const __grid_constant__ Arguments args) {
         if (args.found_sum) args.found_sum[bg] += rows;
     }
     // Sort the selected rows by id, so that attend.cu adds them up in the same order in every run. Four lanes
-    // per row count the rows with lower ids.
+    // per row count how many rows have a lower id.
     int sorted = min(rows, ROWS);
     for (int at = threadIdx.x; at < (sorted + 7) / 8 * 32; at += THREADS) {
         int i = at / 4, id = selected[i], place = 0;

@@ -1,6 +1,6 @@
-// Put the newest token where a decode step reads it: its key and value into the window and the buffer of
-// resident rows, and its queries into the input buffer of a CUDA graph. Reference: none, the kernel only
-// copies.
+// Copy the newest token to the places where a decode step reads it: its key and value to the window and to
+// the buffer of resident rows, and its queries to the input buffer of a CUDA graph. There is no reference
+// implementation, because the kernel only copies.
 //
 // The host passes the position of the token among the resident rows. In two cases the position is instead
 // read from the count of resident rows on the device, which the last thread block increments: if the step is
@@ -36,7 +36,7 @@ struct Arguments {
     i64 room, place, ragged;
 };
 
-// Strides are in elements and belong to the first two dimensions. The last dimension is contiguous.
+// Strides count elements, for the first two dimensions of a tensor. The last dimension is contiguous.
 extern "C" __global__ void __launch_bounds__(THREADS)
 stage_token(const __grid_constant__ Arguments args) {
     const Bits* __restrict__ keys = args.keys;

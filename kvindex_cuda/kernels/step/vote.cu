@@ -1,4 +1,4 @@
-// Compute the tiered votes of all keys, by lookups in a table per query (paper, B.2.1), and count how many
+// Compute the tiered votes of all keys, by lookups in a table per query (ParisKV paper, B.2.1), and count how many
 // keys have each number of votes. Reference: tiered_votes.vote in kvindex/pariskv, kvindex.ops.coarse.votes.
 //
 // The table is in shared memory as bytes, with four heads next to each other, so that one lookup and one

@@ -1,8 +1,8 @@
 // Compute the votes of all keys for a group with many query heads, and list the keys that reach a threshold
-// (paper, B.2.1).
+// (ParisKV paper, B.2.1).
 // Reference: scan in kvindex/pariskv/decode_step.py, kvindex/pariskv/sign_votes.py.
 //
-// The matrix unit multiplies bytes: 0 or 1 for the sign bits of 16 keys, with the rounded queries of 8 heads
+// Tensor cores multiply bytes: 0 or 1 for the sign bits of 16 keys, with the rounded queries of 8 heads
 // (byte_votes.cuh). A thread block stores all rounded queries in shared memory. It processes one block of 256
 // keys after another, and copies the next ones asynchronously. Each warp takes 32 keys and expands their
 // signs to bytes once for all heads, so codes are read and unpacked once, however many heads there are.
@@ -10,14 +10,13 @@
 // of at most 16 heads.) With WARPGROUPS, four warps multiply 16 keys each with all heads in one instruction;
 // they compute products for up to 64 heads while they turn those of 64 other heads into votes. The kernel
 // computes all votes of up to AT_ONCE blocks of keys before it waits for the threshold. So sample_latents.cu,
-// which
-// finds the threshold, runs concurrently: votes depend only on prepare_latents.cu, which has ended when this
-// kernel starts. Then the keys are listed, with one addition to the list's counter per AT_ONCE blocks.
+// which finds the threshold, runs concurrently: votes depend only on prepare_latents.cu, which has ended when
+// this kernel starts. Then the keys are listed, with one addition to the list's counter per AT_ONCE blocks.
 //
 // Grid: (any, B), 256 threads.
 // Reads D/8 + 1 bytes per key once, 4 bytes per head and block of keys, and D bytes per head and thread
 // block; writes 4 bytes per key, and 8 bytes and a count for each key that reaches the threshold.
-// Limited by the matrix unit from about 64 heads on: 2 D operations per key and head.
+// Limited by the tensor cores from about 64 heads on: 2 D operations per key and head.
 // Dynamic shared memory: COLUMNS_OF WIDTH + STAGES STAGE bytes.
 // Compile-time constants: D, GROUP (heads of a tile), TILES, DTYPE (of queries), CENTERED (1: blocks have
 // centers), PLANES, SAMPLING (1: candidates are sampled), RAGGED (1: each sequence has its own length),
@@ -28,7 +27,7 @@
 #include "common/byte_votes.cuh"
 #endif
 
-// bytes of a pipeline stage: signs and weights of a block of 256 keys
+// bytes in shared memory for the signs and weights of a block of 256 keys
 constexpr int STAGE = (CENTER + 127) / 128 * 128;
 constexpr int AT_ONCE = 8;  // blocks of keys that are processed before waiting for the threshold
 
@@ -54,8 +53,10 @@ struct Arguments {
     i64 row, room, capacity;
 };
 
-// Compute the best vote over all heads for each of a warp's 32 keys. signs: of the first of these keys.
-// integers: all rounded queries, in shared memory. sums, offsets, scales: one per head.
+// Compute the best vote over all heads for each of a warp's 32 keys.
+//   signs                  address of the sign bits of the first of these keys
+//   integers               rounded queries of all heads, in shared memory
+//   sums, offsets, scales  one number per head
 __device__ __forceinline__ void vote_on(Vote (&best)[4], const char* signs, const char* integers, const int (&factor)[4],
                                         const int* sums, const int* offsets, const float2* scales) {
     int lane = threadIdx.x % 32, t = lane % 4;
@@ -185,7 +186,7 @@ vote_latents(const __grid_constant__ Arguments args) {
             u32 valid = args.valid[(b * args.row + start + at) * 8 + warp];
             async_wait_but<STAGES - 2>();
 #if WARPGROUPS
-            show_to_warpgroup();  // make the queries visible to the matrix unit; needed once, with the first keys
+            show_to_warpgroup();  // make the queries visible to the tensor cores; needed once, with the first keys
 #endif
             __syncthreads();
             if (at + STAGES - 1 < many) fetch(at + STAGES - 1);
@@ -208,7 +209,8 @@ vote_latents(const __grid_constant__ Arguments args) {
 #endif
             }
             held[at][threadIdx.x] = vote;
-            // safe before the previous kernel has ended, which does not read it
+            // This write may precede the end of the previous kernel, because that kernel does not read the
+            // votes.
             if (id < args.room) args.votes[b * args.room + id] = vote;
         }
         wait_for_threshold();
