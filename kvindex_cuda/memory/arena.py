@@ -10,12 +10,14 @@ from torch import Tensor
 
 
 class Arena:
-    """Allocates the buffers of steps, and gives later steps the same memory.
+    """Allocates the buffers of decode steps, and gives later steps the memory of earlier ones.
 
-    After `begin`, the n-th tensor that a step requests uses the memory of the previous step's n-th
-    tensor, if that is large enough. Otherwise it gets new memory, and the previous step keeps its
-    own. So the largest step should be made first. Memory of `zeros` is zeroed only when it is
-    allocated; a later step finds there the values that an earlier step has written.
+    Call `begin` before a step allocates its buffers. The step's n-th tensor then uses the memory of
+    the previous step's n-th tensor if that memory is large enough; otherwise it gets new memory,
+    and the previous step keeps its own. So create the largest step first.
+
+    `zeros` clears memory only when the memory is allocated. A later step finds there the values
+    that an earlier step has written.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -23,7 +25,7 @@ class Arena:
         self._buffers: list[Tensor] = []
 
     def begin(self) -> Arena:
-        """Begin the allocations of another step: the next tensor is its first."""
+        """Begin the allocations of another step. The next tensor is the first one of that step."""
         self._next = 0
         return self
 

@@ -25,7 +25,8 @@ MAX_PITCH_BYTES = 2**31 - 1
 
 @dataclass(frozen=True)
 class PinnedSlab:
-    """Pinned, mapped, portable memory; a `kvindex_cuda.memory.slab_pool.Slab`."""
+    """A `Slab` (`kvindex_cuda.memory.slab_pool`) of pinned host memory, mapped for kernels of all
+    devices."""
 
     host_address: int
     device_address: int
@@ -36,13 +37,13 @@ class PinnedSlab:
         return host_view(self.host_address, nbytes)
 
     def settle(self) -> None:
-        """Wait for kernels and copies in flight."""
+        """Wait for kernels and copies that may use the slab."""
         cupy = checked(self.device)
         with cupy.cuda.Device(self.device):
             cupy.cuda.runtime.deviceSynchronize()
 
     def free(self) -> None:
-        """Unpin the memory, once kernels and copies in flight are done."""
+        """Unpin the memory, after kernels and copies that may use it have finished."""
         self.settle()
         cupy = checked(self.device)
         with cupy.cuda.Device(self.device):
@@ -50,19 +51,21 @@ class PinnedSlab:
 
 
 class PinnedAllocator:
-    """Allocates slabs with `cudaHostAlloc`, for a CUDA device. Raises the errors of
-    `launch.checked`, or ValueError."""
+    """Allocates slabs with `cudaHostAlloc`, for a CUDA device. The constructor raises ValueError
+    for another device, and the errors of `launch.checked`."""
 
     far = True
 
     def __init__(self, device: torch.device) -> None:
         if device.type != "cuda" or device.index is None:
-            raise ValueError(f"device: got {device}, allowed is a CUDA device: rows are pinned")
+            raise ValueError(
+                f"device: got {device}, allowed is a CUDA device, which pins host memory"
+            )
         self._device = device.index
         checked(self._device)
 
     def allocate(self, nbytes: int) -> PinnedSlab:
-        """Return a slab of `nbytes`. Raises MemoryError."""
+        """Return a slab of `nbytes` bytes. Raises MemoryError if the memory cannot be pinned."""
         cupy = checked(self._device)
         runtime = cupy.cuda.runtime
         with cupy.cuda.Device(self._device):
@@ -78,8 +81,8 @@ class PinnedAllocator:
 
 
 class Offload:
-    """Copies into slabs, on a side stream of a CUDA device. On a CPU, copies are done
-    immediately."""
+    """Copies tensors of a CUDA device into slabs of host memory, on a side stream. On a CPU, copies
+    are done immediately."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -95,13 +98,15 @@ class Offload:
     def copy(
         self, pieces: Iterable[tuple[Tensor, Tensor]], sources: Iterable[Tensor]
     ) -> torch.cuda.Event | None:
-        """Copy pairs of (slab, device) uint8 `[h, w]` whose rows are contiguous.
+        """Start copies from device tensors to slabs. Return an event for `wait`, or None on a CPU.
 
-        The copies run after the work that is already queued on the current stream. They keep the
-        sources alive.
+        The copies run after the work that is already queued on the current stream, and keep the
+        source tensors alive. On a CPU, the copies are already done when this method returns.
 
-        sources: The tensors of which the device tensors of all pairs are views. Returns an event
-        for `wait`, or None on a CPU, where the copies are already done.
+        Args:
+            pieces: Pairs (part of a slab, part of a source tensor), uint8 `[h, w]` with contiguous
+                rows.
+            sources: The tensors to which the parts belong.
         """
         if self._side is None:
             for target, piece in pieces:
@@ -118,7 +123,8 @@ class Offload:
         return self._done
 
     def wait(self, done: torch.cuda.Event | None) -> None:
-        """Make the current stream wait for these copies and all earlier copies."""
+        """Make the current stream wait for the copies before an event of `copy`, and for all
+        earlier copies."""
         if done is None:
             return
         stream = raw_stream(self._device.index)
@@ -130,7 +136,8 @@ class Offload:
         self._waited[1].add(stream)
 
     def synchronize(self) -> None:
-        """Let the host wait for all copies, and for the current stream, which may read rows."""
+        """Block the host until all copies have finished and the current stream, which may read
+        rows, is idle."""
         if self._done is not None:
             self._done.synchronize()
         if self._side is not None:

@@ -41,11 +41,11 @@ copies."""
 
 
 class BlockStore(Restorable):
-    """Stores rows (one token's key and value) as bytes in blocks `[G, 256, row_bytes]`, each of one
-    sequence. Blocks never move.
+    """Stores rows (one token's key and value) as bytes in blocks `[G, 256, row_bytes]`. A block
+    contains rows of one sequence, and never moves.
 
     It implements the protocols `RowStore`, `PlacedRows` (the pages are the blocks) and, for
-    latents, `AttendsToRows` of `kvindex.storage.store`. One thread may use it at a time.
+    latents, `AttendsToRows` of `kvindex.storage.store`. Only one thread may use a store at a time.
 
     Args:
         geometry: Geometry of the index.
@@ -98,7 +98,8 @@ class BlockStore(Restorable):
         self._writing: torch.cuda.Event | None = None  # recorded when `_written` is complete
         self._copied: torch.cuda.Event | None = None  # recorded when appended rows are complete
         self._table = BlockTable(self._geometry, self.row_bytes, self._max_tokens, self._pool)
-        # center that was subtracted from stored rows, updated in place for graphs
+        # the center that was subtracted from the stored keys; updated in place, because CUDA
+        # graphs read it
         self._center: Tensor | None = None
         if is_centered(self.row_codec, self._geometry):
             shape = (0, self._geometry.kv_heads, self._geometry.head_dim)
@@ -126,9 +127,10 @@ class BlockStore(Restorable):
 
     @property
     def far(self) -> bool:
-        """True if rows are in host memory, so that the device should cache fetched rows.
+        """True if some rows are in host memory, so that a cache of fetched rows on the device is
+        useful.
 
-        With a `preferred` tier it is True once a block is on the host.
+        With a `preferred` tier, this becomes True when the first block is allocated on the host.
         """
         return self._table.far if self._pool.mixed else self._tiers[-1].allocator.far
 
@@ -136,34 +138,40 @@ class BlockStore(Restorable):
     def table(self) -> Tensor:
         """Addresses of blocks, int64 `[B, S]` on the compute device, 0 where there is no block.
 
-        It is `[0, S]` before the first append, and then the same tensor until `reset`. It is
-        replaced by a new tensor only if tokens are appended after a truncation that removed tokens
-        which a deep copy still contains. Call `wait` before a kernel reads through it.
+        The table is `[0, S]` before the first append. After that it is the same tensor until
+        `reset`, with one exception: after a truncation, an append into a block that a deep copy
+        shares makes a new table. Call `wait` before a kernel reads through the table.
         """
         return self._table.addresses
 
     @property
     def near(self) -> Tensor | None:
-        """See `kvindex.storage.store.PlacedRows.near`. The tensor is replaced only when `table`
-        is."""
+        """1 for blocks in device memory, uint8 `[B, S]` on the device; None if all blocks are in
+        one memory tier.
+
+        The tensor is replaced only when `table` is replaced.
+        """
         return self._table.near
 
     @property
     def center(self) -> Tensor | None:
-        """See `kvindex.storage.store.CenteredRows.center`. Undefined while the store is empty."""
+        """The center that was subtracted from stored keys, float32 `[B, G, D]`, or None for zeros.
+
+        It is undefined while the store is empty.
+        """
         return self._center
 
     def wait(self) -> None:
-        """Make the current stream wait for copies of appended rows. Must not be called during a
-        capture.
+        """Make the current stream wait for copies of appended rows. Do not call this during the
+        capture of a CUDA graph.
 
-        It does not wait for rows that were only written (`write`). An append of few rows runs on
-        the current stream and needs no wait there.
+        It does not wait for rows that were only written (`write`). An append of few rows is a
+        kernel on the current stream, which needs no wait.
         """
         self._offload.wait(self._copied)
 
     def _settle(self) -> None:
-        """Let the host wait for all copies in flight, and for the current stream."""
+        """Block the host until all copies have finished and the current stream is idle."""
         if self._copied is not None:
             self._copied.synchronize()
         self._offload.synchronize()
@@ -173,11 +181,11 @@ class BlockStore(Restorable):
     ) -> dict[str, Tensor]:
         """Encode keys `[B, G, N, D]` and values `[B, G, N, Dv]` as rows, for an append.
 
-        Whole blocks have their final layout, `[B, S, G, 256, row_bytes]`, so that a slab needs one
-        copy. Rows before and after whole blocks are `[B, G, n, row_bytes]`. If there are so few
-        rows that one kernel joins and writes them, keys and values are returned unchanged.
+        Whole blocks get their final layout, `[B, S, G, 256, row_bytes]`, so that adjacent blocks
+        need one copy. Rows before and after whole blocks are `[B, G, n, row_bytes]`. Up to `FEW`
+        rows are returned as the given keys and values if one kernel can join and write them.
 
-        valid: See `kvindex.storage.store.CenteredRows.join`.
+        valid: Bool `[B, N]`, the keys from which a center is computed, or None for all keys.
         """
         N, start, encode = keys.shape[2], self._length, self._codec.encode
         center = self._center
@@ -205,18 +213,19 @@ class BlockStore(Restorable):
     def reserve(self, rows: dict[str, Tensor]) -> None:
         """Make room for `rows`, a result of `join`, without changing the stored rows.
 
-        Raises ValueError beyond `max_tokens`, MemoryError beyond the budget, MemoryError or
-        RuntimeError if no memory can be pinned.
+        Raises ValueError if the store would exceed `max_tokens`, MemoryError if it would exceed the
+        budget, and MemoryError or RuntimeError if memory cannot be pinned.
         """
         self._room(next(iter(rows.values())).shape[0], _count(rows))
 
     def reserve_tokens(self, tokens: int) -> None:
         """Allocate the memory for `tokens` tokens now, so that appends up to that length allocate
-        none.
+        no memory.
 
-        These appends do not pin a slab in advance either, because launches wait while the driver
-        pins memory. The call also loads the kernel that writes few rows. It does nothing before the
-        first append, which sets the batch size. Raises as `reserve`.
+        Until then, appends do not start to pin a slab in the background, because kernel launches
+        wait while the driver pins memory. This method also loads the kernel that writes few rows.
+        It does nothing before the first append, which sets the batch size. It raises the errors of
+        `reserve`.
         """
         if self._table.batch:
             self._room(self._table.batch, tokens - self._length)
@@ -225,12 +234,13 @@ class BlockStore(Restorable):
                 load_kernel(self._geometry.device)
 
     def pin_ahead(self, tokens: int, batch: int) -> None:
-        """See `kvindex.storage.store.PinsAhead.pin_ahead`."""
+        """Start to pin memory for `tokens` tokens of `batch` sequences in the background, and
+        return."""
         self._pool.expect(batch * -(-tokens // BLOCK))
 
     def _room(self, batch: int, count: int) -> None:
         if self._lent_by is not None:
-            raise RuntimeError("host store: a repeated view cannot be appended to")
+            raise RuntimeError("append: got a view that expand_batch returned, which is read-only")
         if count > 0 and self._table.shares(self._length):
             if self._length % BLOCK:
                 self._settle()
@@ -243,11 +253,13 @@ class BlockStore(Restorable):
         after it.
 
         If there are few rows, a kernel on the current stream writes them. Otherwise they are copied
-        concurrently (see `wait`). Raises ValueError for rows that were joined at another length of
-        the store.
+        concurrently (see `wait`). Raises ValueError if the store had another length when `join`
+        made the rows.
         """
         if "blocks" in rows and (self._length + _count(rows, upto="blocks")) % BLOCK:
-            raise ValueError(f"rows: got those of another length, allowed are of {self._length}")
+            raise ValueError(
+                f"rows: got rows joined at another length; join them again at {self._length} tokens"
+            )
         self._written = rows
         if self._launched and _count(rows) <= FEW:
             self._offload.wait(self._writing)  # an abandoned copy may write to the same blocks
@@ -257,7 +269,7 @@ class BlockStore(Restorable):
         self._writing = self._offload.copy(pieces, rows.values())
 
     def append(self, rows: dict[str, Tensor]) -> None:
-        """Append `rows`, a result of `join`. Raises as `reserve`."""
+        """Append `rows`, a result of `join`. Raises the errors of `reserve`."""
         self.reserve(rows)
         count = _count(rows)
         if not count:
@@ -274,15 +286,16 @@ class BlockStore(Restorable):
             self._pool.ahead()
 
     def _put(self, held: Tensor, rows: dict[str, Tensor]) -> Tensor:
-        """Copy the center of the first rows into `held`, or into a new tensor for another batch
-        size."""
+        """Copy the center of the first append into `held` and return it, or return a new tensor if
+        the batch size has changed."""
         batch, center = self._table.batch, rows.center if isinstance(rows, JoinedRows) else None
         if len(held) != batch:
             held = held.new_empty((batch, *held.shape[1:]))
         return held.zero_() if center is None else held.copy_(center)
 
     def gather(self, ids: Tensor) -> Rows:
-        """Return the rows of ids int64 `[B, G, K]` from -1 to N - 1. For -1, the row is zeros."""
+        """Return the rows of token ids int64 `[B, G, K]`, from 0 to N - 1, or -1 for a row of
+        zeros."""
         encoded, center = self._gathered(ids), self._center
         if center is None or not self._length:
             return self._codec.decode(encoded)
@@ -291,16 +304,16 @@ class BlockStore(Restorable):
 
     @property
     def attends(self) -> bool:
-        """See `kvindex.storage.store.AttendsToRows.attends`. True for latents that kernels can
-        read.
+        """True if kernels can attend to the stored rows: latents with a supported shape and codec.
 
-        For other rows, the fused step that searches also computes attention (`pariskv.executor`).
+        For other rows, the fused decode step that searches also computes attention
+        (`pariskv.executor`).
         """
         latents = self._geometry.value_in_key and self.row_codec not in BITS
         return latents and unserved(self._geometry) is None
 
     def attend(self, queries: Tensor, hits: Hits, resident: ResidentRows) -> Attended:
-        """See `kvindex.storage.store.AttendsToRows.attend`."""
+        """Attend to the rows of `hits` and to the resident rows, with the kernels for latents."""
         g, (batch, heads, _) = self._geometry, queries.shape
         output = torch.empty((batch, heads, g.value_dim), dtype=g.dtype, device=g.device)
         lse = torch.empty((batch, heads), dtype=torch.float32, device=g.device)
@@ -324,7 +337,7 @@ class BlockStore(Restorable):
         return Attended(output, lse, (hits.ids >= 0).sum(-1, dtype=torch.int32))
 
     def _gathered(self, ids: Tensor) -> Tensor:
-        """Return the encoded rows of ids, uint8 `[B, G, K, row_bytes]`."""
+        """Return the encoded rows of token ids `[B, G, K]`, uint8 `[B, G, K, row_bytes]`."""
         if self._geometry.device.type == "cuda" and len(self):
             self.wait()
             sizes = dict(kv_heads=self._geometry.kv_heads, row_bytes=self.row_bytes)
@@ -348,7 +361,11 @@ class BlockStore(Restorable):
         return rows
 
     def append_encoded(self, rows: Tensor, center: Tensor | None = None) -> None:
-        """See `kvindex.storage.store.CenteredRows.append_encoded`. Also raises as `reserve`."""
+        """Append encoded rows `[B, G, N, row_bytes]`, whose keys are relative to `center`; None for
+        zeros.
+
+        Raises ValueError for a center that the store cannot take, and the errors of `reserve`.
+        """
         check_center(center, centered=self._center is not None, held=self._length)
         start = self._length
         for first, last in spans(start, start + rows.shape[2]):
@@ -364,7 +381,8 @@ class BlockStore(Restorable):
                 self.append(joined)
 
     def blocks(self, size: int) -> Iterator[tuple[int, Rows]]:
-        """Yield all rows in order, at most `size` tokens at a time: (first id, rows)."""
+        """Yield pairs (id of the first token, rows) for all rows in order, at most `size` tokens at
+        a time."""
         shape = (self._table.batch, self._geometry.kv_heads, -1)
         for start in range(0, len(self), size):
             stop = min(start + size, len(self))
@@ -372,13 +390,14 @@ class BlockStore(Restorable):
             yield start, self.gather(ids.expand(shape))
 
     def truncate(self, length: int) -> None:
-        """Remove the rows after the first `length`. Their blocks stay allocated for reuse."""
+        """Remove all rows after the first `length` tokens. Their blocks stay allocated for reuse.
+        Remove all rows after the first `length` tokens. Their blocks stay allocated for reuse."""
         self._length, self._written = min(self._length, length), None
 
     def reordered(self, batch_indices: Tensor) -> BlockStore:
-        """Return a copy in its own blocks, whose sequence `b` is sequence `batch_indices[b]`.
+        """Return a copy in which sequence `b` is sequence `batch_indices[b]` of this store.
 
-        Raises as `reserve`.
+        The copy shares no blocks with this store. Raises the errors of `reserve`.
         """
         copied = self._shallow()
         copied._open()
@@ -397,7 +416,8 @@ class BlockStore(Restorable):
         return copied
 
     def expand_batch(self, count: int) -> BlockStore:
-        """Return a read-only view of a batch of 1 as a batch of `count` equal sequences."""
+        """Return a read-only view of a store with one sequence as a batch of `count` equal
+        sequences."""
         view = self._shallow()
         view._lent_by = self
         view._table = self._table.expand_batch(count)
@@ -406,13 +426,14 @@ class BlockStore(Restorable):
         return view
 
     def emptied(self) -> BlockStore:
-        """Return an empty store of the same kind."""
+        """Return an empty store with the same options."""
         empty = self._shallow()
         empty._open()
         return empty
 
     def __deepcopy__(self, memo: dict[int, Any]) -> BlockStore:
-        """Return a copy that shares the full blocks. A view's copy has its own rows.
+        """Return a copy that shares full blocks with this store. The copy of a view shares no
+        blocks.
 
         Shared blocks are never written to: if a store was truncated into a shared block, it copies
         that block before it appends.
@@ -431,7 +452,7 @@ class BlockStore(Restorable):
     def rollback(self, checkpoint: Any) -> None:
         """Restore the state of `checkpoint`.
 
-        Memory after the last row is undefined. A copy that writes there may still be in flight.
+        The memory after the last row is then undefined, because a copy may still write to it.
         """
         writing = self._writing
         super().rollback(checkpoint)
@@ -447,15 +468,16 @@ class BlockStore(Restorable):
             self._open()
 
     def nbytes(self) -> int:
-        """Return the bytes of the stored rows (see `pinned_bytes`)."""
+        """Return the bytes of the stored rows, without room for further rows."""
         return self._table.batch * self._geometry.kv_heads * self._length * self.row_bytes
 
     def memory(self) -> dict[int, int]:
-        """See `kvindex.core.protocol.ReportsMemory.memory`."""
+        """Return the address and the bytes of each block."""
         return self._table.memory()
 
     def rows_by_place(self) -> dict[str, int]:
-        """See `kvindex.storage.store.PlacedRows.rows_by_place`."""
+        """Return the number of rows on the `device` and on the `host`, for all heads and sequences.
+        Return the number of rows on the `device` and on the `host`, for all heads and sequences."""
         g, rows = self._geometry, self._table.batch * self._length
         if self._pool.mixed:
             near = self._table.tokens_near(self._length)
@@ -465,19 +487,21 @@ class BlockStore(Restorable):
 
     @property
     def pinned_bytes(self) -> int:
-        """Bytes of allocated memory: stored rows, room for more rows, and the slab pinned in
+        """Bytes of all allocated slabs: stored rows, room for further rows, and a slab pinned in
         advance."""
         return self._pool.pinned_bytes
 
 
 def _in_blocks(part: Tensor) -> Tensor:
-    """Return whole blocks `[B, G, N, D]` as a view `[B, S, G, 256, D]`."""
+    """Return a view `[B, S, G, 256, D]` of keys or values `[B, G, N, D]`, where `N` is a multiple
+    of 256."""
     B, G, _, D = part.shape
     return part.view(B, G, -1, BLOCK, D).transpose(1, 2)
 
 
 def _count(rows: dict[str, Tensor], upto: str = "values") -> int:
-    """Count the tokens of joined rows, or only those in the parts before the one named `upto`."""
+    """Count the tokens in a result of `join`: in all its parts, or in those before the part `upto`.
+    Count the tokens in a result of `join`: in all its parts, or in those before the part `upto`."""
     count = 0
     for name, part in rows.items():
         if name == upto:

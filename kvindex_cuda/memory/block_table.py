@@ -17,8 +17,8 @@ from kvindex_cuda.memory.layout import BLOCK
 class BlockTable:
     """Blocks `[G, 256, row_bytes]` of each sequence, in the order of their tokens.
 
-    `addresses` and `near` stay the same tensors while `B` does not change, until a block that a
-    fork shares must be written to.
+    `addresses` and `near` stay the same tensors until `B` changes, or until a write to a block that
+    a fork shares.
 
     Attributes:
         addresses: Addresses of blocks on the compute device, int64 `[B, S]`, where `S` is the
@@ -41,7 +41,7 @@ class BlockTable:
 
     @property
     def batch(self) -> int:
-        """Number of sequences, `B`; 0 before the first `room`."""
+        """Number of sequences, `B`; 0 before the first call of `room`."""
         return self._numbers.shape[0]
 
     @property
@@ -50,22 +50,22 @@ class BlockTable:
         return self._numbers.shape[1] == self.addresses.shape[1]
 
     def spare(self, length: int) -> int:
-        """Return the number of allocated blocks for tokens after the first `length`."""
+        """Return the number of allocated blocks that contain none of the first `length` tokens."""
         return self.batch * (self._numbers.shape[1] - -(-length // BLOCK))
 
     def room(self, batch: int, length: int, count: int) -> None:
         """Make room for `count` tokens after the first `length` tokens of `batch` sequences.
 
-        Raises ValueError beyond `max_tokens` or for another batch size, and the errors of
-        `Pool.take`. The blocks are then the same as before.
+        Raises ValueError if a sequence would exceed `max_tokens` or the batch size differs, and the
+        errors of `Pool.take`. After an error, the table is unchanged.
         """
         if length + count > self._max_tokens:
             raise ValueError(
-                f"max_tokens: got {length + count} tokens, allowed are {self._max_tokens}"
+                f"max_tokens: got {length + count} tokens, allowed are up to {self._max_tokens}"
             )
         if self.batch != batch:
             if length:
-                raise ValueError(f"rows: got a batch of {batch}, allowed is {self.batch}")
+                raise ValueError(f"rows: got {batch} sequences, but the store has {self.batch}")
             held = self.ledger.copy()  # no block has rows
             self.addresses, self._numbers = self._empty(batch)
             self.ledger.clear()
@@ -91,8 +91,8 @@ class BlockTable:
     def fork(self, length: int) -> BlockTable:
         """Return a table that shares the full blocks of the first `length` tokens.
 
-        The fork has its own ledger, and a copy of a block that is not full. The caller must have
-        waited for writes to that block. Raises the errors of `Pool.take`.
+        The fork has its own ledger, and a copy of the last block if that is not full. The caller
+        must have waited for writes to that block. Raises the errors of `Pool.take`.
         """
         twin, full = copy(self), length // BLOCK
         twin._numbers = self._numbers[:, :full].clone()
@@ -113,17 +113,17 @@ class BlockTable:
         return twin
 
     def shares(self, length: int) -> bool:
-        """Return True if tokens after the first `length` would be written to a block that a fork
-        shares."""
+        """Return True if an append after the first `length` tokens would write to a block that a
+        fork shares."""
         rows = self._numbers[:, length // BLOCK :].tolist()  # avoids a torch operation
         return any(self._pool.shared([number for row in rows for number in row]))
 
     def owned(self, length: int) -> BlockTable:
-        """Return this table; or, if it `shares` blocks after `length`, a table with its own blocks
-        there.
+        """Return a copy of this table in which blocks after the first `length` tokens are not
+        shared with forks.
 
-        The block at `length` of each sequence is copied, so all writes to it must be complete.
-        Raises the errors of `Pool.take`.
+        The block that contains token `length` is copied in each sequence, so all writes to that
+        block must be complete. Raises the errors of `Pool.take`.
         """
         slot = length // BLOCK
         own, shared = copy(self), self._pool.shared(self._numbers[:, slot:].flatten().tolist())
@@ -142,14 +142,15 @@ class BlockTable:
         return own
 
     def _copy_blocks(self, other: BlockTable, slot: int) -> None:
-        """Copy each sequence's block at `slot` from another table, unless it is the same block."""
+        """Copy block number `slot` of each sequence from another table, unless both tables share
+        that block."""
         pairs = zip(self._numbers[:, slot].tolist(), other._numbers[:, slot].tolist(), strict=True)
         for to, come in pairs:
             if to != come:
                 self._block(to).copy_(other._block(come))
 
     def tokens_near(self, length: int) -> int:
-        """Count the tokens whose rows are on the device, among the first `length` of each
+        """Count the tokens with rows on the device, among the first `length` tokens of each
         sequence."""
         held = -(-length // BLOCK)
         count = 0
@@ -159,12 +160,13 @@ class BlockTable:
         return count
 
     def memory(self) -> dict[int, int]:
-        """See `kvindex.core.protocol.ReportsMemory.memory`. Each block is a piece of memory."""
+        """Return the address and the bytes of each block."""
         held, pool = self._numbers.flatten().tolist(), self._pool
         return {pool.device_address(number): pool.block_bytes for number in held}
 
     def read(self, ids: Tensor) -> Tensor:
-        """Return the bytes `[B, G, K, row_bytes]` of tokens int64 `[B, G, K]`; zeros for id -1."""
+        """Return the encoded rows `[B, G, K, row_bytes]` of token ids int64 `[B, G, K]`; zeros for
+        id -1."""
         rows = torch.zeros((*ids.shape, self._row_bytes), dtype=torch.uint8)
         b, g, k = (ids > UNUSED).nonzero(as_tuple=True)
         token = ids[b, g, k]
@@ -176,13 +178,14 @@ class BlockTable:
         return rows
 
     def pieces(self, parts: Iterable[Tensor], start: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield pairs (view of a block, view of a part) that copy the tokens from `start` on.
+        """Yield pairs (part of a block, part of the new rows) whose copies write rows from token
+        `start` on.
 
-        Both views are uint8 `[h, w]` with contiguous matrix rows: either adjacent blocks (`h` is
-        1), or rows for one block, with a matrix row for each KV head.
+        Both are views uint8 `[h, w]` with contiguous matrix rows: either adjacent blocks (`h` is
+        1), or rows for one block, with one matrix row per KV head.
 
-        parts: Tokens in order: whole blocks `[B, S, G, 256, row_bytes]`, and rows before and after
-        these `[B, G, n, row_bytes]`.
+        parts: New rows in order: whole blocks `[B, S, G, 256, row_bytes]`, and rows before and
+            after these `[B, G, n, row_bytes]`.
         """
         for part in parts:
             if part.ndim == 5:
@@ -199,8 +202,8 @@ class BlockTable:
                 start += count
 
     def _whole(self, blocks: Tensor, slot: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the pairs of `pieces` for whole blocks `[B, S, G, 256, row_bytes]` from `slot`
-        on."""
+        """Yield the pairs of `pieces` for whole blocks `[B, S, G, 256, row_bytes]`, from block
+        number `slot` on."""
         for b, new in enumerate(blocks):
             numbers = self._numbers[b, slot : slot + len(new)].tolist()
             for at, length in runs(numbers, self._pool.slab_blocks):
@@ -209,13 +212,14 @@ class BlockTable:
                 yield target.view(1, -1), new[at : at + length].view(1, -1)
 
     def copy_from(self, other: BlockTable, batch_indices: Tensor) -> None:
-        """Copy the blocks of another table's sequence `batch_indices[b]` to sequence `b`."""
+        """Copy blocks from another table: its sequence `batch_indices[b]` becomes sequence `b`."""
         sources = other._numbers[batch_indices.cpu(), : self._numbers.shape[1]]
         for to, come in zip(self._numbers.flatten(), sources.flatten(), strict=True):
             self._block(int(to)).copy_(other._block(int(come)))
 
     def expand_batch(self, count: int) -> BlockTable:
-        """Return a read-only view of a batch of 1 as a batch of `count` equal sequences."""
+        """Return a read-only view of a table with one sequence as a batch of `count` equal
+        sequences."""
         view = copy(self)
         if not self.batch:  # before the first append
             view.addresses, view._numbers = self._empty(count)
@@ -227,7 +231,8 @@ class BlockTable:
         return view
 
     def _empty(self, batch: int) -> tuple[Tensor, Tensor]:
-        """Return empty addresses, and numbers of blocks in the pool, int64 `[B, blocks]` (CPU)."""
+        """Return a table of zeros for the addresses, and an empty tensor for block numbers, int64
+        `[B, 0]` (CPU)."""
         shape = (batch, -(-self._max_tokens // BLOCK))
         addresses = torch.zeros(shape, dtype=torch.int64, device=self._device)
         return addresses, torch.zeros((batch, 0), dtype=torch.int64)
@@ -238,8 +243,8 @@ class BlockTable:
         return torch.zeros(self.addresses.shape, dtype=torch.uint8, device=self._device)
 
     def _name(self, row: int, start: int, blocks: list[int]) -> None:
-        """Write the addresses of a sequence's blocks to the table, from place `start` on. Neither
-        pins memory nor waits."""
+        """Write the addresses of a sequence's blocks to the table, from block number `start` on.
+        This neither pins memory nor waits for the device."""
         size = self._pool.block_bytes
         for at, length in runs(blocks, self._pool.slab_blocks):
             first, places = (
@@ -251,16 +256,16 @@ class BlockTable:
                 self.near[row, places] = not self._pool.is_far(blocks[at])
 
     def _block(self, number: int) -> Tensor:
-        """Return a block, uint8 `[G, 256, row_bytes]`."""
+        """Return a block of the pool by its number, uint8 `[G, 256, row_bytes]`."""
         return self._slab(number // self._pool.slab_blocks)[number % self._pool.slab_blocks]
 
     def _slab(self, slab: int) -> Tensor:
-        """Return a slab, uint8 `[blocks, G, 256, row_bytes]`."""
+        """Return a slab of the pool by its number, uint8 `[blocks, G, 256, row_bytes]`."""
         return self._pool.view(slab).view(-1, self._heads, BLOCK, self._row_bytes)
 
 
 def spans(start: int, end: int) -> Iterator[tuple[int, int]]:
-    """Split the tokens from `start` to `end` into the rest of a block, whole blocks, and the
+    """Split a range of tokens at block boundaries: into the end of a block, whole blocks, and the
     beginning of a block."""
     whole = min(end, -(-start // BLOCK) * BLOCK)
     rest = max(whole, end // BLOCK * BLOCK)
@@ -270,7 +275,7 @@ def spans(start: int, end: int) -> Iterator[tuple[int, int]]:
 
 
 def runs(numbers: list[int], slab_blocks: int) -> Iterator[tuple[int, int]]:
-    """Yield the runs of blocks that are adjacent in a slab, as (place in `numbers`, number of
+    """Yield the runs of blocks that are adjacent in a slab, as pairs (index in `numbers`, number of
     blocks)."""
     at = 0
     for place in range(1, len(numbers) + 1):

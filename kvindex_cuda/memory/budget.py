@@ -13,7 +13,8 @@ available when the first store is made."""
 
 
 class Budget:
-    """A limit in bytes that several pools share, or None for no limit. Thread-safe."""
+    """Limits the bytes that several pools take together. A limit of None means no limit.
+    Thread-safe."""
 
     def __init__(self, limit_bytes: int | None = None) -> None:
         self.limit_bytes = None if limit_bytes is None else check.at_least("limit", limit_bytes, 0)
@@ -22,40 +23,42 @@ class Budget:
 
     @property
     def used_bytes(self) -> int:
-        """Bytes that are currently taken."""
+        """Number of bytes that are currently taken from the budget."""
         return self._used
 
     def try_take(self, nbytes: int) -> bool:
-        """Take `nbytes` and return True, or return False if fewer are left."""
+        """Take `nbytes` bytes from the budget and return True, or return False if fewer bytes are
+        left."""
         with self._lock:
             fits = self.limit_bytes is None or self._used + nbytes <= self.limit_bytes
             self._used += nbytes if fits else 0
             return fits
 
     def take(self, nbytes: int) -> None:
-        """Take `nbytes`. Raises MemoryError, and takes nothing, if fewer bytes are left."""
+        """Take `nbytes` bytes from the budget. If fewer are left, raises MemoryError and takes
+        nothing."""
         if not self.try_take(nbytes):
             raise MemoryError(
-                f"host store: needs {nbytes} bytes more, {self._used} are in use, the limit is "
-                f"{self.limit_bytes}"
+                f"host store: needs {nbytes} more bytes, but {self._used} are in use, and the "
+                f"limit is {self.limit_bytes}"
             )
 
     def give(self, nbytes: int) -> None:
-        """Give `nbytes` back to the budget."""
+        """Return `nbytes` bytes to the budget."""
         with self._lock:
             self._used -= nbytes
 
 
 @lru_cache(maxsize=1)
 def shared_budget() -> Budget:
-    """Return the process's budget: 90% of the memory available at the first call; no limit if
-    unknown."""
+    """Return the process's budget: 90% of the memory that was available at the first call, or no
+    limit if that number is unknown."""
     available = available_bytes()
     return Budget(None if available is None else int(SHARE * available))
 
 
 def available_bytes(meminfo: Path = Path("/proc/meminfo")) -> int | None:
-    """Return the bytes of memory that are still available, or None if this is unknown."""
+    """Return the available bytes of host memory, or None if this number is unknown."""
     try:
         lines = dict(
             line.split(":", 1) for line in meminfo.read_text(encoding="utf-8").splitlines()

@@ -1,4 +1,4 @@
-"""Codes in blocks of 256 tokens. A block never moves."""
+"""Storage of an index's codes in blocks of 256 tokens, which never move."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ AHEAD_BYTES = 16 * 2**20
 
 
 class Run(NamedTuple):
-    """Adjacent blocks in a slab."""
+    """A range of adjacent blocks in a slab: the slab's number, the first block, and the number of
+    blocks."""
 
     slab: int
     first: int
@@ -28,15 +29,14 @@ class Run(NamedTuple):
 
 @dataclass(frozen=True)
 class Fill:
-    """Codes and centers that a kernel writes, for `count` tokens of a batch of `batch`.
+    """Codes and centers that a kernel will write for new tokens.
 
     Attributes:
-        batch: Sequences.
-        count: Tokens of each sequence.
-        write: Launches the kernel, given the addresses of blocks, int64 `[B, S]`.
-        late: Call `write` only when the codes are appended, because until then the memory contains
-            an open block, which is still searched.
-        beyond: Number of tokens in the open block that follows these tokens.
+        batch: Number of sequences. count: Number of new tokens of each sequence. write: A function
+        that launches the kernel. Its argument is the table of block addresses, int64 `[B, S]`.
+        late: True if `write` must be called only when the codes are appended. Until then, searches
+        read the last, partly filled block, which the kernel overwrites. beyond: Number of tokens
+        that follow the new ones in a last, partly filled block.
     """
 
     batch: int
@@ -49,10 +49,10 @@ class Fill:
 class CodeBlocks(Restorable):
     """Codes of a ParisKV index, in blocks of 256 tokens that kernels read.
 
-    It has the interface of `kvindex.storage.columns.BlockColumns`, and assembles a column when the
-    column is read. `table` contains the addresses of blocks, int64 `[B, S]`, 0 where there is none.
-    It stays the same tensor while `B` does not change. Appends beyond `max_tokens` raise
-    ValueError.
+    The class has the interface of `kvindex.storage.columns.BlockColumns`; reading a column copies
+    it out of the blocks. `table` contains the addresses of blocks, int64 `[B, S]`, and 0 where
+    there is no block. It stays the same tensor until `B` changes, or until a write to a block that
+    a deep copy shares. Appends beyond `max_tokens` raise ValueError.
 
     unit: Number of tokens that are added or removed at a time, 1 or 256. centered: Whether blocks
     have centers.
@@ -82,7 +82,7 @@ class CodeBlocks(Restorable):
         self._blocks = 0  # blocks of each sequence
         self._length = 0
         self._written: Fill | None = None  # codes that are written, but not yet appended
-        # the number of first blocks that deep copies share; a rollback does not undo the sharing
+        # how many of the first blocks deep copies share; a rollback does not change this number
         self._shared, self._sharing = [0], Sharing()
         self.table = torch.zeros((0, self._most), dtype=torch.int64, device=self._device)
 
@@ -97,7 +97,7 @@ class CodeBlocks(Restorable):
         return name in tuple(self)
 
     def __getitem__(self, name: str) -> Tensor:
-        """Return a copy of the column, `[B, G, N, ...]`."""
+        """Return a copy of a column by its name, `[B, G, N, ...]`."""
         rows = []
         for held in self._held:
             runs = [self._column(name, run) for run in held]
@@ -106,10 +106,15 @@ class CodeBlocks(Restorable):
         return torch.stack(rows)
 
     def every(self, name: str, tokens: int, stride: int) -> Tensor:
-        """Return a copy of a column, `[B, G, N, ...]`: every `stride`-th of the first `tokens`
-        tokens.
+        """Return a copy of every `stride`-th entry of a column, for the first `tokens` tokens.
 
-        tokens: A multiple of 256. stride: A divisor or a multiple of 256.
+        Args:
+            name: Name of the column.
+            tokens: A multiple of 256.
+            stride: A divisor or a multiple of 256.
+
+        Returns:
+            The entries, `[B, G, tokens / stride, ...]`.
         """
         apart, inside = max(1, stride // BLOCK), min(stride, BLOCK)
         rows = []
@@ -125,18 +130,20 @@ class CodeBlocks(Restorable):
 
     @property
     def written(self) -> int:
-        """See `Columns.written`."""
+        """Number of tokens that `every` may read: appended tokens, and those whose codes are
+        written."""
         return self._length + (0 if self._written is None else self._written.count)
 
     def _column(self, name: str, run: Run) -> Tensor:
-        """Return the column of a run of blocks, `[G, N, ...]`."""
+        """Return a column's entries in a run of blocks, `[G, N, ...]`."""
         fields = self._fields(run)
         if name == "centers":
             return fields["center"].transpose(0, 1).contiguous().view(torch.bfloat16)[..., 0]
         return self.layout.column(name, fields).transpose(0, 1).flatten(1, 2)
 
     def reserve(self, new: Mapping[str, Tensor] | Fill) -> None:
-        """Make room for `new`. If memory runs out, the codes stay unchanged."""
+        """Allocate memory for the codes `new`. If there is too little memory, the stored codes stay
+        unchanged."""
         if not new:
             return
         beyond = new.beyond if isinstance(new, Fill) else 0
@@ -144,19 +151,20 @@ class CodeBlocks(Restorable):
         self._room(batch, count + beyond)
 
     def reserve_open(self, batch: int) -> None:
-        """Make room for the open block (the last, partly filled one). If memory runs out, the codes
-        stay unchanged."""
+        """Allocate memory for an open block (the last, partly filled block). If there is too little
+        memory, the stored codes stay unchanged."""
         self._room(batch, 1)
 
     def put_open(self, new: Mapping[str, Tensor]) -> None:
-        """Write codes of the open block. Its tokens do not count for the length."""
+        """Write the codes of the open block (the last, partly filled block). `len` does not count
+        its tokens."""
         self._copy(new, self._length, _shape(new)[1])
 
     def reserve_tokens(self, tokens: int) -> None:
-        """Allocate the memory for `tokens` tokens now, so that appends up to that length allocate
-        none.
+        """Allocate memory for `tokens` tokens now, so that appends up to that length allocate none.
 
-        Does nothing before the first append, which sets the batch size. Raises as `reserve`.
+        This does nothing before the first append, which sets the batch size. Raises the errors of
+        `reserve`.
         """
         if self._held and tokens > self._length:
             self._room(len(self._held), tokens - self._length, ahead=False)
@@ -165,7 +173,7 @@ class CodeBlocks(Restorable):
         need = -(-(self._length + count) // BLOCK)
         if need > self._most:
             got, allowed = self._length + count, self._most * BLOCK
-            raise ValueError(f"max_tokens: got {got} tokens, allowed are {allowed}")
+            raise ValueError(f"max_tokens: got {got} tokens, allowed are up to {allowed}")
         if not self._length and batch != len(self._held):
             self.reset()
             table = torch.zeros((batch, self._most), dtype=torch.int64, device=self._device)
@@ -191,8 +199,7 @@ class CodeBlocks(Restorable):
         self._free, self._held, self._blocks = free, rows, need
 
     def _own(self, first: int) -> None:
-        """Give these codes their own blocks from `first` on, if a deep copy shares one of these
-        blocks.
+        """Replace the blocks from block `first` on if a deep copy shares any of them.
 
         The table is then a new tensor, and the old one remains for a rollback.
         """
@@ -205,8 +212,8 @@ class CodeBlocks(Restorable):
                 raise
 
     def _replace(self, first: int) -> None:
-        """Replace the blocks from `first` on by free blocks, and copy the contents of block
-        `first`."""
+        """Replace the blocks from block `first` on by free blocks. Copy the contents of block
+        `first` only."""
         rows = range(len(self._held))
         old = [[*self._runs(row, first, 1)] for row in rows]
         blocks, self._blocks, self._shared = self._blocks, first, [first]
@@ -216,14 +223,14 @@ class CodeBlocks(Restorable):
             self._copy_block(old[row], [*self._runs(row, first, 1)], self)
 
     def _copy_block(self, come: list[Run], to: list[Run], other: CodeBlocks) -> None:
-        """Copy one block from a run of `other`."""
+        """Copy one block of each run in `come`, which are runs of `other`, to the runs in `to`."""
         for source, target in zip(come, to, strict=True):
             block = other._slabs[source.slab][source.first]
             self._slabs[target.slab][target.first].copy_(block)
 
     def write(self, new: Mapping[str, Tensor] | Fill) -> None:
-        """Launch the kernel that writes the codes, if not launched yet. Call it between `reserve`
-        and `append`."""
+        """Launch the kernel that writes the codes now, unless it must wait for `append`
+        (`Fill.late`). Call this between `reserve` and `append`."""
         if isinstance(new, Fill) and new.count and not new.late:
             self._fill(new)
         else:
@@ -235,7 +242,7 @@ class CodeBlocks(Restorable):
             self._written = new
 
     def append(self, new: Mapping[str, Tensor] | Fill) -> None:
-        """Append codes whose shapes equal those of the columns, except for the token dimension."""
+        """Append codes of new tokens: columns `[B, G, N, ...]` by name, or a `Fill`."""
         if not new:
             return
         self.reserve(new)
@@ -255,8 +262,8 @@ class CodeBlocks(Restorable):
         self._written = None  # a failed call may write to the same blocks
 
     def truncate(self, length: int) -> None:
-        """Remove the codes after the first `length` tokens. Their blocks stay allocated for
-        reuse."""
+        """Remove all codes after the first `length` tokens. Their blocks stay allocated for reuse.
+        Remove all codes after the first `length` tokens. Their blocks stay allocated for reuse."""
         self._length, self._written = min(self._length, length // self._unit * self._unit), None
 
     def reordered(self, batch_indices: Tensor) -> CodeBlocks:
@@ -278,19 +285,19 @@ class CodeBlocks(Restorable):
         return other
 
     def expand_batch(self, count: int) -> CodeBlocks:
-        """Return a read-only view of a batch of 1 as a batch of `count` equal sequences."""
+        """Return a read-only view of one sequence's codes as a batch of `count` equal sequences."""
         view = self._shallow()
         view._held = self._held * count
         view.table = self.table.expand(count, -1).contiguous()
         return view
 
     def emptied(self) -> CodeBlocks:
-        """Return empty codes of the same kind."""
+        """Return an empty object with the same options."""
         most, same = self._most * BLOCK, dict[str, Any](unit=self._unit, centered=self._centered)
         return CodeBlocks(self.layout, self._heads, self._device, most, **same)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CodeBlocks:
-        """Return a copy that shares the full blocks, and has its own blocks after them."""
+        """Return a copy that shares all full blocks with this object."""
         full = self._length // BLOCK
         twin = self._shallow()
         twin._held, twin._free = [_first(held, full) for held in self._held], []
@@ -309,14 +316,14 @@ class CodeBlocks(Restorable):
         return twin
 
     def nbytes(self) -> int:
-        """Return the bytes of tokens in full blocks, and of centers."""
+        """Return the bytes of the stored codes and centers, without the open block."""
         used = self._length * self.layout.key_bytes
         if self._centered:
             used += self._length // BLOCK * 2 * self.layout.head_dim
         return len(self._held) * self._heads * used
 
     def memory(self) -> dict[int, int]:
-        """See `kvindex.core.protocol.ReportsMemory.memory`. Each block is a piece of memory."""
+        """Return the address and the bytes of each block."""
         size, pieces = self._block_bytes, dict[int, int]()
         for run in (run for held in self._held for run in held):
             first = self._slabs[run.slab].data_ptr() + run.first * size
@@ -349,7 +356,8 @@ class CodeBlocks(Restorable):
                 given = given[run.blocks :]
 
     def _runs(self, row: int, block: int, count: int) -> Iterator[Run]:
-        """Yield the runs of adjacent blocks of a sequence, from `block` on."""
+        """Yield the runs that contain `count` blocks of a sequence, from block number `block` on.
+        Yield the runs that contain `count` blocks of a sequence, from block number `block` on."""
         for run in self._held[row]:
             some = min(run.blocks - block, count)
             if some > 0:
@@ -358,19 +366,22 @@ class CodeBlocks(Restorable):
             block -= run.blocks
 
     def _fields(self, run: Run) -> dict[str, Tensor]:
-        """Return `Layout.views` of a run of blocks, `[count, G, 256, ...]`."""
+        """Return the fields of a run of blocks as views, `[count, G, 256, ...]` (`Layout.views`).
+        Return the fields of a run of blocks as views, `[count, G, 256, ...]` (`Layout.views`)."""
         return self.layout.views(self._slabs[run.slab][run.first : run.first + run.blocks])
 
     def _name(self, row: int, block: int, run: Run) -> None:
-        """Write a run's addresses to the table, from `block` on. The host does not wait."""
+        """Write the addresses of a run's blocks to the table, from block number `block` on. The
+        host does not wait for the device."""
         size = self._block_bytes
         first = self._slabs[run.slab].data_ptr() + run.first * size
         names = self.table[row, block : block + run.blocks]
         torch.arange(first, first + run.blocks * size, size, out=names)
 
     def _grow(self, blocks: int, *, ahead: bool) -> None:
-        """Allocate `blocks` more blocks. With `ahead`, add a quarter of all blocks (at most
-        `AHEAD_BYTES`)."""
+        """Allocate at least `blocks` more blocks. With `ahead`, allocate at least a quarter of the
+        number of existing blocks, but at most `AHEAD_BYTES`, so that later appends allocate less
+        often."""
         held = sum(len(slab) for slab in self._slabs)
         count = max(blocks, min(held // 4, AHEAD_BYTES // self._block_bytes) if ahead else 0)
         shape = (count, self._heads, self.layout.head_bytes)
@@ -383,7 +394,7 @@ class CodeBlocks(Restorable):
 
 
 def _first(held: list[Run], count: int) -> list[Run]:
-    """Return the runs that contain the first `count` blocks."""
+    """Return the runs that contain the first `count` blocks of a sequence."""
     rest, first = count, []
     for run in held:
         if rest > 0:
@@ -393,7 +404,7 @@ def _first(held: list[Run], count: int) -> list[Run]:
 
 
 def _taken(free: list[Run], count: int) -> Iterator[Run]:
-    """Remove `count` blocks from the runs in `free`, and return them as runs."""
+    """Remove `count` blocks from the runs in `free`, and yield them as runs."""
     while count:
         run = free.pop()
         if run.blocks > count:
@@ -405,7 +416,7 @@ def _taken(free: list[Run], count: int) -> Iterator[Run]:
 
 
 def _shape(new: Mapping[str, Tensor] | Fill) -> tuple[int, int]:
-    """Return the numbers of sequences and tokens of new codes."""
+    """Return the number of sequences and the number of tokens of new codes."""
     if isinstance(new, Fill):
         return new.batch, new.count
     return new["signs"].shape[0], new["signs"].shape[2]

@@ -1,4 +1,4 @@
-"""A pool of blocks with reference counts, for stores that share blocks."""
+"""A pool of memory blocks with reference counts, for stores that share blocks."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from kvindex_cuda.memory.slab_pool import Pool, Tier
 
 
 class CountedPool(Pool):
-    """A `Pool` whose blocks may belong to several members, such as stores that share a prefix.
+    """A `Pool` whose blocks may belong to several stores, such as stores that share a prefix.
 
-    Each member has a ledger of all blocks that it has used. These blocks belong to the member until
-    it leaves, so that a rollback to a checkpoint still finds them. The pool closes when the last
-    member leaves. Members may be used by different threads.
+    A store is a member of the pool, with a ledger: a list of all blocks that it has used. These
+    blocks belong to the member until it leaves, so that a rollback to a checkpoint still finds
+    them. The pool closes when the last member leaves. Different threads may use the members.
 
     device: The device whose kernels read the blocks.
     """
@@ -39,13 +39,14 @@ class CountedPool(Pool):
         )  # reentrant: a garbage-collected member calls `leave`
 
     def join(self, ledger: list[int]) -> None:
-        """Add a member that shares the blocks in `ledger`."""
+        """Add a member. The blocks in its ledger belong to other members, too."""
         with self._lock:
             self._more.update(ledger)
             self._ledgers[id(ledger)] = ledger
 
     def leave(self, ledger: list[int]) -> None:
-        """Remove a member. The garbage collector may call this anywhere, since it never waits."""
+        """Remove a member, given its ledger. This never waits, so a finalizer may call it at any
+        time."""
         if self._ledgers.pop(id(ledger), None) is None:
             return
         self._left.append(ledger)
@@ -53,14 +54,14 @@ class CountedPool(Pool):
             self.close()
 
     def shared(self, blocks: Sequence[int]) -> list[bool]:
-        """Return a bool for each block: True if another member has the block, too."""
+        """Return for each block whether it belongs to several members."""
         with self._lock:
             self._count()
             return [self._more[block] > 0 for block in blocks]
 
     def take(self, count: int) -> list[int]:
-        """See `Pool.take`. Blocks of members that have left are used before new memory is
-        allocated."""
+        """Return the numbers of `count` free blocks, ascending. Blocks of members that have left
+        are reused before new memory is allocated. Raises the errors of `Pool.take`."""
         with self._lock:
             self._count()
             if len(self._free) < count and self._unread:
@@ -71,24 +72,27 @@ class CountedPool(Pool):
             return super().take(count)
 
     def give(self, blocks: list[int]) -> None:
-        """See `Pool.give`. Blocks that another member also has stay in use."""
+        """Return a member's blocks to the pool. Blocks that also belong to other members stay in
+        use."""
         with self._lock:
             super().give(self._released(blocks))
 
     def ahead(self) -> None:
-        """See `Pool.ahead`. Blocks of members that have left count as free."""
+        """Start allocating a slab in the background if few blocks are free (`Pool.ahead`). Blocks
+        of members that have left count as free."""
         with self._lock:
             self._count()
             if len(self._free) + len(self._unread) < self.slab_blocks:
                 super().ahead()
 
     def _count(self) -> None:
-        """Release the blocks of members that have left."""
+        """Release the blocks of members that have left since the last call."""
         while self._left:
             self._unread += self._released(self._left.popleft())
 
     def _released(self, blocks: list[int]) -> list[int]:
-        """Return the blocks that no member has any more."""
+        """Remove one member from each block. Return the blocks that belong to no member any more.
+        Remove one member from each block. Return the blocks that belong to no member any more."""
         shared = [block for block in blocks if self._more[block] > 0]
         self._more.subtract(shared)
         self._more = +self._more  # drops entries of 0

@@ -19,14 +19,13 @@ model."""
 
 
 class DeviceBudget(Budget):
-    """Limits the rows on a device to a fraction of the sum of their own memory and the free memory.
+    """Limits the memory of the rows on a device, as a fraction of that memory plus the free memory.
 
-    The free memory is read each time memory is requested, so memory used by others (the model,
-    codes, another process) reduces the limit. Rows that are already stored keep their memory. The
-    rows of all stores on a device are counted together, while each store has its own fraction
-    `share`, in (0, 1].
+    The free memory is read each time memory is requested, so memory for the model, for codes or for
+    another process reduces the limit. Rows that are already stored keep their memory. All stores on
+    a device are counted together, while each store has its own fraction `share`, in (0, 1].
 
-    free: Returns the free bytes of a device.
+    free: A function that returns the free bytes of a device.
     """
 
     def __init__(
@@ -42,30 +41,31 @@ class DeviceBudget(Budget):
 
     @property
     def used_bytes(self) -> int:
-        """Bytes that all stores of the device have taken."""
+        """Number of bytes that the rows of all stores on this device take."""
         return self._rows.used_bytes
 
     def try_take(self, nbytes: int) -> bool:
-        """Take `nbytes` and return True, or return False if fewer are left."""
+        """Take `nbytes` bytes from the budget and return True, or return False if fewer bytes are
+        left."""
         used = self._rows.used_bytes
         if used + nbytes > self.share * (self._free(self._device) + used):
             return False
         return self._rows.try_take(nbytes)
 
     def give(self, nbytes: int) -> None:
-        """Give `nbytes` back to the budget."""
+        """Return `nbytes` bytes to the budget."""
         self._rows.give(nbytes)
 
 
 @lru_cache
 def rows_of(device: torch.device) -> Budget:
-    """Return the counter of the bytes of such rows on a device."""
+    """Return the counter of the bytes that rows take on a device. All stores share this counter."""
     return Budget()
 
 
 def free_bytes(device: torch.device) -> int:
-    """Return the free memory of a CUDA device, including memory that torch has reserved and does
-    not use."""
+    """Return the free bytes of a CUDA device, including memory that torch has reserved but does not
+    use."""
     free, _ = torch.cuda.mem_get_info(device)
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return int(free + unused)

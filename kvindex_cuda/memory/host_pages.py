@@ -17,8 +17,7 @@ from kvindex_cuda.memory.slab_pool import Allocator, DeviceAllocator, Slab
 
 
 class HostPages:
-    """Uninitialized rows of each layer in host memory, `[pages, G, tokens, 2 D]`.
-
+    """Pages of rows for each layer in host memory, `[pages, G, tokens, 2 D]`, uninitialized.
     `close` or the garbage collector frees them.
 
     Args:
@@ -60,9 +59,9 @@ class HostPages:
             assert budget.limit_bytes is not None  # without a limit, there would have been room
             room = budget.limit_bytes - budget.used_bytes
             raise MemoryError(
-                f"rows on the host: got {pages} pages of {tokens} tokens for each of {layers} "
-                f"layers, which take {self.nbytes / 1e9:.1f} GB, allowed are the "
-                f"{room / 1e9:.1f} GB that may be pinned: {room // (self.nbytes // pages)} pages"
+                f"pages: got {pages} pages of {tokens} tokens for each of {layers} layers, which "
+                f"take {self.nbytes / 1e9:.1f} GB, but {room / 1e9:.1f} GB may be pinned; use up "
+                f"to {room // (self.nbytes // pages)} pages"
             )
         slabs: list[Slab] = []
         self.close: Callable[[], object] = weakref.finalize(self, _free, slabs, budget, self.nbytes)

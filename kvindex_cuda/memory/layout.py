@@ -1,4 +1,4 @@
-"""The layout of blocks of codes, which is that of `kvindex/pariskv/block_layout.py`."""
+"""Layout of blocks of codes, imported from `kvindex/pariskv/block_layout.py`."""
 
 from kvindex.pariskv.block_layout import (
     ALIGNED,

@@ -34,7 +34,8 @@ def write_pages(
     *,
     cache: RowCache | None = None,
 ) -> None:
-    """Write the keys and values of new tokens to a layer's pages. Can be captured in a graph.
+    """Write the keys and values of new tokens to a layer's pages. A CUDA graph can capture this
+    call.
 
     Args:
         pages: Pages of all layers.
@@ -42,8 +43,8 @@ def write_pages(
         keys: `[T, G, D]`.
         values: `[T, G, D]`.
         slots: Slot of each token, int64 `[T]`: `page · tokens + offset`, below 0 to skip the token.
-        cache: The layer's row cache, with a group for each KV head. Rows that are overwritten are
-            removed from it.
+        cache: The layer's row cache, with a group for each KV head. Overwritten rows are removed
+            from the cache.
 
     Raises:
         ValueError: Shapes or dtypes do not fit.
@@ -87,7 +88,7 @@ def gather_pages(
     keys: Tensor,
     values: Tensor,
 ) -> None:
-    """Copy the rows of sequences to `copy`, with their pages in order.
+    """Copy the rows of whole sequences to `copy`, page by page in the order of tokens.
 
     Entries of `copy` beyond a sequence's last token stay unchanged.
 
@@ -97,23 +98,23 @@ def gather_pages(
         copy: `[R, width, G, tokens, 2 D]`, on the device of the codes.
         tables: Pages of each sequence, int32 `[R, blocks]`.
         lengths: Length of each sequence including its new tokens, int32 `[R]`.
-        starts: The first new token of each sequence among all new tokens, and the end, int32 `[R +
-            1]`.
-        keys: Keys of all new tokens, `[T, G, D]`. New rows are not read from the pages.
-        values: Values of all new tokens, likewise.
+        starts: Index of each sequence's first new token among all new tokens, then the number of
+        all new tokens, int32 `[R + 1]`. keys: Keys of all new tokens, `[T, G, D]`. Rows of new
+        tokens come from `keys` and `values`, not from the pages. values: Values of all new tokens,
+        `[T, G, D]`.
 
     Raises:
         ValueError: Shapes, dtypes, strides or devices do not fit.
     """
     rows, given = pages.rows[layer], _pieces(pages, keys, values)
     if not rows.is_contiguous():
-        raise ValueError(f"pages: got strides {rows.stride()}, allowed are pages in one piece")
+        raise ValueError(f"pages: got strides {rows.stride()}, allowed is a contiguous tensor")
     count, width = copy.shape[:2]
     of_shape("copy", of_type("copy", copy, rows.dtype), count, width, *rows.shape[1:])
     of_shape("lengths", of_type("lengths", lengths, torch.int32), count)
     of_shape("starts", of_type("starts", starts, torch.int32), count + 1)
     if not copy.is_contiguous():
-        raise ValueError(f"copy: got strides {copy.stride()}, allowed is a contiguous one")
+        raise ValueError(f"copy: got strides {copy.stride()}, allowed is a contiguous tensor")
     total = _counted(width * prod(rows.shape[1:3]) * given["pieces"])
     launch(
         GATHER,
@@ -140,15 +141,16 @@ def gather_pages(
 
 
 def _counted(pieces: int) -> int:
-    """Return the number of 16-byte pieces. Raises ValueError if it exceeds the kernels' 32 bits."""
+    """Return `pieces`, a number of 16-byte units to copy. Raises ValueError if it exceeds the 32
+    bits that kernels count with."""
     if pieces >= 2**31:
-        raise ValueError(f"rows: got {pieces} pieces of 16 bytes, allowed are fewer than 2^31")
+        raise ValueError(f"rows: got {pieces} units of 16 bytes, allowed are fewer than 2^31")
     return pieces
 
 
 def _pieces(pages: Pages, keys: Tensor, values: Tensor) -> dict[str, int]:
-    """Return the numbers of 16-byte pieces in a key and in a row, and strides. Raises
-    ValueError."""
+    """Return the kernels' arguments for keys and values, in units of 16 bytes: sizes of a key and
+    of a row, and strides. Raises ValueError for dtypes, shapes or strides that do not fit."""
     rows = pages.rows[0]
     size = rows.element_size()
     given: dict[str, int] = {}
@@ -157,7 +159,10 @@ def _pieces(pages: Pages, keys: Tensor, values: Tensor) -> dict[str, int]:
         of_shape(f"{name}s", part, len(keys), rows.shape[1], rows.shape[3] // 2)
         if not wide(part) or part.stride(2) != 1 or part.shape[2] * size % PIECE:
             got = f"{tuple(part.shape)} with strides {part.stride()}"
-            raise ValueError(f"{name}s: got {got}, allowed are rows of whole pieces of 16 bytes")
+            raise ValueError(
+                f"{name}s: got {got}, allowed are contiguous rows whose address and size are "
+                f"multiples of {PIECE} bytes"
+            )
         token, head = (step * size // PIECE for step in steps(part)[:2])
         given |= {f"{name}_token": token, f"{name}_head": head}
     width = keys.shape[2] * size // PIECE

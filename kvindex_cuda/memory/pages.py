@@ -14,14 +14,14 @@ from kvindex_cuda.memory.layout import BLOCK, Layout
 
 @dataclass(frozen=True)
 class PagedLayout(Layout):
-    """`Layout` in an engine's pages, where `head_bytes` is the stride from one KV head's record to
-    the next."""
+    """Layout of codes in an engine's pages. `head_bytes` is the stride between the records of two
+    KV heads."""
 
     record_bytes: int
 
     @cached_property
     def head_bytes(self) -> int:
-        """Bytes from one KV head's record to the next."""
+        """Distance in bytes between the records of two KV heads."""
         return self.record_bytes
 
 
@@ -47,7 +47,10 @@ class Pages:
         for name, parts in (("codes", self.codes), ("rows", self.rows)):
             found = {(part.shape, part.stride(), part.dtype, part.device) for part in parts}
             if len(found) != 1:
-                raise ValueError(f"{name}: got {len(found)} kinds of pages, allowed is one")
+                raise ValueError(
+                    f"{name}: got {len(found)} combinations of shape, strides, dtype and device, "
+                    "allowed is the same one for all layers"
+                )
         codes, rows = self.codes[0], self.rows[0]
         tokens = rows.shape[2]
         if tokens % BLOCK or codes.shape[:3] != (*rows.shape[:2], tokens // BLOCK):
@@ -56,35 +59,43 @@ class Pages:
                 f"[pages, G, tokens / {BLOCK}, bytes] and [pages, G, tokens, 2 D]"
             )
         if rows.stride(3) != 1 or codes.stride(3) != 1:
-            raise ValueError("pages: got rows or records with gaps, allowed are those in one piece")
+            raise ValueError(
+                "pages: got rows or records that are not contiguous in their last dimension"
+            )
         if self.places is None and rows.device != codes.device:
-            raise ValueError(f"rows: got some on {rows.device}, allowed is {codes.device}")
+            raise ValueError(
+                f"rows: got a tensor on {rows.device}, but codes are on {codes.device}"
+            )
         size = rows.element_size()
         places = [*(part.data_ptr() for part in self.codes), *self.row_places]
         steps = [step * size for step in rows.stride()[:3]] + [*codes.stride()[:3]]
         if any(step % 16 for step in steps) or any(place % 16 for place in places):
-            raise ValueError(f"pages: got strides {steps} bytes, allowed are multiples of 16")
+            raise ValueError(
+                f"pages: got strides of {steps} bytes; addresses and strides must be multiples "
+                "of 16 bytes"
+            )
 
     @property
     def tokens(self) -> int:
-        """Tokens of a page."""
+        """Number of tokens per page."""
         return self.rows[0].shape[2]
 
     @property
     def row_places(self) -> Sequence[int]:
-        """Address of each layer's rows for kernels."""
+        """Address of each layer's rows, as kernels use it."""
         return [rows.data_ptr() for rows in self.rows] if self.places is None else self.places
 
     @cached_property
     def bases(self) -> Tensor:
-        """Addresses of codes and rows, int64 `[layers, 2]` on the device."""
+        """Addresses of the codes and of the rows of each layer, int64 `[layers, 2]` on the device.
+        Addresses of the codes and of the rows of each layer, int64 `[layers, 2]` on the device."""
         pairs = zip(self.codes, self.row_places, strict=True)
         places = [[codes.data_ptr(), rows] for codes, rows in pairs]
         return torch.tensor(places, dtype=torch.int64, device=self.codes[0].device)
 
     @cached_property
     def strides(self) -> dict[str, int]:
-        """Strides in bytes, under the names of the kernels' parameters."""
+        """Strides of codes and rows in bytes, by the names of the kernels' parameters."""
         codes, rows = self.codes[0], self.rows[0]
         size, part = rows.element_size(), codes.stride(2) if codes.shape[2] > 1 else 0
         return dict(

@@ -1,11 +1,12 @@
 """Cache on the device of rows that were recently fetched from the host.
 
-Each KV head has a table of slots in sets of 4. A hash of the token id selects the set. A selected
-row that is in its set is read from the cache. Otherwise it is fetched from the host and replaces
-the least recently used row of the set, unless all four are used in the same step. Rows of a step
-are looked up in parallel, so a row may be replaced by another one before it is found. It is then
-fetched (kernels/common/row_cache.cuh). The kernel `attend` looks up, reads and fills the cache
-(kernels/step/attend.cu). All tensors stay at fixed addresses.
+Each KV head has a table of slots in sets of 4. A hash of a row's token id selects the set. If the
+set contains the row, attention reads it from the cache. Otherwise it is fetched from the host and
+replaces the least recently used row of the set, unless all four slots are used in the same decode
+step. All rows of a step are looked up in parallel, so one row may replace another that is needed in
+the same step. The replaced row is then fetched from the host (kernels/common/row_cache.cuh). The
+kernel `attend` looks up, reads and fills the cache (kernels/step/attend.cu). All tensors stay at
+fixed addresses.
 """
 
 from __future__ import annotations
@@ -27,9 +28,10 @@ class RowCache:
         groups: Number of groups: sequences times KV heads.
         row_bytes: Bytes of a row.
         device: Device of the cache.
-        capacity: Slots per group, a power of two from 4. Raises ValueError for another number.
-        clock: Number of steps so far, int32 `[1]`, if several caches share this number, which their
-            owner updates (`steps.paged`). By default each group has its own.
+        capacity: Slots per group, a power of two and at least 4. Raises ValueError for another
+        number. clock: Number of decode steps so far, int32 `[1]`, if several caches share this
+        counter and their owner updates it (`steps.paged`). By default each group counts its own
+        steps.
 
     Attributes:
         tags: Token id in each slot, int32 `[groups, capacity]`, -1 for none.
@@ -51,7 +53,9 @@ class RowCache:
         clock: Tensor | None = None,
     ) -> None:
         if check.at_least("capacity", capacity, WAYS) & (capacity - 1):
-            raise ValueError(f"capacity: got {capacity}, allowed is a power of two from {WAYS}")
+            raise ValueError(
+                f"capacity: got {capacity}, allowed is a power of two, at least {WAYS}"
+            )
         self.capacity, self.row_bytes = capacity, row_bytes
 
         def ints(*shape: int) -> Tensor:
@@ -63,21 +67,22 @@ class RowCache:
         self.data = torch.empty((groups, capacity, row_bytes), dtype=torch.uint8, device=device)
 
     def forget(self, groups: slice = slice(None)) -> None:
-        """Empty the cache of some groups, because their token ids may now stand for other rows.
-        Does not wait."""
+        """Remove all rows of some groups, because their token ids may now mean other rows. The host
+        does not wait for the device."""
         self.tags[groups].fill_(-1)
 
     def hit_rate(self) -> float:
-        """Return the fraction of looked-up rows that were found. Waits for the device."""
+        """Return the fraction of looked-up rows that the cache contained. Waits for the device."""
         looked_up, found = self.use()
         return found / looked_up if looked_up else 0.0
 
     def use(self) -> tuple[int, int]:
-        """Return the numbers of rows that were looked up and found. Waits for the device."""
+        """Return the number of rows that were looked up, and the number that the cache contained.
+        Waits for the device."""
         looked_up, found = self.counts.sum(0).tolist()
         return looked_up, found
 
     def nbytes(self) -> int:
-        """Return the bytes on the device."""
+        """Return the bytes that the cache takes on the device."""
         parts: tuple[Tensor, ...] = (self.tags, self.stamps, self.clocks, self.counts, self.data)
         return sum(part.nbytes for part in parts)

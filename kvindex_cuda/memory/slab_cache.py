@@ -1,8 +1,8 @@
-"""Cache of pinned memory: slabs outlive an index, so that the next prompt need not pin memory.
+"""Cache of pinned memory: memory of a deleted index stays pinned for the index of the next prompt.
 
-Pinning is slow, about 3 GB/s. A freed slab stays pinned in this cache until a slab of the same size
-is needed. `release_pinned` returns the memory to the operating system. A thread can pin memory here
-before the index that needs it has its first token.
+Pinning is slow, about 3 GB/s. A freed slab (a range of memory) stays pinned in this cache until a
+slab of the same size is needed. `release_pinned` returns the memory to the operating system. A
+background thread can pin memory before the index that needs it has its first token.
 """
 
 from __future__ import annotations
@@ -22,11 +22,10 @@ from kvindex_cuda.memory.slab_pool import Allocator, Slab
 
 
 class SlabCache:
-    """Unused slabs of several allocators.
-
-    Unused slabs and slabs in use stay within one budget together. The cache is thread-safe, and may
-    be called in finalizers, which the garbage collector may run wherever a thread makes an object.
-    For that reason, loops iterate over copies of its collections.
+    """Stores unused slabs of several allocators. One budget limits the unused slabs and the slabs
+    in use together. The cache is thread-safe. Finalizers may call it, and the garbage collector may
+    run a finalizer whenever a thread makes an object. For that reason, loops iterate over copies of
+    the cache's collections.
 
     budget: The budget from which slabs in use are taken.
     """
@@ -41,17 +40,18 @@ class SlabCache:
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes of all slabs in the cache."""
+        """Bytes of all unused slabs in the cache."""
         return self._kept
 
     def keep(self, slab: _Lent) -> None:
-        """Store a slab that is no longer used."""
+        """Add a slab that is no longer used to the cache."""
         with self._lock:
             self._slabs[slab.device_address] = slab
             self._kept += slab.nbytes
 
     def take(self, allocator: Allocator, nbytes: int) -> _Lent | None:
-        """Return the newest slab of an allocator with `nbytes` bytes, or None."""
+        """Remove the newest slab of `nbytes` bytes that an allocator made from the cache, and
+        return it; None if there is no such slab."""
         with self._lock:
             for slab in reversed(list(self._slabs.values())):
                 if slab.nbytes == nbytes and slab.owner.allocator is allocator:
@@ -63,10 +63,11 @@ class SlabCache:
         return self._slabs.pop(slab.device_address)
 
     def expect(self, owner: CachingAllocator, nbytes: int, count: int) -> None:
-        """Expect that `count` more slabs will be requested (fewer if `count` is negative).
+        """Announce that `count` more slabs will be requested, or -`count` fewer if `count` is
+        negative.
 
-        A thread pins the slabs that the cache lacks, as long as the budget has room and the machine
-        has memory. Never fails.
+        A background thread pins the slabs that the cache lacks, as long as the budget has room and
+        the machine has memory. This method never fails.
         """
         with self._lock:
             before = self._expected.get((owner, nbytes), 0)
@@ -81,7 +82,6 @@ class SlabCache:
                 self._worker = None
 
     def _pin(self) -> None:
-        """Pin expected slabs, on the worker thread."""
         while (wanted := self._missing()) is not None:
             owner, nbytes = wanted
             try:
@@ -93,8 +93,8 @@ class SlabCache:
             self.keep(_Lent(slab, nbytes, owner))
 
     def _missing(self) -> tuple[CachingAllocator, int] | None:
-        """Return the next slab that is missing and for which there is room; None if the worker is
-        done."""
+        """Return the allocator and size of the next slab to pin, or None if the thread has nothing
+        left to do."""
         with self._lock:
             limit = self._budget.limit_bytes
             room = None if limit is None else limit - self._kept - self._budget.used_bytes
@@ -106,13 +106,14 @@ class SlabCache:
         return None
 
     def make_room(self) -> None:
-        """Free the oldest slabs until the budget has room for all slabs."""
+        """Free the oldest unused slabs until the budget has room for all slabs."""
         limit = self._budget.limit_bytes
         if limit is not None:
             self.release(max(0, limit - self._budget.used_bytes))
 
     def release(self, keep_bytes: int = 0) -> int:
-        """Free the oldest slabs until at most `keep_bytes` are left. Return the bytes freed."""
+        """Free the oldest unused slabs until at most `keep_bytes` bytes are left. Return the number
+        of bytes freed."""
         freed = 0
         while True:
             with self._lock:
@@ -132,18 +133,19 @@ class CachingAllocator:
 
     @property
     def far(self) -> bool:
-        """See `Allocator.far`."""
+        """True if the slabs are in host memory."""
         return self.allocator.far
 
     def expect(self, nbytes: int, count: int) -> None:
-        """See `Foresees.expect`."""
+        """Announce that `count` more slabs of `nbytes` bytes will be requested. Does not wait."""
         self.cache.expect(self, nbytes, count)
 
     def allocate(self, nbytes: int) -> Slab:
-        """Return a slab of `nbytes`, cached or new. Raises the errors of the wrapped allocator.
+        """Return a slab of `nbytes` bytes, cached or new. Raises the errors of the wrapped
+        allocator.
 
-        Cached slabs are freed if a new one would exceed the budget, or if the machine has no memory
-        left.
+        Cached slabs are freed if a new slab would exceed the budget, or if the machine has no
+        memory left.
         """
         kept = self.cache.take(self.allocator, nbytes)
         if kept is not None:
@@ -160,40 +162,40 @@ class CachingAllocator:
 
 @dataclass(frozen=True)
 class _Lent:
-    """A `Slab` that returns to a cache when it is freed."""
+    """A slab that returns to a cache when it is freed."""
 
     slab: Slab
     nbytes: int
     owner: CachingAllocator
 
     def view(self, nbytes: int) -> Tensor:
-        """See `Slab`."""
+        """Return the slab's bytes, uint8 `[nbytes]`."""
         return self.slab.view(nbytes)
 
     @property
     def device_address(self) -> int:
-        """See `Slab`."""
+        """Address of the slab, as kernels use it."""
         return self.slab.device_address
 
     def settle(self) -> None:
-        """See `Slab`."""
+        """Wait for kernels and copies that may use the slab."""
         self.slab.settle()
 
     def free(self) -> None:
-        """Return the slab to the cache, once kernels and copies in flight are done."""
+        """Return the slab to the cache, after kernels and copies that may use it have finished."""
         self.slab.settle()
         self.owner.cache.keep(self)
 
 
 @lru_cache(maxsize=1)
 def shared_cache() -> SlabCache:
-    """Return the process's cache of pinned memory."""
+    """Return the cache of pinned memory that the whole process shares."""
     return SlabCache(shared_budget())
 
 
 @lru_cache
 def pinned(device: torch.device) -> CachingAllocator:
-    """Return the caching allocator of pinned memory for a CUDA device. Raises as
+    """Return the caching allocator of pinned memory for a CUDA device. Raises the errors of
     `PinnedAllocator`."""
     return CachingAllocator(PinnedAllocator(device), shared_cache())
 

@@ -1,7 +1,9 @@
-"""Pool of memory slabs, cut into blocks of equal size. Host memory is pinned one slab in advance.
+"""Pool of memory slabs that are divided into blocks of equal size. Host memory is pinned one slab
+in advance.
 
-One thread uses a pool. Its worker passes slabs through atomic operations of deques, without locks,
-and `close`, which the garbage collector may run anywhere, never waits.
+Only one thread may use a pool. The pool's background thread passes slabs to it through deques,
+whose operations are atomic, so there are no locks. `close` never waits, because a finalizer may
+call it at any time.
 """
 
 from __future__ import annotations
@@ -29,15 +31,15 @@ class Slab(Protocol):
 
     @property
     def device_address(self) -> int:
-        """Address of the slab for kernels."""
+        """Address of the slab, as kernels use it."""
         ...
 
     def settle(self) -> None:
-        """Wait for kernels and copies in flight that may use the slab."""
+        """Wait for kernels and copies that may use the slab."""
         ...
 
     def free(self) -> None:
-        """Free the slab, after `settle`. This is called once, and the slab is not used
+        """Wait for work on the slab, and free it. Callers call this once, and do not use the slab
         afterwards."""
         ...
 
@@ -47,32 +49,33 @@ class Allocator(Protocol):
 
     @property
     def far(self) -> bool:
-        """True for host memory, which a GPU reads over a bus."""
+        """True if slabs are in host memory, which a GPU reads over a bus."""
         ...
 
     def allocate(self, nbytes: int) -> Slab:
-        """Return an uninitialized slab of `nbytes`. May raise any error."""
+        """Return an uninitialized slab of `nbytes` bytes. This may raise any error."""
         ...
 
 
 @runtime_checkable
 class Foresees(Protocol):
-    """An `Allocator` that can prepare slabs in advance."""
+    """An `Allocator` that can allocate slabs in advance."""
 
     def expect(self, nbytes: int, count: int) -> None:
-        """Expect `count` more slabs of `nbytes` (fewer if `count` is negative). Does not wait."""
+        """Announce that `count` more slabs of `nbytes` bytes will be requested, or -`count` fewer
+        if `count` is negative. Does not wait."""
         ...
 
 
 @dataclass(frozen=True)
 class DeviceSlab:
-    """A `Slab` of torch's memory, uint8 `[bytes]`."""
+    """A slab in a torch tensor, uint8 `[bytes]`."""
 
     memory: Tensor
 
     @property
     def device_address(self) -> int:
-        """Address of the slab for kernels."""
+        """Address of the slab, as kernels use it."""
         return self.memory.data_ptr()
 
     def view(self, nbytes: int) -> Tensor:
@@ -80,29 +83,30 @@ class DeviceSlab:
         return self.memory[:nbytes]
 
     def settle(self) -> None:
-        """Wait for kernels and copies in flight."""
+        """Wait for all work on the device."""
         if self.memory.is_cuda:
             torch.cuda.synchronize(self.memory.device)
 
     def free(self) -> None:
-        """Wait for work in flight. Torch reuses the memory once the last view is gone."""
+        """Wait for all work on the device. Torch reuses the memory after the last view of it is
+        deleted."""
         self.settle()
 
 
 @dataclass(frozen=True)
 class DeviceAllocator:
-    """An `Allocator` of memory on a compute device."""
+    """Allocates slabs on a compute device."""
 
     device: torch.device
     far: ClassVar[bool] = False
 
     def allocate(self, nbytes: int) -> DeviceSlab:
-        """Return a slab of `nbytes`. Raises torch.OutOfMemoryError."""
+        """Return a slab of `nbytes` bytes. Raises torch.OutOfMemoryError."""
         return DeviceSlab(torch.empty(nbytes, dtype=torch.uint8, device=self.device))
 
 
 def host_view(address: int, nbytes: int) -> Tensor:
-    """Return host memory as a tensor, uint8 `[nbytes]`."""
+    """Return the host memory at an address as a tensor, uint8 `[nbytes]`."""
     memory = (ctypes.c_uint8 * nbytes).from_address(address)
     return torch.frombuffer(memory, dtype=torch.uint8)
 
@@ -117,17 +121,20 @@ class Tier:
 
 @dataclass(frozen=True)
 class _Held:
-    """A slab, and the tier in which it was allocated."""
+    """An allocated slab and its memory tier."""
 
     slab: Slab
     tier: Tier
 
 
 class Pool:
-    """Blocks of `block_bytes`, numbered from 0. Each stays at its address until `close`.
+    """Memory blocks of `block_bytes` bytes, numbered from 0. A block stays at its address until
+    `close`.
 
-    slab_blocks: Blocks in a slab. tiers: Kinds of memory, in order of preference. A slab is
-    allocated in the first tier with room, and only a failure of the last tier is an error.
+    slab_blocks: Number of blocks in a slab.
+
+    tiers: Kinds of memory, in order of preference. A slab is allocated in the first tier that has
+        room; only a failure of the last tier is an error.
     """
 
     def __init__(self, block_bytes: int, slab_blocks: int, *tiers: Tier) -> None:
@@ -148,16 +155,17 @@ class Pool:
 
     @property
     def mixed(self) -> bool:
-        """True if blocks may be in several kinds of memory."""
+        """True if some blocks may be in device memory and others in host memory."""
         return bool(self._preferred)
 
     @property
     def pinned_bytes(self) -> int:
-        """Bytes of all slabs."""
+        """Bytes of all allocated slabs."""
         return len(self._held) * self._slab_bytes
 
     def view(self, slab: int) -> Tensor:
-        """Return a slab, uint8 `[slab_blocks, block_bytes]`: blocks from `slab · slab_blocks` on.
+        """Return a slab by its number, uint8 `[slab_blocks, block_bytes]`. Its first block has the
+        number `slab · slab_blocks`.
 
         Raises RuntimeError after `close`.
         """
@@ -166,7 +174,7 @@ class Pool:
         return self._views[slab]
 
     def device_address(self, block: int) -> int:
-        """Return the block's address for kernels."""
+        """Return the address of a block, as kernels use it."""
         slab, inside = divmod(block, self.slab_blocks)
         return self._addresses[slab] + inside * self.block_bytes
 
@@ -175,11 +183,12 @@ class Pool:
         return self._far[block // self.slab_blocks]
 
     def take(self, count: int) -> list[int]:
-        """Return the numbers of `count` free blocks, ascending. Allocates slabs if needed.
+        """Return the numbers of `count` free blocks, ascending, and mark them as used. Allocates
+        slabs if needed.
 
-        Raises MemoryError if the budget is exceeded, and MemoryError or RuntimeError if pinning
-        fails here or has failed on the worker. In these cases no block is taken, and new memory is
-        freed.
+        Raises MemoryError if the budget is exceeded, and MemoryError or RuntimeError if memory
+        cannot be pinned, here or on the background thread. In these cases no block is taken, and
+        new memory is freed.
         """
         self._adopt()
         if len(self._free) < count:
@@ -195,10 +204,10 @@ class Pool:
         self._free = sorted(self._free + blocks)
 
     def ahead(self) -> None:
-        """Start allocating a slab on a worker if fewer blocks than a slab's are free and the budget
-        allows it.
+        """Start allocating a slab on a background thread if less than a slab is free and the budget
+        has room.
 
-        Never fails. Does nothing if all slabs are in device memory, which needs no pinning.
+        This never fails. It does nothing if all slabs are in device memory, which needs no pinning.
         """
         if self._worker is not None and self._worker.is_alive():
             return
@@ -219,10 +228,10 @@ class Pool:
             tier.budget.give(self._slab_bytes)
 
     def expect(self, blocks: int) -> None:
-        """Expect that `blocks` blocks will be used in total, so that slabs can be pinned in
+        """Announce that `blocks` blocks will be used in total, so that slabs can be pinned in
         advance.
 
-        Does nothing if blocks may be in several kinds of memory.
+        This does nothing if some blocks may be in device memory and others in host memory.
         """
         slabs = -(-blocks // self.slab_blocks) + 1 - len(self._held) - self._expected
         if slabs > 0 and not self._preferred:
@@ -235,12 +244,13 @@ class Pool:
             allocator.expect(self._slab_bytes, slabs)
 
     def settle(self) -> None:
-        """Wait for the worker."""
+        """Wait for the background thread."""
         if self._worker is not None:
             self._worker.join()
 
     def close(self) -> None:
-        """Free every slab. A slab that the worker is pinning is freed as soon as that is done."""
+        """Free all slabs. A slab that the background thread is pinning is freed as soon as it is
+        pinned."""
         self._closed = True
         self._tell(-self._expected)
         self._drain()
@@ -269,11 +279,12 @@ class Pool:
         self._adopt()
 
     def _with_room(self, *tiers: Tier) -> Tier | None:
-        """Return the first tier with room for a slab, and take the slab's bytes from its budget."""
+        """Return the first tier whose budget has room for a slab, and take the slab's bytes from
+        that budget; None if no budget has room."""
         return next((tier for tier in tiers if tier.budget.try_take(self._slab_bytes)), None)
 
     def _allocated(self, tier: Tier) -> _Held:
-        """Allocate a slab in a tier, whose budget already counts it. If that fails, use the last
+        """Allocate a slab in a tier whose budget already includes it. If that fails, use the last
         tier."""
         try:
             held = _Held(tier.allocator.allocate(self._slab_bytes), tier)
@@ -294,7 +305,6 @@ class Pool:
         return self._allocated(self._last)
 
     def _get(self, tier: Tier) -> None:
-        """Allocate a slab, on the worker thread."""
         try:
             held = self._allocated(tier)
         except Exception as error:
@@ -313,7 +323,7 @@ class Pool:
             raise error
 
     def _adopt(self) -> None:
-        """Add the slabs that the worker has finished."""
+        """Number the blocks of newly allocated slabs, and add them to the free blocks."""
         while self._ready:
             held = self._ready.popleft()
             first = len(self._views) * self.slab_blocks

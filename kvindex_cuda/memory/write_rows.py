@@ -1,4 +1,5 @@
-"""Write a few rows to their blocks with one kernel, without copies or events on the host."""
+"""Write a small number of rows to their blocks with one kernel, without copies or events on the
+host."""
 
 from __future__ import annotations
 
@@ -26,27 +27,32 @@ STRIDES = tuple(f"{part}_{of}" for part in ("one", "other") for of in ("batch", 
 
 
 def write_rows(parts: Sequence[Tensor], table: Tensor, start: int) -> None:
-    """Copy the rows of the tokens from `start` on to their blocks, on the current stream.
+    """Copy the rows of consecutive tokens to their blocks, on the current stream.
 
     Args:
         parts: Encoded rows, or keys and values, `[B, G, N, ...]`, for which `fits` returns True.
         table: Addresses of blocks `[G, 256, row_bytes]`, int64 `[B, S]`, each a multiple of 16.
-        start: Position of the first token.
+        start: Position of the first token in its sequence.
 
     Raises:
-        ValueError: Sizes do not fit, or tokens are beyond the table.
+        ValueError: Shapes do not fit, or the table has no room for the tokens.
     """
     B, G, N, _ = outer = parts[0].shape
     room = of_type("table", table, torch.int64).shape[1] * BLOCK
     if len(table) != B or not 0 <= start <= room - N:
-        got = f"{B} times {N} tokens from {start} on"
-        raise ValueError(f"rows: got {got}, allowed are {len(table)} times {room} in all")
+        got = f"{N} tokens of {B} sequences from position {start} on"
+        raise ValueError(
+            f"rows: got {got}, but the table has room for {room} tokens of {len(table)} sequences"
+        )
     widths, strides = [], []
     for part in parts:
         size = part.element_size()
         if part.shape[:3] != outer[:3] or not fits(part):
             got = f"{part.dtype} {tuple(part.shape)} with strides {part.stride()}"
-            raise ValueError(f"rows: got {got}, allowed are whole pieces of {PIECE} bytes of each")
+            raise ValueError(
+                f"rows: got {got}, allowed are contiguous rows whose address and size are "
+                f"multiples of {PIECE} bytes"
+            )
         widths.append(part.shape[3] * size // PIECE)
         strides += [step * size // PIECE for step in part.stride()[:3]]
     pieces = sum(widths)
@@ -73,12 +79,12 @@ def write_rows(parts: Sequence[Tensor], table: Tensor, start: int) -> None:
 
 
 def load_kernel(device: torch.device) -> None:
-    """Load the kernel on a device in advance."""
+    """Load the kernel on a device before its first launch."""
     load(FILE, "write_rows", device)
 
 
 def fits(part: Tensor) -> bool:
-    """Return True if each row of `[B, G, N, ...]` consists of whole pieces that are aligned to
-    their size."""
+    """Return True if each row of a tensor `[B, G, N, ...]` is contiguous, begins at a multiple of
+    `PIECE` bytes, and has a size that is a multiple of `PIECE` bytes."""
     whole = part.shape[3] * part.element_size() % PIECE == 0
     return whole and part.stride(3) == 1 and wide(part)

@@ -1,8 +1,7 @@
 // Functions that all kernels share: types, conversions, matrix instructions, asynchronous copies, orders of
 // scores, and small reductions. The constants TOKENS (tokens of a block), BINS (bins of a histogram), APART
-// (distance
-// of two counters, in int32), LONGEST (largest norm) and OCTAVES (range of log weights, in powers of two) come from
-// kvindex_cuda/runtime/constants.py. NVRTC compiles this file for a GPU; g++ compiles it with
+// (distance of two counters, in int32), LONGEST (largest norm) and OCTAVES (range of log weights, in powers of two)
+// come from kvindex_cuda/runtime/constants.py. NVRTC compiles this file for a GPU; g++ compiles it with
 // tests/cuda/emulator.h, which defines EMULATED, for tests on a CPU.
 // This file is longer than most: kernels include one header, and functions that are not called cost nothing.
 #pragma once

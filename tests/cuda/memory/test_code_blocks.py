@@ -206,7 +206,7 @@ def test_memory_is_taken_a_quarter_ahead_and_as_it_is_reserved():
 
 def test_too_many_tokens_change_nothing():
     blocks, columns = both(codes(300))
-    with pytest.raises(ValueError, match="max_tokens: got 4300 tokens, allowed are 4096"):
+    with pytest.raises(ValueError, match="max_tokens: got 4300 tokens, allowed are up to 4096"):
         blocks.append(codes(4000))
     assert_same(blocks, columns)
 

@@ -96,7 +96,7 @@ def test_the_budget_is_one_for_all_stores_that_share_it():
     second = settled(append(host_store(allocator, budget=budget), tokens(10)))
     assert budget.used_bytes == 4 * SLAB
     reference = append(TensorStore(GEOMETRY), tokens(10))
-    message = f"needs {SLAB} bytes more, {4 * SLAB} are in use, the limit is {4 * SLAB}"
+    message = f"needs {SLAB} more bytes, but {4 * SLAB} are in use, and the limit is {4 * SLAB}"
     with pytest.raises(MemoryError, match=message):
         append(first, tokens(800, 1))
     assert_same(first, reference)
@@ -125,7 +125,7 @@ def test_reordering_beyond_the_budget_leaves_the_store():
 
 def test_more_tokens_than_the_table_has_room_for_are_refused():
     store = append(host_store(max_tokens=300), tokens(290))
-    with pytest.raises(ValueError, match="max_tokens: got 301 tokens, allowed are 300"):
+    with pytest.raises(ValueError, match="max_tokens: got 301 tokens, allowed are up to 300"):
         append(store, tokens(11))
     assert len(append(store, tokens(10))) == 300
     assert store.table.shape == (2, 2)
@@ -144,7 +144,7 @@ def test_a_first_append_that_failed_may_come_again_in_another_batch():
     store.append(store.join(*tokens(20, batch=1)))
     assert_same(store, append(TensorStore(GEOMETRY), tokens(20, batch=1)), batch=1)
     assert store._pool.pinned_bytes <= 3 * SLAB
-    with pytest.raises(ValueError, match="rows: got a batch of 2, allowed is 1"):
+    with pytest.raises(ValueError, match="rows: got 2 sequences, but the store has 1"):
         append(store, tokens(2))
 
 
