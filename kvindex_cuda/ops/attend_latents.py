@@ -1,4 +1,5 @@
-"""Attention over stored latents (MLA): each row's value is the first coordinates of its key."""
+"""Attention over stored latents (multi-head latent attention). A latent row is a key; its first
+coordinates are also its value."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ WIDEST = 1024
 
 
 class LatentAttention:
-    """The two launches of `attend_latents.cu`, with the buffers between them."""
+    """Runs the two kernels of `attend_latents.cu`, and owns the buffers through which they pass
+    results."""
 
     def __init__(self, geometry: Geometry) -> None:
         self._geometry = geometry
@@ -50,8 +52,8 @@ class LatentAttention:
         overlap: bool = False,
         ragged: bool = False,
     ) -> None:
-        """Attend to the rows of `ids`, and to the rows in the sink and the window (the resident
-        rows). All tensors must be contiguous.
+        """Attend to the rows of `ids` and to the resident rows (those in the sink and the window).
+        All tensors must be contiguous.
 
         Args:
             queries: `[B, H, D]`.
@@ -60,12 +62,10 @@ class LatentAttention:
             found: Number of ids of each group, int32 `[B G]`, or None to use all.
             weights: Log weights of these rows, float32 `[B, H, k]`, `[B G, k]` for all heads of a
                 group, or None.
-            rows: See `State` of a step, also for the next five arguments.
-            row_bytes: See `State`.
-            codec: See `State`.
-            resident: See `State`.
-            resident_mask: See `State`.
-            resident_count: See `State`.
+            rows: See `device_state.State`, also for the next five arguments. row_bytes: See
+            `device_state.State`. codec: See `device_state.State`. resident: See
+            `device_state.State`. resident_mask: See `device_state.State`. resident_count: See
+            `device_state.State`.
             output: Tensor for the result, `[B, H, Dv]`.
             lse: Tensor for the logarithms of sums of exponentials, float32 `[B, H]`.
             far: True if rows are on the host. Then each row is read only once; otherwise, each part
@@ -141,7 +141,7 @@ class LatentAttention:
 
 
 def unserved(geometry: Geometry) -> str | None:
-    """Return why the kernels do not support a geometry of latents, or None if they do."""
+    """Return why the kernels do not support a geometry with latents, or None if they support it."""
     g = geometry
     limits = [
         ("q_heads", g.group_size, g.group_size <= MOST_HEADS, f"up to {MOST_HEADS} a head"),
@@ -153,12 +153,12 @@ def unserved(geometry: Geometry) -> str | None:
 
 
 def _padded(geometry: Geometry) -> int:
-    """Return the query heads of a group, rounded up to 16 times a power of two."""
+    """Return the number of query heads per KV head, rounded up to 16 times a power of two."""
     return 16 << (-(-geometry.group_size // 16) - 1).bit_length()
 
 
 def _shared_bytes(geometry: Geometry, part: int) -> int:
-    """Return the bytes of shared memory, as attend_latents.cu lays it out."""
+    """Return the bytes of dynamic shared memory that attend_latents.cu needs."""
     pitch = -(-geometry.head_dim * geometry.dtype.itemsize // 128) * 128 + 32
     logits = part if geometry.dtype == torch.float32 else MOST_HEADS
     return LATENT_ROWS * pitch + logits * 4 * (LATENT_ROWS + 4) + part * 2 * LATENT_ROWS

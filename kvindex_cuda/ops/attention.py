@@ -1,4 +1,4 @@
-"""Exact softmax attention on the device, by a kernel for one query per head, and by torch for a
+"""Exact softmax attention on the device: with a kernel for one query per head, with torch for
 prefill."""
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def attend(
         softcap: As in `kvindex.ops.attention.attend`.
         bias: float32, broadcast to `[B, H, R]`, which is added to the logits. `-inf` hides a row,
             even one with NaN.
-        return_lse: Whether to return the logarithms, too.
+        return_lse: Whether to also return the log-sum-exp of the logits.
 
     Returns:
         Output `[B, H, Dv]` in the queries' dtype, summed in float32; 0 for a query that sees no
@@ -88,9 +88,9 @@ def attend(
     of_shape("keys", keys, B, G, R, D)
     of_shape("values", values, B, G, R, Dv)
     if H % G:
-        raise ValueError(f"queries: got {H} heads for {G} KV heads, allowed are multiples")
+        raise ValueError(f"queries: got {H} heads, allowed is a multiple of the {G} KV heads")
     if R == 0:
-        raise ValueError("blocks: got no rows at all, allowed is at least one row")
+        raise ValueError("keys: got no rows, allowed is at least one row")
     asked, device, g = queries.dtype, queries.device, H // G
     if asked not in CODES or {keys.dtype, values.dtype} != {asked}:
         queries, keys, values = queries.float(), keys.float(), values.float()
@@ -105,7 +105,10 @@ def attend(
     loads = -(-Dv // (width * lanes))
     heads = max(1, min(g, HEADS, SUMS // (loads * width)))
     if (needed := 4 * (D * heads + WARPS * (Dv + 2))) > SHARED_BYTES:
-        raise ValueError(f"D, Dv: got {D}, {Dv}, for {needed} bytes of {SHARED_BYTES} allowed")
+        raise ValueError(
+            f"D, Dv: got {D}, {Dv}, which need {needed} bytes of shared memory, allowed are up to "
+            f"{SHARED_BYTES}"
+        )
     tiles = -(-g // heads)
     splits = busy(device, B * G * tiles, R, WARPS * (32 // lanes), blocks=2)
     partial = torch.empty((B * G, tiles, splits, heads, Dv + 2), device=device)
@@ -154,10 +157,11 @@ def attend_blocks(
     softcap: float | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attend with `T` queries per head to blocks of rows, with an online softmax: `[B, H, T, Dv]`.
+    """Attend with `T` queries per head to blocks of rows, with an online softmax. Returns `[B, H,
+    T, Dv]`.
 
-    This is the reference implementation, because torch already runs the large products of a prefill
-    on tensor cores. The arguments are those of `kvindex.ops.attention.attend_blocks`.
+    This calls the reference implementation `kvindex.ops.attention.attend_blocks` with the same
+    arguments, because torch already runs the large products of a prefill on tensor cores.
     """
     parts = reference.attend_blocks(queries, blocks, scale=scale, softcap=softcap, return_lse=True)
     return parts if return_lse else parts[0]
@@ -166,9 +170,10 @@ def attend_blocks(
 def attend_causal(
     queries: Tensor, keys: Tensor, values: Tensor, *, scale: float, valid: Tensor | None = None
 ) -> Tensor:
-    """Attend causally from the newest `T` tokens to all `N` rows at once: `[B, H, T, Dv]`.
+    """Attend causally from the newest `T` tokens to all `N` rows in one call. Returns `[B, H, T,
+    Dv]`.
 
-    This is the reference implementation, which calls torch's fused kernel. The arguments are those
-    of `kvindex.ops.attention.attend_causal`.
+    This calls the reference implementation `kvindex.ops.attention.attend_causal` with the same
+    arguments. The reference uses torch's fused kernel.
     """
     return reference.attend_causal(queries, keys, values, scale=scale, valid=valid)

@@ -1,5 +1,5 @@
-"""Coarse stage on the device: histogram, tables and votes. Results equal the reference's bit for
-bit."""
+"""Coarse stage on the device: histogram of centroids, lookup tables and votes. All results equal
+those of the reference (`kvindex.ops.coarse`) bit for bit."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ KB."""
 
 
 def histogram(signs: Tensor, valid: Tensor | None = None) -> Tensor:
-    """Count the keys of each centroid.
+    """Count the keys of each centroid (a sign pattern of 8 coordinates).
 
     Args:
         signs: uint8 `[B, G, N, M]`.
         valid: bool `[B, N]`, or None if all keys are valid.
 
     Returns:
-        int64 `[B, G, M, 256]`.
+        Number of keys, int64 `[B, G, M, 256]`.
     """
     B, G, N, M = signs.shape
     signs = contiguous_rows(of_type("signs", signs, torch.uint8), 2, gcd(M, 16))
@@ -67,11 +67,11 @@ def histogram(signs: Tensor, valid: Tensor | None = None) -> Tensor:
 
 
 def tier_table(queries: Tensor, histogram: Tensor, limits: Tensor) -> Tensor:
-    """Compute the points that each centroid earns.
+    """Compute the points of tiered votes that each centroid earns.
 
-    In each subspace the centroids are ordered by `⟨q̃_b, c⟩`, best first; of equal ones the lower
-    id is first. A centroid earns one point for each tier `t` for which better centroids have fewer
-    than `limits[t]` keys in total.
+    In each subspace, the centroids `c` are ordered by their inner product with the query, `⟨q̃_b,
+    c⟩`, best first; of equal products, the lower centroid is first. A centroid earns one point for
+    each tier `t` if the centroids before it have fewer than `limits[t]` keys in total.
 
     Args:
         queries: Rotated, float32 `[B, G, g, D]`.
@@ -107,11 +107,12 @@ def tier_table(queries: Tensor, histogram: Tensor, limits: Tensor) -> Tensor:
 def dot_table(queries: Tensor, query_max: int) -> Tensor:
     """Compute the inner products of rounded queries with all sign patterns.
 
-    Entry `c` of subspace `b` is `⟨r_b, s_c⟩` with `r` from `rounded` and `s_c = ±1`.
+    Entry `c` of subspace `b` is `⟨r_b, s_c⟩`, where `r` is the query rounded to integers
+    (`kvindex.ops.coarse.rounded`) and `s_c` is sign pattern `c` (coordinates ±1).
 
     Args:
-        queries: As for `rounded`.
-        query_max: As for `rounded`.
+        queries: As for `kvindex.ops.coarse.rounded`. query_max: As for
+        `kvindex.ops.coarse.rounded`.
 
     Returns:
         int16 `[B, G, g, M, 256]`.
@@ -132,7 +133,8 @@ def dot_table(queries: Tensor, query_max: int) -> Tensor:
 def dot_offsets(
     offsets: Tensor, queries: Tensor, query_max: int, weight_scale: Tensor, level: float
 ) -> Tensor:
-    """Compute the term that a block's center `μ` adds to the votes of the block's keys: `⟨q, μ⟩`.
+    """Compute the offset that a block's center `μ` adds to the votes of the block's keys, from `⟨q,
+    μ⟩`.
 
     A vote with factors is an estimate of `⟨q, k - μ⟩`: the sum of `level · w_b ⟨q̃_b, s_c⟩` over
     subspaces (docs/pipeline/coarse.md), on the scale of `rounded` and of `codes.log_factors`. The
@@ -185,10 +187,10 @@ def votes(
     Args:
         signs: uint8 `[B, G, N, M]`.
         table: uint8 or int16 `[B, G, g, M, 256]`.
-        factors: int32 `[B, G, N, M]` to multiply each entry of a key, `[B, G, N, 1]` to multiply
-            their sum, or None.
-        offsets: int32 `[B, G, g, S]`, each added to the votes of `every` successive keys; or None.
-        every: Number of keys to which an offset is added.
+        factors: int32 `[B, G, N, M]` to multiply each table entry of a key, `[B, G, N, 1]` to
+        multiply the sum of a key's entries, or None. offsets: int32 `[B, G, g, S]`, or None. Offset
+        `s` is added to the votes of keys `s · every` to `(s + 1) · every - 1`. every: Number of
+        consecutive keys that have the same offset.
 
     Returns:
         int32 `[B, G, g, N]`.
@@ -196,7 +198,7 @@ def votes(
     B, G, N, M = signs.shape
     g = table.shape[2]
     if not 1 <= M <= LARGEST_M:
-        raise ValueError(f"signs: got {M} subspaces, allowed are 1 to {LARGEST_M}")
+        raise ValueError(f"signs: got M = {M} subspaces, allowed are 1 to {LARGEST_M}")
     signs = contiguous_rows(of_type("signs", signs, torch.uint8), 2, gcd(M, 16))
     of_type("table", table, torch.uint8, torch.int16)
     table = contiguous_rows(of_shape("table", table, B, G, g, M, ENTRIES), 5, 8)
@@ -210,7 +212,9 @@ def votes(
         of_type("offsets", offsets, torch.int32)
         offsets = of_shape("offsets", offsets, B, G, g, segments).contiguous()
         if segments * every < N:
-            raise ValueError(f"offsets: got {segments} for {every} keys each, of {N} keys")
+            raise ValueError(
+                f"offsets: got {segments} offsets for {every} keys each, but there are {N} keys"
+            )
     wide = table.dtype == torch.int16
     words = 2 if wide and M <= 48 else 1  # words of shared memory per entry, 96 KB in total at most
     total = torch.empty((B, G, g, N), dtype=torch.int32, device=signs.device)
@@ -242,8 +246,9 @@ def votes(
 
 
 def _checked(queries: Tensor) -> tuple[int, int, int, int]:
-    """Return `B, G, g, M` of float32 queries `[B, G, g, D]`."""
+    """Return the sizes `B, G, g, M` of queries `[B, G, g, D]`. Raises ValueError for a wrong dtype
+    or dimension."""
     B, G, g, D = of_type("queries", queries, torch.float32).shape
     if D % SUBSPACE:
-        raise ValueError(f"queries: got {D} coordinates, allowed is a multiple of {SUBSPACE}")
+        raise ValueError(f"queries: got D = {D}, allowed is a multiple of {SUBSPACE}")
     return B, G, g, D // SUBSPACE

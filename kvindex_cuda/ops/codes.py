@@ -1,4 +1,4 @@
-"""Sign and magnitude codes of rotated keys on the device (paper, A.2 and A.3)."""
+"""Sign and magnitude codes of rotated keys on the device (ParisKV paper, A.2 and A.3)."""
 
 from __future__ import annotations
 
@@ -54,18 +54,17 @@ MOST_BLOCKS = 2**16
 def encode(
     rotated: Tensor, norms: Tensor, levels: Tensor, block: int = SUBSPACE
 ) -> dict[str, Tensor]:
-    """Encode rotated keys: return `signs`, `magnitudes` and `weights`, as
-    `kvindex.ops.codes.encode`.
+    """Encode rotated keys as `signs`, `magnitudes` and `weights`, like `kvindex.ops.codes.encode`.
 
-    Signs and magnitudes equal the reference's bit for bit. Weights are equal up to the order of
-    summation. Raises ValueError for wrong dtypes or shapes, for a `block` that is not a multiple of
-    8 or does not divide `D`, or for a `D` above 2,048.
+    Signs and magnitudes equal those of the reference bit for bit. Weights may differ by rounding,
+    because sums have another order. Raises ValueError for wrong dtypes or shapes, for a `block`
+    that is not a multiple of 8 or does not divide `D`, or for a `D` above 2,048.
     """
     *outer, D = rotated.shape
     if D % SUBSPACE or D > SUBSPACE * CODES_THREADS or block < 1 or block % SUBSPACE or D % block:
         raise ValueError(
-            f"rotated, block: got D = {D}, {block}, allowed are a D up to "
-            f"{SUBSPACE * CODES_THREADS} and multiples of {SUBSPACE} that divide it"
+            f"rotated, block: got D = {D} and block = {block}; D must be a multiple of block and "
+            f"at most {SUBSPACE * CODES_THREADS}, block a multiple of {SUBSPACE}"
         )
     given = of_type("rotated", rotated, torch.float32).contiguous()
     sizes = of_shape("norms", of_type("norms", norms, torch.float32), *outer).contiguous()
@@ -96,7 +95,7 @@ def encode(
 
 
 def log_codes(weights: Tensor, bits: int) -> Tensor:
-    """Return logarithmic codes of float32 weights, int32 of `bits` bits.
+    """Return the logarithms of float32 weights as integers with `bits` bits, int32.
 
     Like `kvindex.ops.codes.log_codes`, this computes the logarithm in double precision.
     """
@@ -107,7 +106,7 @@ def log_codes(weights: Tensor, bits: int) -> Tensor:
 
 
 def log_weights(codes: Tensor, bits: int) -> Tensor:
-    """Convert int32 codes of `log_codes` back to float32 weights."""
+    """Convert the results of `log_codes` back to float32 weights."""
     given = of_type("codes", codes, torch.int32).contiguous()
     weights = torch.empty(codes.shape, dtype=torch.float32, device=codes.device)
     _on_scale("log_weights", bits, codes=given, weights=weights)
@@ -115,8 +114,7 @@ def log_weights(codes: Tensor, bits: int) -> Tensor:
 
 
 def _on_scale(kernel: str, bits: int, *, weights: Tensor, codes: Tensor) -> None:
-    """Launch a kernel that converts weights to codes, or back. Raises ValueError for a wrong number
-    of bits."""
+    """Launch `log_codes` or `log_weights`. Raises ValueError unless `bits` is from 1 to 16."""
     if not 1 <= bits <= 16:
         raise ValueError(f"bits: got {bits}, allowed are 1 to 16")
     count = codes.numel()
@@ -134,6 +132,7 @@ def _bits_of(levels: Tensor) -> int:
     bits = count.bit_length() - 1
     if levels.ndim != 1 or bits > MOST_BITS or count != 2**bits:
         raise ValueError(
-            f"levels: got shape {tuple(levels.shape)}, allowed are 2^bits for 0 to {MOST_BITS} bits"
+            f"levels: got shape {tuple(levels.shape)}, allowed is [2^bits] with 0 to {MOST_BITS} "
+            "bits"
         )
     return bits

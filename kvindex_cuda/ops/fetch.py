@@ -1,4 +1,4 @@
-"""Gather rows by token id on the device (paper, B.3)."""
+"""Gather rows by token id on the device (ParisKV paper, B.3)."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def gather_rows(table: Tensor, ids: Tensor) -> Tensor:
         ids: int64 `[B, G, K]`.
 
     Returns:
-        Rows `[B, G, K, ...]`. They are zeros for ids that are negative, or `N` or more: the host
-        does not wait for the device to check ids.
+        Rows `[B, G, K, ...]`. An id below 0 or from `N` on gives zeros rather than an error,
+        because checking ids would make the host wait for the device.
     """
     B, G, N = table.shape[:3]
     K = ids.shape[-1]
@@ -71,8 +71,7 @@ def gather_blocks(
 
     Args:
         table: Addresses of blocks `[G, 256, row_bytes]`, int64 `[B, S]`, each a multiple of 16.
-        ids: int64 `[B, G, K]`. The result is zeros for ids below 0, and for ids of `tokens` or
-            more.
+        ids: int64 `[B, G, K]`. An id below 0 or from `tokens` on gives a row of zeros.
         tokens: Number of tokens in the store.
         kv_heads: KV heads, `G`.
         row_bytes: Bytes of a row, a multiple of 16.

@@ -17,10 +17,13 @@ FILE, THREADS = "ops/messages.cu", 256
 
 
 def pack(own: Attended, *, seen: bool, take: bool = False) -> Tensor:
-    """See `kvindex.ops.messages.pack`. With `take`, the count must be contiguous."""
+    """Pack a rank's attention results into one message with a kernel (`kvindex.ops.messages.pack`).
+
+    With `take`, the count must be contiguous.
+    """
     found = of_type("found", own.found, torch.int32, torch.int64)
     if take and not found.is_contiguous():
-        raise ValueError(f"found: got strides {found.stride()}, allowed is contiguous")
+        raise ValueError(f"found: got strides {found.stride()}, allowed is a contiguous tensor")
     message = empty_message(own)
     to = message_parts(message[None], own)
     launch(
@@ -46,10 +49,13 @@ def pack(own: Attended, *, seen: bool, take: bool = False) -> Tensor:
 
 
 def merge_messages(messages: Tensor, like: Attended, *, total: Tensor | None = None) -> Attended:
-    """See `kvindex.ops.messages.merge_messages`. Terms are added in the order of ranks."""
+    """Merge the attention of all ranks from their messages, added up in the order of ranks.
+
+    The arguments are those of `kvindex.ops.messages.merge_messages`.
+    """
     parts = message_parts(messages, like)
     if total is not None and not of_type("total", total, torch.int64).is_contiguous():
-        raise ValueError(f"total: got strides {total.stride()}, allowed is contiguous")
+        raise ValueError(f"total: got strides {total.stride()}, allowed is a contiguous tensor")
     output, lse, found = (
         torch.empty(part.shape[1:], dtype=part.dtype, device=part.device)
         for part in (parts.output, parts.lse, parts.found)

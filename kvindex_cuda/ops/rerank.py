@@ -1,4 +1,5 @@
-"""Reranking on the device: inner products estimated from codes (paper, B.2.2, equation 10)."""
+"""Reranking on the device: estimates of inner products from codes (ParisKV paper, B.2.2, equation
+10)."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ shared memory."""
 def estimate(
     queries: Tensor, signs: Tensor, magnitudes: Tensor, weights: Tensor, levels: Tensor
 ) -> Tensor:
-    """Estimate inner products of keys and queries: `⟨k, q⟩ ≈ ‖q‖ Σ_b w_b ⟨v_b, q̃_b⟩` (10).
+    """Estimate inner products of keys and queries: `⟨k, q⟩ ≈ ‖q‖ Σ_b w_b ⟨v_b, q̃_b⟩` (equation
+    10).
 
     Args:
         queries: Rotated, with their norms, float32 `[B, G, g, D]`.
@@ -47,9 +49,10 @@ def errors(
     levels: Tensor,
     tangent: float,
 ) -> Tensor:
-    """Compute the standard deviations of the results of `estimate`, float32 `[B, G, g, C]`.
+    """Compute the standard deviation of each result of `estimate`, float32 `[B, G, g, C]`.
 
-    The arguments are those of `estimate`, and `tangent`: the mean of `tan² θ` (`codes.tangent`).
+    The arguments are those of `estimate`, and `tangent`: the mean of `tan² θ`, where `θ` is the
+    angle between a key and its code (`kvindex.ops.codes.tangent`).
     """
     block = queries.shape[-1] // weights.shape[-1]
     scale = dict(share=1 + tangent, spread=tangent / (block - 1))
@@ -68,11 +71,11 @@ def _run(
     B, G, g, D = of_type("queries", queries, torch.float32).shape
     C, bits, W = signs.shape[2], magnitudes.shape[3], weights.shape[-1]
     if D % 8 or not 8 <= D <= LARGEST_D:
-        raise ValueError(f"queries: got {D} coordinates, allowed are multiples of 8 to {LARGEST_D}")
+        raise ValueError(f"queries: got D = {D}, allowed are multiples of 8 up to {LARGEST_D}")
     if bits > 7:
         raise ValueError(f"magnitudes: got {bits} bits, allowed are 0 to 7")
     if W == 0 or D % W:
-        raise ValueError(f"weights: got {W} for {D} coordinates, allowed is what divides them")
+        raise ValueError(f"weights: got {W} weights per key, allowed is a divisor of D = {D}")
     of_shape("signs", of_type("signs", signs, torch.uint8), B, G, C, D // 8)
     of_type("magnitudes", magnitudes, torch.uint8)
     of_shape("magnitudes", magnitudes, B, G, C, bits, D // 8)

@@ -15,12 +15,13 @@ MOST = 2**14
 
 
 def sample(logits: Tensor, ids: Tensor, k: int, sampled: int) -> tuple[Tensor, Tensor]:
-    """Choose the rows to read: the best `k - sampled` of `P` rows, and `sampled` of the others.
+    """Choose the rows to read: the best `k - sampled` of `P` rows, and `sampled` random rows of the
+    others.
 
     Sampling is systematic in the order of ids, and each of the other rows has a known probability
-    `π`. The results equal the reference's, unless float64 rounding decides: if a sum of
-    probabilities is within rounding of half an odd number, or a probability is within rounding of
-    the middle between two float32 numbers.
+    `π`. The results equal those of the reference, except where float64 rounding decides: a sum of
+    probabilities very close to half an odd number, or a probability very close to the middle
+    between two float32 numbers.
 
     Args:
         logits: float32 `[B, G, P]`, descending, `-inf` for an unused slot.

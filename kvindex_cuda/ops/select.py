@@ -79,10 +79,11 @@ def top_k(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def candidates(votes: Tensor, limits: Tensor, valid: Tensor | None = None) -> Tensor:
-    """Return the ids that at least one query head of a group selects, in ascending order.
+    """Return the ids of the keys that at least one query head of a group selects, in ascending
+    order.
 
-    Each head selects its `limits[b]` keys with the most votes; of equal votes, the lower id. The
-    host waits for the device to learn `C`.
+    Each head selects the `limits[b]` keys with the most votes. Of keys with equal votes, it selects
+    those with the lower ids. The host waits for the device to learn the size `C` of the result.
 
     Args:
         votes: int32 `[B, G, g, N]`.
@@ -129,7 +130,8 @@ def candidates(votes: Tensor, limits: Tensor, valid: Tensor | None = None) -> Te
 def compact(chosen: Tensor) -> Tensor:
     """Return the positions of True entries, in ascending order.
 
-    The host waits for the device to learn `C`, the largest number of True entries in a row.
+    The host waits for the device to learn `C`, the largest number of True entries in one row of
+    `chosen`.
 
     Args:
         chosen: bool `[..., N]`.
@@ -164,10 +166,11 @@ def compact(chosen: Tensor) -> Tensor:
 def _cut(
     scores: Tensor, *, k: int = 0, limits: Tensor | None = None, valid: Tensor | None = None
 ) -> Tensor:
-    """Find the lowest score to select in each row of `[R, N]`, as `Row` structs, int64 `[R, 2]`.
+    """Find the lowest score to select in each matrix row of `scores` `[R, N]`. Returns a `Row`
+    struct of select.cu for each matrix row, int64 `[R, 2]`.
 
-    Without limits, `k` float32 scores of each row are selected. With limits, `limits[b]` int32
-    scores of each row of sequence `b`.
+    Without limits, `k` float32 scores are selected in each matrix row. With limits, `limits[b]`
+    int32 scores are selected in each matrix row of sequence `b`.
     """
     (R, N), device = scores.shape, scores.device
     bits, each = _bits(N), R if limits is None else R // len(limits)
@@ -198,14 +201,14 @@ def _cut(
 
 
 def _marks(rows: int, entries: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Allocate a bit per entry and a count per tile, int32."""
+    """Allocate one bit per entry and one count per tile of entries, both as int32 tensors."""
     tiles = -(-entries // TILE)
     words = torch.empty((rows, tiles, TILE // 32), dtype=torch.int32, device=device)
     return words, torch.empty((rows, tiles), dtype=torch.int32, device=device)
 
 
 def _placed(words: Tensor, counts: Tensor) -> Tensor:
-    """Return the positions of set bits, int64 `[R, C]`, padded with -1."""
+    """Return the positions of the set bits of each matrix row, int64 `[R, C]`, padded with -1."""
     ends = counts.cumsum(-1, dtype=torch.int64)
     width = int(ends[:, -1].max())
     ids = torch.full((len(ends), width), UNUSED, device=words.device)
@@ -216,13 +219,12 @@ def _placed(words: Tensor, counts: Tensor) -> Tensor:
 
 
 def _entries(name: str, tensor: Tensor) -> int:
-    """Return `N` of a tensor `[..., N]`. Raises ValueError for more entries than kernels
-    support."""
+    """Return the size `N` of a tensor `[..., N]`. Raises ValueError if the kernels do not support
+    so many entries."""
     if (N := tensor.shape[-1]) > MOST:
         raise ValueError(f"{name}: got {N} entries, allowed are up to {MOST}")
     return N
 
 
 def _bits(entries: int) -> int:
-    """Return the number of bits that a position among `entries` needs."""
     return (entries - 1).bit_length()

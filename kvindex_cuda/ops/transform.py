@@ -1,4 +1,4 @@
-"""Normalize and rotate vectors on the device (paper, A.1): `k̃ = R k/‖k‖`."""
+"""Normalize and rotate vectors on the device (ParisKV paper, A.1): `k̃ = R k/‖k‖`."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ WARPS = 8
 
 
 def normalize(vectors: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute directions, float32 `[..., D]`, and norms, float32 `[...]`, of vectors `[..., D]`.
+    """Return the directions, float32 `[..., D]`, and the norms, float32 `[...]`, of vectors `[...,
+    D]`.
 
-    Like `kvindex.ops.transform.normalize`, but squares are summed in double precision and in
+    Unlike `kvindex.ops.transform.normalize`, the kernel sums squares in double precision and in
     another order. Raises ValueError for a dtype other than float32, float16 and bfloat16.
     """
     given, shape = _outer(vectors)
@@ -44,7 +45,8 @@ def normalize(vectors: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def rotate(vectors: Tensor, matrix: Tensor) -> Tensor:
-    """Compute `R x` for each vector, float32 `[..., D]`. matrix: `R`, float32 `[D, D]`."""
+    """Return `R x` for each vector `x`, float32 `[..., D]`. matrix: The matrix `R`, float32 `[D,
+    D]`."""
     given, shape = _outer(vectors)
     D = vectors.shape[-1]
     of_shape("matrix", of_type("matrix", matrix, torch.float32), D, D)
@@ -69,9 +71,10 @@ def rotate(vectors: Tensor, matrix: Tensor) -> Tensor:
 
 
 def _outer(vectors: Tensor) -> tuple[Tensor, dict[str, int]]:
-    """Return vectors as `[A, B, C, D]`, and the kernels' arguments for sizes and strides.
+    """Return vectors as a tensor `[A, B, C, D]`, and the kernels' arguments for its sizes and
+    strides.
 
-    The vectors are copied if strides do not allow a view of this shape.
+    The vectors are copied if their strides do not allow a view of this shape.
     """
     given = contiguous_rows(of_type("vectors", vectors, *CODES), 1)
     while given.ndim < 4:

@@ -93,9 +93,9 @@ def test_a_store_keeps_few_rows_by_it_and_others_by_copies(device, value_dim, ro
             0,
             r"rows: got torch.uint8 \(2, 3, 4, 24\) with strides .*16 bytes",
         ),
-        ((B, G, 4, 16), (B, 3), 765, "rows: got 2 times 4 tokens from 765 on, allowed are 2 times"),
-        ((B, G, 4, 16), (B, 3), -1, "from -1 on"),
-        ((B, G, 4, 16), (1, 3), 0, "allowed are 1 times 768"),
+        ((B, G, 4, 16), (B, 3), 765, "rows: got 4 tokens of 2 sequences from position 765 on, but"),
+        ((B, G, 4, 16), (B, 3), -1, "from position -1 on"),
+        ((B, G, 4, 16), (1, 3), 0, "has room for 768 tokens of 1 sequences"),
     ],
     ids=str,
 )
