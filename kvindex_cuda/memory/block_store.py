@@ -390,8 +390,8 @@ class BlockStore(Restorable):
             yield start, self.gather(ids.expand(shape))
 
     def truncate(self, length: int) -> None:
-        """Remove all rows after the first `length` tokens. Their blocks stay allocated for reuse.
-        Remove all rows after the first `length` tokens. Their blocks stay allocated for reuse."""
+        """Remove all rows after the first `length` tokens. Their blocks stay allocated for
+        reuse."""
         self._length, self._written = min(self._length, length), None
 
     def reordered(self, batch_indices: Tensor) -> BlockStore:
@@ -476,8 +476,8 @@ class BlockStore(Restorable):
         return self._table.memory()
 
     def rows_by_place(self) -> dict[str, int]:
-        """Return the number of rows on the `device` and on the `host`, for all heads and sequences.
-        Return the number of rows on the `device` and on the `host`, for all heads and sequences."""
+        """Return the number of rows on the `device` and on the `host`, for all heads and
+        sequences."""
         g, rows = self._geometry, self._table.batch * self._length
         if self._pool.mixed:
             near = self._table.tokens_near(self._length)
@@ -500,8 +500,8 @@ def _in_blocks(part: Tensor) -> Tensor:
 
 
 def _count(rows: dict[str, Tensor], upto: str = "values") -> int:
-    """Count the tokens in a result of `join`: in all its parts, or in those before the part `upto`.
-    Count the tokens in a result of `join`: in all its parts, or in those before the part `upto`."""
+    """Count the tokens in a result of `join`: in all its parts, or in those before the part
+    `upto`."""
     count = 0
     for name, part in rows.items():
         if name == upto:

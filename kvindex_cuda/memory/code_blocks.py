@@ -262,8 +262,8 @@ class CodeBlocks(Restorable):
         self._written = None  # a failed call may write to the same blocks
 
     def truncate(self, length: int) -> None:
-        """Remove all codes after the first `length` tokens. Their blocks stay allocated for reuse.
-        Remove all codes after the first `length` tokens. Their blocks stay allocated for reuse."""
+        """Remove all codes after the first `length` tokens. Their blocks stay allocated for
+        reuse."""
         self._length, self._written = min(self._length, length // self._unit * self._unit), None
 
     def reordered(self, batch_indices: Tensor) -> CodeBlocks:
@@ -356,8 +356,8 @@ class CodeBlocks(Restorable):
                 given = given[run.blocks :]
 
     def _runs(self, row: int, block: int, count: int) -> Iterator[Run]:
-        """Yield the runs that contain `count` blocks of a sequence, from block number `block` on.
-        Yield the runs that contain `count` blocks of a sequence, from block number `block` on."""
+        """Yield the runs that contain `count` blocks of a sequence, from block number `block`
+        on."""
         for run in self._held[row]:
             some = min(run.blocks - block, count)
             if some > 0:
@@ -366,8 +366,8 @@ class CodeBlocks(Restorable):
             block -= run.blocks
 
     def _fields(self, run: Run) -> dict[str, Tensor]:
-        """Return the fields of a run of blocks as views, `[count, G, 256, ...]` (`Layout.views`).
-        Return the fields of a run of blocks as views, `[count, G, 256, ...]` (`Layout.views`)."""
+        """Return the fields of a run of blocks as views, `[count, G, 256, ...]`
+        (`Layout.views`)."""
         return self.layout.views(self._slabs[run.slab][run.first : run.first + run.blocks])
 
     def _name(self, row: int, block: int, run: Run) -> None:

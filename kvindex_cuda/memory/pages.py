@@ -87,8 +87,8 @@ class Pages:
 
     @cached_property
     def bases(self) -> Tensor:
-        """Addresses of the codes and of the rows of each layer, int64 `[layers, 2]` on the device.
-        Addresses of the codes and of the rows of each layer, int64 `[layers, 2]` on the device."""
+        """Addresses of the codes and of the rows of each layer, int64 `[layers, 2]` on the
+        device."""
         pairs = zip(self.codes, self.row_places, strict=True)
         places = [[codes.data_ptr(), rows] for codes, rows in pairs]
         return torch.tensor(places, dtype=torch.int64, device=self.codes[0].device)

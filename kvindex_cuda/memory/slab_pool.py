@@ -131,10 +131,11 @@ class Pool:
     """Memory blocks of `block_bytes` bytes, numbered from 0. A block stays at its address until
     `close`.
 
-    slab_blocks: Number of blocks in a slab.
-
-    tiers: Kinds of memory, in order of preference. A slab is allocated in the first tier that has
-        room; only a failure of the last tier is an error.
+    Args:
+        block_bytes: Bytes of a block.
+        slab_blocks: Number of blocks in a slab.
+        *tiers: Kinds of memory, in order of preference. A slab is allocated in the first tier that
+            has room; only a failure of the last tier is an error.
     """
 
     def __init__(self, block_bytes: int, slab_blocks: int, *tiers: Tier) -> None:

@@ -1,4 +1,4 @@
-"""The state of a layer that decode steps read, on the device at fixed addresses."""
+"""Device tensors that the decode steps of a layer read, at addresses that do not change."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class State:
     page_head_bytes: int | None = None
     segments: Tensor | None = None
 
-    # Properties named as kernels' parameters, for `runtime.resolve`
+    # These properties have the names of kernels' parameters, by which `runtime.resolve` finds them.
 
     @property
     def row(self) -> int:
@@ -107,51 +107,53 @@ class State:
 
     @property
     def rows_head_bytes(self) -> int:
-        """Bytes from a KV head's rows of a block to the next head's."""
+        """Distance in bytes between the rows of two KV heads in a block."""
         return self.page_head_bytes or BLOCK * self.row_bytes
 
     @property
     def sink_rows(self) -> int:
-        """Number of first tokens of a sequence that are resident; 0 if there are no engine's
-        pages."""
+        """Number of first tokens of each sequence that are resident, for an engine's pages;
+        otherwise 0."""
         return self.sink or 0
 
     @property
     def cached(self) -> int:
-        """Slots of the row cache per group; 0 without a cache."""
+        """Number of slots per group in the row cache, or 0 without a cache."""
         return self.cache.capacity if self.cache else 0
 
     @property
     def cached_rows(self) -> Tensor | None:
-        """Rows in the cache."""
+        """The rows in the row cache, or None without a cache."""
         return self.cache.data if self.cache else None
 
     @property
     def tags(self) -> Tensor | None:
-        """Token id in each slot of the cache."""
+        """Token id in each slot of the row cache, or None without a cache."""
         return self.cache.tags if self.cache else None
 
     @property
     def stamps(self) -> Tensor | None:
-        """When each slot of the cache was last used."""
+        """The step that last used each slot of the row cache, or None without a cache
+        (`RowCache.stamps`)."""
         return self.cache.stamps if self.cache else None
 
     @property
     def clocks(self) -> Tensor | None:
-        """Number of steps that the cache has served."""
+        """Number of decode steps that have used the row cache, or None without a cache."""
         return self.cache.clocks if self.cache else None
 
     @property
     def lookups(self) -> Tensor | None:
-        """The numbers of rows that were looked up in the cache and found there."""
+        """How many rows were looked up in the row cache, and how many of them it contained."""
         return self.cache.counts if self.cache else None
 
 
 def opened(geometry: Geometry, table: Tensor, contents: Contents) -> State:
-    """Return an empty state for a table of blocks of codes, int64 `[B, S]`.
+    """Return the state of an empty layer. `table` has the addresses of blocks of codes, int64 `[B,
+    S]`.
 
-    contents: The index's contents. If its statistics include a histogram (tiered votes) or a
-    regression, the state has room for it.
+    contents: Contents of the index. If they include a histogram (tiered votes) or a regression, the
+        state gets tensors for them.
     """
     histogram = contents.statistics.get("histogram")
     regression = None if contents.regression is None else contents.regression()
@@ -181,7 +183,7 @@ def opened(geometry: Geometry, table: Tensor, contents: Contents) -> State:
 
 
 def put(target: Tensor, values: Sequence[int]) -> None:
-    """Copy one number for each sequence to `target` `[B]`, without waiting for its device."""
+    """Copy one number per sequence to `target` `[B]`, without waiting for the device."""
     if len(set(values)) == 1:
         target.fill_(values[0])  # for equal numbers, no pinned memory is needed
         return
@@ -192,14 +194,16 @@ def put(target: Tensor, values: Sequence[int]) -> None:
 
 
 def put_valid(state: State, valid: Tensor, first: int, last: int) -> None:
-    """Write which tokens are valid, bool `[B, N]`, for the blocks from `first` to `last`."""
+    """Copy the flags of valid tokens, bool `[B, N]`, to the state, for blocks `first` to `last -
+    1`."""
     state.valid[:, first:last].copy_(words_of(valid[:, first * BLOCK :], last - first))
 
 
 def put_tiers(state: State, histogram: Tensor, bounds: Sequence[Sequence[int]]) -> None:
-    """Write the number of keys per centroid, and the number of keys that limits each tier."""
+    """Copy the number of keys per centroid, and the number of keys that limits each tier, to the
+    state."""
     if state.histogram is None or state.tiers is None:
-        raise ValueError("histogram: got one for a state without tiers, allowed is none")
+        raise ValueError("histogram: got a tensor, but this state has no fields for tiered votes")
     state.histogram.copy_(histogram)
     for tier, keys in enumerate(zip(*bounds, strict=True)):
         put(state.tiers[:, tier], keys)

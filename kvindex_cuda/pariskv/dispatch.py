@@ -1,4 +1,4 @@
-"""Choose the kind of fused step for a configuration of ParisKV, or report why no kind supports
+"""Choose the kind of fused decode step for a ParisKV configuration, or report why none supports
 it."""
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ dimension."""
 
 
 def kind_of(config: ParisKVConfig, geometry: Geometry) -> str | None:
-    """Return the kind of step for a ParisKV index, or None if it runs one operation at a time (see
-    `refusal`)."""
+    """Return the kind of fused decode step for a ParisKV index, or None if no kind supports the
+    index (`refusal` returns why)."""
     if refusal(config, geometry) is not None:
         return None
     kind = next(kind for kind in OPTIONS if not _unlike(config, kind))
@@ -64,12 +64,14 @@ def kind_of(config: ParisKVConfig, geometry: Geometry) -> str | None:
 
 
 def _most_heads(geometry: Geometry) -> int:
-    """Return the largest number of query heads per KV head for steps other than `latents`."""
+    """Return the largest number of query heads per KV head that decode steps other than `latents`
+    support."""
     return MOST_HEADS if geometry.head_dim <= WIDEST else TILE
 
 
 def refusal(config: ParisKVConfig, geometry: Geometry) -> str | None:
-    """Return why no fused step supports a ParisKV index (the first unsupported option), or None."""
+    """Return the first option of a ParisKV index that no fused decode step supports, with what is
+    allowed, or None if a step supports the index."""
     kind = min(OPTIONS, key=lambda kind: len(_unlike(config, kind)))
     for name in _unlike(config, kind):
         return _said(name, getattr(config, name), f"{OPTIONS[kind][name]!r} for {kind!r}")
@@ -98,7 +100,8 @@ def refusal(config: ParisKVConfig, geometry: Geometry) -> str | None:
 
 
 def _unlike(config: ParisKVConfig, kind: str) -> list[str]:
-    """Return the options of a configuration that differ from those that a kind requires."""
+    """Return the names of the options whose values differ from those that a kind of step
+    requires."""
     return [name for name, value in OPTIONS[kind].items() if getattr(config, name) != value]
 
 
@@ -109,8 +112,8 @@ def _said(name: str, got: object, allowed: str) -> str:
 def unreadable(rows: object, geometry: Geometry) -> str | None:
     """Return why kernels cannot attend to the rows of a store, or None if they can.
 
-    Kernels read pages of 256 tokens, `[G, 256, row_bytes]`, and read 8 elements of a row at a time,
-    of one or two bytes each. Latents have separate kernels (`ops.attend_latents`).
+    Kernels read pages of 256 tokens, `[G, 256, row_bytes]`, and 8 elements of a row at a time.
+    Latents have separate kernels (`ops.attend_latents`).
     """
     if geometry.value_in_key and (why := unserved(geometry)):
         return why
@@ -128,13 +131,13 @@ def unreadable(rows: object, geometry: Geometry) -> str | None:
 
 
 def layout_of(config: ParisKVConfig, geometry: Geometry) -> Layout:
-    """Return the layout of an index's codes."""
+    """Return the layout of a ParisKV index's codes."""
     layout = SubspaceLayout if config.block == "subspace" else Layout
     return layout(geometry.head_dim, config.magnitude_bits)
 
 
 def options_of(kind: str, config: ParisKVConfig) -> dict[str, Any]:
-    """Return the options of a step of a kind for a `ParisKVConfig`."""
+    """Return the constructor options of a kind of step that follow from a `ParisKVConfig`."""
     options = dict(seed=config.seed, policy=config.group)
     if kind != "tiered_votes":
         options |= dict(query_max=config.query_max, centered=bool(config.center))
@@ -144,6 +147,6 @@ def options_of(kind: str, config: ParisKVConfig) -> dict[str, Any]:
 
 
 def room_of(kind: str, tokens: int, candidates: int) -> int:
-    """Return the argument `most` of a step: a number of tokens for tiered votes, of candidates for
-    other kinds."""
+    """Return the argument `most` of a step: the number of tokens for tiered votes, the number of
+    candidates for other kinds."""
     return tokens if kind == "tiered_votes" else candidates

@@ -1,4 +1,5 @@
-"""The executor of ParisKV: it runs appends, searches and decode steps with fused kernels.
+"""The executor of a ParisKV index, which runs appends, searches and decode steps with fused
+kernels.
 
 Codes stay on the device, in blocks. A search reads tensors at fixed addresses, which are updated in
 place as tokens are added and removed. It writes to buffers that are allocated once, and returns new
@@ -41,12 +42,13 @@ class ParisKVExecutor(AppendedCodes):
     Args:
         geometry: Geometry of the index.
         config: Configuration of the index.
-        kind: Kind of the step, a key of `dispatch.STEPS`.
+        kind: Kind of decode step, a key of `dispatch.STEPS`.
         codes: See `AppendedCodes`.
         encoder: See `AppendedCodes`.
 
     Attributes:
-        cache: Rows that `attend` fetched from the host, or None. `search` fetches no rows.
+        cache: Cache of rows that `attend` fetched from the host, or None if no rows are on the
+            host. `search` fetches no rows.
     """
 
     _contents: Contents  # set by the first `update`
@@ -70,16 +72,17 @@ class ParisKVExecutor(AppendedCodes):
 
     @property
     def length(self) -> Tensor | None:
-        """See `Executor.length`."""
+        """Number of tokens on the device, int64 `[1]` at a fixed address; None before the first
+        search."""
         return None if self._state is None else self._state.length
 
     @property
     def attends(self) -> bool:
-        """See `Executor.attends`."""
+        """True if kernels can attend to the rows of the index's store."""
         return self._rows is not None
 
     def explain(self) -> str:
-        """See `Executor.explain`."""
+        """Return which kernels the index uses for appends and for attention, and why."""
         return "\n".join(
             [
                 f"executor: fused {self._kind}",
@@ -89,12 +92,14 @@ class ParisKVExecutor(AppendedCodes):
         )
 
     def cache_use(self) -> tuple[int, int, int]:
-        """See `Executor.cache_use`."""
+        """Return the row cache's slots per KV head, and how many rows were looked up and found.
+        Waits for the device."""
         cache = self.cache  # read only once: another thread may set it to None
         return (0, 0, 0) if cache is None else (cache.capacity, *cache.use())
 
     def cleared(self) -> None:
-        """Remove all tokens, and all state that steps read."""
+        """Remove the state that searches and decode steps read, because it belongs to other
+        tokens."""
         self._state: State | None = None
         self._uses: list[Use] = []  # of several with equal k, the newest is last
         self.cache: RowCache | None = None
@@ -106,7 +111,8 @@ class ParisKVExecutor(AppendedCodes):
         self._version, self._text = object(), object()  # see `BatchRow`
 
     def update(self, contents: Contents) -> ParisKVExecutor:
-        """See `Executor.update`."""
+        """Return the executor for the index after a change of its tokens or its batch
+        (`Executor.update`)."""
         if contents.codes is not self.codes:
             return self._over(contents.codes).update(contents)
         self._contents, self._version = contents, object()
@@ -136,31 +142,33 @@ class ParisKVExecutor(AppendedCodes):
             self._centered = store if isinstance(store, CenteredRows) else None
 
     def _over(self, codes: object) -> ParisKVExecutor:
-        """Return an executor that reads other codes, which were reordered, expanded or copied."""
+        """Return a new executor for codes that are a reordered or expanded copy of this executor's
+        codes."""
         if not isinstance(codes, CodeBlocks):
             raise TypeError(f"codes: got {type(codes).__name__}, allowed is CodeBlocks")
         return ParisKVExecutor(self._geometry, self._config, self._kind, codes, self._encode)
 
     def warm_up(self, k: int, tokens: int) -> None:
-        """See `Executor.warm_up`."""
+        """Allocate and compile everything for searches of `k` rows in up to `tokens` tokens."""
         room, use = self._room(k, tokens), self._newest(k)
         if use is None or use.step.most < room:
             self._begin(k, room)
 
     def reserve(self, tokens: int) -> None:
-        """See `Executor.reserve`. Room is also reserved for candidates, so that steps keep their
-        buffers."""
+        """Allocate memory for the codes of `tokens` tokens, and for candidates, so that steps keep
+        their buffers."""
         self.codes.reserve_tokens(tokens)
         self._promised = max(self._promised, tokens)
         for k in {use.step.k for use in self._uses}:
             self.warm_up(k, self._promised)
 
     def _room(self, k: int, tokens: int) -> int:
-        """Return the argument `most` of a step for `k` rows, up to a length of `tokens`."""
+        """Return the argument `most` that a step for `k` rows needs at a length of `tokens`
+        tokens."""
         return room_of(self._kind, tokens, self._config.most_candidates(tokens, k))
 
     def search(self, queries: Tensor, k: int) -> Hits:
-        """See `Executor.search`."""
+        """Return the `k` best rows for queries `[B, H, D]`."""
         use, state = self._ready(k)
         step = use.step
         step.select(queries.contiguous(), state)
@@ -169,7 +177,7 @@ class ParisKVExecutor(AppendedCodes):
     def attend(
         self, queries: Tensor, resident: ResidentRows, k: int, wrong: Tensor | None = None
     ) -> Attended:
-        """See `Executor.attend`."""
+        """Search for `k` rows, and attend to them and to the resident rows."""
         use, state = self._ready(k, resident, wrong)
         step = use.step
         output = step(queries.contiguous(), state)
@@ -185,10 +193,10 @@ class ParisKVExecutor(AppendedCodes):
         wrong: Tensor | None,
         graphs: bool,
     ) -> Attended:
-        """See `Executor.decode_step`.
+        """Write a token to the window, search for `k` rows, and attend to all of them.
 
-        When a step reads the same tensors for the third time, it is captured as a CUDA graph, which
-        later steps replay.
+        When three decode steps in a row have read the same tensors, the step is captured as a CUDA
+        graph, which later steps replay.
         """
         if graphs and (replay := self._replay_of(resident, k, wrong)):
             assert self._rows is not None
@@ -198,14 +206,17 @@ class ParisKVExecutor(AppendedCodes):
             return Attended(*replay())
         if capturing(self._geometry.device):
             raise RuntimeError(
-                "graph: got a layer's step, which puts a token where the host says it is; allowed "
-                "is its captured_step, which reads on the device where that is (docs/cuda.md)"
+                "graph: decode_step cannot be captured, because the host passes the token's "
+                "position; capture captured_step, which reads it on the device (docs/cuda.md)"
             )
         stage_token(resident, token, window, queries)
         return self.attend(queries, resident, k, wrong)
 
     def prepare_replay(self, resident: ResidentRows, k: int, wrong: Tensor | None) -> State:
-        """See `CapturesStep.prepare_replay`."""
+        """Prepare a capture or a replay on the current stream (`CapturesStep.prepare_replay`).
+
+        The result is the same object as long as a captured graph may be replayed.
+        """
         use = self._with_room(k)
         if self._rows is not None:
             self._rows.wait()
@@ -225,9 +236,10 @@ class ParisKVExecutor(AppendedCodes):
         k: int,
         wrong: Tensor | None,
     ) -> Attended:
-        """See `CapturesStep.captured_step`."""
+        """Run a decode step that a caller's CUDA graph may capture, because it reads all counts on
+        the device."""
         if self._found_sum is None:
-            raise RuntimeError("graph: got a step before prepare_replay(), allowed is one after it")
+            raise RuntimeError("graph: call prepare_replay() before captured_step()")
         use, state = self._ready(k, resident, wrong)
         more: dict[str, Any] = dict(found_sum=self._found_sum)
         if use.step.stages:
@@ -238,7 +250,7 @@ class ParisKVExecutor(AppendedCodes):
         return Attended(output, use.step.lse, self._found_sum)
 
     def attend_hits(self, queries: Tensor, hits: Hits, resident: ResidentRows) -> Attended:
-        """See `Executor.attend_hits`."""
+        """Attend to the rows of `hits` and to the resident rows."""
         k = self._uses[-1].step.k if self._uses else hits.ids.shape[-1]
         use, state = self._ready(k, resident)
         output = use.step.attend(queries.contiguous(), state, hits)
@@ -248,11 +260,12 @@ class ParisKVExecutor(AppendedCodes):
     # The index as a part of a batch
 
     def new_batch(self) -> ParisKVBatch:
-        """See `JoinsBatch.new_batch`."""
+        """Return an object that runs a decode step for several indexes at once."""
         return ParisKVBatch(self._geometry, self._config, self._kind, self._layout)
 
     def batch_row(self, wrong: Tensor | None) -> BatchRow:
-        """See `JoinsBatch.batch_row`."""
+        """Return the data of this index that a joint decode step reads. Valid until the index
+        changes."""
         state, rows = self._opened_state(), self._rows
         assert rows is not None
         rows.wait()
@@ -269,15 +282,16 @@ class ParisKVExecutor(AppendedCodes):
     # The state that a search reads
 
     def _replay_of(self, resident: ResidentRows, k: int, wrong: Tensor | None) -> Replay | None:
-        """Return the graph of a step that reads the same tensors as before, or None."""
+        """Return the captured CUDA graph of this step, or None if the step must be launched
+        normally."""
         device, use = self._geometry.device, self._newest(k)
         if use is None or use.outgrown or self._state is None or capturing(device):
             return None
         return self._replays.of(use.step, self._reads(use, resident, wrong))
 
     def _reads(self, use: Use, resident: ResidentRows, wrong: Tensor | None) -> State:
-        """Return the `State` that a step reads: the same object as long as its tensors stay the
-        same."""
+        """Return the `State` that a step reads. It is the same object as long as its tensors are
+        the same."""
         rows = self._rows
         assert rows is not None
         center = self._centered.center if self._centered is not None else None
@@ -300,7 +314,7 @@ class ParisKVExecutor(AppendedCodes):
         return use.reads[1]
 
     def _places(self, rows: AddressedRows) -> dict[str, Any]:
-        """Return the fields of `State` with the addresses and the format of rows."""
+        """Return the fields of `State` that describe where rows are stored, and in which format."""
         near = rows.near if isinstance(rows, PlacedRows) else None
         center = self._centered.center if self._centered is not None else None
         return dict(
@@ -315,10 +329,11 @@ class ParisKVExecutor(AppendedCodes):
     def _ready(
         self, k: int, resident: ResidentRows | None = None, wrong: Tensor | None = None
     ) -> tuple[Use, State]:
-        """Return a step with enough room, and the state that it reads.
+        """Return a step whose buffers are large enough, and the state that the step reads.
 
         The current stream waits for the previous use of the step. The step writes its results to
-        new tensors, because all layers share its buffers. For attention, pass `resident`.
+        new tensors, because all layers share its buffers. `resident` is required for attention, not
+        for a search.
         """
         captured, use = capturing(self._geometry.device), self._with_room(k)
         assert self._state is not None
@@ -333,20 +348,22 @@ class ParisKVExecutor(AppendedCodes):
         return use, replace(self._state, wanted=use.wanted)
 
     def _with_room(self, k: int) -> Use:
-        """Return the newest step for `k` rows, or a new step if that one has too little room."""
+        """Return the newest step for `k` rows, or a new step if the buffers of that step are too
+        small."""
         use = self._newest(k)
         if use is not None and not use.outgrown:
             return use
         if capturing(self._geometry.device):
             raise RuntimeError(
-                f"graph: got a first search for k = {k} rows, or one for more candidates than "
-                "there are buffers for; allowed is one after warm_up() or a search like it"
+                f"graph: no buffers for a search of k = {k} rows or for so many candidates; call "
+                "warm_up() or run the same search once before the capture"
             )
         promised = self._room(k, self._promised) if self._promised else 0
         return self._begin(k, max(with_headroom(self._need(k)), promised))
 
     def _begin(self, k: int, most: int) -> Use:
-        """Make a step for `k` rows with room for `most`, and record it as the newest step."""
+        """Create a step for `k` rows with room for `most` tokens or candidates, and record it as
+        the newest step."""
         self._opened_state()
         self._begin_cache()
         device, (batch, blocks) = self._geometry.device, self.codes.table.shape
@@ -359,7 +376,8 @@ class ParisKVExecutor(AppendedCodes):
         return use
 
     def _opened_state(self) -> State:
-        """Return the state that steps read, without the fields for rows."""
+        """Return the state that steps read, without the fields that describe rows. Create it if
+        there is none."""
         if self._state is None:
             self._regression, self._read = None, 0  # an earlier state may be incomplete
             state = opened(self._geometry, self.codes.table, self._contents)
@@ -368,7 +386,7 @@ class ParisKVExecutor(AppendedCodes):
         return self._state
 
     def _begin_cache(self) -> None:
-        """Make a row cache if there are rows on the host."""
+        """Create a row cache if rows are on the host and kernels use a cache."""
         rows, latents = self._rows, self._geometry.value_in_key  # kernels for latents use no cache
         if self.cache is None and rows is not None and rows.far and not latents:
             groups = len(self.codes.table) * self._geometry.kv_heads
@@ -379,15 +397,15 @@ class ParisKVExecutor(AppendedCodes):
         return [self._config.candidates(n, k) for n in self._contents.counts.tolist()]
 
     def _need(self, k: int) -> int:
-        """Return the argument `most` that a step for `k` rows needs now."""
+        """Return the argument `most` that a step for `k` rows needs at the present length."""
         return room_of(self._kind, self._length, max(self._candidates(k)))
 
     def _newest(self, k: int) -> Use | None:
         return next((use for use in reversed(self._uses) if use.step.k == k), None)
 
     def _update(self, state: State, first: int) -> None:
-        """Update a state in place from block `first` on, in one launch if all sequences have equal
-        counts."""
+        """Update a state in place, from block `first` on. This takes one launch if all sequences
+        have equally many valid tokens."""
         contents, valid = self._contents, self._contents.valid
         start, tokens, counts = first * BLOCK, contents.length, contents.counts.tolist()
         real = valid is None or start >= contents.real_from

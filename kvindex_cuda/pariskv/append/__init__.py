@@ -1,1 +1,1 @@
-"""Appends: kernels that encode and copy new tokens."""
+"""Kernels that append tokens to a ParisKV index: they encode keys and copy rows."""

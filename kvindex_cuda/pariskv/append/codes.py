@@ -1,7 +1,7 @@
-"""Write the codes of appended tokens: those of full blocks, and those of the open block.
+"""Write the codes of appended tokens to blocks of 256 tokens.
 
-The open block is the last one, which is only partly filled. It is stored after the full blocks, and
-is encoded again when tokens are added to it.
+The last block may be partly filled, and is then called open. It is stored after the full blocks,
+and is encoded again when tokens are added to it.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from kvindex_cuda.pariskv.append.encode import Encoder
 class AppendedCodes:
     """The methods of a `kvindex.core.protocol.Executor` that encode appended tokens.
 
-    codes: Codes of full blocks, which replace the index's columns. encoder: Runs the kernel that
-    encodes keys; None if no kernel supports the configuration.
+    codes: Codes of full blocks, which replace the index's columns. encoder: Launches the kernel
+        that encodes keys; None if no kernel supports the configuration.
     """
 
     _length: int  # length of the index
@@ -29,26 +29,33 @@ class AppendedCodes:
 
     @property
     def encodes(self) -> bool:
-        """See `Executor.encodes`."""
+        """True if a kernel encodes keys; otherwise the index encodes them one operation at a
+        time."""
         return self._encode is not None
 
     @property
     def searches_at_once(self) -> bool:
-        """See `Executor.searches_at_once`. False, because searches write to shared buffers."""
+        """False: only one thread may search at a time, because searches write to shared buffers."""
         return False
 
     @property
     def appends_async(self) -> bool:
-        """See `Executor.appends_async`."""
+        """True if searches may run while `prepare` encodes new tokens."""
         return self.encodes
 
     def prepare(
         self, keys: Tensor, valid: Tensor | None, *, beyond: int, wrong: Tensor | None = None
     ) -> Fill:
-        """See `Executor.prepare`. Raises RuntimeError if `encodes` is False."""
+        """Encode whole blocks of keys, and return the codes for `codes.append`
+        (`Executor.prepare`).
+
+        Raises RuntimeError if `encodes` is False.
+        """
         encode, held = self._encode, len(self.codes)
         if encode is None:
-            raise RuntimeError("prepare: got codes that no kernel writes, allowed if it `encodes`")
+            raise RuntimeError(
+                "prepare: no kernel encodes these keys; call it only if `encodes` is True"
+            )
 
         def write(table: Tensor) -> None:
             opened, self._opened = self._opened, None  # new codes overwrite the open block
@@ -64,11 +71,11 @@ class AppendedCodes:
         return fill
 
     def encoded(self, keys: Tensor, valid: Tensor | None) -> Codes | None:
-        """See `Executor.encoded`. None, because kernels write codes to their final place."""
+        """Return None, because kernels write codes directly to their blocks."""
         return None
 
     def discard(self) -> None:
-        """See `Executor.discard`."""
+        """Discard the codes that `prepare` has written, because they will not be appended."""
         self.codes.forget()
 
     def _put_open(self, contents: Contents) -> None:

@@ -43,7 +43,8 @@ ROOM = 2.0**-10
 
 
 class Encoder:
-    """Encodes keys with one kernel. Lookup tables are made once, from a rotation and levels.
+    """Encodes keys with one kernel. The constructor computes the kernel's lookup tables from a
+    rotation and magnitude levels.
 
     Construction copies tensors to the host, so it must not happen in a decode step.
 
@@ -51,7 +52,7 @@ class Encoder:
         layout: Layout of the blocks of codes, with one weight per key.
         rotation: Result of `ops.transform.rotation`, float32 `[D, D]`.
         levels: Result of `ops.codes.levels(D, bits)`, float32 `[2^bits]`.
-        centered: Compute the center of each block and subtract it from the block's keys.
+        centered: Whether to compute the center of each block and subtract it from the block's keys.
 
     Raises:
         ValueError: `rotation` or `levels` are not such results, or the kernel does not support the
@@ -64,8 +65,9 @@ class Encoder:
         D, bits = layout.head_dim, layout.magnitude_bits
         if not serves(D) or not 0 <= bits <= MOST_BITS:
             raise ValueError(
-                f"layout: got D = {D} and {bits} bits, allowed are multiples of 8 up to {WIDEST}, "
-                f"up to {LATENT} where their odd part is at most {MOST_ODD}, and 0 to {MOST_BITS}"
+                f"layout: got D = {D} and {bits} bits, allowed are 0 to {MOST_BITS} bits and a "
+                f"multiple of 8 up to {WIDEST} (up to {LATENT} if D divided by its largest power "
+                f"of two is at most {MOST_ODD})"
             )
         if isinstance(layout, SubspaceLayout):
             raise ValueError("layout: got a SubspaceLayout, allowed is a Layout")
@@ -89,12 +91,12 @@ class Encoder:
         valid: Tensor | None = None,
         wrong: Tensor | None = None,
     ) -> None:
-        """Write the codes of keys, and the center of each block that contains them.
+        """Encode keys, and write their codes and the center of each block to the blocks of a table.
 
-        The center equals that of `ops.codes.centers` up to rounding, because the kernel sums in
-        float32, 32 keys at a time. Invalid keys do not contribute to the center. An invalid key is
-        encoded as the zero vector minus the center, with weight 0. Other entries of the blocks stay
-        unchanged.
+        A center equals that of `kvindex.ops.codes.centers` except for rounding, because the kernel
+        sums in float32, 32 keys at a time. Invalid keys do not contribute to a center. An invalid
+        key is encoded as the zero vector minus the center, with weight 0. Other entries of the
+        blocks stay unchanged.
 
         Args:
             keys: `[B, G, N, D]`.
@@ -113,12 +115,14 @@ class Encoder:
         of_shape("table", of_type("table", table, torch.int64), B, table.shape[-1])
         blocks = -(-N // BLOCK)
         if not 0 <= first <= table.shape[1] - blocks:
-            within = f"within the table's {table.shape[1]}"
-            raise ValueError(f"first: got {first} for {blocks} blocks of keys, allowed is {within}")
+            last = table.shape[1] - blocks
+            raise ValueError(
+                f"first: got {first} for {blocks} blocks of keys, allowed is 0 to {last}"
+            )
         if valid is not None:
             valid = contiguous_rows(of_shape("valid", of_type("valid", valid, torch.bool), B, N), 1)
         if wrong is not None and of_type("wrong", wrong, torch.int32).numel() != 1:
-            raise ValueError(f"wrong: got {wrong.numel()} elements, allowed is one")
+            raise ValueError(f"wrong: got {wrong.numel()} elements, allowed is 1")
         keys = contiguous_rows(keys, 1)
         segments, begins = blocks * G * B, wide(keys)
         resident = _resident(D, keys.element_size(), begins)
@@ -171,8 +175,8 @@ class Encoder:
 
         Args:
             rows: Rows of any layer, `[pages, G, tokens, 2 D]`. All layers have the same strides.
-            due: The count of segments, followed by the number of each segment among all pages,
-                int64 `[1 + n]`. The kernel reads these on the device.
+            due: Number of segments to encode, followed by the index of each segment among all
+                pages, int64 `[1 + n]`. The kernel reads these numbers on the device.
             bases: Addresses of codes and rows of each layer, int64 `[layers, 2]`.
             layers: Number of layers.
             parts: Segments of a page.
@@ -225,7 +229,6 @@ class Encoder:
         )
 
     def _constants(self) -> dict[str, Tensor | float]:
-        """Return the kernel's arguments that do not depend on the keys."""
         L = self.layout
         return dict(
             flips=self._flips,
@@ -242,7 +245,7 @@ class Encoder:
 
 
 def serves(D: int) -> bool:
-    """Return True if the kernel supports a head dimension."""
+    """Return True if the kernel supports the head dimension `D`."""
     widest = WIDEST if D // (D & -D) > MOST_ODD else LATENT
     return D % 8 == 0 and 8 <= D <= widest
 
@@ -253,8 +256,8 @@ def encoder_of(
     """Return the encoder for a ParisKV index with fused kernels, or None if `encode.cu` does not
     support it.
 
-    Codes with a weight for each subspace are not computed by this kernel but one operation at a
-    time, because the index counts keys per centroid from these codes as they are appended.
+    Codes with one weight per subspace are computed one operation at a time, because the index
+    counts keys per centroid from these codes when they are appended.
     """
     if config.block != "key" or not serves(layout.head_dim):
         return None
@@ -262,7 +265,8 @@ def encoder_of(
 
 
 def _factors(rotation: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the signs s `[D]` of `R = (Q ⊗ H) diag(s) / √D`, and `Q` padded with zeros."""
+    """Return the signs `s` `[D]` of the rotation `R = (Q ⊗ H) diag(s) / √D`, and its matrix `Q`,
+    padded with zeros."""
     D = len(rotation)
     power = D & -D
     odd = D // power
@@ -270,7 +274,7 @@ def _factors(rotation: Tensor) -> tuple[Tensor, Tensor]:
     plain = plain * plain[0].sign()  # the first matrix rows of Q and H are ones
     signs = rotation[0].sign()
     if not torch.allclose(plain * signs, rotation, rtol=0, atol=1e-6):
-        raise ValueError("rotation: got another matrix, allowed is one of ops.transform.rotation")
+        raise ValueError("rotation: got a matrix that is not a result of ops.transform.rotation")
     order = odd if power >= 32 else -(-D // 32) * 32 // power
     hartley = torch.zeros(order, order)
     hartley[:odd, :odd] = plain[::power, ::power] * D**0.5
@@ -278,7 +282,8 @@ def _factors(rotation: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _flips(signs: Tensor) -> Tensor:
-    """Return sign bits for pairs of 16-bit numbers, int32 `[D / 2]`, padded to whole planes."""
+    """Return the signs as bit masks for pairs of 16-bit numbers, int32 `[D / 2]`, padded to a
+    multiple of 32 coordinates."""
     D = len(signs)
     bits = np.zeros(-(-D // 32) * 32, dtype=np.uint32)
     bits[:D] = (signs < 0).numpy() * np.uint32(0x8000)
@@ -287,11 +292,13 @@ def _flips(signs: Tensor) -> Tensor:
 
 
 def _tables(levels: Tensor) -> tuple[float, Tensor]:
-    """Return the largest magnitude, and the tables that find the level of a magnitude.
+    """Return the largest magnitude that has its own table entry, and the tables from which
+    encode.cu finds levels.
 
-    The tables are one tensor: the edge between levels in each cell, the indices of the levels below
-    and above this edge, and the levels. Raises ValueError if two edges are in the same cell, or if
-    levels are not float16 numbers.
+    Cells divide the range of magnitudes. The tables are one tensor: for each cell, the boundary
+    between two levels in it; for each cell, the indices of the levels below and above that
+    boundary; and all levels. Raises ValueError if a cell contains two boundaries, or if levels are
+    not float16 numbers.
     """
     bits, edges = len(levels).bit_length() - 1, (levels[1:] + levels[:-1]) / 2
     cells = 16 if bits <= 3 else 4 << bits
@@ -299,7 +306,7 @@ def _tables(levels: Tensor) -> tuple[float, Tensor]:
     places = (edges.double() / largest).float()
     found = (places.double() * (cells - 1)).round().long()  # ties to even, as the kernel
     if (found.diff() < 1).any() or (levels != levels.half()).any():
-        raise ValueError(f"levels: got {levels.tolist()}, allowed are those of ops.codes.levels")
+        raise ValueError(f"levels: got {levels.tolist()}, allowed is a result of ops.codes.levels")
     scaled = torch.full((cells,), torch.inf)
     scaled[found] = places
     below = torch.searchsorted(found, torch.arange(cells))
@@ -308,9 +315,11 @@ def _tables(levels: Tensor) -> tuple[float, Tensor]:
 
 
 def _resident(D: int, size: int, wide: bool) -> int:
-    """Return how many thread blocks fit on a multiprocessor of an H100.
+    """Return how many thread blocks of encode.cu fit on a multiprocessor of an H100.
 
-    size: Bytes of a coordinate. wide: Each key begins at a multiple of 16 bytes.
+    size: Bytes of a coordinate.
+
+    wide: True if each key begins at a multiple of 16 bytes.
     """
     held, odd = -(-D // 32) * 2 * size, D // (D & -D)  # words for the coordinates of a lane
     if wide and held <= 16 and odd <= 3:
@@ -319,10 +328,10 @@ def _resident(D: int, size: int, wide: bool) -> int:
 
 
 def _staged(D: int, size: int, wide: bool, resident: int) -> int:
-    """Return the bytes of shared memory for a segment's keys; 0 if the kernel does not copy keys
-    there.
+    """Return the bytes of shared memory for a segment's keys, or 0 if the kernel reads keys without
+    copying them to shared memory.
 
-    The condition is `STAGED` of the kernel. It uses up to 200 of the 228 KB of an H100, which
+    The condition equals `STAGED` in encode.cu. Keys use up to 200 of the 228 KB of an H100, which
     leaves room for the other variables of a thread block.
     """
     row = -(-D * size // 128) * 128

@@ -1,4 +1,4 @@
-"""Copy a decoded token's key, value and queries to the buffers that a step reads, in one launch."""
+"""Copy a token's key, value and queries to the buffers that a decode step reads, in one launch."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ def stage_token(
     Args:
         resident: The resident rows.
         token: Keys `[B, G, 1, D]` and values `[B, G, 1, Dv]`.
-        window: The token's place in the window, of the same shapes, with any strides, or None.
+        window: Views of the window's tensors at the token's position, with the shapes of `token`
+            and any strides, or None.
         queries: `[B, H, D]`.
         graph_queries: Contiguous tensor to which the queries are copied, or None.
         ticket: int32 `[1]`, 0 between launches. With a ticket the kernel reads the token's place
@@ -56,10 +57,10 @@ def stage_token(
     if ticket is not None:
         of_shape("ticket", of_type("ticket", ticket, torch.int32), 1)
     elif resident.ragged:
-        raise ValueError("ticket: got None, allowed is a tensor where resident rows are ragged")
+        raise ValueError("ticket: got None, but ragged resident rows need a ticket tensor")
     elif len(resident) >= room:
         raise ValueError(
-            f"resident: got {len(resident)} rows, allowed are fewer than its room of {room}"
+            f"resident: got {len(resident)} rows, which leave no room in {room} for a token"
         )
     launch(
         "step/stage_token.cu",
@@ -96,10 +97,11 @@ def stage_token(
 
 
 def token_to_stage(g: Geometry, resident: ResidentRows, token: Rows) -> Rows:
-    """Return a token's key and value, contiguous, for a step that appends them itself
+    """Return contiguous copies of a token's key and value, for a step that appends them itself
     (`State.token`).
 
-    Raises ValueError if the shapes are not `[B, G, 1, D]` and `[B, G, 1, Dv]`, or for wrong dtypes.
+    Contiguous tensors are returned unchanged. Raises ValueError unless the shapes are `[B, G, 1,
+    D]` and `[B, G, 1, Dv]` and the dtypes are those of the layer.
     """
     parts = dict(keys=(token.keys, g.head_dim), values=(token.values, g.value_dim))
     for name, (part, size) in parts.items():
@@ -108,7 +110,8 @@ def token_to_stage(g: Geometry, resident: ResidentRows, token: Rows) -> Rows:
 
 
 def load_stage_token(g: Geometry) -> None:
-    """Compile the kernel and load it on the device, so that its first launch can be captured."""
+    """Compile `stage_token` and load it on the device, so that a CUDA graph can capture its first
+    launch."""
     defines = _defines(g.head_dim, g.value_dim, g.dtype, g.group_size)
     load("step/stage_token.cu", "stage_token", g.device, **defines)
 

@@ -27,20 +27,21 @@ def update_state(
     codes_from: int | None = None,
     layout: Layout | None = None,
 ) -> None:
-    """Update a state in place for an index of `tokens` tokens. For an argument of None, nothing is
-    changed.
+    """Update a state in place for an index of `tokens` tokens. An argument of None leaves its
+    fields unchanged.
 
     Args:
         state: The state to update.
         tokens: Length of the index.
-        first: Number of the block from which on all tokens of all sequences are valid.
+        first: Number of a block. This block and all later ones are updated as valid for all
+            sequences.
         count: Number of valid keys of each sequence.
-        wanted: int32 `[B]`, which is set to `candidates`.
+        wanted: int32 `[B]`, whose entries are set to `candidates`.
         candidates: Number of candidates of each sequence.
-        codes_from: Block from which codes are read for `State.largest` and `State.weight_scale`.
-            Earlier blocks must have been full and read by the previous call. 0 reads all blocks
-            again.
-        layout: Layout of these codes, which must have log weights.
+        codes_from: Number of the first block whose weights are read to update `State.largest` and
+        `State.weight_scale`. The previous call must have read all earlier blocks when they were
+        full. 0 reads all blocks again. layout: Layout of the codes, which must have log weights.
+        Required with `codes_from`.
 
     Raises:
         ValueError: Dtypes or shapes are wrong, or the state has no room for the tokens.
@@ -87,13 +88,14 @@ NOTHING = dict(codes=None, largest=None, kv_heads=0, head_bytes=0, weights=0, co
 def _reads(
     state: State, tokens: int, codes_from: int, layout: Layout | None
 ) -> dict[str, Tensor | int | None]:
-    """Return the kernel's arguments for codes. Raises ValueError unless they have log weights."""
+    """Return the kernel's arguments for reading weights. Raises ValueError unless codes have log
+    weights."""
     if not 0 <= codes_from <= tokens // BLOCK:
         raise ValueError(f"codes_from: got {codes_from}, allowed is 0 to {tokens // BLOCK}")
     if layout is None or isinstance(layout, SubspaceLayout) or state.largest is None:
         raise ValueError(
-            f"layout, largest: got {layout}, {state.largest}, allowed are a Layout with log "
-            "weights and a tensor, or codes_from=None"
+            f"layout, largest: got {layout} and {state.largest}; codes_from needs a Layout with "
+            "log weights and a tensor State.largest"
         )
     of_shape("largest", of_type("largest", state.largest, torch.int32), *state.weight_scale.shape)
     return dict(

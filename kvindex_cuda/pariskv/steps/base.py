@@ -1,9 +1,8 @@
-"""Base class of fused decode steps: the launches that select rows among candidates, and attend to
-them.
+"""Base class of fused decode steps, with the two launches that all steps share.
 
-All kinds of step end with these two launches (`select_rows` and `attend`). A step can be captured
+These are `select_rows`, which selects rows among candidates, and `attend`. A step can be captured
 in a CUDA graph and replayed while the index grows: its buffers are allocated once, kernels read
-lengths on the device, and the host waits for nothing.
+lengths on the device, and the host does not wait for the device.
 """
 
 from __future__ import annotations
@@ -54,15 +53,16 @@ class BaseStep:
     """Buffers and launches that all kinds of step share, for a batch of `B` sequences.
 
     A subclass's `select` finds candidates with their estimates, and then calls `_select_rows`.
-    Attributes that kernels read or write have the names of the kernels' parameters, by which a
-    launch finds them (`runtime.resolve`).
+    Tensors that kernels read or write are attributes with the names of the kernels' parameters. A
+    launch finds its arguments by these names (`runtime.resolve`).
 
     Args:
         geometry: Shapes, dtype and device of the layer.
         layout: Layout of the blocks of codes.
-        batch: Sequences, `B`.
+        batch: Number of sequences, `B`.
         k: Rows to select per KV head.
-        most: Number of tokens or candidates for which the buffers have room (see the subclass).
+        most: Number of tokens or of candidates for which the buffers have room. The subclass says
+            which.
         capacity: Number of entries for which a group's list of candidates has room.
         policy: How the scores of a group's query heads are combined (see `ParisKVConfig.group`).
         multiprocessors: Number of multiprocessors of the device, from which grid sizes are
@@ -131,8 +131,8 @@ class BaseStep:
         self.lse = floats(batch, g.q_heads)
 
     def _splits(self, parts: int) -> int:
-        """Return the number of thread blocks of `attend` for each of `parts` parts of a group's
-        heads."""
+        """Return the number of thread blocks that `attend` gets for each of `parts` parts of a
+        group's heads."""
         return max(1, min(MOST_SPLITS, 2 * self._multiprocessors // (self.groups * parts)))
 
     def _attend_bytes(self, heads: int) -> int:
@@ -147,11 +147,12 @@ class BaseStep:
         return max(ring, merged)
 
     def _open_selection(self, counted: int) -> None:
-        """Allocate the counters, and the buffers that `select` fills for `select_rows`."""
+        """Allocate counters, and the buffers through which `select` passes candidates to
+        `select_rows`."""
         groups, group, capacity = self.groups, self.geometry.group_size, self.capacity
         sampled, ints, floats = self.weights is not None, self._memory.zeros, self._memory.empty
         if group > MOST_HEADS:
-            raise ValueError(f"q_heads: got {group} per KV head, allowed is up to {MOST_HEADS}")
+            raise ValueError(f"q_heads: got {group} per KV head, allowed are up to {MOST_HEADS}")
 
         def longs(*shape: int) -> Tensor:
             return self._memory.empty(*shape, dtype=torch.int64)
@@ -182,14 +183,14 @@ class BaseStep:
     def __call__(self, queries: Tensor, state: State) -> Tensor:
         """Select the best `k` rows for queries `[B, H, D]`, attend to them, and return `output`.
 
-        The resident rows take part in the attention.
+        Attention includes the resident rows.
         """
         self.select(queries, state)
         return self.attend(queries, state, selected=True)
 
     @property
     def listed(self) -> Tensor:
-        """Number of entries that the last step listed for each group, int32 `[B G]`."""
+        """Number of keys that the last step put into each group's list, int32 `[B G]`."""
         return self.counts
 
     def renew(self) -> None:
@@ -208,7 +209,7 @@ class BaseStep:
         raise NotImplementedError
 
     def _select_rows(self, state: State) -> None:
-        """Launch `select_rows`, which selects the best `k` candidates."""
+        """Launch the kernel `select_rows`, which selects the `k` best candidates."""
         cache = None if state.segments is not None else state.cache
         self._select_launch(
             self,
@@ -236,7 +237,7 @@ class BaseStep:
     def attend(
         self, queries: Tensor, state: State, hits: Hits | None = None, *, selected: bool = False
     ) -> Tensor:
-        """Attend to the rows that `select` found, or to those of `hits`, and to the resident rows.
+        """Attend to the resident rows, and to the rows that `select` found or those of `hits`.
 
         Writes `output`, and `lse` `[B, H]`: the logarithm of the sum of exponentials of the logits,
         after scale, softcap and weights, or -inf where no row is visible.

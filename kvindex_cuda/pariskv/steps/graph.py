@@ -22,7 +22,7 @@ kernels."""
 
 
 class Replay:
-    """A captured step of a layer.
+    """A layer's decode step, captured as a CUDA graph.
 
     reads: The tensors that the graph reads. They must stay allocated at the same addresses as long
     as the graph is replayed.
@@ -40,18 +40,22 @@ class Replay:
             step.output, step.lse, step.found = before  # now only the graph writes to `_answer`
 
     def acquire(self) -> None:
-        """Call `SharedStep.acquire`. Call this before writing to any tensor that the graph
-        reads."""
+        """Make the current stream wait for the last use of the step's buffers.
+
+        Call this before writing to any tensor that the graph reads.
+        """
         self._step.acquire()
 
     def __call__(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return `output`, `lse` and `found` `[B, G]` for the queries in `asked` `[B, H, D]`."""
+        """Replay the graph for the queries in `asked` `[B, H, D]`. Return `output`, `lse` and
+        `found` `[B, G]`."""
         self._graph.replay()
         return self._step.parts(self._answer.clone())
 
 
 class Replays:
-    """Captures a layer's step once several steps in a row have read the same tensors."""
+    """Captures a layer's decode step as a CUDA graph after several steps in a row have read the
+    same tensors."""
 
     def __init__(self, device: torch.device) -> None:
         self._serves = device.type in GRAPHS
@@ -60,9 +64,10 @@ class Replays:
         self.replay: Replay | None = None
 
     def of(self, step: SharedStep, reads: State) -> Replay | None:
-        """Return the graph of a step that reads `reads`, or None if there is none (yet).
+        """Return a CUDA graph of a step that reads the state `reads`, or None if it has not been
+        captured.
 
-        Warns once if the driver refuses to capture the step, and then always returns None.
+        If the driver refuses to capture the step, this warns once, and then always returns None.
         """
         if not self._serves:
             return None

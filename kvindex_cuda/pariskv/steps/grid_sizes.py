@@ -1,4 +1,4 @@
-"""Grid sizes of a step's launches if there are few groups.
+"""Grid sizes of a decode step's launches if there are few groups.
 
 A group is one KV head of one sequence. An H100 or H200 has 132 multiprocessors, and launches in
 which each group has its own thread blocks use all of them if there are at least `FULL` groups.
@@ -14,7 +14,7 @@ FULL = 8
 
 
 def rerank_splits(groups: int, multiprocessors: int, *, resident: int) -> int:
-    """Return the thread blocks of each group in `rerank`.
+    """Return the number of thread blocks per group for the kernel `rerank`.
 
     With `FULL` groups or more, there are two thread blocks for each multiprocessor. Fewer groups
     get at most as many blocks as run at once, because a block that has to wait for a free
@@ -36,7 +36,7 @@ def rerank_splits(groups: int, multiprocessors: int, *, resident: int) -> int:
 
 
 def attend_parts(groups: int, heads: int) -> int:
-    """Return the parts into which `attend` divides the query heads of a group.
+    """Return the number of parts into which the kernel `attend` divides the query heads of a group.
 
     Each part has thread blocks of its own. The result is the largest divisor of the heads with at
     most `FULL` parts in all, which are 128 blocks with 16 splits each. Parts help because a block

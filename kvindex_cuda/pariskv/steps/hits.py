@@ -1,4 +1,4 @@
-"""Convert the rows that a step selected to `Hits`, in the order that `search` promises."""
+"""Convert the rows that a step selected to `Hits`, sorted by score."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ LAST = torch.iinfo(torch.int64).min
 
 
 def ordered_hits(step: BaseStep, places: Tensor) -> Hits:
-    """Return the selected rows by descending score, equal scores by ascending id.
+    """Return the rows that a step selected by descending score. Rows with equal scores are sorted
+    by ascending id.
 
-    places: `0` to `k - 1` on the device.
+    places: The numbers `0` to `k - 1` on the device.
     """
     bits = (step.scores + 0.0).view(torch.int32)  # sort by one integer: score, then id
     order = (bits ^ (bits >> 31 & 0x7FFFFFFF)).long() << 32 | (0xFFFFFFFF - step.ids)

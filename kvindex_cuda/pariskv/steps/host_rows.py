@@ -1,8 +1,7 @@
-"""Pages of rows in host memory, with a cache on the device for each layer.
+"""Pages of rows (keys and values) in host memory, with a cache on the device for each layer.
 
-The device stores the codes of each layer and its recently used rows. The device also has one
-scratch buffer, which all layers share. It receives a copy of a sequence's rows for the attention of
-prompts.
+The device stores each layer's codes and recently used rows. It also has one scratch buffer that all
+layers share: for the attention of prompts, the rows of whole sequences are copied to it.
 """
 
 from __future__ import annotations
@@ -31,8 +30,7 @@ class HostRows:
 
     Args:
         geometry: Geometry that all layers have.
-        tokens: Number of tokens of the longest sequence.
-        page_tokens: Tokens of a page.
+        tokens: Length of the longest sequence. page_tokens: Number of tokens per page.
         cached: Rows per KV head and layer that the device caches for all sequences together, a
             power of two from 4.
 
@@ -58,20 +56,18 @@ class HostRows:
     def pages(self) -> Pages:
         """The pages of all layers. Raises RuntimeError before `open`."""
         if self._pages is None:
-            raise RuntimeError("rows on the host: got none, allowed is after open")
+            raise RuntimeError("rows on the host: no pages are allocated; call open() first")
         return self._pages
 
     @property
     def opened(self) -> bool:
-        """True after `open`."""
+        """True if `open` has allocated the pages."""
         return self._pages is not None
 
     def check_geometry(self, geometry: Geometry) -> None:
-        """Raise ValueError for a layer with another geometry."""
+        """Raise ValueError if a layer's geometry differs from that of the other layers."""
         if geometry != self._geometry:
-            raise ValueError(
-                f"geometry: got {geometry}, allowed is that of the other layers: {self._geometry}"
-            )
+            raise ValueError(f"geometry: got {geometry}, but all layers must have {self._geometry}")
 
     def add_layer(self) -> int:
         """Allocate a layer's cache, and return the layer's number."""
@@ -82,8 +78,8 @@ class HostRows:
         return len(self.caches) - 1
 
     def open(self, config: ParisKVConfig, codes: Sequence[Tensor], **options: Any) -> PagedSteps:
-        """Pin memory for as many pages of rows as there are pages of codes, and return the steps
-        over both.
+        """Pin memory for as many pages of rows as there are pages of codes. Return an object that
+        runs decode steps over these pages.
 
         Frees the pages of an earlier call first.
 
@@ -98,7 +94,9 @@ class HostRows:
             ValueError: See `PagedSteps`.
         """
         if len(codes) != len(self.caches):
-            raise ValueError(f"codes: got {len(codes)} layers, allowed are {len(self.caches)}")
+            raise ValueError(
+                f"codes: got {len(codes)} layers, but add_layer added {len(self.caches)}"
+            )
         self.close()
         self._host = HostPages(
             self._geometry, layers=len(self.caches), pages=len(codes[0]), tokens=self._page_tokens
@@ -115,7 +113,7 @@ class HostRows:
         return made
 
     def close(self) -> None:
-        """Free the pinned memory. No kernel that reads it may still run."""
+        """Free the pinned memory. All kernels that read it must have finished."""
         for cache in self.caches:
             cache.forget()
         self._pages = None
@@ -124,7 +122,7 @@ class HostRows:
             self._host = None
 
     def write(self, layer: int, keys: Tensor, values: Tensor, slots: Tensor) -> None:
-        """See `write_pages`."""
+        """Write the keys and values of new tokens to a layer's pages (see `write_pages`)."""
         write_pages(self.pages, layer, keys, values, slots, cache=self.caches[layer])
 
     def gather(
@@ -139,14 +137,19 @@ class HostRows:
     ) -> Tensor:
         """Copy the rows of sequences to `scratch`, as `gather_pages` does, and return `scratch`.
 
-        `table` returns the pages of each sequence in `scratch`. The next call overwrites them.
+        `table` returns which pages of `scratch` belong to each sequence. The next call overwrites
+        them.
 
-        tables: int32 `[R, width]`. Raises ValueError if `scratch` has too few pages.
+        tables: Pages of each sequence, int32 `[R, width]`.
+
+        Raises ValueError if `scratch` has fewer than `R · width` pages.
         """
         count, width = tables.shape
         if count * width > len(self.scratch):
             got = f"{count} sequences of {width} pages"
-            raise ValueError(f"tables: got {got}, allowed are {len(self.scratch)} pages in all")
+            raise ValueError(
+                f"tables: got {got}, but scratch has room for {len(self.scratch)} pages"
+            )
         copy = self.scratch[: count * width].view(count, width, *self.scratch.shape[1:])
         gather_pages(
             self.pages,
@@ -161,7 +164,8 @@ class HostRows:
         return self.scratch
 
     def table(self, count: int, width: int) -> Tensor:
-        """Return the pages of `scratch` that `count` sequences use, int32 `[count, width]`."""
+        """Return the page numbers in `scratch` that `gather` uses for `count` sequences, int32
+        `[count, width]`."""
         return self._numbers[: count * width].view(count, width)
 
     def explain(self) -> str:
@@ -175,6 +179,7 @@ class HostRows:
         )
 
     def nbytes(self) -> dict[str, int]:
-        """Return the bytes on the device and in pinned memory, without the codes."""
+        """Return the bytes on the device (without codes) and in pinned memory, by the keys "device"
+        and "host"."""
         device = self.scratch.nbytes + sum(cache.nbytes() for cache in self.caches)
         return dict(device=device, host=0 if self._host is None else self._host.nbytes)

@@ -39,12 +39,14 @@ into 48 KB of shared memory."""
 
 
 def tile_of(heads: int) -> int:
-    """Return the heads of a tile: the largest divisor of a group's heads up to `TILE`."""
+    """Return the number of heads per tile: the largest divisor of a group's number of heads up to
+    `TILE`."""
     return next(size for size in range(TILE, 0, -1) if heads % size == 0)
 
 
 class LatentsStep(SignVotesStep):
-    """Buffers and launches of a step over latents. Options are those of `SignVotesStep`.
+    """Buffers and launches of a decode step over latents. The constructor takes the arguments of
+    `SignVotesStep`.
 
     Raises:
         ValueError: There is more than one KV head.
@@ -74,7 +76,8 @@ class LatentsStep(SignVotesStep):
         self._shared_bytes = columns * width + VOTE_STAGES * stage  # layout of vote_latents.cu
 
     def _open_selection(self, counted: int) -> None:
-        """See `BaseStep._open_selection`."""
+        """Allocate counters, and the buffers through which the kernels pass votes, candidates and
+        estimates."""
         g, groups, capacity = self.geometry, self.groups, self.capacity
         device, heads = g.device, g.group_size
 
@@ -93,7 +96,7 @@ class LatentsStep(SignVotesStep):
         self.estimates = floats(groups, capacity, heads)
         self.totals, self.cuts = floats(groups, heads), ints(groups, 2)
         self.candidate_weights = floats(groups, capacity) if self.weights is not None else None
-        # the first launch clears these buffers; 8-byte words come first
+        # the first launch clears these buffers; buffers of 8-byte words come first
         sizes = [2 * heads * BUCKETS, BINS, BINS, self._tiles, COUNTERS * APART]
         sizes[3] += -self._tiles % 4  # aligns the counters to 16 bytes
         self.cleared = ints(groups * sum(sizes))
@@ -104,11 +107,12 @@ class LatentsStep(SignVotesStep):
         self.counts, self.candidate_counts, self.select_tickets = counters[:3].unbind()
 
     def _open_heads(self) -> tuple[int, int]:
-        """See `SignVotesStep._open_heads`."""
+        """Return the number of tiles for which queries are prepared, and the query heads of each
+        tile."""
         return self.groups * self._tiles, self._tile
 
     def select(self, queries: Tensor, state: State) -> None:
-        """See `BaseStep.select`."""
+        """Select the best `k` rows for queries `[B, H, D]`, with six kernels."""
         g, tiles, multiprocessors = self.geometry, self._tiles, self._multiprocessors
         queries = queries if queries.data_ptr() % 16 == 0 else queries.clone()
         groups, row = self.groups, state.row
@@ -224,7 +228,6 @@ class LatentsStep(SignVotesStep):
         )
 
     def _prepare_latents(self, queries: Tensor, state: State) -> None:
-        """Launch the first kernel, `prepare_latents`."""
         g, tiles, together = self.geometry, self._tiles, self._prepares["REGRESSION"]
         columns = (
             3 if tiles > 8 else 2 if tiles > 4 else 1

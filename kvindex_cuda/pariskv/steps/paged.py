@@ -1,4 +1,4 @@
-"""Decode steps over the pages of an engine such as vLLM, for all layers, which share one block
+"""Decode steps of all layers over the pages of an engine such as vLLM. All layers share one block
 table.
 
 Before a model's step, `begin` reads the engine's tables for all layers in two launches. Then
@@ -52,7 +52,8 @@ KIND = "sign_votes"
 
 
 def unserved(config: ParisKVConfig, geometry: Geometry) -> str | None:
-    """Return why steps over pages do not support a configuration, or None if they do."""
+    """Return why decode steps over pages do not support a configuration, or None if they support
+    it."""
     if why := refusal(config, geometry):
         return why
     kind = kind_of(config, geometry)
@@ -76,7 +77,7 @@ def unserved(config: ParisKVConfig, geometry: Geometry) -> str | None:
 
 
 class PagedSteps:
-    """Steps of all layers over `Pages`, for batches of up to `most_rows` sequences.
+    """Runs the decode steps of all layers over `Pages`, for batches of up to `most_rows` sequences.
 
     Args:
         geometry: Geometry that all layers have.
@@ -88,9 +89,8 @@ class PagedSteps:
         local_window: Newest tokens that are always attended to, at least 1, so that a block is
             encoded before it is searched.
         dense_below: Sequences of fewer tokens get full attention.
-        most_rows: Sequences of the largest batch.
-        tokens: Number of tokens of the longest sequence.
-        new_tokens: Most new tokens in one step of the model.
+        most_rows: Number of sequences in the largest batch. tokens: Length of the longest sequence.
+        new_tokens: Largest number of new tokens in one step of the model.
         caches: If rows are on the host, a row cache for each layer, with a group for each KV head.
             All caches share one clock. `write_pages` removes the rows that it overwrites from the
             cache.
@@ -117,7 +117,7 @@ class PagedSteps:
         if why := unserved(config, geometry):
             raise ValueError(f"index: {why}")
         if local_window < 1:
-            raise ValueError(f"local_window: got {local_window}, allowed is 1 or more")
+            raise ValueError(f"local_window: got {local_window}, allowed is at least 1")
         self._geometry, self._config, self._pages, self._k = geometry, config, pages, k
         self._caches = [None] * len(pages.rows) if caches is None else list(caches)
         self._limits = dict(sink=sink, window=local_window, dense_below=dense_below)
@@ -155,7 +155,7 @@ class PagedSteps:
     def begin(self, tables: Tensor, lengths: Tensor, slots: Tensor, *, rows: int) -> None:
         """Read the engine's tables before a model's step, and encode the blocks that are now full.
 
-        Must not be captured in a graph.
+        Do not call this during the capture of a CUDA graph.
 
         Args:
             tables: Pages of each sequence, int32 `[R, blocks]`.
@@ -167,7 +167,7 @@ class PagedSteps:
         """
         self._encode_due()
         if rows > self._most_rows:
-            raise ValueError(f"rows: got {rows}, allowed is up to {self._most_rows}")
+            raise ValueError(f"rows: got {rows} sequences, allowed are up to {self._most_rows}")
         new = bool(rows) and rows not in self._steps
         if rows:
             self._scales.zero_()
@@ -222,7 +222,8 @@ class PagedSteps:
     def attend(self, layer: int, queries: Tensor, output: Tensor) -> None:
         """Write the attention of queries `[R, H, D]`, one per sequence, to `output` `[R, H, D]`.
 
-        `R` is the argument `rows` of `begin`, or of the `begin` before the capture of a graph.
+        `R` is the argument `rows` of the last `begin` or, in a replayed CUDA graph, of the `begin`
+        before the capture.
         """
         step, states = self._steps[len(queries)]
         step.output = output
@@ -251,7 +252,7 @@ class PagedSteps:
         self._reserved = reserved
 
     def _step_for(self, rows: int) -> BaseStep:
-        """Return a step for `rows` sequences in the memory that all steps share."""
+        """Return a decode step for `rows` sequences. The buffers of all such steps share memory."""
         g, options = self._geometry, options_of(KIND, self._config)
         options |= dict(batch=rows, k=self._k, most=self._most, ragged=True, arena=self._arena)
         options |= dict(blocks=self._codes.shape[2], multiprocessors=multiprocessors(g.device))
@@ -281,13 +282,15 @@ class PagedSteps:
 
 
 def _encoder(config: ParisKVConfig, geometry: Geometry, layout: Layout) -> Encoder | None:
-    """Return the encoder of whole blocks of tokens, or None if no kernel supports the layout."""
+    """Return the encoder for whole blocks of tokens, or None if no kernel supports the layout of
+    codes."""
     known = Encoding.of(config, geometry, ops)
     return encoder_of(config, layout, known.rotation, known.levels)
 
 
 def _check_caches(caches: Sequence[RowCache | None], pages: Pages) -> None:
-    """Raise ValueError unless the caches fit the pages of rows on the host."""
+    """Raise ValueError unless there is a fitting row cache for each layer whose pages are on the
+    host."""
     rows = pages.rows[0]
     shape = rows.shape[1], rows.shape[3] * rows.element_size()
     found = {
@@ -297,10 +300,12 @@ def _check_caches(caches: Sequence[RowCache | None], pages: Pages) -> None:
     }
     if len(caches) != len(pages.rows) or {one[:2] for one in found} != {shape} or len(found) > 1:
         raise ValueError(
-            f"caches: got {len(caches)} of {[one[:2] for one in found]}, allowed is one for each "
-            f"of {len(pages.rows)} layers, of {shape} (groups, bytes of a row), with one clock"
+            f"caches: got {len(caches)} caches with (groups, bytes of a row) of "
+            f"{[one[:2] for one in found]}, allowed are {len(pages.rows)} caches, one per layer, "
+            f"with {shape} and the same clock"
         )
     if pages.tokens * len(rows) >= 2**31:
         raise ValueError(
-            f"pages: got {len(rows)} of {pages.tokens} tokens, allowed are fewer than 2^31 tokens"
+            f"pages: got {len(rows)} pages of {pages.tokens} tokens, allowed are fewer than 2^31 "
+            "tokens in total"
         )

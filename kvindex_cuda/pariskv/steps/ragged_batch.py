@@ -1,9 +1,9 @@
-"""One fused step for several indexes, each with one sequence of its own length.
+"""One fused decode step for several indexes. Each index has one sequence, and lengths may differ.
 
-The batch copies the state of each index that a step reads into common tensors on the device:
-addresses of blocks, bits of valid tokens and a scale, but no codes, keys or values. When an index
-changes, which happens every `update_every` tokens in a layer, its part is copied again. Kernels
-read lengths on the device.
+The batch copies the state of each index into common tensors on the device: addresses of blocks,
+bits of valid tokens and a scale, but no codes, keys or values. When an index changes, which happens
+every `update_every` tokens in a layer, its state is copied again. Kernels read lengths on the
+device.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ WHOLE = "weight_scale", "regression", "histogram", "tiers", "row_center"
 
 @dataclass(frozen=True, eq=False)
 class BatchRow:
-    """One index's part of a batch.
+    """The data of one index that a joint decode step reads.
 
     Attributes:
         state: The state of the index that a step reads, without the resident rows.
         tokens: Number of tokens in the index.
         count: Number of valid tokens.
         far: True if some rows are in host memory.
-        version: An object that is replaced by a new one at each change of the index.
-        text: An object that is replaced by a new one when the row of some token id may have
-            changed.
+        version: An object that identifies the contents of the index. Each change of the index makes
+        a new object. text: An object that identifies the rows. Removing tokens makes a new object,
+        because a token id may then mean another row.
     """
 
     state: State
@@ -86,7 +86,7 @@ class ParisKVBatch:
         self._reads: State
 
     def search(self, rows: Sequence[object], queries: Tensor, *, k: int) -> Hits:
-        """See `IndexBatch.search`."""
+        """Return the `k` best rows of each index for queries `[B, H, D]`."""
         step, state = self._ready(cast(Sequence[BatchRow], rows), k)
         step.renew()
         step.select(queries.contiguous(), replace(state, wrong=self._wrong))
@@ -95,7 +95,11 @@ class ParisKVBatch:
     def attend(
         self, rows: Sequence[object], queries: Tensor, resident: ResidentRows, *, k: int
     ) -> Attended:
-        """See `IndexBatch.attend`. Steps that read the same tensors are captured and replayed."""
+        """Search for `k` rows in each index, and attend to them and to the resident rows.
+
+        Steps that read the same tensors several times in a row are captured as CUDA graphs and
+        replayed.
+        """
         return self._attend(rows, queries, None, resident, k, graphs=True)
 
     def decode_step(
@@ -108,7 +112,8 @@ class ParisKVBatch:
         k: int,
         graphs: bool = True,
     ) -> Attended:
-        """See `IndexBatch.decode_step`."""
+        """Write a token of each sequence to the resident rows, then search and attend as `attend`
+        does."""
         return self._attend(rows, queries, token, resident, k, graphs)
 
     def _attend(
@@ -120,7 +125,7 @@ class ParisKVBatch:
         k: int,
         graphs: bool,
     ) -> Attended:
-        """Run `decode_step`, or `attend` if there is no token."""
+        """Run `decode_step` or, if `token` is None, `attend`."""
         step, state = self._ready(cast(Sequence[BatchRow | None], rows), k)
         reads = self._reads_of(step, state, resident)
         replay = self._replays.of(step, reads) if graphs else None
@@ -136,11 +141,11 @@ class ParisKVBatch:
         return Attended(output, step.lse, step.found.view(len(queries), -1))
 
     def _ready(self, rows: Sequence[BatchRow | None], k: int) -> tuple[SharedStep, State]:
-        """Return a step for these indexes, after waiting for its previous use, and the state that
-        it reads."""
+        """Return a step for these indexes, and the state that the step reads. The current stream
+        waits for the step's previous use."""
         if capturing(self._geometry.device):
             raise RuntimeError(
-                "graph: got a step of a list of sequences, allowed is an index's own"
+                "graph: a batch of indexes cannot be captured; capture the step of one index"
             )
         some = [row for row in rows if row is not None]
         candidates = [self._config.candidates(row.count, k) if row else 0 for row in rows]
@@ -158,7 +163,8 @@ class ParisKVBatch:
         return step, state
 
     def _reads_of(self, step: SharedStep, state: State, resident: ResidentRows) -> State:
-        """Return the `State` for `attend`: the same object as long as its tensors stay the same."""
+        """Return the `State` for `attend`. It is the same object as long as its tensors are the
+        same."""
         made_of = step, state, resident, self._cache, self._wrong
         if any(old is not new for old, new in zip(self._made_of, made_of, strict=True)):
             self._made_of = made_of
@@ -173,7 +179,8 @@ class ParisKVBatch:
         return self._reads
 
     def _with_rows(self, rows: Sequence[BatchRow | None], like: State) -> State:
-        """Copy the parts of changed indexes, and return the state."""
+        """Copy the state of each index that has changed into the batch's state, and return the
+        batch's state."""
         if self._state is None or len(rows) != len(self._held):
             self._state, self._held, self._asked = _empty(like, len(rows)), [None] * len(rows), 0
         for b, row in enumerate(rows):
@@ -202,8 +209,8 @@ class ParisKVBatch:
         return step
 
     def _with_cache(self, rows: Sequence[BatchRow | None], some: Sequence[BatchRow]) -> None:
-        """Make a row cache if rows are on the host. Remove the rows of changed sequences from
-        it."""
+        """Create a row cache if rows are on the host. Remove the rows of sequences from which
+        tokens were removed."""
         if not any(row.far for row in some):
             self._cache = None
             return
@@ -220,7 +227,7 @@ class ParisKVBatch:
 
 
 def _empty(like: State, batch: int) -> State:
-    """Return an empty state for `batch` sequences."""
+    """Return a state with empty tensors for `batch` sequences."""
 
     def tensor(part: Tensor | None) -> Tensor | None:
         return None if part is None else part.new_zeros((batch, *part.shape[1:]))
@@ -231,7 +238,7 @@ def _empty(like: State, batch: int) -> State:
 
 
 def _copy(state: State, b: int, row: BatchRow) -> None:
-    """Copy the state of an index, up to its last block, to entry `b` of the batch's state."""
+    """Copy the state of an index, up to its last block, to sequence `b` of the batch's state."""
     parts, own, blocks = vars(state), vars(row.state), -(-row.tokens // BLOCK)
     for name in PER_BLOCK:
         if parts[name] is not None:

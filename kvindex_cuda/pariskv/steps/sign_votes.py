@@ -2,9 +2,10 @@
 
     prepare_query -> scan -> rerank -> select_rows -> attend
 
-This step supports the presets `sampled` (the default), `fast` and `precise`. A key has a sign for
-each coordinate and one 16-bit log weight. Its vote is the dot product of a quantized query with the
-signs, scaled by the weight. Each KV head has one list of candidates for all of its query heads.
+This step supports the presets `sampled` (the default), `fast` and `precise`. A key is stored as a
+sign per coordinate and one 16-bit log weight. The key's vote is the dot product of a quantized
+query with the signs, scaled by the weight. Each KV head has one list of candidates for all of its
+query heads.
 
 A step can be captured in a CUDA graph and replayed while the index grows: its buffers are allocated
 once, kernels read lengths on the device, and the host does not wait for the device.
@@ -33,14 +34,14 @@ from kvindex_cuda.runtime.resolve import NamedLaunch
 
 
 class SignVotesStep(BaseStep):
-    """Buffers and launches of a step by votes of signs.
+    """Buffers and launches of a decode step that votes by signs.
 
     Args:
         geometry: See `BaseStep`.
         layout: See `BaseStep`.
         most: The largest number of candidates `C` that `State.wanted` may contain.
-        seed: Seed of the rotation, as `ParisKVConfig`.
-        query_max: Largest integer of a quantized query, as `ParisKVConfig`.
+        seed: Seed of the rotation (`ParisKVConfig.seed`). query_max: Largest integer of a quantized
+        query (`ParisKVConfig.query_max`).
         centered: Whether blocks of codes contain centers.
         sampled: See `BaseStep`.
         together: Whether to decode the signs with a regression (`State.regression`).
@@ -117,8 +118,8 @@ class SignVotesStep(BaseStep):
         self.list = self._memory.empty(self.groups, self.capacity, dtype=torch.int64)
 
     def _open_heads(self) -> tuple[int, int]:
-        """Return the number of groups for which queries are prepared, and the query heads of
-        each."""
+        """Return the number of groups for which queries are prepared, and the number of query heads
+        in each group."""
         return self.groups, self.geometry.group_size
 
     def _prepare(self, queries: Tensor, state: State) -> None:
@@ -159,7 +160,7 @@ class SignVotesStep(BaseStep):
         )
 
     def select(self, queries: Tensor, state: State) -> None:
-        """See `BaseStep.select`."""
+        """Select the best `k` rows for queries `[B, H, D]`, with four kernels."""
         g, groups, row = self.geometry, self.groups, state.row
         queries = queries if queries.data_ptr() % 16 == 0 else queries.clone()
         if self.products is None or self.products.shape[1] != row:
@@ -208,7 +209,8 @@ class SignVotesStep(BaseStep):
         )
 
     def _stage(self) -> int:
-        """Return how many bytes of a block of codes `scan` copies to shared memory."""
+        """Return how many bytes of each block of codes the kernel `scan` copies to shared
+        memory."""
         L = self.layout
         scanned = L.center + (2 * L.head_dim if self._vote_defines["CENTERED"] else 0)
         return -(-scanned // 128) * 128

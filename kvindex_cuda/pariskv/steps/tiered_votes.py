@@ -1,4 +1,5 @@
-"""Decode step of one layer by tiered votes, the paper's method, in 6 launches (preset `paper`).
+"""Decode step of one layer by tiered votes, the method of the ParisKV paper, in 6 launches (preset
+`paper`).
 
     query_table -> vote -> candidates -> rerank_blocks -> select_rows -> attend
 
@@ -31,15 +32,15 @@ BLOCKS = 4
 
 
 class TieredVotesStep(BaseStep):
-    """Buffers and launches of a step by tiered votes.
+    """Buffers and launches of a decode step that uses tiered votes.
 
     Args:
         geometry: See `BaseStep`.
         layout: See `BaseStep`.
         most: Number of tokens for which there is room. With 4 query heads per KV head, a token
             takes 36 bytes per KV head. Tokens beyond this number are ignored.
-        seed: Seed of the rotation, as `ParisKVConfig`.
-        **options: As `BaseStep`.
+        seed: Seed of the rotation (`ParisKVConfig.seed`). **options: Further arguments of
+        `BaseStep`.
     """
 
     layout: SubspaceLayout
@@ -75,11 +76,12 @@ class TieredVotesStep(BaseStep):
 
     @property
     def listed(self) -> Tensor:
-        """See `BaseStep.listed`."""
+        """Number of keys that the last step selected as candidates, for each group, int32 `[B
+        G]`."""
         return self.candidate_counts
 
     def select(self, queries: Tensor, state: State) -> None:
-        """See `BaseStep.select`."""
+        """Select the best `k` rows for queries `[B, H, D]`, with five kernels."""
         g, groups = self.geometry, self.groups
         M, group = g.head_dim // SUBSPACE, dict(GROUP=g.group_size)
         self._table_launch(

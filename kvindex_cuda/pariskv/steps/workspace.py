@@ -1,5 +1,5 @@
-"""Steps whose buffers are shared by all indexes of the same shape, which use them one after
-another."""
+"""Decode steps with buffers that all indexes of the same shape share. The indexes use a step one
+after another."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ buffers."""
 
 
 class SharedStep(BaseStep):
-    """A step that several indexes run one after another, on any streams."""
+    """A decode step that several indexes run one after another, on any streams."""
 
     _stream: torch.cuda.Stream | None = None
     _handle: int | None = None  # handle of the stream that used the step last
@@ -37,7 +37,8 @@ class SharedStep(BaseStep):
     def acquire(self) -> None:
         """Make the current stream wait for the stream that used the buffers last.
 
-        Does nothing during a capture, because the graph's owner determines the order of replays.
+        This does nothing during the capture of a CUDA graph, because the graph's owner determines
+        the order of replays.
         """
         device = self.geometry.device
         if device.type != "cuda" or raw_stream(device.index) == self._handle or capturing(device):
@@ -50,11 +51,11 @@ class SharedStep(BaseStep):
     # Tensors that graphs of steps share
 
     def fixed(self) -> tuple[Tensor, Tensor]:
-        """Return the tensors for graphs: one from which queries are read, and one to which results
-        are written.
+        """Return two tensors for CUDA graphs: graphs read queries from the first, and write results
+        to the second.
 
-        Queries are `[B, H, D]`. `parts` returns views of the tensor of results. Both tensors are
-        contiguous.
+        Queries are `[B, H, D]`. `parts` returns the results as views of the second tensor. Both
+        tensors are contiguous.
         """
         if self._fixed is None:
             g, output = self.geometry, self.output
@@ -64,9 +65,9 @@ class SharedStep(BaseStep):
         return self._fixed
 
     def parts(self, answer: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return `output` `[B, H, Dv]`, `lse` `[B, H]` and `found` `[B, G]`, views of one tensor.
+        """Return `output` `[B, H, Dv]`, `lse` `[B, H]` and `found` `[B, G]` as views of one tensor.
 
-        So one copy of that tensor copies all three results.
+        All three results can then be copied with one copy of that tensor.
         """
         g, B = self.geometry, self.batch
         H, G, Dv = g.q_heads, g.kv_heads, g.value_dim
@@ -79,14 +80,15 @@ class SharedStep(BaseStep):
 
 @dataclass
 class Use:
-    """A shared step, with the data of one index that uses it.
+    """A shared decode step, with the data of one index that uses this step.
 
     Attributes:
         step: The step.
         wanted: Number of candidates of each sequence, int32 `[B]`, limited to the step's room.
-        places: `0` to `k - 1` on the device.
+        places: The numbers `0` to `k - 1` on the device.
         captured: True if a graph contains the step, so that its buffers must stay allocated.
-        need: Room that the index needs now, compared with the step's `most`.
+        need: Number of tokens or candidates for which the index needs room, compared with
+            `step.most`.
         reads: The last `State` that the step read, with the objects from which it was made.
     """
 
@@ -98,7 +100,8 @@ class Use:
     reads: tuple[tuple[object, ...], State] | None = None
 
     def want(self, candidates: list[int], need: int) -> list[int]:
-        """Record the room that is needed, and return the values for `wanted`.
+        """Record that the index needs room for `need` tokens or candidates, and return the values
+        for `wanted`.
 
         candidates: Number of candidates of each sequence.
         """
@@ -107,20 +110,20 @@ class Use:
 
     @property
     def outgrown(self) -> bool:
-        """True if the index needs more room than the step has."""
+        """True if the index needs more room than the buffers of the step have."""
         return self.need > self.step.most
 
 
 class _SignVotes(SharedStep, SignVotesStep):
-    """`SignVotesStep`, shared."""
+    """A `SignVotesStep` whose buffers several indexes share."""
 
 
 class _TieredVotes(SharedStep, TieredVotesStep):
-    """`TieredVotesStep`, shared."""
+    """A `TieredVotesStep` whose buffers several indexes share."""
 
 
 class _Latents(SharedStep, LatentsStep):
-    """`LatentsStep`, shared."""
+    """A `LatentsStep` whose buffers several indexes share."""
 
 
 SHARED: dict[str, type[SharedStep]] = dict(
@@ -143,15 +146,15 @@ def shared(
     most: int,
     ragged: bool = False,
 ) -> SharedStep:
-    """Return a step of a kind for `k` rows with room for `most`: an existing one if possible, else
-    a new one.
+    """Return a decode step for `k` rows with room for `most` tokens or candidates. An existing step
+    is returned if one fits.
 
     Args:
         geometry: Geometry of the layer.
         layout: Layout of the blocks of codes.
         kind: A key of `dispatch.STEPS`.
         config: A `ParisKVConfig`.
-        batch: Sequences, `B`.
+        batch: Number of sequences, `B`.
         blocks: Number of blocks per sequence in the tables that the step will read.
         k: Rows to select per KV head.
         most: Number of tokens or candidates for which the step must have room (`dispatch.room_of`).
@@ -171,5 +174,5 @@ def shared(
 
 
 def with_headroom(need: int) -> int:
-    """Return `need` plus spare room: as much again, but at most `HEADROOM`."""
+    """Return twice `need`, but at most `need + HEADROOM`."""
     return need + min(need, HEADROOM)

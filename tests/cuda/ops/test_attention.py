@@ -238,7 +238,7 @@ def test_what_the_kernel_does_not_serve_is_refused():
         attention.attend(queries, keys[:, :, :0], values[:, :, :0], scale=1.0)
     with pytest.raises(ValueError, match="values: got shape"):
         attention.attend(queries, keys, values[:, :, 1:], scale=1.0)
-    with pytest.raises(ValueError, match="got 3 heads for 2 KV heads"):
+    with pytest.raises(ValueError, match="got 3 heads, allowed is a multiple of the 2 KV heads"):
         attention.attend(queries[:, :3], keys, values, scale=1.0)
     with pytest.raises(ValueError, match="allowed is a CUDA device"):
         attention.attend(queries, keys, values, scale=1.0)

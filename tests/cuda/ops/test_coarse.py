@@ -194,11 +194,11 @@ def test_what_the_kernels_do_not_serve_is_refused():
         "table: got torch.int32": (signs, table.int()),
         "table: got shape": (signs, table[..., :5, :]),
         "factors: got shape": (signs, table, torch.ones(1, 1, 30, 3, dtype=torch.int32)),
-        "offsets: got 3 for 7 keys": (signs, table, None, torch.ones(1, 1, 4, 3).int(), 7),
+        "offsets: got 3 offsets for 7 keys": (signs, table, None, torch.ones(1, 1, 4, 3).int(), 7),
     }.items():
         with pytest.raises(ValueError, match=message):
             coarse.votes(*arguments)
     with pytest.raises(ValueError, match="allowed is a CUDA device"):
         coarse.votes(signs, table)
-    with pytest.raises(ValueError, match="queries: got 12 coordinates"):
+    with pytest.raises(ValueError, match="queries: got D = 12"):
         coarse.dot_table(draw.normal(1, 1, 1, 12), 127)

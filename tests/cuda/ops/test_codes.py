@@ -156,8 +156,8 @@ def test_no_order_of_threads_changes_a_bit(order):
     ("change", "message"),
     [
         (dict(rotated=torch.zeros(3, 16).double()), "rotated: got torch.float64"),
-        (dict(rotated=torch.zeros(3, 12)), "rotated, block: got D = 12, 8"),
-        (dict(block=12), "rotated, block: got D = 16, 12"),
+        (dict(rotated=torch.zeros(3, 12)), "rotated, block: got D = 12 and block = 8"),
+        (dict(block=12), "rotated, block: got D = 16 and block = 12"),
         (dict(norms=torch.zeros(4)), "norms: got shape"),
         (dict(levels=torch.zeros(7)), "levels: got shape"),
         (dict(levels=torch.zeros(256)), "levels: got shape"),

@@ -148,7 +148,13 @@ def test_what_the_kernels_do_not_serve_is_refused():
         "signs: got shape": (queries, signs[..., :7], magnitudes, weights, levels),
         "levels: got shape": (queries, signs, magnitudes, weights, levels[:4]),
         "queries: got torch.float64": (queries.double(), signs, magnitudes, weights, levels),
-        "weights: got 7 for 64": (queries, signs, magnitudes, weights[..., :7], levels),
+        "weights: got 7 weights per key, allowed is a divisor of D = 64": (
+            queries,
+            signs,
+            magnitudes,
+            weights[..., :7],
+            levels,
+        ),
         "allowed is a CUDA device": (queries, signs, magnitudes, weights, levels),
     }.items():
         with pytest.raises(ValueError, match=message):

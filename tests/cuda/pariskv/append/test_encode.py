@@ -427,12 +427,12 @@ def test_without_centers_codes_are_the_references(dim, dtype, device):
 def test_a_matrix_that_is_no_rotation_is_refused():
     rotation, levels = transform.rotation(96, 0), codes.levels(96, 3)
     for wrong in (rotation.T.contiguous(), torch.eye(96)):
-        with pytest.raises(ValueError, match="rotation: got another matrix"):
+        with pytest.raises(ValueError, match="rotation: got a matrix that is not"):
             Encoder(Layout(96, 3), wrong, levels)
     # out of float16's range
     for wrong in (torch.linspace(0, 1e-3, 8).cumsum(0) ** 4, levels * 1.001):
         with pytest.raises(
-            ValueError, match=r"levels: got \[.*, allowed are those of ops.codes.levels"
+            ValueError, match=r"levels: got \[.*, allowed is a result of ops.codes.levels"
         ):
             Encoder(Layout(96, 3), rotation, wrong)
 
@@ -443,7 +443,7 @@ def test_a_matrix_that_is_no_rotation_is_refused():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (dict(first=2), "first: got 2 for 1 blocks of keys, allowed is within the table's 2"),
+        (dict(first=2), "first: got 2 for 1 blocks of keys, allowed is 0 to 1"),
         (dict(first=-1), "first: got -1"),
         (dict(keys=torch.zeros(1, 2, 513, 64)), "first: got 0 for 3 blocks"),
         (dict(keys=torch.zeros(1, 2, 40, 64).double()), "keys: got torch.float64"),

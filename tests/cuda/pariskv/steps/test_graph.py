@@ -306,7 +306,7 @@ def test_a_layers_step_is_not_for_a_callers_capture(device, graphs, monkeypatch)
         import_module("kvindex_cuda.pariskv.executor"), "capturing", lambda device: True
     )
     with pytest.raises(
-        RuntimeError, match=r"graph: got a layer's step, .* allowed is its captured_step"
+        RuntimeError, match=r"graph: decode_step cannot be captured, .* capture captured_step"
     ):
         pair.layers[0].step(*parts)
     assert len(pair.layers[0]) == pair.length

@@ -393,7 +393,7 @@ def test_a_batch_equals_its_rows():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (dict(q_heads=34, kv_heads=2), "q_heads: got 17 per KV head, allowed is up to 16"),
+        (dict(q_heads=34, kv_heads=2), "q_heads: got 17 per KV head, allowed are up to 16"),
         (dict(policy="union"), "group: got 'union', allowed is"),
     ],
     ids=str,
