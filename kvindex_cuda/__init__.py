@@ -1,7 +1,6 @@
-"""CUDA backend: kernels for indexes, stores and attention, for `backend="cuda"`.
+"""CUDA backend of `kvindex`: kernels for indexes, stores and attention.
 
-Users of `kvindex` choose this backend by its name (`backend="cuda"`), and rarely import it. It
-contains:
+Users choose this backend with `backend="cuda"`, and rarely import this package. It contains:
 
 - `accelerate`: an executor that runs a whole ParisKV index with fused kernels, about five launches
   for a decode step (`pariskv/`), or None if the index runs one operation at a time;
@@ -72,7 +71,7 @@ def ready(device: torch.device) -> None:
         RuntimeError: The GPU or its driver cannot run the kernels.
     """
     if device.type not in launch.LOADERS:
-        raise ValueError(f"device: got {device} with backend='cuda', allowed is a CUDA device")
+        raise ValueError(f"device: got {device}, but backend='cuda' needs a CUDA device")
     if device.type == "cuda":
         launch.checked(torch.cuda.current_device() if device.index is None else device.index)
 
@@ -80,12 +79,12 @@ def ready(device: torch.device) -> None:
 def store(
     geometry: Geometry, place: str, row_codec: str = "plain", device_fraction: float | None = None
 ) -> BlockStore:
-    """Return a store of keys and values in blocks that kernels read.
+    """Return a store of keys and values, in blocks of memory that kernels can read.
 
     Args:
         geometry: Geometry of the index.
-        place: "host" (pinned memory), "device", or "auto": on the device while there is room, then
-            on the host. On a CPU, all places are the same memory.
+        place: "host" for pinned host memory, "device", or "auto" to use the device while it has
+            room, then the host. For a CPU device, all three mean the same memory.
         row_codec: Codec of a row, one of `kvindex.storage.codecs.NAMES`.
         device_fraction: Fraction of the device's free memory that rows may use (see
             `memory.device_budget.DeviceBudget`).
@@ -101,7 +100,7 @@ def store(
 def accelerate(
     geometry: Geometry, config: object, constants: Mapping[str, Tensor]
 ) -> Executor | None:
-    """Return an executor for an index, or None if the index runs one operation at a time.
+    """Return an executor that runs an index with fused kernels, or None if none supports the index.
 
     Args:
         geometry: Geometry of the index.
@@ -114,7 +113,7 @@ def accelerate(
 
 
 def refusal(geometry: Geometry, config: object) -> str:
-    """Return why `accelerate` returns None, or "none"."""
+    """Return why `accelerate` returns None for this index, or "none" if it returns an executor."""
     if not isinstance(config, ParisKVConfig):
         return f"config: got {type(config).__name__}, allowed is ParisKVConfig"
     return dispatch.refusal(config, geometry) or "none"

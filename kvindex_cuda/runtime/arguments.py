@@ -1,4 +1,4 @@
-"""Helpers for functions that launch kernels: checks of tensors, strides, and grid sizes."""
+"""Helpers for functions that launch kernels: check tensors, and compute strides and grid sizes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ share a row."""
 
 
 def of_type(name: str, tensor: Tensor, *allowed: torch.dtype) -> Tensor:
-    """Return the tensor. Raises ValueError for another dtype."""
+    """Return the tensor. Raises ValueError unless its dtype is one of `allowed`."""
     if tensor.dtype not in allowed:
         names = " or ".join(str(dtype) for dtype in allowed)
         raise ValueError(f"{name}: got {tensor.dtype}, allowed is {names}")
@@ -25,16 +25,17 @@ def of_type(name: str, tensor: Tensor, *allowed: torch.dtype) -> Tensor:
 
 
 def of_shape(name: str, tensor: Tensor, *shape: int) -> Tensor:
-    """Return the tensor. Raises ValueError for another shape."""
+    """Return the tensor. Raises ValueError unless it has the given shape."""
     if tuple(tensor.shape) != shape:
         raise ValueError(f"{name}: got shape {tuple(tensor.shape)}, allowed is {shape}")
     return tensor
 
 
 def contiguous_rows(tensor: Tensor, inner: int, aligned: int = 1) -> Tensor:
-    """Return the tensor, or a contiguous copy if its last `inner` dimensions have gaps.
+    """Return the tensor, or a contiguous copy if its last `inner` dimensions are not contiguous.
 
-    It is also copied if these dimensions do not always start at a multiple of `aligned` bytes.
+    The tensor is also copied if the contiguous parts do not all begin at a multiple of `aligned`
+    bytes.
     """
     if inner == aligned == 1 and tensor.stride(-1) == 1:
         return tensor  # the most frequent case
@@ -56,14 +57,14 @@ def steps(tensor: Tensor) -> list[int]:
 
 
 def strides(name: str, tensor: Tensor | None, *dimensions: str) -> dict[str, int]:
-    """Return `steps` of the first dimensions, named `{name}_{dimension}`; 0 if the tensor is
+    """Return the strides of a tensor's first dimensions by the names `{name}_{dimension}`; 0 for
     None."""
     found = [0] * len(dimensions) if tensor is None else steps(tensor)
     return {f"{name}_{part}": step for part, step in zip(dimensions, found, strict=False)}
 
 
 def wide(rows: Tensor) -> bool:
-    """Return True if the last dimension always begins at a multiple of 16 bytes."""
+    """Return True if every row along the last dimension begins at a multiple of 16 bytes."""
     places, size = rows.data_ptr(), rows.element_size()
     for count, step in zip(rows.shape[:-1], rows.stride()[:-1], strict=True):
         if count > 1:
@@ -72,10 +73,10 @@ def wide(rows: Tensor) -> bool:
 
 
 def busy(device: torch.device, rows: int, work: int, each: int, blocks: int = 4) -> int:
-    """Return the number of thread blocks for each of `rows` rows with `work` items.
+    """Return the number of thread blocks per row, for `rows` rows with `work` items each.
 
-    All rows together get `blocks` thread blocks per multiprocessor, but each thread block has at
-    least `each` items.
+    All rows together get about `blocks` thread blocks per multiprocessor, but a thread block gets
+    at least `each` items.
     """
     wanted = -(-blocks * multiprocessors(device) // max(1, rows))
     return max(1, min(wanted, -(-work // each), 65535))
@@ -83,7 +84,7 @@ def busy(device: torch.device, rows: int, work: int, each: int, blocks: int = 4)
 
 @lru_cache
 def multiprocessors(device: torch.device) -> int:
-    """Return the number of multiprocessors that grids are computed for."""
+    """Return the number of multiprocessors of a device, from which grid sizes are computed."""
     if device.type != "cuda":
         return EMULATED
     count: int = torch.cuda.get_device_properties(device).multi_processor_count

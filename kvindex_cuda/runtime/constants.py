@@ -1,5 +1,5 @@
-"""Constants that kernels and the Python code that launches them share. Kernels get them as macros
-(`-D`)."""
+"""Constants that kernels and the Python code that launches them share. The compiler passes them to
+kernels as macros (`-D`)."""
 
 from __future__ import annotations
 
@@ -132,5 +132,5 @@ others."""
 
 @cache
 def constants(file: str) -> dict[str, int]:
-    """Return the macros for a kernel's file, except those that its Python launcher defines."""
+    """Return the macros for a kernel's source file. Its Python launcher defines further macros."""
     return EVERYWHERE | FILES.get(file, {})

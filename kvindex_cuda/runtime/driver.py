@@ -1,4 +1,4 @@
-"""The CUDA driver's launch function. It is called directly because CuPy passes no launch
+"""The launch function of the CUDA driver. It is called directly, because CuPy cannot pass launch
 attributes."""
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from typing import ClassVar
 
 
 class Attribute(ctypes.Structure):
-    """The driver's CUlaunchAttribute. Id 6, value 1: allow programmatic stream serialization."""
+    """The driver's struct CUlaunchAttribute. Id 6 with value 1 allows programmatic dependent
+    launch."""
 
     _fields_: ClassVar = [
         ("id", ctypes.c_longlong),  # an int and its padding
@@ -20,7 +21,8 @@ class Attribute(ctypes.Structure):
 
 
 class Config(ctypes.Structure):
-    """The driver's CUlaunchConfig: sizes of grid and block, and so on."""
+    """The driver's struct CUlaunchConfig: grid and block sizes, shared memory, stream and
+    attributes."""
 
     _fields_: ClassVar = [
         *((name, ctypes.c_uint) for name in ("gx", "gy", "gz", "bx", "by", "bz", "shared_bytes")),

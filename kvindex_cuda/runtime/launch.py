@@ -1,9 +1,9 @@
 """Compile kernels with NVRTC, and launch them on the current stream.
 
-A kernel is one function in one `.cu` file of `kernels/`. It is compiled when it first runs with a
-set of macro definitions. Arguments are passed by name, in any order (`signature.py`): a tensor as
-its address, None as a null pointer. This module checks names, types and the device. Launchers check
-dtypes, strides and ranges.
+A kernel is a function in a `.cu` file of `kernels/`. It is compiled at its first launch with a set
+of macro definitions. Launchers pass arguments by name, in any order (`signature.py`). A tensor
+becomes its address, and None becomes a null pointer. This module checks names, types and the
+device. Launchers check dtypes, strides and ranges.
 """
 
 from __future__ import annotations
@@ -70,7 +70,8 @@ def source(file: str) -> str:
 
 
 def included(text: str) -> list[str]:
-    """Return the texts of all headers in `kernels/` that a source includes, directly or not."""
+    """Return the texts of all headers in `kernels/` that a source includes, directly or through
+    headers."""
     found = []
     for name in re.findall(r'^#include "([\w/]+\.cuh)"', text, re.MULTILINE):
         found += [source(name), *included(source(name))]
@@ -78,7 +79,7 @@ def included(text: str) -> list[str]:
 
 
 def keyed(file: str) -> str:
-    """Return the text of a file, followed by a digest of its headers.
+    """Return the text of a source file, followed by a digest of the headers that it includes.
 
     The digest is needed because CuPy caches machine code by the source's text and options, and does
     not check headers.
@@ -92,7 +93,8 @@ def _digest(*parts: str) -> str:
 
 
 def options(file: str, defines: tuple[tuple[str, int], ...]) -> tuple[str, ...]:
-    """Return NVRTC's options for a kernel. CuPy adds the architecture and more flags (`ADDED`)."""
+    """Return the compiler options of NVRTC for a source file. CuPy adds the architecture and
+    further flags (`ADDED`)."""
     given = constants(file) | dict(defines)
     return (*OPTIONS, *(f"-D{key}={value}" for key, value in given.items()), f"-I{SOURCES}")
 
@@ -107,7 +109,7 @@ _signatures: dict[tuple[str, str], tuple[Path, Signature]] = {}
 
 
 def signature_of(file: str, name: str) -> Signature:
-    """Return the signature of a kernel. It is read from the source only once."""
+    """Return the signature of a kernel. The source is parsed at the first call."""
     known = _signatures.get((file, name))
     if known is None or known[0] is not SOURCES:
         known = _signatures[file, name] = SOURCES, signature(source(file), name)
@@ -137,7 +139,7 @@ def launch(
         shared_bytes: Dynamic shared memory.
         overlap: Allow the kernel to begin before the previous one ends (`after_previous` in
             common.cuh).
-        **defines: Macros that the source leaves open, as `-Dname=value`.
+        **defines: Values of further macros for the source (`-Dname=value`).
 
     Raises:
         ImportError: CuPy is not installed.
@@ -181,7 +183,8 @@ def run(
 def load(file: str, name: str, device: torch.device, **defines: int) -> None:
     """Compile a kernel and load it on a device in advance, so that its first launch does not wait.
 
-    Arguments and errors are those of `launch`. Does nothing on a device that runs no kernels.
+    The arguments and errors are those of `launch`. This does nothing on a device that cannot run
+    kernels.
     """
     if device.type not in LOADERS:
         return
@@ -193,7 +196,8 @@ def load(file: str, name: str, device: torch.device, **defines: int) -> None:
 
 
 def _passed(takes: Signature, passed: list[Any]) -> tuple[torch.device, list[Any]]:
-    """Return the device of the tensors, and the arguments with addresses in place of tensors."""
+    """Return the device of the tensors, and the arguments with each tensor replaced by its
+    address."""
     device: torch.device | None = None
     number = -1  # number of the device, -1 for none; ints compare faster
     for i, kind in takes.numbers:
@@ -208,12 +212,14 @@ def _passed(takes: Signature, passed: list[Any]) -> tuple[torch.device, list[Any
                 device, number = part.device, _number(part)
             elif _number(part) != number or (number < 0 and part.device != device):
                 where = f"{device} and {part.device}"
-                raise ValueError(f"{takes.kernel}: got tensors on {where}, allowed is one")
+                raise ValueError(f"{takes.kernel}: got tensors on {where}, allowed is one device")
             passed[i] = _address(part)
         else:
             raise takes.wrong_type(i, part)
     if device is None:
-        raise ValueError(f"{takes.kernel}: got no tensor, allowed is at least one")
+        raise ValueError(
+            f"{takes.kernel}: got no tensor; pass at least one, which determines the device"
+        )
     return device, passed
 
 
@@ -232,7 +238,8 @@ def _compiled(file: str, name: str, defines: tuple[tuple[str, int], ...], device
 
 
 def _kept(nvrtc: Any, file: str, given: tuple[str, ...]) -> bytes:
-    """Return the result of `_assembled`, cached in a file in CuPy's cache folder."""
+    """Return machine code for `sm_90a` from a file in CuPy's cache folder, or compile it and write
+    that file."""
     folder = os.environ.get("CUPY_CACHE_DIR") or os.path.expanduser("~/.cupy/kernel_cache")
     key = _digest(keyed(file), *given, *ADDED, str(nvrtc.getVersion()))
     path = Path(folder, f"kvindex-{key}.cubin")
@@ -248,7 +255,7 @@ def _kept(nvrtc: Any, file: str, given: tuple[str, ...]) -> bytes:
 
 
 def _assembled(nvrtc: Any, file: str, given: tuple[str, ...]) -> bytes:
-    """Compile to machine code for `sm_90a`, because CuPy would use `sm_90`."""
+    """Compile a source to machine code for `sm_90a`. CuPy would compile for `sm_90`."""
     program = nvrtc.createProgram(source(file), file, (), ())
     try:
         nvrtc.compileProgram(program, (*given, *ADDED, "-arch=sm_90a"))
@@ -264,10 +271,10 @@ def _on_cuda(file: str, name: str, defines: tuple[tuple[str, int], ...]) -> Laun
 
 
 class _Kernel:
-    """A `Launch` of CuPy's function, on the current stream of its device.
+    """Launches a kernel that CuPy has loaded, on the current stream of its device.
 
-    The memory for arguments that is passed to the driver is allocated once. Each launch writes its
-    numbers there.
+    The memory in which the driver receives the arguments is allocated once. Each launch writes its
+    arguments to it.
     """
 
     def __init__(self, takes: Signature, function: Any, device: int) -> None:
@@ -298,10 +305,13 @@ class _Kernel:
             config.count = self._attributes if overlap else 0
             failed = self._run(*self._fixed, self._pointers, None)
         if failed:
-            raise RuntimeError(f"{self._name}: the driver refuses to launch it, error {failed}")
+            raise RuntimeError(
+                f"{self._name}: the driver could not launch this kernel, error {failed}"
+            )
 
     def _resize(self, grid: Grid, block: Grid, shared_bytes: int) -> None:
-        """Write the grid and block sizes, if they differ from those of the previous launch."""
+        """Write grid and block sizes to the launch configuration if they have changed since the
+        previous launch."""
         if shared_bytes + self._static > self._allowed:
             self._function.max_dynamic_shared_size_bytes = shared_bytes
             self._allowed = shared_bytes + self._static
@@ -317,8 +327,8 @@ LOADERS: dict[str, Loader] = {"cuda": _on_cuda}
 
 @lru_cache
 def checked(device: int) -> Any:
-    """Return the module CuPy, if it and the device can run kernels. Raises ImportError or
-    RuntimeError."""
+    """Return the module `cupy`. Raises ImportError if CuPy is not installed, and RuntimeError if
+    the device or its driver cannot run the kernels."""
     try:
         import cupy
     except ImportError as error:
@@ -328,14 +338,14 @@ def checked(device: int) -> Any:
         ) from error
     if not torch.cuda.is_available():
         raise RuntimeError(
-            'backend="cuda" needs an NVIDIA GPU and a driver that torch can use; torch sees none '
-            f"(torch {torch.__version__}, built for CUDA {torch.version.cuda}). If there is one, "
-            "install a driver and a torch for the same CUDA: nvidia-smi says the driver's"
+            'backend="cuda" needs an NVIDIA GPU, but torch finds none (torch '
+            f"{torch.__version__}, built for CUDA {torch.version.cuda}). If the machine has a GPU, "
+            "install a driver for that CUDA version; nvidia-smi shows the version of the driver"
         )
     if (found := torch.cuda.get_device_capability(device)) < OLDEST:
         raise RuntimeError(
             f'backend="cuda": got a GPU of compute capability {found[0]}.{found[1]}, allowed is '
-            f'{OLDEST[0]}.{OLDEST[1]} or newer; backend="torch" runs on it'
+            f'{OLDEST[0]}.{OLDEST[1]} or newer; use backend="torch" on this GPU'
         )
     try:
         runtime, driver = (
@@ -354,7 +364,7 @@ def checked(device: int) -> Any:
 
 
 def capturing(device: torch.device) -> bool:
-    """Return True if the current stream is being captured in a graph."""
+    """Return True if the current stream is being captured in a CUDA graph."""
     if device.type != "cuda":
         return False
     if device.index == torch.cuda.current_device():

@@ -1,8 +1,8 @@
-"""Resolve a kernel's arguments by name, once, when a launch is built.
+"""Find a kernel's arguments by the names of its parameters, once, when a launch is built.
 
-A kernel's source names its parameters. A `NamedLaunch` looks each of them up in namespaces: objects
-that have an attribute of that name, such as a step's buffers and the state of a layer. So no Python
-code lists a kernel's arguments; a new parameter of a kernel only needs an attribute of that name.
+A `NamedLaunch` looks up each parameter name among the attributes of some objects (namespaces), such
+as a step's buffers and the state of a layer. So Python code does not list a kernel's arguments. A
+new parameter of a kernel only needs an attribute of that name.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from kvindex_cuda.runtime.launch import Argument, Grid, run, signature_of
 
 
 class NamedLaunch:
-    """A kernel whose arguments are attributes of namespaces, found by the parameters' names.
+    """Launches a kernel whose arguments are attributes of some objects, by the names of its
+    parameters.
 
     Args:
         file: Path of the source below `kernels/`.
@@ -25,7 +26,7 @@ class NamedLaunch:
             constructor only reads the names of their attributes, and keeps no reference to the
             objects.
         given: Names of parameters that each call passes by keyword instead.
-        **renamed: Parameter -> attribute, if their names differ.
+        **renamed: Attribute name for each parameter whose attribute has another name.
 
     Raises:
         ValueError: No namespace, or more than one, has an attribute for a parameter; or a name in
@@ -37,7 +38,9 @@ class NamedLaunch:
     ) -> None:
         takes = signature_of(file, kernel)
         if unknown := {*given, *renamed} - {*takes.names}:
-            raise ValueError(f"{kernel}: got {sorted(unknown)}, allowed are {[*takes.names]}")
+            raise ValueError(
+                f"{kernel}: got {sorted(unknown)}, allowed are its parameters {[*takes.names]}"
+            )
         known = [_attributes(namespace) for namespace in namespaces]
         found: list[list[str]] = [[] for _ in namespaces]
         places: dict[str, tuple[int, int]] = {}  # parameter -> (namespace, place in `found`)
@@ -70,7 +73,8 @@ class NamedLaunch:
     ) -> None:
         """Launch the kernel with the current values of the namespaces' attributes.
 
-        The other arguments, and the errors, are those of `launch.launch`.
+        `given` has the arguments that were declared with `given` in the constructor. The other
+        arguments, and the errors, are those of `launch.launch`.
         """
         values: list[Argument] = []
         for read, namespace in zip(self._readers, namespaces, strict=True):
@@ -92,7 +96,8 @@ class NamedLaunch:
 
 
 def _attributes(namespace: object) -> set[str]:
-    """Return the names of an object's attributes, or of the attributes of a class's objects."""
+    """Return the names of an object's attributes. For a class, also return the names of its
+    dataclass fields."""
     more = {field.name for field in fields(namespace)} if is_dataclass(namespace) else set()
     return {*dir(namespace), *more}
 
@@ -103,7 +108,8 @@ def _called(namespace: object) -> str:
 
 
 def _reader(names: Sequence[str]) -> Callable[[object], Sequence[Any]]:
-    """Return a function that reads these attributes of an object, in this order."""
+    """Return a function that returns the values of the named attributes of an object, in this
+    order."""
     if not names:
         return lambda namespace: ()
     read = attrgetter(*names)

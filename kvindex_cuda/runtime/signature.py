@@ -1,7 +1,7 @@
 """Read a kernel's parameters from its source: their names, types and places in memory.
 
-A kernel has up to six parameters, or one struct of named fields by value. In both cases launchers
-pass arguments by name, and the source alone defines their order and types.
+A kernel has up to six parameters, or one parameter that is a struct, passed by value. In both cases
+launchers pass arguments by name, and only the source defines their order and types.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class Signature:
 
     @cached_property
     def packing(self) -> Struct:
-        """The `struct` format of all fields in C's layout, in which each field begins at a multiple
-        of its size."""
+        """Format string of the module `struct` for all fields. As in C, each field begins at a
+        multiple of its size."""
         return Struct(f"@{self.formats}0q" if self.by_value else f"@{self.formats}")
 
     @cached_property
@@ -75,7 +75,7 @@ class Signature:
         return tuple((i, kind) for i, (_, kind) in enumerate(self.fields) if kind is not Tensor)
 
     def wrong_names(self, given: Mapping[str, Any]) -> ValueError:
-        """Return the error for arguments with other names than the fields."""
+        """Return the ValueError for arguments whose names are not those of the fields."""
         names = self.names
         missing, unknown = set(names) - given.keys(), given.keys() - set(names)
         parts = [f"unknown {sorted(unknown)}"] * bool(unknown)
@@ -83,7 +83,7 @@ class Signature:
         return ValueError(f"{self.kernel}: got {' and '.join(parts)}, allowed are {[*names]}")
 
     def wrong_type(self, i: int, given: Any) -> ValueError:
-        """Return the error for an argument of another type than the i-th field."""
+        """Return the ValueError for an argument whose type does not fit the i-th field."""
         name, kind = self.fields[i]
         allowed = "a tensor or None" if kind is Tensor else kind.__name__
         got = "a tensor" if isinstance(given, Tensor) else repr(given)
@@ -91,7 +91,8 @@ class Signature:
 
 
 def signature(text: str, kernel: str) -> Signature:
-    """Return the signature of a kernel in a source. Raises ValueError if there is none."""
+    """Return the signature of a kernel in a source text. Raises ValueError if the text does not
+    define the kernel."""
     text = re.sub(r"//[^\n]*", "", text)
     found = re.search(rf"__global__\s+void\s+{BOUNDS}{kernel}\s*\(([^)]*)\)", text)
     if found is None:
@@ -101,7 +102,9 @@ def signature(text: str, kernel: str) -> Signature:
         by_value = by_struct[1]
         body = re.search(rf"struct {by_value} \{{(.*?)\}};", text, re.DOTALL)
         if body is None:
-            raise ValueError(f"{kernel}: got no struct {by_value} in its source")
+            raise ValueError(
+                f"{kernel}: got no struct {by_value}, the type of its parameter, in its source"
+            )
         declarations = body[1].split(";")
     else:
         declarations = parameters.split(",")

@@ -1,5 +1,5 @@
-"""Launches before and after the layers: look up embeddings and rotary angles, and find the most
-likely token."""
+"""Launches before and after the layers of a model: look up embeddings and rotary angles, and find
+the most likely token."""
 
 from __future__ import annotations
 
@@ -88,7 +88,8 @@ def likeliest(
 ) -> Tensor:
     """Return the token with the highest logit of each sequence, int64 `[B]`, in one launch.
 
-    Of equal logits the lowest id wins. NaN is above all numbers, as in torch.
+    Of tokens with equal logits, the lowest id is returned. NaN counts as the highest logit, as in
+    torch.
 
     Args:
         logits: `[B, V]`, float32, float16 or bfloat16.

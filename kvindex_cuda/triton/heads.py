@@ -39,24 +39,24 @@ def project_heads(
     key_norm: Norm | None = None,
     tile: Tile = TILE,
 ) -> None:
-    """Compute a token's queries, keys and values. Keys and values go to slots that are read on the
-    device.
+    """Compute the queries, keys and values of one token per sequence, and write them to given
+    tensors. The kernel reads the positions for keys and values on the device.
 
     The kernel multiplies RMS-normalized activations by a matrix, as `norm_linear` does. Then it
-    normalizes each query and key head (optional), and rotates it. Coordinate `i` is paired with `i
-    + D/2` (Su et al., 2021).
+    applies RMS normalization to each query and key head (optional), and the rotary embedding, which
+    pairs coordinate `i` with `i + D/2` (Su et al., 2021).
 
     Args:
         x: Activations `[B, K]`.
         norm: RMS normalization of the activations.
         matrix: `[(H + 2G)·D, K]`: matrix rows for queries, then keys, then values.
         cos: Cosines for the token's position, `[B, D]`, of any floating-point dtype.
-        sin: Sines, likewise.
+        sin: Sines for the token's position, with the shape, dtype and strides of `cos`.
         slots: Token position in `keys` and `values` to write to, int64 `[B]`. If it is out of
             range, no key and value are written.
         queries: Tensor for the queries, `[B, H, D]`, contiguous.
         keys: Tensor for the keys, `[B, G, C, D]`, contiguous in the last dimension.
-        values: Tensor for the values, likewise.
+        values: Tensor for the values, `[B, G, C, D]`, contiguous in the last dimension.
         tickets: Counters, int32, at least one for each of `H + 2G` heads. They are 0 before and
             after the launch. Launches that run concurrently need separate tickets.
         query_norm: Normalization of each query head, factors `[D]`.
@@ -68,7 +68,9 @@ def project_heads(
     """
     if queries.ndim != 3 or keys.ndim != 4 or values.ndim != 4:
         dimensions = [queries.ndim, keys.ndim, values.ndim]
-        raise ValueError(f"queries, keys, values: got {dimensions} dimensions, allowed is 3, 4, 4")
+        raise ValueError(
+            f"queries, keys, values: got {dimensions} dimensions, allowed are [3, 4, 4]"
+        )
     (H, D), (G, C) = queries.shape[1:], keys.shape[1:3]
     if D % 2:
         raise ValueError(f"D: got {D}, allowed is an even number")
@@ -76,10 +78,10 @@ def project_heads(
     like("norm", norm.weight, x, x.shape[1])
     N, heads = of_matrix(matrix, x, x.shape[1]), H + 2 * G
     if heads * D != N:
-        raise ValueError(f"weight: got {N} rows, allowed are {heads * D} of {heads} heads")
+        raise ValueError(f"weight: got {N} rows, allowed are {heads * D} for {heads} heads of {D}")
     like("queries", queries, x, B, H, D)
     if not queries.is_contiguous():
-        raise ValueError(f"queries: got strides {queries.stride()}, allowed is contiguous")
+        raise ValueError(f"queries: got strides {queries.stride()}, allowed is a contiguous tensor")
     like("keys", keys, x, B, G, C, D)
     like("values", values, x, B, G, C, D)
     _check_angles(cos, sin, B, D, x.device)
@@ -120,15 +122,17 @@ def project_heads(
 
 
 def _check_angles(cos: Tensor, sin: Tensor, B: int, D: int, device: torch.device) -> None:
-    """Raise ValueError unless both are `[B, D]`, with equal dtype and device."""
+    """Raise ValueError unless cosines and sines are `[B, D]` with the same dtype, device and
+    strides."""
     if cos.dtype not in DTYPES:
         raise ValueError(f"cos: got {cos.dtype}, allowed is one of {DTYPES}")
     gapless("cos", shaped("cos", cos, B, D), cos.dtype, device)
     gapless("sin", shaped("sin", sin, B, D), cos.dtype, device)
     if sin.stride() != cos.stride():
-        raise ValueError(f"sin: got strides {sin.stride()}, allowed are cos's, {cos.stride()}")
+        raise ValueError(f"sin: got strides {sin.stride()}, but cos has strides {cos.stride()}")
 
 
 def _steps(name: str, rows: Tensor) -> dict[str, int]:
-    """Return the strides of `[B, G, C, D]`, under the names of the kernel's parameters."""
+    """Return the strides of keys or values `[B, G, C, D]`, by the names of the kernel's
+    parameters."""
     return {f"{name}_{part}": rows.stride(at) for at, part in enumerate(("batch", "head", "row"))}

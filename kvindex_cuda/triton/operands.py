@@ -1,4 +1,5 @@
-"""Arguments of the layers' kernels (matrices, norms, tiles), their checks, and the launch."""
+"""Arguments of the Triton kernels for a model's layers (matrices, norms, tile sizes): types,
+checks, and the launch."""
 
 from __future__ import annotations
 
@@ -49,7 +50,7 @@ class Norm(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """Sizes of a launch.
+    """Tile sizes and options of a launch.
 
     With several sequences, each warp multiplies a slice of the columns by all rows. A slice has at
     least 32 columns. With 64 or more columns, it is prefetched in whole memory lines.
@@ -61,8 +62,8 @@ class Tile(NamedTuple):
         stages: Stages of its pipeline.
         overlap: Let the launch begin, and read its first weights, before the previous launch ends
             (programmatic dependent launch). This has no effect in Triton's interpreter.
-        ahead: Only for one sequence: the number of pieces that a program reads into registers
-            first, and multiplies last.
+        ahead: Only for one sequence: number of tiles that a program loads first and multiplies
+            last.
     """
 
     rows: int = 16
@@ -74,7 +75,8 @@ class Tile(NamedTuple):
 
 
 def stack(*matrices: Matrix) -> Matrix:
-    """Stack matrices `[N, K]` such as Q, K and V, or gate and up, for one product.
+    """Stack matrices `[N, K]`, such as Q, K and V or gate and up, so that one product computes all
+    of them.
 
     A matrix without a bias gets a bias of zeros if another one has a bias. Raises ValueError if
     there is no matrix, or if only some matrices have a scale.
@@ -83,7 +85,10 @@ def stack(*matrices: Matrix) -> Matrix:
         raise ValueError("matrices: got none, allowed is at least one")
     scales = [matrix.scale for matrix in matrices if matrix.scale is not None]
     if len(scales) not in (0, len(matrices)):
-        raise ValueError(f"scale: got {len(scales)} of {len(matrices)}, allowed is all or none")
+        raise ValueError(
+            f"scale: got {len(scales)} of {len(matrices)} matrices with a scale, allowed is all or "
+            "none"
+        )
     given = [matrix.bias for matrix in matrices if matrix.bias is not None]
     biases = [
         given[0].new_zeros(len(matrix.weight)) if matrix.bias is None else matrix.bias
@@ -105,7 +110,7 @@ def to_fp8(matrix: Matrix) -> Matrix:
     smallest step. Raises ValueError for a matrix that already has a scale.
     """
     if matrix.scale is not None:
-        raise ValueError("scale: got a matrix that has one, allowed is None")
+        raise ValueError("scale: got a matrix that already has a scale, allowed is None")
     mantissa, exponent = torch.frexp(matrix.weight.abs().amax(1).float())
     exponent = exponent - 9 + (512 * mantissa > LARGEST)
     bits = (exponent.clamp_min(SMALLEST_EXPONENT) + 127) << 23  # bits of two to that power
@@ -118,48 +123,49 @@ def to_fp8(matrix: Matrix) -> Matrix:
 
 
 def rows_of(name: str, tensor: Tensor, columns: int, batch: int | None = None) -> int:
-    """Return `B` of activations `[B, columns]`. Raises ValueError if kernels do not support
-    them."""
+    """Return the number of sequences `B` of activations `[B, columns]`. Raises ValueError if
+    kernels do not support them."""
     if tensor.ndim != 2 or tensor.shape[1] != columns or not 1 <= len(tensor) <= ROWS:
         allowed = f"[1 to {ROWS}, {columns}]" if batch is None else f"[{batch}, {columns}]"
         raise ValueError(f"{name}: got shape {list(tensor.shape)}, allowed is {allowed}")
     if batch not in (None, len(tensor)):
-        raise ValueError(f"{name}: got a batch of {len(tensor)}, allowed is {batch}")
+        raise ValueError(f"{name}: got {len(tensor)} sequences, allowed is {batch}")
     if tensor.dtype not in DTYPES:
         raise ValueError(f"{name}: got {tensor.dtype}, allowed is one of {DTYPES}")
     return gapless(name, tensor, tensor.dtype, tensor.device).shape[0]
 
 
 def like(name: str, tensor: Tensor, model: Tensor, *shape: int) -> Tensor:
-    """Return the tensor if it has this shape, and `model`'s dtype and device; else raise
-    ValueError."""
+    """Return the tensor. Raises ValueError unless it has this shape, the dtype and device of
+    `model`, and a contiguous last dimension."""
     shaped(name, tensor, *shape)
     return gapless(name, tensor, model.dtype, model.device)
 
 
 def shaped(name: str, tensor: Tensor, *shape: int) -> Tensor:
-    """Return the tensor if it has this shape. Raises ValueError otherwise."""
+    """Return the tensor. Raises ValueError unless it has this shape."""
     if tuple(tensor.shape) != shape:
         raise ValueError(f"{name}: got shape {list(tensor.shape)}, allowed is {list(shape)}")
     return tensor
 
 
 def gapless(name: str, tensor: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return the tensor if it has this dtype and device, and a contiguous last dimension.
-
-    Raises ValueError otherwise.
-    """
+    """Return the tensor. Raises ValueError unless it has this dtype and device, and a contiguous
+    last dimension."""
     if tensor.dtype != dtype:
         raise ValueError(f"{name}: got {tensor.dtype}, allowed is {dtype}")
     if tensor.device != device:
         raise ValueError(f"{name}: got device {tensor.device}, allowed is {device}")
     if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
-        raise ValueError(f"{name}: got a stride of {tensor.stride(-1)}, allowed is 1 at the end")
+        raise ValueError(
+            f"{name}: got a stride of {tensor.stride(-1)} in the last dimension, allowed is 1"
+        )
     return tensor
 
 
 def of_matrix(matrix: Matrix, x: Tensor, columns: int) -> int:
-    """Return `N` of a matrix for activations `[B, columns]`. Raises ValueError for other shapes."""
+    """Return the number of rows `N` of a matrix `[N, columns]`. Raises ValueError if its tensors do
+    not fit activations `x`."""
     weight, bias, scale = matrix
     if weight.ndim != 2 or weight.shape[1] != columns or not len(weight):
         raise ValueError(f"weight: got shape {list(weight.shape)}, allowed is [N, {columns}]")
@@ -198,18 +204,24 @@ def launch(
 
 
 def runs_on(device: torch.device, fp8: bool, tile: Tile) -> bool:
-    """Return True if launches may overlap. Raises ValueError if the device cannot run a tile."""
+    """Return whether the launch may overlap with others. Raises ValueError if the device does not
+    support FP8 weights or overlap and they are requested."""
     if triton.knobs.runtime.interpret:
         return False
     if device.type != "cuda":
         raise ValueError(
-            f"device: got {device}, allowed is a CUDA device, or TRITON_INTERPRET=1 at the start"
+            f"device: got {device}, allowed is a CUDA device; for other devices, set the "
+            "environment variable TRITON_INTERPRET=1 before the start"
         )
     has = torch.cuda.get_device_capability(device)
     if fp8 and has < READS_FP8:
-        raise ValueError(f"weight: got FP8 on compute capability {has}, allowed is {READS_FP8}")
+        raise ValueError(
+            f"weight: got FP8 on compute capability {has}, allowed is {READS_FP8} or newer"
+        )
     if tile.overlap and has < OVERLAPS:
-        raise ValueError(f"overlap: got True on compute capability {has}, allowed is {OVERLAPS}")
+        raise ValueError(
+            f"overlap: got True on compute capability {has}, allowed is {OVERLAPS} or newer"
+        )
     return tile.overlap
 
 

@@ -71,14 +71,16 @@ def norm_swiglu(
     Each Triton program computes `tile.rows / 2` matrix rows of gate, and as many of up. Other
     arguments and errors are those of `norm_linear`.
 
-    matrix: `[2N, K]`, the matrix rows of gate, then those of up.
+    matrix: `[2N, K]`, the matrix rows of gate, then the matrix rows of up.
     """
     rows_of("x", x, matrix.weight.shape[-1])
     like("norm", norm.weight, x, x.shape[1])
     if len(matrix.weight) % 2:
-        raise ValueError(f"weight: got {len(matrix.weight)} rows, allowed is an even number")
+        raise ValueError(
+            f"weight: got {len(matrix.weight)} rows, allowed is an even number (gate and up)"
+        )
     if tile.rows < 2:
-        raise ValueError(f"rows: got {tile.rows}, allowed is at least 2, of gate and of up")
+        raise ValueError(f"rows: got {tile.rows}, allowed is at least 2 (one of gate, one of up)")
     return _multiply(x, norm, matrix, None, out, tile, paired=True)
 
 
@@ -99,7 +101,8 @@ def linear_residual(
         x: Activations `[B, K]`.
         matrix: `[N, K]`.
         residual: `[B, N]`.
-        out: Tensor to which the result is written, or None for a new one. It may be the residual.
+        out: Tensor to which the result is written, or None for a new tensor. It may be the same
+            tensor as `residual`.
         tile: Sizes of the launch.
         early: For one sequence, prefetch all weights of a program into L2 before it waits for the
             previous launch. This does not change results. It is faster if the previous launch does
@@ -122,8 +125,8 @@ def swiglu_linear(
 
     Other arguments and errors are those of `norm_linear`. Source: Shazeer, 2020 (SwiGLU).
 
-    gate_up: `[B, 2K]`, gate then up, as `norm_linear` returns them for their stacked matrices. out:
-    As in `linear_residual`.
+    gate_up: `[B, 2K]`, gate and then up, as `norm_linear` returns them for their stacked matrices.
+        out: As in `linear_residual`.
     """
     rows_of("gate_up", gate_up, 2 * matrix.weight.shape[-1])
     return _multiply(gate_up, None, matrix, residual, out, tile, gated=True)
@@ -167,13 +170,14 @@ def _multiply(
 
 
 def _brings(weight: Tensor, tile: Tile) -> bool:
-    """Return True if the weights after the first tile of each matrix row can be prefetched."""
+    """Return True if the weights after the first tile of each matrix row can be prefetched, which
+    needs multiples of 16 bytes."""
     columns = weight.shape[1] | tile.ahead * tile.columns
     return not (weight.data_ptr() | columns * weight.itemsize) % BROUGHT
 
 
 def of_product(x: Tensor, norm: Norm | None, matrix: Matrix, tile: Tile) -> dict[str, object]:
-    """Return the arguments that all kernels of products have in common, by name."""
+    """Return the arguments that all kernels for matrix products have in common, by name."""
     N, K = matrix.weight.shape
     return dict(
         x=x,

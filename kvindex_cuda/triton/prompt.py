@@ -1,4 +1,4 @@
-"""Attention of a prompt's chunk to keys and values in the pages of a store."""
+"""Attention of a chunk of a prompt to keys and values in the pages of a store."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def attend_prompt(
     causal: bool = True,
     tile: Tile = TILE,
 ) -> tuple[Tensor, Tensor]:
-    """Attend with `T` queries per head to rows in pages.
+    """Attend with `T` queries per head to rows that are stored in pages.
 
     For a query that sees no row, the output is 0 and the logarithm `-inf`.
 
@@ -70,7 +70,7 @@ def attend_prompt(
         if value < 16:
             raise ValueError(f"{name}: got {value}, allowed is at least 16")
     if page_tokens % tile.columns:
-        raise ValueError(f"page_tokens: got {page_tokens}, allowed are multiples of {tile.columns}")
+        raise ValueError(f"page_tokens: got {page_tokens}, allowed is a multiple of {tile.columns}")
     output = torch.empty((B, H, T, value_dim), dtype=queries.dtype, device=device)
     lse = torch.empty((B, H, T), dtype=torch.float32, device=device)
     launch(
@@ -103,20 +103,21 @@ def attend_prompt(
 
 
 def _sizes(queries: Tensor, kv_heads: int) -> tuple[int, int, int, int]:
-    """Return `B, H, T, D` of queries. Raises ValueError for other shapes."""
+    """Return the sizes `B, H, T, D` of queries. Raises ValueError if kernels do not support
+    them."""
     if queries.ndim != 4 or not queries.numel():
         raise ValueError(f"queries: got shape {list(queries.shape)}, allowed is [B, H, T, D]")
     if queries.dtype not in DTYPES:
         raise ValueError(f"queries: got {queries.dtype}, allowed is one of {DTYPES}")
     if not queries.is_contiguous():
-        raise ValueError(f"queries: got strides {queries.stride()}, allowed is contiguous")
+        raise ValueError(f"queries: got strides {queries.stride()}, allowed is a contiguous tensor")
     B, H, T, D = queries.shape
     if kv_heads < 1 or H % kv_heads:
-        raise ValueError(f"kv_heads: got {kv_heads} for {H} heads, allowed are divisors")
+        raise ValueError(f"kv_heads: got {kv_heads}, allowed is a divisor of the {H} query heads")
     return B, H, T, D
 
 
 def _check_bytes(name: str, value: int, least: int) -> None:
-    """Raise ValueError unless a stride is a multiple of 16 bytes, and `least` bytes or more."""
+    """Raise ValueError unless a stride in bytes is a multiple of 16 and at least `least`."""
     if value < least or value % 16:
-        raise ValueError(f"{name}: got {value}, allowed are multiples of 16 from {least} on")
+        raise ValueError(f"{name}: got {value}, allowed is a multiple of 16, at least {least}")

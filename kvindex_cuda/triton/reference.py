@@ -23,7 +23,8 @@ def normalize(x: Tensor, norm: Norm) -> Tensor:
 
 
 def multiply(x: Tensor, matrix: Matrix) -> Tensor:
-    """Multiply float32 `[B, K]` by a matrix `[N, K]` and add its bias: float32 `[B, N]`."""
+    """Multiply float32 activations `[B, K]` by a matrix `[N, K]` and add its bias. Returns float32
+    `[B, N]`."""
     product = x @ matrix.weight.float().T
     if matrix.scale is not None:
         product = product * matrix.scale
@@ -31,12 +32,14 @@ def multiply(x: Tensor, matrix: Matrix) -> Tensor:
 
 
 def norm_linear(x: Tensor, norm: Norm, matrix: Matrix) -> Tensor:
-    """Normalize activations `[B, K]` and multiply them by a matrix: `[B, N]`."""
+    """Apply RMS normalization to activations `[B, K]`, and multiply them by a matrix `[N, K]`.
+    Returns `[B, N]`."""
     return multiply(normalize(x, norm), matrix).to(x.dtype)
 
 
 def norm_swiglu(x: Tensor, norm: Norm, matrix: Matrix) -> Tensor:
-    """Normalize `[B, K]`, multiply by a matrix `[2N, K]`, return `silu(gate) · up`: `[B, N]`."""
+    """Apply RMS normalization to activations `[B, K]`, and multiply them by gate and up, stacked as
+    `[2N, K]`. Returns `silu(gate) · up`, `[B, N]`."""
     gate, up = multiply(normalize(x, norm), matrix).chunk(2, dim=-1)
     return (functional.silu(gate) * up).to(x.dtype)
 
@@ -47,7 +50,8 @@ def linear_residual(x: Tensor, matrix: Matrix, residual: Tensor) -> Tensor:
 
 
 def swiglu_linear(gate_up: Tensor, matrix: Matrix, residual: Tensor) -> Tensor:
-    """Multiply `silu(gate) · up` of `[B, 2K]` by a matrix, and add a residual `[B, N]`."""
+    """Multiply `silu(gate) · up` by a matrix `[N, K]`, and add a residual `[B, N]`. `gate_up` is
+    `[B, 2K]`."""
     gate, up = gate_up.float().chunk(2, dim=-1)
     product = multiply(functional.silu(gate) * up, matrix)
     return (residual.float() + product).to(gate_up.dtype)
@@ -100,7 +104,8 @@ def begin_token(
 
 
 def likeliest(logits: Tensor) -> Tensor:
-    """Return the most likely token, int64 `[B]`: of equal logits the lowest id. NaN is highest."""
+    """Return the token with the highest logit, int64 `[B]`. Of equal logits, the lowest id is
+    returned; NaN counts as the highest logit."""
     return logits.argmax(-1)
 
 
@@ -115,7 +120,7 @@ def attend_prompt(
 ) -> tuple[Tensor, Tensor]:
     """Attention of a prompt's queries to the first `lengths[b]` rows of each sequence.
 
-    Returns outputs `[B, H, T, Dv]` and their lse, float32 `[B, H, T]`.
+    Returns outputs `[B, H, T, Dv]` and log-sum-exp values, float32 `[B, H, T]`.
     """
     T, R = queries.shape[2], keys.shape[2]
     rows = torch.arange(R, device=queries.device)
@@ -130,7 +135,8 @@ def attend_prompt(
 def attend_token(
     queries: Tensor, keys: Tensor, values: Tensor, starts: Tensor, ends: Tensor, *, scale: float
 ) -> Tensor:
-    """Attention `[B, H, Dv]` of one token per sequence to rows `starts[b]` up to `ends[b]` - 1."""
+    """Attention of one token per sequence to rows `starts[b]` to `ends[b] - 1`. Returns `[B, H,
+    Dv]`."""
     rows = torch.arange(keys.shape[2], device=queries.device)
     seen = (rows >= starts[:, None]) & (rows < ends[:, None])
     bias = torch.zeros(seen.shape, device=queries.device).masked_fill(~seen, float("-inf"))

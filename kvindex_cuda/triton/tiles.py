@@ -1,4 +1,4 @@
-"""Tile sizes for each product: measured ones, and a rule for all others."""
+"""Tile sizes for matrix products: measured sizes for some products, and a rule for all others."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ once."""
 
 
 class Case(NamedTuple):
-    """The properties of a product by which its tile is chosen.
+    """The properties of a matrix product that determine its tile sizes.
 
     Attributes:
-        product: Name of the function.
+        product: Name of the function in `products.py`.
         rows: `N` of the matrix, rounded up to a power of two, at most `MOST_ROWS`.
         columns: `K` of the matrix, rounded up to a power of two.
         width: Bytes of a weight.
@@ -58,14 +58,14 @@ and for four and eight sequences, were measured without attention. Other cases u
 
 
 def case_of(product: str, matrix: Matrix, batch: int) -> Case:
-    """Return the case of a product of `batch` sequences."""
+    """Return the `Case` of a matrix product with the activations of `batch` sequences."""
     N, K = matrix.weight.shape
     rows, columns = min(MOST_ROWS, next_power_of_2(N)), next_power_of_2(K)
     return Case(product, rows, columns, matrix.weight.itemsize, batch == 1)
 
 
 def usual(matrix: Matrix, batch: int) -> Tile:
-    """Return the tile of a product that was not measured.
+    """Return tile sizes for a product that was not measured.
 
     With several sequences each multiprocessor prefetches at least 40 KB, which hides about 1,000
     cycles of memory latency: 32 rows of 1 KiB (16-bit weights) in three stages, or 16 rows in four
@@ -79,7 +79,7 @@ def usual(matrix: Matrix, batch: int) -> Tile:
 
 
 def tile_of(product: str, matrix: Matrix, batch: int, *, overlap: bool = False) -> Tile:
-    """Return the tile of `norm_linear`, `norm_swiglu`, `linear_residual` or `swiglu_linear`.
+    """Return the tile sizes for `norm_linear`, `norm_swiglu`, `linear_residual` or `swiglu_linear`.
 
     batch: number of sequences. overlap: see `Tile`.
     """

@@ -1,4 +1,5 @@
-"""Attention of one token per sequence to a range of rows, whose ends are read on the device."""
+"""Attention of one token per sequence to a range of rows. The kernel reads the ends of the range on
+the device."""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ def attend_token(
     Args:
         queries: `[B, H, D]`.
         keys: `[B, G, C, D]`, contiguous in the last dimension; other strides are arbitrary.
-        values: `[B, G, C, Dv]`, likewise.
+        values: `[B, G, C, Dv]`, contiguous in the last dimension.
         starts: int64 `[B]`, read on the device.
         ends: int64 `[B]`, read on the device. It may be one number for all sequences (a stride of
             0).
@@ -51,17 +52,23 @@ def attend_token(
     """
     if queries.ndim != 3 or keys.ndim != 4 or values.ndim != 4 or not queries.numel():
         dimensions = [queries.ndim, keys.ndim, values.ndim]
-        raise ValueError(f"queries, keys, values: got {dimensions} dimensions, allowed is 3, 4, 4")
+        raise ValueError(
+            f"queries, keys, values: got {dimensions} dimensions, allowed are [3, 4, 4]"
+        )
     if queries.dtype not in DTYPES or not queries.is_contiguous():
-        raise ValueError(f"queries: got {queries.dtype}, allowed is one of {DTYPES}, contiguous")
+        raise ValueError(
+            f"queries: got {queries.dtype} with strides {queries.stride()}, allowed is a "
+            f"contiguous tensor of one of {DTYPES}"
+        )
     (B, H, D), (G, C), Dv = queries.shape, keys.shape[1:3], values.shape[3]
     if H % G:
-        raise ValueError(f"queries: got {H} heads for {G} KV heads, allowed are multiples")
+        raise ValueError(f"queries: got {H} heads, allowed is a multiple of the {G} KV heads")
     like("keys", keys, queries, B, G, C, D)
     like("values", values, queries, B, G, C, Dv)
     gapless("starts", shaped("starts", starts, B), torch.int64, queries.device)
     if ends.dtype != torch.int64 or ends.device != queries.device:
-        raise ValueError(f"ends: got {ends.dtype} on {ends.device}, allowed is int64, as queries")
+        got = f"{ends.dtype} on {ends.device}"
+        raise ValueError(f"ends: got {got}, allowed is torch.int64 on {queries.device}")
     shaped("ends", ends, B)
     if splits is None:
         splits = next_power_of_2(max(1, PROGRAMS // (B * G)))

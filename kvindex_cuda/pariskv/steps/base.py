@@ -165,8 +165,8 @@ class BaseStep:
         self.finalists = longs(groups, capacity)
         self.finalist_weights = floats(groups, capacity) if sampled else None
         self.seeds = ints(groups) if sampled else None
-        # a step's first launch clears all of these buffers; 8-byte words come first, and counters
-        # last, each in a memory line of its own
+        # A step's first launch clears all of these buffers. Buffers of 8-byte words come first, and
+        # counters come last. Each counter has its own memory line.
         lines = COUNTERS + self._parts
         sizes = [2 * group * BUCKETS, BINS, counted, lines * APART]
         self.cleared = ints(groups * sum(sizes))

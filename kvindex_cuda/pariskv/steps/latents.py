@@ -156,8 +156,8 @@ class LatentsStep(SignVotesStep):
             overlap=True,
             room=room,
         )
-        # as in estimate_latents.cu: tiles and candidates of a thread block, then the thread blocks
-        # that fit on a multiprocessor
+        # These equal constants of estimate_latents.cu: tiles and candidates per thread block, and
+        # how many thread blocks fit on a multiprocessor.
         pair, threads = 2 if tiles % 2 == 0 else 1, 32 * -(-self.layout.stride // 16)
         at_once = 32 if tiles // pair > 2 else 16
         most = 320 // threads * multiprocessors // (groups * (tiles // pair))

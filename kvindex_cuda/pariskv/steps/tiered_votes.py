@@ -63,7 +63,7 @@ class TieredVotesStep(BaseStep):
         self.levels = reference.levels(SUBSPACE, layout.magnitude_bits, device)
 
         ints = self._memory.zeros
-        # buffers of `query_table`: entries for missing heads or subspaces stay 0
+        # buffers that `query_table` writes; entries for missing heads and subspaces stay 0
         self.operands = ints(groups, sets, -(-M // 2), 32, 4, dtype=torch.int16)
         self.table = ints(groups, sets, M, 256, 4, dtype=torch.uint8)
         self.ups = self._memory.empty(groups, group)

@@ -1,1 +1,2 @@
-"""Kernels that Triton compiles. Their launchers in the folder above check the arguments."""
+"""Kernels that Triton compiles. The modules of `kvindex_cuda/triton` check their arguments and
+launch them."""

@@ -19,13 +19,13 @@ def attend_prompt(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WIDE: tl.constexpr, WIDE_V: tl.constexpr,
     CAUSAL: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Attention of the tokens of a prompt to rows in pages.
+    """Attention of the tokens of a prompt to rows that are stored in pages.
 
     Grid: (pairs / BLOCK_M, sequences · G). A program processes `BLOCK_M` pairs of a token and a
-    query head of one group. Programs with the last tokens start first, because they read the most
-    rows. A program reads all rows that its tokens may see; it writes `DV` numbers and one lse per
-    pair.
-    Steps are in elements, not bytes. A page whose address is 0 contains no rows.
+    query head of one group. Programs for the last tokens start first, because they read the most
+    rows. A program reads all rows that its tokens may attend to; it writes `DV` numbers and one
+    log-sum-exp (lse) per pair. The arguments `*_step` are strides in elements, not bytes. A page
+    whose address is 0 contains no rows.
     """
     after_previous(OVERLAP)
     pair = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -79,10 +79,10 @@ def attend_split(
     ROWS: tl.constexpr, BLOCK_N: tl.constexpr, WIDE: tl.constexpr, WIDE_V: tl.constexpr,
     SPLITS: tl.constexpr, STAGES: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Attention of one token's queries to one of `SPLITS` parts of the rows.
+    """Attention of one token per sequence to one of `SPLITS` parts of the rows.
 
-    Grid: (SPLITS, sequences · G). Writes float32 outputs and the lse to base 2 per head and split,
-    which `merge_splits` merges. Reads each row once.
+    Grid: (SPLITS, sequences · G). For each head and split, writes the float32 output and the
+    log-sum-exp (lse) to base 2. `merge_splits` merges them. Reads each row once.
     """
     after_previous(OVERLAP)
     batch, group = (tl.program_id(1) // G).to(tl.int64), (tl.program_id(1) % G).to(tl.int64)
@@ -128,7 +128,7 @@ def merge_splits(
 ):  # fmt: skip
     """Merge the outputs of all splits of a head.
 
-    Grid: (sequences · heads). Reads `SPLITS` outputs and lse values, writes one output.
+    Grid: (sequences · heads). Reads `SPLITS` outputs and log-sum-exp values; writes one output.
     """
     after_previous(OVERLAP)
     head = tl.program_id(0).to(tl.int64)

@@ -1,7 +1,8 @@
 """The first and the last kernel of a decode step of a model, before and after its layers.
 
 `begin_token` reads the token's embedding and computes its rotary angles. `likeliest` finds the
-token with the highest logit. `triton/reference.py` has functions of the same names as references.
+token with the highest logit. The references are the functions of the same names in
+`triton/reference.py`.
 """
 
 import triton
@@ -21,8 +22,8 @@ def begin_token(
 ):  # fmt: skip
     """Write the embedding and the rotary angles of each sequence's token.
 
-    Grid: (1 + N / BLOCK, sequences). The first program of a sequence writes the angles, each other
-    one writes `BLOCK` columns of the embedding. An id that is not below `V` writes NaN.
+    Grid: (1 + N / BLOCK, sequences). The first program of a sequence writes the angles. Each other
+    program writes `BLOCK` columns of the embedding, or NaN if the token id is not in 0 to `V - 1`.
     """
     after_previous(OVERLAP)
     block, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
@@ -51,10 +52,10 @@ def begin_token(
 def likeliest(logits, step, scratch, tokens, V, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
     """Find the token with the highest logit of each sequence.
 
-    Grid: (V / BLOCK, sequences). Each program reduces `BLOCK` logits to one number, which combines
-    the highest logit and its column. The last program to finish writes the token.
-    scratch `[B, 2]`: the highest number so far, and the number of finished programs. It is zero
-    before and after the launch.
+    Grid: (V / BLOCK, sequences). Each program reduces `BLOCK` logits to one number that combines
+    the highest logit and its column. The last program of a sequence to finish writes the token.
+    scratch: `[B, 2]`, the highest such number so far and the number of finished programs, 0 before
+    and after the launch.
     """
     after_previous(OVERLAP)
     row = tl.program_id(1).to(tl.int64)
@@ -62,7 +63,7 @@ def likeliest(logits, step, scratch, tokens, V, BLOCK: tl.constexpr, OVERLAP: tl
     found = tl.load(logits + row * step + column, column < V, other=float("-inf")).to(tl.float32)
     bits = tl.where(found == 0.0, 0.0, found).to(tl.int32, bitcast=True)  # −0 becomes 0
     order = tl.where(found != found, LAST, tl.where(bits < 0, bits ^ LAST, bits))
-    # upper bits: the order as a positive number; lower bits: the column, lower ones are better
+    # the upper bits order logits, as a positive number; the lower bits prefer lower columns
     highest = tl.max(((order.to(tl.int64) + LAST + 1) << 31) | (LAST - column), 0)
     best, ended = scratch + 2 * row, scratch + 2 * row + 1
     tl.atomic_max(best, highest, sem="relaxed")

@@ -1,4 +1,5 @@
-"""Overlap of consecutive kernels (programmatic dependent launch): waiting and prefetching weights.
+"""Functions for kernels that overlap (programmatic dependent launch): waiting for the previous
+kernel, and prefetching weights.
 
 A kernel can start before the previous one has ended, and prefetch weights until it has.
 """
@@ -9,14 +10,15 @@ import triton.language as tl
 
 @triton.jit
 def wait_for_previous(OVERLAP: tl.constexpr):
-    """Wait until the previous kernel has ended, and with it all kernels before that one."""
+    """Wait until the previous kernel and all kernels before it have ended."""
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
 
 
 @triton.jit
 def let_next_begin(OVERLAP: tl.constexpr):
-    """Let the next kernel start, once all programs have called this, and run until it waits."""
+    """Allow the next kernel to start. It starts once all programs have called this, and runs until
+    it waits for this kernel."""
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
 
@@ -30,7 +32,8 @@ def after_previous(OVERLAP: tl.constexpr):
 
 @triton.jit
 def bring_own(weight, N, K, BLOCK_N: tl.constexpr, FIRST: tl.constexpr):
-    """Prefetch a program's matrix rows from column `FIRST` on into L2, one matrix row per thread.
+    """Prefetch the matrix rows of a program into L2, from column `FIRST` on. Each thread prefetches
+    one matrix row.
 
     Uses `cp.async.bulk.prefetch` (PTX, from compute capability 9.0), whose ranges begin and end at
     multiples of 16 bytes. Nothing waits for the data.

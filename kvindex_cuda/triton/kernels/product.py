@@ -34,7 +34,8 @@ def read_vectors(x, x_step, columns, batch, K, B, GATED: tl.constexpr):
 
 @triton.jit
 def add_tile(sums, squares, weights, x, x_step, norm, columns, batch, K, B, GATED: tl.constexpr):
-    """Add a tile's products to `sums`, one per weight, and the squared activations to `squares`."""
+    """Multiply a tile of weights by activations, and add the products to `sums`, and the squared
+    activations to `squares`."""
     found = read_vectors(x, x_step, columns, batch, K, B, GATED)
     if norm is not None:
         squares += found * found
@@ -51,9 +52,10 @@ def product_of_one(
 ):  # fmt: skip
     """Compute rows of the product with one vector, float32 `[rows, 1]`.
 
-    The first `AHEAD` tiles of weights are read before the previous kernel has ended, and are added
-    last. So memory stays busy while activations arrive: the loads of the other tiles start before
-    anything is computed. If EARLY, the other tiles are prefetched before the wait, too.
+    The first `AHEAD` tiles of weights are loaded before the previous kernel has ended, and are
+    multiplied last. So the loads of the other tiles start before anything is computed, which keeps
+    the memory busy while activations arrive. If EARLY, the other tiles are prefetched before the
+    previous kernel has ended.
     """
     columns = tl.arange(0, BLOCK_K)
     held = ()
@@ -88,7 +90,7 @@ def product(
     BLOCK_K: tl.constexpr, SLICES: tl.constexpr, GATED: tl.constexpr, STAGES: tl.constexpr,
     AHEAD: tl.constexpr, EARLY: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Compute rows of the product, float32 `[rows, batch]`."""
+    """Compute rows of the product with one or several vectors, float32 `[rows, batch]`."""
     if batch.shape[0] == 1:
         return product_of_one(
             x, x_step, norm, eps, weight, scale, bias, rows, batch, B, N, K,
@@ -111,8 +113,9 @@ def multiply(
 ):  # fmt: skip
     """Compute `output[b] = residual[b] + weight · f(x[b])`; `residual` may be `output`.
 
-    Grid: (N / BLOCK_N). `f` normalizes if there is a norm, and applies the gate if GATED. If
-    PAIRED, the result is `silu` of the first half of the matrix rows times the second half.
+    Grid: (N / BLOCK_N). `f` applies RMS normalization if there is a norm, and the gate `silu(a) ·
+    b` if GATED. If PAIRED, the result is `silu` of the product with the first half of the matrix
+    rows, times the product with the second half.
     """
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     if PAIRED:

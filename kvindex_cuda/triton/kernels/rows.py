@@ -1,4 +1,4 @@
-"""Product of a matrix with two to 16 vectors on the matrix units, limited by memory.
+"""Product of a matrix with 2 to 16 vectors on tensor cores, limited by memory.
 
 A program computes some rows of the matrix. It divides each tile of columns into one slice per
 warp, computes a product `[rows, slice] · [slice, batch]` for each, and adds up the slices at the
@@ -41,7 +41,8 @@ def ones_as(weight, columns, never, dtype: tl.constexpr):
 
     For a product with FP8 weights, Triton derives the layout of the operands from the FP8 load. If
     activations are needed in two layouts, Triton does not pipeline their loads. So for FP8 weights
-    the ones come from an FP8 load, too: one that loads columns from `never` on, which means none.
+    the ones also come from an FP8 load. Its mask is false for all columns, because they are below
+    `never`.
     """
     if weight.dtype.element_ty == tl.float8e4nv:
         at = columns[:, None, :] + tl.zeros([1, 16, 1], tl.int32)
@@ -53,11 +54,11 @@ def ones_as(weight, columns, never, dtype: tl.constexpr):
 
 @triton.jit
 def add_squares(ones, found, squares, dtype: tl.constexpr, PRECISION: tl.constexpr):
-    """Add the squared activations of these columns to each of 16 equal rows of `squares`.
+    """Add the squared activations of some columns to `squares`, which has 16 equal rows.
 
-    The matrix units add them up, because activations become their operands anyway. Each square is
-    split into two operands. This is exact for bfloat16, whose squares have twice as many bits, and
-    has a relative error below 2^-18 for float16.
+    Tensor cores add up the squares, because activations become operands of tensor cores anyway.
+    Each square is split into two operands. This is exact for bfloat16, whose squares have twice as
+    many bits, and has a relative error below 2^-18 for float16.
     """
     square = found * found
     if PRECISION == "ieee":
@@ -78,7 +79,7 @@ def product_of_rows(
     """Compute rows of the product, float32 `[rows, batch]`.
 
     The first weights are prefetched into L2 before the previous kernel has ended. Operands of the
-    matrix units have the dtype of the activations. For float16 with a norm they are TF32 instead,
+    tensor cores have the dtype of the activations. For float16 with a norm they are TF32 instead,
     which has as many mantissa bits and a larger range.
     """
     given: tl.constexpr = x.dtype.element_ty

@@ -420,7 +420,7 @@ def test_without_cupy_the_extra_to_install_is_named(monkeypatch):
     [
         (
             dict(gpu=False),
-            "needs an NVIDIA GPU and a driver .* torch sees none .* install a driver",
+            "needs an NVIDIA GPU, but torch finds none .* install a driver",
         ),
         (
             dict(capability=(7, 5)),

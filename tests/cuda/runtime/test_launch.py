@@ -196,7 +196,9 @@ def test_shared_memory_beyond_48_kb_is_asked_for_once(driver):
 
 def test_a_driver_that_refuses_is_an_error(driver):
     run, driver.fails = kernel(NONE)[0], 209
-    with pytest.raises(RuntimeError, match="some: the driver refuses to launch it, error 209"):
+    with pytest.raises(
+        RuntimeError, match="some: the driver could not launch this kernel, error 209"
+    ):
         run((1,), (1,), [], 0, False)
 
 

@@ -85,8 +85,16 @@ def test_what_a_call_gives_is_looked_up_nowhere(passed):
             dict(counts="sums"),
             "some.k: got several attributes 'k' in SimpleNamespace and Layer, allowed is exactly",
         ),
-        ((step(), Layer), dict(sum="sums"), r"some: got \['sum'\], allowed are \['queries', 'co"),
-        ((step(), Layer), dict(given=["sum"]), r"some: got \['sum'\], allowed are \['queries'"),
+        (
+            (step(), Layer),
+            dict(sum="sums"),
+            r"some: got \['sum'\], allowed are its parameters \['queries', 'co",
+        ),
+        (
+            (step(), Layer),
+            dict(given=["sum"]),
+            r"some: got \['sum'\], allowed are its parameters \['queries'",
+        ),
     ],
 )
 def test_a_name_that_is_missing_or_ambiguous_is_refused_at_once(

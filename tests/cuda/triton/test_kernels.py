@@ -258,7 +258,7 @@ def test_bad_ends_of_a_token_are_refused(run):
         (1, ids[:1], r"positions: got shape \[1\], allowed is \[2\]"),
         (1, ids.float(), "positions: got torch.float32 on"),
         (2, embedding.double(), "embedding: got torch.float64 of shape"),
-        (2, embedding.T, "embedding: got a stride of 24, allowed is 1"),
+        (2, embedding.T, "embedding: got a stride of 24 in the last dimension, allowed is 1"),
         (3, ones[None], r"frequencies: got shape \[1, 4\], allowed is \[D/2\]"),
         (3, ones.half(), "frequencies: got torch.float16, allowed is torch.float32"),
     ):
