@@ -1,1 +1,2 @@
-"""Memory that kernels read: blocks of rows and codes, slabs, pinned memory, the row cache."""
+"""Manages the memory that kernels read: blocks of rows and codes, pinned memory, and the cache of
+rows."""

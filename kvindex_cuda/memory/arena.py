@@ -1,5 +1,5 @@
-"""Buffers for decode steps of several sizes, which can share memory because they never run at the
-same time."""
+"""Allocates buffers for decode steps of several batch sizes. The buffers share memory, because
+these steps never run at the same time."""
 
 from __future__ import annotations
 
@@ -30,11 +30,12 @@ class Arena:
         return self
 
     def zeros(self, *shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
-        """Return a tensor whose memory was zeroed when it was allocated."""
+        """Return a tensor for the present step. Its memory was set to zero when it was
+        allocated."""
         return self._tensor(shape, dtype, zeros=True)
 
     def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Return an uninitialized tensor."""
+        """Return an uninitialized tensor for the present step."""
         return self._tensor(shape, dtype, zeros=False)
 
     def _tensor(self, shape: tuple[int, ...], dtype: torch.dtype, *, zeros: bool) -> Tensor:

@@ -1,4 +1,5 @@
-"""Store of rows in blocks that kernels read: in pinned host memory, on the device, or both."""
+"""Store of rows (keys and values) in blocks that kernels read, in pinned host memory, on the
+device, or both."""
 
 from __future__ import annotations
 
@@ -112,7 +113,7 @@ class BlockStore(Restorable):
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a token's key and value for one head, a multiple of 16."""
+        """Bytes of one row (a token's key and value for one head), a multiple of 16."""
         return self._codec.row_bytes
 
     @property

@@ -255,7 +255,7 @@ class CodeBlocks(Restorable):
         self._length += count
 
     def forget(self) -> None:
-        """Discard codes that were written but not appended."""
+        """Discard codes that `write` has written but `append` has not appended."""
         self._written = None
 
     def _after_rollback(self) -> None:
@@ -331,7 +331,8 @@ class CodeBlocks(Restorable):
         return pieces
 
     def _copy(self, new: Mapping[str, Tensor], start: int, count: int) -> None:
-        """Copy codes `[B, G, count, ...]` to the blocks of the tokens from `start` on."""
+        """Copy codes of new tokens, `[B, G, count, ...]`, to their blocks. `start` is the position
+        of the first token."""
         for name, part in self.layout.parts(new).items():
             order = self.layout.order(name, self._device)
             for row in range(len(self._held)):
@@ -348,7 +349,7 @@ class CodeBlocks(Restorable):
             self._copy_centers(new["centers"], start // BLOCK)
 
     def _copy_centers(self, centers: Tensor, first: int) -> None:
-        """Copy centers, bfloat16 `[B, G, S, D]`, to the blocks from `first` on."""
+        """Copy centers, bfloat16 `[B, G, S, D]`, to the blocks from block number `first` on."""
         raw = centers.contiguous().view(torch.uint8).view(*centers.shape, 2).transpose(1, 2)
         for row, given in enumerate(raw):  # [S, G, D, 2]
             for run in self._runs(row, first, len(given)):

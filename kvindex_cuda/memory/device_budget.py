@@ -1,4 +1,4 @@
-"""Limit on the GPU memory for rows that could also be stored on the host."""
+"""Limits the GPU memory of rows in a store that can also use host memory."""
 
 from __future__ import annotations
 

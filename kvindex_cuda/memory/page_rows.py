@@ -158,10 +158,9 @@ def _pieces(pages: Pages, keys: Tensor, values: Tensor) -> dict[str, int]:
         of_type(f"{name}s", part, rows.dtype)
         of_shape(f"{name}s", part, len(keys), rows.shape[1], rows.shape[3] // 2)
         if not wide(part) or part.stride(2) != 1 or part.shape[2] * size % PIECE:
-            got = f"{tuple(part.shape)} with strides {part.stride()}"
             raise ValueError(
-                f"{name}s: got {got}, allowed are contiguous rows whose address and size are "
-                f"multiples of {PIECE} bytes"
+                f"{name}s: got shape {tuple(part.shape)} with strides {part.stride()}, allowed are "
+                f"contiguous rows whose address and size are multiples of {PIECE} bytes"
             )
         token, head = (step * size // PIECE for step in steps(part)[:2])
         given |= {f"{name}_token": token, f"{name}_head": head}

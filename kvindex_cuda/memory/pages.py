@@ -1,4 +1,4 @@
-"""Codes and rows of all layers in the pages of an engine such as vLLM."""
+"""Describes where an engine such as vLLM stores the codes and rows of all layers in its pages."""
 
 from __future__ import annotations
 

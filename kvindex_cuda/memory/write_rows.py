@@ -40,18 +40,17 @@ def write_rows(parts: Sequence[Tensor], table: Tensor, start: int) -> None:
     B, G, N, _ = outer = parts[0].shape
     room = of_type("table", table, torch.int64).shape[1] * BLOCK
     if len(table) != B or not 0 <= start <= room - N:
-        got = f"{N} tokens of {B} sequences from position {start} on"
         raise ValueError(
-            f"rows: got {got}, but the table has room for {room} tokens of {len(table)} sequences"
+            f"rows: got {N} tokens of {B} sequences from position {start} on, but the table has "
+            f"room for {room} tokens of {len(table)} sequences"
         )
     widths, strides = [], []
     for part in parts:
         size = part.element_size()
         if part.shape[:3] != outer[:3] or not fits(part):
-            got = f"{part.dtype} {tuple(part.shape)} with strides {part.stride()}"
             raise ValueError(
-                f"rows: got {got}, allowed are contiguous rows whose address and size are "
-                f"multiples of {PIECE} bytes"
+                f"rows: got {part.dtype} {tuple(part.shape)} with strides {part.stride()}, allowed "
+                f"are contiguous rows whose address and size are multiples of {PIECE} bytes"
             )
         widths.append(part.shape[3] * size // PIECE)
         strides += [step * size // PIECE for step in part.stride()[:3]]

@@ -1,4 +1,4 @@
-"""Sample rows at random on the device (docs/decisions/0010)."""
+"""Select some rows at random on the device, by their attention weights (docs/decisions/0010)."""
 
 from __future__ import annotations
 

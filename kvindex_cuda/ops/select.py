@@ -1,4 +1,5 @@
-"""Exact selection by score on the device. Of equal scores, the lower id is selected."""
+"""Exact top-k selection by score on the device. Of entries with equal scores, the one with the
+lower index is selected."""
 
 from __future__ import annotations
 

@@ -92,17 +92,17 @@ class State:
 
     @property
     def row(self) -> int:
-        """Number of blocks of codes for which each sequence has room."""
+        """Number of blocks of codes per sequence that the table has room for."""
         return self.codes.shape[1]
 
     @property
     def table_row(self) -> int:
-        """Number of blocks of rows for which each sequence has room."""
+        """Number of blocks of rows per sequence that the table has room for."""
         return self.rows.shape[1]
 
     @property
     def room(self) -> int:
-        """Number of resident rows for which each sequence has room."""
+        """Number of resident rows per sequence that the tensor `resident` has room for."""
         return self.resident.shape[2]
 
     @property

@@ -51,7 +51,7 @@ def contiguous_rows(tensor: Tensor, inner: int, aligned: int = 1) -> Tensor:
 
 
 def steps(tensor: Tensor) -> list[int]:
-    """Return the strides of a tensor, with 0 for dimensions of size 1."""
+    """Return the strides of a tensor in elements, with 0 for dimensions of size 1."""
     pairs = zip(tensor.shape, tensor.stride(), strict=True)
     return [step if size > 1 else 0 for size, step in pairs]
 

@@ -65,7 +65,7 @@ _number, _address = Tensor.get_device, Tensor.data_ptr
 
 
 def source(file: str) -> str:
-    """Return the text of `kernels/<file>`."""
+    """Return the source text of `kernels/<file>`."""
     return (SOURCES / file).read_text(encoding="utf-8")
 
 
@@ -166,7 +166,8 @@ def run(
     overlap: bool | int,
     defines: tuple[tuple[str, int], ...],
 ) -> None:
-    """Run a kernel as `launch` does, with its arguments in the order of its signature."""
+    """Run a kernel like `launch`, but with its arguments as a list in the order of its
+    parameters."""
     device, passed = _passed(takes, values)
     if device.type not in LOADERS:
         raise ValueError(f"{takes.kernel}: got tensors on {device}, allowed is a CUDA device")
@@ -211,8 +212,10 @@ def _passed(takes: Signature, passed: list[Any]) -> tuple[torch.device, list[Any
             if device is None:
                 device, number = part.device, _number(part)
             elif _number(part) != number or (number < 0 and part.device != device):
-                where = f"{device} and {part.device}"
-                raise ValueError(f"{takes.kernel}: got tensors on {where}, allowed is one device")
+                raise ValueError(
+                    f"{takes.kernel}: got tensors on {device} and {part.device}, allowed is one "
+                    "device"
+                )
             passed[i] = _address(part)
         else:
             raise takes.wrong_type(i, part)
@@ -306,7 +309,7 @@ class _Kernel:
             failed = self._run(*self._fixed, self._pointers, None)
         if failed:
             raise RuntimeError(
-                f"{self._name}: the driver could not launch this kernel, error {failed}"
+                f"{self._name}: the driver could not launch this kernel, CUDA error {failed}"
             )
 
     def _resize(self, grid: Grid, block: Grid, shared_bytes: int) -> None:

@@ -50,9 +50,12 @@ class NamedLaunch:
             attribute = renamed.get(name, name)
             owners = [i for i, names in enumerate(known) if attribute in names]
             if len(owners) != 1:
-                among = " and ".join(_called(namespaces[i]) for i in owners or range(len(known)))
-                got = f"{'several attributes' if owners else 'no attribute'} {attribute!r}"
-                raise ValueError(f"{kernel}.{name}: got {got} in {among}, allowed is exactly one")
+                classes = " and ".join(_called(namespaces[i]) for i in owners or range(len(known)))
+                count = "several attributes" if owners else "no attribute"
+                raise ValueError(
+                    f"{kernel}.{name}: got {count} {attribute!r} in {classes}, allowed is exactly "
+                    "one"
+                )
             places[name] = owners[0], len(found[owners[0]])
             found[owners[0]].append(attribute)
         starts = [sum(map(len, found[:i])) for i in range(len(found) + 1)]
@@ -80,8 +83,10 @@ class NamedLaunch:
         for read, namespace in zip(self._readers, namespaces, strict=True):
             values += read(namespace)
         if given.keys() != {*self._given}:
-            got = f"{sorted(given)} by keyword"
-            raise ValueError(f"{self._takes.kernel}: got {got}, allowed are {[*self._given]}")
+            raise ValueError(
+                f"{self._takes.kernel}: got keyword arguments {sorted(given)}, allowed are "
+                f"{[*self._given]}"
+            )
         values += [given[name] for name in self._given]
         run(
             self._file,

@@ -55,23 +55,23 @@ class Signature:
 
     @cached_property
     def places(self) -> tuple[int, ...]:
-        """The offset of each field in bytes."""
+        """Offset of each field in the parameter memory, in bytes."""
         ends = [calcsize("@" + self.formats[: i + 1]) for i in range(len(self.formats))]
         return tuple(e - calcsize(kind) for e, kind in zip(ends, self.formats, strict=True))
 
     @cached_property
     def names(self) -> tuple[str, ...]:
-        """Names of the fields."""
+        """Names of the kernel's parameters, in order."""
         return tuple(name for name, _ in self.fields)
 
     @cached_property
     def pointers(self) -> tuple[int, ...]:
-        """Indices of the fields that are pointers."""
+        """Indices of the parameters that are pointers."""
         return tuple(i for i, (_, kind) in enumerate(self.fields) if kind is Tensor)
 
     @cached_property
     def numbers(self) -> tuple[tuple[int, type], ...]:
-        """Indices of the fields that are numbers, and their Python types."""
+        """Indices of the parameters that are numbers, with their Python types."""
         return tuple((i, kind) for i, (_, kind) in enumerate(self.fields) if kind is not Tensor)
 
     def wrong_names(self, given: Mapping[str, Any]) -> ValueError:
@@ -114,7 +114,7 @@ def signature(text: str, kernel: str) -> Signature:
         parts = DECLARATION.fullmatch(declaration)
         if parts is None or not (parts[2] or parts[1] in NUMBERS):
             allowed = f"a pointer or one of {sorted(NUMBERS)}"
-            raise ValueError(f"{kernel}: got {declaration!r}, allowed is {allowed}")
+            raise ValueError(f"{kernel}: got a parameter {declaration!r}, allowed is {allowed}")
         kind, python = ("P", Tensor) if parts[2] else NUMBERS[parts[1]]
         names = parts[3].split(", ")
         fields += [(name, python) for name in names]

@@ -44,16 +44,19 @@ def begin_token(
     if ids.ndim != 1 or not len(ids):
         raise ValueError(f"ids: got shape {list(ids.shape)}, allowed is [B]")
     if embedding.ndim != 2 or not embedding.numel() or embedding.dtype not in DTYPES:
-        got = f"{embedding.dtype} of shape {list(embedding.shape)}"
-        raise ValueError(f"embedding: got {got}, allowed is [V, N] of one of {DTYPES}")
+        raise ValueError(
+            f"embedding: got {embedding.dtype} of shape {list(embedding.shape)}, allowed is "
+            f"[V, N] of one of {DTYPES}"
+        )
     if frequencies.ndim != 1 or not len(frequencies):
         raise ValueError(f"frequencies: got shape {list(frequencies.shape)}, allowed is [D/2]")
     (B, device), (V, N), D = (len(ids), embedding.device), embedding.shape, 2 * len(frequencies)
     shaped("positions", positions, B)
     for name, given in (("ids", ids), ("positions", positions)):
         if given.dtype != torch.int64 or given.device != device:
-            got = f"{given.dtype} on {given.device}"
-            raise ValueError(f"{name}: got {got}, allowed is int64 on {device}")
+            raise ValueError(
+                f"{name}: got {given.dtype} on {given.device}, allowed is int64 on {device}"
+            )
     gapless("embedding", embedding, embedding.dtype, device)
     gapless("frequencies", frequencies, torch.float32, device)
     hidden = torch.empty((B, N), dtype=embedding.dtype, device=device)
@@ -102,13 +105,17 @@ def likeliest(
         ValueError: Shapes, dtypes or devices do not fit.
     """
     if logits.ndim != 2 or not logits.numel() or logits.dtype not in DTYPES:
-        got = f"{logits.dtype} of shape {list(logits.shape)}"
-        raise ValueError(f"logits: got {got}, allowed is [B, V] of one of {DTYPES}")
+        raise ValueError(
+            f"logits: got {logits.dtype} of shape {list(logits.shape)}, allowed is [B, V] of one "
+            f"of {DTYPES}"
+        )
     (B, V), device = logits.shape, logits.device
     gapless("logits", logits, logits.dtype, device)
     if scratch.ndim != 2 or len(scratch) < B or not scratch.is_contiguous():
-        got = f"shape {list(scratch.shape)} of strides {scratch.stride()}"
-        raise ValueError(f"scratch: got {got}, allowed is [{B} or more, 2], contiguous")
+        raise ValueError(
+            f"scratch: got shape {list(scratch.shape)} with strides {scratch.stride()}, allowed "
+            f"is a contiguous tensor [{B} or more, 2]"
+        )
     gapless("scratch", shaped("scratch", scratch, len(scratch), 2), torch.int64, device)
     tokens = torch.empty(B, dtype=torch.int64, device=device) if out is None else out
     gapless("out", shaped("out", tokens, B), torch.int64, device)

@@ -1,5 +1,5 @@
-"""Compute a token's queries, keys and values, and write them to the tensors that attention
-reads."""
+"""Compute the queries, keys and values of one token per sequence, and write them to the tensors
+that attention reads."""
 
 from __future__ import annotations
 

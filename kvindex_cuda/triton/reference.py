@@ -16,7 +16,7 @@ from kvindex_cuda.triton.operands import Matrix, Norm
 
 
 def normalize(x: Tensor, norm: Norm) -> Tensor:
-    """RMS norm: divide by the root mean square along the last dimension. Returns float32."""
+    """Apply RMS normalization along the last dimension. Returns float32."""
     wide = x.float()
     factor = torch.rsqrt(wide.square().mean(-1, keepdim=True) + norm.eps)
     return wide * factor * norm.weight.float()
@@ -86,7 +86,8 @@ def project_heads(
 
 
 def _rotated(heads: Tensor, norm: Norm | None, cos: Tensor, sin: Tensor) -> Tensor:
-    """Normalize heads `[B, heads, D]` and apply the rotary embedding. Returns float32."""
+    """Apply RMS normalization (if there is a norm) and the rotary embedding to heads `[B, heads,
+    D]`. Returns float32."""
     wide = heads.float() if norm is None else normalize(heads, norm)
     first, second = wide.chunk(2, dim=-1)
     turned = torch.cat((-second, first), dim=-1)
@@ -96,7 +97,8 @@ def _rotated(heads: Tensor, norm: Norm | None, cos: Tensor, sin: Tensor) -> Tens
 def begin_token(
     ids: Tensor, positions: Tensor, embedding: Tensor, frequencies: Tensor, factor: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return embeddings `[B, N]`, NaN for an unknown id, and cosines and sines `[B, D]`."""
+    """Return embeddings `[B, N]`, and cosines and sines of the rotary angles `[B, D]`. An id
+    outside of the vocabulary gives NaN."""
     known, dtype = (ids >= 0) & (ids < len(embedding)), embedding.dtype
     hidden = embedding[ids.where(known, 0)].masked_fill(~known[:, None], float("nan"))
     angles = (positions[:, None] * frequencies).repeat(1, 2)

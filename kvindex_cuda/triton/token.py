@@ -67,8 +67,9 @@ def attend_token(
     like("values", values, queries, B, G, C, Dv)
     gapless("starts", shaped("starts", starts, B), torch.int64, queries.device)
     if ends.dtype != torch.int64 or ends.device != queries.device:
-        got = f"{ends.dtype} on {ends.device}"
-        raise ValueError(f"ends: got {got}, allowed is torch.int64 on {queries.device}")
+        raise ValueError(
+            f"ends: got {ends.dtype} on {ends.device}, allowed is torch.int64 on {queries.device}"
+        )
     shaped("ends", ends, B)
     if splits is None:
         splits = next_power_of_2(max(1, PROGRAMS // (B * G)))

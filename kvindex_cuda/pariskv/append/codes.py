@@ -79,7 +79,7 @@ class AppendedCodes:
         self.codes.forget()
 
     def _put_open(self, contents: Contents) -> None:
-        """Write the codes of the open block if it has changed."""
+        """Write the codes of the open block (the last, partly filled block) if it has changed."""
         start, opened = len(self.codes), contents.opened
         if start == contents.length or opened is self._opened:
             return

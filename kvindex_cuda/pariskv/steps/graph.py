@@ -1,4 +1,4 @@
-"""A layer's step as a CUDA graph, captured once and replayed for later tokens.
+"""A layer's decode step as a CUDA graph, which is captured once and replayed for later tokens.
 
 A step reads tensors at fixed addresses that are updated in place (`executor.py`), so a graph stays
 valid while these addresses stay the same. Queries are copied to a tensor that the graph reads, and

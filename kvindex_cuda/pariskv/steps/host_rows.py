@@ -146,9 +146,9 @@ class HostRows:
         """
         count, width = tables.shape
         if count * width > len(self.scratch):
-            got = f"{count} sequences of {width} pages"
             raise ValueError(
-                f"tables: got {got}, but scratch has room for {len(self.scratch)} pages"
+                f"tables: got {count} sequences of {width} pages, but scratch has room for "
+                f"{len(self.scratch)} pages"
             )
         copy = self.scratch[: count * width].view(count, width, *self.scratch.shape[1:])
         gather_pages(

@@ -259,7 +259,7 @@ class PagedSteps:
         return STEPS[KIND](g, self._layout, **options)
 
     def _states(self) -> list[State]:
-        """Return the `State` of each layer, which the steps read."""
+        """Return the `State` of each layer, the tensors that decode steps read."""
         g, kept = self._geometry, self._pages.rows[0]
         common: dict[str, Any] = dict(
             valid=self._valid,
@@ -300,9 +300,9 @@ def _check_caches(caches: Sequence[RowCache | None], pages: Pages) -> None:
     }
     if len(caches) != len(pages.rows) or {one[:2] for one in found} != {shape} or len(found) > 1:
         raise ValueError(
-            f"caches: got {len(caches)} caches with (groups, bytes of a row) of "
-            f"{[one[:2] for one in found]}, allowed are {len(pages.rows)} caches, one per layer, "
-            f"with {shape} and the same clock"
+            f"caches: got {len(caches)} caches with (groups, row_bytes) in "
+            f"{[one[:2] for one in found]}, allowed are {len(pages.rows)} caches (one per layer) "
+            f"with {shape}, which share one clock"
         )
     if pages.tokens * len(rows) >= 2**31:
         raise ValueError(

@@ -63,9 +63,10 @@ EMPTY = object()
 
 
 class ParisKVBatch:
-    """A `kvindex.core.protocol.IndexBatch` of ParisKV.
+    """Runs decode steps for several ParisKV indexes at once. It implements
+    `kvindex.core.protocol.IndexBatch`.
 
-    Each call passes a list of indexes. Buffers have the size of the last list and its `k`. The
+    Each call passes a list of indexes. Buffers fit the length of the last list and its `k`. The
     batch does not keep the memory of any index alive.
     """
 

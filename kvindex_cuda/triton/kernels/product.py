@@ -13,17 +13,15 @@ from kvindex_cuda.triton.kernels.rows import product_of_rows
 
 @triton.jit
 def read_weights(weight, rows, columns, N, K):
-    """Load a tile `[rows, columns]` of the matrix `[N, K]`, with zeros outside of it."""
+    """Load a tile `[rows, columns]` of the matrix `[N, K]`, with zeros outside of the matrix."""
     inside = (rows[:, None] < N) & (columns[None, :] < K)
     return tl.load(weight + rows[:, None].to(tl.int64) * K + columns[None, :], inside, other=0.0)
 
 
 @triton.jit
 def read_vectors(x, x_step, columns, batch, K, B, GATED: tl.constexpr):
-    """Load activations, float32 `[columns, batch]`.
-
-    If GATED, return `silu` of the first K activations times the second K.
-    """
+    """Load activations, float32 `[columns, batch]`. If GATED, a vector has 2K activations, and the
+    result is `silu` of the first K times the last K."""
     inside = (columns[:, None] < K) & (batch[None, :] < B)
     at = x + batch[None, :] * x_step + columns[:, None]
     found = tl.load(at, inside, other=0.0).to(tl.float32)

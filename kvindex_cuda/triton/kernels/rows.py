@@ -15,7 +15,8 @@ from kvindex_cuda.triton.kernels.overlap import after_previous, bring_rows
 
 @triton.jit
 def read_weights(weight, rows, columns, N, K):
-    """Load a tile `[slices, rows, slice]` of the matrix `[N, K]`, with zeros outside of it."""
+    """Load a tile `[slices, rows, slice]` of the matrix `[N, K]`, with zeros outside of the matrix.
+    A slice is a range of columns."""
     inside = (rows[None, :, None] < N) & (columns[:, None, :] < K)
     at = weight + rows[None, :, None].to(tl.int64) * K + columns[:, None, :]
     return tl.load(at, inside, other=0.0)
@@ -23,10 +24,8 @@ def read_weights(weight, rows, columns, N, K):
 
 @triton.jit
 def read_vectors(x, x_step, columns, batch, K, B, GATED: tl.constexpr):
-    """Load activations, float32 `[slices, slice, batch]`.
-
-    If GATED, return `silu` of the first K activations times the second K.
-    """
+    """Load activations, float32 `[slices, slice, batch]`. If GATED, a vector has 2K activations,
+    and the result is `silu` of the first K times the last K."""
     inside = (columns[:, :, None] < K) & (batch[None, None, :] < B)
     at = x + batch[None, None, :] * x_step + columns[:, :, None]
     found = tl.load(at, inside, other=0.0).to(tl.float32)

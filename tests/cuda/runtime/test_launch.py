@@ -147,7 +147,10 @@ def test_other_names_and_types_are_refused(launched, change, message):
     ("text", "message"),
     [
         ("__global__ void other(int* p) {}", "some: got no such kernel"),
-        ("__global__ void some(short few) {}", "some: got 'short few', allowed is a pointer or"),
+        (
+            "__global__ void some(short few) {}",
+            "some: got a parameter 'short few', allowed is a pointer or",
+        ),
         ("__global__ void some(const __grid_constant__ Lost args) {}", "some: got no struct Lost"),
     ],
 )
@@ -197,7 +200,7 @@ def test_shared_memory_beyond_48_kb_is_asked_for_once(driver):
 def test_a_driver_that_refuses_is_an_error(driver):
     run, driver.fails = kernel(NONE)[0], 209
     with pytest.raises(
-        RuntimeError, match="some: the driver could not launch this kernel, error 209"
+        RuntimeError, match="some: the driver could not launch this kernel, CUDA error 209"
     ):
         run((1,), (1,), [], 0, False)
 

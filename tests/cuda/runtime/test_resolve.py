@@ -107,7 +107,9 @@ def test_a_name_that_is_missing_or_ambiguous_is_refused_at_once(
 @pytest.mark.parametrize("given", [{}, dict(k=1, counts=None), dict(counts=None)])
 def test_a_call_gives_what_was_said(passed, given):
     run = NamedLaunch("some.cu", "some", step(), Layer, given=["k"], counts="sums")
-    with pytest.raises(ValueError, match=r"some: got \[.*\] by keyword, allowed are \['k'\]"):
+    with pytest.raises(
+        ValueError, match=r"some: got keyword arguments \[.*\], allowed are \['k'\]"
+    ):
         run(step(), Layer(row=1), **SIZES, **given)
 
 
