@@ -156,7 +156,8 @@ class BlockStore(Restorable):
 
     @property
     def center(self) -> Tensor | None:
-        """The center that was subtracted from stored keys, float32 `[B, G, D]`, or None for zeros.
+        """The center that was subtracted from stored keys, float32 `[B, G, D]`. None means that the
+        center is 0.
 
         It is undefined while the store is empty.
         """
@@ -314,7 +315,8 @@ class BlockStore(Restorable):
         return latents and unserved(self._geometry) is None
 
     def attend(self, queries: Tensor, hits: Hits, resident: ResidentRows) -> Attended:
-        """Attend to the rows of `hits` and to the resident rows, with the kernels for latents."""
+        """Attend to the rows of `hits` and to the resident rows (sink and local window), with the
+        kernels for latents."""
         g, (batch, heads, _) = self._geometry, queries.shape
         output = torch.empty((batch, heads, g.value_dim), dtype=g.dtype, device=g.device)
         lse = torch.empty((batch, heads), dtype=torch.float32, device=g.device)
@@ -473,7 +475,7 @@ class BlockStore(Restorable):
         return self._table.batch * self._geometry.kv_heads * self._length * self.row_bytes
 
     def memory(self) -> dict[int, int]:
-        """Return the address and the bytes of each block."""
+        """Return the size of each block in bytes, by the block's address."""
         return self._table.memory()
 
     def rows_by_place(self) -> dict[str, int]:

@@ -160,7 +160,7 @@ class BlockTable:
         return count
 
     def memory(self) -> dict[int, int]:
-        """Return the address and the bytes of each block."""
+        """Return the size of each block in bytes, by the block's address."""
         held, pool = self._numbers.flatten().tolist(), self._pool
         return {pool.device_address(number): pool.block_bytes for number in held}
 
@@ -275,8 +275,8 @@ def spans(start: int, end: int) -> Iterator[tuple[int, int]]:
 
 
 def runs(numbers: list[int], slab_blocks: int) -> Iterator[tuple[int, int]]:
-    """Yield the runs of blocks that are adjacent in a slab, as pairs (index in `numbers`, number of
-    blocks)."""
+    """Group block numbers into runs of blocks that are adjacent in a slab. Yield (index in
+    `numbers` of the first block, number of blocks) for each run."""
     at = 0
     for place in range(1, len(numbers) + 1):
         follows = place < len(numbers) and numbers[place] == numbers[place - 1] + 1

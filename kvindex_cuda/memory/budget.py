@@ -44,7 +44,7 @@ class Budget:
             )
 
     def give(self, nbytes: int) -> None:
-        """Return `nbytes` bytes to the budget."""
+        """Give `nbytes` bytes back to the budget."""
         with self._lock:
             self._used -= nbytes
 

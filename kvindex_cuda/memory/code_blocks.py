@@ -135,7 +135,7 @@ class CodeBlocks(Restorable):
         return self._length + (0 if self._written is None else self._written.count)
 
     def _column(self, name: str, run: Run) -> Tensor:
-        """Return a column's entries in a run of blocks, `[G, N, ...]`."""
+        """Return a column's entries in a run (a range of adjacent blocks), `[G, N, ...]`."""
         fields = self._fields(run)
         if name == "centers":
             return fields["center"].transpose(0, 1).contiguous().view(torch.bfloat16)[..., 0]
@@ -223,7 +223,8 @@ class CodeBlocks(Restorable):
             self._copy_block(old[row], [*self._runs(row, first, 1)], self)
 
     def _copy_block(self, come: list[Run], to: list[Run], other: CodeBlocks) -> None:
-        """Copy one block of each run in `come`, which are runs of `other`, to the runs in `to`."""
+        """Copy the contents of one block per sequence. `come` has the blocks of `other`, and `to`
+        has the blocks of this object."""
         for source, target in zip(come, to, strict=True):
             block = other._slabs[source.slab][source.first]
             self._slabs[target.slab][target.first].copy_(block)
@@ -323,7 +324,7 @@ class CodeBlocks(Restorable):
         return len(self._held) * self._heads * used
 
     def memory(self) -> dict[int, int]:
-        """Return the address and the bytes of each block."""
+        """Return the size of each block in bytes, by the block's address."""
         size, pieces = self._block_bytes, dict[int, int]()
         for run in (run for held in self._held for run in held):
             first = self._slabs[run.slab].data_ptr() + run.first * size
@@ -357,8 +358,8 @@ class CodeBlocks(Restorable):
                 given = given[run.blocks :]
 
     def _runs(self, row: int, block: int, count: int) -> Iterator[Run]:
-        """Yield the runs that contain `count` blocks of a sequence, from block number `block`
-        on."""
+        """Yield runs (ranges of adjacent blocks) with `count` blocks of a sequence, from block
+        number `block` on."""
         for run in self._held[row]:
             some = min(run.blocks - block, count)
             if some > 0:
@@ -367,13 +368,13 @@ class CodeBlocks(Restorable):
             block -= run.blocks
 
     def _fields(self, run: Run) -> dict[str, Tensor]:
-        """Return the fields of a run of blocks as views, `[count, G, 256, ...]`
-        (`Layout.views`)."""
+        """Return the fields of a run (a range of adjacent blocks) as views, `[count, G, 256,
+        ...]`."""
         return self.layout.views(self._slabs[run.slab][run.first : run.first + run.blocks])
 
     def _name(self, row: int, block: int, run: Run) -> None:
-        """Write the addresses of a run's blocks to the table, from block number `block` on. The
-        host does not wait for the device."""
+        """Write the addresses of a range of adjacent blocks to the table, from block number `block`
+        on. The host does not wait for the device."""
         size = self._block_bytes
         first = self._slabs[run.slab].data_ptr() + run.first * size
         names = self.table[row, block : block + run.blocks]
@@ -395,7 +396,7 @@ class CodeBlocks(Restorable):
 
 
 def _first(held: list[Run], count: int) -> list[Run]:
-    """Return the runs that contain the first `count` blocks of a sequence."""
+    """Return runs (ranges of adjacent blocks) with the first `count` blocks of a sequence."""
     rest, first = count, []
     for run in held:
         if rest > 0:
@@ -405,7 +406,8 @@ def _first(held: list[Run], count: int) -> list[Run]:
 
 
 def _taken(free: list[Run], count: int) -> Iterator[Run]:
-    """Remove `count` blocks from the runs in `free`, and yield them as runs."""
+    """Remove `count` blocks from `free`, a list of runs (ranges of adjacent blocks). Yield the
+    removed blocks as runs."""
     while count:
         run = free.pop()
         if run.blocks > count:

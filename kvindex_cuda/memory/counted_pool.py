@@ -91,8 +91,8 @@ class CountedPool(Pool):
             self._unread += self._released(self._left.popleft())
 
     def _released(self, blocks: list[int]) -> list[int]:
-        """Remove one member from each block. Return the blocks that belong to no member any
-        more."""
+        """Decrease the number of members of each block by one. Return the blocks without
+        members."""
         shared = [block for block in blocks if self._more[block] > 0]
         self._more.subtract(shared)
         self._more = +self._more  # drops entries of 0

@@ -53,7 +53,7 @@ class DeviceBudget(Budget):
         return self._rows.try_take(nbytes)
 
     def give(self, nbytes: int) -> None:
-        """Return `nbytes` bytes to the budget."""
+        """Give `nbytes` bytes back to the budget."""
         self._rows.give(nbytes)
 
 

@@ -82,7 +82,7 @@ class Pages:
 
     @property
     def row_places(self) -> Sequence[int]:
-        """Address of each layer's rows, as kernels use it."""
+        """Address by which kernels access the rows of each layer."""
         return [rows.data_ptr() for rows in self.rows] if self.places is None else self.places
 
     @cached_property

@@ -50,8 +50,10 @@ class SlabCache:
             self._kept += slab.nbytes
 
     def take(self, allocator: Allocator, nbytes: int) -> _Lent | None:
-        """Remove the newest slab of `nbytes` bytes that an allocator made from the cache, and
-        return it; None if there is no such slab."""
+        """Take a slab from the cache: the newest slab of `nbytes` bytes that the allocator made.
+
+        Returns None if there is no such slab.
+        """
         with self._lock:
             for slab in reversed(list(self._slabs.values())):
                 if slab.nbytes == nbytes and slab.owner.allocator is allocator:
@@ -174,7 +176,7 @@ class _Lent:
 
     @property
     def device_address(self) -> int:
-        """Address of the slab, as kernels use it."""
+        """Address by which kernels access the slab."""
         return self.slab.device_address
 
     def settle(self) -> None:

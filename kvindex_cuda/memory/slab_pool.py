@@ -31,7 +31,7 @@ class Slab(Protocol):
 
     @property
     def device_address(self) -> int:
-        """Address of the slab, as kernels use it."""
+        """Address by which kernels access the slab."""
         ...
 
     def settle(self) -> None:
@@ -45,7 +45,7 @@ class Slab(Protocol):
 
 
 class Allocator(Protocol):
-    """Allocates slabs. Several threads may call it."""
+    """Allocates slabs (ranges of memory). Several threads may call it."""
 
     @property
     def far(self) -> bool:
@@ -75,7 +75,7 @@ class DeviceSlab:
 
     @property
     def device_address(self) -> int:
-        """Address of the slab, as kernels use it."""
+        """Address by which kernels access the slab."""
         return self.memory.data_ptr()
 
     def view(self, nbytes: int) -> Tensor:
@@ -95,7 +95,7 @@ class DeviceSlab:
 
 @dataclass(frozen=True)
 class DeviceAllocator:
-    """Allocates slabs on a compute device."""
+    """Allocates slabs (ranges of memory) on a compute device."""
 
     device: torch.device
     far: ClassVar[bool] = False
@@ -175,7 +175,7 @@ class Pool:
         return self._views[slab]
 
     def device_address(self, block: int) -> int:
-        """Return the address of a block, as kernels use it."""
+        """Return the address by which kernels access a block."""
         slab, inside = divmod(block, self.slab_blocks)
         return self._addresses[slab] + inside * self.block_bytes
 
@@ -201,7 +201,7 @@ class Pool:
         return taken
 
     def give(self, blocks: list[int]) -> None:
-        """Return blocks to the pool for reuse."""
+        """Mark blocks as free, so that the pool can reuse them."""
         self._free = sorted(self._free + blocks)
 
     def ahead(self) -> None:
@@ -245,7 +245,7 @@ class Pool:
             allocator.expect(self._slab_bytes, slabs)
 
     def settle(self) -> None:
-        """Wait for the background thread."""
+        """Wait until the background thread has allocated its slab."""
         if self._worker is not None:
             self._worker.join()
 

@@ -111,8 +111,8 @@ def dot_table(queries: Tensor, query_max: int) -> Tensor:
     (`kvindex.ops.coarse.rounded`) and `s_c` is sign pattern `c` (coordinates ±1).
 
     Args:
-        queries: As for `kvindex.ops.coarse.rounded`. query_max: As for
-        `kvindex.ops.coarse.rounded`.
+        queries: Rotated queries, float32 `[B, G, g, D]`. query_max: Largest integer of a rounded
+            query.
 
     Returns:
         int16 `[B, G, g, M, 256]`.
@@ -136,16 +136,17 @@ def dot_offsets(
     """Compute the offset that a block's center `μ` adds to the votes of the block's keys, from `⟨q,
     μ⟩`.
 
-    A vote with factors is an estimate of `⟨q, k - μ⟩`: the sum of `level · w_b ⟨q̃_b, s_c⟩` over
-    subspaces (docs/pipeline/coarse.md), on the scale of `rounded` and of `codes.log_factors`. The
-    results have the same scale. They are limited to ±2^30, so that no sum overflows.
+    Without an offset, a vote with factors is an estimate of `⟨q, k - μ⟩` in a unit that depends on
+    the query (docs/pipeline/coarse.md). This function converts `⟨q, μ⟩` to the same unit and rounds
+    it to an integer. Results are limited to ±2^30, so that no sum overflows.
 
     Args:
         offsets: `⟨q, μ⟩` of each block, float32 `[B, G, g, S]`.
         queries: Rotated, with their norms, float32 `[B, G, g, D]`.
         query_max: As for `dot_table`.
         weight_scale: An upper bound of the weights, float32 `[B, G]`.
-        level: `E|u_j|`, the only level of codes with 0 magnitude bits.
+        level: Mean absolute coordinate of a random unit vector, the level of codes without
+            magnitude bits.
 
     Returns:
         int32 `[B, G, g, S]`.

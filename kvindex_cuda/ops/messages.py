@@ -19,7 +19,7 @@ FILE, THREADS = "ops/messages.cu", 256
 def pack(own: Attended, *, seen: bool, take: bool = False) -> Tensor:
     """Pack a rank's attention results into one message with a kernel (`kvindex.ops.messages.pack`).
 
-    With `take`, the count must be contiguous.
+    If `take` is True, `found` must be contiguous.
     """
     found = of_type("found", own.found, torch.int32, torch.int64)
     if take and not found.is_contiguous():

@@ -102,7 +102,8 @@ class State:
 
     @property
     def room(self) -> int:
-        """Number of resident rows per sequence that the tensor `resident` has room for."""
+        """Number of resident rows (sink and local window) per sequence that the tensor `resident`
+        has room for."""
         return self.resident.shape[2]
 
     @property
@@ -144,7 +145,8 @@ class State:
 
     @property
     def lookups(self) -> Tensor | None:
-        """How many rows were looked up in the row cache, and how many of them it contained."""
+        """How many rows were looked up in the row cache, and how many of these it contained, int32
+        `[groups, 2]`; None without a cache."""
         return self.cache.counts if self.cache else None
 
 

@@ -98,8 +98,8 @@ class ParisKVExecutor(AppendedCodes):
         return (0, 0, 0) if cache is None else (cache.capacity, *cache.use())
 
     def cleared(self) -> None:
-        """Remove the state that searches and decode steps read, because it belongs to other
-        tokens."""
+        """Discard the state that searches and decode steps read. The next search creates a new
+        state."""
         self._state: State | None = None
         self._uses: list[Use] = []  # of several with equal k, the newest is last
         self.cache: RowCache | None = None
@@ -111,8 +111,8 @@ class ParisKVExecutor(AppendedCodes):
         self._version, self._text = object(), object()  # see `BatchRow`
 
     def update(self, contents: Contents) -> ParisKVExecutor:
-        """Return the executor for the index after a change of its tokens or its batch
-        (`Executor.update`)."""
+        """Adapt to a change of the index's tokens or batch. Return the executor for the changed
+        index."""
         if contents.codes is not self.codes:
             return self._over(contents.codes).update(contents)
         self._contents, self._version = contents, object()
@@ -177,7 +177,8 @@ class ParisKVExecutor(AppendedCodes):
     def attend(
         self, queries: Tensor, resident: ResidentRows, k: int, wrong: Tensor | None = None
     ) -> Attended:
-        """Search for `k` rows, and attend to them and to the resident rows."""
+        """Search for `k` rows, and attend to them and to the resident rows (sink and local
+        window)."""
         use, state = self._ready(k, resident, wrong)
         step = use.step
         output = step(queries.contiguous(), state)
@@ -250,7 +251,7 @@ class ParisKVExecutor(AppendedCodes):
         return Attended(output, use.step.lse, self._found_sum)
 
     def attend_hits(self, queries: Tensor, hits: Hits, resident: ResidentRows) -> Attended:
-        """Attend to the rows of `hits` and to the resident rows."""
+        """Attend to the rows of `hits` and to the resident rows (sink and local window)."""
         k = self._uses[-1].step.k if self._uses else hits.ids.shape[-1]
         use, state = self._ready(k, resident)
         output = use.step.attend(queries.contiguous(), state, hits)
@@ -260,7 +261,7 @@ class ParisKVExecutor(AppendedCodes):
     # The index as a part of a batch
 
     def new_batch(self) -> ParisKVBatch:
-        """Return an object that runs a decode step for several indexes at once."""
+        """Return an object that runs decode steps for several indexes together."""
         return ParisKVBatch(self._geometry, self._config, self._kind, self._layout)
 
     def batch_row(self, wrong: Tensor | None) -> BatchRow:

@@ -1,1 +1,1 @@
-"""Compile kernels, resolve their arguments by name, and launch them."""
+"""Compile kernels, find their arguments by name, and launch them."""

@@ -57,8 +57,8 @@ def steps(tensor: Tensor) -> list[int]:
 
 
 def strides(name: str, tensor: Tensor | None, *dimensions: str) -> dict[str, int]:
-    """Return the strides of a tensor's first dimensions by the names `{name}_{dimension}`; 0 for
-    None."""
+    """Return the strides of a tensor's first dimensions by the names `{name}_{dimension}`. If the
+    tensor is None, all strides are 0."""
     found = [0] * len(dimensions) if tensor is None else steps(tensor)
     return {f"{name}_{part}": step for part, step in zip(dimensions, found, strict=False)}
 

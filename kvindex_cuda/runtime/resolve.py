@@ -74,7 +74,7 @@ class NamedLaunch:
         overlap: bool = False,
         **given: Argument,
     ) -> None:
-        """Launch the kernel with the current values of the namespaces' attributes.
+        """Launch the kernel. Its arguments are the present values of the objects' attributes.
 
         `given` has the arguments that were declared with `given` in the constructor. The other
         arguments, and the errors, are those of `launch.launch`.

@@ -75,7 +75,8 @@ class Signature:
         return tuple((i, kind) for i, (_, kind) in enumerate(self.fields) if kind is not Tensor)
 
     def wrong_names(self, given: Mapping[str, Any]) -> ValueError:
-        """Return the ValueError for arguments whose names are not those of the fields."""
+        """Return the ValueError to raise if the names of arguments are not those of the
+        parameters."""
         names = self.names
         missing, unknown = set(names) - given.keys(), given.keys() - set(names)
         parts = [f"unknown {sorted(unknown)}"] * bool(unknown)
@@ -83,7 +84,8 @@ class Signature:
         return ValueError(f"{self.kernel}: got {' and '.join(parts)}, allowed are {[*names]}")
 
     def wrong_type(self, i: int, given: Any) -> ValueError:
-        """Return the ValueError for an argument whose type does not fit the i-th field."""
+        """Return the ValueError to raise if the type of an argument does not fit parameter number
+        `i`."""
         name, kind = self.fields[i]
         allowed = "a tensor or None" if kind is Tensor else kind.__name__
         got = "a tensor" if isinstance(given, Tensor) else repr(given)

@@ -33,8 +33,8 @@ def update_state(
     Args:
         state: The state to update.
         tokens: Length of the index.
-        first: Number of a block. This block and all later ones are updated as valid for all
-            sequences.
+        first: Number of a block. In this block and all later ones, all tokens of all sequences
+            become valid.
         count: Number of valid keys of each sequence.
         wanted: int32 `[B]`, whose entries are set to `candidates`.
         candidates: Number of candidates of each sequence.

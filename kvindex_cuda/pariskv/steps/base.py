@@ -181,10 +181,8 @@ class BaseStep:
         self.signalers = 0  # thread blocks per group that send signals to `select_rows`
 
     def __call__(self, queries: Tensor, state: State) -> Tensor:
-        """Select the best `k` rows for queries `[B, H, D]`, attend to them, and return `output`.
-
-        Attention includes the resident rows.
-        """
+        """Select the best `k` rows for queries `[B, H, D]`, attend to them and to the resident rows
+        (sink and local window), and return `output`."""
         self.select(queries, state)
         return self.attend(queries, state, selected=True)
 
@@ -237,7 +235,8 @@ class BaseStep:
     def attend(
         self, queries: Tensor, state: State, hits: Hits | None = None, *, selected: bool = False
     ) -> Tensor:
-        """Attend to the resident rows, and to the rows that `select` found or those of `hits`.
+        """Attend to the resident rows (sink and local window), and to the rows that `select` found
+        or those of `hits`.
 
         Writes `output`, and `lse` `[B, H]`: the logarithm of the sum of exponentials of the logits,
         after scale, softcap and weights, or -inf where no row is visible.

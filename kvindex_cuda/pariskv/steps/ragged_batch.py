@@ -96,7 +96,8 @@ class ParisKVBatch:
     def attend(
         self, rows: Sequence[object], queries: Tensor, resident: ResidentRows, *, k: int
     ) -> Attended:
-        """Search for `k` rows in each index, and attend to them and to the resident rows.
+        """Search for `k` rows in each index, and attend to them and to the resident rows (sink and
+        local window).
 
         Steps that read the same tensors several times in a row are captured as CUDA graphs and
         replayed.
@@ -113,8 +114,8 @@ class ParisKVBatch:
         k: int,
         graphs: bool = True,
     ) -> Attended:
-        """Write a token of each sequence to the resident rows, then search and attend as `attend`
-        does."""
+        """Append a token of each sequence to the resident rows (sink and local window), then search
+        and attend like `attend`."""
         return self._attend(rows, queries, token, resident, k, graphs)
 
     def _attend(
