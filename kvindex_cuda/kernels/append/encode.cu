@@ -161,9 +161,9 @@ struct Arguments {
     const uint4* flips;   // [C, 4]: sign bits of the rotation's random signs s
     const float* hartley; // [ORDER, ORDER]: the rotation's Hartley matrix
     // Three tables, one after another. Cells divide the range of |u| (rotated.cuh).
-    //   [CELLS]     boundary between two levels in each cell, scaled, or +inf if the cell has none
-    //   [CELLS, 2]  index of the level below and of the level above that boundary
-    //   [LEVELS]    magnitude levels, rounded to float16 for up to 3 bits
+    //   [CELLS]: boundary between two levels in each cell, scaled, or +inf if the cell has none.
+    //   [CELLS, 2]: index of the level below and of the level above that boundary.
+    //   [LEVELS]: magnitude levels, rounded to float16 for up to 3 bits.
     const float* tables;
     int* wrong;           // [1]: set to 1 if a valid key is not finite or out of range, or null
     int* taken;           // [1]: counter of assigned segments, 0 before and after the launch, or null if each thread

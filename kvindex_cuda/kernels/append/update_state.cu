@@ -15,8 +15,8 @@ constexpr int PIECES = TOKENS / 16;  // 16-byte parts of a block's weights
 constexpr int DONE = 1 << 16;
 
 struct Arguments {
-    // [B, row, 8]: valid bits. In blocks `first` to `last` - 1, the kernel sets the bits of the first `tokens` tokens and
-    // clears the others. If null, it changes no bits.
+    // [B, row, 8]: valid bits. In blocks `first` to `last` - 1, the kernel sets the bits of the first
+    // `tokens` tokens and clears the others. If null, it changes no bits.
     u32* valid;
     i64* length;               // [1]: set to `tokens`
     int* counted;              // [B]: set to `count`, or null: unchanged

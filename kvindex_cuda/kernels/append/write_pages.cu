@@ -4,8 +4,8 @@
 //
 // Neighboring threads write neighboring 16-byte parts of a row, then of the next head's row.
 //
-// Grid: any, THREADS threads. Reads a slot number of 8 bytes per token, 16 bytes of cache tags per KV head,
-// and each row once; writes each row once.
+// Grid: any number of thread blocks, THREADS threads. Reads a slot number of 8 bytes per token, 16 bytes of
+// cache tags per KV head, and each row once; writes each row once.
 // Limited by memory, or by the PCIe bus if pages are on the host, which few thread blocks saturate.
 // Compile-time constants: only those of kvindex_cuda/runtime/constants.py.
 #include "common/row_cache.cuh"

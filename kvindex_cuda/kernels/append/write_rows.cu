@@ -4,7 +4,8 @@
 //
 // Neighboring threads write neighboring 16-byte parts of a row, then of the next row.
 //
-// Grid: any, THREADS threads. Reads and writes each row once, and reads 8 bytes of the block table per row.
+// Grid: any number of thread blocks, THREADS threads. Reads and writes each row once, and reads 8 bytes of
+// the block table per row.
 // Limited by memory, or by the PCIe bus if blocks are on the host. Few thread blocks saturate the bus and
 // leave the multiprocessors to the decode step.
 // Compile-time constants: only those of kvindex_cuda/runtime/constants.py.

@@ -53,9 +53,9 @@ __device__ __forceinline__ void load(Keys<HALVES>& keys, const char* signs) {
 
 // Convert the products Σ b r of a lane's keys to votes, and update `best`, the maximum over heads. A lane has
 // the products for two heads of a set of 8: 2 (lane % 4) and 2 (lane % 4) + 1. For these two heads:
-//   sum     Σ r
-//   offset  product of query and center, in the unit of votes
-//   scale   see Sampling in votes.cuh
+//   sum: Σ r.
+//   offset: product of query and center, in the unit of votes.
+//   scale: see Sampling in votes.cuh.
 template <int HALVES>
 __device__ __forceinline__ void vote(Vote (&best)[2 * HALVES], const int (&dots)[HALVES][4], const int (&factor)[2 * HALVES],
                                      int2 sum, int2 offset, float4 scale) {

@@ -92,9 +92,9 @@ __device__ __forceinline__ void store(void* data, i64 i, float x) {
 
 // c += a b on single bits, where a is 16 x 128 and b is 128 x 8: c counts common bits (PTX: mma.m16n8k128
 // with .and.popc). With r = lane / 4 and t = lane % 4, a lane holds
-//   a0, a1        bits 32 t to 32 t + 31 of rows r and r + 8 of a
-//   b             bits 32 t to 32 t + 31 of column r of b
-//   c[0] to c[3]  elements (r, 2 t), (r, 2 t + 1), (r + 8, 2 t), (r + 8, 2 t + 1) of c
+//   a0, a1: bits 32 t to 32 t + 31 of rows r and r + 8 of a.
+//   b: bits 32 t to 32 t + 31 of column r of b.
+//   c[0] to c[3]: elements (r, 2 t), (r, 2 t + 1), (r + 8, 2 t), (r + 8, 2 t + 1) of c.
 __device__ __forceinline__ void mma_bits(int (&c)[4], unsigned a0, unsigned a1, unsigned b) {
 #ifdef EMULATED
     emulator::mma_m16n8k128_b1(c, a0, a1, b);
@@ -108,10 +108,10 @@ __device__ __forceinline__ void mma_bits(int (&c)[4], unsigned a0, unsigned a1, 
 
 // c += a b on bytes, where a is 16 x 32, unsigned, and b is 32 x 8, signed (PTX: mma.m16n8k32). With r = lane
 // / 4 and t = lane % 4, a lane holds
-//   a0, a1        columns 4 t to 4 t + 3 of rows r and r + 8 of a
-//   a2, a3        columns 4 t + 16 to 4 t + 19 of rows r and r + 8 of a
-//   b0, b1        rows 4 t to 4 t + 3, and rows 4 t + 16 to 4 t + 19, of column r of b
-//   c[0] to c[3]  elements (r, 2 t), (r, 2 t + 1), (r + 8, 2 t), (r + 8, 2 t + 1) of c
+//   a0, a1: columns 4 t to 4 t + 3 of rows r and r + 8 of a.
+//   a2, a3: columns 4 t + 16 to 4 t + 19 of rows r and r + 8 of a.
+//   b0, b1: rows 4 t to 4 t + 3, and rows 4 t + 16 to 4 t + 19, of column r of b.
+//   c[0] to c[3]: elements (r, 2 t), (r, 2 t + 1), (r + 8, 2 t), (r + 8, 2 t + 1) of c.
 __device__ __forceinline__ void mma_bytes(int (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0,
                                           u32 b1) {
 #ifdef EMULATED
@@ -126,10 +126,10 @@ __device__ __forceinline__ void mma_bytes(int (&c)[4], u32 a0, u32 a1, u32 a2, u
 
 // c += a b on float16 or, if BRAIN, bfloat16, where a is 16 x 16 and b is 16 x 8 (PTX: mma.m16n8k16). With r
 // = lane / 4 and t = lane % 4, a lane holds
-//   a0, a1        columns 2 t and 2 t + 1 of rows r and r + 8 of a
-//   a2, a3        columns 2 t + 8 and 2 t + 9 of rows r and r + 8 of a
-//   b0, b1        rows 2 t and 2 t + 1, and rows 2 t + 8 and 2 t + 9, of column r of b
-//   c[0] to c[3]  elements (r, 2 t), (r, 2 t + 1), (r + 8, 2 t), (r + 8, 2 t + 1) of c
+//   a0, a1: columns 2 t and 2 t + 1 of rows r and r + 8 of a.
+//   a2, a3: columns 2 t + 8 and 2 t + 9 of rows r and r + 8 of a.
+//   b0, b1: rows 2 t and 2 t + 1, and rows 2 t + 8 and 2 t + 9, of column r of b.
+//   c[0] to c[3]: elements (r, 2 t), (r, 2 t + 1), (r + 8, 2 t), (r + 8, 2 t + 1) of c.
 template <bool BRAIN = false>
 __device__ __forceinline__ void mma_halves(float (&c)[4], unsigned a0, unsigned a1, unsigned a2,
                                            unsigned a3, unsigned b0, unsigned b1) {
@@ -357,15 +357,15 @@ __device__ __forceinline__ void to_l2(const void* address) {
 #endif
 }
 
-// Prefetch many bytes, a multiple of 16, into L2 (PTX: cp.async.bulk.prefetch). It does nothing before
-// compute capability 9.0.
+// Prefetch `bytes` bytes from global memory into L2 (PTX: cp.async.bulk.prefetch). `bytes` is a multiple of
+// 16. This does nothing before compute capability 9.0.
 __device__ __forceinline__ void to_l2(const void* address, u32 bytes) {
 #if !defined(EMULATED) && ASYNCHRONOUS
     asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(address), "r"(bytes) : "memory");
 #endif
 }
 
-// The histogram bin of a vote: the vote minus `base`, divided by 2^shift, limited to the range of bins.
+// Return the histogram bin of a vote: (vote - base) / 2^shift, limited to 0 … BINS - 1.
 __device__ __forceinline__ int bin_of(int vote, int base, int shift) {
     return vote < base ? 0 : int(min((u32(vote) - u32(base)) >> shift, u32(BINS - 1)));
 }

@@ -31,7 +31,8 @@ __device__ __forceinline__ float lowered(int threshold) {
     return exact - NOISE_BOUND - fabsf(exact) * 4.76837158203125e-07f - 64;
 }
 
-// Noise of a key, −log2 u, from its id and the seed of its group. u is an odd multiple of 2^-32.
+// Return the noise of a key, −log2 u in units of 2^-16. The pseudorandom number u follows from the key's
+// token id and the seed of the key's group; it is an odd multiple of 2^-32.
 __device__ __forceinline__ int noise_of(u32 id, u32 seed) {
     u32 bits = hashed(id * u32(SPREAD) + seed) | 1;
     int zeros = __clz(int(bits)), t = int(bits << zeros << 1 >> 16), curve = CURVE_3;
@@ -41,7 +42,8 @@ __device__ __forceinline__ int noise_of(u32 id, u32 seed) {
     return ((1 + zeros) << 16) - t - ((t * (65536 - t) >> 16) * curve >> 16);
 }
 
-// Load four floats from L1 at every call, so that the compiler does not keep them in registers.
+// Load four floats. Every call loads them from L1 again, so that the compiler does not keep them in
+// registers.
 __device__ __forceinline__ float4 load_again(const float4* place) {
 #ifdef EMULATED
     return *place;

@@ -13,10 +13,10 @@ constexpr float SAFE = D > 256 ? 5e14f : 1e15f;  // if all coordinates are small
 
 // Rotate a vector x that is distributed over the lanes of a warp: x becomes R x with R = (Q ⊗ H) diag(s)/√D.
 // Reference: kvindex/ops/transform.py.
-//   H      Sylvester's Hadamard matrix: one butterfly for each bit of j below ORDER
-//   Q      a Hartley matrix of order ODD
-//   signs  s/√D
-//   waves  float32 [ODD], cos + sin of 2πi/ODD
+//   H: Sylvester's Hadamard matrix, with one butterfly for each bit of j below ORDER.
+//   Q: a Hartley matrix of order ODD.
+//   signs: s/√D.
+//   waves: float32 [ODD], cos + sin of 2πi/ODD.
 __device__ __forceinline__ void rotate(float (&x)[PER_LANE], const float (&signs)[PER_LANE],
                                        const float* waves) {
     constexpr int WORDS_OF = ORDER >= 32 ? ORDER / 32 : 1;  // words that a factor H mixes
@@ -53,7 +53,8 @@ __device__ __forceinline__ void rotate(float (&x)[PER_LANE], const float (&signs
     for (int w = 0; w < PER_LANE; w++) x[w] = sums[w];
 }
 
-// Split a number into a float16 number and the float16 remainder. x is finite and below 2^15.
+// Split x into two float16 numbers: the rounded value `high` and the remainder `low`. x is finite, and |x| is
+// below 2^15.
 __device__ __forceinline__ void split(float x, u16& high, u16& low) {
 #ifdef EMULATED
     high = to_float16(x), low = to_float16(x - from_float16(high));
@@ -86,8 +87,8 @@ __device__ __forceinline__ float up_of(float peak) {
 #if SAMPLING
 // Compute the seed of a group's noise from the first valid key of its sequence and the number of valid keys.
 // Reference: kvindex.ops.priority.seeds. All lanes of a warp call this function.
-//   bits  word number `lane` of the sequence's valid bits
-//   byte  byte number `lane` of the signs of the sequence's first token
+//   bits: word number `lane` of the sequence's valid bits.
+//   byte: byte number `lane` of the signs of the sequence's first token.
 template <class Arguments>
 __device__ __forceinline__ u32 seed_of(const Arguments& args, i64 batch, i64 head_offset, i64 tokens, u32 bits,
                                        u32 byte) {

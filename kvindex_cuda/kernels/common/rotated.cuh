@@ -87,8 +87,8 @@ __device__ __forceinline__ void split(u32 (&pairs)[PARTS][4], const u32 (&words)
 // Return this lane's register of the right matrix. The matrix product computes the stages of H for bits 0 and
 // 2 of a coordinate's index and, if H has them, bits 3 and 4. Bits 3 and 4 are the number of a lane among the
 // four that share a key.
-//   matrix row     (bit 2, lane of the four, bit 0) of the input
-//   matrix column  (lane of the four, bit 0) of the output, for outputs whose bit 2 is 0
+//   matrix row: (bit 2, lane of the four, bit 0) of the input.
+//   matrix column: (lane of the four, bit 0) of the output, for outputs whose bit 2 is 0.
 // For outputs whose bit 2 is 1, the second half of the matrix, b1, is negated. Bit 1 distinguishes rows of
 // the left matrix. unit: the number 1 in 16 bits.
 __device__ __forceinline__ u32 factor(u32 unit) {

@@ -1,6 +1,6 @@
-// A cache of rows in device memory, for rows that are stored on the host (kvindex_cuda/memory/row_cache.py).
-// These functions look a row up, and choose a slot for a row that is not in the cache. Each team of lanes
-// that needs a row looks it up, and waits for no other team.
+// Lookup and replacement of rows in a cache in device memory. The cache contains rows that are stored on the
+// host (kvindex_cuda/memory/row_cache.py). Each team of lanes that needs a row looks it up, or chooses a slot
+// for a row that is not in the cache. Teams do not wait for each other.
 //
 // The cache is set-associative, with WAYS slots per set. Every slot has a time stamp: twice the number of the
 // step that used it last, plus one if that step gave the slot to another row. `now` is twice the number of
@@ -33,8 +33,8 @@ __device__ __forceinline__ void expect_look_up(int id, const int* tags, const in
 }
 
 // The functions below have these arguments, for one KV head with a cache of `cached` rows:
-//   id            number of the row that is looked up, below 2^31
-//   tags, stamps  int32 [cached], aligned to 16 bytes
+//   id: number of the row that is looked up, below 2^31.
+//   tags, stamps: int32 [cached], aligned to 16 bytes.
 
 // The tag of way lane % WAYS in the row's set.
 __device__ __forceinline__ int tag_of(int id, const int* tags, i64 cached) {
@@ -57,7 +57,7 @@ template <bool SHARED>
 __device__ __forceinline__ int use_slot(int* stamp, int now) {
     return SHARED ? atomicMax(stamp, now) : atomicExch(stamp, now);
 }
-// Return true if this step had given the slot to another row before; `before` is the slot's previous stamp.
+// Return true if this step has already given the slot to another row. `before` is the slot's previous stamp.
 __device__ __forceinline__ bool is_taken(int before, int now) { return before == now + 1; }
 // Choose a slot for a row whose set does not contain it, and write the row's tag. Return −1 if this step uses
 // all slots of the set. One lane calls this function.

@@ -1,4 +1,5 @@
-// Find a threshold for votes from a sample of votes. Reference: thresholds_of in
+// Find a threshold: a vote that more than C of all keys almost certainly reach, where C is the number of
+// candidates wanted. It is found from the votes of a sample of keys. Reference: thresholds_of in
 // kvindex/pariskv/sign_votes.py. Used by prepare_query.cu and sample_latents.cu.
 // Compile-time constants: SAMPLING (1: candidates are sampled), SAMPLED (votes in the sample), STEP (granularity
 // of thresholds if SAMPLING).
@@ -12,9 +13,9 @@ struct Threshold {
 
 // Find the vote that is exceeded by `rank` votes of the sample. The function makes a histogram, then a
 // histogram of the bin that contains the rank, until that bin has few votes. 256 threads call it.
-//   share      C, the number of candidates wanted
-//   all        number of valid keys
-//   histogram  int [BINS] in shared memory, aligned to 16 bytes
+//   share: C, the number of candidates wanted.
+//   all: number of valid keys.
+//   histogram: int [BINS] in shared memory, aligned to 16 bytes.
 __device__ __forceinline__ Threshold threshold_of(const int* sample, float share, float all, int* histogram) {
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     constexpr int EACH = SAMPLED / 256;

@@ -14,8 +14,9 @@
 // also shifts, which cost more.) r is written to base -2, so that each odd plane counts -2 times the even one
 // before it, and both take the same powers of four.
 //
-// With SAMPLING, candidates are sampled at random: votes become sizes on a common scale for all heads, and noise is added to the largest
-// (kvindex/ops/priority.py). The sum, the key's priority, then replaces the vote.
+// With SAMPLING, candidates are sampled at random: votes become sizes on a common scale for all heads, and
+// noise is added to the largest (kvindex/ops/priority.py). The sum, the key's priority, then replaces the
+// vote.
 //
 // Compile-time constants: D, GROUP (query heads per KV head), DTYPE (of queries), CENTERED (1: blocks of
 // codes have centers), PLANES (digits of r to base -2: 4 can represent 5 and -5, 6 represent 21, 8 represent
@@ -40,11 +41,11 @@ constexpr int SCANNED = CENTER + (CENTERED ? 2 * D : 0);  // bytes of a record t
 
 // The data of a group's queries that a warp needs. In each set of 4 heads, a lane has two: (2 lane) % 4 and
 // the next head.
-//   planes   bit planes of r, as matrix fragments
-//   powers   powers of four, for the first and the second key of a product
-//   less     -Σ r of the lane's two heads
-//   units    votes per unit of q·k, for the lane's two heads
-//   queries  bfloat16 numbers of head lane / 4 % 4 of each set (`half_of`)
+//   planes: bit planes of r, as matrix fragments.
+//   powers: powers of four, for the first and the second key of a product.
+//   less: -Σ r of the lane's two heads.
+//   units: votes per unit of q·k, for the lane's two heads.
+//   queries: bfloat16 numbers of head lane / 4 % 4 of each set (`half_of`).
 struct Group {
     u32 planes[SETS][QUADS][PARTS], powers[2][PARTS];
     int less[SETS][2];
@@ -244,8 +245,8 @@ __device__ __forceinline__ u32 shifts_of(float weight_scale) {
 }
 
 // Call use(half, n, side, vote) for each vote that this lane computes:
-//   key   8 (2 half + lane % 4 / 2) + lane / 4
-//   head  4 n + (2 lane) % 4 + side; the vote is LEAST for a head that does not exist
+//   key: 8 (2 half + lane % 4 / 2) + lane / 4.
+//   head: 4 n + (2 lane) % 4 + side; the vote is LEAST for a head that does not exist.
 // shifts: from `shifts_of`. factors: int32 [256], from kvindex.ops.codes.log_factors, aligned to 1,024 bytes
 // (FACTORS).
 #define FACTORS __align__(1024)

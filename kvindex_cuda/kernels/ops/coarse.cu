@@ -5,8 +5,9 @@
 //
 // A subspace is 8 coordinates; a key's sign pattern in it is one of 256 centroids. `votes` looks up one table
 // entry per key and subspace. Tables are in shared memory. One 32-bit word packs the entries of as many heads
-// as their sums allow, so one lookup and one addition serve all of them: four heads if no sum exceeds 255 (tiered votes with M <= 42), two if no sum exceeds 32767 (sign
-// votes), else one. The thread block finds out from the table itself.
+// as their sums allow, so one lookup and one addition serve all of them: four heads if no sum exceeds 255
+// (tiered votes with M <= 42), two if no sum exceeds 32767 (sign votes), else one. The thread block finds out
+// from the table itself.
 // Reads M bytes (signs) and 4 or 4 M bytes (factors) per key and KV head for every four query heads; writes 4
 // bytes per key and query head.
 // Limited by shared memory: M lookups per key and four heads in random banks, about 6 cycles for the 32 lanes
@@ -134,8 +135,8 @@ __device__ __forceinline__ int rounded_of(float x, double peak, i64 largest) {
     return peak > 0 ? int(rint(double(x) * (double(largest) / peak))) : 0;
 }
 
-// Compute Σ_j ± r_j for each sign pattern of a subspace, where r is the query rounded to integers.
-// Grid: (query heads, M), 256 threads. Reads 4 D bytes, writes 512 bytes.
+// Compute Σ_j s_j r_j for each sign pattern s of a subspace, where r is the query rounded to integers. Grid:
+// (query heads, M), 256 threads. Reads 4 D bytes, writes 512 bytes.
 extern "C" __global__ void __launch_bounds__(256)
 dot_table(const float* queries, short* table, i64 largest) {
     const float* query = queries + i64(blockIdx.x) * D;

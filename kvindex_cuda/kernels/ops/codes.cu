@@ -22,7 +22,7 @@ struct EncodeArguments {
 // Encode rotated keys. A thread encodes 8 coordinates: one byte of signs, and one byte of each plane of
 // magnitudes. A thread block encodes THREADS / M vectors. If several bytes share a weight, each of their
 // threads computes the same sum in the same order, so that all get the same weight.
-// Grid: any, THREADS threads.
+// Grid: any number of thread blocks, THREADS threads.
 // Reads 4 D + 4 bytes per vector; writes (1 + bits) D / 8 bytes per vector and 4 bytes per weight.
 extern "C" __global__ void __launch_bounds__(THREADS)
 encode(const __grid_constant__ EncodeArguments args) {

@@ -3,7 +3,7 @@
 //
 // Neighboring threads copy neighboring units of a row, then of the next row, so that rows of 8 bytes and rows
 // of 1 KB are both read in whole sectors.
-// Grid: any, 256 threads. Reads 8 bytes per id and the row, writes the row.
+// Grid: any number of thread blocks, 256 threads. Reads 8 bytes per id and the row, writes the row.
 // Limited by memory: a row of 512 bytes is 512 bytes read and written; a row of 16 bytes reads a sector of 32
 // bytes.
 // Compile-time constants: PIECE (1, 2, 4, 8 or 16 bytes; it divides rows, strides and addresses).
@@ -53,7 +53,7 @@ struct BlockArguments {
     i64 total;               // number of units in all gathered rows
 };
 
-// Gather rows that are stored in blocks of TOKENS rows. An id that is not stored gives a row of zeros.
+// Gather rows that are stored in blocks of TOKENS rows. An id below 0 or from n on gives a row of zeros.
 extern "C" __global__ void __launch_bounds__(256)
 gather_blocks(const __grid_constant__ BlockArguments args) {
     for (i64 i = i64(blockIdx.x) * 256 + threadIdx.x; i < args.total; i += i64(gridDim.x) * 256) {

@@ -269,8 +269,8 @@ flags(const __grid_constant__ FlagArguments args) {
 
 // Write the positions of the set bits of each row in ascending order. Grid: (rows, tiles), 256 threads. Reads
 // one bit per entry, writes 8 bytes per position.
-//   ends  int64 [rows, tiles], number of set bits up to the end of each tile
-//   ids   int64 [rows, width], the result
+//   ends: int64 [rows, tiles], number of set bits up to the end of each tile.
+//   ids: int64 [rows, width], the result.
 extern "C" __global__ void __launch_bounds__(256)
 place(const u32* words, const i64* ends, i64* ids, i64 width) {
     __shared__ int before[TILE / 32];

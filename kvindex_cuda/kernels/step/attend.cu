@@ -65,9 +65,9 @@ struct Running {  // the running softmax of a team; each lane stores its part of
 typedef uint4 Words[KEYS + VALUES][PIECES];
 
 // Call use(chunk, value, j) for each chunk of a row that this lane loads.
-//   chunk  number of the chunk in the row
-//   value  true if the chunk belongs to the row's value, false if it belongs to the key
-//   j      number of the chunk among this lane's chunks
+//   chunk: number of the chunk in the row.
+//   value: true if the chunk belongs to the row's value, false if it belongs to the key.
+//   j: number of the chunk among this lane's chunks.
 template <class Use>
 __device__ __forceinline__ void each_chunk(Use use) {
 #pragma unroll
@@ -79,9 +79,9 @@ __device__ __forceinline__ void each_chunk(Use use) {
 }
 
 // State of a row that is being loaded.
-//   weight  a number that is added to the logit of head h, stored in lane h % LANES of the team
-//   slot    the cache slot into which the row will be written, or one of the three constants below
-//   before  for a CACHED row, the previous time stamp of its slot, in the first lane of the team
+//   weight: a number that is added to the logit of head h, stored in lane h % LANES of the team.
+//   slot: the cache slot into which the row will be written, or one of the three constants below.
+//   before: for a CACHED row, the previous time stamp of its slot, in the first lane of the team.
 constexpr int NOWHERE = -1, CACHED = -2, MISSING = -3;
 struct Pending {
     float weight[(GROUP + LANES - 1) / LANES];
@@ -140,8 +140,8 @@ __device__ __forceinline__ void unpack(float (&x)[8], const uint4 (&words)[PIECE
 
 // Add one row per team to the running softmax of all heads of the group, if `in` is true. All lanes call this
 // function.
-//   queries   float4 [2, GROUP, D / 8]: the first four and the last four of every eight coordinates
-//   centered  [GROUP]: product of query and center, added to the logits of rows stored as codes before scaling
+//   queries: float4 [2, GROUP, D / 8]: the first four and the last four of every eight coordinates.
+//   centered: [GROUP], product of query and center, added to the logits of rows stored as codes before scaling.
 __device__ __forceinline__ void add_row(Running& run, const Words& words, const Pending& row, bool in, bool coded,
                                         const float4* queries, const float* centered, float scale, float softcap) {
     float logit[GROUP] = {}, x[8];
@@ -198,9 +198,9 @@ __device__ __forceinline__ void add_row(Running& run, const Words& words, const 
 
 // Merge the running softmax of all teams in a thread block, AT_ONCE heads per round. Each team's result is
 // scaled relative to the largest logit of all teams. All threads call this function.
-//   merged   float32 [WORKERS, AT_ONCE, PARTIAL] in shared memory
-//   peaks    float32 [GROUP, WORKERS] in shared memory
-//   partial  float32 [GROUP, PARTIAL]: receives the result if `wanted` is true
+//   merged: float32 [WORKERS, AT_ONCE, PARTIAL] in shared memory.
+//   peaks: float32 [GROUP, WORKERS] in shared memory.
+//   partial: float32 [GROUP, PARTIAL], receives the result if `wanted` is true.
 __device__ __forceinline__ void merge_teams(const Running& run, float* merged, float (&peaks)[GROUP][WORKERS],
                                             float* partial, bool wanted) {
     int lane = threadIdx.x % LANES, worker = threadIdx.x / LANES;

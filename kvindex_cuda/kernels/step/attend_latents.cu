@@ -38,8 +38,8 @@ static_assert(PART == 16 || PART == 32 || PART == 64 || PART == 128, "warps come
 static_assert(D % 8 == 0 && DV % 8 == 0 && DV < D, "rows are read in pieces of 16 bytes");
 
 // Copy a row to shared memory, or write zeros if `row` is 0.
-//   coded     true if the row consists of DV codes, D - DV more codes, and one scale for each of these two groups
-//   anything  any readable address
+//   coded: true if the row consists of DV codes, D - DV more codes, and one scale for each of these two groups.
+//   anything: any readable address.
 __device__ __forceinline__ void bring(char* to, u64 row, bool coded, const void* anything) {
     int lane = threadIdx.x % 32;
     const char* from = row ? reinterpret_cast<const char*>(row) : static_cast<const char*>(anything);

@@ -49,8 +49,8 @@ struct TakeArguments {
     i64 room, capacity;
 };
 
-// Grid: (B), THREADS threads. Reads 8 bytes per listed entry, twice; writes 8 bytes per candidate.
-// Limited by latency: two passes over a few entries per thread.
+// Grid: (B), THREADS threads. Reads the 8 bytes of each entry in the list twice; writes 8 bytes per
+// candidate. Limited by latency: two passes over a few entries per thread.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 take_candidates(const __grid_constant__ TakeArguments args) {
     __shared__ u64 edge[EDGE], least;

@@ -383,8 +383,8 @@ prepare_query(const __grid_constant__ Arguments args) {
     }
     bool last = last_block(args.tickets + bg, gridDim.x);
 
-    // Write the data for rerank.cu and attend.cu. The last thread block of a group does this while others
-    // still compute the sample.
+    // Write the data that rerank.cu and attend.cu read later. One thread block of the group does this after its
+    // part of the sample, so that it is not on the critical path.
     if (blockIdx.x == gridDim.x - 1) {
         if (stages && resident < args.room) {
             i64 wide = D + args.value_dim, to = (bg * args.room + resident) * wide;

@@ -91,7 +91,7 @@ query_table(const __grid_constant__ Arguments args) {
     __syncthreads();
 
     float norm = float(fmin(length, double(LONGEST)));
-    // `up` is a power of two that scales the norm below 2^14, and therefore all coordinates.
+    // `up` is a power of two that scales the norm, and therefore every coordinate, below 2^14.
     int exponent = min(max(int(__float_as_uint(fmaxf(norm, SMALLEST)) >> 23), 20), 230);
     float up = __uint_as_float(u32(254 + 13 - exponent) << 23);
     if (b == 0 && threadIdx.x == 0) args.ups[bg * GROUP + h] = up;

@@ -25,8 +25,8 @@ constexpr int HANDS = OPERANDS <= 1024 ? 8 : 4;
 constexpr int QUEUE = 32 * HANDS;  // candidates that a warp collects before it multiplies
 
 // A candidate in a warp's queue. `block` is the address of its block of codes. `slot` depends on SAMPLING:
-//   1  the priority of the candidate
-//   0  its position among the entries of the cut's bin, or −1 if it is in a higher bin
+//   1: the priority of the candidate.
+//   0: its position among the entries of the cut's bin, or −1 if it is in a higher bin.
 // The cut's bin is the histogram bin that contains the C-th best entry.
 struct __align__(16) Candidate {
     u64 block;
@@ -135,8 +135,8 @@ __device__ __forceinline__ void finish(const Batch& now, const Candidate* here, 
 
 // Estimate all candidates of this warp, one batch after another. If AHEAD, load one batch while another is
 // multiplied.
-//   gather()      fills the queue and returns the number of candidates in it, 0 at the end
-//   write(first)  stores the entries of these candidates in `candidates`, from index `first` on
+//   gather(): fills the queue and returns the number of candidates in it, 0 at the end.
+//   write(first): stores the entries of these candidates in `candidates`, from index `first` on.
 template <bool AHEAD, class Gather, class Keep>
 __device__ __forceinline__ void estimate(const Work& work, Gather gather, Keep write) {
     Exponentials sums[COLUMNS][2];

@@ -2,7 +2,8 @@
 // estimates of all candidates. Reference: select_rows in kvindex/pariskv/decode_step.py,
 // kvindex.ops.group.agree. A row is the key and value of a token.
 //
-// 1. Decide which entries in the cut's bin are among the C best, and so candidates, by their exact order.
+// 1. Find the candidates, the C entries with the highest votes. Entries in higher histogram bins than the C-th best
+// entry are candidates. Entries in the same bin (the cut's bin) are ordered exactly.
 // 2. For each head, compute log Σ exp of the estimates of all candidates. An estimate minus this sum is the
 // logarithm of the candidate's estimated attention weight.
 // 3. Combine the heads, make a histogram of the logarithms, find the bin with the k-th row, and order that

@@ -54,9 +54,9 @@ struct Arguments {
 };
 
 // Compute the best vote over all heads for each of a warp's 32 keys.
-//   signs                  address of the sign bits of the first of these keys
-//   integers               rounded queries of all heads, in shared memory
-//   sums, offsets, scales  one number per head
+//   signs: address of the sign bits of the first of these keys.
+//   integers: rounded queries of all heads, in shared memory.
+//   sums, offsets, scales: one number per head.
 __device__ __forceinline__ void vote_on(Vote (&best)[4], const char* signs, const char* integers, const int (&factor)[4],
                                         const int* sums, const int* offsets, const float2* scales) {
     int lane = threadIdx.x % 32, t = lane % 4;
