@@ -77,7 +77,7 @@ __device__ __forceinline__ Shared hidden(Shared place) {
     return place;
 }
 
-// Load words 4 r to 4 r + 3 of eight coordinates from shared memory.
+// Load words 4 r to 4 r + 3 of eight key coordinates from shared memory.
 __device__ __forceinline__ void of_stage(u32 (&words)[BYTE_WORDS], int r, Shared at) {
     uint4 all = load_from<uint4>(at);
     words[4 * r] = all.x, words[4 * r + 1] = all.y;
@@ -145,7 +145,8 @@ __device__ __forceinline__ void add_up(float* sums, const Read& read) {
 // μ‖² is at most (2^49 D)².
 constexpr float TOO_LONG = 1.3e36f;
 
-// Return the mean of coordinate d over the n valid keys of a segment. `sums` has the sums of each warp.
+// Return the mean of coordinate d over the n valid keys of a segment. sums[w] has the sums over the keys of
+// warp w.
 __device__ __forceinline__ u16 mean_of(const float (&sums)[WARPS][C * 32], int d, int n) {
     double total = 0;
     for (int w = 0; w < WARPS; w++) total += sums[w][d];

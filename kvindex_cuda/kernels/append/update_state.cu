@@ -16,7 +16,7 @@ constexpr int DONE = 1 << 16;
 
 struct Arguments {
     // [B, row, 8]: valid bits. In blocks `first` to `last` - 1, the kernel sets the bits of the first
-    // `tokens` tokens and clears the others. If null, it changes no bits.
+    // `tokens` tokens and clears the others. If `valid` is null, no bits change.
     u32* valid;
     i64* length;               // [1]: set to `tokens`
     int* counted;              // [B]: set to `count`, or null: unchanged
@@ -30,7 +30,7 @@ struct Arguments {
     i64 kv_heads, head_bytes, weights, codes_from;
 };
 
-// Return the largest of 16 weight bytes, ignoring keys from number `left` of the block on.
+// Return the largest of 16 weight bytes. Keys from number `left` of the block on are ignored.
 // block_layout.places gives the order of the bytes.
 __device__ __forceinline__ int largest_of(const uint4& bytes, int piece, i64 left) {
     int largest = 0;

@@ -22,8 +22,8 @@ struct Arguments {
     i64 cached;
 };
 
-// The arguments `width`, `pieces` and the key and value strides count units of 16 bytes. There are fewer than
-// 2^31 such units to copy, and fewer than 2^31 slots.
+// The arguments `width`, `pieces` and the key and value strides are in units of 16 bytes. There are fewer
+// than 2^31 such units to copy, and fewer than 2^31 slots.
 extern "C" __global__ void __launch_bounds__(THREADS)
 write_pages(const __grid_constant__ Arguments args) {
     u32 heads = u32(args.kv_heads), pieces = u32(args.pieces), total = u32(args.count) * heads * pieces;

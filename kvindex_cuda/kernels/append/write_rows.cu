@@ -21,7 +21,7 @@ struct Arguments {
     i64 one_batch, one_head, one_token, other_batch, other_head, other_token;  // strides
 };
 
-// The arguments `width`, `pieces` and all strides count units of 16 bytes.
+// The arguments `width`, `pieces` and all strides are in units of 16 bytes.
 extern "C" __global__ void __launch_bounds__(THREADS)
 write_rows(const __grid_constant__ Arguments args) {
     const uint4* __restrict__ one = args.one;

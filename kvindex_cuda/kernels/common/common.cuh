@@ -106,8 +106,8 @@ __device__ __forceinline__ void mma_bits(int (&c)[4], unsigned a0, unsigned a1, 
 #endif
 }
 
-// c += a b on bytes, where a is 16 x 32, unsigned, and b is 32 x 8, signed (PTX: mma.m16n8k32). With r = lane
-// / 4 and t = lane % 4, a lane holds
+// c += a b on bytes, where a is 16 x 32, unsigned, and b is 32 x 8, signed (PTX: mma.m16n8k32). A lane holds
+// the following elements, where r = lane / 4 and t = lane % 4:
 //   a0, a1: columns 4 t to 4 t + 3 of rows r and r + 8 of a.
 //   a2, a3: columns 4 t + 16 to 4 t + 19 of rows r and r + 8 of a.
 //   b0, b1: rows 4 t to 4 t + 3, and rows 4 t + 16 to 4 t + 19, of column r of b.

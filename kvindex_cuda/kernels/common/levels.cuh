@@ -34,8 +34,8 @@ __device__ __forceinline__ void four(u32 (&pairs)[2], u32 indices, u32 signs, co
     pairs[1] = __byte_perm(low, high, 0x7362);
 }
 
-// Decode coordinates b + 16 half + {0, 4, 8, 12} of the 32 coordinates in a word to two pairs of float16
-// numbers. Step 2 b + half of the matrix product multiplies these.
+// Decode four of the 32 coordinates in a word, b + 16 half + {0, 4, 8, 12}, to two pairs of float16 numbers.
+// The matrix product takes a word in 8 steps; these are the coordinates of step 2 b + half.
 __device__ __forceinline__ void decode(u32 (&pairs)[2], u32 sign, const u32 (&plane)[BITS > 0 ? BITS : 1],
                                        int b, int half, const Levels& levels) {
     int shift = b + 16 * half;

@@ -17,8 +17,8 @@ __device__ __forceinline__ u32 hashed(u32 x) {
 }
 
 // Return an upper bound of a key's size plus noise, minus the constant NOISE_BOUND. The bound is at most 0.09
-// octaves too high. It takes the bits of a float, read as an integer, for a logarithm; they are linear
-// between powers of two.
+// octaves too high. It uses the bits of a float, read as an integer, as an approximate logarithm: they are
+// linear between powers of two.
 constexpr float NOISE_BOUND = (32 + 127) << 16;
 __device__ __forceinline__ float bound_of(float size, u32 id, u32 seed) {
     u32 bits = hashed(id * u32(SPREAD) + seed);

@@ -15,8 +15,8 @@ constexpr int COLUMNS = (GROUP + 7) / 8;     // sets of 8 heads
 constexpr int OPERANDS = COLUMNS * QUADS * 256 * (FOLDED ? 1 : 2);  // operands of a group, 8 bytes each
 
 // Return the index of a float16 number among a group's operands. h: head. j: coordinate. part: 0 for the
-// rounded value, 1 for the remainder. In step 2 b + half of the matrix product, a lane multiplies coordinates
-// b + 16 half + {0, 4, 8, 12} of its word.
+// rounded value, 1 for the remainder. The matrix product takes a word of 32 coordinates in 8 steps; step 2 b
+// + half multiplies coordinates b + 16 half + {0, 4, 8, 12} of the word.
 __device__ __forceinline__ int operand_of(int h, int j, int part) {
     int word = j / 32, bit = j % 32, step = 2 * (bit % 4) + bit / 16, at = bit % 16 / 4;
     int column = FOLDED ? h + 4 * part : h % 8, lane = column * 4 + word % 4;

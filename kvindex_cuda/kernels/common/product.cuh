@@ -36,13 +36,13 @@ __device__ __forceinline__ void load(Tile& tile, int half, const char* block, in
     tile.logs[half] = reinterpret_cast<const u16*>(block + logs)[key];
 }
 
-// Return the head to which a lane's sums [·][side] belong. A lane has the sums of two heads: two of the 8
-// heads of a set or, if FOLDED, two of the group's four.
+// Return the head to which sums[·][side] belong. A lane has sums for two of the 8 heads in a set or, if
+// FOLDED, for two of the group's four heads.
 __device__ __forceinline__ int head_of(int set, int side) {
     int t = threadIdx.x % 4;
     return FOLDED ? 2 * (t % 2) + side : set * 8 + 2 * t + side;
 }
-// Return the key, out of 16, to which a lane's sums [half] belong. `log_of` returns that key's log weight.
+// Return the key, out of 16, to which sums[half] belong. `log_of` returns that key's log weight.
 __device__ __forceinline__ int key_of(int half) {
     int lane = threadIdx.x % 32;
     return (FOLDED ? lane % 4 >= 2 : half) * 8 + lane / 4;
@@ -71,8 +71,9 @@ __device__ __forceinline__ void multiply(float (&sums)[ROWS][2], const Tile& til
             b = operands[2 * from + 1];
             mma_halves(c, upper[0], lower[0], upper[1], lower[1], b.x, b.y);
         }
-    // With FOLDED operands, a sum has two halves: columns 0 to 3 have products with the rounded values,
-    // columns 4 to 7, in lanes 2 and 3 of four, those with the remainders.
+    // With FOLDED operands, each sum has two halves. Columns 0 to 3 (lanes with lane % 4 < 2) have the
+    // products with the rounded values, columns 4 to 7 (the other lanes) those with the remainders. Lanes
+    // exchange halves and add them.
     bool later = threadIdx.x % 4 >= 2;
 #pragma unroll
     for (int side = 0; side < 2; side++) {

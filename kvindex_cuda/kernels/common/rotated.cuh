@@ -37,8 +37,8 @@ constexpr int CELLS = BITS <= 3 ? 16 : 4 << BITS;     // cells, so narrow that e
 typedef float Rotated[C][2][4];
 
 // c += a b on bfloat16, where a is 16 x 16 and b is 16 x 8 (PTX: mma.m16n8k16). A lane holds the same
-// elements as in `mma_halves`. Rows r and r + 8 of a hold coordinates of key r: pairs 0 and 2, and pairs 1
-// and 3, of eight coordinates.
+// elements as in `mma_halves`. Row r of a has pairs 0 and 2 of the eight coordinates of key r, and row r + 8
+// has pairs 1 and 3.
 __device__ __forceinline__ void mma_bfloats(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0,
                                            u32 b1) {
 #ifdef EMULATED
@@ -193,7 +193,7 @@ struct Tables {
 // Return 2 cell + (x > edge), where `cell` is the cell that contains x and `edge` is the boundary between two
 // levels in that cell. x: |u|, scaled to [0, 1].
 __device__ __forceinline__ u32 side_of(float x, const Tables& tables) {
-    // adding 1.5 · 2^23 rounds x (CELLS - 1) to an integer, in the lowest bits of the float
+    // adding 1.5 · 2^23 rounds x (CELLS - 1) to an integer, and leaves it in the lowest bits of the float
     u32 cell = __float_as_uint(fmaf(x, CELLS - 1, 12582912.0f));
     float edge = BITS <= 3 ? __shfl_sync(ALL, tables.edge, int(cell))
                            : tables.edges[cell & (CELLS - 1)];
@@ -242,7 +242,7 @@ __device__ __forceinline__ void coded(u32 (&words)[WORDS], float& aligned, const
     words[0] ^= 0xff;
 }
 
-// Byte orders with which lane t of four exchanges bytes in `transpose`. They are the same for all keys.
+// The byte permutations that lane t of four uses in `transpose`. They do not depend on the key.
 struct Exchange {
     u32 two, one, order;
 };

@@ -40,9 +40,9 @@ __device__ __forceinline__ void expect_look_up(int id, const int* tags, const in
 __device__ __forceinline__ int tag_of(int id, const int* tags, i64 cached) {
     return __ldcg(tags + set_of(id, cached) + threadIdx.x % WAYS);
 }
-// Return the slot whose tag is `id`, or −1. Each team of LANES lanes looks up one row. tag: what `tag_of`
-// returned to each lane. The function uses only the tags of a team's first WAYS lanes; the other lanes may
-// have read the same tags at another time. All lanes of the warp call it.
+// Return the slot whose tag is `id`, or −1. Each team of LANES lanes looks up one row. `tag` is the result of
+// `tag_of` in each lane. Only the tags of a team's first WAYS lanes count, because other lanes may have read
+// a tag before or after another row took the slot. All lanes of the warp call this function.
 template <int LANES>
 __device__ __forceinline__ int slot_of(int id, int tag, i64 cached) {
     u32 same = __ballot_sync(ALL, tag == id) >> threadIdx.x % 32 / LANES * LANES & ((1u << WAYS) - 1);
@@ -51,8 +51,8 @@ __device__ __forceinline__ int slot_of(int id, int tag, i64 cached) {
 // Return the time stamp of a step: twice its number, modulo 2^31. After 2^30 steps, stamps start again at 0,
 // and slots with larger stamps keep their rows.
 __device__ __forceinline__ int now_of(int step) { return 2 * (step & (1 << 30) - 1); }
-// Mark a slot as used in this step, and return its previous stamp. The slot's tag is the row's. SHARED:
-// several warps may need the row.
+// Mark the slot that contains a row as used in this step, and return the slot's previous stamp. SHARED is
+// true if several warps may need the same row.
 template <bool SHARED>
 __device__ __forceinline__ int use_slot(int* stamp, int now) {
     return SHARED ? atomicMax(stamp, now) : atomicExch(stamp, now);

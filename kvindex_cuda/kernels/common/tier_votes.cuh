@@ -3,7 +3,7 @@
 #pragma once
 #include "common/common.cuh"
 
-// Return the number of tokens in each chunk, a multiple of CHUNK, for at most PIECES chunks.
+// Return the number of tokens in each chunk. It is a multiple of CHUNK, and there are at most PIECES chunks.
 __device__ __forceinline__ i64 piece_of(i64 tokens) {
     i64 chunks = (tokens + CHUNK - 1) / CHUNK;
     return max(i64(1), (chunks + PIECES - 1) / PIECES) * CHUNK;

@@ -69,7 +69,7 @@ struct Sampling {
 
 // Return coordinates j to j + 7 of head h as bfloat16 numbers, two per word, where j = 32 i + 8 (lane % 4).
 // Coordinates from D on are 0. A coordinate is the exact sum of PIECES bfloat16 numbers, and `piece` selects
-// one of them: what remains after subtracting the earlier ones, truncated to 8 bits.
+// one of them: number p is the remainder after numbers 0 to p - 1, truncated to bfloat16.
 __device__ __forceinline__ uint4 piece_of(const void* queries, int h, int i, int piece) {
     int j = 32 * i + threadIdx.x % 4 * 8;
     if (h >= GROUP || j >= D) return {0, 0, 0, 0};
@@ -260,8 +260,8 @@ __device__ __forceinline__ void each_vote(const Signs& signs, u32 weights, u32 s
 #pragma unroll
     for (int half = 0; half < 2; half++)
         factor[half] = load_from<int>(with_bits(factors, (half ? weights >> 16 : weights) & 255 * 4));
-    // dots[half] belongs to one key per half: dots[half][0] and [1] are sums over even planes for the lane's
-    // two heads, [2] and [3] sums over odd planes
+    // The lane has one key in each half. For this key and the lane's two heads, dots[half][0] and
+    // dots[half][1] are the sums over even planes, dots[half][2] and dots[half][3] those over odd planes.
 #pragma unroll
     for (int n = 0; n < SETS; n++) {
         int dots[2][4];
@@ -292,7 +292,8 @@ __device__ __forceinline__ void each_vote(const Signs& signs, u32 weights, u32 s
 }
 
 #if SAMPLING
-// Return the size of key `own_key()`, without noise: the largest size over the heads of the group.
+// Return the size of key `own_key()`: its vote, converted to a scale that all heads share, without noise. The
+// result is the largest size over the heads of the group.
 template <class Place>
 __device__ __forceinline__ float size_of(const Signs& signs, u32 weights, u32 shifts, const Group& group,
                                          const int (&offsets)[SETS][2], Place factors) {

@@ -189,8 +189,9 @@ __device__ __forceinline__ void entries_of(int (&found)[4], const void* table, i
 }
 
 #if FACTORS != 2
-// Return an upper bound of |Σ entries| over the subspaces of a head, for the largest of the given heads. All
-// threads of a block call this function.
+// Return an upper bound of the absolute sum of a key's table entries: the sum over subspaces of the largest
+// absolute entry. The result is the largest bound of the given heads. All threads of a block call this
+// function.
 static __device__ int bound_of(const void* table, i64 first, int heads) {
     __shared__ int peaks[4 * M];
     int lane = threadIdx.x % 32;

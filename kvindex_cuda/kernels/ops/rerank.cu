@@ -125,10 +125,9 @@ struct ErrorArguments {
     float spread;            // τ / (BLOCK − 1)
 };
 
-// Compute the standard deviations σ of the estimates. With w_b the weight and v_b the levels of block b of a
-// key,
-//   σ² = Σ_b ‖k_b‖² · max(0, ‖q_b‖² − ⟨v_b, q_b⟩² / ‖v_b‖²) · τ / (BLOCK − 1)
-//   ‖k_b‖² = w_b² ‖v_b‖² / (1 + τ)
+// Compute the standard deviations σ of the estimates:
+//   σ² = Σ_b ‖k_b‖² · max(0, ‖q_b‖² − ⟨v_b, q_b⟩² / ‖v_b‖²) · τ / (BLOCK − 1),
+//   where ‖k_b‖² = w_b² ‖v_b‖² / (1 + τ), and w_b and v_b are the weight and the levels of block b of a key.
 extern "C" __global__ void __launch_bounds__(256)
 errors(const __grid_constant__ ErrorArguments args) {
     const void* weights = args.weights;

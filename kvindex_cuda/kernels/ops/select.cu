@@ -19,9 +19,9 @@
 // float32).
 #include "common/common.cuh"
 
-// State of the search in a matrix row. Once `low` is 0, all words from `least` on are selected. Before that,
-// `least` is correct except for its `low` lowest bits, and of the words with the same upper bits, the `rank`
-// largest are still to be selected. `rank` is 0 if no words are to be selected.
+// State of the search for the lowest selected word, `least`, of a matrix row. The search finds its bits from
+// the highest to the lowest; the `low` lowest bits are still unknown. Of the words with the same upper bits,
+// the `rank` largest are still to be selected. `rank` is 0 if no words are to be selected.
 struct Row {
     u64 least;
     int rank, low;

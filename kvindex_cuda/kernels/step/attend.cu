@@ -447,7 +447,8 @@ attend(const __grid_constant__ Arguments args) {
         begin(after, own + step, 1, second, second_tag);
         for (int n = 2; n < ahead; n++) begin(after, own + n * step, n, 0, 0);
         u32 visible = ALL;
-        // number of rows from here on for the first team of the warp, which has the most rows
+        // Number of rows from here on for the first team of the warp. The loop runs for all of them, because
+        // the first team has the most rows.
         int longest = rows_here - own + lane / LANES * (splits * 8);
         for (int i = own, n = 0; n * step < longest; i += step, n++) {
             if (!PAGED && !phase && n % LANES == 0) {

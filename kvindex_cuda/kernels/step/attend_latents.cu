@@ -25,7 +25,8 @@
 //   RAGGED (1: each sequence has its own count of resident rows)
 #include "common/row_codes.cuh"
 
-// A warp computes one slice of the coordinates for 16 heads, so that the eight warps serve all PART heads.
+// Number of slices into which coordinates are divided. A warp computes one slice for 16 heads, so that the
+// eight warps serve all PART heads.
 constexpr int SLICES = DTYPE == 0 ? 1 : 128 / PART;
 constexpr int STEPS = ((D + 31) / 32 + SLICES - 1) / SLICES;  // steps of 32 coordinates per slice
 constexpr int SIZE = DTYPE == 0 ? 4 : 2;
@@ -301,9 +302,10 @@ struct MergeArguments {
     i64 splits;
 };
 
-// Merge the results of all splits, each scaled relative to the largest logit of all splits. Grid: (GROUP, DV
-// / 128, BG), 128 threads. A warp takes a quarter of the splits, and a lane takes four columns. Reads 4 DV +
-// 8 bytes of each split that has rows.
+// Merge the results of all splits, each scaled relative to the largest logit of all splits.
+// Grid: (GROUP, DV / 128, BG), 128 threads. A warp takes a quarter of the splits, and a lane takes four
+// columns.
+// Reads 4 DV + 8 bytes of each split that has rows.
 extern "C" __global__ void __launch_bounds__(128)
 merge_latents(const __grid_constant__ MergeArguments args) {
     constexpr int OWN_SPLITS = MOST_SPLITS / 32;

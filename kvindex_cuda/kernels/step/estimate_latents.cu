@@ -251,8 +251,9 @@ __device__ __forceinline__ void multiply_part(float (&sums)[PAIR][ROWS][2], cons
             if (!FOLDED) mma_halves(c[p][1], upper[0], lower[0], upper[1], lower[1], step.z, step.w);
         }
     }
-    // With FOLDED operands, a sum has two halves: columns 0 to 3 have products with the rounded values,
-    // columns 4 to 7, in lanes 2 and 3 of four, those with the remainders.
+    // With FOLDED operands, each sum has two halves. Columns 0 to 3 (lanes with lane % 4 < 2) have the
+    // products with the rounded values, columns 4 to 7 (the other lanes) those with the remainders. Lanes
+    // exchange halves and add them.
     bool later = threadIdx.x % 4 >= 2;
 #pragma unroll
     for (int p = 0; p < PAIR; p++)

@@ -213,8 +213,8 @@ prepare_query(const __grid_constant__ Arguments args) {
     bool stages = early && blockIdx.x == gridDim.x - 1;
     if (stages && threadIdx.x == 0) resident = __ldcg(args.resident_count);
 
-    // Round a head's query to integers, and write each bit of an integer to its bit plane. If two warps share
-    // a head, the warp with hand 0 takes the even words and the warp with hand 1 the odd words.
+    // Round a head's query to integers, and write each bit of an integer to its bit plane. Two warps may
+    // share a head: the warp with `hand` 0 takes the even words, the warp with `hand` 1 the odd words.
     auto round_head = [&](const float (&x)[PER_LANE], int h, float peak, float up, int hand) {
         float scale = peak > 0 ? float(args.query_max) / peak : 0.0f;
         int sum = 0;

@@ -24,10 +24,9 @@ constexpr int ONCE = 16;  // candidates that a warp multiplies at a time
 constexpr int HANDS = OPERANDS <= 1024 ? 8 : 4;
 constexpr int QUEUE = 32 * HANDS;  // candidates that a warp collects before it multiplies
 
-// A candidate in a warp's queue. `block` is the address of its block of codes. `slot` depends on SAMPLING:
-//   1: the priority of the candidate.
-//   0: its position among the entries of the cut's bin, or −1 if it is in a higher bin.
-// The cut's bin is the histogram bin that contains the C-th best entry.
+// A candidate in a warp's queue. `block` is the address of its block of codes. With SAMPLING, `slot` is the
+// candidate's priority. Otherwise, `slot` is its position among the entries of the cut's bin (the histogram
+// bin that contains the C-th best entry), or −1 if the candidate is in a higher bin.
 struct __align__(16) Candidate {
     u64 block;
     int id, slot;
@@ -173,7 +172,8 @@ __device__ __forceinline__ u32 lower_lanes() { return (1u << threadIdx.x % 32) -
 
 #if SAMPLING
 // Return the two thresholds of kvindex.ops.priority. Keys with a priority of at least the second threshold
-// are candidates. Those with a size below the first one are candidates with a probability less than 1.
+// are candidates. A key whose size (priority without noise) is below the first threshold becomes a candidate
+// with a probability less than 1.
 __device__ __noinline__ int2 thresholds_alone(const Voters& voters, int target, bool all) {
     if (all) return {LEAST, LEAST + 1};
     int beyond = vote_of(last_of_the_best(voters, target + 1)) & -STEP;

@@ -49,8 +49,8 @@ __device__ __forceinline__ void load(Key& found, const char* block, i64 weights,
         fetch(found.planes[p], reinterpret_cast<const u32*>(block + magnitudes) + (key * BITS + p) * WORDS);
 }
 
-// Extract bits 2 t and 2 t + 1 of each byte, where t = lane % 4, to the lowest bits of the byte's two
-// nibbles.
+// Extract bits 2 t and 2 t + 1 of each byte, where t = lane % 4. They become the lowest bits of the byte's
+// two nibbles.
 __device__ __forceinline__ u32 nibbles(u32 word) {
     word >>= threadIdx.x % 4 * 2;
     return (word & 0x01010101) | (word << 3 & 0x10101010);

@@ -105,8 +105,8 @@ constexpr bool EARLY = GROUP <= 4;  // true if registers store all estimates fro
 constexpr int SOME = EARLY ? ENTRIES : GROUP <= 8 ? 4 : 1;  // entries whose estimates are loaded at a time
 static_assert(GROUP <= THREADS / 32, "a warp for each head");
 
-// For each of `many` entries, call use(i, n), where n is the number of better entries. Eight threads compare
-// an entry with the others, and one of them calls `use`. All threads of the block call in_order.
+// For each of `many` entries, call use(i, n), where n is the number of entries that are better than entry i.
+// Eight threads count for one entry, and one of them calls `use`. All threads of the block call in_order.
 template <class Use>
 __device__ __forceinline__ void in_order(const u64* entries, int many, Use use) {
     for (int at = threadIdx.x; at < (many + 3) / 4 * 32; at += THREADS) {
