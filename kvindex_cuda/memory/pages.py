@@ -14,14 +14,14 @@ from kvindex_cuda.memory.layout import BLOCK, Layout
 
 @dataclass(frozen=True)
 class PagedLayout(Layout):
-    """Layout of codes in an engine's pages. `head_bytes` is the stride between the records of two
-    KV heads."""
+    """Layout of codes in an engine's pages. `head_bytes` is the stride between the codes of two KV
+    heads in a page."""
 
     record_bytes: int
 
     @cached_property
     def head_bytes(self) -> int:
-        """Distance in bytes between the records of two KV heads."""
+        """Distance in bytes between the codes of two KV heads in a page."""
         return self.record_bytes
 
 

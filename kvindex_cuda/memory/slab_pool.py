@@ -69,7 +69,7 @@ class Foresees(Protocol):
 
 @dataclass(frozen=True)
 class DeviceSlab:
-    """A slab in a torch tensor, uint8 `[bytes]`."""
+    """A slab (range of memory) in a torch tensor, uint8 `[bytes]`."""
 
     memory: Tensor
 

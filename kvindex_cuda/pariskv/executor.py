@@ -163,8 +163,8 @@ class ParisKVExecutor(AppendedCodes):
             self.warm_up(k, self._promised)
 
     def _room(self, k: int, tokens: int) -> int:
-        """Return the argument `most` that a step for `k` rows needs at a length of `tokens`
-        tokens."""
+        """Return the number of tokens or candidates that a step for `k` rows needs room for at a
+        length of `tokens` tokens."""
         return room_of(self._kind, tokens, self._config.most_candidates(tokens, k))
 
     def search(self, queries: Tensor, k: int) -> Hits:
@@ -398,7 +398,8 @@ class ParisKVExecutor(AppendedCodes):
         return [self._config.candidates(n, k) for n in self._contents.counts.tolist()]
 
     def _need(self, k: int) -> int:
-        """Return the argument `most` that a step for `k` rows needs at the present length."""
+        """Return the number of tokens or candidates that a step for `k` rows needs room for at the
+        present length."""
         return room_of(self._kind, self._length, max(self._candidates(k)))
 
     def _newest(self, k: int) -> Use | None:

@@ -166,7 +166,7 @@ def run(
     overlap: bool | int,
     defines: tuple[tuple[str, int], ...],
 ) -> None:
-    """Run a kernel like `launch`, but with its arguments as a list in the order of its
+    """Run a kernel like `launch`, given a list of arguments in the order of the kernel's
     parameters."""
     device, passed = _passed(takes, values)
     if device.type not in LOADERS:

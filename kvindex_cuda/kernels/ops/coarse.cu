@@ -217,8 +217,8 @@ static __device__ int bound_of(const void* table, i64 first, int heads) {
 }
 #endif
 
-// Extract the entry of head p of P from a word, or from a sum of words. For P = 4, the entry is byte p. For P
-// = 2, the word is Σ high · 2^16 + Σ low, where the addends are signed.
+// Extract the entry of head p, out of P heads, from a word of the table or from a sum of such words. For P = 4,
+// entry p is byte p. For P = 2, the word is high · 2^16 + low, where both entries are signed.
 template <int P>
 __device__ __forceinline__ u32 part_of(u32 word, int p) {
     if constexpr (P == 4) return word >> 8 * p & 255;
