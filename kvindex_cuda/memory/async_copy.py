@@ -25,8 +25,7 @@ MAX_PITCH_BYTES = 2**31 - 1
 
 @dataclass(frozen=True)
 class PinnedSlab:
-    """A `Slab` (`kvindex_cuda.memory.slab_pool`) of pinned host memory, mapped for kernels of all
-    devices."""
+    """A slab of pinned host memory that GPUs can access (`cudaHostAlloc`, mapped and portable)."""
 
     host_address: int
     device_address: int

@@ -196,7 +196,7 @@ class ParisKVExecutor(AppendedCodes):
     ) -> Attended:
         """Write a token to the window, search for `k` rows, and attend to all of them.
 
-        When three decode steps in a row have read the same tensors, the step is captured as a CUDA
+        If several decode steps in a row read the same tensors, the step is captured as a CUDA
         graph, which later steps replay.
         """
         if graphs and (replay := self._replay_of(resident, k, wrong)):

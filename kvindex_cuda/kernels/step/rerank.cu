@@ -24,9 +24,9 @@ constexpr int ONCE = 16;  // candidates that a warp multiplies at a time
 constexpr int HANDS = OPERANDS <= 1024 ? 8 : 4;
 constexpr int QUEUE = 32 * HANDS;  // candidates that a warp collects before it multiplies
 
-// A candidate in a warp's queue. `block` is the address of its block of codes. With SAMPLING, `slot` is the
-// candidate's priority. Otherwise, `slot` is its position among the entries of the cut's bin (the histogram
-// bin that contains the C-th best entry), or −1 if the candidate is in a higher bin.
+// A candidate in a warp's queue. `block` is the address of its KV head's record in the block of codes. With SAMPLING,
+// `slot` is the candidate's priority. Otherwise, `slot` is its position among the entries of the cut's bin (the
+// histogram bin that contains the C-th best entry), or −1 if the candidate is in a higher bin.
 struct __align__(16) Candidate {
     u64 block;
     int id, slot;

@@ -211,8 +211,8 @@ class ParisKVBatch:
         return step
 
     def _with_cache(self, rows: Sequence[BatchRow | None], some: Sequence[BatchRow]) -> None:
-        """Create a row cache if rows are on the host. Remove the rows of sequences from which
-        tokens were removed."""
+        """Create a row cache if rows are on the host. Remove the cached rows of sequences whose
+        rows may have changed."""
         if not any(row.far for row in some):
             self._cache = None
             return
