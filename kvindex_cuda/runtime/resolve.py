@@ -76,8 +76,8 @@ class NamedLaunch:
     ) -> None:
         """Launch the kernel. Its arguments are the present values of the objects' attributes.
 
-        `given` has the arguments that were declared with `given` in the constructor. The other
-        arguments, and the errors, are those of `launch.launch`.
+        The arguments that the constructor names in `given` are passed by keyword. All other
+        parameters, and the errors, are those of `launch.launch`.
         """
         values: list[Argument] = []
         for read, namespace in zip(self._readers, namespaces, strict=True):

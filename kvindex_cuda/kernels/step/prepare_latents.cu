@@ -230,8 +230,8 @@ prepare_latents(const __grid_constant__ Arguments args) {
         if (scale > 0 && weight_scale > 0) unit = scale * up * (args.factor_max / (args.level * weight_scale));
         if (lane == 0) args.sums[of * SETS * 4 + h] = sum, args.units[of * SETS * 4 + h] = unit;
 #if SAMPLING
-        // Compute the head's scale from up to CENTERS centers, evenly spread over the blocks of codes
-        // (kvindex.ops.priority.totals).
+        // Compute the offset that puts this head's votes on a scale for all heads, from up to CENTERS centers
+        // that are evenly spread over the blocks of codes (kvindex.ops.priority.totals).
         i64 blocks = (args.length[RAGGED * b] + TOKENS - 1) / TOKENS;
         int centers = CENTERED ? int(min(blocks, i64(CENTERS))) : 0;
         float products[CENTERS / 32], largest = NEVER, exponentials = 0;

@@ -1,7 +1,7 @@
 """Functions for kernels that overlap (programmatic dependent launch): waiting for the previous
 kernel, and prefetching weights.
 
-A kernel can start before the previous one has ended, and prefetch weights until it has.
+A kernel can start before the previous kernel has ended. Until then, it can prefetch weights.
 """
 
 import triton
