@@ -253,30 +253,30 @@ def page(families: dict[str, Any], machine: dict[str, Any]) -> str:
         f"This page lists all {len(families)} families that transformers "
         f"{machine['transformers']} maps to causal language models, and whether `attach` supports "
         f"them. `tools/families.py` tests each family with a tiny random model in float32 (torch "
-        f"{machine['torch']}; sizes in `tools/family_sizes.py`) and writes this page. The test "
-        f"compares the logits of a prompt of {PROMPT} tokens and of {STEPS} decode steps: with "
-        "the model's own attention, and inside `attach` with the index `exact`, which retrieves "
-        "every row. A *row* is the key and the value of one token.",
+        f"{machine['torch']}; sizes in `tools/family_sizes.py`) and writes this page. The model "
+        f"reads a prompt of {PROMPT} tokens and runs {STEPS} decode steps, once with its own "
+        "attention, and once inside `attach` with the index `exact`, which retrieves every row (a "
+        "*row* is the key and the value of one token). The test compares the logits.",
         "",
         *("| outcome | families | meaning |", "|---|---|---|"),
         *(f"| {name} | {counts[name]} | {MEANING[name]} |" for name in MEANING),
         "",
-        f"**Equal** means that logits agree within {TOLERANCE:g} of the largest logit. In "
-        "addition, the test checks that other rows give other logits (one row instead of all, or "
-        "int8 rows where the model itself chooses the rows), and that the model is unchanged "
-        "afterwards. The column *details* says how many layers searched, or attended to rows that "
-        "the model chose. For other outcomes it has the error message.",
+        f"**Equal** means that the difference of the logits is at most {TOLERANCE:g} times the "
+        "largest logit. In addition, the test checks that other rows give other logits (one row "
+        "instead of all, or int8 rows where the model itself chooses the rows), and that the model "
+        "is unchanged afterwards. The column *details* says how many layers searched, or attended "
+        "to rows that the model chose. For other outcomes it has the error message.",
         "",
         "**Long prompt.** In a second test, `kvhf.generate` reads a prompt of "
-        f"{LONG} tokens, {CHUNK} at a time, and the answer's logits must be equal as well "
-        "(`tools/family_switches.py`). With `longrope`, the prompt crosses the length at which "
-        "the rotary frequencies change; in the Phi-3 family the answer crosses it too. With "
-        "`chunks`, the family has no such frequencies. Every prompt is longer than the sliding "
-        "windows.",
+        f"{LONG} tokens in chunks of {CHUNK}, and the answer's logits must be equal as well "
+        "(`tools/family_switches.py`). In the column *long prompt*, `longrope` means that the "
+        "rotary frequencies change at a length that the prompt exceeds; models of the Phi-3 family "
+        "are also tested with a change during the answer. `chunks` means that the family has no "
+        "such frequencies. Every prompt is longer than the sliding windows.",
         "",
-        "**One graph** says whether a decode step can be captured as one CUDA graph "
+        "**One graph.** This column says whether a decode step can be captured as one CUDA graph "
         "([how to use it](transformers.md#a-token-as-one-graph)) with an index that supports it. "
-        f"This is so for {sum(one.get('graph') == 'yes' for one in families.values())} of the "
+        f"It can for {sum(one.get('graph') == 'yes' for one in families.values())} of the "
         f"{sum('graph' in one for one in families.values())} families that were tested.",
         "",
         *("| family | outcome | details | long prompt | one graph |", "|---|---|---|---|---|"),

@@ -31,8 +31,9 @@ def _along(run: Result) -> str:
     about = (
         f"The model ({named(run['model'], run['lora'])}) reads {setting['tokens'] - points[-1]:,} "
         f"tokens of {', '.join(run['texts'])} and samples {points[-1]:,} more; {run['measured']} "
-        "layers are measured. A cell has the fraction of exact search's rows that the index finds, "
-        "and in parentheses its error divided by that of exact search."
+        "layers are measured. An entry of the table is the fraction of exact search's rows that "
+        "the index finds and, in parentheses, the error of its attention output divided by that of "
+        "exact search."
     )
     return "\n\n".join(
         [about, table(("index", *(f"after {n:,}" for n in points)), rows), machine(run)]

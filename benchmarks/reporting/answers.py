@@ -56,9 +56,10 @@ def _field(result: Result) -> str:
         for index in _ranked(result, [here])
     ]
     about = (
-        f"**{tokens:,} tokens, {k} rows** ({_model(result)}): {_counts(result, here)}. Accuracy in "
-        "percent, differences in percentage points, with 95% intervals. KL is the divergence of "
-        "the next token's distribution from full attention's."
+        f"**Prompts of {tokens:,} tokens, {k} rows per KV head** ({_model(result)}): "
+        f"{_counts(result, here)}. The table shows the fraction of correct answers in percent and "
+        "differences in percentage points, with 95% intervals. KL is the divergence of the next "
+        "token's distribution from that of full attention."
     )
     parts = [about, table((*head, "rows read", "MiB per step"), rows)]
     parts += ["Accuracy by task, in percent:"]
@@ -83,7 +84,7 @@ def summary(result: Result) -> str:
     )
     return (
         f"Correct answers about long texts: {_percent(mine)}% with `{DEFAULT}`, {_percent(full)}% "
-        f"with full attention, {_percent(best)}% with exact search for as many rows "
+        f"with full attention, {_percent(best)}% with exact search for the same number of rows "
         "([answers](docs/results/answers.md))."
     )
 
@@ -114,8 +115,9 @@ def _lengths(result: Result) -> str:
     head = ("index", *map(_short, at), "all lengths, minus full attention's")
     head = (*head, *(f"KL over `exact`'s, {_short(n)}" for n in shown))
     about = (
-        f"**{k} rows** ({_model(result)}): {_counts(result, pooled)}. Accuracy in percent by the "
-        "prompt's length, with 95% intervals."
+        f"**{k} rows per KV head** ({_model(result)}): {_counts(result, pooled)}. The table shows "
+        "the fraction of correct answers in percent, for each length of the prompt, with 95% "
+        "intervals."
     )
     return "\n\n".join([about, table(head, rows), *_failures(result), _where(result)])
 
@@ -139,8 +141,10 @@ def _rows(result: Result) -> str:
     ]
     head = ("index", *(f"{k} rows" for k in ks), "fewest rows that are enough (over `exact`'s)")
     about = (
-        f"{_model(result)}; {_counts(result, dict(k=ks[-1], tokens=tokens))}. Accuracy in percent. "
-        "Rows are enough if accuracy stays within 2 points of full attention's."
+        "The table shows the fraction of correct answers in percent, for each number of rows per "
+        f"KV head ({_model(result)}; {_counts(result, dict(k=ks[-1], tokens=tokens))}). A number "
+        "of rows is enough if the fraction stays within 2 percentage points of that of full "
+        "attention."
     )
     return "\n\n".join([about, table(head, lines), _where(result)])
 
@@ -160,8 +164,9 @@ def depth(result: Result) -> str:
         counts = [row["count"] for row in each["depths"] if row["index"] == FULL]
         parts.append(
             f"The picture shows {sum(counts):,} questions whose answer is at one place of the text "
-            f"({', '.join(f'`{name}`' for name in each['tasks'])}), with {_middle(each)} rows; "
-            f"{min(counts)} to {max(counts)} in a cell. Model: {_model(each)}. "
+            f"(tasks {', '.join(f'`{name}`' for name in each['tasks'])}), with {_middle(each)} "
+            f"rows per KV head. Each cell of the picture has {min(counts)} to {max(counts)} "
+            f"questions. The model is {_model(each)}. "
             f"{_where(each)}"
         )
     return "\n\n".join(parts)
@@ -273,7 +278,7 @@ def _model(result: Result) -> str:
 def _where(result: Result) -> str:
     regions = result["settings"]["regions"].items()
     sizes = ", ".join(f"{name.replace('_', ' ')} {size}" for name, size in regions)
-    return f"{machine(result)} Regions: {sizes}."
+    return f"{machine(result)} Sizes of the layers' regions, in tokens: {sizes}."
 
 
 def _short(tokens: int) -> str:

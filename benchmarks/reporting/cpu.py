@@ -23,10 +23,11 @@ def steps(result: Result) -> str:
     ]
     shape = result["shape"]
     about = (
-        "Milliseconds for one layer's step, and in parentheses the ratio to dense attention. "
-        f"Medians of {result['rounds']} rounds in which all take turns, with quartiles of the "
-        f"ratio; {shape['q_heads']} query heads, {shape['kv_heads']} KV heads, "
-        f"D = {shape['head_dim']}, float32, k = {shape['k']}."
+        "The table shows the time of one layer's decode step in milliseconds, and in parentheses "
+        "this time divided by that of dense attention. Times are medians of "
+        f"{result['rounds']} rounds in which all variants take turns; quartiles are given for the "
+        f"ratio. The layer has {shape['q_heads']} query heads, {shape['kv_heads']} KV heads, "
+        f"D = {shape['head_dim']} and float32 rows, and retrieves k = {shape['k']} of them."
     )
     appends = [
         f"{one['of_products']:.3f} ({one['of_products_low']:.3f} to {one['of_products_high']:.3f}) "
@@ -34,8 +35,8 @@ def steps(result: Result) -> str:
         for one in result["appends"]
     ]
     about += (
-        f" An append of {result['appends'][0]['tokens']:,} keys takes this fraction of the time of "
-        f"the layer's matrix products for as many tokens: {' and '.join(appends)}."
+        f" The time of an append of {result['appends'][0]['tokens']:,} keys, divided by the time "
+        f"of the layer's matrix products for the same tokens, is {' and '.join(appends)}."
     )
     head = ("tokens", "threads", "dense (SDPA)", "dense, heads folded")
     head = (*head, *(f"`{name}`" for name in names[2:]))
@@ -58,8 +59,8 @@ def indexes(result: Result) -> str:
     ]
     head = ("index", "plain torch, ms", "compiled, ms", "ratio")
     about = (
-        f"One layer's step over {point['tokens']:,} tokens with {point['threads']} thread, "
-        "measured as above."
+        f"The table shows the time of one layer's decode step over {point['tokens']:,} tokens with "
+        f"{point['threads']} thread, measured as in the first table of this page."
     )
     return f"{about}\n\n{table(head, rows)}\n\n{machine(result)}"
 
@@ -77,10 +78,12 @@ def row_codecs(result: Result) -> str:
     head = ["row codec", *(t for name in names for t in (f"`{name}`, ms", "ratio to `plain`"))]
     shape = result["shape"]
     about = (
-        f"Milliseconds for one layer's step on a CPU over {point['tokens']:,} tokens with "
-        f"{point['threads']} thread, and the ratio to `plain` rows. Medians of {result['rounds']} "
-        f"rounds in which all take turns, with quartiles of the ratio; {shape['q_heads']} query "
-        f"heads, {shape['kv_heads']} KV heads, D = {shape['head_dim']}, float32, k = {shape['k']}."
+        "The table shows the time of one layer's decode step on a CPU in milliseconds, over "
+        f"{point['tokens']:,} tokens with {point['threads']} thread, and this time divided by that "
+        f"with `plain` rows. Times are medians of {result['rounds']} rounds in which all variants "
+        "take turns; quartiles are given for the ratio. The layer has "
+        f"{shape['q_heads']} query heads, {shape['kv_heads']} KV heads, D = {shape['head_dim']} "
+        f"and float32 numbers, and retrieves k = {shape['k']} rows."
     )
     return f"{about}\n\n{table(head, rows)}\n\n{machine(result)}"
 
@@ -91,8 +94,8 @@ def summary(result: Result) -> str:
     (point,) = some(result["points"], threads=most, tokens=SHOWN)
     name = result["index"]
     return (
-        f"On a CPU with {SHOWN:,} tokens, one layer's step of `{name}` takes "
-        f"{point[name]['of_dense']:.2f} of the time of dense attention ([more](docs/cpu.md))."
+        f"On a CPU with {SHOWN:,} tokens, one layer's decode step with `{name}` takes "
+        f"{point[name]['of_dense']:.2f} times the time of dense attention ([more](docs/cpu.md))."
     )
 
 
@@ -122,12 +125,13 @@ def tokens(_: Result) -> str:
     head = (*head, f"`{runs[0]['index']}`, ms per token", "ratio")
     head = (*head, "prompt with full attention, s", f"prompt with `{runs[0]['index']}`, s", "ratio")
     about = (
-        f"{runs[0]['dtype']}, greedy decoding. Medians of rounds in which both generate "
-        f"{runs[0]['model_run']['turn']} tokens in turns, with quartiles of the ratio. The prompt "
-        "is read once, in chunks of 1,024 tokens."
+        f"The model computes in {runs[0]['dtype']} and decodes greedily. Times are medians of "
+        f"rounds in which both kinds of attention generate {runs[0]['model_run']['turn']} tokens "
+        "in turns; quartiles are given for the ratio. The prompt is read once, in chunks of 1,024 "
+        "tokens."
     )
     threads = runs[0]["machine"]["threads"]
-    return f"{about}\n\n{table(head, rows)}\n\n{machine(runs[0])} {threads} threads."
+    return f"{about}\n\n{table(head, rows)}\n\n{machine(runs[0])} All runs use {threads} threads."
 
 
 def _model(result: Result) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from benchmarks.reporting.parts import machine, table
+from benchmarks.reporting.parts import machine, named, table
 
 WHOLE, PIECES, STALE = "whole", "pieces", "stale"
 """How the text arrives: at once, in chunks, or in chunks with `stale=true`."""
@@ -50,9 +50,11 @@ def _at_once(run: dict[str, Any]) -> str:
     head = (*head, f"recall@{k}", f"coverage@{k}", *(f"error@{each}" for each in ks))
     head = (*head, f"error@{k} over `exact`'s")
     rows += [(f"`{index}`", why, *("",) * (len(head) - 2)) for index, why in run["failed"].items()]
+    threads = run["machine"]["threads"]
     return (
-        f"{_about(run)}\n\n{table(head, rows)}\n\n{machine(run)} {run['dtype']}, "
-        f"{run['machine']['threads']} threads; load average {run['load_average']:.1f} at the end."
+        f"{_about(run)}\n\n{table(head, rows)}\n\n{machine(run)} The indexes computed in "
+        f"{run['dtype']} with {threads} CPU thread{'s' * (threads > 1)}; the machine's load "
+        f"average was {run['load_average']:.1f} at the end."
         + "".join(f" {note}." for note in [*_faster(run), *run.get("notes", [])])
     )
 
@@ -78,14 +80,15 @@ def _going_on(runs: list[dict[str, Any]]) -> str:
     head = [
         part for run in runs for part in (f"{_short(run)}: at once", "in chunks", "frozen (stale)")
     ]
-    about = "; ".join(f"*{_short(run)}* {_last(run)}" for run in runs)
+    about = "; ".join(f"in *{_short(run)}*, {_last(run)}" for run in runs)
     return (
-        f"**While a text grows.** In each run the text has a prompt and later tokens: {about}. A "
-        f"cell has the error at the end of the text with {middle_of(runs[0])} rows, divided by the "
-        "error of exact search, and the recall in parentheses. *At once*: the whole text was "
-        "appended at once. *In chunks*: the index learned from the prompt, and later tokens came "
-        "in chunks; the number before the arrow was measured at the end of the prompt. *Frozen*: "
-        "in chunks with `stale=true`, where an index has this option.\n\n"
+        "**While a text grows.** In each run, the text consists of a prompt and later tokens. The "
+        f"later tokens are: {about}. An entry of the table is the error of the attention output at "
+        f"the end of the text with {middle_of(runs[0])} rows, divided by that of exact search, and "
+        "the recall in parentheses. *At once*: one append contained the whole text. *In chunks*: "
+        "the index learned from the prompt, and later tokens were appended in chunks; the number "
+        "before the arrow was measured at the end of the prompt. *Frozen*: in chunks with "
+        "`stale=true` (no updates after the prompt), where an index has this option.\n\n"
         + table(("index", *head), rows)
     )
 
@@ -126,13 +129,13 @@ def _faster(run: dict[str, Any]) -> list[str]:
 
 def _about(run: dict[str, Any]) -> str:
     setting, shape = run["setting"], run["shape"]
-    model = f"{run['model']} with {run['lora']}" if run["lora"] else run["model"]
+    model = named(run["model"], run["lora"])
     layers = len(run["texts"]) * run["layers"]
     some = f", {run['measured']} of them measured" if run["measured"] != layers else ""
     return (
-        f"**{setting['tokens']:,} tokens** of {', '.join(run['texts'])} ({model}). The queries are "
-        f"those of {run['written']} tokens that the model generates after each text, in {layers} "
-        f"layers of {shape['q_heads']} query heads and {shape['kv_heads']} KV heads{some}. The "
-        f"first {setting['sink']} tokens of a text, its last {setting['local_window']} and the "
-        "generated ones are always attended to."
+        f"**Texts of {setting['tokens']:,} tokens**: {', '.join(run['texts'])} ({model}). The "
+        f"queries are those of {run['written']} tokens that the model generates after each text, "
+        f"in {layers} layers of {shape['q_heads']} query heads and {shape['kv_heads']} KV "
+        f"heads{some}. The first {setting['sink']} tokens of a text, its last "
+        f"{setting['local_window']} tokens and the generated tokens are always attended to."
     )

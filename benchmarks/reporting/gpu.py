@@ -46,22 +46,28 @@ def steps(result: Result, longer: Sequence[Result] = (), in_texts: float | None 
     if places is not PLACES:
         head += ["rows in both places", "in both places, cached"]
     about = [
-        "µs for one layer's step of "
-        f"`{result['index']}` with k = {result['shape']['k']}, and in parentheses the ratio to "
-        "dense attention. Medians of 50 replays of a CUDA graph of up to 16 layers with cold "
-        "caches; 32 query heads, 8 KV heads, D = 128, bfloat16."
+        "The table shows the time of one layer's decode step with "
+        f"`{result['index']}` and k = {result['shape']['k']} rows, in µs, and in parentheses this "
+        "time divided by that of dense attention. Times are medians of 50 replays of a CUDA graph "
+        "of up to 16 layers with cold caches. The layer has 32 query heads, 8 KV heads, D = 128 "
+        "and bfloat16 rows."
     ]
     hits = [point["hit_rate"] for point in result["points"] if "hit_rate" in point]
     if hits:
         share = " to ".join(dict.fromkeys(f"{each:.1%}" for each in (min(hits), max(hits))))
-        about.append(f"The cache of rows contains {share} of the rows that are read.")
+        about.append(
+            f"Where the table says *cached*, {share} of the rows that a step reads are in the row "
+            "cache on the device."
+        )
     about += _caches(points)
     if hits and in_texts is not None:
-        about.append(f"In text that a model generates, it contains {in_texts:.0%}.")
+        about.append(f"While a model generates text, it is {in_texts:.0%}.")
     ending = machine(result)
     for part in longer:
         lengths = " and ".join(f"{point['tokens']:,}" for point in part["points"])
-        ending += f" {lengths} tokens were measured in another run. {machine(part)}"
+        same = machine(part) == machine(result)
+        where = " on the same kind of machine." if same else f". {machine(part)}"
+        ending += f" The lines with {lengths} tokens are from another run{where}"
     return f"{' '.join(about)}\n\n{table(head, rows)}\n\n{ending}"
 
 
@@ -93,10 +99,11 @@ def latents(_: Result) -> str:
         rows.append((str(result["shape"]["q_heads"]), f"{point['tokens']:,}", *rivals, *ours))
     head = ("query heads", "tokens", "dense, absorbed", "reading all latents")
     about = (
-        f"µs for one layer's step of `{results[0]['index']}` over latents with "
-        f"k = {results[0]['shape']['k']}, and in parentheses the ratio to dense attention. Medians "
-        "of 50 replays of a CUDA graph of 8 layers with cold caches; D = 512 + 64, bfloat16. Dense "
-        "attention is two products of torch with a softmax between them."
+        f"The table shows the time of one layer's decode step with `{results[0]['index']}` over "
+        f"latents with k = {results[0]['shape']['k']} rows, in µs, and in parentheses this time "
+        "divided by that of dense attention. Times are medians of 50 replays of a CUDA graph of 8 "
+        "layers with cold caches. A latent has D = 512 + 64 coordinates in bfloat16. Dense "
+        "attention is two matrix products of torch with a softmax between them."
     )
     head = (*head, "rows on the host", "rows on the device")
     return f"{about}\n\n{table(head, rows)}\n\n{machine(results[0])}"
@@ -117,8 +124,8 @@ def beside(result: Result) -> str:
             rows.append((f"{point['tokens']:,}", f"`{spec}`, ratio to it", *each))
     head = ("tokens", "index", "rows on the host, cached", "rows on the device")
     about = (
-        "Medians; a ratio is of steps in the same round, with quartiles. Steps are CUDA graphs, "
-        "with cold caches."
+        "Times are medians. A ratio compares steps of the same round; quartiles are in "
+        "parentheses. Steps are replays of CUDA graphs with cold caches."
     )
     return f"{table(head, rows)}\n\n{about} {machine(result)}"
 
@@ -140,8 +147,9 @@ def presets(_: Result) -> str:
         rows.append((f"{tokens:,}", full, *ours))
     head = [f"`{name}`, rows on the {part.removeprefix('step_')}" for part, name in parts]
     about = (
-        "µs for one layer's step of one sequence, and in parentheses the ratio to dense attention "
-        "in the same run. Measured as above."
+        "The table shows the time of one layer's decode step for one sequence, in µs, and in "
+        "parentheses this time divided by that of dense attention in the same run. Steps are "
+        "measured as in the tables above."
     )
     ending = machine(next(iter(there.values())))
     return f"{about}\n\n{table(('tokens', 'dense (SDPA)', *head), rows)}\n\n{ending}"
@@ -180,8 +188,8 @@ def append_layers(result: Result) -> str:
     rows, about = [], []
     for part in result["layers"]:
         about.append(
-            f"{part['layers']} layers with {part['tokens']:,} tokens; steps are launched one by "
-            "one."
+            f"The table is for {part['layers']} layers with {part['tokens']:,} tokens; the steps "
+            "of the layers are launched one by one."
         )
         for plan, kind in [(name, kind) for name in PLANS for kind in part.get(name, {})]:
             found = part[plan][kind]
@@ -227,13 +235,14 @@ def generate_speed(result: Result) -> str:
             rows.append((f"ratio of {words} to `{index}`", *figures, ""))
     head = ("", "host, µs per layer", "until the device is done, µs", "model, ms per token")
     head = (*head, "tokens/s")
-    ran = "not measured"
+    ran = "nothing was measured"
     if model.get("written"):
         ran = f"{result['model']} generates {model['written']} tokens after {model['tokens']:,}"
     return (
-        f"Layers: {layers['layers']} layers of {layers['context']:,} tokens with 32 query heads, "
-        "8 KV heads and D = 128; the device is idle when a step begins. "
-        f"Model: {ran}. {result['dtype']}. Medians (quartiles); ratios are of the same round."
+        f"The times per layer are for {layers['layers']} layers of {layers['context']:,} tokens "
+        "with 32 query heads, 8 KV heads and D = 128; the device is idle when a step begins. For "
+        f"the times of the model, {ran}. Rows are {result['dtype']}. Times are medians, with "
+        "quartiles in parentheses; ratios compare variants of the same round."
         f"\n\n{table(head, rows)}\n\n{machine(result)}"
     )
 
@@ -280,14 +289,14 @@ def hit_rate(result: Result) -> str:
                 whole.append(cache["layers"])
     each = [f"{sum(shares) / len(shares):.2f}" for shares in zip(*whole, strict=True)]
     by_layer = (
-        f"Hit rate of each layer with {SLOTS:,} slots, means over texts and lengths: "
+        f"Hit rates of the layers, in order, with {SLOTS:,} slots (means over texts and lengths): "
         f"{', '.join(each)}.\n\n"
     )
     return (
-        f"The model generates the last {result['steps']} tokens of each text; the first half of "
-        f"them fills the cache, the second half is counted. `{result['index']}` retrieves "
-        f"k = {result['k']} rows per KV head. The hit rate is the fraction of these rows that the "
-        "cache contains, as a mean over layers.\n\n"
+        f"The model generates the last {result['steps']} tokens of each text. The steps of the "
+        "first half of them fill the row cache, those of the second half are counted. "
+        f"`{result['index']}` retrieves k = {result['k']} rows per KV head. The hit rate is the "
+        "fraction of these rows that the cache contains, as a mean over layers.\n\n"
         + table(("text", "tokens", "slots", "hit rate", "worst layer", "best layer"), rows)
         + f"\n\n{by_layer if each else ''}{machine(result)}"
     )
@@ -323,14 +332,14 @@ def limits(result: Result) -> str:
         "shared memory's pipe",
     ]
     about = (
-        "Counters of Nsight Compute (`ncu`); each kernel runs alone with cold caches: a step over "
-        f"{result['tokens']:,} tokens, and an append of {result['keys']:,} keys. The columns "
-        "memory, issue and shared memory's pipe are percentages of the hardware's peak; warps is "
-        "the number of resident warps of a busy multiprocessor. If none of the three is above 60%, "
-        "latency limits the kernel, and the last column has the two most frequent reasons why "
-        "warps wait, with their percentages (in Nsight Compute's terms; a long scoreboard waits "
-        "for memory). There is no counter for PCIe, for which `attend`, `write_rows` and "
-        "`gather_blocks` wait."
+        "The table shows counters of the profiler Nsight Compute (`ncu`). Each kernel runs alone "
+        f"with cold caches, in a step over {result['tokens']:,} tokens or an append of "
+        f"{result['keys']:,} keys. The columns *memory*, *issue* and *shared memory's pipe* are "
+        "percentages of the hardware's peak; *warps* is the number of resident warps of a busy "
+        "multiprocessor. If none of the three percentages is above 60%, latency limits the kernel. "
+        "The last column then has the two most frequent reasons why warps wait, with their "
+        "percentages, in the words of the profiler (*long scoreboard* means waiting for memory). "
+        "There is no counter for PCIe, for which `attend`, `write_rows` and `gather_blocks` wait."
     )
     return f"{about}\n\n{table([*head, 'warps', 'limited by'], rows)}\n\n{machine(result)}"
 

@@ -50,10 +50,14 @@ def machine(result: Result) -> str:
     """Return a sentence that says where a result was measured."""
     m = result["machine"]
     place = m.get("gpu") or f"{m['cores']} cores of {m['processor']}"
-    return f"Measured on {place}, torch {m['torch']}, transformers {m['transformers']}."
+    return (
+        f"These figures were measured on {place}, with torch {m['torch']} and transformers "
+        f"{m['transformers']}."
+    )
 
 
 def named(model: str, lora: str | None) -> str:
     """Return the name of a model's file, and of the LoRA adapter that was merged into it."""
     name = model.rpartition("/")[2].removesuffix(".gguf")
+    name = "SmolLM2-135M" if name == "model" else name  # some results record only "model.gguf"
     return f"{name} with {lora}" if lora else name

@@ -39,11 +39,11 @@ def demo(result: Result) -> str:
         ("reading the prompt, seconds", f"{full['prefill_s']:.1f}", f"{index['prefill_s']:.1f}"),
         ("per generated token, seconds", f"{full['token_s']:.2f}", f"{index['token_s']:.2f}"),
     ]
-    memory = ", ".join(f"{tier} {size / 2**20:.1f} MiB" for tier, size in index["nbytes"].items())
+    memory = ", ".join(f"{tier} ({size / 2**20:.1f} MiB)" for tier, size in index["nbytes"].items())
     return (
         table(("", "full attention", f"{index['name']}, k = {index['k']}"), rows)
-        + f"\n\n{result['model']}, {result['prompt_tokens']} prompt tokens. "
-        f"Memory of the index: {memory}. {machine(result)}"
+        + f"\n\nThe model is {result['model']}; the prompt has {result['prompt_tokens']} tokens. "
+        f"The memory of the index consists of {memory}. {machine(result)}"
     )
 
 
@@ -61,8 +61,8 @@ def fidelity(result: Result) -> str:
     return (
         f"SmolLM2-135M-Instruct reads {result['prompt_tokens']} tokens of prose, then "
         f"{result['steps']} given tokens, one in each step. A KV head retrieves {k} rows for its "
-        "3 query heads, and always reads the first 64 and the last 256 tokens. Mean KL is the "
-        "divergence of the next token's distribution from full attention's. Recall is the "
+        "3 query heads, and always reads the first 64 and the last 256 tokens. Mean KL is the mean "
+        "divergence of the next token's distribution from that of full attention. Recall is the "
         f"fraction of each query head's own top {k} that was retrieved; the last column is the "
         "recall of exact search with the same number of rows and the same group policy."
         f"{note}\n\n" + table(head, rows) + f"\n\n{machine(result)}"
@@ -89,16 +89,15 @@ def _row_codecs(result: Result) -> str:
     about = (
         f"{named(result['model'], result['lora'])} reads {result['tokens']} tokens of "
         f"{' and of '.join(result['texts'])}, then {result['steps']} more, whose queries are "
-        "evaluated. An error is `‖õ − o‖ / ‖o‖` of a head's attention output: full attention over "
-        "coded rows (except the first 64, which are not coded) compared with full attention over "
-        "float32 rows, in all layers, heads and queries. The errors of `plain` are those of "
-        "bfloat16."
+        "evaluated. An error is `‖õ − o‖ / ‖o‖`, where `õ` is a head's output of full attention "
+        "over coded rows (the first 64 rows are not coded), and `o` that over float32 rows. It is "
+        "the mean over all layers, heads and queries. With the codec `plain`, rows are bfloat16."
     )
     if read:
         head += ["KL, all rows", *(f"`{index}`, k = {result['k']}" for index in read[1:])]
         about += (
-            " KL is the divergence from full attention in nats, of the model in float32 with "
-            "float32 `plain` rows, on the same tokens: of full attention over coded rows, and of "
+            " KL is the divergence of the model's output from that of full attention over float32 "
+            "rows, in nats, on the same tokens: once for full attention over coded rows, and for "
             "two indexes."
         )
     return f"{about}\n\n{table(head, rows)}\n\n{machine(result)}"
@@ -119,8 +118,8 @@ def row_scales(result: Result) -> str:
     return (
         f"{result['model']} reads {result['tokens']} tokens of each text, then samples "
         f"{result['queries_per_head']} tokens, whose queries are evaluated. An error is "
-        "‖õ − o‖ / ‖o‖ of a head's attention output: full attention over coded keys compared with "
-        "full attention over the original keys, with the original values.\n\n"
+        "`‖õ − o‖ / ‖o‖`, where `õ` is a head's output of full attention over coded keys, and `o` "
+        "that over the original keys; both use the original values.\n\n"
         + table(head, rows)
         + f"\n\n{machine(result)}"
     )
@@ -145,9 +144,10 @@ def lists(result: Result) -> str:
     head = ("model", "lists and rows", "rows that a step over latents would read", "KL, nats")
     head = (*head, "texts")
     words = (
-        f"Exact search after {result['tokens']:,} tokens of a text, in {result['steps']} steps "
-        "with given tokens. Recall is the fraction of each query head's own best rows that are in "
-        "its list, for as many rows as the list has."
+        f"The table is for exact search after {result['tokens']:,} tokens of a text, in "
+        f"{result['steps']} steps with given tokens. KL is the divergence of the model's output "
+        "from that of full attention. Recall is the fraction of a query head's own best rows that "
+        "are in the list of its group, where the number of best rows is the length of the list."
     )
     return f"{words}\n\n{table((*head, 'recall'), rows)}\n\n{machine(result)}"
 
@@ -173,11 +173,12 @@ def divergence(result: Result) -> str:
     ]
     head = ("index", "prompt", "cells", "mean KL, nats", "KL of `exact`", "ratio (95%)")
     return (
-        "A cell is one text (prose, code or dialogue) at one length. After the prompt, the model "
+        "In the table, a cell is one combination of a text (prose, code or dialogue) and a length. "
+        "After the prompt, the model "
         f"reads {result['steps']} given tokens, and a KV head retrieves k = {result['k']} rows for "
-        "its 3 query heads. KL is the divergence of the next token's distribution from full "
-        "attention's. The ratio compares it with exact search: it is the geometric mean over "
-        "cells, with a paired bootstrap over tokens as its interval.\n\n"
+        "its 3 query heads. KL is the divergence of the next token's distribution from that of "
+        "full attention. The ratio is this KL divided by that of exact search, as a geometric mean "
+        "over cells, with a 95% interval by a paired bootstrap over tokens.\n\n"
         + table(head, rows)
         + "\n\n"
         + " ".join([*(part["note"] for _, part in parts if "note" in part), machine(result)])
@@ -211,9 +212,9 @@ def ranks(result: Result) -> str:
     head = (*head, "ratio to one process (95%)")
     about = (
         f"{named(result['model'], result['lora'])} reads {result['steps']} given tokens after a "
-        f"prompt of {result['tokens']:,} tokens. KL is the divergence from full attention. The "
-        "ratio is the geometric mean over texts, with a paired bootstrap over tokens as its "
-        "interval."
+        f"prompt of {result['tokens']:,} tokens. KL is the divergence of its output from that of "
+        "full attention. The ratio is this KL divided by that of one process, as a geometric mean "
+        "over texts, with a 95% interval by a paired bootstrap over tokens."
     )
     return f"{about}\n\n{table(head, rows)}\n\n{machine(result)}"
 
@@ -240,10 +241,14 @@ def drawn(result: Result) -> str:
     head = ("model", "index", "rows", *(f"{tokens:,} tokens" for tokens in lengths), "all (95%)")
     texts = len(values(result["indexes"]["exact"]["cells"], "text"))
     about = (
-        f"KL from full attention, divided by the KL of exact search with as many rows: geometric "
-        f"means over {texts} texts, {result['steps']} steps with given tokens after each prompt."
+        "An entry of the table is the KL divergence of the model's output from that of full "
+        "attention, divided by the KL divergence of exact search for the same number of rows. It "
+        f"is a geometric mean over {texts} texts, with {result['steps']} steps with given tokens "
+        "after each prompt."
     )
     machines = dict.fromkeys(machine(part) for part in parts)
+    if len(machines) > 1:
+        machines = dict.fromkeys(each.replace("These", "Some of these") for each in machines)
     return f"{table(head, rows)}\n\n{about} {' '.join(machines)}"
 
 
@@ -268,11 +273,12 @@ def recall(result: Result) -> str:
         rows.append((f"`{first['preset']}`", share, *size, found, worst, tenth, coverage))
     head = ("preset", "β", "bytes stored", "bytes scanned", f"recall@{k}", "worst layer")
     return (
-        f"SmolLM2-135M-Instruct, {cells[0]['tokens']:,} tokens of "
-        f"{', '.join(values(cells, 'text'))}; all 30 layers, {result['queries_per_head']} queries "
-        "of each of 9 query heads, each head on its own. β is the fraction of the keys that become "
-        f"candidates. Recall@{k} is the fraction of the true top {k} keys that are found; coverage "
-        "is the attention weight of the selected rows, divided by that of the true top "
+        f"The model is SmolLM2-135M-Instruct, which reads {cells[0]['tokens']:,} tokens of "
+        f"{', '.join(values(cells, 'text'))}. In all 30 layers, {result['queries_per_head']} "
+        "queries of each of 9 query heads are used, with a separate search for each head. β is the "
+        f"fraction of the keys that become candidates. Recall@{k} is the fraction of the true top "
+        f"{k} keys that are found. Coverage is the attention weight of the selected rows, divided "
+        "by that of the true top "
         f"{k}. Bytes are per key and KV head at D = 128.\n\n"
         + table((*head, "worst tenth of heads", "coverage"), rows)
         + f"\n\n{machine(result)}"
@@ -297,5 +303,8 @@ def lengths(result: Result) -> str:
             row.append(f"{mean(here, 'recall'):.3f} ({worst:.3f})" if here else "")
         rows.append(row)
     head = ("", *(f"{tokens:,}" + (" (long model)" if tokens > 8192 else "") for tokens in at))
-    title = "Recall@100 by the length of the prompt: means over texts, worst layer in parentheses."
+    title = (
+        "The table shows the recall of the true top 100 keys, for each length of the prompt in "
+        "tokens: means over texts, with the worst layer in parentheses."
+    )
     return f"{title}\n\n" + table(head, rows)

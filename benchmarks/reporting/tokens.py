@@ -65,19 +65,22 @@ def ranks(result: Result) -> str:
         rows.append((*cells, over, f"{statistics.median(rates):.2f}" if rates else ""))
     head = ("", "ms per token", "ratio to one GPU", "cache hit rate")
     about = (
-        f"Random weights in the shape of {result['model']}, {result['dtype']}, "
-        f"`{result['index']}`, rows on the host, one sequence, each decode step one CUDA graph; "
-        f"k = {found['k']} rows, on each GPU where the GPUs share the tokens. Medians (quartiles)."
+        f"The model has random weights in the shape of {result['model']}, in {result['dtype']}. It "
+        f"uses `{result['index']}` with rows on the host, for one sequence, and each decode step "
+        f"is one CUDA graph. A step retrieves k = {found['k']} rows per KV head, or as many on "
+        "each GPU if the GPUs share the tokens. Times are medians, with quartiles in parentheses."
     )
     ways = {"heads": "by NCCL", "one_shot": "in one kernel"}
     sums = [f"{us:.1f} µs {ways[way]}" for way, us in found.get("sum_us", {}).items()]
     last = (
-        f" Time of one sum of a token's activations over the GPUs, in a graph of 64 sums: "
+        f" One sum of a token's activations over the GPUs, in a graph of 64 sums, takes "
         f"{', '.join(sums)}."
         if sums
         else ""
     )
-    where = machine(result).removesuffix(".") + f"; {result['machine']['gpus']} GPUs in one host."
+    where = (
+        machine(result).removesuffix(".") + f", with {result['machine']['gpus']} GPUs in one host."
+    )
     return f"{about}\n\n{table(head, rows)}\n\n{where}{last}"
 
 
@@ -89,12 +92,13 @@ def decoder_tokens(result: Result) -> str:
     head = (*head, "ratio to full attention", "cache hit rate", "slowest token over the median")
     found = result["decoder"]
     about = (
-        f"Random weights in the shape of a model, {result['dtype']}, one sequence unless noted, "
-        f"each decode step one CUDA graph; k = {found['k']}, sink {found['sink']}, window "
-        f"{found['window']}; the index's updates, every {found['update_every']} tokens, are "
-        "included. Medians (quartiles). The floor is the time to read the bytes of the weights "
-        "once, as fast as a sum over a large tensor read memory in the same run. Ratios to full "
-        "attention are to torch's kernel."
+        f"The models have random weights in the shape of a real model, in {result['dtype']}, and "
+        "generate one sequence unless the line says otherwise. Each decode step is one CUDA graph, "
+        f"with k = {found['k']} rows, a sink of {found['sink']} and a window of {found['window']} "
+        f"tokens. The index's updates, every {found['update_every']} tokens, are included. Times "
+        "are medians, with quartiles in parentheses. The floor is the time to read the bytes of "
+        "the weights once, at the rate at which a sum over a large tensor read memory in the same "
+        "run. Ratios to full attention compare with torch's kernel."
     )
     return f"{about}\n\n{table(head, rows)}"
 
@@ -109,10 +113,10 @@ def ahead(result: Result) -> str:
         over = f"{statistics.median(ratio):.3f} ({min(ratio):.3f} to {max(ratio):.3f})"
         rows.append((words, f"{ms:.3f} ({low:.3f} to {high:.3f})", over if plan != "none" else ""))
     about = (
-        f"Random weights in the shape of {result['model']}, {result['dtype']}, "
-        f"`{result['index']}` over {found['context']:,} tokens, one sequence, each decode step one "
-        "CUDA graph. Milliseconds: medians (quartiles). Ratios of "
-        f"{found['rounds']} rounds: median (smallest to largest)."
+        f"The model has random weights in the shape of {result['model']}, in {result['dtype']}. It "
+        f"uses `{result['index']}` over {found['context']:,} tokens, for one sequence, and each "
+        "decode step is one CUDA graph. Times are medians, with quartiles in parentheses. Ratios "
+        f"are medians of {found['rounds']} rounds, with the smallest and largest in parentheses."
     )
     head = ("weights requested into L2", "ms per token", "ratio to none")
     return f"{about}\n\n{table(head, rows)}\n\n{machine(result)}"
@@ -133,10 +137,11 @@ def serving(result: Result) -> str:
             lengths = f"{about['context']:,}" + (", shared" if about["shared"] else "")
             rows.append((str(batch["batch"]), lengths, gpu(one), words, where, times, ratio))
     words = (
-        f"Random weights in the shape of {found['shape']}, bfloat16, k = {found['k']}. Times are "
-        "between two tokens of the batch, as the host receives them: medians (quartiles). Each "
-        "place of rows was measured in a run of its own. Shared: the sequences have all tokens in "
-        "common except those of their last pages."
+        f"The model has random weights in the shape of {found['shape']}, in bfloat16; a step "
+        f"retrieves k = {found['k']} rows per KV head. A time is that between two tokens of the "
+        "batch, as the host receives them: the median, with quartiles in parentheses. Rows on the "
+        "host and on the device were measured in separate runs. *Shared* means that the sequences "
+        "have all tokens in common except those of their last pages."
     )
     head = ("sequences", "tokens of each", "GPU", "attention", "rows", "ms per token")
     head = (*head, "ratio to FlashAttention")
@@ -155,7 +160,7 @@ def arrivals(result: Result) -> str:
     words = (
         f"{about['requests']} requests of {about['context']:,} tokens with {shared} arrive at "
         f"random times, {about['arrivals']} per second on average; {about['written']} tokens are "
-        "generated for each. Medians (99th percentiles)."
+        "generated for each. Times are medians, with 99th percentiles in parentheses."
     )
     head = ("attention", "ms to the first token", "ms between tokens")
     return f"{words}\n\n{table(head, rows)}\n\n{machine(result)}"
@@ -165,8 +170,8 @@ def served(result: Result) -> str:
     """Return a sentence about one sequence with rows on the device."""
     ratio = result["serving"]["batches"][0]["plans"]["kvindex"]["ratio"]
     return (
-        f"In vLLM, a decode step over the shorter of these contexts takes {ratio:.2f} of "
-        "FlashAttention's time ([more](docs/adapters/vllm.md#how-fast))."
+        f"In vLLM, a decode step over the shorter of these contexts takes {ratio:.2f} times the "
+        "time of FlashAttention ([more](docs/adapters/vllm.md#how-fast))."
     )
 
 
@@ -211,9 +216,9 @@ def through(result: Result) -> str:
             rows.append((shape, words, f"{ms:.2f} ({low:.2f} to {high:.2f})", over))
     head = ("shape, tokens", "generated by", "ms per token", "ratio to the decoder")
     about = (
-        f"Random weights in the shape of a model, {result['dtype']}, `{result['index']}`, one "
-        "sequence, sampled tokens. Times are between two tokens that the host reads: medians "
-        "(quartiles)."
+        f"The models have random weights in the shape of a real model, in {result['dtype']}. They "
+        f"use `{result['index']}`, and sample one sequence of tokens. A time is that between two "
+        "tokens that the host reads: the median, with quartiles in parentheses."
     )
     return f"{about}\n\n{table(head, rows)}\n\n{machine(result)}"
 
@@ -239,10 +244,11 @@ def prefill(result: Result) -> str:
     head = ("tokens", "attention", "first run, s", "later runs, s", "ratio to full attention")
     found = result["prefill"]
     about = (
-        f"Random tokens and weights in the shape of {result['model']}, {result['dtype']}; chunks "
-        f"of {found['chunk']:,} tokens; logits of the last token only. Medians (quartiles). The "
-        "memory needed is that of the weights, one layer's keys and values, and a chunk's "
-        "activations."
+        f"The prompt consists of random tokens, and the model has random weights in the shape of "
+        f"{result['model']}, in {result['dtype']}. The prompt is read in chunks of "
+        f"{found['chunk']:,} tokens, and logits are computed only for the last token. Times are "
+        "medians, with quartiles in parentheses. The memory needed is that of the weights, of one "
+        "layer's keys and values, and of a chunk's activations."
     )
     head = (*head, "peak on the device, GB", "ratio to the memory needed")
     return f"{about}\n\n{table(head, rows)}\n\n{machine(result)}"
