@@ -11,6 +11,7 @@ from typing import Annotated
 
 import typer
 
+from kvindex_adapters.cli.chat import chat
 from kvindex_adapters.cli.compare import compare
 from kvindex_adapters.cli.demo import demo
 from kvindex_adapters.cli.generate import generate
@@ -25,6 +26,7 @@ app = typer.Typer(
 )
 app.command()(demo)
 app.command()(generate)
+app.command()(chat)
 app.command()(compare)
 app.command()(indexes)
 

@@ -10,8 +10,11 @@ from typing import Any, NamedTuple
 from kvindex.core import check
 from kvindex_adapters.cli.documents import CacheDocument, Document, SessionDocument
 from kvindex_adapters.cli.progress import console
+from kvindex_adapters.decoder import Chat as DecoderChat
 from kvindex_adapters.decoder import Decoder, sampling_like
 from kvindex_adapters.decoder.quantized import PLAIN, check_weights
+from kvindex_adapters.hf.chat import BaseChat
+from kvindex_adapters.hf.chat import Chat as ModelChat
 from kvindex_adapters.hf.generate import ONE_ANSWER, Generation, generate
 from kvindex_adapters.llama.heads import HeadRanks
 
@@ -27,6 +30,7 @@ class Engine(NamedTuple):
         generate: Function of a prompt and the options of `kvhf.generate`.
         opened: Function that opens an empty document from `branch`, `index`, `k` and
             `attach_options`.
+        chat: Function that opens a chat from the keyword arguments of `kvhf.Chat`.
         longest: Maximum length of the model in tokens, or None if its configuration does not state
             it.
     """
@@ -34,6 +38,7 @@ class Engine(NamedTuple):
     name: str
     generate: Callable[..., Generation]
     opened: Callable[..., AbstractContextManager[Document]]
+    chat: Callable[..., BaseChat]
     longest: int | None = None
 
 
@@ -95,7 +100,9 @@ def choose(
     opened = partial(CacheDocument.opened, model, tokenizer)
     sizes = model.config.get_text_config(decoder=True).to_dict()
     longest = sizes.get("max_position_embeddings")
-    other = Engine("transformers", partial(generate, model, tokenizer, **options), opened, longest)
+    chat: Callable[..., BaseChat] = partial(ModelChat, model, tokenizer, **options)
+    answer = partial(generate, model, tokenizer, **options)
+    other = Engine("transformers", answer, opened, chat, longest)
     usual = "decoder" if model.device.type == "cuda" else "transformers"
     if (engine or usual) == "transformers":
         return other
@@ -109,4 +116,5 @@ def choose(
         console.print(f"using transformers instead of the decoder: {error}", markup=False)
         return other
     opened = partial(SessionDocument.opened, decoder)
-    return Engine("decoder", partial(decoder.generate, sampling=sampling), opened, longest)
+    chat = partial(DecoderChat, decoder, sampling=sampling)
+    return Engine("decoder", partial(decoder.generate, sampling=sampling), opened, chat, longest)

@@ -16,6 +16,8 @@ from kvindex_adapters.cli.options import (
     JsonFile,
     K,
     Local,
+    Lora,
+    Model,
     Sink,
     UpdateEvery,
     announce_imports,
@@ -24,7 +26,7 @@ from kvindex_adapters.cli.options import (
 
 
 def generate(
-    model: Annotated[str, typer.Option(help="Folder, .gguf file or hub id of the model.")],
+    model: Model,
     prompt: Annotated[str | None, typer.Option(help="Text of the prompt.")] = None,
     prompt_file: Annotated[
         Path | None, typer.Option(help="Text file with the prompt; - reads standard input.")
@@ -48,6 +50,7 @@ def generate(
         ),
     ] = None,
     gguf_file: GgufFile = None,
+    lora: Lora = None,
     index: Annotated[str, typer.Option(help=f"{INDEX}, or none for full attention.")] = "pariskv",
     k: K = 100,
     sink: Sink = 64,
@@ -172,6 +175,7 @@ def generate(
     loaded, tokenizer = load_model.load(
         model,
         gguf_file=gguf_file,
+        lora=lora,
         dtype=number,
         device=device if alone else "cpu",
         heads=heads and alone,

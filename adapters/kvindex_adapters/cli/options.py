@@ -30,6 +30,17 @@ UpdateEvery = Annotated[
 DenseBelow = Annotated[
     int, typer.Option(help="Number of tokens below which full attention is used.")
 ]
+Model = Annotated[
+    str,
+    typer.Option(help="Folder, .gguf file or hub id of the model, or smollm2, or smollm2-long."),
+]
+Lora = Annotated[
+    Path | None,
+    typer.Option(
+        help="Low-rank adapter (safetensors) to merge into the model's weights, as in "
+        "benchmarks/models."
+    ),
+]
 GgufFile = Annotated[
     str | None, typer.Option(help="Name of the .gguf file inside the model's folder.")
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +23,48 @@ class Conversation(NamedTuple):
 
     ids: Tensor
     messages: Messages
+
+
+@dataclass(frozen=True)
+class RenderedChat:
+    """A whole conversation to which the chat template was applied already.
+
+    Args:
+        ids: Int64 `[N]`, the ids of the conversation, generation prompt included.
+        messages: Its messages.
+    """
+
+    ids: Tensor
+    messages: Messages
+
+
+def render_chat(
+    tokenizer: Any, messages: Messages, options: Mapping[str, Any], *, cue: bool = True
+) -> RenderedChat:
+    """Apply the chat template to a whole conversation.
+
+    If the last message is from the assistant, it is the beginning of an answer: the template leaves
+    it open, so that the model continues it.
+
+    Args:
+        tokenizer: The model's tokenizer.
+        messages: The messages of the conversation.
+        options: Further keyword arguments of `tokenizer.apply_chat_template`, for example `tools`
+            or `enable_thinking`.
+        cue: Whether the generation prompt follows the last message, if that is not an answer.
+
+    Returns:
+        Messages and ids.
+
+    Raises:
+        TypeError: `messages` is not a list of messages.
+        ValueError: There is no message, or the template does not accept them.
+    """
+    messages = check_messages(messages)
+    if messages[-1].get("role") == "assistant":
+        options, cue = {**options, "continue_final_message": True}, False
+    ids = tokenizer(_rendered(tokenizer, messages, cue, options), add_special_tokens=False)
+    return RenderedChat(torch.tensor(ids["input_ids"], dtype=torch.int64), messages)
 
 
 def messages_of(ids: Tensor | None, conversation: Conversation | None) -> Messages | None:
@@ -102,13 +145,18 @@ def common_length(prompts: Sequence[Tensor]) -> int:
     return length
 
 
-def _rendered(tokenizer: Any, messages: Sequence[Mapping[str, Any]], cue: bool) -> str:
+def _rendered(
+    tokenizer: Any,
+    messages: Sequence[Mapping[str, Any]],
+    cue: bool,
+    options: Mapping[str, Any] | None = None,
+) -> str:
     """Apply the tokenizer's chat template. Raises ValueError if it does not accept the messages."""
     from jinja2 import TemplateError  # installed with torch and transformers
 
     try:
         text: str = tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=cue
+            messages, tokenize=False, add_generation_prompt=cue, **(options or {})
         )
     except TemplateError as error:
         roles = ", ".join(str(message.get("role")) for message in messages)

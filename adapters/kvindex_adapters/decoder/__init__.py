@@ -10,9 +10,10 @@ print(decoder.generate("Once upon a time", index="pariskv", k=100).text)
 Read `layers.py` first, then `session.py`, then `decoder.py`.
 """
 
+from kvindex_adapters.decoder.chat import Chat
 from kvindex_adapters.decoder.config import supports
 from kvindex_adapters.decoder.decoder import Decoder
 from kvindex_adapters.decoder.open_session import OpenSession
 from kvindex_adapters.decoder.sampling import Sampling, sampling_like
 
-__all__ = ["Decoder", "OpenSession", "Sampling", "sampling_like", "supports"]
+__all__ = ["Chat", "Decoder", "OpenSession", "Sampling", "sampling_like", "supports"]

@@ -12,12 +12,15 @@ from kvindex_adapters.hf.batching.attach_batch import attach_batch
 from kvindex_adapters.hf.batching.state import Batching
 from kvindex_adapters.hf.cache.cache import IndexCache
 from kvindex_adapters.hf.cache.report import Report
+from kvindex_adapters.hf.chat import Chat
 from kvindex_adapters.hf.generate import Generation, generate
 from kvindex_adapters.hf.generation.prefill import read
 from kvindex_adapters.hf.generation.tokenizer import sentence_ends
+from kvindex_adapters.hf.model.load_model import load as load_model
 
 __all__ = [
     "Batching",
+    "Chat",
     "Generation",
     "IndexCache",
     "Report",
@@ -25,6 +28,11 @@ __all__ = [
     "attach",
     "attach_batch",
     "generate",
+    "load_model",
     "read",
     "sentence_ends",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__

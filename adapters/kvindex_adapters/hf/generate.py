@@ -136,7 +136,7 @@ def generate(
     _check_options(generate_options)
     chunk = default_chunk(model) if chunk is None else check.at_least("chunk", chunk, 2)
     check.at_least("max_new_tokens", max_new_tokens, 1)
-    _check_cache(cache, used, index, k, attach_options)
+    check_cache(cache, used, index, k, attach_options)
     if cache is None:
         turn = Turn(0, encode_prompt(tokenizer, prompt), None)
     else:
@@ -238,7 +238,7 @@ def _append_answer(
         prefill(model, new, cache, stop=len(new), chunk=max(chunk, missing + 1))
 
 
-def _check_cache(
+def check_cache(
     cache: IndexCache | None, used: str, index: object, k: int, attach_options: object
 ) -> None:
     """Raise ValueError for a cache that `used` does not allow, or options besides a cache."""

@@ -15,6 +15,7 @@ from kvindex_adapters.common.prompt import (
     Conversation,
     Messages,
     Prompt,
+    RenderedChat,
     check_messages,
     common_length,
     encode_prompt,
@@ -72,6 +73,10 @@ def check_follows(cache: object, used: str, *, allowed: tuple[str, ...] = USED) 
     return cache
 
 
+class CannotForgetError(UnsupportedError):
+    """The chat template changes earlier turns, and this cache cannot remove their tokens."""
+
+
 @contextmanager
 def following(cache: IndexCache, used: str, keep: int | None = None) -> Iterator[IndexCache]:
     """Yield the cache, and restore it after a failure or a branch.
@@ -85,7 +90,7 @@ def following(cache: IndexCache, used: str, keep: int | None = None) -> Iterator
         The cache.
 
     Raises:
-        UnsupportedError: The cache cannot forget the tokens after `keep`.
+        CannotForgetError: The cache cannot forget the tokens after `keep`.
     """
     ids, conversation, done = cache.ids, cache.conversation, False
     cuts = keep is not None and keep < cache.get_seq_length()
@@ -113,7 +118,7 @@ def _cut(cache: IndexCache, keep: int) -> None:
     try:
         cache.crop(keep - length)
     except (RuntimeError, ValueError) as error:
-        raise UnsupportedError(
+        raise CannotForgetError(
             "prompt: got a conversation for which the chat template produces other tokens than the "
             f"cache stores, from token {keep} of {length} on. This cache cannot forget tokens "
             "(full sliding windows have lost older rows, and linear attention overwrites its "
@@ -191,7 +196,16 @@ class Turn(NamedTuple):
         """
         if self.messages is None:
             return None
-        return [*self.messages, {"role": "assistant", "content": text}]
+        return answered(self.messages, text)
+
+
+def answered(messages: Messages, text: str) -> Messages:
+    """Add an answer to messages. If the last message is the beginning of the answer, the result has
+    both in one message."""
+    *before, last = messages
+    if last.get("role") == "assistant":
+        return [*before, {**last, "content": str(last.get("content") or "") + text}]
+    return [*messages, {"role": "assistant", "content": text}]
 
 
 HISTORY_ROLES = {"system", "developer", "assistant"}
@@ -199,7 +213,12 @@ HISTORY_ROLES = {"system", "developer", "assistant"}
 
 
 def next_turn(
-    tokenizer: Any, prompt: Prompt, past: KnowsTokens, length: int, *, cue: bool = True
+    tokenizer: Any,
+    prompt: Prompt | RenderedChat,
+    past: KnowsTokens,
+    length: int,
+    *,
+    cue: bool = True,
 ) -> Turn:
     """Find how a prompt continues the stored tokens.
 
@@ -210,7 +229,8 @@ def next_turn(
 
     Args:
         tokenizer: The model's tokenizer.
-        prompt: Text, messages, or ids int64 `[N]`.
+        prompt: Text, messages, ids int64 `[N]`, or a rendered conversation, which needs no relation
+            to the stored one.
         past: The cache or session.
         length: Number of tokens that `past` stores.
         cue: Whether messages get the generation prompt of the chat template.
@@ -223,6 +243,10 @@ def next_turn(
             what `encode_prompt` raises.
         TypeError: The prompt is of another kind.
     """
+    if isinstance(prompt, RenderedChat):
+        stored = torch.empty(0) if past.ids is None else past.ids
+        keep = common_length([stored, prompt.ids])
+        return _continued(keep, prompt.ids, deepcopy(prompt.messages))
     if isinstance(prompt, str | Tensor) or not length:
         ids = encode_prompt(tokenizer, prompt, follows=length > 0, cue=cue)
         messages = None if isinstance(prompt, str | Tensor) else deepcopy(check_messages(prompt))
@@ -243,6 +267,11 @@ def next_turn(
             "tokens of the cache, because those do not come from messages; allowed are text, ids, "
             "or the whole conversation, from the first token of the cache on"
         )
+    return _continued(keep, ids, messages)
+
+
+def _continued(keep: int, ids: Tensor, messages: Messages) -> Turn:
+    """Keep the first `keep` of the ids, which are stored, and read the others."""
     if keep == len(ids):
         keep = max(keep - 2, 0)  # read two tokens or more: a step of one would search
     return Turn(keep, ids[keep:], messages)

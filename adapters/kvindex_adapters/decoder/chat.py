@@ -1,0 +1,89 @@
+"""`Chat`: a conversation with the minimal decoder, whose session stays between turns."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from kvindex_adapters.common.layer_options import IndexFactory
+from kvindex_adapters.common.prompt import RenderedChat
+from kvindex_adapters.common.prompt_chunks import Progress
+from kvindex_adapters.decoder.decoder import Decoder
+from kvindex_adapters.decoder.open_session import OpenSession
+from kvindex_adapters.hf.cache.report import Report
+from kvindex_adapters.hf.chat import BaseChat
+from kvindex_adapters.hf.generate import INDEX, Generation, K
+
+
+class Chat(BaseChat):
+    """A conversation with the minimal decoder, whose KV cache stays between turns.
+
+    It has the methods of `kvhf.Chat`. Several chats may use one decoder.
+
+    Args:
+        decoder: The decoder, which needs a tokenizer with a chat template.
+        index: As in `Options`.
+        k: As in `Options`.
+        system: Text of the system message, or None.
+        template_options: Further keyword arguments of `tokenizer.apply_chat_template` for all
+            turns.
+        attach_options: As in `Options`.
+        **options: Options of every answer, as in `Decoder.generate`: `max_new_tokens`, `sampling`,
+            `stop`, `chunk`.
+
+    Raises:
+        ValueError: The tokenizer has no chat template; also what `Decoder.session` raises.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        *,
+        index: str | IndexFactory | None = INDEX,
+        k: int = K,
+        system: str | None = None,
+        template_options: Mapping[str, Any] | None = None,
+        attach_options: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(decoder.tokenizer, system, template_options, options)
+        self._decoder = decoder
+        self._session_options = {"index": index, "k": k, "attach_options": attach_options}
+        self.session: OpenSession = self._opened()
+        """The session of the conversation. Its tokens may be those of an earlier turn."""
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens that the session stores."""
+        return self.session.length
+
+    def report(self) -> Report:
+        """Report the rows that searching steps have read, and the memory of the session."""
+        return self.session.report()
+
+    def _opened(self) -> OpenSession:
+        return self._decoder.session(**self._session_options)  # type: ignore[arg-type]
+
+    def _answer(self, rendered: RenderedChat, **options: Any) -> Generation:
+        self._renew()
+        prompt: Any = rendered
+        return self._decoder.generate(prompt, session=self.session, **options)
+
+    def _read(self, rendered: RenderedChat, on_progress: Progress | None) -> None:
+        self._renew()
+        prompt: Any = rendered
+        self._decoder.read(prompt, self.session, on_progress=on_progress)
+
+    def _renew(self) -> None:
+        """Open an empty session if another call has added tokens whose ids are unknown."""
+        if self.session.length and self.session.ids is None:
+            self.session = self._opened()
+
+    def _save(self, folder: Path) -> None:
+        self.session.save(folder)
+
+    def _load(self, folder: Path) -> None:
+        session = self._opened()
+        session.load(folder)
+        self.session = session

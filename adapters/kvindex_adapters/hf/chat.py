@@ -1,0 +1,393 @@
+"""`Chat`: a conversation whose KV cache stays between turns."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from copy import deepcopy
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+from transformers import PreTrainedModel
+
+from kvindex.storage.saved import check_new
+from kvindex_adapters.common.layer_options import IndexFactory
+from kvindex_adapters.common.prompt import (
+    Messages,
+    RenderedChat,
+    check_messages,
+    common_length,
+    render_chat,
+)
+from kvindex_adapters.common.prompt_chunks import Progress
+from kvindex_adapters.hf.attach import attach
+from kvindex_adapters.hf.cache.cache import IndexCache
+from kvindex_adapters.hf.cache.report import Report
+from kvindex_adapters.hf.generate import (
+    INDEX,
+    Generation,
+    K,
+    check_attach_options,
+    check_cache,
+    generate,
+)
+from kvindex_adapters.hf.generation.conversation import CannotForgetError, answered
+from kvindex_adapters.hf.generation.prefill import read
+from kvindex_adapters.hf.generation.tokenizer import punctuated
+
+T = TypeVar("T")
+
+INSTRUCTIONS = {"system", "developer"}
+"""Roles of messages that may begin a conversation before the first message of the user."""
+
+CHAT, CACHE = "chat.json", "cache"
+"""Names inside a saved folder: the file of the messages, and the folder of the cache."""
+
+
+class BaseChat(ABC):
+    """A conversation whose KV cache stays between turns.
+
+    `messages` is the whole truth about the conversation; the cache only saves time. Each turn
+    applies the chat template to all messages, keeps the longest prefix of the resulting ids that
+    the cache already stores, and reads the others. So messages may be edited between turns, and
+    templates may drop the reasoning of earlier answers.
+
+    Args:
+        tokenizer: The model's tokenizer, with a chat template.
+        system: Text of the system message, or None.
+        template_options: Further keyword arguments of `tokenizer.apply_chat_template` for all
+            turns, for example `{"enable_thinking": False}` or `{"tools": [...]}`.
+        options: Options of every answer.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        system: str | None,
+        template_options: Mapping[str, Any] | None,
+        options: Mapping[str, Any],
+    ) -> None:
+        if getattr(tokenizer, "chat_template", None) is None:
+            raise ValueError(
+                f"tokenizer: got {type(tokenizer).__name__} without a chat template; set "
+                "tokenizer.chat_template, or call generate() with text"
+            )
+        self.tokenizer = tokenizer
+        self.messages: Messages = []
+        """The messages so far, answers included. They may be edited."""
+        self.documents: list[str] = []
+        """Texts that are put before the first message of the user."""
+        self.template_options = dict(template_options or {})
+        """Keyword arguments of `tokenizer.apply_chat_template` for all turns."""
+        self.options = dict(options)
+        """Options of every answer."""
+        self.reused = 0
+        """Number of tokens of the last prompt that the cache already stored."""
+        if system is not None:
+            self.messages.append({"role": "system", "content": system})
+
+    def send(
+        self,
+        message: str | Messages,
+        *,
+        template_options: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> Generation:
+        """Send a message and return the model's answer, which becomes part of the conversation.
+
+        A call that fails leaves the conversation unchanged.
+
+        Args:
+            message: Text of the user, or messages. Messages are the whole conversation, which
+                replaces `self.messages`, if they begin with all of `self.messages`, if the first
+                one has the role `system` or `developer`, or if one before the last has the role
+                `assistant`. Otherwise they follow `self.messages`. If the last message has the role
+                `assistant`, it is the beginning of the answer, and the model continues it.
+            template_options: Further keyword arguments of `tokenizer.apply_chat_template` for this
+                turn alone.
+            **options: Options of this answer (`max_new_tokens`, `streamer`, …), which take
+                precedence over those of the chat.
+
+        Returns:
+            The answer. Its `text` is only what the model has generated, and `prompt_ids` are the
+            ids that had to be read.
+
+        Raises:
+            TypeError: `message` is neither text nor messages.
+            ValueError: The chat template does not accept the messages, or an option is wrong.
+        """
+        messages = self._conversation(message)
+        rendered = self._render(messages, template_options)
+        generation = self._answer(rendered, **{**self.options, **options})
+        self.reused = len(rendered.ids) - len(generation.prompt_ids)
+        self.messages = answered(messages, generation.text)
+        return generation
+
+    def read(self, document: str, *, on_progress: Progress | None = None) -> None:
+        """Add a document to the conversation, and read it into the cache before the next question.
+
+        Documents come before the first message of the user, one after another. If messages were
+        sent already, the next turn reads the whole conversation again.
+
+        Args:
+            document: Text of the document.
+            on_progress: As in `generate`.
+
+        Raises:
+            ValueError: The document is empty.
+        """
+        if not document.strip():
+            raise ValueError(f"document: got {document!r}, allowed is some text")
+        self.documents.append(document)
+        try:
+            # only the ids that do not depend on the question: ids at the border may merge
+            asked = [self._conversation(question) for question in ("1", "7")]
+            every = [self._render(messages).ids for messages in asked]
+            ids = every[0][: common_length(every)]
+            if len(ids) > 1:
+                self._read(RenderedChat(ids, asked[0]), on_progress)
+        except BaseException:
+            self.documents.pop()
+            raise
+
+    def undo(self) -> Messages:
+        """Remove the last answer and the messages that it answers.
+
+        Returns:
+            The removed messages.
+
+        Raises:
+            ValueError: The conversation has no answer.
+        """
+        answers = [i for i, one in enumerate(self.messages) if one.get("role") == "assistant"]
+        if not answers:
+            raise ValueError("messages: got no answer, allowed for undo() is at least one")
+        start = answers[-1]
+        while start and self.messages[start - 1].get("role") not in {"assistant", *INSTRUCTIONS}:
+            start -= 1
+        removed, self.messages = self.messages[start:], self.messages[:start]
+        return removed
+
+    def save(self, folder: str | os.PathLike[str]) -> None:
+        """Write messages, documents and the cache to a new folder.
+
+        Args:
+            folder: A new folder. If the call fails, no folder remains.
+
+        Raises:
+            OSError: The folder exists already, or cannot be written.
+            ValueError: The cache is empty, or a message cannot be written as JSON.
+        """
+        check_new(folder)
+        try:
+            text = json.dumps({"messages": self.messages, "documents": self.documents}, indent=1)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise ValueError(f"messages: got some that JSON cannot contain: {error}") from error
+        path = Path(folder)
+        path.mkdir(parents=True)
+        try:
+            self._save(path / CACHE)
+            (path / CHAT).write_text(text, encoding="utf-8")
+        except BaseException:
+            shutil.rmtree(path, ignore_errors=True)
+            raise
+
+    def load(self, folder: str | os.PathLike[str]) -> None:
+        """Replace this conversation by a saved one. A call that fails changes nothing.
+
+        Args:
+            folder: The folder that `save` has written.
+
+        Raises:
+            FileNotFoundError: The folder, or a file in it, does not exist.
+            ValueError: The folder is damaged, or belongs to another model or index.
+        """
+        path = Path(folder)
+        try:
+            found = json.loads((path / CHAT).read_text(encoding="utf-8"))
+            messages, documents = found["messages"], found["documents"]
+            if messages:
+                check_messages(messages)
+            if not all(isinstance(text, str) for text in documents):
+                raise TypeError("a document that is not text")
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(
+                f"folder: got {str(folder)!r}, whose {CHAT} is not what save() writes: {error!r}"
+            ) from error
+        self._load(path / CACHE)
+        self.messages, self.documents = messages, documents
+
+    def _conversation(self, message: str | Messages) -> Messages:
+        """Return the whole conversation with a new message."""
+        if isinstance(message, str):
+            return [*self.messages, {"role": "user", "content": message}]
+        messages = deepcopy(check_messages(message))
+        roles = [one.get("role") for one in messages]
+        whole = messages[: len(self.messages)] == self.messages
+        if whole or roles[0] in INSTRUCTIONS or "assistant" in roles[:-1]:
+            return messages
+        return [*self.messages, *messages]
+
+    def _render(
+        self, messages: Messages, template_options: Mapping[str, Any] | None = None
+    ) -> RenderedChat:
+        """Apply the chat template to a conversation and the documents."""
+        options = {**self.template_options, **(template_options or {})}
+        return render_chat(self.tokenizer, with_documents(messages, self.documents), options)
+
+    @property
+    @abstractmethod
+    def tokens(self) -> int:
+        """Number of tokens that the cache stores."""
+
+    @abstractmethod
+    def report(self) -> Report:
+        """Report the rows that searching steps have read, and the memory of the cache."""
+
+    @abstractmethod
+    def _answer(self, rendered: RenderedChat, **options: Any) -> Generation:
+        """Answer a rendered conversation. A call that fails leaves the cache unchanged."""
+
+    @abstractmethod
+    def _read(self, rendered: RenderedChat, on_progress: Progress | None) -> None:
+        """Read the ids of a rendered conversation into the cache, without answering."""
+
+    @abstractmethod
+    def _save(self, folder: Path) -> None:
+        """Write the cache to a new folder."""
+
+    @abstractmethod
+    def _load(self, folder: Path) -> None:
+        """Replace the cache by a saved one. A call that fails changes nothing."""
+
+
+def with_documents(messages: Messages, documents: Sequence[str]) -> Messages:
+    """Put documents before the text of the first message of the user."""
+    if not documents:
+        return messages
+    for number, one in enumerate(messages):
+        if one.get("role") == "user":
+            if not isinstance(text := one.get("content"), str):
+                raise ValueError(
+                    f"messages: got a first message of the user with {type(text).__name__} as "
+                    "content, allowed with documents is text"
+                )
+            whole = {**one, "content": "\n\n".join([*documents, text])}
+            return [*messages[:number], whole, *messages[number + 1 :]]
+    raise ValueError("messages: got none of the user, allowed with documents is at least one")
+
+
+class Chat(BaseChat):
+    """A conversation with a model of transformers, whose KV cache stays between turns.
+
+        with kvhf.Chat(model, tokenizer, index="pariskv", system="Answer briefly.") as chat:
+            print(chat.send("Who wrote Faust?").text)
+            print(chat.send("When?").text)
+
+    Each turn reads only the tokens that the cache does not store yet. The model stays attached
+    until the context ends or `close` is called. For several conversations with one model, call
+    `attach`, and pass `cache=cache` to one chat and `cache=cache.fork()` to the others.
+
+    Args:
+        model: As in `attach`.
+        tokenizer: The model's tokenizer, with a chat template.
+        index: As in `attach`.
+        k: As in `attach`.
+        cache: A cache that the caller's `attach` yielded, instead of `index`, `k` and
+            `attach_options`. Tokens in it that the conversation does not begin with are removed.
+        system: Text of the system message, or None.
+        template_options: Further keyword arguments of `tokenizer.apply_chat_template` for all
+            turns, for example `{"enable_thinking": False}` or `{"tools": [...]}`.
+        attach_options: Further keyword arguments of `attach`.
+        **options: Options of every answer, as in `generate`: `max_new_tokens`, `chunk`, and those
+            of `model.generate`.
+
+    Raises:
+        ValueError: The tokenizer has no chat template; also what `attach` raises.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: Any,
+        *,
+        index: str | IndexFactory = INDEX,
+        k: int = K,
+        cache: IndexCache | None = None,
+        system: str | None = None,
+        template_options: Mapping[str, Any] | None = None,
+        attach_options: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(tokenizer, system, template_options, options)
+        check_attach_options(attach_options)
+        self._model, self._context = model, ExitStack()
+        if cache is None:
+            given = punctuated(index, tokenizer, attach_options)
+            cache = self._context.enter_context(attach(model, index=index, k=k, **given))
+        else:
+            check_cache(cache, "continue", index, k, attach_options)
+        self.cache: IndexCache = cache
+        """The cache of the conversation. Its tokens may be those of an earlier turn."""
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens that the cache stores."""
+        return int(self.cache.get_seq_length())
+
+    def report(self) -> Report:
+        """Report the rows that searching steps have read, and the memory of the cache."""
+        return self.cache.report()
+
+    def close(self) -> None:
+        """End the `attach` of this chat. Its messages stay."""
+        self._context.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _answer(self, rendered: RenderedChat, **options: Any) -> Generation:
+        prompt: Any = rendered
+        given: dict[str, Any] = {**options, "cache": self.cache, "used": "continue"}
+        return self._again_if_needed(
+            partial(generate, self._model, self.tokenizer, prompt, **given)
+        )
+
+    def _read(self, rendered: RenderedChat, on_progress: Progress | None) -> None:
+        prompt: Any = rendered
+        given: dict[str, Any] = {"cache": self.cache, "used": "continue"}
+        call = partial(read, self._model, self.tokenizer, prompt, on_progress=on_progress, **given)
+        self._again_if_needed(call)
+
+    def _again_if_needed(self, call: Callable[[], T]) -> T:
+        """Run a call, and once more with an empty cache if the cache cannot forget tokens."""
+        if self.tokens and self.cache.ids is None:  # another call has added unknown tokens
+            self.cache.reset()
+        try:
+            return call()
+        except CannotForgetError:
+            self.cache.reset()
+            return call()
+
+    def _save(self, folder: Path) -> None:
+        self.cache.save(folder)
+
+    def _load(self, folder: Path) -> None:
+        other = self.cache.fork()
+        other.reset()
+        other.load(folder)
+        self.cache = other

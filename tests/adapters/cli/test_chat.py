@@ -1,0 +1,51 @@
+"""`kvindex chat`, as a user types into it."""
+
+import pytest
+from typer.testing import CliRunner
+
+from kvindex_adapters.cli import app
+from tests.adapters.cli.test_cli import REGIONS, words
+from tests.adapters.hf.test_chat import Tokenizer
+from tests.adapters.tiny import build
+
+
+@pytest.fixture(autouse=True)
+def tiny(monkeypatch):
+    """Let the command load a small model that never ends, with numbers as words."""
+    model = build("llama", eos_token_id=None)
+    monkeypatch.setattr(
+        "kvindex_adapters.hf.model.load_model.load", lambda *args, **options: (model, Tokenizer())
+    )
+
+
+def typed(*lines, arguments=()):
+    given = ("chat", *arguments, "--index", "exact", "-k", 500, "--max-new-tokens", 6, *REGIONS)
+    text = "".join(line + "\n" for line in lines)
+    result = CliRunner().invoke(app, list(map(str, given)), input=text)
+    assert result.exit_code == 0, result.output
+    return result
+
+
+@pytest.mark.parametrize("engine", ["decoder", "transformers"])
+def test_documents_questions_and_commands(tmp_path, engine):
+    document, folder = tmp_path / "document.txt", tmp_path / "saved"
+    document.write_text(words(60))
+    more = (document, "--engine", engine)
+    first = typed(words(8), f"/save {folder}", words(5, 1), "/undo", "/stats", arguments=more)
+    answer, saved, second, removed, report = first.stdout.splitlines()
+    assert "tokens read; each question reads only its own" in first.stderr
+    assert saved.startswith("saved ")
+    assert removed == "removed 2 messages"
+    assert "indexed layers" in report
+    assert len(answer.split()) == len(second.split()) == 6
+    again = typed("", f"/load {folder}", words(5, 1), "/quit", words(3), arguments=more)
+    assert again.stdout.splitlines()[1:] == [second]
+    at_once = typed(words(5, 1), arguments=("--load", folder, "--engine", engine))
+    assert at_once.stdout.splitlines() == [second]
+
+
+def test_mistakes_are_one_line_and_the_chat_goes_on():
+    result = typed("/nothing", "/save", "/load /nowhere", "/undo", "/help", words(4))
+    errors = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+    assert [error.split()[1] for error in errors] == ["command:", "/save:", "[Errno", "messages:"]
+    assert len(result.stdout.splitlines()[-1].split()) >= 6  # an id may be two words

@@ -1,0 +1,269 @@
+"""`Chat` with transformers and with the decoder: answers are those to the whole conversation."""
+
+import pytest
+
+import kvindex_adapters.decoder as kvdecoder
+import kvindex_adapters.hf as kvhf
+from tests.adapters.decoder.families import model_of
+from tests.adapters.hf.generation.test_generation import NEW, REGIONS
+from tests.adapters.hf.generation.test_turns import (
+    ASSISTANT,
+    END,
+    INDEX,
+    SIZES,
+    USER,
+    Chat,
+    assistant,
+    expected,
+    rendered,
+    user,
+    words,
+)
+from tests.adapters.tiny import build
+
+OPTIONS = dict(max_new_tokens=NEW, chunk=16)
+OPENED = dict(**INDEX, attach_options=SIZES)
+
+
+class Tokenizer(Chat):
+    """`Chat` with a template that takes options and leaves a begun answer open."""
+
+    chat_template = "numbers"
+
+    def apply_chat_template(
+        self, messages, *, tokenize, add_generation_prompt, continue_final_message=False, tools=()
+    ):
+        text = super().apply_chat_template(
+            messages, tokenize=tokenize, add_generation_prompt=add_generation_prompt
+        )
+        text = text.removesuffix(f" {END}") if continue_final_message else text
+        return " ".join([*map(str, tools), text])
+
+
+@pytest.fixture(scope="module")
+def model():
+    return model_of("llama", num_hidden_layers=2)
+
+
+@pytest.fixture(scope="module")
+def plain():
+    return model_of("llama", num_hidden_layers=2)
+
+
+@pytest.fixture(params=["transformers", "decoder"])
+def chat_of(request, model):
+    """Function that opens a chat with either engine, and closes it after the test."""
+    chats = []
+
+    def opened(tokenizer, **options):
+        options = {**OPENED, **OPTIONS, **options}
+        if request.param == "decoder":
+            return kvdecoder.Chat(kvdecoder.Decoder.of(model, tokenizer), **options)
+        chats.append(kvhf.Chat(model, tokenizer, **options))
+        return chats[-1]
+
+    yield opened
+    for chat in chats:
+        chat.close()
+
+
+def stored_ids(chat):
+    return (chat.cache if isinstance(chat, kvhf.Chat) else chat.session).ids.tolist()
+
+
+def check_answer(plain, tokenizer, messages, generation, tools=()):
+    """The answer is that of full attention to the whole conversation."""
+    ids = [*tools, *rendered(tokenizer, messages)]
+    assert generation.answer_ids.tolist() == expected(plain, ids)
+
+
+@pytest.mark.parametrize("thinks", [False, True], ids=["plain", "drops thoughts"])
+def test_turns_answer_the_whole_conversation_and_read_what_is_new(plain, chat_of, thinks):
+    tokenizer = Tokenizer(thinks)
+    chat = chat_of(tokenizer, system=words(30))
+    assert chat.messages == [{"role": "system", "content": words(30)}]
+    for turn in range(3):
+        question = words(8, seed=turn)
+        generation = chat.send(question)
+        asked, answer = chat.messages[:-1], chat.messages[-1]
+        assert (asked[-1], answer) == (user(question), assistant(generation.text))
+        check_answer(plain, tokenizer, asked, generation)
+        whole = rendered(tokenizer, asked)
+        assert chat.reused + len(generation.prompt_ids) == len(whole)
+        assert stored_ids(chat) == [*whole, *generation.answer_ids.tolist()]
+        assert (chat.reused > 30) is (turn > 0)
+    assert chat.tokens == len(stored_ids(chat))
+    assert chat.report().tokens == chat.tokens
+
+
+def test_history_may_be_edited(plain, chat_of):
+    tokenizer = Tokenizer()
+    chat = chat_of(tokenizer)
+    chat.send(words(20))
+    chat.send(words(20, seed=1))
+    edited = [*chat.messages[:2], user(words(9, seed=2))]
+    generation = chat.send(edited)  # the whole conversation, with another second question
+    assert chat.messages[:-1] == edited
+    check_answer(plain, tokenizer, edited, generation)
+    chat.messages[1] = assistant(words(3, seed=3))
+    generation = chat.send([user(words(5, seed=4))])  # new messages
+    assert len(chat.messages) == 6
+    check_answer(plain, tokenizer, chat.messages[:-1], generation)
+
+
+def test_the_model_continues_an_answer_that_the_caller_has_begun(plain, chat_of):
+    tokenizer = Tokenizer()
+    chat = chat_of(tokenizer)
+    generation = chat.send([user(words(20)), assistant("40 41")])
+    begun = [*rendered(tokenizer, [user(words(20))]), 40, 41]
+    assert stored_ids(chat)[: len(begun)] == begun
+    assert generation.answer_ids.tolist() == expected(plain, begun)
+    assert chat.messages == [user(words(20)), assistant("40 41" + generation.text)]
+
+
+def test_options_of_the_template(plain, chat_of):
+    tokenizer = Tokenizer()
+    chat = chat_of(tokenizer, template_options={"tools": [7, 8]})
+    generation = chat.send(words(20))
+    check_answer(plain, tokenizer, chat.messages[:-1], generation, tools=[7, 8])
+    generation = chat.send(words(5), template_options={"tools": [9]})
+    check_answer(plain, tokenizer, chat.messages[:-1], generation, tools=[9])
+    assert chat.reused == 0  # the first token differs
+
+
+def test_documents_are_read_once_and_precede_the_first_question(plain, chat_of):
+    tokenizer, document = Tokenizer(), words(60, seed=5)
+    chat = chat_of(tokenizer)
+    chat.read(document)
+    stored = chat.tokens
+    assert stored >= 60
+    for seed in range(2):
+        generation = chat.send(words(6, seed=seed))
+        assert chat.reused == stored
+        whole = [user(f"{document}\n\n{words(6, seed=seed)}")]
+        check_answer(plain, tokenizer, whole, generation)
+        assert chat.messages[0] == user(words(6, seed=seed))
+        assert chat.undo() == [user(words(6, seed=seed)), assistant(generation.text)]
+        assert chat.messages == []
+    with pytest.raises(ValueError, match="no answer"):
+        chat.undo()
+    with pytest.raises(ValueError, match="document: got"):
+        chat.read(" ")
+
+
+def test_undo_keeps_the_system_message_and_earlier_turns(chat_of):
+    chat = chat_of(Tokenizer(), system="9")
+    first = chat.send(words(8))
+    before = list(chat.messages)
+    second = chat.send([user("30 31"), {"role": "tool", "content": "32"}])
+    assert [one["role"] for one in chat.undo()] == ["user", "tool", "assistant"]
+    assert chat.messages == before
+    again = chat.send([user("30 31"), {"role": "tool", "content": "32"}])
+    assert again.text == second.text
+    assert first.text == before[-1]["content"]
+
+
+def test_saved_chats_continue(chat_of, tmp_path):
+    tokenizer = Tokenizer()
+    chat = chat_of(tokenizer, system="9")
+    chat.read(words(40))
+    chat.send(words(8))
+    chat.save(tmp_path / "saved")
+    expected = chat.send(words(7, seed=1))
+    chat.load(tmp_path / "saved")
+    assert chat.documents == [words(40)]
+    assert len(chat.messages) == 3
+    generation = chat.send(words(7, seed=1))
+    assert chat.reused > 40
+    assert generation.text == expected.text
+    with pytest.raises(OSError, match="saved"):
+        chat.save(tmp_path / "saved")
+
+
+@pytest.mark.parametrize(
+    "damage", ["{", "[]", '{"messages": 3, "documents": []}', '{"messages": [], "documents": [1]}']
+)
+def test_damaged_files_change_nothing(chat_of, tmp_path, damage):
+    chat = chat_of(Tokenizer())
+    chat.send(words(8))
+    chat.save(tmp_path / "saved")
+    (tmp_path / "saved" / "chat.json").write_text(damage)
+    before = list(chat.messages), stored_ids(chat)
+    with pytest.raises(ValueError, match=r"chat\.json"):
+        chat.load(tmp_path / "saved")
+    with pytest.raises(FileNotFoundError):
+        chat.load(tmp_path / "nothing")
+    assert (list(chat.messages), stored_ids(chat)) == before
+
+
+def test_a_failed_turn_changes_nothing(chat_of):
+    chat = chat_of(Tokenizer())
+    chat.send(words(8))
+    before = list(chat.messages), stored_ids(chat)
+    for message, error in [
+        (3, TypeError),
+        ([], ValueError),
+        ([{"role": "fool", "content": "3"}], ValueError),
+    ]:
+        with pytest.raises(error):
+            chat.send(message)
+    with pytest.raises((TypeError, ValueError)):
+        chat.send("33", max_new_tokens=0)
+    assert (list(chat.messages), stored_ids(chat)) == before
+
+
+def test_an_empty_chat_cannot_be_saved(chat_of, tmp_path):
+    with pytest.raises(ValueError, match="allowed is"):
+        chat_of(Tokenizer()).save(tmp_path / "saved")
+    assert not (tmp_path / "saved").exists()
+
+
+def test_sliding_windows_read_again_what_they_cannot_remove():
+    layers = ["sliding_attention", "full_attention"] * 2
+    model = build("gemma3_text", layer_types=layers, sliding_window=16)
+    tokenizer = Tokenizer(thinks=True)
+    with kvhf.Chat(model, tokenizer, **OPTIONS, **OPENED) as chat:
+        for turn in range(3):
+            generation = chat.send(words(30, seed=turn))
+            asked = rendered(tokenizer, chat.messages[:-1])
+            assert stored_ids(chat) == [*asked, *generation.answer_ids.tolist()]
+
+
+def test_several_chats_share_one_model(plain, model):
+    tokenizer = Tokenizer()
+    with kvhf.attach(model, **REGIONS) as cache:
+        chats = [kvhf.Chat(model, tokenizer, cache=one, **OPTIONS) for one in (cache, cache.fork())]
+        answers = [chat.send(words(12, seed=seed)) for seed, chat in enumerate(chats)]
+        for seed, generation in enumerate(answers):
+            check_answer(plain, tokenizer, [user(words(12, seed=seed))], generation)
+        with pytest.raises(ValueError, match="index"):
+            kvhf.Chat(model, tokenizer, cache=cache.fork(), index="quest")
+
+
+def test_tokens_of_other_calls_are_removed(plain, model):
+    tokenizer = Tokenizer()
+    with kvhf.Chat(model, tokenizer, **OPENED, **OPTIONS) as chat:
+        chat.send(words(12))
+        model.generate(
+            chat.cache.ids.new_tensor([[*stored_ids(chat), 33, 34]]),
+            past_key_values=chat.cache,
+            max_new_tokens=3,
+        )
+        generation = chat.send(words(6))
+        check_answer(plain, tokenizer, chat.messages[:-1], generation)
+
+
+def test_a_chat_needs_a_template_and_detaches(model):
+    with pytest.raises(ValueError, match="chat template"):
+        kvhf.Chat(model, Chat())
+    with pytest.raises(ValueError, match="attach_options"):
+        kvhf.Chat(model, Tokenizer(), attach_options={"k": 3})
+    chat = kvhf.Chat(model, Tokenizer(), **OPENED)
+    with pytest.raises(ValueError, match="attach"):
+        kvhf.Chat(model, Tokenizer(), **OPENED)
+    chat.close()
+    kvhf.Chat(model, Tokenizer(), **OPENED).close()
+
+
+def test_messages_of_the_template_are_those_of_the_roles():
+    assert rendered(Tokenizer(), [user("40")])[-4:] == [USER, 40, END, ASSISTANT]
