@@ -1,4 +1,4 @@
-"""A/B timing of a decoding step in several source trees on one GPU, interleaved.
+"""Compare the speed or the results of several checkouts of this repository on one machine.
 
     PYTHONPATH=.:adapters python tools/compare_trees.py NAME=FOLDER NAME=FOLDER …
         [--tokens N …] [--batch B] [--rounds R] [--times device cached host append update token]
@@ -6,24 +6,29 @@
     PYTHONPATH=.:adapters python tools/compare_trees.py NAME=FOLDER NAME=FOLDER … --equal
         [--match REGEX] --json OUT
 
-The step is that of `benchmarks/latency.py`, or of other heads, and so is the way it is timed;
-`append` and `update` are a prompt and steps with updates as `benchmarks/append.py` has them;
-`token` is a decode step of a model of Qwen3-8B's size as `benchmarks/generation.py` has it.
-Differences of a percent are smaller than those between two machines, or two runs on one. So every
-tree has a process that stays alive, builds a length once, and then each round times one tree after
-the other: A B A B. The table has the median of the rounds with the least and the most, and the
-median of the ratios to the first tree in the same round. The same folder under two names says how
-far to trust it.
+A tree is a whole checkout, for example from `git worktree add FOLDER COMMIT`. Each tree has a
+process that stays alive, and runs the `benchmarks` of its own checkout. First the results of every
+tree are checked. If a tree fails, its error is printed, and the other trees continue. The output of
+a tree is written next to OUT, to a file that ends in `NAME.log`. The exit status is 1 if a tree
+failed.
 
-A folder is a whole checkout (`git worktree add FOLDER COMMIT`); a process times it with the
-`benchmarks` of that tree. Trees are checked first; one that is wrong or dies is named, and the
-others go on. What a tree prints lies beside OUT as its name and the tree's, `.log`. The exit status
-is 1 where a tree failed.
+Without `--equal`, the command times the trees on a GPU in turn, A B A B, because two runs of the
+same code on one machine can differ by more than a percent. `--times` selects what is timed:
 
-`--equal` times nothing. Each tree computes codes, hits, rows and attention of every index, preset
-and wrapper from the same seeded data, on the backends `torch` and `cpu`, and `cuda` on a GPU
-(`tree_worker.py` says what exactly), and the results are compared to the bit. The exit status is 1
-if any differ. Specs are written in today's names; a tree before the renames gets its own.
+- `host`, `device`, `cached`: the decode step of `benchmarks/latency.py`, with rows (keys and
+  values) in host memory, in device memory, or in host memory with a cache on the device;
+- `append`, `update`: a prompt, and decode steps that move tokens into the index, as in
+  `benchmarks/append.py`;
+- `token`: a decode step of a model of Qwen3-8B's size, as in `benchmarks/generation.py`.
+
+The printed table has the median, minimum and maximum time over the rounds, and the median ratio to
+the time of the first tree in the same round. To see how far the ratios vary by chance, pass the
+same folder under two names.
+
+With `--equal`, each tree computes codes, hits, rows and attention of every index, preset and
+wrapper from the same seeded data, on the backends `torch` and `cpu`, and on a GPU also `cuda`
+(`tree_worker.py` has the details). The exit status is 1 if any result is not equal bit by bit.
+Indexes are given in the current names of options; a tree from before a renaming gets its own names.
 """
 
 from __future__ import annotations
@@ -46,29 +51,36 @@ from benchmarks.reporting.parts import table
 from kvindex_adapters.evaluate.output_files import output, write_json
 
 TIMES = ("device", "cached", "host", "append", "update", "token")
-"""Of a step by where rows lie (`cached`: on the host, with a cache on the device), and more."""
+"""Values of the option `--times`: what to time in each tree (see the module's docstring)."""
 
 NEEDED = ("kvindex", "kvindex_cuda", "adapters", "benchmarks/common")
-"""Folders of a tree."""
+"""Folders that a checkout must contain."""
 
 WORKER = Path(__file__).with_name("tree_worker.py")
 
 Answers = dict[str, Any]
-"""Answers by name of the checkout. Checkouts that failed have no answer."""
+"""Name of a checkout -> its answer to a command. Checkouts that failed have no answer."""
 
 
 class Tree:
-    """A process that imports what lies in `folder`. `failed`: why it is asked no more, or "".
+    """A process that runs the code of one checkout, and answers commands.
 
-    log: where goes what it prints.
+    Args:
+        name: Name of the checkout.
+        folder: Folder of the checkout, from which the process imports all modules.
+        log: File for the output of the process.
+        worker: Script that the process runs.
+
+    Attributes:
+        failed: Why the process gets no more commands, or "" if it has not failed.
     """
 
     def __init__(self, name: str, folder: Path, log: Path, worker: Path = WORKER) -> None:
-        # as sys.path has it: without "..", links as they are
+        # the same form as in sys.path: without "..", and with links not resolved
         self.name, self.folder, self.failed = name, Path(os.path.abspath(folder)), ""
         self._log, self._asked = log, ""
         paths = f"{self.folder}{os.pathsep}{self.folder / 'adapters'}"
-        flags = "-P", "-u", "-X", "faulthandler"  # -P: not the worker's own folder
+        flags = "-P", "-u", "-X", "faulthandler"  # -P: do not import from the worker's folder
         with log.open("w", encoding="utf-8") as words:
             self.process = subprocess.Popen(
                 [sys.executable, *flags, str(worker)],
@@ -81,7 +93,7 @@ class Tree:
             )
 
     def ask(self, *command: Any) -> None:
-        """Begin a command: its name, then what it is given."""
+        """Send a command, which is a name and arguments, without waiting for the answer."""
         if self.failed:
             return
         self._asked = str(command[0])
@@ -93,11 +105,11 @@ class Tree:
             self.fail("its process ended")
 
     def answer(self) -> dict[str, Any] | None:
-        """What the command has found; None if the tree has failed, or does so now."""
+        """Wait for the answer to the last command. Return None if the tree has failed."""
         if self.failed:
             return None
         assert self.process.stdout is not None
-        # else printed while modules were imported
+        # skip lines that were printed while modules were imported
         line = next((line for line in self.process.stdout if line.startswith("{")), None)
         found: dict[str, Any] = json.loads(line) if line else {"error": "its process ended"}
         if "error" in found:
@@ -106,19 +118,19 @@ class Tree:
         return found
 
     def fail(self, why: str) -> None:
-        """Ask no more, and say why."""
+        """End the process, and print the reason and the last lines of its log."""
         self.process.kill()
         self.failed = f"{self._asked}: {why}"
         last = self._log.read_text("utf-8", "replace").splitlines()[-12:]
         print("\n    ".join([f"{self.name} failed: {self.failed}", *last]), flush=True)
 
     def end(self) -> None:
-        """End the process, which has nothing to keep."""
+        """Kill the process. It has no state that must be saved."""
         self.process.kill()
 
 
 def at_once(trees: Iterable[Tree], *command: Any) -> Answers:
-    """The same command to all trees, which work on it side by side."""
+    """Send the same command to all trees (processes), which run it at the same time."""
     trees = [*trees]
     for tree in trees:
         tree.ask(*command)
@@ -127,7 +139,7 @@ def at_once(trees: Iterable[Tree], *command: Any) -> Answers:
 
 
 def in_turn(trees: Iterable[Tree], *command: Any) -> Answers:
-    """The same command to one tree after the other: the others wait."""
+    """Send the same command to one tree after the other, while the other trees are idle."""
     found: Answers = {}
     for tree in trees:
         found |= at_once([tree], *command)
@@ -135,26 +147,52 @@ def in_turn(trees: Iterable[Tree], *command: Any) -> Answers:
 
 
 def arguments(given: list[str] | None = None) -> argparse.Namespace:
-    """What the command was told, `trees` a folder by name; exits with words where it cannot be."""
+    """Parse the command line. Exit with a message if it is wrong.
+
+    In the result, `trees` maps the name of each checkout to its folder.
+    """
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("trees", nargs="+", metavar="NAME=FOLDER", help="the first: compared with")
-    parser.add_argument("--tokens", nargs="+", type=int, default=[131_072])
-    parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--times", nargs="+", choices=TIMES, default=list(TIMES[:3]))
-    parser.add_argument("--equal", action="store_true", help="compare results, and time nothing")
-    parser.add_argument("--match", metavar="REGEX", default="", help="specs that --equal compares")
+    parser.add_argument(
+        "trees",
+        nargs="+",
+        metavar="NAME=FOLDER",
+        help="name and folder of a checkout; all others are compared with the first one",
+    )
+    parser.add_argument(
+        "--tokens", nargs="+", type=int, default=[131_072], help="lengths of the sequence to time"
+    )
+    parser.add_argument("--batch", type=int, default=1, help="number of sequences in the batch")
+    parser.add_argument(
+        "--rounds", type=int, default=3, help="number of times that each checkout is timed"
+    )
+    parser.add_argument(
+        "--times",
+        nargs="+",
+        choices=TIMES,
+        default=list(TIMES[:3]),
+        help="kinds of decode steps and appends to time",
+    )
+    parser.add_argument(
+        "--equal", action="store_true", help="compare results instead of timing the checkouts"
+    )
+    parser.add_argument(
+        "--match",
+        metavar="REGEX",
+        default="",
+        help="with --equal, compare only indexes whose name and options match this expression",
+    )
     add_heads(parser)
     add_index(parser)
-    parser.add_argument("--json", type=output(), required=True)
+    parser.add_argument("--json", type=output(), required=True, help="file for the result")
     found = parser.parse_args(given)
     trees: dict[str, Path] = {}
     for pair in found.trees:
         name, _, folder = pair.partition("=")
         if not re.fullmatch(r"[\w.-]+", name) or not folder or name in trees:
-            parser.error(f"trees: got {pair!r}, allowed is NAME=FOLDER, each NAME once, of \\w.-")
+            allowed = "NAME=FOLDER with a different NAME for each folder, of letters, digits, _ . -"
+            parser.error(f"trees: got {pair!r}, allowed is {allowed}")
         if missing := [part for part in NEEDED if not (Path(folder) / part).is_dir()]:
-            parser.error(f"trees: got {pair!r}, allowed is a checkout; it lacks {missing}")
+            parser.error(f"trees: got {pair!r}, a folder without {missing}; pass a whole checkout")
         trees[name] = Path(folder)
     found.trees = trees
     if not found.equal:  # needs no GPU
@@ -164,17 +202,17 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
 
 
 def started(trees: list[Tree], options: dict[str, Any]) -> Answers:
-    """Start all trees. One that has imported modules of another folder fails."""
+    """Start the worker of each tree (checkout). It fails if it imports from another checkout."""
     found = at_once(trees, "start", options)
     for tree in trees:
         for path in found.get(tree.name, {}).get("modules", ()):
             if not tree.failed and not Path(path).is_relative_to(tree.folder):
-                tree.fail(f"got {path}, allowed is a module in {tree.folder}")
+                tree.fail(f"imported {path}, allowed is a module in {tree.folder}")
     return found
 
 
 def compare(trees: list[Tree], given: argparse.Namespace) -> dict[str, Any]:
-    """Check all trees at once, then time them in turns, length by length."""
+    """Check the results of all trees, and time the trees in turn, for one length after another."""
     names = "index", "hit_rate", "batch", "replays", "q_heads", "kv_heads"
     step = {name: getattr(given, name) for name in names}
     result: dict[str, Any] = {
@@ -204,7 +242,7 @@ def compare(trees: list[Tree], given: argparse.Namespace) -> dict[str, Any]:
 
 
 def compare_results(trees: list[Tree], given: argparse.Namespace) -> dict[str, Any]:
-    """Compare digests of the results of all trees, spec by spec, and print each comparison."""
+    """Compare the results of all trees for one index after another, and print each comparison."""
     begun = started(trees, {"equal": True})
     specs = {name: found["specs"] for name, found in begun.items()}
     every = dict.fromkeys(spec for some in specs.values() for spec in some)
@@ -226,7 +264,7 @@ def compare_results(trees: list[Tree], given: argparse.Namespace) -> dict[str, A
             result["different"] |= {one: wrong} if wrong else {}
             result["errors"] |= {one: errors} if errors else {}
             count = len(next(iter(result["compared"][one].values()), {}))
-            raised = f", {len(errors)} runs raise alike" if errors else ""
+            raised = f", {len(errors)} runs raise the same error" if errors else ""
             print(f"{one}: {count} results, {len(wrong)} differ{raised}", *wrong, flush=True)
         result["failed"] = {tree.name: tree.failed for tree in trees if tree.failed}
         write_json(given.json, result)
@@ -234,9 +272,10 @@ def compare_results(trees: list[Tree], given: argparse.Namespace) -> dict[str, A
 
 
 def differing(found: Answers) -> dict[str, dict[str, str]]:
-    """Results that are not the same in all trees, by name: what each tree has, "" for nothing.
+    """Return the results that are not the same in all trees: name -> tree -> digest.
 
-    Runs that raise are the same if their errors have the same type, because words were changed.
+    The digest is "" for a tree without this result. Two runs that raise an error have the same
+    result if the errors have the same type, because messages may have been reworded.
     """
     kinds = {}
     for tree, answer in found.items():
@@ -251,7 +290,7 @@ def differing(found: Answers) -> dict[str, dict[str, str]]:
 
 
 def summary(result: dict[str, Any]) -> str:
-    """How many results are equal, and lists of the others."""
+    """Return the lines to print: how many results were compared, and which of them differ."""
     counts = [len(next(iter(some.values()), {})) for some in result["compared"].values()]
     lines = [f"{sum(counts):,} results of {len(counts)} specs and backends compared"]
     if raised := sum(map(len, result["errors"].values())):
@@ -264,13 +303,16 @@ def summary(result: dict[str, Any]) -> str:
 
 
 def medians(point: dict[str, Any], tree: str, what: str) -> list[float | None]:
-    """Return a checkout's time in µs for each round, or None where it was not measured."""
+    """Return a checkout's median time in µs for each round, or None for a round without a time."""
     rounds = [one.get(tree, {}).get(what) for one in point["rounds"]]
     return [times["median_us"] if times else None for times in rounds]
 
 
 def compared(result: dict[str, Any]) -> str:
-    """Make a table of each checkout's µs, and its ratio to the first one; `–`: not measured."""
+    """Make a table of the times of each checkout in µs, and of its ratio to the first checkout.
+
+    `–` stands for a time that was not measured.
+    """
     first, *others = result["trees"]
     head = ["tokens", "what", first, *(part for n in others for part in (n, f"to {first}"))]
     rows = []
@@ -290,7 +332,7 @@ def compared(result: dict[str, Any]) -> str:
 
 
 def main(given: list[str] | None = None) -> None:
-    """Compare, print, write; exits with 1 where a tree failed or results differ."""
+    """Compare the checkouts, and print the result. Exit with 1 if one failed or results differ."""
     told, trees = arguments(given), []
     try:
         for name, folder in told.trees.items():

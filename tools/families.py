@@ -10,10 +10,10 @@ logits must agree.
 
 Two further tests follow for families whose logits agree:
 
-- If the family's rotary frequencies can change at some length, a prompt is read in chunks across
-  this length, and an answer is decoded across it (`family_switches.py`).
-- Decode steps with `token_graph` show whether a step of this model could be one CUDA graph,
-  whichever index is used.
+- If the family's rotary frequencies can change at some sequence length, a prompt is read in chunks
+  past this length, and an answer is decoded past it (`family_switches.py`).
+- Decode steps with the option `token_graph` show whether a decode step of this model could be
+  captured as one CUDA graph, with an index that supports it.
 
 The command writes `docs/adapters/families.md` and `benchmarks/results/families.json`, unless
 `--check` is given. The exit status is 1 if any family's logits differ, or if a family whose logits
@@ -50,10 +50,10 @@ from kvindex_adapters.evaluate.machine import describe
 ROOT = Path(__file__).parents[1]
 PAGE, RESULTS = ROOT / "docs/adapters/families.md", ROOT / "benchmarks/results/families.json"
 
-PROMPT, STEPS = 40, 12  # the prompt is longer than sliding windows; some steps run updates
+PROMPT, STEPS = 40, 12  # longer than sliding windows; tokens move into the index
 REGIONS = dict(sink=2, local_window=4, update_every=4, dense_below=0)
 EVERY_ROW = 500
-TOLERANCE = 1e-4  # relative to the largest logit: 4 layers in float32 with another order of sums
+TOLERANCE = 1e-4  # relative to the largest logit, for sums in another order
 CAPTURED = "it would be captured"
 LIMIT_S, LIMIT_BYTES = 120, 8 << 30
 
@@ -69,30 +69,30 @@ MEANING = {
 
 
 class Captured(AttentionLayer):
-    """A layer that claims to support CUDA graphs, whichever index it has."""
+    """An attention layer that claims to support CUDA graphs, whether or not its index does."""
 
     def capture_refusal(self) -> str | None:
-        """Return None, so that only other reasons against a graph remain."""
+        """Return None, which means that the layer has no reason against a graph."""
         return None
 
     def prepare_replay(self) -> object | None:
-        """Return the same object each time."""
+        """Return the same object each time, which means that a graph may be replayed."""
         return self
 
 
 def captured(device: torch.device, work: object) -> Graph:
-    """Raise an error in place of a capture."""
+    """Raise an error instead of capturing a graph, to show that the capture was reached."""
     raise RuntimeError(CAPTURED)
 
 
 def decode(model: Any, ids: Tensor, cache: Any = None, placed: bool = False) -> list[Tensor]:
-    """Return logits `[1, T, V]` of the prompt, and of each decode step.
+    """Return logits `[1, T, V]` of the prompt, and logits `[1, 1, V]` of each decode step.
 
     Args:
         model: The model.
         ids: Int64 `[1, N]`, the prompt, followed by the tokens of the decode steps.
-        cache: The cache, or None for the model's own.
-        placed: Whether to pass positions, as `generate` does, if the model takes them.
+        cache: The cache to use, or None for the model's own cache.
+        placed: Whether to pass `position_ids`, as `generate` does, if the model accepts them.
     """
     logits, start = [], 0
     placed = placed and "position_ids" in inspect.signature(model.forward).parameters
@@ -117,7 +117,7 @@ def served(model: Any, ids: Tensor, k: int, codec: str = "plain") -> tuple[list[
 
 
 def one_graph(model: Any, ids: Tensor) -> str:
-    """Return "yes" if a decode step could be one graph, otherwise the reason why not."""
+    """Return "yes" if a decode step could be one CUDA graph, and otherwise the reason why not."""
     how = dict(index="exact", k=EVERY_ROW, layer=Captured, token_graph=True, **REGIONS)
     try:
         with kvhf.attach(model, **how) as cache:
@@ -129,14 +129,17 @@ def one_graph(model: Any, ids: Tensor) -> str:
 
 
 def difference(some: list[Tensor], others: list[Tensor]) -> float:
-    """Return the largest difference relative to the largest logit; infinite for NaN."""
+    """Return the largest difference of two lists of logits, relative to the largest logit.
+
+    The result is infinite if a logit is NaN.
+    """
     pairs = list(zip(some, others, strict=True))
     worst = max(float((a - b).abs().nan_to_num(torch.inf).max()) for a, b in pairs)
     return worst / max(float(b.abs().max()) for _, b in pairs)
 
 
 def outcome(family: str) -> dict[str, Any]:
-    """Test one family. Return its outcome, the reason, and the difference of its logits."""
+    """Test one family. Return its outcome, the reason for it, and the difference of the logits."""
     ids = torch.randint(3, 100, (1, PROMPT + STEPS), generator=torch.Generator().manual_seed(0))
     assert ids.max() < VOCABULARY
     try:
@@ -166,10 +169,10 @@ def compare(
     logits: list[Tensor],
     words: str,
 ) -> dict[str, Any]:
-    """Compare logits, and return the outcome.
+    """Compare the logits of the index with those of the model's own attention.
 
-    The outcome is neither equal nor different if no layer searched, or if the logits do not depend
-    on the rows that were read.
+    The comparison counts only if at least one layer searched, and if the logits change when other
+    rows are read.
     """
     worst = difference(logits, expected)
     found = {"words": words, "difference": float(f"{worst:.1e}")}
@@ -179,14 +182,18 @@ def compare(
         return {"outcome": DIFFERENT, **found}
     if difference(decode(model, ids), expected) > 0:
         return {"outcome": DIFFERENT, **found, "words": "the model is not as it was before"}
-    others = (1, "plain"), (EVERY_ROW, "int8")  # k has no effect where the model chooses rows
+    # other rows: one row instead of all, or int8 rows in case the model chooses rows and ignores k
+    others = (1, "plain"), (EVERY_ROW, "int8")
     if all(difference(served(model, ids, *how)[0], expected) <= TOLERANCE for how in others):
         return {"outcome": NONE, "words": f"{words}, but its logits do not show what was read"}
     return across(family, model, ids, {**found, "graph": one_graph(model, ids)})
 
 
 def across(family: str, model: Any, ids: Tensor, found: dict[str, Any]) -> dict[str, Any]:
-    """Test a family whose logits agree with a long prompt, too, and add the outcome to `found`."""
+    """Run a second test, with a longer prompt in chunks, after a family has passed the first.
+
+    Returns `found`, the outcome of the first test, with that of the second added.
+    """
     try:
         name, worst = crossed(family, model, ids[0])
     except Exception as error:
@@ -204,7 +211,7 @@ def is_refusal(error: Exception) -> bool:
 
 
 def spoken(error: Exception) -> str:
-    """Return an error as one line of at most 200 characters."""
+    """Return the type and the message of an error in one line of at most 200 characters."""
     return f"{type(error).__name__}: {' '.join(str(error).split())}"[:200]
 
 
@@ -218,7 +225,7 @@ def _child(family: str, answer: Any) -> None:
 
 
 def ask(family: str) -> dict[str, Any]:
-    """Run `outcome` in a separate process, with limits of time and memory."""
+    """Test one family in a separate process, with limits of time and memory."""
     context = multiprocessing.get_context("fork")  # the libraries are loaded already
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(target=_child, args=(family, theirs))
@@ -237,7 +244,7 @@ def ask(family: str) -> dict[str, Any]:
 
 
 def faults(found: dict[str, Any], stored: dict[str, Any]) -> Iterator[str]:
-    """Yield a line for each family that differs, or that agreed in the stored results and fails."""
+    """Yield a line for each family whose logits differ, or that passed before and now does not."""
     for family, now in found.items():
         before = stored.get(family, {}).get("outcome")
         if now["outcome"] == DIFFERENT or (before == EQUAL and now["outcome"] != EQUAL):
@@ -245,7 +252,7 @@ def faults(found: dict[str, Any], stored: dict[str, Any]) -> Iterator[str]:
 
 
 def page(families: dict[str, Any], machine: dict[str, Any]) -> str:
-    """Make the page in Markdown."""
+    """Return the text of `docs/adapters/families.md`."""
     counts = Counter(one["outcome"] for one in families.values())
     lines = [
         "# Families of transformers",
@@ -289,12 +296,18 @@ def page(families: dict[str, Any], machine: dict[str, Any]) -> str:
 
 
 def main() -> int:
-    """Test the families, write the page or only check, and print what is wrong."""
+    """Test the families, print what is wrong, and write the page unless `--check` is given."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "--only", nargs="+", choices=list(FAMILIES), metavar="NAME", help="families to test"
+        "--only",
+        nargs="+",
+        choices=list(FAMILIES),
+        metavar="NAME",
+        help="names of the families to test (default: all families)",
     )
-    parser.add_argument("--check", action="store_true", help="do not write the page and the JSON")
+    parser.add_argument(
+        "--check", action="store_true", help="test only, and write neither the page nor the JSON"
+    )
     options = parser.parse_args()
     stored = json.loads(RESULTS.read_text(encoding="utf-8"))["families"] if RESULTS.exists() else {}
     start, found = time.perf_counter(), {}

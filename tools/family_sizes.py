@@ -22,29 +22,29 @@ STORED: dict[str, Any] = tomllib.loads(
     Path(__file__).with_suffix(".toml").read_text(encoding="utf-8")
 )
 SMALL = {name: int(size) for size, names in STORED["sizes"].items() for name in names.split()}
-"""Name of an option of transformers' configurations -> its value in a tiny model."""
+"""Name of an option in transformers' configurations -> value of the option in a tiny model."""
 
 
 def _plain(value: Any) -> Any:
-    """Replace "none" by None, which TOML lacks."""
+    """Replace the string "none" by None, because TOML has no null value."""
     if isinstance(value, dict):
         return {name: _plain(part) for name, part in value.items()}
     return None if value == "none" else value
 
 
 FAMILIES: dict[str, dict[str, Any]] = _plain(STORED["families"])
-"""Further options of each family. `default` has options without which a default configuration
-cannot be made."""
+"""Name of a family -> further options of its tiny model. The key `default` has options that must be
+passed to the configuration's constructor, because it fails without them."""
 
 
 def small(default: Any) -> dict[str, Any]:
-    """Return keywords that make a configuration like `default` tiny."""
+    """Return options that turn the configuration `default` into one of a tiny model."""
     options: dict[str, Any] = {}
     for name, value in vars(default).items():
         if name in TOKENS:
             options[name] = TOKENS[name]
         elif name in SPREAD:
-            options[name] = 0.15  # attention becomes uneven, so that a wrong row changes logits
+            options[name] = 0.15  # large, so that attention is uneven and a wrong row shows
         elif isinstance(value, bool) or not isinstance(value, int):
             continue
         elif name in SMALL:
@@ -66,7 +66,7 @@ def small(default: Any) -> dict[str, Any]:
 
 
 def merged(options: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
-    """Merge options, including those of nested configurations. None removes an option."""
+    """Return `options` with the values of `more`, also in nested dicts. None removes an option."""
     result = dict(options)
     for name, value in more.items():
         inner = isinstance(value, dict) and isinstance(result.get(name), dict)
@@ -89,7 +89,7 @@ def build(family: str, change: Callable[[Any], None] | None = None) -> PreTraine
     if change is not None:
         change(config.get_text_config(decoder=True))
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    if not isinstance(config, model_class.config_class):  # the decoder is a part of the model
+    if not isinstance(config, model_class.config_class):  # the model class takes only the text part
         config = config.get_text_config(decoder=True)
         model = model_class(config)
         model.set_attn_implementation("eager")

@@ -1,8 +1,9 @@
-"""Test a family with prompts that are read in chunks, across a change of its rotary frequencies.
+"""Test a model family with prompts in chunks, at lengths where its rotary frequencies change.
 
-`kvhf.generate` reads a prompt in chunks and answers it, with the index `exact` and all rows. Its
-logits are compared with those of the unchanged model, which reads the prompt in one call. The
-unchanged model uses transformers' cache, or no cache if the family reads all tokens again.
+`kvhf.generate` reads a prompt in chunks and generates an answer, with the index `exact`, which
+retrieves all rows. Its logits are compared with those of the same model without an index, which
+reads the prompt in one call. Without an index, the model uses transformers' cache, or no cache if
+the family must read all tokens again when the frequencies change.
 """
 
 from __future__ import annotations
@@ -23,23 +24,23 @@ from kvindex_adapters.hf.model.reread import FAMILIES as REREADING
 from kvindex_adapters.hf.model.rotary import length_dependent
 
 CHUNK, STEPS = 16, 4
-"""Number of tokens of a chunk, and of an answer."""
+"""Number of tokens in a chunk of the prompt, and number of tokens in the answer."""
 
 LONG = 40
-"""Number of tokens of a prompt: three chunks, and longer than all sliding windows in
+"""Number of tokens in the prompt: three chunks, and more than any sliding window in
 `family_sizes.toml`."""
 
 SWITCHES = (LONG - 8, LONG + STEPS // 2)
-"""Lengths at which rotary frequencies change: one inside the prompt, one inside the answer."""
+"""Sequence lengths at which rotary frequencies change: one in the prompt, one in the answer."""
 
 REGIONS = dict(index="exact", k=500, sink=2, local_window=4, update_every=4, dense_below=0)
 
 
 TIED = ("dots3_note", "dots3_note_text")
-"""Families whose trained indexer finds equal scores in such a short text.
+"""Families that are not tested, because they choose rows with a trained indexer.
 
-The rows that it then chooses depend on the number of tokens per call, also with transformers' own
-cache.
+In such a short text the indexer gives equal scores to several rows. Which of these rows it chooses
+depends on the number of tokens per call, even with transformers' own cache.
 """
 
 Change = Callable[[Any], None] | None
@@ -47,29 +48,30 @@ Change = Callable[[Any], None] | None
 
 
 class Words:
-    """A stand-in for a tokenizer."""
+    """A replacement for a tokenizer, which `kvhf.generate` requires."""
 
     def decode(self, ids: Tensor, **options: Any) -> str:
-        """Return the ids as text."""
+        """Return token ids as a string of numbers."""
         return " ".join(map(str, ids.tolist()))
 
 
 class Record(LogitsProcessor):
-    """A logits processor that records the logits `[1, V]` of each step."""
+    """A logits processor that records the logits `[1, V]` of each generated token."""
 
     def __init__(self) -> None:
         self.logits: list[Tensor] = []
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Return the logits unchanged."""
+        """Record the logits, and return them unchanged."""
         self.logits.append(scores.float())
         return scores
 
 
 def variants(model: PreTrainedModel) -> Iterator[tuple[str, list[Change]]]:
-    """Yield ways to make the family's rotary frequencies depend on the length: name and changes.
+    """Yield ways to make a model's rotary frequencies depend on the sequence length.
 
-    A name may have several changes, each for a separate model. The last way is no change.
+    Each item is a name, and a list of functions that change a configuration. Each function is for a
+    separate model. The last item, `chunks`, changes nothing.
     """
     parameters = vars(model.config.get_text_config(decoder=True)).get("rope_parameters")
     sizes = {
@@ -85,7 +87,10 @@ def variants(model: PreTrainedModel) -> Iterator[tuple[str, list[Change]]]:
 
 
 def _all_parameters(config: Any) -> dict[str, dict[str, Any]]:
-    """Return the rotary parameters of a configuration, by the name of their frequencies."""
+    """Return the rotary parameters of a configuration: name of the buffer -> parameters.
+
+    A family has one buffer of frequencies, or one for each type of layer.
+    """
     parameters = config.rope_parameters
     by_type = {
         f"{kind}_inv_freq": part for kind, part in parameters.items() if isinstance(part, dict)
@@ -94,9 +99,9 @@ def _all_parameters(config: Any) -> dict[str, dict[str, Any]]:
 
 
 def _longrope(sizes: dict[str, int], switch: int, config: Any) -> None:
-    """Configure two sets of frequencies: for sequences up to `switch` tokens, and for longer ones.
+    """Configure one set of frequencies up to `switch` tokens, and another for longer sequences.
 
-    `sizes` is the number of frequencies for each name in the configuration.
+    `sizes` maps the name of a buffer of frequencies to the number of frequencies.
     """
     for name, parameters in _all_parameters(config).items():
         size = sizes.get(name, min(sizes.values()))
@@ -112,16 +117,16 @@ def _longrope(sizes: dict[str, int], switch: int, config: Any) -> None:
 
 
 def _dynamic(config: Any) -> None:
-    """Configure frequencies that depend on the length of sequences longer than `SWITCHES[0]`."""
+    """Configure rotary frequencies that depend on the length beyond `SWITCHES[0]` tokens."""
     for parameters in _all_parameters(config).values():
         parameters.update(rope_type="dynamic", factor=4.0)
     config.max_position_embeddings = SWITCHES[0]
 
 
 def own_logits(model: PreTrainedModel, ids: Tensor) -> list[Tensor]:
-    """Return the model's own logits `[1, V]` for each token after the prompt.
+    """Return the logits `[1, V]` of the model without an index, for each token after the prompt.
 
-    ids: int64 `[1, N]`, the prompt and these tokens.
+    `ids` are the prompt and these tokens, int64 `[1, N]`.
     """
     logits, start, cache = [], 0, None
     again = model.config.model_type in REREADING
@@ -140,9 +145,15 @@ def own_logits(model: PreTrainedModel, ids: Tensor) -> list[Tensor]:
 
 
 def difference(model: PreTrainedModel, plain: PreTrainedModel, ids: Tensor) -> float:
-    """Return the largest difference of logits relative to the largest logit; infinite for NaN.
+    """Return the largest difference between logits with and without an index.
 
-    `plain` is the same model with rotary embeddings that have not seen the longer sequence.
+    The difference is relative to the largest logit, and infinite if a logit is NaN.
+
+    Args:
+        model: The model to run with an index.
+        plain: An equal model to run without an index. It is a separate object if rotary embeddings
+            change their state with the length.
+        ids: The prompt, int64 `[N]`.
     """
     record, model.generation_config = Record(), GenerationConfig(pad_token_id=0)
     with kvhf.attach(model, **REGIONS) as cache:
@@ -162,15 +173,16 @@ def difference(model: PreTrainedModel, plain: PreTrainedModel, ids: Tensor) -> f
 
 
 def crossed(family: str, model: PreTrainedModel, ids: Tensor) -> tuple[str, float]:
-    """Test the first of `variants` that the family can have.
+    """Test the first of `variants` that works for the family.
 
     Args:
         family: Name of the family.
-        model: An unchanged model of the family.
-        ids: Int64 `[N]`. The first `LONG` of them are the prompt.
+        model: A model of the family with its usual rotary frequencies.
+        ids: Token ids, int64 `[N]`. The first `LONG` of them are the prompt.
 
     Returns:
-        The name of the change of frequencies, and the difference of logits.
+        The name of the variant, or the reason why the family is not tested; and the difference of
+        logits.
     """
     if family in TIED:
         return "no: equal scores of its indexer", 0.0
@@ -186,7 +198,7 @@ def crossed(family: str, model: PreTrainedModel, ids: Tensor) -> tuple[str, floa
 
 
 def _own_failure(model: PreTrainedModel, ids: Tensor) -> str:
-    """Return the class of the error that the model's own `generate` raises, or ""."""
+    """Return the class name of the error that `generate` raises without an index, or ""."""
     try:
         model.generate(ids, max_new_tokens=1)
     except Exception as error:
@@ -197,11 +209,14 @@ def _own_failure(model: PreTrainedModel, ids: Tensor) -> str:
 def _pair(
     family: str, model: PreTrainedModel, change: Change, ids: Tensor
 ) -> tuple[PreTrainedModel, PreTrainedModel]:
-    """Make two equal models with a change. Raise an error if it is impossible or has no effect."""
+    """Make two equal models whose configuration is changed by `change`.
+
+    Raises an error if the family does not support the change, or if it has no effect.
+    """
     if change is None:
         return model, model
     pair = build(family, change), build(family, change)
     if not length_dependent(pair[0]):
-        raise LookupError(f"{family}: no embedding that depends on the length")
+        raise LookupError(f"{family}: got a model whose rotary embedding ignores the length")
     own_logits(pair[0], ids[None, : LONG + 1])
     return pair

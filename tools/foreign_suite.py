@@ -1,15 +1,15 @@
-"""Run transformers' own generation tests with every `generate` going through `attach`.
+"""Run the generation tests of transformers with an index in place of its KV cache.
 
 ```
 PYTHONPATH=.:adapters python tools/foreign_suite.py --transformers CHECKOUT [--families NAME …]
 ```
 
-CHECKOUT is a checkout of transformers' sources, whose tests run on its own `src`. Each call of
-`generate` in a test of `GenerationTesterMixin` runs twice: on a copy of the plain model, and on the
-model with an index that returns every row. Tokens, scores and logits must agree. The test then
-continues with the index's output.
+CHECKOUT is a checkout of transformers' sources; its tests import the `src` of the same checkout.
+Each call of `generate` in a test of `GenerationTesterMixin` runs twice: on a copy of the model
+without an index, and inside `attach` with an index that returns every row. Tokens, scores and
+logits must agree. The test then continues with the output of the second run.
 
-The command prints which tests are left out, and exits with status 1 if any other test fails. It
+The command prints which tests it leaves out, and exits with status 1 if any other test fails. It
 needs the packages that these tests import: pytest, parameterized, pytest-rerunfailures, datasets.
 """
 
@@ -30,11 +30,11 @@ from unittest import mock
 
 import pytest
 
-FAMILIES = ("llama", "qwen3", "phi3", "gemma3", "olmo3")  # the last two have sliding windows
+FAMILIES = ("llama", "qwen3", "phi3", "gemma3", "olmo3")  # gemma3 and olmo3 have sliding windows
 INDEXES = ("exact", "pariskv:beta=1")
 REGIONS = dict(sink=1, local_window=2, update_every=2, dense_below=0)
 EVERY_ROW = 500
-TOLERANCE = 1e-4  # of scores and logits; the tests themselves compare two of our outputs at 1e-5
+TOLERANCE = 1e-4  # for scores and logits with and without an index
 
 QUIET = ("-q", "--no-header", "--tb=short", "--show-capture=no", "-Wignore", "-pno:cacheprovider")
 STATIC = "a static cache, which attach() replaces"
@@ -51,7 +51,7 @@ LEFT_OUT = {
     "test_assisted_decoding_sample": ITSELF,
     "test_eager_matches_": "compares two attention implementations; attach() is a third",
 }
-"""Name of a test, or its beginning -> the reason why the test cannot run through `attach`."""
+"""Name of a test, or its beginning -> the reason why the test cannot run with an index."""
 
 ADAPTED = (
     "prompts are padded on the left only, as generation needs them",
@@ -63,7 +63,7 @@ ADAPTED = (
 
 
 class Suite:
-    """A pytest plugin that routes `generate` through an index."""
+    """A pytest plugin that replaces `generate` by a function that also runs it with an index."""
 
     def __init__(self, index: str, k: int) -> None:
         from transformers import GenerationMixin
@@ -81,7 +81,7 @@ class Suite:
         self.inside = False
 
     def pytest_collection_modifyitems(self, items: list[Any]) -> None:
-        """Select the mixin's tests except those in `LEFT_OUT`, and adapt their classes."""
+        """Select the tests of `GenerationTesterMixin`, except `LEFT_OUT`, and adapt them."""
         from tests.causal_lm_tester import CausalLMModelTest
         from tests.generation.test_utils import GenerationTesterMixin
 
@@ -100,7 +100,7 @@ class Suite:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_call(self, item: pytest.Item) -> Iterator[None]:
-        """Route `generate` while the test runs."""
+        """Replace `generate` while the test runs."""
         from transformers import GenerationMixin, set_seed
 
         from tests import test_modeling_common
@@ -120,7 +120,7 @@ class Suite:
             self.copies.clear()
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Count the test as passed, failed, skipped, or without a call of `generate`."""
+        """Count a test as passed or failed, or record why it has not tested an index."""
         if report.skipped and isinstance(report.longrepr, tuple):
             self.leave_out(report.nodeid, report.longrepr[2].replace("Skipped", "skips itself"))
         elif report.when == "call" and report.passed and self.calls == self.calls_before:
@@ -129,15 +129,15 @@ class Suite:
             self.outcomes[report.outcome] += 1
 
     def leave_out(self, node: str, reason: str) -> None:
-        """Record why a test does not test `attach`."""
+        """Record why a test is left out. `node` is its name in pytest."""
         test, family = node.rpartition("::")[2], Path(node.partition("::")[0]).parent.name
         self.left_out.setdefault((test, reason), []).append(family)
 
     def routed(self, model: Any, *args: Any, **kwargs: Any) -> Any:
-        """Return the result of `generate` with the index, compared with the result without."""
+        """Run `generate` without and with the index, compare the results, and return the second."""
         import torch
 
-        if self.inside:  # a nested call, which an assistant model makes
+        if self.inside:  # a nested call, for example by an assistant model
             return self.generate(model, *args, **kwargs)
         cache = past = kwargs.pop("past_key_values", None)
         kwargs["use_cache"] = True
@@ -160,12 +160,13 @@ class Suite:
         compare(output, expected)
         self.calls += 1
         self.copies[id(cache)] = plain, getattr(expected, "past_key_values", None)
-        if isinstance(output, torch.Tensor):  # the test cannot continue from this cache
+        # if the output is only a tensor, without a cache, the test cannot continue from it
+        if isinstance(output, torch.Tensor):
             self.close(id(model))
         return output
 
     def close(self, model: int) -> None:
-        """Close the context of a model, if it has one."""
+        """Leave the context of `attach` for a model, if there is one, and count its searches."""
         if model in self.open:
             stack, cache = self.open.pop(model)
             self.searches += sum(layer.traffic.steps for layer in cache.attention_layers())
@@ -173,7 +174,7 @@ class Suite:
 
 
 def adapt(tests: Any, cache_class: type) -> None:
-    """Change the methods of a class of tests that `ADAPTED` names, once."""
+    """Make the changes that `ADAPTED` lists to a class of tests, unless they were made before."""
     if vars(tests).get("has_attentions") is False:
         return
     tests.has_attentions = False
@@ -201,7 +202,7 @@ def adapt(tests: Any, cache_class: type) -> None:
 
 
 def lengths(check: Callable[..., None], cache_class: type) -> Callable[..., None]:
-    """Return a check of caches that only compares lengths if one of them is an index's."""
+    """Return a function that calls `check`, but only compares lengths for caches with indexes."""
 
     def checked(self: Any, *args: Any, **kwargs: Any) -> None:
         caches = [one for one in (*args, *kwargs.values()) if isinstance(one, cache_class)]
@@ -228,7 +229,10 @@ def compare(output: Any, expected: Any) -> None:
 
 
 def run(index: str, k: int, families: list[str]) -> bool:
-    """Run the families' tests with one index and print a report. Return True if nothing failed."""
+    """Run the tests of some families with one index, and print a report.
+
+    Returns True if tests passed, none failed, and the index was searched.
+    """
     suite = Suite(index, k)
     files = [f"tests/models/{family}/test_modeling_{family}.py" for family in families]
     pytest.main([*QUIET, "-olog_cli=false", *files], plugins=[suite])
@@ -244,29 +248,38 @@ def run(index: str, k: int, families: list[str]) -> bool:
 
 
 def main() -> int:
-    """Run the suite with each index."""
+    """Parse the command line, and run the tests with one index or with each of `INDEXES`."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
         "--transformers",
         required=True,
         type=Path,
         metavar="CHECKOUT",
-        help="checkout of transformers' sources",
+        help="folder with a checkout of transformers' sources",
     )
     parser.add_argument(
-        "--families", nargs="+", default=FAMILIES, metavar="NAME", help="families to test"
+        "--families",
+        nargs="+",
+        default=FAMILIES,
+        metavar="NAME",
+        help="names of the model families to test",
     )
-    parser.add_argument("--index", metavar="LINE", help=f"index to test (default: {INDEXES})")
+    parser.add_argument(
+        "--index",
+        metavar="SPEC",
+        help=f"name and options of the index to test (default: {' and '.join(INDEXES)})",
+    )
     parser.add_argument(
         "--k",
         type=int,
         default=EVERY_ROW,
-        help="rows to retrieve; with fewer than all rows, tests must fail",
+        help="number of rows to retrieve per KV head; tests must fail if these are not all rows",
     )
     options = parser.parse_args()
     if not (options.transformers / "tests/generation/test_utils.py").exists():
-        parser.error(f"--transformers: got {options.transformers}, which has no tests/generation")
-    if options.index is None:  # pytest runs once in a process
+        folder = options.transformers
+        parser.error(f"--transformers: got {folder}, allowed is a folder with tests/generation")
+    if options.index is None:  # a process for each index, because pytest can run only once
         again = [sys.executable, __file__, *sys.argv[1:], "--index"]
         return max(subprocess.run([*again, index]).returncode for index in INDEXES)
     os.chdir(options.transformers)

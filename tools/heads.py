@@ -1,4 +1,4 @@
-"""Command-line options for the query and KV heads of a step to time."""
+"""Command-line options for the numbers of query heads and KV heads of a layer to time."""
 
 from __future__ import annotations
 
@@ -8,13 +8,17 @@ from benchmarks.common import workload
 
 
 def add_heads(parser: argparse.ArgumentParser) -> None:
-    """Add options for the heads of a layer (defaults: 32 and 8)."""
-    parser.add_argument("--q-heads", type=int, default=workload.H, help="query heads of the layer")
-    parser.add_argument("--kv-heads", type=int, default=workload.G, help="KV heads of the layer")
+    """Add the options `--q-heads` (default 32) and `--kv-heads` (default 8)."""
+    parser.add_argument(
+        "--q-heads", type=int, default=workload.H, help="number of query heads of the layer"
+    )
+    parser.add_argument(
+        "--kv-heads", type=int, default=workload.G, help="number of KV heads of the layer"
+    )
 
 
 def refuse_heads(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    """Exit with a message if no layer can have these heads."""
+    """Exit with a message unless the number of query heads is a multiple of that of KV heads."""
     q_heads, kv_heads = options.q_heads, options.kv_heads
     if kv_heads < 1 or q_heads < kv_heads or q_heads % kv_heads:
         allowed = f"a multiple of kv-heads = {kv_heads}, both at least 1"

@@ -2,10 +2,10 @@
 
     .venv/bin/python tools/mutants.py [--count N] [--seed S] [--limit SECONDS] [--json FILE]
 
-mutmut makes the mutants: each changes one operator, argument or constant of a function. mutmut
-leaves decorated functions alone (properties, for example), and `[tool.mutmut]` in pyproject.toml
-names the modules and the lines that are left alone. Running all mutants would take days, so the
-script selects a random sample by a seed, with the same fraction of each package.
+The package mutmut makes the mutants: each changes one operator, argument or constant of a function.
+mutmut does not change decorated functions, such as properties, nor the modules and lines that
+`[tool.mutmut]` in pyproject.toml excludes. Running all mutants would take days, so the script
+selects a random sample, with the same fraction of each package.
 
 Each mutant is written into a copy of the checkout, and tested with the tests that call the changed
 function, for at most `--limit` seconds. A first run of all tests finds out which tests call which
@@ -58,35 +58,42 @@ FORKED = multiprocessing.get_context("forkserver")
 FORKED.set_forkserver_preload(
     ["torch", "transformers", "numba", "faiss", "safetensors", "hypothesis", "pytest"]
 )
-"""Modules that are imported once: every run of tests is a fork of a process that has them."""
+"""A server process imports these modules once. Every run of tests is a fork of this process."""
 
 FILE_LIMIT_S = 300
-"""Seconds after which the first run stops a file of tests. Mutants then run without its tests."""
+"""Seconds after which the first run stops a file of tests. No mutant then uses its tests."""
 
 LEAST = 12
-"""Smallest number of mutants of each group in a sample."""
+"""Smallest number of mutants of each package in a sample."""
 
 SLOWEST_S = 20
-"""Longest time in seconds of a single test. Mutants run without tests that take longer."""
+"""Seconds that a single test may take. Slower tests are not used for mutants."""
 
 UNTRACED = {
     "tests/wrappers/test_sharded.py": ("core/ranks", "core/shards", "wrappers/sharded"),
     "tests/core/test_transaction.py": ("core/transaction",),
 }
-"""Files of tests -> the modules that they test. The first run cannot see which functions these
-tests call, because they run in other processes or trace lines themselves. So mutants of these
-modules run with the whole file."""
+"""File of tests -> modules that it tests. The first run cannot record which functions these tests
+call, because they start other processes or use `sys.settrace` themselves. So a mutant of these
+modules is tested with the whole file."""
 
 UNTRACED_S = 300
-"""Seconds that a file of `UNTRACED` may take."""
+"""Seconds that each file of tests in `UNTRACED` may take."""
 
 Reached = dict[str, dict[str, dict[str, float]]]
-"""Function (file and qualified name) -> file of tests -> test that calls it -> its seconds."""
+"""Function (file and qualified name) -> file of tests -> test that calls it -> seconds it takes."""
 
 
 @dataclass(frozen=True)
 class Mutant:
-    """One change of one function of `path`. `make` returns the text of the changed file."""
+    """One change to one function.
+
+    Attributes:
+        path: File of the function.
+        function: Name of the function.
+        number: Which change of this function it is, from 0 on.
+        make: Function that returns the text of the changed file.
+    """
 
     path: str
     function: str
@@ -95,12 +102,12 @@ class Mutant:
 
     @property
     def name(self) -> str:
-        """The mutant's name, as `--names` expects it."""
+        """Name of the mutant, in the form that the option `--names` reads."""
         return f"{self.path}:{self.function}:{self.number}"
 
     @property
     def group(self) -> str:
-        """The folder of the module. Samples have the same fraction of each group."""
+        """Folder of the package. A sample has the same fraction of the mutants of each folder."""
         return "/".join(Path(self.path).parts[:2])
 
     def diff(self) -> str:
@@ -111,18 +118,30 @@ class Mutant:
 
 
 def main() -> int:
-    """Run the command line. Exit status 1 if fewer than `--least` of the mutants are noticed."""
+    """Parse the command line, test a sample of mutants, and print a report.
+
+    Returns the exit status: 1 if tests noticed fewer mutants than the fraction `--least`.
+    """
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--count", type=int, default=200, help="mutants to sample")
-    parser.add_argument("--seed", type=int, default=0, help="of the sample")
-    parser.add_argument("--limit", type=float, default=60, help="seconds of tests for each mutant")
-    parser.add_argument("--least", type=float, default=0.8, help="fraction to be noticed")
-    parser.add_argument("--jobs", type=int, default=2, help="processes")
-    parser.add_argument("--names", type=Path, help="run the mutants that this file names instead")
+    parser.add_argument("--count", type=int, default=200, help="number of mutants to test")
+    parser.add_argument("--seed", type=int, default=0, help="seed for sampling the mutants")
+    parser.add_argument(
+        "--limit", type=float, default=60, help="run time in seconds of the tests for each mutant"
+    )
+    parser.add_argument(
+        "--least",
+        type=float,
+        default=0.8,
+        help="fraction of the mutants that tests must notice for exit status 0",
+    )
+    parser.add_argument("--jobs", type=int, default=2, help="number of mutants to test in parallel")
+    parser.add_argument(
+        "--names", type=Path, help="file with names of mutants to test, instead of a random sample"
+    )
     parser.add_argument("--json", type=output(".json"), help="file for the outcome of each mutant")
     options = parser.parse_args()
     WORK.mkdir(exist_ok=True)
-    with (WORK / "lock").open("w") as lock:  # copies and Numba's compiled functions are kept
+    with (WORK / "lock").open("w") as lock:  # the folder is reused, so allow one run at a time
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         trees = [copy_tree(WORK / f"tree{i}") for i in range(options.jobs)]
         found = run_sample(trees, options)
@@ -131,7 +150,7 @@ def main() -> int:
 
 
 def run_sample(trees: list[Path], options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Run the mutants that the options ask for. Returns the outcome of each."""
+    """Test the mutants that the options select, and return the outcome of each."""
     stored = WORK / "reached.json"
     if not stored.exists():
         stored.write_text(json.dumps(find_reached(trees)), encoding="utf-8")
@@ -156,7 +175,10 @@ def run_sample(trees: list[Path], options: argparse.Namespace) -> list[dict[str,
 
 
 def all_mutants(paths: Container[str] | None = None) -> list[Mutant]:
-    """Let mutmut make the mutants of the modules in pyproject.toml, or only of those in `paths`."""
+    """Return all mutants that mutmut makes of the modules in pyproject.toml.
+
+    If `paths` is given, return only the mutants of these modules.
+    """
     from libcst import ClassDef, FunctionDef, IndentedBlock
     from mutmut.configuration import config
     from mutmut.mutation.file_mutation import create_mutations, deep_replace
@@ -190,7 +212,7 @@ def all_mutants(paths: Container[str] | None = None) -> list[Mutant]:
 
 
 def sample(mutants: list[Mutant], count: int, seed: int) -> list[Mutant]:
-    """Return `count` random mutants: the same fraction of each group, but at least `LEAST`."""
+    """Select about `count` random mutants: the same fraction of each package, at least `LEAST`."""
     groups: defaultdict[str, list[Mutant]] = defaultdict(list)
     for mutant in mutants:
         groups[mutant.group].append(mutant)
@@ -203,7 +225,7 @@ def sample(mutants: list[Mutant], count: int, seed: int) -> list[Mutant]:
 
 
 def run_mutant(mutant: Mutant, tree: Path, reached: Reached, limit: float) -> dict[str, Any]:
-    """Run the tests of a mutant in `tree`. Returns the outcome, and the log of a failure."""
+    """Test a mutant in `tree`, a copy of the checkout. Return the outcome and the log."""
     tests = in_order(mutant, reached.get(f"{mutant.path}:{mutant.function}", {}))
     modules = {file: tuple(f"kvindex/{name}" for name in UNTRACED[file]) for file in UNTRACED}
     whole = [file for file in UNTRACED if mutant.path.startswith(modules[file])]
@@ -220,7 +242,7 @@ def run_mutant(mutant: Mutant, tree: Path, reached: Reached, limit: float) -> di
     most = 300 + 20 * spent + UNTRACED_S * len(whole)
     status = run_forked(run_selected, (tree, [*chosen, *whole], log), most)
     shutil.copy2(ROOT / mutant.path, target)
-    if status == NO_TESTS:  # they were renamed since the first run
+    if status == NO_TESTS:  # tests were renamed since the first run
         return {"outcome": "no tests"}
     if status:
         text = log.read_text(encoding="utf-8") if log.exists() else ""
@@ -229,10 +251,13 @@ def run_mutant(mutant: Mutant, tree: Path, reached: Reached, limit: float) -> di
 
 
 def in_order(mutant: Mutant, files: dict[str, dict[str, float]]) -> dict[str, float]:
-    """Return the tests of a mutant, the most useful first: test -> its seconds.
+    """Sort the tests of a mutant so that those most likely to fail come first.
 
-    First comes one case of each test function, then a second case of each, and so on. Among these,
-    tests in the package's own folder come before other tests, and fast tests before slow ones.
+    First comes one case of each parametrized test, then a second case of each, and so on. Among
+    these, tests in the folder of the mutant's package come first, and fast tests before slow ones.
+
+    Returns:
+        Name of a test -> its run time in seconds.
     """
     top, package, *_ = Path(mutant.path).parts
     own = f"tests/{package if top == 'kvindex' else top}/"
@@ -247,12 +272,15 @@ def in_order(mutant: Mutant, files: dict[str, dict[str, float]]) -> dict[str, fl
 
 
 def is_noticed(found: list[dict[str, Any]]) -> float:
-    """Return the fraction of mutants that made a test fail, hang or crash."""
+    """Return the fraction of the mutants that made a test fail, hang or crash."""
     return sum(one["outcome"] in ("failed", "hung") for one in found) / len(found)
 
 
 def report(found: list[dict[str, Any]]) -> str:
-    """Return the fraction of noticed mutants with its interval, and the diff of each survivor."""
+    """Return the text to print: the fraction of noticed mutants with its 95% confidence interval.
+
+    The diffs of all other mutants follow.
+    """
     from kvindex_adapters.evaluate.compare.statistics import wilson
 
     noticed = [one["outcome"] in ("failed", "hung") for one in found]
@@ -267,7 +295,7 @@ def report(found: list[dict[str, Any]]) -> str:
 
 
 def copy_tree(tree: Path) -> Path:
-    """Copy the checkout's files to `tree`, over what an earlier run left there."""
+    """Copy the files of the checkout to the folder `tree`, over the files of an earlier run."""
     listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     for name in subprocess.check_output(listed, cwd=ROOT, text=True).split("\0"):
         if name and (ROOT / name).is_file():
@@ -277,7 +305,7 @@ def copy_tree(tree: Path) -> Path:
 
 
 def find_reached(trees: list[Path]) -> Reached:
-    """Run every file of tests, and note which functions each of its tests calls."""
+    """Run all tests without a mutant, and record which functions each test calls."""
     files = []
     for name in TESTS:
         path = ROOT / name
@@ -301,7 +329,7 @@ def find_reached(trees: list[Path]) -> Reached:
 
 
 def in_trees(run: Callable[[Any, Path], None], items: Iterable[Any], trees: list[Path]) -> None:
-    """Call `run` with each item, and with a copy of the checkout that no other call is using."""
+    """Call `run` for each item in parallel, with a copy of the checkout that no other call uses."""
     free: queue.SimpleQueue[Path] = queue.SimpleQueue()
     for tree in trees:
         free.put(tree)
@@ -318,14 +346,14 @@ def in_trees(run: Callable[[Any, Path], None], items: Iterable[Any], trees: list
 
 
 HUNG, NO_TESTS = -1000, 5
-"""Exit status of tests that took too long, and of pytest if it finds no tests."""
+"""Exit status of a process that took too long, and of pytest if it finds no tests."""
 
 NOT_IMPORTED = {"", *map(str, (ROOT, ROOT / "adapters", ROOT / "tools"))}
-"""Folders of the original checkout, which a copy must not import from."""
+"""Folders of the original checkout. Tests in a copy must not import from them."""
 
 
 def run_forked(target: Callable[..., None], args: tuple[Any, ...], limit: float) -> int | None:
-    """Call `target` in a process, and return its exit status, or HUNG after `limit` seconds."""
+    """Call `target` in a new process. Return its exit status, or `HUNG` after `limit` seconds."""
     process = FORKED.Process(target=target, args=args)
     process.start()
     process.join(limit)
@@ -337,7 +365,7 @@ def run_forked(target: Callable[..., None], args: tuple[Any, ...], limit: float)
 
 
 def begin(tree: Path, log: Path) -> None:
-    """Set up this process to test `tree`, and to write its output to `log`."""
+    """Set up this process to run the tests of the copy `tree`, and to write its output to `log`."""
     os.setsid()
     os.chdir(tree)
     places = [str(tree), str(tree / "adapters")]
@@ -349,7 +377,7 @@ def begin(tree: Path, log: Path) -> None:
 
 
 def run_selected(tree: Path, tests: list[str], log: Path) -> None:
-    """Run these tests, by name or whole files, until one fails."""
+    """Run tests, given by name or as whole files, until the first test fails."""
     begin(tree, log)
     import pytest
 
@@ -366,7 +394,7 @@ def run_selected(tree: Path, tests: list[str], log: Path) -> None:
 
 
 def run_traced(tree: Path, file: str, log: Path, result: Path) -> None:
-    """Run a file of tests. For each test that passes, write its seconds and called functions."""
+    """Run a file of tests. For each test that passes, write its run time and called functions."""
     begin(tree, log)
     import pytest
 

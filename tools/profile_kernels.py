@@ -1,20 +1,20 @@
-"""Profile kernels with Nsight Compute: counters of each launch, run alone with cold caches.
+"""Profile kernels with Nsight Compute: measure hardware counters of each kernel launch.
 
 ```
 PYTHONPATH=.:adapters python tools/profile_kernels.py [--tokens N] [--keys N]
     [--works NAME …] --json OUT
 ```
 
-The layer has batch size 1, 32 query heads, 8 KV heads, D = 128, bfloat16, k = 100, and rows on the
-host. `--works` selects what is profiled:
+The layer has batch size 1, 32 query heads, 8 KV heads, D = 128, bfloat16 and k = 100. `--works`
+selects what to profile:
 
-- the name of an index: a decode step over `--tokens` tokens;
-- `append`: an append of `--keys` keys;
-- `update`: an append of 256 keys to an index with rows on the host.
+- a name of an index: a decode step that searches `--tokens` tokens, with rows in host memory;
+- `append`: an append of `--keys` keys, with rows in device memory;
+- `update`: an append of 256 keys, with rows in host memory.
 
-`ncu` repeats each launch until all counters are read, one launch at a time. Times are therefore
-longer than in a step, where launches overlap. The results of steps are checked first. The command
-needs `ncu`, and a machine that lets it read counters.
+`ncu` runs each launch separately and with cold caches, and repeats it until all counters are read.
+So times are longer than in a decode step, where launches overlap. The results of decode steps are
+checked first. The command needs `ncu`, and a machine on which it may read counters.
 """
 
 from __future__ import annotations
@@ -58,7 +58,9 @@ COUNTERS = {
     "warps": "sm__warps_active.avg.per_cycle_active",
     **{stall: _PER_ISSUE.format(stall) for stall in STALLS},
 }
-"""Name in the result -> counter. `memory`, `issue` and `shared` are percent of the peak."""
+"""Name in the result -> name of the counter in `ncu`.
+
+`memory`, `issue` and `shared` are percentages of the peak rate."""
 
 PIPES = {
     "memory": "memory",
@@ -67,11 +69,14 @@ PIPES = {
 }
 
 MOST = 60
-"""Percentage of its peak above which a pipe counts as the limit of a kernel."""
+"""A kernel counts as limited by a pipe if the pipe runs at this percentage of its peak or more."""
 
 
 def limit(found: dict[str, Any]) -> str:
-    """Describe what limits a kernel: the busiest pipe, or the most frequent stall of its warps."""
+    """Return what limits a kernel: the busiest pipe, or the most frequent reason of warp stalls.
+
+    `found` has the counters of a launch, by the names of `COUNTERS`.
+    """
     pipe = max(PIPES, key=lambda name: float(found[name]))
     if found[pipe] >= MOST:
         return f"{PIPES[pipe]}, {found[pipe]:.0f}%"
@@ -80,44 +85,49 @@ def limit(found: dict[str, Any]) -> str:
 
 
 def parsed(text: str) -> list[dict[str, Any]]:
-    """Read the launches of our kernels and their counters from a CSV file of `ncu`.
+    """Parse the CSV output of `ncu`, and return the counters of each launch of kvindex's kernels.
 
-    text: the output of `ncu --page raw --print-units base`.
+    Args:
+        text: The output of `ncu --csv --page raw --print-units base`.
 
     Raises:
-        ValueError: There is no launch, or a launch lacks a counter that is not one of stalls.
+        ValueError: The output has no launch, or a launch has no value for a counter. A missing
+            counter of stalls is 0 instead.
     """
     lines = text.splitlines()
     starts = [i for i, line in enumerate(lines) if line.startswith('"ID"')]
     if not starts:
-        raise ValueError(f"ncu: got no table: {' '.join(lines[-3:])[:300]}")
+        last_lines = " ".join(lines[-3:])[:300]
+        raise ValueError(f"ncu: got no table of launches; its output ends with: {last_lines}")
     table = csv.DictReader(lines[starts[0] :])
-    next(table)  # units
+    next(table)  # skip the line with the units
     found = []
     for row in table:
         if not re.fullmatch(r"\w+", row["Kernel Name"]):
-            continue  # a kernel of torch: only these have types in their names
+            continue  # a kernel of torch, whose name contains types in brackets
         one: dict[str, Any] = {"kernel": row["Kernel Name"], "grid": row["Grid Size"]}
         for name, counter in COUNTERS.items():
             try:
                 one[name] = float(row[counter].replace(",", ""))
             except (KeyError, ValueError) as error:
                 if name in STALLS:
-                    one[name] = 0.0  # a GPU may lack some counters of stalls
+                    one[name] = 0.0  # some GPUs do not have all counters of stalls
                     continue
-                raise ValueError(f"ncu: got no {counter} of {one['kernel']}") from error
+                kernel = one["kernel"]
+                raise ValueError(f"ncu: got no counter {counter} for kernel {kernel}") from error
         one["us"] /= 1e3
         found.append(one | {"limit": limit(one)})
     return found
 
 
 def work_of(name: str, tokens: int, keys: int) -> Callable[[], Any]:
-    """Return a function that runs a work."""
+    """Return a function that runs the decode step or the append called `name`."""
     g = workload.geometry("cuda")
     if name in STEPS:
         check(g, name)
         work, numbers = workload.Layers(g, name, "host", tokens=tokens), count()
-        return lambda: (work.ask(next(numbers)), work.run())  # new queries: no row is cached
+        # use new queries in each run, so that no row is in the cache
+        return lambda: (work.ask(next(numbers)), work.run())
     some = keys if name == "append" else 256
     rows = next(workload.tokens_of(g, 0, 1, some, some))
     index = workload.created(g, "pariskv", store="device" if name == "append" else "host")
@@ -131,7 +141,7 @@ def work_of(name: str, tokens: int, keys: int) -> Callable[[], Any]:
 
 
 def run(name: str, tokens: int, keys: int) -> None:
-    """Run a work once to compile its kernels, and once between the profiler's start and stop."""
+    """Run a decode step or an append twice: once to compile kernels, and once for the profiler."""
     once = work_of(name, tokens, keys)
     once()
     torch.cuda.synchronize()
@@ -142,7 +152,10 @@ def run(name: str, tokens: int, keys: int) -> None:
 
 
 def profiled(name: str, given: argparse.Namespace, ncu: str) -> list[dict[str, Any]]:
-    """Return the launches of a work. Raise ValueError if `ncu` reports none."""
+    """Run `ncu` on one of `WORKS`, and return the counters of each launch.
+
+    Raises ValueError if `ncu` fails or reports no launch.
+    """
     inner = [sys.executable, __file__, "--run", name, "--tokens", str(given.tokens)]
     paths = [str(ROOT), str(ROOT / "adapters"), os.environ.get("PYTHONPATH", "")]
     with tempfile.TemporaryDirectory() as folder:
@@ -154,37 +167,51 @@ def profiled(name: str, given: argparse.Namespace, ncu: str) -> list[dict[str, A
         done = subprocess.run(command, env=env, capture_output=True, text=True)
         said = log.read_text(encoding="utf-8") if log.exists() else ""
     if done.returncode:
-        raise ValueError(f"ncu: got status {done.returncode}: {(done.stderr or said)[-300:]}")
+        status, message = done.returncode, (done.stderr or said)[-300:]
+        raise ValueError(f"ncu: got exit status {status} with the message: {message}")
     return parsed(said)
 
 
 def arguments(given: list[str] | None = None) -> argparse.Namespace:
     """Parse the command line. Exit with a message if it is wrong."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--tokens", type=int, default=2**17, help="tokens that a step searches")
-    parser.add_argument("--keys", type=int, default=2**20, help="keys that `append` appends")
     parser.add_argument(
-        "--works", nargs="+", choices=WORKS, default=list(WORKS), help="works to profile"
+        "--tokens", type=int, default=2**17, help="number of tokens that a decode step searches"
     )
-    parser.add_argument("--run", choices=WORKS, help="run one work without ncu, which calls this")
+    parser.add_argument(
+        "--keys", type=int, default=2**20, help="number of keys that `append` appends"
+    )
+    parser.add_argument(
+        "--works",
+        nargs="+",
+        choices=WORKS,
+        default=list(WORKS),
+        help="what to profile: decode steps of these indexes, `append` or `update`",
+    )
+    parser.add_argument(
+        "--run", choices=WORKS, help="run only this, without ncu (the command that ncu itself runs)"
+    )
     parser.add_argument("--json", type=output(), help="file for the result")
     found = parser.parse_args(given)
     if not found.run and found.json is None:
         parser.error("json: got None, allowed is a file in a folder that exists")
     if not torch.cuda.is_available():
-        parser.error("this measures a CUDA device, and torch sees none")
+        parser.error("device: got a machine on which torch finds no CUDA device; run on a GPU")
     return found
 
 
 def main() -> None:
-    """Run one work, or let ncu run each of them, and write the result."""
+    """Profile decode steps and appends with ncu, and write the result.
+
+    With `--run`, which ncu uses, run a single one of them.
+    """
     given = arguments()
     if given.run:
         with torch.no_grad():
             run(given.run, given.tokens, given.keys)
         return
     if (ncu := shutil.which("ncu") or shutil.which("/usr/local/cuda/bin/ncu")) is None:
-        sys.exit("ncu: not found in the path; it is part of NVIDIA Nsight Compute")
+        sys.exit("ncu: not found in PATH; install NVIDIA Nsight Compute, which contains it")
     result: dict[str, Any] = {name: getattr(given, name) for name in ("tokens", "keys")}
     result |= {"machine": describe("cuda"), "works": {}, "notes": []}
     for name in given.works:

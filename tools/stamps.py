@@ -1,11 +1,14 @@
-"""Compile copies of kernels that store the time (%globaltimer) at points of their source.
+"""Compile copies of CUDA kernels that record the time at certain lines of their source.
 
-A kernel has a point at its start, at its end (wherever a block leaves it), and after each line that
-waits or signals. These lines are `after_previous();`, `let_next_begin();`, `await(…);`, `tell(…);`
-and `__syncthreads();`, also behind an `if` or `else` on the same line. A line that ends in
-`// MARK` is a point as well, after its statement or brace. Points also work in functions before the
-kernel in the same file, but not in headers. Thread 0 of each block stores the time. In a loop, the
-last time is kept.
+Thread 0 of each block stores %globaltimer, which is called a stamp, at these points:
+
+- at the start of the kernel, and at its end, wherever a block returns;
+- after each line that waits or signals: `after_previous();`, `let_next_begin();`, `await(…);`,
+  `tell(…);` or `__syncthreads();`, also behind an `if` or `else` on the same line;
+- after each line that ends in `// MARK`, which must follow a whole statement or a brace.
+
+Points can also be in functions that stand before the kernel in the same file, but not in headers.
+If a point is reached several times, the last time is recorded.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ import torch
 from kvindex_cuda.runtime import launch as launching
 
 BLOCKS = 4096
-"""Number of blocks of a kernel that store times: the first ones."""
+"""Largest number of blocks per kernel that store times. Later blocks store nothing."""
 
 HEAD = r"__global__\s+void\s+(?:__launch_bounds__\((?:[^()]|\([^()]*\))*\)\s*)?%s\("
 COMMENT = re.compile(r"//[^\n]*")
@@ -61,7 +64,7 @@ struct Leaving {{
 
 @dataclass(frozen=True)
 class Point:
-    """A point in a kernel's file: the kernel, the line (from 1), and the text of the line."""
+    """A point at which a kernel stores the time: the kernel, the line number, and its text."""
 
     kernel: str
     line: int
@@ -71,19 +74,19 @@ class Point:
 def stamped(
     text: str, kernels: list[str], *, file: str, first: int = 0
 ) -> tuple[str, dict[int, Point]]:
-    """Insert stamps into a source without changing its line numbers.
+    """Insert code that stores the time into the source of kernels, without adding lines.
 
     Args:
         text: The source.
-        kernels: Names of the kernels to which points are added.
-        file: Name of the source, for messages.
+        kernels: Names of the kernels to change.
+        file: Name of the source file, for error messages.
         first: Number of the first point.
 
     Returns:
         The new source, and its points by number.
 
     Raises:
-        ValueError: A `// MARK` is in the middle of a statement.
+        ValueError: A `// MARK` is in the middle of a statement, or the source has no such kernel.
     """
     points: dict[int, Point] = {}
 
@@ -109,7 +112,7 @@ def stamped(
         elif mark := MARK.match(line):
             code = mark["code"].rstrip()
             if code and not code.endswith((";", "{", "}")):
-                allowed = "// MARK after a whole statement or a brace"
+                allowed = "// MARK after a whole statement or after a brace"
                 raise ValueError(f"{file}:{number}: got {line.strip()!r}, allowed is {allowed}")
             point = new((inside or kernels)[0], number, code.strip() or "MARK")
             lines[number - 1] = f"{code} timeline::stamp({point});"
@@ -117,31 +120,31 @@ def stamped(
 
 
 def _body(text: str, kernel: str, file: str) -> tuple[int, int]:
-    """Find the positions of a kernel's braces."""
+    """Return the positions of the braces that enclose the body of a kernel."""
     plain = COMMENT.sub(lambda found: " " * len(found[0]), text)
     head = re.search(HEAD % kernel, plain)
     if head is None:
-        raise ValueError(f"{file}: has no kernel {kernel!r}")
+        raise ValueError(f"{file}: got a source without a kernel named {kernel!r}")
     start = plain.index("{", _closing(plain, head.end() - 1))
     return start, _closing(plain, start)
 
 
 def _closing(text: str, opened: int) -> int:
-    """Find the position that closes the bracket at `opened`."""
+    """Return the position of the bracket that closes the bracket at position `opened`."""
     depth, one = 0, text[opened]
     other = {"(": ")", "{": "}"}[one]
     for at in range(opened, len(text)):
         depth += (text[at] == one) - (text[at] == other)
         if not depth:
             return at
-    raise ValueError(f"{one} is never closed")
+    raise ValueError(f"source: got a bracket {one} at position {opened} that is never closed")
 
 
 @contextmanager
 def launched() -> Iterator[dict[str, str]]:
-    """Record the files of the kernels that are launched in this context, by kernel name.
+    """Record which kernels are launched in this context: name of the kernel -> source file.
 
-    The names are in the order of the launches.
+    The names are in the order in which the kernels are first launched.
     """
     found: dict[str, str] = {}
     before = dict(launching.LOADERS)
@@ -158,11 +161,15 @@ def launched() -> Iterator[dict[str, str]]:
 
 
 class Stamped:
-    """A context in which these kernels are compiled again, with stamps.
+    """A context in which kernels are compiled again, so that they store times at their points.
 
     Args:
-        kernels: Kernel name -> file, from `launched`. Points are numbered in this order.
-        device: Device of `marks`, int64 `[points, BLOCKS]`: nanoseconds, or 0 without a stamp.
+        kernels: Name of a kernel -> source file, from `launched`.
+        device: Device on which the times are stored.
+
+    Attributes:
+        points: Number of a point -> the point.
+        marks: Times in nanoseconds, int64 `[points, BLOCKS]`; 0 where no time was stored.
     """
 
     def __init__(self, kernels: dict[str, str], device: torch.device | str) -> None:
@@ -197,4 +204,4 @@ class Stamped:
 
     def _load(self, loader: launching.Loader, file: str, name: str, defines: Any) -> Any:
         more = (("STAMPED_AT", self.marks.data_ptr()),) if file in self._texts else ()
-        return loader(file, name, defines + more)  # another define gives another compiled kernel
+        return loader(file, name, defines + more)  # the extra define forces a new compilation

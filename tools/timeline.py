@@ -5,16 +5,18 @@ PYTHONPATH=.:adapters python tools/timeline.py [--tokens N] [--rows host] [--ind
     [--q-heads H] [--kv-heads G] [--decoder SHAPE] [--hit-rate H] [--replays R] --json OUT
 ```
 
-The step is the one that `benchmarks/latency.py` times, with batch size 1. With `--decoder` it is
-the step of one layer inside a decode step of `benchmarks/generation.py`. The kernels are compiled a
-second time, from a copy that stores %globaltimer (a stamp) at the points that `stamps.py`
-describes. To add a point, end a line of a kernel in `// MARK`.
+The decode step is the one that `benchmarks/latency.py` times, with batch size 1. With `--decoder`
+it is the attention of one layer in a decode step of `benchmarks/generation.py`. The kernels are
+compiled a second time, from a copy that stores the time (a stamp) at the points that `stamps.py`
+describes. To add a point, end a line of a kernel with `// MARK`.
 
-Times are in µs since the first block of the layer's first kernel began. The layer is the last one
-in a graph of 16 layers, or in the decode step. Each point has the times of the first, the median
-and the last block, each as the median over replays. Stamps cost registers and stores, so the
-command also prints the time of the step with and without stamps. Finally it prints the smallest
-difference of two stamps. If that is about 1 µs, the device's timer is too coarse.
+The command prints for each point when the first, the median and the last block reached it, each as
+the median over replays. Times are in µs since the first block of the layer's first kernel began.
+The layer is the last one of a CUDA graph with 16 layers, or of the decoder.
+
+Storing times slows kernels down, so the command also prints the time of the step with and without
+stamps. Finally it prints the smallest difference between two stamps. If this is about 1 µs, the
+device's timer is too coarse for the measurement.
 """
 
 from __future__ import annotations
@@ -46,16 +48,23 @@ from kvindex_adapters.evaluate.output_files import output, write_json
 def arguments(given: list[str] | None = None) -> argparse.Namespace:
     """Parse the command line. Exit with a message if it is wrong."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--tokens", type=int, default=131_072)
     parser.add_argument(
-        "--rows", choices=("host", "device"), default="host", help="memory that stores the rows"
+        "--tokens", type=int, default=131_072, help="number of tokens that the index stores"
+    )
+    parser.add_argument(
+        "--rows",
+        choices=("host", "device"),
+        default="host",
+        help="memory in which the index stores keys and values",
     )
     add_heads(parser)
     parser.add_argument(
-        "--decoder", choices=SHAPES, help="measure inside a decode step of a model of this shape"
+        "--decoder",
+        choices=SHAPES,
+        help="measure a layer in a decode step of a whole model of this shape",
     )
     add_index(parser)
-    parser.add_argument("--json", type=output(), required=True)
+    parser.add_argument("--json", type=output(), required=True, help="file for the result")
     found = parser.parse_args(given)
     refuse_heads(parser, found)
     refuse(parser, found, tokens=4096, replays=10)
@@ -65,18 +74,18 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
 def measure(
     work: Layers, before: Callable[[int], None], replays: int, timed: Any, capture: Any = captured
 ) -> dict[str, Any]:
-    """Stamp the kernels of a step, and replay it.
+    """Measure a decode step of several layers with kernels that store times.
 
     Args:
         work: The layers.
-        before: Called with the number of each replay.
+        before: Function to call before each replay, with the number of the replay.
         replays: Number of replays.
-        timed: A function that times a run of the layers.
-        capture: A function that captures a run, and returns an object with a method `replay`.
+        timed: Function that measures the time of `work.run`.
+        capture: Function that captures `work.run`, and returns an object with a method `replay`.
 
     Raises:
-        SystemExit: The stamped step gives wrong results.
-        ValueError: A `// MARK` is at a place where no stamp can be stored.
+        SystemExit: The kernels that store times give wrong results.
+        ValueError: A `// MARK` is in the middle of a statement.
     """
     with launched() as kernels:
         want = work.answers()
@@ -99,7 +108,7 @@ def measure(
 def measure_token(
     shape: Shape, g: Geometry, index: str, tokens: int, hit_rate: float, replays: int
 ) -> dict[str, Any]:
-    """Stamp the index's kernels in a decode step of the decoder, and replay the step."""
+    """Measure a decode step of a whole model, in which the index's kernels store times."""
     weights, room = weights_of(shape, g), token.MOST_SHARPENED + 4 * (replays + token.WARM)
     layers = token.indexed(g, index, tokens, shape.layers, room)
 
@@ -129,7 +138,13 @@ def measure_token(
 
 
 def of_stamps(stamps: Stamped, names: list[str], taken: list[Tensor]) -> dict[str, Any]:
-    """Return the points of kernels in the order of their launches, and the resolution of stamps."""
+    """Return the times of all points, and the smallest difference between two stored times.
+
+    Args:
+        stamps: The context in which the kernels ran.
+        names: Names of the kernels in the order of their launches.
+        taken: The `marks` of each replay.
+    """
     apart = taken[-1][taken[-1] > 0].unique().diff()
     tick_ns = int(apart.min()) if len(apart) else 0
     return {"tick_ns": tick_ns, "points": figures(stamps.points, names, taken)}
@@ -138,9 +153,12 @@ def of_stamps(stamps: Stamped, names: list[str], taken: list[Tensor]) -> dict[st
 def figures(
     points: dict[int, Point], names: list[str], taken: list[Tensor]
 ) -> list[dict[str, Any]]:
-    """Return the times in µs of each point that was reached, in order.
+    """Return the times of each point that was reached, in µs, sorted by kernel and line.
 
-    They are computed from the marks of each replay.
+    Args:
+        points: Number of a point -> the point.
+        names: Names of the kernels in the order of their launches.
+        taken: The `marks` of each replay.
     """
     begun = next(n for n, at in points.items() if (at.kernel, at.what) == (names[0], "start"))
     found = []
@@ -149,7 +167,7 @@ def figures(
         for marks in taken:
             start = marks[begun][marks[begun] > 0].min()
             mine = marks[number]
-            # an earlier time was stored by a previous layer: this layer did not reach the point
+            # an earlier time is from a previous layer, so this layer did not reach the point
             if len(blocks := mine[mine >= start]):
                 there.append((blocks - start).double() / 1e3)
         if there:
@@ -164,7 +182,7 @@ def figures(
 
 
 def shown(result: dict[str, Any]) -> str:
-    """Make a table of the points, with the time of the step with and without stamps."""
+    """Return the text to print: a table of the points, and the time with and without stamps."""
     rows = [
         (
             *(point["kernel"], str(point["blocks"])),
@@ -182,7 +200,7 @@ def shown(result: dict[str, Any]) -> str:
 
 
 def main(given: list[str] | None = None) -> None:
-    """Check the step and measure its kernels. Write and print the times."""
+    """Check the results of a decode step, measure its kernels, and print and write the times."""
     options = arguments(given)
     g = replace(workload.geometry("cuda"), q_heads=options.q_heads, kv_heads=options.kv_heads)
     names = "tokens", "rows", "q_heads", "kv_heads", "decoder", "index", "hit_rate"

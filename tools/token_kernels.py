@@ -1,4 +1,4 @@
-"""List the kernels of a decode step on a GPU, by their time in a few replays.
+"""List the kernels of a decode step on a GPU, sorted by the time that they take.
 
 ```
 PYTHONPATH=.:adapters python tools/token_kernels.py [--decoder SHAPE] [--context N]
@@ -6,9 +6,10 @@ PYTHONPATH=.:adapters python tools/token_kernels.py [--decoder SHAPE] [--context
     [--rows R]
 ```
 
-The decoder is the one in `benchmarks/common/token.py`. Each kernel has a line with microseconds per
-step, launches per step, and its name. The first line has the sum over all kernels. A replay takes
-longer than this sum, because there are gaps between kernels.
+The decoder is the one in `benchmarks/common/token.py`. The command replays a few decode steps, and
+prints a line for each kernel: microseconds per step, launches per step, and name. The first line
+has the time of a step and the sum over all kernels, which is smaller because of gaps between
+kernels.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ REPLAYS = 8
 
 
 def lines(plan: token.Plan, rows: int) -> Iterator[str]:
-    """Yield the lines to print for a plan."""
+    """Replay decode steps, and yield lines to print: a total, and the `rows` slowest kernels."""
     whole = sorted(plan.turn(4 * REPLAYS)["device_ms"])[2 * REPLAYS] * 1e3
     with profile(activities=[ProfilerActivity.CUDA]) as found:
         plan.turn(REPLAYS)
@@ -43,20 +44,26 @@ def lines(plan: token.Plan, rows: int) -> Iterator[str]:
 
 
 def main() -> None:
-    """Make the decoder, replay it, and print its kernels."""
+    """Parse the command line, create the decoder, and print its kernels."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--decoder", choices=SHAPES, default="qwen3-8b", help="shape of the model")
-    parser.add_argument("--context", type=int, default=32_768, help="tokens that an index stores")
+    parser.add_argument(
+        "--context", type=int, default=32_768, help="number of tokens that each index stores"
+    )
     parser.add_argument("--index", default="pariskv", help="name and options of the index")
     parser.add_argument(
         "--without-attention", action="store_true", help="run the decoder without attention"
     )
     parser.add_argument(
-        "--torch-products", action="store_true", help="use torch's matrix products, not Triton's"
+        "--torch-products",
+        action="store_true",
+        help="compute matrix products with torch, not with Triton kernels",
     )
-    parser.add_argument("--weights", choices=WEIGHTS, default=PLAIN, help="precision of weights")
     parser.add_argument(
-        "--apart", action="store_true", help="begin no launch before the previous one ends"
+        "--weights", choices=WEIGHTS, default=PLAIN, help="precision of the model's weights"
+    )
+    parser.add_argument(
+        "--apart", action="store_true", help="start each kernel only after the previous one ended"
     )
     parser.add_argument("--rows", type=int, default=24, help="number of kernels to print")
     given = parser.parse_args()

@@ -1,10 +1,12 @@
-"""Worker process of `compare_trees.py`: times the step of one tree, or computes its results.
+"""Worker process of `compare_trees.py`: times decode steps of one checkout, or hashes its results.
 
-Commands come on standard input, one JSON list a line: a name, then arguments. The answer to each is
-a line of JSON: the result, or `error`. All imports are those of the tree, by PYTHONPATH, so only
-modules that old and new trees have under the same name are imported here.
+A tree is a checkout. PYTHONPATH points to the tree, so the worker imports all modules from there.
+It uses only modules that have the same name in old and new trees.
 
-Specs of indexes come in today's names. `spec_of_tree` translates them for a tree with older ones.
+The worker reads commands from standard input. Each is one line with a JSON list: the name of the
+command and its arguments. The worker answers with one line of JSON: the result, or `error`. Names
+and options of indexes (specs) in commands are the current ones; `spec_of_tree` translates them for
+an older tree.
 """
 
 from __future__ import annotations
@@ -55,7 +57,7 @@ OLD_NAMES = {
     "coarse=sign_votes": "coarse=dots",
     "coarse=tiered_votes": "coarse=tiers",
 }
-"""Parts of a spec as trees before the renames call them."""
+"""Current name of an option of an index -> its name in older trees."""
 
 OTHER_SPECS = (
     "pariskv:preset=paper:coarse=tiered_votes:candidates_per=group",
@@ -64,31 +66,35 @@ OTHER_SPECS = (
     "pariskv:sampling=tempered:group=max_share",
     *(f"pariskv:row_codec={codec}" for codec in ("int8", "fp8", "int4", "int2")),
 )
-"""Compared in addition to every index, preset and wrapper."""
+"""Indexes to compare in addition to every index, preset and wrapper."""
 
 WRAPPERS = ("sample", "reuse", "recall", "vattention")
-"""Wrappers that `digests` puts around every index."""
+"""Wrappers with which every index is compared."""
 
 CHUNKS = {True: (900, 500), False: (300, 100)}
-"""Tokens of two chunks that are appended to an index. ParisKV gets the longer ones, because it
-has at least 1,024 candidates."""
+"""Numbers of tokens in the two chunks that are appended to an index: True for ParisKV, False for
+other indexes. ParisKV needs more tokens, because it selects at least 1,024 candidates."""
 
 FOUND, DECODED = 16, 30
-"""Rows that a search returns, and decode steps of a layer."""
+"""Number of rows that a search returns, and number of decode steps of a layer."""
 
 PADDED = 5
-"""Padded tokens at the start of the second sequence."""
+"""Number of padding tokens at the start of the second sequence."""
 
 LAYERS: dict[str, dict[str, Any]] = {
     "often": dict(prompt=200, update_every=8, sink=8),
     "blocks": dict(prompt=530, update_every=256, sink=64, update_phase=38 / 256),
 }
-"""Tokens of a layer's prompt, and its options. Tokens move into the index while the layer decodes:
-8 every 8 steps, or at length 550 the second block of an index that encodes 256 tokens at once."""
+"""Prompt length and options of two attention layers. In both, tokens move from the window into the
+index while the layer decodes: 8 tokens every 8 decode steps, or, at a length of 550 tokens, the
+second block of an index that encodes 256 tokens together."""
 
 
 def spec_of_tree(spec: str, *, back: bool = False) -> str:
-    """Return a spec in the names of this tree; back: from the tree's names to today's."""
+    """Translate the options of an index from their current names to those of this checkout.
+
+    With `back`, translate from the names of this checkout to the current ones.
+    """
     if "sampling" in {part.name for part in fields(ParisKVConfig)}:
         return spec
     names = {old: new for new, old in OLD_NAMES.items()} if back else OLD_NAMES
@@ -97,7 +103,7 @@ def spec_of_tree(spec: str, *, back: bool = False) -> str:
 
 @dataclass
 class Bench:
-    """Builds and times a step of one checkout. Each method is a command that returns JSON."""
+    """Times decode steps of one checkout. Each public method is a command that returns JSON."""
 
     timed: Timed
     geometry: Geometry
@@ -105,17 +111,21 @@ class Bench:
     hit_rate: float = 0.9
     batch: int = 1
     layers: int = 16
-    trees: int = 1  # that share the machine
-    sizes: dict[str, Any] = field(default_factory=dict)  # more for `Layers`
+    trees: int = 1  # number of trees that share the GPU's memory
+    sizes: dict[str, Any] = field(default_factory=dict)  # further arguments of `Layers`
     tokens: int = 0
-    works: dict[str, Any] = field(default_factory=dict)  # by place of rows, and `update`
+    works: dict[str, Any] = field(default_factory=dict)  # what to time, by its name in `--times`
 
     def check(self) -> dict[str, Any]:
-        """Raises SystemExit where the step is wrong."""
+        """Check the results of a decode step. Raises SystemExit if they are wrong."""
         return {"check": check(self.geometry, self.index, **self.sizes)}
 
     def build(self, tokens: int, places: list[str]) -> dict[str, Any]:
-        """Steps over so many tokens, with rows here or there. Raises SystemExit if wrong."""
+        """Build layers with indexes of `tokens` tokens, in order to time them.
+
+        `places` has values of the option `--times`. Raises SystemExit if the results of a layer are
+        wrong.
+        """
         self.tokens, self.works = tokens, {}
         workload.free()
         g, share = self.geometry, 0.4 / self.trees
@@ -134,7 +144,7 @@ class Bench:
         return found
 
     def _build_decoder(self, tokens: int) -> float:
-        """Make a decoder of Qwen3-8B's size, and return how sharp its attention is."""
+        """Create a decoder of Qwen3-8B's size, and return the sharpness of its attention."""
         g = self.geometry
         shape = SHAPES["qwen3-8b"]._replace(q_heads=g.q_heads, kv_heads=g.kv_heads)
         weights, room = weights_of(shape, g), 16 * UPDATE
@@ -144,7 +154,10 @@ class Bench:
         return token.sharpen_for(weights, plan, self.hit_rate)
 
     def round(self, places: list[str]) -> dict[str, Any]:
-        """Time a step for each place of the rows, an append, and updates. Return µs per layer."""
+        """Measure one round, and return the times in µs.
+
+        `places` has values of the option `--times`, which say what to measure.
+        """
         return {place: self._round(place) for place in places}
 
     def _round(self, place: str) -> Any:
@@ -163,13 +176,13 @@ class Bench:
 
 
 class Results:
-    """What a tree computes from seeded data, as SHA-256 digests. Methods are commands."""
+    """Computes SHA-256 digests of a tree's results on seeded data. Public methods are commands."""
 
     def digests(self, spec: str, backend: str) -> dict[str, Any]:
-        """Return the digest of every result by name, and errors by the run that raised them.
+        """Return the digest of every result of an index, and the errors that were raised.
 
         Args:
-            spec: An index, in today's names.
+            spec: Name and options of the index, in the current names.
             backend: "torch" or "cpu" on the CPU, "cuda" on a GPU.
         """
         found: dict[str, dict[str, str]] = {"digests": {}, "errors": {}}
@@ -177,7 +190,7 @@ class Results:
         long = plain and spec.startswith("pariskv")
         sizes: dict[str, Any] = dict(q_heads=8, kv_heads=2, head_dim=128 if cuda else 64)
         shapes = {"heads": sizes}
-        if plain:  # latent attention, on a GPU in the sizes that kernels are made for
+        if plain:  # also latent attention, on a GPU with the sizes that the kernels support
             small = dict(q_heads=4, kv_heads=1, head_dim=72, value_dim=64, value_in_key=True)
             shapes["latents"] = dict(workload.LATENT, q_heads=16) if cuda else small
         for shape, sizes in shapes.items():
@@ -193,14 +206,17 @@ class Results:
                 try:
                     for part, tensor in run():
                         found["digests"][f"{shape}.{name}.{part}"] = digest(tensor)
-                except Exception as error:  # equal trees raise the same
+                except Exception as error:  # equal trees raise equal errors
                     traceback.print_exc()
                     found["errors"][f"{shape}.{name}"] = f"{type(error).__name__}: {error}"
         return found
 
 
 def tokens_of(g: Geometry, count: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Queries `[2, H, N, D]`, keys and values `[2, G, N, …]`, and valid flags bool `[2, N]`."""
+    """Return random queries `[2, H, N, D]`, keys and values `[2, G, N, …]`, and a mask of padding.
+
+    The mask is bool `[2, N]`, False for the padding at the start of the second sequence.
+    """
     keys, values = next(workload.tokens_of(g, 0, 2, count))
     queries = workload.queries_of(g, 2, count).transpose(1, 2).contiguous()
     valid = torch.ones(2, count, dtype=torch.bool, device=g.device)
@@ -211,7 +227,7 @@ def tokens_of(g: Geometry, count: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 def run_index(
     create: Callable[[], KVIndex], chunks: tuple[int, int]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Results of an index over two chunks of tokens, with searches in between, by name."""
+    """Yield names and tensors of an index's results, while two chunks of tokens are appended."""
     index = create()
     g, first, total = index.geometry, chunks[0], sum(chunks)
     queries, keys, values, valid = tokens_of(g, total)
@@ -243,7 +259,7 @@ def run_index(
 def run_layer(
     create: Callable[[], KVIndex], *, prompt: int, **options: Any
 ) -> Iterator[tuple[str, Tensor]]:
-    """Outputs of a layer that reads a prompt, in two chunks, and decodes, by name."""
+    """Yield names and outputs of a layer that reads a prompt in two chunks and then decodes."""
     index = create()
     layer = AttentionLayer(index, k=FOUND, local_window=32, dense_below=0, **options)
     queries, keys, values, valid = tokens_of(index.geometry, prompt + DECODED)
@@ -259,7 +275,7 @@ def run_layer(
 
 
 def named(name: str, found: Any) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a result, by name: of a mapping or a dataclass, those of its parts."""
+    """Yield the tensors of a result with names; it is a tensor, a mapping or a dataclass."""
     if isinstance(found, Tensor):
         yield name, found
     elif isinstance(found, Mapping):
@@ -278,7 +294,10 @@ def digest(tensor: Tensor) -> str:
 
 
 def all_specs() -> list[str]:
-    """Every index and preset, with and without each wrapper, and others, in today's names."""
+    """Return name and options of all indexes and presets, with and without wrappers.
+
+    The list also has `OTHER_SPECS`. Options have their current names.
+    """
     plain = []
     for name in kvindex.names():
         presets = [f"{name}:preset={preset}" for preset in kvindex.get(name).presets]
@@ -289,7 +308,11 @@ def all_specs() -> list[str]:
 
 
 def start(options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """What answers the other commands, the machine, and where modules come from."""
+    """Run the command `start`.
+
+    Returns an object whose methods are the other commands, and the answer, which describes the
+    machine and the files from which modules were imported.
+    """
     modules = [str(Path(module.__file__ or "")) for module in (kvindex, kvindex_cuda, benchmarks)]
     if options.get("equal"):
         backends = ["torch", "cpu", *(["cuda"] if torch.cuda.is_available() else [])]
@@ -303,7 +326,7 @@ def start(options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
 
 
 def serve(lines: Iterable[str], out: TextIO, begin: Callable[..., tuple[Any, Any]] = start) -> None:
-    """Answer commands until there are no more."""
+    """Read commands from `lines`, and write the answers to `out`, until the lines end."""
     bench = None
     for line in lines:
         name, *given = json.loads(line)
@@ -311,10 +334,11 @@ def serve(lines: Iterable[str], out: TextIO, begin: Callable[..., tuple[Any, Any
             if name == "start":
                 bench, found = begin(*given)
             elif bench is None or name not in COMMANDS:
-                raise ValueError(f"got {name!r}, allowed are 'start' and then {COMMANDS}")
+                allowed = f"'start' as the first command, and then {', '.join(COMMANDS)}"
+                raise ValueError(f"command: got {name!r}, allowed is {allowed}")
             else:
                 found = getattr(bench, name)(*given)
-        except (Exception, SystemExit) as error:  # which is told; the driver then ends this process
+        except (Exception, SystemExit) as error:  # report it; the driver then ends this process
             traceback.print_exc()
             found = {"error": f"{type(error).__name__}: {error}"}
         out.write(json.dumps(found) + "\n")
@@ -323,6 +347,6 @@ def serve(lines: Iterable[str], out: TextIO, begin: Callable[..., tuple[Any, Any
 
 if __name__ == "__main__":
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # what anything prints goes to the log
+    os.dup2(2, 1)  # other output to stdout goes to the log, and not between the answers
     with torch.no_grad():
         serve(sys.stdin, answers)

@@ -1,18 +1,21 @@
-"""Find the fastest tiles of a decoder's matrix products on a GPU, and print lines for `tiles.py`.
+"""Find the fastest tile sizes for a decoder's matrix products in Triton on a GPU.
 
 ```
 PYTHONPATH=.:adapters python tools/tune_triton.py [--decoder SHAPE] [--batch B …]
     [--weights fp8] [--context N] [--rounds R] [--json OUT]
 ```
 
-Each tile is timed in whole decode steps, because the fastest tile of a product alone may not be the
-fastest in a step, where launches overlap and share the L2 cache. The steps are those of
-`benchmarks/generation.py --decoder`, without attention, or with an index over `--context` tokens.
-Steps with a tile to try alternate with steps with the present tiles.
+A tile is the set of block sizes and launch options of one matrix product. Each tile is timed in
+whole decode steps, because the tile that is fastest for a product alone may not be fastest in a
+decode step, where kernels overlap and share the L2 cache. The decode steps are those of
+`benchmarks/generation.py --decoder`, without attention, or with indexes of `--context` tokens.
+Steps with a new tile alternate with steps with the current tiles, and the ratio of their times is
+used.
 
-If several batch sizes are given, they share one tile: the one with the smallest mean ratio over all
-of them. Copy the printed lines into `TILES` of `kvindex_cuda/triton/tiles.py`. The comment on each
-line has the present tile, and the time of a step relative to the time with the present tile.
+If several batch sizes are given, one tile is selected for all of them: the tile with the smallest
+geometric mean of the ratios. The command prints a line for each product. Copy the lines into
+`TILES` of `kvindex_cuda/triton/tiles.py`. The comment in each line has the ratio and the current
+tile.
 """
 
 from __future__ import annotations
@@ -36,7 +39,7 @@ from kvindex_cuda.triton import Tile, tiles
 from kvindex_cuda.triton.tiles import Case
 
 TOKENS = 16
-"""Number of decode steps that are timed together."""
+"""Number of decode steps in one measurement."""
 
 ONE = [
     Tile(),
@@ -56,25 +59,25 @@ SEVERAL = [
     Tile(16, 1024, 8, 3),
     Tile(64, 512, 8, 3),
 ]
-"""Tiles to try for one sequence, and for several sequences. The defaults are among them."""
+"""Tiles to try: `ONE` for batch size 1, `SEVERAL` for larger batches. Both contain the default."""
 
 
 class Asked(dict[Case, Tile]):
-    """A table of tiles that records which cases were looked up."""
+    """A dict of tiles that records for which matrix products a tile was looked up."""
 
     def __init__(self, table: dict[Case, Tile]) -> None:
         super().__init__(table)
         self.cases: dict[Case, None] = {}
 
     def get(self, case: Case, default: Any = None) -> Any:
-        """Return a tile as a dict does, and record its case."""
+        """Return the tile for a matrix product, and record that it was looked up."""
         self.cases[case] = None
         return super().get(case, default)
 
 
 @contextmanager
 def using(more: dict[Case, Tile]) -> Iterator[Asked]:
-    """Capture decode steps in this context with these tiles."""
+    """Use the tiles `more`, in place of the current ones, in decode steps within this context."""
     before, asked = tiles.TILES, Asked(tiles.TILES | more)
     tiles.TILES = asked
     try:
@@ -86,8 +89,12 @@ def using(more: dict[Case, Tile]) -> Iterator[Asked]:
 def ratios(
     shape: Shape, g: Geometry, kind: str, batch: int, context: int, rounds: int
 ) -> dict[Case, dict[Tile, float]]:
-    """Return the time of a decode step with each tile of each product, relative to the present
-    tiles."""
+    """Time decode steps with each tile for each matrix product.
+
+    Returns:
+        Matrix product -> tile -> time of a decode step, relative to the time with the current
+        tiles.
+    """
     weights, layers = weights_of(shape, g, kind), [token.Nothing()] * shape.layers
     tried = ONE if batch == 1 else SEVERAL
     if context:
@@ -113,7 +120,7 @@ def ratios(
     for _ in range(rounds):
         today = median(base.turn(TOKENS)["device_ms"])
         for (case, tile), one in plans.items():
-            with using({case: tile}):  # in here, a step may be captured again
+            with using({case: tile}):  # because a step may be captured again
                 of[case, tile].append(median(one.turn(TOKENS)["device_ms"]) / today)
     found: dict[Case, dict[Tile, float]] = {}
     for (case, tile), each in of.items():
@@ -122,7 +129,10 @@ def ratios(
 
 
 def line(case: Case, found: Sequence[dict[Tile, float]]) -> str:
-    """Return the best tile of a case over all batches, as a line of `tiles.TILES`."""
+    """Return a line for `tiles.TILES` with the best tile for a matrix product.
+
+    `found` has the relative times of each tile, for each batch size.
+    """
     all_have = [tile for tile in found[0] if all(tile in one for one in found)]
     means = {tile: geometric_mean(one[tile] for one in found) for tile in all_have}
     best = min(means, key=means.__getitem__)
@@ -137,20 +147,31 @@ def _shown(tile: Tile | None) -> str:
 
 
 def main() -> None:
-    """Print a line for each case, and write all ratios."""
+    """Parse the command line, time all tiles, and print a line for each matrix product."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--decoder", choices=SHAPES, default="qwen3-8b", help="shape of the model")
     parser.add_argument(
-        "--batch", nargs="+", type=int, default=[1, 2, 4, 8], help="batch sizes to find tiles for"
+        "--batch",
+        nargs="+",
+        type=int,
+        default=[1, 2, 4, 8],
+        help="batch sizes for which to find tiles",
     )
-    parser.add_argument("--weights", choices=WEIGHTS, default=PLAIN, help="precision of weights")
     parser.add_argument(
-        "--context", type=int, default=0, help="tokens that an index stores; 0: no attention"
+        "--weights", choices=WEIGHTS, default=PLAIN, help="precision of the model's weights"
+    )
+    parser.add_argument(
+        "--context",
+        type=int,
+        default=0,
+        help="number of tokens that each index stores; 0 to run the decoder without attention",
     )
     parser.add_argument(
         "--rounds", type=int, default=6, help="number of times that each tile is timed"
     )
-    parser.add_argument("--json", type=output(), help="file for all ratios")
+    parser.add_argument(
+        "--json", type=output(), help="file for the relative times of all tiles that were tried"
+    )
     args = parser.parse_args()
     shape = SHAPES[args.decoder]
     g = shape.geometry(torch.bfloat16, "cuda")

@@ -1,4 +1,4 @@
-"""An attention layer over an index: sink, retrieval, local window and update buffer."""
+"""The attention layer: it stores old tokens in an index and new tokens in a window."""
 
 from kvindex.layer.attention_layer import AttentionLayer
 

@@ -1,4 +1,4 @@
-"""Checks of a step's arguments: shapes, dtypes and devices of queries, keys, values and biases."""
+"""Checks of the tensors passed to an attention layer: their shapes, dtypes and devices."""
 
 from __future__ import annotations
 
@@ -11,9 +11,18 @@ from kvindex.core.protocol import Rows
 
 
 def check_tokens(g: Geometry, batch: int, queries: Tensor, keys: Tensor, values: Tensor) -> None:
-    """Check that tensors are queries `[B, H, T, D]`, keys `[B, G, T, D]`, values `[B, G, T, Dv]`.
+    """Check the shapes, dtypes and devices of queries, keys and values of the same `T` tokens.
 
-    batch: `B`, or 0 to allow any. Raises TypeError or ValueError.
+    Args:
+        g: The layer's geometry.
+        batch: The required batch size `B`, or 0 to allow any.
+        queries: `[B, H, T, D]`.
+        keys: `[B, G, T, D]`.
+        values: `[B, G, T, Dv]`.
+
+    Raises:
+        ValueError: A shape, dtype or device does not fit.
+        TypeError: An argument is not a tensor.
     """
     check_new_rows(g, batch, keys, values)
     shape: dict[str, int | None] = {"B": keys.shape[0], "H": g.q_heads, "T": keys.shape[2]}
@@ -26,7 +35,7 @@ def check_new_rows(g: Geometry, batch: int, keys: Tensor, values: Tensor) -> Non
 
     Args:
         g: The layer's geometry.
-        batch: `B`, or 0 to allow any.
+        batch: The required batch size `B`, or 0 to allow any.
         keys: `[B, G, T, D]`.
         values: `[B, G, T, Dv]`.
 
@@ -41,19 +50,22 @@ def check_new_rows(g: Geometry, batch: int, keys: Tensor, values: Tensor) -> Non
 
 
 def check_valid(valid: Tensor, keys: Tensor) -> None:
-    """Check that `valid` is bool `[B, T]`. Raises TypeError or ValueError."""
+    """Raise TypeError or ValueError unless `valid` is a bool tensor `[B, T]`."""
     sizes: dict[str, int | None] = {"B": keys.shape[0], "T": keys.shape[2]}
     check.tensor("valid", valid, sizes, torch.bool, keys.device)
 
 
 def check_finite(name: str, tensor: Tensor) -> None:
-    """Raise ValueError for NaN or infinite values. On a GPU do nothing: the check would wait."""
+    """Raise ValueError if a CPU tensor contains NaN or infinite values.
+
+    A CUDA tensor is not checked, because reading the result would make the host wait for the GPU.
+    """
     if tensor.device.type != "cuda":
         check.finite(name, tensor)
 
 
 def check_queries(g: Geometry, batch: int, queries: Tensor, most: int) -> None:
-    """Check queries `[B, H, T, D]` of 1 to `most` tokens. Raises TypeError or ValueError."""
+    """Raise TypeError or ValueError unless queries are `[B, H, T, D]` with `T` from 1 to `most`."""
     shape = {"B": batch or None, "H": g.q_heads, "T": None, "D": g.head_dim}
     check.tensor("queries", queries, shape, g.dtype, g.device)
     T = queries.shape[2]
@@ -62,7 +74,7 @@ def check_queries(g: Geometry, batch: int, queries: Tensor, most: int) -> None:
 
 
 def check_rows(g: Geometry, batch: int, rows: Rows, length: int) -> None:
-    """Check keys and values of `length` tokens. Raises TypeError or ValueError."""
+    """Raise TypeError or ValueError unless `rows` has the keys and values of `length` tokens."""
     shape = {"B": batch or None, "G": g.kv_heads, "N": length}
     check.tensor("rows.keys", rows.keys, {**shape, "D": g.head_dim}, g.dtype, g.device)
     shape["B"] = len(rows.keys)
@@ -70,11 +82,14 @@ def check_rows(g: Geometry, batch: int, rows: Rows, length: int) -> None:
 
 
 def check_bias(bias: Tensor, queries: Tensor, length: int) -> None:
-    """Check a bias `[B, H, T, N]` for queries `[B, H, T, D]`. Raises TypeError or ValueError."""
+    """Raise TypeError or ValueError unless `bias` is a float tensor `[B, H, T, N]`.
+
+    `B`, `H` and `T` are taken from queries `[B, H, T, D]`; `N` is `length`.
+    """
     shape = {"B": queries.shape[0], "H": queries.shape[1], "T": queries.shape[2], "N": length}
     check.tensor("bias", bias, dict(shape), device=queries.device)
     if not bias.is_floating_point():
-        raise ValueError(f"bias: got dtype {bias.dtype}, allowed is one of floats")
+        raise ValueError(f"bias: got dtype {bias.dtype}, allowed is a floating-point dtype")
 
 
 def check_visible(visible: Tensor, queries: Tensor, length: int) -> None:
@@ -94,7 +109,7 @@ def check_visible(visible: Tensor, queries: Tensor, length: int) -> None:
 
 
 def checked_sinks(sink_logits: Tensor | None, queries: Tensor) -> Tensor | None:
-    """Return logits of learned sinks as float32 `[B, H, T]`, or None where there are none.
+    """Return the logits of learned sinks as float32 `[B, H, T]`, or None if `sink_logits` is None.
 
     Args:
         sink_logits: `[H]` or `[B, H, T]`, or None.
@@ -111,6 +126,7 @@ def checked_sinks(sink_logits: Tensor | None, queries: Tensor) -> Tensor | None:
     shape: dict[str, int | None] = {"H": H} if alone else {"B": B, "H": H, "T": T}
     check.tensor("sink_logits", sink_logits, shape, device=queries.device)
     if not sink_logits.is_floating_point():
-        raise ValueError(f"sink_logits: got dtype {sink_logits.dtype}, allowed is one of floats")
+        dtype = sink_logits.dtype
+        raise ValueError(f"sink_logits: got dtype {dtype}, allowed is a floating-point dtype")
     sinks = sink_logits.detach().float()
     return sinks[None, :, None].expand(B, H, T) if alone else sinks

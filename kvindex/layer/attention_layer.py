@@ -1,14 +1,18 @@
-"""An attention layer, which appends the tokens of each step and computes their attention.
+"""An attention layer that stores old tokens in an index and new tokens in a window.
 
-A token's id in the index is its position in the sequence. New tokens enter the window. When its
-buffer is full, the newest `local_window` tokens stay and the older ones move into the index. The
-first real tokens that move are the sink: steps always attend to them, and the index never returns
-them, because they are marked invalid there (docs/pipeline/regions.md).
+A token's id in the index is its position in the sequence. New tokens enter the window. When the
+window is full, the newest `local_window` tokens stay, and the older ones move into the index. The
+first real tokens of the sequence are the sink. Every query attends to the sink. The index marks its
+tokens as invalid, and never returns them (docs/pipeline/regions.md).
 
-The layer has these parts: `LayerContents` (index and window), `Updates` (when tokens move into the
-index), `Retrieval` (how a decoded token searches and attends), `Tally` (counts for `traffic`), and
-`CapturedSteps` and `JoinedSteps` (steps in a caller's CUDA graph, and steps together with other
-layers).
+These classes implement the layer:
+
+- `LayerContents`: the index and the window.
+- `Updates`: when tokens move into the index.
+- `Retrieval`: how a decoded token searches and attends.
+- `Tally`: counts for `traffic`.
+- `CapturedSteps`: decode steps that a caller captures in a CUDA graph.
+- `JoinedSteps`: decode steps that run together with those of other sequences.
 """
 
 from __future__ import annotations
@@ -59,44 +63,47 @@ from kvindex.storage.saved import save_folder
 from kvindex.storage.state import ABOUT, State, check_signed, signed
 
 SETTLING = frozenset({"state_dict", "__deepcopy__"})
-"""Calls that only read, but must first let a pending append finish, which changes the layer."""
+"""Methods that only read the layer, except that they first finish a pending append. The append
+changes the layer, so no other method may run at the same time."""
 
 
 class AttentionLayer(Guarded):
     """An attention layer that keeps recent tokens in a window and older ones in an index.
 
-    Each step appends tokens and computes their attention. Tokens of a prompt attend to all tokens
-    before them. A decoded token attends to the sink (the first real tokens), to the `k` rows per KV
-    head that the index finds for its query, and to the window (the newest tokens). A row is one
-    token's key and value.
+    Each call of `step` appends tokens and computes their attention. Tokens of a prompt attend to
+    all tokens before them. A decoded token attends to the sink (the first real tokens), to the `k`
+    rows per KV head that the index finds for its query, and to the window (the newest tokens). A
+    row is one token's key and value.
 
-    When the window is full, its oldest tokens move into the index. They move in whole blocks if
-    the index encodes blocks (`protocol.EncodesBlocks`) and `update_every` is a multiple of the
-    block. If the index can append concurrently with searches (`protocol.AppendsAsync`), a move
-    ends `LAG` tokens after it began, and the window is up to `LAG` tokens longer.
+    When the window is full, its oldest tokens move into the index. If the index encodes blocks of
+    tokens (`protocol.EncodesBlocks`) and `update_every` is a multiple of the block size, only whole
+    blocks move. If the index can append concurrently with searches (`protocol.AppendsAsync`), a
+    move ends `LAG` tokens after it began, and the window is up to `LAG` tokens longer.
 
     Args:
         index: An empty index.
-        k: Rows that a step retrieves per KV head.
-        coverage: Retrieve fewer rows where fewer are estimated to contain this fraction of the
-            attention weight of the tokens in the index (`KVIndex.search`).
+        k: Rows that each query retrieves per KV head.
+        coverage: Retrieve fewer than `k` rows if fewer are estimated to hold this fraction of the
+            attention weight of the tokens in the index (`KVIndex.search`). None: retrieve `k`.
         sink: Number of sink tokens.
         local_window: Number of tokens that stay in the window when older ones move into the index.
         update_every: Number of new tokens after which tokens move into the index.
         dense_below: A decoded token attends to all tokens while the sequence is shorter than this.
-            The index is filled in the meantime.
-        search_up_to: A step of up to this many tokens is a decode step, in which each token's query
-            searches in turn, for example to verify speculated tokens. A longer step is a chunk of a
-            prompt.
-        update_phase: In [0, 1). Updates begin when the length modulo `update_every` is this
-            fraction of `update_every`, so that the layers of a model can take turns. A full block
-            waits for the layer's turn. None: updates begin when the buffer is full.
-        graphs: Whether an index with `protocol.DecodesStep` may capture its step in a CUDA graph,
-            and replay the graph in later steps. The results are equal.
+            Old tokens move into the index all the same.
+        search_up_to: `step` treats up to this many tokens as decoded tokens, whose queries search
+            one after the other, for example to verify speculated tokens. `step` treats more tokens
+            as a chunk of a prompt.
+        update_phase: In [0, 1). Tokens move into the index when the length of the sequence modulo
+            `update_every` equals `update_phase * update_every`. With different phases, the layers
+            of a model move their tokens at different decode steps. If the index encodes blocks, a
+            full block waits for that length. None: tokens move as soon as `update_every` new ones
+            are in the window.
+        graphs: Whether an index with `protocol.DecodesStep` may capture its decode step in a CUDA
+            graph and replay the graph for later tokens. The results are the same.
 
     Raises:
-        ValueError: A size is out of range, the index is not empty, or it cannot estimate the
-            coverage.
+        ValueError: A size is out of range, the index is not empty, or `coverage` is given and the
+            index cannot estimate it.
 
     Source: Qi et al., ParisKV (ICML 2026), section 4.2.1.
     """
@@ -132,7 +139,8 @@ class AttentionLayer(Guarded):
             )
         self.update_phase = update_phase
         if len(index):
-            raise ValueError(f"index: got one that holds {len(index)} tokens, allowed is empty")
+            count = len(index)
+            raise ValueError(f"index: got an index with {count} tokens, allowed is an empty index")
 
         unit = self._unit(index)
         turns = dict[str, Any](update_every=update_every, update_phase=update_phase)
@@ -146,18 +154,20 @@ class AttentionLayer(Guarded):
         counting = self._tally, self._retrieval.row_bytes
         self._captured = CapturedSteps(self._contents, self._updates, *counting)
         self._joined = JoinedSteps(self._contents, *counting)
-        self._searched = 0  # number of tokens of the last step, if it searched
-        self._usual: object = None  # shapes and dtypes of the last tensors that were checked
+        self._searched = 0  # tokens of the last call of `step` if it searched the index, else 0
+        self._usual: object = None  # shapes and dtypes of the last tensors that passed the checks
 
     def _unit(self, index: KVIndex) -> int:
-        """Return how many tokens move into the index together."""
         return unit_of(index, self.update_every)
 
     # What the layer contains
 
     @property
     def index(self) -> KVIndex:
-        """The index. It may be replaced by another index, for example by a wrapper around it."""
+        """The index with the older tokens.
+
+        Assigning to this attribute replaces the index, for example by a wrapper around it.
+        """
         return self._contents.index
 
     @index.setter
@@ -174,39 +184,40 @@ class AttentionLayer(Guarded):
 
     @property
     def tokens(self) -> int:
-        """The same number as `len(self)`, but any thread may read it at any time.
+        """Number of tokens in the layer, equal to `len(self)` but safe to read from any thread.
 
-        It is correct even while rows move from the window to the index.
+        The number is correct even while tokens move from the window into the index.
         """
         return self._contents.tokens
 
     @property
     def batch_size(self) -> int:
-        """Number of sequences, `B`; 0 before the first token and after `reset`."""
+        """Number of sequences in the batch, `B`. It is 0 before the first token."""
         return self._window.batch_size
 
     @property
     def valid(self) -> Tensor | None:
-        """Which tokens are real, bool `[B, N]`, or None where all are."""
+        """Mask bool `[B, N]`: False for padding tokens. None if no token is padding."""
         return self._window.valid
 
     @property
     def traffic(self) -> Traffic:
-        """Counts of the rows and bytes that the searching steps have read so far."""
+        """How many rows (keys and values) attention has read for queries that searched."""
         return self._tally.traffic
 
     def nbytes(self) -> dict[str, int]:
-        """Bytes in use per memory tier. Any thread may call this at any time.
+        """Return the bytes in use. Any thread may call this at any time.
 
         Returns:
-            The entries of the index, and `window` (sink, local window, update buffer).
+            The bytes of the index per memory tier, as `KVIndex.nbytes` returns them, and under
+            `window` the bytes of the sink and the newest tokens.
         """
         return self._contents.nbytes()
 
     # Steps
 
     def decodes(self, tokens: int) -> bool:
-        """Return whether a step of `tokens` tokens is a decode step, not a chunk of a prompt."""
+        """Return True if `step` would treat `tokens` tokens as decoded, not as part of a prompt."""
         return len(self) > 0 and tokens <= self.search_up_to
 
     def step(
@@ -221,40 +232,42 @@ class AttentionLayer(Guarded):
         ids: Tensor | None = None,
         visible: Tensor | None = None,
     ) -> Tensor:
-        """Append `T` tokens and attend from them, causally.
+        """Append `T` tokens, and return their causal attention.
 
-        Steps of more than `search_up_to` queries attend exactly to all tokens. Shorter steps search
-        once the sequence is long enough, with one query after the other, as in steps of one token.
-        If a shorter step has several tokens, a due update of the window waits for the next step. So
-        `truncate` removes rejected tokens completely, except for what an index has learned from
-        their queries. A call that fails leaves the layer as it was.
+        If `T` is larger than `search_up_to`, the tokens are a chunk of a prompt, and attend exactly
+        to all tokens before them. Otherwise they are decoded tokens: once the sequence has
+        `dense_below` tokens, their queries search the index one after the other.
+
+        After several decoded tokens, no token moves into the index before the next call. So the
+        caller can remove rejected tokens with `truncate`; only what an index has learned from their
+        queries stays. A call that fails leaves the layer unchanged.
 
         Args:
             queries: `[B, H, T, D]`, after the rotary embedding.
             keys: `[B, G, T, D]`, after the rotary embedding.
             values: `[B, G, T, Dv]`.
             valid: Bool `[B, T]`, False for padding at any position; None where no token is padded.
-            bias: `[B, H, T, N + T]`, added to the logits. Indexes search without it, so it should
-                be 0 for rows that have left the window (for example a bias by distance that reaches
-                no further than `local_window` tokens).
+            bias: `[B, H, T, N + T]`, added to the logits. Searches ignore the bias, so it should be
+                0 for tokens that have left the window, for example a position bias that is 0 beyond
+                a distance of `local_window` tokens.
             sink_logits: `[H]` or `[B, H, T]`, the logits of learned sinks. Each logit adds a term
                 to the softmax's denominator that belongs to no token
                 (`ops.attention.with_sink_logits`).
-            ids: Int64 `[B, G, T, K]`, the positions of rows that the caller chose, distinct for
-                each token, -1 where unused. Each token attends only to its rows, and the index does
-                not search. (The index `exact` then stores no codes.)
-            visible: Bool `[B, T, N + T]`, the tokens that each query attends to, in place of all
-                tokens up to its own. This is for prompts with an image whose tokens attend to each
-                other in both directions. Such a step does not search, and later queries attend to
-                every valid token.
+            ids: Int64 `[B, G, T, K]`, positions of the tokens to attend to, chosen by the caller:
+                distinct for each query, -1 for an unused slot. The index does not search. (The
+                index `exact` then stores no codes.)
+            visible: Bool `[B, T, N + T]`, the tokens that each query attends to, in place of the
+                causal mask. This is for prompts with an image, whose tokens attend to each other in
+                both directions. With `visible` the index does not search. Later queries are not
+                limited by it.
 
         Returns:
-            Attention outputs `[B, H, T, Dv]`. A padded query attends to the real tokens before it;
-            if there are none, its output has no meaning.
+            Attention outputs `[B, H, T, Dv]`. The output of a padding token has no meaning if no
+            real token comes before it.
 
         Raises:
-            ValueError: A shape, dtype or device does not fit, or a valid key is NaN or infinite (on
-                a CUDA device this is raised later).
+            ValueError: A shape, dtype or device does not fit, or a key that is not padding is NaN
+                or infinite (on a CUDA device a later call raises this).
             TypeError: An argument is not a tensor.
         """
         keys, values, valid = self._checked(queries, keys, values, valid)
@@ -265,7 +278,8 @@ class AttentionLayer(Guarded):
             ids = check_ids(ids, queries, self.index, before)
         decoded = self.decodes(T) and visible is None
 
-        # 1. Run an update that the last step deferred, and end the prompt when decoding begins.
+        # 1. Move tokens into the index if the last call postponed that. Before the first decoded
+        # token, report the end of the prompt to the index.
         if decoded:
             self._updates.begin_decoding()
         else:
@@ -274,7 +288,7 @@ class AttentionLayer(Guarded):
         # 2. Keys and values of the new tokens enter the window, and their queries attend.
         long_enough = before + 1 >= self.dense_below and len(self.index) > 0
         searches = decoded and long_enough and ids is None
-        if searches:  # tokens enter the window, search, and attend one after the other
+        if searches:  # one token after the other enters the window, searches and attends
             how: Any = dict(k=self.k, coverage=self.coverage, graphs=self.graphs)
             output = self._retrieval.decode(queries, keys, values, valid, bias, sinks, **how)
         else:
@@ -285,9 +299,9 @@ class AttentionLayer(Guarded):
             else:  # attend to all tokens
                 output = self._attend_densely(queries, bias, sinks, visible)
 
-        # 3. If the window's buffer is full, move its old tokens into the index.
+        # 3. If the window is full, move its old tokens into the index.
         if decoded and T > 1:
-            self._updates.defer(before)  # the caller may reject and truncate these tokens
+            self._updates.defer(before)  # because the caller may reject and truncate these tokens
         else:
             self._updates.update_if_due(int(T == 1 and visible is None))
         self._searched = T if searches else 0
@@ -296,8 +310,8 @@ class AttentionLayer(Guarded):
     def append(self, keys: Tensor, values: Tensor, *, valid: Tensor | None = None) -> None:
         """Append tokens of a prompt without computing their attention.
 
-        Afterwards the layer's state is the same as after a `step` of these tokens, except that the
-        index has not observed the queries of these tokens.
+        This changes the layer as `step` does, but needs no queries. It does not work with an index
+        that learns from the queries of a prompt.
 
         Args:
             keys: `[B, G, T, D]`, after the rotary embedding.
@@ -305,13 +319,13 @@ class AttentionLayer(Guarded):
             valid: Bool `[B, T]`, False for padding; None where no token is padded.
 
         Raises:
-            ValueError: A shape, dtype, device or number does not fit, as in `step`; or the index
-                learns from queries (`protocol.ObservesQueries`), which are missing here.
+            ValueError: A shape, dtype or device does not fit, a key that is not padding is NaN or
+                infinite, or the index learns from queries (`protocol.ObservesQueries`).
         """
         if capability(self.index, ObservesQueries) is not None:
             raise ValueError(
                 f"index: got {type(self.index).__name__}, which learns from the queries of a "
-                "prompt; allowed without queries is an index that does not"
+                "prompt; call step() with the queries instead of append()"
             )
         check_new_rows(self.index.geometry, self.batch_size, keys, values)
         keys, values, valid = self._checked_rows(keys, values, valid)
@@ -323,22 +337,22 @@ class AttentionLayer(Guarded):
         self._searched = 0
 
     def attend(self, queries: Tensor, *, sink_logits: Tensor | None = None) -> Tensor:
-        """Attend once more from the newest tokens, with the queries of another layer.
+        """Attend from the newest tokens with the queries of another layer, without appending.
 
-        This serves layers that share this layer's keys and values. The queries search if the last
-        step searched, and otherwise attend to all tokens. Nothing is appended, and the index does
-        not observe these queries.
+        This serves model layers that share the keys and values of this layer. The queries search
+        the index if the queries of the last `step` did, and otherwise attend to all tokens. The
+        index does not learn from these queries.
 
         Args:
             queries: `[B, H, T, D]`, of the newest `T` tokens, after the rotary embedding.
-            sink_logits: As in `step`.
+            sink_logits: `[H]` or `[B, H, T]`, the logits of learned sinks (see `step`).
 
         Returns:
             Attention outputs `[B, H, T, Dv]`.
 
         Raises:
-            ValueError: A shape, dtype or device does not fit, or `T` is larger than the number of
-                tokens in the layer (or in the last step, if that step searched).
+            ValueError: A shape, dtype or device does not fit, or `T` is too large. The limit is the
+                number of tokens of the last `step` if it searched, else of the layer.
             TypeError: An argument is not a tensor.
         """
         most = self._searched or len(self)
@@ -356,7 +370,7 @@ class AttentionLayer(Guarded):
         return torch.stack(outputs, dim=2)
 
     def read_chunk(self, queries: Tensor, rows: Rows, *, valid: Tensor | None = None) -> Tensor:
-        """Append a chunk of a prompt, and attend to rows that the caller has stored.
+        """Append a chunk of a prompt, and attend to keys and values that the caller has stored.
 
         Attention reads all keys and values from `rows`, and none from the index. An index with
         `protocol.AppendsAsync` may still be appending when this returns. The next chunk or `settle`
@@ -364,15 +378,16 @@ class AttentionLayer(Guarded):
 
         Args:
             queries: `[B, H, T, D]`, of the new tokens, after the rotary embedding.
-            rows: Keys `[B, G, N + T, D]` and values `[B, G, N + T, Dv]` of the `N` tokens before,
-                followed by the new tokens.
-            valid: As in `step`.
+            rows: Keys `[B, G, N + T, D]` and values `[B, G, N + T, Dv]` of the `N` tokens in the
+                layer, followed by those of the `T` new tokens.
+            valid: Bool `[B, T]`, False for padding; None where no new token is padded.
 
         Returns:
             Attention outputs `[B, H, T, Dv]`.
 
         Raises:
-            ValueError: As in `step`.
+            ValueError: A shape, dtype or device does not fit, or a key that is not padding is NaN
+                or infinite (on a CUDA device a later call raises this).
             TypeError: An argument is not a tensor.
         """
         before, T = len(self), queries.shape[2]
@@ -391,15 +406,15 @@ class AttentionLayer(Guarded):
     def _checked(
         self, queries: Tensor, keys: Tensor, values: Tensor, valid: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Check tokens, and return keys and values with zeros for padding, and `valid`.
+        """Check new tokens. Return their keys and values, with zeros for padding, and `valid`.
 
-        `valid` is None if no token is padded.
+        The returned `valid` is None if no token is padded.
         """
         self._check_shapes(queries, keys, values)
         return self._checked_rows(keys, values, valid)
 
     def _check_shapes(self, queries: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Check shapes, dtypes and devices, unless they are the same as in the step before."""
+        """Check shapes, dtypes and devices, unless the last call had the same ones."""
         kinds = check.kind(queries), check.kind(keys), check.kind(values), self.batch_size
         if kinds == self._usual:
             return
@@ -409,7 +424,10 @@ class AttentionLayer(Guarded):
     def _checked_rows(
         self, keys: Tensor, values: Tensor, valid: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Like `_checked`, for keys and values whose shapes have been checked."""
+        """Replace padding by zeros, and check `valid` and the values of the keys, not the shapes.
+
+        The returned `valid` is None if no token is padded.
+        """
         if valid is not None:
             check_valid(valid, keys)
             valid = None if bool(valid.all()) else valid
@@ -424,16 +442,16 @@ class AttentionLayer(Guarded):
     def _check_options(
         self, queries: Tensor, bias: Tensor | None, ids: Tensor | None, visible: Tensor | None
     ) -> None:
-        """Check `bias` and `visible`, and that none of the other options is used with `ids`."""
+        """Check the shapes of `bias` and `visible`, and that both are None if `ids` is given."""
         length = len(self) + queries.shape[2]
         if visible is not None:
             check_visible(visible, queries, length)
             if ids is not None:
-                raise ValueError("visible: got a tensor, allowed is None together with ids")
+                raise ValueError("visible: got a tensor, allowed is None if ids is given")
         if bias is not None:
             check_bias(bias, queries, length)
             if ids is not None:
-                raise ValueError("bias: got a tensor, allowed is None together with ids")
+                raise ValueError("bias: got a tensor, allowed is None if ids is given")
 
     def _attend_densely(
         self,
@@ -442,7 +460,7 @@ class AttentionLayer(Guarded):
         sinks: Tensor | None,
         visible: Tensor | None = None,
     ) -> Tensor:
-        """Attend from the newest tokens to all tokens: `[B, H, T, Dv]`."""
+        """Return the attention `[B, H, T, Dv]` of the newest tokens to all tokens."""
         window = self._window
         options: Any = dict(sink=window.sink, visible=visible)
         return attend_densely(
@@ -452,9 +470,9 @@ class AttentionLayer(Guarded):
     def _attend_chosen(
         self, queries: Tensor, sinks: Tensor | None, ids: Tensor, *, counts: bool
     ) -> Tensor:
-        """Attend from the newest tokens to the rows `ids`: `[B, H, T, Dv]`.
+        """Return the attention `[B, H, T, Dv]` of the newest tokens to the tokens `ids`.
 
-        counts: whether `traffic` counts these rows.
+        `counts` says whether `traffic` counts the rows that are read.
         """
         read = attend_chosen(self.index, self._window, queries, ids)
         newer, outputs = len(read), []
@@ -468,7 +486,7 @@ class AttentionLayer(Guarded):
     # Truncation, and the order of the batch
 
     def settle(self) -> None:
-        """Run a deferred update of the window, and finish a pending one."""
+        """Finish all pending moves of tokens from the window into the index."""
         self._updates.settle()
 
     def truncate(self, length: int) -> None:
@@ -492,7 +510,7 @@ class AttentionLayer(Guarded):
             batch_indices: Int64 `[B']`. A sequence may occur several times, or not at all.
 
         Raises:
-            ValueError: The shape or dtype does not fit, or there is no such sequence.
+            ValueError: The shape or dtype does not fit, or an entry is not a sequence of the batch.
             TypeError: `batch_indices` is not a tensor.
         """
         batch = self.batch_size
@@ -508,16 +526,16 @@ class AttentionLayer(Guarded):
         self._searched, self._broken = 0, None
         self._tally.reset()
 
-    # Steps in a CUDA graph that the caller captures and replays
+    # Decode steps in a CUDA graph that the caller captures and replays
 
     def capture_refusal(self) -> str | None:
-        """Return why a CUDA graph cannot contain the step of the next token.
+        """Return why a CUDA graph cannot capture the decode step of the next token.
 
         Returns:
-            The reason, or None if a graph can contain the step.
+            The reason, or None if a graph can capture the decode step.
         """
         if type(self).step is not AttentionLayer.step:
-            return f"layer: got {type(self).__name__}, whose step is its own"
+            return f"layer: got {type(self).__name__}, which overrides AttentionLayer.step"
         return self._captured.refusal(coverage=self.coverage, dense_below=self.dense_below)
 
     def prepare_replay(self) -> object | None:
@@ -526,8 +544,9 @@ class AttentionLayer(Guarded):
         Afterwards all data is at the addresses that the graph reads.
 
         Returns:
-            An object that stays the same for as long as one graph may be replayed. None if the
-            caller must use `step` for the next token; `capture_refusal` returns the reason.
+            An object that identifies the graph: while calls return the same object, the caller can
+            replay the same graph. None if no graph can be used for the next token, and the caller
+            must call `step`; `capture_refusal` returns the reason.
         """
         self._captured.forget()
         if self.capture_refusal() is not None:
@@ -535,19 +554,20 @@ class AttentionLayer(Guarded):
         return self._captured.prepare(self._situation(), self.k)
 
     def prepare_next(self) -> object | None:
-        """Prepare the next replay in less time than `prepare_replay`, if nothing else has changed.
+        """Prepare the next replay like `prepare_replay`, but in less time.
 
-        It calls only the index, so that it is fast enough for every layer and every token.
+        This works only if `count_replay` was the only call since the last preparation. It calls
+        only the index, and is fast enough for every layer and every token.
 
         Returns:
             The object that `prepare_replay` would return. None if the caller must call
-            `prepare_replay`, because the layer was changed by another call than `count_replay`, or
-            because the buffer of the resident rows (sink and window) is full.
+            `prepare_replay` instead: another call has changed the layer, or the buffer with the
+            rows of sink and window is full.
         """
         return self._captured.prepare_next(self._situation())
 
     def _situation(self) -> object:
-        """Return the data on which `prepare_replay` depends, apart from the index's own data."""
+        """Return a value that changes when `prepare_next` cannot replace `prepare_replay`."""
         return self.calls_begun, id(self.index), self.k, self.coverage, self.dense_below
 
     def captured_step(
@@ -558,7 +578,7 @@ class AttentionLayer(Guarded):
         *,
         sink_logits: Tensor | None = None,
     ) -> Tensor:
-        """Launch the step of one real token per sequence, for a CUDA graph to capture.
+        """Launch the decode step of one real token per sequence, so that a CUDA graph captures it.
 
         The kernels read the token's position and the number of rows from device memory. Call
         `prepare_replay` before the capture and before each replay, and `count_replay` after each
@@ -568,13 +588,14 @@ class AttentionLayer(Guarded):
             queries: `[B, H, 1, D]`, after the rotary embedding.
             keys: `[B, G, 1, D]`, after the rotary embedding.
             values: `[B, G, 1, Dv]`.
-            sink_logits: As in `step`.
+            sink_logits: `[H]` or `[B, H, 1]`, the logits of learned sinks (see `step`).
 
         Returns:
             Attention outputs `[B, H, 1, Dv]`, which the next replay overwrites.
 
         Raises:
-            ValueError: A shape, dtype or device does not fit. Values are not checked.
+            ValueError: A shape, dtype or device does not fit. NaN and infinite values are not
+                detected.
             TypeError: An argument is not a tensor.
         """
         self._check_shapes(queries, keys, values)
@@ -582,26 +603,26 @@ class AttentionLayer(Guarded):
         return self._captured.step(queries, Rows(keys, values), sinks, self.k)
 
     def count_replay(self) -> None:
-        """Count the token of a replay, and begin or end an update if one is due.
+        """Count the token that a replay of the CUDA graph has appended.
 
-        If this raises, the token stays in the layer.
+        If the window is then full, its old tokens move into the index. If this raises an error, the
+        token stays in the layer.
         """
         if self._captured.count():
             self._update_replayed()
 
     def _update_replayed(self) -> None:
-        """Update after a replay. This is a transaction of its own."""
-        self._updates.update_if_due(1)
+        self._updates.update_if_due(1)  # a method of its own, so that it is a transaction
 
-    # Steps together with other layers. For each layer, the caller (`pool.LayerPool`) first calls
-    # `way_back`, `begin_decoding` and `joins`. Then it calls `row_of_step` and `count_joined` for
-    # each token, and at the end `end_joined`. If any call fails, the caller calls all functions
-    # that `way_back` returned.
+    # Joined steps: one decode step for this sequence and others. For each layer, the caller
+    # (`pool.LayerPool`) first calls `way_back`, `begin_decoding` and `joins`. Then it calls
+    # `row_of_step` and `count_joined` for each token, and at the end `end_joined`. If any call
+    # fails, the caller calls all functions that `way_back` returned.
 
     def way_back(self, tokens: int) -> Callable[[], None]:
-        """Return a function that undoes a step of `tokens` tokens.
+        """Return a function that undoes the next decode step, of `tokens` tokens.
 
-        The function needs no copy of the layer's state if the step runs no update of the window.
+        The layer's state is copied only if the decode step moves tokens into the index.
         """
         if not self._updates.idle_for(tokens):
             return partial(self.rollback, self.checkpoint())
@@ -614,51 +635,82 @@ class AttentionLayer(Guarded):
         self._joined.rollback(joined)
 
     def begin_decoding(self) -> None:
-        """Run what was deferred to the next decode step, and end the prompt once."""
+        """Prepare the layer for a decode step.
+
+        Move tokens into the index if the last call postponed that. Before the first decode step,
+        also report the end of the prompt to the index.
+        """
         self._updates.begin_decoding()
 
     def joins(self, tokens: int) -> bool:
-        """Return whether the next `tokens` tokens can run in one step with other layers."""
+        """Return True if this layer's next decode step can run together with other sequences.
+
+        `tokens` is the number of tokens of the decode step.
+        """
         if not self.decodes(tokens) or self.coverage is not None:
             return False
         return self._joined.possible(searches=len(self) + 1 >= self.dense_below)
 
     def resident_room(self, tokens: int) -> int:
-        """Return how many rows the buffer of `lie_in` must have room for before a step.
+        """Return for how many rows (keys and values) the buffer passed to `lie_in` needs room.
 
-        tokens: number of tokens in the step.
+        `tokens` is the number of tokens of the next decode step.
         """
         return self._window.room(tokens)
 
     def lies_in(self, resident: ResidentRows) -> bool:
-        """Return whether `resident` is the buffer with this layer's rows of sink and window."""
+        """Return True if `resident` is the buffer with this layer's sink and window.
+
+        The buffer contains their rows, that is, keys and values.
+        """
         return self._window.lies_in(resident)
 
     def lie_in(self, resident: ResidentRows | None) -> None:
-        """Store the rows of sink and window in the buffer `resident`, of batch size 1.
+        """Store keys and values of sink and window in the buffer `resident` from now on.
 
-        None: the layer uses a buffer of its own.
+        The buffer has batch size 1. With None, the layer makes a new buffer.
         """
         self._window.lie_in(resident)
 
     def asks(self) -> int:
-        """Return how many rows per KV head a step asks the index for; 0 if it is empty."""
+        """Return how many rows per KV head to request from the index, or 0 if the index is empty.
+
+        A row is the key and the value of one token.
+        """
         return self._joined.asks(self.k)
 
     def row_of_step(self, queries: Tensor, tokens: int, *, k: int) -> object | None:
-        """Return the index's part of a joint step, or None if the index is empty.
+        """Prepare one token's search in a decode step that runs together with other sequences.
 
-        This also writes the rows of sink and window to their buffer, with room for `tokens` more
-        tokens. queries: `[1, H, D]`. Raises the errors of `JoinsBatch.batch_row`.
+        This also writes the rows of sink and window to their buffer.
+
+        Args:
+            queries: `[1, H, D]`.
+            tokens: Number of further tokens for which the buffer must have room.
+            k: Number of rows to retrieve per KV head.
+
+        Returns:
+            The result of `JoinsBatch.batch_row`, or None if the index is empty.
+
+        Raises:
+            ValueError: `JoinsBatch.batch_row` raised it.
         """
         return self._joined.row(queries, tokens, k=k)
 
     def count_joined(self, attended: Attended) -> None:
-        """Count a token whose rows a joint step has written, and the rows that the step read."""
+        """Count a token that a joined step has appended, and the rows that attention has read.
+
+        A joined step is a decode step that runs together with other sequences. A row is a key and
+        its value. `attended` is the token's attention.
+        """
         self._joined.count(attended)
 
     def end_joined(self, tokens: int) -> None:
-        """End a step of `tokens` tokens: begin or end an update, or defer it, as `step` does."""
+        """End a decode step of `tokens` tokens that ran together with other sequences.
+
+        After a single token, old tokens move into the index if the window is full. After several
+        tokens, that waits for the next decode step, because some of them may be rejected.
+        """
         searched = len(self.index) > 0
         if tokens > 1:
             self._updates.defer(len(self) - tokens)
@@ -672,15 +724,15 @@ class AttentionLayer(Guarded):
         return name in SETTLING or super()._alone(name)
 
     def checkpoint(self) -> Any:
-        """Return the layer's present state, for `rollback`, without waiting for the device."""
+        """Return the layer's present state for `rollback`, without waiting for the GPU."""
         parts = self._contents.checkpoint(), self._updates.checkpoint(), self._tally.checkpoint()
         return parts, self._searched
 
     def rollback(self, checkpoint: Any) -> None:
-        """Go back to a checkpoint.
+        """Restore the state that `checkpoint` returned.
 
-        An index that is not `Restorable` is truncated to its former length, and keeps what it has
-        learned from signals since then.
+        An index that is not `Restorable` is truncated to its former length. It keeps what it has
+        learned from queries since then.
         """
         (contents, updates, tally), self._searched = checkpoint
         self._captured.forget()
@@ -689,16 +741,16 @@ class AttentionLayer(Guarded):
         self._contents.rollback(contents)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """Return an independent copy. A pending append finishes before."""
+        """Finish a pending append, and return an independent copy of the layer."""
         self.settle()
         return super().__deepcopy__(memo)
 
     # State, and files
 
     def state_dict(self) -> State:
-        """Return the state of index, window and sink as named tensors.
+        """Finish a pending append, and return the state of the layer as named tensors.
 
-        A pending append finishes before. `traffic` is not part of the state.
+        `traffic` is not part of the state.
 
         Returns:
             The tensors of the index, with names that begin with `index.`, and the tensors of window
@@ -712,14 +764,14 @@ class AttentionLayer(Guarded):
         return signed(self._whose(), self._contents.packed() | prompt_ended)
 
     def check_state(self, state: Mapping[str, Tensor]) -> None:
-        """Check a state before it is loaded: first the index's part, then window and sink.
+        """Check whether `load_state_dict` would load a state.
 
         Args:
-            state: A state, or an outline of one whose tensors are on the meta device.
+            state: A result of `state_dict`. Its tensors may be on the meta device.
 
         Raises:
-            ValueError: `load_state_dict` would not load it.
-            TypeError: It is not a mapping from names to tensors.
+            ValueError: The state does not fit this layer.
+            TypeError: The state is not a mapping from names to tensors.
         """
         check_signed(self._whose(), state)
         self._contents.check_index(state)
@@ -739,8 +791,8 @@ class AttentionLayer(Guarded):
         """Load a state into this empty layer.
 
         Args:
-            state: The result of `state_dict` of a layer with the same sizes, whose index has the
-                same configuration.
+            state: The result of `state_dict`, called on a layer with the same sizes and the same
+                kind of index.
 
         Raises:
             ValueError: The state does not fit this layer, or the layer has tokens. The layer is
@@ -750,7 +802,9 @@ class AttentionLayer(Guarded):
         check_signed(self._whose(), state)
         self._check_own(state)
         if len(self):
-            raise ValueError(f"state: got a layer that holds {len(self)} tokens, allowed is empty")
+            raise ValueError(
+                f"layer: got a layer with {len(self)} tokens, allowed is an empty layer"
+            )
         self._contents.unpack(state)
         self._updates.prompt_ended, self._broken = bool(state["prompt_ended"]), None
 
@@ -759,11 +813,11 @@ class AttentionLayer(Guarded):
         return {"layer": sizes}
 
     def recipe(self) -> Recipe:
-        """Return the options from which an equal, empty layer can be made.
+        """Return the options with which `kvindex.load` makes an empty copy of this layer.
 
         Returns:
-            A dict with `layer` (the name of the class), `options`, and `index` (the recipe of the
-            index, or None if it has none).
+            A dict with `layer` (the name of the class), `options` (the constructor's arguments),
+            and `index` (the recipe of the index, or None if the index has no recipe).
         """
         index, names = capability(self.index, ReportsRecipe), inspect.signature(AttentionLayer)
         options = {name: vars(self)[name] for name in names.parameters if name != "index"}
@@ -771,9 +825,9 @@ class AttentionLayer(Guarded):
         return {"layer": class_name(type(self)), "options": options, "index": made}
 
     def save(self, folder: str | os.PathLike[str]) -> None:
-        """Write layer and index to a new folder, for `kvindex.load`.
+        """Write the layer and its index to a new folder, for `kvindex.load`.
 
-        The folder appears only when it is complete.
+        The folder appears only when all of its files are complete.
 
         Args:
             folder: A path that does not exist yet.

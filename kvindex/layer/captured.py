@@ -1,8 +1,9 @@
-"""Steps of a layer that run in a caller's CUDA graph, or together with the steps of other layers.
+"""Decode steps in a caller's CUDA graph, or joined with the decode steps of other sequences.
 
-Such a step writes the token's key and value behind the resident rows (sink and window in one
-buffer) by itself. The layer only counts the token, which is then staged: the window copies the
-token's row when its rows are read. So undoing a token needs no copy, unless it causes an update.
+The kernels of such a step append the token's key and value to the resident rows (sink and window in
+one buffer). The layer only counts the token. The token is then called staged: the window copies its
+key and value later, when somebody reads the window's rows. So a step can be undone without a copy,
+unless it moves tokens into the index.
 """
 
 from __future__ import annotations
@@ -22,17 +23,17 @@ from kvindex.layer.updates import Updates
 
 
 class CapturedSteps(Restorable):
-    """Steps of one token that the caller captures in a CUDA graph of its own.
+    """Decode steps of one token that the caller captures in a CUDA graph and replays.
 
     Args:
         contents: The index and the window.
-        updates: The updates of the window, which must not become due inside a replay.
-        tally: Counts what the steps read.
-        row_bytes: Bytes of a row that the index fetches.
+        updates: Moves tokens from the window into the index, which cannot happen inside a replay.
+        tally: Counts the rows that the steps read.
+        row_bytes: Bytes of one row (key and value) that the index fetches.
     """
 
     _prepared: tuple[object, CapturesStep, ResidentRows, int] | None = None
-    _due_at = 0  # no update becomes due while the length is below this
+    _due_at = 0  # while the sequence is shorter than this, no tokens move into the index
 
     def __init__(
         self, contents: LayerContents, updates: Updates, tally: Tally, row_bytes: int
@@ -41,24 +42,35 @@ class CapturedSteps(Restorable):
         self._row_bytes = row_bytes
 
     def refusal(self, *, coverage: float | None, dense_below: int) -> str | None:
-        """Return why a graph cannot contain the step of the next token, or None if it can."""
+        """Return why a graph cannot capture the decode step of the next token, or None if it can.
+
+        Args:
+            coverage: The layer's option `coverage`, which must be None.
+            dense_below: The length from which decoded tokens search the index.
+        """
         index, length = self._contents.index, len(self._contents)
         name = type(index).__name__
         if coverage is not None:
-            return f"coverage: got {coverage}, allowed is None"
+            return f"coverage: got {coverage}, allowed is None in a CUDA graph"
         if capability(index, ObservesQueries) is not None:
-            return f"index: got {name}, which looks at every token's queries on the host"
+            return f"index: got {name}, which reads the queries of every token on the host"
         if not self._updates.prompt_ended or length + 1 < dense_below or not len(index):
-            return f"tokens: got {length}, too few for a step that searches"
+            return f"tokens: got {length}, too few for a step that searches the index"
         if capability(index, CapturesStep) is None:
-            return f"index: got {name}, whose steps are no kernels that read the device's counts"
-        return "an update is due before the next token" if self._updates.deferred else None
+            return f"index: got {name}, which has no decode step that a CUDA graph can capture"
+        deferred = self._updates.deferred
+        return "tokens must move into the index before the next token" if deferred else None
 
     def prepare(self, situation: object, k: int) -> object | None:
         """Write all data to the addresses that a graph reads, before a capture or a replay.
 
-        situation: an object that stays equal as long as only `count` has changed the layer. Returns
-        the same object for as long as one graph may be replayed.
+        Args:
+            situation: A value that compares equal as long as only `count` has changed the layer.
+            k: Number of rows to retrieve per KV head.
+
+        Returns:
+            An object that identifies the graph: the graph may be replayed as long as calls return
+            the same object.
         """
         index, resident = self._capturing()
         k, self._due_at = rows_to_ask(self._contents.index, k), self._updates.due_from()
@@ -66,10 +78,10 @@ class CapturedSteps(Restorable):
         return index.prepare_replay(resident, k=k)
 
     def prepare_next(self, situation: object) -> object | None:
-        """Like `prepare`, but faster, because it calls only the index.
+        """Prepare the next replay, like `prepare`, but in less time, by calling only the index.
 
-        Returns None if the situation has changed, or if the buffer of the rows in sink and window
-        has no room for a token.
+        Returns None if `situation` has changed since `prepare`, or if the buffer with the rows of
+        sink and window has no room for another token.
         """
         if (prepared := self._prepared) is None:
             return None
@@ -79,9 +91,16 @@ class CapturedSteps(Restorable):
         return index.prepare_replay(resident, k=k)
 
     def step(self, queries: Tensor, token: Rows, sinks: Tensor | None, k: int) -> Tensor:
-        """Launch the kernels of a step, for a graph to capture: `[B, H, 1, Dv]`.
+        """Launch the kernels of a decode step, so that a graph captures them.
 
-        queries: `[B, H, 1, D]`; token: keys `[B, G, 1, D]`, and values; sinks: `[B, H, 1]` or None.
+        Args:
+            queries: `[B, H, 1, D]`.
+            token: The new token's keys `[B, G, 1, D]` and values `[B, G, 1, Dv]`.
+            sinks: Logits of learned sinks `[B, H, 1]`, or None.
+            k: Number of rows to retrieve per KV head.
+
+        Returns:
+            Attention outputs `[B, H, 1, Dv]`.
         """
         index, resident = self._capturing()
         k = rows_to_ask(self._contents.index, k)
@@ -90,7 +109,10 @@ class CapturedSteps(Restorable):
         return output_of(attended, None if sinks is None else sinks[..., 0]).unsqueeze(2)
 
     def count(self) -> bool:
-        """Count the token of a replay. Return whether an update is due now."""
+        """Count the token that a replay of the graph has appended.
+
+        Returns True if old tokens must move from the window into the index now.
+        """
         contents, window = self._contents, self._contents.window
         resident = window.count_staged()
         length = len(contents)
@@ -99,11 +121,14 @@ class CapturedSteps(Restorable):
         return length >= self._due_at and self._updates.is_due(1)
 
     def forget(self) -> None:
-        """Make the last result of `prepare` invalid."""
+        """Require a call of `prepare` before the next replay."""
         self._prepared = None
 
     def _capturing(self) -> tuple[CapturesStep, ResidentRows]:
-        """Return the index, and the rows of sink and window in a buffer with room for a token."""
+        """Return the index, and a buffer with keys and values of sink and window.
+
+        The buffer has room for one more token.
+        """
         index = self._contents.index
         return required(index, CapturesStep), self._contents.window.resident(len(index), more=1)
 
@@ -112,22 +137,22 @@ class CapturedSteps(Restorable):
 
 
 class JoinedSteps(Restorable):
-    """Steps of one sequence that run together with the steps of other layers (`pool.LayerPool`).
+    """Decode steps of one sequence that run together with other sequences (`pool.LayerPool`).
 
     Args:
         contents: The index and the window.
-        tally: Counts what the steps read.
-        row_bytes: Bytes of a row that the index fetches.
+        tally: Counts the rows that the steps read.
+        row_bytes: Bytes of one row (key and value) that the index fetches.
     """
 
     def __init__(self, contents: LayerContents, tally: Tally, row_bytes: int) -> None:
         self._contents, self._tally, self._row_bytes = contents, tally, row_bytes
 
     def possible(self, *, searches: bool) -> bool:
-        """Return whether the next tokens can run in one step with other sequences.
+        """Return True if the next decode step can run together with other sequences.
 
-        They can if they attend only to the window, or if the index offers `protocol.JoinsBatch`.
-        searches: whether the sequence is long enough to search.
+        It can if the index is empty, so that queries attend only to the window, or if the index
+        offers `protocol.JoinsBatch`. `searches` says whether the sequence is long enough to search.
         """
         index, window = self._contents.index, self._contents.window
         if window.batch_size != 1:
@@ -138,22 +163,29 @@ class JoinedSteps(Restorable):
         return searches and joins and capability(index, ObservesQueries) is None
 
     def asks(self, k: int) -> int:
-        """Return how many rows per KV head to ask the index for; 0 if it is empty."""
+        """Return how many rows per KV head to request from the index, or 0 if the index is empty.
+
+        A row is the key and the value of one token.
+        """
         index = self._contents.index
         return rows_to_ask(index, k) if len(index) else 0
 
     def row(self, queries: Tensor, tokens: int, *, k: int) -> object | None:
-        """Return the index's part of a joint step, or None if the index is empty.
+        """Prepare one token's search, with queries `[1, H, D]`, in a joined step.
 
         This also writes the rows of sink and window to their buffer, with room for `tokens` more
-        tokens.
+        tokens. Returns the result of `JoinsBatch.batch_row`, or None if the index is empty.
         """
         index = self._contents.index
         self._contents.window.resident(len(index), more=tokens)
         return required(index, JoinsBatch).batch_row(queries, k=k) if len(index) else None
 
     def count(self, attended: Attended) -> None:
-        """Count a token whose rows a joint step has written, and the rows that the step read."""
+        """Count a token that a joined step has appended, and the rows that attention has read.
+
+        A joined step is a decode step that runs together with other sequences. A row is a key and
+        its value. `attended` is the token's attention.
+        """
         contents, window = self._contents, self._contents.window
         resident = window.count_staged()
         if len(contents.index):
@@ -161,11 +193,14 @@ class JoinedSteps(Restorable):
             self._tally.count(Counts(attended.found, *sizes, self._row_bytes))
 
     def checkpoint(self) -> Any:
-        """Return a checkpoint, without copying data. It is valid until the next update."""
+        """Return the present state for `rollback`, without copying data.
+
+        The checkpoint is valid until tokens move into the index.
+        """
         return self._contents.window.counted, self._tally.checkpoint()
 
     def rollback(self, checkpoint: Any) -> None:
-        """Forget the tokens that were counted since a checkpoint."""
+        """Remove the tokens that were counted since `checkpoint` was called."""
         counted, tally = checkpoint
         self._contents.window.uncount(counted)
         self._tally.rollback(tally)

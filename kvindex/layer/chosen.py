@@ -1,6 +1,6 @@
-"""Sparse attention to rows that the caller chose, for example by a trained indexer.
+"""Sparse attention to tokens that the caller chose, for example with a trained indexer.
 
-The index does not search. It only stores and fetches rows.
+The index does not search. It only stores and fetches keys and values.
 """
 
 from __future__ import annotations
@@ -18,27 +18,28 @@ from kvindex.layer.window import Window
 from kvindex.ops.fetch import gather_rows
 
 FETCHED_BYTES = 2**28
-"""Approximate memory of the rows that are fetched at a time. A prompt is processed a few tokens at
-a time to stay below it. The limit does not change the result."""
+"""Approximate limit, in bytes, of the rows that are fetched at a time. To stay below the limit, a
+prompt is processed a few tokens at a time. The limit does not change the result."""
 
 
 def check_ids(ids: Tensor, queries: Tensor, index: KVIndex, before: int) -> Tensor:
-    """Check the ids that a caller chose, and return them.
+    """Check the token ids that a caller chose to attend to, and return them.
 
-    On a CPU a wrong id raises ValueError. On a CUDA device it becomes -1, because the host must not
-    wait for the device.
+    On a CPU an id out of range raises ValueError. On a CUDA device an id out of range becomes -1,
+    because the host must not wait for the device.
 
     Args:
-        ids: Int64 `[B, G, T, K]`, positions of rows, or -1.
+        ids: Int64 `[B, G, T, K]`, positions of tokens, or -1 for an unused slot.
         queries: `[B, H, T, D]`.
         index: The index that stores the rows.
-        before: Number of tokens before the first query's token.
+        before: Number of tokens of the sequence before the tokens of these queries.
 
     Returns:
         The ids, int64 `[B, G, T, K]`.
 
     Raises:
-        ValueError: The shape, dtype or device does not fit, or an id is after the query's token.
+        ValueError: The shape, dtype or device does not fit. On a CPU also: an id is below -1, or
+            after the position of its query.
         TypeError: `ids` is not a tensor.
     """
     B, _, T, _ = queries.shape
@@ -51,16 +52,25 @@ def check_ids(ids: Tensor, queries: Tensor, index: KVIndex, before: int) -> Tens
         return ids.masked_fill(wrong, UNUSED)
     if wrong.any():
         raise ValueError(
-            f"ids: got {int(ids[wrong][0])}, allowed are positions up to the query's own, or -1 "
-            "for none"
+            f"ids: got {int(ids[wrong][0])}, allowed is 0 to the position of the query, or -1 for "
+            "an unused slot"
         )
     return ids
 
 
 def attend_chosen(index: KVIndex, window: Window, queries: Tensor, ids: Tensor) -> list[Retrieved]:
-    """Attend from each of `T` queries `[B, H, T, D]` only to its rows `ids` `[B, G, T, K]`.
+    """Let each query attend only to the tokens whose ids the caller chose for it.
 
-    An id is a position in the sequence, or -1 for an unused slot. Padding is not attended to.
+    Padding tokens are left out.
+
+    Args:
+        index: The index with the older tokens.
+        window: The window with the newer tokens.
+        queries: `[B, H, T, D]`.
+        ids: Int64 `[B, G, T, K]`, positions of tokens, or -1 for an unused slot.
+
+    Returns:
+        The attention of each of the `T` queries.
     """
     if ids.shape[2] == 1 and len(index) and (attends := capability(index, Attends)):
         return [_where_they_lie(attends, index, window, queries[:, :, 0], ids[:, :, 0])]
@@ -76,9 +86,9 @@ def attend_chosen(index: KVIndex, window: Window, queries: Tensor, ids: Tensor) 
 def _where_they_lie(
     attends: Attends, index: KVIndex, window: Window, queries: Tensor, ids: Tensor
 ) -> Retrieved:
-    """Like `_block`, for one token and an index that attends to rows where they are stored.
+    """Attend from queries `[B, H, D]` of one token to the tokens `ids` `[B, G, K]`.
 
-    queries: `[B, H, D]`; ids: `[B, G, K]`.
+    The index attends to keys and values where they are stored, without fetching them.
     """
     g, indexed, seen = index.geometry, len(index), ids != UNUSED
     if window.valid is not None:
@@ -103,7 +113,7 @@ def _where_they_lie(
 
 
 def _block(index: KVIndex, window: Window, queries: Tensor, ids: Tensor) -> list[Retrieved]:
-    """Like `attend_chosen`, with the rows of all queries fetched together."""
+    """Fetch keys and values for all queries together, and let each query attend to its own ones."""
     g, indexed = index.geometry, len(index)
     B, G, T, K = ids.shape
     rows = _rows(index, window.rows, ids.flatten(2))
@@ -114,7 +124,7 @@ def _block(index: KVIndex, window: Window, queries: Tensor, ids: Tensor) -> list
     keys, values = (
         part.view(B, G, T, K, -1).transpose(1, 2).flatten(0, 1) for part in (rows.keys, rows.values)
     )
-    one = queries.transpose(1, 2).flatten(0, 1)  # each token is a sequence of the batch
+    one = queries.transpose(1, 2).flatten(0, 1)  # each token becomes a batch entry
     mask = bias_of(seen).transpose(1, 2).flatten(0, 1).repeat_interleave(g.group_size, dim=1)
     output, lse = ops.attention.attend(
         one, keys, values, scale=g.scale, softcap=g.softcap, bias=mask, return_lse=True
@@ -128,12 +138,12 @@ def _block(index: KVIndex, window: Window, queries: Tensor, ids: Tensor) -> list
 
 
 def _rows(index: KVIndex, window: Rows, ids: Tensor) -> Rows:
-    """Return rows of the index or the window by their positions, int64 `[B, G, n]`."""
+    """Return keys and values by token position, int64 `[B, G, n]`, from index and window."""
     indexed = len(index)
     beside = torch.where(ids < indexed, UNUSED, ids - indexed)
     keys, values = gather_rows(window.keys, beside), gather_rows(window.values, beside)
     if indexed:
         inside = ids.masked_fill(ids >= indexed, UNUSED)
         found = index.fetch(Hits(inside, torch.zeros_like(inside, dtype=torch.float32)))
-        keys, values = keys + found.keys, values + found.values  # one of the two terms is 0
+        keys, values = keys + found.keys, values + found.values  # one of the two is 0
     return Rows(keys, values)

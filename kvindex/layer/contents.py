@@ -19,13 +19,14 @@ from kvindex.storage.state import State, above, below, length_and_batch
 class LayerContents(Restorable):
     """An index, and the window with the tokens that come after the tokens in the index.
 
-    A layer and its parts share one object of this class. So all parts see the new window after
-    `reorder`, and the new index after `layer.index` was replaced.
+    An attention layer and its helpers (such as `Updates` and `Retrieval`) share one object of this
+    class. So all of them see the new window after `reorder`, and the new index after an assignment
+    to `layer.index`.
     """
 
     def __init__(self, index: KVIndex, window: Window) -> None:
         self.index, self.window = index, window
-        # the length before a move from the window to the index; empty if nothing is moving
+        # has one element, the length, while tokens move from the window into the index
         self._length_in_move: list[int] = []
 
     def __len__(self) -> int:
@@ -34,9 +35,9 @@ class LayerContents(Restorable):
 
     @property
     def tokens(self) -> int:
-        """The same number as `len(self)`, but any thread may read it at any time.
+        """Number of tokens, equal to `len(self)` but safe to read from any thread.
 
-        It is correct even while rows move from the window to the index.
+        The number is correct even while tokens move from the window into the index.
         """
         while True:
             in_move = self._length_in_move
@@ -46,7 +47,7 @@ class LayerContents(Restorable):
 
     @contextmanager
     def moving(self) -> Iterator[None]:
-        """Keep `tokens` at its present value inside the context, while tokens move."""
+        """Freeze the attribute `tokens` inside the context, in which tokens move into the index."""
         self._length_in_move = [len(self)]
         try:
             yield
@@ -54,7 +55,10 @@ class LayerContents(Restorable):
             self._length_in_move = []
 
     def truncate(self, length: int) -> None:
-        """Remove the tokens from position `length` on, which must not be leaving the window."""
+        """Remove the tokens from position `length` on.
+
+        None of them may be on its way from the window into the index.
+        """
         window, indexed = self.window, len(self.index)
         sink = window.sink
         with self.moving():
@@ -76,22 +80,22 @@ class LayerContents(Restorable):
             self.window.reset()
 
     def nbytes(self) -> dict[str, int]:
-        """Bytes in use: those of the index per memory tier, and those of the `window`."""
+        """Return the bytes in use: those of the index per memory tier, and `window`."""
         return {**self.index.nbytes(), "window": self.window.nbytes()}
 
     # Copies
 
     def checkpoint(self) -> Any:
-        """Return the present contents, for `rollback`, without waiting for the device."""
+        """Return the present contents for `rollback`, without waiting for the GPU."""
         index, window = self.index, self.window
         before = index.checkpoint() if isinstance(index, Restorable) else len(index)
         return before, window, window.checkpoint()
 
     def rollback(self, checkpoint: Any) -> None:
-        """Go back to a checkpoint.
+        """Restore the contents that `checkpoint` returned.
 
-        An index that is not `Restorable` is truncated to its former length, and keeps what it has
-        learned from signals since then.
+        An index that is not `Restorable` is truncated to its former length. It keeps what it has
+        learned from queries since then.
         """
         before, self.window, window = checkpoint
         with self.moving():
@@ -102,7 +106,7 @@ class LayerContents(Restorable):
                 cut_back(self.index, before)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """Return a copy whose index is a copy, too, also where the index is not `Restorable`."""
+        """Return a copy with a copy of the index, even if the index is not `Restorable`."""
         twin = super().__deepcopy__(memo)
         if not isinstance(self.index, Restorable):
             twin.index = deepcopy(self.index, memo)
@@ -111,14 +115,15 @@ class LayerContents(Restorable):
     # State as named tensors
 
     def packed(self) -> State:
-        """Return the state of the index, with names that begin with `index.`, and of the window.
+        """Return the state of index and window as named tensors.
 
-        Raises ValueError for an index without the capability `KeepsState`.
+        The names of the index's tensors begin with `index.`. Raises ValueError if the index does
+        not offer `KeepsState`.
         """
         return above("index", self._stateful().state_dict()) | self.window.packed()
 
     def check_index(self, state: Mapping[str, Tensor]) -> None:
-        """Raise ValueError if the index would not load its part of a state."""
+        """Raise ValueError if the index cannot load its tensors of a state."""
         index = capability(self.index, ChecksState)
         if index is not None:
             index.check_state(below("index", state))
@@ -137,5 +142,5 @@ class LayerContents(Restorable):
         index = capability(self.index, KeepsState)
         if index is None:
             name = type(self.index).__name__
-            raise ValueError(f"index: got {name}, allowed is one that offers KeepsState")
+            raise ValueError(f"index: got {name}, allowed is an index that offers KeepsState")
         return index

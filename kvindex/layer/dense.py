@@ -1,4 +1,4 @@
-"""Exact dense attention, causal or with a mask, to all rows of an index and of the window."""
+"""Exact dense attention, causal or with a mask, to all tokens of an index and of the window."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from kvindex.layer.sink import Sink
 from kvindex.ops.attention import attend_blocks, attend_causal, with_sink_logits
 
 BLOCK = 1024
-"""Number of queries, and of rows, that are processed at a time. This limits memory, and does not
-change the result."""
+"""Number of queries, and number of rows, that are processed at a time. The block size limits the
+memory in use, and does not change the result."""
 
 GATHERED_BYTES = 2**30
-"""Largest size of rows that are copied out of the index, for one fused call of torch's attention.
-On a CPU this is several times as fast as a loop over blocks (benchmarks/results/reference.json).
-Larger rows are read block by block."""
+"""If all rows of the index have at most this many bytes, they are copied into one tensor for a
+single call of torch's attention. On a CPU this is several times as fast as a loop over blocks
+(benchmarks/results/reference.json). If the rows are larger, attention reads them block by block."""
 
 
 def attend_densely(
@@ -36,18 +36,20 @@ def attend_densely(
     sink: Sink | None = None,
     visible: Tensor | None = None,
 ) -> Tensor:
-    """Attend from the newest tokens to all `N` tokens.
+    """Attend from the newest tokens to all `N` tokens of a sequence.
 
     Args:
         index: The index with the older tokens.
-        window: Rows `[B, G, W, D]` of the tokens after the first `indexed` ones, the newest last.
+        window: Keys `[B, G, W, D]` and values `[B, G, W, Dv]` of the tokens that are not read from
+            the index, in order of position.
         queries: `[B, H, T, D]`, of the newest tokens.
         valid: Bool `[B, N]`, False for padding; None where no token is padded.
         bias: `[B, H, T, N]`, added to the logits, or None.
         sink_logits: `[B, H, T]`, the logits of learned sinks, or None.
-        indexed: Number of tokens to read from the index; None for all of its tokens.
-        sink: The first real tokens with their exact rows, which replace the rows of the index. The
-            keys of these tokens differ from all others, so a row codec may store them inaccurately.
+        indexed: Number of tokens to read from the index; None for all tokens in the index.
+        sink: The first real tokens, with their exact keys and values, which replace those of the
+            index. The keys of the first tokens differ so much from all other keys that a row codec
+            may store them inaccurately.
         visible: Bool `[B, T, N]`, the tokens that each query attends to; None for causal attention.
 
     Returns:
@@ -74,10 +76,14 @@ def attend_by_block(
     sink: Sink | None = None,
     visible: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Like `attend_densely`, but block by block. Also return the log-sum-exp of the logits.
+    """Attend from the newest tokens to all tokens, block by block.
 
-    The log-sum-exp is float32 `[B, H, T]`; it is `-inf` if a query attends to nothing, which can
-    happen at a padded token. Only the logits of one block are in memory at a time.
+    The arguments are those of `attend_densely`. Only the logits of one block are in memory at a
+    time.
+
+    Returns:
+        Attention outputs `[B, H, T, Dv]`, and the log-sum-exp of the logits, float32 `[B, H, T]`.
+        The log-sum-exp is `-inf` for a padding token that attends to nothing.
     """
     g, parts, indexed = index.geometry, [], len(index) if indexed is None else indexed
     N, T = indexed + window.keys.shape[2], queries.shape[2]
@@ -100,12 +106,12 @@ def _gathered(
     valid: Tensor | None,
     sink: Sink | None,
 ) -> Tensor:
-    """Like `attend_densely`, with all rows in one tensor."""
+    """Attend from the newest tokens to all tokens, after copying all keys into one tensor."""
     rows, scale = _all_rows(index, window, indexed, valid, sink), index.geometry.scale
     if valid is None:
         return attend_causal(queries, rows.keys, rows.values, scale=scale)
     N, T, parts = rows.keys.shape[2], queries.shape[2], []
-    for start in range(0, T, BLOCK):  # a mask exists for one block at a time
+    for start in range(0, T, BLOCK):  # block by block, so that only one block's mask is in memory
         some = queries[:, :, start : start + BLOCK]
         end = N - T + start + some.shape[2]
         seen = rows.keys[:, :, :end], rows.values[:, :, :end]
@@ -116,7 +122,6 @@ def _gathered(
 def _all_rows(
     index: KVIndex, window: Rows, indexed: int, valid: Tensor | None, sink: Sink | None
 ) -> Rows:
-    """Return the rows of all tokens, in order of position."""
     if not indexed:
         return window
     end = indexed + window.keys.shape[2]
@@ -136,10 +141,19 @@ def _visible_blocks(
     sink: Sink | None,
     visible: Tensor | None,
 ) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
-    """Yield the rows that `count` queries from position `first` on attend to, with their bias.
+    """Yield blocks of keys, values and logit bias for `count` queries from position `first` on.
 
-    more: added to the logits of these queries, `[B, H, count, N]`; visible: the tokens that they
-    attend to, bool `[B, count, N]`, or None for causal attention.
+    Args:
+        index: The index with the older tokens.
+        window: Keys and values of the newer tokens.
+        indexed: Number of tokens to read from the index.
+        valid: Bool `[B, N]`, False for padding, or None.
+        first: Position of the first query.
+        count: Number of queries.
+        more: The caller's bias for the logits of these queries, `[B, H, count, N]`, or None.
+        sink: Exact rows that replace those of the index, or None.
+        visible: The tokens that each query attends to, bool `[B, count, N]`; None for causal
+            attention.
     """
     positions = torch.arange(first, first + count, device=window.keys.device)
     end = first + count if visible is None else visible.shape[2]
@@ -163,7 +177,7 @@ def _visible_blocks(
 def _blocks(
     index: KVIndex, window: Rows, indexed: int, end: int, valid: Tensor | None, sink: Sink | None
 ) -> Iterator[tuple[int, Rows]]:
-    """Yield the rows before position `end`, in order: (position of the first row, rows)."""
+    """Yield blocks of keys and values before position `end`, each with its first position."""
     keys, values = window.keys, window.values
     for start in range(0, min(indexed, end), BLOCK):
         ids = torch.arange(start, min(start + BLOCK, indexed, end), device=keys.device)
@@ -178,12 +192,15 @@ def _blocks(
 
 
 def _with_sink(rows: Rows, start: int, sink: Sink) -> Rows:
-    """Return rows from position `start` on, with the exact rows of the sink in their places."""
+    """Replace keys and values of sink tokens in `rows`, which a codec may have changed.
+
+    `sink` has the exact ones. `start` is the position of the first token of `rows`.
+    """
     count, places = rows.keys.shape[2], sink.ids - start
     places = torch.where((places >= 0) & (places < count), places, count)[:, None, :, None]
 
     def put(part: Tensor, own: Tensor) -> Tensor:
-        room = pad(part, (0, 0, 0, 1))  # the extra row is for sink tokens elsewhere
+        room = pad(part, (0, 0, 0, 1))  # sink tokens outside of `rows` go to the extra row
         return room.scatter(2, places.expand_as(own), own)[:, :, :count]
 
     return Rows(put(rows.keys, sink.rows.keys), put(rows.values, sink.rows.values))

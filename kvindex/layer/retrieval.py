@@ -1,11 +1,11 @@
-"""A decoded token's attention: to the sink, to rows that the index retrieves, and to the window.
+"""Attention of a decoded token to the sink, to rows from the index, and to the window.
 
-There are three ways to compute it, depending on the capabilities of the index:
+The attention is computed in one of three ways, depending on the capabilities of the index:
 
-1. An index with `DecodesStep` computes the whole step.
-2. An index with `Attends` searches, and attends to rows where they are stored.
-3. Any other index searches and fetches rows. The layer concatenates them with the rows of sink and
-   window, and attends.
+1. An index with `DecodesStep` computes the whole decode step.
+2. An index with `Attends` searches, and attends to the rows where they are stored.
+3. Any other index searches and fetches rows. Then this module concatenates these rows with the rows
+   of sink and window, and attends to them.
 """
 
 from __future__ import annotations
@@ -40,10 +40,13 @@ from kvindex.ops.attention import with_sink_logits
 
 @dataclass(frozen=True, eq=False)
 class Retrieved:
-    """The result of a step's attention, and the number of rows that it has read.
+    """The attention of one decoded token, and how many rows it has read.
 
-    beside: number of rows of sink and window; masked: how many rows of sink and window are not
-    attended to, mean over the batch; coverage: `Hits.coverage`, or None.
+    Attributes:
+        attended: The output, its log-sum-exp, and the number of rows from the index.
+        beside: Number of rows of sink and window.
+        masked: How many of the rows of sink and window are masked out, mean over the batch.
+        coverage: `Hits.coverage` of the search, or None.
     """
 
     attended: Attended
@@ -61,7 +64,7 @@ def decode_step(
     k: int,
     graphs: bool,
 ) -> Retrieved:
-    """Append a token with keys `[B, G, 1, D]`, and attend from it, with the index's executor."""
+    """Let the index compute a decode step: append a token, search with its queries, and attend."""
     resident = window.resident(indexed, more=1)
     places = window.claim(indexed, token.keys, token.values, None)
     attended = index.decode_step(queries, token, resident, places, k=k, graphs=graphs)
@@ -71,7 +74,10 @@ def decode_step(
 def attend_resident(
     index: Attends, window: Window, indexed: int, queries: Tensor, *, k: int
 ) -> Retrieved:
-    """Let the index attend from queries `[B, H, D]` to sink, window and `k` rows."""
+    """Let the index search with queries `[B, H, D]`, and attend to the `k` best rows.
+
+    The index also attends to the rows (keys and values) of sink and window.
+    """
     resident = window.resident(indexed)
     attended = index.attend(queries, resident, k=k)
     return Retrieved(attended, len(resident), resident.masked)
@@ -88,10 +94,17 @@ def search_and_attend(
     sink_logits: Tensor | None = None,
     newer: int = 0,
 ) -> Retrieved:
-    """Search, fetch and attend from queries `[B, H, D]` to sink, window and `k` rows.
+    """Search, fetch `k` rows per KV head, and attend to sink, window and these rows.
 
-    bias: added to the logits of all tokens, `[B, H, N]`; sink_logits: `[B, H]`, used only to
-    estimate the coverage; newer: how many of the newest tokens the queries must not attend to.
+    Args:
+        index: The index to search.
+        window: The window, which also contains the sink.
+        queries: `[B, H, D]`.
+        k: Number of rows to retrieve per KV head.
+        coverage: See `AttentionLayer`.
+        bias: Added to the logits of all tokens, `[B, H, N]`, or None.
+        sink_logits: Logits of learned sinks `[B, H]`, used only to estimate the coverage.
+        newer: Number of tokens after the queries' token, which are not attended to.
     """
     seen = window.real(len(index))
     if seen is None:
@@ -115,11 +128,18 @@ def attend_over(
     bias: Tensor | None = None,
     sink_logits: Tensor | None = None,
 ) -> Retrieved:
-    """Attend from queries `[B, H, D]` to the rows `found`, the sink, and the window's `seen` rows.
+    """Attend to rows that a search has found, to the sink, and to the window.
 
-    seen: bool `[B, W]`; bias: added to the logits of all tokens, `[B, H, N]`; sink_logits:
-    `[B, H]`, used only to estimate the coverage, and not in the attention. A window of batch size 1
-    serves any number of queries.
+    Args:
+        index: The index, for its geometry and its implementation of attention.
+        window: The window, which also contains the sink. If its batch size is 1, all `B` queries
+            share it.
+        queries: `[B, H, D]`.
+        hits: The result of the search.
+        found: The rows that `index.fetch(hits)` returned.
+        seen: Bool `[B, W]`, the tokens of the window to attend to.
+        bias: Added to the logits of all tokens, `[B, H, N]`, or None.
+        sink_logits: Logits of learned sinks `[B, H]`, used only to estimate the coverage.
     """
     g, B = index.geometry, len(queries)
     resident, seen = window.with_sink(seen)
@@ -149,21 +169,22 @@ def attend_over(
 
 
 def output_of(attended: Attended, sink_logits: Tensor | None) -> Tensor:
-    """Return the output, with logits of learned sinks `[B, H]` in the softmax's denominator."""
+    """Return the attention output, after adding learned sinks `[B, H]` to the denominator."""
     if sink_logits is None:
         return attended.output
     return with_sink_logits(attended.output, attended.lse, sink_logits)
 
 
 def bias_of(visible: Tensor) -> Tensor:
-    """Return a float32 bias for logits: 0 where a row is visible, and `-inf` elsewhere."""
+    """Convert a bool mask to a float32 bias: 0 where the mask is True, `-inf` where it is False."""
     return torch.zeros_like(visible, dtype=torch.float32).masked_fill(~visible, float("-inf"))
 
 
 def rows_to_ask(index: KVIndex, k: int) -> int:
-    """Return `k`, limited to the least power of two that is at least twice the index's length.
+    """Return `k`, or a smaller number if the index has too few tokens for `k` rows.
 
-    An index returns at most two rows for each token: the token's own, and a summary.
+    An index returns at most two rows per token: the token's key and value, and a summary. The limit
+    is twice the number of tokens, rounded up to a power of two.
     """
     held = len(index)
     most: int = k if k <= held else 2 ** (2 * held - 1).bit_length()
@@ -171,8 +192,9 @@ def rows_to_ask(index: KVIndex, k: int) -> int:
 
 
 def row_bytes(index: KVIndex) -> int:
-    """Return the bytes of a fetched row: the number that the index reports, or else the size of an
-    unencoded key and value.
+    """Return the bytes of one row (key and value) that the index fetches.
+
+    If the index does not report this number, return the size of an uncompressed key and value.
     """
     g, tells = index.geometry, capability(index, ReportsRowBytes)
     plain = (g.head_dim + g.value_dim) * g.dtype.itemsize
@@ -180,11 +202,11 @@ def row_bytes(index: KVIndex) -> int:
 
 
 class Retrieval(Restorable):
-    """Attends from decoded tokens, each to the sink, the rows that its query finds, and the window.
+    """Computes the attention of decoded tokens to sink, retrieved rows and window.
 
     Args:
         contents: The index and the window.
-        tally: Counts what each search reads.
+        tally: Counts the rows that each token reads.
     """
 
     def __init__(self, contents: LayerContents, tally: Tally) -> None:
@@ -204,10 +226,13 @@ class Retrieval(Restorable):
         coverage: float | None,
         graphs: bool,
     ) -> Tensor:
-        """Append `T` tokens one by one, search with each token's query, and return the attention
-        output `[B, H, T, Dv]`.
+        """Append `T` tokens one by one, and search and attend with each token's query.
 
-        The arguments are those of `AttentionLayer.step`, after its checks; sinks: `[B, H, T]`.
+        The arguments have been checked, and are those of `AttentionLayer` and of its `step`, except
+        for `sinks`: the logits of learned sinks, `[B, H, T]`, or None.
+
+        Returns:
+            Attention outputs `[B, H, T, Dv]`.
         """
         before, T = len(self._contents), queries.shape[2]
         how: Any = dict(k=k, coverage=coverage, graphs=graphs)
@@ -236,16 +261,14 @@ class Retrieval(Restorable):
         coverage: float | None,
         graphs: bool,
     ) -> Tensor:
-        """Like `decode`, for one token."""
         index, window = self._contents.index, self._contents.window
         indexed = len(index)
         sinks = None if sinks is None else sinks[..., 0]
         plain = valid is None and bias is None and coverage is None
         decodes = capability(index, DecodesStep) if plain else None
         if decodes is None or capability(index, ObservesQueries) is not None:
-            check_finite(
-                "queries", queries
-            )  # raise before the token is appended; the index would check only afterwards
+            # the index also checks queries, but only after the token has been appended
+            check_finite("queries", queries)
         if decodes is None:
             window.append(indexed, keys, values, valid)
             self.observe(queries, valid)
@@ -266,10 +289,18 @@ class Retrieval(Restorable):
         coverage: float | None,
         newer: int = 0,
     ) -> Tensor:
-        """Search with queries `[B, H, D]`, and attend to sink, hits and window: `[B, H, Dv]`.
+        """Search the index, and attend to sink, retrieved rows and window.
 
-        bias: for all tokens, `[B, H, N]`; sinks: `[B, H]`; newer: how many of the newest tokens the
-        queries must not attend to.
+        Args:
+            queries: `[B, H, D]`.
+            bias: Added to the logits of all tokens, `[B, H, N]`, or None.
+            sinks: Logits of learned sinks, `[B, H]`, or None.
+            k: Number of rows to retrieve per KV head.
+            coverage: See `AttentionLayer`.
+            newer: Number of tokens after the queries' token, which are not attended to.
+
+        Returns:
+            Attention outputs `[B, H, Dv]`.
         """
         index, window = self._contents.index, self._contents.window
         k, length = rows_to_ask(index, k), len(self._contents)
@@ -283,10 +314,12 @@ class Retrieval(Restorable):
         return output_of(self.counted(read, length - newer), sinks)
 
     def observe(self, queries: Tensor, valid: Tensor | None = None, new: int = 0) -> None:
-        """Pass queries `[B, H, T, D]` to an index that observes them, with zeros for padding.
+        """Pass queries to the index if it learns from queries, with zeros in place of padding.
 
-        valid: bool `[B, T]`, or None for no padding; new: how many of the queries' tokens are not
-        in the window yet.
+        Args:
+            queries: `[B, H, T, D]`.
+            valid: Bool `[B, T]`, False for padding, or None.
+            new: How many of the queries' tokens have not been appended to the window yet.
         """
         observer = capability(self._contents.index, ObservesQueries)
         if observer is not None:
@@ -297,9 +330,10 @@ class Retrieval(Restorable):
             observer.observe_queries(queries, positions)
 
     def counted(self, read: Retrieved, length: int) -> Attended:
-        """Count the rows that a step has read, and return its attention.
+        """Count the rows (keys and values) that attention has read for a token.
 
-        length: number of tokens that full attention would have read.
+        Returns the token's attention. `length` is the number of tokens that full attention would
+        have read.
         """
         padded, found = self._contents.window.padded, read.attended.found
         size = self.row_bytes

@@ -16,8 +16,10 @@ from kvindex.ops.select import compact
 class Sink:
     """The sinks of a batch of sequences.
 
-    ids: positions of the tokens, int64 `[B, S]`, -1 where a place is unused; rows: the tokens' keys
-    and values, `[B, G, S, D]`; fewest: number of tokens in the smallest sink of the batch.
+    Args:
+        ids: Positions of the sink tokens, int64 `[B, S]`, -1 for an unused slot.
+        rows: Keys `[B, G, S, D]` and values `[B, G, S, Dv]` of the sink tokens.
+        fewest: Number of tokens in the smallest sink of the batch.
     """
 
     ids: Tensor
@@ -26,28 +28,28 @@ class Sink:
 
     @staticmethod
     def of(ids: Tensor, rows: Rows) -> Sink:
-        """Make a sink, and count its tokens, which waits for the device."""
+        """Make a sink. To count its tokens, the host waits for the device."""
         return Sink(ids, rows, int((ids != UNUSED).sum(1).min()))
 
     @property
     def whole(self) -> bool:
-        """Whether every place of every sequence contains a token."""
+        """True if no sequence has an unused slot."""
         return self.fewest == self.ids.shape[1]
 
     @property
     def mask(self) -> Tensor:
-        """Which places contain a token, bool `[B, S]`."""
+        """Mask bool `[B, S]`: True for slots with a token, False for unused slots."""
         return self.ids != UNUSED
 
     def before(self, length: int) -> Sink:
         """Return the sink without the tokens from position `length` on."""
         ids = self.ids.masked_fill(self.ids >= length, UNUSED)
-        some = (ids != UNUSED).any(0)  # places that a sequence still uses
+        some = (ids != UNUSED).any(0)  # slots that at least one sequence still uses
         rows = Rows(self.rows.keys[:, :, some], self.rows.values[:, :, some])
         return Sink.of(ids[:, some], rows)
 
     def reordered(self, batch_indices: Tensor) -> Sink:
-        """Return the sinks in another order: sequence `b` is sequence `batch_indices[b]` here."""
+        """Return a copy whose sequence `b` is sequence `batch_indices[b]` of this object."""
         order = batch_indices.to(self.ids.device)
         return Sink.of(self.ids[order], Rows(self.rows.keys[order], self.rows.values[order]))
 
@@ -57,11 +59,17 @@ class Sink:
 
 
 def joining(sink: Sink | None, size: int, moved: Rows, real: Tensor | None) -> Tensor | None:
-    """Return which of the rows `moved`, `[B, G, n, D]`, become part of the sink.
+    """Select the tokens that join the sink, among tokens that leave the window.
 
-    size: number of tokens of a full sink; real: bool `[B, n]`, or None where no token is padded.
-    The result is bool `[B, n]`, or None if the sink is full. To find that out, the host does not
-    wait for the device.
+    Args:
+        sink: The sink so far, or None.
+        size: Number of tokens of a full sink.
+        moved: Keys and values of the `n` tokens that leave the window.
+        real: Bool `[B, n]`, False for padding, or None where no token is padded.
+
+    Returns:
+        Bool `[B, n]`, True for tokens that join the sink. None if the sink is full; to find this
+        out, the host does not wait for the device.
     """
     if (0 if sink is None else sink.fewest) >= size:
         return None
@@ -73,9 +81,9 @@ def joining(sink: Sink | None, size: int, moved: Rows, real: Tensor | None) -> T
 
 
 def first_of(size: int, moved: Rows, start: int) -> Sink:
-    """Make a sink of the first `size` rows of `moved`.
+    """Make a sink of the first `size` tokens of `moved`, none of which may be padding.
 
-    All of these rows are real tokens; start: the position of the first of them.
+    `start` is the position of the first token of `moved`.
     """
     rows = Rows(*(part[:, :, :size].clone() for part in (moved.keys, moved.values)))
     batch, _, count, _ = rows.keys.shape
@@ -84,9 +92,13 @@ def first_of(size: int, moved: Rows, start: int) -> Sink:
 
 
 def joined(sink: Sink | None, new: Tensor, moved: Rows, start: int) -> Sink:
-    """Return the sink after adding the rows of `moved` that `new`, bool `[B, n]`, marks.
+    """Return a sink with the tokens of `sink` and some of the `n` tokens of `moved`.
 
-    start: position of the first row of `moved`.
+    Args:
+        sink: The sink so far, or None.
+        new: Bool `[B, n]`, True for the tokens of `moved` to add.
+        moved: Keys and values of the `n` tokens.
+        start: Position of the first token of `moved`.
     """
     ids = compact(new)
     wide = ids[:, None].expand(-1, moved.keys.shape[1], -1)
@@ -95,7 +107,7 @@ def joined(sink: Sink | None, new: Tensor, moved: Rows, start: int) -> Sink:
     if sink is None:
         return Sink.of(ids, rows)
     ids = torch.cat([sink.ids, ids], dim=1)
-    slots = compact(ids != UNUSED)  # sequences with different padding leave gaps
+    slots = compact(ids != UNUSED)  # remove gaps, which padding leaves
     wide = slots[:, None].expand(-1, moved.keys.shape[1], -1)
     ids = ids.gather(1, slots.clamp_min(0)).masked_fill(slots == UNUSED, UNUSED)
     keys = torch.cat([sink.rows.keys, rows.keys], dim=2)

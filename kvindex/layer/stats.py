@@ -1,4 +1,4 @@
-"""Statistics of a layer: rows and bytes that its searching steps have read."""
+"""Counts of how many rows (keys and values) a layer's attention has read, and of their bytes."""
 
 from __future__ import annotations
 
@@ -14,20 +14,22 @@ from kvindex.core.restore import Restorable
 T = TypeVar("T")
 
 AT_ONCE = 128
-"""Number of steps after which their counts are added up, in a few operations on the device."""
+"""Number of decode steps whose counts are added up together, in a few operations on the device."""
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """Sums over the searching steps of a layer. The counts stay on the device until they are read.
+    """Sums over the decoded tokens of a layer whose queries searched the index.
+
+    Tensors stay on the device, so making this object does not wait for the device.
 
     Args:
-        steps: Number of tokens that searched.
-        rows_read: Number of rows that they attended to, per KV head and sequence.
+        steps: Number of tokens whose queries searched.
+        rows_read: Number of rows that these tokens attended to, per KV head and sequence.
         rows_full: Number of rows that full attention would have read, per KV head and sequence.
         bytes_fetched: Bytes of the rows that the index returned.
-        coverage: Sum of `Hits.coverage` (mean over heads and sequences) over the searches that
-            estimated it.
+        coverage: Sum of the searches' `Hits.coverage`, each averaged over heads and sequences.
+            Searches without an estimate of the coverage add nothing.
     """
 
     steps: int = 0
@@ -38,19 +40,21 @@ class Traffic:
 
 
 class Counts(NamedTuple):
-    """The rows that one step has read. Making this object launches no operation on the device.
+    """Counts of the rows that attention has read for one decoded token.
+
+    Making this object launches no operation on the device.
 
     Args:
-        found: Number of rows that the index returned, int `[B, G]`, or None if the device adds the
-            numbers up (`Tally.watch`).
+        found: Number of rows that the index returned, int `[B, G]`. None for a step in a CUDA
+            graph, whose kernels add this number to a counter on the device (`Tally.watch`).
         beside: Number of rows of sink and window, padding included.
-        masked: How many rows of sink and window are not attended to, mean over the batch.
+        masked: How many of the rows of sink and window are masked out, mean over the batch.
         length: Number of tokens of the sequence, padding included.
         padded: How many tokens of the sequence are padding, mean over the batch.
-        row_bytes: Bytes of a row of the index.
+        row_bytes: Bytes of one row (key and value) that the index fetches.
         coverage: `Hits.coverage`, or None.
-        steps: Number of captured steps that were merged into this object. `beside` and `length` are
-            the sums over these steps.
+        steps: Number of decode steps that this object counts. More than 1 if steps in a CUDA graph
+            were merged; `beside` and `length` are then sums over these steps.
     """
 
     found: Tensor | None
@@ -63,7 +67,10 @@ class Counts(NamedTuple):
     steps: int = 1
 
     def joined(self, step: Counts) -> Counts | None:
-        """Merge this captured step with another one; None if they must be counted separately."""
+        """Merge the counts of two steps in a CUDA graph.
+
+        Returns None if the two differ in a way that a single object cannot represent.
+        """
         if self.found is not None or step.found is not None or self.row_bytes != step.row_bytes:
             return None
         if not (_same(self.masked, step.masked) and _same(self.padded, step.padded)):
@@ -74,11 +81,11 @@ class Counts(NamedTuple):
 
 
 class Watched(NamedTuple):
-    """A device counter of the rows that captured steps have found.
+    """A counter on the device, to which steps in a CUDA graph add the rows that they find.
 
     Args:
-        found: Int64 `[B, G]`, the sum over all captured steps.
-        counted: Int64 `[]`, the part of `found.sum()` that `State.total` already includes.
+        found: The counter, int64 `[B, G]`.
+        counted: How much of `found.sum()` is already included in `State.total`, int64 `[]`.
     """
 
     found: Tensor
@@ -86,44 +93,44 @@ class Watched(NamedTuple):
 
 
 class State(NamedTuple):
-    """The state of a `Tally`: sums, steps that are not yet added to the sums, device counters."""
+    """The state of a `Tally`: sums, counts that are not yet added to the sums, device counters."""
 
     total: Traffic
     new: list[Counts]
-    watched: list[Watched]  # the last entry is the counter of the last captured graph
+    watched: list[Watched]  # the counter of the last captured graph comes last
 
 
 class Tally(Restorable):
-    """Collects the counts of steps, and adds them up after every few steps.
+    """Collects the counts of decode steps, and adds them up after every `AT_ONCE` entries.
 
-    Its state is one object, which is replaced as a whole. So any thread may read `traffic` at any
-    time.
+    The state is one object that is replaced and never modified. So any thread may read `traffic` at
+    any time.
     """
 
     def __init__(self) -> None:
         self.reset()
 
     def reset(self) -> None:
-        """Forget all steps."""
+        """Set all counts to 0."""
         self._state = State(Traffic(), [], [])
 
     def watch(self, found: Tensor) -> None:
-        """Register the counter to which captured steps add the rows that they find.
+        """Register a counter to which the steps in a CUDA graph add the rows that they find.
 
-        This launches no operation on the device, because the graph would capture it, too.
+        This launches no operation on the device, because the graph would capture that operation.
 
         Args:
-            found: Int64 `[B, G]`. Its values never decrease.
+            found: The counter, int64 `[B, G]`. Its values never decrease.
         """
         total, new, watched = self._state
         same = next((one for one in watched if one.found is found), Watched(found))
         self._state = State(total, new, [*(one for one in watched if one is not same), same])
 
     def count(self, step: Counts) -> None:
-        """Count a step. Nobody may write to its tensors afterwards.
+        """Add the counts of a decode step. The caller must not change their tensors afterwards.
 
-        Captured steps launch no operation, however many there are, because otherwise all layers
-        would add up their counts at the same token.
+        Counts of steps in a CUDA graph are merged on the host, and never launch an operation on the
+        device. Otherwise all layers would add up their counts at the same token.
         """
         total, new, watched = self._state
         together = new[-1].joined(step) if new else None
@@ -136,17 +143,17 @@ class Tally(Restorable):
 
     @property
     def traffic(self) -> Traffic:
-        """The sums so far. Reading them does not wait for the device, and changes nothing."""
+        """The sums so far. Reading this attribute does not wait for the device."""
         return _added_up(self._state).total
 
     def checkpoint(self) -> Any:
-        """Return the counts so far, for `rollback`. Counters of captured steps are copied."""
+        """Return the counts so far for `rollback`, with copies of the counters on the device."""
         state = self._state
         captured = any(step.found is None for step in state.new)
         return state, [one.found.clone() for one in state.watched] if captured else []
 
     def rollback(self, checkpoint: Any) -> None:
-        """Forget the steps after a checkpoint.
+        """Remove the counts of the steps after a checkpoint.
 
         Args:
             checkpoint: The value that `checkpoint()` returned.
@@ -163,7 +170,7 @@ class Tally(Restorable):
         self._state = State(before.total, before.new, watched)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """Return a copy. Later captured steps of the copy do not count in the original."""
+        """Return a copy that does not share the counters on the device."""
         self._state = _added_up(self._state)
         return super().__deepcopy__(memo)
 
@@ -172,7 +179,7 @@ class Tally(Restorable):
 
 
 def _added_up(state: State) -> State:
-    """Add all steps to the sums, and return the new state."""
+    """Return the state after adding all pending counts to the sums."""
     before, new, watched = state
     if not new:
         return state
@@ -197,9 +204,13 @@ def _added_up(state: State) -> State:
 
 
 def _of_rows(found: list[tuple[Tensor, int]]) -> tuple[Tensor | float, Tensor | int]:
-    """Return the rows found, mean over heads and batch, and their bytes, summed over the steps.
+    """Sum the rows that the index returned, and their bytes, over several steps.
 
-    found: for each step the number of rows `[B, G]`, and the bytes of a row.
+    Args:
+        found: For each step: the number of rows `[B, G]`, and the bytes of one row.
+
+    Returns:
+        The number of rows, as the mean over KV heads and batch, and the bytes of all rows.
     """
     mean: Tensor | float = 0.0
     nbytes: Tensor | int = 0
@@ -210,7 +221,7 @@ def _of_rows(found: list[tuple[Tensor, int]]) -> tuple[Tensor | float, Tensor | 
 
 
 def _less(steps: list[Counts], all_of: str, some_of: str) -> Tensor | float:
-    """Return the sum of the count `all_of` minus that of `some_of`."""
+    """Return the sum of the attribute `all_of` over all steps, minus the sum of `some_of`."""
     total: Tensor | float = float(sum(getattr(step, all_of) for step in steps))
     for some in _alike(steps, lambda step: id(getattr(step, some_of))):
         total = total - sum(step.steps for step in some) * getattr(some[0], some_of)
@@ -218,12 +229,12 @@ def _less(steps: list[Counts], all_of: str, some_of: str) -> Tensor | float:
 
 
 def _same(one: Tensor | float, other: Tensor | float) -> bool:
-    """Return True if two counts are known to be equal, without waiting for the device."""
+    """Return True if two counts are equal as far as the host knows without asking the device."""
     return one is other or (isinstance(one, float) and isinstance(other, float) and one == other)
 
 
 def _alike(steps: list[T], what: Callable[[T], Hashable]) -> list[list[T]]:
-    """Group the steps by the value of `what`."""
+    """Group the steps by the value that `what` returns for them."""
     found: dict[Hashable, list[T]] = {}
     for step in steps:
         found.setdefault(what(step), []).append(step)

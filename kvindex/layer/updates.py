@@ -1,4 +1,4 @@
-"""Updates of the window: when old tokens leave it for the index, and how they are appended."""
+"""Updates of an attention layer: when and how old tokens move from its window into its index."""
 
 from __future__ import annotations
 
@@ -18,28 +18,30 @@ from kvindex.layer.contents import LayerContents
 from kvindex.layer.window import Leaving
 
 LAG = 4
-"""Number of tokens during which an update may run concurrently with decode steps, so that no step
-waits for the update (`benchmarks/append.py`). The window is up to this many rows longer."""
+"""Number of decode steps during which tokens may move into the index in the background, so that no
+decode step waits for the move (`benchmarks/append.py`). The window can be longer by this number of
+tokens."""
 
 
 Append = Callable[[], None]
 
 
 class AsyncAppend:
-    """An append of rows to an index. It begins when this object is made; `end` completes it.
+    """An append to an index. The constructor begins the append, and `end` completes it.
 
-    On a CUDA device the append runs on a stream that all layers share, while the current stream can
-    search the index without the new rows. Until `end` nobody may change the index or the rows.
+    On a CUDA device the append runs on a side stream that all layers share. In the meantime the
+    current stream can search the index, which does not return the new rows yet. Until `end`
+    returns, nobody may change the index or the rows.
 
     Args:
         index: The index to which the rows are appended.
-        leaving: The rows.
-        beside: The index, if its `start_append` is to be called now. None: `end` does the whole
-            append.
+        leaving: The rows to append, which are leaving the window.
+        beside: The same index, to begin the append now with its `start_append`. None: `end` does
+            the whole append.
         begun: Length of the sequence when the append begins.
     """
 
-    _done: torch.cuda.Event | None = None  # set to None once the current stream has waited for it
+    _done: torch.cuda.Event | None = None  # end of the work on the side stream; None after `wait`
 
     def __init__(
         self, index: KVIndex, leaving: Leaving, *, beside: AppendsAsync | None, begun: int = 0
@@ -57,28 +59,28 @@ class AsyncAppend:
             self._rest = begin()
 
     def end(self) -> None:
-        """Complete the append. Later work of the current stream sees the rows in the index."""
+        """Complete the append. Later searches on the current stream can find the new tokens."""
         self.wait()
         self._rest()
 
     def wait(self) -> None:
-        """Let later work of the current stream wait for the side stream."""
+        """Make the current stream wait for the append's work on the side stream."""
         done, self._done = self._done, None
         if done is not None:
             torch.cuda.current_stream(self._device.index).wait_event(done)
 
     def __del__(self) -> None:
-        """Wait before the index's memory is freed: the side stream may still write to it."""
+        """Wait for the side stream, which may still write to the index's memory."""
         if not sys.is_finalizing():
             self.wait()
 
     def _begun_beside(self, begin: Callable[[], Append], read: list[Tensor | None]) -> Append:
-        """Call `begin` on the side stream; `read` are the tensors that it reads."""
+        """Begin the append on the side stream. `begin` does so, and reads the tensors `read`."""
         side, current = side_stream(self._device), torch.cuda.current_stream(self._device.index)
         side.wait_stream(current)
         for tensor in read:
             if tensor is not None:
-                tensor.record_stream(side)  # else it may be freed while the side stream reads it
+                tensor.record_stream(side)  # keep its memory until the side stream has read it
         try:
             with torch.cuda.stream(side):
                 rest = begin()
@@ -90,7 +92,10 @@ class AsyncAppend:
 
 
 def unit_of(index: KVIndex, update_every: int) -> int:
-    """Return how many tokens move into the index together: the block of an index, or 1."""
+    """Return the block size of the index, if tokens move into the index in whole blocks, else 1.
+
+    They do so if the index encodes blocks and `update_every` is a multiple of the block size.
+    """
     blocks = capability(index, EncodesBlocks)
     if blocks is None or update_every % blocks.block_tokens:
         return 1
@@ -100,10 +105,11 @@ def unit_of(index: KVIndex, update_every: int) -> int:
 def longest_buffer(
     index: KVIndex, unit: int, *, update_every: int, update_phase: float | None
 ) -> int:
-    """Return the length of the buffer at which an update begins in any case.
+    """Return with how many new tokens in the window an update begins even without a turn.
 
-    If layers take turns, a full block waits for the layer's turn, and meanwhile more tokens enter
-    the buffer.
+    If the layers of a model take turns to move tokens into their indexes (`update_phase`), and the
+    index encodes blocks, a full block waits for the layer's turn. Until then up to `update_every`
+    further tokens enter the window.
     """
     turns = update_phase is not None and capability(index, AppendsAsync) is not None
     return 2 * update_every if turns and unit > 1 else update_every
@@ -112,17 +118,18 @@ def longest_buffer(
 class Updates(Restorable):
     """Moves old tokens of the window into the index.
 
-    An update that begins in a step of one token may run concurrently with the next steps, if the
-    index offers `protocol.AppendsAsync`. Until the update ends, the tokens that are leaving stay in
-    the window, and attention reads them there. All decisions depend only on lengths, and never on a
-    clock, so that results are reproducible.
+    One such move is called an update. If the index offers `protocol.AppendsAsync`, an update that
+    begins at a decode step of one token runs concurrently with the next decode steps. Until the
+    update ends, its tokens stay in the window, and attention reads them there. When updates begin
+    and end depends only on lengths, and never on a clock, so results are reproducible.
 
     Args:
         contents: The index and the window.
-        update_every: Tokens in the buffer at which an update is due.
-        update_phase: The length at which this layer may begin an update, as in `AttentionLayer`, or
-            None if layers do not take turns.
-        most: Tokens in the buffer at which an update begins in any case (`longest_buffer`).
+        update_every: Number of new tokens in the window after which an update is due.
+        update_phase: When this layer has its turn to begin an update, as a fraction of
+            `update_every` (see `AttentionLayer`). None: layers do not take turns.
+        most: Number of new tokens in the window at which an update begins even without a turn
+            (`longest_buffer`).
     """
 
     def __init__(
@@ -130,59 +137,65 @@ class Updates(Restorable):
     ) -> None:
         self._contents, self._every, self._most = contents, update_every, most
         self.turn = None if update_phase is None else int(update_phase * update_every)
-        """The layer's turn comes when the length modulo `update_every` is this. None: no turns."""
+        """The layer has its turn when the length modulo `update_every` equals this number."""
         self.pending: AsyncAppend | None = None
-        """The pending append, whose tokens are leaving the window; None if there is none."""
+        """The append that has begun and not ended; its tokens are still in the window."""
         self.prompt_ended = False
-        """Whether the index knows that its prompt has ended."""
+        """Whether `end_prompt` of the index has been called."""
         self._deferred_from: int | None = None
 
     @property
     def deferred(self) -> bool:
-        """Whether a step of several tokens has deferred an update to the next step."""
+        """True if `defer` has postponed an update (a move of tokens into the index)."""
         return self._deferred_from is not None
 
-    # Calls before a step of the layer
+    # Methods that the layer calls before it appends tokens
 
     def catch_up(self) -> None:
-        """Run the update that a step of several tokens deferred, if it is still due.
+        """Run the update (move of tokens into the index) that `defer` has postponed.
 
-        The caller may have truncated some of these tokens in the meantime.
+        The update may no longer be due, because the caller has truncated some of the tokens.
         """
         start, self._deferred_from = self._deferred_from, None
         if start is not None and len(self._contents) > start:
             self.update(len(self._contents) - start)
 
     def begin_decoding(self) -> None:
-        """Run what was deferred to the next decode step, and end the prompt once."""
+        """Prepare a decode step: run a postponed update, and report the end of the prompt once.
+
+        An update is a move of tokens from the window into the index.
+        """
         self.catch_up()
         if not self.prompt_ended:
             self.end_prompt()
 
     def end_prompt(self) -> None:
-        """Tell the index that the prompt has ended."""
+        """Report to the index that the prompt has ended."""
         self._contents.index.end_prompt()
         self.prompt_ended = True
 
-    # Calls after a step
+    # Methods that the layer calls after it has appended tokens
 
     def update_if_due(self, decoded: int) -> None:
-        """Begin or end an update if one is due.
+        """Begin or end an update (a move of tokens into the index), if one is due.
 
-        decoded: number of new tokens, or 0 for a chunk of a prompt.
+        `decoded` is the number of new tokens, or 0 for a chunk of a prompt.
         """
         if self.is_due(decoded):
             self.update(decoded)
 
     def defer(self, start: int) -> None:
-        """Defer the update to the next step: the tokens from `start` on may be rejected."""
+        """Move no tokens into the index now, because those from `start` on may be rejected.
+
+        The move follows before the next tokens are appended.
+        """
         self._deferred_from = start
 
     def update(self, decoded: int = 0) -> None:
-        """If the buffer is full, move all but the newest `local_window` tokens into the index.
+        """Move all but the newest `local_window` tokens into the index, if the window is full.
 
-        decoded: as in `update_if_due`. If `decoded` is not 0 and the index can append
-        asynchronously, the move ends in a later step.
+        `decoded` is the number of new tokens, or 0 for a chunk of a prompt. After decoded tokens,
+        an index that can append asynchronously ends the move a few decode steps later.
         """
         index = self._contents.index
         beside = capability(index, AppendsAsync) if decoded else None
@@ -194,27 +207,34 @@ class Updates(Restorable):
             self._begin(beside)
 
     def update_chunk(self) -> None:
-        """If the buffer is full, begin to move tokens of a prompt, asynchronously if possible."""
+        """Begin to move tokens of a prompt into the index, if the window is full.
+
+        The append runs asynchronously if the index offers `protocol.AppendsAsync`.
+        """
         if self._contents.window.buffer >= self._every:
             self._begin(capability(self._contents.index, AppendsAsync))
 
     def settle(self) -> None:
-        """Run a deferred update of the window, and finish a pending one."""
+        """Finish all moves of tokens into the index, including a postponed one."""
         self.catch_up()
         self.finish()
 
     # When an update is due
 
     def is_due(self, decoded: int) -> bool:
-        """Return whether an update may begin or end.
+        """Return True if an update (a move of tokens into the index) can begin or end now.
 
-        This compares a few numbers, so that the caller can avoid a transaction if nothing changes.
-        A transaction is slower, because it records a checkpoint.
+        This is a fast check: if it returns False, the caller needs no transaction, which would
+        record a checkpoint.
         """
         return self._may_begin(decoded) if self.pending is None else self._may_end(decoded)
 
     def due_from(self) -> int:
-        """Return a length of the sequence below which no single token can make an update due."""
+        """Return a sequence length.
+
+        While the sequence is shorter, a single new token neither begins nor ends a move of tokens
+        into the index.
+        """
         length, pending = len(self._contents), self.pending
         first = length + self._most - self._contents.window.buffer
         if self.turn is not None:
@@ -222,19 +242,19 @@ class Updates(Restorable):
         return first if pending is None else min(first, pending.begun + LAG)
 
     def idle_for(self, tokens: int) -> bool:
-        """Return whether a step of `tokens` decoded tokens runs no update, before or after it."""
+        """Return True if a decode step of `tokens` tokens moves no tokens into the index."""
         settled = self.prompt_ended and not self.deferred
         return settled and (tokens != 1 or len(self._contents) + 1 < self.due_from())
 
     def _may_begin(self, decoded: int) -> bool:
-        """Return whether the buffer is full, or one of the new tokens brings the layer's turn."""
         full = self._most if decoded else self._every
         return self._contents.window.buffer >= full or self._has_turn(decoded)
 
     def _may_end(self, decoded: int) -> bool:
-        """Return whether the pending append may finish.
+        """Return True if the append that has begun must finish now.
 
-        It may after `LAG` tokens, when the buffer is full, or when the layer's next turn comes.
+        It finishes after `LAG` tokens, when the window is full, or when this layer may begin the
+        next append.
         """
         pending = self.pending
         if pending is None or not decoded or self._has_turn(decoded):
@@ -243,7 +263,10 @@ class Updates(Restorable):
         return late or self._contents.window.buffer >= self._most
 
     def _has_turn(self, decoded: int) -> bool:
-        """Return whether one of the new tokens brings the layer's turn."""
+        """Return True if this layer's turn came with one of the `decoded` newest tokens.
+
+        The layers of a model take turns to move tokens into their indexes (`update_phase`).
+        """
         if self.turn is None:
             return False
         return (len(self._contents) - self.turn) % self._every < decoded
@@ -251,9 +274,9 @@ class Updates(Restorable):
     # How tokens move
 
     def _begin(self, beside: AppendsAsync | None) -> None:
-        """Begin to move all but the newest `local_window` tokens.
+        """Begin to move all but the newest `local_window` tokens into the index.
 
-        beside: the index, for an asynchronous move; None: the move is finished immediately.
+        `beside` is the index, for an asynchronous append. None: the move also ends in this call.
         """
         contents = self._contents
         index, window = contents.index, contents.window
@@ -265,7 +288,7 @@ class Updates(Restorable):
             self.finish()
 
     def finish(self) -> None:
-        """Finish the pending append: the tokens are in the index, and no longer in the window."""
+        """Finish the append that has begun, and remove its tokens from the window."""
         contents, pending = self._contents, self.pending
         self.pending = None
         if pending is None:
@@ -276,29 +299,29 @@ class Updates(Restorable):
             contents.window.end(rest, pending.leaving.sink)
 
     def keep(self, length: int) -> None:
-        """Cancel the pending append if it has tokens from position `length` on."""
+        """Cancel the append that has begun if it has tokens from `length` on."""
         pending = self.pending
         if pending is not None and length < len(self._contents.index) + pending.leaving.count:
             self._cancel()
 
     def _cancel(self) -> None:
-        """Cancel the pending append: the tokens that were leaving stay in the window."""
+        """Cancel the append that has begun, so that its tokens stay in the window."""
         if self.pending is not None:
             self.pending.wait()  # because the index will write to the same memory again
             self.pending = None
             self._contents.window.stay()
 
     def reset(self) -> None:
-        """Cancel the pending append, and wait for a new prompt."""
+        """Cancel the append that has begun, and expect a new prompt."""
         self._cancel()
         self.prompt_ended, self._deferred_from = False, None
 
     def checkpoint(self) -> Any:
-        """Return the present state, for `rollback`. Index and window are not part of it."""
+        """Return the state for `rollback`, without the contents of index and window."""
         return self.pending, self.prompt_ended, self._deferred_from
 
     def rollback(self, checkpoint: Any) -> None:
-        """Go back to a checkpoint. The caller must roll back index and window after this."""
+        """Restore the state of a checkpoint. The caller must roll back index and window next."""
         pending, self.prompt_ended, self._deferred_from = checkpoint
         if self.pending is not None and self.pending is not pending:
             self.pending.wait()  # because the index will write to the same memory again

@@ -22,10 +22,13 @@ from kvindex.storage.state import NamedState, State
 
 @dataclass(frozen=True, eq=False)
 class Leaving:
-    """The oldest rows of a window, `[B, G, n, D]`, which are about to move into the index.
+    """The oldest rows of a window, which are about to move into the index.
 
-    retrievable: bool `[B, n]`, which of these rows a search may return, or None for all rows; sink:
-    the sink after the move.
+    Args:
+        rows: Keys `[B, G, n, D]` and values `[B, G, n, Dv]` of `n` tokens.
+        retrievable: Bool `[B, n]`, the rows that a search may return: no padding, and no sink. None
+            if a search may return all rows.
+        sink: The sink after the move.
     """
 
     rows: Rows
@@ -34,18 +37,20 @@ class Leaving:
 
     @property
     def count(self) -> int:
-        """Number of tokens, `n`."""
+        """Number of tokens that are about to move, `n`."""
         return self.rows.keys.shape[2]
 
 
 class Window(NamedState, Restorable):
     """Rows (keys and values) of the newest tokens, and of the sink.
 
-    In order of position, the window contains three kinds of tokens. `leaving` tokens are moving
-    into the index. `local` tokens were the newest ones at the last update. Tokens in the `buffer`
-    were appended since then. The newest tokens may be staged: a captured step has written their
-    rows to the buffer of the resident rows (sink and window, for kernels), and the window copies
-    them when its own rows are read.
+    In order of position, the window contains three kinds of tokens: `leaving` tokens are moving
+    into the index, `local` tokens were the newest ones when tokens last moved into the index, and
+    tokens of the `buffer` have been appended since then.
+
+    Kernels read the rows of sink and window from one tensor, the resident rows. A decode step in a
+    CUDA graph writes the row of a new token only there. Such a token is called staged, until the
+    window copies its row.
 
     In all methods, positions count from the start of the sequence, `indexed` is the number of
     tokens in the index, and `N` is the number of tokens in index and window together.
@@ -53,9 +58,9 @@ class Window(NamedState, Restorable):
     Args:
         geometry: The layer's geometry.
         sink_size: Size of the sink in tokens.
-        local_size: Number of tokens that stay in the window at an update.
+        local_size: Number of tokens that stay in the window when older ones move into the index.
         room: Number of tokens to reserve memory for.
-        unit: Number of tokens that leave together, counted from the index's first token.
+        unit: Tokens move so that the index then contains a multiple of this number of tokens.
     """
 
     statistics = ("_window", "_valid", "local", "sink")
@@ -76,24 +81,21 @@ class Window(NamedState, Restorable):
         """Remove all tokens."""
         self._window, self._valid, self.sink = Columns(), Valid(), None
         self.leaving = self.local = self._local_before = 0
-        self._resident: ResidentRows | None = (
-            None  # rows of sink and window, for an index that attends by itself
-        )
-        self._moved = False  # whether rows were removed or moved since `_resident` was filled
-        self._counted = 0  # tokens of the window with staged ones; may be less if none is staged
-        self._padded: Tensor | float | None = 0.0  # padded tokens; None: not counted yet
+        # rows of sink and window in one tensor, for an index that computes attention itself
+        self._resident: ResidentRows | None = None
+        self._moved = False  # True: rows were removed or moved, so `_resident` must be rewritten
+        self._counted = 0  # tokens of the window with staged ones; only used if some are staged
+        self._padded: Tensor | float | None = 0.0  # number of padding tokens; None: not counted yet
 
     def checkpoint(self) -> Any:
-        """Return the present state, for `rollback`. It lists the attributes, because it must be
-        fast.
-        """
+        """Return the present state for `rollback`, without copying keys and values."""
         self._take_staged()
         sizes = self.leaving, self.local, self._local_before
         parts = self._window, self._window.checkpoint(), self._valid, self._valid.checkpoint()
         return sizes, parts, self.sink, self._resident, self._padded
 
     def rollback(self, checkpoint: Any) -> None:
-        """Go back to a checkpoint."""
+        """Restore the state that `checkpoint` returned."""
         sizes, parts, self.sink, self._resident, self._padded = checkpoint
         self.leaving, self.local, self._local_before = sizes
         self._counted = 0
@@ -103,7 +105,7 @@ class Window(NamedState, Restorable):
         self._moved = True  # the resident rows may contain tokens that are gone now
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """Return a copy with memory of its own, because the next step of either writes to it."""
+        """Return a copy with separate memory, because appending writes to the memory in place."""
         self._take_staged()
         memo[id(self._window)] = self._window.after(0, self._room)
         return super().__deepcopy__(memo)
@@ -112,14 +114,17 @@ class Window(NamedState, Restorable):
         self._resident = None
 
     def packed(self) -> State:
-        """Return the state as named tensors. No token may be leaving."""
+        """Return the state as named tensors. No token may be on its way into the index."""
         self._take_staged()
         return self._packed()
 
     def check(self, state: Mapping[str, Tensor], sizes: Mapping[str, int]) -> None:
-        """Raise ValueError for a state that `packed` of a window of these sizes never returns.
+        """Raise ValueError for a state that `packed` could not have returned.
 
-        sizes: number of tokens `N` in the index and, if known, number of sequences `B`.
+        Args:
+            state: Named tensors.
+            sizes: `N`, the number of tokens in the index, and `B`, the number of sequences, if it
+                is known.
         """
         g, indexed = self._geometry, sizes.get("N", 0)
         keys, ids = state.get("window.keys"), state.get("sink.ids")
@@ -166,37 +171,41 @@ class Window(NamedState, Restorable):
 
     @property
     def batch_size(self) -> int:
-        """Number of sequences, `B`; 0 before the first token."""
+        """Number of sequences in the batch, `B`. It is 0 before the first token."""
         return self._window.batch
 
     @property
     def buffer(self) -> int:
-        """Number of tokens that are neither leaving nor local."""
+        """Number of tokens appended since tokens last moved into the index."""
         return len(self) - self.leaving - self.local
 
     @property
     def rows(self) -> Rows:
-        """Keys and values of the window's tokens, `[B, G, W, D]`."""
+        """Keys `[B, G, W, D]` and values `[B, G, W, Dv]` of the window's tokens."""
         self._take_staged()
         return Rows(self._window["keys"], self._window["values"])
 
     @property
     def valid(self) -> Tensor | None:
-        """Which tokens are real, bool `[B, N]`, or None where all are."""
+        """Mask bool `[B, N]`: False for padding tokens. None if no token is padding."""
         self._take_staged()
         return self._valid.flags
 
     def real(self, start: int, stop: int | None = None) -> Tensor | None:
-        """Return `valid` from position `start` on, or None if no token is padded from there on."""
+        """Return `valid` from position `start` to `stop`.
+
+        Returns None if no token from `start` on is padding.
+        """
         if self.valid is None or start >= self._valid.all_from:
             return None
         return self.valid[:, start:stop]
 
     @property
     def padded(self) -> Tensor | float:
-        """Number of padded tokens, mean over the batch.
+        """Number of padding tokens, mean over the batch.
 
-        The same object is returned as long as the number cannot have changed.
+        As long as the number cannot have changed, the property returns the same object, so that
+        callers can compare by identity.
         """
         if self._padded is None:
             flags = self._valid.flags  # without staged tokens, which are all real
@@ -206,16 +215,23 @@ class Window(NamedState, Restorable):
     # Append and truncate
 
     def append(self, indexed: int, keys: Tensor, values: Tensor, valid: Tensor | None) -> None:
-        """Append tokens: keys `[B, G, T, D]`, values `[B, G, T, Dv]`.
+        """Append `T` tokens.
 
-        valid: bool `[B, T]`, or None if no token is padded.
+        Args:
+            indexed: Number of tokens in the index.
+            keys: `[B, G, T, D]`.
+            values: `[B, G, T, Dv]`.
+            valid: Bool `[B, T]`, False for padding, or None if no token is padding.
         """
         places = self.claim(indexed, keys, values, valid)
         places.keys.copy_(keys)
         places.values.copy_(values)
 
     def claim(self, indexed: int, keys: Tensor, values: Tensor, valid: Tensor | None) -> Rows:
-        """Like `append`, but return the memory to which the caller must write keys and values."""
+        """Make room for `T` new tokens, and return the memory for their keys and values.
+
+        The caller must write to this memory. The arguments are those of `append`.
+        """
         self._take_staged()
         start = indexed + len(self)
         flags = self._valid.reserve(start, keys, valid)
@@ -226,9 +242,9 @@ class Window(NamedState, Restorable):
         return Rows(places["keys"], places["values"])
 
     def truncate(self, indexed: int, length: int, sink: Sink | None) -> None:
-        """Remove the tokens from position `length` on, which must not be leaving.
+        """Remove the tokens from position `length` on.
 
-        sink: the sink after the truncation.
+        None of them may be on its way into the index. `sink` is the sink after the truncation.
         """
         self._take_staged()
         self.sink, self._moved, self._counted = sink, True, 0
@@ -247,39 +263,44 @@ class Window(NamedState, Restorable):
         other._moved, other._padded, other._counted = True, None, 0
         return other
 
-    # Staged tokens: a captured step has written their rows behind the rows of sink and window
+    # Staged tokens: the kernels of a decode step have appended their rows to the resident rows
+    # (sink and window in one tensor), and the window has not copied these rows yet.
 
     def count_staged(self) -> ResidentRows:
-        """Count one more staged token, and return the buffer with the rows of sink and window.
+        """Count one more staged token, and return the resident rows (sink and window in one
+        tensor).
 
-        Raises RuntimeError if there is no such buffer, or if it has no room.
+        Raises RuntimeError if the resident rows were not prepared, or have no room.
         """
         resident = self._resident
         if resident is None or self._moved or len(resident) >= resident.room:
-            raise RuntimeError("graph: got a replay before prepare_replay(), allowed is one after")
+            raise RuntimeError(
+                "graph: got a replay before prepare_replay(); call prepare_replay() first"
+            )
         self._counted = len(self) + 1
         resident.claim(1)
         return resident
 
     @property
     def counted(self) -> int:
-        """Number of counted tokens, for `uncount`."""
+        """A value to pass to `uncount` later, to remove the tokens that were staged in between."""
         return self._counted
 
     def uncount(self, counted: int) -> None:
-        """Forget the tokens that were staged since `counted` returned this number.
+        """Remove the tokens that were staged after the attribute `counted` had this value.
 
         No token may have left the window or been truncated in between.
         """
-        self._counted, self._moved = counted, True  # the count on the device may be larger
+        # the rows and their count on the device still include these tokens, so rewrite both
+        self._counted, self._moved = counted, True
 
     def _take_staged(self) -> None:
-        """Copy the rows of staged tokens into the window."""
+        """Copy keys and values into the window that only the resident rows contain yet."""
         held, resident = len(self._window), self._resident
         if self._counted > held and resident is not None:
             self._take(held, resident)
 
-    @in_plain_torch  # the caller may be outside of a transaction
+    @in_plain_torch  # because the caller may not be in a transaction
     def _take(self, held: int, resident: ResidentRows) -> None:
         start = held + self._sink_width
         rows = resident.rows[:, :, start : start + self._counted - held]
@@ -293,11 +314,14 @@ class Window(NamedState, Restorable):
             self._valid.rollback(before[1])
             raise
 
-    # A move of tokens into the index calls `oldest` and `begin`, and later `without` and `end`.
-    # `stay` cancels the move.
+    # To move tokens into the index, `Updates` calls `oldest` and `begin`, and later `without` and
+    # `end`. Or it cancels the move with `stay`.
 
     def oldest(self, indexed: int) -> Leaving:
-        """Return the tokens that are to leave: all but the newest `local_size`, in whole units."""
+        """Return the tokens to move into the index: all but the newest `local_size`.
+
+        More tokens stay if necessary, so that the index then has a multiple of `unit` tokens.
+        """
         count = len(self) - min(len(self), self._local_size)
         count = max(count - (indexed + count) % self._unit, 0)
         own = self.rows
@@ -305,7 +329,7 @@ class Window(NamedState, Restorable):
         if not count:
             return Leaving(rows, None, self.sink)
         real = self.real(indexed, indexed + count)
-        if self.sink is None and real is None and self._sink_size:  # known without the device
+        if self.sink is None and real is None and self._sink_size:  # needs no data from the device
             first = min(count, self._sink_size)
             leaves = torch.arange(count, device=rows.keys.device) >= first
             sink = first_of(first, rows, indexed)
@@ -317,37 +341,49 @@ class Window(NamedState, Restorable):
         return Leaving(rows, ~new if real is None else real & ~new, sink)
 
     def begin(self, count: int) -> None:
-        """Mark the oldest `count` tokens as leaving."""
+        """Mark the oldest `count` tokens as `leaving`: they are moving into the index."""
         self._local_before, self.leaving = self.local, count
         self.local = min(len(self) - count, self._local_size)
 
     def without(self, count: int) -> Columns:
-        """Return a copy without the oldest `count` tokens, and with room for more, for `end`."""
+        """Return a copy of the window's keys and values, without the oldest `count` tokens.
+
+        The copy has room for further tokens. Pass it to `end`.
+        """
         self._take_staged()
         return self._window.after(count, self._room)
 
     def end(self, rest: Columns, sink: Sink | None) -> None:
-        """Replace the window by `rest`: the tokens have left. This never fails."""
+        """Remove the `leaving` tokens, by replacing the rows with `rest`. This never fails.
+
+        Args:
+            rest: The result of `without`.
+            sink: The sink after the move.
+        """
         self._counted = 0
         self._window.let_go()
         self._window, self.sink, self.leaving, self._moved = rest, sink, 0, True
 
     def stay(self) -> None:
-        """Undo `begin`: no token is leaving."""
+        """Undo `begin`: the `leaving` tokens stay in the window."""
         self.leaving, self.local = 0, min(self._local_before, len(self))
 
     # Rows for attention
 
     @property
     def _sink_width(self) -> int:
-        """Number of places of the sink, which come first in the buffer of sink and window."""
+        """Number of rows of the sink, which come first in the tensor of sink and window."""
         return 0 if self.sink is None else self.sink.ids.shape[1]
 
     def with_sink(self, seen: Tensor) -> tuple[Rows, Tensor]:
-        """Return the rows of sink and window `[B, G, S + W, D]`, and which are attended to.
+        """Return the rows of sink and window in one tensor, and a mask for attention.
 
-        seen: bool `[B', W]`, which of the window's rows are attended to. The result is bool
-        `[B', S + W]`.
+        Args:
+            seen: Bool `[B', W]`, True for the rows of the window to attend to.
+
+        Returns:
+            Keys `[B, G, S + W, D]` and values `[B, G, S + W, Dv]`, and a mask bool `[B', S + W]`,
+            True for the rows of sink and window to attend to.
         """
         if self.sink is None:
             return self.rows, seen
@@ -357,15 +393,18 @@ class Window(NamedState, Restorable):
         return Rows(keys, values), torch.cat([self.sink.mask.expand(len(seen), -1), seen], dim=1)
 
     def positions(self, indexed: int) -> Tensor:
-        """Return the positions of the rows of `with_sink`, int64 `[B, S + W]`, -1 if unused."""
+        """Return the token positions of the rows that `with_sink` returns.
+
+        The result is int64 `[B, S + W]`, with -1 for an unused slot of the sink.
+        """
         window = torch.arange(indexed, indexed + len(self), device=self._geometry.device)
         window = window.expand(self.batch_size, -1)
         return window if self.sink is None else torch.cat([self.sink.ids, window], dim=1)
 
     def resident(self, indexed: int, more: int = 0) -> ResidentRows:
-        """Return the rows of sink and window in one buffer, after adding the newest tokens to it.
+        """Return the resident rows: a buffer with the rows of sink and window, brought up to date.
 
-        more: number of further rows that the buffer must have room for.
+        `more` is the number of further rows for which the buffer must have room.
         """
         resident, length = self._resident, len(self)
         held, count = self._sink_width, length + more
@@ -384,21 +423,27 @@ class Window(NamedState, Restorable):
         return resident
 
     def room(self, more: int) -> int:
-        """Return how many rows sink and window have after `more` further tokens."""
+        """Return the number of tokens for which a buffer for sink and window needs room.
+
+        `more` is the number of tokens to append.
+        """
         return max(self._sink_width, self._sink_size) + max(len(self) + more, self._room)
 
     def lies_in(self, resident: ResidentRows) -> bool:
-        """Return whether `resident` is the buffer of sink and window."""
+        """Return True if `resident` is the buffer with keys and values of sink and window."""
         return self._resident is resident
 
     def lie_in(self, resident: ResidentRows | None) -> None:
-        """From now on, use `resident`, of the same batch size, as the buffer; None: a new one."""
+        """Store keys and values of sink and window in the buffer `resident` from now on.
+
+        The buffer has the same batch size. With None, the window makes a new buffer.
+        """
         if self._resident is not resident:
             self._take_staged()
             self._resident, self._moved = resident, True
 
     def _parts(self, indexed: int) -> list[tuple[Tensor, Tensor, Tensor | None]]:
-        """Return sink and window in the form that `ResidentRows.replace` takes."""
+        """Return keys and values of sink and window as arguments for `ResidentRows.replace`."""
         sink, parts = self.sink, list[tuple[Tensor, Tensor, Tensor | None]]()
         if sink is not None:
             parts.append((sink.rows.keys, sink.rows.values, None if sink.whole else sink.mask))
@@ -407,7 +452,7 @@ class Window(NamedState, Restorable):
         return parts
 
     def nbytes(self) -> int:
-        """Bytes in use. Any thread may call this at any time."""
+        """Return the bytes in use. Any thread may call this at any time."""
         g, valid, sink, resident = self._geometry, self._valid.nbytes(), self.sink, self._resident
         used = self.batch_size * len(self) * g.kv_heads * (g.head_dim + g.value_dim)
         used = used * g.dtype.itemsize + valid

@@ -1,15 +1,18 @@
-"""Reference operations in plain PyTorch, listed in the order in which data flows through them.
+"""Reference implementations in plain PyTorch of all operations of search and attention.
+
+A search uses these modules in this order:
 
 keys -> `transform` -> `codes` -> `coarse` -> `select` -> `rerank` -> `group` -> (`units`,
-`coverage`, `sampling`) -> `fetch` -> `attention` -> (`messages` between GPUs). Two modules are
-outside this order: `kmeans` serves indexes that learn centroids, and `priority` samples ParisKV's
-candidates and rows.
+`coverage`, `sampling`) -> `fetch` -> `attention` -> (`messages` between GPUs)
 
-These functions are the specification of the compiled versions in `kvindex_cuda.ops` and
-`kvindex.cpu`, which have the same names and signatures.
+Two further modules are `kmeans`, for indexes that learn centroids, and `priority`, which samples
+ParisKV's candidates and rows.
+
+The compiled versions in `kvindex_cuda.ops` and `kvindex.cpu` have the same names and signatures,
+and must give the same results.
 """
 
-# ruff: noqa: I001, RUF022  # imports are in the order of the data flow
+# ruff: noqa: I001, RUF022  # because a search uses the modules in this order
 from kvindex.ops import (
     transform,
     codes,

@@ -1,4 +1,4 @@
-"""Exact softmax attention over given rows: in one call, block by block, or merged from parts."""
+"""Exact softmax attention to given keys and values, and the merge of several attention results."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from kvindex.core.protocol import Attended
 NEVER = float("-inf")
 
 Block: TypeAlias = tuple[Tensor, Tensor, Tensor | None]
-"""Keys `[B, G, R, D]`, values `[B, G, R, Dv]` and a bias of the logits, or None."""
+"""Keys `[B, G, R, D]`, values `[B, G, R, Dv]`, and a bias to add to the logits, or None."""
 
 
 def cap(logits: Tensor, scale: float, softcap: float | None) -> Tensor:
-    """Scale logits, and bound them by a softcap if there is one.
+    """Multiply inner products by `scale`, and bound the result with a softcap.
 
     Args:
-        logits: Inner products, any shape.
-        scale: Factor of the logits.
-        softcap: Bound: the result is `softcap · tanh(scale · logits / softcap)`. None for no bound.
+        logits: Inner products of queries and keys, any shape.
+        scale: Factor, such as `D^-1/2`.
+        softcap: Bound: the result is `softcap * tanh(scale * logits / softcap)`. None: no bound.
     """
     logits = logits * scale
     return logits if softcap is None else softcap * torch.tanh(logits / softcap)
@@ -71,13 +71,13 @@ def attend(
         keys: `[B, G, R, D]`.
         values: `[B, G, R, Dv]`.
         scale: Factor of the logits.
-        softcap: Bound of the logits, or None.
-        bias: Added to the logits, float32, broadcast to `[B, H, R]`; `-inf` hides a row.
-        return_lse: Return the log-sum-exp of the logits, too, which `merge` needs.
+        softcap: Bound of the logits (`cap`), or None.
+        bias: Added to the logits, float32, broadcast to `[B, H, R]`; `-inf` masks a row out.
+        return_lse: Also return the log-sum-exp of the logits, which `merge` needs.
 
     Returns:
-        Output `[B, H, Dv]` in the queries' dtype, 0 for a query that sees no row. With `return_lse`
-        also the log-sum-exp, float32 `[B, H]`, `-inf` for a query that sees no row.
+        Output `[B, H, Dv]` in the queries' dtype; with `return_lse` also the log-sum-exp, float32
+        `[B, H]`. If all rows of a query are masked out, its output is 0 and its log-sum-exp `-inf`.
     """
     block = (keys, values, None if bias is None else bias[:, :, None])
     output, lse = _attended(queries[:, :, None], [block], scale, softcap)
@@ -116,19 +116,19 @@ def attend_blocks(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attend with `T` queries per head to blocks of rows, with a running softmax.
 
-    The result is the same as for one block with all rows, but only one block's logits are in memory
-    at a time.
+    The result is the attention to the rows of all blocks together, but only one block's logits are
+    in memory at a time.
 
     Args:
         queries: `[B, H, T, D]`.
-        blocks: Keys `[B, G, R, D]`, values `[B, G, R, Dv]`, and a bias that broadcasts to `[B, H,
-            T, R]` or None.
+        blocks: For each block: keys `[B, G, R, D]`, values `[B, G, R, Dv]`, and a bias that
+            broadcasts to `[B, H, T, R]`, or None.
         scale: Factor of the logits.
-        softcap: Bound of the logits, or None.
-        return_lse: Return the log-sum-exp of the logits, too.
+        softcap: Bound of the logits (`cap`), or None.
+        return_lse: Also return the log-sum-exp of the logits.
 
     Returns:
-        Output `[B, H, T, Dv]`. With `return_lse` also the log-sum-exp, float32 `[B, H, T]`.
+        Output `[B, H, T, Dv]`; with `return_lse` also the log-sum-exp, float32 `[B, H, T]`.
 
     Raises:
         ValueError: The blocks have no rows.
@@ -140,21 +140,21 @@ def attend_blocks(
 
 
 def merge(parts: Sequence[Attended]) -> Attended:
-    """Merge attention over several sets of rows into attention over all of them.
+    """Merge attention to several sets of rows into attention to all of these rows.
 
-    The result is exact: outputs are weighted by `exp(lse)`. A part that sees no row (`lse` of
-    `-inf`) has no effect.
+    The result is exact: it is the mean of the outputs, weighted by `exp(lse)`. An output with an
+    `lse` of `-inf`, from an empty set of rows, has no effect.
 
     Args:
-        parts: Attention over each set of rows. No row is in two sets.
+        parts: The attention to each set of rows. The sets must not overlap.
 
     Raises:
-        ValueError: There is no part.
+        ValueError: `parts` is empty.
     """
     if not parts:
-        raise ValueError("parts: got none, allowed is at least one")
+        raise ValueError("parts: got an empty list, allowed is at least one attention result")
     each = torch.stack([part.lse for part in parts])
-    lse = each.logsumexp(0)  # -inf where no part sees a row
+    lse = each.logsumexp(0)  # -inf for a query that attends to no row at all
     weights = torch.exp(each - lse.masked_fill(lse == NEVER, 0.0))[..., None]
     outputs = torch.stack([part.output for part in parts])
     output = (outputs.float() * weights).sum(0).to(outputs.dtype)
@@ -163,17 +163,17 @@ def merge(parts: Sequence[Attended]) -> Attended:
 
 
 def with_sink_logits(output: Tensor, lse: Tensor, sink_logits: Tensor) -> Tensor:
-    """Add a learned sink to attention: a logit in the softmax's denominator without key and value.
+    """Add a learned sink: a logit in the softmax's denominator that has no key and no value.
 
-    The result is `output · exp(lse - logaddexp(lse, s))` for a sink with the logit `s`.
+    The result is `output * exp(lse - logaddexp(lse, s))` for a sink with the logit `s`.
 
     Args:
-        output: Attention without the sink, `[…, Dv]`.
-        lse: Its log-sum-exp, float32 `[…]`.
+        output: Attention output without the sink, `[..., Dv]`.
+        lse: Log-sum-exp of the logits without the sink, float32 `[...]`.
         sink_logits: Logits of the sinks, broadcast to `lse`.
 
     Returns:
-        `[…, Dv]` in the output's dtype.
+        Attention output with the sink, `[..., Dv]`, in the dtype of `output`.
 
     Source: gpt-oss model card, arXiv 2508.10925, section 2.2.
     """
@@ -184,7 +184,7 @@ def with_sink_logits(output: Tensor, lse: Tensor, sink_logits: Tensor) -> Tensor
 def _attended(
     queries: Tensor, blocks: Iterable[Block], scale: float, softcap: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Return the results of `attend_blocks`: output and log-sum-exp."""
+    """Return the output and the log-sum-exp of `attend_blocks`."""
     B, H, T, _ = queries.shape
     peak: Tensor | None = None  # running maximum of the logits, [B, H, T, 1]
     total = output = torch.zeros((), device=queries.device)  # [B, H, T, 1], [B, H, T, Dv]
@@ -192,13 +192,15 @@ def _attended(
         G, R = keys.shape[1:3]
         if R == 0:
             continue
-        folded = queries.float().reshape(B, G, H // G * T, -1)  # reads each group's keys once
+        # fold the query heads of a group into one matrix, so that its keys are read once
+        folded = queries.float().reshape(B, G, H // G * T, -1)
         logits = cap(folded @ keys.float().mT, scale, softcap).view(B, H, T, -1)
         if bias is not None:
             logits = logits + bias
         block_peak = logits.amax(-1, keepdim=True)
         new_peak = block_peak if peak is None else torch.maximum(peak, block_peak)
-        base = new_peak.masked_fill(new_peak == NEVER, 0.0)  # if no row is seen, exp(-inf - 0) = 0
+        # if all rows are masked out, subtract 0, because -inf - -inf is NaN
+        base = new_peak.masked_fill(new_peak == NEVER, 0.0)
         weights = torch.exp(logits - base)
         part = weights.view(B, G, H // G * T, -1) @ values.float()
         part, weight = part.view(B, H, T, -1), weights.sum(-1, keepdim=True)
@@ -217,9 +219,9 @@ def _attended(
 def attend_causal(
     queries: Tensor, keys: Tensor, values: Tensor, *, scale: float, valid: Tensor | None = None
 ) -> Tensor:
-    """Attend causally from the newest `T` tokens to all `N` rows, by torch's fused kernel.
+    """Attend causally from the newest `T` tokens to all `N` tokens, with torch's fused attention.
 
-    The kernel does not support a softcap.
+    There is no argument for a softcap, because torch's kernel does not support it.
 
     Args:
         queries: `[B, H, T, D]`.
@@ -229,7 +231,7 @@ def attend_causal(
         valid: Bool `[B, N]`, False for padding; None where no token is padded.
 
     Returns:
-        Attention outputs `[B, H, T, Dv]`. The output of a query before the first valid token has no
+        Attention outputs `[B, H, T, Dv]`. The output of padding before the first valid token has no
         meaning.
     """
     T, N = queries.shape[2], keys.shape[2]
@@ -239,12 +241,12 @@ def attend_causal(
     if valid is None and N > T > 1 and queries.is_cuda:
         from torch.nn.attention.bias import causal_lower_right  # imports triton
 
-        mask = causal_lower_right(T, N)  # the kernel computes this mask, no tensor is built
+        mask = causal_lower_right(T, N)  # computed inside the kernel, without a tensor
     elif valid is not None or (N > T > 1):
         rows = torch.arange(N, device=queries.device)
         mask = (rows <= torch.arange(N - T, N, device=queries.device)[:, None])[None, None]
         if valid is not None:
-            # queries that see no valid token attend to padding, because softmax needs an entry
+            # a query before the first valid token attends to padding: a softmax over nothing is NaN
             sees_none = valid.cumsum(1)[:, None, N - T :, None] == 0
             mask = mask & (valid[:, None, None] | sees_none)
     return torch.nn.functional.scaled_dot_product_attention(
@@ -259,7 +261,7 @@ def attend_causal(
 
 
 def _serves(queries: Tensor, keys: Tensor, values: Tensor) -> bool:
-    """Return True if `_fused` supports these tensors. Its log-sum-exp has no gradient."""
+    """Return True if `_fused` supports these tensors: on a CPU, and without gradients."""
     parts = queries, keys, values
     learns = torch.is_grad_enabled() and any(part.requires_grad for part in parts)
     dense = all(part.stride(3) == 1 for part in parts)
@@ -271,8 +273,8 @@ def _serves(queries: Tensor, keys: Tensor, values: Tensor) -> bool:
 def _past_and_own(queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
     """Compute `attend_causal` for `N > T` in two parts, so that torch needs no explicit mask.
 
-    All queries attend to the first `N - T` rows without a mask. The newest `T` rows need a square
-    causal mask, for which torch has a fast path.
+    All queries attend to the first `N - T` rows without a mask. The attention of the newest `T`
+    tokens to each other needs a square causal mask, for which torch has a fast path.
     """
     (B, H, T, D), (_, G, N, _) = queries.shape, keys.shape
     queries = queries.reshape(B * G, H // G, T, D)
@@ -283,9 +285,8 @@ def _past_and_own(queries: Tensor, keys: Tensor, values: Tensor, scale: float) -
     among, among_lse = _fused(queries, *own, scale, causal=True)
     fraction = torch.sigmoid(among_lse - before_lse)[..., None]
     merged = torch.lerp(before.to(fraction.dtype), among.to(fraction.dtype), fraction)
-    output = queries.new_empty(
-        B, T, G, H // G, D
-    )  # the heads of a token are adjacent, the order in which callers read them
+    # in memory, the heads of a token are adjacent, because callers read them in this order
+    output = queries.new_empty(B, T, G, H // G, D)
     output.permute(0, 2, 3, 1, 4).copy_(merged.view(B, G, H // G, T, D))
     return output.flatten(2, 3).transpose(1, 2)
 
@@ -293,9 +294,17 @@ def _past_and_own(queries: Tensor, keys: Tensor, values: Tensor, scale: float) -
 def _fused(
     queries: Tensor, keys: Tensor, values: Tensor, scale: float, *, causal: bool
 ) -> tuple[Tensor, Tensor]:
-    """Compute attention `[X, g, T, D]` and its lse `[X, g, T]` with torch's fused kernel for CPUs.
+    """Compute attention and log-sum-exp with torch's fused kernel for CPUs.
 
-    Queries are `[X, g, T, D]`, keys and values `[X, 1, R, D]`; the heads of a group share them.
+    Args:
+        queries: `[X, g, T, D]` for `X` KV heads with `g` query heads each.
+        keys: `[X, 1, R, D]`, shared by the query heads of a KV head.
+        values: `[X, 1, R, D]`.
+        scale: Factor of the logits.
+        causal: Whether to use a causal mask.
+
+    Returns:
+        Output `[X, g, T, D]` and log-sum-exp `[X, g, T]`.
     """
     keys, values = (rows.expand(-1, queries.shape[1], -1, -1) for rows in (keys, values))
     fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu

@@ -1,8 +1,9 @@
-"""Coarse stage: votes of keys, as the paper's tiered votes or as inner products with signs.
+"""Coarse stage of a search: compute a score of every key, called its votes, from the key's signs.
 
-For each subspace, a table made for the query assigns points to all 256 centroids. The vote of a key
-is the sum, over subspaces, of the points of its centroids. Votes are integers, so every
-implementation computes the same votes from the same tables, bit by bit.
+A key's coordinates are divided into subspaces of 8, and the signs of a subspace name one of 256
+centroids. For each query and subspace, a table assigns points to all centroids: `tier_table` as in
+the paper, `dot_table` as inner products with the signs. The votes of a key are the sum of the
+points of its centroids. Points are integers, so all implementations compute exactly the same votes.
 
 Source: ParisKV, section B.2.1 (tiered votes).
 """
@@ -19,20 +20,20 @@ from torch import Tensor
 from kvindex.ops.codes import FACTOR, SUBSPACE, TINY, centroids
 
 TIERS = (0.05, 0.15, 0.30, 0.50, 0.75, 1.0)
-"""Fractions of the `ρn` best keys at which the tiers end.
+"""Where the tiers of the paper's votes end, as fractions of the `ρn` best keys (`n` keys in total).
 
-The values are those of the published code; the paper has 6 tiers (section 5.4).
+The paper has 6 tiers (section 5.4). The values are those of its published code.
 """
 
 
 def ceil_fraction(count: int, *shares: float) -> int:
-    """Return `⌈count · fraction · …⌉`, with each fraction taken as a decimal number.
+    """Multiply a count by fractions, in exact decimal arithmetic, and round up.
 
-    In binary floating point 100 · 0.07 is a little above 7, so its ceiling would be 8.
+    In binary floating point `100 * 0.07` is a little above 7, so its ceiling would be 8.
 
     Args:
         count: Number of keys.
-        *shares: Fractions that are multiplied with the count.
+        *shares: Factors, such as 0.07.
     """
     share = _product(*shares)
     return -(-count * share.numerator // share.denominator)
@@ -40,19 +41,19 @@ def ceil_fraction(count: int, *shares: float) -> int:
 
 @lru_cache
 def _product(*fractions: float) -> Fraction:
-    """Return the product of fractions as decimals, cached because every search has the same few."""
+    """Return the product of decimal fractions. Cached, because all searches use the same ones."""
     return prod((Fraction(str(fraction)) for fraction in fractions), start=Fraction(1))
 
 
 def histogram(signs: Tensor, valid: Tensor | None = None) -> Tensor:
-    """Count the keys of each centroid.
+    """Count how many keys have each of the 256 centroids, for every subspace.
 
     Args:
-        signs: Centroid ids, uint8 `[B, G, N, M]`.
+        signs: Centroid ids of the keys, uint8 `[B, G, N, M]`.
         valid: Bool `[B, N]`, False for padding; None where no token is padded.
 
     Returns:
-        Int64 `[B, G, M, 256]`.
+        Numbers of keys, int64 `[B, G, M, 256]`.
     """
     B, G, N, M = signs.shape
     counted = torch.ones((B, N), dtype=torch.int64, device=signs.device)
@@ -64,24 +65,24 @@ def histogram(signs: Tensor, valid: Tensor | None = None) -> Tensor:
 
 
 def tier_table(queries: Tensor, histogram: Tensor, limits: Tensor) -> Tensor:
-    """Give points to each centroid by the paper's tiers.
+    """Assign points to the centroids of each subspace, by the tiers of the paper.
 
-    In each subspace the centroids are sorted by `⟨q̃_b, c⟩`, best first, equal ones by the lower id.
-    A centroid earns one point for each tier `t` for which fewer than `limits[t]` keys belong to
-    better centroids.
+    The centroids of a subspace are ranked by their inner product with the query's coordinates in
+    this subspace; ties go to the lower id. A centroid gets one point for each tier `t` for which
+    fewer than `limits[t]` keys belong to centroids of a better rank.
 
     Args:
         queries: Rotated queries, float32 `[B, G, g, D]`.
-        histogram: Keys per centroid, int64 `[B, G, M, 256]`.
-        limits: Bounds of the tiers in keys, int64 `[B, tiers]`.
+        histogram: Number of keys of each centroid, int64 `[B, G, M, 256]`.
+        limits: Number of keys at which each tier ends, int64 `[B, tiers]`.
 
     Returns:
-        Uint8 `[B, G, g, M, 256]`.
+        Points, uint8 `[B, G, g, M, 256]`.
 
     Source: ParisKV, section B.2.1.
     """
     parts = queries.reshape(*queries.shape[:-1], -1, SUBSPACE)  # [B, G, g, M, m]
-    signs = centroids(queries.device).sign().double()  # ±1, in float64: sums and ties are exact
+    signs = centroids(queries.device).sign().double()  # ±1; float64 makes sums and ties exact
     similarity = parts.double() @ signs.T  # [B, G, g, M, 256]
     order = similarity.sort(dim=-1, descending=True, stable=True).indices
     counts = histogram[:, :, None].expand_as(order).gather(-1, order)
@@ -91,17 +92,17 @@ def tier_table(queries: Tensor, histogram: Tensor, limits: Tensor) -> Tensor:
 
 
 def rounded(queries: Tensor, query_max: int) -> Tensor:
-    """Round queries to integers, so that each query's largest coordinate is `query_max`.
+    """Scale each query so that its largest absolute coordinate is `query_max`, and round it.
 
-    Halves are rounded to even. The product is computed in float64, so scaling a query by a power of
-    two changes nothing. A zero query gives zeros.
+    Halves are rounded to even. The computation is in float64, so multiplying a query by a power of
+    two does not change the result. A query of zeros gives zeros.
 
     Args:
         queries: Rotated queries, float32 `[B, G, g, D]`.
-        query_max: Largest coordinate, 1 to 127.
+        query_max: Largest absolute coordinate of the result, 1 to 127.
 
     Returns:
-        Int8 `[B, G, g, D]`.
+        Rounded queries, int8 `[B, G, g, D]`.
     """
     exact = queries.double()
     peak = exact.abs().amax(-1, keepdim=True)
@@ -110,17 +111,18 @@ def rounded(queries: Tensor, query_max: int) -> Tensor:
 
 
 def dot_table(queries: Tensor, query_max: int) -> Tensor:
-    """Compute inner products of rounded queries with all sign patterns.
+    """Compute the inner products of rounded queries with all 256 sign patterns of a subspace.
 
-    Entry `c` of subspace `b` is `⟨r_b, s_c⟩`, with `r` from `rounded` and `s_c = ±1`. A sum over
-    subspaces is one inner product of signs with small integers, which matrix units can compute.
+    Entry `c` of subspace `b` is the inner product of the 8 coordinates of the rounded query in this
+    subspace with the pattern `c` of ±1. So the sum over subspaces is the inner product of the
+    rounded query with all signs of a key, which tensor cores can also compute.
 
     Args:
         queries: Rotated queries, float32 `[B, G, g, D]`.
-        query_max: Largest coordinate of a rounded query, 1 to 127.
+        query_max: Largest absolute coordinate of a rounded query, 1 to 127.
 
     Returns:
-        Int16 `[B, G, g, M, 256]`.
+        Points, int16 `[B, G, g, M, 256]`.
     """
     parts = rounded(queries, query_max).reshape(*queries.shape[:-1], -1, SUBSPACE)
     # float32 holds these integers, below 2^10, exactly
@@ -130,22 +132,23 @@ def dot_table(queries: Tensor, query_max: int) -> Tensor:
 def dot_offsets(
     offsets: Tensor, queries: Tensor, query_max: int, weight_scale: Tensor, level: float
 ) -> Tensor:
-    """Convert `⟨q, μ⟩` to the vote that a block's center `μ` adds to each key of the block.
+    """Convert the inner product of a query and a block's center to votes.
 
-    A key's vote represents `level · w_b ⟨q̃_b, s_c⟩`, summed over subspaces. This is the regression
-    of `⟨q, k - μ⟩` on the signs (docs/pipeline/coarse.md). The inner product that one vote
-    represents follows from `rounded` and `codes.log_factors`. Offsets are bounded by ±2^30, so that
-    no sum overflows.
+    The keys of a block are encoded relative to the block's center `μ`. So the votes of a key only
+    estimate `⟨q, k - μ⟩`, from the key's signs (docs/pipeline/coarse.md). This function computes
+    `⟨q, μ⟩` in the same unit, to be added to the votes of all keys of the block. The result is
+    bounded by ±2^30, so that no sum overflows.
 
     Args:
-        offsets: Inner products `⟨q, μ⟩`, float32 `[B, G, g, S]`.
-        queries: Rotated queries with their norms, float32 `[B, G, g, D]`.
-        query_max: Largest coordinate of a rounded query, as for the table.
+        offsets: Inner products `⟨q, μ⟩` for `S` blocks, float32 `[B, G, g, S]`.
+        queries: Rotated queries that are not normalized, float32 `[B, G, g, D]`.
+        query_max: Largest absolute coordinate of a rounded query, as for `dot_table`.
         weight_scale: A power of two above all weights, float32 `[B, G]`.
-        level: `E|u_j|`, the size that a sign alone represents (the level for 0 magnitude bits).
+        level: Mean absolute value of a coordinate of a random unit vector, which a sign represents
+            (`codes.levels` with 0 bits).
 
     Returns:
-        Int32 `[B, G, g, S]`.
+        Votes, int32 `[B, G, g, S]`.
     """
     peak = queries.double().abs().amax(-1, keepdim=True)  # [B, G, g, 1]
     unit = peak * level * weight_scale[..., None, None].double() / (query_max * FACTOR)
@@ -160,19 +163,18 @@ def votes(
     offsets: Tensor | None = None,
     every: int = 1,
 ) -> Tensor:
-    """Add up each key's table entries over the subspaces.
+    """Compute the votes of all keys: the sum over subspaces of the points of a key's centroids.
 
     Args:
-        signs: Centroid ids, uint8 `[B, G, N, M]`.
-        table: Points of centroids, uint8 or int16 `[B, G, g, M, 256]`.
-        factors: Int32 `[B, G, N, M]` to multiply each entry of a key, `[B, G, N, 1]` to multiply
-            the sum of its entries, or None.
-        offsets: Int32 `[B, G, g, S]`, or None. `offsets[..., s]` is added to the votes of keys from
-            `s · every` to `(s + 1) · every - 1`.
-        every: Keys per offset.
+        signs: Centroid ids of the keys, uint8 `[B, G, N, M]`.
+        table: Points of the centroids, uint8 or int16 `[B, G, g, M, 256]`.
+        factors: Integer weights of the keys, int32, or None. `[B, G, N, M]` has a weight for each
+            subspace, `[B, G, N, 1]` one weight for the sum over the subspaces.
+        offsets: Votes to add to all keys of a block, int32 `[B, G, g, S]`, or None.
+        every: Number of keys per block.
 
     Returns:
-        Int32 `[B, G, g, N]`.
+        Votes, int32 `[B, G, g, N]`.
     """
     B, G, N, M = signs.shape
     split = factors is not None and factors.shape[-1] > 1

@@ -1,7 +1,8 @@
-"""Sign and magnitude codes of rotated keys.
+"""Codes of rotated keys: signs, quantized magnitudes, and weights.
 
-A subspace of `m = 8` coordinates has one byte of sign bits, which is also the id of its nearest
-centroid, and one byte for each magnitude bit. Both stages of a search read the same sign bits.
+The code of a subspace, which has `m = 8` coordinates, is one byte of sign bits and one byte for
+each magnitude bit. The byte of sign bits is also the id of the centroid nearest to the subspace's
+coordinates. The coarse stage and the rerank of a search read the same sign bits.
 
 Source: ParisKV, sections A.2 and A.3, equations (5) to (9) and (12).
 """
@@ -20,36 +21,37 @@ from kvindex.ops.transform import LONGEST
 TINY = torch.finfo(torch.float64).tiny
 
 OCTAVES = 32
-"""Range of logarithmic weights in octaves: from `2^-16` to `2^16`.
+"""Range of weights that are stored as logarithms, in octaves: from `2^-16` to `2^16`.
 
 The range is the same for all keys, so no scale is stored with the codes.
 """
 
 FACTOR = 2**15 - 1
-"""Integer that the coarse stage uses for a weight equal to the weight scale.
+"""Integer by which the coarse stage represents a weight that equals the weight scale.
 
-Votes stay below `D · 127 · FACTOR`, which is less than 2^30 for `D` up to 256.
+With this factor, votes stay below `D * 127 * FACTOR`, which is less than 2^30 for `D` up to 256.
 """
 
 SUBSPACE = 8
-"""Coordinates per subspace, `m` (paper, section 5.4). Their sign bits fill one byte."""
+"""Number of coordinates per subspace, `m` (paper, section 5.4). Their sign bits fill one byte."""
 
 
 @lru_cache
 def lloyd_max(subspace: int, bits: int) -> tuple[float, ...]:
-    """Compute the `2^bits` Lloyd–Max levels of `|u_j|` for a random direction in `m` dimensions.
+    """Compute the Lloyd–Max quantization levels of a coordinate of a random unit vector.
 
-    By equation (12), `u_j² ~ Beta(1/2, (m-1)/2)`. With `u = sin θ`, the density over
-    `θ ∈ [0, π/2]` is proportional to `cos^(m-2) θ`. Each level is the mean of its cell, and cells
-    end halfway between levels. These equations are solved by Newton's method; Gauss–Legendre
-    quadrature gives the probability of each cell.
+    The unit vector `u` is uniformly distributed in `m` dimensions. By equation (12), a coordinate
+    `u_j` has `u_j² ~ Beta(1/2, (m-1)/2)`. With `|u_j| = sin θ`, the density of `θ` in `[0, π/2]` is
+    proportional to `cos^(m-2) θ`. Each of the `2^bits` levels is the mean of the values that are
+    rounded to it, and rounding intervals end halfway between levels. Newton's method solves these
+    equations; Gauss–Legendre quadrature computes the probability of each interval.
 
     Args:
         subspace: Dimension `m`, at least 2.
         bits: Bits of a magnitude, at least 0.
 
     Returns:
-        The levels, ascending.
+        The levels of `|u_j|`, ascending.
 
     Raises:
         ValueError: `subspace` is below 2 or `bits` below 0.
@@ -58,12 +60,13 @@ def lloyd_max(subspace: int, bits: int) -> tuple[float, ...]:
     """
     if subspace < 2 or bits < 0:
         raise ValueError(
-            f"subspace, bits: got {subspace}, {bits}, allowed are at least 2 and at least 0"
+            f"subspace: got {subspace}, allowed is at least 2; bits: got {bits}, allowed is at "
+            "least 0"
         )
     count, power = 2**bits, subspace - 2
     total = _integral(np.array([0.0]), np.array([np.pi / 2]), power)[0]
 
-    # start from evenly spaced levels up to three standard deviations of u_j
+    # start with evenly spaced levels, up to three standard deviations of a coordinate
     levels = (np.arange(count) + 0.5) / count * min(1.0, 3 / np.sqrt(subspace))
     for _ in range(100):
         edges, mass, mean = _cells(levels, power)
@@ -83,11 +86,13 @@ def lloyd_max(subspace: int, bits: int) -> tuple[float, ...]:
 
 @lru_cache
 def tangent(subspace: int, bits: int) -> float:
-    """Return the mean of `tan² θ`, where `θ` is the angle between a direction and its code.
+    """Return an approximate mean of `tan² θ`, for the angle `θ` between a unit vector and its code.
 
-    It is computed as `(1 - A) / A` with `A = E‖v‖² = m Σ p_i ℓ_i²`. Each level is the mean of its
-    cell, so `E⟨v, u⟩ = E‖v‖²`. The true mean of `‖v‖²/⟨v, u⟩² - 1` is close: 1% above to 4% below
-    this value for `m ≥ 64`, 7% above to 21% below it for `m = 8` (docs/pipeline/rerank.md).
+    The unit vector `u` is random in `m` dimensions, and `v` is `u` with every coordinate rounded to
+    a level of `lloyd_max`. The result is `(1 - A) / A` with `A = E‖v‖²`, which also equals
+    `E⟨v, u⟩` because each level is the mean of the values rounded to it. The exact mean of `tan² θ`
+    differs from the result by +1% to -4% for `m ≥ 64`, and by +7% to -21% for `m = 8`
+    (docs/pipeline/rerank.md).
 
     Args:
         subspace: Dimension `m`, at least 2.
@@ -99,9 +104,9 @@ def tangent(subspace: int, bits: int) -> float:
 
 
 def levels(subspace: int, bits: int, device: torch.device | str = "cpu") -> Tensor:
-    """Return the levels of `lloyd_max`, rounded to float16 so that matrix units can use them.
+    """Return the levels of `lloyd_max`, rounded to float16, so that tensor cores can use them.
 
-    Rounding changes a level by at most 2^-12 of its size.
+    Rounding changes a level by at most 2^-12 of its value.
 
     Args:
         subspace: Dimension `m`, at least 2.
@@ -109,7 +114,7 @@ def levels(subspace: int, bits: int, device: torch.device | str = "cpu") -> Tens
         device: Device of the result.
 
     Returns:
-        Float32 `[2^bits]`, ascending.
+        The levels, float32 `[2^bits]`, ascending.
     """
     rounded = torch.tensor(lloyd_max(subspace, bits), dtype=torch.float64).half()
     return rounded.float().to(device)
@@ -118,22 +123,23 @@ def levels(subspace: int, bits: int, device: torch.device | str = "cpu") -> Tens
 def encode(
     rotated: Tensor, norms: Tensor, levels: Tensor, block: int = SUBSPACE
 ) -> dict[str, Tensor]:
-    """Encode rotated directions as signs, magnitudes and weights.
+    """Encode keys, given as rotated unit vectors and norms, as signs, magnitudes and weights.
+
+    The coordinates are divided into blocks. `u_b` is block `b` scaled to length 1, `r_b` is its
+    length before scaling, and `v_b` is `u_b` rounded to signs and levels.
 
     Args:
-        rotated: Directions, float32 `[..., D]`.
-        norms: Norms of the keys, float32 `[...]`.
-        levels: Sizes of the magnitude codes, float32 `[2^bits]`.
-        block: Coordinates that share one weight: a subspace in the paper, up to all `D`.
+        rotated: Rotated keys of length 1, float32 `[..., D]`.
+        norms: Norms `‖k‖` of the keys, float32 `[...]`.
+        levels: Levels to which magnitudes are rounded, float32 `[2^bits]`.
+        block: Number of coordinates per block, which share one weight: 8 in the paper, at most `D`.
 
     Returns:
-        `signs` uint8 `[..., M]`: bit `j` is 1 where coordinate `j` ≥ 0, least significant bit
-        first. The byte is also the id of the nearest centroid (6).
-        `magnitudes` uint8 `[..., bits, M]`: bit `j` of byte `p` is bit `p` of the index of the
-        level nearest to `|u_j|`, or of the lower level at a tie. `u` is the direction of the
-        coordinate's block.
-        `weights` float32 `[..., D / block]`: `w_b = ‖k‖ r_b / α_b` with `α_b = ⟨v_b, u_b⟩` (7, 9);
-        0 where `r_b` is 0.
+        A dict with three tensors. `signs`, uint8 `[..., M]`: bit `j` of a byte (bit 0 is the
+        lowest) is 1 if coordinate `j` is not negative. The byte is also the id of the nearest
+        centroid. `magnitudes`, uint8 `[..., bits, M]`: bit `j` of byte `p` is bit `p` of the index
+        of the level nearest to coordinate `j` of `u_b`; ties go to the lower level. `weights`,
+        float32 `[..., D / block]`: `‖k‖ r_b / ⟨v_b, u_b⟩`, or 0 if `r_b` is 0.
 
     Source: ParisKV, sections A.2 and A.3, equations (6), (7) and (9).
     """
@@ -141,13 +147,14 @@ def encode(
     radii = parts.double().square().sum(-1).sqrt().float()
     directions = parts / radii.clamp_min(torch.finfo(torch.float32).tiny)[..., None]
     edges = (levels[1:] + levels[:-1]) / 2
-    index = torch.bucketize(directions.abs(), edges)  # a size equal to an edge gets the lower level
+    index = torch.bucketize(directions.abs(), edges)  # a value on an edge gets the lower level
     bytes_of = (*rotated.shape[:-1], -1, SUBSPACE)
     signs = pack(rotated.reshape(bytes_of) >= 0)
     bits = range(len(levels).bit_length() - 1)
     planes = [pack((index >> p & 1 == 1).reshape(bytes_of)) for p in bits]
     decoded = torch.where(parts >= 0, 1.0, -1.0) * levels[index]
-    alpha = (decoded.double() * directions).sum(-1).float()  # the same in any order of addition
+    # add in float64, so that the order of addition does not matter
+    alpha = (decoded.double() * directions).sum(-1).float()
     weights = torch.where(radii > 0, norms[..., None] * radii / alpha, 0.0)
     empty = signs.new_empty((*signs.shape[:-1], 0, signs.shape[-1]))
     magnitudes = torch.stack(planes, dim=-2) if planes else empty
@@ -155,12 +162,14 @@ def encode(
 
 
 def decode(signs: Tensor, magnitudes: Tensor, levels: Tensor) -> Tensor:
-    """Return the quantized directions `v`, without normalizing them to length 1.
+    """Return the vectors that codes represent: the level of each coordinate with its sign.
+
+    The vectors are not scaled to length 1, and the weights are not applied.
 
     Args:
-        signs: Uint8 `[..., M]`.
-        magnitudes: Uint8 `[..., bits, M]`.
-        levels: Sizes of the magnitude codes, float32 `[2^bits]`.
+        signs: Result of `encode`, uint8 `[..., M]`.
+        magnitudes: Result of `encode`, uint8 `[..., bits, M]`.
+        levels: Levels to which magnitudes were rounded, float32 `[2^bits]`.
 
     Returns:
         Float32 `[..., D]`.
@@ -173,15 +182,17 @@ def decode(signs: Tensor, magnitudes: Tensor, levels: Tensor) -> Tensor:
 
 
 def centers(keys: Tensor, valid: Tensor | None, every: int) -> Tensor:
-    """Compute the mean of the valid keys of each block, within ±`transform.LONGEST`.
+    """Compute the mean of the valid keys of each block of tokens.
+
+    Coordinates of the means are limited to ±`transform.LONGEST`.
 
     Args:
-        keys: `[B, G, N, D]`, zero where `valid` is False. The first key is the first of a block.
+        keys: `[B, G, N, D]`, 0 where `valid` is False. A block begins with the first of these keys.
         valid: Bool `[B, N]`, False for padding; None where no token is padded.
-        every: Tokens per block.
+        every: Number of tokens per block.
 
     Returns:
-        Bfloat16 `[B, G, S, D]`, one for each block; zero for a block without a valid key.
+        Means of the `S` blocks, bfloat16 `[B, G, S, D]`; 0 for a block without a valid key.
     """
     B, G, N, D = keys.shape
     real = torch.ones((B, N), dtype=torch.bool, device=keys.device) if valid is None else valid
@@ -193,25 +204,25 @@ def centers(keys: Tensor, valid: Tensor | None, every: int) -> Tensor:
 
 
 def log_codes(weights: Tensor, bits: int) -> Tensor:
-    """Round weights to integers on a logarithmic scale.
+    """Round weights to integer codes on a logarithmic scale.
 
-    A weight that is twice as large has a code that is `2^bits / OCTAVES` larger. The code
-    `2^(bits - 1)` represents the weight 1, and the code 0 the weight 0. Weights outside the range
-    get the first or the last code.
+    Doubling a weight adds `2^bits / OCTAVES` to its code. The code `2^(bits - 1)` represents the
+    weight 1, and the code 0 represents the weight 0. A weight outside of the range gets the lowest
+    code above 0 or the highest code.
 
     Args:
         weights: Float32, any shape.
         bits: Bits of a code, 1 to 16.
 
     Returns:
-        Int32, of the same shape.
+        Codes, int32 of the same shape.
     """
     codes = torch.log2(weights.double()) * (2**bits / OCTAVES) + 2 ** (bits - 1)
     return torch.where(weights > 0, codes.round().clamp(1, 2**bits - 1), 0).int()
 
 
 def log_weights(codes: Tensor, bits: int) -> Tensor:
-    """Return the weights that codes of `log_codes` represent.
+    """Return the weights that the codes from `log_codes` represent.
 
     Args:
         codes: Integers, any shape.
@@ -225,10 +236,13 @@ def log_weights(codes: Tensor, bits: int) -> Tensor:
 
 
 def weight_scale(largest: Tensor) -> Tensor:
-    """Return the smallest power of two above all weights whose code is at most `largest`.
+    """Return the weight scale: a power of two that is larger than all weights.
+
+    It is the smallest such power for weights whose codes are at most `largest`.
 
     Args:
-        largest: Integers: the largest 8-bit code, or upper byte of a 16-bit code.
+        largest: The largest code of 8 bits, or the upper byte of the largest code of 16 bits;
+            integers of any shape.
 
     Returns:
         Float32, of the same shape.
@@ -239,15 +253,19 @@ def weight_scale(largest: Tensor) -> Tensor:
 
 
 def log_factors(bits: int, device: torch.device | str = "cpu") -> Tensor:
-    """Return integers up to `FACTOR` that are proportional to weights below the weight scale.
+    """Return the integer factors by which the coarse stage represents weights.
+
+    A factor is proportional to its weight. The weight scale, which is a power of two above all
+    weights, has the factor `FACTOR`.
 
     Args:
-        bits: 8 if the weights are codes of 8 bits. 16 if they are upper bytes of 16-bit codes; each
-            then counts as the middle of the 256 codes with this upper byte.
+        bits: 8 if weights are stored as codes of 8 bits. 16 if the coarse stage reads only the
+            upper byte of codes of 16 bits; a byte then represents the middle of its 256 codes.
         device: Device of the result.
 
     Returns:
-        Int32 `[256]`, in ascending order: entry 255 is for the largest code below the weight scale.
+        Int32 `[256]`, ascending. Entry 255 belongs to the largest code below the weight scale,
+        entry 254 to the code before it, and so on.
     """
     steps = torch.arange(-256, 0, device=device).double() + (0.5 if bits == 16 else 0.0)
     factors = torch.exp2(steps * OCTAVES / 256) * FACTOR
@@ -255,15 +273,15 @@ def log_factors(bits: int, device: torch.device | str = "cpu") -> Tensor:
 
 
 def factors(weights: Tensor, weight_scale: Tensor, table: Tensor) -> Tensor:
-    """Look up the integer factor of each weight in a table of `log_factors`.
+    """Look up the integer factor of each weight in the result of `log_factors`.
 
     Args:
-        weights: Upper bytes of logarithmic weights, uint8 `[B, G, N, W]`.
+        weights: Codes of 8 bits, or upper bytes of codes of 16 bits, uint8 `[B, G, N, W]`.
         weight_scale: A power of two above all weights, float32 `[B, G]`.
         table: Result of `log_factors`, int32 `[256]`.
 
     Returns:
-        Int32 `[B, G, N, W]`.
+        Factors, int32 `[B, G, N, W]`.
     """
     exponent = torch.frexp(weight_scale).exponent - 1
     shift = (OCTAVES // 2 - exponent) * (256 // OCTAVES)
@@ -271,13 +289,14 @@ def factors(weights: Tensor, weight_scale: Tensor, table: Tensor) -> Tensor:
 
 
 def centroids(device: torch.device | str = "cpu") -> Tensor:
-    """Return all sign patterns `Ω`, the centroids of a subspace.
+    """Return the 256 centroids of a subspace: all sign patterns, as unit vectors.
 
     Args:
         device: Device of the result.
 
     Returns:
-        Float32 `[256, m]` with entries `±1/√m`. Row `i` has the signs of the bits of `i`.
+        Float32 `[256, 8]` with entries `±1/√8`. In matrix row `i`, entry `j` is positive if bit `j`
+        of `i` is 1.
 
     Source: ParisKV, equation (5).
     """
@@ -309,14 +328,14 @@ def unpack(packed: Tensor) -> Tensor:
     """
     every = torch.arange(256, device=packed.device)
     table = every[:, None] >> every[:8]
-    bits = (table & 1).to(torch.uint8)  # a look-up is 3 times as fast on a CPU as shifting
+    bits = (table & 1).to(torch.uint8)  # on a CPU, this table is 3 times as fast as shifts
     return bits.index_select(0, packed.flatten().int()).view(*packed.shape, 8)
 
 
 def _cells(levels: np.ndarray, power: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return edges, masses and means of the levels' cells for the density `cos^power θ`.
+    """Return the rounding intervals of `levels`: their edges, probabilities and means.
 
-    Levels are values of `u = sin θ`.
+    The quantity that is rounded is `sin θ`, where `θ` has the density `cos^power θ`.
     """
     total = _integral(np.array([0.0]), np.array([np.pi / 2]), power)[0]
     edges = np.concatenate([[0.0], (levels[1:] + levels[:-1]) / 2, [1.0]])
@@ -329,11 +348,17 @@ def _cells(levels: np.ndarray, power: int) -> tuple[np.ndarray, np.ndarray, np.n
 def _tridiagonal(
     below: np.ndarray, diagonal: np.ndarray, above: np.ndarray, right: np.ndarray
 ) -> np.ndarray:
-    """Solve `T x = right` for a tridiagonal `T` by elimination without pivots.
+    """Solve `T x = right` for a tridiagonal matrix `T` by Gaussian elimination without pivoting.
 
-    The diagonals of `T` are `[n - 1]`, `[n]` and `[n - 1]`. Here the main diagonal is about as
-    large as its two neighbors together, so elimination is stable. `np.linalg.solve` is not used
-    because its threads took over a minute for 128 levels where 15 processes shared 16 cores.
+    Pivoting is not needed, because an entry of the main diagonal is about as large as its two
+    neighbors together. `np.linalg.solve` is avoided: its threads took over a minute for 128 levels
+    when 15 processes shared 16 cores.
+
+    Args:
+        below: Diagonal below the main one, `[n - 1]`.
+        diagonal: Main diagonal, `[n]`.
+        above: Diagonal above the main one, `[n - 1]`.
+        right: Right-hand side, `[n]`.
     """
     pivot, x = diagonal.copy(), right.copy()
     for i in range(1, len(x)):
@@ -354,7 +379,7 @@ def _nodes() -> tuple[np.ndarray, np.ndarray]:
 
 
 def _integral(start: np.ndarray, stop: np.ndarray, power: int) -> np.ndarray:
-    """Return `∫ cos^power θ dθ` over each interval `[start, stop]`."""
+    """Return the integral of `cos^power θ` over each interval `[start, stop]`."""
     nodes, weights = _nodes()
     middle, half = (start + stop) / 2, (stop - start) / 2
     theta = middle[:, None] + half[:, None] * nodes

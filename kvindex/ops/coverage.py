@@ -1,9 +1,11 @@
-"""Coverage: estimate the fraction of attention weight that ranked rows hold, and cut at a target.
+"""Coverage: estimate which fraction of the attention weight the best rows have together.
 
-The fraction refers to attention over the index's rows alone, although a layer also attends to its
-sink and window. With true logits the result is exact. With estimated logits, an error of standard
-deviation `σ` makes the mean of `exp` larger by the factor `exp(σ²/2)`, for which the functions
-correct (docs/pipeline/rerank.md).
+A search with a target for this fraction returns only as many rows as are needed. The fraction
+refers to the tokens in the index, without the sink and the window of the layer.
+
+With exact logits the coverage is exact. With estimated logits whose errors have the standard
+deviation `σ`, the mean of `exp(logit)` is too large by the factor `exp(σ²/2)`. These functions
+correct for that factor (docs/pipeline/rerank.md).
 """
 
 from __future__ import annotations
@@ -15,16 +17,20 @@ from kvindex.core.protocol import UNUSED, Hits
 from kvindex.ops.attention import cap
 
 SAMPLE = 512
-"""Number of rows that represent all non-candidates (`test_coverage.py` measures the error)."""
+"""Number of rows whose logits are estimated to represent all rows that are not candidates.
+
+`test_coverage.py` measures the error that this causes."""
 
 
 def log_weights(
     estimates: Tensor, errors: Tensor | None, *, scale: float, softcap: float | None
 ) -> Tensor:
-    """Return the logarithm of each row's term in the softmax sum, corrected for estimation errors.
+    """Return the logarithm of each row's term `exp(logit)` in the denominator of the softmax.
+
+    The result is corrected for the errors of estimated logits.
 
     Args:
-        estimates: Estimates of `q·k`, float32, `-inf` where there is no row.
+        estimates: Estimates of `q·k`, float32 of any shape, `-inf` where there is no row.
         errors: Standard deviations of the estimates, of the same shape, or None if the estimates
             are exact.
         scale: Factor of the logits.
@@ -39,19 +45,19 @@ def log_weights(
         return logits
     slope = torch.full_like(logits, scale)
     if softcap is not None:
-        slope = scale * (1 - (logits / softcap).square().clamp_max(1))  # derivative of the cap
+        slope = scale * (1 - (logits / softcap).square().clamp_max(1))  # derivative of the softcap
     return logits - (slope * errors).square() / 2
 
 
 def sample(flags: Tensor, count: int) -> Tensor:
-    """Flag at most `count` of the True entries, evenly spread.
+    """Keep at most `count` of the True entries of a mask, evenly spaced.
 
     Args:
-        flags: Bool `[..., N]`.
-        count: Number of entries.
+        flags: Mask, bool `[..., N]`.
+        count: Number of entries to keep.
 
     Returns:
-        Bool `[..., N]`.
+        Mask of the entries that were kept, bool `[..., N]`.
     """
     rank = flags.cumsum(-1)
     total = rank[..., -1:]
@@ -61,12 +67,13 @@ def sample(flags: Tensor, count: int) -> Tensor:
 
 
 def log_total(known: Tensor, rest: Tensor, left_out: Tensor) -> Tensor:
-    """Return the logarithm of the softmax sum over all rows.
+    """Estimate the logarithm of the softmax's denominator over all rows of the index.
 
     Args:
-        known: `log_weights` of the candidates, `[B, G, g, C]`; `-inf` where unused.
-        rest: `log_weights` of a sample of all other rows, `[B, G, g, S]`; `-inf` where unused.
-        left_out: Number of all other rows, int64 `[B, G]`.
+        known: Result of `log_weights` for the candidates, `[B, G, g, C]`; `-inf` in unused slots.
+        rest: Result of `log_weights` for a sample of the rows that are not candidates, `[B, G, g,
+            S]`; `-inf` in unused slots.
+        left_out: Number of rows that are not candidates, int64 `[B, G]`.
 
     Returns:
         Float32 `[B, G, g]`.
@@ -77,15 +84,17 @@ def log_total(known: Tensor, rest: Tensor, left_out: Tensor) -> Tensor:
 
 
 def enough(weights: Tensor, coverage: float) -> tuple[Tensor, Tensor]:
-    """Find the shortest list of best rows that reaches a coverage for every head of a group.
+    """Find how many of the best rows are needed so that every query head reaches a coverage.
 
     Args:
-        weights: Attention weights of ranked rows, float32 `[B, G, g, K]`, 0 where unused.
-        coverage: Fraction to reach. If all rows together do not reach it, all are needed.
+        weights: Attention weights of `K` rows, best first, float32 `[B, G, g, K]`, 0 in unused
+            slots.
+        coverage: Sum of attention weights to reach. If all rows together do not reach it, all rows
+            are needed.
 
     Returns:
-        Flags of the rows that are needed, bool `[B, G, K]`, and their coverage, float32 `[B, G,
-        g]`.
+        Mask of the needed rows, bool `[B, G, K]`, and the sum of their attention weights for each
+        query head, float32 `[B, G, g]`.
     """
     covered = weights.cumsum(-1)
     uncovered = (covered < coverage).any(2)  # [B, G, K]: some head needs more rows after this one
@@ -94,14 +103,16 @@ def enough(weights: Tensor, coverage: float) -> tuple[Tensor, Tensor]:
 
 
 def within(hits: Hits, slots: Tensor, known: Tensor, total: Tensor, coverage: float) -> Hits:
-    """Drop the hits that are not needed to reach a coverage, and add each head's coverage.
+    """Remove the hits that are not needed to reach a coverage.
+
+    The result also contains the coverage of the remaining hits for each query head.
 
     Args:
         hits: Result of a search.
-        slots: Positions of the hits in `known`, int64 `[B, G, K]`, -1 where unused.
+        slots: Position of each hit among the candidates, int64 `[B, G, K]`, -1 in unused slots.
         known: Result of `log_weights` for the candidates, `[B, G, g, C]`.
         total: Result of `log_total`, `[B, G, g]`.
-        coverage: Fraction to reach.
+        coverage: Fraction of the attention weight to reach.
     """
     at = slots.clamp_min(0)[:, :, None].expand(-1, -1, known.shape[2], -1)
     weights = (known.gather(-1, at) - total[..., None]).exp().clamp_max(1)
@@ -114,15 +125,15 @@ def within(hits: Hits, slots: Tensor, known: Tensor, total: Tensor, coverage: fl
 
 
 def with_sink_logits(covered: Tensor, lse: Tensor, sink_logits: Tensor) -> Tensor:
-    """Correct a coverage for a learned sink, which takes a part of the attention.
+    """Correct a coverage for a learned sink: a logit in the softmax that belongs to no token.
 
     Args:
-        covered: Coverage of the index's rows alone, float32 `[B, H]`.
-        lse: Log-sum-exp of the rows that were found, float32 `[B, H]`.
+        covered: Coverage without the sink, float32 `[B, H]`.
+        lse: Log-sum-exp of the logits of the selected rows, float32 `[B, H]`.
         sink_logits: Logits of the sinks, `[B, H]`.
 
     Returns:
-        Float32 `[B, H]`.
+        Coverage with the sink, float32 `[B, H]`.
     """
     whole = lse - covered.clamp_min(torch.finfo(covered.dtype).tiny).log()
     sinks = sink_logits.float()
@@ -130,13 +141,13 @@ def with_sink_logits(covered: Tensor, lse: Tensor, sink_logits: Tensor) -> Tenso
 
 
 def check_policy(policy: str) -> None:
-    """Check that a group policy has scores for each query head, which coverage needs.
+    """Check that a group policy computes scores for each query head, which coverage needs.
 
     Raises:
-        ValueError: The policy is "mean_query".
+        ValueError: The policy is "mean_query", which averages the queries of a group.
     """
     if policy == "mean_query":
         raise ValueError(
-            "coverage: got one with group='mean_query', allowed are policies that search for every "
-            "query head: the coverage of an averaged query says nothing about theirs"
+            "coverage: got a number although group='mean_query' averages the queries of several "
+            "heads; pass coverage=None or another group policy"
         )

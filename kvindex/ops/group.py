@@ -1,13 +1,14 @@
-"""Group policy: how the query heads that share a KV head agree on one list of rows.
+"""Group policies: combine the scores of the query heads that share a KV head.
 
-Raw scores of different heads are never compared, because each head has its own scale of logits.
+A KV head returns one list of rows for all of its query heads. The logits of different heads are not
+compared directly, because each head has its own scale of logits. The policies are:
 
-- `mean_share`, `max_share`: mean or maximum over the heads of softmax(scale · estimate). Scores are
-  logarithms, so that small weights keep their order.
-- `union`: the heads' ranked lists are interleaved.
-- `mean_query`: the raw queries are averaged and searched once, as in ParisKV's published code.
+- `mean_share`, `max_share`: rank rows by the mean or the maximum of the heads' attention weights,
+  `softmax(scale * estimate)`. Scores are logarithms, so that small weights keep their order.
+- `union`: rank the rows for each head, and interleave the heads' lists.
+- `mean_query`: average the queries of the heads and search once, as in ParisKV's published code.
 
-For a group of one head every policy ranks by the estimates.
+With one query head per KV head, every policy ranks rows by the estimates.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ POLICIES = ("mean_share", "max_share", "union", "mean_query")
 
 
 def fold(queries: Tensor, kv_heads: int, policy: str) -> Tensor:
-    """Group the queries by KV head.
+    """Group the queries by KV head, and average them if the policy is "mean_query".
 
     Args:
         queries: `[B, H, D]`.
@@ -31,7 +32,7 @@ def fold(queries: Tensor, kv_heads: int, policy: str) -> Tensor:
         policy: Group policy.
 
     Returns:
-        Float32 `[B, G, g, D]`, where `g` is 1 for "mean_query" and `H / G` for other policies.
+        Queries, float32 `[B, G, g, D]`: `g` is 1 for "mean_query" and `H / G` for other policies.
     """
     folded = queries.float().reshape(len(queries), kv_heads, -1, queries.shape[-1])
     return folded.mean(2, keepdim=True) if policy == "mean_query" else folded
@@ -45,19 +46,20 @@ def agree(
     softcap: float | None,
     sizes: Tensor | None = None,
 ) -> Tensor:
-    """Compute one score of each row for the whole group.
+    """Combine the scores of a KV head's query heads into one score per candidate.
 
     Args:
-        estimates: Estimates of `q·k` for each head, float32 `[B, G, g, C]`; `-inf` for all heads
-            where there is no candidate.
+        estimates: Estimates of `q·k` for each query head, float32 `[B, G, g, C]`, `-inf` in slots
+            without a candidate.
         policy: Group policy.
         scale: Factor of the logits.
         softcap: Bound of the logits, or None.
-        sizes: Number of rows that each candidate represents, integers `[B, G, C]`, or None if each
-            represents one row. With sizes, the result is the score of one of a candidate's rows.
+        sizes: Number of rows that each candidate represents, such as the size of a cluster,
+            integers `[B, G, C]`. None: one row. The result is then the score of a single one of
+            these rows.
 
     Returns:
-        Float32 `[B, G, C]`, `-inf` where there is no candidate.
+        Scores, float32 `[B, G, C]`, `-inf` in slots without a candidate.
     """
     heads = estimates.shape[2]
     if heads == 1:
@@ -72,7 +74,8 @@ def agree(
         score = -position.amin(2).float()  # position in the interleaved list, exact up to 2^24
     else:
         logits = cap(estimates, scale, softcap)
-        logits = logits.masked_fill(none[:, :, None], float("-inf"))  # a softcap makes -inf finite
+        # mask unused slots again, because softcap makes -inf finite
+        logits = logits.masked_fill(none[:, :, None], float("-inf"))
         if sizes is None:
             weights = torch.log_softmax(logits, dim=-1)
         else:
@@ -83,11 +86,11 @@ def agree(
 
 
 def combine(log_weights: Tensor, policy: str) -> Tensor:
-    """Combine the log attention weights of a group's heads by "mean_share" or "max_share".
+    """Return the logarithm of the mean or the maximum of attention weights over the query heads.
 
     Args:
-        log_weights: Logarithms of each head's softmax, `[B, G, g, C]`.
-        policy: "mean_share" or "max_share".
+        log_weights: Logarithms of the attention weights of each query head, `[B, G, g, C]`.
+        policy: "mean_share" for the mean, "max_share" for the maximum.
 
     Returns:
         Scores `[B, G, C]`.

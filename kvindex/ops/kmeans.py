@@ -1,4 +1,4 @@
-"""Deterministic k-means (Lloyd) for a batch, for every index that learns centroids."""
+"""Deterministic batched k-means (Lloyd's algorithm), used by all indexes that learn centroids."""
 
 from __future__ import annotations
 
@@ -14,36 +14,37 @@ from torch import Tensor
 from kvindex.core import check
 
 ROUNDS = 16
-"""Number of rounds in which the starting points are sampled.
+"""Number of rounds in which initial centroids are sampled from the points, several per round.
 
-With at most this many clusters, each round samples one point.
+With at most this many clusters, each round samples one centroid.
 """
 
 BLOCK = 2**20
-"""Distances that are computed at a time on a CPU: 4 MiB, which fit into a core's cache."""
+"""Number of distances computed at a time on a CPU: 4 MiB, which fit into the cache of a core."""
 
 DEVICE_BLOCK = 2**26
-"""Distances that are computed at a time on other devices: 256 MiB, enough work for a whole GPU."""
+"""Number of distances computed at a time on other devices: 256 MiB, enough to occupy a GPU."""
 
 CHUNK = 2**28
-"""Number of coordinates in a group of sequences that are clustered together: 1 GiB.
+"""Number of float32 coordinates that are clustered at a time, 1 GiB.
 
-The buffers need a few times that memory.
+A large batch is divided into groups of sequences of this size. The buffers need a few times as much
+memory.
 """
 
 OnPass: TypeAlias = Callable[[int, int], None]
-"""Function called after each pass over the points, with the number of passes done and the total."""
+"""Callback after each pass over the points: gets the passes done and the total number of passes."""
 
 _watching: ContextVar[OnPass | None] = ContextVar("watching", default=None)
 
 
 @contextmanager
 def watched(on_pass: OnPass) -> Iterator[None]:
-    """Within the context, call `on_pass` for every k-means that has no callback of its own.
+    """Set the callback for calls of `kmeans` within the context that pass no callback.
 
     Args:
-        on_pass: A function that gets the number of passes done and the total number. An error that
-            it raises ends the k-means, and the index that called it is unchanged.
+        on_pass: Gets the number of passes done and the total number of passes. If it raises an
+            error, the k-means ends, and the index that needed the centroids is unchanged.
     """
     token = _watching.set(on_pass)
     try:
@@ -61,20 +62,20 @@ def kmeans(
     spherical: bool = False,
     on_pass: OnPass | None = None,
 ) -> Tensor:
-    """Cluster points into `clusters` clusters, separately for each sequence of the batch.
+    """Cluster points with k-means, separately for each sequence of the batch.
 
-    Results are the same from run to run. Random numbers are generated on the CPU and are the same
-    for all sequences. Sums are over integers, so they do not depend on the order of addition.
+    Results are the same in every run: random numbers come from a seed, and sums are computed with
+    integers, so that the order of addition does not matter.
 
     Args:
         points: Float32 `[B, N, D]`.
         clusters: Number of clusters, 1 to `N`.
-        iterations: Iterations of Lloyd's algorithm; 0 returns the starting points.
-        seed: Seed of the starting points.
-        spherical: Cluster the points' directions by their cosines. Centroids are then directions,
-            and `assign` expects directions.
-        on_pass: Called after each pass over `CHUNK` points, at most `ROUNDS + iterations` times for
-            each such chunk.
+        iterations: Iterations of Lloyd's algorithm. 0 returns the initial centroids.
+        seed: Seed for sampling the initial centroids. All sequences use the same random numbers.
+        spherical: Scale the points to length 1, and cluster them by cosine. The centroids then have
+            length 1, and `assign` requires points of length 1.
+        on_pass: Called after each pass over the points. A batch of more than `CHUNK` coordinates is
+            divided into groups of sequences, each with at most `ROUNDS + iterations` passes.
 
     Returns:
         Centroids, float32 `[B, clusters, D]`.
@@ -90,7 +91,7 @@ def kmeans(
     check.finite("points", points)
     count = points.shape[1]
     if check.at_least("clusters", clusters, 1) > count:
-        raise ValueError(f"clusters: got {clusters}, allowed is 1 to the {count} points")
+        raise ValueError(f"clusters: got {clusters}, allowed is 1 to {count} (number of points)")
     check.at_least("iterations", iterations, 0)
     check.at_least("seed", seed, 0)
     chunks = torch.split(points, _rows_at_once(points))
@@ -120,7 +121,7 @@ def _lloyd(
         middle = torch.zeros_like(points[:, :1])
     else:
         middle = points.double().mean(1, keepdim=True).float()
-    points = points - middle  # keeps precision where all points are far from 0
+    points = points - middle  # for precision, if all points are far from 0
     centroids = _start(points, clusters, seed, tick)
     for _ in range(iterations):
         centroids = _moved(points, *assign(points, centroids), clusters)
@@ -138,7 +139,7 @@ def assign(points: Tensor, centroids: Tensor) -> tuple[Tensor, Tensor]:
         centroids: Float32 `[B, C, D]`.
 
     Returns:
-        Labels int64 `[B, N]` and squared distances float32 `[B, N]`.
+        Index of the nearest centroid, int64 `[B, N]`, and squared distance to it, float32 `[B, N]`.
     """
     lengths = centroids.square().sum(-1)[:, None]  # [B, 1, C]
     size = BLOCK if points.device.type == "cpu" else DEVICE_BLOCK
@@ -152,9 +153,9 @@ def assign(points: Tensor, centroids: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def means(points: Tensor, labels: Tensor, clusters: int) -> tuple[Tensor, Tensor]:
-    """Compute the mean and the number of the points of each cluster.
+    """Compute the mean of the points of each cluster, and the number of these points.
 
-    Results are the same from run to run, because the sums are over integers.
+    Results are the same in every run, because sums are computed with integers.
 
     Args:
         points: Float32 `[B, N, D]`.
@@ -162,7 +163,7 @@ def means(points: Tensor, labels: Tensor, clusters: int) -> tuple[Tensor, Tensor
         clusters: Number of clusters.
 
     Returns:
-        Means float32 `[B, clusters, D]`, 0 for an empty cluster, and numbers of points int64 `[B,
+        Means, float32 `[B, clusters, D]`, 0 for an empty cluster, and numbers of points, int64 `[B,
         clusters]`.
     """
     step = _rows_at_once(points)
@@ -186,7 +187,7 @@ def _means(points: Tensor, labels: Tensor, clusters: int) -> tuple[Tensor, Tenso
 
 
 def directions(points: Tensor) -> Tensor:
-    """Scale points to length 1; a zero point stays zero.
+    """Scale points to length 1. A point at the origin stays there.
 
     Args:
         points: Float32 `[..., D]`.
@@ -195,7 +196,11 @@ def directions(points: Tensor) -> Tensor:
 
 
 def _start(points: Tensor, clusters: int, seed: int, tick: Callable[[], None]) -> Tensor:
-    """Sample starting points in rounds, in proportion to the squared distance to earlier ones."""
+    """Sample initial centroids from the points, in rounds.
+
+    In each round, the probability of a point is proportional to its squared distance to the nearest
+    centroid of earlier rounds, as in k-means++.
+    """
     generator = torch.Generator().manual_seed(seed)
     count, rounds = points.shape[1], min(ROUNDS, clusters)
     first = torch.randint(count, (1,), generator=generator).to(points.device)
@@ -205,8 +210,8 @@ def _start(points: Tensor, clusters: int, seed: int, tick: Callable[[], None]) -
     for remaining in range(rounds - 1, 0, -1):
         waits = torch.empty(count).exponential_(generator=generator).to(points.device)
         take = math.ceil((clusters - chosen.shape[1]) / remaining)
-        # the points with the shortest exponential waiting times are a sample in proportion to
-        # the squared distances
+        # Each point gets an exponentially distributed waiting time with the squared distance as
+        # rate. The points with the shortest times are a sample in proportion to these rates.
         order = (waits / distances).argsort(dim=1, stable=True)[:, :take]
         new = _rows(points, order)
         chosen = torch.cat([chosen, new], 1)
@@ -216,16 +221,19 @@ def _start(points: Tensor, clusters: int, seed: int, tick: Callable[[], None]) -
 
 
 def _moved(points: Tensor, labels: Tensor, distances: Tensor, clusters: int) -> Tensor:
-    """Return the mean of each cluster's points; an empty cluster moves to a distant point."""
+    """Return new centroids: the means of the clusters' points.
+
+    The centroid of an empty cluster moves to a point that is far from its own centroid.
+    """
     centroids, counts = means(points, labels, clusters)
     empty = counts == 0
     farthest = distances.argsort(dim=1, descending=True, stable=True)
-    rank = (empty.cumsum(1) - 1).clamp_min(0)  # each empty cluster gets another point
+    rank = (empty.cumsum(1) - 1).clamp_min(0)  # each empty cluster gets a different point
     return torch.where(empty[..., None], _rows(points, farthest.gather(1, rank)), centroids)
 
 
 def _rows(points: Tensor, order: Tensor) -> Tensor:
-    """Return the points `[B, C, D]` with the indices `order` `[B, C]`."""
+    """Return the points `[B, C, D]` at the indices `order`, int64 `[B, C]`."""
     return points.gather(1, order[..., None].expand(-1, -1, points.shape[2]))
 
 

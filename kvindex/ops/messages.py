@@ -1,6 +1,7 @@
-"""Messages in which GPUs send each other their parts of an attention output, and their merge.
+"""Messages with which ranks exchange attention outputs, and the merge of these outputs.
 
-A message contains the bytes of a rank's output, log-sum-exp and number of rows, in this order.
+Each rank attends to its own rows. Its message is one byte tensor with the attention output, the
+log-sum-exp, and the number of rows, in this order. So a single all-gather exchanges all three.
 """
 
 from __future__ import annotations
@@ -12,15 +13,15 @@ from kvindex.core.protocol import Attended
 from kvindex.ops.attention import NEVER, merge
 
 ALIGNED = 16
-"""Alignment of the parts of a message, in bytes. A GPU reads this many in one instruction."""
+"""Alignment, in bytes, of the three tensors in a message: what a GPU thread can read at a time."""
 
 
 def message_parts(messages: Tensor, like: Attended) -> Attended:
-    """Return views of the parts of messages.
+    """Return the tensors in the messages of all ranks, as views.
 
     Args:
-        messages: Uint8 `[W, n]`, one message of each of `W` ranks.
-        like: Attention of one rank, whose shapes and dtype all messages have.
+        messages: Messages of `W` ranks, uint8 `[W, n]`.
+        like: Attention of one rank. All messages have its shapes and dtypes.
 
     Returns:
         Outputs `[W, B, H, Dv]`, log-sum-exps `[W, B, H]` and numbers of rows `[W, B, G]`.
@@ -38,7 +39,7 @@ def empty_message(like: Attended) -> Tensor:
     """Allocate a message, uint8 `[n]`, with undefined contents.
 
     Args:
-        like: Attention whose shapes and dtype the message has.
+        like: Attention with the shapes and dtypes of the message's tensors.
     """
     sizes = [shape.numel() * dtype.itemsize for shape, dtype in _fields(like)]
     nbytes = sum(size + -size % ALIGNED for size in sizes)
@@ -46,17 +47,17 @@ def empty_message(like: Attended) -> Tensor:
 
 
 def pack(own: Attended, *, seen: bool, take: bool = False) -> Tensor:
-    """Write this rank's message.
+    """Write the attention of this rank into a new message.
 
     Args:
-        own: Output `[B, H, Dv]`, its log-sum-exp float32 `[B, H]`, and the number of rows that the
-            index found, integers `[B, G]`.
-        seen: True if the rank also attended to other rows, such as the window. If False, a head
-            without found rows sends an output of 0 and a log-sum-exp of `-inf`.
-        take: Set the numbers of rows in `own` to 0 afterwards.
+        own: Output `[B, H, Dv]`, log-sum-exp float32 `[B, H]`, and number of rows from the index,
+            integers `[B, G]`.
+        seen: Whether this rank has also attended to other rows, such as the window. If not, a head
+            that found no rows in the index sends an output of 0 and a log-sum-exp of `-inf`.
+        take: Set the numbers of rows in `own` to 0 afterwards, because they are a counter.
 
     Returns:
-        Uint8 `[n]`.
+        The message, uint8 `[n]`.
     """
     message = empty_message(own)
     output, lse, found = (part[0] for part in _tensors(message_parts(message[None], own)))
@@ -73,12 +74,12 @@ def pack(own: Attended, *, seen: bool, take: bool = False) -> Tensor:
 
 
 def merge_messages(messages: Tensor, like: Attended, *, total: Tensor | None = None) -> Attended:
-    """Merge the attention of all ranks (`attention.merge`).
+    """Merge the attention in the messages of all ranks, with `attention.merge`.
 
     Args:
-        messages: Uint8 `[W, n]`, in the order of the ranks.
-        like: Attention of one rank, whose shapes and dtype all messages have.
-        total: Int64 `[B, G]`, to which the numbers of found rows are added, or None.
+        messages: Messages of `W` ranks, uint8 `[W, n]`, in the order of the ranks.
+        like: Attention of one rank. All messages have its shapes and dtypes.
+        total: Counter, int64 `[B, G]`, to which the merged numbers of rows are added; or None.
     """
     parts = zip(*_tensors(message_parts(messages, like)), strict=True)
     merged = merge([Attended(*part) for part in parts])

@@ -1,16 +1,17 @@
-"""Priority sampling: take the `k` rows with the largest `size / u`, each with a known probability.
+"""Priority sampling: sample `k` rows, each with a known probability.
 
-Every key has a random number `u` in (0, 1) and a size, its estimated attention weight. A row is
-sampled if its priority `size / u` is above the threshold `τ`, the (k+1)-th largest priority. Given
-the other keys' numbers, the probability of this is `π = min(1, size / τ)`. Sums weighted with `1 /
-π` are unbiased; sums weighted with a lower power of it (`temper`) are not.
+Each key has a size, which is its estimated attention weight, and a random number `u` in (0, 1). Its
+priority is `size / u`. The `k` keys with the largest priorities are sampled. If `τ` is the (k+1)-th
+largest priority, a key is sampled with the probability `π = min(1, size / τ)`, given the random
+numbers of the other keys. Sums in which sampled rows have the weight `1 / π` are unbiased. Sums
+with a lower power of `1 / π` (`temper`) have a bias and a smaller error.
 
-ParisKV samples candidates first, then rows from these candidates. Both steps use the same `u`, so a
-row is sampled if `u` is below `size / τ` in both steps, and `π` is the smaller of the two values.
+ParisKV first samples candidates, and then samples rows from the candidates. Both use the same `u`,
+so a row is sampled if `u` is below `size / τ` both times, and its `π` is the smaller value.
 
-The code works with logarithms: a priority is the logarithm of the size plus noise, `-log u`.
-Candidates are sampled with integers that count units of `2^-16` octaves (powers of two), so that
-all backends sample the same candidates. Rows are sampled with float32 and natural logarithms.
+The code uses logarithms: a priority is the logarithm of the size plus noise, where the noise is
+`-log u`. Candidates are sampled with integers, so that all backends sample the same ones; the unit
+is `2^-16` of log2. Rows are sampled with float32 and natural logarithms.
 
 Source: Duffield, Lund and Thorup, Priority Sampling for Estimation of Arbitrary Subset Sums (2007).
 """
@@ -26,47 +27,48 @@ from kvindex.ops.select import top_k
 from kvindex.ops.transform import LONGEST
 
 UNIT = 2**16
-"""Units per octave (a factor of 2)."""
+"""Number of units per octave. Integer logarithms count units, and an octave is a factor of 2."""
 
 NATS = math.log(2) / UNIT
-"""One unit as a natural logarithm."""
+"""Factor that converts integer logarithms, in units, to natural logarithms."""
 
 SPREAD, FACTORS, ADDED = 0x9E3779B1, (0x2C1B3C6D, 0x297A2D39), 0x2545F4914F6CDD1D
-"""Constants of a 32-bit hash, which multiplies, adds and folds 64 bits to 32, twice.
+"""Constants of a 32-bit hash function.
 
-Folding is the XOR of the upper and the lower half. Factors below 2^30 and a sum below 2^62 avoid
-overflow of int64. Source: Makarov, MUM hash (2016).
+Twice, it multiplies a number by a factor, adds a constant, and combines the upper and the lower 32
+bits by XOR. The factors are below 2^30 and the constant is below 2^62, so int64 does not overflow.
+Source: Makarov, MUM hash (2016).
 """
 
 BITS = 2**32 - 1
 
 CURVE = (28961, -17510, 9727, -2959)
-"""Coefficients, in units, of a polynomial that approximates `(log2(1 + t) - t) / (t (1 - t))`.
+"""Coefficients of a polynomial that approximates `(log2(1 + t) - t) / (t (1 - t))` on [0, 1).
 
-`t` is in [0, 1). The noise is exact up to four units.
+They are integers in units of `2^-16`. The error of the noise is at most four units.
 """
 
 STEP = 2**11
-"""Thresholds of candidates are multiples of this: 1/32 of an octave, a histogram bin."""
+"""Width of a histogram bin of priorities, 1/32 of an octave. Thresholds are multiples of it."""
 
 CENTERS = 128
-"""Number of blocks whose centers are used to compute `totals`."""
+"""Largest number of block centers from which `totals` are computed."""
 
 LARGEST = 2.0**29
-"""Bound of a candidate's size, in units."""
+"""Bound of the logarithm of a candidate's size, in units."""
 
 LEAST = -(2**31)
-"""Priority of padding, and threshold if all keys are candidates."""
+"""Priority of padding. It is also the threshold if all keys are candidates."""
 
 
 def hashed(numbers: Tensor) -> Tensor:
-    """Hash the lower 32 bits of numbers.
+    """Hash the lower 32 bits of integers.
 
     Args:
         numbers: Int64, any shape.
 
     Returns:
-        32 pseudorandom bits, int64 of the same shape.
+        Pseudorandom numbers of 32 bits, int64 of the same shape.
     """
     found = numbers & BITS
     for factor in FACTORS:
@@ -76,23 +78,23 @@ def hashed(numbers: Tensor) -> Tensor:
 
 
 def noise(ids: Tensor, seeds: Tensor) -> Tensor:
-    """Return the noise of keys, `-log2 u` in units of `2^-16`.
+    """Return the noise of keys: `-log2 u` for a random number `u`, in units of `2^-16`.
 
     Args:
         ids: Token ids, int64.
-        seeds: Int64, broadcast with the ids.
+        seeds: Result of `seeds`, int64, broadcast with the ids.
 
     Returns:
-        Int64.
+        Int64, of the broadcast shape.
     """
     return noise_of(ids * SPREAD + hashed(seeds))
 
 
 def noise_of(numbers: Tensor) -> Tensor:
-    """Hash numbers, and return their noise, `-log2 u` in units of `2^-16`.
+    """Hash integers to random numbers `u`, and return `-log2 u` in units of `2^-16`.
 
-    `u` is an odd multiple of `2^-32`. All arithmetic is in integers, so the result is the same on
-    every device.
+    `u` is an odd multiple of `2^-32`, in (0, 1). All arithmetic uses integers, so the result is the
+    same on every device.
 
     Args:
         numbers: Int64, any shape.
@@ -110,18 +112,18 @@ def noise_of(numbers: Tensor) -> Tensor:
 
 
 def seeds(signs: Tensor, counts: Tensor, seed: int) -> Tensor:
-    """Compute the seeds of the noise from each sequence's first key and length.
+    """Compute seeds for `noise` from the first key and the length of each sequence.
 
-    Heads and layers have different first keys, so they sample different rows. Searches use the same
-    random numbers until tokens are appended.
+    The first keys of KV heads and layers differ, so they sample different rows. A sequence keeps
+    its random numbers until tokens are appended.
 
     Args:
-        signs: Signs of the first valid key, uint8 `[B, G, M]`.
+        signs: Sign bits of the first valid key, uint8 `[B, G, M]`.
         counts: Number of valid keys, integers `[B]`.
-        seed: Seed of the configuration.
+        seed: Seed in the configuration of the index.
 
     Returns:
-        Int64 `[B, G, 1]`.
+        Seeds, int64 `[B, G, 1]`.
     """
     places = 256 * torch.arange(signs.shape[-1], device=signs.device)
     key = hashed(signs.long() + places).sum(-1, keepdim=True)
@@ -132,46 +134,48 @@ def seeds(signs: Tensor, counts: Tensor, seed: int) -> Tensor:
 
 
 def gains(units: Tensor, scale: float) -> Tensor:
-    """Convert the inner product that a vote represents to units of priorities.
+    """Return the factors that convert votes of the coarse stage to integer logarithms of sizes.
 
-    A softcap is ignored here, because sizes may be inaccurate.
+    A softcap is ignored, because sizes need not be accurate.
 
     Args:
-        units: Inner product `q·k` per vote, float64 `[B, G, g]`.
+        units: Inner product `q·k` that one vote represents, float64 `[B, G, g]`.
         scale: Factor of the logits.
 
     Returns:
-        Float32 `[B, G, g]`.
+        Units of `2^-16` octaves per vote, float32 `[B, G, g]`.
     """
     return (units * (scale * UNIT / math.log(2))).float()
 
 
 def sampled_blocks(blocks: int) -> Tensor:
-    """Return up to `CENTERS` block numbers, evenly spread.
+    """Return at most `CENTERS` evenly spaced numbers of blocks.
 
     Args:
-        blocks: Number of blocks.
+        blocks: Number of blocks in the index.
 
     Returns:
-        Int64, on the CPU.
+        Block numbers, int64, on the CPU.
     """
     count = min(blocks, CENTERS)
     return blocks * torch.arange(count) // max(count, 1)
 
 
 def totals(products: Tensor, scale: float) -> Tensor:
-    """Compute the number to add to a head's sizes so that the heads of a group become comparable.
+    """Compute a number per query head that makes the sizes of different heads comparable.
 
-    Sizes are unnormalized logits, and this number normalizes them: it is minus the logarithm, in
-    units of priorities, of the sum of exponentials over block centers. That sum approximates the
-    softmax sum over all keys, up to a factor that is nearly the same for all heads.
+    The logarithm of an attention weight is the logit minus the log-sum-exp over all keys. This
+    function approximates the second term: it returns minus the log-sum-exp over the block centers,
+    which differs from that of all keys by nearly the same amount for all heads of a group.
 
     Args:
-        products: `⟨q, μ⟩` for the centers of `sampled_blocks`, float32 `[B, G, g, n]`.
+        products: Inner products of the queries with the centers of `sampled_blocks`, float32 `[B,
+            G, g, n]`.
         scale: Factor of the logits.
 
     Returns:
-        Float32 `[B, G, g]`; 0 where there are no centers.
+        Numbers to add to the sizes, in units of `2^-16` octaves, float32 `[B, G, g]`. 0 without
+        centers.
     """
     if not products.shape[-1]:
         return products.new_zeros(products.shape[:-1])
@@ -180,53 +184,53 @@ def totals(products: Tensor, scale: float) -> Tensor:
 
 
 def priorities(votes: Tensor, gains: Tensor, totals: Tensor, noises: Tensor) -> Tensor:
-    """Compute the priorities of keys: the largest size over the heads of a group, plus noise.
+    """Compute the priority of each key: the result of `sizes` plus noise.
 
     Args:
-        votes: Int32 `[B, G, g, N]`.
+        votes: Votes of the coarse stage, int32 `[B, G, g, N]`.
         gains: Result of `gains`.
         totals: Result of `totals`.
-        noises: Noise of the keys, broadcast with the result.
+        noises: Result of `noise`, broadcast to `[B, G, N]`.
 
     Returns:
-        Int32 `[B, G, N]`.
+        Priorities in units of `2^-16` octaves, int32 `[B, G, N]`.
     """
     return (sizes(votes, gains, totals) + noises).int()
 
 
 def sizes(votes: Tensor, gains: Tensor, totals: Tensor) -> Tensor:
-    """Compute the sizes of keys: the logarithm of the largest attention weight over the heads.
+    """Estimate the size of each key: its largest attention weight over the heads of a group.
 
-    A product and a sum are rounded to float32 once, as a fused multiply-add does.
+    `votes * gains + totals` is rounded to float32 only once, as a fused multiply-add on a GPU does.
 
     Args:
-        votes: Int32 `[B, G, g, N]`.
+        votes: Votes of the coarse stage, int32 `[B, G, g, N]`.
         gains: Result of `gains`.
         totals: Result of `totals`.
 
     Returns:
-        Int64 `[B, G, N]`.
+        Logarithms of the sizes in units of `2^-16` octaves, int64 `[B, G, N]`.
     """
     each = votes.float().double() * gains[..., None].double() + totals[..., None].double()
     return each.float().amax(2).clamp(-LARGEST, LARGEST).round().long()
 
 
 def thresholds(priorities: Tensor, limits: Tensor) -> Tensor:
-    """Compute the lowest priority of a candidate, so that there are about `limits` candidates.
+    """Compute which priority makes a key a candidate, so that there are about `limits` candidates.
 
-    If there are no more than `limits` keys, all are candidates. Otherwise the threshold `τ` is the
-    (limit+1)-th largest priority, rounded down to a multiple of `STEP`. A candidate has a priority
-    of at least `τ`, or at least `τ + STEP` if exactly `limit` keys reach that.
+    If a sequence has at most `limit` keys, all keys are candidates. Otherwise `τ` is the
+    (limit+1)-th largest priority, rounded down to a multiple of `STEP`. The keys with a priority of
+    at least `τ` are candidates; but if exactly `limit` keys reach `τ + STEP`, only these are.
 
-    Equivalently, a key is a candidate if it reaches a threshold that depends on the other keys
-    alone. For a candidate this threshold is `τ`, so `τ` determines its probability.
+    For a candidate, `τ` depends only on the other keys. So `τ` determines the probability with
+    which a candidate is sampled (`log_chances`).
 
     Args:
-        priorities: Integers `[B, G, N]`.
-        limits: Int64 `[B]`.
+        priorities: Result of `priorities`, `[B, G, N]`.
+        limits: Number of candidates to sample, int64 `[B]`.
 
     Returns:
-        `τ` and the lowest priority of a candidate, int64 `[B, G, 2]`.
+        `τ`, and the lowest priority of a candidate, int64 `[B, G, 2]`.
     """
     most = min(int(limits.max()) + 1, priorities.shape[-1])
     best = priorities.long().topk(most, dim=-1).values
@@ -240,14 +244,14 @@ def thresholds(priorities: Tensor, limits: Tensor) -> Tensor:
 
 
 def log_chances(sizes: Tensor, thresholds: Tensor) -> Tensor:
-    """Compute `log π` of candidates.
+    """Compute the logarithm of the probability `π` with which each candidate is sampled.
 
     Args:
-        sizes: Int64.
-        thresholds: `τ`, int64, broadcast with the sizes.
+        sizes: Result of `sizes` for the candidates, int64.
+        thresholds: `τ` from `thresholds`, int64, broadcast with the sizes.
 
     Returns:
-        Float32.
+        `log π`, float32.
     """
     return (sizes - thresholds).clamp_max(0).float() * NATS
 
@@ -256,18 +260,17 @@ def log_chances(sizes: Tensor, thresholds: Tensor) -> Tensor:
 
 
 def sample(sizes: Tensor, noises: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Sample up to `k` rows.
-
-    If there are no more than `k` rows, all are chosen with probability 1.
+    """Sample `k` rows by priority. If there are at most `k` rows, select all with probability 1.
 
     Args:
-        sizes: Logarithms of sizes, float32 `[..., N]`, `-inf` where there is no row.
-        noises: Noise of the rows, float32 `[..., N]`.
+        sizes: Natural logarithms of the rows' sizes, float32 `[..., N]`, `-inf` where there is no
+            row.
+        noises: Noise `-log u` of the rows, float32 `[..., N]`.
         k: Number of rows.
 
     Returns:
-        Priorities float32 `[..., k]`, descending, positions int64 `[..., k]`, and `log π` float32
-        `[..., k]`. Unused places have `-inf`, -1 and `-inf`.
+        Priorities, float32 `[..., k]`, descending; positions of the rows, int64 `[..., k]`; and
+        `log π` of the rows, float32 `[..., k]`. Unused slots have `-inf`, -1 and `-inf`.
     """
     priorities, positions = top_k(sizes + noises, k + 1)
     last, positions = priorities[..., k:], positions[..., :k]
@@ -276,31 +279,32 @@ def sample(sizes: Tensor, noises: Tensor, k: int) -> tuple[Tensor, Tensor, Tenso
 
 
 def temper(k: int) -> float:
-    """Return the power of `1 / π` with which `k` rows are weighted for a lower error and some bias.
+    """Return the exponent `a` for weights `(1 / π)^a`, which trade some bias for a smaller error.
 
-    With few rows, one row with a large weight `1 / π` causes a larger error of the softmax than a
-    smaller weight, which leaves out part of the sum. A sum over `n` rows is too small by a fraction
-    of at most `1 - ((k - 1/2) / n)^(1 / √k)` on average. The bias is largest if all rows are alike
-    (docs/pipeline/rerank.md#bias-of-tempered-weights). The power was chosen by measurements on a
-    model's keys (docs/decisions/0026).
+    With few sampled rows, a single row with a large weight `1 / π` can cause a large error. An
+    exponent below 1 avoids this, but then sums over rows are too small on average: a sum over `n`
+    rows by a fraction of at most `1 - ((k - 1/2) / n)^(1 / √k)`. This bias is largest if all rows
+    are alike (docs/pipeline/rerank.md#bias-of-tempered-weights). The exponent was chosen by
+    measurements on the keys of a model (docs/decisions/0026).
 
     Args:
-        k: Number of rows.
+        k: Number of sampled rows.
     """
     return 1 - 1 / math.sqrt(k)
 
 
 def root_mean_square(log_weights: Tensor) -> Tensor:
-    """Compute the size of rows for a group of heads: the root mean square of the heads' weights.
+    """Compute the sizes of rows: the root mean square of their attention weights over a group.
 
-    Sampling in proportion to it minimizes the summed variance of the heads. The variance of one
-    head is the sum of `p² / π` over rows (Horvitz and Thompson, 1952).
+    Sampling with probabilities proportional to these sizes minimizes the sum of the variances of
+    the query heads. A head with attention weights `p` has the variance `Σ p² / π` (Horvitz and
+    Thompson, 1952).
 
     Args:
-        log_weights: Logarithms of attention weights, `[B, G, g, C]`.
+        log_weights: Logarithms of the attention weights of each query head, `[B, G, g, C]`.
 
     Returns:
-        Logarithms of sizes, `[B, G, C]`.
+        Logarithms of the sizes, `[B, G, C]`.
     """
     heads = log_weights.shape[2]
     return ((2 * log_weights).logsumexp(2) - math.log(heads)) / 2

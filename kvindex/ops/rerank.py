@@ -1,4 +1,4 @@
-"""Rerank: estimate inner products, and the errors of these estimates, from codes.
+"""Rerank: estimate the inner products of queries and candidates, and the errors of the estimates.
 
 Source: ParisKV, section B.2.2, equation (10).
 """
@@ -14,17 +14,21 @@ from kvindex.ops.codes import decode
 def estimate(
     queries: Tensor, signs: Tensor, magnitudes: Tensor, weights: Tensor, levels: Tensor
 ) -> Tensor:
-    """Estimate `⟨k, q⟩ ≈ ‖q‖ Σ_b w_b ⟨v_b, q̃_b⟩` for candidates.
+    """Estimate the inner products of queries and encoded keys.
+
+    The estimate is the sum over the `W` blocks of coordinates of the block's weight, times the
+    inner product of the decoded block and the block of the query.
 
     Args:
-        queries: Rotated queries with their norms, float32 `[B, G, g, D]`.
-        signs: Uint8 `[B, G, C, M]`.
-        magnitudes: Uint8 `[B, G, C, bits, M]`.
-        weights: `[B, G, C, W]`, one for each block of `D / W` coordinates.
-        levels: Sizes of the magnitude codes, float32 `[2^bits]`.
+        queries: Rotated queries that are not normalized, float32 `[B, G, g, D]`.
+        signs: Codes of `C` candidates, uint8 `[B, G, C, M]`.
+        magnitudes: Codes of the candidates, uint8 `[B, G, C, bits, M]`.
+        weights: Weights of the candidates, one for each block of `D / W` coordinates, `[B, G, C,
+            W]`.
+        levels: Levels to which magnitudes were rounded, float32 `[2^bits]`.
 
     Returns:
-        Float32 `[B, G, g, C]`.
+        Estimates of `q·k`, float32 `[B, G, g, C]`.
 
     Source: ParisKV, equation (10).
     """
@@ -42,22 +46,25 @@ def errors(
     levels: Tensor,
     tangent: float,
 ) -> Tensor:
-    """Estimate the standard deviations of the results of `estimate`.
+    """Estimate the standard deviation of the error of each result of `estimate`.
 
-    A block's code differs from the key by an angle `θ` in a uniformly random direction, because of
-    the random rotation. So the error has mean 0 and variance `‖k_b‖² tan²θ ‖q_b^⊥‖² / (m - 1)`,
-    where `q_b^⊥` is the part of the query that is orthogonal to the key (docs/pipeline/rerank.md).
+    The decoded block `b` of a key differs from the true block `k_b` by an angle `θ`, in a direction
+    that is uniformly random because of the random rotation. So the error has mean 0 and variance
+    `‖k_b‖² tan²θ ‖q_b^⊥‖² / (m - 1)` for blocks of `m` coordinates, where `q_b^⊥` is the component
+    of the query's block that is orthogonal to the key's (docs/pipeline/rerank.md). The variances of
+    the blocks are added up.
 
     Args:
-        queries: Rotated queries with their norms, float32 `[B, G, g, D]`.
-        signs: Uint8 `[B, G, C, M]`.
-        magnitudes: Uint8 `[B, G, C, bits, M]`.
-        weights: `[B, G, C, W]`, one for each block of `D / W` coordinates.
-        levels: Sizes of the magnitude codes, float32 `[2^bits]`.
+        queries: Rotated queries that are not normalized, float32 `[B, G, g, D]`.
+        signs: Codes of `C` candidates, uint8 `[B, G, C, M]`.
+        magnitudes: Codes of the candidates, uint8 `[B, G, C, bits, M]`.
+        weights: Weights of the candidates, one for each block of `D / W` coordinates, `[B, G, C,
+            W]`.
+        levels: Levels to which magnitudes were rounded, float32 `[2^bits]`.
         tangent: Mean of `tan² θ` (`codes.tangent`).
 
     Returns:
-        Float32 `[B, G, g, C]`.
+        Standard deviations, float32 `[B, G, g, C]`.
     """
     directions = decode(signs, magnitudes, levels)
     block = directions.shape[-1] // weights.shape[-1]
@@ -66,7 +73,7 @@ def errors(
     sizes = parts.square().sum(-1)  # [B, G, C, W]
     along = torch.einsum("bgqwd,bgcwd->bgqcw", query_parts, parts).square() / sizes[:, :, None]
     across = (query_parts.square().sum(-1)[:, :, :, None] - along).clamp_min(0)  # [B, G, g, C, W]
-    keys = weights.float().square() * sizes / (1 + tangent)  # ‖k_b‖² of the encoded keys
+    keys = weights.float().square() * sizes / (1 + tangent)  # ‖k_b‖²
     variance = (keys[:, :, None] * across).sum(-1) * (tangent / (parts.shape[-1] - 1))
     deviations: Tensor = variance.sqrt()
     return deviations

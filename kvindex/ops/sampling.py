@@ -1,4 +1,7 @@
-"""Sampling: choose the best rows and a random sample of the other rows (docs/decisions/0010)."""
+"""Sampling: select the rows (keys and values) with the largest logits and a sample of the others.
+
+docs/decisions/0010 explains why.
+"""
 
 from __future__ import annotations
 
@@ -9,21 +12,20 @@ TINY = torch.finfo(torch.float64).tiny
 
 
 def sample(logits: Tensor, ids: Tensor, k: int, sampled: int) -> tuple[Tensor, Tensor]:
-    """Choose rows to attend to: the best `k - sampled`, and a sample of `sampled` others.
+    """Select `k` of `P` rows: the best `k - sampled`, and a sample of `sampled` other rows.
 
-    Each row has a known probability `π` of being chosen. The sample is systematic along the ids, so
-    it is spread over the sequence and is the same from run to run.
+    Each row is selected with a known probability `π`. The sampling is systematic in the order of
+    token ids, so the sample is spread over the sequence, and is the same in every run.
 
     Args:
-        logits: Logits of `P` ranked rows, float32 `[B, G, P]`, descending, `-inf` where there is
-            none.
+        logits: Logits of `P` rows, best first, float32 `[B, G, P]`, `-inf` in unused slots.
         ids: Token ids of the rows, int64 `[B, G, P]`.
-        k: Total number of rows to choose.
-        sampled: How many of these `k` rows are sampled.
+        k: Total number of rows to select.
+        sampled: How many of the `k` rows are sampled.
 
     Returns:
-        Positions among the `P` rows, int64 `[B, G, k]`, ascending, padded with -1, and log weights
-        `-log π`, float32 `[B, G, k]`, padded with `-inf`.
+        Positions of the selected rows among the `P` rows, int64 `[B, G, k]`, ascending, then -1;
+        and their log weights `-log π`, float32 `[B, G, k]`, then `-inf`.
 
     Source: Horvitz and Thompson, A Generalization of Sampling Without Replacement (1952).
     """
@@ -38,24 +40,24 @@ def sample(logits: Tensor, ids: Tensor, k: int, sampled: int) -> tuple[Tensor, T
 
 
 def inclusion(logits: Tensor, sure: int, sampled: int) -> Tensor:
-    """Compute each row's probability of being chosen.
+    """Compute the probability with which each row is selected.
 
-    It is 1 for the `sure` best rows. For the others it is proportional to `exp(logits)`, at most 1,
-    and sums to `sampled`.
+    The probability of the `sure` best rows is 1. The probabilities of the other rows are
+    proportional to `exp(logits)`, limited to 1, and add up to `sampled`.
 
     Args:
-        logits: Float32 `[B, G, P]`, descending, `-inf` where there is no row.
-        sure: Rows that are always chosen.
-        sampled: Expected number of other rows.
+        logits: Logits of the rows, best first, float32 `[B, G, P]`, `-inf` in unused slots.
+        sure: Number of rows that are always selected.
+        sampled: Expected number of other rows that are selected.
 
     Returns:
-        Float32 `[B, G, P]`.
+        Probabilities, float32 `[B, G, P]`.
     """
     rest = logits[..., sure:].double()
-    rest = (rest - rest[..., :1].clamp_min(torch.finfo(rest.dtype).min)).exp()  # 0 for no row
+    rest = (rest - rest[..., :1].clamp_min(torch.finfo(rest.dtype).min)).exp()  # 0 in unused slots
     tail = rest.flip(-1).cumsum(-1).flip(-1)
-    # probabilities that must be cut to 1 form a prefix; it ends where the remaining rows can sum
-    # to the rest of `sampled`
+    # Some rows would have a probability above 1, and get 1. They come first, because rows are
+    # sorted. The others share the rest of `sampled` in proportion to `exp(logits)`.
     left = sampled - torch.arange(rest.shape[-1], device=logits.device)
     fits = left * rest <= tail
     capped = ~fits.cummax(-1).values if rest.shape[-1] else fits
@@ -68,15 +70,17 @@ def inclusion(logits: Tensor, sure: int, sampled: int) -> Tensor:
 
 
 def systematic(ids: Tensor, chances: Tensor) -> Tensor:
-    """Sample systematically: choose each row at which the running sum of probabilities passes an
-    integer.
+    """Sample rows systematically: add up the probabilities, and select a row at each integer.
+
+    The rows are in the order of token ids. A row is selected if its probability moves the running
+    sum, which starts at 0.5, to the next integer.
 
     Args:
-        ids: Token ids, int64 `[B, G, P]`, along which probabilities are summed.
-        chances: Probabilities, float32 `[B, G, P]`.
+        ids: Token ids of the rows, int64 `[B, G, P]`.
+        chances: Probabilities of the rows, float32 `[B, G, P]`.
 
     Returns:
-        Bool `[B, G, P]`.
+        Mask of the selected rows, bool `[B, G, P]`.
     """
     order = ids.argsort(dim=-1)
     summed = chances.gather(-1, order).double().cumsum(-1) + 0.5
@@ -87,7 +91,10 @@ def systematic(ids: Tensor, chances: Tensor) -> Tensor:
 
 
 def _scattered(values: Tensor, slots: Tensor, k: int, empty: float) -> Tensor:
-    """Return `values` moved to their slots, `[B, G, k]`; values for the slot `k` are dropped."""
+    """Return a tensor `[B, G, k]` with each of `values` at its position `slots`, else `empty`.
+
+    Values at position `k` are dropped.
+    """
     shape = (*values.shape[:-1], k + 1)
     scattered = torch.full(shape, empty, dtype=values.dtype, device=values.device)
     return scattered.scatter_(-1, slots, values)[..., :k]

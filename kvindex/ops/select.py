@@ -1,4 +1,4 @@
-"""Select the best entries or candidates by score. Equal scores go to the lower id."""
+"""Select the entries with the highest scores. Of equal scores, the lower position comes first."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from kvindex.core.protocol import UNUSED
 
 
 def top_k(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Select the `k` best entries.
+    """Select the `k` entries with the highest scores.
 
     Args:
-        scores: Float32 `[..., N]`; entries of `-inf` are never selected.
+        scores: Float32 `[..., N]`. Entries with a score of `-inf` are never selected.
         k: Number of entries.
 
     Returns:
-        Scores float32 `[..., k]`, descending, and positions int64 `[..., k]`. Where fewer than `k`
-        entries are left, the unused places have `-inf` and -1.
+        Scores, float32 `[..., k]`, descending, and positions of the entries, int64 `[..., k]`. If
+        there are fewer than `k` entries, the unused slots contain `-inf` and -1.
     """
     kept = min(k, scores.shape[-1])
     positions = _best(_ordered(scores), kept)
@@ -29,17 +29,18 @@ def top_k(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def candidates(votes: Tensor, limits: Tensor, valid: Tensor | None = None) -> Tensor:
-    """Select the keys that any query head of a group wants, by votes.
+    """Select the candidates of a search: the keys with the most votes, for each query head.
 
-    Each head takes its `limits[b]` keys with the most votes; equal votes go to the lower id.
+    In sequence `b`, each query head selects `limits[b]` keys; equal votes go to the lower id. The
+    candidates of a KV head are all keys that at least one of its query heads has selected.
 
     Args:
-        votes: Int32 `[B, G, g, N]`.
-        limits: Int64 `[B]`, at most the number of valid keys of each sequence.
+        votes: Votes of the coarse stage, int32 `[B, G, g, N]`.
+        limits: Number of keys per query head, int64 `[B]`, at most the number of valid keys.
         valid: Bool `[B, N]`, False for padding; None where no token is padded.
 
     Returns:
-        Ids int64 `[B, G, C]`, ascending, padded with -1.
+        Token ids of the candidates, int64 `[B, G, C]`, ascending, then -1.
     """
     if valid is not None:
         votes = votes.masked_fill(~valid[:, None, None], torch.iinfo(torch.int32).min)
@@ -52,14 +53,14 @@ def candidates(votes: Tensor, limits: Tensor, valid: Tensor | None = None) -> Te
 
 
 def compact(chosen: Tensor) -> Tensor:
-    """List the positions of the True entries.
+    """Return the positions of the True entries of a mask.
 
     Args:
-        chosen: Bool `[..., N]`.
+        chosen: Mask, bool `[..., N]`.
 
     Returns:
-        Int64 `[..., C]`, ascending, padded with -1. `C` is the largest number of True entries of
-        any list.
+        Positions along the last dimension, int64 `[..., C]`, ascending, then -1. `C` is the largest
+        number of True entries along this dimension.
     """
     rank = chosen.cumsum(-1)  # 1, 2, … at the True entries
     width = int(rank[..., -1].max()) if rank.numel() else 0
@@ -70,14 +71,17 @@ def compact(chosen: Tensor) -> Tensor:
 
 
 def _ordered(scores: Tensor) -> Tensor:
-    """Map float32 scores to int32 numbers with the same order; -0 and 0 give the same."""
+    """Map float32 scores to int32 numbers in the same order. -0.0 and 0.0 give the same number."""
     bits = (scores.float() + 0.0).view(torch.int32)
     return bits ^ (bits >> 31 & 0x7FFFFFFF)
 
 
 def _best(scores: Tensor, k: int) -> Tensor:
-    """Return positions of the `k` largest int32 scores, best first, ties by the lower position."""
+    """Return the positions of the `k` largest int32 scores, the largest first.
+
+    Among equal scores, the lower position comes first.
+    """
     last = 2**32 - 1
     low_bits = last - torch.arange(scores.shape[-1], device=scores.device)
-    keys = scores.long() * 2**32 + low_bits  # distinct, so that top-k has one answer
+    keys = scores.long() * 2**32 + low_bits  # distinct, so that the result is unique
     return keys.topk(k, dim=-1).indices

@@ -1,4 +1,4 @@
-"""Normalize and rotate vectors: `k̃ = R k/‖k‖` with a randomized Hadamard transform `R`.
+"""Normalize keys and queries, and rotate them with a randomized Hadamard transform.
 
 Source: ParisKV, section A.1.
 """
@@ -11,24 +11,25 @@ import torch
 from torch import Tensor
 
 LONGEST = 2.0**60
-"""Bound on norms, so that the product of two stays far below the largest float32."""
+"""Bound on norms, so that the product of two norms stays far below the largest float32."""
 
 
 def rotation(head_dim: int, seed: int, device: torch.device | str = "cpu") -> Tensor:
-    """Build the orthogonal matrix `R = (Q ⊗ H) diag(s) / √D`.
+    """Build the random rotation of keys and queries, `R = (Q ⊗ H) diag(s) / √D`.
 
-    With `D = p · 2^a` and odd `p`, `H` is Sylvester's Hadamard matrix of order `2^a` and `Q` is the
-    Hartley matrix of order `p`: `Q[i, j] = cos(2πij/p) + sin(2πij/p)`, orthogonal up to the factor
-    `√p`. No entry exceeds `√(2/D)`, so one round mixes all `D` coordinates for every `p`.
+    `s` are random signs. If `D = p * 2^a` with an odd `p`, `H` is Sylvester's Hadamard matrix of
+    order `2^a`, and `Q` is the Hartley matrix of order `p`, with the entries `cos(2πij/p) +
+    sin(2πij/p)`. `R` is orthogonal, and no entry exceeds `√(2/D)`, so every coordinate of the
+    result depends on all coordinates of the input.
 
     Args:
         head_dim: Dimension `D` of keys and queries.
-        seed: Seed of the random signs `s`. They are generated on the CPU and are the same on every
+        seed: Seed of the random signs. They are generated on the CPU, and are the same on every
             device.
         device: Device of the result.
 
     Returns:
-        `R`, float32 `[D, D]`.
+        The matrix `R`, float32 `[D, D]`.
 
     Source: ParisKV, section A.1.
     """
@@ -47,16 +48,16 @@ def rotation(head_dim: int, seed: int, device: torch.device | str = "cpu") -> Te
 
 
 def normalize(vectors: Tensor) -> tuple[Tensor, Tensor]:
-    """Split vectors into directions and norms.
+    """Return vectors scaled to length 1, and their norms.
 
-    Norms are summed in float64, which no finite float32 overflows.
+    Squares are added up in float64, which does not overflow for any finite float32 numbers.
 
     Args:
         vectors: Floating point, `[..., D]`.
 
     Returns:
-        Directions float32 `[..., D]` and norms float32 `[...]`, at most `LONGEST`. A zero vector
-        has norm 0 and direction 0.
+        Vectors of length 1, float32 `[..., D]`, and norms, float32 `[...]`, at most `LONGEST`. A
+        zero vector stays 0 and has norm 0.
     """
     exact = vectors.double()
     norms = exact.square().sum(-1).sqrt()
@@ -65,13 +66,13 @@ def normalize(vectors: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def rotate(vectors: Tensor, matrix: Tensor) -> Tensor:
-    """Multiply each vector with a rotation.
+    """Rotate vectors: multiply each with the matrix `R`.
 
     Args:
         vectors: Floating point, `[..., D]`.
-        matrix: The rotation `R`, float32 `[D, D]`.
+        matrix: Result of `rotation`, float32 `[D, D]`.
 
     Returns:
-        `R x`, float32 `[..., D]`.
+        Rotated vectors, float32 `[..., D]`.
     """
     return vectors.float() @ matrix.T

@@ -1,8 +1,8 @@
-"""Select units (clusters, segments or pages of tokens) and return the rows that are in them.
+"""Select units (clusters, segments or pages of tokens), and return the rows of their tokens.
 
-Units do not overlap. The ids of their tokens are in one tensor `members`: unit `s` has the ids
-`members[starts[s] :][: sizes[s]]`, ascending. `S` is the number of units, `P` the number of
-members.
+A token belongs to at most one unit. The ids of all units are in one tensor `members`: the tokens of
+unit `s` are `members[starts[s] : starts[s] + sizes[s]]`, ascending. In shapes, `S` is the number of
+units, and `P` is the length of `members`.
 """
 
 from __future__ import annotations
@@ -22,21 +22,24 @@ def best_rows(
     k: int,
     singles: Tensor | None = None,
 ) -> Hits:
-    """Return the first `k` rows of the units, best unit first; the last unit may be cut.
+    """Select the best units until they have `k` rows, and return these rows.
+
+    If the last unit does not fit, only its first tokens are returned. A row has the score of its
+    unit.
 
     Args:
-        scores: Float32 `[B, G, S]`, `-inf` for a unit that is never taken. A row has its unit's
-            score.
-        starts: First member of each unit, integers `[B, G, S]`.
-        sizes: Number of members of each unit, integers `[B, G, S]`.
-        members: Token ids, integers `[B, G, P]`.
-        k: Number of rows.
-        singles: Ids of `R` tokens, each of which is a unit by itself, int64 `[B, R]`, -1 where
-            there is none; or None. With singles, scores and sizes are `[B, G, S + R]`, and the last
-            `R` entries are those of the singles, with sizes 0 or 1.
+        scores: Scores of the units, float32 `[B, G, S]`, `-inf` for a unit that must not be
+            selected.
+        starts: Position in `members` where each unit begins, integers `[B, G, S]`.
+        sizes: Number of tokens of each unit, integers `[B, G, S]`.
+        members: Token ids of all units, integers `[B, G, P]`.
+        k: Number of rows to return.
+        singles: Ids of `R` tokens that form a unit of one token each, int64 `[B, R]`, -1 in unused
+            slots; or None. With singles, scores and sizes are `[B, G, S + R]`: the singles come
+            last, and the size of an unused slot is 0.
 
     Returns:
-        Ids `[B, G, k]` and scores `[B, G, k]`.
+        Hits with token ids `[B, G, k]` and scores `[B, G, k]`.
     """
     scores = scores.masked_fill(sizes == 0, float("-inf"))
     best, taken = select.top_k(scores, min(k, scores.shape[-1]))
@@ -49,17 +52,19 @@ def best_rows(
 def rows_at(
     units: Tensor, offset: Tensor, starts: Tensor, members: Tensor, singles: Tensor | None
 ) -> Tensor:
-    """Look up token ids by unit and offset.
+    """Look up the token ids at given offsets within units.
 
     Args:
-        units: Int64 `[B, G, K]`, -1 for none.
-        offset: Position within the unit, int64 `[B, G, K]`.
-        starts: First member of each unit, integers `[B, G, S]`.
-        members: Token ids, integers `[B, G, P]`.
-        singles: Ids of tokens, each of which is a unit by itself, int64 `[B, R]`, or None.
+        units: The unit of each token to look up, as its position in `starts`, int64 `[B, G, K]`;
+            or -1.
+        offset: Offset of the token within its unit, int64 `[B, G, K]`.
+        starts: Position in `members` where each unit begins, integers `[B, G, S]`.
+        members: Token ids of all units, integers `[B, G, P]`.
+        singles: Ids of `R` tokens that form a unit of one token each, int64 `[B, R]`, or None.
+            Their unit numbers begin with `S`.
 
     Returns:
-        Int64 `[B, G, K]`, -1 where a unit is -1.
+        Token ids, int64 `[B, G, K]`, -1 where the unit is -1.
     """
     S = starts.shape[-1]
     listed = units.masked_fill(units >= S, UNUSED)
@@ -72,30 +77,30 @@ def rows_at(
 
 
 def walk(sizes: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Find the unit and the offset of each of the first `k` rows of consecutive units.
+    """Concatenate the rows of units, and find the unit and the offset of the first `k` rows.
 
     Args:
         sizes: Number of rows of each unit, integers `[B, G, S]`.
         k: Number of rows.
 
     Returns:
-        Position of each row's unit, -1 after the last unit, and the row's offset within the unit,
-        both int64 `[B, G, k]`.
+        For each row, the position of its unit in `sizes` (-1 if the units have too few rows), and
+        its offset within the unit, both int64 `[B, G, k]`.
     """
     ends = sizes.long().cumsum(-1)
     slots = torch.arange(k, device=sizes.device).expand(*sizes.shape[:-1], k).contiguous()
-    unit = torch.searchsorted(ends, slots, right=True)  # the first unit that ends after the slot
+    unit = torch.searchsorted(ends, slots, right=True)  # the first unit that ends after this row
     unit = unit.masked_fill(unit == sizes.shape[-1], UNUSED)
     return unit, slots - at(ends - sizes, unit, 0)
 
 
 def ranked(ids: Tensor, scores: Tensor, log_weight: Tensor | None = None) -> Hits:
-    """Sort rows into the order of hits: scores descending, equal ones by the lower id.
+    """Sort rows by score, and return them as hits. Among equal scores, the lower id comes first.
 
     Args:
-        ids: Int64 `[B, G, K]`, -1 where unused.
-        scores: Float32 `[B, G, K]`.
-        log_weight: Float32 `[B, H, K]` in the order of the ids, or None.
+        ids: Token ids, int64 `[B, G, K]`, -1 in unused slots.
+        scores: Scores of the rows, float32 `[B, G, K]`.
+        log_weight: Log weights of the rows, float32 `[B, H, K]`, or None.
     """
     by_id = ids.sort(dim=-1, stable=True).indices
     scores = scores.masked_fill(ids == UNUSED, float("-inf")).gather(-1, by_id)
@@ -111,12 +116,12 @@ def ranked(ids: Tensor, scores: Tensor, log_weight: Tensor | None = None) -> Hit
 
 
 def at(table: Tensor, positions: Tensor, otherwise: float) -> Tensor:
-    """Look up entries of a table.
+    """Gather entries along the last dimension, with a default for negative positions.
 
     Args:
         table: `[..., S]`.
         positions: Int64 `[..., K]`.
-        otherwise: Entry for a negative position.
+        otherwise: Result for a negative position.
 
     Returns:
         `[..., K]`.

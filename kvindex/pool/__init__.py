@@ -1,1 +1,1 @@
-"""Pools: many sequences behind one index or one layer, as a serving engine has them."""
+"""Pools: many sequences that a serving engine opens, forks, batches and closes."""

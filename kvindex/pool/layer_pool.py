@@ -19,10 +19,10 @@ from kvindex.pool.together import LayersTogether
 
 
 class LayerPool(Sequences[AttentionLayer]):
-    """Many sequences of one attention layer, which an engine steps in any combination.
+    """Many sequences of one attention layer, for a serving engine that batches them in any way.
 
     Args:
-        layer: An empty layer. Each sequence is a copy of it, with batch size 1.
+        layer: An empty layer. Each sequence gets a copy of this layer, with batch size 1.
 
     Raises:
         ValueError: The layer is not empty.
@@ -35,19 +35,20 @@ class LayerPool(Sequences[AttentionLayer]):
         plain = type(layer).step is AttentionLayer.step and layer.coverage is None
         if plain and capability(self._like.index, JoinsBatch) is not None:
             self._together = LayersTogether(self._like, graphs=layer.graphs)
-        self._joined = self._alone = 0  # number of sequences' steps that ran together, and alone
+        self._joined = self._alone = 0  # steps that ran together and alone
 
     @in_plain_torch
     def step(
         self, sequences: Sequence[int], queries: Tensor, keys: Tensor, values: Tensor
     ) -> Tensor:
-        """Append `T` tokens to each of `n` sequences and attend from them, causally.
+        """Append `T` tokens to each of `n` sequences, and return their causal attention.
 
-        Sequences that search, or that attend only to their window, run together in one step if
-        their index supports it (`explain`). If the call fails, all sequences are unchanged.
+        If the index supports it, the same kernels serve all sequences that search or that attend
+        only to their window; `explain` reports this. If the call fails, all sequences are
+        unchanged.
 
         Args:
-            sequences: Numbers of open sequences, each once.
+            sequences: Numbers of open sequences, without duplicates.
             queries: `[n, H, T, D]`, after the rotary embedding; entry `i` belongs to
                 `sequences[i]`.
             keys: `[n, G, T, D]`, after the rotary embedding.
@@ -57,7 +58,7 @@ class LayerPool(Sequences[AttentionLayer]):
             Attention outputs `[n, H, T, Dv]`.
 
         Raises:
-            ValueError: A sequence is not open or comes twice, or `AttentionLayer.step` raises it.
+            ValueError: A sequence is not open or occurs twice, or `AttentionLayer.step` raised it.
             TypeError: An argument is not a tensor.
         """
         some, g = self._several(sequences), self.geometry
@@ -88,9 +89,9 @@ class LayerPool(Sequences[AttentionLayer]):
     def _joining(
         self, layers: list[AttentionLayer], tokens: int, ways_back: list[Callable[[], None]]
     ) -> list[int]:
-        """Return the layers that run the next step together.
+        """Prepare layers for a common decode step, and return the positions of those that join it.
 
-        Functions that undo the changes to these layers are added to `ways_back`.
+        Functions that undo the changes to the layers are added to `ways_back`.
         """
         if self._together is None:
             return []
@@ -105,10 +106,10 @@ class LayerPool(Sequences[AttentionLayer]):
         return joining if several else []
 
     def explain(self) -> str:
-        """Explain which implementation runs.
+        """Explain which implementation computes a step.
 
         Returns:
-            A line about the steps of several sequences, and one or more about each index.
+            A line that says whether sequences run together, followed by the index's explanation.
         """
         explains = capability(self._like.index, Explains)
         how = "one after the other, each by the graphs and kernels of its index"
@@ -122,10 +123,7 @@ class LayerPool(Sequences[AttentionLayer]):
     def report(self) -> LayersReport:
         """Report the memory of all indexes, how much of it they share, and the number of steps.
 
-        Sinks and windows are not counted, because sequences do not share them.
-
-        Returns:
-            Numbers of sequences, tokens in the indexes, blocks of memory, bytes and steps.
+        Sinks and windows are not included, because sequences do not share them.
         """
         layers = list(self._open.values())  # another thread may open or close sequences meanwhile
         indexes = [layer.index for layer in layers]

@@ -1,4 +1,4 @@
-"""Pool: the indexes of many sequences of different lengths, searched and attended to together."""
+"""Pool: the indexes of many sequences, which one call can search or attend to together."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ from kvindex.registry import create
 
 
 class Pool(Sequences[KVIndex]):
-    """Many sequences of one attention layer. Each has an index of its own, with batch size 1.
+    """Indexes for many sequences of one attention layer, one index of batch size 1 per sequence.
 
     The methods have the names of `KVIndex`, and take a list of sequences as their first argument.
     Entry `i` of the other arguments belongs to `sequences[i]`.
 
-    A pool has no sink and no window. A caller that stores rows elsewhere merges its attention over
-    them with that of the pool, by `Attended.lse` (`kvindex.ops.attention.merge`). `LayerPool` has
-    whole attention layers instead.
+    A pool has no sink and no window. A caller that stores the newest tokens itself computes the
+    attention to these tokens, and merges it with the pool's by log-sum-exp
+    (`kvindex.ops.attention.merge`). `LayerPool` is a pool with sink and window.
 
     Args:
         index: The name and options of an index, as for `kvindex.create`; or an empty index.
@@ -53,7 +53,8 @@ class Pool(Sequences[KVIndex]):
         self.geometry = self._like.geometry
         joins = capability(self._like, JoinsBatch)
         self._batch = None if joins is None else joins.new_batch()
-        self._none = ResidentRows(self.geometry, 1, 1)  # empty: a pool has no resident rows
+        # empty buffers for sink and window, which a pool does not have
+        self._none = ResidentRows(self.geometry, 1, 1)
         self._nones = ResidentRows(self.geometry, 1, 1, ragged=True)
 
     def append(
@@ -67,14 +68,14 @@ class Pool(Sequences[KVIndex]):
         """Append `T` tokens to each of `n` sequences. If this fails, all sequences are unchanged.
 
         Args:
-            sequences: Numbers of open sequences, each once.
+            sequences: Numbers of open sequences, without duplicates.
             keys: `[n, G, T, D]`, after the rotary embedding.
             values: `[n, G, T, Dv]`.
             valid: Bool `[n, T]`, False for padding; None where no token is padded.
 
         Raises:
-            ValueError: A sequence is not open or comes twice, a shape, dtype or device does not
-                fit, or a valid key is NaN or infinite.
+            ValueError: A sequence is not open or occurs twice, a shape, dtype or device does not
+                fit, or a key that is not padding is NaN or infinite.
             TypeError: An argument is not a tensor.
         """
         some = self._several(sequences)
@@ -95,17 +96,17 @@ class Pool(Sequences[KVIndex]):
         """Select the rows that each sequence's query should attend to.
 
         Args:
-            sequences: Numbers of open sequences, each once.
+            sequences: Numbers of open sequences, without duplicates.
             queries: `[n, H, D]`, after the rotary embedding.
             k: Rows to select per KV head, at least 1.
-            coverage: As in `KVIndex.search`.
+            coverage: Select fewer than `k` rows if fewer are estimated to hold this fraction of the
+                attention weight (`KVIndex.search`).
 
         Returns:
-            Hits with ids `[n, G, k]`, as from `KVIndex.search`. All slots of an empty sequence are
-            unused.
+            Hits with token ids int64 `[n, G, k]`. The ids of an empty sequence are all -1.
 
         Raises:
-            ValueError: A sequence is not open or comes twice, or another argument does not fit.
+            ValueError: A sequence is not open or occurs twice, or another argument does not fit.
             TypeError: `queries` is not a tensor.
         """
         some = self._several(sequences)
@@ -114,7 +115,7 @@ class Pool(Sequences[KVIndex]):
         if self._batch is not None and coverage is None and (rows := _rows(some, queries, k)):
             most = min(k, max(map(len, some)))
             return self._batch.search(rows, queries.detach(), k=most).widened(k)
-        with all_or_nothing(some):  # a search changes some indexes
+        with all_or_nothing(some):  # because a search can change the state of an index
             found = [
                 index.search(queries[i : i + 1], k=k, coverage=coverage)
                 for i, index in enumerate(some)
@@ -122,18 +123,18 @@ class Pool(Sequences[KVIndex]):
         return _together(found, self.geometry.group_size)
 
     def fetch(self, sequences: Sequence[int], hits: Hits) -> Rows:
-        """Return keys and values of hits.
+        """Return the keys and values of the rows that a search has selected.
 
         Args:
-            sequences: Numbers of open sequences, each once.
-            hits: Hits with ids `[n, G, K]`.
+            sequences: Numbers of open sequences, without duplicates.
+            hits: The result of `search`, with ids `[n, G, K]`.
 
         Returns:
-            Keys `[n, G, K, D]` and values `[n, G, K, Dv]` on the compute device, in the geometry's
-            dtype; zeros for unused slots.
+            Keys `[n, G, K, D]` and values `[n, G, K, Dv]` on the device and in the dtype of the
+            geometry, with zeros for unused slots.
 
         Raises:
-            ValueError: A sequence is not open or comes twice, or the ids do not fit.
+            ValueError: A sequence is not open or occurs twice, or the ids do not fit.
         """
         some = self._several(sequences)
         shape = {"n": len(some), "G": self.geometry.kv_heads, "K": None}
@@ -143,10 +144,10 @@ class Pool(Sequences[KVIndex]):
 
     @in_plain_torch
     def attend(self, sequences: Sequence[int], queries: Tensor, *, k: int) -> Attended:
-        """Attend from each sequence's query to the `k` best rows of the sequence.
+        """Search each sequence, and attend from its query to the `k` best rows.
 
         Args:
-            sequences: Numbers of open sequences, each once.
+            sequences: Numbers of open sequences, without duplicates.
             queries: `[n, H, D]`, after the rotary embedding.
             k: Rows to select per KV head, at least 1.
 
@@ -155,7 +156,7 @@ class Pool(Sequences[KVIndex]):
             output is zeros and the log-sum-exp is `-inf`.
 
         Raises:
-            ValueError: A sequence is not open or comes twice, or another argument does not fit.
+            ValueError: A sequence is not open or occurs twice, or another argument does not fit.
             TypeError: `queries` is not a tensor.
         """
         some = self._several(sequences)
@@ -175,19 +176,15 @@ class Pool(Sequences[KVIndex]):
         )
 
     def report(self) -> Report:
-        """Report the memory of all sequences, and how much of it they share.
-
-        Returns:
-            Numbers of sequences, tokens and blocks of memory, and bytes.
-        """
+        """Report the memory of all sequences, and how much of it they share."""
         indexes = list(self._open.values())  # another thread may open or close sequences meanwhile
         return Report.of(indexes, sum(map(len, indexes)))
 
     def explain(self) -> str:
-        """Explain which implementation runs.
+        """Explain which implementation computes searches and attention.
 
         Returns:
-            A line about the steps of several sequences, and one or more about each index.
+            A line that says whether sequences run together, followed by the index's explanation.
         """
         how = "one after the other"
         if self._batch is not None:
@@ -196,7 +193,7 @@ class Pool(Sequences[KVIndex]):
         return f"sequences: {how}" + ("" if explains is None else f"\n{explains.explain()}")
 
     def _attend(self, index: KVIndex, queries: Tensor, k: int) -> Attended:
-        """Attend from one query `[1, H, D]`."""
+        """Search one index with queries `[1, H, D]`, and attend to the best `k` rows."""
         attends, rows = capability(index, Attends), rows_to_ask(index, k)
         if attends is not None and len(index):
             return attends.attend(queries, self._none, k=rows)
@@ -204,8 +201,9 @@ class Pool(Sequences[KVIndex]):
 
 
 def _rows(indexes: list[KVIndex], queries: Tensor, k: int) -> list[object]:
-    """Return each index's part of a batch. Return an empty list if there is only one index, or if
-    any index is empty.
+    """Prepare a search of several indexes together: call `JoinsBatch.batch_row` for each of them.
+
+    Returns an empty list if there is only one index, or if any index is empty.
     """
     if len(indexes) == 1 or not all(map(len, indexes)):
         return []
@@ -214,7 +212,10 @@ def _rows(indexes: list[KVIndex], queries: Tensor, k: int) -> list[object]:
 
 
 def _attend_to(index: KVIndex, queries: Tensor, hits: Hits) -> Attended:
-    """Fetch the rows of hits, and attend to them from queries `[B, H, D]`."""
+    """Fetch keys and values that a search has selected, and attend to them.
+
+    The queries are `[B, H, D]`.
+    """
     g, rows, used = index.geometry, index.fetch(hits), hits.ids != UNUSED
     bias = bias_of(used).repeat_interleave(g.group_size, dim=1)
     if hits.log_weight is not None:
@@ -232,10 +233,10 @@ def _attend_to(index: KVIndex, queries: Tensor, hits: Hits) -> Attended:
 
 
 def _together(found: list[Hits], group_size: int) -> Hits:
-    """Concatenate the hits of several sequences to those of a batch."""
+    """Concatenate the search results of several sequences along the batch dimension."""
     ids, scores = torch.cat([hits.ids for hits in found]), torch.cat([h.scores for h in found])
     weights = [hits.log_weight for hits in found]
-    if any(weight is not None for weight in weights):  # an empty sequence has none
+    if any(weight is not None for weight in weights):  # an empty sequence has no weights
         weights = [_weight(hits, group_size) for hits in found]
     shares = [hits.coverage for hits in found]
     return Hits(ids, scores, _cat(weights), _cat(shares))
@@ -253,5 +254,5 @@ def _cat(parts: list[Tensor | None]) -> Tensor | None:
 
 
 def _of(hits: Hits, row: int) -> Hits:
-    """Return the hits of one sequence of the batch."""
+    """Return the search result of sequence `row` of the batch."""
     return Hits(hits.ids[row : row + 1], hits.scores[row : row + 1])

@@ -1,4 +1,4 @@
-"""Reports of pools: blocks of memory, how many of them sequences share, and bytes."""
+"""Reports on the memory of a pool, and on how much memory its sequences share."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ class Report:
     Args:
         sequences: Number of sequences.
         tokens: Number of tokens, summed over the sequences.
-        blocks: Number of distinct blocks of memory for codes and rows: blocks of the CUDA kernels,
-            or whole columns elsewhere.
-        shared: Number of blocks that several sequences use.
-        stored_bytes: Bytes of all blocks, each counted once.
-        separate_bytes: Bytes that the sequences would need without sharing.
+        blocks: Number of separate pieces of memory for codes and rows. With CUDA kernels, these are
+            blocks of a fixed size; otherwise, whole tensors.
+        shared: Number of these blocks that more than one sequence uses.
+        stored_bytes: Bytes of all blocks; a shared block is counted once.
+        separate_bytes: Bytes that the sequences would need if they shared no blocks.
     """
 
     sequences: int
@@ -32,14 +32,14 @@ class Report:
 
     @staticmethod
     def of(indexes: Collection[KVIndex], tokens: int) -> Report:
-        """Make a report on the indexes of sequences that have `tokens` tokens together."""
+        """Make a report on `indexes`, which contain `tokens` tokens in total."""
         told = [capability(index, ReportsMemory) for index in indexes]
         pieces = [each.memory() for each in told if each is not None]
         held: dict[int, int] = {}
         users: dict[int, int] = {}
         for piece in pieces:
             for address, size in piece.items():
-                # sequences may use different parts of a column
+                # sequences may use different lengths of a shared tensor, so take the longest
                 held[address] = max(size, held.get(address, 0))
                 users[address] = users.get(address, 0) + 1
         return Report(
@@ -54,12 +54,13 @@ class Report:
 
 @dataclass(frozen=True)
 class LayersReport(Report):
-    """Memory of the sequences of a pool of layers, and how they were stepped.
+    """Memory of the sequences of a `LayerPool`, and how many of their steps ran together.
 
     Args:
-        together: Number of steps, summed over the sequences, that ran together with other
-            sequences.
-        alone: Number of all other steps, summed over the sequences.
+        together: Number of calls of `step` that computed a sequence together with others, counted
+            once per sequence.
+        alone: Number of calls of `step` that computed a sequence separately, counted once per
+            sequence.
     """
 
     together: int = 0

@@ -1,4 +1,4 @@
-"""Sequences that are opened, forked, truncated and closed; the base of both pools."""
+"""Base class of `Pool` and `LayerPool`: opens, forks, truncates and closes sequences."""
 
 from __future__ import annotations
 
@@ -20,14 +20,15 @@ S = TypeVar("S", KVIndex, AttentionLayer)
 
 
 class Sequences(Generic[S]):
-    """Sequences, each a copy of one index or layer. A fork shares memory with its source.
+    """A set of sequences, each with its own copy of one index or layer.
 
-    `open` and `fork` return a number by which calls refer to the sequence. A number is never used
-    again. A call on several sequences changes either all of them or none. Only one thread may use a
-    pool at a time.
+    `open` and `fork` return a number that identifies the sequence in later calls. A number is never
+    used again. A fork shares memory with its source. A call on several sequences changes either all
+    of them or none. Only one thread may use a pool at a time.
 
     Args:
-        like: An empty index or layer. All sequences use its memory pool.
+        like: An empty index or layer, which is copied for each sequence. All copies allocate from
+            the same memory pool.
 
     Raises:
         ValueError: `like` is not empty, or cannot undo a failed call (it is not `Restorable`).
@@ -36,10 +37,11 @@ class Sequences(Generic[S]):
     def __init__(self, like: S) -> None:
         if not isinstance(like, Restorable):
             name = type(like).__name__
-            raise ValueError(f"index: got {name}, allowed is one that is a Restorable")
+            raise ValueError(f"index: got {name}, allowed is an index or layer that is Restorable")
         if len(like):
-            raise ValueError(f"index: got one that holds {len(like)} tokens, allowed is empty")
-        self._like: S = deepcopy(like)  # the caller may continue to use it
+            count = len(like)
+            raise ValueError(f"index: got an index with {count} tokens, allowed is an empty index")
+        self._like: S = deepcopy(like)  # because the caller may use `like` later
         self._open: dict[int, S] = {}
         self._next = 0
 
@@ -55,25 +57,29 @@ class Sequences(Generic[S]):
         return sequence in self._open
 
     def __getitem__(self, sequence: int) -> S:
-        """Return the index or layer of an open sequence, to read it or to pass it signals.
+        """Return the index or layer of an open sequence.
+
+        Use it to read, and to call methods that the pool does not have, such as `end_prompt`.
 
         Raises:
             ValueError: The sequence is not open.
         """
         if sequence not in self._open:
-            raise ValueError(f"sequence: got {sequence!r}, allowed is one that is open")
+            raise ValueError(
+                f"sequence: got {sequence!r}, allowed is the number of an open sequence"
+            )
         return self._open[sequence]
 
     def open(self) -> int:
         """Open a new, empty sequence.
 
         Returns:
-            Its number.
+            The number of the new sequence.
         """
         return self._added(deepcopy(self._like))
 
     def fork(self, sequence: int) -> int:
-        """Open a new sequence that continues another one. The two share rows and codes.
+        """Open a new sequence that begins with all tokens of another one, and shares its memory.
 
         Args:
             sequence: Number of an open sequence.
@@ -116,10 +122,13 @@ class Sequences(Generic[S]):
         return sequence
 
     def _several(self, sequences: Sequence[int]) -> list[S]:
-        """Return the indexes or layers of sequences. Raises ValueError if one occurs twice."""
+        """Return the indexes or layers of the given sequences.
+
+        Raises ValueError if the list is empty, or if a sequence is not open or occurs twice.
+        """
         if not sequences or len(set(sequences)) < len(sequences):
             got = list(sequences)
-            raise ValueError(f"sequences: got {got}, allowed are one or more, each once")
+            raise ValueError(f"sequences: got {got}, allowed is at least one, without duplicates")
         return [self[sequence] for sequence in sequences]
 
 
@@ -140,16 +149,16 @@ def undone(ways_back: list[Callable[[], None]]) -> Iterator[None]:
     try:
         yield
     except BaseException:  # also KeyboardInterrupt
-        with ExitStack() as back:  # call each, even if one fails
+        with ExitStack() as back:  # this calls every function, even if one fails
             for way in ways_back:
                 back.callback(way)
         raise
 
 
 def check_queries(queries: Tensor, count: int, geometry: Geometry, tokens: int | None) -> None:
-    """Check queries `[n, H, T, D]`, or `[n, H, D]` if `tokens` is None.
+    """Raise TypeError or ValueError unless queries fit `count` sequences of `tokens` tokens.
 
-    Raises TypeError or ValueError.
+    Their shape must be `[n, H, T, D]`, or `[n, H, D]` if `tokens` is None.
     """
     g = geometry
     shape: dict[str, int | None] = {"n": count, "H": g.q_heads, "T": tokens, "D": g.head_dim}
@@ -159,7 +168,10 @@ def check_queries(queries: Tensor, count: int, geometry: Geometry, tokens: int |
 
 
 def check_tokens(keys: Tensor, values: Tensor, count: int, geometry: Geometry) -> None:
-    """Check keys `[n, G, T, D]` and values `[n, G, T, Dv]`. Raises TypeError or ValueError."""
+    """Raise TypeError or ValueError unless keys and values fit `count` sequences.
+
+    Their shapes must be `[n, G, T, D]` and `[n, G, T, Dv]`.
+    """
     g = geometry
     shape = {"n": count, "G": g.kv_heads, "T": None, "D": g.head_dim}
     check.tensor("keys", keys, shape, g.dtype, g.device)

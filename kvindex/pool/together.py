@@ -1,4 +1,4 @@
-"""Joint steps of several layers: the same kernels compute the next tokens of several sequences."""
+"""Joined decode steps: the same kernels compute the next tokens of several sequences."""
 
 from __future__ import annotations
 
@@ -16,14 +16,16 @@ from kvindex.layer.attention_layer import AttentionLayer
 
 
 class LayersTogether:
-    """Runs steps of lists of layers whose indexes support a common step (`protocol.JoinsBatch`).
+    """Runs a decode step of several sequences together, if the index supports it.
 
-    The sinks and windows of all layers in a list are in one buffer, which has an entry for each
-    layer. When the next list has another layer, that layer copies its rows into the buffer, and a
-    layer that is no longer in the list uses memory of its own again.
+    Each sequence is an `AttentionLayer` whose index offers `protocol.JoinsBatch`. The kernels read
+    the sinks and windows of all sequences from one buffer, which has an entry per sequence. A
+    sequence that joins the batch copies its rows into the buffer. A sequence that leaves the batch
+    goes back to a buffer of its own.
 
-    like: a layer with the same options as those that will be stepped; graphs: as in
-    `AttentionLayer`.
+    Args:
+        like: A layer with the same options as the layers of all sequences.
+        graphs: Whether the index may capture the step in a CUDA graph (see `AttentionLayer`).
     """
 
     def __init__(self, like: AttentionLayer, *, graphs: bool) -> None:
@@ -35,13 +37,13 @@ class LayersTogether:
     def step(
         self, layers: Sequence[AttentionLayer], queries: Tensor, keys: Tensor, values: Tensor
     ) -> Tensor:
-        """Run `AttentionLayer.step` of all layers together, and return `[n, H, T, Dv]`.
+        """Append `T` tokens to each of `n` layers, and return their attention `[n, H, T, Dv]`.
 
-        At least one index must have a token. If this fails, the caller must undo the step
-        (`AttentionLayer.way_back`).
+        The result is that of `AttentionLayer.step` of each layer. At least one index must contain a
+        token. If this fails, the caller must undo the changes (`AttentionLayer.way_back`).
         """
         T, outputs = queries.shape[2], []
-        if self._geometry.device.type != "cuda":  # on a GPU, the check would wait for the device
+        if self._geometry.device.type != "cuda":  # on a GPU, the host would wait for the result
             check.finite("keys", keys)
             check.finite("queries", queries)
         self._place(layers, T)
@@ -56,7 +58,7 @@ class LayersTogether:
     def _token(
         self, layers: Sequence[AttentionLayer], queries: Tensor, keys: Tensor, values: Tensor
     ) -> Attended:
-        """Run the step of one token of each layer: queries `[n, H, D]`, keys `[n, G, 1, D]`."""
+        """Append one token to each layer, with queries `[n, H, D]` and keys `[n, G, 1, D]`."""
         k = max(layer.asks() for layer in layers)
         each = zip(layers, queries[:, None], strict=True)
         rows = [layer.row_of_step(query, 1, k=k) for layer, query in each]
@@ -72,7 +74,7 @@ class LayersTogether:
         """Assign entry `i` of the buffer to `layers[i]`, with room for `tokens` more tokens."""
         room = max(layer.resident_room(tokens) for layer in layers)
         if len(self._places) != len(layers) or self._resident.room < room:
-            left, self._places = self._places, []  # empty if the next lines raise
+            left, self._places = self._places, []  # stays empty if an error is raised below
             for whose, place in left:
                 _leave(whose, place)
             self._resident = ResidentRows(self._geometry, len(layers), room, ragged=True)
@@ -81,7 +83,7 @@ class LayersTogether:
             ]
         for i, layer in enumerate(layers):
             whose, place = self._places[i]
-            if whose() is not layer or not place.room:  # a failed step has retired the place
+            if whose() is not layer or not place.room:  # room is 0 after a failed step
                 _leave(whose, place)
                 place = self._resident.row(i)
                 self._places[i] = weakref.ref(layer), place
@@ -89,7 +91,10 @@ class LayersTogether:
 
 
 def _leave(whose: weakref.ref[AttentionLayer], place: ResidentRows) -> None:
-    """Let a layer store the rows of sink and window elsewhere, and retire its place here."""
+    """Let a layer store the rows of sink and window in its own buffer, and retire its entry here.
+
+    `whose` refers to the layer, and `place` is its entry of the shared buffer.
+    """
     layer = whose()
     if layer is not None and layer.lies_in(place):
         layer.lie_in(None)

@@ -1,4 +1,4 @@
-"""`python -m kvindex.testing package.module:Class`: check an index, one line for each check."""
+"""Check that an index behaves as the protocol requires, and print one line for each check."""
 
 from __future__ import annotations
 
@@ -14,12 +14,20 @@ from kvindex.testing.run import Outcome, outcomes
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the checks; return 0 if the index passes, 1 if not, and 2 for wrong arguments."""
+    """Run the checks, and return the exit status.
+
+    The status is 0 if all checks pass, 1 if a check fails, and 2 for wrong arguments.
+    """
     parser = argparse.ArgumentParser(prog="python -m kvindex.testing", description=__doc__)
     parser.add_argument(
-        "index", help="package.module:Class, or a name with options as for kvindex.create"
+        "index",
+        help="Index to check: package.module:Class, or a name with options as for kvindex.create",
     )
-    parser.add_argument("--stateful", action="store_true", help="also random sequences of calls")
+    parser.add_argument(
+        "--stateful",
+        action="store_true",
+        help="Also check random sequences of calls, which needs Hypothesis",
+    )
     given = parser.parse_args(arguments)
     try:
         make = found(given.index)
@@ -32,26 +40,30 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def found(index: str) -> Callable[..., Any]:
-    """Return a function that creates an index, from `package.module:Class` or a name with options.
+    """Return the class or function that creates the index to check.
+
+    Args:
+        index: `package.module:Class`, or a name with options as for `kvindex.create`.
 
     Raises:
         ImportError: The module cannot be imported.
-        TypeError: The name is not a string.
-        ValueError: The name is unknown.
+        TypeError: `index` is not a string.
+        ValueError: The module has no such class, or no index has this name.
     """
     module, colon, name = index.partition(":")
     if not colon or "=" in name:
-        get(index.partition("+")[0].partition(":")[0])  # an unknown name raises here, only once
+        # raise an error for an unknown name before any check runs
+        get(index.partition("+")[0].partition(":")[0])
         return functools.partial(create, index)
     known: dict[str, Any] = vars(importlib.import_module(module))
     if name not in known:
-        raise ValueError(f"index: got {index!r}, allowed is a class that {module} has")
+        raise ValueError(f"index: got {index!r}, allowed is a class in the module {module}")
     made: Callable[..., Any] = known[name]
     return made
 
 
 def _printed(outcome: Outcome) -> bool:
-    """Print an outcome; return True if the check passed."""
+    """Print the outcome of a check, and return True if the check passed."""
     ok = outcome.error is None
     print(f"{'ok  ' if ok else 'FAIL'} {outcome.seconds:5.1f} s  {outcome.name}: {outcome.promise}")
     if not ok:

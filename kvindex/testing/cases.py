@@ -1,4 +1,4 @@
-"""Cases: shapes of attention layers for which checks run, and random tensors of these shapes."""
+"""Shapes of attention layers with which the checks run, and random tensors of these shapes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Tokens: TypeAlias = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Case:
-    """The shape of an attention layer. Methods create random tensors of this shape."""
+    """The shape of an attention layer, for which methods create indexes and random tensors."""
 
     q_heads: int = 2
     kv_heads: int = 2
@@ -40,24 +40,24 @@ class Case:
         return f"{dtype}-B{self.batch}-{shape}{cap}{in_key}{device}"
 
     def geometry(self) -> dict[str, Any]:
-        """Return the arguments of an index for such a layer, except `rope`."""
+        """Return the arguments with which an index for this shape is created, except `rope`."""
         return {key: value for key, value in asdict(self).items() if key != "batch"}
 
     def index(self, name: str, **options: Any) -> KVIndex:
-        """Create an index by its name with options, as `kvindex.create`."""
+        """Create an index of this shape with `kvindex.create(name, **options)`."""
         geometry = self.geometry()
         if get(name.partition("+")[0].partition(":")[0]).needs_rope:
             geometry["rope"] = rope(self.head_dim, self.device)
-        # by default use the reference implementation, even on a GPU
+        # use the reference implementation in PyTorch, even on a GPU, unless options say otherwise
         return create(name, **{**geometry, "backend": "torch", **options})
 
     def made(self, make: Callable[..., BaseIndex], **options: object) -> BaseIndex:
-        """Create an index with a class, or with a function that has the same arguments."""
+        """Create an index of this shape by calling `make`, a class or a function."""
         geometry = self.geometry() | {"rope": rope(self.head_dim, self.device)}
         return make(**{**geometry, **options})
 
     def tensor(self, seed: int, *shape: int) -> Tensor:
-        """Return normally distributed numbers, the same for each dtype and device."""
+        """Return normally distributed numbers, which depend only on the seed and the shape."""
         generator = torch.Generator().manual_seed(seed)
         return torch.randn(shape, generator=generator).to(self.device, self.dtype)
 
@@ -69,7 +69,10 @@ class Case:
         return self.of_keys(keys, values)
 
     def of_keys(self, keys: Tensor, values: Tensor) -> Tokens:
-        """Return keys and values of tokens. With `value_in_key`, the values come from the keys."""
+        """Return the keys and their values.
+
+        With `value_in_key`, the values are the first `value_dim` coordinates of the keys.
+        """
         return keys, keys[..., : self.value_dim].clone() if self.value_in_key else values
 
     def queries(self, seed: int = 0, batch: int | None = None) -> Tensor:
@@ -86,25 +89,25 @@ CASES = (
     Case(q_heads=6, kv_heads=2, head_dim=16, value_dim=8, softcap=1.0, batch=2),
     Case(q_heads=4, kv_heads=1, head_dim=24, value_dim=16, batch=2, value_in_key=True),
 )
-"""Cases in which `check_index` runs every check."""
+"""Shapes with which `check_index` runs every check."""
 
 
 def rope(head_dim: int, device: str | torch.device = "cpu") -> Tensor:
-    """Return inverse frequencies `[D / 2]` of a usual rotary embedding."""
+    """Return the inverse frequencies `[D / 2]` of a rotary embedding with base 10,000."""
     return 10_000.0 ** -(torch.arange(0, head_dim, 2, device=device) / head_dim)
 
 
 def left_padding(pads: list[int], count: int, device: str = "cpu") -> Tensor:
-    """Return flags of valid tokens, bool `[B, count]`, with `pads[b]` padded tokens first."""
+    """Return a mask, bool `[B, count]`: sequence `b` begins with `pads[b]` padding tokens."""
     return torch.arange(count, device=device) >= torch.tensor(pads, device=device)[:, None]
 
 
 def part(tokens: Tokens, start: int, stop: int) -> Tokens:
-    """Return the tokens from `start` to `stop`."""
+    """Return keys and values of the tokens from position `start` to `stop`."""
     return tokens[0][:, :, start:stop], tokens[1][:, :, start:stop]
 
 
 def join(*parts: Tokens) -> Tokens:
-    """Join tokens one after another."""
+    """Concatenate keys and values along the token dimension."""
     keys, values = zip(*parts, strict=True)
     return torch.cat(keys, dim=2), torch.cat(values, dim=2)

@@ -1,4 +1,4 @@
-"""Compare results of indexes: hits, rows and snapshots. An AssertionError names the difference."""
+"""Comparisons of the results of indexes. An AssertionError says what differs."""
 
 from __future__ import annotations
 
@@ -11,17 +11,20 @@ from torch import Tensor
 from kvindex.core.protocol import Hits, KVIndex, Rows
 
 ROUNDED = 1e-2
-"""Tolerance of scores where only rounding differs, as a fraction of the largest score.
+"""Tolerance for scores that differ only by rounding, as a fraction of the largest score.
 
-The last bit of torch's products depends on the shape of a batch. Such a bit can change a stored
-code: a bfloat16 weight by 2^-8, or a magnitude to the next level. A wrong row or sign changes a
-score by far more (`tests/contract/test_contract_can_fail.py`).
+The last bit of a matrix product in torch depends on the shape of the batch. A different bit can
+change a stored code: a bfloat16 weight by a factor of 1 ± 2^-8, or a quantized magnitude by one
+level. A wrong row or sign changes a score by far more (`tests/contract/test_contract_can_fail.py`).
 """
 
 
 @contextmanager
 def raises(*kinds: type[Exception], says: tuple[str, ...]) -> Iterator[None]:
-    """Check that the context raises an error of these kinds, with these words in this order."""
+    """Check that the context raises an error of one of these types.
+
+    Its message must contain all strings of `says`, in this order.
+    """
     names, said = " or ".join(kind.__name__ for kind in kinds), None
     try:
         yield
@@ -34,19 +37,22 @@ def raises(*kinds: type[Exception], says: tuple[str, ...]) -> Iterator[None]:
 
 
 def hits_of(ids: Tensor) -> Hits:
-    """Return hits with these ids and without scores, for `fetch`."""
+    """Make a search result with these token ids and scores of 0, as an argument for `fetch`."""
     return Hits(ids, torch.zeros(ids.shape, device=ids.device))
 
 
 def all_rows(index: KVIndex, batch: int) -> Rows:
-    """Return all rows of an index, in order."""
+    """Return the keys and values of all tokens in an index, in order of position."""
     g = index.geometry
     ids = torch.arange(len(index), device=g.device).expand(batch, g.kv_heads, -1)
     return index.fetch(hits_of(ids))
 
 
 def assert_well_formed(hits: Hits, index: KVIndex, batch: int, k: int) -> None:
-    """Check the properties that the slots of every search must have, whatever it found."""
+    """Check the properties that the result of every search must have.
+
+    For example: shapes and dtypes, descending scores, distinct ids, -1 for unused slots.
+    """
     g, shape = index.geometry, (batch, index.geometry.kv_heads, k)
     for name, tensor, dtype in (
         ("ids", hits.ids, torch.int64),
@@ -76,19 +82,20 @@ def assert_well_formed(hits: Hits, index: KVIndex, batch: int, k: int) -> None:
 
 
 def assert_same_hits(got: Hits, want: Hits, *, close: float = 0.0, shift: Tensor | int = 0) -> None:
-    """Check that hits have the same rows and scores, bit by bit or within a tolerance.
+    """Check that two searches have found the same rows with the same scores.
 
-    With a tolerance, the order of ids may differ where scores are close. A row may be missing only
-    if its score is close to that of the last slot.
+    With a tolerance, rows may be in another order if their scores are close. A row may be missing
+    if its score is close to the lowest score.
 
     Args:
         got: Hits to check.
         want: Expected hits.
-        close: Tolerance as a fraction of the largest score, such as `ROUNDED`; 0 for equal bits.
-        shift: Number that is added to the expected ids, an int or int64 `[B]`.
+        close: Tolerance as a fraction of the largest score, such as `ROUNDED`. With 0, hits must be
+            equal bit by bit.
+        shift: Number to add to the expected ids before the comparison, an int or int64 `[B]`.
     """
     shift = torch.as_tensor(shift, device=want.ids.device).reshape(-1, 1, 1)
-    ids = torch.where(want.ids < 0, want.ids, want.ids + shift)  # negative ids are not tokens
+    ids = torch.where(want.ids < 0, want.ids, want.ids + shift)  # a negative id is not a position
     if not close:
         assert torch.equal(got.ids, ids), "ids are equal"
         assert torch.equal(got.scores, want.scores), "scores are equal to the bit"
@@ -110,14 +117,14 @@ def assert_same_hits(got: Hits, want: Hits, *, close: float = 0.0, shift: Tensor
 
 
 def snapshot(index: KVIndex, queries: Tensor, k: int = 7) -> tuple[object, ...]:
-    """Return everything about an index that public calls can observe."""
+    """Return what public calls report about an index: length, bytes, a search, all rows."""
     hits = index.search(queries, k=k)
     rows = all_rows(index, len(queries))
     return len(index), index.nbytes(), hits.ids, hits.scores, rows.keys, rows.values
 
 
 def assert_same_snapshot(got: tuple[object, ...], want: tuple[object, ...]) -> None:
-    """Check that two snapshots are equal bit by bit."""
+    """Check that two results of `snapshot` are equal bit by bit."""
     for ours, theirs in zip(got, want, strict=True):
         if isinstance(theirs, Tensor):
             torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)

@@ -1,7 +1,8 @@
-"""A simulated device: its tensors cannot be combined with CPU tensors, as on a GPU.
+"""A simulated GPU: torch raises an error if its tensors are combined with CPU tensors.
 
-The tensors are CPU tensors in a wrapper that reports torch's device `meta`. So a machine without a
-GPU can find code that creates a tensor without a device, or reads a GPU tensor as numpy.
+The tensors are CPU tensors in a wrapper that reports torch's device `meta`. So tests on a machine
+without a GPU can find code that creates a tensor on the wrong device, or reads a GPU tensor with
+numpy.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ PLACE = torch.device("meta")
 ATEN = torch.ops.aten
 COPIES = {ATEN._to_copy.default, ATEN.copy_.default}
 INDEXED = {ATEN.index.Tensor, ATEN.index_put.default, ATEN.index_put_.default}
-"""Operations in which torch allows both CPU and GPU tensors: indexing, with indices on the CPU."""
+"""Indexing operations. In these, torch allows a GPU tensor to be indexed with CPU tensors."""
 
 
 class Elsewhere(Tensor):
-    """A tensor on the simulated device; `on_cpu` has its data on the CPU."""
+    """A tensor on the simulated device. The attribute `on_cpu` is a CPU tensor with its data."""
 
     on_cpu: Tensor
 
@@ -43,7 +44,7 @@ class Elsewhere(Tensor):
         return f"Elsewhere({self.on_cpu!r})"
 
     def tolist(self) -> Any:
-        """Return the numbers as lists."""
+        """Return the elements as nested lists, as `Tensor.tolist` does."""
         return self.on_cpu.tolist()
 
     @classmethod
@@ -54,20 +55,23 @@ class Elsewhere(Tensor):
 
 
 def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Run an operation on the inner tensors; raise RuntimeError if devices are mixed."""
+    """Run a torch operation on the CPU data of its arguments.
+
+    Raises RuntimeError if the arguments are on both devices, where a GPU would not allow it.
+    """
     tensors = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
     away = [one for one in tensors if isinstance(one, Elsewhere)]
     here = [one for one in tensors if not isinstance(one, Elsewhere) and one.dim()]
     indices = func in INDEXED and isinstance(args[0], Elsewhere)
     if away and here and func not in COPIES and not indices:
-        raise RuntimeError(f"{func}: got tensors of two devices")
+        raise RuntimeError(f"{func}: got tensors on two devices; move all tensors to one device")
     to = None if kwargs.get("device") is None else torch.device(kwargs["device"])
     stays = bool(away) if to is None else to == PLACE
     if to == PLACE:
         kwargs = {**kwargs, "device": "cpu"}
     opened = tree_map_only(Elsewhere, lambda one: one.on_cpu, (args, kwargs))
     found = func(*opened[0], **opened[1])
-    if func._schema.is_mutable:  # an in-place operation returns its argument itself
+    if func._schema.is_mutable:  # an in-place operation returns its argument
         given = kwargs["out"] if "out" in kwargs else args[0]
         return given if isinstance(found, Tensor) else found
     return tree_map_only(Tensor, Elsewhere, found) if stays else found
@@ -83,7 +87,7 @@ class _Dispatched(DispatchMode):  # type: ignore[misc]  # untyped
 
 
 class _Made(FunctionMode):  # type: ignore[misc]  # untyped
-    """Converts lists to tensors, because torch would do so before dispatching an operation."""
+    """Converts lists to tensors before torch does, which would make them CPU tensors."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -105,9 +109,6 @@ def _indices(given: Any) -> Any:
 
 @contextmanager
 def known() -> Iterator[None]:
-    """Within the context, tensors can be created on the simulated device.
-
-    For example `torch.zeros(3, device=PLACE)`.
-    """
+    """Allow tensors on the simulated device within the context: `torch.zeros(3, device=PLACE)`."""
     with _Made(), _Dispatched():
         yield

@@ -1,8 +1,10 @@
-"""Make a call fail at a chosen point: out of memory at any operation, or interrupted at any line.
+"""Make a call fail at a chosen point: out of memory at an operation, or interrupted at a line.
 
-A call that raises must leave an object unchanged. To test this, count the operations
-(`operations_of`) or lines (`lines_of`) of a call, let each of them fail in turn on a new object,
-and compare the object with one on which the call was never made.
+A call that raises must leave its object unchanged. A test of this has three steps:
+
+1. Count the operations (`operations_of`) or lines (`lines_of`) of the call.
+2. For each of them, make the call fail at this point (`fail_at`, `interrupt_at`) on a new object.
+3. Compare the object with one that never received the call.
 """
 
 from __future__ import annotations
@@ -19,13 +21,13 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 PACKAGE = Path(__file__).parents[1]
-"""Folder of the package in whose lines an interrupt occurs by default."""
+"""Folder of `kvindex`. By default only lines of Python files in this folder are interrupted."""
 
 Call = Callable[[], object]
 
 
 def operations_of(call: Call) -> int:
-    """Count the torch operations of a call that may allocate memory: all except views.
+    """Count the torch operations of a call that can allocate memory: all that return no view.
 
     Args:
         call: Function without arguments.
@@ -37,11 +39,12 @@ def operations_of(call: Call) -> int:
 
 
 def fail_at(call: Call, operation: int) -> bool:
-    """Run a call in which one operation runs out of memory.
+    """Run a call, and make one of its torch operations run out of memory.
 
     Args:
         call: Function without arguments.
-        operation: Number of the operation that raises `torch.OutOfMemoryError`, from 0 on.
+        operation: Which of the operations counted by `operations_of` raises
+            `torch.OutOfMemoryError`, from 0 on.
 
     Returns:
         True if the call reached the operation and raised an error, False if it ended before.
@@ -58,7 +61,7 @@ def fail_at(call: Call, operation: int) -> bool:
 
 
 def lines_of(call: Call, package: Path = PACKAGE) -> int:
-    """Count the lines of a package that a call runs.
+    """Count the lines of a package's Python code that a call executes.
 
     Args:
         call: Function without arguments.
@@ -68,11 +71,11 @@ def lines_of(call: Call, package: Path = PACKAGE) -> int:
 
 
 def interrupt_at(call: Call, line: int, package: Path = PACKAGE) -> bool:
-    """Run a call with a KeyboardInterrupt before one line.
+    """Run a call, and raise KeyboardInterrupt before one of the lines that it executes.
 
     Args:
         call: Function without arguments.
-        line: Number of the line that is interrupted, from 0 on.
+        line: Which of the lines counted by `lines_of` is interrupted, from 0 on.
         package: Folder of the package whose lines are counted.
 
     Returns:
@@ -89,7 +92,7 @@ Mode: Any = TorchDispatchMode  # untyped in torch
 
 
 class _Memory(Mode):  # type: ignore[misc]  # untyped
-    """Counts torch operations, and lets one of them run out of memory."""
+    """Counts torch operations, and makes one of them run out of memory."""
 
     def __init__(self, at: int | None) -> None:
         super().__init__()
@@ -106,7 +109,7 @@ class _Memory(Mode):  # type: ignore[misc]  # untyped
 
 
 def _finalizes(frame: FrameType | None) -> bool:
-    """Return True if a frame runs in a `__del__`, whose errors Python ignores."""
+    """Return True if the frame or one of its callers is `__del__`, whose errors Python ignores."""
     while frame is not None:
         if frame.f_code.co_name == "__del__":
             return True
@@ -115,18 +118,19 @@ def _finalizes(frame: FrameType | None) -> bool:
 
 
 def _releases(frame: FrameType) -> bool:
-    """Return True if the frame is about to leave a `with` block.
+    """Return True if the frame's next instruction leaves a `with` block.
 
-    Python handles no signal before `__exit__`, so an interrupt cannot occur there.
+    Python handles no signals between the block and `__exit__`, so no interrupt can occur there.
     """
     code, at = frame.f_code, frame.f_lasti
-    if dis.opname[code.co_code[at]] not in ("LOAD_CONST", "SWAP"):  # entering loads a name first
+    # leaving a `with` block loads constants; entering it loads a name first
+    if dis.opname[code.co_code[at]] not in ("LOAD_CONST", "SWAP"):
         return False
     return linecache.getline(code.co_filename, frame.f_lineno).lstrip().startswith("with ")
 
 
 def _traced(call: Call, at: int | None, package: Path) -> int:
-    """Count the lines of a package that a call runs, and interrupt the call before line `at`."""
+    """Count the lines of a package that a call executes, and interrupt it before line `at`."""
     inside, count, before = f"{package}/", 0, sys.gettrace()
 
     def follow(frame: FrameType, event: str, argument: object) -> Any:

@@ -1,4 +1,4 @@
-"""Run the checks of the contract in every case, and describe what fails."""
+"""Run all checks of an index, each with several shapes, and describe the failures."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ from kvindex.testing.contract import CHECKS, Check
 
 
 class ContractError(AssertionError):
-    """An index fails a check. The message names the check, the case and what was expected."""
+    """Raised if an index fails a check.
+
+    The message contains the check, the shape of the attention layer, and what was expected.
+    """
 
 
 @dataclass(frozen=True)
@@ -26,7 +29,7 @@ class Outcome:
         name: Name of the check.
         promise: What the check requires of an index.
         error: The error, or None if the check passed.
-        seconds: Run time.
+        seconds: Run time of the check.
     """
 
     name: str
@@ -36,13 +39,13 @@ class Outcome:
 
 
 def check_index(index: Callable[..., BaseIndex], *, stateful: bool = False, **options: Any) -> None:
-    """Run all checks of the contract in all cases.
+    """Check that an index behaves as the protocol (`kvindex.core.protocol`) requires.
 
     Args:
-        index: A class on `BaseIndex`, or a function that takes the same arguments and returns an
+        index: A subclass of `BaseIndex`, or a function that takes the same arguments and returns an
             index.
-        stateful: Also try random sequences of calls (needs Hypothesis). If one fails, reducing it
-            to a small one may take minutes.
+        stateful: Also try random sequences of calls, which needs Hypothesis. If a sequence fails,
+            Hypothesis may need minutes to find a short one that fails.
         **options: Further arguments of the index, such as `preset`.
 
     Raises:
@@ -64,16 +67,16 @@ def outcomes(
     cases: Sequence[Case] | None = None,
     **options: Any,
 ) -> Iterator[Outcome]:
-    """Run the checks of the contract, and yield one outcome for each.
+    """Run the checks that `check_index` runs, and yield one outcome for each.
 
-    A check stops at the first case that fails.
+    Each check runs with several shapes (`Case`), and stops at the first that fails.
 
     Args:
-        index: A class on `BaseIndex`, or a function that takes the same arguments and returns an
+        index: A subclass of `BaseIndex`, or a function that takes the same arguments and returns an
             index.
-        stateful: Also try random sequences of calls (needs Hypothesis).
-        checks: Checks to run; None for all.
-        cases: Cases to run them in; None for all.
+        stateful: Also try random sequences of calls, which needs Hypothesis.
+        checks: Checks to run; None for all checks.
+        cases: Shapes of attention layers to run them with; None for `CASES`.
         **options: Further arguments of the index, such as `preset`.
 
     Raises:
@@ -82,15 +85,18 @@ def outcomes(
         RuntimeError: Python runs without assertions.
     """
     if not __debug__:
-        raise RuntimeError("assertions: got python -O, which removes them; allowed is without -O")
+        raise RuntimeError("python: got the option -O, which removes assertions; run without -O")
     if not callable(index):
-        raise TypeError(f"index: got {index!r}, allowed is a class or a function that makes one")
+        raise TypeError(
+            f"index: got {index!r}, allowed is a class, or a function returning an index"
+        )
     cases = CASES if cases is None else cases
     runs = [(check, cases) for check in (CHECKS if checks is None else checks)]
     if stateful:
         from kvindex.testing.stateful import check_any_interleaving
 
-        runs.append((check_any_interleaving, cases[:1]))  # once, because it creates its own cases
+        # run it with one case only, because this check chooses its own shapes
+        runs.append((check_any_interleaving, cases[:1]))
     for check, cases_of_check in runs:
         start = time.perf_counter()
         errors = (
@@ -102,7 +108,7 @@ def outcomes(
 
 
 def _error_of(check: Check, make: Callable[..., Any], case: Case) -> ContractError | None:
-    """Return the error of a check in a case, or None."""
+    """Run a check with one shape, and return the error, or None if the check passed."""
     try:
         check(make, case)
     except Exception as error:

@@ -1,6 +1,6 @@
-"""Test that any sequence of calls gives the same results as a new index with the same tokens.
+"""Check that an index after any sequence of calls equals a new index with the same tokens.
 
-The test needs Hypothesis.
+The check needs Hypothesis, which tries random sequences of calls.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ try:
     )
 except ImportError as error:
     raise ImportError(
-        "stateful: got no Hypothesis; allowed is with it: pip install hypothesis, or "
-        'pip install -e ".[test]" in a checkout'
+        "stateful: got a Python without Hypothesis; run pip install hypothesis, or in a checkout "
+        'pip install -e ".[test]"'
     ) from error
 
 STEPS = settings(max_examples=40, stateful_step_count=30, deadline=None, derandomize=True)
@@ -47,7 +47,10 @@ seeds = st.integers(0, 10_000)
 
 
 class IndexMachine(RuleBasedStateMachine):
-    """A state machine of Hypothesis: an index, and the tokens that it should contain."""
+    """A Hypothesis state machine that makes random calls to an index.
+
+    It records the tokens that the index should contain, and compares the results with a new index.
+    """
 
     make: Make
     index: BaseIndex
@@ -56,10 +59,10 @@ class IndexMachine(RuleBasedStateMachine):
     valid: Tensor
 
     def compare(self, hits: Hits, queries: Tensor, k: int) -> None:
-        """Make further comparisons of hits. A subclass may override this."""
+        """Compare the result of a search further. A subclass may override this method."""
 
     def new_index(self) -> BaseIndex:
-        """Create an index for the case."""
+        """Create an empty index with the shape and the store of this run."""
         shape = {**self.case.geometry(), "rope": rope(self.case.head_dim)}
         return type(self).make(**shape, store=self.store)
 
@@ -72,7 +75,7 @@ class IndexMachine(RuleBasedStateMachine):
         self.forget()
 
     def forget(self) -> None:
-        """Forget the tokens."""
+        """Record that the index should be empty."""
         self.batch = self.tokens = None
         self.calls = 0
 
@@ -128,10 +131,10 @@ class IndexMachine(RuleBasedStateMachine):
         self.tokens = self.expected[0][rows], self.expected[1][rows]
         self.valid = self.valid[rows]
 
-    @precondition(lambda self: self.calls > 4)  # without this, every second call would reset
+    @precondition(lambda self: self.calls > 4)  # otherwise too many sequences would be short
     @rule()
     def reset(self) -> None:
-        """Reset the index, which must then be like a new one."""
+        """Reset the index, and check that it is empty."""
         self.index.reset()
         self.forget()
         assert self.index.nbytes() == self.new_index().nbytes(), "as many bytes as a new index"
@@ -140,7 +143,7 @@ class IndexMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.batch is not None)
     @rule()
     def refused_append(self) -> None:
-        """Append a key with infinity, which must raise an error and change nothing."""
+        """Append an infinite key, and check that this raises ValueError and changes nothing."""
         keys, values = self.case.tokens(3, 0, self.batch)
         keys[0, 0, 1, 2] = float("inf")
         before = snapshot(self.index, self.case.queries(0, self.batch))
@@ -151,7 +154,7 @@ class IndexMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.batch is not None)
     @rule(k=st.integers(1, 50), seed=seeds)
     def search(self, k: int, seed: int) -> None:
-        """Search, and compare the hits with those of a new index with the same tokens."""
+        """Search, and compare the result with that of a new index with the same tokens."""
         queries = self.case.queries(seed, self.batch)
         hits = self.index.search(queries, k=k)
         assert_well_formed(hits, self.index, self.rows, k)
@@ -163,7 +166,7 @@ class IndexMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.batch is not None)
     @rule(seed=seeds)
     def fetch(self, seed: int) -> None:
-        """Fetch rows of random ids, and compare them with the appended rows."""
+        """Fetch rows with random ids, and compare them with the appended keys and values."""
         generator = torch.Generator().manual_seed(seed)
         ids = torch.randint(-1, max(self.count, 1), (self.rows, 2, 5), generator=generator)
         if not self.count:
@@ -176,7 +179,7 @@ class IndexMachine(RuleBasedStateMachine):
 
     @invariant()
     def holds_the_tokens(self) -> None:
-        """Check the length of the index and the bytes of its rows."""
+        """Check the length of the index, and the bytes of its keys and values."""
         self.calls += self.batch is not None
         assert len(self.index) == self.count, "len(index)"
         assert self.index.nbytes()["rows"] == self.rows * 2 * 24 * 4 * self.count, (
@@ -186,7 +189,7 @@ class IndexMachine(RuleBasedStateMachine):
     def fresh(self) -> BaseIndex:
         """Create an index with the same tokens and the same learned parameters."""
         index, state = self.new_index(), self.index.state_dict()
-        if isinstance(index, ClusteredIndex):  # its learned clusters contain ids of these tokens
+        if isinstance(index, ClusteredIndex):  # clusters refer to the ids of these tokens
             index.load_state_dict(state)
             return index
         learned = above("learned", below("learned", state))
@@ -205,8 +208,8 @@ def check_any_interleaving(
 ) -> None:
     """Any sequence of calls gives the same results as a new index with the same tokens.
 
-    The sequences of calls are random but the same in every run. The error is that of the smallest
-    failing sequence. The machine creates its own cases.
+    The sequences are random, but the same in every run. If some fail, the error is that of the
+    shortest one. The machine chooses the shapes, so `case` is not used.
     """
     run_state_machine_as_test(
         type("Machine", (machine,), {"make": staticmethod(make)}), settings=steps

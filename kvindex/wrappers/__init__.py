@@ -1,4 +1,4 @@
-"""Wrappers: each adds an option to any index that it wraps, so that the option exists only once."""
+"""Wrappers: each adds one feature, such as sampling or sharding, to any index that it wraps."""
 
 from kvindex.wrappers.base import Wrapper
 from kvindex.wrappers.recall import MeasureRecall

@@ -57,23 +57,22 @@ from kvindex.storage.state import (
 
 
 class Wrapper(Capable, NamedState, Guarded):
-    """An index that wraps the index `inner` and behaves like it.
+    """An index that wraps the index `inner` and passes every call to it.
 
-    It offers the capabilities that both the wrapper's class and the inner index have. No wrapper
-    offers `DecodesStep`, because a decode step of the inner index would not call the wrapper's
-    search.
+    A wrapper offers a capability if its own class and the wrapped index both have it. No wrapper
+    offers `DecodesStep`, because the wrapped index would compute the decode step with its own
+    search instead of the wrapper's.
 
     Args:
         inner: The index to wrap.
     """
 
     holds: ClassVar[frozenset[str]] = frozenset({"inner"})
-    """Prefixes of the tensor names in a state under which the states of inner indexes are stored.
-    """
+    """Prefixes of those names of a `state_dict` that belong to wrapped indexes."""
     own: ClassVar[frozenset[type]] = frozenset()
-    """Capabilities that a subclass has even if the inner index does not have them."""
+    """Capabilities that the wrapper offers even if the wrapped index does not have them."""
     lacks: ClassVar[frozenset[type]] = frozenset()
-    """Capabilities that a subclass does not have even if the inner index has them."""
+    """Capabilities that the wrapper does not offer even if the wrapped index has them."""
 
     def __init__(self, inner: KVIndex) -> None:
         self.inner = inner
@@ -82,83 +81,86 @@ class Wrapper(Capable, NamedState, Guarded):
         return f"<{type(self).__name__} of {self.inner!r}>"
 
     def checkpoint(self) -> Any:
-        """Return the current state of the wrapper and the inner index, for `rollback`."""
+        """Return the current state of the wrapper and the wrapped index for `rollback`."""
         foreign = not isinstance(self.inner, Restorable)
         return super().checkpoint(), len(self.inner) if foreign else None
 
     def rollback(self, checkpoint: Any) -> None:
-        """Restore a checkpoint; an inner index without rollback is truncated."""
+        """Restore the state that `checkpoint` returned.
+
+        An wrapped index that is not `Restorable` is only truncated to its former length.
+        """
         before, length = checkpoint
         super().rollback(before)
         if length is not None:
             cut_back(self.inner, length)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """Return a wrapper around a copy of the inner index."""
+        """Return a wrapper around a copy of the wrapped index."""
         copied = super().__deepcopy__(memo)
         copied.inner = deepcopy(self.inner, memo)
         return copied
 
     @property
     def geometry(self) -> Geometry:
-        """Geometry of the inner index."""
+        """Geometry of the wrapped index."""
         return self.inner.geometry
 
     @property
     def config(self) -> Any:
-        """Configuration of the inner index."""
+        """Configuration of the wrapped index."""
         return self.inner.config
 
     def encode(self, keys: Tensor) -> Codes:
-        """Encode keys `[B, G, N, D]` with the inner index."""
+        """Encode keys `[B, G, N, D]` with the wrapped index."""
         return self.inner.encode(keys)
 
     def append(self, keys: Tensor, values: Tensor, *, valid: Tensor | None = None) -> None:
-        """Append tokens to the inner index, as `BaseIndex.append`."""
+        """Append tokens to the wrapped index (see `BaseIndex.append`)."""
         self.inner.append(keys, values, valid=valid)
 
     def search(self, queries: Tensor, *, k: int, coverage: float | None = None) -> Hits:
-        """Search the inner index, as `BaseIndex.search`."""
+        """Search the wrapped index (see `BaseIndex.search`)."""
         return self.inner.search(queries, k=k, coverage=coverage)
 
     def fetch(self, hits: Hits) -> Rows:
-        """Read rows of the inner index, as `BaseIndex.fetch`."""
+        """Fetch keys and values from the wrapped index (see `BaseIndex.fetch`)."""
         return self.inner.fetch(hits)
 
     def end_prompt(self) -> None:
-        """Signal the end of the prompt to the inner index."""
+        """Report to the wrapped index that the prompt has ended."""
         self.inner.end_prompt()
 
     def observe_queries(self, queries: Tensor, positions: Tensor) -> None:
-        """Pass the newest queries to the inner index."""
+        """Pass the queries of the newest tokens to the wrapped index."""
         self.inner.observe_queries(queries, positions)
 
     def mark_boundary(self) -> None:
-        """Signal the end of a segment to the inner index."""
+        """Report to the wrapped index that a segment of the text ends with the newest token."""
         self.inner.mark_boundary()
 
     def observe_tokens(self, tokens: Tensor, *, first: int) -> None:
-        """Pass the text to the inner index."""
+        """Pass the text, as vocabulary ids, to the wrapped index."""
         self.inner.observe_tokens(tokens, first=first)
 
     def __len__(self) -> int:
         return len(self.inner)
 
     def truncate(self, length: int) -> None:
-        """Truncate the inner index, as `BaseIndex.truncate`."""
+        """Truncate the wrapped index (see `BaseIndex.truncate`)."""
         self.inner.truncate(length)
 
     def reorder(self, batch_indices: Tensor) -> None:
-        """Reorder the batch of the inner index, as `BaseIndex.reorder`."""
+        """Reorder the batch of the wrapped index (see `BaseIndex.reorder`)."""
         self.inner.reorder(batch_indices)
 
     def reset(self) -> None:
-        """Reset the inner index, as `BaseIndex.reset`."""
+        """Reset the wrapped index (see `BaseIndex.reset`)."""
         self.inner.reset()
         self._broken = None
 
     def nbytes(self) -> dict[str, int]:
-        """Return the bytes in use of the inner index, as `BaseIndex.nbytes`."""
+        """Return the bytes that the wrapped index uses (see `BaseIndex.nbytes`)."""
         return self.inner.nbytes()
 
     # Capabilities
@@ -168,35 +170,34 @@ class Wrapper(Capable, NamedState, Guarded):
         return own and wanted not in self.lacks
 
     def _inner(self, wanted: type[P]) -> P:
-        """Return the inner index, or raise TypeError if it does not have this capability."""
+        """Return the wrapped index. Raise TypeError if it does not have the capability `wanted`."""
         return required(self.inner, wanted, name="inner")
 
     @property
     def backend(self) -> str:
-        """Backend of the inner index."""
+        """Name of the wrapped index's backend: `torch`, `cpu` or `cuda`."""
         return self._inner(RunsOps).backend
 
     @property
     def block_tokens(self) -> int:
-        """Number of tokens that the inner index encodes together."""
+        """Number of tokens that the wrapped index encodes together."""
         return self._inner(EncodesBlocks).block_tokens
 
     @property
     def ops(self) -> Any:
-        """Operations of the inner index's backend."""
+        """The package of operations (like `kvindex.ops`) of the wrapped index's backend."""
         return self._inner(RunsOps).ops
 
     def explain(self) -> str:
-        """Return the wrapper with its options, then the explanation of the inner index."""
+        """Return a line with the wrapper's options, followed by the wrapped index's explanation."""
         return f"wrapper: {self._described()}\n{self._inner(Explains).explain()}"
 
     def _described(self) -> str:
-        """Return the wrapper's name with its options."""
         options = [f"{name}={value!r}" for name, value in self._options().items()]
         return f"{type(self).__name__}({', '.join(options)})"
 
     def _options(self) -> dict[str, Any]:
-        """Return the options that are stored as attributes with the same names."""
+        """Return the constructor's arguments, read from the attributes with the same names."""
         given = [name for name in inspect.signature(type(self)).parameters if name != "inner"]
         return {name: vars(self)[name] for name in given if name in vars(self)}
 
@@ -207,44 +208,47 @@ class Wrapper(Capable, NamedState, Guarded):
 
     @property
     def valid(self) -> Tensor | None:
-        """True for tokens that are not padding, bool `[B, N]`, or None where no token is padded."""
+        """Mask bool `[B, N]`: False for padding tokens. None if no token is padding."""
         return self._inner(CountsTokens).valid
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one token's key and value for one head."""
+        """Bytes of one token's key and value for one KV head."""
         return self._inner(ReportsRowBytes).row_bytes
 
     def memory(self) -> dict[int, int]:
-        """Return the memory of the inner index, as `protocol.ReportsMemory.memory`."""
+        """Return the memory blocks of the wrapped index (see `protocol.ReportsMemory.memory`)."""
         return self._inner(ReportsMemory).memory()
 
     def placement(self) -> Placement:
-        """Return where the rows of the inner index are, as `protocol.PlacesRows.placement`."""
+        """Return where the wrapped index stores rows (see `protocol.PlacesRows.placement`)."""
         return self._inner(PlacesRows).placement()
 
     @property
     def weighted(self) -> bool:
-        """True if hits have log weights."""
+        """True if the hits of a search have log weights."""
         return self._inner(WeighsRows).weighted
 
     def check_coverage(self, coverage: float) -> None:
-        """Check that the inner index can estimate coverage, as `protocol.ReportsCoverage`."""
+        """Raise ValueError if the wrapped index cannot search with this coverage."""
         self._inner(ReportsCoverage).check_coverage(coverage)
 
     def expand_batch(self, count: int) -> Self:
-        """Return this wrapper around a view of the inner index, as `BaseIndex.expand_batch`."""
+        """Return a copy of this wrapper around a view of the wrapped index for `count` sequences.
+
+        See `BaseIndex.expand_batch`.
+        """
         view = self._shallow()
         view.inner = self._inner(ExpandsBatch).expand_batch(count)
         return view
 
     def state_dict(self) -> State:
-        """Return the wrapper's own state, and the inner index's state under the name `inner`."""
+        """Return the state as named tensors; names of the wrapped index begin with `inner.`."""
         inner = above("inner", self._inner(KeepsState).state_dict())
         return signed(self._whose(), {**inner, **self._own_state()})
 
     def check_state(self, state: Mapping[str, Tensor]) -> None:
-        """Check the inner index's part of a state, then the wrapper's own tensors."""
+        """Raise ValueError if `load_state_dict` would not load this state."""
         check_signed(self._whose(), state)
         inner = capability(self.inner, ChecksState)
         if inner is not None:
@@ -252,7 +256,7 @@ class Wrapper(Capable, NamedState, Guarded):
         self._check_own(state)
 
     def _check_own(self, state: Mapping[str, Tensor]) -> None:
-        """Check the wrapper's own tensors in a state; raise ValueError for invalid ones."""
+        """Raise ValueError if the wrapper's own tensors in a state are invalid."""
         own = {
             name: tensor
             for name, tensor in state.items()
@@ -265,63 +269,69 @@ class Wrapper(Capable, NamedState, Guarded):
         check_layout(layout, own, sizes)
 
     def _layout(self, state: Mapping[str, Tensor], length: int) -> Layout:
-        """Declare the wrapper's own tensors as `Hooks._layout` does.
+        """Declare shapes and dtypes of the wrapper's own tensors, in order to check a state.
 
-        These declarations are in addition to the annotations of the attributes.
+        Attributes whose annotation already determines shape and dtype need no declaration.
 
         Args:
             state: The wrapper's own tensors.
-            length: Number of tokens in the inner index.
+            length: Number of tokens in the wrapped index.
         """
         return {}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Load a state into inner index and wrapper. The wrapper's options do not change."""
+        """Load a state into the wrapper and the wrapped index, without changing any options."""
         check_signed(self._whose(), state)
         self._check_own(state)
         self._inner(KeepsState).load_state_dict(below("inner", state))
         self._unpack(state, self.geometry.device)
 
     def recipe(self) -> Recipe:
-        """Return how to create the wrapper with its options, and the inner index."""
+        """Return the names and options with which `kvindex.load` makes this wrapper again."""
         inner = self._inner(ReportsRecipe).recipe()
         options = {name: as_json(value) for name, value in self._options().items()}
         return {"wrapper": class_name(type(self)), "options": options, "inner": inner}
 
     def save(self, folder: str | os.PathLike[str]) -> None:
-        """Write the wrapper and its inner index to a new folder, as `BaseIndex.save` does."""
+        """Write the wrapper and its wrapped index to a new folder, for `kvindex.load`."""
         save_folder(folder, "index", self.recipe(), {"state": self.state_dict})
 
     def _whose(self) -> dict[str, Any]:
-        """Return the properties that another wrapper must share to load the state of this one."""
+        """Return the properties that a wrapper must share to load the state of this wrapper."""
         return {"wrapper": type(self).__name__}
 
     def _own_state(self) -> State:
-        """Return the wrapper's own state, without the inner index."""
+        """Return the wrapper's own tensors, without those of the wrapped index."""
         return self._packed()
 
     def start_append(
         self, keys: Tensor, values: Tensor, *, valid: Tensor | None = None
     ) -> Callable[[], None]:
-        """Start an append to the inner index, as `BaseIndex.start_append`."""
+        """Begin to append tokens to the wrapped index (see `BaseIndex.start_append`)."""
         return self._inner(AppendsAsync).start_append(keys, values, valid=valid)
 
     def reserve(self, tokens: int) -> None:
-        """Reserve memory in the inner index, as `ExecutedIndex.reserve`."""
+        """Reserve memory in the wrapped index for `tokens` tokens."""
         self._inner(Reserves).reserve(tokens)
 
     def reserve_ahead(self, tokens: int, *, batch: int) -> None:
-        """Start pinning memory for the inner index, as `BaseIndex.reserve_ahead`."""
+        """Start to pin host memory for the wrapped index in the background."""
         self._inner(ReservesAhead).reserve_ahead(tokens, batch=batch)
 
     def warm_up(self, *, k: int, tokens: int) -> None:
-        """Prepare searches of the inner index, as `ExecutedIndex.warm_up`."""
+        """Prepare the wrapped index for searches, so that the first one is fast."""
         self._inner(WarmsUp).warm_up(k=k, tokens=tokens)
 
     def attend(self, queries: Tensor, resident: ResidentRows, *, k: int) -> Attended:
-        """Search with this wrapper and attend, as `protocol.Attends.attend`."""
+        """Search with this wrapper, and attend to the selected rows and to `resident`.
+
+        `resident` has the rows of the sink and the window.
+        """
         return self.attend_hits(queries, self.search(queries, k=k), resident)
 
     def attend_hits(self, queries: Tensor, hits: Hits, resident: ResidentRows) -> Attended:
-        """Attend to given rows of the inner index, as `protocol.Attends.attend_hits`."""
+        """Attend to rows of the wrapped index that a search has selected, and to `resident`.
+
+        `resident` has the rows of the sink and the window.
+        """
         return self._inner(Attends).attend_hits(queries, hits, resident)

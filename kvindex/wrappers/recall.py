@@ -1,4 +1,4 @@
-"""Measure the recall of an index against exact search while the index is in use."""
+"""Wrapper that measures the recall of an index, compared with exact search, during generation."""
 
 from __future__ import annotations
 
@@ -24,18 +24,20 @@ from kvindex.wrappers.base import Wrapper
 
 
 class MeasureRecall(Wrapper):
-    """Counts how many of each query head's `k` best rows, found exactly, are among the hits.
+    """Measures the recall of an index: the fraction of the true `k` best rows that it finds.
 
-    The heads of a group share `k` rows, so even exact search does not reach a recall of 1.
-    `limit()` is the recall of exact search with the same number of rows and the same group policy.
-    The wrapper stores a second copy of all rows, in an `exact` index; if the inner index is not
-    empty, its rows are copied, too.
+    The true best rows of each query head are found by exact search. The query heads of a group
+    share `k` rows, so even exact search for the group does not reach a recall of 1. `limit()`
+    returns the recall that it reaches.
+
+    The wrapper stores a second copy of all rows, in an `exact` index. If the wrapped index is not
+    empty, the constructor copies its rows.
 
     Args:
         inner: The index to measure.
 
     Raises:
-        TypeError: `inner` is not empty and cannot report which tokens are padded.
+        TypeError: `inner` is not empty, and cannot report which of its tokens are padding.
     """
 
     statistics = ("_found", "_reachable", "_wanted")
@@ -55,7 +57,10 @@ class MeasureRecall(Wrapper):
             self._copy_rows()
 
     def _copy_rows(self) -> None:
-        """Copy the rows of the inner index; raise TypeError if it cannot report padded tokens."""
+        """Copy the rows of the wrapped index into the exact index.
+
+        Raises TypeError if the wrapped index cannot report which tokens are padding.
+        """
         known, g = required(self.inner, CountsTokens, name="inner"), self.geometry
         ids = torch.arange(len(self.inner), device=g.device)
         ids = ids.expand(len(known.counts), g.kv_heads, -1)
@@ -63,21 +68,25 @@ class MeasureRecall(Wrapper):
         self._exact.append(rows.keys, rows.values, valid=known.valid)
 
     def recall(self) -> float | None:
-        """Return the fraction of true best rows that were found, or None before the first search.
+        """Return the recall over all searches, sequences and query heads so far.
 
-        All searches, sequences and query heads count.
+        Returns None before the first search.
         """
         return self._found / self._wanted if self._wanted else None
 
     def limit(self) -> float | None:
-        """The recall of exact search with the same number of rows per KV head, or None."""
+        """Return the recall that exact search would have reached with `k` rows per KV head.
+
+        The exact search combines query heads like the wrapped index (`ops.group`). Returns None
+        before the first search.
+        """
         return self._reachable / self._wanted if self._wanted else None
 
     def _undone(self, name: str) -> bool:
         return name == "search" or super()._undone(name)  # a search changes the counts
 
     def search(self, queries: Tensor, *, k: int, coverage: float | None = None) -> Hits:
-        """Search the inner index, and count how many of the true best rows it found."""
+        """Search the wrapped index, and count how many of the true best rows it has found."""
         hits = self.inner.search(queries, k=k, coverage=coverage)
         if len(self._exact):
             g = self.geometry
@@ -91,12 +100,12 @@ class MeasureRecall(Wrapper):
         return hits
 
     def append(self, keys: Tensor, values: Tensor, *, valid: Tensor | None = None) -> None:
-        """Append to the inner index and to the exact index."""
+        """Append to the wrapped index and to the exact index."""
         self.inner.append(keys, values, valid=valid)
         self._exact.append(keys, values, valid=valid)
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Load a state as every wrapper does, and copy the rows into the exact index, too."""
+        """Load a state into the wrapper, the wrapped index and the exact index."""
         super().load_state_dict(state)
         self._exact.load_state_dict(below("truth", state))
 
@@ -107,7 +116,7 @@ class MeasureRecall(Wrapper):
         inner, exact = length_and_batch(state), length_and_batch(truth)
         if inner and inner != exact:
             raise ValueError(
-                f"state['truth.length']: got {exact}, allowed is {inner}, as the inner index has"
+                f"state['truth.length']: got {exact}, allowed is {inner} as in the wrapped index"
             )
 
     def _layout(self, state: Mapping[str, Tensor], length: int) -> Layout:
@@ -119,23 +128,23 @@ class MeasureRecall(Wrapper):
         return super()._own_state() | above("truth", self._exact.state_dict())
 
     def truncate(self, length: int) -> None:
-        """Truncate both indexes. The counts do not change."""
+        """Truncate the inner and the exact index. The counts of the recall do not change."""
         self.inner.truncate(length)
         self._exact.truncate(length)
 
     def reorder(self, batch_indices: Tensor) -> None:
-        """Reorder the batch of both indexes. The counts do not change."""
+        """Reorder the batch of the inner and the exact index. The counts do not change."""
         self.inner.reorder(batch_indices)
         self._exact.reorder(batch_indices)
 
     def reset(self) -> None:
-        """Reset both indexes and the counts."""
+        """Reset the wrapped index, the exact index and the counts of the recall."""
         super().reset()
         self._exact.reset()
         self._found = self._reachable = self._wanted = 0
 
 
 def _common(true: Tensor, ids: Tensor) -> int:
-    """Count the true ids `[B, G, g, k]` that are among the ids `[B, G, K]`."""
+    """Count the ids of `true` `[B, G, g, k]` that occur in `ids` `[B, G, K]`."""
     hit = (true[..., None] == ids[:, :, None, None]).any(-1)
     return int((hit & (true >= 0)).sum())

@@ -1,4 +1,4 @@
-"""Wrapper that reuses hits while queries stay similar.
+"""Wrapper that returns the result of an earlier search while the queries stay similar.
 
 Source: LouisKV (ICLR 2026), semantic-aware retrieval.
 """
@@ -22,7 +22,7 @@ from kvindex.wrappers.base import Wrapper
 
 @dataclass(frozen=True)
 class _Last:
-    """The last hits, the arguments of the search, and the length of the index at that time."""
+    """The result and arguments of the last search, and the length of the index at that time."""
 
     hits: Hits
     k: int
@@ -31,27 +31,27 @@ class _Last:
 
 
 class Reuse(Wrapper):
-    """Searches if a step's queries differ from the previous step's, else returns the last hits.
+    """Searches only if the queries have changed since the last token, and else reuses the hits.
 
-    Queries differ if the mean over the heads of `cos(q_{t-1}, q_t)` is below `tau`. With a `tau`
-    above 1 every step searches; below -1 only the first step does. Each sequence of a batch is
-    judged on its own: a sequence whose queries stay similar keeps its hits while another sequence
-    searches. If any sequence differs, the inner index receives `mark_boundary` before the step, for
-    all sequences.
+    The queries of token `t` have changed if the cosine of `q_{t-1}` and `q_t`, mean over the query
+    heads, is below `tau`. With a `tau` above 1 every token searches; with a `tau` below -1 only the
+    first token does. Each sequence of a batch is compared separately: one may reuse its hits while
+    another searches. If the queries of any sequence have changed, the wrapper calls `mark_boundary`
+    of the wrapped index, which concerns all sequences.
 
-    Reused hits have the scores and weights of the query that searched, and do not contain tokens
-    that were appended since then. Slots without a token (unused slots, or rows of clusters) may
-    have changed their meaning, so a sequence with such slots searches again if the index has grown.
-    A different `k` or `coverage`, or `truncate`, also causes a search.
+    Reused hits have the scores and log weights of the query that searched, and contain no tokens
+    appended since then. A slot with a negative id is unused or a cluster's summary, and may
+    stand for something else after an append. So a sequence with such a slot searches again if the
+    index has grown. A call of `truncate`, or a different `k` or `coverage`, also causes a search.
 
     Args:
         inner: The index to wrap.
-        tau: Similarity below which a step searches. The paper uses 0.7 for Qwen3-8B;
+        tau: Cosine below which a token searches. The paper uses 0.7 for Qwen3-8B;
             `kvindex_adapters.evaluate.reuse_threshold` finds a value for a model.
 
     Attributes:
         steps: Number of calls of `search`.
-        searches: Number of these calls that searched the inner index.
+        searches: Number of those calls that searched the wrapped index.
 
     Raises:
         ValueError: `tau` is not a number.
@@ -61,12 +61,12 @@ class Reuse(Wrapper):
 
     statistics = ("steps", "searches", "_before", "_differs", "_last")
     own = frozenset({ObservesQueries})
-    lacks = frozenset({ExpandsBatch})  # a step may return the hits of the step before
+    lacks = frozenset({ExpandsBatch})  # because hits may be those of an earlier search
 
     steps: int
     searches: int
-    _before: Tensor | None  # normalized queries of the step before, [B, H, D]
-    _differs: Tensor | None  # which sequences must search next, from `observe_queries`
+    _before: Tensor | None  # normalized queries of the last token, [B, H, D]
+    _differs: Tensor | None  # set by `observe_queries`: True for sequences that must search next
     _last: _Last | None
 
     def __init__(self, inner: KVIndex, *, tau: float = 0.7) -> None:
@@ -77,11 +77,17 @@ class Reuse(Wrapper):
         self._forget()
 
     def rate(self) -> float | None:
-        """Return the fraction of the steps that searched, or None before the first step."""
+        """Return the fraction of `search` calls that searched the wrapped index.
+
+        None before the first call.
+        """
         return self.searches / self.steps if self.steps else None
 
     def observe_queries(self, queries: Tensor, positions: Tensor) -> None:
-        """Pass queries to the inner index. Mark a boundary before a single query that differs."""
+        """Compare the queries with those of the last token, and pass them to the wrapped index.
+
+        If the queries of one new token have changed, this first calls `mark_boundary`.
+        """
         g = self.geometry
         shape = {"B": None, "H": g.q_heads, "T": None, "D": g.head_dim}
         check.tensor("queries", queries, shape, g.dtype, g.device)
@@ -96,15 +102,15 @@ class Reuse(Wrapper):
         return name == "search" or super()._undone(name)  # a search stores its hits
 
     def search(self, queries: Tensor, *, k: int, coverage: float | None = None) -> Hits:
-        """Search the inner index, or return the last hits.
+        """Search for sequences whose queries have changed, and reuse the last hits of the others.
 
         Args:
             queries: `[B, H, D]`.
-            k: Rows per KV head.
-            coverage: As for the inner index.
+            k: Rows to select per KV head.
+            coverage: Passed to the wrapped index (see `KVIndex.search`).
 
         Raises:
-            ValueError: As for the inner index.
+            ValueError: An argument does not fit, or the wrapped index raised it.
         """
         g, last = self.geometry, self._last
         shape = {"B": None, "H": g.q_heads, "D": g.head_dim}
@@ -125,18 +131,19 @@ class Reuse(Wrapper):
         return last.hits
 
     def truncate(self, length: int) -> None:
-        """Truncate the inner index; the next step searches."""
+        """Truncate the wrapped index. The next call of `search` then searches."""
         shorter = length < len(self)
         self.inner.truncate(length)
         if shorter:
             self._last = None
 
     def reorder(self, batch_indices: Tensor) -> None:
-        """Reorder the batch of the inner index, and the last hits."""
+        """Reorder the sequences of the wrapped index, and those of the stored search result."""
         self.inner.reorder(batch_indices)
         rows, known = batch_indices.to(self.geometry.device), self._before
         if known is not None and int(batch_indices.max()) >= len(known):
-            # An empty index accepts queries of any batch size, and then tokens of another one.
+            # The stored queries have another batch size than the index. This happens if an empty
+            # index received queries of one batch size, and then tokens of another.
             self._before = self._differs = None
         self._before = None if self._before is None else self._before[rows]
         self._differs = None if self._differs is None else self._differs[rows]
@@ -148,7 +155,7 @@ class Reuse(Wrapper):
             self._last = replace(self._last, hits=hits)
 
     def reset(self) -> None:
-        """Reset the inner index and the counts."""
+        """Reset the wrapped index and the counts `steps` and `searches`."""
         super().reset()
         self._forget()
 
@@ -193,9 +200,9 @@ class Reuse(Wrapper):
         self._before = self._differs = self._last = None
 
     def _judged(self, queries: Tensor) -> Tensor:
-        """Return which sequences differ from the step before, bool `[B]`.
+        """Return bool `[B]`: True for sequences whose queries have changed since the last token.
 
-        If any sequence differs, the inner index receives `mark_boundary`.
+        If any have changed, this also calls `mark_boundary` of the wrapped index.
         """
         directions, before = normalize(queries.detach().float(), dim=-1), self._before
         self._before = directions
@@ -209,12 +216,12 @@ class Reuse(Wrapper):
 
 
 def similarity(before: Tensor, after: Tensor) -> Tensor:
-    """Return the mean over the heads of the cosines of unit vectors `[B, H, D]`, float32 `[B]`."""
+    """Return the cosine of unit vectors `[B, H, D]`, as the mean over the heads, float32 `[B]`."""
     return (before * after).sum(-1).mean(-1)
 
 
 def _mixed(differs: Tensor, new: Hits, old: Hits) -> Hits:
-    """Return the new hits where `differs` is True, and the old hits for the other sequences."""
+    """Combine two search results: `new` for sequences where `differs` is True, `old` for others."""
     rows = differs[:, None, None]
     weight, coverage = new.log_weight, new.coverage
     if weight is not None and old.log_weight is not None:

@@ -1,10 +1,10 @@
-"""Wrapper that samples some of the `k` rows. Their weights make up for the rows that are left out.
+"""Wrapper that selects the best rows and a random sample of the next best rows.
 
-Attention over only the best `k` rows treats the attention weight of all other rows as zero. Here
-the best `k - r` rows are always selected, and `r` rows are sampled from the next best rows of the
-inner index. A row that is sampled with probability `π` has a log weight of `-log π`, so that
-numerator and denominator of the softmax over all these rows are unbiased. docs/decisions/0010
-measures the effect on a real model.
+Attention to only the best `k` rows treats the attention weight of all other rows as zero. This
+wrapper selects the best `k - r` rows and samples `r` rows from the next best rows of the wrapped
+index. A row that is sampled with probability `π` gets the log weight `-log π`. So the numerator and
+denominator of the softmax are unbiased estimates of the sums over all rows that the wrapped index
+returned. docs/decisions/0010 measures the effect on a real model.
 
 Source: Horvitz and Thompson, A Generalization of Sampling Without Replacement (1952).
 """
@@ -31,23 +31,26 @@ from kvindex.ops.attention import cap
 from kvindex.wrappers.base import Wrapper
 
 POLICIES = ("mean_share", "max_share")
-"""Group policies whose scores are logarithms of attention weights."""
+"""Group policies whose row scores are logarithms of attention weights, as sampling requires."""
 
 
 class Sample(Wrapper):
-    """Samples a fraction `share` of the `k` rows from the `pool · k` best of the inner index.
+    """Selects `k` rows, of which a fraction `share` is a random sample.
 
-    Rows that are always chosen have a log weight of 0. Sampling is systematic in the order of ids,
-    so the sampled rows are spread over the sequence and are the same from run to run.
+    The wrapped index returns the best `pool * k` rows. The best `(1 - share) * k` of them are
+    always selected, with a log weight of 0. The remaining `share * k` rows are sampled from the
+    others by systematic sampling in the order of token ids. So they are spread over the sequence,
+    and are the same in every run.
 
     Args:
-        inner: The index to wrap. Its rows must not have weights already.
+        inner: The index to wrap. Its hits must not have log weights already.
         share: Fraction of the `k` rows that are sampled, in (0, 1].
-        pool: Number of best rows to choose and sample from, as a multiple of `k`, at least 2.
+        pool: How many of the best rows to sample from, as a multiple of `k`, at least 2.
 
     Raises:
-        ValueError: An option is out of range, rows of `inner` have weights (`weighted`), or its
-            group policy is not "mean_share" or "max_share" although groups have several heads.
+        ValueError: An option is out of range, the hits of `inner` have log weights (`weighted`), or
+            a KV head serves several query heads and the group policy of `inner` is neither
+            "mean_share" nor "max_share".
     """
 
     own = frozenset({ReportsCoverage, WeighsRows})
@@ -60,16 +63,20 @@ class Sample(Wrapper):
         self._check_weights(capability(inner, WeighsRows) is not None)
         policy = getattr(inner.config, "group", None)
         if inner.geometry.group_size > 1 and policy not in POLICIES:
-            raise ValueError(f"inner: got one with group={policy!r}, allowed is {list(POLICIES)}")
+            allowed = " or ".join(POLICIES)
+            raise ValueError(
+                f"inner: got an index with group={policy!r}, allowed group is {allowed}"
+            )
 
     def check_coverage(self, coverage: float) -> None:
-        """Raise ValueError, because coverage cannot be estimated for sampled rows."""
-        raise ValueError(
-            f"coverage: got {coverage}, allowed is None where rows are sampled at random"
-        )
+        """Raise ValueError, because the coverage of sampled rows cannot be estimated."""
+        raise ValueError(f"coverage: got {coverage}, allowed is None if rows are sampled")
 
     def warm_up(self, *, k: int, tokens: int) -> None:
-        """Prepare searches of the inner index for all rows that are sampled from."""
+        """Prepare the wrapped index for searches, so that the first one is fast.
+
+        The wrapped index is prepared for more than `k` rows, because the sample is taken from them.
+        """
         g = self.geometry
         super().warm_up(k=self._pool(k, tokens), tokens=tokens)
         if self.capability(Attends) is not None:
@@ -82,7 +89,7 @@ class Sample(Wrapper):
 
         Args:
             queries: `[B, H, D]`.
-            k: Rows per KV head, including the sampled rows.
+            k: Rows to select per KV head, including the sampled rows.
             coverage: Must be None.
 
         Returns:
@@ -93,13 +100,13 @@ class Sample(Wrapper):
         """
         if coverage is not None:
             self.check_coverage(coverage)
-        most = min(check.wanted_rows(k), max(len(self.inner), 1))  # with more, all rows are chosen
+        most = min(check.wanted_rows(k), max(len(self.inner), 1))  # the index has no more rows
         asked = min(self._pool(most, len(self.inner)), check.MOST_ROWS)
         hits = self.inner.search(queries, k=asked)
         self._check_weights(hits.log_weight is not None)
         g = self.geometry
         logits = hits.scores if g.group_size > 1 else cap(hits.scores, g.scale, g.softcap)
-        logits = logits.masked_fill(hits.ids == UNUSED, float("-inf"))  # a softcap made it finite
+        logits = logits.masked_fill(hits.ids == UNUSED, float("-inf"))  # softcap makes -inf finite
         places, weights = self._sampled(logits, hits.ids, most)
         unused, at = places < 0, places.clamp_min(0)
         found = Hits(
@@ -110,11 +117,17 @@ class Sample(Wrapper):
         return found if most == k else found.widened(k)
 
     def _pool(self, k: int, tokens: int) -> int:
-        """Return the number of rows from which `k` are chosen, in an index with `tokens` tokens."""
+        """Return how many rows to request from the wrapped index, in order to select `k` of them.
+
+        `tokens` is the number of tokens in the index.
+        """
         return k * self.pool
 
     def _sampled(self, logits: Tensor, ids: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        """Choose rows with `ops.sampling.sample`, and return their positions and log weights."""
+        """Select `k` of the rows with scores `logits`, and return their positions and log weights.
+
+        The positions refer to the last axis of `logits`.
+        """
         runs = capability(self.inner, RunsOps)
         backend = ops if runs is None else runs.ops
         chosen: tuple[Tensor, Tensor] = backend.sampling.sample(logits, ids, k, int(self.share * k))
@@ -123,6 +136,6 @@ class Sample(Wrapper):
     def _check_weights(self, weighted: bool) -> None:
         if weighted:
             raise ValueError(
-                f"inner: got {type(self.inner).__name__}, whose rows have weights already; "
-                "allowed is an index without sampling (for pariskv: preset='fast')"
+                f"inner: got {type(self.inner).__name__}, whose rows have weights already; pass an "
+                "index that does not sample (for pariskv: preset='fast')"
             )

@@ -1,7 +1,8 @@
-"""Sharded: each process stores and searches a part of the tokens (sequence parallelism).
+"""Sharded: each process stores and searches some of the tokens (sequence parallelism).
 
-The outputs of attention over disjoint rows are merged exactly by their log-sum-exp. So the ranks
-need not agree on rows, and a decode step needs one all-gather. docs/distributed.md has the costs.
+Each rank attends to its own rows, and the outputs are merged exactly by their log-sum-exp. So the
+ranks need no common list of rows, and a decode step needs one all-gather. docs/distributed.md lists
+the costs.
 
 Source: Milakov and Gimelshein, Online Normalizer Calculation for Softmax (2018).
 """
@@ -49,29 +50,32 @@ NEVER = float("-inf")
 class Sharded(ShardedTokens):
     """Distributes tokens over the ranks of a process group, `block` tokens to each rank in turn.
 
-    Token ids count tokens of the whole sequence. All ranks must make the same calls with the same
-    tensors, and get the same results. Bytes, placement and the state are those of this rank's inner
-    index. An index that learns parameters learns them from its rank's tokens. An index that
-    observes queries gets them with the position of its own newest token.
+    Token ids are positions in the whole sequence. All ranks must make the same calls with the same
+    tensors, and get the same results. Only `nbytes`, `placement` and `state_dict` describe the
+    wrapped index of this rank alone. An index that learns parameters learns them from the tokens of
+    its rank.
 
-    A search always returns the best `k` rows of all ranks. If the inner index offers
-    `SearchesShard`, they are the same rows that a search in one process would find. If the inner
-    index samples rows, each of `W` ranks samples `k / W` rows. Otherwise each rank proposes `k`
-    rows, and the search returns the best of these by exact scores (group policy "mean_share").
+    A search returns `k` rows of all ranks, which it finds in one of three ways:
+
+    - If the wrapped index samples rows, each of `W` ranks samples `k / W` rows.
+    - Otherwise, if the wrapped index offers `SearchesShard`, the search returns the same rows as a
+      search in a single process.
+    - Otherwise each rank proposes `k` rows, and the search returns the best of these by exact
+      scores (group policy "mean_share").
 
     Args:
         inner: Empty index for this rank's tokens.
         block: Number of consecutive tokens that one rank stores before the next rank's turn.
         rows: Which rows a decode step attends to. "own": each rank attends to `k` rows of its own
-            tokens, best or sampled, and the outputs are merged. "best": all ranks together attend
-            to the `k` best rows.
-        timeout_s: Seconds after which the other ranks stop with an error if a rank does not answer.
-        group: Process group of `torch.distributed`; None for the default group, or, if there is
-            none, for this process alone.
+            tokens (the best, or a sample), and the outputs are merged. "best": all ranks together
+            attend to the `k` rows that `search` returns.
+        timeout_s: Seconds after which the other ranks raise an error if a rank does not answer.
+        group: Process group of `torch.distributed`. None: the default group, or only this process
+            if there is no default group.
 
     Raises:
-        ValueError: An option is out of range, or `inner` is not empty. Also raised on all ranks if
-            the ranks have different versions, indexes or options.
+        ValueError: An option is out of range, `inner` is not empty, or the ranks have different
+            versions, indexes or options. All ranks raise the latter.
     """
 
     own = frozenset({Attends, CountsTokens, ReportsCoverage})
@@ -91,44 +95,45 @@ class Sharded(ShardedTokens):
         self.timeout_s, self.group = check.positive("timeout_s", timeout_s), group
         super().__init__(inner, Ranks.of(group, self.timeout_s), block)
         self._nothing: ResidentRows | None = None
-        self._step: _Step | None = None  # the step that a caller's graph has captured
+        self._step: _Step | None = None  # tensors of the decode step in a caller's CUDA graph
         self._ranks.check_same("sharded", self._facts())
 
     def _facts(self) -> dict[str, Any]:
-        """Return the version, index and options, which must be equal on all ranks."""
+        """Return versions, index and options, all of which must be equal on all ranks."""
         reports = capability(self.inner, ReportsRecipe)
         index = {"index": class_name(type(self.inner))} if reports is None else reports.recipe()
         versions = {"version": __version__, "torch": str(torch.__version__)}
         return {**versions, **index, "block": self.block, "rows": self.rows}
 
     def _options(self) -> dict[str, Any]:
-        return {**super()._options(), "group": None}  # a process that loads it has another group
+        # leave out the process group, because a process that loads the recipe has its own
+        return {**super()._options(), "group": None}
 
     # Search and fetch
 
     def check_coverage(self, coverage: float) -> None:
         """Raise ValueError, because no rank knows the attention weights of other ranks' rows."""
-        raise ValueError(f"coverage: got {coverage}, allowed is None where tokens are sharded")
+        raise ValueError(f"coverage: got {coverage}, allowed is None if tokens are sharded")
 
     def search(self, queries: Tensor, *, k: int, coverage: float | None = None) -> Hits:
-        """Select the best rows of all ranks; every rank returns the same rows.
+        """Select `k` rows of all ranks. Every rank returns the same rows.
 
-        The search needs one all-gather, or two with `SearchesShard`.
+        The search needs one all-gather, or two if the wrapped index offers `SearchesShard`.
 
         Args:
             queries: `[B, H, D]`.
-            k: Rows per KV head.
+            k: Rows to select per KV head.
             coverage: Must be None.
 
         Raises:
-            ValueError: As for `BaseIndex.search`, or `coverage` is not None.
-            TypeError: An argument is not a tensor.
+            ValueError: An argument does not fit, or `coverage` is not None.
+            TypeError: `queries` is not a tensor.
         """
         if coverage is not None:
             self.check_coverage(coverage)
         check.wanted_rows(k)
         self._check_queries(queries)
-        # a search finds at most one token row and one summary row per token
+        # a search returns at most two rows per token: its key and value, and a summary
         most, queries = min(k, max(2 * self._length, 1)), queries.detach()
         searcher = capability(self.inner, SearchesShard)
         if capability(self.inner, WeighsRows) is not None:
@@ -143,11 +148,11 @@ class Sharded(ShardedTokens):
         return hits if most == k else hits.widened(k)
 
     def _total(self, sums: Tensor) -> Tensor:
-        """Return the log-sum-exp of all ranks' sums, as `SearchesShard.search_shard` requires."""
+        """Return the log-sum-exp over all ranks, for the argument `total` of `search_shard`."""
         return self._ranks.gather(sums)[0].logsumexp(0)
 
     def _rescored(self, queries: Tensor, k: int) -> Hits:
-        """Return the best of the rows that the ranks propose, by exact scores."""
+        """Let each rank propose `k` tokens, and return the `k` with the best exact scores."""
         own, g = self.inner.search(queries, k=k), self.geometry
         keys = self.inner.fetch(own).keys.float()
         products = groups.fold(queries, g.kv_heads, "mean_share") @ keys.mT  # [B, G, g, K]
@@ -158,7 +163,7 @@ class Sharded(ShardedTokens):
         return _best(ids, scores, k)[0]
 
     def _sampled(self, queries: Tensor, k: int) -> Hits:
-        """Return the rows, with weights, that all ranks sample from their own tokens."""
+        """Let each of `W` ranks sample about `k / W` of its tokens, and return all samples."""
         rank, count = self._ranks.rank, self._ranks.count
         most, mine = -(-k // count), k // count + (rank < k % count)
         own = self.inner.search(queries, k=max(mine, 1)).widened(most)
@@ -175,13 +180,16 @@ class Sharded(ShardedTokens):
         return Hits(hits.ids, hits.scores, weights)
 
     def fetch(self, hits: Hits) -> Rows:
-        """Read the rows of hits, each on the rank that stores it, with one all-reduce.
+        """Return keys and values of the rows that a search has selected, on every rank.
+
+        Each rank reads the rows that it stores, and one all-reduce combines them.
 
         Args:
             hits: Result of a search.
 
         Raises:
-            ValueError: As for `BaseIndex.fetch`.
+            ValueError: The shape, dtype or device of the ids does not fit. On a CPU also: an id is
+                out of range.
             TypeError: `hits` is not a `Hits`.
         """
         ids = self._checked_ids(hits)
@@ -195,7 +203,7 @@ class Sharded(ShardedTokens):
             rows, failed = self.inner.fetch(self._own_hits(torch.full_like(ids, UNUSED))), True
         if named and bool(self._ranks.gather(torch.tensor([failed]))[0].any()):
             lowest = int(ids.min())
-            raise ValueError(f"hits.ids: got {lowest}, allowed are ids that a search has returned")
+            raise ValueError(f"hits.ids: got {lowest}, allowed is an id that a search has returned")
         both = self._ranks.add(torch.cat([rows.keys, rows.values], dim=-1))
         keys, values = both.tensor_split([self.geometry.head_dim], dim=-1)
         return Rows(keys.contiguous(), values.contiguous())
@@ -212,9 +220,12 @@ class Sharded(ShardedTokens):
             check.finite("queries", queries)
 
     def _checked_ids(self, hits: Hits) -> Tensor:
-        """Check the ids of `hits`; on a GPU an id that is too large becomes -1."""
+        """Check the ids of `hits`, and return them.
+
+        An id that is too large raises ValueError on a CPU, and becomes -1 on a GPU.
+        """
         if not isinstance(hits, Hits):
-            raise TypeError(f"hits: got {type(hits).__name__}, allowed is a kvindex.Hits")
+            raise TypeError(f"hits: got {type(hits).__name__}, allowed is kvindex.Hits")
         g = self.geometry
         shape = {"B": self._batch, "G": g.kv_heads, "K": None}
         check.tensor("hits.ids", hits.ids, shape, torch.int64, g.device)
@@ -227,20 +238,23 @@ class Sharded(ShardedTokens):
     # Attention
 
     def attend(self, queries: Tensor, resident: ResidentRows, *, k: int) -> Attended:
-        """Attend to `k` rows of each rank, or to the `k` best of all ranks, depending on `rows`.
+        """Search, and attend to the selected rows of all ranks, to the sink and to the window.
 
-        Only rank 0 attends to the resident rows (sink and window). `Attended.found` counts the rows
-        of all ranks. One all-gather is needed, and with rows="best" also the all-gathers of
-        `search`.
+        With rows="own", each rank attends to `k` rows of its own tokens. With rows="best", all
+        ranks together attend to `k` rows, which `search` selects with one or two all-gathers. One
+        further all-gather merges the outputs.
 
         Args:
             queries: `[B, H, D]`.
-            resident: Rows of sink and window.
-            k: Rows per KV head.
+            resident: Rows of sink and window, to which only rank 0 attends.
+            k: Rows to select per KV head.
+
+        Returns:
+            The merged attention. Its `found` counts the rows of all ranks.
 
         Raises:
-            ValueError: As for `search`, or the index is empty.
-            TypeError: An argument is not a tensor.
+            ValueError: An argument does not fit, or the index is empty.
+            TypeError: `queries` is not a tensor.
         """
         check.at_least("len(index)", self._length, 1)
         if self.rows == "best":
@@ -255,7 +269,10 @@ class Sharded(ShardedTokens):
         return self._merged(attends.attend(queries, resident, k=k), seen=seen)
 
     def attend_hits(self, queries: Tensor, hits: Hits, resident: ResidentRows) -> Attended:
-        """Attend to given rows, each rank to the rows that it stores, with one all-gather."""
+        """Attend to given rows: each rank attends to those that it stores, and outputs are merged.
+
+        The merge needs one all-gather. Only rank 0 attends to `resident` (sink and window).
+        """
         check.at_least("len(index)", self._length, 1)
         self._check_queries(queries)
         own, resident = (
@@ -268,7 +285,7 @@ class Sharded(ShardedTokens):
         return self._merged(attends.attend_hits(queries, own, resident), seen=seen)
 
     def _own_resident(self, resident: ResidentRows) -> ResidentRows:
-        """Return the rows of sink and window on rank 0, and an empty buffer on other ranks."""
+        """Return the buffer of sink and window on rank 0, and an empty one on other ranks."""
         if self._ranks.rank == 0:
             return resident
         if self._nothing is None or self._nothing.batch != resident.batch:
@@ -276,7 +293,7 @@ class Sharded(ShardedTokens):
         return self._nothing
 
     def _attended(self, queries: Tensor, hits: Hits, resident: ResidentRows) -> Attended:
-        """Attend to rows of the inner index and to rows of sink and window, in plain torch."""
+        """Attend in plain PyTorch to the tokens `hits` and to sink and window."""
         g, rows, count = self.geometry, self.inner.fetch(hits), len(resident)
         own_resident = resident.rows[:, :, :count].tensor_split([g.head_dim], dim=-1)
         used = hits.ids != UNUSED
@@ -296,7 +313,12 @@ class Sharded(ShardedTokens):
     ) -> Attended:
         """Merge the attention of all ranks with one all-gather (`ops.messages`).
 
-        A rank that attends to no row does not change the result.
+        Args:
+            own: The attention of this rank.
+            seen: Whether this rank also attends to rows of sink and window. Without these and
+                without rows of the index, this rank does not change the result.
+            take: See `ops.messages.pack`.
+            total: See `ops.messages.merge_messages`.
         """
         messages = self._messages
         every = self._ranks.gather_message(messages.pack(own, seen=seen, take=take))
@@ -305,11 +327,11 @@ class Sharded(ShardedTokens):
 
     @property
     def _messages(self) -> Any:
-        """The module `messages` of the inner index's backend."""
+        """The module `messages` in the wrapped index's backend, which packs and merges messages."""
         runs = capability(self.inner, RunsOps)
         return (ops if runs is None else runs.ops).messages
 
-    # Steps that a caller captures in a graph
+    # Decode steps that a caller captures in a CUDA graph
 
     def _offers(self, wanted: type) -> bool:
         if wanted is CapturesStep:  # only with rows="own", and if every rank has tokens
@@ -318,7 +340,10 @@ class Sharded(ShardedTokens):
         return super()._offers(wanted)
 
     def prepare_replay(self, resident: ResidentRows, *, k: int) -> object:
-        """Prepare a replay on all ranks, as `protocol.CapturesStep.prepare_replay`."""
+        """Prepare the capture or replay of `captured_step` on all ranks.
+
+        Returns an object that identifies the graph (see `protocol.CapturesStep.prepare_replay`).
+        """
         check.at_least("len(index)", self._length, 1)
         step = self._step
         own_resident = step.own_resident if step is not None and step.resident is resident else None
@@ -329,7 +354,7 @@ class Sharded(ShardedTokens):
             g = self.geometry
             shape = resident.batch, g.kv_heads
             if step is not None and step.found.shape == shape:
-                found = step.found  # the same tensor, because callers may read it
+                found = step.found  # keep this tensor, because callers may read it
             else:
                 found = torch.zeros(shape, dtype=torch.int64, device=g.device)
             step = self._step = _Step(resident, own_resident, reads, found)
@@ -337,7 +362,7 @@ class Sharded(ShardedTokens):
         return step
 
     def _load_messages(self, found: Tensor) -> None:
-        """Pack and merge a message once, because a capture cannot load kernels."""
+        """Pack and merge a message once, so that the kernels are loaded before the capture."""
         g, (B, _) = self.geometry, found.shape
         output = torch.zeros((B, g.q_heads, g.value_dim), dtype=g.dtype, device=g.device)
         lse = torch.zeros(output.shape[:2], device=g.device)
@@ -348,14 +373,16 @@ class Sharded(ShardedTokens):
     def captured_step(
         self, queries: Tensor, token: Rows, resident: ResidentRows, *, k: int
     ) -> Attended:
-        """Run a step that can be captured, over each rank's own rows, and merge the outputs.
+        """Launch a decode step for a CUDA graph: attend to each rank's own rows, and merge.
 
-        The token's rows are added to `resident` on all ranks, but only rank 0 attends to these
-        rows. The graph contains one all-gather.
+        The token's key and value are added to `resident` on all ranks, but only rank 0 attends to
+        `resident`. The graph contains one all-gather.
         """
         step = self._step
         if step is None or step.resident is not resident:
-            raise RuntimeError("graph: got a step before prepare_replay(), allowed is one after it")
+            raise RuntimeError(
+                "graph: got a step before prepare_replay(); call prepare_replay() first"
+            )
         own = self._inner(CapturesStep).captured_step(queries, token, step.own_resident, k=k)
         merged = self._merged(own, seen=self._ranks.rank == 0, take=True, total=step.found)
         return Attended(merged.output, merged.lse, step.found)
@@ -369,18 +396,18 @@ class Sharded(ShardedTokens):
     def start_append(
         self, keys: Tensor, values: Tensor, *, valid: Tensor | None = None
     ) -> Callable[[], None]:
-        """Raise TypeError: an append to sharded tokens is one call."""
+        """Raise TypeError, because sharded tokens cannot be appended asynchronously."""
         self._refuse("start_append")
 
     def expand_batch(self, count: int) -> NoReturn:
-        """Raise TypeError: the ranks search one step at a time."""
+        """Raise TypeError, because a sharded index cannot be viewed as a batch of sequences."""
         self._refuse("expand_batch")
 
     def _refuse(self, name: str) -> NoReturn:
-        raise TypeError(f"{name}: got a call of sharded tokens, allowed is an index of one process")
+        raise TypeError(f"{name}: got a sharded index, allowed is an index in a single process")
 
     def explain(self) -> str:
-        """Return the explanation of the wrapper and the inner index, with this rank's number."""
+        """Return the wrapper's options, the wrapped index's explanation, and this rank's number."""
         ways = {"own": "each its own, outputs merged", "best": "the best of all"}
         return (
             f"{super().explain()}\nranks: this is {self._ranks.rank} of {self._ranks.count}; rows "
@@ -390,14 +417,16 @@ class Sharded(ShardedTokens):
 
 @dataclass(frozen=True, eq=False)
 class _Step:
-    """Inputs and outputs of a captured step. A graph is valid while they are the same objects.
+    """Inputs and outputs of a decode step in a CUDA graph.
+
+    The graph may be replayed as long as these are the same objects.
 
     Attributes:
         resident: The caller's buffer with the rows of sink and window.
-        own_resident: The buffer that this rank attends to.
-        reads: The inner index's result of `prepare_replay`, which stands for the addresses that its
-            step reads.
-        found: Number of rows that steps have found on all ranks, int64 `[B, G]`.
+        own_resident: The buffer to which this rank attends.
+        reads: The object that `prepare_replay` of the wrapped index returned. A different object
+            means that the graph would read outdated addresses.
+        found: Counter of the rows that all ranks have found in all steps, int64 `[B, G]`.
     """
 
     resident: ResidentRows
@@ -407,14 +436,14 @@ class _Step:
 
 
 def _side_by_side(every: Tensor) -> Tensor:
-    """Return `[W, ..., K]` as `[..., W · K]`."""
+    """Concatenate the tensors of `W` ranks: `[W, ..., K]` becomes `[..., W * K]`."""
     return every.movedim(0, -2).flatten(-2)
 
 
 def _best(ids: Tensor, scores: Tensor, k: int) -> tuple[Hits, Tensor]:
-    """Return the `k` best of ids and scores `[B, G, n]`, and their positions.
+    """Return the `k` ids with the highest scores, and their positions in `ids`.
 
-    Of equal scores, the one with the lower id comes first.
+    `ids` and `scores` are `[B, G, n]`. Among equal scores, the lower id comes first.
     """
     ids, order = ids.sort(dim=-1)
     best, slots = ops.select.top_k(scores.gather(-1, order), k)

@@ -1,4 +1,4 @@
-"""Base of `Sharded`: the tokens of each rank, and the calls that need no communication."""
+"""Base class of `Sharded`, with the methods that need no communication between ranks."""
 
 from __future__ import annotations
 
@@ -20,46 +20,47 @@ from kvindex.wrappers.base import Wrapper
 
 
 class ShardedTokens(Wrapper):
-    """Wraps the index of one rank. It receives all tokens, and stores this rank's part of them.
+    """Receives all tokens of a sequence, and stores those of this rank in the wrapped index.
 
     Raises:
-        ValueError: The inner index is not empty.
+        ValueError: The wrapped index is not empty.
     """
 
     statistics = ("_length", "_batch", "_valid")
 
     _length: int
     _batch: int | None
-    _valid: Valid  # flags of all tokens, on all ranks
+    _valid: Valid  # padding flags of the tokens of all ranks
 
     def __init__(self, inner: KVIndex, ranks: Ranks, block: int) -> None:
         super().__init__(inner)
         if len(inner):
-            raise ValueError(f"inner: got one that holds {len(inner)} tokens, allowed is empty")
+            count = len(inner)
+            raise ValueError(f"inner: got an index with {count} tokens, allowed is an empty index")
         self._ranks, self._shard = ranks, Shard(ranks.rank, ranks.count, block)
         self._forget()
 
     @property
     def ranks(self) -> int:
-        """Number of processes that the tokens are distributed over."""
+        """Number of processes over which the tokens are distributed."""
         return self._ranks.count
 
     def first(self, tensor: Tensor) -> Tensor:
-        """Broadcast rank 0's tensor to all ranks, and return it."""
+        """Broadcast the tensor of rank 0, and return it on all ranks."""
         return self._ranks.first(tensor)
 
     def wait_for(self, event: Any) -> None:
-        """Wait for an event, as `Ranks.wait_for`."""
+        """Wait for a CUDA event, and raise `RankError` if another rank does not answer."""
         self._ranks.wait_for(event)
 
     def _forget(self) -> None:
         self._length, self._batch, self._valid = 0, None, Valid()
 
     def _alone(self, name: str) -> bool:
-        return True  # otherwise the collectives of two threads could mix
+        return True  # so that collectives of two threads never interleave
 
     def append(self, keys: Tensor, values: Tensor, *, valid: Tensor | None = None) -> None:
-        """Append tokens. Each rank stores its part of them, without communication.
+        """Append tokens. Each rank stores only its share of them, without communication.
 
         Args:
             keys: `[B, G, N, D]`.
@@ -67,8 +68,9 @@ class ShardedTokens(Wrapper):
             valid: Bool `[B, N]`, False for padding; None where no token is padded.
 
         Raises:
-            ValueError: As for `BaseIndex.append`, on all ranks.
-            MemoryError: Memory is exhausted, on this rank only.
+            ValueError: A shape, dtype or device does not fit, or a key that is not padding is NaN
+                or infinite. All ranks raise it.
+            MemoryError: Memory is exhausted. Only this rank raises it.
         """
         self._check_tokens(keys, values, valid)
         if not keys.numel():
@@ -90,22 +92,23 @@ class ShardedTokens(Wrapper):
         check.tensor("values", values, {**shape, **sizes, "D": g.value_dim}, g.dtype, g.device)
         if valid is not None:
             check.tensor("valid", valid, sizes, torch.bool, g.device)
-        if g.device.type != "cuda":  # on a GPU each rank checks its own tokens, with a later error
+        if g.device.type != "cuda":  # on a GPU each rank only checks its own tokens, and later
             known = keys if valid is None else keys.masked_fill(~valid[:, None, :, None], 0)
             check.finite("keys", known)
             if g.value_in_key:
                 check.in_keys(values, keys)
 
     def observe_queries(self, queries: Tensor, positions: Tensor) -> None:
-        """Pass queries to the inner index.
+        """Pass queries to the wrapped index, if it learns from queries.
 
-        Each position is replaced by the position of this rank's last token at or before it.
+        The wrapped index numbers only the tokens of this rank. So each position becomes the number
+        of this rank's last token at or before that position.
         """
         if capability(self.inner, ObservesQueries) is not None:
             self.inner.observe_queries(queries, self._shard.to_own_positions(positions))
 
     def observe_tokens(self, tokens: Tensor, *, first: int) -> None:
-        """Pass the text of this rank's tokens to the inner index."""
+        """Pass the vocabulary ids of this rank's tokens to the wrapped index."""
         parts = self._shard.parts(first, first + tokens.shape[-1])
         if parts:
             some = _taken(tokens, parts, tokens.ndim - 1)
@@ -123,7 +126,7 @@ class ShardedTokens(Wrapper):
 
     @property
     def valid(self) -> Tensor | None:
-        """True for tokens of all ranks that are not padding, bool `[B, N]`, or None."""
+        """Mask bool `[B, N]` of all ranks' tokens: False for padding. None without padding."""
         return self._valid.flags
 
     def truncate(self, length: int) -> None:
@@ -138,7 +141,7 @@ class ShardedTokens(Wrapper):
             self._length = length
 
     def reorder(self, batch_indices: Tensor) -> None:
-        """Reorder the batch of the inner index, on all ranks."""
+        """Reorder the batch of the wrapped index, on all ranks."""
         check.rows("batch_indices", batch_indices, self._batch)
         if self._batch is None:
             return
@@ -147,26 +150,29 @@ class ShardedTokens(Wrapper):
         self._valid, self._batch = valid, len(batch_indices)
 
     def reset(self) -> None:
-        """Remove everything from the inner index, as `BaseIndex.reset`."""
+        """Remove all tokens, and everything that the wrapped index has learned."""
         super().reset()
         self._forget()
 
     def nbytes(self) -> dict[str, int]:
-        """Return the bytes in use of this rank, per memory tier."""
+        """Return the bytes that this rank uses, per memory tier."""
         inner = self.inner.nbytes()
         return {**inner, "codes": inner.get("codes", 0) + self._valid.nbytes()}
 
     def reserve(self, tokens: int) -> None:
-        """Reserve memory for this rank's part of `tokens` tokens."""
+        """Reserve memory for this rank's share of a sequence of `tokens` tokens."""
         super().reserve(max(self._shard.tokens(check.at_least("tokens", tokens, 1)), 1))
 
     def reserve_ahead(self, tokens: int, *, batch: int) -> None:
-        """Start pinning memory for this rank's part of `tokens` tokens."""
+        """Start to pin host memory for this rank's share of a sequence of `tokens` tokens."""
         own = max(self._shard.tokens(check.at_least("tokens", tokens, 1)), 1)
         super().reserve_ahead(own, batch=batch)
 
     def warm_up(self, *, k: int, tokens: int) -> None:
-        """Prepare searches in this rank's part of `tokens` tokens, if it is not empty."""
+        """Prepare the wrapped index for searches, if it is not empty.
+
+        `tokens` is the length of the whole sequence, of which this rank stores a share.
+        """
         own = max(self._shard.tokens(check.at_least("tokens", tokens, 1)), 1)
         if len(self.inner):
             super().warm_up(k=k, tokens=own)
@@ -183,11 +189,13 @@ class ShardedTokens(Wrapper):
         own = self._shard.tokens(length)
         if inner and inner["N"] != own:
             raise ValueError(
-                f"state['inner.length']: got {inner['N']}, allowed is {own}, this rank's part of "
-                f"{length} tokens"
+                f"state['inner.length']: got {inner['N']}, allowed is {own} (this rank's share of "
+                f"{length} tokens)"
             )
         if inner.get("B", batch) != batch:
-            raise ValueError(f"state['batch']: got {batch}, allowed is {inner['B']}")
+            raise ValueError(
+                f"state['batch']: got {batch}, allowed is {inner['B']} as in the wrapped index"
+            )
         super()._check_own(state)
 
     def _layout(self, state: Mapping[str, Tensor], length: int) -> Layout:
@@ -195,21 +203,21 @@ class ShardedTokens(Wrapper):
         return {"valid": TensorSpec(f"{batch} {tokens}", torch.bool, optional=True)}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Load the state of the same rank of a group of the same size.
+        """Load a state that was saved by the same rank of a group of the same size.
 
         Raises:
             ValueError: The state does not fit, or this index is not empty.
-            TypeError: As for `BaseIndex.load_state_dict`.
+            TypeError: The state is not a mapping from names to tensors.
         """
         if self._batch is not None:
             raise ValueError(
-                f"state: got an index that holds {self._length} tokens, allowed is a new one, or "
-                "reset() before"
+                f"index: got an index with {self._length} tokens, allowed is an empty index; call "
+                "reset() first"
             )
         super().load_state_dict(state)
 
 
 def _taken(tensor: Tensor, parts: list[slice], dim: int) -> Tensor:
-    """Join slices of an axis; a single slice is a view."""
+    """Concatenate slices of the dimension `dim`. A single slice is returned as a view."""
     some = [tensor.narrow(dim, part.start, part.stop - part.start) for part in parts]
     return some[0] if len(some) == 1 else torch.cat(some, dim=dim)

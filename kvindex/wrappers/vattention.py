@@ -1,7 +1,7 @@
-"""vAttention: the best rows, and a uniform sample of all other rows that is as large as needed.
+"""vAttention: select the best rows, and a uniform sample of the other rows to bound the error.
 
-Of the `n_s` rows other than the best, `b` are sampled. Each sampled row has the weight `n_s / b`,
-so that numerator and denominator of the softmax are unbiased.
+Of the `n_s` rows that are not among the best, `b` are sampled. Each sampled row has the weight
+`n_s / b`, so that numerator and denominator of the softmax are unbiased.
 
 Source: Desai et al., vAttention: Verified Sparse Attention via Sampling (ICLR 2026, arXiv
 2510.05688).
@@ -22,31 +22,35 @@ from kvindex.ops.select import top_k
 from kvindex.wrappers.sample import Sample
 
 PILOT, SAMPLED = range(2)
-"""Purposes of random numbers. A row has an independent random number for each purpose."""
+"""Numbers of the two samples, the pilot and the final one. Each uses random numbers of its own."""
 
 
 class VAttention(Sample):
-    """Samples rows uniformly, as many as needed but at most `share · k`. The rest are the best
-    rows.
+    """Selects `k` rows: the best ones, and a uniform sample of the others.
 
-    The sample has `b = (Φ⁻¹(1 - δ/2) · n_s · σ / (ε · D))²` rows. By the central limit theorem, the
-    denominator `D` then has a relative error above ε with probability δ. A pilot sample of
-    `base_rate · n_s` rows estimates `D` and the standard deviation σ of the rows' terms. The sample
-    is never smaller than the pilot.
+    The sample has `b = (Φ⁻¹(1 - δ/2) * n_s * σ / (ε * D))²` rows, but at most `share * k`:
+
+    - `n_s` is the number of rows that are not among the best.
+    - `D` is the denominator of the softmax. By the central limit theorem, its relative error is
+      above ε with probability δ.
+    - σ is the standard deviation of the terms `exp(logit)` of the `n_s` rows.
+    - A pilot sample of `base_rate * n_s` rows estimates `D` and σ. The final sample is at least
+      as large as the pilot sample.
 
     Differences from the paper:
 
-    - `b` is at most `share · k`. Where that limit applies, ε and δ are not guaranteed. It always
-      applies if `base_rate · n_s` is larger than `share · k`.
-    - The pilot uses the scores that the inner index computes for all its rows, and reads no row.
+    - `b` is at most `share * k`. Where that limit applies, ε and δ are not guaranteed. It always
+      applies if `base_rate * n_s` is larger than `share * k`.
+    - The pilot sample uses the scores that the wrapped index has computed for all its rows, and
+      does not read keys.
     - `D` is computed from the combined scores of a group of query heads. The error of the numerator
       is not considered.
-    - Sink and window belong to the layer, and not to the index.
+    - The sink and the window do not count as best rows, because the index does not contain them.
     - A row's random numbers are hashes of its position, its KV head, the number of tokens and
       `seed`, so they stay the same until tokens are appended.
 
     Args:
-        inner: The index to wrap, as for `Sample`.
+        inner: The index to wrap. Its hits must not have log weights already.
         epsilon: Relative error ε, in (0, 1].
         delta: Probability δ of a larger error, in (0, 1].
         base_rate: Fraction of the `n_s` rows that are in the pilot sample, in (0, 1].
@@ -54,7 +58,7 @@ class VAttention(Sample):
         seed: Seed of the random numbers.
 
     Raises:
-        ValueError: An option is out of range, or as for `Sample`.
+        ValueError: An option is out of range, or `inner` does not fit (see `Sample`).
 
     Source: Desai et al., vAttention (ICLR 2026).
     """
@@ -93,9 +97,16 @@ class VAttention(Sample):
         return _in_order(torch.cat([best, sampled], -1), weights)
 
     def _wanted(self, logits: Tensor, ids: Tensor, rest: Tensor, sure: int) -> Tensor:
-        """Return the sample size that reaches ε and δ for the rows `rest`, int64 `[B, G, 1]`."""
+        """Return the sample size that bounds the error by ε and δ, int64 `[B, G, 1]`.
+
+        Args:
+            logits: Scores of all rows, best first, `[B, G, P]`.
+            ids: Token ids of the rows, int64 `[B, G, P]`.
+            rest: Bool `[B, G, P]`, True for the rows that are not among the best.
+            sure: Number of best rows, which are always selected.
+        """
         left = rest.sum(-1, keepdim=True)
-        count = (self.base_rate * left).long().clamp_min(2)  # two, for a standard deviation
+        count = (self.base_rate * left).long().clamp_min(2)  # a standard deviation needs two rows
         most = max(2, int(self.base_rate * logits.shape[-1]))
         pilot = self._some(rest, ids, most, count, PILOT)
         parts = (logits.double() - logits[..., :1]).exp()
@@ -106,23 +117,27 @@ class VAttention(Sample):
         return torch.maximum(needed.clamp_max(check.MOST_ROWS).long(), count)
 
     def _some(self, rest: Tensor, ids: Tensor, most: int, counts: Tensor, use: int) -> Tensor:
-        """Return the positions of `counts` random rows of `rest`, int64 `[B, G, most]`, with -1 in
-        unused slots.
+        """Return the positions of `counts` random rows among the rows where `rest` is True.
+
+        The result is int64 `[B, G, most]`, with -1 in unused slots.
         """
         _, sampled = top_k(self._noise(ids, use).masked_fill(~rest, float("-inf")), most)
         return sampled.masked_fill(_positions(sampled) >= counts, -1)
 
     def _noise(self, ids: Tensor, use: int) -> Tensor:
-        """Return random numbers of rows int64 `[B, G, P]`, float32."""
+        """Return a random number, float32, for each token id of `ids` `[B, G, P]`.
+
+        `use` is the purpose, `PILOT` or `SAMPLED`. Each purpose has its own random numbers.
+        """
         counts, places = self._places(ids)
         heads = torch.arange(ids.shape[1], device=ids.device)[:, None]
         seeds = priority.hashed(priority.hashed(counts)[:, None, None] + heads)
         return priority.noise(places, seeds + (2 * self.seed + use) * priority.SPREAD).float()
 
     def _places(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the numbers of tokens `[B]`, and the rows' positions among the valid tokens.
+        """Return the lengths of the sequences `[B]`, and the positions of the tokens `ids`.
 
-        Counting only valid tokens makes the sample independent of padding.
+        Both count only real tokens, so that the sample does not depend on padding.
         """
         known = capability(self.inner, CountsTokens)
         if known is None or not len(self):
@@ -146,7 +161,10 @@ def _moments(values: Tensor, real: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _in_order(positions: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """Return positions ascending, padded with -1, and their weights, padded with `-inf`."""
+    """Sort positions in ascending order, with -1 last, and their weights in the same order.
+
+    The weight of a position of -1 becomes `-inf`.
+    """
     last = torch.iinfo(torch.int64).max
     ordered, order = positions.masked_fill(positions < 0, last).sort(-1)
     unused = ordered == last

@@ -41,7 +41,7 @@ def test_counters_are_read_and_what_is_no_table_is_said():
     assert wait["limit"] == "latency: long scoreboard"
     works = dict(works={"a": [scan, wait]}, tokens=1, keys=1, machine=MACHINE)
     assert "latency: long scoreboard 58%" in report.TABLES["limits"](works)
-    with pytest.raises(ValueError, match="ncu: got no table: no permission"):
+    with pytest.raises(ValueError, match="ncu: got no table of launches"):
         profile.parsed("no permission\n")
 
 
@@ -137,7 +137,7 @@ def test_a_tree_answers_commands_and_says_what_is_wrong(small):
     out = io.StringIO()
     worker.serve(map(json.dumps, commands), out, lambda: (bench, {}))
     early, _, _, times, wrong = map(json.loads, out.getvalue().splitlines())
-    assert early["error"].startswith("ValueError: got 'round', allowed are 'start'")
+    assert early["error"].startswith("ValueError: command: got 'round', allowed is 'start'")
     assert {place: times[place]["median_us"] for place in places} == dict.fromkeys(places, 10.0)
     assert wrong["error"].startswith("TypeError")
 

@@ -42,21 +42,21 @@ def python(*arguments):
 def test_it_needs_neither_pytest_nor_hypothesis():
     done = python("-c", WITHOUT)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("stateful: got no Hypothesis; allowed is with it: pip install")
+    assert done.stdout.startswith("stateful: got a Python without Hypothesis; run pip install")
 
 
 @pytest.mark.slow
 def test_python_that_drops_assertions_is_refused():
     done = python("-O", "-m", "kvindex.testing", "exact")
     assert done.returncode == 2
-    assert done.stderr.startswith("error: assertions: got python -O")
+    assert done.stderr.startswith("error: python: got the option -O")
 
 
 def test_an_index_that_breaks_a_promise_is_told_by_check_and_case(one_case):
     with pytest.raises(ContractError, match="check_fetch_returns_the_appended_rows fails in") as e:
         check_index(FetchesTheNext)
     assert str(CASE) in str(e.value)
-    assert "expected: `fetch` returns the rows as they were appended" in str(e.value)
+    assert "expected: `fetch` returns keys and values as they were appended" in str(e.value)
     assert "append.py" in str(e.value)
 
 
@@ -92,7 +92,7 @@ def test_interleavings_of_calls_come_last(monkeypatch):
 
 @pytest.mark.parametrize("given", ["exact", Exact(q_heads=1, kv_heads=1, head_dim=8)])
 def test_what_makes_no_index_is_refused(given):
-    with pytest.raises(TypeError, match=r"index: got .*, allowed is a class or a function"):
+    with pytest.raises(TypeError, match=r"index: got .*, allowed is a class, or a function"):
         check_index(given)
 
 

@@ -240,7 +240,7 @@ def test_a_layer_that_loads_a_state_goes_on_as_the_one_that_gave_it(spec, at):
         outputs = [sequence.feed(one, start, stop) for one in (layer, other)]
         assert torch.equal(*outputs)
     assert_same_state(layer, other)
-    with pytest.raises(ValueError, match="state: got a layer that holds 60 tokens"):
+    with pytest.raises(ValueError, match="layer: got a layer with 60 tokens"):
         layer.load_state_dict(other.state_dict())
     smaller = AttentionLayer(case.index(spec), k=7, **{**SIZES, "sink": 1})
     with pytest.raises(ValueError, match=r"layer.sink = .*, allowed is 1"):
@@ -262,5 +262,7 @@ def test_an_index_of_others_may_keep_no_state():
 
     foreign = Foreign(made("exact"))
     assert Wrapper(foreign).capability(KeepsState) is None
-    with pytest.raises(ValueError, match="index: got Foreign, allowed is one that offers Keeps"):
+    with pytest.raises(
+        ValueError, match="index: got Foreign, allowed is an index that offers Keeps"
+    ):
         AttentionLayer(foreign).state_dict()

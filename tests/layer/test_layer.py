@@ -186,7 +186,7 @@ ROUNDING = 1e-4
 def test_a_layer_must_start_empty():
     index = Case().index("exact")
     index.append(*Case().tokens(3))
-    with pytest.raises(ValueError, match="index: got one that holds 3 tokens, allowed is empty"):
+    with pytest.raises(ValueError, match="index: got an index with 3 tokens, allowed is"):
         AttentionLayer(index)
 
 

@@ -217,7 +217,7 @@ def test_parts_that_see_nothing_merge_to_nothing():
     merged = merge([none, none])
     assert (merged.output == 0).all()
     assert (merged.lse == NEVER).all()
-    with pytest.raises(ValueError, match="parts: got none, allowed is at least one"):
+    with pytest.raises(ValueError, match="parts: got an empty list, allowed is at least one"):
         merge([])
 
 

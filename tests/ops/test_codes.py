@@ -56,7 +56,7 @@ def test_no_bits_give_the_mean(subspace):
 
 @pytest.mark.parametrize(("subspace", "bits"), [(1, 3), (8, -1)])
 def test_levels_without_a_law_are_refused(subspace, bits):
-    with pytest.raises(ValueError, match=f"{subspace}, {bits}"):
+    with pytest.raises(ValueError, match=f"subspace: got {subspace}, .*bits: got {bits}"):
         codes.lloyd_max(subspace, bits)
 
 

@@ -180,7 +180,7 @@ def test_an_empty_index_holds_all_of_nothing():
 def test_coverage_that_cannot_be_estimated_is_refused(name):
     index = CASE.index(name, group="mean_query")
     index.append(*CASE.tokens(20))
-    with pytest.raises(ValueError, match="coverage: got one with group='mean_query'"):
+    with pytest.raises(ValueError, match="coverage: got a number although group='mean_query'"):
         index.search(CASE.queries(), k=5, coverage=0.9)
     for wrong in (0, 1.5, "much", True):
         with pytest.raises(ValueError, match=r"coverage: got .*, allowed is a number in \(0, 1\]"):

@@ -119,7 +119,7 @@ def test_large_and_tiny_values():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (dict(clusters=11), "clusters: got 11, allowed is 1 to the 10 points"),
+        (dict(clusters=11), "clusters: got 11, allowed is 1 to 10 "),
         (dict(clusters=0), "clusters: got 0, allowed is an integer of at least 1"),
         (dict(clusters=2.0), "clusters: got 2.0"),
         (dict(iterations=-1), "iterations: got -1"),

@@ -126,7 +126,7 @@ class LayersMachine(SequencesMachine):
     @rule(data=st.data())
     def one_comes_twice(self, data):
         twice = [self.one(data)] * 2
-        with pytest.raises(ValueError, match="allowed are one or more, each once"):
+        with pytest.raises(ValueError, match="allowed is at least one, without"):
             self.pool.step(twice, *tokens(self.case, 1, 0, 2))
 
     @precondition(lambda self: self.alone)

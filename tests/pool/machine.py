@@ -113,7 +113,7 @@ class SequencesMachine(RuleBasedStateMachine):
         self.pool.close(sequence)
         del self.alone[sequence]
         assert gone() is None  # freed immediately with its own memory
-        with pytest.raises(ValueError, match="allowed is one that is open"):
+        with pytest.raises(ValueError, match="allowed is the number of an open sequence"):
             self.pool.close(sequence)
 
     @invariant()

@@ -80,8 +80,8 @@ def test_what_is_wrong_is_refused_in_words_and_changes_nothing():
     queries, (keys, values) = CASE.queries(batch=2), CASE.tokens(3, batch=2)
     before = pool.report()
     refused = [
-        (lambda: pool.append([], keys, values), r"sequences: got \[\], allowed are one or more"),
-        (lambda: pool.append([one, one], keys, values), "allowed are one or more, each once"),
+        (lambda: pool.append([], keys, values), r"sequences: got \[\], allowed is at least one"),
+        (lambda: pool.append([one, one], keys, values), "allowed is at least one, without"),
         (lambda: pool.append([one, 7], keys, values), "sequence: got 7, allowed is one that is op"),
         (lambda: pool.append([one], keys, values), r"keys: got shape \[2, 2, 3, 16\], allowed is"),
         (lambda: pool.append([one, other], keys, values[:1]), "values: got shape"),
@@ -93,8 +93,8 @@ def test_what_is_wrong_is_refused_in_words_and_changes_nothing():
         (lambda: pool.fetch([one], pool.search([one, other], queries, k=5)), "hits.ids: got sh"),
         (lambda: pool.truncate(one, -1), "length: got -1"),
         (lambda: pool.fork(9), "sequence: got 9"),
-        (lambda: kvindex.Pool(pool[one]), "index: got one that holds 300 tokens, allowed is empty"),
-        (lambda: kvindex.Pool(object()), "index: got object, allowed is one that is a Restorable"),
+        (lambda: kvindex.Pool(pool[one]), "index: got an index with 300 tokens, allowed is"),
+        (lambda: kvindex.Pool(object()), "index: got object, allowed is an index or layer"),
     ]
     for call, says in refused:
         with pytest.raises(ValueError, match=says):

@@ -277,7 +277,7 @@ def state_goes_on():
     state, other = index.state_dict(), of(SHAPE, line="sharded:block=16:timeout_s=60")
     with pytest.raises(ValueError, match="state: got one with block = 8, allowed is 16"):
         other.load_state_dict(state)
-    with pytest.raises(ValueError, match="state: got an index that holds 43 tokens"):
+    with pytest.raises(ValueError, match="index: got an index with 43 tokens"):
         index.load_state_dict(state)
     told: list[object] = [None] * ranks
     dist.all_gather_object(told, state)
@@ -299,9 +299,9 @@ def differing_ranks_are_refused():
 def wrong_calls_are_refused_everywhere():
     index = of(SHAPE)
     index.append(*SHAPE.tokens(20))
-    with pytest.raises(ValueError, match=r"hits.ids: got -5, allowed are ids that a search has"):
+    with pytest.raises(ValueError, match=r"hits.ids: got -5, allowed is an id that a search has"):
         index.fetch(hits_of(torch.full((2, 2, 3), -5)))
-    with pytest.raises(ValueError, match=r"coverage: got 0.5, allowed is None where tokens are"):
+    with pytest.raises(ValueError, match=r"coverage: got 0.5, allowed is None if tokens are"):
         index.search(SHAPE.queries(), k=3, coverage=0.5)
     with pytest.raises(ValueError, match=r"coverage: got 0.5"):
         AttentionLayer(of(SHAPE), coverage=0.5)

@@ -123,7 +123,7 @@ def what_no_graph_holds_is_refused():
             layer.step(*parts)
             layer.step(*(one.to(device()) for one in sequence.parts(PROMPT, PROMPT + 1)))
             assert layer.prepare_replay() is None
-            assert "whose steps are no kernels" in layer.capture_refusal()
+            assert "has no decode step" in layer.capture_refusal()
             assert capability(layer.index, CapturesStep) is None
         layer = layer_of(LINE)
         layer.step(*parts)

@@ -140,20 +140,20 @@ def test_sizes_out_of_range_are_refused(options, match):
 
 @pytest.mark.parametrize("group", ["union", "mean_query"])
 def test_scores_that_are_no_weights_are_refused(group):
-    with pytest.raises(ValueError, match=f"inner: got one with group='{group}'"):
+    with pytest.raises(ValueError, match=f"inner: got an index with group='{group}'"):
         Sample(CASE.index("exact", group=group))
     alone = dataclasses.replace(CASE, q_heads=2)
     Sample(alone.index("exact", group=group))  # groups of one head need no policy
 
 
 def test_an_index_without_a_policy_for_groups_is_refused():
-    with pytest.raises(ValueError, match="inner: got one with group=None, allowed is"):
+    with pytest.raises(ValueError, match="inner: got an index with group=None, allowed group"):
         Sample(CASE.index("dsa"))
 
 
 def test_a_mass_is_refused():
     with pytest.raises(
-        ValueError, match=r"coverage: got 0\.9, allowed is None where rows are sampled"
+        ValueError, match=r"coverage: got 0\.9, allowed is None if rows are sampled"
     ):
         sampled().search(CASE.queries(), k=5, coverage=0.9)
 

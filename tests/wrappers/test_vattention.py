@@ -150,7 +150,7 @@ def test_sizes_out_of_range_are_refused(option, value):
 
 
 def test_what_sample_refuses_is_refused():
-    with pytest.raises(ValueError, match="inner: got one with group='union'"):
+    with pytest.raises(ValueError, match="inner: got an index with group='union'"):
         VAttention(CASE.index("exact", group="union"))
     with pytest.raises(ValueError, match="whose rows have weights already"):
         CASE.index("exact+sample+vattention")

@@ -1,10 +1,12 @@
-"""The contract of the protocol (`kvindex.core.protocol`), one check for each invariant.
+"""Checks that an index behaves as the protocol (`kvindex.core.protocol`) requires.
 
-A check is a function in one of these modules whose name begins with `check_`. The first line of its
-docstring says what it requires of an index. It takes `make`, which creates an index for `case`, and
-raises AssertionError if the index violates the requirement. If a check compares two indexes, both
-begin with the same first append, because an index may learn from it. There is no list of checks;
-they are found by scanning the modules.
+A check is a function in one of these modules whose name begins with `check_`; importing this
+package finds them all. The first line of its docstring says what the check requires. Its argument
+`make` creates an index for the shape `case`. The check raises AssertionError if the index violates
+the requirement.
+
+Some indexes learn from the first append. So a check that compares two indexes makes the same first
+append to both.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from kvindex.testing.contract.common import K, Make, N, filled, searched
 
 
 def check_fetch_returns_the_appended_rows(make: Make, case: Case) -> None:
-    """`fetch` returns the rows as they were appended; unused slots are zero."""
+    """`fetch` returns keys and values as they were appended, and zeros for unused slots."""
     tokens = case.tokens(N)
     for store in ("device", "host"):
         index = filled(make, part(tokens, 0, 23), part(tokens, 23, 24), store=store)
@@ -41,7 +41,7 @@ def check_fetch_returns_the_appended_rows(make: Make, case: Case) -> None:
 
 
 def check_encode_is_deterministic_and_changes_nothing(make: Make, case: Case) -> None:
-    """`encode` always returns the same codes, which `append` stores, and changes nothing."""
+    """`encode` returns the codes that `append` stores, and does not change the index."""
     tokens = case.tokens(N)
     index = filled(make, tokens)
     before = snapshot(index, case.queries())
@@ -58,7 +58,7 @@ def check_encode_is_deterministic_and_changes_nothing(make: Make, case: Case) ->
 
 
 def check_append_in_chunks_equals_one_call(make: Make, case: Case) -> None:
-    """Tokens appended in chunks are found as if they were appended in one call."""
+    """A search finds the same tokens, however they were divided into calls of `append`."""
     tokens = case.tokens(N)
     whole = filled(make, part(tokens, 0, 5), part(tokens, 5, N))
     cuts = [0, 5, 6, 7, 20, N]
@@ -70,7 +70,7 @@ def check_append_in_chunks_equals_one_call(make: Make, case: Case) -> None:
 
 
 def check_padding_changes_nothing_but_ids(make: Make, case: Case) -> None:
-    """Left padding is never found, and changes only the ids of the tokens after it."""
+    """Searches never return padding on the left, which changes only the ids of other tokens."""
     pads = [4 * (b + 1) for b in range(case.batch)]
     keys, values = case.tokens(N)
     hole = left_padding(pads, N, case.device)
@@ -93,7 +93,7 @@ def check_padding_changes_nothing_but_ids(make: Make, case: Case) -> None:
 
 
 def check_nothing_but_padding_is_as_good_as_empty(make: Make, case: Case) -> None:
-    """An index that contains only padding finds nothing, and finds valid tokens appended later."""
+    """A search in an index of only padding finds nothing, until valid tokens are appended."""
     keys, values = case.tokens(N)
     index = make()
     index.append(keys, values, valid=left_padding([N] * case.batch, N, case.device))

@@ -1,4 +1,4 @@
-"""Requirements for the attention of an index that attends to its own rows."""
+"""Requirements for `attend`, of indexes that compute attention themselves."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ RESIDENT = 3
 
 
 def check_attention_where_few_tokens_are_valid(make: Make, case: Case) -> None:
-    """`attend` returns attention over the rows of a search and the rows of sink and window.
+    """`attend` returns the attention to the tokens that a search finds, and to sink and window.
 
-    This also holds where the index contains no valid token, or fewer than `k` valid tokens.
+    The check also covers indexes without valid tokens, and with fewer than `k` of them.
     """
     if make().capability(Attends) is None:
         return
@@ -37,7 +37,10 @@ def check_attention_where_few_tokens_are_valid(make: Make, case: Case) -> None:
 
 
 def _assert_attends_to_hits(index: BaseIndex, case: Case, tokens: Tokens) -> None:
-    """Compare `attend` with a search, a fetch, and attention over the rows that they return."""
+    """Compare `attend` with `search`, `fetch` and attention to the fetched rows.
+
+    `tokens` are the keys and values of sink and window.
+    """
     g, (keys, values) = index.geometry, tokens
     resident = ResidentRows(g, case.batch, RESIDENT + 1)
     resident.add(keys, values, None)
@@ -60,7 +63,7 @@ def _assert_attends_to_hits(index: BaseIndex, case: Case, tokens: Tokens) -> Non
     )
     found = index.attend(queries, resident, k=K)
     assert torch.equal(found.found.long(), (hits.ids >= 0).sum(-1)), "`found` counts the hits"
-    # kernels sum in float32 in another order, and round once to the rows' dtype
+    # kernels add float32 numbers in another order, and round the output once to the index's dtype
     close = 1e-4 if g.dtype == torch.float32 else 2e-2
     torch.testing.assert_close(found.lse, lse, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(found.output, output, rtol=close, atol=close)

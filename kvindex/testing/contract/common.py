@@ -1,4 +1,4 @@
-"""Helpers of the checks: an index with tokens in it, and a search in it."""
+"""Helpers for the checks: create an index with tokens, and search in it."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ K = 9
 def searched(
     index: BaseIndex, case: Case, *, k: int = K, seed: int = 0, batch: int | None = None
 ) -> Hits:
-    """Search for the case's queries, and check that the hits are well formed.
+    """Search with random queries, and check the properties that every result must have.
 
-    `batch` is the batch size of the index if it differs from the case's.
+    `batch` is the batch size of the index, or None if it is that of the case.
     """
     batch = case.batch if batch is None else batch
     hits = index.search(case.queries(seed, batch), k=k)
@@ -30,7 +30,7 @@ def searched(
 
 
 def filled(make: Make, *parts: Tokens, **options: object) -> BaseIndex:
-    """Create an index and append the parts one by one."""
+    """Create an index, and append each element of `parts` with a separate call."""
     index = make(**options)
     for keys, values in parts:
         index.append(keys, values)

@@ -1,4 +1,4 @@
-"""Requirements for torch settings of callers: autocast, defaults and inference mode."""
+"""Requirements for torch settings of the caller: autocast, default dtype, inference mode."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvindex.testing.contract.common import Make
 
 @contextmanager
 def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """Within the context, torch creates tensors of this dtype by default."""
+    """Set torch's default dtype within the context."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -35,7 +35,7 @@ CONTEXTS: dict[str, Callable[[], AbstractContextManager[object]]] = {
 
 
 class Life:
-    """Runs all calls of an index, one after another, with tensors that are created beforehand."""
+    """Calls all methods of an index in turn, with tensors that the constructor creates."""
 
     def __init__(self, case: Case) -> None:
         B, device = case.batch, case.device
@@ -48,7 +48,10 @@ class Life:
     def of(
         self, make: Make, begun: Callable[[], AbstractContextManager[object]] = nullcontext
     ) -> list[object]:
-        """Return all results of an index; its first tokens are appended in the context `begun`."""
+        """Create an index, call all of its methods, and return all results.
+
+        The index is created, and gets its first tokens, in the context `begun`.
+        """
         out: list[object] = []
 
         def note() -> None:
@@ -78,9 +81,10 @@ class Life:
 
 
 def check_no_context_changes_results(make: Make, case: Case) -> None:
-    """Autocast and other default dtypes and devices do not change any bit of the results.
+    """Autocast, inference mode, and default dtypes and devices do not change any result.
 
-    Neither does inference mode, even if an index is created in it and used outside.
+    Results must be equal bit by bit. This also holds for an index that is created in inference mode
+    and used outside of it.
     """
     life = Life(case)
     want = life.of(make)

@@ -1,4 +1,4 @@
-"""Requirements for devices: an index stays on its tensors' device, and finds the same rows."""
+"""Requirements for devices: all tensors stay on the device of the index."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ K, PROMPT, N = 70, 300, 340
 
 
 def check_tensors_stay_on_their_device(make: Make, case: Case) -> None:
-    """No tensor that belongs on the device is created on the CPU, or read as numpy.
+    """An index on a device creates no tensors on the CPU by mistake, and reads none with numpy.
 
     The device is simulated (`kvindex.testing.elsewhere`), so no GPU is needed.
     """
@@ -30,7 +30,10 @@ def check_tensors_stay_on_their_device(make: Make, case: Case) -> None:
 
 
 def _life(make: Make, case: Case, device: torch.device) -> tuple[Hits, torch.Tensor]:
-    """Return the hits of an index on a device after many calls, moved to the CPU."""
+    """Create an index on a device, call its methods, and return the result of the last search.
+
+    The hits, and the values of the tokens that they select, are copied to the CPU.
+    """
     B, H, D = case.batch, case.q_heads, case.head_dim
     index = make(device=device, rope=rope(D).to(device))
     keys, values = (tensor.to(device) for tensor in case.tokens(N))

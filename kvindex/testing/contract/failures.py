@@ -21,7 +21,7 @@ from kvindex.testing.contract.common import Make, N, filled, searched
 
 
 def check_a_refused_append_changes_nothing(make: Make, case: Case) -> None:
-    """An append that raises leaves the index unchanged."""
+    """An append that raises ValueError leaves the index unchanged."""
     keys, values = case.tokens(N)
     bad = keys.clone()
     bad[0, 0, 5, 3] = float("nan")
@@ -36,7 +36,7 @@ def check_a_refused_append_changes_nothing(make: Make, case: Case) -> None:
 
 
 def check_an_append_that_runs_out_of_memory_changes_nothing(make: Make, case: Case) -> None:
-    """An `append` that fails at its first, second, … allocation leaves the index unchanged."""
+    """An `append` that runs out of memory, at any allocation, leaves the index unchanged."""
     tokens, more = case.tokens(16), case.tokens(64, seed=1)
     for start in ([], [tokens]):
         for allowed in range(20):
@@ -54,7 +54,7 @@ def check_an_append_that_runs_out_of_memory_changes_nothing(make: Make, case: Ca
 
 
 def check_a_reorder_that_runs_out_of_memory_changes_nothing(make: Make, case: Case) -> None:
-    """A `reorder` that fails at its first, second, … allocation leaves the index unchanged."""
+    """A `reorder` that runs out of memory, at any allocation, leaves the index unchanged."""
     keys, values = case.tokens(16)
     rows = torch.tensor([0, 0], device=case.device)
     for allowed in range(20):
@@ -69,7 +69,10 @@ def check_a_reorder_that_runs_out_of_memory_changes_nothing(make: Make, case: Ca
 
 
 def _fail_after(allowed: int, call: Callable[[], None], owner: object, name: str) -> bool:
-    """Return True if `call` fails when the method `name` of `owner` works only `allowed` times."""
+    """Run `call` so that the function `name` of `owner` runs out of memory after `allowed` calls.
+
+    Returns True if `call` reached this point and failed.
+    """
     right, left = getattr(owner, name), [allowed]
 
     def failing(*args: Any, **options: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Requirements for faults: whichever operation of a call fails, the index is unchanged."""
+"""Requirements for running out of memory: a call that fails leaves the index unchanged."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from kvindex.testing.faults import fail_at, operations_of
 
 TOKENS = 30
 POINTS = 6
-"""Number of operations of a call that fail in turn. Half of them are the last operations, where
-calls commit their changes."""
+"""Number of operations per call that are made to fail, one in each run. Half of them are the last
+operations of the call, because a call changes the index near its end."""
 
 Change: TypeAlias = Callable[[BaseIndex], object]
 Seen: TypeAlias = tuple[tuple[object, ...], Hits]
 
 
 def changes(case: Case) -> Iterator[tuple[str, Change]]:
-    """Yield every public call that changes an index of `TOKENS` tokens."""
+    """Yield the name and the function of every public call that can change an index."""
     B, device = case.batch, case.device
     tokens, more = case.tokens(19, seed=5), case.tokens(3, seed=6)
     queries, at = case.queries(3)[:, :, None], torch.tensor([TOKENS - 1], device=device)
@@ -46,7 +46,7 @@ def changes(case: Case) -> Iterator[tuple[str, Change]]:
 
 
 def points(count: int, most: int) -> list[int]:
-    """Return up to `most` numbers below `count`: the last ones, and a few evenly spread."""
+    """Return `most` numbers from 0 to `count - 1`: the last ones, and some evenly spaced ones."""
     if count <= most:
         return list(range(count))
     late = range(count - most // 2, count)
@@ -57,7 +57,7 @@ def points(count: int, most: int) -> list[int]:
 def check_memory_that_runs_out_anywhere_changes_nothing(
     make: Make, case: Case, most: int = POINTS
 ) -> None:
-    """If any operation of a public call runs out of memory, the index is unchanged."""
+    """A public call that runs out of memory at any operation leaves the index unchanged."""
     for prompt_ended in (False, True):
         index = make()
         index.append(
@@ -72,7 +72,7 @@ def check_memory_that_runs_out_anywhere_changes_nothing(
         before = seen(index, case)
         for name, change in changes(case):
             if not prompt_ended and name not in ("append", "end_prompt"):
-                continue  # the same as after `end_prompt`, or without effect yet
+                continue  # other calls are checked after `end_prompt`
             whole = copy.deepcopy(index)
             count = operations_of(partial(change, whole))
             for point in points(count, most):
@@ -82,19 +82,22 @@ def check_memory_that_runs_out_anywhere_changes_nothing(
 
 
 def seen(index: BaseIndex, case: Case) -> Seen:
-    """Return what public calls observe of a copy of an index, now and after another append."""
+    """Return what public calls report about an index now, and a search result after an append.
+
+    The index does not change, because the calls use copies.
+    """
     return snapshot(copy.deepcopy(index), case.queries()), later(index, case)
 
 
 def later(index: BaseIndex, case: Case) -> Hits:
-    """Return the hits of a copy of an index after another append."""
+    """Copy an index, append tokens to the copy, and return the result of a search."""
     index = copy.deepcopy(index)
     index.append(*case.tokens(7, seed=8))
     return searched(index, case)
 
 
 def assert_as_it_was(index: BaseIndex, before: Seen, case: Case, where: str) -> None:
-    """Check that an index is unchanged; an AssertionError names the place."""
+    """Check that an index is unchanged. If not, the AssertionError begins with `where`."""
     try:
         now, then = seen(index, case)
         assert_same_snapshot(now, before[0])

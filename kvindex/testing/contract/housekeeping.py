@@ -1,4 +1,4 @@
-"""Requirements for `truncate`, `reorder`, `reset`, `nbytes` and signals."""
+"""Requirements for `truncate`, `reorder`, `reset`, `nbytes`, and calls such as `end_prompt`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvindex.testing.contract.common import K, Make, N, filled, searched
 
 
 def check_truncated_ids_never_return(make: Make, case: Case) -> None:
-    """Tokens that `truncate` removed are never found again, and take no memory."""
+    """No search returns tokens that `truncate` has removed, and they take no memory."""
     tokens = case.tokens(N)
     index = filled(make, tokens)
     index.truncate(N + 5)
@@ -26,7 +26,7 @@ def check_truncated_ids_never_return(make: Make, case: Case) -> None:
 
 
 def check_truncate_then_append_equals_fresh(make: Make, case: Case) -> None:
-    """An index that was truncated and extended equals one that never had the removed tokens."""
+    """After `truncate` and `append`, an index equals a new index with the same tokens."""
     first, other, rest = case.tokens(13), case.tokens(20, seed=1), case.tokens(N - 13, seed=2)
     index = filled(make, first, other)
     index.truncate(13)
@@ -37,7 +37,7 @@ def check_truncate_then_append_equals_fresh(make: Make, case: Case) -> None:
 
 
 def check_truncate_into_padding(make: Make, case: Case) -> None:
-    """After a truncation within left padding, a search finds nothing, and appends work as usual."""
+    """If `truncate` leaves only padding, a search finds nothing, until tokens are appended."""
     keys, values = case.tokens(N)
     valid = left_padding([10] * case.batch, N, case.device)
     index = make()
@@ -51,7 +51,7 @@ def check_truncate_into_padding(make: Make, case: Case) -> None:
 
 
 def check_reorder_moves_rows(make: Make, case: Case) -> None:
-    """`reorder` moves and repeats sequences of the batch with all their contents."""
+    """`reorder` moves, repeats and removes sequences of the batch with all their contents."""
     B, tokens, more = case.batch, case.tokens(30), case.tokens(10, seed=1)
     for order in ([B - 1], [*range(B)][::-1], [0, B - 1, 0, B - 1]):
         rows = torch.tensor(order, device=case.device)
@@ -68,7 +68,7 @@ def check_reorder_moves_rows(make: Make, case: Case) -> None:
 
 
 def check_a_batch_equals_its_rows(make: Make, case: Case) -> None:
-    """Each sequence of a batch finds the same rows as alone."""
+    """A search finds the same tokens of a sequence in a batch as in an index of its own."""
     tokens = case.tokens(N, batch=3)
     index = filled(make, tokens)
     hits = searched(index, case, batch=3)
@@ -83,7 +83,7 @@ def check_a_batch_equals_its_rows(make: Make, case: Case) -> None:
 
 
 def check_reset_forgets_everything(make: Make, case: Case) -> None:
-    """After `reset` the index is like new, including its batch size and learned parameters."""
+    """After `reset` the index equals a new one: no tokens, batch size or learned parameters."""
     index = make()
     keys, values = case.tokens(N, batch=2)
     index.append(keys, values, valid=left_padding([3, 7], N, case.device))
@@ -97,7 +97,7 @@ def check_reset_forgets_everything(make: Make, case: Case) -> None:
 
 
 def check_nbytes_counts_rows_and_grows(make: Make, case: Case) -> None:
-    """`nbytes` reports the exact bytes of rows, and codes never shrink while the index grows."""
+    """`nbytes` reports the exact bytes of keys and values; the bytes of codes never shrink."""
     index, tokens = make(), case.tokens(N)
     assert index.nbytes().keys() >= {"codes", "rows"}
     sizes = [index.nbytes()]
@@ -113,7 +113,7 @@ def check_nbytes_counts_rows_and_grows(make: Make, case: Case) -> None:
 
 
 def check_signals_disturb_nothing(make: Make, case: Case) -> None:
-    """Signals (`end_prompt`, `observe_queries`, …) do not lose tokens."""
+    """Calls such as `end_prompt` and `observe_queries` do not change the stored keys and values."""
     index, tokens = make(), case.tokens(N)
     index.append(*part(tokens, 0, 30))
     index.end_prompt()

@@ -1,6 +1,4 @@
-"""Requirements for the largest numbers: they work, and larger numbers raise errors with the
-argument's name.
-"""
+"""Requirements for very large numbers: below a limit they work, and above it they raise errors."""
 
 from __future__ import annotations
 
@@ -17,7 +15,7 @@ BEYOND = (2 * LARGEST, 1e20, 3e38, float("inf"), float("nan"))
 
 
 def check_the_largest_numbers_give_scores(make: Make, case: Case) -> None:
-    """Keys and queries with numbers of up to 2^48, half of which cancel, give finite scores."""
+    """Keys and queries with numbers as large as 2^48 give finite scores."""
     largest = min(LARGEST, LIMITS.get(case.dtype, LARGEST))
     keys, values = case.tokens(N)
     signs, queries = keys.sign() * largest, case.queries().sign() * largest
@@ -32,7 +30,7 @@ def check_the_largest_numbers_give_scores(make: Make, case: Case) -> None:
 
 
 def check_numbers_beyond_are_refused_by_name(make: Make, case: Case) -> None:
-    """NaN, infinity and numbers above 2^48 raise errors that name the argument, keys or queries."""
+    """NaN, infinity and numbers above 2^48 raise ValueError with the name of the argument."""
     keys, values = case.tokens(N)
     index = filled(make, (keys, values), check=True)
     allowed = "allowed is a finite number of at most 2^48"
@@ -47,7 +45,7 @@ def check_numbers_beyond_are_refused_by_name(make: Make, case: Case) -> None:
 
 
 def check_a_k_out_of_range_is_refused(make: Make, case: Case) -> None:
-    """`k` must be an integer from 1 to 2^24."""
+    """`search` raises ValueError unless `k` is an integer from 1 to 2^24."""
     index, wrong = filled(make, case.tokens(4)), (0, -1, 2.0, True, MOST_ROWS + 1)
     for k in wrong:
         given: Any = k

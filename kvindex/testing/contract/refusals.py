@@ -1,4 +1,4 @@
-"""Requirements for wrong arguments: an error names the argument and what is allowed."""
+"""Requirements for wrong arguments: the error names the argument, and says what is allowed."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from kvindex.testing.compare import assert_same_snapshot, hits_of, raises, snaps
 from kvindex.testing.contract.common import Make, N, filled
 
 Wrong: TypeAlias = tuple[str, str, Callable[[BaseIndex], object]]
-"""The argument that the error must name, what is wrong with it, and the call."""
+"""The argument that the error must name, what is wrong with the argument, and the call."""
 
 
 def check_wrong_calls_are_refused_and_change_nothing(make: Make, case: Case) -> None:
-    """Wrong shapes, dtypes, ids and sizes raise clear errors, and leave the index unchanged."""
+    """Wrong arguments raise errors that name the argument, and leave the index unchanged."""
     index = filled(make, case.tokens(N), check=True)
     before = snapshot(index, case.queries())
     for argument, what, call in [*_appends(case), *_reads(case)]:
@@ -26,7 +26,7 @@ def check_wrong_calls_are_refused_and_change_nothing(make: Make, case: Case) -> 
 
 
 def check_wrong_appends_leave_an_empty_index_empty(make: Make, case: Case) -> None:
-    """A failed first append sets neither the batch size nor anything else."""
+    """A first append that fails leaves the index empty, without a batch size."""
     index = make(check=True)
     for argument, what, call in _appends(case):
         if "batch" not in what:
@@ -95,10 +95,10 @@ def _reads(case: Case) -> Iterator[Wrong]:
 
 
 def _as_anything(wrong: object) -> Any:
-    """Return a value whose type a type checker would reject."""
+    """Return the argument with type `Any`, so that a type checker accepts a wrong argument."""
     return wrong
 
 
 def _padded(flags: torch.Tensor) -> torch.Tensor:
-    """Return flags in which the first two tokens are padding."""
+    """Return `flags` with False for the first two tokens, which are then padding."""
     return flags & (torch.arange(flags.shape[1], device=flags.device) > 1)

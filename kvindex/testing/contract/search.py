@@ -10,7 +10,7 @@ from kvindex.testing.contract.common import K, Make, N, filled, searched
 
 
 def check_slots_are_exactly_k(make: Make, case: Case) -> None:
-    """A search returns exactly `k` slots and finds something, whatever `k` is."""
+    """A search returns `k` ids per KV head for every `k`, and at least one of them is a token."""
     index = filled(make, case.tokens(N))
     for k in (1, K, N, N + 7):
         hits = searched(index, case, k=k)
@@ -19,7 +19,7 @@ def check_slots_are_exactly_k(make: Make, case: Case) -> None:
 
 
 def check_a_needle_is_found(make: Make, case: Case) -> None:
-    """A key that equals the query is found among keys that are far from it."""
+    """A search finds the key that equals the query, if all other keys are much shorter."""
     unit = make().unit  # number of tokens that a search selects together
     count, k = (N, K) if unit == 1 else ((17 // unit + 3) * unit, unit)
     keys, values = case.tokens(count)
@@ -27,20 +27,23 @@ def check_a_needle_is_found(make: Make, case: Case) -> None:
     keys = keys / 16
     keys[:, :, 17] = queries[:, :, 0]
     if unit > 1:
-        keys[:, :, -unit:] -= queries[:, :, :1] / 2  # a unit that the opposite query prefers
+        keys[:, :, -unit:] -= queries[:, :, :1] / 2  # the opposite of the query prefers this unit
     index = filled(make, case.of_keys(keys, values))
     same = queries[:, :, :1].expand_as(queries).flatten(1, 2)
     hits = index.search(same, k=k)
     sampled = hits.log_weight is not None and bool((hits.log_weight > 0).any())
     if sampled and case.softcap is not None:
-        return  # rows are sampled, and no logit is much larger than the other logits
+        return  # softcap makes logits similar, so a sample may omit the key
     assert (hits.ids == 17).any(-1).all()
     if not index.scattered:
         assert (index.search(-same, k=k).ids != 17).all(), "and not by its opposite"
 
 
 def check_ties_go_to_the_lower_id(make: Make, case: Case) -> None:
-    """Equal scores go to the lower id; equal keys have equal scores, except with sampling."""
+    """Among tokens with equal scores, a search returns those with the lowest ids.
+
+    Equal keys have equal scores, unless the index samples tokens.
+    """
     keys, values = case.tokens(N)
     index = filled(make, case.of_keys(keys[:, :, :1].expand_as(keys), values))
     searched(index, case)
@@ -57,7 +60,7 @@ def check_ties_go_to_the_lower_id(make: Make, case: Case) -> None:
 
 
 def check_searches_are_deterministic(make: Make, case: Case) -> None:
-    """Equal tokens and queries lead to equal hits, bit by bit."""
+    """Searches with equal tokens and queries return equal hits, bit by bit."""
     tokens = case.tokens(N)
     keys = torch.cat([tokens[0][:, :, : N // 2]] * 2, dim=2)  # every key occurs twice
     tokens = case.of_keys(keys, tokens[1])
@@ -68,7 +71,7 @@ def check_searches_are_deterministic(make: Make, case: Case) -> None:
 
 
 def check_zero_keys_and_queries_give_no_nan(make: Make, case: Case) -> None:
-    """Zero keys or queries give finite scores."""
+    """Keys or queries of zeros give finite scores."""
     keys, values = case.tokens(N)
     keys[:, :, ::3] = 0
     keys[:, :, 1::3, :8] = 0
@@ -81,7 +84,7 @@ def check_zero_keys_and_queries_give_no_nan(make: Make, case: Case) -> None:
 
 
 def check_empty_index(make: Make, case: Case) -> None:
-    """An index without tokens finds nothing and supports every call."""
+    """A search in an empty index finds nothing, and every other call works."""
     index = make()
     assert len(index) == 0
     hits = searched(index, case, k=3)
@@ -99,7 +102,7 @@ def check_empty_index(make: Make, case: Case) -> None:
 
 
 def check_one_token(make: Make, case: Case) -> None:
-    """One token is found, and every other slot is unused."""
+    """A search in an index of one token finds this token, and otherwise returns ids of -1."""
     tokens = case.tokens(1)
     index = filled(make, tokens)
     hits = searched(index, case, k=3)

@@ -207,10 +207,10 @@ class OfItsOwn(AttentionLayer):
 @pytest.mark.parametrize(
     ("options", "why"),
     [
-        (dict(index="exact"), "layer 0: index: got Exact, whose steps are no kernels"),
+        (dict(index="exact"), "layer 0: index: got Exact, which has no decode step"),
         slow(
             dict(index="pariskv:preset=fast+sample"),
-            "layer 0: index: got Sample, whose steps are no kernels",
+            "layer 0: index: got Sample, which has no decode step",
         ),
         slow(dict(regions=dict(coverage=0.9)), "layer 0: coverage: got 0.9, allowed is None"),
         slow(

@@ -107,7 +107,7 @@ def test_what_is_no_model_is_refused():
         ),
         (
             {"index": "exact+sample", "coverage": 0.9},
-            "coverage: got 0.9, allowed is None where rows are",
+            "coverage: got 0.9, allowed is None if rows are",
         ),
         ({"index": "retroinfer+sample"}, "got RetroInfer, whose rows have weights already"),
         ({"index": "retroinfer+sample+reuse"}, "got RetroInfer, whose rows have weights already"),

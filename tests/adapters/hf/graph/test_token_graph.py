@@ -365,7 +365,7 @@ ROPE = dict(rope_type="dynamic", rope_theta=10000.0, factor=2.0)
         ("llama", {}, dict(dense_layers=(1,)), "layer 1: its cache replaces"),
         ("llama", dict(rope_parameters=ROPE), {}, "_local_scalar_dense.default: the host reads"),
         ("mixtral", dict(experts_implementation="eager"), {}, "the host reads what the device has"),
-        ("llama", {}, dict(index="exact"), "layer 0: index: got Exact, whose steps are no kernels"),
+        ("llama", {}, dict(index="exact"), "layer 0: index: got Exact, which has no decode step"),
         ("llama", {}, dict(dense_below=500), "layer 0: tokens: got 78, too few"),
     ],
 )
